@@ -7,12 +7,11 @@ from pathlib import Path
 import pytest
 import torch
 from peft.tuners.lora import LoraLayer
-from safetensors.torch import load_file
 from tiny import save_tiny_model
-from training.block_runs import LEAVES, bank_of, config_of
-from training.test_interruption import interrupted
-from training.test_run import exact_log
-from training.tiny_run import EOS_ID, best_at, give_held_out_losses, tiny_config, tiny_tokenizer, write_corpus
+from training.block_runs import LEAVES, bank_of
+from training.outcomes import assert_same_run, moved, weights
+from training.steered_runs import interrupted
+from training.tiny_run import EOS_ID, best_at, give_held_out_losses, refused, tiny_tokenizer, write_corpus
 from transformers import AutoModelForCausalLM
 
 from midus_hf.evaluation.evaluate import evaluate
@@ -31,18 +30,6 @@ METHODS = {
     "oft": {"method": "oft", "oft_block_size": 8, "r": 0},
     "ia3": {"method": "ia3"},
 }
-
-
-def weights(folder: Path) -> dict[str, torch.Tensor]:
-    return load_file(folder / "model.safetensors")
-
-
-def moved(before: Path, after: Path) -> set[str]:
-    first, second = weights(before), weights(after)
-    assert {name: value.dtype for name, value in first.items()} == {
-        name: value.dtype for name, value in second.items()
-    }
-    return {name for name, tensor in first.items() if not torch.equal(tensor, second[name])}
 
 
 def linear(names) -> set[str]:
@@ -65,22 +52,21 @@ def copies(base, tmp_path_factory) -> Path:
 
 
 @pytest.mark.parametrize("adapters", METHODS.values(), ids=METHODS)
-def test_every_method_trains_the_linear_layers_resumes_and_is_merged(adapters, base, corpus, tmp_path):
+def test_every_method_trains_the_linear_layers_resumes_and_is_merged(adapters, base, config_for, corpus, tmp_path):
     options = {"adapters": adapters, "max_steps": 4, "eval_text": str(corpus), "eval_every": 2}
-    train(tiny_config(base, corpus, tmp_path / "whole", **options))
+    train(config_for("whole", model=base, **options))
     changed = moved(base, tmp_path / "whole")
     expected = linear(weights(base))
     if adapters.get("method") == "ia3":
         expected = {name for name in expected if re.search("[kv]_proj|down_proj", name)}
     assert changed == expected
-    interrupted(tiny_config(base, corpus, tmp_path / "parts", **options), 2)
-    train(tiny_config(base, corpus, tmp_path / "parts", resume=True, **options))
-    assert exact_log(tmp_path / "parts") == exact_log(tmp_path / "whole")
-    assert moved(tmp_path / "parts", tmp_path / "whole") == set()
+    interrupted(prepare(config_for("parts", model=base, **options)), 2)
+    train(config_for("parts", model=base, resume=True, **options))
+    assert_same_run(tmp_path / "parts", tmp_path / "whole")
 
 
-def test_the_merged_model_computes_what_the_adapted_one_did(base, corpus, tmp_path):
-    run = prepare(tiny_config(base, corpus, tmp_path / "out", max_steps=4, adapters=METHODS["osf"]))
+def test_the_merged_model_computes_what_the_adapted_one_did(base, config_for, tmp_path):
+    run = prepare(config_for(model=base, max_steps=4, adapters=METHODS["osf"]))
     prompt = torch.tensor([[5, 9, 12, EOS_ID, 7]])
     adapted = []
     merge = run.trainer.merge_adapters
@@ -113,12 +99,12 @@ def test_osf_keeps_the_largest_singular_directions_from_gradients(base):
 
 
 @pytest.mark.parametrize("name", ["lora", "osf"])
-def test_of_a_model_in_bfloat16_adapters_are_held_in_float32(name, base, corpus, tmp_path):
+def test_of_a_model_in_bfloat16_adapters_are_held_in_float32(name, base, config_for, tmp_path):
     model = tmp_path / "model"
     AutoModelForCausalLM.from_pretrained(base, dtype=torch.bfloat16).save_pretrained(model)
     tiny_tokenizer().save_pretrained(model)
     options = {"adapters": METHODS[name], "precision": "bf16", "max_steps": 4}
-    run = prepare(tiny_config(model, corpus, tmp_path / "out", **options))
+    run = prepare(config_for(model=model, **options))
     training = [value for value in run.trainer.model.parameters() if value.requires_grad]
     assert training and all(value.dtype == torch.float32 for value in training)
     run.execute()
@@ -127,10 +113,10 @@ def test_of_a_model_in_bfloat16_adapters_are_held_in_float32(name, base, corpus,
 
 
 @pytest.mark.parametrize("name", ["lora", "osf"])
-def test_what_is_new_in_an_upscaled_model_trains_whole_beside_them(name, upscaled, corpus, tmp_path, capsys):
+def test_what_is_new_in_an_upscaled_model_trains_whole_beside_them(name, upscaled, config_for, tmp_path, capsys):
     model = upscaled("llama")
     options = {"max_steps": 4, "adapters": METHODS[name]}
-    train(tiny_config(model, corpus, tmp_path / "out", **options))
+    train(config_for(**options))
     new = {key for key in weights(model) if re.search(r"layers\.[14]\.", key)}
     assert moved(model, tmp_path / "out") == linear(weights(model)) | new
     said = " ".join(capsys.readouterr().out.split())
@@ -138,29 +124,28 @@ def test_what_is_new_in_an_upscaled_model_trains_whole_beside_them(name, upscale
     assert re.search(r"whole: [\d,]+ of [\d,]+ parameters", said)
     assert "adapters:\n" in (tmp_path / "out" / "README.md").read_text()
 
-    interrupted(tiny_config(model, corpus, tmp_path / "parts", **options), 2)
+    interrupted(prepare(config_for("parts", **options)), 2)
     assert (tmp_path / "parts" / "checkpoint-2" / "adapter_config.json").exists()
-    train(tiny_config(model, corpus, tmp_path / "parts", resume=True, **options))
-    assert exact_log(tmp_path / "parts") == exact_log(tmp_path / "out")
-    assert moved(tmp_path / "parts", tmp_path / "out") == set()
+    train(config_for("parts", resume=True, **options))
+    assert_same_run(tmp_path / "parts", tmp_path / "out")
     other = {**options, "adapters": {**METHODS[name], "layers": "all"}}
-    with pytest.raises(ValueError, match=r"adapters is \{.*'layers': 'all'\}, but the run to resume has \{"):
-        prepare(tiny_config(model, corpus, tmp_path / "parts", resume=True, **other))
+    with refused(r"adapters is \{.*'layers': 'all'\}, but the run to resume has \{"):
+        prepare(config_for("parts", resume=True, **other))
 
 
-def test_the_best_of_a_run_with_adapters_is_merged(base, corpus, tmp_path, monkeypatch):
+def test_the_best_of_a_run_with_adapters_is_merged(base, config_for, tmp_path, monkeypatch):
     (measured,) = give_held_out_losses(monkeypatch, best_at(4))
     held_out = write_corpus(tmp_path / "held_out", documents=3, length=100)
     options = {"max_steps": 8, "eval_text": str(held_out), "eval_every": 2, "keep_best": True, "adapters": {"r": 8}}
-    assert train(tiny_config(base, corpus, tmp_path / "out", **options)).best_step == 4
+    assert train(config_for(model=base, **options)).best_step == 4
     report = evaluate([str(tmp_path / "out")], EvaluationSettings(text=str(held_out), device="cpu"))
     perplexity = report["models"][0]["perplexity"]["perplexity"]
     assert perplexity == pytest.approx(measured[4].perplexity, rel=1e-5)
     assert moved(base, tmp_path / "out") == linear(weights(base))
 
 
-def test_blocks_of_a_bank_are_new_and_train_beside_them(models, assigned, tmp_path, capsys):
-    config = config_of(models / "hier-ffn", assigned, tmp_path / "out", trainable="auto", adapters={"r": 4})
+def test_blocks_of_a_bank_are_new_and_train_beside_them(blocks_for, models, tmp_path, capsys):
+    config = blocks_for(trainable="auto", adapters={"r": 4})
     train(config)
     assert moved(models / "hier-ffn", tmp_path / "out") == linear(weights(models / "hier-ffn"))
     bank = bank_of(tmp_path / "out")
@@ -168,15 +153,15 @@ def test_blocks_of_a_bank_are_new_and_train_beside_them(models, assigned, tmp_pa
     assert "; and the blocks of the bank, " in " ".join(capsys.readouterr().out.split())
 
     options = {"trainable": "auto", "adapters": {"r": 4, "layers": "all"}}
-    train(config_of(models / "hier-ffn", assigned, tmp_path / "all", **options))
+    train(blocks_for("all", **options))
     assert not bank_of(tmp_path / "all").written(1)
 
 
 @pytest.mark.parametrize("method", ["lora", "osf", "vera"])
-def test_they_may_be_on_new_layers_alone_or_on_all(method, copies, corpus, tmp_path, capsys):
+def test_they_may_be_on_new_layers_alone_or_on_all(method, copies, config_for, tmp_path, capsys):
     for layers, said in (("new", "the new layers alone"), ("all", "all layers")):
         adapters = {**METHODS[method], "layers": layers}
-        train(tiny_config(copies, corpus, tmp_path / layers, max_steps=4, adapters=adapters))
+        train(config_for(layers, model=copies, max_steps=4, adapters=adapters))
         assert f"Training adapters of method {method} on {said}: " in " ".join(capsys.readouterr().out.split())
     every = linear(weights(copies))
     assert moved(copies, tmp_path / "all") == every
@@ -266,9 +251,9 @@ def test_defaults_are_those_of_the_short_form_and_numbers_without_a_point_are_nu
         "too-large",
     ],
 )
-def test_what_cannot_be_is_refused_before_anything_is_written(adapters, message, base, corpus, tmp_path):
-    with pytest.raises(ValueError, match=re.escape(message)):
-        prepare(tiny_config(base, corpus, tmp_path / "out", adapters=adapters))
+def test_what_cannot_be_is_refused_before_anything_is_written(adapters, message, base, config_for, tmp_path):
+    with refused(re.escape(message)):
+        prepare(config_for(model=base, adapters=adapters))
     assert not (tmp_path / "out").exists()
 
 
@@ -312,25 +297,25 @@ def test_what_cannot_be_is_refused_before_anything_is_written(adapters, message,
     ],
     ids=["memory", "nothing-whole", "no-targets", "own-targets", "multiplied", "divided"],
 )
-def test_what_new_layers_cannot_have_is_refused(kind, adapters, message, upscaled, copies, corpus, tmp_path):
+def test_what_new_layers_cannot_have_is_refused(kind, adapters, message, upscaled, copies, config_for):
     model = copies if kind == "copies" else upscaled("llama")
-    with pytest.raises(ValueError, match=re.escape(message)):
-        prepare(tiny_config(model, corpus, tmp_path / "out", adapters=adapters))
+    with refused(re.escape(message)):
+        prepare(config_for(model=model, adapters=adapters))
 
 
-def test_without_peft_it_is_named(base, corpus, tmp_path, monkeypatch):
+def test_without_peft_it_is_named(base, config_for, monkeypatch):
     find = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "peft" else find(name))
     message = "adapters need peft, which is not installed here; pip install 'midus-hf[train]', or leave adapters out."
-    with pytest.raises(ValueError, match=re.escape(message)):
-        prepare(tiny_config(base, corpus, tmp_path / "out", adapters={}))
+    with refused(re.escape(message)):
+        prepare(config_for(model=base, adapters={}))
 
 
 @pytest.mark.parametrize("name", ["lora", "osf"])
-def test_room_is_made_for_checkpoints_of_adapters_and_for_the_merged_model(name, upscaled, corpus, tmp_path):
+def test_room_is_made_for_checkpoints_of_adapters_and_for_the_merged_model(name, config_for, tmp_path):
     options = {"save_every": 2, "max_steps": 2}
-    plain = prepare(tiny_config(upscaled("llama"), corpus, tmp_path / "plain", trainable="new", **options)).room
-    run = prepare(tiny_config(upscaled("llama"), corpus, tmp_path / "out", adapters=METHODS[name], **options))
+    plain = prepare(config_for("plain", trainable="new", **options)).room
+    run = prepare(config_for(adapters=METHODS[name], **options))
     assert run.room.model == plain.model
     run.execute()
     checkpoint = tmp_path / "out" / "checkpoint-2"

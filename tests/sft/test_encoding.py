@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 from sft.tiny_chats import character_tokenizer, chat
+from training.tiny_run import refused
 
 from midus_hf.documents import DocumentError, RowPlace
 from midus_hf.sft import encoding
@@ -36,7 +37,7 @@ def test_rows_keep_their_order(processes):
 
 def test_a_wrong_row_is_refused_by_its_place(processes):
     wrong = [*rows(50), ("row 51", {"messages": []}), *rows(3)]
-    with pytest.raises(DocumentError, match=r"row 51, messages is empty; expected messages\."):
+    with refused(r"row 51, messages is empty; expected messages\.", DocumentError):
         list(encode_rows(character_tokenizer(), iter(wrong), None, "chatml"))
 
 

@@ -7,6 +7,7 @@ import re
 import pytest
 from datasets import Dataset
 from sft.tiny_chats import write_rows
+from training.tiny_run import refused
 
 from midus_hf.documents import DocumentError
 from midus_hf.sft.formats import FORMATS, Chat, Completion, detect_format, format_named, read_example
@@ -90,7 +91,7 @@ def test_every_format_is_read_above():
     ],
 )
 def test_columns_of_no_format_are_refused(row, message):
-    with pytest.raises(DocumentError, match=re.escape(message)):
+    with refused(re.escape(message), DocumentError):
         detect_format(row, "row 1")
 
 
@@ -152,13 +153,13 @@ def test_columns_of_no_format_are_refused(row, message):
     ],
 )
 def test_a_row_that_is_not_of_its_format_is_refused(name, row, message):
-    with pytest.raises(DocumentError, match=re.escape(message)):
+    with refused(re.escape(message), DocumentError):
         read_example(format_named(name), row, "row 1")
 
 
 def test_a_format_that_does_not_exist_is_refused():
     message = "data.format is 'chat'; expected one of 'messages', 'sharegpt', 'prompt-completion', 'alpaca', 'dolly'."
-    with pytest.raises(ValueError, match=re.escape(message)):
+    with refused(re.escape(message)):
         format_named("chat")
 
 
@@ -198,5 +199,5 @@ def test_what_holds_no_rows_is_refused(tmp_path, name, options, message):
     (tmp_path / "broken.json").write_text("[1,")
     (tmp_path / "broken.jsonl").write_text("{")
     write_rows(tmp_path / "rows.jsonl", [{}])
-    with pytest.raises(DocumentError, match=re.escape(message)):
+    with refused(re.escape(message), DocumentError):
         rows_of(tmp_path / name, **options)

@@ -6,12 +6,14 @@ import pytest
 from sft.tiny_chats import character_tokenizer
 from tokenizers import processors
 from tokenizers.processors import TemplateProcessing
+from training.tiny_run import refused, tiny_tokenizer
 
 from midus_hf.documents import DocumentError
 from midus_hf.sft.formats import Chat, Completion
 from midus_hf.sft.labels import encode
 from midus_hf.sft.templates import TEMPLATES, set_template
 
+QUESTION = {"role": "user", "content": "q"}
 TURNS = Chat(
     [
         {"role": "system", "content": "be brief"},
@@ -21,10 +23,30 @@ TURNS = Chat(
         {"role": "assistant", "content": " no "},
     ]
 )
+BEGUN = Chat([{"role": "assistant", "content": "hello?"}, *TURNS.messages[1:3]])
 MARKED = (
     "{% for m in messages %}{% if m['role'] == 'assistant' %}A:{% generation %}{{ m['content'] + eos_token }}"
     "{% endgeneration %}{% else %}Q:{{ m['content'] }}{% endif %}{% endfor %}{% if add_generation_prompt %}A:{% endif %}"
 )
+OF_QUESTIONS = (  # as Mistral's, which has no words before an answer
+    "{{ bos_token }}{% for m in messages %}{% if m['role'] == 'assistant' %}{{ m['content'] + eos_token }}"
+    "{% else %}[{{ m['content'] }}]{% endif %}{% endfor %}"
+)
+OF_TOOLS = (
+    "{% if tools %}T{{ tools[0].name }}{% endif %}{% for m in messages %}{{ m['role'][0] }}:{{ m['content'] }}"
+    "{% for call in m.tool_calls or [] %}<{{ call.function.name }} {{ call.function.arguments | tojson }}>{% endfor %}"
+    "{% if m['role'] == 'assistant' %}{{ eos_token }}{% endif %}{% endfor %}{% if add_generation_prompt %}a:{% endif %}"
+)
+
+
+def tokenizer_with(template: str, **options):
+    """A tokenizer with a template, which is named or written out."""
+    tokenizer = character_tokenizer(**options)
+    if template in TEMPLATES:
+        set_template(tokenizer, template)
+    else:
+        tokenizer.chat_template = template
+    return tokenizer
 
 
 def parts(tokenizer, example) -> list[tuple[bool, str]]:
@@ -39,79 +61,37 @@ def parts(tokenizer, example) -> list[tuple[bool, str]]:
     return found
 
 
-def test_of_several_turns_all_answers_have_labels_and_nothing_else_has():
-    tokenizer = character_tokenizer()
-    set_template(tokenizer, "chatml")
-    assert parts(tokenizer, TURNS) == [
-        (False, "<|im_start|>system\nbe brief<|im_end|>\n<|im_start|>user\none?<|im_end|>\n<|im_start|>assistant\n"),
-        (True, "yes, one<|im_end|>"),
-        (False, "\n<|im_start|>user\ntwo?<|im_end|>\n<|im_start|>assistant\n"),
-        (True, " no <|im_end|>"),
-        (False, "\n"),
-    ]
-
-
-def test_the_alpaca_template_ends_answers_with_the_end_token():
-    tokenizer = character_tokenizer()
-    set_template(tokenizer, "alpaca")
-    assert parts(tokenizer, TURNS) == [
-        (False, "be brief\n\n### Instruction:\none?\n\n### Response:\n"),
-        (True, "yes, one<eos>"),
-        (False, "\n\n### Instruction:\ntwo?\n\n### Response:\n"),
-        (True, " no <eos>"),
-        (False, "\n\n"),
-    ]
-
-
-def test_markers_of_a_template_are_taken_as_they_stand():
-    tokenizer = character_tokenizer()
-    tokenizer.chat_template = MARKED
-    assert parts(tokenizer, TURNS) == [
-        (False, "Q:be briefQ:one?A:"),
-        (True, "yes, one<eos>"),
-        (False, "Q:two?A:"),
-        (True, " no <eos>"),
-    ]
-
-
-@pytest.mark.parametrize("trim_offsets", [False, True])
-def test_a_token_that_reaches_into_a_question_has_no_label(trim_offsets):
-    """Where a prompt ends with a space, the first word of an answer may be one token with it."""
-    tokenizer = character_tokenizer(merges=[("Ġ", "i"), ("Ġi", "t")])
-    tokenizer.backend_tokenizer.post_processor = processors.ByteLevel(trim_offsets=trim_offsets)
-    tokenizer.chat_template = (
-        "{% for m in messages %}{{ m['role'][0] + ' ' + m['content'] }}{% endfor %}"
-        "{% if add_generation_prompt %}a {% endif %}"
-    )
-    example = Chat([{"role": "user", "content": "q"}, {"role": "assistant", "content": "it is"}])
-    assert parts(tokenizer, example) == [(False, "u qa it"), (True, " is")]
-
-
-def test_completions_have_labels_and_an_end_and_prompts_have_neither():
-    tokenizer = character_tokenizer()
-    assert parts(tokenizer, Completion("2+2=", "4")) == [(False, "2+2="), (True, "4<eos>")]
-
-
-def test_special_tokens_of_the_tokenizer_are_kept_and_its_end_is_not_doubled():
-    tokenizer = character_tokenizer(bos_token="<bos>")
-    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
-        single="<bos> $A <eos>", special_tokens=[("<bos>", 1), ("<eos>", 2)]
-    )
-    assert parts(tokenizer, Completion("2+2=", "4")) == [(False, "<bos>2+2="), (True, "4<eos>")]
-    set_template(tokenizer, "alpaca")
-    assert parts(tokenizer, TURNS)[0][1].startswith("<bos>be brief")
-
-
-BEGUN = Chat([{"role": "assistant", "content": "hello?"}, *TURNS.messages[1:3]])
-OF_QUESTIONS = (  # as Mistral's, which has no words before an answer
-    "{{ bos_token }}{% for m in messages %}{% if m['role'] == 'assistant' %}{{ m['content'] + eos_token }}"
-    "{% else %}[{{ m['content'] }}]{% endif %}{% endfor %}"
+@pytest.mark.parametrize(
+    ("template", "expected"),
+    [
+        (
+            "chatml",
+            [
+                "<|im_start|>system\nbe brief<|im_end|>\n<|im_start|>user\none?<|im_end|>\n<|im_start|>assistant\n",
+                "yes, one<|im_end|>",
+                "\n<|im_start|>user\ntwo?<|im_end|>\n<|im_start|>assistant\n",
+                " no <|im_end|>",
+                "\n",
+            ],
+        ),
+        (
+            "alpaca",
+            [
+                "be brief\n\n### Instruction:\none?\n\n### Response:\n",
+                "yes, one<eos>",
+                "\n\n### Instruction:\ntwo?\n\n### Response:\n",
+                " no <eos>",
+                "\n\n",
+            ],
+        ),
+        (MARKED, ["Q:be briefQ:one?A:", "yes, one<eos>", "Q:two?A:", " no <eos>"]),
+    ],
+    ids=["chatml", "alpaca", "marked"],
 )
-OF_TOOLS = (
-    "{% if tools %}T{{ tools[0].name }}{% endif %}{% for m in messages %}{{ m['role'][0] }}:{{ m['content'] }}"
-    "{% for call in m.tool_calls or [] %}<{{ call.function.name }} {{ call.function.arguments | tojson }}>{% endfor %}"
-    "{% if m['role'] == 'assistant' %}{{ eos_token }}{% endif %}{% endfor %}{% if add_generation_prompt %}a:{% endif %}"
-)
+def test_of_several_turns_all_answers_have_labels_and_nothing_else_has(template, expected):
+    """Every other part is an answer, which ends as its template has it."""
+    found = parts(tokenizer_with(template), TURNS)
+    assert found == [(number % 2 == 1, text) for number, text in enumerate(expected)]
 
 
 @pytest.mark.parametrize(
@@ -125,110 +105,122 @@ OF_TOOLS = (
     ids=["chatml", "alpaca", "questions", "marked"],
 )
 def test_a_chat_that_begins_with_an_answer_is_trained_on(template, expected):
-    tokenizer = character_tokenizer(bos_token="<bos>")
-    tokenizer.chat_template = TEMPLATES.get(template, template)
-    found = parts(tokenizer, BEGUN)
+    found = parts(tokenizer_with(template, bos_token="<bos>"), BEGUN)
     assert found[:2] == expected
     assert [text for inside, text in found if inside][1].startswith("yes, one")
 
 
-def test_an_answer_at_the_beginning_that_a_template_leaves_out_is_refused_by_its_row():
-    tokenizer = character_tokenizer()
-    tokenizer.chat_template = "{% for m in messages %}{% if not loop.first %}{{ m['content'] }}{% endif %}{% endfor %}"
-    message = (
-        "row 1: it begins with an answer, which cannot be found in what the chat template makes of it; put a question"
+@pytest.mark.parametrize("trim_offsets", [False, True])
+def test_a_token_that_reaches_into_a_question_has_no_label(trim_offsets):
+    """Where a prompt ends with a space, the first word of an answer may be one token with it."""
+    template = (
+        "{% for m in messages %}{{ m['role'][0] + ' ' + m['content'] }}{% endfor %}"
+        "{% if add_generation_prompt %}a {% endif %}"
     )
-    with pytest.raises(DocumentError, match=re.escape(message)):
-        encode(tokenizer, BEGUN, "row 1")
+    tokenizer = tokenizer_with(template, merges=[("Ġ", "i"), ("Ġi", "t")])
+    tokenizer.backend_tokenizer.post_processor = processors.ByteLevel(trim_offsets=trim_offsets)
+    example = Chat([QUESTION, {"role": "assistant", "content": "it is"}])
+    assert parts(tokenizer, example) == [(False, "u qa it"), (True, " is")]
+
+
+def test_completions_have_labels_and_an_end_and_prompts_have_neither():
+    assert parts(character_tokenizer(), Completion("2+2=", "4")) == [(False, "2+2="), (True, "4<eos>")]
+
+
+def test_special_tokens_of_the_tokenizer_are_kept_and_its_end_is_not_doubled():
+    tokenizer = character_tokenizer(bos_token="<bos>")
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
+        single="<bos> $A <eos>", special_tokens=[("<bos>", 1), ("<eos>", 2)]
+    )
+    assert parts(tokenizer, Completion("2+2=", "4")) == [(False, "<bos>2+2="), (True, "4<eos>")]
+    set_template(tokenizer, "alpaca")
+    assert parts(tokenizer, TURNS)[0][1].startswith("<bos>be brief")
+
+
+def called(**arguments) -> dict:
+    """An answer that calls a tool."""
+    call = {"type": "function", "function": {"name": "look", "arguments": arguments}}
+    return {"role": "assistant", "content": "", "tool_calls": [call]}
 
 
 def test_calls_of_tools_are_written_by_the_template_and_have_labels():
-    tokenizer = character_tokenizer()
-    tokenizer.chat_template = OF_TOOLS
-    call = {"type": "function", "function": {"name": "look", "arguments": {"at": "sky"}}}
-    messages = [
-        {"role": "user", "content": "q"},
-        {"role": "assistant", "content": "", "tool_calls": [call]},
-        {"role": "tool", "content": "blue"},
-        {"role": "assistant", "content": "it is blue"},
-    ]
+    tokenizer, call = tokenizer_with(OF_TOOLS), called(at="sky")
+    messages = [QUESTION, call, {"role": "tool", "content": "blue"}, {"role": "assistant", "content": "it is blue"}]
     found = parts(tokenizer, Chat(messages, [{"name": "look"}]))
     assert [text for inside, text in found if inside] == ['<look {"at": "sky"}><eos>', "it is blue<eos>"]
     assert found[0] == (False, "Tlooku:qa:")
-    assert parts(tokenizer, Chat(messages[1:2], [{"name": "look"}]))[1][1] == '<look {"at": "sky"}><eos>'
+    assert parts(tokenizer, Chat([call], [{"name": "look"}]))[1][1] == '<look {"at": "sky"}><eos>'
 
 
-@pytest.mark.parametrize("marked", [False, True])
-def test_a_template_that_knows_no_calls_of_tools_is_refused_by_the_row(marked):
-    tokenizer = character_tokenizer()
-    set_template(tokenizer, "chatml")
-    if marked:
-        tokenizer.chat_template = (
-            "{% for m in messages %}{% generation %}{{ m['content'] }}{% endgeneration %}<eos>{% endfor %}"
-        )
-    call = {"function": {"name": "look", "arguments": {}}}
-    messages = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "", "tool_calls": [call]}]
-    message = "row 1: the chat template does not write that message 2 calls 'look'; set chat_template to one that knows tool_calls"
-    with pytest.raises(DocumentError, match=re.escape(message)):
-        encode(tokenizer, Chat(messages), "row 1")
+NO_CALLS = "row 1: the chat template does not write that message 2 calls 'look'; set chat_template to one that knows tool_calls"
 
 
-def test_a_template_that_rewrites_earlier_turns_is_refused():
-    tokenizer = character_tokenizer()
-    tokenizer.chat_template = "{{ messages|length }}" + TEMPLATES["chatml"]
-    message = "row 1: the chat template writes earlier messages differently once others follow"
-    with pytest.raises(DocumentError, match=message):
-        encode(tokenizer, TURNS, "row 1")
-
-
-def test_a_template_that_stumbles_over_a_chat_names_its_row():
-    tokenizer = character_tokenizer()
-    tokenizer.chat_template = "{{ messages[0]['content'] + 3 }}"
-    with pytest.raises(DocumentError, match="row 1 is not taken by the chat template: "):
-        encode(tokenizer, TURNS, "row 1")
-
-
-def test_a_chat_that_its_template_does_not_take_is_refused():
-    tokenizer = character_tokenizer()
-    tokenizer.chat_template = "{{ raise_exception('roles must alternate') }}"
-    message = "row 1 is not taken by the chat template: roles must alternate. Correct it, or take it out."
-    with pytest.raises(DocumentError, match=re.escape(message)):
-        encode(tokenizer, TURNS, "row 1")
+@pytest.mark.parametrize(
+    ("template", "example", "message"),
+    [
+        ("chatml", Chat([QUESTION, called()]), NO_CALLS),
+        (
+            "{% for m in messages %}{% generation %}{{ m['content'] }}{% endgeneration %}<eos>{% endfor %}",
+            Chat([QUESTION, called()]),
+            NO_CALLS,
+        ),
+        (
+            "{% for m in messages %}{% if not loop.first %}{{ m['content'] }}{% endif %}{% endfor %}",
+            BEGUN,
+            "row 1: it begins with an answer, which cannot be found in what the chat template makes of it; put a question",
+        ),
+        (
+            "{{ messages|length }}" + TEMPLATES["chatml"],
+            TURNS,
+            "row 1: the chat template writes earlier messages differently once others follow",
+        ),
+        ("{{ messages[0]['content'] + 3 }}", TURNS, "row 1 is not taken by the chat template: "),
+        (
+            "{{ raise_exception('roles must alternate') }}",
+            TURNS,
+            "row 1 is not taken by the chat template: roles must alternate. Correct it, or take it out.",
+        ),
+    ],
+    ids=["calls", "marked-calls", "left-out", "rewritten", "stumbles", "raises"],
+)
+def test_a_row_that_a_template_does_not_write_is_refused(template, example, message):
+    with refused(re.escape(message), DocumentError):
+        encode(tokenizer_with(template), example, "row 1")
 
 
 @pytest.mark.parametrize(
     ("tokenizer", "name", "message"),
     [
-        ({}, None, "the model's tokenizer has no chat template; set chat_template to chatml, alpaca or a file"),
         (
-            {},
+            character_tokenizer,
+            None,
+            "the model's tokenizer has no chat template; set chat_template to chatml, alpaca or a",
+        ),
+        (
+            character_tokenizer,
             "absent.jinja",
             "chat_template is 'absent.jinja'; expected one of chatml, alpaca, or a file with a Jinja template.",
         ),
         (
-            {"eos_token": None},
+            lambda: character_tokenizer(eos_token=None),
             "alpaca",
             "chat_template is 'alpaca', which ends answers with the end token, but this tokenizer",
         ),
+        (tiny_tokenizer, "chatml", "whose tokens <|im_start|> and <|im_end|> this tokenizer lacks"),
     ],
+    ids=["none", "absent", "no-end", "no-tokens"],
 )
 def test_a_template_that_cannot_be_is_refused(tokenizer, name, message):
-    with pytest.raises(ValueError, match=re.escape(message)):
-        set_template(character_tokenizer(**tokenizer), name)
-
-
-def test_chatml_needs_its_tokens():
-    from training.tiny_run import tiny_tokenizer
-
-    with pytest.raises(ValueError, match=re.escape("whose tokens <|im_start|> and <|im_end|> this tokenizer lacks")):
-        set_template(tiny_tokenizer(), "chatml")
+    with refused(re.escape(message)):
+        set_template(tokenizer(), name)
 
 
 def test_a_template_may_be_a_file_and_replaces_the_tokenizers_own(tmp_path):
-    tokenizer = character_tokenizer()
-    tokenizer.chat_template = MARKED
+    tokenizer = tokenizer_with(MARKED)
     set_template(tokenizer, None)
     assert tokenizer.chat_template == MARKED
+    set_template(tokenizer, "chatml")
+    assert tokenizer.chat_template == TEMPLATES["chatml"]
     (tmp_path / "own.jinja").write_text("own")
     set_template(tokenizer, str(tmp_path / "own.jinja"))
     assert tokenizer.chat_template == "own"

@@ -3,6 +3,7 @@
 import re
 
 import pytest
+from training.tiny_run import refused
 
 from midus_hf.config.yaml_options import from_mapping, read_config
 from midus_hf.sft.options import DataOptions, LoraOptions, SftConfig
@@ -47,7 +48,7 @@ def test_a_path_stands_for_the_data_and_a_mapping_names_its_parts(tmp_path):
     ],
 )
 def test_a_wrong_value_is_refused_with_what_was_expected(values, message):
-    with pytest.raises(ValueError, match=re.escape(message)):
+    with refused(re.escape(message)):
         from_mapping(SftConfig, {**NEEDED, **values})
 
 
@@ -69,5 +70,5 @@ def test_the_short_form_of_adapters_stands_for_their_keys_of_peft():
 
 
 def test_an_empty_path_is_refused_from_python_as_well():
-    with pytest.raises(ValueError, match=r"data\.path is empty; expected a file, a folder or a dataset id\."):
+    with refused(r"data\.path is empty; expected a file, a folder or a dataset id\."):
         DataOptions(path="")

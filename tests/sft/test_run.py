@@ -1,6 +1,7 @@
 """Fine-tuning runs: what trains, what has a loss, what comes out, and that they resume exactly."""
 
 import re
+import shutil
 from pathlib import Path
 
 import pytest
@@ -8,11 +9,10 @@ import torch
 from models.hierarchical_models import hierarchical_model
 from pairs import by_default
 from processes.warm import run_ranks
-from safetensors.torch import load_file
 from sft.tiny_chats import character_tokenizer, chat, sft_config, write_rows
 from tiny import FAMILIES
-from training.test_run import exact_log
-from training.test_run import interrupted as interrupted_training
+from training.outcomes import assert_close_weights, assert_resumes, by_step, events, logged, moved, weights
+from training.tiny_run import refused
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from midus_hf.documents import DocumentError
@@ -21,24 +21,14 @@ from midus_hf.sft.chat_dataset import NO_LABEL, build_chat_dataset
 from midus_hf.sft.options import LoraOptions
 from midus_hf.sft.run import finetune, prepare
 from midus_hf.training.output.output_folder import as_yaml
-from midus_hf.training.run.training_log import read_log
-
-
-def weights(folder) -> dict[str, torch.Tensor]:
-    return load_file(folder / "model.safetensors")
-
-
-def moved(before, after) -> set[str]:
-    assert before.keys() == after.keys()
-    return {name for name, tensor in before.items() if not torch.equal(tensor, after[name])}
 
 
 @pytest.mark.parametrize("memory", [False, True], ids=["native", "memory"])
 def test_it_trains_and_what_comes_out_loads_and_stops_where_answers_end(family, memory, base, chats, tmp_path):
     model = base(family, memory)
     result = finetune(sft_config(model, chats, tmp_path / "out"))
-    assert result.steps == 3 and len(read_log(tmp_path / "out" / "log.jsonl")) >= 3
-    changed = moved(weights(model), weights(tmp_path / "out"))
+    assert result.steps == 3 and len(events(tmp_path / "out")) == 3
+    changed = moved(model, tmp_path / "out")
     assert changed == set(weights(model))
     trained = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "out")
@@ -67,7 +57,7 @@ def test_a_bank_that_would_train_alone_is_refused_since_chats_fetch_none_of_it(b
     words = (
         "nothing trains: trainable is 'auto', which is the bank's blocks alone, and chats fetch none of them; expected"
     )
-    with pytest.raises(ValueError, match=words):
+    with refused(words):
         prepare(sft_config(base("llama", "hier-ffn"), chats, tmp_path / "out", trainable="auto"))
     assert not (tmp_path / "out").exists()
 
@@ -75,7 +65,7 @@ def test_a_bank_that_would_train_alone_is_refused_since_chats_fetch_none_of_it(b
 def test_new_layers_alone_train_where_the_config_says_so(base, chats, tmp_path):
     model = base("llama", True)
     finetune(sft_config(model, chats, tmp_path / "out", trainable="auto"))
-    changed = moved(weights(model), weights(tmp_path / "out"))
+    changed = moved(model, tmp_path / "out")
     assert {name.split(".")[2] for name in changed} == {"1", "4"}
     assert "## Trained with" in (tmp_path / "out" / "README.md").read_text()
 
@@ -90,7 +80,7 @@ def test_the_first_loss_is_the_mean_over_labelled_tokens(base, chats, tmp_path):
     expected = torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), labels.flatten(), ignore_index=NO_LABEL)
     assert (labels == NO_LABEL).any() and (labels != NO_LABEL).any()
     run.execute()
-    (loss,) = [event["loss"] for event in read_log(tmp_path / "out" / "log.jsonl") if "loss" in event]
+    (loss,) = logged(tmp_path / "out")
     assert loss == pytest.approx(expected.item(), rel=1e-4)
 
 
@@ -149,13 +139,13 @@ def test_adapters_are_trained_and_merged(memory, base, chats, tmp_path):
     model = base("llama", memory)
     options = {"lora": LoraOptions(r=4), "trainable": "auto", "save_every": 2}
     finetune(sft_config(model, chats, tmp_path / "out", **options))
-    changed = moved(weights(model), weights(tmp_path / "out"))
+    changed = moved(model, tmp_path / "out")
     linear = {name for name in changed if name.endswith("_proj.weight")}
     new = {name for name in changed if re.search(r"layers\.[14]\.", name)} if memory else set()
     assert linear and changed == linear | new and any("value_bank" in name for name in new) == memory
-    merged = weights(tmp_path / "out")
+    shutil.copytree(tmp_path / "out", tmp_path / "before")
     again = finetune(sft_config(model, chats, tmp_path / "out", resume=True, **options))
-    assert again.steps == 3 and moved(merged, weights(tmp_path / "out")) == set()
+    assert again.steps == 3 and moved(tmp_path / "before", tmp_path / "out") == set()
 
 
 @pytest.mark.parametrize(
@@ -169,15 +159,12 @@ def test_adapters_are_trained_and_merged(memory, base, chats, tmp_path):
     ids=["plain", "packing", "lora", "aids"],
 )
 def test_a_resumed_run_has_the_losses_and_the_weights_of_one_that_was_never_interrupted(
-    options, base, chats, tmp_path, monkeypatch
+    options, base, chats, tmp_path
 ):
-    monkeypatch.setattr("training.test_run.prepare", sft_run.prepare)
-    options = {"max_steps": 5, "save_every": 2, **options}
-    finetune(sft_config(base("llama", True), chats, tmp_path / "whole", **options))
-    interrupted_training(sft_config(base("llama", True), chats, tmp_path / "parts", **options), step=4)
-    finetune(sft_config(base("llama", True), chats, tmp_path / "parts", resume=True, **options))
-    assert exact_log(tmp_path / "parts") == exact_log(tmp_path / "whole")
-    assert moved(weights(tmp_path / "parts"), weights(tmp_path / "whole")) == set()
+    def config_for(output: str, **changes):
+        return sft_config(base("llama", True), chats, tmp_path / output, **changes)
+
+    assert_resumes(config_for, 2, finetune, max_steps=5, **options)
 
 
 @pytest.mark.parametrize("packing", [False, True])
@@ -190,9 +177,9 @@ def test_chapters_train_with_the_losses_of_their_routers_and_their_bank_can_be_k
     labels = batch["labels"][:, 1:].flatten()
     answers = torch.nn.functional.cross_entropy(output.logits[:, :-1].flatten(0, 1), labels, ignore_index=NO_LABEL)
     run.execute()
-    first = [event["loss"] for event in read_log(tmp_path / "out" / "log.jsonl") if "loss" in event][0]
+    first = logged(tmp_path / "out")[0]
     assert first == pytest.approx(output.loss.item(), rel=1e-4) and first > answers.item() + 1e-3
-    changed = moved(weights(base("llama", "moc")), weights(tmp_path / "out"))
+    changed = moved(base("llama", "moc"), tmp_path / "out")
     kept = set(weights(tmp_path / "out")) - changed
     assert any("router_weight" in name for name in changed) and kept
     assert all(name.endswith("bank") for name in kept)
@@ -201,15 +188,13 @@ def test_chapters_train_with_the_losses_of_their_routers_and_their_bank_can_be_k
 def test_data_without_an_answer_is_refused(base, tmp_path):
     data = write_rows(tmp_path / "rows.jsonl", [{"messages": chat(1)[:1]}])
     message = "which has 1 rows and no answer to learn from within 96 tokens. Add data, or raise sequence_length."
-    with pytest.raises(DocumentError, match=re.escape(message)):
+    with refused(re.escape(message), DocumentError):
         finetune(sft_config(base(), data, tmp_path / "out"))
     assert not (tmp_path / "out").exists()
 
 
 def test_a_tokenizer_of_another_model_is_refused(base, chats, tmp_path):
-    with pytest.raises(
-        ValueError, match=r"the tokenizer makes id 100, but the model embeds 100; expected the model's own."
-    ):
+    with refused(r"the tokenizer makes id 100, but the model embeds 100; expected the model's own."):
         build_chat_dataset(sft_config(base(), chats, tmp_path / "out"), character_tokenizer(), 100)
 
 
@@ -222,17 +207,16 @@ def test_named_texts_are_measured_and_told_of(base, chats, tmp_path, capsys):
     said = capsys.readouterr().out
     assert all(f"held-out text {name}: " in said and f"{name} " in said for name in texts)
     for name in texts:
-        losses = [event for event in read_log(tmp_path / "out" / "log.jsonl") if f"eval_{name}_loss" in event]
-        assert [event["step"] for event in losses] == [0, 2, 3]
+        assert list(by_step(tmp_path / "out", f"eval_{name}_loss")) == [0, 2, 3]
 
 
 def test_adapters_of_any_method_train_as_the_short_form_does(base, chats, tmp_path):
     model, options = base("llama", True), {"trainable": "auto", "max_steps": 2}
     finetune(sft_config(model, chats, tmp_path / "short", lora=LoraOptions(r=4), **options))
     finetune(sft_config(model, chats, tmp_path / "keys", adapters={"r": 4}, **options))
-    assert moved(weights(tmp_path / "short"), weights(tmp_path / "keys")) == set()
+    assert moved(tmp_path / "short", tmp_path / "keys") == set()
     finetune(sft_config(model, chats, tmp_path / "osf", adapters={"method": "osf"}, **options))
-    linear = {name for name in moved(weights(model), weights(tmp_path / "osf")) if name.endswith("_proj.weight")}
+    linear = {name for name in moved(model, tmp_path / "osf") if name.endswith("_proj.weight")}
     assert linear == {name for name in weights(model) if name.endswith("_proj.weight")}
 
 
@@ -249,7 +233,5 @@ def test_two_processes_fine_tune_as_one(packing, base, chats, tmp_path):
     script = Path(__file__).parents[2] / "scripts" / "train_sft.py"
     run = run_ranks(script, recipe, "batch_size=2", f"output={two}")
     assert run.returncode == 0, run.stderr
-    losses = [[event["loss"] for event in read_log(folder / "log.jsonl") if "loss" in event] for folder in (one, two)]
-    assert losses[1] == pytest.approx(losses[0], rel=1e-5) and len(losses[0]) == 3
-    for name, tensor in weights(one).items():
-        torch.testing.assert_close(weights(two)[name], tensor, rtol=1e-3, atol=1e-4)
+    assert logged(two) == pytest.approx(logged(one), rel=1e-5) and len(logged(one)) == 3
+    assert_close_weights(one, two)

@@ -8,10 +8,10 @@ from typing import Any
 from tiny import save_tiny_model
 from tokenizers import Tokenizer, models, pre_tokenizers
 from tokenizers.decoders import ByteLevel
+from training.tiny_run import save_upscaled
 from transformers import PreTrainedTokenizerFast
 
 from midus_hf.sft.options import DataOptions, SftConfig
-from upscalers.runs.upscale import upscale
 
 CHATML_TOKENS = ["<|im_start|>", "<|im_end|>"]
 
@@ -28,23 +28,13 @@ def character_tokenizer(merges: Sequence[tuple[str, str]] = (), **options: Any) 
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, **given)
 
 
-OPTIONS = {
-    "midus-hml": {"n": 8, "k": 2},
-    "hier-ffn": {"sizes": [3, 2], "branching": 3},
-    "moc": {"memory_tokens": 32, "chapters": 8, "k": 2, "chunk_size": 4},
-}
-"""Of the methods that give a tiny base a memory."""
-
-
 def save_base(family: str, folder: Path, method: str | None) -> Path:
     """Save a tiny base with the tokenizer, upscaled if it is to have a memory."""
+    if method is not None:
+        return save_upscaled(family, folder, method, tokenizer=character_tokenizer())
     base = save_tiny_model(family, folder / "base")
     character_tokenizer().save_pretrained(base)
-    if method is None:
-        return base
-    placed = {"num_new_layers": 2} if method == "midus-hml" else {}
-    upscale(base=base, method=method, output=folder / "model", options=OPTIONS[method], verify=False, **placed)
-    return folder / "model"
+    return base
 
 
 def chat(number: int) -> list[dict[str, str]]:

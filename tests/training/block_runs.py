@@ -1,7 +1,6 @@
 """What runs need that train the blocks of a bank: tiny models that fetch, texts that have paths, and a look at what was trained."""
 
 import json
-import shutil
 from pathlib import Path
 
 import torch
@@ -11,7 +10,6 @@ from transformers import AutoModelForCausalLM
 
 from midus_hf.banks.audit import BankAudit
 from midus_hf.banks.memory_bank import MemoryBank
-from midus_hf.training.run.training_log import read_log
 from upscalers.runs.upscale import upscale
 
 TYPES = ["hier-ffn", "hier-lora-qk", "hier-lora-vo", "hier-lora-ffn", "hier-kv"]
@@ -53,21 +51,10 @@ def bank_of(folder: Path, method: str = "hier-ffn") -> MemoryBank:
     return AutoModelForCausalLM.from_pretrained(folder).banks.of(method)
 
 
-def logged(folder: Path, name: str) -> list[float]:
-    return [event[name] for event in read_log(folder / "log.jsonl") if name in event]
-
-
 def assert_same_blocks(one: MemoryBank, other: MemoryBank) -> None:
     for level in one.layout.levels:
         assert one.written(level) == other.written(level)
         assert all(torch.equal(one.block(level, index), other.block(level, index)) for index in one.written(level))
-
-
-def forget_the_model(output: Path) -> None:
-    """Leave a run as one that ended before its trained model was saved."""
-    shutil.rmtree(output / "memory_bank")
-    for name in ("config.json", "model.safetensors"):
-        (output / name).unlink()
 
 
 def recorded(folder: Path) -> dict[tuple, tuple[int, int]]:

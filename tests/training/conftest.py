@@ -1,11 +1,14 @@
 """Checkpoints and texts that the training tests share."""
 
 import importlib.util
+import json
 from pathlib import Path
 
 import pytest
-from training.block_runs import save_fetching, write_assigned
-from training.tiny_run import save_native, save_upscaled, write_corpus
+from training.block_runs import config_of, save_fetching, write_assigned
+from training.tiny_run import save_native, save_upscaled, tiny_config, write_corpus
+
+from midus_hf.training.options import TrainConfig
 
 # DeepSpeed is no dependency: `make test-deepspeed` has it.
 collect_ignore = [] if importlib.util.find_spec("deepspeed") else ["test_deepspeed.py"]
@@ -19,13 +22,14 @@ def corpus(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="session")
 def upscaled(tmp_path_factory):
-    """Gives the upscaled checkpoint of a family, made once."""
+    """Gives the checkpoint of a family that a method has upscaled, made once; nobody may change it."""
     made: dict[str, Path] = {}
 
-    def checkpoint(family: str) -> Path:
-        if family not in made:
-            made[family] = save_upscaled(family, tmp_path_factory.mktemp(f"upscaled_{family}"))
-        return made[family]
+    def checkpoint(family: str = "llama", method: str = "midus-hml", **options) -> Path:
+        key = json.dumps([family, method, options])
+        if key not in made:
+            made[key] = save_upscaled(family, tmp_path_factory.mktemp(f"upscaled_{family}"), method, options)
+        return made[key]
 
     return checkpoint
 
@@ -53,6 +57,28 @@ def models(tmp_path_factory) -> Path:
 def assigned(tmp_path_factory) -> Path:
     """A corpus whose documents have paths."""
     return write_assigned(tmp_path_factory.mktemp("assigned") / "corpus.jsonl")
+
+
+@pytest.fixture
+def config_for(upscaled, corpus, tmp_path):
+    """Gives the options of a tiny run, by default of an upscaled model, by the name of its output."""
+
+    def config(
+        output: str | Path = "out", family: str = "llama", *, model: Path | None = None, **changes
+    ) -> TrainConfig:
+        return tiny_config(model or upscaled(family), corpus, tmp_path / output, **changes)
+
+    return config
+
+
+@pytest.fixture
+def blocks_for(models, assigned, tmp_path):
+    """Gives the options of a tiny run that trains the blocks of a bank by the name of its output."""
+
+    def config(output: str | Path = "out", method: str = "hier-ffn", **changes) -> TrainConfig:
+        return config_of(models / method, assigned, tmp_path / output, **changes)
+
+    return config
 
 
 @pytest.fixture

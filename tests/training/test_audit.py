@@ -8,8 +8,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from training.block_runs import AUDIT, LEAVES, bank_of, config_of, forget_the_model, recorded
-from training.tiny_run import document
+from training.block_runs import AUDIT, LEAVES, bank_of, config_of, recorded
+from training.outcomes import assert_resumes
+from training.tiny_run import document, refused
 
 from midus_hf.banks.audit import BankAudit
 from midus_hf.training.options import CorpusOptions, TrainConfig, WeightedCorpus
@@ -36,13 +37,19 @@ def numbered(tmp_path_factory) -> Path:
 READ = [line for line in range(1, 16) if line not in (4, 7)]
 
 
-def audited(models, corpus, output, **changes) -> TrainConfig:
-    return config_of(models / "hier-ffn", corpus, output, **{"audit": True, "max_steps": None, **changes})
+@pytest.fixture
+def audited(models, numbered, tmp_path):
+    """Gives the options of a run over all documents that is recorded, by the name of its output."""
+
+    def config(output: str = "out", corpus: Path = numbered, model: Path = models / "hier-ffn", **changes):
+        return config_of(model, corpus, tmp_path / output, **{"audit": True, "max_steps": None, **changes})
+
+    return config
 
 
 @pytest.mark.parametrize("epochs", [1, 2])
-def test_every_token_of_a_document_trains_the_blocks_of_its_path_once_an_epoch(models, numbered, tmp_path, epochs):
-    train(audited(models, numbered, tmp_path / "out", epochs=epochs))
+def test_every_token_of_a_document_trains_the_blocks_of_its_path_once_an_epoch(audited, tmp_path, epochs):
+    train(audited(epochs=epochs))
     found = recorded(tmp_path / "out")
     expected = {(1, LEAVES[line % 3] // 3, line) for line in READ} | {(2, LEAVES[line % 3], line) for line in READ}
     assert found.keys() == expected
@@ -55,8 +62,8 @@ def test_every_token_of_a_document_trains_the_blocks_of_its_path_once_an_epoch(m
             assert found[2, leaf, line][0] == epochs * ((place - 1) // 16 - begin // 16 + 1)
 
 
-def test_documents_are_told_by_file_sum_line_and_name(models, numbered, tmp_path):
-    config = audited(models, numbered, tmp_path / "out", epochs=1)
+def test_documents_are_told_by_file_sum_line_and_name(audited, numbered, tmp_path):
+    config = audited(epochs=1)
     config.corpus.id_column = "id"
     train(config)
     with BankAudit(tmp_path / "out" / AUDIT) as audit:
@@ -66,8 +73,8 @@ def test_documents_are_told_by_file_sum_line_and_name(models, numbered, tmp_path
     assert sorted((each.line, each.name) for each in found) == [(line, f"d{line}") for line in READ]
 
 
-def test_what_reads_the_generic_memory_trains_it_and_no_other_block(models, numbered, tmp_path):
-    train(audited(models, numbered, tmp_path / "out", epochs=1, generic_share=0.5))
+def test_what_reads_the_generic_memory_trains_it_and_no_other_block(audited, tmp_path):
+    train(audited(epochs=1, generic_share=0.5))
     found, sums = recorded(tmp_path / "out"), Counter()
     for (level, index, line), (_, tokens) in found.items():
         assert level == 2 or index in (0, 1, 3)
@@ -80,11 +87,9 @@ def test_what_reads_the_generic_memory_trains_it_and_no_other_block(models, numb
 
 
 @pytest.mark.parametrize("changes", [{}, {"gradient_accumulation": 2, "batch_size": 2}], ids=str)
-def test_recording_changes_nothing_that_is_trained_and_passes_of_a_step_count_together(
-    models, numbered, tmp_path, changes
-):
-    train(audited(models, numbered, tmp_path / "out", epochs=1, **changes))
-    train(config_of(models / "hier-ffn", numbered, tmp_path / "off", max_steps=None, epochs=1, **changes))
+def test_recording_changes_nothing_that_is_trained_and_passes_of_a_step_count_together(audited, tmp_path, changes):
+    train(audited(epochs=1, **changes))
+    train(audited("off", audit=False, epochs=1, **changes))
     one, other = bank_of(tmp_path / "out"), bank_of(tmp_path / "off")
     for level in (1, 2):
         assert all(torch.equal(one.block(level, index), other.block(level, index)) for index in one.written(level))
@@ -94,35 +99,21 @@ def test_recording_changes_nothing_that_is_trained_and_passes_of_a_step_count_to
     assert not (tmp_path / "off" / AUDIT).exists()
 
 
-def test_a_resumed_run_records_everything_once(models, numbered, tmp_path):
-    train(audited(models, numbered, tmp_path / "whole", epochs=2))
-    run = audited(models, numbered, tmp_path / "parts", epochs=2, save_every=4, keep_checkpoints=None)
-    train(run)
-    assert recorded(tmp_path / "parts") == recorded(tmp_path / "whole")
-    early = recorded(tmp_path / "parts" / "checkpoint-4")
-    assert (
-        0
-        < sum(tokens for _, tokens in early.values())
-        < sum(tokens for _, tokens in recorded(tmp_path / "whole").values())
+def test_a_resumed_run_records_everything_once(audited, tmp_path):
+    parts = assert_resumes(audited, 4, epochs=2)
+    assert recorded(parts) == recorded(tmp_path / "whole")
+    early, late = (
+        sum(tokens for _, tokens in recorded(folder).values()) for folder in (parts / "checkpoint-4", parts)
     )
-    forget_the_model(tmp_path / "parts")
-    again = {
-        "epochs": 2,
-        "save_every": 4,
-        "resume": str(tmp_path / "parts" / "checkpoint-4"),
-        "keep_checkpoints": None,
-    }
-    train(audited(models, numbered, tmp_path / "parts", **again))
-    assert recorded(tmp_path / "parts") == recorded(tmp_path / "whole")
+    assert 0 < early < late
 
 
-def test_a_run_goes_on_with_the_record_of_its_model(models, numbered, tmp_path):
-    train(audited(models, numbered, tmp_path / "one", epochs=1))
+def test_a_run_goes_on_with_the_record_of_its_model(audited, numbered, tmp_path):
+    train(audited("one", epochs=1))
     changed = tmp_path / "corpus.jsonl"  # of the same name, with other lines
     changed.write_text(numbered.read_text().splitlines()[0] + "\n")
     for name, corpus in (("same", numbered), ("other", changed)):
-        config = config_of(tmp_path / "one", corpus, tmp_path / name, audit=True, max_steps=None, epochs=1)
-        train(config)
+        train(audited(name, corpus, tmp_path / "one", epochs=1))
     once, twice = recorded(tmp_path / "one"), recorded(tmp_path / "same")
     assert twice == {key: (2 * sequences, 2 * tokens) for key, (sequences, tokens) in once.items()}
     with BankAudit(tmp_path / "other" / AUDIT) as audit:
@@ -131,26 +122,26 @@ def test_a_run_goes_on_with_the_record_of_its_model(models, numbered, tmp_path):
     assert [each.tokens for each in first] == [words_of(1)] * 2
 
 
-def test_what_was_trained_before_without_a_record_is_told(models, numbered, tmp_path):
-    train(config_of(models / "hier-ffn", numbered, tmp_path / "one", max_steps=1, batch_size=1))
+def test_what_was_trained_before_without_a_record_is_told(audited, tmp_path):
+    train(audited("one", audit=False, max_steps=1, batch_size=1))
     before = bank_of(tmp_path / "one")
-    train(config_of(tmp_path / "one", numbered, tmp_path / "two", audit=True, max_steps=2))
+    train(audited("two", model=tmp_path / "one", max_steps=2))
     with BankAudit(tmp_path / "two" / AUDIT) as audit:
         assert audit.unrecorded() == {(level, index) for level in (1, 2) for index in before.written(level)}
 
 
-def test_a_run_without_a_record_leaves_that_of_its_model_behind(models, numbered, tmp_path):
-    train(audited(models, numbered, tmp_path / "one", epochs=1))
-    train(config_of(tmp_path / "one", numbered, tmp_path / "two", max_steps=1))
+def test_a_run_without_a_record_leaves_that_of_its_model_behind(audited, tmp_path):
+    train(audited("one", epochs=1))
+    train(audited("two", model=tmp_path / "one", audit=False, max_steps=1))
     assert not (tmp_path / "two" / AUDIT).exists() and (tmp_path / "one" / AUDIT).exists()
 
 
-def test_documents_of_several_corpora_are_told_apart(models, numbered, tmp_path):
+def test_documents_of_several_corpora_are_told_apart(audited, numbered, tmp_path):
     other = tmp_path / "other.jsonl"
     other.write_text("".join(line + "\n" for line in numbered.read_text().splitlines()[:3]))
     options = {"path_column": "memory_ids", "cache_dir": str(tmp_path / "cache"), "weight": 1.0}
     corpora = [WeightedCorpus(path=str(path), **options) for path in (numbered, other)]
-    train(dataclasses.replace(audited(models, numbered, tmp_path / "out", max_steps=12), corpus=corpora))
+    train(dataclasses.replace(audited(max_steps=12), corpus=corpora))
     with BankAudit(tmp_path / "out" / AUDIT) as audit:
         lines = {(each.document.file, each.document.line) for each in audit.trained()}
     assert {file for file, _ in lines} == {"corpus.jsonl", "other.jsonl"}
@@ -158,18 +149,16 @@ def test_documents_of_several_corpora_are_told_apart(models, numbered, tmp_path)
 
 
 def test_a_corpus_without_paths_cannot_be_recorded():
-    with pytest.raises(
-        ValueError, match=r"audit is true, and corpus 'a\.jsonl' has no path_column; expected the column"
-    ):
+    with refused(r"audit is true, and corpus 'a\.jsonl' has no path_column; expected the column"):
         TrainConfig(model="m", output="o", corpus=CorpusOptions(path="a.jsonl"), audit=True)
 
 
 def test_names_of_documents_are_for_the_record_alone():
     corpus = CorpusOptions(path="a.jsonl", path_column="memory_ids", id_column="id")
-    with pytest.raises(ValueError, match=r"corpus\.id_column is 'id', .* expected audit: true with it"):
+    with refused(r"corpus\.id_column is 'id', .* expected audit: true with it"):
         TrainConfig(model="m", output="o", corpus=corpus)
 
 
-def test_a_run_that_trains_no_blocks_has_nothing_to_record(models, numbered, tmp_path):
-    with pytest.raises(ValueError, match="audit is true, and no blocks of a memory bank train; expected a model"):
-        prepare(audited(models, numbered, tmp_path / "out", trainable=[0]))
+def test_a_run_that_trains_no_blocks_has_nothing_to_record(audited):
+    with refused("audit is true, and no blocks of a memory bank train; expected a model"):
+        prepare(audited(trainable=[0]))

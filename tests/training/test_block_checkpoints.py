@@ -7,9 +7,10 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
-from training.block_runs import assert_same_blocks, bank_of, config_of, forget_the_model
+from training.block_runs import assert_same_blocks, bank_of, config_of
+from training.outcomes import as_it_was_at, forget_the_model
 from training.test_whole_checkpoints import flip
-from training.tiny_run import best_at, document, give_held_out_losses, tiny_tokenizer
+from training.tiny_run import best_at, document, give_held_out_losses, refused, tiny_tokenizer
 from transformers import AutoModelForCausalLM, TrainingArguments
 
 from midus_hf.banks.level_file import LevelFile
@@ -20,12 +21,12 @@ from midus_hf.training.run.train import train
 from midus_hf.training.trainer.memory_trainer import MemoryTrainer
 
 
-def test_a_run_that_ended_before_its_model_was_saved_is_resumed_with_its_blocks(models, assigned, tmp_path):
-    config = config_of(models / "hier-ffn", assigned, tmp_path / "out", save_every=3)
+def test_a_run_that_ended_before_its_model_was_saved_is_resumed_with_its_blocks(blocks_for, tmp_path):
+    config = blocks_for(save_every=3)
     train(config)
     shutil.copytree(tmp_path / "out", tmp_path / "whole")
     forget_the_model(tmp_path / "out")
-    train(config_of(models / "hier-ffn", assigned, tmp_path / "out", save_every=3, resume=True))
+    train(blocks_for(save_every=3, resume=True))
     assert bank_of(tmp_path / "whole").written(1)
     assert_same_blocks(bank_of(tmp_path / "out"), bank_of(tmp_path / "whole"))
 
@@ -44,19 +45,17 @@ DAMAGES = {
 
 
 @pytest.mark.parametrize("name", DAMAGES)
-def test_what_was_damaged_before_its_manifest_was_written_is_passed_over(name, models, assigned, tmp_path, capsys):
+def test_what_was_damaged_before_its_manifest_was_written_is_passed_over(name, blocks_for, tmp_path, capsys):
     """As by memory that forgets: the digests in the manifest are those of the damaged files."""
-    output, (file, place, reason) = tmp_path / "out", DAMAGES[name]
+    output, (file, byte, reason) = tmp_path / "out", DAMAGES[name]
     options = {"save_every": 2, "keep_checkpoints": None}
-    train(config_of(models / "hier-ffn", assigned, output, **options))
-    shutil.copytree(output, tmp_path / "whole")
-    forget_the_model(output)
-    shutil.rmtree(output / "checkpoint-6")
-    flip(output / "checkpoint-4" / file, place)
+    train(blocks_for("whole", **options))
+    as_it_was_at(4, tmp_path / "whole", output)
+    flip(output / "checkpoint-4" / file, byte)
     finish_checkpoint(output / "checkpoint-4", ())
     assert damage_of(output / "checkpoint-4") is None
     capsys.readouterr()
-    train(config_of(models / "hier-ffn", assigned, output, **options, resume="auto"))
+    train(blocks_for(output, **options, resume="auto"))
     told = capsys.readouterr()
     (line,) = (line for line in told.err.splitlines() if "is passed over" in line)
     assert re.match(f"checkpoint-4 is passed over: {reason}", line)
@@ -65,12 +64,12 @@ def test_what_was_damaged_before_its_manifest_was_written_is_passed_over(name, m
         assert_same_blocks(bank_of(output / folder), bank_of(tmp_path / "whole" / folder))
 
 
-def test_the_model_of_the_best_step_comes_with_the_blocks_of_that_step(models, assigned, tmp_path, monkeypatch):
+def test_the_model_of_the_best_step_comes_with_the_blocks_of_that_step(blocks_for, tmp_path, monkeypatch):
     give_held_out_losses(monkeypatch, best_at(4))
     texts = tmp_path / "held_out.jsonl"
     texts.write_text(f'{{"text": "{document(60, 99)}", "memory_ids": [0, 0]}}\n')
     changes = {"eval_text": str(texts), "eval_every": 2, "keep_best": True, "keep_checkpoints": 1}
-    assert train(config_of(models / "hier-ffn", assigned, tmp_path / "out", **changes)).best_step == 4
+    assert train(blocks_for(**changes)).best_step == 4
     assert_same_blocks(bank_of(tmp_path / "out"), bank_of(tmp_path / "out" / "checkpoint-4"))
 
 
@@ -174,27 +173,25 @@ def test_a_script_of_ones_own_gets_the_blocks_of_the_best_step_as_well(models, t
     assert_same_blocks(bank_of(tmp_path / "saved"), bank_of(best))
 
 
-def test_old_checkpoints_are_removed_with_their_blocks(models, assigned, tmp_path):
-    train(config_of(models / "hier-ffn", assigned, tmp_path / "out", save_every=2, keep_checkpoints=1))
+def test_old_checkpoints_are_removed_with_their_blocks(blocks_for, tmp_path):
+    train(blocks_for(save_every=2, keep_checkpoints=1))
     assert [path.name for path in (tmp_path / "out").glob("checkpoint-*")] == ["checkpoint-6"]
 
 
-def test_a_run_of_blocks_is_replaced_where_that_is_asked(models, assigned, tmp_path):
-    train(config_of(models / "hier-ffn", assigned, tmp_path / "out", save_every=3))
-    train(config_of(models / "hier-ffn", assigned, tmp_path / "out", max_steps=2, overwrite=True))
+def test_a_run_of_blocks_is_replaced_where_that_is_asked(blocks_for, tmp_path):
+    train(blocks_for(save_every=3))
+    train(blocks_for(max_steps=2, overwrite=True))
     assert not list((tmp_path / "out").glob("checkpoint-*"))
     (tmp_path / "out" / "memory_bank" / "hier-ffn" / "notes.txt").write_text("mine")
-    with pytest.raises(
-        ValueError, match=r"which also holds what no run of ours wrote: memory_bank/hier-ffn/notes\.txt"
-    ):
-        train(config_of(models / "hier-ffn", assigned, tmp_path / "out", max_steps=2, overwrite=True))
+    with refused(r"which also holds what no run of ours wrote: memory_bank/hier-ffn/notes\.txt"):
+        train(blocks_for(max_steps=2, overwrite=True))
 
 
-def test_a_run_is_resumed_that_began_before_an_option_was_there(models, assigned, tmp_path):
+def test_a_run_is_resumed_that_began_before_an_option_was_there(blocks_for, tmp_path):
     output = tmp_path / "out"
-    train(config_of(models / "hier-ffn", assigned, output, save_every=3))
+    train(blocks_for(output, save_every=3))
     record = output / "train_config.yaml"
     options = yaml.safe_load(record.read_text())
     del options["audit"], options["corpus"]["id_column"]
     record.write_text(yaml.safe_dump(options))
-    train(config_of(models / "hier-ffn", assigned, output, save_every=3, resume=True))
+    train(blocks_for(output, save_every=3, resume=True))

@@ -5,36 +5,31 @@ from pathlib import Path
 
 import pytest
 import torch
-from processes.warm import run_ranks
-from safetensors.torch import load_file
-from training.block_runs import LEAVES, TYPES, assert_same_blocks, bank_of, config_of, logged, recorded
-from training.tiny_run import document, tiny_config, tiny_tokenizer
-from transformers import AutoModelForCausalLM, TrainingArguments
+from training.block_runs import LEAVES, TYPES, assert_same_blocks, bank_of, config_of, recorded
+from training.outcomes import assert_resumes, logged, moved, weights
+from training.tiny_run import document, refused, tiny_tokenizer
+from training.two_processes import in_two_processes, write_recipe
+from transformers import AutoModelForCausalLM
 
-from midus_hf.training.optim.freezing import set_trainable
 from midus_hf.training.run.train import prepare, train
 from midus_hf.training.trainer.blocks import draw_generic
-from midus_hf.training.trainer.memory_trainer import MemoryTrainer
 from upscalers.banks.editing import BankRequest
 from upscalers.banks.merging import merge
-
-SCRIPT = Path(__file__).parents[2] / "scripts" / "train_cpt.py"
 
 
 @pytest.mark.parametrize("method", TYPES)
 def test_texts_are_learned_by_blocks_that_they_fetch_and_by_nothing_else(models, assigned, tmp_path, method):
     train(config_of(models / method, assigned, tmp_path / "out", max_steps=25))
-    losses = logged(tmp_path / "out", "loss")
+    losses = logged(tmp_path / "out")
     assert sum(losses[-3:]) < sum(losses[:3]) - 0.05
-    before, after = load_file(models / method / "model.safetensors"), load_file(tmp_path / "out" / "model.safetensors")
-    assert before.keys() == after.keys() and all(torch.equal(before[name], after[name]) for name in before)
+    assert moved(models / method, tmp_path / "out") == set()
     bank, fresh = bank_of(tmp_path / "out", method), bank_of(models / method, method)
     assert (bank.written(1), bank.written(2)) == ([0, 1], LEAVES) and not fresh.written(1)
     assert torch.equal(bank.block(2, 3), fresh.block(2, 3)) and not torch.equal(bank.block(2, 4), fresh.block(2, 4))
 
 
-def test_what_is_reported_trains(models, assigned, tmp_path, capsys):
-    run = prepare(config_of(models / "hier-ffn", assigned, tmp_path / "out"))
+def test_what_is_reported_trains(blocks_for, capsys):
+    run = prepare(blocks_for())
     told = " ".join(capsys.readouterr().out.split())
     bank = 3 * 32 * 4 * (4 * 3 + 2 * 9)
     assert (
@@ -45,17 +40,16 @@ def test_what_is_reported_trains(models, assigned, tmp_path, capsys):
     assert [bank.layout.bank for bank in run.trainer.blocks.banks] == [bank]
 
 
-def test_a_share_of_sequences_trains_the_generic_memory(models, assigned, tmp_path):
-    train(config_of(models / "hier-ffn", assigned, tmp_path / "out", generic_share=0.5, max_steps=3))
+def test_a_share_of_sequences_trains_the_generic_memory(blocks_for, tmp_path):
+    train(blocks_for(generic_share=0.5, max_steps=3))
     bank = bank_of(tmp_path / "out")
     assert 3 in bank.written(1) and 9 in bank.written(2)
 
 
-def test_the_model_trains_as_well_where_everything_does(models, assigned, tmp_path):
-    train(config_of(models / "hier-ffn", assigned, tmp_path / "out", trainable="all"))
-    before = load_file(models / "hier-ffn" / "model.safetensors")
-    after = load_file(tmp_path / "out" / "model.safetensors")
-    assert not any(torch.equal(before[name], after[name]) for name in before if "proj" in name)
+def test_the_model_trains_as_well_where_everything_does(blocks_for, models, tmp_path):
+    train(blocks_for(trainable="all"))
+    matrices = {name for name in weights(models / "hier-ffn") if "proj" in name}
+    assert matrices <= moved(models / "hier-ffn", tmp_path / "out")
     assert bank_of(tmp_path / "out").written(2) == LEAVES
 
 
@@ -72,10 +66,8 @@ def fetched_by_sequence(config) -> list[tuple[tuple, bool]]:
     return seen
 
 
-def test_other_sequences_fetch_the_generic_memory_in_each_epoch(models, assigned, tmp_path):
-    seen = fetched_by_sequence(
-        config_of(models / "hier-ffn", assigned, tmp_path / "out", generic_share=0.5, epochs=4, max_steps=None)
-    )
+def test_other_sequences_fetch_the_generic_memory_in_each_epoch(blocks_for):
+    seen = fetched_by_sequence(blocks_for(generic_share=0.5, epochs=4, max_steps=None))
     sequences = sorted({tokens for tokens, _ in seen})
     of_epoch = [seen[start : start + len(seen) // 4] for start in range(0, len(seen), len(seen) // 4)]
     assert [len({tokens for tokens, _ in epoch}) for epoch in of_epoch] == [len(sequences)] * 4
@@ -94,65 +86,44 @@ def test_the_generic_memory_is_drawn_by_the_place_in_the_run_alone():
 @pytest.mark.parametrize(
     "changes", [{}, {"gradient_accumulation": 2, "batch_size": 2}, {"generic_share": 0.5}], ids=str
 )
-def test_a_resumed_run_is_the_uninterrupted_one(models, assigned, tmp_path, changes):
-    whole, parts = tmp_path / "whole", tmp_path / "parts"
-    train(config_of(models / "hier-ffn", assigned, whole, **changes))
-    train(config_of(models / "hier-ffn", assigned, parts, save_every=3, **changes))
-    for path in (parts / "checkpoint-6", parts / "model.safetensors"):
-        path.rename(tmp_path / path.name)
-    train(config_of(models / "hier-ffn", assigned, parts, save_every=3, resume=True, **changes))
-    assert logged(parts, "loss") == logged(whole, "loss")
-    assert_same_blocks(bank_of(whole), bank_of(parts))
+def test_a_resumed_run_is_the_uninterrupted_one(blocks_for, tmp_path, changes):
+    parts = assert_resumes(blocks_for, 3, **changes)
+    assert_same_blocks(bank_of(tmp_path / "whole"), bank_of(parts))
 
 
-def test_a_checkpoint_is_a_model_with_what_was_trained_until_then(models, assigned, tmp_path):
-    train(config_of(models / "hier-ffn", assigned, tmp_path / "out", save_every=3))
+def test_a_checkpoint_is_a_model_with_what_was_trained_until_then(blocks_for, tmp_path):
+    train(blocks_for(save_every=3))
     early, late = bank_of(tmp_path / "out" / "checkpoint-3"), bank_of(tmp_path / "out")
     assert early.written(2) == late.written(2) == LEAVES
     assert not torch.equal(early.block(2, 0), late.block(2, 0))
 
 
-def test_accumulated_gradients_are_those_of_one_batch(models, assigned, tmp_path):
+def test_accumulated_gradients_are_those_of_one_batch(blocks_for, tmp_path):
     for name, changes in (("one", {"batch_size": 4}), ("two", {"batch_size": 2, "gradient_accumulation": 2})):
-        train(config_of(models / "hier-ffn", assigned, tmp_path / name, **changes))
+        train(blocks_for(name, **changes))
     assert logged(tmp_path / "two", "grad_norm") == pytest.approx(logged(tmp_path / "one", "grad_norm"), rel=1e-4)
     assert logged(tmp_path / "two", "loss") == pytest.approx(logged(tmp_path / "one", "loss"), rel=1e-5)
 
 
-def test_gradients_of_blocks_are_clipped(models, assigned, tmp_path):
+def test_gradients_of_blocks_are_clipped(blocks_for, tmp_path):
     for name, changes in (("free", {"max_grad_norm": 0}), ("clipped", {"max_grad_norm": 1e-3})):
-        train(config_of(models / "hier-ffn", assigned, tmp_path / name, max_steps=2, **changes))
+        train(blocks_for(name, max_steps=2, **changes))
     norms = [logged(tmp_path / name, "grad_norm") for name in ("free", "clipped")]
     assert norms[1][0] == pytest.approx(norms[0][0], rel=1e-4) and norms[0][0] > 1e-2
 
 
-def test_activation_checkpointing_changes_nothing(models, assigned, tmp_path):
+def test_activation_checkpointing_changes_nothing(blocks_for, tmp_path):
     for name, aids in (("with", True), ("without", False)):
         changes = {"activation_checkpointing": aids, "max_steps": 3}
-        train(config_of(models / "hier-ffn", assigned, tmp_path / name, **changes))
+        train(blocks_for(name, **changes))
     assert logged(tmp_path / "with", "loss") == pytest.approx(logged(tmp_path / "without", "loss"), rel=1e-6)
 
 
-def test_two_processes_agree_on_blocks_and_train_as_one(models, assigned, tmp_path):
-    train(config_of(models / "hier-ffn", assigned, tmp_path / "one", audit=True, generic_share=0.4))
-    recipe, output = tmp_path / "recipe.yaml", tmp_path / "two"
-    recipe.write_text(
-        f"corpus: {{path: {assigned}, path_column: memory_ids, cache_dir: {assigned.parent / 'cache'}}}\nlearning_rate: 1e-2\n"
-    )
-    words = {
-        "model": models / "hier-ffn",
-        "output": output,
-        "sequence_length": 16,
-        "batch_size": 2,
-        "max_steps": 6,
-        "precision": "fp32",
-        "log_every": 1,
-        "generic_share": 0.4,
-        "save_every": 3,
-        "audit": "true",
-    }
-    run = run_ranks(SCRIPT, recipe, *(f"{name}={value}" for name, value in words.items()))
-    assert run.returncode == 0, run.stderr
+def test_two_processes_agree_on_blocks_and_train_as_one(blocks_for, models, assigned, tmp_path):
+    train(blocks_for("one", audit=True, generic_share=0.4))
+    output, texts = tmp_path / "two", {"path_column": "memory_ids", "cache_dir": str(assigned.parent / "cache")}
+    words = {"generic_share": 0.4, "save_every": 3, "audit": "true", "output": output}
+    in_two_processes(write_recipe(tmp_path, models / "hier-ffn", {"path": str(assigned), **texts}, **words))
     assert logged(output, "loss") == pytest.approx(logged(tmp_path / "one", "loss"), rel=1e-5)
     assert recorded(output) == recorded(tmp_path / "one")
     one, two = bank_of(tmp_path / "one"), bank_of(output)
@@ -162,29 +133,10 @@ def test_two_processes_agree_on_blocks_and_train_as_one(models, assigned, tmp_pa
             torch.testing.assert_close(two.block(level, index), one.block(level, index), rtol=1e-3, atol=1e-4)
 
 
-def test_a_corpus_without_paths_is_refused_before_anything_is_written(models, corpus, tmp_path):
-    with pytest.raises(
-        ValueError, match=r"fetches blocks by the path of a text, and corpus\.path_column is not given"
-    ):
-        train(tiny_config(models / "hier-ffn", corpus, tmp_path / "out"))
-    assert not (tmp_path / "out").exists()
-
-
 @pytest.mark.parametrize("share", [-0.1, 1.5])
-def test_shares_out_of_range_are_refused(models, assigned, tmp_path, share):
-    with pytest.raises(ValueError, match=f"generic_share is {share}; expected a share from 0 to 1"):
-        config_of(models / "hier-ffn", assigned, tmp_path / "out", generic_share=share)
-
-
-def test_float16_is_refused(models, tmp_path):
-    model = AutoModelForCausalLM.from_pretrained(models / "hier-ffn")
-    set_trainable(model)
-    arguments = TrainingArguments(str(tmp_path), report_to="none", use_cpu=True)
-    arguments.fp16 = True
-    with pytest.raises(
-        ValueError, match="blocks of a memory bank train, which FSDP, DeepSpeed and fp16 do not know of"
-    ):
-        MemoryTrainer(model, arguments)
+def test_shares_out_of_range_are_refused(blocks_for, share):
+    with refused(f"generic_share is {share}; expected a share from 0 to 1"):
+        blocks_for(generic_share=share)
 
 
 def test_runs_of_two_subtrees_put_together_are_the_run_of_both(models, tmp_path):
@@ -233,9 +185,9 @@ def loss_of(folder: Path, texts: Path) -> float:
     return total / count
 
 
-def test_held_out_text_fetches_the_blocks_of_its_paths(models, assigned, tmp_path, capsys):
+def test_held_out_text_fetches_the_blocks_of_its_paths(blocks_for, models, tmp_path, capsys):
     texts = held_out_rows(tmp_path / "held_out.jsonl", [4, 0, 8, 4])
-    train(config_of(models / "hier-ffn", assigned, tmp_path / "out", eval_text=str(texts), eval_every=2))
+    train(blocks_for(eval_text=str(texts), eval_every=2))
     assert (
         "held-out text: 4 documents, each measured by itself, with the blocks of its path" in capsys.readouterr().out
     )
@@ -246,18 +198,18 @@ def test_held_out_text_fetches_the_blocks_of_its_paths(models, assigned, tmp_pat
     assert losses[-1] != pytest.approx(losses[0], rel=1e-3)
 
 
-def test_measuring_with_blocks_changes_nothing_that_is_trained(models, assigned, tmp_path):
+def test_measuring_with_blocks_changes_nothing_that_is_trained(blocks_for, tmp_path):
     texts = held_out_rows(tmp_path / "held_out.jsonl", [4, 0, 8, 7])  # of leaves 7 and 8 the corpus has nothing
-    train(config_of(models / "hier-ffn", assigned, tmp_path / "without"))
-    train(config_of(models / "hier-ffn", assigned, tmp_path / "with", eval_text=str(texts), eval_every=1))
+    train(blocks_for("without"))
+    train(blocks_for("with", eval_text=str(texts), eval_every=1))
     assert logged(tmp_path / "with", "loss") == logged(tmp_path / "without", "loss")
     assert_same_blocks(bank_of(tmp_path / "with"), bank_of(tmp_path / "without"))
 
 
 @pytest.mark.parametrize("suffix", [".jsonl", ".txt"])
-def test_held_out_text_without_paths_is_measured_without_blocks(models, assigned, tmp_path, capsys, suffix):
+def test_held_out_text_without_paths_is_measured_without_blocks(blocks_for, tmp_path, capsys, suffix):
     texts = held_out_rows(tmp_path / f"held_out{suffix}", [None] * 20)
-    train(config_of(models / "hier-ffn", assigned, tmp_path / "out", eval_text=str(texts), eval_every=3))
+    train(blocks_for(eval_text=str(texts), eval_every=3))
     told = "held-out text has no column 'memory_ids', which midus-cluster assign writes: it is measured without blocks"
     assert told in capsys.readouterr().out
     losses = logged(tmp_path / "out", "eval_loss")
@@ -265,12 +217,12 @@ def test_held_out_text_without_paths_is_measured_without_blocks(models, assigned
     assert logged(tmp_path / "out", "eval_with_blocks") == [False] * 3
 
 
-def test_of_several_held_out_texts_each_has_its_own_paths_or_none(models, assigned, tmp_path, capsys):
+def test_of_several_held_out_texts_each_has_its_own_paths_or_none(blocks_for, tmp_path, capsys):
     texts = {
         name: str(held_out_rows(tmp_path / f"{name}.jsonl", leaves))
         for name, leaves in (("with", [4, 0, 8, 4]), ("without", [None] * 20))
     }
-    train(config_of(models / "hier-ffn", assigned, tmp_path / "out", eval_text=texts))
+    train(blocks_for(eval_text=texts))
     said = capsys.readouterr().out
     assert "held-out text with: 4 documents, each measured by itself, with the blocks of its path" in said
     assert "held-out text without has no column 'memory_ids', which midus-cluster assign writes: it is" in said
@@ -285,8 +237,8 @@ def test_of_several_held_out_texts_each_has_its_own_paths_or_none(models, assign
     ],
     ids=["some", "another-tree"],
 )
-def test_held_out_text_of_other_paths_is_refused(models, assigned, tmp_path, leaves, message):
+def test_held_out_text_of_other_paths_is_refused(blocks_for, tmp_path, leaves, message):
     texts = held_out_rows(tmp_path / "held_out.jsonl", leaves)
-    with pytest.raises(ValueError, match=message):
-        train(config_of(models / "hier-ffn", assigned, tmp_path / "out", eval_text=str(texts)))
+    with refused(message):
+        train(blocks_for(eval_text=str(texts)))
     assert not (tmp_path / "out").exists()

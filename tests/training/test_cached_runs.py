@@ -65,13 +65,13 @@ def make_a_long_corpus(connection, cache: Path) -> None:
     connection.send(tokens_of("owner/name", cache).num_tokens)
 
 
-def test_resuming_makes_no_tokens_and_reads_no_sequence_that_was_trained_on(upscaled, corpus, tmp_path, monkeypatch):
+def test_resuming_makes_no_tokens_and_reads_no_sequence_that_was_trained_on(config_for, tmp_path, monkeypatch):
     options = {"save_every": 8, "max_steps": 20, "corpus_options": {"cache_dir": str(tmp_path / "cache")}}
-    train(tiny_config(upscaled("llama"), corpus, tmp_path / "out", **options))
+    train(config_for(**options))
     options["resume"] = str(tmp_path / "out" / "checkpoint-16")
     for name in ("_make", "tokenise"):
         monkeypatch.setattr(token_cache, name, lambda *args: pytest.fail("tokens are made again"))
-    run = prepare(tiny_config(upscaled("llama"), corpus, tmp_path / "out", **options))
+    run = prepare(config_for(**options))
     read: list[int] = []
     get = MappedDataset.__getitem__
     monkeypatch.setattr(MappedDataset, "__getitem__", lambda self, index: read.append(index) or get(self, index))
@@ -79,13 +79,11 @@ def test_resuming_makes_no_tokens_and_reads_no_sequence_that_was_trained_on(upsc
     assert len(read) == len(set(read)) == (20 - 16 + 1) * 2, "those of four steps, and of one that is read ahead"
 
 
-def test_where_datasets_is_not_installed_local_text_trains_from_memory(
-    upscaled, corpus, tmp_path, monkeypatch, capsys
-):
-    train(tiny_config(upscaled("llama"), corpus, tmp_path / "mapped", max_steps=3))
+def test_where_datasets_is_not_installed_local_text_trains_from_memory(config_for, tmp_path, monkeypatch, capsys):
+    train(config_for("mapped", max_steps=3))
     assert "is not installed" not in capsys.readouterr().out
     monkeypatch.setattr("midus_hf.training.data.training_data.importlib.util.find_spec", lambda name: None)
-    train(tiny_config(upscaled("llama"), corpus, tmp_path / "held", max_steps=3))
+    train(config_for("held", max_steps=3))
     assert (
         "datasets is not installed: tokens are in memory, and made again at the next start" in capsys.readouterr().out
     )

@@ -3,6 +3,7 @@
 import sys
 
 import pytest
+from training.tiny_run import refused
 
 from midus_hf.documents import DocumentError
 from midus_hf.training.data.corpus import find_corpus
@@ -26,14 +27,14 @@ def test_each_reading_starts_anew(tmp_path):
 
 
 def test_an_absent_path_is_refused(tmp_path):
-    with pytest.raises(DocumentError, match=r"which does not exist; expected a file, a folder or a dataset id"):
+    with refused(r"which does not exist; expected a file, a folder or a dataset id", DocumentError):
         read(tmp_path / "absent")
-    with pytest.raises(DocumentError, match=r"corpus is 'absent.txt', which does not exist"):
+    with refused(r"corpus is 'absent.txt', which does not exist", DocumentError):
         read("absent.txt")
 
 
 def test_a_folder_without_text_is_refused_before_anything_is_read(tmp_path):
-    with pytest.raises(DocumentError, match=r"a folder without text"):
+    with refused(r"a folder without text", DocumentError):
         find_corpus(CorpusOptions(path=str(tmp_path)))
 
 
@@ -44,13 +45,13 @@ def test_rows_of_a_dataset_need_text_in_the_column(monkeypatch):
     )
     documents = find_corpus(CorpusOptions(path="owner/name")).documents()
     assert next(documents) == "a"
-    with pytest.raises(DocumentError, match=r"corpus 'owner/name' has no 'text', only body; set column"):
+    with refused(r"corpus 'owner/name' has no 'text', only body; set column", DocumentError):
         next(documents)
 
 
 def test_options_of_datasets_are_refused_for_local_text(tmp_path):
     (tmp_path / "a.txt").write_text("a", encoding="utf-8")
-    with pytest.raises(DocumentError, match=r"which is local; config and shuffle_buffer are for datasets"):
+    with refused(r"which is local; config and shuffle_buffer are for datasets", DocumentError):
         read(tmp_path, config="x")
 
 
@@ -79,14 +80,14 @@ def test_a_dataset_that_cannot_be_had_is_refused(monkeypatch):
         raise datasets.exceptions.DatasetNotFoundError("Dataset 'owner/name' doesn't exist\nand more")
 
     monkeypatch.setattr(datasets, "load_dataset", load_dataset)
-    with pytest.raises(DocumentError, match=r"not to be had as a dataset: Dataset 'owner/name' doesn't exist$"):
+    with refused(r"not to be had as a dataset: Dataset 'owner/name' doesn't exist$", DocumentError):
         read("owner/name")
 
 
 def test_without_the_package_datasets_a_dataset_says_how_to_install_it(monkeypatch, tmp_path):
     monkeypatch.delitem(sys.modules, "datasets", raising=False)
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(
-        DocumentError, match=r"corpus 'owner/name' needs the package datasets; install it with pip install datasets"
+    with refused(
+        r"corpus 'owner/name' needs the package datasets; install it with pip install datasets", DocumentError
     ):
         read("owner/name")

@@ -1,24 +1,21 @@
 """Two processes that share moments, gradients and parameters by DeepSpeed train as one that has all: `make test-deepspeed`."""
 
+import functools
 import json
 import os
-import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
-import torch
 from sft.tiny_chats import chat, save_base, write_rows
+from training.outcomes import as_it_was_at, assert_same_run, largest_difference, logged
+from training.tiny_run import save_upscaled
 from training.two_processes import (
     METHODS,
     SCRIPT,
-    assert_same_run,
-    largest_difference,
-    logged,
-    save_method,
-    save_tied,
-    weights,
+    assert_shared_run_is_that_of_one,
+    assert_tied_tensors_are_saved_once,
     write_recipe,
 )
 from transformers import AutoModelForCausalLM
@@ -31,11 +28,6 @@ from midus_hf.training.optim.rates import Rates
 
 ROOT = SCRIPT.parents[1]
 CONFIG = ROOT / "configs" / "accelerate" / "zero3.yaml"
-OPTIONS = {
-    "llama-pro": {},
-    "midus-hml": {"usage_every": 1, "value_learning_rate": 3e-2, "memory_learning_rate": 2e-3},
-    "ultramem-v2": {},
-}
 
 
 def launched(
@@ -64,29 +56,11 @@ def trained(*words, **launch) -> None:
 @pytest.mark.parametrize("stage", [2, 3])
 @pytest.mark.parametrize("method", METHODS)
 def test_processes_of_deepspeed_train_as_one(method, stage, corpus, tmp_path):
-    """Also at rates of their own for values and memories, with held-out text, and back to the best checkpoint."""
-    recipe = write_recipe(tmp_path / "recipe.yaml", save_method(method, tmp_path), corpus, **OPTIONS[method])
-    words = [str(recipe), f"eval_text={corpus}", "eval_every=2", "keep_best=true"]
-    one, two = tmp_path / "one", tmp_path / "two"
-    assert main([*words, "batch_size=4", f"output={one}"]) == 0
-    trained(*words, f"output={two}", stage=stage)
-    names = ["loss", "eval_loss", *(["learning_rate_values", "memory_used_share"] if method == "midus-hml" else [])]
-    for name in names:
-        assert logged(two, name) == pytest.approx(logged(one, name), rel=1e-5) and logged(one, name), name
-    AutoModelForCausalLM.from_pretrained(two)
-    assert not list(two.glob("global_step*"))
-    assert largest_difference(weights(two), weights(tmp_path / "model")) > 1e-2
-    assert largest_difference(weights(two), weights(one)) < 1e-4
+    assert_shared_run_is_that_of_one(method, functools.partial(trained, stage=stage), corpus, tmp_path)
 
 
 def test_tied_tensors_of_half_precision_are_saved_once_and_in_it(corpus, tmp_path):
-    recipe = write_recipe(tmp_path / "recipe.yaml", save_tied(tmp_path), corpus, trainable="all")
-    trained(recipe, f"output={tmp_path / 'out'}")
-    before, after = (weights(tmp_path / folder) for folder in ("model", "out"))
-    assert {name: tensor.dtype for name, tensor in after.items()} == dict.fromkeys(before, torch.bfloat16)
-    assert largest_difference(after, before) > 1e-2
-    model = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
-    assert model.dtype is torch.bfloat16 and model.lm_head.weight is model.get_input_embeddings().weight
+    assert_tied_tensors_are_saved_once(trained, corpus, tmp_path)
 
 
 def settings_of_deepspeed(path: Path, **sections) -> Path:
@@ -102,18 +76,18 @@ def settings_of_deepspeed(path: Path, **sections) -> Path:
 
 
 def test_what_trains_is_counted_where_every_parameter_is_cut(corpus, tmp_path):
-    recipe = write_recipe(tmp_path / "recipe.yaml", save_method("midus-hml", tmp_path), corpus)
+    recipe = write_recipe(tmp_path, save_upscaled("llama", tmp_path), corpus)
     assert main([str(recipe), "batch_size=4", f"output={tmp_path / 'one'}"]) == 0
     trained(recipe, f"output={tmp_path / 'two'}", settings=settings_of_deepspeed(tmp_path / "deepspeed.json"))
     one, two = tmp_path / "one", tmp_path / "two"
     assert logged(two, "loss") == pytest.approx(logged(one, "loss"), rel=1e-5)
     assert logged(two, "trained_parameters") == logged(one, "trained_parameters") != []
-    assert largest_difference(weights(two), weights(one)) < 1e-4
+    assert largest_difference(two, one) < 1e-4
 
 
 @pytest.mark.parametrize("section", ["optimizer", "scheduler"])
 def test_a_file_whose_rates_would_stand_in_place_of_the_runs_is_refused(section, corpus, tmp_path):
-    recipe = write_recipe(tmp_path / "recipe.yaml", save_method("midus-hml", tmp_path), corpus)
+    recipe = write_recipe(tmp_path, save_upscaled("llama", tmp_path), corpus)
     types = {"optimizer": "AdamW", "scheduler": "WarmupLR"}
     settings = settings_of_deepspeed(tmp_path / "deepspeed.json", **{section: {"type": types[section], "params": {}}})
     refused = launched(SCRIPT, recipe, f"output={tmp_path / 'out'}", settings=settings)
@@ -132,35 +106,21 @@ def stage(request) -> int:
 def whole(stage, corpus, tmp_path_factory) -> Path:
     """A run with all of its checkpoints; its recipe lies beside it."""
     folder = tmp_path_factory.mktemp("deepspeed")
-    recipe = write_recipe(
-        folder / "recipe.yaml", save_method("midus-hml", folder), corpus, save_every=2, keep_checkpoints="null"
-    )
+    recipe = write_recipe(folder, save_upscaled("llama", folder), corpus, save_every=2, keep_checkpoints="null")
     trained(recipe, f"output={folder / 'whole'}", stage=stage)
     return folder / "whole"
 
 
-def cut_off(whole: Path, output: Path, step: int) -> Path:
-    shutil.copytree(whole, output)
-    for later in range(step + 2, 8, 2):
-        shutil.rmtree(output / f"checkpoint-{later}")
-    (output / "model.safetensors").unlink()
-    return output
-
-
 @pytest.mark.parametrize("step", [2, 6])
 def test_a_run_goes_on_exactly(step, whole, stage, tmp_path):
-    output = cut_off(whole, tmp_path / "out", step)
+    output = as_it_was_at(step, whole, tmp_path / "out")
     trained(whole.with_name("recipe.yaml"), "resume=true", f"output={output}", stage=stage)
     assert_same_run(output, whole)
 
 
 def test_another_number_of_processes_does_not_go_on(whole, stage, tmp_path):
-    words = [
-        whole.with_name("recipe.yaml"),
-        "batch_size=4",
-        "resume=true",
-        f"output={cut_off(whole, tmp_path / 'out', 4)}",
-    ]
+    output = as_it_was_at(4, whole, tmp_path / "out")
+    words = [whole.with_name("recipe.yaml"), "batch_size=4", "resume=true", f"output={output}"]
     refused = launched(SCRIPT, *words, stage=stage, processes=1)
     assert refused.returncode != 0
     assert (
@@ -208,7 +168,7 @@ trainer.save_model()
 
 
 def test_a_trainer_of_ones_own_tells_matrices_from_norms_that_are_cut(tmp_path):
-    model = AutoModelForCausalLM.from_pretrained(save_method("midus-hml", tmp_path))
+    model = AutoModelForCausalLM.from_pretrained(save_upscaled("llama", tmp_path))
     set_trainable(model, "all")
     (tmp_path / "own.py").write_text(OWN_TRAINER)
     run = launched(tmp_path / "own.py", tmp_path / "model", tmp_path / "out", tmp_path / "groups.json")
@@ -216,7 +176,7 @@ def test_a_trainer_of_ones_own_tells_matrices_from_norms_that_are_cut(tmp_path):
     groups = parameter_groups(model, Rates(learning_rate=1e-2, weight_decay=0.1))
     expected = {group["name"]: sum(parameter.numel() for parameter in group["params"]) for group in groups}
     assert json.loads((tmp_path / "groups.json").read_text()) == expected
-    assert largest_difference(weights(tmp_path / "out"), weights(tmp_path / "model")) > 1e-3
+    assert largest_difference(tmp_path / "out", tmp_path / "model") > 1e-3
 
 
 def test_chats_are_trained_on_as_by_one_process(tmp_path):
@@ -243,6 +203,6 @@ def test_chats_are_trained_on_as_by_one_process(tmp_path):
     ids=["adapters", "balance"],
 )
 def test_what_reads_weights_that_are_cut_is_refused(words, message, corpus, tmp_path):
-    recipe = write_recipe(tmp_path / "recipe.yaml", save_method("midus-hml", tmp_path), corpus)
+    recipe = write_recipe(tmp_path, save_upscaled("llama", tmp_path), corpus)
     refused = launched(SCRIPT, recipe, f"output={tmp_path / 'out'}", *words)
     assert refused.returncode != 0 and message in refused.stderr and not (tmp_path / "out").exists()

@@ -2,7 +2,6 @@
 
 import torch
 from tiny import WINDOW, prompt
-from training.tiny_run import tiny_config
 from transformers import AutoModelForCausalLM
 
 from midus_hf.training.data.packing import PackedSequence, training_example
@@ -29,8 +28,8 @@ def test_masked_logits_are_those_of_each_document_alone(family, upscaled):
     assert not torch.allclose(joined, alone, rtol=1e-4, atol=1e-5)
 
 
-def test_a_run_gives_the_model_positions_and_no_cache(upscaled, corpus, tmp_path):
-    run = prepare(tiny_config(upscaled("llama"), corpus, tmp_path / "out", document_mask=True, sequence_length=100))
+def test_a_run_gives_the_model_positions_and_no_cache(config_for):
+    run = prepare(config_for(document_mask=True, sequence_length=100))
     batch = next(iter(run.trainer.get_train_dataloader()))
     assert set(batch) == {"input_ids", "labels", "position_ids"}
     assert run.model.config.use_cache is False

@@ -4,181 +4,152 @@ import re
 
 import pytest
 from rich.console import Console
-from training.tiny_run import NEW_LAYERS
+from training.tiny_run import NEW_LAYERS, refused
 from transformers import AutoModelForCausalLM
 
 from midus_hf.training.optim.freezing import set_trainable
 
+EVERY = [0, 1, 2, 3, 4, 5]
+
 
 @pytest.fixture
-def model(family, upscaled):
-    return AutoModelForCausalLM.from_pretrained(upscaled(family))
+def load(upscaled, native):
+    """Gives a model with memory in its new layers, or one of its family's own class, with another record of what trains."""
+
+    def model(kind: str = "upscaled", family: str = "llama", **record):
+        loaded = AutoModelForCausalLM.from_pretrained({"upscaled": upscaled, "native": native}[kind](family))
+        if record:
+            loaded.config.upscale = record["upscale"]
+        return loaded
+
+    return model
 
 
-def test_the_new_layers_train_whole_and_nothing_else_does(model):
-    report = set_trainable(model, "new")
-    inside = [f"model.layers.{layer}." for layer in NEW_LAYERS]
-    for name, parameter in model.named_parameters():
-        assert parameter.requires_grad == any(name.startswith(prefix) for prefix in inside), name
-    assert report.layers == NEW_LAYERS
-    assert report.num_layers == 6
-    assert report.parameters == sum(p.numel() for layer in NEW_LAYERS for p in model.model.layers[layer].parameters())
-    assert report.total_parameters == model.num_parameters()
-    assert set(report.parameters_of_part) == {"layers.self_attn", "layers.input_layernorm", "layers.memory"}
-    assert sum(report.parameters_of_part.values()) == report.parameters
+def what_trains(model) -> set[str]:
+    return {name for name, parameter in model.named_parameters() if parameter.requires_grad}
 
 
-def test_all_trains_everything_and_counts_it_once(model):
-    set_trainable(model, "new")
-    report = set_trainable(model, "all")
-    assert all(parameter.requires_grad for parameter in model.parameters())
-    assert report.layers == [0, 1, 2, 3, 4, 5]
-    assert report.parameters == report.total_parameters == sum(report.parameters_of_part.values())
-
-
-def test_the_report_names_the_layers_and_counts_parameters(upscaled):
-    report = set_trainable(AutoModelForCausalLM.from_pretrained(upscaled("llama")), "new")
-    console = Console(width=120)
-    with console.capture() as captured:
-        console.print(report)
-    text = captured.get()
-    assert f"Training the new layers alone: {report.parameters:,} of {report.total_parameters:,} parameters" in text
-    assert "2 of 6 layers" in text and "layers 1, 4" in text
-
-
-def test_the_report_of_listed_layers_names_them_once(native):
-    report = set_trainable(AutoModelForCausalLM.from_pretrained(native("llama")), [5, 0, 2])
-    console = Console(width=120)
-    with console.capture() as captured:
-        console.print(report)
-    text = captured.get()
-    assert f"Training layers 0, 2, 5 alone: {report.parameters:,} of {report.total_parameters:,} parameters" in text
-    assert "3 of 6 layers" in text and text.count("0, 2, 5") == 1
-
-
-def test_listed_layers_train_whole_and_nothing_else_does(family, native):
-    model = AutoModelForCausalLM.from_pretrained(native(family))
-    set_trainable(model, "all")
-    report = set_trainable(model, [5, 2])
-    inside = [f"model.layers.{layer}." for layer in (2, 5)]
-    for name, parameter in model.named_parameters():
-        assert parameter.requires_grad == any(name.startswith(prefix) for prefix in inside), name
-    assert (report.trainable, report.layers, report.num_layers) == ([5, 2], [2, 5], 6)
-    assert report.parameters == sum(p.numel() for layer in (2, 5) for p in model.model.layers[layer].parameters())
-    assert sum(report.parameters_of_part.values()) == report.parameters
-    assert all(part.startswith("layers.") for part in report.parameters_of_part)
-
-
-def test_auto_is_what_the_config_records(family, native, upscaled):
-    for checkpoint in (native(family), upscaled(family)):
-        report = set_trainable(AutoModelForCausalLM.from_pretrained(checkpoint), "auto")
-        assert (report.trainable, report.layers) == ("new", NEW_LAYERS)
-    model = AutoModelForCausalLM.from_pretrained(native(family))
-    model.config.upscale["trainable"] = "all"
-    report = set_trainable(model, "auto")
-    assert (report.trainable, report.layers) == ("all", [0, 1, 2, 3, 4, 5])
-    assert all(parameter.requires_grad for parameter in model.parameters())
-
-
-@pytest.mark.parametrize(
-    ("upscale", "value"), [(None, "None"), ({}, "None"), ({"trainable": ["new"]}, r"\['new'\]")], ids=str
-)
-def test_auto_needs_a_config_that_records_what_trains(native, upscale, value):
-    model = AutoModelForCausalLM.from_pretrained(native("llama"))
-    model.config.upscale = upscale
-    with pytest.raises(
-        ValueError,
-        match=f"trainable is 'auto', but upscale.trainable in the config of this llama model is {value}; expected 'new' "
-        r"or 'all' there. Upscale the model first, or set trainable: all, or list layers, as in trainable: \[3, 7\].",
-    ):
-        set_trainable(model, "auto")
-
-
-@pytest.mark.parametrize(
-    ("layers", "message"),
-    [
-        ([], r"trainable is \[\], no layer; list at least one, or set trainable: all."),
-        ([3, 1, 3, 1], r"trainable is \[3, 1, 3, 1\], which repeats \[1, 3\]; name each layer once."),
-        ([1, 6], r"trainable is \[1, 6\], but this llama model has no layers \[6\]; expected 0 <= layer < 6."),
-        ([-1, 2], r"trainable is \[-1, 2\], but this llama model has no layers \[-1\]; expected 0 <= layer < 6."),
-    ],
-)
-def test_a_list_that_is_none_of_layers_of_the_model_is_refused(native, layers, message):
-    model = AutoModelForCausalLM.from_pretrained(native("llama"))
-    with pytest.raises(ValueError, match=message):
-        set_trainable(model, layers)
-    assert all(parameter.requires_grad for parameter in model.parameters()), "nothing was frozen"
-
-
-@pytest.mark.parametrize("upscale", [None, {}, {"new_layers": []}, {"new_layers": [1, 6]}])
-def test_a_config_that_names_no_layers_of_the_model_is_refused(upscaled, upscale):
-    model = AutoModelForCausalLM.from_pretrained(upscaled("llama"))
-    model.config.upscale = upscale
-    message = (
-        "names \\[6\\]; expected 0 <= layer < 6" if upscale and upscale["new_layers"] else "or set trainable: all"
-    )
-    with pytest.raises(ValueError, match=message):
-        set_trainable(model, "new")
-
-
-@pytest.mark.parametrize("trainable", ["none", None, 3, [True], ["3"]], ids=str)
-def test_another_word_for_what_trains_is_refused(upscaled, trainable):
-    model = AutoModelForCausalLM.from_pretrained(upscaled("llama"))
-    message = f"trainable is {trainable!r}; expected 'auto', 'new', 'all', a list of layer indices, or one of roles"
-    with pytest.raises(ValueError, match=re.escape(message)):
-        set_trainable(model, trainable)
-
-
-@pytest.mark.parametrize("roles", [["value"], ["key", "value"], ["transform"]], ids=str)
-def test_roles_name_tensors_of_the_new_memories(upscaled, roles):
-    model = AutoModelForCausalLM.from_pretrained(upscaled("llama"))
-    names = {"key": {"row_keys", "column_keys"}, "value": {"value_bank"}, "transform": {"value_transform"}}
-    report = set_trainable(model, roles)
-    trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
-    assert {name.rpartition(".")[2] for name in trained} == set().union(*(names[role] for role in roles))
-    assert all(".memory." in name for name in trained)
-    assert report.layers == model.config.upscale["new_layers"] and report.parameters_of_part.keys() == {
-        "layers.memory"
-    }
-
-
-def test_roles_that_the_new_memories_do_not_have_are_refused(upscaled):
-    model = AutoModelForCausalLM.from_pretrained(upscaled("llama"))
-    with pytest.raises(
-        ValueError, match=r"trainable is \['router'\], but the new memories of this midus_llama model have no"
-    ):
-        set_trainable(model, ["router"])
-
-
-def test_roles_can_be_kept_from_training(model):
-    set_trainable(model, "all")
-    values = {name for name, _ in model.named_parameters() if name.endswith("value_bank")}
-    report = set_trainable(model, "all", frozen=["value"])
-    assert {name for name, parameter in model.named_parameters() if not parameter.requires_grad} == values != set()
-    assert report.parameters == report.total_parameters - sum(model.get_parameter(name).numel() for name in values)
+def printed(report) -> str:
     console = Console(width=160)
     with console.capture() as captured:
         console.print(report)
-    assert "Training everything, without the value tensors of memories: " in captured.get()
+    return captured.get()
 
 
 @pytest.mark.parametrize(
-    ("trainable", "frozen", "message"),
+    ("kind", "trainable", "means", "layers", "said"),
     [
+        ("upscaled", "new", "new", NEW_LAYERS, "the new layers alone"),
+        ("upscaled", "auto", "new", NEW_LAYERS, "the new layers alone"),
+        ("native", "auto", "new", NEW_LAYERS, "the new layers alone"),
+        ("native", [5, 0, 2], [5, 0, 2], [0, 2, 5], "layers 0, 2, 5 alone"),
+        ("upscaled", "all", "all", EVERY, "everything"),
+        ("recorded", "auto", "all", EVERY, "everything"),
+    ],
+    ids=str,
+)
+def test_these_layers_train_whole_and_nothing_else_does(kind, trainable, means, layers, said, family, load):
+    model = load("native" if kind == "recorded" else kind, family)
+    if kind == "recorded":
+        model.config.upscale["trainable"] = "all"
+    set_trainable(model, "new" if trainable == "all" else "all")
+    report = set_trainable(model, trainable)
+    every = {name for name, _ in model.named_parameters()}
+    inside = tuple(f"model.layers.{layer}." for layer in layers)
+    assert what_trains(model) == (every if layers == EVERY else {name for name in every if name.startswith(inside)})
+    assert (report.trainable, report.layers, report.num_layers) == (means, layers, 6)
+    assert report.parameters == sum(model.get_parameter(name).numel() for name in what_trains(model))
+    assert report.total_parameters == model.num_parameters()
+    assert sum(report.parameters_of_part.values()) == report.parameters
+    assert all(part.startswith("layers.") for part in report.parameters_of_part) == (layers != EVERY)
+    if (kind, trainable) == ("upscaled", "new"):
+        assert set(report.parameters_of_part) == {"layers.self_attn", "layers.input_layernorm", "layers.memory"}
+    text = printed(report)
+    if layers != EVERY:
+        assert f"Training {said}: {report.parameters:,} of {report.total_parameters:,} parameters" in text
+        assert f"{len(layers)} of 6 layers" in text and text.count(", ".join(map(str, layers))) == 1
+    assert f"Training {said}: " in text
+
+
+@pytest.mark.parametrize("roles", [["value"], ["key", "value"], ["transform"]], ids=str)
+def test_roles_name_tensors_of_the_new_memories(load, roles):
+    model = load()
+    names = {"key": {"row_keys", "column_keys"}, "value": {"value_bank"}, "transform": {"value_transform"}}
+    report = set_trainable(model, roles)
+    expected = set().union(*(names[role] for role in roles))
+    assert {name.rpartition(".")[2] for name in what_trains(model)} == expected
+    assert all(".memory." in name for name in what_trains(model))
+    assert report.layers == NEW_LAYERS and report.parameters_of_part.keys() == {"layers.memory"}
+
+
+def test_roles_can_be_kept_from_training(family, load):
+    model = load(family=family)
+    every = set_trainable(model, "all") and what_trains(model)
+    report = set_trainable(model, "all", frozen=["value"])
+    values = {name for name in every if name.endswith("value_bank")}
+    assert what_trains(model) == every - values != every
+    assert report.parameters == report.total_parameters - sum(model.get_parameter(name).numel() for name in values)
+    assert "Training everything, without the value tensors of memories: " in printed(report)
+
+
+RECORDED = "in the config of this llama model is {}; expected 'new' or 'all' there. Upscale the model first, or set trainable: all, "
+WORDS = "expected 'auto', 'new', 'all', a list of layer indices, or one of roles"
+
+
+@pytest.mark.parametrize(
+    ("kind", "options", "message"),
+    [
+        *(
+            (
+                "native",
+                {"upscale": record, "trainable": "auto"},
+                f"upscale.trainable {RECORDED.format(value)}or list layers",
+            )
+            for record, value in ((None, "None"), ({}, "None"), ({"trainable": ["new"]}, "['new']"))
+        ),
+        ("native", {"trainable": []}, "trainable is [], no layer; list at least one, or set trainable: all."),
+        ("native", {"trainable": [3, 1, 3, 1]}, "is [3, 1, 3, 1], which repeats [1, 3]; name each layer once."),
         (
-            "new",
-            ["router"],
+            "native",
+            {"trainable": [1, 6]},
+            "is [1, 6], but this llama model has no layers [6]; expected 0 <= layer < 6.",
+        ),
+        ("native", {"trainable": [-1, 2]}, "but this llama model has no layers [-1]; expected 0 <= layer < 6."),
+        *(
+            ("upscaled", {"upscale": record, "trainable": "new"}, "or set trainable: all")
+            for record in (None, {}, {"new_layers": []})
+        ),
+        ("upscaled", {"upscale": {"new_layers": [1, 6]}, "trainable": "new"}, "names [6]; expected 0 <= layer < 6"),
+        *(
+            ("upscaled", {"trainable": trainable}, f"trainable is {trainable!r}; {WORDS}")
+            for trainable in ("none", None, 3, [True], ["3"])
+        ),
+        (
+            "upscaled",
+            {"trainable": ["router"]},
+            "is ['router'], but the new memories of this midus_llama model have no",
+        ),
+        (
+            "upscaled",
+            {"trainable": "new", "frozen": ["router"]},
             "frozen is ['router'], but of this midus_llama model no memory tensors of the role 'router' would",
         ),
-        ([0], ["value"], "no memory tensors of the role 'value' would train; leave it out."),
         (
-            ["value"],
-            ["value"],
+            "upscaled",
+            {"trainable": [0], "frozen": ["value"]},
+            "no memory tensors of the role 'value' would train; leave it out.",
+        ),
+        (
+            "upscaled",
+            {"trainable": ["value"], "frozen": ["value"]},
             "frozen is ['value'], which leaves nothing to train; freeze less, or set trainable: all.",
         ),
     ],
+    ids=str,
 )
-def test_what_cannot_be_kept_from_training_is_refused(upscaled, trainable, frozen, message):
-    model = AutoModelForCausalLM.from_pretrained(upscaled("llama"))
-    with pytest.raises(ValueError, match=re.escape(message)):
-        set_trainable(model, trainable, frozen)
+def test_what_cannot_train_is_refused(kind, options, message, load):
+    model = load(kind, **{key: value for key, value in options.items() if key == "upscale"})
+    with refused(re.escape(message)):
+        set_trainable(model, *(options[key] for key in ("trainable", "frozen") if key in options))
+    if kind == "native":
+        assert what_trains(model) == {name for name, _ in model.named_parameters()}, "nothing was frozen"

@@ -8,13 +8,13 @@ import pytest
 import torch
 import yaml
 from tiny import FAMILIES
-from training.tiny_run import tiny_config, tiny_tokenizer
+from training.outcomes import assert_resumes, logged
+from training.tiny_run import refused, tiny_tokenizer
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig
 
 from midus_hf import models  # noqa: F401 - registers the families that host memory
 from midus_hf.training.options import TrainConfig
 from midus_hf.training.run.train import prepare, train
-from midus_hf.training.run.training_log import read_log
 
 MEMORIES = {
     "headwise": {"type": "headwise", "n": 4, "k": 2, "layers": [1]},
@@ -29,13 +29,13 @@ def tokenizer(tmp_path) -> Path:
 
 
 @pytest.fixture
-def begun(tokenizer, corpus, tmp_path):
+def begun(tokenizer, config_for, tmp_path):
     """Gives the options of a run that begins from a config, by default one of a Llama."""
 
     def options(output: str = "out", model_config: PreTrainedConfig | None = None, **changes) -> TrainConfig:
         file = tmp_path / "shape.json"
         (FAMILIES["llama"].config() if model_config is None else model_config).to_json_file(file, use_diff=False)
-        run = tiny_config(Path("m"), corpus, tmp_path / output)
+        run = config_for(output, model=Path("m"))
         return dataclasses.replace(run, model=None, model_config=str(file), tokenizer=str(tokenizer), **changes)
 
     return options
@@ -50,26 +50,18 @@ def shape(memory: str | None) -> PreTrainedConfig:
     return AutoConfig.for_model("midus_llama", **values, memory=[MEMORIES[memory]])
 
 
-def losses(output: Path) -> list[float]:
-    return [event["loss"] for event in read_log(output / "log.jsonl") if "loss" in event]
-
-
-def weights(output: Path) -> dict[str, torch.Tensor]:
-    return AutoModelForCausalLM.from_pretrained(output).state_dict()
-
-
 @pytest.mark.parametrize("memory", [None, *MEMORIES])
 def test_everything_trains_and_learns_and_the_model_is_saved_with_its_tokenizer(memory, begun, tmp_path):
     run = prepare(begun(model_config=shape(memory), max_steps=60))
     start = {name: tensor.clone() for name, tensor in run.model.state_dict().items()}
     assert all(parameter.requires_grad for parameter in run.model.parameters())
     run.execute()
-    trained = weights(tmp_path / "out")
+    trained = AutoModelForCausalLM.from_pretrained(tmp_path / "out").state_dict()
     assert trained.keys() == start.keys()
     # A memory adds zero at first, and what is in front of what starts at zero learns once that has moved.
     assert [name for name, tensor in start.items() if torch.equal(tensor, trained[name])] == []
-    of_run = losses(tmp_path / "out")
-    assert sum(of_run[-5:]) < sum(of_run[:5])
+    losses = logged(tmp_path / "out")
+    assert sum(losses[-5:]) < sum(losses[:5])
     assert AutoTokenizer.from_pretrained(tmp_path / "out")("w5 w7")["input_ids"] == [5, 7]
     assert "_name_or_path" not in (tmp_path / "out" / "config.json").read_text()
 
@@ -82,17 +74,10 @@ def test_weights_follow_from_the_seed(begun):
     assert not torch.equal(first["lm_head.weight"], other["lm_head.weight"])
 
 
-def test_a_resumed_run_is_the_uninterrupted_one(begun, tmp_path):
-    train(begun("whole", save_every=10))
-    (tmp_path / "parts").mkdir()
-    (tmp_path / "whole" / "checkpoint-10").rename(tmp_path / "parts" / "checkpoint-10")
-    (tmp_path / "parts" / "train_config.yaml").write_text((tmp_path / "whole" / "train_config.yaml").read_text())
-    train(begun("parts", save_every=10, resume=True))
-    assert losses(tmp_path / "parts") == losses(tmp_path / "whole")[10:]
-    whole, parts = weights(tmp_path / "whole"), weights(tmp_path / "parts")
-    assert all(torch.equal(tensor, parts[name]) for name, tensor in whole.items())
-    with pytest.raises(ValueError, match=r"seed is 5, but the run to resume has 0"):
-        train(begun("parts", resume=True, seed=5))
+def test_a_resumed_run_is_the_uninterrupted_one(begun):
+    assert_resumes(begun, 10)
+    with refused(r"seed is 5, but the run to resume has 0"):
+        train(begun("parts", save_every=10, keep_checkpoints=None, resume=True, seed=5))
 
 
 def test_the_card_names_no_base_and_no_local_path(begun, tmp_path):
@@ -115,9 +100,7 @@ def test_the_config_of_a_folder_is_read_without_its_weights_and_its_record_of_a_
     assert made.keys() == saved.keys()
     assert not torch.equal(made["model.layers.0.mlp.up_proj.weight"], saved["model.layers.0.mlp.up_proj.weight"])
     assert not hasattr(run.model.config, "upscale")
-    with pytest.raises(
-        ValueError, match="what trains is 'new', but the config of this midus_llama model records no new"
-    ):
+    with refused("what trains is 'new', but the config of this midus_llama model records no new"):
         prepare(dataclasses.replace(begun("other"), model_config=str(upscaled_model), trainable="new"))
 
 
@@ -144,7 +127,7 @@ def test_listed_layers_alone_may_train(begun):
     ],
 )
 def test_what_cannot_be_loaded_is_refused_in_one_line(changes, message, begun, tmp_path):
-    with pytest.raises(ValueError, match=message) as refusal:
+    with refused(message) as refusal:
         prepare(dataclasses.replace(begun(), **changes))
     assert "\n" not in str(refusal.value)
     assert not (tmp_path / "out").exists()
@@ -153,11 +136,11 @@ def test_what_cannot_be_loaded_is_refused_in_one_line(changes, message, begun, t
 @pytest.mark.parametrize("attention", [None, "eager"])
 def test_a_config_of_another_kind_of_model_is_refused(attention, begun, tmp_path):
     config = AutoConfig.for_model("vit", vocab_size=128, max_position_embeddings=128)
-    with pytest.raises(ValueError, match=r"model_config is '.*shape\.json'; expected the file, folder or Hub id of a"):
+    with refused(r"model_config is '.*shape\.json'; expected the file, folder or Hub id of a"):
         prepare(begun(model_config=config, attn_implementation=attention))
     assert not (tmp_path / "out").exists()
 
 
 def test_the_output_may_not_hold_the_tokenizer(begun, tokenizer):
-    with pytest.raises(ValueError, match="which lies in the tokenizer "):
+    with refused("which lies in the tokenizer "):
         prepare(dataclasses.replace(begun(), output=str(tokenizer / "out")))

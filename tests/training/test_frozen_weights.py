@@ -7,10 +7,9 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
-from training.block_runs import assert_same_blocks, bank_of, config_of
-from training.test_run import exact_log
+from training.block_runs import assert_same_blocks, bank_of
+from training.outcomes import exact_log
 from training.test_whole_checkpoints import flip
-from training.tiny_run import tiny_config
 from transformers import AutoModelForCausalLM
 
 from midus_hf.training.output import frozen_weights
@@ -42,14 +41,14 @@ def assert_same_state(one: Path, other: Path) -> None:
     assert of_one.keys() == of_other.keys() and all(torch.equal(of_one[name], of_other[name]) for name in of_one)
 
 
-def test_what_is_frozen_is_written_twice_and_linked_from_then_on(family, upscaled, corpus, tmp_path, monkeypatch):
+def test_what_is_frozen_is_written_twice_and_linked_from_then_on(family, config_for, tmp_path, monkeypatch):
     output, plain = tmp_path / "out", tmp_path / "plain"
-    train(tiny_config(upscaled(family), corpus, output, **OPTIONS))
+    train(config_for(output, family, **OPTIONS))
     two, four, six, eight = numbers(output)
     assert two == six and four == eight and two != four
     assert len(set(numbers(output, "trained.safetensors"))) == 4
     monkeypatch.setattr(frozen_weights, "_WORTH_A_FILE", 2**40)
-    train(tiny_config(upscaled(family), corpus, plain, **OPTIONS))
+    train(config_for(plain, family, **OPTIONS))
     for step in (2, 8):
         shared, whole = (folder / f"checkpoint-{step}" for folder in (output, plain))
         assert damage_of(shared) is None and not (shared / "model.safetensors").exists()
@@ -63,13 +62,13 @@ def test_what_is_frozen_is_written_twice_and_linked_from_then_on(family, upscale
     assert exact_log(output) == exact_log(plain)
 
 
-def test_a_run_goes_on_and_shares_what_it_was_resumed_from(upscaled, corpus, tmp_path):
+def test_a_run_goes_on_and_shares_what_it_was_resumed_from(config_for, tmp_path):
     output, whole = tmp_path / "out", tmp_path / "whole"
-    train(tiny_config(upscaled("qwen2"), corpus, whole, **OPTIONS))
-    train(tiny_config(upscaled("qwen2"), corpus, output, **OPTIONS))
+    train(config_for(whole, "qwen2", **OPTIONS))
+    train(config_for(output, "qwen2", **OPTIONS))
     flip(output / "checkpoint-8" / FROZEN)  # which is that of checkpoint-4, too
     assert damage_of(output / "checkpoint-4") is not None and damage_of(output / "checkpoint-2") is None
-    train(tiny_config(upscaled("qwen2"), corpus, output, **OPTIONS, resume=True))
+    train(config_for(output, "qwen2", **OPTIONS, resume=True))
     assert exact_log(output) == exact_log(whole)
     assert_same_state(output / "checkpoint-8", whole / "checkpoint-8")
     for name in ("checkpoint-6", "checkpoint-8"):
@@ -77,9 +76,9 @@ def test_a_run_goes_on_and_shares_what_it_was_resumed_from(upscaled, corpus, tmp
     assert len({*numbers(output)[2:]}) == 2, "of checkpoint 6, which it went on from, and of 8"
 
 
-def test_of_one_checkpoint_that_is_kept_one_copy_is_written(upscaled, corpus, tmp_path):
+def test_of_one_checkpoint_that_is_kept_one_copy_is_written(config_for, tmp_path):
     seen, output = [], tmp_path / "out"
-    run = prepare(tiny_config(upscaled("llama"), corpus, output, **{**OPTIONS, "keep_checkpoints": 1}))
+    run = prepare(config_for(output, **{**OPTIONS, "keep_checkpoints": 1}))
     saved = run.trainer._save_checkpoint
 
     def save(*args):
@@ -94,9 +93,9 @@ def test_of_one_checkpoint_that_is_kept_one_copy_is_written(upscaled, corpus, tm
 
 
 @pytest.mark.parametrize("hindrance", ["no links", "gone", "cut", "header"])
-def test_what_cannot_be_linked_is_written(hindrance, upscaled, corpus, tmp_path, monkeypatch):
+def test_what_cannot_be_linked_is_written(hindrance, config_for, tmp_path, monkeypatch):
     output = tmp_path / "out"
-    run = prepare(tiny_config(upscaled("llama"), corpus, output, **OPTIONS))
+    run = prepare(config_for(output, **OPTIONS))
     saved = run.trainer._save_checkpoint
 
     def save(*args):
@@ -122,10 +121,10 @@ def test_what_cannot_be_linked_is_written(hindrance, upscaled, corpus, tmp_path,
     assert hindrance != "no links" or len(set(numbers(output))) == 4
 
 
-def test_frozen_weights_that_someone_changes_are_written_anew(upscaled, corpus, tmp_path):
+def test_frozen_weights_that_someone_changes_are_written_anew(config_for, tmp_path):
     """A write through `.data` leaves no trace on a tensor, so the tensors themselves are compared with the file."""
     output = tmp_path / "out"
-    run = prepare(tiny_config(upscaled("llama"), corpus, output, **OPTIONS))
+    run = prepare(config_for(output, **OPTIONS))
     saved = run.trainer._save_checkpoint
 
     def save(*args):
@@ -141,22 +140,22 @@ def test_frozen_weights_that_someone_changes_are_written_anew(upscaled, corpus, 
     assert_same_state(output / "checkpoint-8", output)
 
 
-def test_a_run_that_trains_all_has_one_file_of_weights(upscaled, corpus, tmp_path):
-    train(tiny_config(upscaled("llama"), corpus, tmp_path / "out", max_steps=2, save_every=2, trainable="all"))
+def test_a_run_that_trains_all_has_one_file_of_weights(config_for, tmp_path):
+    train(config_for(max_steps=2, save_every=2, trainable="all"))
     assert (tmp_path / "out" / "checkpoint-2" / "model.safetensors").exists()
     assert not (tmp_path / "out" / "checkpoint-2" / FROZEN).exists()
 
 
-def test_a_run_of_blocks_alone_shares_the_whole_model(models, assigned, tmp_path):
+def test_a_run_of_blocks_alone_shares_the_whole_model(blocks_for, tmp_path):
     output = tmp_path / "out"
-    train(config_of(models / "hier-ffn", assigned, output, save_every=2, keep_checkpoints=None, trainable="new"))
+    train(blocks_for(output, save_every=2, keep_checkpoints=None, trainable="new"))
     two, four, six = numbers(output)
     assert two == six != four
     assert_same_state(output / "checkpoint-6", output)
     assert_same_blocks(bank_of(output / "checkpoint-6"), bank_of(output))
 
 
-def test_a_full_disk_leaves_nothing_of_either_part(upscaled, corpus, tmp_path, monkeypatch):
+def test_a_full_disk_leaves_nothing_of_either_part(config_for, tmp_path, monkeypatch):
     output, replace = tmp_path / "out", os.replace
 
     def full(source, target):
@@ -165,7 +164,7 @@ def test_a_full_disk_leaves_nothing_of_either_part(upscaled, corpus, tmp_path, m
         replace(source, target)
 
     monkeypatch.setattr(os, "replace", full)
-    train(tiny_config(upscaled("llama"), corpus, output, **OPTIONS))
+    train(config_for(output, **OPTIONS))
     assert sorted(path.name for path in output.glob("checkpoint-*")) == [
         "checkpoint-2",
         "checkpoint-4",

@@ -12,10 +12,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
 from tokenizers import Tokenizer, models
-from training.test_run import exact_log
-from training.tiny_run import save_upscaled, tiny_config
+from training.outcomes import assert_same_run, exact_log, moved, weights
+from training.tiny_run import refused, save_upscaled, tiny_config
 from transformers import AutoModelForCausalLM, modeling_utils
 
 from midus_hf.cli.train import main
@@ -57,22 +56,17 @@ def free(monkeypatch, num_bytes: int) -> None:
         monkeypatch.setattr(module, "free_bytes", lambda folder: num_bytes)
 
 
-def equal(first: Path, second: Path) -> bool:
-    one, other = (load_file(folder / "model.safetensors") for folder in (first, second))
-    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
-
-
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_the_room_that_is_counted_is_the_room_that_is_taken(family, precision, corpus, tmp_path):
+def test_the_room_that_is_counted_is_the_room_that_is_taken(family, precision, config_for, tmp_path):
     model = save_upscaled(family, tmp_path, dtype=torch.bfloat16)
-    config = tiny_config(model, corpus, tmp_path / "out", max_steps=4, save_every=1, precision=precision)
+    config = config_for(model=model, max_steps=4, save_every=1, precision=precision)
     run = prepare(config)
     run.execute()
     checkpoint = tmp_path / "out" / "checkpoint-4"
     moments = torch.load(checkpoint / "optimizer.pt")["state"].values()
-    held = [*load_file(checkpoint / "model.safetensors").values()]
+    held = [*weights(checkpoint).values()]
     held += [state[name] for state in moments for name in ("exp_avg", "exp_avg_sq")]
-    saved = load_file(tmp_path / "out" / "model.safetensors").values()
+    saved = weights(tmp_path / "out").values()
     assert run.room.model == int(1.02 * sum(tensor.nbytes for tensor in saved))
     assert run.room.checkpoint == int(1.02 * sum(tensor.nbytes for tensor in held))
     assert (run.room.written, run.room.kept) == (3, 2)
@@ -98,27 +92,27 @@ def test_deepspeed_writes_weights_once_more_and_copies_and_moments_in_float32(tm
     assert (room.model, room.checkpoint) == (int(220 * 1.02), int((2 * 220 + 3 * 400) * 1.02))
 
 
-def test_a_disk_without_room_is_refused_before_anything_is_written(upscaled, corpus, tmp_path, monkeypatch):
+def test_a_disk_without_room_is_refused_before_anything_is_written(config_for, tmp_path, monkeypatch):
     free(monkeypatch, 1000)
-    config = tiny_config(upscaled("llama"), corpus, tmp_path / "out", save_every=5)
+    config = config_for(save_every=5)
     message = (
         r"the run needs \S+ MB on the disk of output '.*out', for a model of \S+ MB and 3 checkpoints of \S+ MB, but "
         r"0\.001 MB are free there\. Save less often \(save_every\), keep fewer \(keep_checkpoints\), or choose a folder "
         r"on another disk\."
     )
-    with pytest.raises(ValueError, match=message):
+    with refused(message):
         train(config)
-    with pytest.raises(ValueError, match=r"for a model of \S+ MB, but .* Make room, or choose"):
-        train(tiny_config(upscaled("llama"), corpus, tmp_path / "out"))
+    with refused(r"for a model of \S+ MB, but .* Make room, or choose"):
+        train(config_for())
     assert not (tmp_path / "out").exists()
 
 
-def test_a_checkpoint_that_cannot_be_saved_does_not_end_the_run(upscaled, corpus, tmp_path, full, capsys):
+def test_a_checkpoint_that_cannot_be_saved_does_not_end_the_run(config_for, tmp_path, full, capsys):
     options = {"save_every": 4, "max_steps": 12}
-    train(tiny_config(upscaled("llama"), corpus, tmp_path / "whole", **options))
+    train(config_for("whole", **options))
     full.add(tmp_path / "out" / "checkpoint-4")
     full.add(tmp_path / "out" / "checkpoint-12")
-    train(tiny_config(upscaled("llama"), corpus, tmp_path / "out", **options))
+    train(config_for(**options))
     assert [path.name for path in (tmp_path / "out").glob("checkpoint-*")] == ["checkpoint-8"]
     lines = [line for line in capsys.readouterr().err.splitlines() if "was not saved" in line]
     where = f"was not saved in {tmp_path / 'out'}: No space left on device."
@@ -126,38 +120,37 @@ def test_a_checkpoint_that_cannot_be_saved_does_not_end_the_run(upscaled, corpus
         f"checkpoint-4 {where} There is none yet.",
         f"checkpoint-12 {where} The latest there is checkpoint-8.",
     ]
-    assert exact_log(tmp_path / "out") == exact_log(tmp_path / "whole")
-    assert equal(tmp_path / "out", tmp_path / "whole")
+    assert_same_run(tmp_path / "out", tmp_path / "whole")
 
 
-def test_an_optimizer_that_cannot_be_saved_costs_its_checkpoint_alone(upscaled, corpus, tmp_path, monkeypatch):
+def test_an_optimizer_that_cannot_be_saved_costs_its_checkpoint_alone(config_for, tmp_path, monkeypatch):
     def fail(*args):
         raise RuntimeError("[enforce fail at inline_container.cc:672] . unexpected pos 576 vs 534")
 
     monkeypatch.setattr("transformers.trainer.Trainer._save_optimizer_and_scheduler", fail)
-    train(tiny_config(upscaled("llama"), corpus, tmp_path / "out", save_every=4, max_steps=4))
+    train(config_for(save_every=4, max_steps=4))
     assert last_checkpoint(tmp_path / "out") is None and not list((tmp_path / "out").glob("checkpoint-*"))
     AutoModelForCausalLM.from_pretrained(tmp_path / "out")
 
 
-def test_a_failure_of_another_kind_while_saving_is_no_full_disk(upscaled, corpus, tmp_path, monkeypatch):
+def test_a_failure_of_another_kind_while_saving_is_no_full_disk(config_for, monkeypatch):
     def fail(*args):
         raise RuntimeError("out of memory")
 
     monkeypatch.setattr("transformers.trainer.Trainer._save_optimizer_and_scheduler", fail)
     with pytest.raises(RuntimeError, match="out of memory"):
-        train(tiny_config(upscaled("llama"), corpus, tmp_path / "out", save_every=4, max_steps=4))
+        train(config_for(save_every=4, max_steps=4))
 
 
 @pytest.mark.parametrize("named", [True, False], ids=["output_on_failure", "temporary"])
-def test_a_model_that_does_not_fit_is_saved_elsewhere(named, upscaled, corpus, tmp_path, full, temporary, capsys):
-    train(tiny_config(upscaled("llama"), corpus, tmp_path / "whole"))
+def test_a_model_that_does_not_fit_is_saved_elsewhere(named, config_for, tmp_path, full, temporary, capsys):
+    train(config_for("whole"))
     full.add(tmp_path / "out")
     options = {"output_on_failure": str(tmp_path / "spare")} if named else {}
-    result = train(tiny_config(upscaled("llama"), corpus, tmp_path / "out", **options))
+    result = train(config_for(**options))
     place = Path(result.output)
     assert place == tmp_path / "spare" if named else place.parent == temporary and place.name.startswith("out-")
-    assert equal(place, tmp_path / "whole")
+    assert moved(place, tmp_path / "whole") == set()
     assert AutoModelForCausalLM.from_pretrained(place) and (place / "upscale.json").exists()
     assert not (tmp_path / "out" / "config.json").exists() and not list(tmp_path.rglob(".partial_model"))
     err = capsys.readouterr().err
@@ -166,16 +159,12 @@ def test_a_model_that_does_not_fit_is_saved_elsewhere(named, upscaled, corpus, t
     assert f"The trained model is in {place}, not in {tmp_path / 'out'}." in err and move in err
     full.clear()
     assert os.system(move) == 0
-    assert equal(tmp_path / "out", tmp_path / "whole") and not place.exists()
+    assert moved(tmp_path / "out", tmp_path / "whole") == set() and not place.exists()
 
 
-def test_the_command_says_by_its_status_that_the_model_is_elsewhere(
-    upscaled, corpus, tmp_path, full, temporary, capsys
-):
+def test_the_command_says_by_its_status_that_the_model_is_elsewhere(words, tmp_path, full, temporary, capsys):
     full.add(tmp_path / "out")
-    recipe = tmp_path / "recipe.yaml"
-    recipe.write_text("max_steps: 2\nsequence_length: 16\nbatch_size: 2\nprecision: fp32\n")
-    words = [str(recipe), f"model={upscaled('llama')}", f"corpus={corpus}", f"output={tmp_path / 'out'}"]
+    words = [*words, "max_steps=2"]
     assert main(words) == 1
     assert capsys.readouterr().out.splitlines()[-1].startswith(f"{temporary / 'out-'}")
     full.add(temporary)
@@ -187,10 +176,8 @@ def test_the_command_says_by_its_status_that_the_model_is_elsewhere(
     assert error.endswith("; no checkpoint was saved") and len(list(temporary.iterdir())) == 1
 
 
-def test_where_nothing_has_room_the_latest_checkpoint_is_named(
-    upscaled, corpus, tmp_path, full, temporary, monkeypatch
-):
-    run = prepare(tiny_config(upscaled("llama"), corpus, tmp_path / "out", save_every=5, max_steps=12))
+def test_where_nothing_has_room_the_latest_checkpoint_is_named(config_for, tmp_path, full, temporary, monkeypatch):
+    run = prepare(config_for(save_every=5, max_steps=12))
     full.add(tmp_path / "out" / ".partial_model")
     free(monkeypatch, 10)
     with pytest.raises(SaveError, match=r"no room for [\d,]+ bytes\); resume=true goes on from checkpoint-12"):
@@ -198,7 +185,7 @@ def test_where_nothing_has_room_the_latest_checkpoint_is_named(
     assert not any(temporary.iterdir())
 
 
-def test_at_a_terminal_it_waits_for_room(upscaled, corpus, tmp_path, full, temporary, monkeypatch, capsys):
+def test_at_a_terminal_it_waits_for_room(config_for, tmp_path, full, temporary, monkeypatch, capsys):
     full |= {tmp_path / "out", temporary}
 
     class Terminal(io.StringIO):
@@ -212,7 +199,7 @@ def test_at_a_terminal_it_waits_for_room(upscaled, corpus, tmp_path, full, tempo
     monkeypatch.setattr(sys, "stdin", Terminal())
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
     monkeypatch.setattr(saving.select, "select", lambda *arguments: ([sys.stdin], [], []))
-    result = train(tiny_config(upscaled("llama"), corpus, tmp_path / "out"))
+    result = train(config_for())
     assert result.output == str(tmp_path / "out")
     AutoModelForCausalLM.from_pretrained(tmp_path / "out")
     assert re.search(
@@ -230,24 +217,24 @@ def test_at_a_terminal_it_waits_for_room(upscaled, corpus, tmp_path, full, tempo
         ("used", "which exists; choose another folder."),
     ],
 )
-def test_a_spare_folder_is_checked_at_the_start(value, message, upscaled, corpus, tmp_path):
+def test_a_spare_folder_is_checked_at_the_start(value, message, config_for, tmp_path):
     (tmp_path / "file").touch()
     (tmp_path / "used").mkdir()
     (tmp_path / "used" / "precious").touch()
-    config = tiny_config(upscaled("llama"), corpus, tmp_path / "out", output_on_failure=str(tmp_path / value))
-    with pytest.raises(ValueError, match=f"output_on_failure is '.*', .*{re.escape(message)}"):
+    config = config_for(output_on_failure=str(tmp_path / value))
+    with refused(f"output_on_failure is '.*', .*{re.escape(message)}"):
         train(config)
     assert not (tmp_path / "out").exists()
 
 
-def test_a_spare_folder_has_room_for_the_model(upscaled, corpus, tmp_path, monkeypatch):
+def test_a_spare_folder_has_room_for_the_model(config_for, tmp_path, monkeypatch):
     spare = tmp_path / "spare"
     monkeypatch.setattr(disk_room, "free_bytes", lambda folder: 10 if Path(folder) == spare else 10**12)
-    with pytest.raises(ValueError, match=r"on the disk of output_on_failure '.*spare', for a model of \S+ MB, but"):
-        train(tiny_config(upscaled("llama"), corpus, tmp_path / "out", output_on_failure=str(spare)))
+    with refused(r"on the disk of output_on_failure '.*spare', for a model of \S+ MB, but"):
+        train(config_for(output_on_failure=str(spare)))
 
 
-def test_events_wait_while_the_log_cannot_be_written(upscaled, corpus, tmp_path, monkeypatch, capsys):
+def test_events_wait_while_the_log_cannot_be_written(config_for, tmp_path, monkeypatch, capsys):
     calls = []
 
     def append(path, text):
@@ -257,7 +244,7 @@ def test_events_wait_while_the_log_cannot_be_written(upscaled, corpus, tmp_path,
         append_whole(path, text)
 
     monkeypatch.setattr("midus_hf.training.run.training_log.append_whole", append)
-    train(tiny_config(upscaled("llama"), corpus, tmp_path / "out", max_steps=5))
+    train(config_for(max_steps=5))
     assert [event["step"] for event in exact_log(tmp_path / "out")] == [1, 2, 3, 4, 5]
     err = capsys.readouterr().err
     assert err.count("log.jsonl cannot be written: No space left on device. Its events wait until it can.") == 1

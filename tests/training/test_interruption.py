@@ -12,91 +12,66 @@ from pathlib import Path
 import pytest
 import torch
 from processes.warm import run_ranks
-from safetensors.torch import load_file
-from training.test_run import exact_log
-from training.tiny_run import tiny_config
+from training.outcomes import assert_same_run, exact_log
+from training.steered_runs import AtStep, interrupted, signal_at
+from training.tiny_run import refused
 from training.two_processes import SCRIPT
-from transformers import TrainerCallback
 
 from midus_hf.cli.train import main
 from midus_hf.training.output.run_checkpoints import last_checkpoint
 from midus_hf.training.output.saving import SaveError
-from midus_hf.training.run.interruption import RunInterrupted
 from midus_hf.training.run.train import prepare, train
 
 KILLER = Path(__file__).with_name("killed_rank.py")
 HINT = "Stopping after this step, with a checkpoint; once more stops at once."
 
 
-class SignalAt(TrainerCallback):
-    """Signal this process in the middle of a step."""
-
-    def __init__(self, step: int, number: signal.Signals = signal.SIGINT):
-        self.step, self.number = step, number
-
-    def on_pre_optimizer_step(self, args, state, control, **kwargs):
-        if state.global_step == self.step - 1:
-            signal.raise_signal(self.number)
-
-
-def interrupted(config, step: int, number: signal.Signals = signal.SIGINT) -> RunInterrupted:
-    run = prepare(config)
-    run.trainer.add_callback(SignalAt(step, number))
-    handlers = [signal.getsignal(each) for each in (signal.SIGINT, signal.SIGTERM)]
-    with pytest.raises(RunInterrupted) as raised:
-        run.execute()
-    assert handlers == [signal.getsignal(each) for each in (signal.SIGINT, signal.SIGTERM)]
-    return raised.value
-
-
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_an_interrupted_run_resumes_exactly(number, upscaled, corpus, tmp_path, capsys):
+def test_an_interrupted_run_resumes_exactly(number, config_for, tmp_path, capsys):
     options = {"gradient_accumulation": 2, "max_steps": 12}
-    train(tiny_config(upscaled("llama"), corpus, tmp_path / "whole", **options))
-    stopped = interrupted(tiny_config(upscaled("llama"), corpus, tmp_path / "parts", **options), 7, number)
+    train(config_for("whole", **options))
+    stopped = interrupted(prepare(config_for("parts", **options)), 7, number)
     saved = tmp_path / "parts" / "checkpoint-7"
     assert str(stopped) == f"interrupted after step 7; resume=true goes on from {saved}"
     assert stopped.signal_number == number
     assert last_checkpoint(tmp_path / "parts") == saved and not (tmp_path / "parts" / "config.json").exists()
-    train(tiny_config(upscaled("llama"), corpus, tmp_path / "parts", resume=True, **options))
-    assert exact_log(tmp_path / "parts") == exact_log(tmp_path / "whole")
-    whole, parts = (load_file(tmp_path / name / "model.safetensors") for name in ("whole", "parts"))
-    assert all(torch.equal(whole[name], parts[name]) for name in whole)
+    train(config_for("parts", resume=True, **options))
+    assert_same_run(tmp_path / "parts", tmp_path / "whole")
 
 
-def test_a_signal_in_the_last_step_changes_nothing(upscaled, corpus, tmp_path):
-    run = prepare(tiny_config(upscaled("llama"), corpus, tmp_path / "out", max_steps=3))
-    run.trainer.add_callback(SignalAt(3))
+def test_a_signal_in_the_last_step_changes_nothing(config_for, tmp_path):
+    run = prepare(config_for(max_steps=3))
+    run.trainer.add_callback(signal_at(3))
     assert run.execute().steps == 3
     assert (tmp_path / "out" / "config.json").exists() and last_checkpoint(tmp_path / "out") is None
 
 
 def test_a_checkpoint_that_does_not_fit_is_saved_elsewhere_and_resumed_from_there(
-    upscaled, corpus, tmp_path, monkeypatch, capsys
+    config_for, tmp_path, monkeypatch, capsys
 ):
     spare, output = tmp_path / "spare", tmp_path / "out"
     options = {"max_steps": 6, "output_on_failure": str(spare)}
-    train(tiny_config(upscaled("llama"), corpus, tmp_path / "whole", max_steps=6))
+    train(config_for("whole", max_steps=6))
 
     with monkeypatch.context() as patch:
         fail_in(output, patch)
-        stopped = interrupted(tiny_config(upscaled("llama"), corpus, output, **options), 4)
+        stopped = interrupted(prepare(config_for(output, **options)), 4)
     saved = spare / "checkpoint-4"
     assert str(stopped) == f"interrupted after step 4; resume={saved} goes on from {saved}"
     assert not list(output.glob("checkpoint-*"))
-    with pytest.raises(ValueError, match=r"learning_rate is 0\.5, but the run to resume has 0\.01"):
-        prepare(tiny_config(upscaled("llama"), corpus, output, max_steps=6, resume=str(saved), learning_rate=0.5))
-    train(tiny_config(upscaled("llama"), corpus, output, max_steps=6, resume=str(saved)))
+    with refused(r"learning_rate is 0\.5, but the run to resume has 0\.01"):
+        prepare(config_for(output, max_steps=6, resume=str(saved), learning_rate=0.5))
+    train(config_for(output, max_steps=6, resume=str(saved)))
     assert exact_log(output) == exact_log(tmp_path / "whole")
 
 
-def test_an_interrupted_run_that_can_save_nothing_names_what_there_is(upscaled, corpus, tmp_path, monkeypatch):
+def test_an_interrupted_run_that_can_save_nothing_names_what_there_is(config_for, tmp_path, monkeypatch):
     def nowhere(*args, **kwargs):
         raise SaveError("everything is full")
 
     fail_in(tmp_path / "out" / "checkpoint-4", monkeypatch)
     monkeypatch.setattr("midus_hf.training.run.training_run.save_where_possible", nowhere)
-    stopped = interrupted(tiny_config(upscaled("llama"), corpus, tmp_path / "out", save_every=3), 4)
+    stopped = interrupted(prepare(config_for(save_every=3)), 4)
     assert str(stopped) == (
         "interrupted after step 4, without a checkpoint (everything is full); resume=true goes on from checkpoint-3"
     )
@@ -138,22 +113,21 @@ def test_the_command_tells_how_to_go_on_and_has_no_traceback(number, status, wor
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_second_signal_stops_at_once(number, upscaled, corpus, tmp_path):
-    class Twice(TrainerCallback):
-        def on_pre_optimizer_step(self, args, state, control, **kwargs):
-            signal.raise_signal(number)
-            signal.raise_signal(number)  # a launcher that passes on what the terminal has sent already
-            time.sleep(1.1)
-            signal.raise_signal(number)
-            pytest.fail("nothing stopped")
+def test_a_second_signal_stops_at_once(number, config_for, tmp_path):
+    def signal_twice(model):
+        signal.raise_signal(number)
+        signal.raise_signal(number)  # a launcher that passes on what the terminal has sent already
+        time.sleep(1.1)
+        signal.raise_signal(number)
+        pytest.fail("nothing stopped")
 
     def terminated(*arguments):
         raise KeyboardInterrupt
 
     before = signal.signal(signal.SIGTERM, terminated)
     try:
-        run = prepare(tiny_config(upscaled("llama"), corpus, tmp_path / "out"))
-        run.trainer.add_callback(Twice())
+        run = prepare(config_for())
+        run.trainer.add_callback(AtStep(1, signal_twice))
         with pytest.raises(KeyboardInterrupt) as raised:
             run.execute()
     finally:

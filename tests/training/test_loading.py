@@ -6,7 +6,7 @@ import shutil
 import pytest
 from safetensors.torch import load_file, save_file
 from tiny import FAMILIES
-from training.tiny_run import tiny_config
+from training.tiny_run import refused, tiny_config
 from transformers import LlamaConfig, MambaConfig
 
 from midus_hf.training.run.loading import check_sequence_length
@@ -27,26 +27,24 @@ from midus_hf.training.run.train import train
     ],
     ids=["no_config", "torn_config", "no_weights", "torn_weights", "no_tokenizer"],
 )
-def test_a_model_that_cannot_be_loaded_is_refused(upscaled, corpus, tmp_path, spoil, message):
+def test_a_model_that_cannot_be_loaded_is_refused(upscaled, config_for, tmp_path, spoil, message):
     model = tmp_path / "model"
     shutil.copytree(upscaled("llama"), model)
     spoil(model)
-    with pytest.raises(ValueError, match=f"^model is '{re.escape(str(model))}'.*{message}") as refusal:
-        train(tiny_config(model, corpus, tmp_path / "out"))
+    with refused(f"^model is '{re.escape(str(model))}'.*{message}") as refusal:
+        train(config_for(model=model))
     assert "\n" not in str(refusal.value)
     assert not (tmp_path / "out").exists()
 
 
-def test_weights_that_lack_a_tensor_are_refused(upscaled, corpus, tmp_path):
+def test_weights_that_lack_a_tensor_are_refused(upscaled, config_for, tmp_path):
     model = tmp_path / "model"
     shutil.copytree(upscaled("llama"), model)
     tensors = load_file(model / "model.safetensors")
     del tensors["model.layers.1.memory.value_bank"]
     save_file(tensors, model / "model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(
-        ValueError, match=r"whose checkpoint lacks 1 of its tensors, such as model.layers.1.memory.value_bank"
-    ):
-        train(tiny_config(model, corpus, tmp_path / "out"))
+    with refused(r"whose checkpoint lacks 1 of its tensors, such as model.layers.1.memory.value_bank"):
+        train(config_for(model=model))
 
 
 @pytest.mark.parametrize(
@@ -63,27 +61,63 @@ def test_weights_that_lack_a_tensor_are_refused(upscaled, corpus, tmp_path):
     ],
 )
 def test_a_base_without_the_layers_that_are_to_train_is_refused_before_its_weights_are_read(
-    upscaled, corpus, tmp_path, trainable, message
+    upscaled, config_for, tmp_path, trainable, message
 ):
     base = tmp_path / "base"
     shutil.copytree(upscaled("llama").parent / "base", base)
     (base / "model.safetensors").unlink()
-    with pytest.raises(ValueError, match=message):
-        train(tiny_config(base, corpus, tmp_path / "out", trainable=trainable))
+    with refused(message):
+        train(config_for(model=base, trainable=trainable))
     assert not (tmp_path / "out").exists()
 
 
-def test_a_base_that_was_not_upscaled_can_train_whole(upscaled, corpus, tmp_path):
+OF_TABLES = (
+    "no memory of this model reads few rows of a large table; expected one of type ultramem or chapters. Leave it out"
+)
+
+
+@pytest.mark.parametrize(
+    ("kind", "options", "message"),
+    [
+        ("headwise", {"sparse_values": True}, OF_TABLES),
+        ("headwise", {"shard_values": True}, "shard_values is true, but no memory of this model reads few rows"),
+        (
+            "native",
+            {"balance_loss": 0.1},
+            "balance_loss is 0.1, but this llama model has no memory layers; train one that has",
+        ),
+        (
+            "native",
+            {"usage_every": 5},
+            "usage_every is 5, but this llama model has no memory layers; train one that has",
+        ),
+        ("fetching", {}, r"fetches blocks by the path of a text, and corpus\.path_column is not given"),
+        ("prompted", {}, "routing is 'prompt', and plain text has no prompts; expected chats.*'chunk'"),
+    ],
+)
+def test_what_a_model_cannot_do_is_refused_before_anything_is_written(
+    kind, options, message, upscaled, native, models, config_for, tmp_path
+):
+    model = {
+        "headwise": lambda: upscaled("llama"),
+        "native": lambda: native("llama"),
+        "fetching": lambda: models / "hier-ffn",
+        "prompted": lambda: upscaled("llama", "moc", routing="prompt"),
+    }[kind]()
+    with refused(message):
+        train(config_for(model=model, **options))
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_base_that_was_not_upscaled_can_train_whole(upscaled, config_for):
     base = upscaled("llama").parent / "base"
-    assert train(tiny_config(base, corpus, tmp_path / "out", trainable="all", max_steps=1)).steps == 1
+    assert train(config_for(model=base, trainable="all", max_steps=1)).steps == 1
 
 
-def test_a_logger_that_is_not_installed_is_named(upscaled, corpus, tmp_path, monkeypatch):
+def test_a_logger_that_is_not_installed_is_named(config_for, monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(
-        ValueError, match=r"report_to is 'trackio', which is not installed; pip install trackio, or set"
-    ):
-        train(tiny_config(upscaled("llama"), corpus, tmp_path / "out", report_to="trackio"))
+    with refused(r"report_to is 'trackio', which is not installed; pip install trackio, or set"):
+        train(config_for(report_to="trackio"))
 
 
 def test_a_sequence_longer_than_the_model_has_positions_for_is_refused_before_anything_is_loaded(
@@ -93,9 +127,7 @@ def test_a_sequence_longer_than_the_model_has_positions_for_is_refused_before_an
     shutil.copytree(upscaled(family), model)
     for name in ("model.safetensors", "tokenizer.json"):
         (model / name).unlink()
-    with pytest.raises(
-        ValueError, match=r"sequence_length is 129, but the model has positions for 128 tokens\. Lower "
-    ):
+    with refused(r"sequence_length is 129, but the model has positions for 128 tokens\. Lower "):
         train(tiny_config(model, tmp_path / "absent", tmp_path / "out", sequence_length=129))
 
 
@@ -122,7 +154,7 @@ def test_positions_are_those_that_the_config_says_rope_scaling_included(changes,
     rope = {"rope_type": "default", "rope_theta": 10_000.0, **changes}
     config = LlamaConfig(max_position_embeddings=64, rope_parameters=rope)
     check_sequence_length(limit, config)
-    with pytest.raises(ValueError, match=rf"positions for {limit} tokens"):
+    with refused(rf"positions for {limit} tokens"):
         check_sequence_length(limit + 1, config)
 
 
@@ -133,7 +165,7 @@ def test_where_kinds_of_layers_have_rope_of_their_own_the_longest_counts():
     }
     config = FAMILIES["gemma3"].config(max_position_embeddings=64, rope_parameters=rope)
     check_sequence_length(256, config)
-    with pytest.raises(ValueError, match=r"positions for 256 tokens"):
+    with refused(r"positions for 256 tokens"):
         check_sequence_length(257, config)
 
 

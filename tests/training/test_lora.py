@@ -5,11 +5,19 @@ import warnings
 
 import pytest
 import torch
+from adapters.adapted_models import (
+    LINEAR,
+    adapted_projections,
+    assert_checkpointing_changes_no_gradient,
+    assert_saved_and_merged,
+    logits,
+)
 from models.optimizer_steps import train_steps
 from models.upscaled import SIZES, upscaled_model
-from peft import LoraConfig, PeftModel, get_peft_model
+from peft import LoraConfig, get_peft_model
 from peft.utils import constants
-from tiny import prompt, tiny_model
+from tiny import tiny_model
+from training.tiny_run import refused
 from transformers import AutoModelForCausalLM
 
 from midus_hf.analysis.slots.memory_place import MemoryPlace
@@ -21,14 +29,6 @@ from midus_hf.training.optim.parameter_groups import parameter_groups
 from midus_hf.training.optim.rates import Rates
 
 NEW_LAYERS = [1, 4]
-LINEAR = {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}
-
-
-def adapted(model: PeftModel, layer: int) -> set[str]:
-    """Names of the projections of one layer that hold an adapter."""
-    prefix = f"base_model.model.model.layers.{layer}."
-    names = (name for name, _ in model.named_modules() if name.startswith(prefix) and name.endswith(".lora_A.default"))
-    return {name.removeprefix(prefix).removesuffix(".lora_A.default").rpartition(".")[2] for name in names}
 
 
 def fresh_model(family: str, memory_type: str = "headwise", dtype: torch.dtype = torch.float32):
@@ -36,11 +36,6 @@ def fresh_model(family: str, memory_type: str = "headwise", dtype: torch.dtype =
     model = upscaled_model(family, acting=False, memory_type=memory_type, dtype=dtype)
     model.config.upscale = {"new_layers": NEW_LAYERS, "trainable": "new"}
     return model
-
-
-def logits(model) -> torch.Tensor:
-    with torch.no_grad():
-        return model(prompt(), use_cache=False).logits
 
 
 def train_four_steps(model, **rates) -> None:
@@ -56,7 +51,7 @@ def test_the_offered_config_adapts_the_base_and_trains_new_layers_whole(family, 
     model = get_peft_model(base, lora_config(base, r=4))
     assert torch.equal(logits(model), untrained)
     for layer in range(6):
-        assert adapted(model, layer) == (set() if layer in NEW_LAYERS else LINEAR)
+        assert adapted_projections(model, layer) == (set() if layer in NEW_LAYERS else LINEAR)
 
     start = {name: parameter.clone() for name, parameter in model.named_parameters()}
     with warnings.catch_warnings():
@@ -66,17 +61,9 @@ def test_the_offered_config_adapts_the_base_and_trains_new_layers_whole(family, 
         whole = re.search(r"layers\.[14]\.modules_to_save\.default\.", name) is not None
         assert parameter.requires_grad == (whole or "lora_" in name), name
         assert torch.equal(parameter, start[name]) != parameter.requires_grad, name
-    trained = logits(model)
-    assert not torch.allclose(trained, untrained, atol=1e-3)
+    assert not torch.allclose(logits(model), untrained, atol=1e-3)
 
-    model.save_pretrained(tmp_path / "adapter")
-    again = PeftModel.from_pretrained(fresh_model(family, memory_type), tmp_path / "adapter").eval()
-    assert torch.equal(logits(again), trained)
-
-    tokens = model.generate(input_ids=prompt(), max_new_tokens=6, do_sample=False)
-    merged = model.merge_and_unload()
-    torch.testing.assert_close(logits(merged), trained, rtol=1e-4, atol=1e-5)  # merging rounds once more
-    assert torch.equal(merged.generate(prompt(), max_new_tokens=6, do_sample=False), tokens)
+    merged = assert_saved_and_merged(model, lambda: fresh_model(family, memory_type), tmp_path / "adapter")
     merged.save_pretrained(tmp_path / "merged")
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
     assert torch.equal(logits(loaded), logits(merged))
@@ -116,7 +103,7 @@ def test_options_of_the_offered_config_are_those_of_peft():
     assert (config.r, config.lora_alpha, config.lora_dropout) == (16, 8, 0.1)
     assert config.modules_to_save == ["model.layers.1", "model.layers.4", "lm_head"]
     wrapped = get_peft_model(model, config)
-    assert adapted(wrapped, 0) == {"q_proj"} and adapted(wrapped, 1) == set()
+    assert adapted_projections(wrapped, 0) == {"q_proj"} and adapted_projections(wrapped, 1) == set()
 
 
 def test_new_layers_of_a_dense_method_train_whole_too():
@@ -130,28 +117,22 @@ def test_new_layers_of_a_dense_method_train_whole_too():
 
 
 def test_the_offered_config_trains_the_same_under_activation_checkpointing(family):
-    gradients = []
-    for checkpointed in (False, True):
-        torch.manual_seed(0)
+    def adapted():
         model = upscaled_model(family)
         model.config.upscale = {"new_layers": NEW_LAYERS}
-        model = get_peft_model(model, lora_config(model, r=4)).train()
-        if checkpointed:
-            enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
-            enable({"use_reentrant": False})
-        model(input_ids=prompt(), labels=prompt(), use_cache=False).loss.backward()
-        gradients.append({name: p.grad for name, p in model.named_parameters() if p.requires_grad})
-    assert all(torch.equal(gradient, gradients[1][name]) for name, gradient in gradients[0].items())
+        return get_peft_model(model, lora_config(model, r=4))
+
+    assert_checkpointing_changes_no_gradient(adapted)
 
 
 def test_a_model_that_was_not_upscaled_or_is_wrapped_already_is_refused():
-    with pytest.raises(ValueError, match=r"this llama model records no new layers in upscale.new_layers, which would"):
+    with refused(r"this llama model records no new layers in upscale.new_layers, which would"):
         lora_config(tiny_model("llama"))
     model = fresh_model("llama")
     wrapped = get_peft_model(model, lora_config(model))
-    with pytest.raises(ValueError, match=r"the model is wrapped by PEFT already; expected it as from_pretrained"):
+    with refused(r"the model is wrapped by PEFT already; expected it as from_pretrained"):
         lora_config(wrapped)
-    with pytest.raises(ValueError, match=r"this midus_llama model is wrapped by PEFT, which has set what trains"):
+    with refused(r"this midus_llama model is wrapped by PEFT, which has set what trains"):
         set_trainable(wrapped)
 
 
@@ -167,7 +148,7 @@ def test_values_that_an_adapter_moves_bring_no_warning():
     model = fresh_model("llama")
     config = LoraConfig(target_modules=["q_proj"], target_parameters=["memory.value_bank"], task_type="CAUSAL_LM")
     model = get_peft_model(model, config)
-    before = logits(model.eval())
+    before = logits(model)
     with warnings.catch_warnings():
         warnings.filterwarnings("error", message="the memory values")
         model.train()

@@ -3,16 +3,13 @@
 import itertools
 import json
 import math
-import signal
 from types import SimpleNamespace
 
 import pytest
-import torch
 from processes.warm import run_ranks
-from safetensors.torch import load_file
-from training.test_interruption import SignalAt, interrupted
-from training.test_run import exact_log
-from training.tiny_run import tiny_config
+from training.outcomes import assert_same_run, by_step, exact_log, moved
+from training.steered_runs import interrupted, signal_at
+from training.tiny_run import refused
 from training.two_processes import SCRIPT
 from transformers import TrainerState
 
@@ -23,7 +20,6 @@ from midus_hf.training.run import training_clock
 from midus_hf.training.run.progress import ProgressTable
 from midus_hf.training.run.train import prepare, train
 from midus_hf.training.run.training_clock import TrainingClock
-from midus_hf.training.run.training_log import read_log
 
 
 @pytest.fixture
@@ -33,85 +29,77 @@ def a_second_a_step(monkeypatch):
     monkeypatch.setattr(training_clock, "time", SimpleNamespace(perf_counter=lambda: float(next(seconds))))
 
 
-def of(output, name: str) -> dict[int, float]:
-    return {event["step"]: event[name] for event in read_log(output / "log.jsonl") if name in event}
-
-
 def test_it_ends_as_after_a_last_step_with_the_schedule_of_all_steps(
-    a_second_a_step, upscaled, corpus, tmp_path, capsys
+    a_second_a_step, config_for, corpus, tmp_path, capsys
 ):
     options = {"max_steps": 12, "eval_text": str(corpus), "eval_every": 2, "save_every": 2, "log_every": 3}
-    train(tiny_config(upscaled("llama"), corpus, tmp_path / "whole", **options))
+    train(config_for("whole", **options))
     capsys.readouterr()
-    run = prepare(tiny_config(upscaled("llama"), corpus, tmp_path / "out", max_seconds=5, **options))
+    run = prepare(config_for(max_seconds=5, **options))
     result = run.execute()
     assert result.steps == 5, "evaluations and checkpoints do not count"
     assert "Training ends after step 5 of 12: it has taken 5.0 s, and max_seconds is 5.\n" in capsys.readouterr().err
     assert last_checkpoint(tmp_path / "out").name == "checkpoint-5"
     assert (tmp_path / "out" / "config.json").exists()
-    assert list(of(tmp_path / "out", "eval_loss")) == [0, 2, 4, 5]
-    assert of(tmp_path / "out", "training_seconds") == {2: 2.0, 3: 3.0, 4: 4.0, 5: 5.0}
-    assert of(tmp_path / "out", "ended_by_max_seconds") == {5: True}
-    assert of(tmp_path / "whole", "ended_by_max_seconds") == {}
+    assert list(by_step(tmp_path / "out", "eval_loss")) == [0, 2, 4, 5]
+    assert by_step(tmp_path / "out", "training_seconds") == {2: 2.0, 3: 3.0, 4: 4.0, 5: 5.0}
+    assert by_step(tmp_path / "out", "ended_by_max_seconds") == {5: True}
+    assert by_step(tmp_path / "whole", "ended_by_max_seconds") == {}
     assert exact_log(tmp_path / "out")[:3] == exact_log(tmp_path / "whole")[:3]
     assert "| 5 | 160 | " in (tmp_path / "out" / "README.md").read_text()
 
 
 def test_without_checkpoints_none_is_saved_and_the_last_step_ends_by_itself(
-    a_second_a_step, upscaled, corpus, tmp_path, capsys
+    a_second_a_step, config_for, tmp_path, capsys
 ):
-    result = train(tiny_config(upscaled("llama"), corpus, tmp_path / "out", max_seconds=3, max_steps=9))
+    result = train(config_for(max_seconds=3, max_steps=9))
     assert result.steps == 3 and last_checkpoint(tmp_path / "out") is None
     capsys.readouterr()
-    train(tiny_config(upscaled("llama"), corpus, tmp_path / "last", max_seconds=3, max_steps=3))
-    assert of(tmp_path / "last", "ended_by_max_seconds") == {} and "max_seconds" not in capsys.readouterr().err
+    train(config_for("last", max_seconds=3, max_steps=3))
+    assert by_step(tmp_path / "last", "ended_by_max_seconds") == {} and "max_seconds" not in capsys.readouterr().err
 
 
-def test_a_resumed_run_has_the_rest_of_the_seconds(a_second_a_step, upscaled, corpus, tmp_path):
+def test_a_resumed_run_has_the_rest_of_the_seconds(a_second_a_step, config_for, corpus, tmp_path):
     options = {"max_steps": 20, "eval_text": str(corpus), "save_every": 50}
-    train(tiny_config(upscaled("llama"), corpus, tmp_path / "whole", max_seconds=6, **options))
-    config = tiny_config(upscaled("llama"), corpus, tmp_path / "parts", max_seconds=6, **options)
-    interrupted(config, 4)
-    config = tiny_config(upscaled("llama"), corpus, tmp_path / "parts", max_seconds=6, resume=True, **options)
+    train(config_for("whole", max_seconds=6, **options))
+    interrupted(prepare(config_for("parts", max_seconds=6, **options)), 4)
+    config = config_for("parts", max_seconds=6, resume=True, **options)
     assert train(config).steps == 6
-    assert exact_log(tmp_path / "parts") == exact_log(tmp_path / "whole")
-    whole, parts = (load_file(tmp_path / name / "model.safetensors") for name in ("whole", "parts"))
-    assert all(torch.equal(whole[name], parts[name]) for name in whole)
+    assert_same_run(tmp_path / "parts", tmp_path / "whole")
 
     again = train(config)
     assert (again.steps, again.tokens_per_second) == (6, None), "it had ended"
-    parts = load_file(tmp_path / "parts" / "model.safetensors")
-    assert all(torch.equal(whole[name], parts[name]) for name in whole)
-    longer = tiny_config(upscaled("llama"), corpus, tmp_path / "parts", max_seconds=8, resume=True, **options)
+    assert moved(tmp_path / "parts", tmp_path / "whole") == set()
+    longer = config_for("parts", max_seconds=8, resume=True, **options)
     assert train(longer).steps == 8
 
 
 def test_seconds_of_a_run_without_a_limit_count_when_it_is_resumed_with_one(
-    a_second_a_step, upscaled, corpus, tmp_path
+    a_second_a_step, config_for, corpus, tmp_path
 ):
     options = {"max_steps": 9, "eval_text": str(corpus), "save_every": 3, "eval_every": 2, "keep_best": True}
-    interrupted(tiny_config(upscaled("llama"), corpus, tmp_path / "out", **options), 5)
-    config = tiny_config(upscaled("llama"), corpus, tmp_path / "out", max_seconds=4, resume=True, **options)
+    interrupted(prepare(config_for(**options)), 5)
+    config = config_for(max_seconds=4, resume=True, **options)
     result = train(config)
     assert (result.steps, result.tokens_per_second) == (5, None) and result.best_step is not None
-    assert list(of(tmp_path / "out", "eval_loss")) == [0, 2, 4, 5], "the model that is saved has been measured"
+    assert list(by_step(tmp_path / "out", "eval_loss")) == [0, 2, 4, 5], "the model that is saved has been measured"
 
 
-def test_a_checkpoint_that_does_not_know_its_seconds_begins_to_count_them(a_second_a_step, upscaled, corpus, tmp_path):
+def test_a_checkpoint_that_does_not_know_its_seconds_begins_to_count_them(a_second_a_step, config_for, tmp_path):
     options = {"max_steps": 9, "save_every": 2}
-    interrupted(tiny_config(upscaled("llama"), corpus, tmp_path / "out", **options), 4)
+    interrupted(prepare(config_for(**options)), 4)
     path = last_checkpoint(tmp_path / "out") / "trainer_state.json"
     state = json.loads(path.read_text())
     assert state["stateful_callbacks"].pop("TrainingClock") == {"args": {}, "attributes": {"seconds": 4.0}}
     path.write_text(json.dumps(state))
     finish_checkpoint(path.parent, ())
-    config = tiny_config(upscaled("llama"), corpus, tmp_path / "out", max_seconds=3, resume=True, **options)
+    config = config_for(max_seconds=3, resume=True, **options)
     assert train(config).steps == 7
 
 
-def test_a_signal_in_the_step_that_ends_it_changes_nothing(a_second_a_step, upscaled, corpus, tmp_path):
-    run = prepare(tiny_config(upscaled("llama"), corpus, tmp_path / "out", max_seconds=3, max_steps=9))
-    run.trainer.add_callback(SignalAt(3, signal.SIGINT))
+def test_a_signal_in_the_step_that_ends_it_changes_nothing(a_second_a_step, config_for, tmp_path):
+    run = prepare(config_for(max_seconds=3, max_steps=9))
+    run.trainer.add_callback(signal_at(3))
     assert run.execute().steps == 3
     assert (tmp_path / "out" / "config.json").exists() and last_checkpoint(tmp_path / "out") is None
 
@@ -131,7 +119,7 @@ def test_the_time_left_is_at_most_that_of_the_seconds(capsys):
 
 @pytest.mark.parametrize("seconds", [0, -1])
 def test_seconds_are_above_zero(seconds):
-    with pytest.raises(ValueError, match=rf"max_seconds is {float(seconds)}; expected a number above 0\."):
+    with refused(rf"max_seconds is {float(seconds)}; expected a number above 0\."):
         from_mapping(TrainConfig, {"model": "m", "output": "o", "corpus": "c", "max_seconds": seconds})
 
 

@@ -5,27 +5,15 @@ import math
 import pytest
 import torch
 from analysis.memory_models import memory_model
-from safetensors.torch import load_file
-from training.test_run import as_it_was_at
-from training.tiny_run import tiny_config, tiny_tokenizer
-from transformers import AutoModelForCausalLM, TrainerCallback, TrainingArguments
+from training.outcomes import exact_log, logged, moved
+from training.steered_runs import cut_off, executed_with_rates
+from training.tiny_run import tiny_tokenizer
+from transformers import AutoModelForCausalLM, TrainerCallback
 
 from midus_hf.analysis.slots.usage import record_usage
 from midus_hf.training.run.train import prepare, train
-from midus_hf.training.run.training_log import read_log
-from midus_hf.training.trainer.memory_trainer import MemoryTrainer
 
-TIMELESS = ("loss", "grad_norm", "step", "num_input_tokens_seen", "learning_rate_keys", "learning_rate_values",
-            "balance_loss", "memory_used_share", "memory_perplexity")  # fmt: skip
 USAGE = ("memory_used_share", "memory_perplexity")
-
-
-def events_of(output) -> list[dict]:
-    return [
-        {name: event[name] for name in TIMELESS if name in event}
-        for event in read_log(output / "log.jsonl")
-        if "loss" in event
-    ]
 
 
 @pytest.mark.parametrize(
@@ -33,31 +21,21 @@ def events_of(output) -> list[dict]:
     [("fixed", lambda step: 1), ("4x-to-1x", lambda step: max(1, 4 - 3 * step / 5))],
     ids=["fixed", "4x-to-1x"],
 )
-def test_values_follow_their_schedule_and_the_log_says_so(upscaled, corpus, tmp_path, value_schedule, factor):
-    rates: dict[str, list[float]] = {}
-
-    class Watch(TrainerCallback):
-        def on_pre_optimizer_step(self, args, state, control, optimizer, **kwargs):
-            for group in optimizer.param_groups:
-                rates.setdefault(group["name"], []).append(group["lr"])
-
+def test_values_follow_their_schedule_and_the_log_says_so(config_for, tmp_path, value_schedule, factor):
     options = {"value_schedule": value_schedule, "value_learning_rate": 3e-2, "key_value_learning_rate": 3e-3}
-    run = prepare(tiny_config(upscaled("llama"), corpus, tmp_path / "out", **options))
-    run.trainer.add_callback(Watch())
-    run.execute()
+    rates = executed_with_rates(prepare(config_for(**options)))
     main = [rate / 1e-2 for rate in rates["decay"]]
     assert main[:3] == [0, 0.5, 1] and main[11] == pytest.approx(0.5) and 0 < main[19] < 0.01
     assert main[2:] == pytest.approx([(1 + math.cos(math.pi * i / 18)) / 2 for i in range(18)])
     assert rates["values"] == pytest.approx([3e-2 * factor(step) * main[step] for step in range(20)])
     assert rates["keys"] == [3e-3] * 20
-    events = events_of(tmp_path / "out")
-    assert [event["learning_rate_values"] for event in events] == rates["values"]
-    assert {event["learning_rate_keys"] for event in events} == {3e-3}
+    assert logged(tmp_path / "out", "learning_rate_values") == rates["values"]
+    assert set(logged(tmp_path / "out", "learning_rate_keys")) == {3e-3}
 
 
 @pytest.mark.parametrize("value_transforms", ["weights", "values"])
-def test_a_run_trains_the_transforms_as_it_is_told(upscaled, corpus, tmp_path, value_transforms, capsys):
-    run = prepare(tiny_config(upscaled("llama"), corpus, tmp_path / "out", value_transforms=value_transforms))
+def test_a_run_trains_the_transforms_as_it_is_told(config_for, value_transforms, capsys):
+    run = prepare(config_for(value_transforms=value_transforms))
     transforms = {id(run.model.model.layers[layer].memory.value_transform) for layer in (1, 4)}
     optimizer = run.trainer.create_optimizer()
     (group,) = (g["name"] for g in optimizer.param_groups if transforms <= {id(p) for p in g["params"]})
@@ -66,27 +44,8 @@ def test_a_run_trains_the_transforms_as_it_is_told(upscaled, corpus, tmp_path, v
     assert shown.split("│")[2].strip() == {"weights": "6", "values": "8"}[value_transforms]
 
 
-@pytest.mark.parametrize(
-    "aids",
-    [
-        {"value_schedule": "4x-to-1x"},
-        {"value_schedule": "fixed", "value_learning_rate": 3e-2, "balance_loss": 0.1, "gradient_accumulation": 2},
-        {"balance_loss": 0.1, "usage_every": 3, "log_every": 4, "activation_checkpointing": True},
-    ],
-    ids=["4x-to-1x", "fixed-balance", "balance-usage"],
-)
-def test_they_resume_exactly(aids, upscaled, corpus, tmp_path):
-    options = {"save_every": 5, "max_steps": 9, "keep_checkpoints": None, **aids}
-    train(tiny_config(upscaled("llama"), corpus, tmp_path / "whole", **options))
-    as_it_was_at(5, tmp_path / "whole", tmp_path / "parts")
-    train(tiny_config(upscaled("llama"), corpus, tmp_path / "parts", resume=True, **options))
-    assert events_of(tmp_path / "parts") == events_of(tmp_path / "whole")
-    whole, parts = (load_file(tmp_path / name / "model.safetensors") for name in ("whole", "parts"))
-    assert all(torch.equal(whole[name], parts[name]) for name in whole)
-
-
-def test_usage_is_told_of_the_tokens_since_the_last_time(upscaled, corpus, tmp_path):
-    config = tiny_config(upscaled("llama"), corpus, tmp_path / "out", usage_every=4, log_every=5, max_steps=10)
+def test_usage_is_told_of_the_tokens_since_the_last_time(config_for, upscaled, tmp_path):
+    config = config_for(usage_every=4, log_every=5, max_steps=10)
     run = prepare(config)
     batches = list(run.trainer.get_train_dataloader())
     given = []
@@ -103,7 +62,7 @@ def test_usage_is_told_of_the_tokens_since_the_last_time(upscaled, corpus, tmp_p
     run.trainer.add_callback(Watch())
     run.execute()
     assert len(given) == 10 and batches[0]["input_ids"].shape == given[0][0].shape
-    events = {event["step"]: event for event in events_of(tmp_path / "out")}
+    events = {event["step"]: event for event in exact_log(tmp_path / "out")}
     assert sorted(events) == [4, 5, 8, 10]
     assert [step for step, event in events.items() if "memory_perplexity" in event] == [4, 8]
 
@@ -120,35 +79,20 @@ def test_usage_is_told_of_the_tokens_since_the_last_time(upscaled, corpus, tmp_p
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("entry", ["headwise", "linear"])
-def test_telling_of_usage_changes_nothing_that_is_computed(corpus, tmp_path, entry, precision):
+def test_telling_of_usage_changes_nothing_that_is_computed(config_for, tmp_path, entry, precision):
     memory_model("llama", entry).save_pretrained(tmp_path / "model")
     tiny_tokenizer().save_pretrained(tmp_path / "model")
     options = {"trainable": [1, 3], "precision": precision, "max_steps": 4}
     for name, every in (("plain", None), ("with", 2)):
-        train(tiny_config(tmp_path / "model", corpus, tmp_path / name, usage_every=every, **options))
-    plain, told = events_of(tmp_path / "plain"), events_of(tmp_path / "with")
+        train(config_for(name, model=tmp_path / "model", usage_every=every, **options))
+    plain, told = exact_log(tmp_path / "plain"), exact_log(tmp_path / "with")
     assert [{name: value for name, value in event.items() if name not in USAGE} for event in told] == plain
-    before, after = (load_file(tmp_path / name / "model.safetensors") for name in ("plain", "with"))
-    assert all(torch.equal(before[name], after[name]) for name in before)
+    assert moved(tmp_path / "plain", tmp_path / "with") == set()
 
 
-def test_no_hook_is_left_when_a_run_is_interrupted(upscaled, corpus, tmp_path):
-    run = prepare(tiny_config(upscaled("llama"), corpus, tmp_path / "out", usage_every=1, balance_loss=0.1))
-
-    class Stop(TrainerCallback):
-        def on_step_end(self, args, state, control, **kwargs):
-            raise KeyboardInterrupt
-
-    run.trainer.add_callback(Stop())
-    with pytest.raises(KeyboardInterrupt):
-        run.execute()
+def test_no_hook_is_left_when_a_run_is_interrupted(config_for):
+    run = prepare(config_for(usage_every=1, balance_loss=0.1))
+    cut_off(run, step=1)
     for layer in (1, 4):
         memory = run.model.model.layers[layer].memory
         assert not memory._forward_hooks and not memory._forward_pre_hooks
-
-
-def test_usage_is_not_logged_of_a_run_that_is_to_be_compiled(tmp_path):
-    arguments = TrainingArguments(output_dir=str(tmp_path), torch_compile=True, use_cpu=True, report_to="none")
-    message = r"usage_every is 5, for which a model has to run uncompiled; leave it out, or torch_compile."
-    with pytest.raises(ValueError, match=message):
-        MemoryTrainer(model=memory_model("llama"), args=arguments, usage_every=5)

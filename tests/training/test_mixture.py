@@ -8,11 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
-from processes.warm import run_ranks
-from safetensors.torch import load_file
-from training.test_run import exact_log
-from training.test_train_cpt import SCRIPT
-from training.tiny_run import tiny_config, tiny_tokenizer, write_corpus
+from training.outcomes import assert_resumes, exact_log, logged
+from training.tiny_run import refused, tiny_tokenizer, write_corpus
+from training.two_processes import in_two_processes, write_recipe
 
 from midus_hf.cli.train import main
 from midus_hf.config.yaml_options import from_mapping, read_config
@@ -22,7 +20,6 @@ from midus_hf.training.options import TrainConfig, WeightedCorpus
 from midus_hf.training.output.model_card import add_training
 from midus_hf.training.output.output_folder import check_output
 from midus_hf.training.run.train import train
-from midus_hf.training.run.training_log import read_log
 
 hypothesis = pytest.importorskip("hypothesis")
 given, settings, st = hypothesis.given, hypothesis.settings, hypothesis.strategies
@@ -93,9 +90,7 @@ def test_the_order_follows_from_the_seed():
 
 
 def test_a_share_of_less_than_a_sequence_is_refused():
-    with pytest.raises(
-        ValueError, match=r"corpus\[1\]\.weight is 0\.001, less than one of the 100 sequences of the run; rai"
-    ):
+    with refused(r"corpus\[1\]\.weight is 0\.001, less than one of the 100 sequences of the run; rai"):
         drawn([1, 0.001], [5, 5])
 
 
@@ -113,7 +108,7 @@ def test_a_file_and_words_may_list_corpora(tmp_path):
         WeightedCorpus(path="d/e", split="test", weight=2.0),
     ]
     assert from_mapping(TrainConfig, yaml.safe_load(path.read_text())).corpus == two
-    with pytest.raises(ValueError, match=r"but 'corpus' is a list; give all of it, as corpus=\[\.\.\.\]\."):
+    with refused(r"but 'corpus' is a list; give all of it, as corpus=\[\.\.\.\]\."):
         read_config(TrainConfig, path, ["corpus.column=x"])
 
 
@@ -137,18 +132,18 @@ def test_a_file_and_words_may_list_corpora(tmp_path):
     ],
 )
 def test_a_wrong_list_of_corpora_is_refused(corpus, message):
-    with pytest.raises(ValueError, match=re.escape(message)):
+    with refused(re.escape(message)):
         from_mapping(TrainConfig, {**NEEDED, "corpus": corpus})
 
 
 @pytest.fixture
-def mixed(upscaled, corpus, tmp_path):
+def mixed(config_for, corpus, tmp_path):
     """Gives a run of 20 steps on two corpora, three of whose four sequences are from the shorter one."""
     short = write_corpus(tmp_path / "short", documents=2, length=40)
     (short / "table.csv").touch()
 
     def config(name: str, **changes) -> TrainConfig:
-        made = tiny_config(upscaled("llama"), corpus, tmp_path / name, **changes)
+        made = config_for(name, **changes)
         made.corpus = [WeightedCorpus(path=str(corpus), weight=1), WeightedCorpus(path=str(short), weight=3)]
         return made
 
@@ -156,20 +151,14 @@ def mixed(upscaled, corpus, tmp_path):
 
 
 def test_a_run_says_what_it_draws_from_each_corpus_and_resumes_exactly(mixed, capsys):
-    options = {"save_every": 8, "keep_checkpoints": None, "gradient_accumulation": 2, "max_steps": 20}
-    train(mixed("out", **options))
+    log = exact_log(assert_resumes(mixed, 8, gradient_accumulation=2, max_steps=20))
     printed = capsys.readouterr().out
     assert "20 documents, 1,220 tokens: 76 sequences of 16 (4 tokens left over)\n" in printed
     assert "  20 drawn (25.0% of the run), 0.26 passes\n" in printed
     assert "short; not read: 1 .csv (expected" in printed
     assert "2 documents, 82 tokens: 5 sequences of 16 (2 tokens left over)\n" in printed
     assert "  60 drawn (75.0% of the run), 12.00 passes\n" in printed
-    output = Path(mixed("out").output)
-    whole, weights = exact_log(output), load_file(output / "model.safetensors")
-    assert len(whole) == 20 and whole[-1]["epoch"] == 1
-    result = train(mixed("out", resume=str(output / "checkpoint-8"), **options))
-    assert result.steps == 20 and exact_log(output) == whole
-    assert all(torch.equal(tensor, weights[name]) for name, tensor in load_file(output / "model.safetensors").items())
+    assert len(log) == 20 and log[-1]["epoch"] == 1
 
 
 def test_without_a_number_of_steps_an_epoch_is_as_many_sequences_as_all_corpora_have(mixed):
@@ -179,25 +168,17 @@ def test_without_a_number_of_steps_an_epoch_is_as_many_sequences_as_all_corpora_
 
 
 def test_two_processes_take_together_what_one_takes(mixed, tmp_path):
-    recipe = tmp_path / "recipe.yaml"
     parts = json.dumps([{"path": part.path, "weight": part.weight} for part in mixed("out").corpus])
-    recipe.write_text(
-        f"max_steps: 5\nlearning_rate: 1e-2\nprecision: fp32\nlog_every: 1\nsequence_length: 16\ncorpus: {parts}\n"
-    )
-    words = [str(recipe), f"model={mixed('out').model}"]
-    shared = run_ranks(SCRIPT, *words, "batch_size=1", f"output={tmp_path / 'shared'}")
-    assert shared.returncode == 0, shared.stderr
-    assert main([*words, "batch_size=2", f"output={tmp_path / 'one'}"]) == 0
-    losses = [
-        [event["loss"] for event in read_log(tmp_path / name / "log.jsonl") if "loss" in event]
-        for name in ("shared", "one")
-    ]
-    assert losses[0] == pytest.approx(losses[1], rel=1e-5) and len(losses[0]) == 5
+    recipe = write_recipe(tmp_path, Path(mixed("out").model), parts, max_steps=5)
+    in_two_processes(recipe, "batch_size=1", f"output={tmp_path / 'shared'}")
+    assert main([str(recipe), f"output={tmp_path / 'one'}"]) == 0
+    shared, one = logged(tmp_path / "shared"), logged(tmp_path / "one")
+    assert shared == pytest.approx(one, rel=1e-5) and len(one) == 5
 
 
 def test_every_corpus_is_kept_from_the_output_and_named_in_the_card_without_its_folder(mixed, tmp_path):
     config = mixed("short/out")
-    with pytest.raises(ValueError, match=r"which lies in the corpus '.*short'; choose another folder"):
+    with refused(r"which lies in the corpus '.*short'; choose another folder"):
         check_output(config)
     (tmp_path / "out").mkdir()
     card = add_training(b"# A model", mixed("out"), 1, 1, None).decode()

@@ -4,35 +4,16 @@ import math
 
 import pytest
 import torch
-from safetensors.torch import load_file
 from torch import nn
-from training.block_runs import config_of
-from training.tiny_run import tiny_config
-from transformers import AutoModelForCausalLM, Trainer, TrainerCallback, TrainingArguments
+from training.outcomes import weights
+from training.steered_runs import AFTER, AtStep
+from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
 
 from midus_hf.cli.train import main
 from midus_hf.training.optim.finite import first_gradient_not_finite, first_not_finite
 from midus_hf.training.output.run_checkpoints import last_checkpoint
 from midus_hf.training.run.train import prepare
 from midus_hf.training.trainer.memory_trainer import MemoryTrainer
-
-
-class Spoil(TrainerCallback):
-    """Before the optimizer's step of a number, or after it, write a value into what training left there."""
-
-    def __init__(self, step, spoil, after=False):
-        self.step, self.spoil, self.after = step, spoil, after
-
-    def on_step_begin(self, args, state, control, **kwargs):
-        self.hook = None
-        if state.global_step + 1 == self.step and not self.after:
-            self.hook = self.spoil(kwargs["model"])
-
-    def on_optimizer_step(self, args, state, control, **kwargs):
-        if self.hook is not None:
-            self.hook.remove()
-        if state.global_step + 1 == self.step and self.after:
-            self.spoil(kwargs["model"])
 
 
 def of_gradient(value):
@@ -65,10 +46,10 @@ def files_of(output):
         (-math.inf, 4, {"log_every": 5, "gradient_accumulation": 2, "trainable": "all"}),
     ],
 )
-def test_a_gradient_that_is_not_finite_ends_the_run(value, step, changes, upscaled, corpus, tmp_path):
+def test_a_gradient_that_is_not_finite_ends_the_run(value, step, changes, config_for, tmp_path):
     options = {"max_steps": 6, "save_every": 2, "keep_checkpoints": None, **changes}
-    run = prepare(tiny_config(upscaled("llama"), corpus, tmp_path / "out", **options))
-    run.trainer.add_callback(Spoil(step, of_gradient(value)))
+    run = prepare(config_for(**options))
+    run.trainer.add_callback(AtStep(step, of_gradient(value), "on_step_begin"))
     with pytest.raises(
         FloatingPointError,
         match=rf"gradient norm is (inf|nan).* at step {step}; expected a finite number\. Lower the learning rates, and resume from a "
@@ -78,9 +59,7 @@ def test_a_gradient_that_is_not_finite_ends_the_run(value, step, changes, upscal
     whole = [f"checkpoint-{saved}" for saved in range(2, step, 2)]
     assert files_of(tmp_path / "out") == [*whole, "log.jsonl", "train_config.yaml"]
     for name in whole:
-        assert all(
-            tensor.isfinite().all() for tensor in load_file(tmp_path / "out" / name / "model.safetensors").values()
-        )
+        assert all(tensor.isfinite().all() for tensor in weights(tmp_path / "out" / name).values())
 
 
 def test_the_first_gradient_that_is_not_finite_is_named():
@@ -105,11 +84,8 @@ def test_the_largest_finite_number_is_finite(dtype):
     assert first_not_finite([("c", torch.tensor([math.nan, math.inf])), *named]) == "c holds nan"
 
 
-def test_the_command_ends_with_status_1_and_publishes_nothing(upscaled, corpus, tmp_path, monkeypatch, capsys):
-    recipe, output = tmp_path / "recipe.yaml", tmp_path / "out"
-    recipe.write_text(
-        "max_steps: 4\nsave_every: 2\nsequence_length: 16\nbatch_size: 2\nprecision: fp32\nlog_every: 3\n"
-    )
+def test_the_command_ends_with_status_1_and_publishes_nothing(words, tmp_path, monkeypatch, capsys):
+    words, output = [*words, "max_steps=4", "save_every=2", "log_every=3"], tmp_path / "out"
     training_step = Trainer.training_step
 
     def poisoned(self, model, *args, **kwargs):
@@ -119,7 +95,6 @@ def test_the_command_ends_with_status_1_and_publishes_nothing(upscaled, corpus, 
         return loss
 
     monkeypatch.setattr(Trainer, "training_step", poisoned)
-    words = [str(recipe), f"model={upscaled('llama')}", f"corpus={corpus}", f"output={output}"]
     assert main(words) == 1
     (line,) = (line for line in capsys.readouterr().err.splitlines() if line.startswith("midus-train: "))
     assert line.startswith("midus-train: gradient norm is inf (that of model.layers.1.")
@@ -127,19 +102,19 @@ def test_the_command_ends_with_status_1_and_publishes_nothing(upscaled, corpus, 
     assert last_checkpoint(output) == output / "checkpoint-2" and not (output / "config.json").exists()
     monkeypatch.setattr(Trainer, "training_step", training_step)
     assert main([*words, "resume=auto"]) == 0
-    assert all(tensor.isfinite().all() for tensor in load_file(output / "model.safetensors").values())
+    assert all(tensor.isfinite().all() for tensor in weights(output).values())
 
 
 @pytest.mark.parametrize("save_every", [2, None], ids=["checkpoint", "model"])
 @pytest.mark.parametrize("value", [math.nan, math.inf])
-def test_tensors_that_are_not_finite_are_never_saved(save_every, value, upscaled, corpus, tmp_path):
+def test_tensors_that_are_not_finite_are_never_saved(save_every, value, config_for, tmp_path):
     """Whatever made them so: here it is no gradient."""
 
     def spoil(model):
         model.model.layers[4].self_attn.q_proj.weight.data[1, 2] = value
 
-    run = prepare(tiny_config(upscaled("llama"), corpus, tmp_path / "out", max_steps=4, save_every=save_every))
-    run.trainer.add_callback(Spoil(4, spoil, after=True))
+    run = prepare(config_for(max_steps=4, save_every=save_every))
+    run.trainer.add_callback(AtStep(4, spoil, AFTER))
     with pytest.raises(
         FloatingPointError, match=rf"layers\.4\.self_attn\.q_proj\.weight holds {value} at step 4; expected a"
     ):
@@ -148,38 +123,38 @@ def test_tensors_that_are_not_finite_are_never_saved(save_every, value, upscaled
     assert files_of(tmp_path / "out") == [*checkpoints, "log.jsonl", "train_config.yaml"]
 
 
-def test_a_number_that_the_dtype_of_the_model_cannot_hold_is_not_saved(upscaled, corpus, tmp_path):
-    run = prepare(tiny_config(upscaled("llama"), corpus, tmp_path / "out", max_steps=1))
+def test_a_number_that_the_dtype_of_the_model_cannot_hold_is_not_saved(config_for, tmp_path):
+    run = prepare(config_for(max_steps=1))
     name = "model.layers.4.self_attn.q_proj.weight"
     run.dtypes[name] = torch.float16
 
     def spoil(model):
         model.get_parameter(name).data[0, 0] = 1e6
 
-    run.trainer.add_callback(Spoil(1, spoil, after=True))
+    run.trainer.add_callback(AtStep(1, spoil, AFTER))
     with pytest.raises(FloatingPointError, match=r"q_proj\.weight holds inf at step 1"):
         run.execute()
     assert not (tmp_path / "out" / "config.json").exists()
 
 
-def test_what_is_frozen_may_be_what_it_is(upscaled, corpus, tmp_path):
+def test_what_is_frozen_may_be_what_it_is(config_for, tmp_path):
     """A model may hold infinite numbers that nothing reads, and does not train them."""
-    run = prepare(tiny_config(upscaled("llama"), corpus, tmp_path / "out", max_steps=1))
+    run = prepare(config_for(max_steps=1))
     run.execute()
     frozen, trained = (
         run.model.get_parameter(f"model.{name}.weight") for name in ("embed_tokens", "layers.1.self_attn.q_proj")
     )
     frozen.data[2] = math.inf
     run.trainer.checkpoints.save_in(tmp_path)
-    assert load_file(tmp_path / "checkpoint-1" / "model.safetensors")["model.embed_tokens.weight"][2].isinf().all()
+    assert weights(tmp_path / "checkpoint-1")["model.embed_tokens.weight"][2].isinf().all()
     assert run.trainer.checkpoints.first_not_finite_in(tmp_path / "checkpoint-1") is None
     trained.data[2] = math.inf
     with pytest.raises(FloatingPointError):
         run.trainer.checkpoints.save_in(tmp_path)
 
 
-def test_blocks_of_banks_are_looked_at_too(models, assigned, tmp_path):
-    run = prepare(config_of(models / "hier-ffn", assigned, tmp_path / "out", save_every=2, trainable="new"))
+def test_blocks_of_banks_are_looked_at_too(blocks_for, tmp_path):
+    run = prepare(blocks_for(save_every=2, trainable="new"))
     (bank,) = run.trainer.blocks.banks
     leaves, left = bank.leaves, [3]
 
@@ -196,9 +171,7 @@ def test_blocks_of_banks_are_looked_at_too(models, assigned, tmp_path):
     assert files_of(tmp_path / "out") == ["checkpoint-2", "log.jsonl", "train_config.yaml"]
 
 
-def test_blocks_that_are_not_finite_are_neither_saved_nor_gone_on_from(
-    models, assigned, tmp_path, monkeypatch, capsys
-):
+def test_blocks_that_are_not_finite_are_neither_saved_nor_gone_on_from(blocks_for, tmp_path, monkeypatch, capsys):
     output, spoiled = tmp_path / "out", []
 
     def spoil(model):
@@ -206,22 +179,22 @@ def test_blocks_that_are_not_finite_are_neither_saved_nor_gone_on_from(
         level, index = bank.touched()[0]
         bank._states[level, index].master.data[5] = math.nan
 
-    run = prepare(config_of(models / "hier-ffn", assigned, output, save_every=2))
+    run = prepare(blocks_for(output, save_every=2))
     spoiled += run.trainer.blocks.banks
-    run.trainer.add_callback(Spoil(4, spoil, after=True))
+    run.trainer.add_callback(AtStep(4, spoil, AFTER))
     with pytest.raises(
         FloatingPointError, match=r"block \d+ of level \d holds nan at step 4; expected a finite number"
     ):
         run.execute()
     assert files_of(output) == ["checkpoint-2", "log.jsonl", "train_config.yaml"]
-    run = prepare(config_of(models / "hier-ffn", assigned, output, save_every=2, resume=True))
+    run = prepare(blocks_for(output, save_every=2, resume=True))
     spoiled[:] = run.trainer.blocks.banks
     monkeypatch.setattr(run.trainer.checkpoints, "check_finite", lambda: None)
-    run.trainer.add_callback(Spoil(4, spoil, after=True))
+    run.trainer.add_callback(AtStep(4, spoil, AFTER))
     with pytest.raises(FloatingPointError, match=r"loss is nan at step 5"):
         run.execute()
     monkeypatch.undo()
-    run = prepare(config_of(models / "hier-ffn", assigned, output, save_every=2, resume="auto"))
+    run = prepare(blocks_for(output, save_every=2, resume="auto"))
     assert run.checkpoint == output / "checkpoint-2"
     assert "checkpoint-4 is passed over: block" in capsys.readouterr().err
 
@@ -244,7 +217,7 @@ def test_a_script_of_ones_own_ends_as_well(upscaled, tmp_path):
         str(tmp_path / "out"), max_steps=3, save_steps=1, report_to="none", use_cpu=True, remove_unused_columns=False
     )
     trainer = MemoryTrainer(model, arguments, train_dataset=[{"input_ids": ids, "labels": ids}])
-    trainer.add_callback(Spoil(3, of_gradient(math.inf)))
+    trainer.add_callback(AtStep(3, of_gradient(math.inf), "on_step_begin"))
     with pytest.raises(FloatingPointError, match=r"gradient norm is inf .* at step 3"):
         trainer.train()
     assert files_of(tmp_path / "out") == ["checkpoint-1", "checkpoint-2"]

@@ -6,14 +6,13 @@ import shutil
 from pathlib import Path
 
 import pytest
-from training.tiny_run import tiny_config
+from training.accelerate_configs import launched_environment
+from training.tiny_run import refused, tiny_config
 
 from midus_hf.files.checkpoint_files import PARTIAL_MODEL
 from midus_hf.files.run_files import foreign_files
 from midus_hf.training.output.output_folder import as_yaml, check_output, publish
 from midus_hf.training.output.run_checkpoints import finish_checkpoint, last_checkpoint, remove_old_checkpoints
-from midus_hf.training.run import train as run
-from midus_hf.training.run.run_trainer import RunTrainer
 from midus_hf.training.run.train import prepare, train
 
 
@@ -39,32 +38,54 @@ def test_the_latest_checkpoint_is_the_highest_one_that_is_whole(tmp_path):
     assert last_checkpoint(tmp_path) == expected
 
 
-def test_an_output_that_exists_is_refused(tmp_path):
-    (tmp_path / "out").mkdir()
-    assert check_output(config(tmp_path)) is None, "an empty folder is free"
-    (tmp_path / "out" / "file").touch()
-    with pytest.raises(ValueError, match=r"which exists; choose another, or set resume or overwrite: true."):
-        check_output(config(tmp_path))
+REFUSED = {
+    "exists": ("out/file", {}, "which exists; choose another, or set resume or overwrite: true."),
+    "a-file": ("out", {}, "a file; expected a folder."),
+    "holds-the-model": ("out/inner/file", {"overwrite": True, "model": "out/inner"}, "which holds the model '"),
+    "holds-the-corpus": ("out/file", {"overwrite": True, "corpus": "out"}, "which holds the corpus '"),
+    "in-the-model": ("model/file", {"output": "model/out"}, "which lies in the model '"),
+    "in-the-corpus": ("corpus/file", {"output": "corpus/out"}, "which lies in the corpus '"),
+    "no-checkpoint": ("out/checkpoint-5/file", {"resume": True}, "' holds no complete checkpoint; start the run"),
+    "damaged": (
+        "out/checkpoint-5/file",
+        {"resume": "out/checkpoint-5"},
+        "which is no whole checkpoint (it was not written to its end); expected a folder",
+    ),
+}
+"""A file that is there, options that ask for the output, and what is said of it."""
 
 
-def test_only_an_earlier_run_is_overwritten(upscaled, corpus, tmp_path):
+@pytest.mark.parametrize("case", REFUSED)
+def test_an_output_that_a_run_cannot_have_is_refused(case, tmp_path):
+    file, changes, message = REFUSED[case]
+    paths = {"model": "model", "corpus": "corpus", "output": "out", **changes}
+    paths = {name: str(tmp_path / path) if isinstance(path, str) else path for name, path in paths.items()}
+    wanted = tiny_config(paths.pop("model"), paths.pop("corpus"), paths.pop("output"), **paths)
+    if case == "exists":
+        (tmp_path / "out").mkdir()
+        assert check_output(wanted) is None, "an empty folder is free"
+    (tmp_path / file).parent.mkdir(parents=True, exist_ok=True)
+    (tmp_path / file).touch()
+    with refused(re.escape(message)):
+        check_output(wanted)
+
+
+def test_only_an_earlier_run_is_overwritten(config_for, tmp_path):
     output = tmp_path / "out"
     output.mkdir()
     (output / "precious").touch()
-    with pytest.raises(ValueError, match=r"which no run of ours wrote: it has no train_config.yaml"):
-        train(tiny_config(upscaled("llama"), corpus, output, max_steps=1, overwrite=True))
+    with refused(r"which no run of ours wrote: it has no train_config.yaml"):
+        train(config_for(output, max_steps=1, overwrite=True))
     assert (output / "precious").exists()
 
 
 @pytest.mark.parametrize("resume", [False, "auto"])
 @pytest.mark.parametrize("options", ["model: mine\n", "- not even options\n", "", None])
-def test_a_model_beside_options_that_no_run_of_ours_wrote_is_not_overwritten(
-    upscaled, corpus, tmp_path, options, resume
-):
+def test_a_model_beside_options_that_no_run_of_ours_wrote_is_not_overwritten(config_for, tmp_path, options, resume):
     """Another program may call its options the same; what `as_yaml` gives is what a person has as a recipe of their own."""
     output = tmp_path / "out"
     output.mkdir()
-    wanted = tiny_config(upscaled("llama"), corpus, output, max_steps=1, overwrite=not resume, resume=resume)
+    wanted = config_for(output, max_steps=1, overwrite=not resume, resume=resume)
     (output / "train_config.yaml").write_text(as_yaml(wanted) if options is None else options)
     (output / "model.safetensors").write_text("a person's")
     before = {path.name: path.read_text() for path in output.iterdir()}
@@ -94,22 +115,22 @@ def written(upscaled, corpus, tmp_path_factory) -> Path:
     return output
 
 
-def test_everything_that_a_run_writes_is_overwritten(written, corpus, tmp_path):
+def test_everything_that_a_run_writes_is_overwritten(written, config_for, tmp_path):
     output = shutil.copytree(written, tmp_path / "out")
     assert foreign_files(output) == []
-    train(tiny_config(written.parent / "model", corpus, output, max_steps=1, overwrite=True))
+    train(config_for(output, model=written.parent / "model", max_steps=1, overwrite=True))
     fresh = tmp_path / "fresh"
-    train(tiny_config(written.parent / "model", corpus, fresh, max_steps=1))
+    train(config_for(fresh, model=written.parent / "model", max_steps=1))
     assert names(output) == names(fresh)
 
 
 @pytest.mark.parametrize("place", ["absent", "link"])
-def test_an_output_that_is_not_there_or_is_a_link_may_be_asked_to_be_overwritten(written, corpus, tmp_path, place):
+def test_an_output_that_is_not_there_or_is_a_link_may_be_asked_to_be_overwritten(written, config_for, tmp_path, place):
     output = tmp_path / "out"
     if place == "link":
         shutil.copytree(written, tmp_path / "elsewhere")
         output.symlink_to(tmp_path / "elsewhere")
-    train(tiny_config(written.parent / "model", corpus, output, max_steps=1, overwrite=True))
+    train(config_for(output, model=written.parent / "model", max_steps=1, overwrite=True))
     assert output.is_symlink() == (place == "link")
     assert (output / "model.safetensors").is_file() and not list(output.glob("checkpoint-*"))
 
@@ -131,14 +152,14 @@ def names(folder: Path) -> list[str]:
         ("runs/plot.png", "runs/plot.png"),
     ],
 )
-def test_what_a_person_put_there_is_named_and_stays(added, named, written, corpus, tmp_path):
+def test_what_a_person_put_there_is_named_and_stays(added, named, written, config_for, tmp_path):
     output = shutil.copytree(written, tmp_path / "out")
     (output / added).parent.mkdir(exist_ok=True, parents=True)
     (output / added).write_text("precious")
     before = names(output)
     message = f"which also holds what no run of ours wrote: {named}. Move that away, or choose another folder."
-    with pytest.raises(ValueError, match=re.escape(message)):
-        train(tiny_config(written.parent / "model", corpus, output, overwrite=True))
+    with refused(re.escape(message)):
+        train(config_for(output, model=written.parent / "model", overwrite=True))
     assert names(output) == before and (output / added).read_text() == "precious"
 
 
@@ -152,7 +173,7 @@ def test_links_are_never_removed_and_many_files_are_named_in_part(written, tmp_p
     for index in range(5):
         (output / f"note-{index}").touch()
     changed = config(tmp_path, overwrite=True)
-    with pytest.raises(ValueError, match=r"checkpoint-9, model.safetensors, note-0, note-1, note-2 and 2 more\."):
+    with refused(r"checkpoint-9, model.safetensors, note-0, note-1, note-2 and 2 more\."):
         check_output(changed)
 
 
@@ -186,49 +207,10 @@ def test_old_checkpoints_are_removed_but_not_what_a_person_put_into_them(tmp_pat
     ]
 
 
-def test_an_output_that_is_a_file_is_refused(tmp_path):
-    (tmp_path / "out").touch()
-    with pytest.raises(ValueError, match=r"a file; expected a folder."):
-        check_output(config(tmp_path))
-
-
-@pytest.mark.parametrize("held", ["model", "corpus"])
-def test_an_output_that_holds_an_input_is_refused(tmp_path, held):
-    (tmp_path / "out" / "inner").mkdir(parents=True)
-    changed = config(tmp_path, overwrite=True)
-    if held == "model":
-        changed.model = str(tmp_path / "out" / "inner")
-    else:
-        changed.corpus.path = str(tmp_path / "out")
-    with pytest.raises(ValueError, match=f"which holds the {held} '.*'; choose another folder."):
-        check_output(changed)
-
-
-def test_resuming_needs_a_whole_checkpoint(tmp_path):
-    checkpoint(tmp_path / "out", 5, state=None)
-    with pytest.raises(
-        ValueError, match=r"resume is true, but output '.*' holds no complete checkpoint; start the run"
-    ):
-        check_output(config(tmp_path, resume=True))
-    with pytest.raises(
-        ValueError, match=r"which is no whole checkpoint \(it was not written to its end\); expected a folder"
-    ):
-        check_output(config(tmp_path, resume=str(tmp_path / "out" / "checkpoint-5")))
-
-
 def test_a_checkpoint_can_be_named(tmp_path):
     named = checkpoint(tmp_path / "elsewhere", 5)
     checkpoint(tmp_path / "out", 7)
     assert check_output(config(tmp_path, resume=str(named))) == named
-
-
-@pytest.mark.parametrize("around", ["model", "corpus"])
-def test_an_output_inside_an_input_is_refused(tmp_path, around):
-    (tmp_path / around).mkdir()
-    changed = config(tmp_path)
-    changed.output = str(tmp_path / around / "out")
-    with pytest.raises(ValueError, match=rf"which lies in the {around} '.*'; choose another folder\."):
-        check_output(changed)
 
 
 @pytest.mark.parametrize(
@@ -242,38 +224,33 @@ def test_an_output_inside_an_input_is_refused(tmp_path, around):
         ({"corpus_options": {"column": "body"}}, "corpus is {.*'column': 'body'.*}, but the run to resume has {"),
     ],
 )
-def test_a_resumed_run_keeps_the_options_that_it_began_with(upscaled, corpus, tmp_path, changes, message):
-    prepare(tiny_config(upscaled("llama"), corpus, tmp_path / "out"))
+def test_a_resumed_run_keeps_the_options_that_it_began_with(config_for, tmp_path, changes, message):
+    prepare(config_for())
     checkpoint(tmp_path / "out", 5)
-    with pytest.raises(ValueError, match=message):
-        check_output(tiny_config(upscaled("llama"), corpus, tmp_path / "out", resume=True, **changes))
+    with refused(message):
+        check_output(config_for(resume=True, **changes))
     free = {"log_every": 3, "save_every": 2, "keep_checkpoints": 1, "activation_checkpointing": True}
     free["corpus_options"] = {"cache_dir": str(tmp_path / "elsewhere")}
-    assert check_output(tiny_config(upscaled("llama"), corpus, tmp_path / "out", resume=True, **free))
+    assert check_output(config_for(resume=True, **free))
 
 
 def test_a_wrong_request_writes_nothing(upscaled, corpus, tmp_path):
     wrong = tiny_config(upscaled("llama"), corpus / "000.txt", tmp_path / "out", sequence_length=128)
-    with pytest.raises(ValueError, match=r"the corpus has 61 tokens; expected at least one sequence"):
+    with refused(r"the corpus has 61 tokens; expected at least one sequence"):
         train(wrong)
     assert not (tmp_path / "out").exists()
 
 
 def test_a_folder_that_was_made_for_a_run_that_its_trainer_refuses_goes_again_and_no_other(
-    upscaled, corpus, tmp_path, monkeypatch
+    config_for, tmp_path, monkeypatch
 ):
-    class Refusing(RunTrainer):
-        def __init__(self, *args, **kwargs):
-            super().__init__(*args, **kwargs)
-            assert Path(self.args.output_dir).is_dir(), "a Trainer makes it"
-            raise ValueError("refused")
-
-    monkeypatch.setattr(run, "RunTrainer", Refusing)
+    for variable, value in launched_environment("fsdp2").items():
+        monkeypatch.setenv(variable, value)
     (tmp_path / "there").mkdir()
     (tmp_path / "there" / "empty").mkdir()
     for place in ("new", "deep/er/new", "there/new", "there/empty"):
-        with pytest.raises(ValueError, match="refused"):
-            prepare(tiny_config(upscaled("llama"), corpus, tmp_path / place))
+        with refused("accelerate was started with FSDP, which does not shard on cpu"):
+            prepare(config_for(place))
     assert sorted(str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*")) == ["there", "there/empty"]
 
 
@@ -317,13 +294,13 @@ def test_of_folders_that_a_published_model_replaces_what_a_person_put_there_stay
     assert not partial.exists()
 
 
-def test_what_a_killed_run_left_of_a_model_is_cleared(upscaled, corpus, tmp_path):
+def test_what_a_killed_run_left_of_a_model_is_cleared(config_for, tmp_path):
     options = {"max_steps": 4, "save_every": 2}
-    train(tiny_config(upscaled("llama"), corpus, tmp_path / "out", **options))
+    train(config_for(**options))
     (tmp_path / "out" / PARTIAL_MODEL).mkdir()
     (tmp_path / "out" / PARTIAL_MODEL / "stale.safetensors").touch()
     before = (tmp_path / "out" / "model.safetensors").read_bytes()
-    result = train(tiny_config(upscaled("llama"), corpus, tmp_path / "out", resume=True, **options))
+    result = train(config_for(resume=True, **options))
     assert not list((tmp_path / "out").rglob("*stale*"))
     assert (result.steps, result.tokens, result.tokens_per_second) == (4, 4 * 2 * 16, None), "the run was finished"
     assert (tmp_path / "out" / "model.safetensors").read_bytes() == before

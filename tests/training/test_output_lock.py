@@ -9,8 +9,9 @@ from pathlib import Path
 
 import pytest
 from processes.warm import run_ranks, run_warm
-from training.tiny_run import tiny_config
-from transformers import TrainerCallback
+from training.steered_runs import AtStep
+from training.tiny_run import refused, tiny_config
+from training.two_processes import SCRIPT
 
 from midus_hf.files import locks
 from midus_hf.files.locks import Lock, check_not_held, hold_output
@@ -18,7 +19,6 @@ from midus_hf.training.output import output_folder
 from midus_hf.training.output.output_folder import check_output, start_output
 from midus_hf.training.run.train import prepare, train
 
-SCRIPT = Path(__file__).parents[2] / "scripts" / "train_cpt.py"
 REFUSED = r"output is '.*out', which is being written by another run\. Wait for it, or choose another folder\."
 RUNS = """
 import sys
@@ -29,23 +29,6 @@ print([main([*sys.argv[1:], *words]) for words in ([], ["resume=true"], ["overwr
 
 def state_of(folder: Path) -> dict[str, bytes]:
     return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
-
-
-def words_of(upscaled, corpus, tmp_path) -> list[str]:
-    recipe = tmp_path / "recipe.yaml"
-    recipe.write_text("sequence_length: 16\nbatch_size: 2\nprecision: fp32\nmax_steps: 3\nlearning_rate: 1e-2\n")
-    return [str(recipe), f"model={upscaled('llama')}", f"corpus={corpus}", f"output={tmp_path / 'out'}"]
-
-
-class AtStep(TrainerCallback):
-    """Do something in the middle of the second step."""
-
-    def __init__(self, work):
-        self.work = work
-
-    def on_pre_optimizer_step(self, args, state, control, **kwargs):
-        if state.global_step == 1:
-            self.work()
 
 
 @pytest.fixture
@@ -70,16 +53,16 @@ def elsewhere(tmp_path):
     return did
 
 
-def test_other_processes_are_refused_in_a_line_while_a_run_goes_on_and_write_nothing(upscaled, corpus, tmp_path):
+def test_other_processes_are_refused_in_a_line_while_a_run_goes_on_and_write_nothing(config_for, words, tmp_path):
     output, done = tmp_path / "out", []
-    run = prepare(tiny_config(upscaled("llama"), corpus, output, max_steps=3, save_every=1))
+    run = prepare(config_for(output, max_steps=3, save_every=1))
 
-    def others() -> None:
+    def others(model) -> None:
         before = state_of(output)
-        done.append(run_warm(RUNS, *words_of(upscaled, corpus, tmp_path)))
+        done.append(run_warm(RUNS, *words, "max_steps=3"))
         assert state_of(output) == before
 
-    run.trainer.add_callback(AtStep(others))
+    run.trainer.add_callback(AtStep(2, others))
     assert run.execute().steps == 3
     (refused,) = done
     assert refused.stdout == "[2, 2, 2]\n"
@@ -88,8 +71,8 @@ def test_other_processes_are_refused_in_a_line_while_a_run_goes_on_and_write_not
     assert "Traceback" not in refused.stderr
 
 
-def test_a_run_of_several_processes_holds_its_output_and_refuses_others_in_one_line(upscaled, corpus, tmp_path):
-    words, output = words_of(upscaled, corpus, tmp_path), tmp_path / "out"
+def test_a_run_of_several_processes_holds_its_output_and_refuses_others_in_one_line(words, tmp_path):
+    words, output = [*words, "max_steps=3"], tmp_path / "out"
     output.mkdir()
     lock = Lock(output)
     refused = run_ranks(SCRIPT, *words)
@@ -100,17 +83,17 @@ def test_a_run_of_several_processes_holds_its_output_and_refuses_others_in_one_l
     assert held.returncode == 0 and (output / "config.json").exists(), held.stderr
 
 
-def test_it_holds_from_when_it_is_ready_until_it_ends(upscaled, corpus, tmp_path, elsewhere):
-    run = prepare(tiny_config(upscaled("llama"), corpus, tmp_path / "out", max_steps=1))
+def test_it_holds_from_when_it_is_ready_until_it_ends(config_for, tmp_path, elsewhere):
+    run = prepare(config_for(max_steps=1))
     assert elsewhere(check_not_held) and elsewhere(hold_output)
     check_not_held(tmp_path / "out")
     run.execute()
     assert not elsewhere(check_not_held) and not elsewhere(hold_output)
 
 
-def test_a_run_that_fails_lets_go(upscaled, corpus, tmp_path, elsewhere):
-    run = prepare(tiny_config(upscaled("llama"), corpus, tmp_path / "out", max_steps=3))
-    run.trainer.add_callback(AtStep(lambda: 1 / 0))
+def test_a_run_that_fails_lets_go(config_for, elsewhere):
+    run = prepare(config_for(max_steps=3))
+    run.trainer.add_callback(AtStep(2, lambda model: 1 / 0))
     with pytest.raises(ZeroDivisionError):
         run.execute()
     assert not elsewhere(hold_output)
@@ -131,8 +114,8 @@ def test_a_run_that_is_killed_lets_go(tmp_path, elsewhere):
     assert not elsewhere(hold_output)
 
 
-def test_in_one_process_a_run_that_was_never_started_gives_way_to_the_next(upscaled, corpus, tmp_path, elsewhere):
-    config = tiny_config(upscaled("llama"), corpus, tmp_path / "out", max_steps=1, overwrite=True)
+def test_in_one_process_a_run_that_was_never_started_gives_way_to_the_next(config_for, elsewhere):
+    config = config_for(max_steps=1, overwrite=True)
     abandoned = prepare(config)
     run = prepare(config)
     assert run.lock is abandoned.lock and elsewhere(hold_output)
@@ -175,24 +158,24 @@ def test_a_run_that_began_meanwhile_is_not_written_over(tmp_path, monkeypatch):
     output.mkdir()
     lock = Lock(output)
     monkeypatch.setattr(locks, "_SECONDS_BETWEEN", 0)
-    with pytest.raises(ValueError, match=REFUSED):
+    with refused(REFUSED):
         start_output(config)
     assert not list(output.iterdir())
     (output / "train_config.yaml").write_text("another run")
     lock.release()
-    with pytest.raises(ValueError, match=r"which exists; choose another, or set resume or overwrite: true\."):
+    with refused(r"which exists; choose another, or set resume or overwrite: true\."):
         start_output(config)
     assert (output / "train_config.yaml").read_text() == "another run"
 
 
-def test_a_refusal_at_the_last_moment_is_a_wrong_request(upscaled, corpus, tmp_path, monkeypatch):
+def test_a_refusal_at_the_last_moment_is_a_wrong_request(config_for, tmp_path, monkeypatch):
     monkeypatch.setattr(output_folder, "check_not_held", lambda output: None)
     monkeypatch.setattr(locks, "_SECONDS_BETWEEN", 0)
     (tmp_path / "out").mkdir()
     lock = Lock(tmp_path / "out")
-    with pytest.raises(ValueError, match=REFUSED):
-        train(tiny_config(upscaled("llama"), corpus, tmp_path / "out", max_steps=1))
+    with refused(REFUSED):
+        train(config_for(max_steps=1))
     assert not list((tmp_path / "out").iterdir())
     lock.release()
     shutil.rmtree(tmp_path / "out")
-    assert train(tiny_config(upscaled("llama"), corpus, tmp_path / "out", max_steps=1)).steps == 1
+    assert train(config_for(max_steps=1)).steps == 1

@@ -8,8 +8,9 @@ import torch
 from datasets import Dataset
 from peft import PeftModel
 from tiny import FAMILIES
-from training.tiny_run import NEW_LAYERS, document, tiny_tokenizer
-from transformers import AutoModelForCausalLM, Trainer, TrainerCallback, TrainingArguments, default_data_collator
+from training.steered_runs import NotedRates
+from training.tiny_run import NEW_LAYERS, document, refused, tiny_tokenizer
+from transformers import AutoModelForCausalLM, Trainer, TrainingArguments, default_data_collator
 from trl import SFTConfig, SFTTrainer
 
 from midus_hf.training.optim.freezing import set_trainable
@@ -71,21 +72,14 @@ def scene(tmp_path, monkeypatch):
 
 def watch_rates(monkeypatch) -> dict[str, list[float]]:
     """Of every optimizer step that a Trainer takes from now on: the rate of each group."""
-    rates: dict[str, list[float]] = {}
-
-    class Watch(TrainerCallback):
-        def on_pre_optimizer_step(self, args, state, control, optimizer, **kwargs):
-            for group in optimizer.param_groups:
-                rates.setdefault(group["name"], []).append(group["lr"])
-
-    plain = Trainer.train
+    rates, plain = NotedRates(), Trainer.train
 
     def train(self, *args, **kwargs):
-        self.add_callback(Watch())
+        self.add_callback(rates)
         return plain(self, *args, **kwargs)
 
     monkeypatch.setattr(Trainer, "train", train)
-    return rates
+    return rates.of_group
 
 
 def is_new(name: str) -> bool:
@@ -214,3 +208,40 @@ def test_every_tensor_that_trains_is_in_a_group_made_for_an_adapted_model(upscal
 def test_what_trains_by_default_is_what_the_config_records(upscaled):
     model = AutoModelForCausalLM.from_pretrained(upscaled("llama"))
     assert set_trainable(model) == set_trainable(model, "auto")
+
+
+@pytest.mark.parametrize(
+    ("method", "arguments", "options", "message"),
+    [
+        (
+            "hier-ffn",
+            {"fp16": True},
+            {},
+            "blocks of a memory bank train, which FSDP, DeepSpeed and fp16 do not know of",
+        ),
+        (
+            "ultramem-v2",
+            {"torch_compile": True},
+            {"shard_values": True},
+            "shard_values is true, for which a model has to run",
+        ),
+        ("ultramem-v2", {"optim": "adafactor"}, {"sparse_values": True}, "optim is 'adafactor'; expected adamw_torch"),
+        (
+            "midus-hml",
+            {"torch_compile": True},
+            {"usage_every": 5},
+            "usage_every is 5, for which a model has to run uncompiled",
+        ),
+    ],
+    ids=["blocks", "columns", "rows", "usage"],
+)
+def test_what_a_trainer_cannot_do_with_its_arguments_is_refused(
+    method, arguments, options, message, upscaled, tmp_path
+):
+    model = AutoModelForCausalLM.from_pretrained(upscaled("llama", method))
+    set_trainable(model, "new" if method == "midus-hml" else "auto")
+    given = TrainingArguments(str(tmp_path), report_to="none", use_cpu=True)
+    for name, value in arguments.items():
+        setattr(given, name, value)
+    with refused(message):
+        MemoryTrainer(model, given, **options)

@@ -4,7 +4,7 @@ import itertools
 
 import pytest
 import torch
-from training.tiny_run import EOS_ID, document, tiny_tokenizer
+from training.tiny_run import EOS_ID, document, refused, tiny_tokenizer
 
 from midus_hf.documents import DocumentError
 from midus_hf.training.data.packing import (
@@ -77,12 +77,12 @@ def test_many_documents_are_tokenised_in_order():
 
 
 def test_a_tokenizer_without_eos_is_refused():
-    with pytest.raises(ValueError, match=r"the tokenizer has no EOS token, which ends every document; set eos_token"):
+    with refused(r"the tokenizer has no EOS token, which ends every document; set eos_token"):
         list(tokenise(["w5"], tiny_tokenizer(eos_token=None)))
 
 
 def test_an_id_that_the_model_does_not_embed_is_refused():
-    with pytest.raises(ValueError, match=r"yields id 100, but the model embeds 100 ids; use the tokenizer that"):
+    with refused(r"yields id 100, but the model embeds 100 ids; use the tokenizer that"):
         list(tokenise(["w5 w100"], tiny_tokenizer(), vocab_size=100))
 
 
@@ -122,5 +122,5 @@ def test_a_corpus_shorter_than_a_sequence_is_refused(texts, message, streaming):
     def start_pass() -> CorpusPass:
         return CorpusPass(texts, tiny_tokenizer(), 4)
 
-    with pytest.raises(DocumentError, match=message):
+    with refused(message, DocumentError):
         next(iter(PackedStream(start_pass))) if streaming else PackedDataset(start_pass())

@@ -4,12 +4,11 @@ import re
 import sys
 
 import pytest
-from training.tiny_run import tiny_config
+from training.outcomes import events, logged
 from transformers import TrainerControl, TrainerState
 
 from midus_hf.training.run.progress import ProgressTable, short_count, short_time
 from midus_hf.training.run.train import train
-from midus_hf.training.run.training_log import read_log
 
 LOGS = {"loss": 12.3456789, "learning_rate": 1.234e-5, "grad_norm": 1234567.8, "usage": 1.0}
 
@@ -18,16 +17,16 @@ def rows(text: str) -> list[list[str]]:
     return [line.split() for line in text.splitlines() if re.match(r" +[\d,]+  |.* step  ", line)]
 
 
-def test_a_run_prints_a_row_an_event_and_no_more(upscaled, corpus, tmp_path, library_bars, capsys):
-    config = tiny_config(upscaled("llama"), corpus, tmp_path / "out", max_steps=7, log_every=3, save_every=5)
+def test_a_run_prints_a_row_an_event_and_no_more(config_for, tmp_path, library_bars, capsys):
+    config = config_for(max_steps=7, log_every=3, save_every=5)
     capsys.readouterr()
     train(config)
     out, err = capsys.readouterr()
-    header, *events = rows(out)
+    header, *shown = rows(out)
     assert header == ["step", "tokens", "loss", "rate", "grad", "norm", "tokens/s", "left"]
-    log = [event for event in read_log(tmp_path / "out" / "log.jsonl") if "loss" in event]
-    assert [row[0] for row in events] == ["3", "5", "6", "7"] == [str(event["step"]) for event in log]
-    for row, event in zip(events, log, strict=True):
+    log = events(tmp_path / "out")
+    assert [row[0] for row in shown] == ["3", "5", "6", "7"] == [str(event["step"]) for event in log]
+    for row, event in zip(shown, log, strict=True):
         assert row[1:4] == [str(32 * event["step"]), f"{event['loss']:.4f}", f"{event['learning_rate']:.2e}"]
         assert float(row[4]) == pytest.approx(event["grad_norm"], rel=5e-3)
     assert "{" not in out and "Writing model shards" not in err
@@ -48,14 +47,14 @@ def test_the_widest_row_fits_80_columns(capsys):
     assert len(line.rstrip()) <= 80
 
 
-def test_a_step_is_one_row_with_its_perplexity(upscaled, corpus, tmp_path, capsys):
+def test_a_step_is_one_row_with_its_perplexity(config_for, corpus, tmp_path, capsys):
     held_out = {"eval_text": str(corpus), "eval_every": 2}
-    train(tiny_config(upscaled("llama"), corpus, tmp_path / "out", max_steps=3, **held_out))
-    header, *events = rows(capsys.readouterr().out)
+    train(config_for(max_steps=3, **held_out))
+    header, *shown = rows(capsys.readouterr().out)
     assert header[-1] == "perplexity"
-    assert [(row[0], len(row)) for row in events] == [("0", 2), ("1", 7), ("2", 8), ("3", 8)]
-    measured = [event["perplexity"] for event in read_log(tmp_path / "out" / "log.jsonl") if "perplexity" in event]
-    assert [row[-1] for row in events if row[0] != "1"] == [f"{value:.4f}" for value in measured]
+    assert [(row[0], len(row)) for row in shown] == [("0", 2), ("1", 7), ("2", 8), ("3", 8)]
+    measured = logged(tmp_path / "out", "perplexity")
+    assert [row[-1] for row in shown if row[0] != "1"] == [f"{value:.4f}" for value in measured]
 
 
 def test_at_a_terminal_rows_stand_above_a_bar(monkeypatch, capsys):

@@ -4,11 +4,11 @@ import json
 import os
 
 import pytest
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from tiny import tiny_model
+from training.outcomes import exact_log, weights
 from training.test_output_folder import checkpoint, config
-from training.test_run import exact_log
-from training.tiny_run import tiny_config
+from training.tiny_run import refused
 from transformers import AutoConfig
 from transformers.utils import logging
 
@@ -52,7 +52,7 @@ def test_a_step_takes_as_many_sequences_in_more_or_fewer_processes(
     if isinstance(passes, int):
         assert passes_of_a_step(asked, before) == passes
     else:
-        with pytest.raises(ValueError, match=passes):
+        with refused(passes):
             passes_of_a_step(asked, before)
 
 
@@ -103,52 +103,49 @@ def test_what_begins_by_itself_overwrites_no_trained_model_and_no_other_run(tmp_
     output = tmp_path / "out"
     output.mkdir()
     write_options(output, config(tmp_path, learning_rate=0.5))
-    with pytest.raises(
-        ValueError,
-        match=r"learning_rate is 0\.01, but the run to resume has 0\.5; choose another output, or set overwrite: true\.",
+    with refused(
+        r"learning_rate is 0\.01, but the run to resume has 0\.5; choose another output, or set overwrite: true\."
     ):
         settle_resumption(config(tmp_path, resume="auto"))
     write_options(output, config(tmp_path))
     (output / "config.json").write_text("{}")
-    with pytest.raises(ValueError, match=r"which exists; choose another, or set resume or overwrite: true\."):
+    with refused(r"which exists; choose another, or set resume or overwrite: true\."):
         check_output(settle_resumption(config(tmp_path, resume="auto")))
 
 
-def test_a_checkpoint_of_a_run_that_did_not_say_the_size_of_its_steps_is_resumed(
-    upscaled, corpus, tmp_path, monkeypatch
-):
+def test_a_checkpoint_of_a_run_that_did_not_say_the_size_of_its_steps_is_resumed(config_for, tmp_path, monkeypatch):
     options = {"save_every": 2, "max_steps": 4}
-    train(tiny_config(upscaled("llama"), corpus, tmp_path / "out", **options))
+    train(config_for(**options))
     state_file = tmp_path / "out" / "checkpoint-2" / "trainer_state.json"
     state = json.loads(state_file.read_text())
     assert state["stateful_callbacks"].pop("StepSize")["attributes"] == {"sequences": 2}
     state_file.write_text(json.dumps(state))
     finish_checkpoint(state_file.parent, ())
     before = exact_log(tmp_path / "out")
-    train(tiny_config(upscaled("llama"), corpus, tmp_path / "out", resume=str(state_file.parent), **options))
+    train(config_for(resume=str(state_file.parent), **options))
     assert exact_log(tmp_path / "out") == before
     changed = {"batch_size": 1, "gradient_accumulation": 2, "resume": str(state_file.parent)}
-    with pytest.raises(ValueError, match="batch_size is 1, but the run to resume has 2"):
-        check_output(tiny_config(upscaled("llama"), corpus, tmp_path / "out", **options, **changed))
+    with refused("batch_size is 1, but the run to resume has 2"):
+        check_output(config_for(**options, **changed))
 
 
 def test_tied_embeddings_are_not_told_to_be_missing_and_what_is_missing_is(
-    upscaled, corpus, tmp_path, monkeypatch, caplog
+    upscaled, config_for, tmp_path, monkeypatch, caplog
 ):
     options = {"save_every": 1, "max_steps": 2}
     output, model = tmp_path / "out", upscaled("qwen2")
     assert AutoConfig.from_pretrained(model).tie_word_embeddings
-    train(tiny_config(model, corpus, output, **options))
+    train(config_for(output, model=model, **options))
     first = output / "checkpoint-1"
     monkeypatch.setattr(logging.get_logger("transformers"), "propagate", True)
     with caplog.at_level("WARNING", logger="transformers"):
-        train(tiny_config(model, corpus, output, **options, resume=str(first)))
+        train(config_for(output, model=model, **options, resume=str(first)))
         assert not [record for record in caplog.records if "missing keys" in record.getMessage()]
-        tensors = load_file(first / "model.safetensors")
+        tensors = weights(first)
         del tensors["model.norm.weight"]
         save_file(tensors, first / "model.safetensors", {"format": "pt"})
         finish_checkpoint(first, ())
-        train(tiny_config(model, corpus, output, **options, resume=str(first)))
+        train(config_for(output, model=model, **options, resume=str(first)))
     (told,) = {record.getMessage() for record in caplog.records if "missing keys" in record.getMessage()}
     assert "['model.norm.weight']" in told
 
@@ -171,10 +168,10 @@ BEGUN_MEANWHILE = (
 
 
 def test_what_another_run_did_while_a_model_was_loaded_is_neither_overwritten_nor_gone_back_on(
-    upscaled, corpus, tmp_path, monkeypatch
+    config_for, tmp_path, monkeypatch
 ):
     output = tmp_path / "out"
-    asked = tiny_config(upscaled("llama"), corpus, output, resume="auto", max_steps=2)
+    asked = config_for(output, resume="auto", max_steps=2)
     prepare(asked)  # dies before its first checkpoint
     assert (output / "train_config.yaml").exists()
     steps = iter((2, 4))
@@ -184,10 +181,10 @@ def test_what_another_run_did_while_a_model_was_loaded_is_neither_overwritten_no
         (folder / "state").touch()
 
     monkeypatch.setattr(run_setup, "set_seed", another_run)
-    with pytest.raises(ValueError, match=BEGUN_MEANWHILE):
+    with refused(BEGUN_MEANWHILE):
         prepare(asked)  # which meant to overwrite what died
     assert (output / "checkpoint-2" / "state").exists()
-    with pytest.raises(ValueError, match=BEGUN_MEANWHILE):
+    with refused(BEGUN_MEANWHILE):
         prepare(asked)  # which meant to go on from step 2
     assert (output / "checkpoint-4" / "state").exists()
 

@@ -4,66 +4,41 @@ from pathlib import Path
 
 import pytest
 import torch
-from processes.warm import run_ranks
-from safetensors.torch import load_file
-from tiny import save_tiny_model
-from training.tiny_run import tiny_config, tiny_tokenizer
-from transformers import AutoModelForCausalLM, TrainingArguments
+from training.outcomes import assert_close_weights, logged, moved, weights
+from training.tiny_run import refused, tiny_tokenizer
+from training.two_processes import in_two_processes, write_recipe
+from transformers import AutoModelForCausalLM
 
 from midus_hf.training.optim.table_columns import TableColumns, tables_of_values
-from midus_hf.training.run.train import prepare, train
-from midus_hf.training.run.training_log import read_log
-from midus_hf.training.trainer.memory_trainer import MemoryTrainer
+from midus_hf.training.run.train import train
 from upscalers.runs.upscale import upscale
 
-SCRIPT = Path(__file__).parents[2] / "scripts" / "train_cpt.py"
 RUN = {"max_steps": 4, "save_every": 2, "precision": "fp32", "sequence_length": 16, "log_every": 1}
 
 
-@pytest.fixture(scope="module")
-def ultramem(tmp_path_factory):
-    """A tiny upscaled model with a table that layers share and pre-values; nobody may change it."""
-    folder = tmp_path_factory.mktemp("ultramem")
-    base = save_tiny_model("llama", folder / "base")
-    options = {"n": 16, "k": 2, "share": "ring:2", "heads": 2}
-    upscale(base=base, method="ultramem-v2", output=folder / "model", options=options, verify=False)
-    tiny_tokenizer().save_pretrained(folder / "model")
-    return folder / "model"
+@pytest.fixture
+def ultramem(upscaled) -> Path:
+    """A tiny upscaled model with a table that layers share and pre-values."""
+    return upscaled("llama", "ultramem-v2")
 
 
-def in_two_processes(model, corpus, output, **options) -> None:
-    words = [f"{name}={value}" for name, value in {**RUN, **options, "batch_size": 1, "shard_values": True}.items()]
-    recipe = output.with_suffix(".yaml")
-    recipe.write_text("learning_rate: 1e-2\n")
-    run = run_ranks(SCRIPT, recipe, f"model={model}", f"corpus={corpus}", f"output={output}", *words)
-    assert run.returncode == 0, run.stderr
+def shared(model, corpus, output, **options) -> None:
+    """Train in two processes."""
+    options = {**RUN, **options, "batch_size": 1, "shard_values": True, "output": output}
+    in_two_processes(write_recipe(output.parent, model, corpus, **options))
 
 
-def logged(folder: Path, name: str) -> list[float]:
-    return [event[name] for event in read_log(folder / "log.jsonl") if name in event]
-
-
-def assert_trained_alike(one: Path, two: Path) -> None:
-    weights, shared = load_file(one / "model.safetensors"), load_file(two / "model.safetensors")
-    assert weights.keys() == shared.keys() and any(name.endswith("value_table") for name in weights)
-    for name, tensor in weights.items():
-        torch.testing.assert_close(
-            shared[name], tensor, rtol=1e-3, atol=1e-4, msg=lambda text, name=name: f"{name}: {text}"
-        )
-
-
-def test_two_processes_train_as_one_and_go_on_from_a_checkpoint(ultramem, corpus, tmp_path):
+def test_two_processes_train_as_one_and_go_on_from_a_checkpoint(ultramem, config_for, corpus, tmp_path):
     one, two = tmp_path / "one", tmp_path / "two"
-    train(tiny_config(ultramem, corpus, one, **RUN, shard_values=True, keep_checkpoints=None))
-    in_two_processes(ultramem, corpus, two, eval_text=corpus, keep_checkpoints="null")
+    train(config_for(one, model=ultramem, **RUN, shard_values=True, keep_checkpoints=None))
+    shared(ultramem, corpus, two, eval_text=corpus, keep_checkpoints="null")
     assert logged(two, "loss") == pytest.approx(logged(one, "loss"), rel=1e-5) and len(logged(one, "loss")) == 4
     assert logged(two, "grad_norm") == pytest.approx(logged(one, "grad_norm"), rel=1e-4)
     perplexities = logged(two, "perplexity")
     assert len(perplexities) == 2 and perplexities[1] < perplexities[0]
-    assert_trained_alike(one, two)
-    start = load_file(ultramem / "model.safetensors")
-    moved = [name for name in start if not torch.equal(start[name], load_file(two / "model.safetensors")[name])]
-    assert {name.rsplit(".", 1)[-1] for name in moved} >= {"value_table", "pre_value_table", "core", "row_keys"}
+    assert_close_weights(one, two)
+    kinds = {name.rsplit(".", 1)[-1] for name in moved(ultramem, two)}
+    assert kinds >= {"value_table", "pre_value_table", "core", "row_keys"}
     states = [torch.load(folder / "checkpoint-4" / "optimizer.pt")["state"] for folder in (one, two)]
     assert states[0].keys() == states[1].keys()
     for number, state in states[0].items():
@@ -71,25 +46,27 @@ def test_two_processes_train_as_one_and_go_on_from_a_checkpoint(ultramem, corpus
         torch.testing.assert_close(states[1][number]["exp_avg"], state["exp_avg"], rtol=1e-3, atol=1e-4)
 
     (two / "checkpoint-4").rename(tmp_path / "away")
-    in_two_processes(ultramem, corpus, two, eval_text=corpus, keep_checkpoints="null", resume=True)
+    shared(ultramem, corpus, two, eval_text=corpus, keep_checkpoints="null", resume=True)
     assert len(logged(two, "loss")) == 4
-    assert_trained_alike(one, two)
+    assert_close_weights(one, two)
 
 
-def test_rows_that_were_read_are_updated_alone_in_two_processes_as_in_one(ultramem, corpus, tmp_path):
+def test_rows_that_were_read_are_updated_alone_in_two_processes_as_in_one(ultramem, config_for, corpus, tmp_path):
     one, two = tmp_path / "one", tmp_path / "two"
-    train(tiny_config(ultramem, corpus, one, **RUN, sparse_values=True))
-    in_two_processes(ultramem, corpus, two, sparse_values=True)
+    train(config_for(one, model=ultramem, **RUN, sparse_values=True))
+    shared(ultramem, corpus, two, sparse_values=True)
     assert logged(two, "loss") == pytest.approx(logged(one, "loss"), rel=1e-5)
-    assert_trained_alike(one, two)
-    start, trained = (load_file(folder / "model.safetensors") for folder in (ultramem, two))
+    assert_close_weights(one, two)
+    start, trained = weights(ultramem), weights(two)
     for name in start:
         if name.endswith("value_table") and not name.endswith("pre_value_table"):
-            moved = (start[name] != trained[name]).any(-1)
-            assert moved.any() and not moved.all()
+            rows = (start[name] != trained[name]).any(-1)
+            assert rows.any() and not rows.all()
 
 
-def test_banks_of_chapters_beside_columns_that_are_shared_train_as_in_a_dense_run(ultramem, corpus, tmp_path):
+def test_banks_of_chapters_beside_columns_that_are_shared_train_as_in_a_dense_run(
+    ultramem, config_for, corpus, tmp_path
+):
     """No process has the bank's columns alone, so PyTorch averages its gradients, which have to be dense for that.
 
     In the second step a row that was read in the first alone has a moment in a dense run, and keeps what it had where gradients are
@@ -103,12 +80,11 @@ def test_banks_of_chapters_beside_columns_that_are_shared_train_as_in_a_dense_ru
     tiny_tokenizer().save_pretrained(tmp_path / "model")
     words = {**RUN, "max_steps": 2, "warmup_ratio": 0, "trainable": "all", "learning_rate": 1e-4, "max_grad_norm": 0}
     model, dense, rows, two = (tmp_path / name for name in ("model", "dense", "rows", "two"))
-    train(tiny_config(model, corpus, dense, **words))
-    train(tiny_config(model, corpus, rows, **words, sparse_values=True))
-    in_two_processes(model, corpus, two, **words, sparse_values=True)
+    train(config_for(dense, model=model, **words))
+    train(config_for(rows, model=model, **words, sparse_values=True))
+    shared(model, corpus, two, **words, sparse_values=True)
     assert logged(two, "loss") == pytest.approx(logged(dense, "loss"), rel=1e-5) and len(logged(two, "loss")) == 2
-    bank = "model.memory_tables.chapters.0.bank"
-    assert not torch.equal(*(load_file(folder / "model.safetensors")[bank] for folder in (model, two)))
+    assert "model.memory_tables.chapters.0.bank" in moved(model, two)
     of_dense, of_rows, of_two = (
         torch.load(folder / "checkpoint-2" / "optimizer.pt")["state"] for folder in (dense, rows, two)
     )
@@ -141,9 +117,7 @@ def test_a_process_keeps_its_columns_and_a_state_dict_of_them_is_refused(ultrame
     for name, table in tables_of_values(whole).items():
         assert torch.equal(model.get_parameter(name), table[:, table.shape[1] // 2 :])
     for save in (model.state_dict, model.model.memory_tables.state_dict):
-        with pytest.raises(
-            ValueError, match=r"tables of values are split over 2 processes, .* save by Trainer\.save_model"
-        ):
+        with refused(r"tables of values are split over 2 processes, .* save by Trainer\.save_model"):
             save()
     assert model._ddp_params_and_buffers_to_ignore == list(columns.parameters)
 
@@ -162,16 +136,6 @@ def test_columns_that_do_not_divide_are_refused_and_nothing_is_cut(ultramem):
 
     model = AutoModelForCausalLM.from_pretrained(ultramem)
     before = {name: table.shape for name, table in tables_of_values(model).items()}
-    with pytest.raises(
-        ValueError, match=r"has \d+ columns for 3 processes; expected a number of processes that divides them"
-    ):
+    with refused(r"has \d+ columns for 3 processes; expected a number of processes that divides them"):
         TableColumns(model, OneOfThree())
     assert {name: table.shape for name, table in tables_of_values(model).items()} == before
-
-
-def test_what_cannot_be_split_is_refused(ultramem, upscaled, corpus, tmp_path):
-    with pytest.raises(ValueError, match="shard_values is true, but no memory of this model reads few rows"):
-        prepare(tiny_config(upscaled("llama"), corpus, tmp_path / "out", shard_values=True))
-    arguments = TrainingArguments(str(tmp_path), torch_compile=True, report_to="none", use_cpu=True)
-    with pytest.raises(ValueError, match="shard_values is true, for which a model has to run uncompiled"):
-        MemoryTrainer(AutoModelForCausalLM.from_pretrained(ultramem), arguments, shard_values=True)

@@ -34,14 +34,14 @@ def training_section(folder: Path) -> str:
     return card.partition("## Trained with")[2]
 
 
-def test_a_trained_model_has_the_terms_and_the_record_of_the_model_it_came_from(model, corpus, tmp_path):
-    train(tiny_config(model, corpus, tmp_path / "out", max_steps=1))
+def test_a_trained_model_has_the_terms_and_the_record_of_the_model_it_came_from(model, config_for, tmp_path):
+    train(config_for(model=model, max_steps=1))
     for name in ("LICENSE.txt", "NOTICE", "upscale.json"):
         assert (tmp_path / "out" / name).read_bytes() == (model / name).read_bytes()
 
 
-def test_its_card_says_how_it_was_trained(model, corpus, tmp_path):
-    result = train(tiny_config(model, corpus, tmp_path / "out", max_steps=3, learning_rate=1e-3))
+def test_its_card_says_how_it_was_trained(model, config_for, corpus, tmp_path):
+    result = train(config_for(model=model, max_steps=3, learning_rate=1e-3))
     section = training_section(tmp_path / "out")
     assert f"| steps | tokens | final loss |\n|---|---|---|\n| 3 | 96 | {result.loss:.4f} |\n" in section
     options = re.search(r"```yaml\n(.*)```\n$", section, flags=re.DOTALL)[1]
@@ -54,32 +54,32 @@ def test_its_card_says_how_it_was_trained(model, corpus, tmp_path):
     assert str(tmp_path) not in section
 
 
-def test_a_resumed_run_tells_of_its_training_once_and_of_all_its_steps(model, corpus, tmp_path):
-    train(tiny_config(model, corpus, tmp_path / "out", max_steps=4, save_every=2))
+def test_a_resumed_run_tells_of_its_training_once_and_of_all_its_steps(model, config_for, tmp_path):
+    train(config_for(model=model, max_steps=4, save_every=2))
     shutil.rmtree(tmp_path / "out" / "checkpoint-4")
-    train(tiny_config(model, corpus, tmp_path / "out", max_steps=4, save_every=2, resume=True))
+    train(config_for(model=model, max_steps=4, save_every=2, resume=True))
     section = training_section(tmp_path / "out")
     assert "## Trained with" not in section
     assert "\n| 4 | 128 | " in section
 
 
-def test_training_a_trained_model_adds_to_what_its_card_tells(model, corpus, tmp_path):
-    train(tiny_config(model, corpus, tmp_path / "first", max_steps=1))
-    train(tiny_config(tmp_path / "first", corpus, tmp_path / "second", max_steps=2))
+def test_training_a_trained_model_adds_to_what_its_card_tells(model, config_for, tmp_path):
+    train(config_for("first", model=model, max_steps=1))
+    train(config_for("second", model=tmp_path / "first", max_steps=2))
     first, second = ((tmp_path / name / "README.md").read_bytes() for name in ("first", "second"))
     assert second.startswith(first)
     assert second.count(b"\n## Trained with\n") == 2
 
 
-def test_a_model_without_a_card_gets_none(model, corpus, tmp_path):
+def test_a_model_without_a_card_gets_none(model, config_for, tmp_path):
     (model / "README.md").unlink()
-    train(tiny_config(model, corpus, tmp_path / "out", max_steps=1))
+    train(config_for(model=model, max_steps=1))
     assert not (tmp_path / "out" / "README.md").exists()
     assert (tmp_path / "out" / "LICENSE.txt").exists()
 
 
-def test_files_that_vanish_while_it_trains_are_carried_all_the_same(model, corpus, tmp_path):
-    run = prepare(tiny_config(model, corpus, tmp_path / "out", max_steps=1))
+def test_files_that_vanish_while_it_trains_are_carried_all_the_same(model, config_for, tmp_path):
+    run = prepare(config_for(model=model, max_steps=1))
     shutil.rmtree(model)
     run.execute()
     assert (tmp_path / "out" / "NOTICE").read_bytes() == b"notice"

@@ -1,31 +1,23 @@
 """Tables of which a step reads few rows: gradients, updates and norms of these rows, as dense ones have them."""
 
 import copy
-import json
 
 import pytest
 import torch
-from tiny import save_tiny_model
-from training.tiny_run import tiny_config, tiny_tokenizer
+from training.outcomes import assert_resumes, logged, weights
 from transformers import AutoModelForCausalLM, TrainingArguments
 
 from midus_hf.training.optim.row_adamw import RowAdamW, clip_rows
-from midus_hf.training.run.train import prepare, train
+from midus_hf.training.run.train import train
 from midus_hf.training.trainer.memory_trainer import MemoryTrainer
-from upscalers.runs.upscale import upscale
 
 OPTIONS = {"lr": 1e-2, "betas": (0.9, 0.95), "weight_decay": 0.1}
 
 
-@pytest.fixture(scope="module")
-def ultramem(tmp_path_factory):
-    """A tiny upscaled model with tables that layers share; nobody may change it."""
-    folder = tmp_path_factory.mktemp("ultramem")
-    base = save_tiny_model("llama", folder / "base")
-    options = {"n": 16, "k": 2, "share": "ring:2"}
-    upscale(base=base, method="ultramem-v2", output=folder / "model", options=options, verify=False)
-    tiny_tokenizer().save_pretrained(folder / "model")
-    return folder / "model"
+@pytest.fixture
+def ultramem(upscaled):
+    """A tiny upscaled model with a table that layers share."""
+    return upscaled("llama", "ultramem-v2")
 
 
 def sparse(gradient: torch.Tensor, rows: list[int]) -> torch.Tensor:
@@ -192,33 +184,25 @@ def test_rows_are_clipped_to_a_norm_that_they_have_together():
 
 
 @pytest.mark.parametrize("changes", [{}, {"gradient_accumulation": 2}, {"max_grad_norm": 0}], ids=str)
-def test_a_run_whose_tables_start_at_zero_reads_the_rows_that_a_dense_one_reads(ultramem, corpus, tmp_path, changes):
+def test_a_run_whose_tables_start_at_zero_reads_the_rows_that_a_dense_one_reads(
+    ultramem, config_for, tmp_path, changes
+):
     """In the first step rows that are read move alike; the others keep their bytes."""
-    trained = {}
     for is_sparse in (False, True):
-        output = tmp_path / str(is_sparse)
-        words = {"max_steps": 1, "warmup_ratio": 0, "sparse_values": is_sparse, "precision": "fp32", **changes}
-        train(tiny_config(ultramem, corpus, output, **words))
-        trained[is_sparse] = AutoModelForCausalLM.from_pretrained(output).state_dict()
-    start = AutoModelForCausalLM.from_pretrained(ultramem).state_dict()
+        words = {"max_steps": 1, "warmup_ratio": 0, "sparse_values": is_sparse, **changes}
+        train(config_for(str(is_sparse), model=ultramem, **words))
+    start, dense, by_rows = (weights(folder) for folder in (ultramem, tmp_path / "False", tmp_path / "True"))
     tables = [name for name in start if name.endswith("value_table")]
     assert len(tables) == 2
     for name in tables:
-        torch.testing.assert_close(trained[True][name], trained[False][name], rtol=1e-4, atol=1e-6)
-        moved = (trained[True][name] != start[name]).any(-1)
+        torch.testing.assert_close(by_rows[name], dense[name], rtol=1e-4, atol=1e-6)
+        moved = (by_rows[name] != start[name]).any(-1)
         if not name.endswith("pre_value_table"):
             assert moved.any() and not moved.all()
 
 
-def test_a_resumed_run_is_the_uninterrupted_one(ultramem, corpus, tmp_path):
-    words = {"max_steps": 4, "sparse_values": True, "precision": "fp32"}
-    train(tiny_config(ultramem, corpus, tmp_path / "whole", **words))
-    train(tiny_config(ultramem, corpus, tmp_path / "parts", **words, save_every=2))
-    for path in tmp_path.glob("parts/checkpoint-4"):
-        path.rename(tmp_path / "away")
-    train(tiny_config(ultramem, corpus, tmp_path / "parts", **words, save_every=2, resume=True))
-    whole, parts = (AutoModelForCausalLM.from_pretrained(tmp_path / name).state_dict() for name in ("whole", "parts"))
-    assert all(torch.equal(whole[name], parts[name]) for name in whole)
+def test_a_resumed_run_is_the_uninterrupted_one(ultramem, config_for):
+    assert_resumes(config_for, 2, model=ultramem, max_steps=4, sparse_values=True)
 
 
 def test_gradients_are_dense_again_once_the_run_is_over(ultramem, corpus, tmp_path):
@@ -231,26 +215,8 @@ def test_gradients_are_dense_again_once_the_run_is_over(ultramem, corpus, tmp_pa
     assert tables and not any(table.grad.is_sparse for table in tables)
 
 
-def test_runs_that_have_no_such_tables_are_refused(upscaled, corpus, tmp_path):
-    message = "no memory of this model reads few rows of a large table; expected one of type ultramem or chapters. Leave it out"
-    with pytest.raises(ValueError, match=message):
-        prepare(tiny_config(upscaled("llama"), corpus, tmp_path / "out", sparse_values=True))
-    assert not (tmp_path / "out").exists()
-
-
-def test_other_optimizers_are_refused(ultramem, tmp_path):
-    arguments = TrainingArguments(str(tmp_path), optim="adafactor", report_to="none", use_cpu=True)
-    model = AutoModelForCausalLM.from_pretrained(ultramem)
-    with pytest.raises(ValueError, match="sparse_values is true, and optim is 'adafactor'; expected adamw_torch"):
-        MemoryTrainer(model, arguments, sparse_values=True)
-
-
-def test_the_log_has_the_norm_of_all_gradients(ultramem, corpus, tmp_path):
-    norms = []
+def test_the_log_has_the_norm_of_all_gradients(ultramem, config_for, tmp_path):
     for is_sparse in (False, True):
-        output = tmp_path / str(is_sparse)
-        words = {"max_steps": 1, "sparse_values": is_sparse, "precision": "fp32", "log_every": 1}
-        train(tiny_config(ultramem, corpus, output, **words))
-        events = [json.loads(line) for line in (output / "log.jsonl").read_text().splitlines()]
-        norms.append(next(event["grad_norm"] for event in events if "grad_norm" in event))
+        train(config_for(str(is_sparse), model=ultramem, max_steps=1, sparse_values=is_sparse))
+    norms = [logged(tmp_path / name, "grad_norm")[0] for name in ("False", "True")]
     assert norms[1] == pytest.approx(norms[0], rel=1e-4) and norms[0] > 0

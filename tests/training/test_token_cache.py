@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from training.cached_tokens import entries, in_a_process, row, tokens_of
-from training.tiny_run import tiny_tokenizer, write_corpus
+from training.tiny_run import refused, tiny_tokenizer, write_corpus
 from transformers import AutoTokenizer
 
 from midus_hf.documents import DocumentError
@@ -188,10 +188,10 @@ def test_a_dataset_of_the_hub_is_told_from_others_by_its_fingerprint_and_column(
     rows = datasets.Dataset.from_dict({"text": ["w5", " ", "w7"]})
     assert row(tokens_of("owner/name", tmp_path)) == [5, 2, 7, 2]
     assert len(made) == 3
-    with pytest.raises(DocumentError, match=r"corpus 'owner/name' has no 'body', only text; set column to the one"):
+    with refused(r"corpus 'owner/name' has no 'body', only text; set column to the one", DocumentError):
         tokens_of("owner/name", tmp_path, column="body")
     rows = datasets.Dataset.from_dict({"text": [1, 2]})
-    with pytest.raises(DocumentError, match=r"corpus 'owner/name' has a int under 'text'; expected text"):
+    with refused(r"corpus 'owner/name' has a int under 'text'; expected text", DocumentError):
         tokens_of("owner/name", tmp_path)
 
 

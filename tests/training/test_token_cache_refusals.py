@@ -9,7 +9,7 @@ import shutil
 
 import pytest
 from training.cached_tokens import entries, row, tokens_of
-from training.tiny_run import tiny_tokenizer, write_corpus
+from training.tiny_run import refused, tiny_tokenizer, write_corpus
 
 from midus_hf.documents import DocumentError
 from midus_hf.training.data import token_cache
@@ -24,9 +24,9 @@ def test_without_room_nothing_is_begun(tmp_path, monkeypatch):
     folder, cache = write_corpus(tmp_path / "texts"), tmp_path / "cache"
     usage = shutil.disk_usage(tmp_path)._replace(free=1000)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage)
-    with pytest.raises(
+    with refused(
+        r"tokens of corpus '.*texts' need about 0\.0 MB in '.*cache', where 0\.0 MB are free\. Make room, or set corpus",
         DocumentError,
-        match=r"tokens of corpus '.*texts' need about 0\.0 MB in '.*cache', where 0\.0 MB are free\. Make room, or set corpus",
     ):
         tokens_of(folder, cache)
     assert entries(cache) == []
@@ -56,9 +56,8 @@ def test_a_disk_that_fills_meanwhile_is_told_and_cleared(tmp_path, monkeypatch, 
 
     monkeypatch.setattr(token_cache, "usable_cores", lambda: cores)
     monkeypatch.setattr(token_cache, "_Tokenise", FullDisk)
-    with pytest.raises(
-        DocumentError,
-        match=r"cannot be written to '.*cache': .*No space left on device\. Set corpus\.cache_dir to a fold",
+    with refused(
+        r"cannot be written to '.*cache': .*No space left on device\. Set corpus\.cache_dir to a fold", DocumentError
     ):
         tokens_of(folder, cache)
     assert entries(cache) == []
@@ -66,9 +65,7 @@ def test_a_disk_that_fills_meanwhile_is_told_and_cleared(tmp_path, monkeypatch, 
 
 def test_a_cache_that_cannot_be_written_is_told(tmp_path):
     (tmp_path / "cache").touch()
-    with pytest.raises(
-        DocumentError, match=r"cannot be written to '.*cache': .*File exists.*Set corpus\.cache_dir to"
-    ):
+    with refused(r"cannot be written to '.*cache': .*File exists.*Set corpus\.cache_dir to", DocumentError):
         tokens_of(write_corpus(tmp_path / "texts"), tmp_path / "cache")
 
 
@@ -78,7 +75,7 @@ def test_text_that_cannot_be_read_is_named_and_leaves_no_entry(tmp_path, monkeyp
     monkeypatch.setattr(token_cache, "_SAMPLE", 10)
     folder = write_corpus(tmp_path / "texts", documents=150)
     (folder / "140.txt").write_bytes(b"\xff")
-    with pytest.raises(DocumentError, match=r"140\.txt' is not text in utf-8"):
+    with refused(r"140\.txt' is not text in utf-8", DocumentError):
         tokens_of(folder, tmp_path / "cache")
     assert entries(tmp_path / "cache") == []
 
@@ -89,13 +86,13 @@ def test_an_id_that_the_model_does_not_embed_is_refused_before_and_after_tokens_
     monkeypatch.setattr(token_cache, "_SAMPLE", 10)
     folder, cache = write_corpus(tmp_path / "texts", documents=150), tmp_path / "cache"
     for _ in range(2):
-        with pytest.raises(ValueError, match=r"yields id \d+, but the model embeds 100 ids; use the tokenizer that"):
+        with refused(r"yields id \d+, but the model embeds 100 ids; use the tokenizer that"):
             tokens_of(folder, cache, vocab_size=100)
         assert tokens_of(folder, cache).num_documents == 150
 
 
 def test_a_tokenizer_without_eos_is_refused(tmp_path):
-    with pytest.raises(ValueError, match=r"the tokenizer has no EOS token"):
+    with refused(r"the tokenizer has no EOS token"):
         tokens_of(write_corpus(tmp_path / "texts"), tmp_path / "cache", tiny_tokenizer(eos_token=None))
 
 
@@ -103,7 +100,7 @@ def test_a_tokenizer_without_eos_is_refused(tmp_path):
 def test_a_corpus_of_white_space_is_empty(tmp_path, monkeypatch, cores):
     monkeypatch.setattr(token_cache, "usable_cores", lambda: cores)
     (tmp_path / "a.txt").write_text(" \n")
-    with pytest.raises(DocumentError, match=r"the corpus is empty: it has no document with a visible character"):
+    with refused(r"the corpus is empty: it has no document with a visible character", DocumentError):
         tokens_of(tmp_path / "a.txt", tmp_path / "cache")
 
 
@@ -144,9 +141,7 @@ def test_a_damaged_entry_is_never_trained_on_and_says_how_to_mend_it(tmp_path, d
     work, reason = DAMAGES[damage]
     work(entry / "00000.arrow", entry / "entry.json")
     monkeypatch.setattr(token_cache, "_SEEN_WHOLE", set())  # as in another process
-    with pytest.raises(
-        DocumentError, match=rf"'{entry}' are damaged: .*{reason}.*\. Remove this folder; it is made ag"
-    ):
+    with refused(rf"'{entry}' are damaged: .*{reason}.*\. Remove this folder; it is made ag", DocumentError):
         tokens_of(folder, cache)
     shutil.rmtree(entry)
     assert tokens_of(folder, cache).num_tokens == 1220

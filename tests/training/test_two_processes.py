@@ -2,21 +2,11 @@
 
 import itertools
 import json
-import shutil
 
 import pytest
-from training.tiny_run import tiny_tokenizer
-from training.two_processes import (
-    METHODS,
-    SCRIPT,
-    assert_same_run,
-    in_two_processes,
-    largest_difference,
-    logged,
-    save_method,
-    weights,
-    write_recipe,
-)
+from training.outcomes import as_it_was_at, assert_same_run, largest_difference, logged
+from training.tiny_run import save_upscaled, tiny_tokenizer
+from training.two_processes import METHODS, SCRIPT, in_two_processes, write_recipe
 
 from midus_hf.cli.train import main
 from midus_hf.training.data.corpus import find_corpus
@@ -34,16 +24,14 @@ ALSO_LOGGED = {"midus-hml": ["balance_loss", "memory_used_share", "memory_perple
 @pytest.mark.product
 @pytest.mark.parametrize("method", METHODS)
 def test_two_processes_train_as_one(method, corpus, tmp_path):
-    recipe = write_recipe(tmp_path / "recipe.yaml", save_method(method, tmp_path), corpus, **OPTIONS[method])
+    recipe = write_recipe(tmp_path, save_upscaled("llama", tmp_path, method), corpus, **OPTIONS[method])
     assert main([str(recipe), "batch_size=4", f"output={tmp_path / 'one'}"]) == 0
     in_two_processes(recipe, f"output={tmp_path / 'two'}")
     for name in ("loss", "grad_norm", *ALSO_LOGGED.get(method, [])):
         one, two = (logged(tmp_path / folder, name) for folder in ("one", "two"))
         assert two == pytest.approx(one, rel=1e-4) and len(one) == 6, name
-    start = weights(tmp_path / "model")
-    one, two = (weights(tmp_path / folder) for folder in ("one", "two"))
-    assert largest_difference(one, start) > 1e-2
-    assert largest_difference(two, one) < 1e-4
+    assert largest_difference(tmp_path / "one", tmp_path / "model") > 1e-2
+    assert largest_difference(tmp_path / "two", tmp_path / "one") < 1e-4
 
 
 STREAMS = {"a-folder": {}, "documents-that-are-masked": {"document_mask": "true"}}
@@ -53,10 +41,8 @@ STREAMS = {"a-folder": {}, "documents-that-are-masked": {"document_mask": "true"
 @pytest.mark.parametrize("name", STREAMS)
 def test_a_stream_is_read_by_the_first_process_in_the_order_of_one_and_gone_on_with(name, corpus, tmp_path):
     """Each sequence is trained on by one process, once."""
-    model = save_method("llama-pro", tmp_path)
-    recipe = write_recipe(
-        tmp_path / "recipe.yaml", model, f"{{path: {corpus}, streaming: true}}", save_every=3, **STREAMS[name]
-    )
+    model = save_upscaled("llama", tmp_path, "llama-pro")
+    recipe = write_recipe(tmp_path, model, f"{{path: {corpus}, streaming: true}}", save_every=3, **STREAMS[name])
     spy = tmp_path / "spy.py"
     spy.write_text(NOTES_WHAT_IS_TRAINED_ON)
     in_two_processes(recipe, f"output={tmp_path / 'two'}", script=spy, SEEN=str(tmp_path), PROGRAM=str(SCRIPT))
@@ -70,23 +56,22 @@ def test_a_stream_is_read_by_the_first_process_in_the_order_of_one_and_gone_on_w
     taken = [sequence for step in zip(*seen, strict=True) for batch in step for sequence in batch]
     assert taken == expected
 
-    shutil.rmtree(tmp_path / "two" / "checkpoint-6")
-    shutil.copytree(tmp_path / "two", tmp_path / "resumed")
-    in_two_processes(recipe, f"output={tmp_path / 'resumed'}", "resume=true")
-    assert_same_run(tmp_path / "resumed", tmp_path / "two")
+    resumed = as_it_was_at(3, tmp_path / "two", tmp_path / "resumed")
+    in_two_processes(recipe, f"output={resumed}", "resume=true")
+    assert_same_run(resumed, tmp_path / "two")
 
 
 NOTES_WHAT_IS_TRAINED_ON = """
 import json, os, pathlib, runpy, sys
-from midus_hf.training.run.run_trainer import RunTrainer
+from midus_hf.training.trainer.memory_trainer import MemoryTrainer
 
-seen, step = [], RunTrainer.training_step
+seen, step = [], MemoryTrainer.training_step
 
 def training_step(self, model, inputs, *args, **kwargs):
     seen.append(inputs["input_ids"].tolist())
     return step(self, model, inputs, *args, **kwargs)
 
-RunTrainer.training_step = training_step
+MemoryTrainer.training_step = training_step
 sys.argv[0] = os.environ["PROGRAM"]
 try:
     runpy.run_path(sys.argv[0], run_name="__main__")

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
-from training.test_run import exact_log
-from training.tiny_run import tiny_config
+from safetensors.torch import save_file
+from training.outcomes import as_it_was_at, exact_log, moved, weights
+from training.tiny_run import refused, tiny_config
 
 from midus_hf.files.checkpoint_files import BEGUN_CHECKPOINT
 from midus_hf.files.run_files import remove_written
@@ -42,13 +42,13 @@ def whole(upscaled, corpus, tmp_path_factory) -> Path:
 @pytest.fixture
 def output(whole, tmp_path) -> Path:
     """The same run as it was when it had saved its checkpoint of step 4."""
-    left_out = ("config.json", "model.safetensors", "checkpoint-6")
-    shutil.copytree(whole, tmp_path / "out", ignore=lambda folder, _: left_out if Path(folder) == whole else ())
-    return tmp_path / "out"
+    return as_it_was_at(4, whole, tmp_path / "out")
 
 
-def asked(upscaled, corpus, output, **changes):
-    return tiny_config(upscaled("llama"), corpus, output, **{**OPTIONS, "resume": "auto", **changes})
+@pytest.fixture
+def resumed(config_for):
+    """Gives the options of the same run, to be gone on with."""
+    return lambda **changes: config_for(**{**OPTIONS, "resume": "auto", **changes})
 
 
 def flip(path: Path, place: int = -100) -> None:
@@ -81,10 +81,10 @@ DAMAGES = {
 
 
 @pytest.mark.parametrize("name", DAMAGES)
-def test_what_is_damaged_is_passed_over_for_what_is_whole_beside_it(name, upscaled, corpus, output, capsys):
+def test_what_is_damaged_is_passed_over_for_what_is_whole_beside_it(name, resumed, output, capsys):
     damage, file, reason = DAMAGES[name]
     damage(output / "checkpoint-4" / file)
-    config = settle_resumption(asked(upscaled, corpus, output))
+    config = settle_resumption(resumed())
     assert config.resume is True and not config.overwrite
     assert check_output(config) == output / "checkpoint-2"
     (line,) = capsys.readouterr().err.splitlines()
@@ -94,79 +94,73 @@ def test_what_is_damaged_is_passed_over_for_what_is_whole_beside_it(name, upscal
 
 
 @pytest.mark.parametrize("name", ["no-optimizer.pt", "flipped-model.safetensors"])
-def test_what_goes_on_from_the_whole_one_is_the_run_that_nobody_disturbed(
-    name, upscaled, corpus, output, whole, capsys
-):
+def test_what_goes_on_from_the_whole_one_is_the_run_that_nobody_disturbed(name, resumed, output, whole, capsys):
     damage, file, _ = DAMAGES[name]
     damage(output / "checkpoint-4" / file)
-    train(asked(upscaled, corpus, output))
+    train(resumed())
     told = capsys.readouterr()
     assert told.err.count("is passed over") == 1 and f"going on from {output / 'checkpoint-2'}\n" in told.out
     assert exact_log(output) == exact_log(whole)
     for folder in ("", "checkpoint-4", "checkpoint-6"):
-        of_one, of_other = (load_file(run / folder / "model.safetensors") for run in (output, whole))
-        assert of_one.keys() == of_other.keys() and all(torch.equal(of_one[key], of_other[key]) for key in of_one)
+        assert moved(output / folder, whole / folder) == set()
     states = [torch.load(run / "checkpoint-6" / "optimizer.pt")["state"] for run in (output, whole)]
     assert all(torch.equal(states[0][key][part], states[1][key][part]) for key in states[0] for part in states[0][key])
     assert all(damage_of(output / f"checkpoint-{step}") is None for step in (2, 4, 6))
 
 
-def test_all_that_are_passed_over_stand_in_one_line(upscaled, corpus, output, capsys):
+def test_all_that_are_passed_over_stand_in_one_line(resumed, output, capsys):
     shutil.copytree(output / "checkpoint-4", output / "checkpoint-5")
     (output / "checkpoint-5" / "rng_state.pth").unlink()
     flip(output / "checkpoint-4" / "optimizer.pt")
-    assert check_output(asked(upscaled, corpus, output, resume=True)) == output / "checkpoint-2"
+    assert check_output(resumed(resume=True)) == output / "checkpoint-2"
     assert capsys.readouterr().err == (
         "checkpoint-5 is passed over: rng_state.pth is missing; "
         "checkpoint-4 is passed over: optimizer.pt does not have the contents that were written\n"
     )
 
 
-def test_a_run_never_begins_again_over_checkpoints_of_which_none_is_whole(upscaled, corpus, output):
+def test_a_run_never_begins_again_over_checkpoints_of_which_none_is_whole(resumed, output):
     for step in (2, 4):
         flip(output / f"checkpoint-{step}" / "optimizer.pt")
     before = sorted(output.rglob("*"))
-    with pytest.raises(
-        ValueError,
-        match=r"output '.*out' holds no whole checkpoint \(checkpoint-4: optimizer\.pt does not have the contents that were written; "
-        r"checkpoint-2: .*\); put back what is missing, or start the run again with resume: false and overwrite: true\.",
+    with refused(
+        r"output '.*out' holds no whole checkpoint \(checkpoint-4: optimizer\.pt does not have the contents that were written; "
+        r"checkpoint-2: .*\); put back what is missing, or start the run again with resume: false and overwrite: true\."
     ):
-        train(asked(upscaled, corpus, output))
+        train(resumed())
     assert sorted(output.rglob("*")) == before
-    train(asked(upscaled, corpus, output, resume=False, overwrite=True, max_steps=1))
+    train(resumed(resume=False, overwrite=True, max_steps=1))
 
 
-def test_a_run_that_died_in_its_first_checkpoint_begins_again(upscaled, corpus, output):
+def test_a_run_that_died_in_its_first_checkpoint_begins_again(resumed, output):
     shutil.rmtree(output / "checkpoint-4")
     manifest = output / "checkpoint-2" / "manifest.json"
     manifest.rename(manifest.with_name(BEGUN_CHECKPOINT))
-    decided = settle_resumption(asked(upscaled, corpus, output))
+    decided = settle_resumption(resumed())
     assert (decided.resume, decided.overwrite) == (False, True)
 
 
-def test_a_damaged_checkpoint_that_is_named_is_refused(upscaled, corpus, output):
+def test_a_damaged_checkpoint_that_is_named_is_refused(resumed, output):
     named = output / "checkpoint-4"
     (named / "scheduler.pt").unlink()
-    with pytest.raises(
-        ValueError,
-        match=r"resume is '.*checkpoint-4', which is no whole checkpoint \(scheduler\.pt is missing\); expected a folder "
-        r"checkpoint-N with all that a run wrote there\. Name another one, or set resume: true for the latest that is whole\.",
+    with refused(
+        r"resume is '.*checkpoint-4', which is no whole checkpoint \(scheduler\.pt is missing\); expected a folder "
+        r"checkpoint-N with all that a run wrote there\. Name another one, or set resume: true for the latest that is whole\."
     ):
-        check_output(asked(upscaled, corpus, output, resume=str(named)))
+        check_output(resumed(resume=str(named)))
 
 
-def test_a_checkpoint_of_an_earlier_version_is_gone_on_from_where_it_is_named(upscaled, corpus, output, whole):
+def test_a_checkpoint_of_an_earlier_version_is_gone_on_from_where_it_is_named(resumed, output, whole):
     for step in (2, 4):
         (output / f"checkpoint-{step}" / "manifest.json").unlink()
-    with pytest.raises(
-        ValueError,
-        match=rf"resume: {output}/checkpoint-4 goes on from that one with no more than a look for its files, or put back",
+    with refused(
+        rf"resume: {output}/checkpoint-4 goes on from that one with no more than a look for its files, or put back"
     ):
-        train(asked(upscaled, corpus, output))
-    named = asked(upscaled, corpus, output, resume=str(output / "checkpoint-4"))
+        train(resumed())
+    named = resumed(resume=str(output / "checkpoint-4"))
     for name in ("optimizer.pt", "scheduler.pt", "rng_state.pth"):
         away = (output / "checkpoint-4" / name).rename(output / "away")
-        with pytest.raises(ValueError, match=rf"which is no whole checkpoint \({name} is missing\)"):
+        with refused(rf"which is no whole checkpoint \({name} is missing\)"):
             train(named)
         away.rename(output / "checkpoint-4" / name)
     train(named)
@@ -174,20 +168,15 @@ def test_a_checkpoint_of_an_earlier_version_is_gone_on_from_where_it_is_named(up
 
 
 @pytest.mark.parametrize("value", ["nan", "inf"])
-def test_a_checkpoint_whose_trained_tensors_are_not_finite_is_passed_over(
-    value, upscaled, corpus, output, whole, capsys
-):
+def test_a_checkpoint_whose_trained_tensors_are_not_finite_is_passed_over(value, resumed, output, whole, capsys):
     """As versions left them that looked at logged losses alone; what is frozen may be what it is."""
-    weights = output / "checkpoint-4" / "model.safetensors"
-    tensors = load_file(weights)
+    tensors = weights(output / "checkpoint-4")
     tensors["model.layers.4.self_attn.q_proj.weight"].view(-1)[3] = float(value)
-    save_file(tensors, weights, {"format": "pt"})
+    save_file(tensors, output / "checkpoint-4" / "model.safetensors", {"format": "pt"})
     finish_checkpoint(output / "checkpoint-4", ())
-    with pytest.raises(
-        ValueError, match=rf"no whole checkpoint \(model\.layers\.4\.self_attn\.q_proj\.weight holds {value}\)"
-    ):
-        train(asked(upscaled, corpus, output, resume=str(output / "checkpoint-4")))
-    train(asked(upscaled, corpus, output))
+    with refused(rf"no whole checkpoint \(model\.layers\.4\.self_attn\.q_proj\.weight holds {value}\)"):
+        train(resumed(resume=str(output / "checkpoint-4")))
+    train(resumed())
     line = f"checkpoint-4 is passed over: model.layers.4.self_attn.q_proj.weight holds {value}\n"
     assert capsys.readouterr().err.count(line) == 1
     assert exact_log(output) == exact_log(whole)
@@ -229,13 +218,13 @@ def test_what_is_left_of_a_checkpoint_whose_removal_was_killed_is_never_believed
         assert not point or UNFINISHED in damages or len(damages) < 2
 
 
-def test_what_a_person_puts_beside_a_checkpoint_is_ignored(upscaled, corpus, output, whole):
+def test_what_a_person_puts_beside_a_checkpoint_is_ignored(resumed, output, whole):
     """Both beside one that is whole, and where one is written."""
     (output / "checkpoint-4" / "notes.txt").write_text("mine")
     assert damage_of(output / "checkpoint-4") is None
     (output / "checkpoint-6").mkdir()
     (output / "checkpoint-6" / "notes.txt").write_text("mine")
-    train(asked(upscaled, corpus, output))
+    train(resumed())
     manifests = [json.loads((run / "checkpoint-6" / "manifest.json").read_text()) for run in (output, whole)]
     assert manifests[0].keys() == manifests[1].keys()
     (output / "checkpoint-6" / "notes.txt").unlink()
@@ -251,7 +240,7 @@ def test_a_checkpoint_is_read_once_as_long_as_it_does_not_change(output, monkeyp
     assert damage_of(folder) == CONTENTS.format("optimizer.pt") and len(read) == 2
 
 
-def test_all_files_are_on_the_disk_before_the_manifest_is_there(upscaled, corpus, tmp_path, monkeypatch):
+def test_all_files_are_on_the_disk_before_the_manifest_is_there(config_for, tmp_path, monkeypatch):
     events: list[tuple[str, str]] = []
     fsync, replace = os.fsync, os.replace
 
@@ -266,7 +255,7 @@ def test_all_files_are_on_the_disk_before_the_manifest_is_there(upscaled, corpus
     monkeypatch.setattr(os, "fsync", synced)
     monkeypatch.setattr(os, "replace", replaced)
     output = tmp_path / "out"
-    train(tiny_config(upscaled("llama"), corpus, output, max_steps=2, save_every=2))
+    train(config_for(output, max_steps=2, save_every=2))
     folder = output / "checkpoint-2"
     appears = events.index(("replace", str(folder / "manifest.json")))
     before, after = ({path for kind, path in part if kind == "fsync"} for part in (events[:appears], events[appears:]))
@@ -276,9 +265,7 @@ def test_all_files_are_on_the_disk_before_the_manifest_is_there(upscaled, corpus
     assert str(folder) in after
 
 
-def test_older_checkpoints_stay_where_the_new_one_is_not_what_was_written(
-    upscaled, corpus, tmp_path, monkeypatch, capsys
-):
+def test_older_checkpoints_stay_where_the_new_one_is_not_what_was_written(config_for, tmp_path, monkeypatch, capsys):
     whole_file = run_checkpoints.whole_file
 
     @contextlib.contextmanager
@@ -290,7 +277,7 @@ def test_older_checkpoints_stay_where_the_new_one_is_not_what_was_written(
 
     monkeypatch.setattr(run_checkpoints, "whole_file", spoiling)
     output = tmp_path / "out"
-    train(tiny_config(upscaled("llama"), corpus, output, max_steps=4, save_every=2, keep_checkpoints=1))
+    train(config_for(output, max_steps=4, save_every=2, keep_checkpoints=1))
     assert [path.name for path in output.glob("checkpoint-*")] == ["checkpoint-2"]
     assert last_checkpoint(output) == output / "checkpoint-2" and is_complete(output / "checkpoint-2")
     (line,) = (line for line in capsys.readouterr().err.splitlines() if "was not saved" in line)
@@ -299,7 +286,7 @@ def test_older_checkpoints_stay_where_the_new_one_is_not_what_was_written(
     )
 
 
-def test_the_best_model_is_taken_from_a_checkpoint_that_is_whole(upscaled, corpus, tmp_path, capsys, monkeypatch):
+def test_the_best_model_is_taken_from_a_checkpoint_that_is_whole(config_for, tmp_path, capsys, monkeypatch):
     text, output = tmp_path / "held-out.txt", tmp_path / "out"
     text.write_text(" ".join(f"w{3 + i % 9}" for i in range(200)))
     options = {**OPTIONS, "eval_text": str(text), "eval_every": 2, "keep_best": True, "resume": False}
@@ -311,8 +298,7 @@ def test_the_best_model_is_taken_from_a_checkpoint_that_is_whole(upscaled, corpu
         flip(output / "checkpoint-4" / "model.safetensors")
 
     monkeypatch.setattr("midus_hf.training.run.progress.ProgressTable.close", spoil)
-    result = train(tiny_config(upscaled("llama"), corpus, output, **options))
+    result = train(config_for(output, **options))
     assert result.best_step == 2
-    expected = load_file(output / "checkpoint-2" / "model.safetensors")
-    assert all(torch.equal(tensor, expected[name]) for name, tensor in load_file(output / "model.safetensors").items())
+    assert moved(output, output / "checkpoint-2") == set()
     assert f"checkpoint-4, the best, is passed over: {CONTENTS.format('model.safetensors')}" in capsys.readouterr().err

@@ -5,6 +5,7 @@ import json
 import math
 import random
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -62,17 +63,44 @@ def write_corpus(folder: Path, documents: int = 20, length: int = 60) -> Path:
     return folder
 
 
-def save_upscaled(family: str, folder: Path, **base_options: Any) -> Path:
+METHODS: dict[str, dict[str, Any]] = {
+    "midus-hml": {"num_new_layers": 2, "options": {"n": 8, "k": 2}},
+    "midus-pkm": {"num_new_layers": 2, "options": {"n": 8, "k": 2}},
+    "llama-pro": {"num_new_layers": 2},
+    "ultramem-v2": {"options": {"n": 16, "k": 2, "share": "ring:2", "heads": 2}},
+    "moc": {"options": {"memory_tokens": 24, "chapters": 12, "k": 2, "chunk_size": 4, "layers": [1, 3]}},
+    "hier-ffn": {"options": {"sizes": [3, 2], "branching": 3}},
+}
+"""How a tiny base is upscaled by a method."""
+
+
+def save_upscaled(
+    family: str,
+    folder: Path,
+    method: str = "midus-hml",
+    options: dict[str, Any] | None = None,
+    tokenizer: PreTrainedTokenizerFast | None = None,
+    **base_options: Any,
+) -> Path:
     """Save a tiny base, upscale it to `folder / "model"`, and give both a tokenizer.
 
     Only then: for some model types transformers loads a tokenizer of words as the family's own class, which cannot read
     words, and what is upscaled reads as its base does.
+
+    Args:
+        family: Of the base.
+        folder: Where both are saved, the base as `folder / "base"`.
+        method: By which it is upscaled.
+        options: Of the method, beside those of `METHODS`.
+        tokenizer: By default one of words.
+        base_options: Of `save_tiny_model`.
     """
     base = save_tiny_model(family, folder / "base", **base_options)
-    options = {"n": 8, "k": 2}
-    upscale(base=base, method="midus-hml", output=folder / "model", num_new_layers=2, options=options, verify=False)
+    request = METHODS[method]
+    request = {**request, "options": {**request.get("options", {}), **(options or {})}}
+    upscale(base=base, method=method, output=folder / "model", verify=False, **request)
     for checkpoint in (base, folder / "model"):
-        tiny_tokenizer().save_pretrained(checkpoint)
+        (tokenizer or tiny_tokenizer()).save_pretrained(checkpoint)
     return folder / "model"
 
 
@@ -111,6 +139,11 @@ def tiny_config(model: Path, corpus: Path, output: Path, **changes: Any) -> Trai
     return TrainConfig(
         model=str(model), output=str(output), corpus=CorpusOptions(path=str(corpus), **corpus_options), **options
     )
+
+
+def refused(message: str, error: type[ValueError] = ValueError) -> AbstractContextManager:
+    """Expect that a person is refused what they ask for, in words that a pattern is found in."""
+    return pytest.raises(error, match=message)
 
 
 def give_held_out_losses(

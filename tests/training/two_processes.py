@@ -1,45 +1,25 @@
-"""Runs of `midus-train` that two processes share, models for them, and what is compared with runs of one process."""
+"""Runs of `midus-train` that two processes share, and what they have in common with runs of one process."""
 
-from collections.abc import Sequence
+import subprocess
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from processes.warm import run_ranks
-from safetensors.torch import load_file
-from tiny import save_tiny_model
-from training.tiny_run import tiny_tokenizer
+from training.outcomes import largest_difference, logged, moved, weights
+from training.tiny_run import save_upscaled
+from transformers import AutoModelForCausalLM
 
-from midus_hf.training.run.training_log import read_log
-from upscalers.runs.upscale import upscale
+from midus_hf.cli.train import main
 
 SCRIPT = Path(__file__).parents[2] / "scripts" / "train_cpt.py"
-ULTRAMEM = {"n": 16, "k": 2, "share": "ring:2", "heads": 2}
-METHODS: dict[str, dict[str, Any]] = {
-    "llama-pro": {"num_new_layers": 2},
-    "midus-hml": {"num_new_layers": 2, "options": {"n": 8, "k": 2}},
-    "ultramem-v2": {"options": ULTRAMEM},
-}
+METHODS = ("llama-pro", "midus-hml", "ultramem-v2")
 """Of new layers that are dense, of head-wise memory, of memory beside layers of the base that shares a table."""
 
 
-def save_method(method: str, folder: Path) -> Path:
-    """Save a tiny model that a method made."""
-    base = save_tiny_model("llama", folder / "base")
-    upscale(base=base, method=method, output=folder / "model", verify=False, **METHODS[method])
-    tiny_tokenizer().save_pretrained(folder / "model")
-    return folder / "model"
-
-
-def save_tied(folder: Path) -> Path:
-    """Save a tiny model with memory, in bfloat16, whose output projection is its embedding."""
-    base = save_tiny_model("qwen2", folder / "base", torch.bfloat16)
-    upscale(base=base, method="midus-hml", output=folder / "model", verify=False, **METHODS["midus-hml"])
-    tiny_tokenizer().save_pretrained(folder / "model")
-    return folder / "model"
-
-
-def write_recipe(path: Path, model: Path, corpus: Path, **options: Any) -> Path:
+def write_recipe(folder: Path, model: Path, corpus: Path | str, **options: Any) -> Path:
     """Write a run of 6 steps with rates that move a tiny model."""
     chosen = {
         "sequence_length": 16,
@@ -52,35 +32,60 @@ def write_recipe(path: Path, model: Path, corpus: Path, **options: Any) -> Path:
         "corpus": corpus,
         **options,
     }
+    path = folder / "recipe.yaml"
     path.write_text("".join(f"{name}: {value}\n" for name, value in chosen.items()))
     return path
 
 
-def in_two_processes(recipe: Path, *words: str, script: Path = SCRIPT, **environment: str) -> str:
-    """Run a recipe in two processes; what they wrote to standard error."""
+def in_two_processes(
+    recipe: Path, *words: str, script: Path = SCRIPT, **environment: str
+) -> subprocess.CompletedProcess:
+    """Run a recipe in two processes; what they wrote is in what is returned."""
     run = run_ranks(script, recipe, *words, **environment)
     assert run.returncode == 0, run.stderr
-    return run.stderr
+    return run
 
 
-def logged(output: Path, name: str) -> list[float]:
-    return [event[name] for event in read_log(output / "log.jsonl") if name in event]
+def assert_shared_run_is_that_of_one(
+    method: str, shared: Callable[..., Any], corpus: Path, folder: Path, tolerance: float = 1e-5, **options: Any
+) -> None:
+    """Train in processes that share what one process holds whole, and compare with one process.
+
+    It is done also at rates of their own for values and memories, with held-out text, and back to the best checkpoint.
+
+    Args:
+        method: That made the model.
+        shared: Trains by the words of a command.
+        corpus: What is trained on.
+        folder: Where runs are written to.
+        tolerance: Of what is logged, relative.
+        options: Of both runs.
+    """
+    if method == "midus-hml":
+        options |= {"usage_every": 1, "value_learning_rate": 3e-2, "memory_learning_rate": 2e-3}
+    recipe = write_recipe(folder, save_upscaled("llama", folder, method), corpus, **options)
+    words = [str(recipe), f"eval_text={corpus}", "eval_every=2", "keep_best=true"]
+    one, two = folder / "one", folder / "two"
+    assert main([*words, "batch_size=4", f"output={one}"]) == 0
+    shared(*words, f"output={two}")
+    for name in (
+        "loss",
+        "eval_loss",
+        *(["learning_rate_values", "memory_used_share"] if method == "midus-hml" else []),
+    ):
+        assert logged(two, name) == pytest.approx(logged(one, name), rel=tolerance) and logged(one, name), name
+    AutoModelForCausalLM.from_pretrained(two)
+    assert not list(two.glob("pytorch_model_fsdp*")) and not list(two.glob("global_step*"))
+    assert moved(folder / "model", two) and largest_difference(two, folder / "model") > 1e-2
+    if options.get("precision") != "bf16":
+        assert largest_difference(two, one) < 1e-4
 
 
-def weights(output: Path) -> dict[str, torch.Tensor]:
-    return load_file(output / "model.safetensors")
-
-
-def assert_same_run(one: Path, other: Path, names: Sequence[str] = ("loss", "grad_norm")) -> None:
-    """Bit by bit: what was logged under these names, and the models."""
-    for name in names:
-        assert logged(one, name) == logged(other, name) and logged(one, name)
-    of_one, of_other = weights(one), weights(other)
-    assert of_one.keys() == of_other.keys()
-    assert [name for name in of_one if not torch.equal(of_one[name], of_other[name])] == []
-
-
-def largest_difference(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> float:
-    """Of all numbers of two models."""
-    assert found.keys() == expected.keys()
-    return max((found[name] - tensor).abs().max().item() for name, tensor in expected.items())
+def assert_tied_tensors_are_saved_once(shared: Callable[..., Any], corpus: Path, folder: Path) -> None:
+    """Train a model in bfloat16 whose output projection is its embedding, and look at what is saved."""
+    model = save_upscaled("qwen2", folder, dtype=torch.bfloat16)
+    shared(write_recipe(folder, model, corpus, trainable="all"), f"output={folder / 'out'}")
+    assert {tensor.dtype for tensor in weights(folder / "out").values()} == {torch.bfloat16}
+    assert moved(model, folder / "out") and largest_difference(folder / "out", model) > 1e-2
+    trained = AutoModelForCausalLM.from_pretrained(folder / "out")
+    assert trained.dtype is torch.bfloat16 and trained.lm_head.weight is trained.get_input_embeddings().weight

@@ -1,0 +1,120 @@
+"""What runs have left: their logs, their weights, and how two runs compare."""
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+
+from midus_hf.training.options import TrainConfig
+from midus_hf.training.output.run_checkpoints import checkpoints
+from midus_hf.training.run.train import train
+from midus_hf.training.run.training_log import read_log
+
+OF_TIME = ("train_runtime", "train_tokens_per_second", "training_seconds", "ended_by_max_seconds")
+"""What events say that differs from run to run."""
+
+MODEL = ("config.json", "model.safetensors")
+"""Files without which a folder holds no trained model."""
+
+
+def events(output: Path, name: str = "loss") -> list[dict[str, Any]]:
+    """Return the events of a log that have a name."""
+    return [event for event in read_log(Path(output) / "log.jsonl") if name in event]
+
+
+def logged(output: Path, name: str = "loss") -> list[Any]:
+    """Return what a log says under a name, in its order."""
+    return [event[name] for event in events(output, name)]
+
+
+def by_step(output: Path, name: str) -> dict[int, Any]:
+    """Return what a log says under a name, by step."""
+    return {event["step"]: event[name] for event in events(output, name)}
+
+
+def exact_log(output: Path, name: str = "epoch") -> list[dict[str, Any]]:
+    """Return what a log says of the computation, without its last event and how long anything took.
+
+    Args:
+        output: Folder of the run.
+        name: What events must have: `loss` leaves those of evaluations out.
+    """
+    of_steps = [event for event in events(output, name) if "total_flos" not in event]
+    return [{key: value for key, value in event.items() if key not in OF_TIME} for event in of_steps]
+
+
+def weights(folder: Path) -> dict[str, torch.Tensor]:
+    """Return the tensors of a saved model."""
+    return load_file(Path(folder) / "model.safetensors")
+
+
+def moved(before: Path, after: Path) -> set[str]:
+    """Return the names of the tensors that differ between two saved models, which have the same ones in the same dtypes."""
+    of_before, of_after = weights(before), weights(after)
+    assert {name: tensor.dtype for name, tensor in of_before.items()} == {
+        name: tensor.dtype for name, tensor in of_after.items()
+    }
+    return {name for name, tensor in of_before.items() if not torch.equal(tensor, of_after[name])}
+
+
+def largest_difference(one: Path, other: Path) -> float:
+    """Return the largest difference of two numbers of two saved models."""
+    of_one, of_other = weights(one), weights(other)
+    assert of_one.keys() == of_other.keys()
+    return max((of_one[name] - tensor).abs().max().item() for name, tensor in of_other.items())
+
+
+def assert_same_run(one: Path, other: Path) -> None:
+    """Compare what two runs logged and the models they ended with, bit by bit."""
+    assert exact_log(one) == exact_log(other) and logged(one)
+    assert moved(one, other) == set()
+
+
+def assert_close_weights(one: Path, other: Path) -> None:
+    """Compare two models of runs that add the same numbers in another order."""
+    of_one, of_other = weights(one), weights(other)
+    assert of_one.keys() == of_other.keys()
+    for name, tensor in of_one.items():
+        message = f"{name} of {other}: "
+        torch.testing.assert_close(of_other[name], tensor, rtol=1e-3, atol=1e-4, msg=message.__add__)
+
+
+def forget_the_model(output: Path) -> None:
+    """Leave a run as one that ended before its trained model was saved."""
+    for name in MODEL:
+        (output / name).unlink()
+    shutil.rmtree(output / "memory_bank", ignore_errors=True)
+
+
+def as_it_was_at(step: int, whole: Path, output: Path) -> Path:
+    """Copy a run as one that was killed behind the checkpoint of a step."""
+    shutil.copytree(whole, output)
+    forget_the_model(output)
+    for number, folder in checkpoints(output).items():
+        if number > step:
+            shutil.rmtree(folder)
+    return output
+
+
+def assert_resumes(config_for: Callable[..., TrainConfig], step: int, train: Callable = train, **options: Any) -> Path:
+    """Compare a run that nobody disturbed with one that was killed behind a checkpoint and resumed.
+
+    Args:
+        config_for: Gives the options of a run by the name of its output.
+        step: Of the checkpoint.
+        train: Trains by such options.
+        options: Of both runs.
+
+    Returns:
+        The output of the resumed run.
+    """
+    options = {"save_every": step, "keep_checkpoints": None, **options}
+    whole = Path(train(config_for("whole", **options)).output)
+    parts = as_it_was_at(step, whole, whole.with_name("parts"))
+    result = train(config_for("parts", resume=True, **options))
+    assert result.steps == exact_log(whole, "loss")[-1]["step"] > step
+    assert_same_run(parts, whole)
+    return parts
