@@ -10,7 +10,7 @@ from peft.tuners.lora import LoraLayer
 from tiny import save_tiny_model
 from training.block_runs import LEAVES, bank_of
 from training.outcomes import assert_same_run, moved, weights
-from training.steered_runs import interrupted
+from training.steered_runs import END, AtStep, interrupted
 from training.tiny_run import EOS_ID, best_at, give_held_out_losses, refused, tiny_tokenizer, write_corpus
 from transformers import AutoModelForCausalLM
 
@@ -69,14 +69,12 @@ def test_the_merged_model_computes_what_the_adapted_one_did(base, config_for, tm
     run = prepare(config_for(model=base, max_steps=4, adapters=METHODS["osf"]))
     prompt = torch.tensor([[5, 9, 12, EOS_ID, 7]])
     adapted = []
-    merge = run.trainer.merge_adapters
 
-    def note_and_merge() -> None:
+    def note(model) -> None:
         with torch.no_grad():
-            adapted.append(run.trainer.model.eval()(prompt).logits)
-        merge()
+            adapted.append(model.eval()(prompt).logits)
 
-    run.trainer.merge_adapters = note_and_merge
+    run.trainer.add_callback(AtStep(4, note, END))
     run.execute()
     with torch.no_grad():
         logits = [AutoModelForCausalLM.from_pretrained(folder)(prompt).logits for folder in (tmp_path / "out", base)]
@@ -183,12 +181,8 @@ def test_targets_are_looked_for_in_the_layers_that_are_asked_for(targets, kinds,
 
 
 def test_defaults_are_those_of_the_short_form_and_numbers_without_a_point_are_numbers():
-    assert read_adapters({}).given == {
-        "r": 16,
-        "lora_alpha": 32,
-        "target_modules": "all-linear",
-        "task_type": "CAUSAL_LM",
-    }
+    defaults = {"r": 16, "lora_alpha": 32, "target_modules": "all-linear", "task_type": "CAUSAL_LM"}
+    assert read_adapters({}).given == defaults
     choice = read_adapters({"method": "vera", "d_initial": "1e-2", "r": "8e0"})
     assert (choice.config().d_initial, choice.config().r) == (0.01, 8)
     assert "target_modules" not in read_adapters({"method": "ia3"}).given
@@ -231,24 +225,6 @@ def test_defaults_are_those_of_the_short_form_and_numbers_without_a_point_are_nu
         ),
         ({"target_modules": ["nothing"]}, "adapters of method 'lora' cannot be put on this model: Target modules "),
         ({"method": "miss"}, "adapters of method 'miss' cannot be put on this model: `r` (64) must be less than"),
-    ],
-    ids=[
-        "unknown",
-        "number",
-        "unknown-key",
-        "unknown-key-of-osf",
-        "record",
-        "no-number",
-        "layers",
-        "prompts",
-        "no-targets",
-        "prompts-within",
-        "stepped",
-        "nothing-new",
-        "unmerged",
-        "unmerged-here",
-        "no-module",
-        "too-large",
     ],
 )
 def test_what_cannot_be_is_refused_before_anything_is_written(adapters, message, base, config_for, tmp_path):
@@ -295,7 +271,6 @@ def test_what_cannot_be_is_refused_before_anything_is_written(adapters, message,
             "adapters.method is 'lora', which with these options cannot train model.layers.2.self_attn.o_proj, whose weights are",
         ),
     ],
-    ids=["memory", "nothing-whole", "no-targets", "own-targets", "multiplied", "divided"],
 )
 def test_what_new_layers_cannot_have_is_refused(kind, adapters, message, upscaled, copies, config_for):
     model = copies if kind == "copies" else upscaled("llama")

@@ -3,7 +3,9 @@
 from pathlib import Path
 
 import pytest
-from sft.tiny_chats import chat, save_base, write_rows
+from sft.tiny_chats import chat, save_base, sft_config, write_rows
+
+from midus_hf.sft.options import SftConfig
 
 
 @pytest.fixture(scope="session")
@@ -26,3 +28,13 @@ def chats(tmp_path_factory) -> Path:
     """Sixteen chats as JSON lines."""
     rows = [{"messages": chat(number)} for number in range(16)]
     return write_rows(tmp_path_factory.mktemp("chats") / "chats.jsonl", rows)
+
+
+@pytest.fixture
+def config_for(base, chats, tmp_path):
+    """Gives the options of a tiny run, by default of a base with memory, by the name of its output."""
+
+    def config(output: str = "out", model: Path | None = None, data: Path = chats, **changes) -> SftConfig:
+        return sft_config(model or base("llama", True), data, tmp_path / output, **changes)
+
+    return config

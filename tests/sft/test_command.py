@@ -39,44 +39,35 @@ def test_it_trains_and_leaves_a_model(words, tmp_path, monkeypatch, capsys):
 
 
 @pytest.mark.parametrize(
-    ("word", "message"),
+    ("more", "message"),
     [
-        ("learning_rte=1", "midus-sft: config has no option 'learning_rte'. Did you mean 'learning_rate'"),
+        (["learning_rte=1"], "config has no option 'learning_rte'. Did you mean 'learning_rate'"),
+        (["data=/absent"], "data is '/absent', which does not exist; expected a file, a folder or a dataset id."),
+        (["data.format=chat"], "data.format is 'chat'; expected one of 'messages', 'sharegpt', "),
+        (["data=texts.jsonl"], "line 1 of "),
+        (["data=nothing.jsonl"], "data is "),
         (
-            "data=/absent",
-            "midus-sft: data is '/absent', which does not exist; expected a file, a folder or a dataset id.",
+            ["chat_template=null"],
+            "the model's tokenizer has no chat template; set chat_template to chatml, alpaca or ",
         ),
-        ("data.format=chat", "midus-sft: data.format is 'chat'; expected one of 'messages', 'sharegpt', "),
-        (
-            "chat_template=null",
-            "midus-sft: the model's tokenizer has no chat template; set chat_template to chatml, alpaca or ",
-        ),
-        ("sequence_length=5000", "midus-sft: sequence_length is 5000, but the model has positions for 128 tokens."),
-        ("lora={trainable: all}", "midus-sft: config has no option 'lora.trainable'."),
-        (
-            "model=absent/model",
-            "midus-sft: model is 'absent/model'; expected the folder or Hub id of a language model: ",
-        ),
+        (["sequence_length=5000"], "sequence_length is 5000, but the model has positions for 128 tokens."),
+        (["lora={trainable: all}"], "config has no option 'lora.trainable'."),
+        (["lora={r: 4}", "trainable=all"], "lora is set and trainable is 'all'; "),
+        (["model=absent/model"], "model is 'absent/model'; expected the folder or Hub id of a language model: "),
+        (["model=native"], "trainable is 'auto', but upscale.trainable"),
     ],
+    ids=str,
 )
-def test_a_wrong_request_is_told_in_one_line_and_writes_nothing(words, tmp_path, capsys, word, message):
-    assert main([*words, word]) == 2
+def test_a_wrong_request_is_told_in_one_line_and_writes_nothing(words, more, message, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    write_rows(tmp_path / "texts.jsonl", [{"text": "no chat"}])
+    write_rows(tmp_path / "nothing.jsonl", [])
+    if more == ["model=native"]:
+        save_native("llama", tmp_path / "native", trainable=None)
+    assert main([*words, *more]) == 2
     out, err = capsys.readouterr()
-    assert out == "" and err.startswith(message) and err.count("\n") == 1, err
+    assert out == "" and err.startswith(f"midus-sft: {message}") and err.count("\n") == 1, err
     assert not (tmp_path / "out").exists()
-
-
-def test_data_of_no_format_or_of_no_rows_and_what_contradicts_itself_are_wrong_requests(words, tmp_path, capsys):
-    texts = write_rows(tmp_path / "texts.jsonl", [{"text": "no chat"}])
-    nothing = write_rows(tmp_path / "nothing.jsonl", [])
-    for more, message in (
-        ([f"data={texts}"], "midus-sft: line 1 of "),
-        ([f"data={nothing}"], "midus-sft: data is "),
-        (["lora={r: 4}", "trainable=all"], "midus-sft: lora is set and trainable is 'all'; "),
-    ):
-        assert main([*words, *more]) == 2
-        out, err = capsys.readouterr()
-        assert out == "" and err.startswith(message) and err.count("\n") == 1, err
 
 
 def test_one_chat_that_cannot_be_is_named_by_its_file_and_line_among_those_that_can(words, tmp_path, capsys):
@@ -100,12 +91,6 @@ def test_one_chat_that_cannot_be_is_named_by_its_file_and_line_among_those_that_
             assert f" of line 3 of '{data}', messages {message}" in err and out == ""
         else:
             assert "2 examples, " in out
-
-
-def test_a_model_that_records_nothing_new_has_to_be_told_what_trains(words, tmp_path, capsys):
-    save_native("llama", tmp_path / "native", trainable=None)
-    assert main([*words, f"model={tmp_path / 'native'}"]) == 2
-    assert "trainable is 'auto', but upscale.trainable" in capsys.readouterr().err
 
 
 def test_packages_that_are_not_installed_are_named(words, capsys, monkeypatch):

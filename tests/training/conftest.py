@@ -75,8 +75,10 @@ def config_for(upscaled, corpus, tmp_path):
 def blocks_for(models, assigned, tmp_path):
     """Gives the options of a tiny run that trains the blocks of a bank by the name of its output."""
 
-    def config(output: str | Path = "out", method: str = "hier-ffn", **changes) -> TrainConfig:
-        return config_of(models / method, assigned, tmp_path / output, **changes)
+    def config(
+        output: str | Path = "out", *, model: Path = models / "hier-ffn", corpus: Path = assigned, **changes
+    ) -> TrainConfig:
+        return config_of(model, corpus, tmp_path / output, **changes)
 
     return config
 

@@ -118,3 +118,10 @@ def assert_resumes(config_for: Callable[..., TrainConfig], step: int, train: Cal
     assert result.steps == exact_log(whole, "loss")[-1]["step"] > step
     assert_same_run(parts, whole)
     return parts
+
+
+def flip(path: Path, byte: int = -100) -> None:
+    """Change one bit of a byte of a file, counted from its end where the number is negative."""
+    content = bytearray(path.read_bytes())
+    content[byte] ^= 1
+    path.write_bytes(content)

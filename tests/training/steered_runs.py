@@ -10,19 +10,19 @@ from transformers import TrainerCallback
 from midus_hf.training.run.interruption import RunInterrupted
 from midus_hf.training.run.training_run import TrainingRun
 
-BEFORE, AFTER, END = "on_pre_optimizer_step", "on_optimizer_step", "on_step_end"
-"""Moments of a step: before and after the parameters move, and when it counts as done."""
+BEFORE, AFTER, END, SAVED = "on_pre_optimizer_step", "on_optimizer_step", "on_step_end", "on_save"
+"""Moments of a step: before and after the parameters move, when it counts as done, and when its checkpoint is there."""
 
 
 class AtStep(TrainerCallback):
-    """Does something at a step: `work` is given the model."""
+    """Does something at a step, or at every one: `work` is given the model."""
 
-    def __init__(self, step: int, work: Callable[[Any], Any], moment: str = BEFORE):
-        self.step, self.work, self.is_done = step, work, moment == END
+    def __init__(self, step: int | None, work: Callable[[Any], Any], moment: str = BEFORE):
+        self.step, self.work, self.is_done = step, work, moment in (END, SAVED)
         setattr(self, moment, self._look)
 
     def _look(self, args, state, control, model=None, **kwargs):
-        if state.global_step + (not self.is_done) == self.step:
+        if self.step in (None, state.global_step + (not self.is_done)):
             self.work(model)
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from training.block_runs import AUDIT, LEAVES, bank_of, config_of, recorded
+from training.block_runs import AUDIT, LEAVES, bank_of, recorded
 from training.outcomes import assert_resumes
 from training.tiny_run import document, refused
 
@@ -38,11 +38,11 @@ READ = [line for line in range(1, 16) if line not in (4, 7)]
 
 
 @pytest.fixture
-def audited(models, numbered, tmp_path):
+def audited(blocks_for, numbered):
     """Gives the options of a run over all documents that is recorded, by the name of its output."""
 
-    def config(output: str = "out", corpus: Path = numbered, model: Path = models / "hier-ffn", **changes):
-        return config_of(model, corpus, tmp_path / output, **{"audit": True, "max_steps": None, **changes})
+    def config(output: str = "out", **changes) -> TrainConfig:
+        return blocks_for(output, **{"corpus": numbered, "audit": True, "max_steps": None, **changes})
 
     return config
 
@@ -113,7 +113,7 @@ def test_a_run_goes_on_with_the_record_of_its_model(audited, numbered, tmp_path)
     changed = tmp_path / "corpus.jsonl"  # of the same name, with other lines
     changed.write_text(numbered.read_text().splitlines()[0] + "\n")
     for name, corpus in (("same", numbered), ("other", changed)):
-        train(audited(name, corpus, tmp_path / "one", epochs=1))
+        train(audited(name, corpus=corpus, model=tmp_path / "one", epochs=1))
     once, twice = recorded(tmp_path / "one"), recorded(tmp_path / "same")
     assert twice == {key: (2 * sequences, 2 * tokens) for key, (sequences, tokens) in once.items()}
     with BankAudit(tmp_path / "other" / AUDIT) as audit:

@@ -1,15 +1,13 @@
 """Checkpoints of runs that train blocks: what is resumed, chosen, removed and replaced includes the blocks."""
 
 import re
-import shutil
 from pathlib import Path
 
 import pytest
 import torch
 import yaml
 from training.block_runs import assert_same_blocks, bank_of, config_of
-from training.outcomes import as_it_was_at, forget_the_model
-from training.test_whole_checkpoints import flip
+from training.outcomes import as_it_was_at, flip
 from training.tiny_run import best_at, document, give_held_out_losses, refused, tiny_tokenizer
 from transformers import AutoModelForCausalLM, TrainingArguments
 
@@ -20,15 +18,15 @@ from midus_hf.training.output.run_checkpoints import damage_of, finish_checkpoin
 from midus_hf.training.run.train import train
 from midus_hf.training.trainer.memory_trainer import MemoryTrainer
 
+OPTIONS = {"save_every": 2, "keep_checkpoints": None}
 
-def test_a_run_that_ended_before_its_model_was_saved_is_resumed_with_its_blocks(blocks_for, tmp_path):
-    config = blocks_for(save_every=3)
-    train(config)
-    shutil.copytree(tmp_path / "out", tmp_path / "whole")
-    forget_the_model(tmp_path / "out")
-    train(blocks_for(save_every=3, resume=True))
-    assert bank_of(tmp_path / "whole").written(1)
-    assert_same_blocks(bank_of(tmp_path / "out"), bank_of(tmp_path / "whole"))
+
+@pytest.fixture(scope="module")
+def whole(models, assigned, tmp_path_factory) -> Path:
+    """The output of a run with all of its checkpoints, which nobody may change."""
+    output = tmp_path_factory.mktemp("whole") / "out"
+    train(config_of(models / "hier-ffn", assigned, output, **OPTIONS))
+    return output
 
 
 DAMAGES = {
@@ -45,23 +43,28 @@ DAMAGES = {
 
 
 @pytest.mark.parametrize("name", DAMAGES)
-def test_what_was_damaged_before_its_manifest_was_written_is_passed_over(name, blocks_for, tmp_path, capsys):
+def test_what_was_damaged_before_its_manifest_was_written_is_passed_over(name, whole, blocks_for, tmp_path, capsys):
     """As by memory that forgets: the digests in the manifest are those of the damaged files."""
-    output, (file, byte, reason) = tmp_path / "out", DAMAGES[name]
-    options = {"save_every": 2, "keep_checkpoints": None}
-    train(blocks_for("whole", **options))
-    as_it_was_at(4, tmp_path / "whole", output)
+    file, byte, reason = DAMAGES[name]
+    output = as_it_was_at(4, whole, tmp_path / "out")
     flip(output / "checkpoint-4" / file, byte)
     finish_checkpoint(output / "checkpoint-4", ())
     assert damage_of(output / "checkpoint-4") is None
     capsys.readouterr()
-    train(blocks_for(output, **options, resume="auto"))
+    train(blocks_for(output, **OPTIONS, resume="auto"))
     told = capsys.readouterr()
     (line,) = (line for line in told.err.splitlines() if "is passed over" in line)
     assert re.match(f"checkpoint-4 is passed over: {reason}", line)
     assert f"going on from {output / 'checkpoint-2'}\n" in told.out
     for folder in ("", "checkpoint-4"):
-        assert_same_blocks(bank_of(output / folder), bank_of(tmp_path / "whole" / folder))
+        assert_same_blocks(bank_of(output / folder), bank_of(whole / folder))
+
+
+def test_a_run_that_ended_before_its_model_was_saved_is_resumed_with_its_blocks(whole, blocks_for, tmp_path):
+    output = as_it_was_at(6, whole, tmp_path / "out")
+    train(blocks_for(resume=True, **OPTIONS))
+    assert bank_of(whole).written(1)
+    assert_same_blocks(bank_of(output), bank_of(whole))
 
 
 def test_the_model_of_the_best_step_comes_with_the_blocks_of_that_step(blocks_for, tmp_path, monkeypatch):
@@ -78,20 +81,21 @@ def files_of_level(folders, level: int) -> list[int]:
     return [(folder / "memory_bank" / "hier-ffn" / f"level-{level}.safetensors").stat().st_ino for folder in folders]
 
 
-def train_every_level(model: Path, assigned: Path, output: Path) -> Path:
-    """Train a model whose blocks have all that a bank can lack: some were never written."""
-    train(config_of(model, assigned, output, max_steps=2))
-    return output
+@pytest.fixture
+def start(blocks_for, tmp_path) -> Path:
+    """A model whose blocks have all that a bank can lack: some were never written."""
+    train(blocks_for("start", max_steps=2))
+    return tmp_path / "start"
 
 
-def test_a_bank_that_does_not_train_is_written_once_and_linked_from_then_on(models, assigned, tmp_path, monkeypatch):
+def test_a_bank_that_does_not_train_is_written_once_and_linked_from_then_on(start, blocks_for, tmp_path, monkeypatch):
     """Its own files are one of the two copies that checkpoints link in turn, and no file of the trained model is a link."""
-    start, output = train_every_level(models / "hier-ffn", assigned, tmp_path / "start"), tmp_path / "out"
+    output = tmp_path / "out"
     written, digested, write, sha256 = [], [], LevelFile.write, manifest.file_sha256
     monkeypatch.setattr(LevelFile, "write", lambda file, *record: written.append(file.path) or write(file, *record))
     monkeypatch.setattr(manifest, "file_sha256", lambda path: digested.append(path) or sha256(path))
     options = {"save_every": 1, "keep_checkpoints": None, "trainable": [0], "max_steps": 5}
-    train(config_of(start, assigned, output, **options))
+    train(blocks_for(model=start, **options))
     folders = [output / f"checkpoint-{step}" for step in range(1, 6)]
     for level in (1, 2):
         of_start, first, *rest, of_end = files_of_level([start, *folders, output], level)
@@ -103,10 +107,10 @@ def test_a_bank_that_does_not_train_is_written_once_and_linked_from_then_on(mode
     assert all(damage_of(folder) is None for folder in folders)
 
 
-def test_a_bank_that_is_trained_where_it_lies_changes_no_checkpoint_that_links_it(models, assigned, tmp_path):
-    start, output = train_every_level(models / "hier-ffn", assigned, tmp_path / "start"), tmp_path / "out"
+def test_a_bank_that_is_trained_where_it_lies_changes_no_checkpoint_that_links_it(start, blocks_for, tmp_path):
+    output = tmp_path / "out"
     options = {"save_every": 1, "keep_checkpoints": 1, "trainable": [0], "max_steps": 1}
-    train(config_of(start, assigned, output, **options))
+    train(blocks_for(model=start, **options))
     checkpoint = output / "checkpoint-1"
     assert files_of_level([checkpoint], 2) == files_of_level([start], 2)
     model = AutoModelForCausalLM.from_pretrained(checkpoint)
@@ -119,8 +123,8 @@ def test_a_bank_that_is_trained_where_it_lies_changes_no_checkpoint_that_links_i
     assert torch.equal(bank_of(start).block(2, 0), before) and not torch.equal(bank_of(checkpoint).block(2, 0), before)
 
 
-def test_a_level_of_which_nothing_has_changed_is_linked_beside_one_that_has(models, assigned, tmp_path):
-    model = AutoModelForCausalLM.from_pretrained(train_every_level(models / "hier-ffn", assigned, tmp_path / "start"))
+def test_a_level_of_which_nothing_has_changed_is_linked_beside_one_that_has(start, tmp_path):
+    model = AutoModelForCausalLM.from_pretrained(start)
     set_trainable(model)
     (bank,) = model.banks.train().values()
     folders = [tmp_path / str(number) for number in range(4)]
@@ -129,12 +133,12 @@ def test_a_level_of_which_nothing_has_changed_is_linked_beside_one_that_has(mode
         bank.step(lr=1e-1, betas=(0.9, 0.95), eps=1e-6, weight_decay=0.0)
         with model.banks.linking(folders[:number], 2):
             model.save_pretrained(folder)
-    for number in files_of_level([tmp_path / "start", *folders], 1):
-        assert files_of_level([tmp_path / "start", *folders], 1).count(number) == 1
-    start, first, *rest = files_of_level([tmp_path / "start", *folders], 2)
-    assert rest == [start, first, start] and start != first
+    for number in files_of_level([start, *folders], 1):
+        assert files_of_level([start, *folders], 1).count(number) == 1
+    of_start, first, *rest = files_of_level([start, *folders], 2)
+    assert rest == [of_start, first, of_start] and of_start != first
     model.save_pretrained(tmp_path / "last")
-    assert files_of_level([tmp_path / "last"], 2)[0] not in (start, first)
+    assert files_of_level([tmp_path / "last"], 2)[0] not in (of_start, first)
     assert_same_blocks(bank_of(tmp_path / "last"), bank_of(folders[-1]))
 
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from training.block_runs import LEAVES, TYPES, assert_same_blocks, bank_of, config_of, recorded
+from training.block_runs import LEAVES, TYPES, assert_same_blocks, bank_of, recorded
 from training.outcomes import assert_resumes, logged, moved, weights
 from training.tiny_run import document, refused, tiny_tokenizer
 from training.two_processes import in_two_processes, write_recipe
@@ -18,8 +18,8 @@ from upscalers.banks.merging import merge
 
 
 @pytest.mark.parametrize("method", TYPES)
-def test_texts_are_learned_by_blocks_that_they_fetch_and_by_nothing_else(models, assigned, tmp_path, method):
-    train(config_of(models / method, assigned, tmp_path / "out", max_steps=25))
+def test_texts_are_learned_by_blocks_that_they_fetch_and_by_nothing_else(blocks_for, models, tmp_path, method):
+    train(blocks_for(model=models / method, max_steps=25))
     losses = logged(tmp_path / "out")
     assert sum(losses[-3:]) < sum(losses[:3]) - 0.05
     assert moved(models / method, tmp_path / "out") == set()
@@ -139,7 +139,7 @@ def test_shares_out_of_range_are_refused(blocks_for, share):
         blocks_for(generic_share=share)
 
 
-def test_runs_of_two_subtrees_put_together_are_the_run_of_both(models, tmp_path):
+def test_runs_of_two_subtrees_put_together_are_the_run_of_both(blocks_for, models, tmp_path):
     """As long as a step has texts of one subtree alone: what other steps do touches no block of it."""
     texts = {leaf: [document(15, leaf + number) for number in range(8)] for leaf in (0, 4)}
 
@@ -150,7 +150,7 @@ def test_runs_of_two_subtrees_put_together_are_the_run_of_both(models, tmp_path)
         return path
 
     def run(name, leaves):
-        config = config_of(models / "hier-ffn", corpus(name, leaves), tmp_path / name, max_steps=None, epochs=1)
+        config = blocks_for(name, corpus=corpus(name, leaves), max_steps=None, epochs=1)
         prepared = prepare(config)
         prepared.trainer.args.train_sampling_strategy = "sequential"
         prepared.execute()

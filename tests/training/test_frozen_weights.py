@@ -8,8 +8,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from training.block_runs import assert_same_blocks, bank_of
-from training.outcomes import exact_log
-from training.test_whole_checkpoints import flip
+from training.outcomes import exact_log, flip, weights
+from training.steered_runs import END, SAVED, AtStep
 from transformers import AutoModelForCausalLM
 
 from midus_hf.training.output import frozen_weights
@@ -53,7 +53,7 @@ def test_what_is_frozen_is_written_twice_and_linked_from_then_on(family, config_
         shared, whole = (folder / f"checkpoint-{step}" for folder in (output, plain))
         assert damage_of(shared) is None and not (shared / "model.safetensors").exists()
         assert_same_state(shared, whole)
-        saved = load_file(whole / "model.safetensors")
+        saved = weights(whole)
         parts = {name: load_file(shared / name) for name in ("trained.safetensors", FROZEN)}
         index = json.loads((shared / INDEX).read_text())
         assert index["weight_map"] == {name: file for file, part in parts.items() for name in part}
@@ -79,13 +79,7 @@ def test_a_run_goes_on_and_shares_what_it_was_resumed_from(config_for, tmp_path)
 def test_of_one_checkpoint_that_is_kept_one_copy_is_written(config_for, tmp_path):
     seen, output = [], tmp_path / "out"
     run = prepare(config_for(output, **{**OPTIONS, "keep_checkpoints": 1}))
-    saved = run.trainer._save_checkpoint
-
-    def save(*args):
-        saved(*args)
-        seen.extend(numbers(output))
-
-    run.trainer._save_checkpoint = save
+    run.trainer.add_callback(AtStep(None, lambda model: seen.extend(numbers(output)), SAVED))
     run.execute()
     assert len(seen) == 4 and len(set(seen)) == 1
     assert [path.name for path in output.glob("checkpoint-*")] == ["checkpoint-8"]
@@ -96,24 +90,21 @@ def test_of_one_checkpoint_that_is_kept_one_copy_is_written(config_for, tmp_path
 def test_what_cannot_be_linked_is_written(hindrance, config_for, tmp_path, monkeypatch):
     output = tmp_path / "out"
     run = prepare(config_for(output, **OPTIONS))
-    saved = run.trainer._save_checkpoint
 
-    def save(*args):
+    def hinder(model):
         for folder in output.glob("checkpoint-*"):
             if hindrance == "gone":
                 (folder / FROZEN).unlink(missing_ok=True)
             elif hindrance == "cut":
                 os.truncate(folder / FROZEN, 10)
             elif hindrance == "header":
-                content = bytearray((folder / FROZEN).read_bytes())
-                content[12] ^= 1
-                (folder / FROZEN).write_bytes(content)
-        saved(*args)
+                flip(folder / FROZEN, 12)
 
     def link(*_):
         raise PermissionError(1, "Operation not permitted")
 
-    run.trainer._save_checkpoint = save
+    for step in (2, 4, 6, 8):
+        run.trainer.add_callback(AtStep(step, hinder, END))
     if hindrance == "no links":
         monkeypatch.setattr(os, "link", link)
     run.execute()
@@ -125,15 +116,11 @@ def test_frozen_weights_that_someone_changes_are_written_anew(config_for, tmp_pa
     """A write through `.data` leaves no trace on a tensor, so the tensors themselves are compared with the file."""
     output = tmp_path / "out"
     run = prepare(config_for(output, **OPTIONS))
-    saved = run.trainer._save_checkpoint
 
-    def save(*args):
-        if run.trainer.state.global_step == 6:
-            frozen = next(weight for weight in run.trainer.model.parameters() if not weight.requires_grad)
-            frozen.data[0, 0] += 1
-        saved(*args)
+    def change(model):
+        next(weight for weight in model.parameters() if not weight.requires_grad).data[0, 0] += 1
 
-    run.trainer._save_checkpoint = save
+    run.trainer.add_callback(AtStep(6, change, END))
     run.execute()
     two, four, six, eight = numbers(output)
     assert len({two, four, six, eight}) == 4

@@ -176,7 +176,7 @@ def test_texts_cannot_be_left_out_or_taken_from_elsewhere_when_a_run_is_resumed(
     for eval_text in (texts, texts["near"]):
         output = tmp_path / str(len(eval_text))
         train(config_for(output, max_steps=2, save_every=1, eval_text=eval_text))
-        for other in (None, str(shutil.copytree(texts["near"], output / "other"))):
+        for other in (None, str(shutil.copytree(texts["near"], tmp_path / f"other-{len(eval_text)}"))):
             with refused(rf"eval_text is .*, but the run to resume has {re.escape(repr(eval_text))}"):
                 check_output(config_for(output, max_steps=2, save_every=1, eval_text=other, resume=True))
 

@@ -85,9 +85,9 @@ def test_the_tree_of_a_run_is_saved_beside_its_model_and_goes_wherever_the_model
         assert AutoModelForCausalLM.from_pretrained(tmp_path / name).banks.of("hier-ffn").tree == TREE.fingerprint
 
 
-def test_a_tree_may_be_named_by_its_model_and_a_persons_files_are_copied(made, tmp_path):
+def test_a_tree_may_be_named_by_its_model_and_a_persons_files_are_copied(blocks_for, made, tmp_path):
     """A person may change the files of a tree where they lie; those of a model may not change with them."""
-    config = config_of(made / "model", made / "tree.jsonl", tmp_path / "out", tree=str(made / "model"), max_steps=1)
+    config = blocks_for(model=made / "model", corpus=made / "tree.jsonl", tree=str(made / "model"), max_steps=1)
     assert ("tree", str(made / "model")) in config.sources(), "overwriting must not take it away"
     train(config)
     assert fingerprints(tmp_path / "out") == (TREE.fingerprint, TREE.fingerprint)
@@ -103,28 +103,26 @@ def test_a_model_is_asked_by_the_tree_beside_it(made, tmp_path):
     assert loaded.tree.fingerprint == TREE.fingerprint
 
 
-def test_a_corpus_of_another_tree_than_that_of_the_bank_is_refused(made, tmp_path):
+def test_a_corpus_of_another_tree_than_that_of_the_bank_is_refused(blocks_for, made, tmp_path):
     message = (
         f"the corpus is of the tree with the fingerprint {OTHER.fingerprint[:16]}..., and the model's bank was trained with "
         f"{TREE.fingerprint[:16]}...; expected one tree, since a node has another topic in another tree."
     )
     for changes in ({}, {"trainable": "all"}, {"tree": str(made / "other")}):
         with refused(re.escape(message)):
-            prepare(config_of(made / "model", made / "other.jsonl", tmp_path / "out", **changes))
+            prepare(blocks_for(model=made / "model", corpus=made / "other.jsonl", **changes))
     assert not (tmp_path / "out").exists()
 
 
-def test_a_tree_that_the_texts_do_not_name_is_refused(made, models, tmp_path):
-    config = config_of(models / "hier-ffn", made / "tree.jsonl", tmp_path / "out", tree=str(made / "other"))
+def test_a_tree_that_the_texts_do_not_name_is_refused(blocks_for, made, tmp_path):
+    config = blocks_for(corpus=made / "tree.jsonl", tree=str(made / "other"))
     with refused(rf"corpus .* is of the tree .* {TREE.fingerprint[:16]}.*, and tree .*other"):
         prepare(config)
-    held_out = config_of(
-        models / "hier-ffn", made / "tree.jsonl", tmp_path / "out", eval_text=str(made / "other.jsonl")
-    )
+    held_out = blocks_for(corpus=made / "tree.jsonl", eval_text=str(made / "other.jsonl"))
     with refused(rf"eval_text is of the tree .* {OTHER.fingerprint[:16]}.*expected one tree"):
         prepare(held_out)
     random_tree(2, 2, width=WIDTH).save(tmp_path / "small")
-    config = config_of(models / "hier-ffn", made / "tree.jsonl", tmp_path / "out", tree=str(tmp_path / "small"))
+    config = blocks_for(corpus=made / "tree.jsonl", tree=str(tmp_path / "small"))
     with refused("expected one tree"):
         prepare(config)
 
@@ -136,7 +134,7 @@ def test_a_tree_of_another_shape_is_refused(blocks_for, tmp_path):
         prepare(config)
 
 
-def test_a_run_says_which_tree_it_knows(made, models, assigned, tmp_path, capsys):
+def test_a_run_says_which_tree_it_knows(blocks_for, made, assigned, capsys):
     for corpus, changes, told in (
         (assigned, {}, "no text says which tree its paths are of, so that nothing ties the bank to one"),
         (
@@ -150,7 +148,7 @@ def test_a_run_says_which_tree_it_knows(made, models, assigned, tmp_path, capsys
             f"paths are of the tree {TREE.fingerprint[:16]}, which is saved beside",
         ),
     ):
-        prepare(config_of(models / "hier-ffn", corpus, tmp_path / f"out-{len(changes)}-{corpus.name}", **changes))
+        prepare(blocks_for(f"out-{len(changes)}-{corpus.name}", corpus=corpus, **changes))
         assert told in " ".join(capsys.readouterr().out.split())
 
 
@@ -168,10 +166,10 @@ def test_measuring_and_asking_refuse_another_tree(made, tmp_path, capsys):
         assert words in capsys.readouterr().err
 
 
-def test_blocks_of_another_tree_or_base_are_not_imported(made, models, tmp_path, capsys):
+def test_blocks_of_another_tree_or_base_are_not_imported(blocks_for, made, models, tmp_path, capsys):
     file = tmp_path / "blocks.safetensors"
     run("export", made / "model", "--node", "2:4", "--output", file, capsys=capsys)
-    train(config_of(models / "hier-ffn", made / "other.jsonl", tmp_path / "trained", max_steps=1))
+    train(blocks_for("trained", corpus=made / "other.jsonl", max_steps=1))
     line = refusal("import", tmp_path / "trained", "--from", file, "--output", tmp_path / "out", capsys=capsys)
     assert f"file {file} is of the tree with the fingerprint {TREE.fingerprint[:16]}" in line
     line = refusal(
@@ -215,7 +213,7 @@ def test_layers_that_moved_take_their_bank_along(made, tmp_path):
     assert all(torch.equal(before.block(2, index), after.block(2, index)) for index in before.written(2))
 
 
-def test_a_tree_without_paths_is_refused(models, corpus, tmp_path):
+def test_a_tree_without_paths_is_refused(blocks_for, corpus):
     with refused(r"tree is 'x', and no corpus has a path_column; expected the column with the paths"):
-        config = config_of(models / "hier-ffn", corpus, tmp_path / "out")
+        config = blocks_for(corpus=corpus)
         type(config)(model=config.model, corpus=type(config.corpus)(path="y"), output="o", tree="x")

@@ -9,6 +9,7 @@ import shutil
 
 import pytest
 from training.cached_tokens import entries, row, tokens_of
+from training.outcomes import flip
 from training.tiny_run import refused, tiny_tokenizer, write_corpus
 
 from midus_hf.documents import DocumentError
@@ -18,6 +19,13 @@ from midus_hf.training.data.token_cache import cached_tokens
 from midus_hf.training.options import CorpusOptions
 
 datasets = pytest.importorskip("datasets")
+
+
+@pytest.fixture(params=[1, 2])
+def cores(request, monkeypatch) -> int:
+    """So many processes tokenise."""
+    monkeypatch.setattr(token_cache, "usable_cores", lambda: request.param)
+    return request.param
 
 
 def test_without_room_nothing_is_begun(tmp_path, monkeypatch):
@@ -46,7 +54,6 @@ def test_room_is_needed_for_tokens_and_for_the_text_of_compressed_files(tmp_path
         assert used < needed < 3 * used
 
 
-@pytest.mark.parametrize("cores", [1, 2])
 def test_a_disk_that_fills_meanwhile_is_told_and_cleared(tmp_path, monkeypatch, cores):
     folder, cache = write_corpus(tmp_path / "texts", documents=150), tmp_path / "cache"
 
@@ -54,7 +61,6 @@ def test_a_disk_that_fills_meanwhile_is_told_and_cleared(tmp_path, monkeypatch, 
         def __call__(self, texts):
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    monkeypatch.setattr(token_cache, "usable_cores", lambda: cores)
     monkeypatch.setattr(token_cache, "_Tokenise", FullDisk)
     with refused(
         r"cannot be written to '.*cache': .*No space left on device\. Set corpus\.cache_dir to a fold", DocumentError
@@ -69,9 +75,7 @@ def test_a_cache_that_cannot_be_written_is_told(tmp_path):
         tokens_of(write_corpus(tmp_path / "texts"), tmp_path / "cache")
 
 
-@pytest.mark.parametrize("cores", [1, 2])
 def test_text_that_cannot_be_read_is_named_and_leaves_no_entry(tmp_path, monkeypatch, cores):
-    monkeypatch.setattr(token_cache, "usable_cores", lambda: cores)
     monkeypatch.setattr(token_cache, "_SAMPLE", 10)
     folder = write_corpus(tmp_path / "texts", documents=150)
     (folder / "140.txt").write_bytes(b"\xff")
@@ -80,9 +84,7 @@ def test_text_that_cannot_be_read_is_named_and_leaves_no_entry(tmp_path, monkeyp
     assert entries(tmp_path / "cache") == []
 
 
-@pytest.mark.parametrize("cores", [1, 2])
 def test_an_id_that_the_model_does_not_embed_is_refused_before_and_after_tokens_are_kept(tmp_path, monkeypatch, cores):
-    monkeypatch.setattr(token_cache, "usable_cores", lambda: cores)
     monkeypatch.setattr(token_cache, "_SAMPLE", 10)
     folder, cache = write_corpus(tmp_path / "texts", documents=150), tmp_path / "cache"
     for _ in range(2):
@@ -96,19 +98,10 @@ def test_a_tokenizer_without_eos_is_refused(tmp_path):
         tokens_of(write_corpus(tmp_path / "texts"), tmp_path / "cache", tiny_tokenizer(eos_token=None))
 
 
-@pytest.mark.parametrize("cores", [1, 2])
-def test_a_corpus_of_white_space_is_empty(tmp_path, monkeypatch, cores):
-    monkeypatch.setattr(token_cache, "usable_cores", lambda: cores)
+def test_a_corpus_of_white_space_is_empty(tmp_path, cores):
     (tmp_path / "a.txt").write_text(" \n")
     with refused(r"the corpus is empty: it has no document with a visible character", DocumentError):
         tokens_of(tmp_path / "a.txt", tmp_path / "cache")
-
-
-def flip(file, place):
-    """Change one bit of a byte, counted from the file's end where `place` is negative."""
-    content = bytearray(file.read_bytes())
-    content[place] ^= 1
-    file.write_bytes(content)
 
 
 def edit(file, **changes):

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import save_file
-from training.outcomes import as_it_was_at, exact_log, moved, weights
+from training.outcomes import as_it_was_at, exact_log, flip, moved, weights
 from training.tiny_run import refused, tiny_config
 
 from midus_hf.files.checkpoint_files import BEGUN_CHECKPOINT
@@ -49,12 +49,6 @@ def output(whole, tmp_path) -> Path:
 def resumed(config_for):
     """Gives the options of the same run, to be gone on with."""
     return lambda **changes: config_for(**{**OPTIONS, "resume": "auto", **changes})
-
-
-def flip(path: Path, place: int = -100) -> None:
-    content = bytearray(path.read_bytes())
-    content[place] ^= 1
-    path.write_bytes(content)
 
 
 def cut(path: Path) -> None:
