@@ -7,8 +7,8 @@ import torch
 from rich.table import Table
 
 from midus_hf.analysis.slots.block_usage import BankLevel
-from midus_hf.analysis.slots.memory_place import MemoryPlace
 from midus_hf.analysis.slots.usage import MemoryUsage, Place
+from midus_hf.analysis.watched_models import MemoryPlace
 
 PICTURE_SUFFIXES = (".png", ".svg", ".pdf")
 

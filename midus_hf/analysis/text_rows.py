@@ -5,10 +5,10 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
-from accelerate.utils import extract_model_from_parallel
 from torch.nn import functional as F
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from midus_hf.analysis.watched_models import decoder_of, evaluating
 from midus_hf.evaluation.perplexity import DEFAULT_SEQUENCE_LENGTH, automatic_bos
 
 if TYPE_CHECKING:
@@ -159,22 +159,36 @@ def read_rows(
         RuntimeError: If the likelihood of the text is not a finite number.
     """
     batches = text.batches(batch_size)
-    was_training = model.training
-    model.eval()
-    sums = []
-    try:
+    sums: list[torch.Tensor] = []
+    with evaluating(model):
         for batch in batches:
             if records is not None:
                 records.begin(text.name, batch.documents)
-            sums += list(_row_sums(model, batch.rows, batch.fetched_by(0, len(batch.rows))))
+            sums += _row_sums(model, batch.rows, batch.fetched_by(0, len(batch.rows)))
             if progress is not None:
                 progress(batch.num_tokens)
-    finally:
-        model.train(was_training)
     losses = RowLosses(torch.stack(sums), torch.tensor([len(row) - 1 for row in text.rows]))
     if not losses.sums.isfinite().all():
         raise RuntimeError(f"the loss of text {text.name!r} is not a finite number. The model's weights are broken.")
     return losses
+
+
+def adding(show: Callable[[int, int], None] | None, total: int) -> Callable[[int], None]:
+    """Return what takes how many tokens each pass read, and shows how many were read so far.
+
+    Args:
+        show: Called with the tokens that were read, and all. None for nothing.
+        total: Tokens that there are to read.
+    """
+    done = 0
+
+    def add(num_tokens: int) -> None:
+        nonlocal done
+        done += num_tokens
+        if show is not None:
+            show(done, total)
+
+    return add
 
 
 def inputs_of(
@@ -193,8 +207,7 @@ def inputs_of(
     given: dict[str, Any] = {"input_ids": inputs, "use_cache": False}
     if not bool(mask.all()):
         given["attention_mask"] = mask.long()
-    decoder: Any = extract_model_from_parallel(model, keep_torch_compile=False).get_decoder()
-    if "prompt_mask" in getattr(decoder, "memory_input_names", ()):
+    if "prompt_mask" in getattr(decoder_of(model), "memory_input_names", ()):
         given["prompt_mask"] = mask  # a row is a prompt as a whole
     if paths is not None:
         given["memory_ids"] = paths
@@ -205,8 +218,7 @@ def _row_sums(
     model: PreTrainedModel, rows: Sequence[torch.Tensor], paths: torch.Tensor | None
 ) -> Iterator[torch.Tensor]:
     """The summed loss of each row of a batch."""
-    with torch.no_grad():
-        logits = model(**inputs_of(model, rows, paths)).logits
+    logits = model(**inputs_of(model, rows, paths)).logits
     for row, of_row in zip(rows, logits, strict=True):
         predicted = of_row[: len(row) - 1].to(torch.promote_types(of_row.dtype, torch.float32))
         losses = F.cross_entropy(predicted, row[1:].to(predicted.device), reduction="none")

@@ -172,6 +172,10 @@ def test_a_wrapped_model_is_changed_in_every_copy():
         copies = [parameter for name, parameter in wrapped.named_parameters() if name.endswith(".bank")]
         assert len(copies) == 2 and not any(copy.any() for copy in copies)
         assert not torch.equal(logits(wrapped), computed)
+    before = values(wrapped)
+    with swap_chapters(wrapped, 1, 4):
+        changed = differing(before, wrapped)
+        assert len(changed) == 2 and all(name.endswith(".bank") for name in changed)
     assert torch.equal(logits(wrapped), computed)
 
 

@@ -6,8 +6,8 @@ from analysis.chapter_models import CHAPTERS, LAYERS, READ, SHARED, routed_model
 from tiny import FAMILIES
 
 from midus_hf.analysis.chapters.usage import record_chapter_usage
-from midus_hf.analysis.slots.memory_place import MemoryPlace
 from midus_hf.analysis.text_rows import read_rows
+from midus_hf.analysis.watched_models import MemoryPlace
 
 
 def expected(of_kinds: dict[str, int]) -> list[int]:

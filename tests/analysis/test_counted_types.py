@@ -1,6 +1,6 @@
 """The types that refusals list are those that are registered, by what their memories can tell."""
 
-from midus_hf.analysis.slots.counted_types import counted_types, types_whose_slots_add, types_with_slots
+from midus_hf.analysis.slots.usage import counted_types, types_whose_slots_add, types_with_slots
 from midus_hf.config.memory_types import MEMORY_TYPES
 from midus_hf.memory.registry import MEMORY_MODULES
 

@@ -8,9 +8,9 @@ from peft import LoraConfig, get_peft_model
 from tiny import prompt, tiny_model
 from training.tiny_run import tiny_tokenizer
 
-from midus_hf.analysis.slots.memory_place import MemoryPlace
 from midus_hf.analysis.slots.slot_tokens import memory_of_slots, slot_tokens, slots_table
 from midus_hf.analysis.slots.usage import record_usage
+from midus_hf.analysis.watched_models import MemoryPlace
 from midus_hf.config.memories.ultramem import UltraMemOptions
 from midus_hf.config.model_sizes import ModelSizes
 from midus_hf.memory.registry import build_memory

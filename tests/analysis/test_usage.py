@@ -8,10 +8,12 @@ from accelerate import Accelerator
 from accelerate.utils import TorchDynamoPlugin
 from analysis.memory_models import ENTRIES, enable_checkpointing, has_hooks, memories, memory_model
 from pairs import by_default
+from peft import LoraConfig, get_peft_model
 from tiny import FAMILIES, prompt, tiny_model
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
-from midus_hf.analysis.slots.memory_place import MemoryPlace, place_of
 from midus_hf.analysis.slots.usage import MemoryUsage, Usage, record_usage, summarise
+from midus_hf.analysis.watched_models import MemoryPlace
 
 
 def read_inputs(model, tokens) -> dict[int, torch.Tensor]:
@@ -205,18 +207,21 @@ def test_offloaded_memory_is_refused():
     assert not has_hooks(model)
 
 
-@pytest.mark.parametrize(
-    ("path", "name", "words"),
-    [
-        ("memory", "", "3"),
-        ("memory.modules_to_save.default", "", "3"),
-        ("memories.other", "other", "3 other"),
-        ("_checkpoint_wrapped_module.memories.other.modules_to_save.default", "other", "3 other"),
-    ],
-)
-def test_a_memory_is_known_by_its_layer_and_its_name(path, name, words):
-    place = place_of(3, path)
-    assert place == MemoryPlace(3, name) and str(place) == words
+@pytest.mark.parametrize("wrapped", ["copied by PEFT", "checkpointed by torch"])
+def test_a_wrapped_memory_is_counted_once_by_its_layer_and_its_name(wrapped):
+    models = [memory_model("llama") for _ in range(2)]
+    if wrapped == "copied by PEFT":
+        lora = LoraConfig(r=2, target_modules=["q_proj"], modules_to_save=["memory"], task_type="CAUSAL_LM")
+        models[1] = get_peft_model(models[1], lora)
+    else:
+        models[1].model.layers[1] = checkpoint_wrapper(models[1].model.layers[1])
+    counts = []
+    for model in models:
+        with record_usage(model) as usage, torch.no_grad():
+            model(input_ids=prompt(), use_cache=False)
+        counts.append({str(place): of_memory.tolist() for place, of_memory in usage.counts.items()})
+    assert counts[0] == counts[1] and list(counts[0]) == ["1", "3"]
+    assert str(MemoryPlace(3, "other")) == "3 other"
 
 
 def test_even_usage_is_one_and_a_single_slot_is_one_of_all():

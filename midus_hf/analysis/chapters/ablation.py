@@ -13,8 +13,8 @@ from midus_hf.analysis.chapters.edits import swap_chapters, zero_chapters
 from midus_hf.analysis.chapters.interventions import close_chapters, hosts_of, swap_in_layers, zero_in_layers
 from midus_hf.analysis.chapters.records import ChapterRecords, record_chapters
 from midus_hf.analysis.inside.loss_effects import Effect, effect_between
-from midus_hf.analysis.slots.memory_place import MemoryPlace
-from midus_hf.analysis.text_rows import TextRows, read_rows
+from midus_hf.analysis.text_rows import TextRows, adding, read_rows
+from midus_hf.analysis.watched_models import MemoryPlace
 
 Mode = Literal["zero", "swap-random", "drop"]
 
@@ -98,7 +98,8 @@ def ablate(
         raise ValueError(f"top is {top}; expected at least 1.")
     hosts = hosts_of(model, chapters or (), layers, memory)
     changed = [hosted.layer for hosted in hosts]
-    name, num_shared, num_chapters = hosts[0].name, hosts[0].num_shared, hosts[0].num_chapters
+    name, module = hosts[0].name, hosts[0].module
+    num_shared, num_chapters = module.num_shared, module.num_chapters
     if chapters is None:
         chapters = range(num_shared if mode == "drop" else 0, num_chapters)
     partners = _partners(chapters, num_shared, num_chapters, seed) if mode == "swap-random" else {}
@@ -118,14 +119,7 @@ def ablate(
         with intervention(chapters[0]):  # what is refused is refused before anything is measured
             pass
     tokens_each = sum(text.num_tokens for text in texts)
-    done, total = 0, tokens_each * (1 + min(len(chapters), top or len(chapters)))
-
-    def told(num_tokens: int) -> None:
-        nonlocal done
-        done += num_tokens
-        if progress is not None:
-            progress(done, total)
-
+    told = adding(progress, tokens_each * (1 + min(len(chapters), top or len(chapters))))
     with record_chapters(model, name) as records:
         usual = {
             text.name: read_rows(model, text, batch_size=batch_size, records=records, progress=told) for text in texts

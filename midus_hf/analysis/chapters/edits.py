@@ -1,20 +1,19 @@
 """What a model computes without a chapter: its parameters are changed for as long as a context is open."""
 
 import contextlib
-import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import torch
-from accelerate.utils import extract_model_from_parallel
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from midus_hf.config.memory_entries import NO_MEMORIES, Memories, MemoryEntry
+from midus_hf.analysis.chapters.memories import one_memory
+from midus_hf.analysis.watched_models import decoder_of, innermost
 
-_TYPE, _ROWS = "chapters", ("bank", "bank_integers", "bank_scales")
-"""The type of memory, and what its tensors are called that have a row for each memory token."""
+BANK_ROWS = ("bank", "bank_integers", "bank_scales")
+"""What the tensors of a bank are called that have a row for each memory token."""
 
 
 @contextlib.contextmanager
@@ -38,7 +37,7 @@ def zero_chapters(
     """
     found = _find(model, memory, bank)
     numbers = _checked(chapters, found)
-    with _restored(found.banks, found.rows_of(numbers)):
+    with restored(found.banks, found.rows_of(numbers)):
         for parameter in found.banks:
             with torch.no_grad():
                 parameter[found.rows_of(numbers).to(parameter.device)] = 0
@@ -73,13 +72,22 @@ def swap_chapters(
     numbers = _checked([first, second], found)
     routers = found.routers if with_router else []
     rows, places = found.rows_of(numbers), torch.tensor(numbers)
-    with _restored(found.banks, rows), _restored(routers, places):
+    with restored(found.banks, rows), restored(routers, places):
         for parameters, places_of in ((found.banks, rows), (routers, places)):
             for parameter in parameters:
                 with torch.no_grad():
                     taken = places_of.to(parameter.device)
                     parameter[taken] = parameter[taken.view(2, -1).flip(0).flatten()]
         yield
+
+
+@runtime_checkable
+class _DeclaresTensors(Protocol):
+    """What a bank that layers share is in, also where a checkpoint brought its code."""
+
+    declared: Mapping[str, Any]
+
+    def declared_tensor(self, name: str) -> torch.Tensor: ...
 
 
 @dataclass(frozen=True)
@@ -103,65 +111,29 @@ class _Found:
 
 
 def _find(model: nn.Module, memory: str | None, bank: int | None) -> _Found:
-    decoder: Any = extract_model_from_parallel(model, keep_torch_compile=False).get_decoder()  # type: ignore[operator]
-    memories = decoder.config.memories() if hasattr(decoder.config, "memories") else NO_MEMORIES
-    entry = _entry(memories, memory, decoder.config.model_type)
-    tables = memories.tables(entry.name)
-    layers_of_banks = [of_bank.layers for of_bank in tables] or [(layer,) for layer in entry.layers]
+    hosts = one_memory(model, memory, whole=False)  # of what is offloaded, the parameter is told
+    name, options = hosts[0].name, hosts[0].module.options
+    decoder = decoder_of(model)
+    tables = decoder.config.memories().tables(name)
+    layers_of_banks = [of_bank.layers for of_bank in tables] or [(hosted.layer,) for hosted in hosts]
     if bank is not None and not 0 <= bank < len(layers_of_banks):
         raise ValueError(f"bank is {bank}; expected a number from 0 to {len(layers_of_banks) - 1}.")
     numbers = range(len(layers_of_banks)) if bank is None else [bank]
-    readers = [
-        module
-        for number in numbers
-        for layer in layers_of_banks[number]
-        for module in _declared(decoder, f"layers.{layer}", f"memories.{entry.name}")
-    ]
-    holders = [
-        module for number in numbers for module in _declared(decoder, "memory_tables", f"{entry.name}.{number}")
-    ]
+    layers = {layer for number in numbers for layer in layers_of_banks[number]}
+    readers = [module for hosted in hosts if hosted.layer in layers for module in hosted.modules]
+    holders = readers
+    if tables:
+        shared = [decoder.memory_tables[name][str(number)] for number in numbers]
+        holders = [module for of_bank in shared for module in innermost(of_bank, _DeclaresTensors)]
     if any(getattr(module, "kept", None) is not None and not module.kept.is_empty for module in readers):
         raise ValueError(
-            f"kept_values keeps what memory {entry.name!r} derives from its bank; expected to be outside of it. Open kept_values "
-            "within."
+            f"kept_values keeps what memory {name!r} derives from its bank; expected to be outside of it. Open kept_values within."
         )
     return _Found(
-        entry.options,
-        [
-            _parameter(module, name)
-            for module in (holders if tables else readers)
-            for name in _ROWS
-            if name in module.declared
-        ],
-        [_parameter(module, name) for module in readers for name in ("router_weight", "router_bias")],
+        options,
+        [_parameter(module, row) for module in holders for row in BANK_ROWS if row in module.declared],
+        [_parameter(module, role) for module in readers for role in ("router_weight", "router_bias")],
     )
-
-
-def _entry(memories: Memories, name: str | None, model_type: str) -> MemoryEntry:
-    """The entry of the memory of chapters of that name, or for None of the only one."""
-    entries = {known: entry for known, entry in memories.attached.items() if entry.type == _TYPE}
-    if not entries:
-        raise ValueError(
-            f"this {model_type} model has no memory of chapters; expected one upscaled with such a memory."
-        )
-    if name is None and len(entries) > 1:
-        raise ValueError(
-            f"the model has memories of chapters {', '.join(entries)}; expected one of them. Pass memory."
-        )
-    if name is not None and name not in entries:
-        raise ValueError(f"memory is {name!r}; expected one of: {', '.join(entries)}.")
-    return next(iter(entries.values())) if name is None else entries[name]
-
-
-def _declared(decoder: nn.Module, *parts: str) -> list[Any]:
-    """Modules with declared tensors whose names have these parts in this order: wrappers put parts of theirs between and behind."""
-    between = r"\.(?:.*\.)?".join(map(re.escape, parts))
-    name = re.compile(rf"(?:.*\.)?{between}(?:\..*)?")
-    return [
-        module
-        for path, module in decoder.named_modules()
-        if name.fullmatch(path) and hasattr(module, "declared_tensor")
-    ]
 
 
 def _parameter(module: Any, name: str) -> torch.Tensor:
@@ -194,7 +166,7 @@ def _checked(chapters: Sequence[int], found: _Found) -> list[int]:
 
 
 @contextlib.contextmanager
-def _restored(parameters: Sequence[torch.Tensor], rows: torch.Tensor) -> Iterator[None]:
+def restored(parameters: Sequence[torch.Tensor], rows: torch.Tensor) -> Iterator[None]:
     """Put rows of parameters back as they are now, however the context ends."""
     before = [parameter.detach()[rows.to(parameter.device)].clone() for parameter in parameters]
     try:

@@ -7,10 +7,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from midus_hf.analysis.chapters.memories import HostedChapters, one_memory
-
-_ROWS = ("bank", "bank_integers", "bank_scales")
-"""What the tensors of a bank are called that have a row for each memory token."""
+from midus_hf.analysis.chapters.edits import BANK_ROWS, restored
+from midus_hf.analysis.chapters.memories import one_memory
+from midus_hf.analysis.watched_models import HostedMemory, held_hooks
 
 
 @contextlib.contextmanager
@@ -81,33 +80,28 @@ def close_chapters(
     """
     hosts = hosts_of(model, chapters, layers, memory)
     numbers = sorted(set(chapters))
-    num_shared, options = hosts[0].num_shared, hosts[0].modules[0].options
+    num_shared, options = hosts[0].module.num_shared, hosts[0].module.options
     shared = [number for number in numbers if number < num_shared]
     if shared:
         raise ValueError(
             f"chapter {shared[0]} is shared, which every token reads; expected routed ones, from {num_shared} on. Zero it instead."
         )
-    left = hosts[0].num_chapters - num_shared - len(numbers)
+    left = hosts[0].module.num_chapters - num_shared - len(numbers)
     if left < options.k:
         raise ValueError(
             f"{left} routed chapters would be left; expected k = {options.k} or more. Close fewer, or zero them instead."
         )
     biases = [module.declared_tensor("router_bias") for hosted in hosts for module in hosted.modules]
-    before = [bias.detach()[numbers].clone() for bias in biases]
-    try:
+    with restored(biases, torch.tensor(numbers, dtype=torch.int64)):
         with torch.no_grad():
             for bias in biases:
                 bias[numbers] = -torch.inf
         yield
-    finally:
-        with torch.no_grad():
-            for bias, values in zip(biases, before, strict=True):
-                bias[numbers] = values
 
 
 def hosts_of(
     model: nn.Module, chapters: Collection[int], layers: Collection[int] | None, memory: str | None
-) -> list[HostedChapters]:
+) -> list[HostedMemory]:
     """The layers of a memory that are meant.
 
     Args:
@@ -120,7 +114,7 @@ def hosts_of(
         ValueError: As `one_memory`, or if there is no such chapter or layer.
     """
     hosts = {hosted.layer: hosted for hosted in one_memory(model, memory)}
-    num_chapters = next(iter(hosts.values())).num_chapters
+    num_chapters = next(iter(hosts.values())).module.num_chapters
     unknown = [number for number in chapters if not 0 <= number < num_chapters]
     if unknown:
         raise ValueError(f"chapter is {unknown[0]}; expected a number from 0 to {num_chapters - 1}.")
@@ -131,24 +125,20 @@ def hosts_of(
 
 
 @contextlib.contextmanager
-def _rows_edited(hosts: list[HostedChapters], edit: Any) -> Iterator[None]:
+def _rows_edited(hosts: list[HostedMemory], edit: Any) -> Iterator[None]:
     """Call memories with edited copies `[C, M, ...]` of what their bank has by chapter."""
 
     def replace(module: Any, arguments: Any, given: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
         tables = dict(given.get("tables") or {})
-        for name in _ROWS:
+        for name in BANK_ROWS:
             if name in module.bank_names:
                 table = tables[name] if name in tables else getattr(module, name)
                 by_chapter = table.unflatten(0, (module.num_chapters, -1))
                 tables[name] = edit(by_chapter).flatten(0, 1)
         return arguments, {**given, "tables": tables}
 
-    handles = [
-        module.register_forward_pre_hook(replace, with_kwargs=True) for hosted in hosts for module in hosted.modules
-    ]
-    try:
-        with torch.compiler.set_stance("force_eager"):
-            yield
-    finally:
-        for handle in handles:
-            handle.remove()
+    with held_hooks() as hold:
+        for hosted in hosts:
+            for module in hosted.modules:
+                hold(module.register_forward_pre_hook(replace, with_kwargs=True))
+        yield

@@ -1,86 +1,45 @@
-"""Where the memories of chapters of a model are."""
+"""The memories of chapters of a model."""
 
-from dataclasses import dataclass
-from typing import Any
-
-from accelerate.utils import extract_model_from_parallel
 from torch import nn
 
-from midus_hf.analysis.slots.memory_place import MemoryPlace, innermost, whole_and_named
+from midus_hf.analysis.watched_models import HostedMemory, bare_model, hosted_memories, named, whole_and_named
 from midus_hf.memory.protocols import ReadsChapters
 
 
-@dataclass(frozen=True)
-class HostedChapters:
-    """A memory of chapters in a layer.
-
-    Args:
-        layer: Index of the decoder layer.
-        name: That the memory is attached by.
-        block: The decoder layer.
-        memory: The memory, or what PEFT has wrapped around it.
-        modules: The memory itself, and every copy of it that PEFT has made: one of them is called.
-    """
-
-    layer: int
-    name: str
-    block: Any
-    memory: Any
-    modules: tuple[Any, ...]
-
-    @property
-    def place(self) -> MemoryPlace:
-        """The layer and the name."""
-        return MemoryPlace(self.layer, self.name)
-
-    @property
-    def num_chapters(self) -> int:
-        """C, shared ones included."""
-        return self.modules[0].num_chapters
-
-    @property
-    def num_shared(self) -> int:
-        """S, the first chapters, which every token reads."""
-        return self.modules[0].num_shared
-
-
-def memories_of_chapters(model: nn.Module, name: str | None = None) -> list[HostedChapters]:
-    """The memories of a model that read chapters, by layer.
+def memories_of_chapters(model: nn.Module, name: str | None = None, *, whole: bool = True) -> list[HostedMemory]:
+    """Return the memories of a model that read chapters, by layer.
 
     Args:
         model: A causal language model whose decoder has `layers`, compiled or not, or what accelerate or PEFT has wrapped around
             one.
         name: Of one of several memories of chapters. Default: all.
+        whole: Whether to refuse memories that are offloaded. Default: true.
 
     Raises:
         ValueError: If there is none, or none of that name, or one is offloaded.
     """
-    bare: Any = extract_model_from_parallel(model, keep_torch_compile=False)
-    found = [
-        HostedChapters(layer, attached, block, memory, modules)
-        for layer, block in enumerate(bare.get_decoder().layers)
-        for attached, memory in getattr(block, "memories", {}).items()
-        if (modules := innermost(memory, ReadsChapters))
-    ]
-    if not found:
+    hosts = hosted_memories(model, ReadsChapters)
+    if not hosts:
+        model_type = bare_model(model).config.model_type
         raise ValueError(
-            f"this {bare.config.model_type} model has no memory of chapters; expected one upscaled with such a memory."
+            f"this {model_type} model has no memory of chapters; expected one upscaled with such a memory."
         )
-    return whole_and_named(found, name)
+    return whole_and_named(hosts, name) if whole else named(hosts, name)
 
 
-def one_memory(model: nn.Module, name: str | None = None) -> list[HostedChapters]:
-    """The layers of one memory of chapters.
+def one_memory(model: nn.Module, name: str | None = None, *, whole: bool = True) -> list[HostedMemory]:
+    """Return the layers of one memory of chapters.
 
     Args:
         model: As for `memories_of_chapters`.
         name: Of the memory. Default: the only one.
+        whole: As for `memories_of_chapters`.
 
     Raises:
         ValueError: As `memories_of_chapters`, and if there are several and none is named.
     """
-    found = memories_of_chapters(model, name)
-    names = dict.fromkeys(hosted.name for hosted in found)
+    hosts = memories_of_chapters(model, name, whole=whole)
+    names = dict.fromkeys(hosted.name for hosted in hosts)
     if len(names) > 1:
         raise ValueError(f"the model has memories of chapters {', '.join(names)}; expected one of them. Pass memory.")
-    return found
+    return hosts

@@ -1,14 +1,14 @@
 """What the tokens of texts read of chapters, recorded while a model reads these texts."""
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
-from midus_hf.analysis.chapters.memories import HostedChapters, memories_of_chapters
-from midus_hf.analysis.slots.memory_place import MemoryPlace
+from midus_hf.analysis.chapters.memories import memories_of_chapters
+from midus_hf.analysis.watched_models import HostedMemory, MemoryPlace, held_hooks
 from midus_hf.memory.routing.pooling import Routing
 from midus_hf.ops.dispatch.private_torch import is_in_backward
 
@@ -128,7 +128,7 @@ class ChapterRecords:
         found: The memories that are recorded.
     """
 
-    def __init__(self, found: Sequence[HostedChapters]):
+    def __init__(self, found: Sequence[HostedMemory]):
         self._found = {hosted.place: hosted for hosted in found}
         self.counts: dict[str, dict[MemoryPlace, ChapterCounts]] = {}
         self._reading: tuple[str, Sequence[int]] = ("", ())
@@ -149,7 +149,7 @@ class ChapterRecords:
         if place not in of_text:
             hosted = self._found[place]
             device = next(hosted.memory.parameters()).device
-            of_text[place] = ChapterCounts(hosted.num_chapters, hosted.num_shared, device)
+            of_text[place] = ChapterCounts(hosted.module.num_chapters, hosted.module.num_shared, device)
         return of_text[place], documents
 
 
@@ -170,20 +170,15 @@ def record_chapters(model: nn.Module, memory: str | None = None) -> Iterator[Cha
     """
     found = memories_of_chapters(model, memory)
     records = ChapterRecords(found)
-    handles: list[Any] = []
-    try:
+    with held_hooks() as hold:
         for hosted in found:
             attention: list[torch.Tensor] = []
-            handles.append(_behind_attention(hosted.block).register_forward_hook(_keeper(attention)))
+            hold(_behind_attention(hosted.block).register_forward_hook(_keeper(attention)))
             before, behind = _recorder(records, hosted.place, attention)
             for module in hosted.modules:
-                handles.append(module.register_forward_pre_hook(before, with_kwargs=True))
-                handles.append(module.register_forward_hook(behind, with_kwargs=True))
-        with torch.compiler.set_stance("force_eager"):
-            yield records
-    finally:
-        for handle in handles:
-            handle.remove()
+                hold(module.register_forward_pre_hook(before, with_kwargs=True))
+                hold(module.register_forward_hook(behind, with_kwargs=True))
+        yield records
 
 
 def _behind_attention(block: Any) -> nn.Module:
@@ -208,11 +203,8 @@ def _recorder(
     routings: list[Routing] = []
 
     def before(memory: Any, arguments: tuple[torch.Tensor, ...], given: dict[str, Any]) -> None:
-        routings.clear()
-        if not is_in_backward() and arguments[0].numel():
-            with torch.no_grad():
-                asked = {name: given.get(name) for name in ("tokens", "state", "prompt_mask")}
-                routings.append(memory.route(arguments[0], **asked))
+        routing = routing_of(memory, arguments, given)
+        routings[:] = [] if routing is None else [routing]
 
     def behind(memory: Any, arguments: tuple[torch.Tensor, ...], given: dict[str, Any], output: torch.Tensor) -> None:
         if not routings:
@@ -227,3 +219,17 @@ def _recorder(
             counts.add_norms(output, attention[0].to(output.device), read, real)
 
     return before, behind
+
+
+@torch.no_grad()
+def routing_of(memory: Any, arguments: tuple[torch.Tensor, ...], given: Mapping[str, Any]) -> Routing | None:
+    """Return which chapters a memory opens in a pass; None where a pass repeats another for the backward pass, or reads no token.
+
+    Args:
+        memory: Of chapters.
+        arguments: Of its forward pass.
+        given: Of its forward pass, by keyword.
+    """
+    if is_in_backward() or not arguments[0].numel():
+        return None
+    return memory.route(arguments[0], **{name: given.get(name) for name in ("tokens", "state", "prompt_mask")})

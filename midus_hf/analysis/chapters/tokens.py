@@ -5,12 +5,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from accelerate.utils import extract_model_from_parallel
 from torch import nn
 from transformers import PreTrainedTokenizerBase
 
 from midus_hf.analysis.chapters.interventions import hosts_of
 from midus_hf.analysis.inside.vocabulary_head import NearToken, VocabularyHead, check_top
+from midus_hf.analysis.watched_models import decoder_of
 
 
 @dataclass(frozen=True)
@@ -62,10 +62,8 @@ def nearest_tokens(
     """
     check_top(top)
     hosts = hosts_of(model, chapters or (), layers, memory)
-    bare: Any = extract_model_from_parallel(model, keep_torch_compile=False)
-    decoder = bare.get_decoder()
-    tables = {id(reader): shared for reader, shared in decoder.table_readers()}
-    numbers = list(range(hosts[0].num_chapters)) if chapters is None else list(chapters)
+    tables = {id(reader): shared for reader, shared in decoder_of(model).table_readers()}
+    numbers = list(range(hosts[0].module.num_chapters)) if chapters is None else list(chapters)
     head = VocabularyHead.of(model, tokenizer, top)
     return [
         _near(hosted.layer, chapter, hosted.memory, tables.get(id(hosted.memory), {}), head, each_row)

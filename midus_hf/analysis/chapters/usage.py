@@ -8,9 +8,9 @@ import torch
 from torch import nn
 
 from midus_hf.analysis.chapters.memories import memories_of_chapters
-from midus_hf.analysis.slots.memory_place import MemoryPlace
+from midus_hf.analysis.chapters.records import routing_of
 from midus_hf.analysis.slots.usage import Usage
-from midus_hf.ops.dispatch.private_torch import is_in_backward
+from midus_hf.analysis.watched_models import held_hooks
 
 
 @contextlib.contextmanager
@@ -31,37 +31,28 @@ def record_chapter_usage(model: nn.Module) -> Iterator[Usage]:
         {
             hosted.place: torch.zeros(
                 1,
-                hosted.num_chapters - hosted.num_shared,
+                hosted.module.num_chapters - hosted.module.num_shared,
                 dtype=torch.int64,
                 device=next(hosted.memory.parameters()).device,
             )
             for hosted in found
         }
     )
-    handles: list[Any] = []
-    try:
+    with held_hooks() as hold:
         for hosted in found:
             for module in hosted.modules:
-                hook = _counter(usage, hosted.place, hosted.num_shared)
-                handles.append(module.register_forward_pre_hook(hook, with_kwargs=True))
-        with torch.compiler.set_stance("force_eager"):
-            yield usage
-    finally:
-        for handle in handles:
-            handle.remove()
+                hook = _counter(usage.counts[hosted.place][0], hosted.module.num_shared)
+                hold(module.register_forward_pre_hook(hook, with_kwargs=True))
+        yield usage
 
 
-def _counter(usage: Usage, place: MemoryPlace, num_shared: int) -> Any:
+def _counter(counts: torch.Tensor, num_shared: int) -> Any:
     """A hook in front of the forward pass, which changes the state that routing goes by."""
 
     def count(memory: Any, arguments: tuple[torch.Tensor, ...], given: dict[str, Any]) -> None:
-        if is_in_backward() or not arguments[0].numel():
-            return
-        with torch.no_grad():
-            asked = {name: given.get(name) for name in ("tokens", "state", "prompt_mask")}
-            routing = memory.route(arguments[0], **asked)
+        routing = routing_of(memory, arguments, given)
+        if routing is not None:
             tokens = routing.pooled.counts.to(torch.int64).unsqueeze(-1).expand_as(routing.chosen)  # [B, U, k]
-            counts = usage.counts[place][0]
             counts.scatter_add_(0, (routing.chosen - num_shared).flatten().to(counts.device), tokens.flatten())
 
     return count

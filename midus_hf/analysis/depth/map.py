@@ -5,9 +5,9 @@ from typing import Any
 
 import torch
 
-from midus_hf.analysis.depth.readers import DepthReader, ReadSlot, readers_of_depth
+from midus_hf.analysis.depth.readers import DepthCall, DepthReader, ReadSlot, readers_of_depth, watch_depth
 from midus_hf.analysis.depth.records import check_head
-from midus_hf.analysis.depth.watching import DepthCall, watch_depth
+from midus_hf.analysis.watched_models import evaluating
 
 
 @dataclass(frozen=True)
@@ -52,11 +52,6 @@ def depth_map(model: Any, tokens: torch.Tensor, layer: int, head: int, memory: s
             sequence = call.given["sequence"].shares(head)[0].double() * of_sequence[:, None]
             found.append(DepthMap(layer, head, sequence.cpu(), of_slots.cpu(), reader.slots))
 
-    was_training = model.training
-    model.eval()
-    try:
-        with watch_depth(model, memory, keep), torch.no_grad():
-            model(input_ids=tokens[None].to(model.device), use_cache=False)
-    finally:
-        model.train(was_training)
+    with evaluating(model), watch_depth(model, memory, keep):
+        model(input_ids=tokens[None].to(model.device), use_cache=False)
     return found[0]

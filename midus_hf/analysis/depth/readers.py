@@ -1,14 +1,25 @@
-"""Which layers of a model read the depth, and which slots each of them reads."""
+"""Which layers of a model read the depth, which slots each of them reads, and what their memories are called with in a pass."""
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from accelerate.utils import extract_model_from_parallel
+import torch
 from torch import nn
 
-from midus_hf.analysis.slots.memory_place import MemoryPlace, innermost, whole_and_named
+from midus_hf.analysis.watched_models import (
+    HostedMemory,
+    bare_model,
+    decoder_of,
+    held_hooks,
+    hosted_memories,
+    whole_and_named,
+)
 from midus_hf.memory.protocols import AttendsToDepth
+from midus_hf.memory.routing.token_places import token_places
+from midus_hf.ops.depth.op import joint_shares
+from midus_hf.ops.dispatch.private_torch import is_in_backward
 
 
 class ReadSlot(NamedTuple):
@@ -27,32 +38,16 @@ class ReadSlot(NamedTuple):
 
 
 @dataclass(frozen=True)
-class DepthReader:
-    """A layer that reads the depth.
+class DepthReader(HostedMemory):
+    """A layer that reads the depth: its `layer`, the `name` that the memory is attached by, the `memory`, and what it reads.
 
     Args:
-        layer: Index of the decoder layer.
-        name: That the memory is attached by.
         slots: What it reads, from the oldest slot to the newest.
         num_heads: H.
-        memory: The memory, or what PEFT has wrapped around it.
     """
 
-    layer: int
-    name: str
     slots: tuple[ReadSlot, ...]
     num_heads: int
-    memory: Any
-
-    @property
-    def place(self) -> MemoryPlace:
-        """The layer and the name."""
-        return MemoryPlace(self.layer, self.name)
-
-    @property
-    def modules(self) -> tuple[nn.Module, ...]:
-        """The memory itself, and every copy of it that PEFT has made: one of them is called."""
-        return innermost(self.memory, AttendsToDepth)
 
 
 def readers_of_depth(
@@ -69,17 +64,16 @@ def readers_of_depth(
     Raises:
         ValueError: If there is none, or none of that name, a layer reads no depth, or one is offloaded.
     """
-    bare: Any = extract_model_from_parallel(model, keep_torch_compile=False)
-    blocks = enumerate(bare.get_decoder().layers)
-    num_heads = bare.config.get_text_config().num_attention_heads
+    num_heads = bare_model(model).config.get_text_config().num_attention_heads
     found = [
-        _reader(layer, block, num_heads)
-        for layer, block in blocks
-        if getattr(block, "depth", None) is not None and block.depth.slots
+        DepthReader(**vars(hosted), slots=_slots_of(depth), num_heads=num_heads)
+        for hosted in hosted_memories(model, AttendsToDepth)
+        if (depth := getattr(hosted.block, "depth", None)) is not None and depth.slots and depth.name == hosted.name
     ]
     if not found:
+        model_type = bare_model(model).config.model_type
         raise ValueError(
-            f"this {bare.config.model_type} model has no memory that reads the depth; expected one upscaled with method 'moda'."
+            f"this {model_type} model has no memory that reads the depth; expected one upscaled with method 'moda'."
         )
     found = whole_and_named(found, memory)
     if layers is None:
@@ -91,7 +85,79 @@ def readers_of_depth(
     return [reader for reader in found if reader.layer in layers]
 
 
-def _reader(layer: int, block: Any, num_heads: int) -> DepthReader:
-    depth = block.depth
-    slots = tuple(ReadSlot(depth.layers[slot.writer], slot.source) for slot in depth.options.slots_read(depth.index))
-    return DepthReader(layer, depth.name, slots, num_heads, block.memories[depth.name])
+def _slots_of(depth: Any) -> tuple[ReadSlot, ...]:
+    return tuple(ReadSlot(depth.layers[slot.writer], slot.source) for slot in depth.options.slots_read(depth.index))
+
+
+class DepthCall(NamedTuple):
+    """One attention to the sequence and the depth.
+
+    Args:
+        memory: That attends.
+        query: `[B, H, T, d]`.
+        given: What it is called with beside queries, by keyword.
+        real: `[B, T]`, false for padding; None if no token is padding.
+    """
+
+    memory: Any
+    query: torch.Tensor
+    given: Mapping[str, Any]
+    real: torch.Tensor | None
+
+    def shares(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return what each slot gets, `[B, H, T, n]`, and what the sequence gets, `[B, H, T]`, as `joint_shares` does."""
+        sequence, gate = self.given["sequence"], self.memory.gate
+        return joint_shares(
+            *(self.query, self.given["keys"], sequence.log_sum(), sequence.scaling, sequence.softcap),
+            *(None if gate is None else gate[:, None], self.memory.is_added),
+        )
+
+
+Watcher = Callable[[DepthReader, DepthCall], None]
+
+
+@contextlib.contextmanager
+def watch_depth(
+    model: nn.Module, memory: str | None, watcher: Callable[[DepthReader, DepthCall], None]
+) -> Iterator[None]:
+    """Call a function behind each attention to the depth, without gradients, while the context is open.
+
+    Args:
+        model: As for `readers_of_depth`. It has hooks more while the context is open.
+        memory: Name of one of several memories that read the depth; None for all.
+        watcher: What is called.
+
+    Raises:
+        ValueError: As `readers_of_depth`.
+    """
+    real: list[torch.Tensor | None] = [None]
+
+    def before(decoder: Any, arguments: tuple[Any, ...], given: dict[str, Any]) -> None:
+        real[0] = _real_tokens(arguments, given)
+
+    def behind_of(reader: DepthReader) -> Callable[..., None]:
+        def behind(memory: Any, arguments: tuple[Any, ...], given: dict[str, Any], output: Any) -> None:
+            if "sequence" not in given or not arguments[0].numel() or is_in_backward():
+                return
+            with torch.no_grad():
+                watcher(reader, DepthCall(memory, arguments[0], given, real[0]))
+
+        return behind
+
+    readers = readers_of_depth(model, memory)
+    with held_hooks() as hold:
+        hold(decoder_of(model).register_forward_pre_hook(before, with_kwargs=True))
+        for reader in readers:
+            for module in reader.modules:
+                hold(module.register_forward_hook(behind_of(reader), with_kwargs=True))
+        yield
+
+
+def _real_tokens(arguments: tuple[Any, ...], given: Mapping[str, Any]) -> torch.Tensor | None:
+    """`[B, T]`, which tokens of a pass are no padding; None if all are."""
+    named = {**dict(zip(("input_ids", "attention_mask"), arguments, strict=False)), **given}
+    tokens = named.get("input_ids")
+    tokens = named["inputs_embeds"] if tokens is None else tokens
+    mask = named.get("token_mask")
+    mask = named.get("attention_mask") if mask is None else mask
+    return token_places(mask, None, tokens.shape[1], may_hold_documents=False).real

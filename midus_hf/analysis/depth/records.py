@@ -6,9 +6,8 @@ from collections.abc import Iterator, Mapping, Sequence
 import torch
 from torch import nn
 
-from midus_hf.analysis.depth.readers import DepthReader, readers_of_depth
-from midus_hf.analysis.depth.watching import DepthCall, watch_depth
-from midus_hf.analysis.slots.memory_place import MemoryPlace
+from midus_hf.analysis.depth.readers import DepthCall, DepthReader, readers_of_depth, watch_depth
+from midus_hf.analysis.watched_models import MemoryPlace
 
 
 class DepthSums:

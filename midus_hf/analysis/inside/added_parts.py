@@ -5,11 +5,9 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
 
-import torch
-from accelerate.utils import extract_model_from_parallel
 from torch import nn
 
-from midus_hf.analysis.slots.memory_place import innermost
+from midus_hf.analysis.watched_models import bare_model, decoder_of, held_hooks, innermost
 from midus_hf.config.memory_entries import NO_MEMORIES, Memories
 from midus_hf.memory.protocols import AttendsToDepth
 
@@ -69,9 +67,8 @@ def added_parts(model: nn.Module) -> AddedParts:
     Raises:
         ValueError: If nothing was added.
     """
-    bare: Any = extract_model_from_parallel(model, keep_torch_compile=False)
-    blocks = list(enumerate(bare.get_decoder().layers))
-    config = bare.config.get_text_config()
+    blocks = list(enumerate(decoder_of(model).layers))
+    config = bare_model(model).config.get_text_config()
     memories: Memories = config.memories() if hasattr(config, "memories") else NO_MEMORIES
     record = getattr(config, "upscale", None) or {}
     inserted = set(record.get("new_layers", memories.inserted))
@@ -128,21 +125,17 @@ def switched_off(model: nn.Module, parts: Iterable[Part]) -> Iterator[None]:
         model: As for `added_parts`.
         parts: From `added_parts`.
     """
-    bare: Any = extract_model_from_parallel(model, keep_torch_compile=False)
-    blocks = bare.get_decoder().layers
-    with contextlib.ExitStack() as stack:
+    blocks = decoder_of(model).layers
+    with contextlib.ExitStack() as passed_by, held_hooks() as hold:
         for part in parts:
             for layer in part.layers:
                 if part.kind == "memory":
-                    stack.enter_context(_passed_by(blocks[layer], part.memory))
+                    passed_by.enter_context(_passed_by(blocks[layer], part.memory))
                 elif part.kind == "depth":
                     for module in innermost(blocks[layer].memories[part.memory], AttendsToDepth):
-                        handle = module.register_forward_hook(_sequence_alone, with_kwargs=True)
-                        stack.callback(handle.remove)
+                        hold(module.register_forward_hook(_sequence_alone, with_kwargs=True))
                 else:
-                    handle = blocks[layer].register_forward_hook(_residual_alone, with_kwargs=True)
-                    stack.callback(handle.remove)
-        stack.enter_context(torch.compiler.set_stance("force_eager"))
+                    hold(blocks[layer].register_forward_hook(_residual_alone, with_kwargs=True))
         yield
 
 

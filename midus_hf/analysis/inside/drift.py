@@ -11,6 +11,7 @@ from transformers import PreTrainedModel
 from midus_hf.analysis.inside.added_parts import added_parts, switched_off
 from midus_hf.analysis.inside.loss_effects import Effect, ratio_with_error
 from midus_hf.analysis.text_rows import TextRows, inputs_of
+from midus_hf.analysis.watched_models import evaluating
 
 LogitsOfBase = Callable[[Sequence[torch.Tensor]], torch.Tensor]
 """Given rows of token ids `[T]`, the logits `[B, T, V]` of the base."""
@@ -149,12 +150,8 @@ def drift(
     for name, value in (("batch_size", batch_size), ("most_shown", most_shown)):
         if value < 1:
             raise ValueError(f"{name} is {value}; expected at least 1.")
-    was_training = model.training
-    model.eval()
-    try:
+    with evaluating(model):
         return [_of_text(model, logits_of_base, text, most_shown, batch_size, progress) for text in texts]
-    finally:
-        model.train(was_training)
 
 
 def _of_text(
@@ -169,9 +166,8 @@ def _of_text(
     worst: list[tuple[float, int, MovedRow]] = []
     for first in range(0, len(text.rows), batch_size):
         rows = text.rows[first : first + batch_size]
-        with torch.no_grad():
-            logits = model(**inputs_of(model, rows, text.fetched_by(first, batch_size))).logits
-            compared = list(_compared(rows, logits, logits_of_base(rows)))
+        logits = model(**inputs_of(model, rows, text.fetched_by(first, batch_size))).logits
+        compared = list(_compared(rows, logits, logits_of_base(rows)))
         for number, (row, parts) in enumerate(zip(rows, compared, strict=True), start=first):
             sums.append(parts.double().sum(-1))
             divergence, _, base_loss, loss, base_choice, choice = parts

@@ -10,6 +10,8 @@ from torch import nn
 from torch.nn import functional as F
 from transformers import PreTrainedModel
 
+from midus_hf.analysis.watched_models import held_hooks
+
 
 class Answer(NamedTuple):
     """A prompt and its answer.
@@ -79,7 +81,10 @@ def head_importance(
     absolute = torch.zeros_like(signed)
     tokens = torch.zeros(len(projections), 1, dtype=torch.float64)
     count, total = 0, 0.0
-    with _frozen(model), _watched(list(projections.values())) as inputs:
+    inputs: list[torch.Tensor] = []
+    with _frozen(model), held_hooks() as hold:
+        for projection in projections.values():
+            hold(projection.register_forward_pre_hook(lambda module, arguments: inputs.append(arguments[0])))
         for answer in answers:
             if not 0 < answer.prompt_tokens < len(answer.ids):
                 raise ValueError(
@@ -122,22 +127,6 @@ def _output_projections(model: PreTrainedModel) -> dict[int, nn.Module]:
             f"no layer of this {model.config.model_type} model has an output projection; expected a decoder with some."
         )
     return found
-
-
-@contextlib.contextmanager
-def _watched(projections: list[nn.Module]) -> Iterator[list[torch.Tensor]]:
-    """What projections read, in the order of layers, as they are called."""
-    inputs: list[torch.Tensor] = []
-
-    def note(module: nn.Module, arguments: tuple[Any, ...]) -> None:
-        inputs.append(arguments[0])
-
-    handles = [projection.register_forward_pre_hook(note) for projection in projections]
-    try:
-        yield inputs
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 @contextlib.contextmanager

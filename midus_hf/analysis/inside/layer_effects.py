@@ -8,7 +8,7 @@ from transformers import PreTrainedModel
 from midus_hf.analysis.inside.added_parts import Part, added_parts, switched_off
 from midus_hf.analysis.inside.loss_effects import Effect, effect_between
 from midus_hf.analysis.inside.shared_start import can_share, kept_outputs, starting_at
-from midus_hf.analysis.text_rows import RowLosses, TextRows, read_rows
+from midus_hf.analysis.text_rows import RowLosses, TextRows, adding, read_rows
 
 
 @dataclass(frozen=True)
@@ -88,14 +88,7 @@ def layer_effects(
         *((part, (part,)) for part in of_base),
     ]
     total = sum(text.num_tokens for text in texts) * (2 + len(several) + len(of_base))
-    done = 0
-
-    def told(num_tokens: int) -> None:
-        nonlocal done
-        done += num_tokens
-        if progress is not None:
-            progress(done, total)
-
+    told = adding(progress, total)
     usual: dict[str, RowLosses] = {}
     changed: list[dict[str, RowLosses]] = [{} for _ in variants]
     starts = [

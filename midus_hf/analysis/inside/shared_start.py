@@ -5,8 +5,9 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
-from accelerate.utils import extract_model_from_parallel
 from torch import nn
+
+from midus_hf.analysis.watched_models import decoder_of, held_hooks
 
 
 def can_share(model: nn.Module) -> bool:
@@ -35,13 +36,10 @@ def kept_outputs(model: nn.Module, layers: Iterable[int]) -> Iterator[dict[int, 
 
         return keep
 
-    handles = [blocks[layer].register_forward_hook(keeper(layer)) for layer in layers]
-    try:
-        with torch.compiler.set_stance("force_eager"):
-            yield kept
-    finally:
-        for handle in handles:
-            handle.remove()
+    with held_hooks() as hold:
+        for layer in layers:
+            hold(blocks[layer].register_forward_hook(keeper(layer)))
+        yield kept
 
 
 @contextlib.contextmanager
@@ -77,5 +75,4 @@ def starting_at(model: nn.Module, layer: int, kept: Mapping[int, Any]) -> Iterat
 
 
 def _layers(model: nn.Module) -> list[Any]:
-    bare: Any = extract_model_from_parallel(model, keep_torch_compile=False)
-    return list(bare.get_decoder().layers)
+    return list(decoder_of(model).layers)

@@ -5,9 +5,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from accelerate.utils import extract_model_from_parallel
 from torch import nn
 from transformers import PreTrainedTokenizerBase
+
+from midus_hf.analysis.watched_models import bare_model, decoder_of
 
 _MOST_LOGITS = 1 << 26
 """Logits that are held at a time: 256 MB in float32."""
@@ -51,8 +52,7 @@ class VocabularyHead:
     @classmethod
     def of(cls, model: nn.Module, tokenizer: PreTrainedTokenizerBase, top: int) -> "VocabularyHead":
         """That of a causal language model, compiled or not, or what accelerate or PEFT has wrapped around one."""
-        bare: Any = extract_model_from_parallel(model, keep_torch_compile=False)
-        return cls(bare.get_decoder().norm, bare.get_output_embeddings(), tokenizer, top)
+        return cls(decoder_of(model).norm, bare_model(model).get_output_embeddings(), tokenizer, top)
 
     def logits(self, added: torch.Tensor) -> Iterator[torch.Tensor]:
         """Logits `[m, V]`, float32 at least, less their mean, of what is added `[M, D]`, so many rows at a time."""

@@ -5,11 +5,11 @@ from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 import torch
-from accelerate.utils import extract_model_from_parallel
 from torch import nn
 
 from midus_hf.analysis.slots.usage import MemoryUsage, summarise
 from midus_hf.analysis.text_rows import TextRows
+from midus_hf.analysis.watched_models import bare_model, decoder_of, held_hooks
 from midus_hf.banks.block_reader import GENERIC
 from midus_hf.config.fetched_blocks import BankLayout
 
@@ -70,8 +70,7 @@ def bank_layouts(model: nn.Module) -> dict[str, BankLayout]:
     Args:
         model: A causal language model, compiled or not, or what accelerate or PEFT has wrapped around one.
     """
-    bare: Any = extract_model_from_parallel(model, keep_torch_compile=False)
-    banks = getattr(bare.get_decoder(), "own_banks", None)
+    banks = getattr(decoder_of(model), "own_banks", None)
     return {} if banks is None else dict(banks.layouts)
 
 
@@ -103,10 +102,9 @@ def record_block_usage(model: nn.Module) -> Iterator[BlockUsage]:
         ValueError: If the model has no bank; within the context, if a pass brings blocks that were fetched before.
     """
     layouts = bank_layouts(model)
-    bare: Any = extract_model_from_parallel(model, keep_torch_compile=False)
     if not layouts:
         raise ValueError(
-            f"the texts of this {bare.config.model_type} model fetch no blocks; expected one with hierarchical memory."
+            f"the texts of this {bare_model(model).config.model_type} model fetch no blocks; expected one with hierarchical memory."
         )
     usage = BlockUsage(layouts)
     num_levels = max(layout.num_levels for layout in layouts.values())
@@ -125,12 +123,9 @@ def record_block_usage(model: nn.Module) -> Iterator[BlockUsage]:
         paths = torch.full((len(tokens), num_levels), GENERIC) if paths is None else paths
         usage.count(paths, _lengths(tokens, given.get("attention_mask")))
 
-    handle = bare.get_decoder().register_forward_hook(count, with_kwargs=True)  # after what it refuses
-    try:
-        with torch.compiler.set_stance("force_eager"):
-            yield usage
-    finally:
-        handle.remove()
+    with held_hooks() as hold:
+        hold(decoder_of(model).register_forward_hook(count, with_kwargs=True))  # after what it refuses
+        yield usage
 
 
 def _lengths(tokens: torch.Tensor, mask: Any) -> torch.Tensor:

@@ -1,44 +1,24 @@
 """Which tokens of the vocabulary the values of a memory's slots are nearest to, by the model's own head."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
-from accelerate.utils import extract_model_from_parallel
 from torch import nn
 from transformers import PreTrainedTokenizerBase
 
 from midus_hf.analysis.inside.vocabulary_head import NearToken, VocabularyHead, check_top, on_its_way
-from midus_hf.analysis.slots.counted_types import types_whose_slots_add
-from midus_hf.analysis.slots.memory_place import MemoryPlace, innermost, whole_and_named
-from midus_hf.analysis.slots.usage import Usage
+from midus_hf.analysis.slots.usage import Usage, types_whose_slots_add
 from midus_hf.analysis.table_of_words import TableOfWords
+from midus_hf.analysis.watched_models import (
+    HostedMemory,
+    MemoryPlace,
+    bare_model,
+    decoder_of,
+    hosted_memories,
+    whole_and_named,
+)
 from midus_hf.memory.protocols import AddsSlots
-
-
-@dataclass(frozen=True)
-class HostedSlots:
-    """A memory of slots in a layer.
-
-    Args:
-        layer: Index of the decoder layer.
-        name: That the memory is attached by; empty where the layer was inserted for it.
-        block: The decoder layer.
-        memory: The memory, or what PEFT has wrapped around it.
-        module: The memory itself.
-    """
-
-    layer: int
-    name: str
-    block: Any
-    memory: nn.Module
-    module: Any
-
-    @property
-    def place(self) -> MemoryPlace:
-        """The layer and the name."""
-        return MemoryPlace(self.layer, self.name)
 
 
 @dataclass(frozen=True)
@@ -62,7 +42,7 @@ class NearSlot:
     tokens: list[NearToken]
 
 
-def memory_of_slots(model: nn.Module, layer: int, name: str | None = None) -> HostedSlots:
+def memory_of_slots(model: nn.Module, layer: int, name: str | None = None) -> HostedMemory:
     """The memory of a layer that retrieves slots and adds their values.
 
     Args:
@@ -75,9 +55,9 @@ def memory_of_slots(model: nn.Module, layer: int, name: str | None = None) -> Ho
     """
     found = memories_of_slots(model)
     if not found:
-        bare: Any = extract_model_from_parallel(model, keep_torch_compile=False)
+        model_type = bare_model(model).config.model_type
         raise ValueError(
-            f"this {bare.config.model_type} model has no memory whose slots add values; expected one upscaled with memory of one of "
+            f"this {model_type} model has no memory whose slots add values; expected one upscaled with memory of one of "
             f"the types: {', '.join(types_whose_slots_add())}."
         )
     here = [hosted for hosted in found if hosted.layer == layer]
@@ -91,26 +71,13 @@ def memory_of_slots(model: nn.Module, layer: int, name: str | None = None) -> Ho
     return here[0]
 
 
-def memories_of_slots(model: nn.Module) -> list[HostedSlots]:
-    """All memories that retrieve slots and add their values, in the order of layers.
+def memories_of_slots(model: nn.Module) -> list[HostedMemory]:
+    """Return all memories that retrieve slots and add their values, in the order of layers.
 
     Args:
         model: As for `memory_of_slots`.
     """
-    bare: Any = extract_model_from_parallel(model, keep_torch_compile=False)
-    return [
-        HostedSlots(index, attached, block, memory, module)
-        for index, block in enumerate(bare.get_decoder().layers)
-        for attached, memory in _memories(block)
-        for module in innermost(memory, AddsSlots)[-1:]
-    ]
-
-
-def _memories(block: Any) -> Iterator[tuple[str, nn.Module]]:
-    if isinstance(getattr(block, "memory", None), nn.Module):
-        yield "", block.memory
-    if isinstance(getattr(block, "memories", None), nn.ModuleDict):
-        yield from block.memories.items()
+    return hosted_memories(model, AddsSlots)
 
 
 @torch.no_grad()
@@ -164,8 +131,7 @@ def slot_tokens(
     else:
         assert shares is not None
         chosen = _most_used(shares, rows, most)
-    bare: Any = extract_model_from_parallel(model, keep_torch_compile=False)
-    tables = {id(reader): shared for reader, shared in bare.get_decoder().table_readers()}.get(id(hosted.memory))
+    tables = {id(reader): shared for reader, shared in decoder_of(model).table_readers()}.get(id(hosted.memory))
     lens = VocabularyHead.of(model, tokenizer, top)
     device = next(module.parameters()).device
     near = []

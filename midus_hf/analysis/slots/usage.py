@@ -6,12 +6,19 @@ from collections.abc import Callable, Hashable, Iterator, Mapping
 from typing import Any, TypeVar
 
 import torch
-from accelerate.utils import extract_model_from_parallel
 from torch import nn
 
-from midus_hf.analysis.slots.counted_types import types_with_slots
-from midus_hf.analysis.slots.memory_place import MemoryPlace, place_of
+from midus_hf.analysis.watched_models import (
+    MemoryPlace,
+    bare_model,
+    check_on_device,
+    decoder_of,
+    held_hooks,
+    hosted_memories,
+)
+from midus_hf.config.plugins import load_offered
 from midus_hf.memory.protocols import RetrievesSlots
+from midus_hf.memory.registry import MEMORY_MODULES
 from midus_hf.ops.dispatch.private_torch import is_in_backward
 
 Place = TypeVar("Place", bound=Hashable)
@@ -114,39 +121,22 @@ def record_usage(model: nn.Module, training_only: bool = False) -> Iterator[Usag
     Raises:
         ValueError: If the model has no memory that retrieves slots, or one whose parameters are offloaded.
     """
-    bare: Any = extract_model_from_parallel(model, keep_torch_compile=False)
-    memories: list[
-        tuple[MemoryPlace, Any]
-    ] = [  # a memory that PEFT has copied is here more than once: one copy is called
-        (place_of(layer, path), module)
-        for layer, block in enumerate(bare.get_decoder().layers)
-        for path, module in block.named_modules()
-        if isinstance(module, RetrievesSlots)
-    ]
-    if not memories:
-        others = ", ".join(uncounted_memories(bare))
+    hosts = hosted_memories(model, RetrievesSlots)
+    if not hosts:
+        model_type = bare_model(model).config.model_type
+        others = ", ".join(uncounted_memories(model))
         raise ValueError(
-            f"this {bare.config.model_type} model has no memory that retrieves slots{others and f', only memory of type {others}'}; "
+            f"this {model_type} model has no memory that retrieves slots{others and f', only memory of type {others}'}; "
             f"expected an upscaled model with memory of one of the types: {', '.join(types_with_slots())}."
         )
-    for place, memory in memories:
-        if any(parameter.device.type == "meta" for parameter in memory.parameters()):
-            raise ValueError(
-                f"the memory of layer {place} is offloaded; expected its parameters on a device. Load the model whole."
-            )
-    usage = Usage(
-        {
-            place: torch.zeros(memory.num_heads, memory.num_slots, dtype=torch.int64, device=_device_of(memory))
-            for place, memory in memories
-        }
-    )
-    handles = [memory.register_forward_hook(_counter(usage, place, training_only)) for place, memory in memories]
-    try:
-        with torch.compiler.set_stance("force_eager"):
-            yield usage
-    finally:
-        for handle in handles:
-            handle.remove()
+    for hosted in hosts:
+        check_on_device(hosted.memory, hosted.place)
+    usage = Usage({hosted.place: _no_counts(hosted.module) for hosted in hosts})
+    with held_hooks() as hold:
+        for hosted in hosts:
+            for module in hosted.modules:
+                hold(module.register_forward_hook(_counter(usage, hosted.place, training_only)))
+        yield usage
 
 
 def uncounted_memories(model: nn.Module) -> dict[str, list[int]]:
@@ -155,9 +145,8 @@ def uncounted_memories(model: nn.Module) -> dict[str, list[int]]:
     Args:
         model: As `record_usage` takes it.
     """
-    bare: Any = extract_model_from_parallel(model, keep_torch_compile=False)
     layers: dict[str, list[int]] = {}
-    for layer, block in enumerate(bare.get_decoder().layers):
+    for layer, block in enumerate(decoder_of(model).layers):
         for module in block.modules():
             memory_type = getattr(module, "memory_type", None)  # of the code that a checkpoint brought as well
             if isinstance(memory_type, str) and not isinstance(module, RetrievesSlots):
@@ -165,8 +154,31 @@ def uncounted_memories(model: nn.Module) -> dict[str, list[int]]:
     return layers
 
 
-def _device_of(memory: nn.Module) -> torch.device:
-    return next(memory.parameters()).device
+def types_with_slots() -> list[str]:
+    """Return the sorted names of the registered types whose memories are a `RetrievesSlots`, those of other packages included."""
+    return _types_with("retrieve")
+
+
+def types_whose_slots_add() -> list[str]:
+    """Return the sorted names of the registered types whose memories are an `AddsSlots`."""
+    return _types_with("slot_outputs")
+
+
+def counted_types() -> list[str]:
+    """Return the sorted names of the registered types of which `midus-usage` counts something: slots, chapters or blocks."""
+    fetching = [name for name, module in MEMORY_MODULES.items() if "fetched" in module.asks]
+    return sorted({*types_with_slots(), *_types_with("attention_mass"), *fetching})
+
+
+def _types_with(method: str) -> list[str]:
+    load_offered("midus_hf.memories", refuse=False)
+    return sorted(name for name, module in MEMORY_MODULES.items() if hasattr(module, method))
+
+
+def _no_counts(memory: Any) -> torch.Tensor:
+    """Zeros `[H, N]`, int64, where a memory computes."""
+    device = next(memory.parameters()).device
+    return torch.zeros(memory.num_heads, memory.num_slots, dtype=torch.int64, device=device)
 
 
 def _counter(

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     import torch
 
     from midus_hf.analysis.slots.block_usage import BankLevel
-    from midus_hf.analysis.slots.memory_place import MemoryPlace
+    from midus_hf.analysis.watched_models import MemoryPlace
 
 app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
 
@@ -61,8 +61,7 @@ def midus_usage(
     from midus_hf.analysis.report import draw_usage, usage_table
     from midus_hf.analysis.slots.block_report import as_json, blocks_table
     from midus_hf.analysis.slots.block_usage import bank_layouts, record_block_usage
-    from midus_hf.analysis.slots.counted_types import counted_types
-    from midus_hf.analysis.slots.usage import record_usage, summarise, uncounted_memories
+    from midus_hf.analysis.slots.usage import counted_types, record_usage, summarise, uncounted_memories
     from midus_hf.documents import describe_files, read_documents
     from midus_hf.evaluation.perplexity import perplexity
     from midus_hf.evaluation.settings import check_dtype
