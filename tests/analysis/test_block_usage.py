@@ -13,9 +13,8 @@ from retrieval.trees import random_tree
 from tiny import save_tiny_model, tiny_model
 from training.tiny_run import tiny_tokenizer
 
-from midus_hf.analysis.report import draw_usage, usage_curves
-from midus_hf.analysis.slots.block_report import as_csv, as_json, blocks_table, draw_blocks
 from midus_hf.analysis.slots.block_usage import BankLevel, bank_layouts, record_block_usage, usage_by_rows
+from midus_hf.analysis.slots.report import as_csv, as_json, blocks_table, draw_blocks, draw_usage, usage_curves
 from midus_hf.analysis.text_rows import TextRows, read_rows
 from midus_hf.cli.look.usage import main
 from midus_hf.retrieval.memory_retriever import MemoryRetriever

@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from training.tiny_run import NEW_LAYERS, save_upscaled
 from transformers import AutoModelForCausalLM
 
-from midus_hf.analysis.report import draw_usage, usage_curves
+from midus_hf.analysis.slots.report import draw_usage, usage_curves
 from midus_hf.analysis.slots.usage import counted_types, record_usage
 from midus_hf.cli.look.usage import main
 from upscalers.runs.upscale import upscale

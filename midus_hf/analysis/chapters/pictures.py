@@ -1,6 +1,5 @@
 """Pictures of what chapters are read for and what they do, as PNG. All of them need matplotlib."""
 
-import io
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -8,6 +7,7 @@ from typing import Any
 from midus_hf.analysis.chapters.ablation import Ablation
 from midus_hf.analysis.chapters.stats import ChapterStats
 from midus_hf.analysis.chapters.tables import where
+from midus_hf.analysis.pictures import HEAT, as_png, label_some, new_figure
 
 
 def draw_shares(stats: Sequence[ChapterStats]) -> bytes:
@@ -51,10 +51,8 @@ def draw_entropies(stats: Sequence[ChapterStats]) -> bytes:
     Args:
         stats: Of one memory.
     """
-    from matplotlib.figure import Figure
-
     texts = list(stats[0].texts)
-    figure = Figure(figsize=(max(6.0, 0.35 * len(stats) * len(texts)), 3.6), dpi=120)
+    figure = new_figure(max(6.0, 0.35 * len(stats) * len(texts)), 3.6, layout=None)
     axes = figure.subplots()
     width = 0.8 / len(texts)
     for number, text in enumerate(texts):
@@ -66,7 +64,7 @@ def draw_entropies(stats: Sequence[ChapterStats]) -> bytes:
     axes.set_ylabel("entropy of the router (nats)")
     axes.spines[["top", "right"]].set_visible(False)
     axes.legend(frameon=False, fontsize="small", ncols=1 + len(texts), loc="lower left", bbox_to_anchor=(0, 1))
-    return _png(figure)
+    return as_png(figure)
 
 
 def draw_ablation(ablation: Ablation) -> bytes:
@@ -75,46 +73,32 @@ def draw_ablation(ablation: Ablation) -> bytes:
     Args:
         ablation: Of one chapter at least.
     """
-    from matplotlib.figure import Figure
-
     texts = list(ablation.losses)
     effects = [[1000 * row.effects[text].difference for row in ablation.chapters] for text in texts]
     most = max(max(map(abs, of_text)) for of_text in effects) or 1.0
-    columns = len(ablation.chapters)
-    figure = Figure(figsize=(min(24.0, max(6.0, 2.5 + 0.3 * columns)), 1.4 + 0.4 * len(texts)), dpi=120)
+    width = min(24.0, max(6.0, 2.5 + 0.3 * len(ablation.chapters)))
+    figure = new_figure(width, 1.4 + 0.4 * len(texts), layout=None)
     axes = figure.subplots()
-    image = axes.imshow(effects, cmap="RdBu_r", vmin=-most, vmax=most, aspect="auto", interpolation="nearest")
-    step = math.ceil(columns / 64)
-    axes.set_xticks(range(0, columns, step), [str(row.chapter) for row in ablation.chapters[::step]], fontsize="small")
+    image = axes.imshow(effects, cmap="RdBu_r", vmin=-most, vmax=most, **HEAT)
+    label_some(axes.set_xticks, [str(row.chapter) for row in ablation.chapters], 64)
     axes.set_yticks(range(len(texts)), texts)
     axes.set_xlabel("chapter")
     figure.colorbar(image, ax=axes, label="loss gained\n(1/1000 nat per token)")
-    return _png(figure)
+    return as_png(figure)
 
 
 def _panels(maps: dict[str, list[list[float]]], stats: Sequence[ChapterStats], colours: dict[str, Any]) -> bytes:
     """Heat maps `[layers, C - S]`, one below another, with one scale of colours."""
-    from matplotlib.figure import Figure
-
     shared, layers = stats[0].shared_chapters, len(stats)
-    figure = Figure(figsize=(9, len(maps) * (1.1 + 0.16 * layers) + 0.4), dpi=120, layout="constrained")
+    figure = new_figure(9, len(maps) * (1.1 + 0.16 * layers) + 0.4)
     panels = figure.subplots(len(maps), squeeze=False)[:, 0]
-    step = math.ceil(layers / 16)
     image: Any = None
     for axes, (title, rows) in zip(panels, maps.items(), strict=True):
         extent = (shared - 0.5, shared + len(rows[0]) - 0.5, layers - 0.5, -0.5)
-        image = axes.imshow(rows, aspect="auto", interpolation="nearest", extent=extent, **colours)
+        image = axes.imshow(rows, extent=extent, **colours, **HEAT)
         axes.set_title(title, fontsize="medium", loc="left")
-        axes.set_yticks(
-            range(0, layers, step), [where(of_layer, stats) for of_layer in stats[::step]], fontsize="small"
-        )
+        label_some(axes.set_yticks, [where(of_layer, stats) for of_layer in stats])
         axes.set_ylabel("layer")
     panels[-1].set_xlabel("chapter")
     figure.colorbar(image, ax=list(panels))
-    return _png(figure)
-
-
-def _png(figure: Any) -> bytes:
-    image = io.BytesIO()
-    figure.savefig(image, format="png", bbox_inches="tight")
-    return image.getvalue()
+    return as_png(figure)

@@ -1,9 +1,8 @@
 """What was found of chapters, as files in a folder: a page, pictures, JSON and CSV."""
 
-import csv
 import importlib.util
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +11,7 @@ from midus_hf.analysis.chapters.pictures import draw_ablation, draw_entropies, d
 from midus_hf.analysis.chapters.stats import ChapterStats
 from midus_hf.analysis.chapters.tables import ablation_table, reading_table, typical_table
 from midus_hf.analysis.page import write_page
+from midus_hf.analysis.table_of_words import csv_text
 
 _HOW_TO_READ = (
     "Shares, entropies and overlaps tell what routers do, and not what comes of it: chapters may be read by all tokens of a text "
@@ -45,9 +45,6 @@ def write_stats(folder: Path, report: Mapping[str, Any], stats: Sequence[Chapter
         report: What `stats.json` holds.
         stats: From `chapter_stats`.
     """
-    folder.mkdir(parents=True, exist_ok=True)
-    _write_json(folder / "stats.json", report)
-    head = ["layer", "memory", "text", "chapter", "read_share", "attention_mass", "lift"]
     rows = [
         [of_layer.layer, of_layer.memory, name, chapter, share, mass, lift]
         for of_layer in stats
@@ -57,7 +54,7 @@ def write_stats(folder: Path, report: Mapping[str, Any], stats: Sequence[Chapter
             zip(text.read_shares, text.attention_mass, [None] * of_layer.shared_chapters + lifts, strict=True)
         )
     ]
-    _write_csv(folder / "stats.csv", head, rows)
+    head = ["layer", "memory", "text", "chapter", "read_share", "attention_mass", "lift"]
     pictures = {}
     for memory in dict.fromkeys(of_layer.memory for of_layer in stats):
         of_memory = [of_layer for of_layer in stats if of_layer.memory == memory]
@@ -65,15 +62,10 @@ def write_stats(folder: Path, report: Mapping[str, Any], stats: Sequence[Chapter
         pictures[f"{memory}: shares"] = draw_shares(of_memory)
         if of_memory[0].lifts:
             pictures[f"{memory}: specialisation"] = draw_specialisation(of_memory)
-    tables = [reading_table(stats), typical_table(stats)]
-    _write_pictures(folder, pictures)
-    write_page(
-        folder / "report.html",
-        "What chapters are read",
-        [_texts(report["model"], report["texts"]), _HOW_TO_READ],
-        [table for table in tables if table.rows],
-        pictures,
-    )
+    tables = [table for table in (reading_table(stats), typical_table(stats)) if table.rows]
+    _write_folder(folder, "stats", report, csv_text(head, rows), pictures)
+    words = [_texts(report["model"], report["texts"]), _HOW_TO_READ]
+    write_page(folder / "report.html", "What chapters are read", words, tables, pictures)
 
 
 def write_ablation(folder: Path, report: Mapping[str, Any], ablation: Ablation) -> None:
@@ -84,24 +76,17 @@ def write_ablation(folder: Path, report: Mapping[str, Any], ablation: Ablation) 
         report: What `ablation.json` holds.
         ablation: From `ablate`.
     """
-    folder.mkdir(parents=True, exist_ok=True)
-    _write_json(folder / "ablation.json", report)
-    head = ["chapter", "swapped_with", "read_share", "text", "difference", "standard_error"]
     rows = [
         [row.chapter, row.swapped_with, row.read_share, text, effect.difference, effect.standard_error]
         for row in ablation.chapters
         for text, effect in row.effects.items()
     ]
-    _write_csv(folder / "ablation.csv", head, rows)
+    head = ["chapter", "swapped_with", "read_share", "text", "difference", "standard_error"]
     pictures = {"ablation": draw_ablation(ablation)}
-    _write_pictures(folder, pictures)
-    write_page(
-        folder / "report.html",
-        "What texts lose without a chapter",
-        [_texts(report["model"], report["texts"])],
-        [ablation_table(ablation)],
-        pictures,
-    )
+    _write_folder(folder, "ablation", report, csv_text(head, rows), pictures)
+    words = [_texts(report["model"], report["texts"])]
+    title = "What texts lose without a chapter"
+    write_page(folder / "report.html", title, words, [ablation_table(ablation)], pictures)
 
 
 def _texts(model: str, texts: Mapping[str, Mapping[str, Any]]) -> str:
@@ -109,17 +94,12 @@ def _texts(model: str, texts: Mapping[str, Mapping[str, Any]]) -> str:
     return f"{model} read {listed}."
 
 
-def _write_json(path: Path, report: Mapping[str, Any]) -> None:
-    path.write_text(json.dumps(report, indent=2, allow_nan=False) + "\n", encoding="utf-8")
-
-
-def _write_csv(path: Path, head: Sequence[str], rows: Iterable[Sequence[Any]]) -> None:
-    with path.open("w", encoding="utf-8", newline="") as file:
-        writer = csv.writer(file)
-        writer.writerow(head)
-        writer.writerows(rows)
-
-
-def _write_pictures(folder: Path, pictures: Mapping[str, bytes]) -> None:
-    for words, picture in pictures.items():
-        (folder / f"{words.replace(': ', '-')}.png").write_bytes(picture)
+def _write_folder(
+    folder: Path, name: str, report: Mapping[str, Any], table: str, pictures: Mapping[str, bytes]
+) -> None:
+    """Write JSON and CSV of a name, and pictures by what they show."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / f"{name}.json").write_text(json.dumps(report, indent=2, allow_nan=False) + "\n", encoding="utf-8")
+    (folder / f"{name}.csv").write_text(table, encoding="utf-8", newline="\r\n")
+    for shows, picture in pictures.items():
+        (folder / f"{shows.replace(': ', '-')}.png").write_bytes(picture)

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from midus_hf.analysis.chapters.ablation import Ablation
 from midus_hf.analysis.chapters.stats import ChapterStats
 from midus_hf.analysis.chapters.tokens import NearChapter
+from midus_hf.analysis.inside.vocabulary_head import in_words
 from midus_hf.analysis.table_of_words import TableOfWords
 
 
@@ -56,17 +57,7 @@ def ablation_table(ablation: Ablation) -> TableOfWords:
     for row in ordered:
         name = str(row.chapter) if row.swapped_with is None else f"{row.chapter} as {row.swapped_with}"
         effects = [row.effects[text] for text in texts]
-        rows.append(
-            [
-                name,
-                f"{row.read_share:.1%}",
-                *(
-                    f"{effect.difference:+.5f}"
-                    + ("" if effect.standard_error is None else f" ± {effect.standard_error:.5f}")
-                    for effect in effects
-                ),
-            ]
-        )
+        rows.append([name, f"{row.read_share:.1%}", *(effect.words for effect in effects)])
     title = f"Loss without a chapter, less loss as it is ({ablation.mode}; nats per token)"
     return TableOfWords(title, ["chapter", "read by", *texts], rows)
 
@@ -76,12 +67,8 @@ def nearest_table(near: Sequence[NearChapter]) -> TableOfWords:
     rows = []
     for of_chapter in near:
         name, layer = str(of_chapter.chapter), str(of_chapter.layer)
-        tokens = " ".join(repr(token.token) for token in of_chapter.tokens) or "adds nothing"
-        rows.append([layer, name, f"{of_chapter.norm:.3g}", tokens])
-        rows += [
-            [layer, f"{name}.{number}", "", " ".join(repr(token.token) for token in of_row)]
-            for number, of_row in enumerate(of_chapter.rows)
-        ]
+        rows.append([layer, name, f"{of_chapter.norm:.3g}", in_words(of_chapter.tokens) or "adds nothing"])
+        rows += [[layer, f"{name}.{number}", "", in_words(of_row)] for number, of_row in enumerate(of_chapter.rows)]
     return TableOfWords(
         "Tokens nearest to memory tokens (a probe, no proof)", ["layer", "chapter", "norm", "tokens"], rows
     )

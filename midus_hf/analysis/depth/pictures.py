@@ -1,6 +1,5 @@
 """Pictures of what heads read of the depth, as PNG. All of them need matplotlib."""
 
-import io
 import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -8,9 +7,9 @@ from typing import Any, NamedTuple
 from midus_hf.analysis.depth.map import DepthMap
 from midus_hf.analysis.depth.readers import ReadSlot
 from midus_hf.analysis.depth.reading import DepthReading
+from midus_hf.analysis.pictures import HEAT, as_png, label_some, new_figure
 
 _WIDTH = 12.0
-_MOST_LABELS = 16
 _COLUMNS = 2
 _BOUNDARY = {"color": "#d62728", "linestyle": "--", "linewidth": 1}
 """Between the sequence and the depth."""
@@ -83,11 +82,11 @@ def _writers_part(readings: Sequence[DepthReading]) -> _Part:
         panels = figure.subplots(1, len(maps), squeeze=False, sharey=True)[0]
         image: Any = None
         for axes, (source, rows) in zip(panels, maps.items(), strict=True):
-            image = axes.imshow(rows, aspect="auto", interpolation="nearest", cmap="viridis", vmin=0, vmax=most or 1)
+            image = axes.imshow(rows, cmap="viridis", vmin=0, vmax=most or 1, **HEAT)
             axes.set_title(f"slots of {source}", fontsize="medium")
-            _label(axes.set_xticks, [str(slot.layer) for slot in by_source[source]])
+            label_some(axes.set_xticks, [str(slot.layer) for slot in by_source[source]])
             axes.set_xlabel("written by layer")
-        _label(panels[0].set_yticks, [str(reading.layer) for reading in readings])
+        label_some(panels[0].set_yticks, [str(reading.layer) for reading in readings])
         panels[0].set_ylabel("read by layer")
         figure.colorbar(image, ax=list(panels), label="share of attention,\nmean over heads")
 
@@ -104,11 +103,11 @@ def _heads_part(readings: Sequence[DepthReading]) -> _Part:
             rows = [
                 [sequence, *of_head] for sequence, of_head in zip(reading.sequence_shares, reading.shares, strict=True)
             ]
-            image = axes.imshow(rows, aspect="auto", interpolation="nearest", cmap="magma", norm=_norm())
+            image = axes.imshow(rows, cmap="magma", norm=_norm(), **HEAT)
             axes.axvline(0.5, **_BOUNDARY)
             axes.set_title(f"layer {reading.layer}: heads by the sequence and slots", fontsize="small", loc="left")
-            _label(axes.set_xticks, ["seq", *map(_short, reading.slots)])
-            _label(axes.set_yticks, list(map(str, reading.heads)))
+            label_some(axes.set_xticks, ["seq", *map(_short, reading.slots)])
+            label_some(axes.set_yticks, list(map(str, reading.heads)))
         for axes in panels[len(readings) :]:
             axes.set_axis_off()
         figure.supxlabel(_LEGEND, fontsize="small")
@@ -122,15 +121,13 @@ def _map_part(of_head: DepthMap) -> _Part:
         tokens, slots = of_head.depth.shape
         sequence, depth = figure.subplots(1, 2, sharey=True, width_ratios=[4, min(4.0, max(1.0, 4 * slots / tokens))])
         norm = _norm(max(of_head.sequence.max().item(), of_head.depth.max().item()))
-        image = sequence.imshow(
-            of_head.sequence.tolist(), aspect="auto", interpolation="nearest", cmap="magma", norm=norm
-        )
-        depth.imshow(of_head.depth.tolist(), aspect="auto", interpolation="nearest", cmap="magma", norm=norm)
+        image = sequence.imshow(of_head.sequence.tolist(), cmap="magma", norm=norm, **HEAT)
+        depth.imshow(of_head.depth.tolist(), cmap="magma", norm=norm, **HEAT)
         sequence.set_title(f"layer {of_head.layer}, head {of_head.head}: the sequence", fontsize="medium", loc="left")
         depth.set_title("the depth", fontsize="medium", loc="left")
         sequence.set_ylabel("query")
         sequence.set_xlabel("key")
-        _label(depth.set_xticks, list(map(_short, of_head.slots)), _MOST_LABELS // 2)
+        label_some(depth.set_xticks, list(map(_short, of_head.slots)), 8)
         depth.axvline(-0.5, **_BOUNDARY)
         figure.colorbar(image, ax=[sequence, depth], label="share of attention")
 
@@ -144,11 +141,6 @@ def _norm(most: float = 1) -> Any:
     return PowerNorm(0.5, vmin=0, vmax=most)
 
 
-def _label(ticks: Callable[..., Any], names: Sequence[str], most: int = _MOST_LABELS) -> None:
-    step = math.ceil(len(names) / most)
-    ticks(range(0, len(names), step), names[::step], fontsize="small")
-
-
 def _short(slot: ReadSlot) -> str:
     return f"{slot.layer}{slot.source[0]}"
 
@@ -158,14 +150,9 @@ def _or_blank(share: float | None) -> float:
 
 
 def _png(parts: Sequence[_Part]) -> bytes:
-    from matplotlib.figure import Figure
-
     heights = [part.height for part in parts]
-    figure = Figure(figsize=(_WIDTH, sum(heights)), dpi=120, layout="constrained")
-    for part, own in zip(
-        parts, figure.subfigures(len(parts), 1, squeeze=False, height_ratios=heights)[:, 0], strict=True
-    ):
+    figure = new_figure(_WIDTH, sum(heights))
+    own_figures = figure.subfigures(len(parts), 1, squeeze=False, height_ratios=heights)[:, 0]
+    for part, own in zip(parts, own_figures, strict=True):
         part.draw(own)
-    image = io.BytesIO()
-    figure.savefig(image, format="png", bbox_inches="tight")
-    return image.getvalue()
+    return as_png(figure)

@@ -1,4 +1,4 @@
-"""What was found of how far predictions moved: tables, JSON, and a page with the passages that moved farthest."""
+"""What was found of how far predictions moved: tables, JSON, and pages with the passages that moved farthest."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -8,18 +8,28 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from midus_hf.analysis.inside.drift import MovedRow, TextDrift
+from midus_hf.analysis.inside.layer_effects import LayerEffects
+from midus_hf.analysis.inside.layer_report import draw_layers, layers_table
 from midus_hf.analysis.page import ColouredToken, write_page
-from midus_hf.analysis.table_of_words import TableOfWords
+from midus_hf.analysis.slots.block_usage import BlockUsage
+from midus_hf.analysis.slots.report import blocks_table, draw_blocks
+from midus_hf.analysis.table_of_words import TableOfWords, with_error
 
 _MOST_TOKENS, _CONTEXT = 3, 8
 """Which are told of a row on a terminal, and how many tokens stand in front of each."""
 
-HOW_TO_READ = (
+_HOW_TO_READ = (
     "KL(base || model) tells how far the distribution over the next token moved from the base's, whatever the next token is; the "
     "change of loss tells of the token that came. A token is the redder the farther its prediction moved: 1 - exp(-KL) of the full "
     "colour. Point at it to see what base and model find likeliest there."
 )
-"""What a page says of passages."""
+_OF_PARTS = (
+    "A part is worth to a text what its loss grows by without it. Parts can stand in for one another, so effects of single ones "
+    "need not add up to that of all."
+)
+_OF_VALUES = (
+    "What a slot adds is read through the model's final norm and head, as if it were all there is: a probe, no proof."
+)
 
 
 def drift_table(found: Sequence[TextDrift]) -> TableOfWords:
@@ -29,19 +39,15 @@ def drift_table(found: Sequence[TextDrift]) -> TableOfWords:
         [
             of_text.text,
             f"{of_text.tokens:,}",
-            _with_error(f"{of_text.divergence:.5f}", of_text.divergence_error, "{:.5f}"),
-            _with_error(f"{of_text.changed:.2%}", of_text.changed_error, "{:.2%}"),
+            with_error(f"{of_text.divergence:.5f}", of_text.divergence_error),
+            with_error(f"{of_text.changed:.2%}", of_text.changed_error, "{:.2%}"),
             f"{of_text.base_loss:.5f}",
             f"{of_text.loss:.5f}",
-            _with_error(f"{of_text.loss_effect.difference:+.5f}", of_text.loss_effect.standard_error, "{:.5f}"),
+            of_text.loss_effect.words,
         ]
         for of_text in found
     ]
     return TableOfWords("How far predictions moved from the base's (nats per token)", head, rows)
-
-
-def _with_error(words: str, error: float | None, form: str) -> str:
-    return words if error is None else f"{words} ± {form.format(error)}"
 
 
 def moved_table(found: Sequence[TextDrift], tokenizer: PreTrainedTokenizerBase) -> TableOfWords:
@@ -118,17 +124,48 @@ def write_drift_page(
     """
     what = f"{report['model']} compared with {report['base']}."
     write_page(
-        path, "How far predictions moved", [what, HOW_TO_READ], [drift_table(found)], {}, passages_of(found, tokenizer)
+        path, "How far predictions moved", [what, _HOW_TO_READ], [drift_table(found)], {}, _passages(found, tokenizer)
     )
 
 
-def passages_of(found: Sequence[TextDrift], tokenizer: PreTrainedTokenizerBase) -> dict[str, Sequence[ColouredToken]]:
-    """The rows that moved farthest, coloured by how far each prediction in them moved, by what they are.
+def write_inside_page(
+    path: Path,
+    compared: Mapping[str, str],
+    effects: LayerEffects,
+    moved: Sequence[TextDrift],
+    values: Sequence[TableOfWords],
+    fetched: Mapping[str, BlockUsage],
+    tokenizer: PreTrainedTokenizerBase,
+) -> None:
+    """Write a page that needs no other file. Needs matplotlib.
 
     Args:
-        found: From `drift`.
+        path: The file.
+        compared: `model` and `base`.
+        effects: From `layer_effects`.
+        moved: From `drift`.
+        values: From `slots_table`, of each memory that has slots.
+        fetched: By text, from `usage_by_rows`; empty where nothing is fetched.
         tokenizer: Of the model.
     """
+    what = f"{compared['model']} compared with {compared['base']}."
+    paragraphs = [what, _OF_PARTS, _HOW_TO_READ, *([_OF_VALUES] if values else [])]
+    tables = [drift_table(moved), layers_table(effects), moved_table(moved, tokenizer), *values, blocks_table(fetched)]
+    pictures = {"Loss without each part": draw_layers(effects)}
+    if fetched:
+        pictures["How often blocks are fetched"] = draw_blocks(fetched)
+    write_page(
+        path,
+        "Inside what was added",
+        paragraphs,
+        [table for table in tables if table.rows],
+        pictures,
+        _passages(moved, tokenizer),
+    )
+
+
+def _passages(found: Sequence[TextDrift], tokenizer: PreTrainedTokenizerBase) -> dict[str, Sequence[ColouredToken]]:
+    """The rows that moved farthest, coloured by how far each prediction in them moved, by what they are."""
     return {
         f"{of_text.text}, document {row.document}: KL {row.mean:.4f} ({number} of {len(of_text.worst)})": _passage(
             row, tokenizer

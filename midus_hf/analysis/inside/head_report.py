@@ -1,10 +1,10 @@
 """What was found of the importance of heads: tables, JSON, and pictures as in figure 4 of MIDUS."""
 
-import io
 from collections.abc import Mapping
 from typing import Any
 
 from midus_hf.analysis.inside.head_importance import HeadImportance
+from midus_hf.analysis.pictures import as_png, new_figure
 from midus_hf.analysis.table_of_words import TableOfWords
 
 
@@ -57,15 +57,11 @@ def draw_heads(found: Mapping[str, HeadImportance], absolute: bool) -> bytes:
         found: By the name of the model, one or more.
         absolute: Which of the two forms is drawn.
     """
-    import matplotlib.figure
-
     maps = {name: _form(one, absolute) for name, one in found.items()}
-    low, high = (
-        min(float(scores.min()) for scores in maps.values()),
-        max(float(scores.max()) for scores in maps.values()),
-    )
+    low = min(float(scores.min()) for scores in maps.values())
+    high = max(float(scores.max()) for scores in maps.values())
     tallest = max(len(one.layers) for one in found.values())
-    figure = matplotlib.figure.Figure(figsize=(4.2 * (len(maps) + 1), 1.5 + 0.2 * tallest), layout="constrained")
+    figure = new_figure(4.2 * (len(maps) + 1), 1.5 + 0.2 * tallest)
     all_axes = figure.subplots(1, len(maps) + 1)
     image: Any = None
     for axes, (name, scores) in zip(all_axes, maps.items(), strict=False):
@@ -81,9 +77,7 @@ def draw_heads(found: Mapping[str, HeadImportance], absolute: bool) -> bytes:
     all_axes[-1].set_xlabel("layer of the base")
     all_axes[-1].set_title("variance over heads", fontsize=9)
     all_axes[-1].legend(fontsize=7)
-    stream = io.BytesIO()
-    figure.savefig(stream, format="png", dpi=120)
-    return stream.getvalue()
+    return as_png(figure, tight=False)
 
 
 def _form(found: HeadImportance, absolute: bool) -> Any:

@@ -1,12 +1,10 @@
 """What was found of the parts that were added to a model: a table, JSON, CSV, and a picture."""
 
-import csv
-import io
 from typing import Any
 
 from midus_hf.analysis.inside.layer_effects import LayerEffects, PartEffect
-from midus_hf.analysis.inside.loss_effects import Effect
-from midus_hf.analysis.table_of_words import TableOfWords
+from midus_hf.analysis.pictures import as_png, new_figure
+from midus_hf.analysis.table_of_words import TableOfWords, csv_text
 
 _COLUMNS = ["part", "kind", "memory", "layers", "text", "loss", "difference", "standard_error"]
 _WIDTH, _HEIGHT_OF_ROW = 4.5, 0.24
@@ -16,19 +14,11 @@ def layers_table(found: LayerEffects) -> TableOfWords:
     """A row per part: the loss without it, less the loss as it is."""
     texts = list(found.losses)
     rows = [["none", *(f"{found.losses[text]:.5f}" for text in texts)]]
-    rows += [[row.name, *(_words(row.effects[text]) for text in texts)] for row in found.rows]
-    rows.append([_last_row(found), *(f"{found.without_all.losses[text]:.5f}" for text in texts)])
+    rows += [[row.name, *(row.effects[text].words for text in texts)] for row in found.rows]
+    last = "loss of the base's layers" if found.whole_base else "loss of what is left"
+    rows.append([last, *(f"{found.without_all.losses[text]:.5f}" for text in texts)])
     title = "Loss without a part, less loss as it is (nats per token)"
     return TableOfWords(title, ["without", *texts], rows)
-
-
-def _last_row(found: LayerEffects) -> str:
-    return "loss of the base's layers" if found.whole_base else "loss of what is left"
-
-
-def _words(effect: Effect) -> str:
-    error = "" if effect.standard_error is None else f" ± {effect.standard_error:.5f}"
-    return f"{effect.difference:+.5f}{error}"
 
 
 def as_json(found: LayerEffects) -> dict[str, Any]:
@@ -43,14 +33,7 @@ def as_json(found: LayerEffects) -> dict[str, Any]:
 
 
 def _row_of_json(row: PartEffect) -> dict[str, Any]:
-    texts = {
-        name: {
-            "loss": row.losses[name],
-            "difference": effect.difference,
-            "standard_error": effect.standard_error,
-        }
-        for name, effect in row.effects.items()
-    }
+    texts = {name: {"loss": row.losses[name], **vars(effect)} for name, effect in row.effects.items()}
     return {**_of_part(row), "texts": texts}
 
 
@@ -63,26 +46,20 @@ def _of_part(row: PartEffect) -> dict[str, Any]:
 
 def as_csv(found: LayerEffects) -> str:
     """A line per part and text."""
-    stream = io.StringIO()
-    writer = csv.writer(stream, lineterminator="\n")
-    writer.writerow(_COLUMNS)
+    lines: list[list[Any]] = []
     for row in found.rows:
-        of_part = _of_part(row)
-        words = [of_part["part"], of_part["kind"], of_part["memory"], " ".join(map(str, of_part["layers"]))]
+        part, kind, memory, layers = _of_part(row).values()
+        words = [part, kind, memory, " ".join(map(str, layers))]
         for text, effect in row.effects.items():
-            writer.writerow([*words, text, row.losses[text], effect.difference, effect.standard_error])
-    return stream.getvalue()
+            lines.append([*words, text, row.losses[text], effect.difference, effect.standard_error])
+    return csv_text(_COLUMNS, lines)
 
 
 def draw_layers(found: LayerEffects) -> bytes:
     """A bar per part, in a panel for each text, as PNG: how much is lost without it. Needs matplotlib."""
-    import matplotlib.figure
-
     colours = {"all": "#888888", "base": "#9bb7d4"}
     rows = found.rows
-    figure = matplotlib.figure.Figure(
-        figsize=(2 + _WIDTH * len(found.losses), 1.2 + _HEIGHT_OF_ROW * len(rows)), layout="constrained"
-    )
+    figure = new_figure(2 + _WIDTH * len(found.losses), 1.2 + _HEIGHT_OF_ROW * len(rows))
     panels = figure.subplots(1, len(found.losses), sharey=True, squeeze=False)[0]
     for axes, (text, loss) in zip(panels, found.losses.items(), strict=True):
         effects = [row.effects[text] for row in rows]
@@ -103,6 +80,4 @@ def draw_layers(found: LayerEffects) -> bytes:
         axes.spines[["top", "right"]].set_visible(False)
     panels[0].set_yticks(range(len(rows)), [row.name for row in rows], fontsize=8)
     panels[0].invert_yaxis()
-    stream = io.BytesIO()
-    figure.savefig(stream, format="png", dpi=120)
-    return stream.getvalue()
+    return as_png(figure, tight=False)

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 import torch
 
+from midus_hf.analysis.table_of_words import with_error
 from midus_hf.analysis.text_rows import RowLosses
 
 
@@ -19,6 +20,11 @@ class Effect:
 
     difference: float
     standard_error: float | None
+
+    @property
+    def words(self) -> str:
+        """The difference with its error, as a table tells it."""
+        return with_error(f"{self.difference:+.5f}", self.standard_error)
 
 
 def effect_between(usual: RowLosses, changed: RowLosses) -> Effect:

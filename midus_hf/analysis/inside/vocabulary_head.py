@@ -1,6 +1,6 @@
 """What the model's own final norm and head make of a vector that is added to the residual stream."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -68,6 +68,11 @@ class VocabularyHead:
             NearToken(str(self.tokenizer.decode([number])), number, logit)
             for number, logit in zip(best.indices.tolist(), best.values.tolist(), strict=True)
         ]
+
+
+def in_words(tokens: Sequence[NearToken]) -> str:
+    """Return the texts of tokens, as a table tells them."""
+    return " ".join(repr(token.token) for token in tokens)
 
 
 def check_top(top: int) -> None:

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedTokenizerBase
 
-from midus_hf.analysis.inside.vocabulary_head import NearToken, VocabularyHead, check_top, on_its_way
+from midus_hf.analysis.inside.vocabulary_head import NearToken, VocabularyHead, check_top, in_words, on_its_way
 from midus_hf.analysis.slots.usage import Usage, types_whose_slots_add
 from midus_hf.analysis.table_of_words import TableOfWords
 from midus_hf.analysis.watched_models import (
@@ -182,7 +182,7 @@ def slots_table(near: Sequence[NearSlot], place: MemoryPlace) -> TableOfWords:
             str(of_slot.slot) if of_slot.part is None else f"{of_slot.slot}.{of_slot.part}",
             "" if of_slot.share is None else f"{of_slot.share:.2%}",
             f"{of_slot.norm:.3g}",
-            " ".join(repr(token.token) for token in of_slot.tokens) or "adds nothing",
+            in_words(of_slot.tokens) or "adds nothing",
         ]
         for of_slot in near
     ]

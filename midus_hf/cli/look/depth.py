@@ -95,7 +95,7 @@ def midus_depth(
             losses = read_rows(loaded, rows, batch_size=batch_size, progress=adding(show, rows.num_tokens))
         readings = depth_readings(records)
         found = writers(readings)
-    from midus_hf.analysis.depth.tables import as_json, layers_table, writers_table
+    from midus_hf.analysis.depth.report import as_json, layers_table, writers_table
 
     report = {
         "model": model,
@@ -108,7 +108,7 @@ def midus_depth(
 
         picture.write_bytes(draw_depth(readings, of_head))
     if page is not None:
-        from midus_hf.analysis.depth.page import write_depth_page
+        from midus_hf.analysis.depth.report import write_depth_page
 
         write_depth_page(page, report, readings, found, of_head)
 

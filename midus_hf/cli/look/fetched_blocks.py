@@ -54,7 +54,7 @@ def blocks(
         loaded, tokenizer = load_to_read(model, "auto", device)
         rows = rows_of(loaded, tokenizer, documents, sequence_length, max_tokens, retriever)
         found = {of_text.name: usage_by_rows(bank_layouts(loaded), of_text) for of_text in rows}
-    from midus_hf.analysis.slots.block_report import as_csv, as_json, blocks_table, draw_blocks
+    from midus_hf.analysis.slots.report import as_csv, as_json, blocks_table, draw_blocks
 
     texts = {of_text.name: {**sizes_of(of_text), "blocks": as_json(found[of_text.name])} for of_text in rows}
     show_report({"model": model, "texts": texts}, [blocks_table(found)], json_)

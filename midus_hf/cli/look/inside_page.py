@@ -62,7 +62,7 @@ def page(
         from tqdm import tqdm
 
         from midus_hf.analysis.inside import drift
-        from midus_hf.analysis.inside import page as inside_page
+        from midus_hf.analysis.inside.drift_report import write_inside_page
         from midus_hf.analysis.inside.layer_effects import layer_effects
         from midus_hf.analysis.slots.block_usage import bank_layouts, usage_by_rows
         from midus_hf.analysis.slots.slot_tokens import memories_of_slots, slot_tokens, slots_table
@@ -84,7 +84,7 @@ def page(
     fetched = {
         of_text.name: usage_by_rows(bank_layouts(loaded), of_text) for of_text in rows if of_text.paths is not None
     }
-    inside_page.write_inside_page(output, compared, effects, moved, values, fetched, tokenizer)
+    write_inside_page(output, compared, effects, moved, values, fetched, tokenizer)
 
 
 def _uncounted(of_base: "LogitsOfBase", usage: "Usage") -> "LogitsOfBase":

@@ -206,6 +206,6 @@ def _numbers(
     hosts = one_memory(model, memory)
     num_layers = model.config.get_text_config().num_hidden_layers
     return (
-        None if chapters == "all" else parse_numbers(chapters, hosts[0].num_chapters),
+        None if chapters == "all" else parse_numbers(chapters, hosts[0].module.num_chapters),
         None if layers is None else parse_numbers(layers, num_layers, "layers"),
     )

@@ -58,9 +58,8 @@ def midus_usage(
     from tqdm import tqdm
 
     from midus_hf.analysis.chapters.usage import record_chapter_usage
-    from midus_hf.analysis.report import draw_usage, usage_table
-    from midus_hf.analysis.slots.block_report import as_json, blocks_table
     from midus_hf.analysis.slots.block_usage import bank_layouts, record_block_usage
+    from midus_hf.analysis.slots.report import as_json, blocks_table, draw_usage, usage_table
     from midus_hf.analysis.slots.usage import counted_types, record_usage, summarise, uncounted_memories
     from midus_hf.documents import describe_files, read_documents
     from midus_hf.evaluation.perplexity import perplexity
@@ -149,7 +148,7 @@ def midus_usage(
 
 
 def _check_output(path: Path) -> None:
-    from midus_hf.analysis.report import PICTURE_SUFFIXES
+    from midus_hf.analysis.slots.report import PICTURE_SUFFIXES
 
     if importlib.util.find_spec("matplotlib") is None:
         raise ValueError(
