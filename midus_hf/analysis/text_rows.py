@@ -173,6 +173,31 @@ def read_rows(
     return losses
 
 
+def read_texts(
+    model: PreTrainedModel,
+    texts: Sequence[TextRows],
+    *,
+    batch_size: int = 4,
+    records: "ChapterRecords | None" = None,
+    progress: Callable[[int, int], None] | None = None,
+) -> dict[str, RowLosses]:
+    """Let a model read texts one after another, and return the losses of each by its name.
+
+    Args:
+        model: As for `read_rows`.
+        texts: From `text_rows`.
+        batch_size: Rows per forward pass. Default: 4.
+        records: Told what each pass reads. Default: none.
+        progress: Called with the tokens read so far, and of all. Default: none.
+
+    Raises:
+        ValueError: As `read_rows`.
+        RuntimeError: As `read_rows`.
+    """
+    told = adding(progress, sum(text.num_tokens for text in texts))
+    return {text.name: read_rows(model, text, batch_size=batch_size, records=records, progress=told) for text in texts}
+
+
 def adding(show: Callable[[int, int], None] | None, total: int) -> Callable[[int], None]:
     """Return what takes how many tokens each pass read, and shows how many were read so far.
 

@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import importlib.util
+import inspect
 import json
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -12,7 +13,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from midus_hf.cli.exit_status import WRONG_REQUEST, Ending
-from midus_hf.cli.loaded_model import load_on
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -50,6 +50,150 @@ Device = Annotated[
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object on standard output.")]
 
 
+def sharing_options(command: Callable[..., None]) -> Callable[..., None]:
+    """Give a command the fields of its parameters that are dataclasses as options of its own, in the place of the parameter.
+
+    Args:
+        command: A function as typer takes it, some of whose parameters are annotated with a dataclass such as `Reading`.
+    """
+    parameters: dict[str, inspect.Parameter] = {}
+    shared = {}
+    for name, parameter in inspect.signature(command).parameters.items():
+        if dataclasses.is_dataclass(parameter.annotation):
+            shared[name] = parameter.annotation
+            parameters |= inspect.signature(parameter.annotation).parameters
+        else:
+            parameters[name] = parameter
+
+    def with_groups(**options: Any) -> None:
+        groups = {
+            name: group(**{field.name: options.pop(field.name) for field in dataclasses.fields(group)})
+            for name, group in shared.items()
+        }
+        command(**options, **groups)
+
+    own = [parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY) for parameter in parameters.values()]
+    with_groups.__name__, with_groups.__doc__ = command.__name__, command.__doc__
+    with_groups.__signature__ = inspect.Signature(own)  # type: ignore[attr-defined]
+    with_groups.__annotations__ = {name: parameter.annotation for name, parameter in parameters.items()}
+    return with_groups
+
+
+@dataclasses.dataclass(frozen=True)
+class Loading:
+    """How a model is loaded: options that commands share."""
+
+    dtype: Dtype = "auto"
+    device: Device = None
+
+    def load(self, name: str, what: str = "model") -> "tuple[PreTrainedModel, PreTrainedTokenizerBase]":
+        """Load a model, in eval mode, and its tokenizer; bars of libraries are shown on a terminal alone.
+
+        Args:
+            name: Folder or hub id.
+            what: Whose name it is, for the error. Default: that of the model.
+
+        Raises:
+            ValueError: If the device or the dtype cannot be used, the model cannot be loaded there, or its checkpoint lacks tensors.
+        """
+        import torch
+
+        from midus_hf.config.usable_device import usable_device
+        from midus_hf.evaluation.settings import check_dtype
+        from midus_hf.library_bars import library_bars_on_terminals
+        from midus_hf.saved_models import check_whole, load_model, load_tokenizer, refusing
+
+        check_dtype(self.dtype)
+        device = usable_device(self.device)
+        unloaded = f"{what} is {name!r}, which cannot be loaded on {device}"
+        with refusing(unloaded, OSError, RuntimeError), library_bars_on_terminals():
+            tokenizer = load_tokenizer(name)
+            model, missing = load_model(name, self.dtype)
+            model.to(torch.device(device))  # type: ignore[arg-type]  # transformers' wrapper hides the argument
+        check_whole(name, missing)
+        return model.eval(), tokenizer
+
+
+@dataclasses.dataclass(frozen=True)
+class Reading:
+    """How texts are read: options that commands share."""
+
+    column: Column = "text"
+    encoding: Encoding = "utf-8"
+    limit: Limit = None
+    sequence_length: SequenceLength = None
+    max_tokens: MaxTokens = None
+
+    def documents_at(self, path: str) -> list[str]:
+        """Return the documents of a file or folder; of a folder it is told what was not read.
+
+        Raises:
+            ValueError: If the limit is less than 1, or they cannot be read.
+        """
+        from midus_hf.documents import describe_files, read_documents
+
+        self._check_limit()
+        if (line := describe_files(path)) is not None:
+            print(line, file=sys.stderr)
+        return read_documents(path, self.column, self.encoding)[: self.limit]
+
+    def documents(self, texts: Sequence[str]) -> dict[str, list[str]]:
+        """Return the documents of each of `NAME=PATH`, by the name.
+
+        Raises:
+            ValueError: If a text is not of that form, named twice, or cannot be read.
+        """
+        self._check_limit()
+        paths: dict[str, str] = {}
+        for text in texts:
+            name, equals, path = text.partition("=")
+            if not (name and equals and path):
+                raise ValueError(f"text is {text!r}; expected NAME=PATH, such as code=code.jsonl.")
+            if name in paths:
+                raise ValueError(f"text {name!r} is given twice; expected each name once.")
+            paths[name] = path
+        return {name: self.documents_at(path) for name, path in paths.items()}
+
+    def rows(
+        self,
+        model: "PreTrainedModel",
+        tokenizer: "PreTrainedTokenizerBase",
+        documents: dict[str, list[str]],
+        retriever: str | None = None,
+    ) -> "list[TextRows]":
+        """Return texts as rows of tokens that a model was made for, in the order of their names.
+
+        Args:
+            model: That reads them.
+            tokenizer: Of the model.
+            documents: Of each text.
+            retriever: Tree of topics, by which rows of a document fetch blocks. Default: nothing is fetched.
+
+        Raises:
+            ValueError: As `text_rows` and `path_finder`.
+        """
+        from midus_hf.analysis.text_rows import text_rows
+
+        longest = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+        lengths = {"longest": longest, "sequence_length": self.sequence_length, "max_tokens": self.max_tokens}
+        rows = [text_rows(name, of_text, tokenizer, **lengths) for name, of_text in documents.items()]
+        find_paths = path_finder(model, retriever)
+        if find_paths is None:
+            return rows
+        return [_with_paths(of_text, documents[of_text.name], find_paths) for of_text in rows]
+
+    def _check_limit(self) -> None:
+        if self.limit is not None and self.limit < 1:
+            raise ValueError(f"limit is {self.limit}; expected at least 1.")
+
+
+@dataclasses.dataclass(frozen=True)
+class ReadingInBatches(Reading):
+    """How a model reads texts: options that commands share."""
+
+    batch_size: BatchSize = 4
+
+
 @contextlib.contextmanager
 def working() -> Iterator[None]:
     """What is wrong with a request is refused; libraries that print do not come between the caller and the result."""
@@ -58,91 +202,6 @@ def working() -> Iterator[None]:
             yield
         except ValueError as error:
             raise Ending(WRONG_REQUEST, str(error)) from error
-
-
-def load_to_read(
-    name: str, dtype: str, device: str | None, what: str = "model"
-) -> "tuple[PreTrainedModel, PreTrainedTokenizerBase]":
-    """Load a model and its tokenizer, as `load_on`; what the dtype may be is told first."""
-    from midus_hf.evaluation.settings import check_dtype
-
-    check_dtype(dtype)
-    return load_on(name, dtype, device, what)
-
-
-def check_limit(limit: int | None) -> None:
-    """See that a number of documents is one.
-
-    Raises:
-        ValueError: If it is less than 1.
-    """
-    if limit is not None and limit < 1:
-        raise ValueError(f"limit is {limit}; expected at least 1.")
-
-
-def named_documents(texts: Sequence[str], column: str, encoding: str, limit: int | None) -> dict[str, list[str]]:
-    """The documents of each text, by its name; of a folder it is told what was not read.
-
-    Args:
-        texts: `NAME=PATH`.
-        column: Of rows of JSON and Parquet.
-        encoding: Of plain text and JSON lines.
-        limit: Documents of each.
-
-    Raises:
-        ValueError: If a text is not of that form, named twice, or cannot be read.
-    """
-    from midus_hf.documents import describe_files, read_documents
-
-    check_limit(limit)
-    paths: dict[str, str] = {}
-    for given in texts:
-        name, equals, path = given.partition("=")
-        if not (name and equals and path):
-            raise ValueError(f"text is {given!r}; expected NAME=PATH, such as code=code.jsonl.")
-        if name in paths:
-            raise ValueError(f"text {name!r} is given twice; expected each name once.")
-        paths[name] = path
-    documents = {}
-    for name, path in paths.items():
-        if (line := describe_files(path)) is not None:
-            print(line, file=sys.stderr)
-        documents[name] = read_documents(path, column, encoding)[:limit]
-    return documents
-
-
-def rows_of(
-    model: "PreTrainedModel",
-    tokenizer: "PreTrainedTokenizerBase",
-    documents: dict[str, list[str]],
-    sequence_length: int | None,
-    max_tokens: int | None,
-    retriever: str | None = None,
-) -> "list[TextRows]":
-    """Texts as rows of tokens that a model was made for, in the order of their names.
-
-    Args:
-        model: That reads them.
-        tokenizer: Of the model.
-        documents: Of each text.
-        sequence_length: Tokens of a row.
-        max_tokens: Of each text.
-        retriever: Tree of topics, by which rows of a document fetch blocks. Default: nothing is fetched.
-
-    Raises:
-        ValueError: As `text_rows` and `path_finder`.
-    """
-    from midus_hf.analysis.text_rows import text_rows
-
-    longest = getattr(model.config.get_text_config(), "max_position_embeddings", None)
-    rows = [
-        text_rows(name, of_text, tokenizer, longest=longest, sequence_length=sequence_length, max_tokens=max_tokens)
-        for name, of_text in documents.items()
-    ]
-    find_paths = path_finder(model, retriever)
-    return (
-        rows if find_paths is None else [_with_paths(of_text, documents[of_text.name], find_paths) for of_text in rows]
-    )
 
 
 def path_finder(model: "PreTrainedModel", retriever: str | None) -> "PathFinder | None":
@@ -200,23 +259,6 @@ def token_bar(what: str = "reading") -> Iterator[Callable[[int, int], None]]:
         yield show
 
 
-def adding(show: Callable[[int, int], None], total: int) -> Callable[[int], None]:
-    """What takes how many tokens each pass read, and shows how many were read so far.
-
-    Args:
-        show: From `token_bar`.
-        total: Tokens that there are to read.
-    """
-    done = 0
-
-    def add(num_tokens: int) -> None:
-        nonlocal done
-        done += num_tokens
-        show(done, total)
-
-    return add
-
-
 def sizes_of(text: "TextRows") -> dict[str, int]:
     """What reports say of how much a text is."""
     return {"documents": len(set(text.documents)), "rows": len(text.rows), "tokens": text.num_tokens}
@@ -251,40 +293,47 @@ def show_tables(tables: "Sequence[TableOfWords]") -> None:
         console.print(table)
 
 
-def check_file(option: str, path: Path | None, suffix: str) -> None:
+def check_file(option: str, path: Path | None, *suffixes: str) -> None:
     """See that a file can be written.
 
     Args:
         option: That names it, for messages.
         path: Of the file; None where none is asked for.
-        suffix: That it shall end in.
+        suffixes: It shall end in one of these.
 
     Raises:
         ValueError: If it ends in something else, or its folder does not exist.
     """
     if path is None:
         return
-    if path.suffix != suffix:
-        raise ValueError(f"{option} is {str(path)!r}; expected a file ending in {suffix}.")
+    if path.suffix not in suffixes:
+        raise ValueError(f"{option} is {str(path)!r}; expected a file ending in {', '.join(suffixes)}.")
     if not path.absolute().parent.is_dir():
         raise ValueError(f"{option} is {str(path)!r}, in a folder that does not exist; create it first.")
 
 
-def check_picture(option: str, path: Path | None, suffix: str) -> None:
+def check_picture(option: str, path: Path | None, *suffixes: str, what: str = "has pictures, which need") -> None:
     """See that a file with pictures can be written.
 
     Args:
         option: That names it, for messages.
         path: Of the file; None where none is asked for.
-        suffix: That it shall end in.
+        suffixes: It shall end in one of these.
+        what: That the message says of it where matplotlib is not there. Default: `"has pictures, which need"`.
 
     Raises:
         ValueError: If matplotlib is not installed, the file ends in something else, or its folder does not exist.
     """
-    if path is None:
-        return
+    if path is not None:
+        check_matplotlib(f"{option} {what}")
+        check_file(option, path, *suffixes)
+
+
+def check_matplotlib(what: str) -> None:
+    """See that pictures can be drawn.
+
+    Raises:
+        ValueError: If matplotlib is not installed; the message begins with what needs it.
+    """
     if importlib.util.find_spec("matplotlib") is None:
-        raise ValueError(
-            f"{option} has pictures, which need matplotlib; install it with pip install 'midus-hf[report]'."
-        )
-    check_file(option, path, suffix)
+        raise ValueError(f"{what} matplotlib; install it with pip install 'midus-hf[report]'.")

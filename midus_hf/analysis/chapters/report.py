@@ -1,6 +1,5 @@
 """What was found of chapters, as files in a folder: a page, pictures, JSON and CSV."""
 
-import importlib.util
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -18,23 +17,6 @@ _HOW_TO_READ = (
     "and add nothing to it. Attention to memory tokens is a softmax of its own, so mass says how it is shared among chapters; how "
     "much memory counts beside self-attention is told by the norms of what they add."
 )
-
-
-def check_output(folder: Path) -> None:
-    """See that a folder of pictures can be written.
-
-    Args:
-        folder: Absent or empty.
-
-    Raises:
-        ValueError: If it is not, or matplotlib is not installed.
-    """
-    if importlib.util.find_spec("matplotlib") is None:
-        raise ValueError(
-            "output is a folder of pictures, which need matplotlib; install it with pip install 'midus-hf[report]'."
-        )
-    if folder.exists() and not (folder.is_dir() and not any(folder.iterdir())):
-        raise ValueError(f"output is {str(folder)!r}, which exists and is no empty folder; name another.")
 
 
 def write_stats(folder: Path, report: Mapping[str, Any], stats: Sequence[ChapterStats]) -> None:

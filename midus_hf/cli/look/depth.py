@@ -8,19 +8,11 @@ import typer
 
 from midus_hf.cli.exit_status import run_command
 from midus_hf.cli.reading import (
-    BatchSize,
-    Column,
-    Device,
-    Dtype,
-    Encoding,
     Json,
-    Limit,
-    MaxTokens,
-    SequenceLength,
-    adding,
+    Loading,
+    ReadingInBatches,
     check_picture,
-    load_to_read,
-    rows_of,
+    sharing_options,
     show_report,
     sizes_of,
     token_bar,
@@ -37,19 +29,15 @@ _MOST_WRITERS = 10
 
 
 @app.command(context_settings={"help_option_names": ["-h", "--help"]})
+@sharing_options
 def midus_depth(
     model: Annotated[
         str, typer.Argument(metavar="MODEL", help="Folder or hub id of a model whose heads read the depth (moda).")
     ],
     text: Annotated[str, typer.Option(help="The file or folder to read.", metavar="PATH")],
-    column: Column = "text",
-    encoding: Encoding = "utf-8",
-    limit: Limit = None,
-    sequence_length: SequenceLength = None,
-    max_tokens: MaxTokens = None,
-    batch_size: BatchSize = 4,
-    dtype: Dtype = "auto",
-    device: Device = None,
+    *,
+    reading: ReadingInBatches,
+    loading: Loading,
     memory: Annotated[
         str | None, typer.Option(help="One of several memories that read the depth.  [default: all]", metavar="NAME")
     ] = None,
@@ -78,21 +66,21 @@ def midus_depth(
         check_picture("page", page, ".html")
         if place is not None and picture is None and page is None:
             raise ValueError(f"map is {map_!r}, and nothing to draw it on; expected --picture or --page as well.")
-        documents = _documents(text, column, encoding, limit)
+        documents = reading.documents_at(text)
         from midus_hf.analysis.depth.map import depth_map
         from midus_hf.analysis.depth.readers import readers_of_depth
         from midus_hf.analysis.depth.reading import depth_readings, writers
         from midus_hf.analysis.depth.records import record_depth
-        from midus_hf.analysis.text_rows import read_rows
+        from midus_hf.analysis.text_rows import read_texts
 
-        loaded, tokenizer = load_to_read(model, dtype, device)
+        loaded, tokenizer = loading.load(model)
         of_layers, of_heads = _numbers(loaded, layers, heads)
         readers_of_depth(loaded, memory, of_layers)
-        (rows,) = rows_of(loaded, tokenizer, {text: documents}, sequence_length, max_tokens)
+        (rows,) = reading.rows(loaded, tokenizer, {text: documents})
         of_head = None if place is None else depth_map(loaded, rows.rows[0], *place, memory)
         recording = record_depth(loaded, memory, layers=of_layers, heads=of_heads)
         with token_bar() as show, recording as records:
-            losses = read_rows(loaded, rows, batch_size=batch_size, progress=adding(show, rows.num_tokens))
+            losses = read_texts(loaded, [rows], batch_size=reading.batch_size, progress=show)[text]
         readings = depth_readings(records)
         found = writers(readings)
     from midus_hf.analysis.depth.report import as_json, layers_table, writers_table
@@ -121,16 +109,6 @@ def _place(given: str | None) -> tuple[int, int] | None:
     if not (colon and layer.isdecimal() and head.isdecimal()):
         raise ValueError(f"map is {given!r}; expected LAYER:HEAD, such as 3:0.")
     return int(layer), int(head)
-
-
-def _documents(path: str, column: str, encoding: str, limit: int | None) -> list[str]:
-    from midus_hf.documents import describe_files, read_documents
-
-    if limit is not None and limit < 1:
-        raise ValueError(f"limit is {limit}; expected at least 1.")
-    if (line := describe_files(path)) is not None:
-        print(line, file=sys.stderr)
-    return read_documents(path, column, encoding)[:limit]
 
 
 def _numbers(

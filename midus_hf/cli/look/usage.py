@@ -2,7 +2,6 @@
 
 import contextlib
 import dataclasses
-import importlib.util
 import json
 import sys
 from collections.abc import Sequence
@@ -12,8 +11,20 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from midus_hf.cli.exit_status import run_command
-from midus_hf.cli.loaded_model import load_on
-from midus_hf.cli.reading import Retriever, path_finder, show_tables
+from midus_hf.cli.reading import (
+    Column,
+    Encoding,
+    Json,
+    Loading,
+    Reading,
+    Retriever,
+    check_picture,
+    path_finder,
+    sharing_options,
+    show_tables,
+    token_bar,
+    working,
+)
 
 if TYPE_CHECKING:
     import torch
@@ -25,13 +36,13 @@ app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions
 
 
 @app.command(context_settings={"help_option_names": ["-h", "--help"]})
+@sharing_options
 def midus_usage(
     model: Annotated[str, typer.Argument(metavar="MODEL", help="Folder or hub id of a model with memory layers.")],
     text: Annotated[str, typer.Option(help="The file or folder to read.", metavar="PATH")],
-    column: Annotated[
-        str, typer.Option(help="Where rows of JSON and Parquet hold the text.", metavar="NAME")
-    ] = "text",
-    encoding: Annotated[str, typer.Option(help="Of plain text and JSON lines.", metavar="NAME")] = "utf-8",
+    *,
+    column: Column = "text",
+    encoding: Encoding = "utf-8",
     sequence_length: Annotated[
         int | None,
         typer.Option(help="Tokens of a window.  [default: 1024, or what the model was made for]", metavar="N"),
@@ -41,40 +52,29 @@ def midus_usage(
     ] = None,
     batch_size: Annotated[int, typer.Option(help="Windows per forward pass.", metavar="N")] = 4,
     retriever: Retriever = None,
-    dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.", metavar="NAME")] = "auto",
-    device: Annotated[
-        str | None, typer.Option(help="Such as cpu or cuda:0.  [default: the first GPU, else cpu]", metavar="NAME")
-    ] = None,
+    loading: Loading,
     output: Annotated[
         Path | None,
         typer.Option(
             help="Draw the usage, most retrieved slots first (.png, .svg or .pdf).  [default: none]", metavar="FILE"
         ),
     ] = None,
-    json_output: Annotated[bool, typer.Option("--json", help="Print one JSON object on standard output.")] = False,
+    json_: Json = False,
 ) -> None:
     """Let a model read a text and say which slots are retrieved, which chapters opened and which blocks fetched, and how evenly."""
     from rich.console import Console
-    from tqdm import tqdm
 
     from midus_hf.analysis.chapters.usage import record_chapter_usage
     from midus_hf.analysis.slots.block_usage import bank_layouts, record_block_usage
-    from midus_hf.analysis.slots.report import as_json, blocks_table, draw_usage, usage_table
+    from midus_hf.analysis.slots.report import PICTURE_SUFFIXES, as_json, blocks_table, draw_usage, usage_table
     from midus_hf.analysis.slots.usage import counted_types, record_usage, summarise, uncounted_memories
-    from midus_hf.documents import describe_files, read_documents
     from midus_hf.evaluation.perplexity import perplexity
-    from midus_hf.evaluation.settings import check_dtype
     from midus_hf.memory.protocols import RetrievesSlots
 
-    check_dtype(dtype)
-    if output is not None:
-        _check_output(output)
-    if (line := describe_files(text)) is not None:
-        print(line, file=sys.stderr)
-    documents = read_documents(text, column, encoding)
-    # Libraries that print must not come between the caller and the result.
-    with contextlib.redirect_stdout(sys.stderr):
-        loaded, tokenizer = load_on(model, dtype, device)
+    with working():
+        check_picture("output", output, *PICTURE_SUFFIXES, what="is a picture, which needs")
+        documents = Reading(column, encoding).documents_at(text)
+        loaded, tokenizer = loading.load(model)
         uncounted = uncounted_memories(loaded)
         has_chapters = uncounted.pop("chapters", None) is not None
         has_slots = any(isinstance(module, RetrievesSlots) for module in loaded.modules())
@@ -93,7 +93,7 @@ def midus_usage(
             )
         find_paths = path_finder(loaded, retriever)
         blocks = None
-        with contextlib.ExitStack() as stack, tqdm(desc="reading", unit=" tokens", disable=None) as bar:
+        with contextlib.ExitStack() as stack, token_bar() as show:
             recorded = []
             if find_paths is not None:
                 blocks = stack.enter_context(record_block_usage(loaded))
@@ -104,10 +104,6 @@ def midus_usage(
             if has_chapters:
                 recorded.append(stack.enter_context(record_chapter_usage(loaded)))
 
-            def show_progress(done: int, total: int) -> None:
-                bar.total = total
-                bar.update(done - bar.n)
-
             result = perplexity(
                 loaded,
                 tokenizer,
@@ -115,7 +111,7 @@ def midus_usage(
                 sequence_length=sequence_length,
                 max_tokens=max_tokens,
                 batch_size=batch_size,
-                progress=show_progress,
+                progress=show,
                 apart=find_paths is not None,
                 find_paths=find_paths,
             )
@@ -124,7 +120,7 @@ def midus_usage(
     for memory_type, of_type in uncounted.items():
         listed = ", ".join(map(str, of_type))
         print(f"not counted: memory of type {memory_type} in layers {listed}, which has no slots", file=sys.stderr)
-    if json_output:
+    if json_:
         report = {
             "model": model,
             "tokens": result.tokens,
@@ -145,19 +141,6 @@ def midus_usage(
         drawn: dict[MemoryPlace | BankLevel, torch.Tensor] = dict(counts.items())
         drawn.update({} if blocks is None else blocks.counts.items())
         draw_usage(drawn, output)
-
-
-def _check_output(path: Path) -> None:
-    from midus_hf.analysis.slots.report import PICTURE_SUFFIXES
-
-    if importlib.util.find_spec("matplotlib") is None:
-        raise ValueError(
-            "output is a picture, which needs matplotlib; install it with pip install 'midus-hf[report]'."
-        )
-    if path.suffix not in PICTURE_SUFFIXES:
-        raise ValueError(f"output is {str(path)!r}; expected a file ending in {', '.join(PICTURE_SUFFIXES)}.")
-    if not path.absolute().parent.is_dir():
-        raise ValueError(f"output is {str(path)!r}, in a folder that does not exist; create it first.")
 
 
 def main(arguments: Sequence[str] | None = None, name: str = "midus-usage") -> int:
