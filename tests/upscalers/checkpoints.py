@@ -8,10 +8,12 @@ from typing import Any
 import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
-from tiny import FAMILIES, NUM_LAYERS, prompt, tiny_model
+from tiny import prompt, tiny_model
 from transformers import AutoModelForCausalLM
 
 import midus_hf  # noqa: F401 - registers the classes
+from upscalers.record.report import UpscaleReport
+from upscalers.runs.upscale import upscale
 
 SMALL_MEMORY = {"n": 8, "k": 2}
 MEMORY_OPTIONS = {
@@ -29,50 +31,9 @@ MEMORY_OPTIONS = {
 SMALL = {"midus-hml": SMALL_MEMORY, "midus-pkm": SMALL_MEMORY, "midus-linear": {"slots": 12, "k": 2}}
 """Small sizes for each method that inserts memory."""
 
-VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
-    "hml, shared values": ("midus-hml", {"values": "shared"}),
-    "hml, own values": ("midus-hml", {"values": "own"}),
-    "hml, output projection": ("midus-hml", {"output_projection": True}),
-    "hml, output projection and residual": ("midus-hml", {"output_projection": True, "inner_residual": True}),
-    "hml, residual": ("midus-hml", {"inner_residual": True}),
-    "hml, batch norm": ("midus-hml", {"query_norm": "batch"}),
-    "hml, layer norm and temperature": ("midus-hml", {"query_norm": "layer", "temperature": 0.25}),
-    "hml, gate a token": ("midus-hml", {"gate": "token"}),
-    "hml, gate a head": ("midus-hml", {"gate": "head", "output_projection": True}),
-    "pkm": ("midus-pkm", {}),
-    "pkm, bare": ("midus-pkm", {"query_norm": "none", "inner_residual": False}),
-    "pkm, layer norm and gate": ("midus-pkm", {"query_norm": "layer", "gate": "token", "temperature": 2.0}),
-    "linear": ("midus-linear", {}),
-    "linear, bare": ("midus-linear", {"query_norm": "none", "inner_residual": False}),
-    "linear, layer norm and gate": ("midus-linear", {"query_norm": "layer", "gate": "token"}),
-}
-"""Every option that changes a memory block, beside midus-hml as it is: method and options without sizes."""
-
-
-def variants(family: str) -> dict[str, tuple[str, dict[str, Any]]]:
-    """`VARIANTS` with small sizes, without what the family has no widths for."""
-    config = FAMILIES[family].config()
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    narrow = head_dim * config.num_attention_heads == config.hidden_size
-    return {
-        name: (method, {**SMALL[method], **options})
-        for name, (method, options) in VARIANTS.items()
-        if narrow or name != "hml, residual"
-    }
-
-
-def base_for(variant: str) -> dict[str, Any]:
-    """What a base's config must say for a key of `VARIANTS`, so that every family can have it.
-
-    Only a block whose heads are together as wide as the hidden state has something to add to.
-    """
-    return {"head_dim": 8} if variant == "hml, residual" else {}
-
 
 RECORD = ("upscale.json",)
 """What `strip` puts beside the base that it gives back."""
-
-NUM_NEW_LAYERS = NUM_LAYERS // 2
 
 
 def save_base(
@@ -100,6 +61,32 @@ def save_base(
         tensors = read_tensors(folder)
         write_tensors(folder, {prefix + name.removeprefix("model."): tensor for name, tensor in tensors.items()})
     return folder
+
+
+def with_memory(base: Path, output: Path, **request: Any) -> UpscaleReport:
+    """Insert small head-wise memories, unless the request says otherwise."""
+    return upscale(base=base, output=output, **{"method": "midus-hml", "options": SMALL_MEMORY, **request})
+
+
+def unverified(base: Path, output: Path, **request: Any) -> Path:
+    """The folder of a model with such memories, whose logits nobody compared with the base's."""
+    with_memory(base, output, **{"verify": False, **request})
+    return output
+
+
+def config_of(folder: Path) -> dict[str, Any]:
+    """Its `config.json`."""
+    return json.loads((folder / "config.json").read_text())
+
+
+def record_of(folder: Path) -> dict[str, Any]:
+    """Its `upscale.json`."""
+    return json.loads((folder / "upscale.json").read_text())
+
+
+def recipe_of(folder: Path) -> str:
+    """The YAML in its model card, which makes the same again."""
+    return (folder / "README.md").read_text().split("```yaml\n")[1].split("```")[0]
 
 
 def tensor_files(folder: Path) -> list[Path]:

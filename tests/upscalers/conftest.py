@@ -1,8 +1,9 @@
 """Settings and fixtures of the upscaler tests."""
 
 import json
+import re
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -67,6 +68,26 @@ def in_process(monkeypatch, capsys) -> Callable[..., Outcome]:
 def command(in_process) -> Callable[..., Outcome]:
     """Run the `upscale` command in this process."""
     return partial(in_process, cli.main, "upscale")
+
+
+@pytest.fixture
+def refused(tmp_path) -> Callable[..., None]:
+    """Check that a command failed as it must, and that `tmp_path` holds nothing but the names given, or at least no `out`.
+
+    What it must say is given by its very words or by a regular expression.
+    """
+
+    def check(outcome: Outcome, message: str, left: Sequence[str] | None = ()) -> None:
+        assert (outcome.status, outcome.out) == (2, ""), outcome.err
+        assert outcome.err.startswith("upscale: ") and outcome.err.count("\n") == 1
+        assert "Traceback" not in outcome.err
+        assert message in outcome.err or re.search(message, outcome.err), outcome.err
+        if left is None:
+            assert not (tmp_path / "out").exists()
+        else:
+            assert sorted(path.name for path in tmp_path.iterdir()) == sorted(left)
+
+    return check
 
 
 def point_client_at(address: str, monkeypatch) -> None:

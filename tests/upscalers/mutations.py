@@ -7,6 +7,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from tests.upscalers.checkpoints import config_of
+
 Mutation = Callable[[Path, random.Random], str]
 """Damages a checkpoint folder; says what it did."""
 
@@ -213,7 +215,7 @@ def edit_the_index(folder: Path, rng: random.Random) -> str:
 
 
 def change_the_config(folder: Path, rng: random.Random) -> str:
-    config = json.loads((folder / "config.json").read_text())
+    config = config_of(folder)
     key, value = rng.choice(sorted(config)), rng.choice(VALUES)
     config[key] = value
     (folder / "config.json").write_text(json.dumps(config))
@@ -221,7 +223,7 @@ def change_the_config(folder: Path, rng: random.Random) -> str:
 
 
 def nudge_a_number_of_the_config(folder: Path, rng: random.Random) -> str:
-    config = json.loads((folder / "config.json").read_text())
+    config = config_of(folder)
     key = rng.choice(sorted(key for key, value in config.items() if type(value) in (int, float)))
     config[key] = value = rng.choice(
         [-config[key], 2 * config[key], config[key] + 1, config[key] - 1, str(config[key])]
@@ -231,7 +233,7 @@ def nudge_a_number_of_the_config(folder: Path, rng: random.Random) -> str:
 
 
 def remove_from_the_config(folder: Path, rng: random.Random) -> str:
-    config = json.loads((folder / "config.json").read_text())
+    config = config_of(folder)
     keys = rng.sample(sorted(config), rng.randint(1, 3))
     for key in keys:
         del config[key]
@@ -240,7 +242,7 @@ def remove_from_the_config(folder: Path, rng: random.Random) -> str:
 
 
 def add_to_the_config(folder: Path, rng: random.Random) -> str:
-    config = json.loads((folder / "config.json").read_text())
+    config = config_of(folder)
     key, value = rng.choice(ADDED_KEYS), rng.choice(VALUES)
     config[key] = value
     (folder / "config.json").write_text(json.dumps(config))

@@ -83,24 +83,13 @@ REQUESTS = [
     (["--set", "n"], "--set is 'n'; expected key=value"),
     (["--set", "=3"], "--set is '=3'; expected key=value"),
     (["--set", "n=["], r"--set is 'n=\['; expected a YAML scalar"),
-    (["--set", "n=2", "--set", "k=3"], "k is 3; expected 1 <= k <= n = 2. Lower k or raise n"),
-    (["--set", "n=0"], "n is 0; expected at least one sub-key per side"),
     (["--set", "n=4", "--set", "n=5"], "--set n is given twice, as '4' and as '5'; expected each key once. Leave one out."),
     (["--set", "query-norm=true", "--set", "query_norm=true"], "--set query_norm is given twice, as 'true' and as 'true'"),
     (["--set", "n={a: 1, a: 2}"], "which has 'a' twice, '1' in line 1 and '2' in line 1; expected each key once"),
     (["--seed", "-5"], "seed is -5; expected a number from 0 to 9223372036854775807"),
     (["--seed", str(2**63)], "seed is 9223372036854775808; expected a number from 0 to"),
     (["--placement", "0,6"], r"placement is 0,6; expected indices from 0 to 5, counted in the upscaled model of 4 \+ 2 layers"),
-    (["--placement", "2,2"], "placement is 2,2; expected ascending indices without repetition"),
-    (["--placement", "4,1"], "placement is 4,1; expected ascending indices without repetition. Sort them"),
-    (["--placement=-1"], "placement is -1; expected indices from 0 to 4"),
-    (["--placement", "1,,2"], "placement is '1,,2'; expected indices joined by commas"),
-    (["--placement", "topheavy"], "placement 'topheavy' is unknown. Did you mean 'top-heavy'"),
-    (["--placement", "1,3", "--num-new-layers", "3"], "num-new-layers is 3, but placement lists 2 indices"),
     (["--num-new-layers", "3"], "num-new-layers is 3; placement distributed needs a divisor of the 4 base layers: 1, 2, 4. Choose"),
-    (["--num-new-layers", "0"], "num-new-layers is 0; expected at least 1"),
-    (["--num-new-layers", "4", "--placement", "top-heavy"], "placement top-heavy fits at most 3"),
-    (["--num-new-layers", "5", "--placement", "bottom-heavy"], "placement bottom-heavy fits at most 4"),
     (["--num-new-layers", "two"], r"Invalid value for '--num-new-layers': .* See 'upscale --help'"),
     (["--dtype", "fp16"], "dtype is 'fp16'; expected one of: auto, float32, bfloat16, float16"),
     (["--max-shard-size", "big"], "max-shard-size is 'big'; expected a positive size such as 5GB"),
@@ -129,11 +118,6 @@ BASES: dict[str, tuple[Mutation, str]] = {
     "too few layers": (config(num_hidden_layers=3), r"the base holds model\.layers\.3\..*, but config.json has num_hidden_layers"),
     "wrong size": (config(intermediate_size=49), r"is \[48, 32\] in the base; expected \[49, 32\] by its config"),
     "no hidden size": (config(hidden_size=None), "hidden_size = None; expected a positive integer"),
-    "quantised": (config(quantization_config={"quant_method": "awq"}), r"the base is quantised .quantization_config: awq.; expected"),
-    "mixture of experts": (config(num_local_experts=8), "the base is a mixture of experts .llama.; expected a dense model of: llama"),
-    "custom code": (config(auto_map={"AutoModel": "m.M"}), "the base brings code of its own .*never run; .* remove auto_map"),
-    "shared layers": (config(num_kv_shared_layers=2), "shares keys and values between layers"),
-    "unknown per-layer list": (config(windows=[1, 2, 3, 4]), "config.json has windows, a list as long as the model has layers"),
     "config transformers refuses": (config(rms_norm_eps="small"), r"transformers refuses the config: .*rms_norm_eps.* Repair"),
     "unknown activation": (config(hidden_act="gelo"), "transformers cannot run the base .KeyError: 'gelo'.. Repair it or download"),
     "scale not a number": (
@@ -201,26 +185,15 @@ WITHOUT_VERIFICATION = {
 }
 
 
-def refused(outcome, message: str, folder: Path, left: list[str]) -> None:
-    """The command failed as it must, and wrote nothing."""
-    assert outcome.status == 2, outcome.err
-    assert outcome.out == ""
-    assert outcome.err.startswith("upscale: ")
-    assert outcome.err.count("\n") == 1
-    assert "Traceback" not in outcome.err
-    assert re.search(message, outcome.err), outcome.err
-    assert sorted(path.name for path in folder.iterdir()) == left
-
-
 @pytest.mark.parametrize(("arguments", "message"), REQUESTS, ids=[" ".join(arguments) for arguments, _ in REQUESTS])
-def test_a_request_that_makes_no_sense_is_refused(command, base, tmp_path, arguments, message):
+def test_a_request_that_makes_no_sense_is_refused(command, base, tmp_path, arguments, message, refused):
     usual = ["--base", base, "--method", "midus-hml", "--output", tmp_path / "out"]
-    refused(command(*usual, *arguments), message, tmp_path, [])
+    refused(command(*usual, *arguments), message, [])
 
 
 @pytest.mark.parametrize("verify", ["--verify", "--no-verify"])
 @pytest.mark.parametrize("case", BASES)
-def test_a_base_that_cannot_be_upscaled_is_refused(command, tmp_path, case, verify):
+def test_a_base_that_cannot_be_upscaled_is_refused(command, tmp_path, case, verify, refused):
     mutate, message = BASES[case]
     if verify == "--no-verify":
         message = WITHOUT_VERIFICATION.get(case, message)
@@ -231,7 +204,7 @@ def test_a_base_that_cannot_be_upscaled_is_refused(command, tmp_path, case, veri
     if message is None:
         assert outcome.status == 0
     else:
-        refused(outcome, message, tmp_path, ["base"])
+        refused(outcome, message, ["base"])
 
 
 @pytest.mark.parametrize(
@@ -244,47 +217,46 @@ def test_a_base_that_cannot_be_upscaled_is_refused(command, tmp_path, case, veri
         ("file/out", "output .*out cannot be made: .*file is not a writable folder"),
     ],
 )
-def test_an_output_that_cannot_be_made_is_refused(command, tmp_path, output, message):
+def test_an_output_that_cannot_be_made_is_refused(command, tmp_path, output, message, refused):
     base = save_base(tmp_path / "base")
     (tmp_path / "exists").mkdir()
     (tmp_path / "file").write_text("x")
     outcome = command("--base", base, "--method", "midus-hml", "--output", tmp_path / output, "--set", "n=8")
-    refused(outcome, message, tmp_path, ["base", "exists", "file"])
+    refused(outcome, message, ["base", "exists", "file"])
 
 
-def test_a_file_is_no_base_and_no_hub_id(command, tmp_path):
+def test_a_file_is_no_base_and_no_hub_id(command, tmp_path, refused):
     (tmp_path / "model.safetensors").write_bytes(b"x")
     outcome = command("--base", tmp_path / "model.safetensors", "--method", "midus-hml", "--output", tmp_path / "out")
     refused(
         outcome,
         "model.safetensors' is a file; expected a folder, .* Give the folder of the chec",
-        tmp_path,
         ["model.safetensors"],
     )
 
 
 @pytest.mark.parametrize("missing", ["--base", "--method", "--output"])
-def test_what_is_needed_is_asked_for(command, base, tmp_path, missing):
+def test_what_is_needed_is_asked_for(command, base, tmp_path, missing, refused):
     given = {"--base": base, "--method": "midus-hml", "--output": tmp_path / "out"}
     arguments = [part for name, value in given.items() if name != missing for part in (name, value)]
-    refused(command(*arguments), f"{missing.removeprefix('--')} is missing", tmp_path, [])
+    refused(command(*arguments), f"{missing.removeprefix('--')} is missing", [])
 
 
 @pytest.mark.parametrize("arguments", [("inspect",), ("strip", "--output")])
-def test_inspect_and_strip_refuse_what_upscale_did_not_make(command, base, tmp_path, arguments):
+def test_inspect_and_strip_refuse_what_upscale_did_not_make(command, base, tmp_path, arguments, refused):
     verb, *rest = arguments
     arguments = [verb, base, *rest, *([tmp_path / "out"] if rest else [])]
-    refused(command(*arguments), "was not made by upscale: its config.json has no 'upscale' entry", tmp_path, [])
+    refused(command(*arguments), "was not made by upscale: its config.json has no 'upscale' entry", [])
     (tmp_path / "empty").mkdir()
-    refused(command(verb, tmp_path / "empty", *arguments[2:]), "has no config.json", tmp_path, ["empty"])
+    refused(command(verb, tmp_path / "empty", *arguments[2:]), "has no config.json", ["empty"])
 
 
-def test_a_head_of_odd_size_is_refused(command, base, tmp_path):
+def test_a_head_of_odd_size_is_refused(command, base, tmp_path, refused):
     (tmp_path / "base").mkdir()
     (tmp_path / "base" / "config.json").write_bytes((base / "config.json").read_bytes())
     edit_config(tmp_path / "base", head_dim=5)
     outcome = command("--base", tmp_path / "base", "--method", "midus-hml", "--dry-run")
-    refused(outcome, "head_dim is 5; expected an even number, half for rows and half for columns", tmp_path, ["base"])
+    refused(outcome, "head_dim is 5; expected an even number, half for rows and half for columns", ["base"])
 
 
 @pytest.mark.parametrize(
@@ -305,14 +277,14 @@ def test_a_head_of_odd_size_is_refused(command, base, tmp_path):
     ],
 )  # fmt: skip
 def test_a_base_or_option_that_a_memory_has_no_widths_for_is_refused(
-    command, base, tmp_path, method, options, changes, message
+    command, base, tmp_path, method, options, changes, message, refused
 ):
     (tmp_path / "base").mkdir()
     (tmp_path / "base" / "config.json").write_bytes((base / "config.json").read_bytes())
     edit_config(tmp_path / "base", **changes)
     chosen = [word for pair in options for word in ("--set", pair)]
     outcome = command("--base", tmp_path / "base", "--method", method, "--dry-run", *chosen)
-    refused(outcome, message, tmp_path, ["base"])
+    refused(outcome, message, ["base"])
 
 
 @pytest.mark.parametrize("method", ["midus-linear", "midus-hml"])

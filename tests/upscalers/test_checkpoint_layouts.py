@@ -11,7 +11,7 @@ from safetensors.torch import save_file
 from tiny import tiny_model
 
 from tests.upscalers.checkpoints import (
-    SMALL_MEMORY,
+    config_of,
     edit_config,
     file_digests,
     load,
@@ -21,35 +21,18 @@ from tests.upscalers.checkpoints import (
     same_tensors,
     save_base,
     tensor_files,
+    with_memory,
     write_tensors,
 )
-from tests.upscalers.chosen_families import families
 from upscalers.request.errors import RequestError
 from upscalers.runs.inspection import inspect_checkpoint
 from upscalers.runs.strip import strip
-from upscalers.runs.upscale import upscale
-
-family = families("qwen2", "gemma3")
-
-
-def upscaled(base, output, **request):
-    return upscale(base=base, method="midus-hml", output=output, **{"options": SMALL_MEMORY, **request})
-
-
-@pytest.mark.parametrize("verify", [True, False])
-@pytest.mark.parametrize(("size", "least_files"), [("100KB", 2), ("20KB", 6), ("1KB", 20)])
-def test_sharded_bases_of_any_number_of_shards_are_read(tmp_path, size, least_files, verify):
-    base = save_base(tmp_path / "base", "qwen3", max_shard_size=size)
-    assert len(tensor_files(base)) >= least_files
-    upscaled(base, tmp_path / "out", verify=verify)
-    assert [path.name for path in tensor_files(tmp_path / "out")] == ["model.safetensors"]
-    assert torch.equal(logits(base), logits(tmp_path / "out"))
 
 
 @pytest.mark.parametrize(("size", "verify"), in_turn(["100KB", "20KB", "1B", 30_000], [True, False]))
 def test_outputs_are_split_into_shards_of_the_size_asked_for(base, tmp_path, size, verify):
-    report = upscaled(base, tmp_path / "out", max_shard_size=size, verify=verify)
-    upscaled(base, tmp_path / "single", verify=False)
+    report = with_memory(base, tmp_path / "out", max_shard_size=size, verify=verify)
+    with_memory(base, tmp_path / "single", verify=False)
     files = tensor_files(tmp_path / "out")
     assert len(files) > 1
     assert files[0].name == f"model-00001-of-{len(files):05d}.safetensors"
@@ -64,8 +47,8 @@ def test_outputs_are_split_into_shards_of_the_size_asked_for(base, tmp_path, siz
 
 def test_the_sources_shards_do_not_matter_to_the_output(base, tmp_path):
     sharded = save_base(tmp_path / "sharded", max_shard_size="20KB")
-    upscaled(base, tmp_path / "from-single")
-    upscaled(sharded, tmp_path / "from-sharded")
+    with_memory(base, tmp_path / "from-single")
+    with_memory(sharded, tmp_path / "from-sharded")
     assert same_tensors(tmp_path / "from-single", tmp_path / "from-sharded")
     backwards = save_base(tmp_path / "backwards")
     tensors = dict(reversed(read_tensors(base).items()))
@@ -75,7 +58,7 @@ def test_the_sources_shards_do_not_matter_to_the_output(base, tmp_path):
     (backwards / "model.safetensors").unlink()
     index = {"metadata": {}, "weight_map": {n: f"part-{i}.safetensors" for i, half in enumerate(halves) for n in half}}
     (backwards / "model.safetensors.index.json").write_text(json.dumps(index))
-    upscaled(backwards, tmp_path / "from-backwards")
+    with_memory(backwards, tmp_path / "from-backwards")
     assert same_tensors(tmp_path / "from-single", tmp_path / "from-backwards")
 
 
@@ -86,19 +69,10 @@ def test_many_shards_need_few_open_files(tmp_path):
     in_use = len(os.listdir("/proc/self/fd"))
     resource.setrlimit(resource.RLIMIT_NOFILE, (in_use + 80, allowed[1]))
     try:
-        upscaled(base, tmp_path / "out", max_shard_size="1B", num_new_layers=2, verify=False)
+        with_memory(base, tmp_path / "out", max_shard_size="1B", num_new_layers=2, verify=False)
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, allowed)
     assert len(tensor_files(tmp_path / "out")) > 100
-    assert torch.equal(logits(base), logits(tmp_path / "out"))
-
-
-def test_one_shard_with_an_index_is_a_checkpoint_too(tmp_path):
-    base = save_base(tmp_path / "base")
-    (base / "model.safetensors").rename(base / "model-00001-of-00001.safetensors")
-    weight_map = dict.fromkeys(read_tensors(base), "model-00001-of-00001.safetensors")
-    (base / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
-    upscaled(base, tmp_path / "out")
     assert torch.equal(logits(base), logits(tmp_path / "out"))
 
 
@@ -106,7 +80,7 @@ def test_a_single_file_goes_before_an_index_as_in_transformers(tmp_path):
     base = save_base(tmp_path / "base", max_shard_size="60KB")
     other = {name: tensor + 1 for name, tensor in read_tensors(base).items()}
     save_file(other, base / "model.safetensors", {"format": "pt"})
-    upscaled(base, tmp_path / "out", verify=False)
+    with_memory(base, tmp_path / "out", verify=False)
     assert torch.equal(logits(base), logits(tmp_path / "out"))
 
 
@@ -114,7 +88,7 @@ def test_a_single_file_goes_before_an_index_as_in_transformers(tmp_path):
 def test_tied_and_untied_heads(family, tmp_path, tied):
     base = save_base(tmp_path / "base", family, tie_word_embeddings=tied)
     assert ("lm_head.weight" in read_tensors(base)) != tied
-    report = upscaled(base, tmp_path / "out")
+    report = with_memory(base, tmp_path / "out")
     assert ("lm_head.weight" in read_tensors(tmp_path / "out")) != tied
     model = load(tmp_path / "out")
     assert (model.lm_head.weight.data_ptr() == model.get_input_embeddings().weight.data_ptr()) == tied
@@ -126,7 +100,7 @@ def test_a_tied_head_that_is_stored_all_the_same_is_kept_and_counted_once(tmp_pa
     base = save_base(tmp_path / "base", "gemma2")
     tensors = read_tensors(base)
     write_tensors(base, {**tensors, "lm_head.weight": tensors["model.embed_tokens.weight"].clone()})
-    report = upscaled(base, tmp_path / "out")
+    report = with_memory(base, tmp_path / "out")
     assert "lm_head.weight" in read_tensors(tmp_path / "out")
     assert report.parameters.total == sum(parameter.numel() for parameter in load(tmp_path / "out").parameters())
 
@@ -140,7 +114,7 @@ def test_another_head_than_the_embedding_is_counted_as_transformers_loads_it_alt
     head = tensors[f"{prefix}embed_tokens.weight"].clone()
     head[-1, -1] += 1  # what differs comes last
     write_tensors(base, {**tensors, "lm_head.weight": head})
-    report = upscaled(base, tmp_path / "out")
+    report = with_memory(base, tmp_path / "out")
     total = sum(parameter.numel() for parameter in load(tmp_path / "out").parameters())
     assert torch.equal(load(tmp_path / "out").lm_head.weight, head)
     assert report.parameters.base == sum(parameter.numel() for parameter in load(base).parameters())
@@ -152,23 +126,14 @@ def test_another_head_than_the_embedding_is_counted_as_transformers_loads_it_alt
     assert strip(tmp_path / "out", tmp_path / "trained")["differing_tensors"] == 1
 
 
-@pytest.mark.parametrize("verify", [True, False])
-def test_names_without_the_model_prefix_stay_so(family, tmp_path, verify):
-    base = save_base(tmp_path / "base", family, prefix="")
-    assert not any(name.startswith("model.") for name in read_tensors(base))
-    upscaled(base, tmp_path / "out", verify=verify)
-    assert not any(name.startswith("model.") for name in read_tensors(tmp_path / "out"))
-    assert torch.equal(logits(base), logits(tmp_path / "out"))
-
-
 def test_minimal_configs_mean_to_the_output_what_they_mean_to_the_base(family, tmp_path):
     base = save_base(tmp_path / "base", family, num_hidden_layers=6)
-    kept = json.loads((base / "config.json").read_text())
+    kept = config_of(base)
     implied = {
         key: ... for key in ("layer_types", "dtype", "transformers_version", "initializer_range") if key in kept
     }
     edit_config(base, **implied, architectures=...)
-    upscaled(base, tmp_path / "out", placement="0,3,7", dtype="float32")
+    with_memory(base, tmp_path / "out", placement="0,3,7", dtype="float32")
     assert torch.equal(logits(base, torch.float32), logits(tmp_path / "out"))
 
 
@@ -176,7 +141,7 @@ def test_minimal_configs_mean_to_the_output_what_they_mean_to_the_base(family, t
 @pytest.mark.parametrize("stored", [torch.float32, torch.bfloat16, torch.float16])
 def test_a_cast_is_the_cast_of_torch(tmp_path, stored, dtype):
     base = save_base(tmp_path / "base", "gemma3", stored)
-    report = upscaled(base, tmp_path / "out", dtype=dtype)
+    report = with_memory(base, tmp_path / "out", dtype=dtype)
     wanted = getattr(torch, dtype)
     old, new = read_tensors(base), read_tensors(tmp_path / "out")
     assert {tensor.dtype for tensor in new.values()} == {wanted}
@@ -200,7 +165,7 @@ def test_a_value_that_the_dtype_cannot_hold_is_refused(tmp_path, dtype, value, m
     tensors["model.norm.weight"][3] = value
     write_tensors(base, tensors)
     with pytest.raises(RequestError, match=message):
-        upscaled(base, tmp_path / "out", dtype=dtype, verify=verify)
+        with_memory(base, tmp_path / "out", dtype=dtype, verify=verify)
     assert [path.name for path in tmp_path.iterdir()] == ["base"]
 
 
@@ -210,7 +175,7 @@ def test_each_tensor_of_a_mixed_checkpoint_keeps_its_dtype(tmp_path, verify):
     tensors = read_tensors(base)
     mixed = {n: t.float() if "norm" in n else t.half() if "lm_head" in n else t for n, t in tensors.items()}
     write_tensors(base, mixed)
-    upscaled(base, tmp_path / "out", placement="1,5", verify=verify)
+    with_memory(base, tmp_path / "out", placement="1,5", verify=verify)
     new = read_tensors(tmp_path / "out")
     assert same_bits(new["model.layers.4.input_layernorm.weight"], mixed["model.layers.3.input_layernorm.weight"])
     assert new["model.layers.5.input_layernorm.weight"].dtype == torch.float32
@@ -228,7 +193,7 @@ def test_tensors_that_the_architecture_does_not_have_are_carried_along(tmp_path)
         "steps": torch.arange(50_000),
     }
     write_tensors(base, {**read_tensors(base), **extra})
-    upscaled(base, tmp_path / "out", placement="1", verify=False)
+    with_memory(base, tmp_path / "out", placement="1", verify=False)
     new = read_tensors(tmp_path / "out")
     assert torch.equal(
         new["model.layers.4.self_attn.rotary_emb.inv_freq"], extra.pop("model.layers.3.self_attn.rotary_emb.inv_freq")
@@ -240,60 +205,36 @@ def test_tensors_that_the_architecture_does_not_have_are_carried_along(tmp_path)
     )
 
 
-def test_a_base_of_float64_is_read(tmp_path):
-    base = save_base(tmp_path / "base", dtype=torch.float64)
-    upscaled(base, tmp_path / "out")
-    assert torch.equal(logits(base), logits(tmp_path / "out"))
-    upscaled(base, tmp_path / "cast", dtype="float32")
-    assert load(tmp_path / "cast").dtype == torch.float32
-
-
 def test_a_base_made_of_links_is_read(base, tmp_path):
     linked = tmp_path / "linked"
     linked.mkdir()
     for path in base.iterdir():
         (linked / path.name).symlink_to(path)
-    upscaled(linked, tmp_path / "out")
+    with_memory(linked, tmp_path / "out")
     assert not any(path.is_symlink() for path in (tmp_path / "out").iterdir())
     assert torch.equal(logits(base), logits(tmp_path / "out"))
 
 
 def test_the_same_seed_gives_the_same_bytes_of_every_file_and_another_seed_others(base, tmp_path):
     for name, seed in (("first", 0), ("second", 0), ("other", 1)):
-        upscaled(base, tmp_path / name, seed=seed)
+        with_memory(base, tmp_path / name, seed=seed)
     assert file_digests(tmp_path / "first") == file_digests(tmp_path / "second")
     first, other = read_tensors(tmp_path / "first"), read_tensors(tmp_path / "other")
     changed = {name for name in first if not torch.equal(first[name], other[name])}
     assert changed == {n for n in first if ".memory." in n and not n.endswith("value_bank")}
 
 
-def test_verified_or_not_sharded_or_not_the_tensors_are_the_same(base, tmp_path):
-    upscaled(base, tmp_path / "verified")
-    upscaled(base, tmp_path / "unverified", verify=False)
-    without = ("upscale.json",)
-    assert file_digests(tmp_path / "verified", without) == file_digests(tmp_path / "unverified", without)
-
-
-def test_the_base_is_only_read(family, tmp_path):
-    base = save_base(tmp_path / "base", family)
-    before = file_digests(base)
-    upscaled(base, tmp_path / "out")
-    upscaled(base, tmp_path / "out", overwrite=True, verify=False)
-    assert file_digests(base) == before
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["base", "out"]
-
-
 def test_a_base_with_odd_sizes_is_read(tmp_path):
     sizes = {"hidden_size": 36, "num_attention_heads": 6, "num_key_value_heads": 3, "head_dim": 10, "vocab_size": 133}
     base = save_base(tmp_path / "base", "llama", **sizes)
-    upscaled(base, tmp_path / "out", num_new_layers=1, options={"n": 1, "k": 1})
+    with_memory(base, tmp_path / "out", num_new_layers=1, options={"n": 1, "k": 1})
     assert torch.equal(logits(base), logits(tmp_path / "out"))
 
 
 def test_biases_of_attention_travel_with_it(tmp_path):
     base = save_base(tmp_path / "base", "qwen3", attention_bias=True)
     assert tiny_model("qwen3", attention_bias=True).model.layers[0].self_attn.q_proj.bias.any()
-    upscaled(base, tmp_path / "out", placement="2")
+    with_memory(base, tmp_path / "out", placement="2")
     old, new = read_tensors(base), read_tensors(tmp_path / "out")
     assert torch.equal(new["model.layers.2.self_attn.q_proj.bias"], old["model.layers.2.self_attn.q_proj.bias"])
     assert "model.layers.2.self_attn.o_proj.bias" not in new

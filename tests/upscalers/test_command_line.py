@@ -1,24 +1,13 @@
 """The `upscale` command: options, configuration file, JSON, tables, exit statuses."""
 
-import json
-
 import pytest
 import torch
 import yaml
 
 from midus_hf.cli import upscale as cli
-from tests.upscalers.checkpoints import (
-    MEMORY_OPTIONS,
-    file_digests,
-    logits,
-    read_tensors,
-    same_tensors,
-)
-from tests.upscalers.chosen_families import families
+from tests.upscalers.checkpoints import MEMORY_OPTIONS, file_digests, logits, record_of, same_tensors
 from upscalers.request.errors import VerificationError
 from upscalers.runs.upscale import upscale
-
-family = families("qwen3", "gemma2")
 
 SMALL = ("--set", "n=8", "--set", "k=2")
 
@@ -61,7 +50,7 @@ def test_the_command_line_wins_over_the_configuration_file(command, base, tmp_pa
     report = command("--config", tmp_path / "request.yaml", "--seed", 2, "--set", "n=5", "--json").json()
     assert report["new_layer_indices"] == [0, 2, 6]
     assert report["identity"]["checked"] == "blocks"
-    record = json.loads((tmp_path / "out" / "upscale.json").read_text())
+    record = record_of(tmp_path / "out")
     assert (record["options"], record["seed"]) == ({**MEMORY_OPTIONS, "n": 5}, 2)
 
 
@@ -161,8 +150,12 @@ def test_the_summary_on_a_terminal_says_what_was_done(command, base, tmp_path):
     assert (done.status, done.err) == (0, "")
     for word in ("midus_llama", "6, new: 1, 4", "logits: largest difference 0", "trainable", "written"):
         assert word in done.out
+    unchecked = command("--base", base, "--method", "solar", "--output", tmp_path / "solar", "--no-verify")
+    assert "not promised by the method; not checked" in " ".join(unchecked.out.split())
     planned = command("--base", base, "--method", "midus-hml", "--dry-run", *SMALL)
     assert "(none: dry run)" in planned.out
+    named = command("--base", base / "config.json", "--method", "midus-hml", "--dry-run", *SMALL)
+    assert named.status == 0 and "would write" in named.out
     assert "would write" in planned.out
 
 
@@ -173,29 +166,6 @@ def test_a_dry_run_writes_nothing_but_checks_the_output(command, base, tmp_path)
     refused = command("--base", base, "--method", "midus-hml", "--output", base, "--dry-run", *SMALL)
     assert refused.status == 2
     assert "lies inside the base" in refused.err
-
-
-def test_a_dry_run_with_weights_predicts_the_real_run(command, family, shared_base, tmp_path):
-    arguments = ("--base", shared_base(family), "--method", "midus-hml", *SMALL, "--json")
-    planned = command(*arguments, "--dry-run").json()
-    done = command(*arguments, "--output", tmp_path / "out").json()
-    assert planned["parameters"] == done["parameters"]
-    assert planned["new_layer_indices"] == done["new_layer_indices"]
-    tensors = read_tensors(tmp_path / "out")
-    assert planned["bytes"]["written"] == sum(tensor.nbytes for tensor in tensors.values())
-
-
-def test_a_dry_run_with_config_json_alone_predicts_the_same(command, family, shared_base, tmp_path):
-    whole = shared_base(family)
-    alone = tmp_path / "alone"
-    alone.mkdir()
-    (alone / "config.json").write_bytes((whole / "config.json").read_bytes())
-    arguments = ("--method", "midus-hml", "--dry-run", "--json", *SMALL)
-    first, second = (command("--base", folder, *arguments).json() for folder in (whole, alone))
-    for key in ("parameters", "bytes", "new_layer_indices", "model_type", "num_layers"):
-        assert first[key] == second[key]
-    named = command("--base", alone / "config.json", *arguments).json()
-    assert named["parameters"] == first["parameters"]
 
 
 @pytest.mark.parametrize(

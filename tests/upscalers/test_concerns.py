@@ -1,10 +1,8 @@
 """What a person should know of a result is warned of and stands in its model card; that it is not causal, in its config too."""
 
-import json
-
 import pytest
 
-from tests.upscalers.checkpoints import SMALL_MEMORY, load, save_base
+from tests.upscalers.checkpoints import SMALL_MEMORY, config_of, load, record_of, save_base
 from upscalers.runs.upscale import upscale
 
 SMALL_CHAPTERS = {"memory_tokens": 24, "chapters": 6, "k": 2, "layers": [1]}
@@ -25,8 +23,8 @@ def test_a_model_that_looks_at_later_tokens_says_so_wherever_it_is_met(command, 
     assert f"upscale: warning: {NOT_CAUSAL}" in upscaled_with(command, base, out, "sequence").err
     assert f"{HEADING}\n\n- {NOT_CAUSAL}" in (out / "README.md").read_text()
     for record in (
-        json.loads((out / "config.json").read_text())["upscale"],
-        json.loads((out / "upscale.json").read_text()),
+        config_of(out)["upscale"],
+        record_of(out),
     ):
         assert record["causal"] is False
     load(out).save_pretrained(tmp_path / "saved")
@@ -40,7 +38,7 @@ def test_a_causal_model_says_nothing_of_it(command, base, tmp_path, routing):
     out = tmp_path / "out"
     assert "causal" not in upscaled_with(command, base, out, routing).err
     assert HEADING not in (out / "README.md").read_text()
-    assert "causal" not in json.loads((out / "config.json").read_text())["upscale"]
+    assert "causal" not in config_of(out)["upscale"]
     assert command("inspect", out, "--json").json()["causal"] is True
     assert "depends on later tokens" not in command("inspect", out).out
 

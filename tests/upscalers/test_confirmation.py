@@ -9,22 +9,21 @@ from transformers import Trainer, TrainingArguments
 
 from tests.upscalers.checkpoints import (
     SMALL_MEMORY,
+    config_of,
     content_digest,
     edit_config,
     load,
     read_tensors,
-    same_tensors,
+    record_of,
     save_base,
+    unverified,
     write_tensors,
 )
-from tests.upscalers.chosen_families import families
 from upscalers.checkpoint import content_digest as digests
 from upscalers.checkpoint.base_model import open_base
 from upscalers.runs.inspection import inspect_checkpoint
 from upscalers.runs.strip import strip
 from upscalers.runs.upscale import upscale
-
-family = families("qwen3", "gemma3")
 
 WITHOUT_COUNT = (
     "upscale: warning: the weights are not the base's, byte for byte: trained since it was upscaled, or cast."
@@ -32,20 +31,15 @@ WITHOUT_COUNT = (
 OLDER = "Its weights are not known to be the base's: it was upscaled before a digest of the base was recorded"
 
 
-def upscaled(base, output, **request):
-    upscale(base=base, method="midus-hml", output=output, **{"options": SMALL_MEMORY, "verify": False, **request})
-    return output
-
-
 def recorded(folder):
-    return json.loads((folder / "config.json").read_text())["upscale"].get("base_sha256")
+    return config_of(folder)["upscale"].get("base_sha256")
 
 
 def stripped(model, output):
     """What `strip` says of the weights, which its own record must say too."""
     result = strip(model, output)
     told = {key: result[key] for key in ("base_confirmed", "differing_tensors")}
-    record = json.loads((output / "upscale.json").read_text())
+    record = record_of(output)
     assert {key: record["stripped"][key] for key in told} == told
     return told["base_confirmed"], told["differing_tensors"]
 
@@ -63,30 +57,8 @@ def saved_again(folder, output, train=(), with_record=False, **kwargs):
     return output
 
 
-@pytest.mark.parametrize("verify", [True, False])
-def test_an_upscaled_model_gives_back_its_base(family, shared_base, tmp_path, verify):
-    base = shared_base(family)
-    upscaled(base, tmp_path / "out", verify=verify)
-    assert recorded(tmp_path / "out") == content_digest(read_tensors(base))
-    assert stripped(tmp_path / "out", tmp_path / "stripped") == (True, 0)
-
-
-def test_so_does_one_of_the_familys_own_kind(native_family, shared_base, tmp_path):
-    upscale(base=shared_base(native_family), method="solar", output=tmp_path / "out", verify=False)
-    assert stripped(tmp_path / "out", tmp_path / "stripped") == (True, 0)
-
-
-@pytest.mark.parametrize("size", ["5GB", "30KB"])
-def test_training_new_layers_leaves_the_base_as_it_was_with_or_without_the_record(family, shared_base, tmp_path, size):
-    upscaled(shared_base(family), tmp_path / "out")
-    new = ("model.layers.1.", "model.layers.4.")
-    saved_again(tmp_path / "out", tmp_path / "trained", new, max_shard_size=size)
-    assert not (tmp_path / "trained" / "upscale.json").exists()
-    assert stripped(tmp_path / "trained", tmp_path / "stripped") == (True, 0)
-
-
 def test_training_a_base_layer_is_found(family, shared_base, tmp_path):
-    upscaled(shared_base(family), tmp_path / "out")
+    unverified(shared_base(family), tmp_path / "out")
     moved = "model.layers.2."
     count = sum(name.startswith(moved) for name in read_tensors(tmp_path / "out"))
     for with_record, expected in ((True, (False, count)), (False, (False, None))):
@@ -96,7 +68,7 @@ def test_training_a_base_layer_is_found(family, shared_base, tmp_path):
 
 
 def test_what_a_plain_trainer_saves_is_not_the_base(base, tmp_path):
-    model = load(upscaled(base, tmp_path / "out"))
+    model = load(unverified(base, tmp_path / "out"))
     examples = [{"input_ids": row, "labels": row} for row in prompt()]
     arguments = TrainingArguments(
         str(tmp_path / "run"), max_steps=1, use_cpu=True, report_to=[], save_strategy="no", disable_tqdm=True
@@ -110,27 +82,16 @@ def test_what_a_plain_trainer_saves_is_not_the_base(base, tmp_path):
 
 def test_a_cast_base_is_not_the_base(family, shared_base, tmp_path):
     base = shared_base(family)
-    upscaled(base, tmp_path / "out", dtype="bfloat16")
+    unverified(base, tmp_path / "out", dtype="bfloat16")
     assert recorded(tmp_path / "out") == content_digest(read_tensors(base))
     assert stripped(tmp_path / "out", tmp_path / "stripped") == (False, len(read_tensors(base)))
     (tmp_path / "out" / "upscale.json").unlink()
     assert stripped(tmp_path / "out", tmp_path / "stripped-again") == (False, None)
 
 
-def test_each_upscaling_of_a_stacked_model_is_confirmed_on_its_own(family, shared_base, tmp_path):
-    base = shared_base(family)
-    once = upscaled(base, tmp_path / "once")
-    upscaled(once, tmp_path / "twice", placement="0,4,8")
-    assert recorded(tmp_path / "twice") == content_digest(read_tensors(once)) != recorded(once)
-    assert stripped(tmp_path / "twice", tmp_path / "stripped") == (True, 0)
-    assert same_tensors(tmp_path / "stripped", once)
-    assert stripped(tmp_path / "stripped", tmp_path / "stripped-twice") == (True, 0)
-    assert same_tensors(tmp_path / "stripped-twice", base)
-
-
 def test_an_earlier_memory_that_was_trained_on_is_found(base, tmp_path):
-    once = upscaled(base, tmp_path / "once", placement="1,4")
-    upscaled(once, tmp_path / "twice", placement="0")
+    once = unverified(base, tmp_path / "once", placement="1,4")
+    unverified(once, tmp_path / "twice", placement="0")
     saved_again(tmp_path / "twice", tmp_path / "trained", ["model.layers.2.memory.value_bank"], with_record=True)
     assert stripped(tmp_path / "trained", tmp_path / "stripped") == (False, 1)
     assert stripped(tmp_path / "stripped", tmp_path / "stripped-twice") == (True, 0)
@@ -145,7 +106,7 @@ def test_the_digest_is_of_the_weights_and_not_of_their_files(tmp_path):
     extra = {"layers.2.self_attn.rotary_emb.inv_freq": torch.arange(4.0), "steps": torch.arange(5)}
     write_tensors(short, {**tensors, **extra, "lm_head.weight": tensors["embed_tokens.weight"].clone()})
     found = {
-        name: recorded(upscaled(tmp_path / name, tmp_path / f"of-{name}")) for name in ("base", "sharded", "short")
+        name: recorded(unverified(tmp_path / name, tmp_path / f"of-{name}")) for name in ("base", "sharded", "short")
     }
     assert set(found.values()) == {content_digest(read_tensors(base))}
     for name in found:
@@ -173,13 +134,13 @@ def test_the_digest_sees_every_bit_and_which_tensor_it_is_in(base, tmp_path):
         folder.mkdir()
         (folder / "config.json").write_bytes((base / "config.json").read_bytes())
         write_tensors(folder, {**tensors, **changes})
-        found.add(recorded(upscaled(folder, tmp_path / f"{name} upscaled", verify=False)))
+        found.add(recorded(unverified(folder, tmp_path / f"{name} upscaled", verify=False)))
     assert len(found) == len(changed)
 
 
 def test_an_older_checkpoint_has_no_digest_and_this_is_said(command, base, tmp_path):
-    upscaled(base, tmp_path / "out")
-    entry = json.loads((tmp_path / "out" / "config.json").read_text())["upscale"]
+    unverified(base, tmp_path / "out")
+    entry = config_of(tmp_path / "out")["upscale"]
     edit_config(tmp_path / "out", upscale={key: value for key, value in entry.items() if key != "base_sha256"})
     (tmp_path / "out" / "upscale.json").unlink()
     assert stripped(tmp_path / "out", tmp_path / "stripped") == (None, None)
@@ -190,23 +151,23 @@ def test_an_older_checkpoint_has_no_digest_and_this_is_said(command, base, tmp_p
 
 @pytest.mark.parametrize("digest", ["", "0" * 64, 5, None, ["x"]])
 def test_a_digest_that_was_tampered_with_confirms_nothing(base, tmp_path, digest):
-    upscaled(base, tmp_path / "out")
-    entry = json.loads((tmp_path / "out" / "config.json").read_text())["upscale"]
+    unverified(base, tmp_path / "out")
+    entry = config_of(tmp_path / "out")["upscale"]
     edit_config(tmp_path / "out", upscale={**entry, "base_sha256": digest})
     assert stripped(tmp_path / "out", tmp_path / "stripped") == (False, None)
 
 
 def test_a_record_of_other_tensors_counts_nothing(base, tmp_path):
-    upscaled(base, tmp_path / "out")
+    unverified(base, tmp_path / "out")
     saved_again(tmp_path / "out", tmp_path / "trained", ["model.layers.2."], with_record=True)
-    record = json.loads((tmp_path / "trained" / "upscale.json").read_text())
+    record = record_of(tmp_path / "trained")
     record["base"]["tensor_sha256"]["norm.weight"] = "0" * 64
     (tmp_path / "trained" / "upscale.json").write_text(json.dumps(record))
     assert stripped(tmp_path / "trained", tmp_path / "stripped") == (False, None)
 
 
 def test_the_command_says_which_it_is(command, base, tmp_path):
-    upscaled(base, tmp_path / "out")
+    unverified(base, tmp_path / "out")
     same = command("strip", tmp_path / "out", "--output", tmp_path / "same")
     assert (same.status, same.err) == (0, "")
     assert "Its weights are the base's, byte for byte." in " ".join(same.out.split())
@@ -225,7 +186,7 @@ def test_the_command_says_which_it_is(command, base, tmp_path):
 def test_where_base_layers_are_left_out_nothing_is_digested(base, tmp_path):
     upscale(base=base, method="slices", output=tmp_path / "out", options={"slices": [{"layers": [0, 3]}]})
     assert recorded(tmp_path / "out") is None
-    assert json.loads((tmp_path / "out" / "upscale.json").read_text())["base"]["tensor_sha256"] == {}
+    assert record_of(tmp_path / "out")["base"]["tensor_sha256"] == {}
 
 
 def test_a_dry_run_reads_no_weights(base, tmp_path, monkeypatch):
@@ -237,8 +198,8 @@ def test_a_dry_run_reads_no_weights(base, tmp_path, monkeypatch):
 
 
 def test_inspect_tells_what_strip_did(command, base, tmp_path):
-    once = upscaled(base, tmp_path / "once")
-    upscaled(once, tmp_path / "twice", placement="0,4,8")
+    once = unverified(base, tmp_path / "once")
+    unverified(once, tmp_path / "twice", placement="0,4,8")
     strip(tmp_path / "twice", tmp_path / "back")
     strip(tmp_path / "back", tmp_path / "base-again")
     told = inspect_checkpoint(tmp_path / "base-again")
@@ -270,8 +231,8 @@ def test_inspect_tells_what_strip_did(command, base, tmp_path):
 
 
 def test_what_strip_noted_goes_no_further(base, tmp_path):
-    strip(upscaled(base, tmp_path / "out"), tmp_path / "stripped")
-    upscaled(tmp_path / "stripped", tmp_path / "again")
+    strip(unverified(base, tmp_path / "out"), tmp_path / "stripped")
+    unverified(tmp_path / "stripped", tmp_path / "again")
     for name in ("upscale.json", "config.json"):
         assert 'stripped": {' not in (tmp_path / "again" / name).read_text()
     assert recorded(tmp_path / "again") == recorded(tmp_path / "out")

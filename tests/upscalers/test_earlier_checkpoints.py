@@ -120,26 +120,6 @@ def test_layers_and_memories_stack_on_it_and_come_off_again(name, second, tmp_pa
     assert same_tensors(tmp_path / "stripped", upscaled)
 
 
-@pytest.mark.product
-def test_a_layer_and_a_memory_stack_on_one_another_and_come_off_again(upscaled, tmp_path):
-    with_memory = {layer for entry in config_of(upscaled).get("memory", []) for layer in entry["layers"]}
-    dense = next(layer for layer in range(config_of(upscaled)["num_hidden_layers"]) if layer not in with_memory)
-    upscale(base=upscaled, method="llama-pro", output=tmp_path / "twice", verify=False, placement=[dense + 1])
-    upscale(
-        base=tmp_path / "twice",
-        method="midus-hml",
-        output=tmp_path / "thrice",
-        verify=False,
-        placement=[1, 4],
-        options=SMALL_MEMORY,
-    )
-    assert torch.equal(logits(tmp_path / "thrice"), logits(upscaled))
-    strip(tmp_path / "thrice", tmp_path / "stripped")
-    assert same_tensors(tmp_path / "stripped", tmp_path / "twice")
-    strip(tmp_path / "stripped", tmp_path / "stripped-twice")
-    assert same_tensors(tmp_path / "stripped-twice", upscaled)
-
-
 def test_it_trains_and_what_was_trained_is_saved_and_loaded(upscaled, tmp_path):
     model = load(upscaled)
     before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}

@@ -2,13 +2,14 @@
 
 import itertools
 import json
-import random
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from huggingface_hub.errors import StrictDataclassError
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
 from tiny import FAMILIES as TINY
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -72,43 +73,35 @@ def by_the_table(config: dict[str, Any]) -> tuple[dict[str, tuple[int, ...]], li
     return tensors, family.resolved_layer_types(config)
 
 
-def test_a_minimal_config_implies_what_transformers_implies(model_type):
+@pytest.mark.parametrize(("biased", "tied"), [(None, None), *itertools.product([True, False], repeat=2)])
+def test_a_minimal_config_implies_what_transformers_implies_and_one_with_biases_and_a_tied_head(
+    model_type, biased, tied
+):
     config = {"model_type": model_type, **SIZES}
-    assert by_the_table(config) == by_transformers(config)
+    if tied is not None:
+        flags = {"attention_bias": biased, "mlp_bias": biased, "tie_word_embeddings": tied}
+        config |= {"head_dim": 16, "num_key_value_heads": 2, **flags}
+    tensors, layer_types = by_the_table(config)
+    assert (tensors, layer_types) == by_transformers(config)
+    assert tied is None or ("lm_head.weight" in tensors) != tied
 
 
-@pytest.mark.parametrize("tied", [True, False])
-@pytest.mark.parametrize("biased", [True, False])
-def test_biases_and_tied_heads_are_those_of_the_real_class(model_type, biased, tied):
-    config = {
-        "model_type": model_type,
-        **SIZES,
-        "head_dim": 16,
-        "num_key_value_heads": 2,
-        "attention_bias": biased,
-        "mlp_bias": biased,
-        "tie_word_embeddings": tied,
-    }
-    tensors, _ = by_the_table(config)
-    assert (tensors, _) == by_transformers(config)
-    assert ("lm_head.weight" in tensors) != tied
+CONFIGS = st.fixed_dictionaries(
+    {
+        "model_type": st.sampled_from(sorted(FAMILIES)),
+        **{key: st.just(size) for key, size in SIZES.items()},
+        "num_hidden_layers": st.sampled_from([3, 4, 31]),
+    },
+    optional={key: st.sampled_from(values) for key, values in CHOICES.items()},
+)
 
 
-def test_random_configs_imply_what_transformers_implies(model_type):
-    rng = random.Random(model_type)
-    compared = 0
-    while compared < 60:
-        chosen = {key: rng.choice(values) for key, values in CHOICES.items() if rng.random() < 0.4}
-        config = {"model_type": model_type, **SIZES, **chosen}
-        real = by_transformers(config)
-        if real is not None:
-            assert by_the_table(config) == real, chosen
-            compared += 1
-
-
-def test_layer_types_of_a_deep_model_are_those_of_transformers(model_type):
-    config = {"model_type": model_type, **SIZES, "num_hidden_layers": 31, "use_sliding_window": True}
-    assert by_the_table(config)[1] == by_transformers(config)[1]
+@settings(deadline=None, max_examples=300)
+@given(CONFIGS)
+def test_whatever_a_config_says_it_implies_what_transformers_implies(config):
+    real = by_transformers(config)
+    assume(real is not None)
+    assert by_the_table(config) == real
 
 
 def test_the_saved_config_of_a_tiny_model_gives_its_state_dict(family):
@@ -220,12 +213,28 @@ def test_an_entry_that_says_nothing_means_the_same_to_planning_and_to_the_classe
         ({"model_type": "mixtral"}, r"the base is a mixture of experts \(mixtral\)"),
         ({"model_type": "qwen3_moe"}, r"the base is a mixture of experts \(qwen3_moe\)"),
         ({"model_type": "llama", "num_local_experts": 8}, r"the base is a mixture of experts \(llama\); expected a dense model"),
-        ({"model_type": "llama", "num_kv_shared_layers": 2}, r"shares keys and values between layers \(num_kv_shared_layers = 2\)"),
+        ({"model_type": "olmoe_moe"}, r"the base is a mixture of experts \(olmoe_moe\)"),
+        ({"model_type": "llama", "num_experts": 8}, r"experts \(llama\); expected a dense model of: llama, qwen2, .*, olmo2"),
+        ({"model_type": "llama", "n_routed_experts": 64}, r"the base is a mixture of experts \(llama\); expected a dense model"),
+        (
+            {"model_type": "llama", "num_kv_shared_layers": 2},
+            r"shares keys and values between layers \(num_kv_shared_layers = 2\); expected layers that stand alone",
+        ),
+        *(
+            (
+                {"model_type": "llama", key: 1},
+                rf"predicts several tokens ahead \({key} = 1\); expected a model without such layers. Save its decoder",
+            )
+            for key in ("num_nextn_predict_layers", "mtp_num_hidden_layers", "num_mtp_layers")
+        ),
     ],
 )  # fmt: skip
 def test_a_base_of_no_known_family_is_refused(config, message):
     with pytest.raises(RequestError, match=message):
         family_of(config)
+    none_of_it = {key: 0 for key in config if key.startswith("num_") or "mtp" in key}
+    if none_of_it:
+        assert family_of({**config, **none_of_it}).model_type == "llama"
 
 
 @pytest.mark.parametrize(

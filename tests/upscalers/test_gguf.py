@@ -1,6 +1,5 @@
 """GGUF bases: read through transformers' loader, and the same from there on."""
 
-import json
 import sys
 
 import pytest
@@ -9,7 +8,7 @@ from pairs import by_default
 from tiny import prompt
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from tests.upscalers.checkpoints import SMALL_MEMORY, load, logits
+from tests.upscalers.checkpoints import SMALL_MEMORY, config_of, load, logits, record_of, with_memory
 from upscalers.request.errors import RequestError
 from upscalers.runs.strip import strip
 from upscalers.runs.upscale import upscale
@@ -21,10 +20,6 @@ from tests.upscalers.gguf_file import write_gguf  # noqa: E402 - needs gguf
 TOLERANCES = {"F32": 1e-6, "Q8_0": 0.02, "Q4_1": 0.2}
 """Of logits up to 0.5, which those of another random model are 0.8 from."""
 REAL_PARAMETERS = 134_515_008
-
-
-def upscaled(base, output, **request):
-    return upscale(base=base, method="midus-hml", output=output, **{"options": SMALL_MEMORY, **request})
 
 
 @pytest.fixture(params=by_default(["F32", "Q4_1"], ["F32", "Q8_0", "Q4_1"]))
@@ -41,7 +36,7 @@ def test_the_result_computes_what_transformers_own_loading_computes(base, tmp_pa
     with torch.no_grad():
         expected, before = own(prompt()).logits, original.eval()(prompt()).logits
     assert (expected - before).abs().max() < TOLERANCES[path.stem.partition("-")[2]]
-    report = upscaled(path, tmp_path / "out")
+    report = with_memory(path, tmp_path / "out")
     assert (report.identity.checked, report.identity.max_abs_diff) == ("logits", 0.0)
     assert report.base == str(path)
     assert torch.equal(logits(tmp_path / "out"), expected)
@@ -50,18 +45,18 @@ def test_the_result_computes_what_transformers_own_loading_computes(base, tmp_pa
 
 def test_tokenizer_and_provenance_come_from_the_file(base, tmp_path):
     path, _ = base
-    upscaled(path, tmp_path / "out", verify=False)
+    with_memory(path, tmp_path / "out", verify=False)
     own = AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
     travelled = AutoTokenizer.from_pretrained(tmp_path / "out")
     assert travelled("th").input_ids == own("th").input_ids
     assert travelled.eos_token == own.eos_token
-    assert json.loads((tmp_path / "out" / "upscale.json").read_text())["base"]["name"] == path.name
-    assert "quantization_config" not in json.loads((tmp_path / "out" / "config.json").read_text())
+    assert record_of(tmp_path / "out")["base"]["name"] == path.name
+    assert "quantization_config" not in config_of(tmp_path / "out")
 
 
 def test_stripping_gives_the_dequantised_model(base, tmp_path):
     path, _ = base
-    upscaled(path, tmp_path / "out")
+    with_memory(path, tmp_path / "out")
     strip(tmp_path / "out", tmp_path / "stripped")
     assert load(tmp_path / "stripped").config.model_type == "llama"
     assert torch.equal(logits(tmp_path / "stripped"), logits(tmp_path / "out"))
@@ -71,7 +66,7 @@ def test_nothing_is_left_beside_the_file_or_among_temporary_files(base, tmp_path
     path, _ = base
     (tmp_path / "temporary").mkdir()
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "temporary"))
-    upscaled(path, tmp_path / "out", verify=False)
+    with_memory(path, tmp_path / "out", verify=False)
     assert [file.name for file in path.parent.iterdir()] == [path.name]
     assert list((tmp_path / "temporary").iterdir()) == []
 
@@ -80,14 +75,14 @@ def test_a_file_that_is_no_gguf_is_refused(tmp_path):
     for name, content in (("empty.gguf", b""), ("noise.gguf", b"noise" * 100), ("cut.gguf", b"GGUF\x03\0\0\0")):
         (tmp_path / name).write_bytes(content)
         with pytest.raises(RequestError, match=rf"transformers cannot read {name} \(.*\)\. Download it again"):
-            upscaled(tmp_path / name, tmp_path / "out")
+            with_memory(tmp_path / name, tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
 
 def test_the_missing_package_is_named(base, tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "gguf", None)
     with pytest.raises(RequestError, match=r"is a GGUF file; expected the gguf package. Install midus-hf\[gguf\]"):
-        upscaled(base[0], tmp_path / "out")
+        with_memory(base[0], tmp_path / "out")
 
 
 @pytest.mark.material
@@ -103,7 +98,7 @@ def test_a_real_file_is_read_for_what_its_header_says():
 def test_a_real_quantised_model_is_upscaled_identically(tmp_path):
     from material.smollm2 import smollm2_135m, smollm2_gguf
 
-    report = upscaled(smollm2_gguf(), tmp_path / "out", num_new_layers=3)
+    report = with_memory(smollm2_gguf(), tmp_path / "out", num_new_layers=3)
     assert (report.identity.checked, report.identity.max_abs_diff) == ("logits", 0.0)
     assert report.parameters.base == REAL_PARAMETERS
     assert torch.equal(logits(smollm2_135m()), logits(tmp_path / "out"))

@@ -1,6 +1,5 @@
 """From the hub and to the hub, with huggingface_hub's own client against a server on loopback."""
 
-import json
 import socket
 
 import pytest
@@ -10,7 +9,7 @@ from tiny import prompt
 from transformers import AutoModelForCausalLM
 
 from midus_hf.banks.memory_bank import MemoryBank
-from tests.upscalers.checkpoints import load, logits, save_base
+from tests.upscalers.checkpoints import load, logits, record_of, save_base
 from tests.upscalers.conftest import point_client_at
 from tests.upscalers.hub_server import Repository, client_environment, files_of
 from upscalers.runs.upscale import upscale
@@ -44,7 +43,7 @@ def test_a_base_is_downloaded_and_the_result_uploaded_and_loaded_again(base, hub
     report = done.json()
     assert report["base"] == "org/base"
     assert report["identity"] == {"checked": "logits", "max_abs_diff": 0.0}
-    record = json.loads((tmp_path / "out" / "upscale.json").read_text())
+    record = record_of(tmp_path / "out")
     assert (record["base"]["name"], record["base"]["revision"]) == ("org/base", hub.repositories["org/base"].revision)
     assert "base_model: org/base" in (tmp_path / "out" / "README.md").read_text()
     assert (tmp_path / "out" / "LICENSE").read_text() == "licence"
@@ -66,19 +65,12 @@ def test_a_dry_run_and_inspect_download_no_weights(base, hub, command, tmp_path)
 REQUEST = ("--base", "org/base", "--method", "midus-hml", "--output", "out")
 
 
-def test_a_repository_that_is_not_there_is_told_apart_from_a_hub_that_is_not(hub, command, tmp_path, monkeypatch):
-    def refused(message):
-        done = command(*REQUEST)
-        assert done.status == 2, done.err
-        assert len(done.err.splitlines()) == 1
-        assert message in done.err
-        assert not (tmp_path / "out").exists()
-
-    refused("'org/base' is no local folder and was not found on the hub. Check its spelling.")
+def test_a_repository_that_is_not_there_is_told_apart_from_a_hub_that_is_not(hub, command, refused, monkeypatch):
+    refused(command(*REQUEST), "'org/base' is no local folder and was not found on the hub. Check its spelling.", None)
     with socket.socket() as unused:
         unused.bind(("127.0.0.1", 0))
         point_client_at(f"http://127.0.0.1:{unused.getsockname()[1]}", monkeypatch)
-        refused("'org/base' is no local folder, and the hub cannot be reached")
+        refused(command(*REQUEST), "'org/base' is no local folder, and the hub cannot be reached", None)
 
 
 def test_a_gated_repository_says_what_to_do(base, hub, command, tmp_path):

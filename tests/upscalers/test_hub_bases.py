@@ -7,7 +7,7 @@ import pytest
 import yaml
 from huggingface_hub import constants, hf_hub_download
 
-from tests.upscalers.checkpoints import read_tensors, same_tensors, save_base
+from tests.upscalers.checkpoints import read_tensors, record_of, same_tensors, save_base
 from tests.upscalers.hub_server import Repository, files_of
 from upscalers.request.errors import RequestError
 from upscalers.runs import upscale as run
@@ -57,7 +57,7 @@ def test_a_revision_is_taken_recorded_and_pinned_by_the_recipe(two_revisions, ba
     done = command("--base", name.replace("COMMIT", commit), *rest, *REQUEST)
     assert done.status == 0, done.err
     assert base_tensors(tmp_path / "out") == base_tensors(bases[0])
-    record = json.loads((tmp_path / "out" / "upscale.json").read_text())
+    record = record_of(tmp_path / "out")
     assert (record["base"]["name"], record["base"]["revision"]) == ("org/base", commit)
     card = (tmp_path / "out" / "README.md").read_text()
     recipe = tmp_path / "recipe.yaml"
@@ -84,7 +84,7 @@ def test_the_main_branch_is_pinned_too_and_may_move_while_working(
     monkeypatch.setattr(run, "_planned", then_someone_pushes)
     assert command("--base", "org/base", *REQUEST).status == 0
     assert base_tensors(tmp_path / "out") == base_tensors(bases[1])
-    assert json.loads((tmp_path / "out" / "upscale.json").read_text())["base"]["revision"] == first
+    assert record_of(tmp_path / "out")["base"]["revision"] == first
     assert f"revision: {first}" in (tmp_path / "out" / "README.md").read_text()
 
 

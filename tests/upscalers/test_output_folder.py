@@ -11,17 +11,10 @@ import tempfile
 import pytest
 import torch
 
-from tests.upscalers.checkpoints import SMALL_MEMORY, file_digests, logits
+from tests.upscalers.checkpoints import file_digests, logits, unverified
 from upscalers.request.errors import RequestError
 from upscalers.runs.output_folder import REPLACING, OutputFolder
 from upscalers.runs.strip import strip
-from upscalers.runs.upscale import upscale
-
-
-def upscaled(base, output, **request):
-    return upscale(
-        base=base, method="midus-hml", output=output, **{"options": SMALL_MEMORY, "verify": False, **request}
-    )
 
 
 def text(mark):
@@ -146,7 +139,7 @@ def test_a_link_stands_for_what_it_points_to(tmp_path):
 
 
 def test_an_output_without_a_name_is_not_the_folder_that_one_is_in(tmp_path, monkeypatch, base):
-    upscaled(base, tmp_path / "out")
+    unverified(base, tmp_path / "out")
     monkeypatch.chdir(tmp_path)
     with pytest.raises(RequestError, match="output is ''; expected the folder to make"):
         strip(tmp_path / "out", "", overwrite=True)
@@ -164,7 +157,7 @@ def test_too_little_disk_is_told_before_work_begins(tmp_path, monkeypatch, base)
     with pytest.raises(
         RequestError, match=r"the output needs 0\.06 GB, but .* has 0\.00 GB free. Make room or choose another"
     ):
-        upscaled(base, tmp_path / "new" / "out")
+        unverified(base, tmp_path / "new" / "out")
     assert names(tmp_path) == []
 
 
@@ -196,7 +189,7 @@ def test_what_a_killed_run_left_is_counted_as_room_and_cleaned_up(tmp_path, monk
     (left / "link").symlink_to(base)
     monkeypatch.setattr(shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(10**9, 10**9 - 10**6, 10**6))
     before = file_digests(base)
-    upscaled(base, tmp_path / "out")
+    unverified(base, tmp_path / "out")
     assert names(tmp_path) == ["out"]
     assert not {"sub", "link"} & set(names(tmp_path / "out"))
     assert torch.equal(logits(base), logits(tmp_path / "out"))
@@ -207,7 +200,7 @@ def test_a_checkpoint_that_was_moved_aside_comes_back(tmp_path, base):
     checkpoint(tmp_path / ".out.partial" / "replaced")
     (tmp_path / ".out.partial" / REPLACING.mark).touch()
     with pytest.raises(RequestError, match="exists"):
-        upscaled(base, tmp_path / "out")
+        unverified(base, tmp_path / "out")
     assert names(tmp_path) == ["out"]
     assert (tmp_path / "out" / "config.json").read_text() == text("old")
 
@@ -228,8 +221,8 @@ def test_a_second_run_to_the_same_output_is_refused_while_the_first_is_alive(tmp
         with pytest.raises(
             RequestError, match=r"out is being written by another run. Wait for it, or choose another folder"
         ):
-            upscaled(base, tmp_path / "out")
-        upscaled(base, tmp_path / "other")
+            unverified(base, tmp_path / "out")
+        unverified(base, tmp_path / "other")
         assert (partial / "config.json").read_text() == text("first")
         first.commit()
     assert (tmp_path / "out" / "config.json").read_text() == text("first")
@@ -302,6 +295,6 @@ def test_every_file_is_forced_to_the_disk_before_the_folder_is_in_its_place(tmp_
         fsync(descriptor)
 
     monkeypatch.setattr(os, "fsync", watched)
-    upscaled(base, tmp_path / "out", max_shard_size="40KB")
+    unverified(base, tmp_path / "out", max_shard_size="40KB")
     assert {path.name for path in (tmp_path / "out").rglob("*")} <= synced
     assert "output" in synced

@@ -11,8 +11,7 @@ from transformers import AutoConfig
 from midus_hf.carried.module import write_code
 from midus_hf.files.checkpoint_files import RUN_CONFIG, RUN_LOG
 from midus_hf.files.ownership import check_replaceable, foreign_files, is_replaceable
-from tests.upscalers.checkpoints import SMALL, SMALL_MEMORY, file_digests, load, save_base
-from tests.upscalers.chosen_families import families
+from tests.upscalers.checkpoints import SMALL, file_digests, load, save_base, unverified
 from tests.upscalers.dense.requests import REQUESTS
 from tests.upscalers.test_provenance import tokenizer
 from upscalers.request.errors import RequestError
@@ -20,13 +19,6 @@ from upscalers.runs.output_folder import REPLACING, OutputFolder
 from upscalers.runs.strip import strip
 from upscalers.runs.upscale import upscale
 from upscalers.runs.writing import Writing
-
-family = families("qwen2", "gemma2")
-
-
-def upscaled(base, output, **request):
-    upscale(base=base, method="midus-hml", output=output, **{"options": SMALL_MEMORY, "verify": False, **request})
-    return output
 
 
 def entries(folder):
@@ -47,7 +39,7 @@ def project(folder, config="{}"):
 @pytest.fixture(params=["upscale", "strip"])
 def replacing(request, command, base, tmp_path):
     """Try to replace a folder, by either command; its outcome."""
-    upscaled(base, tmp_path / "model")
+    unverified(base, tmp_path / "model")
 
     def replace(output):
         if request.param == "strip":
@@ -78,7 +70,7 @@ def test_a_project_with_a_config_is_left_untouched(replacing, tmp_path, config):
 
 
 def test_a_project_around_a_checkpoint_of_ours_is_left_untouched(replacing, base, tmp_path):
-    output = upscaled(base, tmp_path / "out")
+    output = unverified(base, tmp_path / "out")
     config = (output / "config.json").read_text()
     project(output, config)
     before = entries(output)
@@ -100,18 +92,18 @@ def test_a_project_around_a_checkpoint_of_ours_is_left_untouched(replacing, base
     ],
 )  # fmt: skip
 def test_anything_that_no_checkpoint_has_is_named(base, tmp_path, name):
-    output = upscaled(base, tmp_path / "out")
+    output = unverified(base, tmp_path / "out")
     (output / name).parent.mkdir(exist_ok=True)
     (output / name).mkdir() if name.endswith("/") else (output / name).write_text("mine")
     before = entries(output)
     named = name if name.startswith((".cache", "additional")) else re.sub("/.*", "/", name)
     with pytest.raises(RequestError, match=f"--overwrite would delete it: {re.escape(named)}; expected nothing but"):
-        upscaled(base, output, overwrite=True)
+        unverified(base, output, overwrite=True)
     assert entries(output) == before
 
 
 def test_links_to_nowhere_and_folders_that_are_called_like_files_are_named(base, tmp_path):
-    output = upscaled(base, tmp_path / "out")
+    output = unverified(base, tmp_path / "out")
     (output / "tokenizer.json").symlink_to(tmp_path / "nowhere")
     (output / "vocab.json").mkdir()
     (output / "model-00001-of-00002.safetensors").mkdir()
@@ -119,11 +111,11 @@ def test_links_to_nowhere_and_folders_that_are_called_like_files_are_named(base,
 
 
 def test_of_many_files_the_first_are_named_and_the_others_counted(base, tmp_path):
-    output = upscaled(base, tmp_path / "out")
+    output = unverified(base, tmp_path / "out")
     for number in range(7):
         (output / f"{number}.txt").touch()
     with pytest.raises(RequestError, match=r"delete it: 0\.txt, 1\.txt, 2\.txt, 3\.txt and 3 more; expected"):
-        upscaled(base, output, overwrite=True)
+        unverified(base, output, overwrite=True)
 
 
 @pytest.mark.parametrize("record", [None, "{}", "no JSON", '{"plan": []}', '{"midus_hf": "0.1.0"}', "[]"])
@@ -139,7 +131,7 @@ def test_a_checkpoint_of_somebody_else_is_left_untouched(replacing, tmp_path, re
 
 
 def test_what_upscale_and_strip_wrote_is_replaced(replacing, base, tmp_path):
-    for output in (upscaled(base, tmp_path / "one"), strip(tmp_path / "one", tmp_path / "two")["output"]):
+    for output in (unverified(base, tmp_path / "one"), strip(tmp_path / "one", tmp_path / "two")["output"]):
         outcome = replacing(output)
         assert outcome.status == 0, outcome.err
     assert not [path for path in tmp_path.iterdir() if path.name.startswith(".")]
@@ -147,7 +139,7 @@ def test_what_upscale_and_strip_wrote_is_replaced(replacing, base, tmp_path):
 
 def test_a_model_that_was_saved_again_or_downloaded_is_replaced(replacing, base, tmp_path):
     output = tmp_path / "saved"
-    load(upscaled(base, tmp_path / "out")).save_pretrained(output, max_shard_size="30KB")
+    load(unverified(base, tmp_path / "out")).save_pretrained(output, max_shard_size="30KB")
     tokenizer().save_pretrained(output)
     for name in ("training_args.bin", "trainer_state.json", ".gitattributes", RUN_CONFIG, RUN_LOG):
         (output / name).touch()
@@ -183,7 +175,7 @@ def test_shards_of_any_name_are_of_a_checkpoint_where_its_index_names_them(base,
     (odd / "model.safetensors").rename(odd / "weights.safetensors")
     weight_map = dict.fromkeys(load(base).state_dict(), "weights.safetensors")
     (odd / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
-    strip(upscaled(odd, tmp_path / "out"), tmp_path / "stripped")
+    strip(unverified(odd, tmp_path / "out"), tmp_path / "stripped")
     assert (tmp_path / "stripped" / "weights.safetensors").is_file() and is_replaceable(tmp_path / "stripped")
     (tmp_path / "stripped" / "model.safetensors.index.json").write_text('{"weight_map": {"a": 5, "b": "notes.txt"}}')
     (tmp_path / "stripped" / "notes.txt").touch()
@@ -191,13 +183,13 @@ def test_shards_of_any_name_are_of_a_checkpoint_where_its_index_names_them(base,
 
 
 def test_the_code_that_a_checkpoint_carries_belongs_to_it(family, shared_base, tmp_path):
-    output = upscaled(shared_base(family), tmp_path / "out")
+    output = unverified(shared_base(family), tmp_path / "out")
     written = write_code(tmp_path / "code", AutoConfig.from_pretrained(output))
     assert written == list((tmp_path / "code").iterdir()) and foreign_files(tmp_path / "code") == []
 
 
 def test_what_appears_in_the_old_output_while_the_work_goes_on_is_kept(base, tmp_path, monkeypatch):
-    output = upscaled(base, tmp_path / "out")
+    output = unverified(base, tmp_path / "out")
     before = file_digests(output)
 
     honest = Writing._verify
@@ -208,7 +200,7 @@ def test_what_appears_in_the_old_output_while_the_work_goes_on_is_kept(base, tmp
 
     monkeypatch.setattr(Writing, "_verify", meanwhile)
     with pytest.raises(RequestError, match=r"--overwrite would delete it: notes\.txt; expected"):
-        upscaled(base, output, overwrite=True, seed=1)
+        unverified(base, output, overwrite=True, seed=1)
     (output / "notes.txt").unlink()
     assert file_digests(output) == before
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out"]
@@ -223,7 +215,7 @@ def test_what_appears_at_a_place_that_was_free_is_kept(base, tmp_path, monkeypat
 
     monkeypatch.setattr(Writing, "_verify", meanwhile)
     with pytest.raises(RequestError, match="out exists; pass --overwrite to replace it"):
-        upscaled(base, tmp_path / "out")
+        unverified(base, tmp_path / "out")
     assert (tmp_path / "out" / "notes.txt").read_text() == "notes.txt"
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
@@ -239,7 +231,7 @@ def test_a_persons_folder_of_the_name_we_work_in_is_left_untouched(base, tmp_pat
         theirs.mkdir()
         held = "an empty folder"
     else:
-        upscaled(base, theirs)
+        unverified(base, theirs)
         held = ", ".join(sorted(os.listdir(theirs))[:4])
     before = entries(tmp_path)
     message = (
@@ -248,23 +240,23 @@ def test_a_persons_folder_of_the_name_we_work_in_is_left_untouched(base, tmp_pat
     )
     for _ in range(2):
         with pytest.raises(RequestError, match=message):
-            upscaled(base, tmp_path / "out", overwrite=overwrite)
+            unverified(base, tmp_path / "out", overwrite=overwrite)
         assert entries(tmp_path) == before
     (theirs / REPLACING.mark).touch()
-    upscaled(base, tmp_path / "out", overwrite=overwrite)
+    unverified(base, tmp_path / "out", overwrite=overwrite)
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
 
 @pytest.mark.parametrize("sibling", [".out.replaced", ".out.midus-mine.partial", "out.partial"])
 @pytest.mark.parametrize("overwrite", [True, False])
 def test_a_persons_folder_of_another_name_than_that_is_not_even_looked_at(base, tmp_path, sibling, overwrite):
-    upscaled(base, tmp_path / sibling)
+    unverified(base, tmp_path / sibling)
     before = entries(tmp_path / sibling)
     if overwrite:
-        upscaled(base, tmp_path / "out")
-    upscaled(base, tmp_path / "out", overwrite=overwrite)
+        unverified(base, tmp_path / "out")
+    unverified(base, tmp_path / "out", overwrite=overwrite)
     with pytest.raises(RequestError, match="exists"):
-        upscaled(base, tmp_path / "out")
+        unverified(base, tmp_path / "out")
     assert entries(tmp_path / sibling) == before and sorted(os.listdir(tmp_path)) == sorted([sibling, "out"])
 
 
@@ -279,7 +271,7 @@ def test_a_file_or_a_link_of_the_name_we_work_in_is_left_untouched(base, tmp_pat
         with pytest.raises(
             RequestError, match=rf"{sibling} is in the way of output .*no run of it left this one .{kind}"
         ):
-            upscaled(base, tmp_path / "out")
+            unverified(base, tmp_path / "out")
         assert (tmp_path / sibling).exists() and not (tmp_path / "out").exists()
         (tmp_path / sibling).unlink()
 

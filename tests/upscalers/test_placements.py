@@ -1,10 +1,17 @@
-"""Placement policies: the tables of MIDUS, appendix D, explicit lists, and what is refused."""
+"""Where new layers stand and how many there are by default: the tables of MIDUS, appendix D, and the definitions as properties."""
+
+import itertools
+from collections.abc import Callable, Iterable
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from upscalers.plan.placements import PLACEMENTS, place, register_placement
+from tests.upscalers.dense.requests import planned, tiny_config
+from tests.upscalers.real_configs import LLAMA_3_1_8B, LLAMA_3_2_1B, write_config
+from upscalers.methods.contract import METHODS, get_method
+from upscalers.plan.placements import PLACEMENTS, default_remark, place, register_placement
+from upscalers.plan.plan import Base, New, insertion_plan
 from upscalers.request.errors import RequestError
 
 TABLES = {
@@ -21,53 +28,167 @@ TABLES = {
         "bottom-heavy": [0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30],
     },
 }
+DEFINED: dict[str, tuple[Callable[[int, int], bool], Callable[[int, int], Iterable[int]]]] = {
+    "distributed": (lambda L, K: L % K == 0, lambda L, K: [(group + 1) * L // K - 1 for group in range(K)]),
+    "llama-pro": (lambda L, K: L % K == 0, lambda L, K: [(group + 1) * L // K for group in range(K)]),
+    "top-heavy": (lambda L, K: K < L, lambda L, K: range(L - K, L)),
+    "bottom-heavy": (lambda L, K: K <= L, lambda L, K: range(K)),
+}
+"""By policy: whether K new layers fit among L, and the number of base layers in front of each."""
+POLICIES = st.sampled_from(sorted(DEFINED))
+PERIODS = st.integers(1, 6)
+
+get_method("solar")
+INSERTING = sorted(name for name, method in METHODS.items() if method.default_placement is not None)
 
 
 @pytest.mark.parametrize("sizes", TABLES, ids=str)
-@pytest.mark.parametrize("policy", ["distributed", "llama-pro", "top-heavy", "bottom-heavy"])
-def test_policies_reproduce_the_tables_of_the_paper(policy, sizes):
-    assert place(policy, *sizes) == TABLES[sizes][policy]
+def test_policies_reproduce_the_tables_of_the_paper_of_which_half_the_layers_are_the_default(sizes):
+    for policy, indices in TABLES[sizes].items():
+        assert place(policy, *sizes) == place(policy, sizes[0], None) == indices
+    assert DEFINED.keys() | {"whole-periods"} == PLACEMENTS.keys()
 
 
-@pytest.mark.parametrize("policy", ["distributed", "llama-pro", "top-heavy", "bottom-heavy"])
-def test_half_the_layers_are_the_default(policy):
-    assert place(policy, 16, None) == TABLES[16, 8][policy]
+@given(POLICIES, st.integers(1, 60), st.integers(1, 60))
+def test_a_policy_places_layers_as_it_is_defined_or_refuses(policy, num_layers, number):
+    fits, in_front = DEFINED[policy]
+    if fits(num_layers, number):
+        expected = [base + index for index, base in enumerate(in_front(num_layers, number))]
+        assert place(policy, num_layers, number) == expected
+    else:
+        with pytest.raises(RequestError, match=f"num-new-layers is {number}; placement {policy}"):
+            place(policy, num_layers, number)
+
+
+@given(POLICIES, st.integers(2, 60))
+def test_by_default_it_is_the_largest_number_up_to_half_that_fits_and_the_remark_says_so(policy, num_layers):
+    number = max(number for number in range(1, num_layers // 2 + 1) if DEFINED[policy][0](num_layers, number))
+    assert place(policy, num_layers, None) == place(policy, num_layers, number)
+    remark = default_remark(policy, num_layers, number)
+    if 2 * number == num_layers:
+        assert remark is None
+    else:
+        assert remark.startswith(f"num-new-layers is {number}, by default of placement {policy}: the largest ")
+        assert f"of the {num_layers} base layers" in remark
+
+
+@given(st.integers(1, 41), PERIODS, st.data())
+def test_whole_periods_keep_every_phase_in_even_groups_the_last_of_which_ends_the_model(num_layers, period, data):
+    most = num_layers // period
+    if not most:
+        with pytest.raises(
+            RequestError, match=f"the base has {num_layers} layers, fewer than the {period} after which"
+        ):
+            place("whole-periods", num_layers, period, period)
+        return
+    groups = data.draw(st.integers(1, most))
+    indices = place("whole-periods", num_layers, groups * period, period)
+    plan = insertion_plan(num_layers, indices, period)
+    assert len(plan.new_indices) == groups * period
+    for index, layer in enumerate(plan.layers):
+        neighbours = [layer.index] if isinstance(layer, Base) else [layer.previous, layer.next]
+        assert all((index - neighbour) % period == 0 for neighbour in neighbours if neighbour is not None)
+        if isinstance(layer, New) and None not in (layer.previous, layer.next):
+            assert layer.next - layer.previous == period
+    starts = [indices[group * period] // period - group for group in range(groups)]  # periods of the base in front
+    sizes = [after - before for before, after in itertools.pairwise([-1, *starts])]
+    assert max(sizes) - min(sizes) <= 1 and starts[-1] == most - 1
+
+
+@given(st.integers(2, 60), PERIODS)
+def test_by_default_periods_come_nearest_to_half_the_layers_and_those_of_one_layer_are_distributed(num_layers, period):
+    valid = range(period, num_layers // period * period + 1, period)
+    if valid:
+        number = min(valid, key=lambda number: (abs(2 * number - num_layers), number))
+        by_default = place("whole-periods", num_layers, None, period)
+        assert by_default == place("whole-periods", num_layers, number, period)
+    for number in range(1, num_layers + 1):
+        if num_layers % number == 0:
+            assert place("whole-periods", num_layers, number) == place("distributed", num_layers, number)
+
+
+@given(st.sampled_from(INSERTING), st.integers(1, 40))
+def test_every_method_plans_the_default_number_of_its_placement(method, num_layers):
+    config, placement = tiny_config("llama", num_hidden_layers=num_layers), get_method(method).default_placement
+    if num_layers == 1:
+        message = "the base has 1 layer, and half of it is none; expected a number. Pass --num-new-layers"
+        for plan in (lambda: planned(config, method), lambda: place(placement, 1, None)):
+            with pytest.raises(RequestError, match=message):
+                plan()
+    else:
+        assert planned(config, method).new_indices == place(placement, num_layers, None)
+
+
+@given(st.integers(1, 40), st.integers(-1, 43))
+def test_solar_stacks_two_copies_that_each_leave_as_many_layers_out(num_layers, number):
+    config = tiny_config("llama", num_hidden_layers=num_layers)
+    valid = [K for K in range(1, num_layers) if (num_layers - K) % 2 == 0]
+    if num_layers < 3:
+        with pytest.raises(RequestError, match=f"the base has {num_layers} layers; solar needs at least 3"):
+            planned(config, "solar")
+        return
+    by_default = min(valid, key=lambda K: (abs(2 * K - num_layers), -K))
+    assert planned(config, "solar").layers == planned(config, "solar", by_default).layers
+    if number in valid:
+        plan, left_out = planned(config, "solar", number), (num_layers - number) // 2
+        assert plan.sources == [*range(num_layers - left_out), *range(left_out, num_layers)]
+        assert plan.new_indices == [*range(num_layers - left_out, num_layers - left_out + number)]
+    else:
+        with pytest.raises(RequestError, match=f"num-new-layers is {number}; solar leaves the same number"):
+            planned(config, "solar", number)
+
+
+@pytest.mark.parametrize(("config", "number"), [(LLAMA_3_2_1B, 8), (LLAMA_3_1_8B, 16)])
+def test_the_papers_models_have_the_papers_numbers_and_no_remark(config, number, tmp_path, command):
+    base = write_config(tmp_path / "base", config)
+    for method, placement in (("solar", None), *(("midus-hml", placement) for placement in PLACEMENTS)):
+        arguments = ["--placement", placement] if placement else []
+        told = command("--base", base, "--method", method, "--dry-run", "--json", *arguments)
+        assert (told.status, told.err) == (0, "")
+        assert len(told.json()["new_layer_indices"]) == number
+
+
+REMARKS = {
+    ("midus-hml", 15): "num-new-layers is 5, by default of placement distributed: the largest divisor of the 15 base layers "
+    "that is at most half of them. Pass --num-new-layers or another --placement for another number.",
+    ("opt-deus", 15): "num-new-layers is 7, by default of placement top-heavy: the largest number up to half of the 15 base "
+    "layers that it takes. Pass --num-new-layers or another --placement for another number.",
+    ("solar", 30): "num-new-layers is 16, by default of solar: the number nearest to half of the 30 base layers, the larger "
+    "of two, that leaves as many layers out of each of its two stacks. Pass --num-new-layers for another.",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("method", "num_layers"), REMARKS)
+def test_the_command_says_which_number_it_took_and_why(method, num_layers, tmp_path, command):
+    base = write_config(tmp_path / "base", {**LLAMA_3_2_1B, "num_hidden_layers": num_layers})
+    remark = REMARKS[method, num_layers]
+    told = command("--base", base, "--method", method, "--dry-run")
+    assert (told.status, told.err) == (0, f"{remark}\n")
+    number = remark.split(",")[0].split()[-1]
+    asked = command("--base", base, "--method", method, "--dry-run", "--num-new-layers", number)
+    assert (asked.status, asked.err, asked.out) == (0, "", told.out)
+
+
+def test_a_listed_placement_and_slices_are_not_remarked_on(tmp_path, command):
+    base = write_config(tmp_path / "base", LLAMA_3_2_1B)
+    listed = command("--base", base, "--method", "llama-pro", "--dry-run", "--placement", "1,4,7")
+    sliced = command("--base", base, "--method", "slices", "--dry-run", "--set", "slices=[{layers: [0, 3]}]")
+    assert [(told.status, told.err) for told in (listed, sliced)] == [(0, "")] * 2
 
 
 @pytest.mark.parametrize("text", ["1,4,7", " 1, 4 ,7 "])
-def test_an_explicit_list_is_taken_as_it_stands(text):
-    assert place(text, 16, None) == [1, 4, 7]
-    assert place(text, 16, 3) == [1, 4, 7]
-
-
-def test_an_explicit_list_needs_no_divisor():
-    assert place("47,52,57", 94, None) == [47, 52, 57]
-
-
-@given(st.sampled_from(sorted(PLACEMENTS)), st.integers(1, 60), st.integers(1, 60))
-def test_a_policy_gives_k_ascending_indices_of_the_upscaled_model_or_refuses(policy, num_layers, num_new_layers):
-    try:
-        indices = place(policy, num_layers, num_new_layers)
-    except RequestError as error:
-        fits = {"top-heavy": num_layers - 1, "bottom-heavy": num_layers}.get(policy)
-        assert num_new_layers > fits if fits is not None else num_layers % num_new_layers
-        assert f"num-new-layers is {num_new_layers}" in str(error)
-    else:
-        assert len(indices) == num_new_layers
-        assert indices == sorted(set(indices))
-        assert 0 <= indices[0] and indices[-1] < num_layers + num_new_layers
+def test_an_explicit_list_is_taken_as_it_stands_and_needs_no_divisor(text):
+    assert place(text, 16, None) == place(text, 94, 3) == [1, 4, 7]
 
 
 @pytest.mark.parametrize(
     ("placement", "num_layers", "num_new_layers", "message"),
     [
         ("distributed", 16, 5, r"num-new-layers is 5; placement distributed needs a divisor of the 16 base layers: 1, 2, 4, 8, 16\."),
-        ("llama-pro", 16, 32, "num-new-layers is 32; placement llama-pro needs a divisor of the 16 base layers"),
         ("top-heavy", 16, 16, "num-new-layers is 16; placement top-heavy fits at most 15, one in each gap"),
         ("bottom-heavy", 16, 17, "num-new-layers is 17; placement bottom-heavy fits at most 16, one before each"),
         ("distributed", 16, 0, "num-new-layers is 0; expected at least 1"),
         ("top-heavy", 16, -3, "num-new-layers is -3; expected at least 1"),
-        ("distributed", 1, None, "the base has 1 layer, and half of it is none; expected a number. Pass --num-new-layers"),
         ("1,4", 16, 3, "num-new-layers is 3, but placement lists 2 indices. Give one of the two"),
         ("1,,4", 16, None, "placement is '1,,4'; expected indices joined by commas, such as 1,4,7"),
         ("1,4-5", 16, None, "placement is '1,4-5'; expected indices joined by commas"),

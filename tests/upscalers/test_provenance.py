@@ -1,7 +1,6 @@
 """What an output says of itself: config entry, `upscale.json`, model card; and what travels along from the base."""
 
 import itertools
-import json
 
 import pytest
 import torch
@@ -13,26 +12,20 @@ import midus_hf
 from midus_hf.version import __version__
 from tests.upscalers.checkpoints import (
     MEMORY_OPTIONS,
-    SMALL_MEMORY,
+    config_of,
     content_digest,
     edit_config,
     file_digests,
     load,
     read_tensors,
+    record_of,
     save_base,
+    with_memory,
     write_tensors,
 )
-from tests.upscalers.chosen_families import families
-from upscalers.runs.upscale import upscale
-
-family = families("llama", "gemma2")
 
 NOT_OF_THE_MODEL = ("pytorch_model.bin", "training_args.bin", "model.gguf", "modeling_x.py", ".gitattributes")
 WORDS = ["<unk>", "<s>", "</s>", "hello", "world"]
-
-
-def upscaled(base, output, **request):
-    return upscale(base=base, method="midus-hml", output=output, **{"options": SMALL_MEMORY, **request})
 
 
 def tokenizer() -> PreTrainedTokenizerFast:
@@ -49,7 +42,7 @@ def test_tokenizer_and_chat_templates_travel(tmp_path, template):
     original = tokenizer()
     original.chat_template = template
     original.save_pretrained(base)
-    upscaled(base, tmp_path / "out")
+    with_memory(base, tmp_path / "out")
     travelled = AutoTokenizer.from_pretrained(tmp_path / "out")
     assert travelled.chat_template == template
     assert travelled("hello world").input_ids == original("hello world").input_ids == [3, 4]
@@ -63,7 +56,7 @@ def test_generation_config_and_licence_travel_and_what_is_not_the_models_does_no
     for name in ("README.md", "upscale.json", *NOT_OF_THE_MODEL):
         (base / name).write_text("of the base")
     (base / "onnx").mkdir()
-    upscaled(base, tmp_path / "out")
+    with_memory(base, tmp_path / "out")
     generation = load(tmp_path / "out").generation_config
     assert (generation.max_new_tokens, generation.temperature) == (7, 0.3)
     assert (tmp_path / "out" / "LICENSE").read_text() == "licence of the base"
@@ -76,7 +69,7 @@ def test_generation_config_and_licence_travel_and_what_is_not_the_models_does_no
 
 def test_the_config_remembers_what_was_done(family, shared_base, tmp_path):
     base = shared_base(family)
-    upscaled(base, tmp_path / "out", placement="1,5", seed=3)
+    with_memory(base, tmp_path / "out", placement="1,5", seed=3)
     entry = load(tmp_path / "out").config.upscale
     assert entry == {
         "method": "midus-hml",
@@ -93,15 +86,15 @@ def test_the_config_remembers_what_was_done(family, shared_base, tmp_path):
         "options": MEMORY_OPTIONS,
         "seed": 3,
         "base_dtype": "float32",
-        "base_config": json.loads((base / "config.json").read_text()),
+        "base_config": config_of(base),
         "base_sha256": content_digest(read_tensors(base)),
     }  # fmt: skip
 
 
 def test_the_config_names_the_memory_and_the_classes(family, shared_base, tmp_path):
-    upscaled(shared_base(family), tmp_path / "out")
-    config = json.loads((tmp_path / "out" / "config.json").read_text())
-    base_config = json.loads((shared_base(family) / "config.json").read_text())
+    with_memory(shared_base(family), tmp_path / "out")
+    config = config_of(tmp_path / "out")
+    base_config = config_of(shared_base(family))
     assert config["model_type"] == f"midus_{base_config['model_type']}"
     assert config["memory"] == [{"type": "headwise", "site": "inserted", **MEMORY_OPTIONS, "layers": [1, 4]}]
     assert config["architectures"] == [f"Midus{base_config['architectures'][0]}"]
@@ -120,25 +113,17 @@ def test_the_config_names_the_memory_and_the_classes(family, shared_base, tmp_pa
 def test_a_cast_is_written_into_the_config(tmp_path):
     base = save_base(tmp_path / "base")
     edit_config(base, torch_dtype="float32", dtype=...)
-    upscaled(base, tmp_path / "out", dtype="bfloat16")
-    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    with_memory(base, tmp_path / "out", dtype="bfloat16")
+    config = config_of(tmp_path / "out")
     assert config["dtype"] == "bfloat16"
     assert "torch_dtype" not in config
 
 
-def test_the_entry_survives_save_pretrained(base, tmp_path):
-    upscaled(base, tmp_path / "out")
-    model = load(tmp_path / "out")
-    model.save_pretrained(tmp_path / "saved")
-    assert load(tmp_path / "saved").config.upscale == model.config.upscale
-    assert not (tmp_path / "saved" / "upscale.json").exists()
-
-
 def test_the_record_says_what_was_made_from_what(tmp_path):
     base = save_base(tmp_path / "base", dtype=torch.bfloat16, max_shard_size="30KB")
-    report = upscaled(base, tmp_path / "out", seed=5, dtype="float32")
-    record = json.loads((tmp_path / "out" / "upscale.json").read_text())
-    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    report = with_memory(base, tmp_path / "out", seed=5, dtype="float32")
+    record = record_of(tmp_path / "out")
+    config = config_of(tmp_path / "out")
     assert record["midus_hf"] == __version__ == midus_hf.__version__
     assert {key: record[key] for key in config["upscale"]} == config["upscale"]
     assert (record["dtype"], record["seed"]) == ("float32", 5)
@@ -155,15 +140,15 @@ def test_the_record_says_what_was_made_from_what(tmp_path):
 def test_the_fingerprint_of_the_base_follows_its_layout(tmp_path):
     fingerprints = []
     for name, changes in (("a", {}), ("b", {}), ("c", {"vocab_size": 130})):
-        upscaled(save_base(tmp_path / name, **changes), tmp_path / f"out-{name}")
-        record = json.loads((tmp_path / f"out-{name}" / "upscale.json").read_text())
+        with_memory(save_base(tmp_path / name, **changes), tmp_path / f"out-{name}")
+        record = record_of(tmp_path / f"out-{name}")
         fingerprints.append(record["base"]["layout_sha256"])
     assert fingerprints[0] == fingerprints[1] != fingerprints[2]
 
 
 def test_the_model_card_holds_configuration_plan_counts_and_citation(command, tmp_path):
     base = save_base(tmp_path / "base")
-    report = upscaled(base, tmp_path / "out", placement="0,2,6", options={"n": 9, "k": 3}, seed=4)
+    report = with_memory(base, tmp_path / "out", placement="0,2,6", options={"n": 9, "k": 3}, seed=4)
     card = (tmp_path / "out" / "README.md").read_text()
     front, body = card.removeprefix("---\n").split("\n---\n", 1)
     assert yaml.safe_load(front) == {
@@ -203,12 +188,12 @@ def test_the_model_card_holds_configuration_plan_counts_and_citation(command, tm
 def test_a_local_base_is_not_given_out_as_a_hub_repository(tmp_path, monkeypatch):
     save_base(tmp_path / "models" / "base")
     monkeypatch.chdir(tmp_path)
-    upscaled("models/base", "out")
+    with_memory("models/base", "out")
     assert "base_model:" not in (tmp_path / "out" / "README.md").read_text()
 
 
 def test_reported_bytes_are_those_of_the_files(base, tmp_path):
-    report = upscaled(base, tmp_path / "out")
+    report = with_memory(base, tmp_path / "out")
     old, new = read_tensors(base), read_tensors(tmp_path / "out")
     copied = sum(t.nbytes for n, t in new.items() if ".memory." not in n)
     assert report.bytes.written == (tmp_path / "out" / "model.safetensors").stat().st_size
@@ -223,5 +208,5 @@ def test_a_scanned_run_reads_every_byte_that_it_copies(tmp_path):
     base = save_base(tmp_path / "base")
     tensors = read_tensors(base)
     write_tensors(base, {**tensors, "steps": torch.arange(10)})
-    report = upscaled(base, tmp_path / "out", verify=True)
-    assert report.bytes.read == upscaled(base, tmp_path / "other", verify=False).bytes.read
+    report = with_memory(base, tmp_path / "out", verify=True)
+    assert report.bytes.read == with_memory(base, tmp_path / "other", verify=False).bytes.read

@@ -1,7 +1,5 @@
 """An upscaled model is upscaled again: identity, memory entries and earlier memories survive."""
 
-import json
-
 import pytest
 import torch
 from models.optimizer_steps import train_steps
@@ -11,60 +9,41 @@ from midus_hf.training.optim.freezing import set_trainable
 from tests.upscalers.checkpoints import (
     MEMORY_OPTIONS,
     SMALL,
-    SMALL_MEMORY,
+    config_of,
     load,
     logits,
     read_tensors,
     same_bits,
     same_tensors,
-    save_base,
+    with_memory,
 )
-from tests.upscalers.chosen_families import families
+from tests.upscalers.methods import trained
 from upscalers.request.errors import RequestError
-from upscalers.runs.inspection import inspect_checkpoint
 from upscalers.runs.strip import strip
 from upscalers.runs.upscale import upscale
-
-family = families("llama", "gemma2")
-
-
-def upscaled(base, output, **request):
-    return upscale(base=base, method="midus-hml", output=output, **{"options": SMALL_MEMORY, **request})
-
-
-def trained(folder, output):
-    """The model with memories that act, saved as training saves it."""
-    model = load(folder)
-    generator = torch.Generator().manual_seed(0)
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if ".memory." in name:
-                parameter.copy_(torch.randn(parameter.shape, generator=generator).to(parameter.dtype))
-    model.save_pretrained(output)
-    return output
 
 
 @pytest.mark.parametrize("verify", [True, False])
 def test_an_upscaled_model_is_upscaled_again(family, shared_base, tmp_path, verify):
-    upscaled(shared_base(family), tmp_path / "once", placement="1,4", verify=False)
-    upscaled(tmp_path / "once", tmp_path / "twice", placement="0,2,8", options={"n": 4, "k": 1}, verify=verify)
-    config = json.loads((tmp_path / "twice" / "config.json").read_text())
+    with_memory(shared_base(family), tmp_path / "once", placement="1,4", verify=False)
+    with_memory(tmp_path / "once", tmp_path / "twice", placement="0,2,8", options={"n": 4, "k": 1}, verify=verify)
+    config = config_of(tmp_path / "twice")
     assert config["num_hidden_layers"] == 9
     assert config["memory"] == [
         {"type": "headwise", "site": "inserted", **MEMORY_OPTIONS, "layers": [3, 6]},
         {"type": "headwise", "site": "inserted", **MEMORY_OPTIONS, "n": 4, "k": 1, "layers": [0, 2, 8]},
     ]
     assert config["upscale"]["new_layers"] == [0, 2, 8]
-    assert config["upscale"]["base_config"] == json.loads((tmp_path / "once" / "config.json").read_text())
+    assert config["upscale"]["base_config"] == config_of(tmp_path / "once")
     assert torch.equal(logits(shared_base(family)), logits(tmp_path / "twice"))
 
 
 @pytest.mark.parametrize("placement", ["distributed", "top-heavy", "bottom-heavy", "llama-pro", "0,1,2,9,10,11"])
 def test_trained_memories_keep_their_place_and_their_effect(family, shared_base, tmp_path, placement):
-    upscaled(shared_base(family), tmp_path / "once", placement="1,4", verify=False)
+    with_memory(shared_base(family), tmp_path / "once", placement="1,4", verify=False)
     once = trained(tmp_path / "once", tmp_path / "trained")
     assert not torch.allclose(logits(shared_base(family)), logits(once))
-    report = upscaled(once, tmp_path / "twice", placement=placement)
+    report = with_memory(once, tmp_path / "twice", placement=placement)
     assert report.identity.max_abs_diff == 0.0
     model, base = load(tmp_path / "twice"), load(once)
     tokens = prompt()
@@ -75,9 +54,9 @@ def test_trained_memories_keep_their_place_and_their_effect(family, shared_base,
 
 
 def test_a_block_whose_neighbour_is_a_block_takes_the_attention_of_that_block(family, shared_base, tmp_path):
-    upscaled(shared_base(family), tmp_path / "once", placement="0,5", verify=False)
+    with_memory(shared_base(family), tmp_path / "once", placement="0,5", verify=False)
     once = trained(tmp_path / "once", tmp_path / "trained")
-    upscaled(once, tmp_path / "twice", placement="0,7", verify=False)
+    with_memory(once, tmp_path / "twice", placement="0,7", verify=False)
     old, new = read_tensors(once), read_tensors(tmp_path / "twice")
     for index, donor in ((0, 0), (7, 5)):
         names = {
@@ -89,33 +68,6 @@ def test_a_block_whose_neighbour_is_a_block_takes_the_attention_of_that_block(fa
                 assert same_bits(new[f"model.layers.{index}.{name}"], old[f"model.layers.{donor}.{name}"])
     assert not new["model.layers.0.memory.value_bank"].any()
     assert new["model.layers.1.memory.value_bank"].any()
-
-
-@pytest.mark.parametrize(
-    ("first", "second"), [("midus-hml", "midus-pkm"), ("midus-pkm", "midus-linear"), ("midus-linear", "midus-hml")]
-)
-def test_memories_of_different_types_stack_and_come_off_again(family, shared_base, tmp_path, first, second):
-    upscale(
-        base=shared_base(family),
-        method=first,
-        output=tmp_path / "once",
-        options=SMALL[first],
-        placement="1,4",
-        verify=False,
-    )
-    once = trained(tmp_path / "once", tmp_path / "trained")
-    report = upscale(base=once, method=second, output=tmp_path / "twice", options=SMALL[second], placement="0,2,8")
-    assert report.identity.max_abs_diff == 0.0
-    assert torch.equal(logits(once), logits(tmp_path / "twice"))
-    told = inspect_checkpoint(tmp_path / "twice")
-    parameters = sum(parameter.numel() for parameter in load(tmp_path / "twice").parameters())
-    assert told["parameters"] == {"total": parameters, "new": report.parameters.new}
-    assert report.parameters.total == parameters
-    assert [entry["layers"] for entry in told["memory"]] == [[3, 6], [0, 2, 8]]
-    assert (told["method"], told["trainable"]) == (second, "new")
-    strip(tmp_path / "twice", tmp_path / "stripped")
-    assert same_tensors(tmp_path / "stripped", once)
-    assert torch.equal(logits(once), logits(tmp_path / "stripped"))
 
 
 @pytest.mark.parametrize("method", ["midus-pkm", "midus-linear"])
@@ -130,7 +82,7 @@ def test_training_the_second_memories_leaves_the_first_to_be_stripped_to(shared_
         verify=False,
     )
     once = trained(tmp_path / "once", tmp_path / "trained")
-    upscaled(once, tmp_path / "twice", placement="0,2")
+    with_memory(once, tmp_path / "twice", placement="0,2")
     model = load(tmp_path / "twice").train()
     report = set_trainable(model, "auto")
     train_steps(model, 2)
@@ -144,12 +96,12 @@ def test_training_the_second_memories_leaves_the_first_to_be_stripped_to(shared_
 def test_where_the_neighbour_has_no_output_projection_the_attention_comes_from_further_off(
     family, shared_base, tmp_path, method
 ):
-    upscaled(
+    with_memory(
         shared_base(family), tmp_path / "once", placement="0,3,6", verify=False
     )  # beside 1, between 2 and 4, beside 5
     output = tmp_path / "twice"
     upscale(base=tmp_path / "once", method=method, output=output, options=SMALL[method], placement="0,4,9")
-    plan = json.loads((output / "config.json").read_text())["upscale"]["plan"]
+    plan = config_of(output)["upscale"]["plan"]
     assert [plan[index]["sources"] for index in (0, 4, 9)] == [[1], [4], [5]]
     old, new = read_tensors(tmp_path / "once"), read_tensors(output)
     for index, donor in ((0, 1), (4, 4), (9, 5)):
@@ -159,7 +111,7 @@ def test_where_the_neighbour_has_no_output_projection_the_attention_comes_from_f
 
 
 def test_a_base_without_any_output_projection_is_refused(base, tmp_path):
-    upscaled(base, tmp_path / "once", placement="0")
+    with_memory(base, tmp_path / "once", placement="0")
     upscale(
         base=tmp_path / "once", method="slices", output=tmp_path / "bare", options={"slices": [{"layers": [0, 1]}]}
     )
@@ -167,10 +119,3 @@ def test_a_base_without_any_output_projection_is_refused(base, tmp_path):
         RequestError, match=r"new layer 0 needs an attention with an output projection.*Choose midus-hml"
     ):
         upscale(base=tmp_path / "bare", method="midus-pkm", placement="0", dry_run=True)
-
-
-def test_the_base_of_a_stacked_model_may_be_bfloat16_and_sharded(tmp_path):
-    base = save_base(tmp_path / "base", "gemma3", torch.bfloat16, max_shard_size="30KB")
-    upscaled(base, tmp_path / "once", max_shard_size="30KB")
-    upscaled(tmp_path / "once", tmp_path / "twice", max_shard_size="30KB", num_new_layers=3)
-    assert torch.equal(logits(base), logits(tmp_path / "twice"))

@@ -6,15 +6,13 @@ import pytest
 import torch
 from tiny import prompt
 
-from tests.upscalers.checkpoints import SMALL, VARIANTS, base_for, load, read_tensors, save_base, write_tensors
-from tests.upscalers.chosen_families import families
+from tests.upscalers.checkpoints import load, read_tensors, save_base, write_tensors
+from tests.upscalers.methods import KINDS, MEMORIES, base_changes
 from upscalers.checkpoint.base_model import open_base
 from upscalers.request.errors import VerificationError
 from upscalers.runs import streamed_model
 from upscalers.runs.streamed_model import StreamedModel, read_tensor
 from upscalers.runs.upscale import upscale
-
-family = families("qwen3", "gemma2")
 
 LAYOUTS = {
     "one file": {},
@@ -54,11 +52,10 @@ def test_tensors_of_several_dtypes_are_cast_as_transformers_casts_them(native_fa
         assert torch.equal(streamed_logits(folder, dtype), expected_logits(folder, dtype))
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
-def test_memories_that_were_trained_are_computed_as_they_are_in_memory(family, tmp_path, variant):
-    method, options = VARIANTS[variant]
-    base, folder = save_base(tmp_path / "base", family, **base_for(variant)), tmp_path / "out"
-    upscale(base=base, method=method, output=folder, options={**SMALL[method], **options}, verify=False)
+@pytest.mark.parametrize("kind", MEMORIES)
+def test_memories_that_were_trained_are_computed_as_they_are_in_memory(family, tmp_path, kind):
+    base, folder = save_base(tmp_path / "base", family, **base_changes(kind)), tmp_path / "out"
+    upscale(base=base, output=folder, verify=False, **KINDS[kind])
     trained = {
         name: 0.05 * torch.randn_like(tensor) if name.endswith("value_bank") else tensor
         for name, tensor in read_tensors(folder).items()

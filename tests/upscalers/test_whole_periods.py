@@ -1,22 +1,22 @@
 """New layers in whole periods of the attention pattern: every layer has the type that its index implies."""
 
-import itertools
 import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from tiny import WINDOW
 from transformers import AutoConfig
 
-from tests.upscalers.checkpoints import SMALL, edit_config, file_digests, logits, save_base
+from tests.upscalers.checkpoints import SMALL, config_of, edit_config, file_digests, logits, recipe_of, save_base
 from tests.upscalers.dense.requests import REQUESTS, planned, settings, tiny_config, upscaled
 from upscalers.architecture.families import family_of
 from upscalers.checkpoint.base_model import BaseModel
 from upscalers.methods.contract import METHODS, get_method
-from upscalers.plan.placements import place
-from upscalers.plan.plan import Base, New, insertion_plan
+from upscalers.plan.plan import New
 from upscalers.request.errors import RequestError
 from upscalers.request.options import parse_options
 from upscalers.runs.upscale import upscale
@@ -38,7 +38,7 @@ TINY = {
 QWEN = {"use_sliding_window": True, "sliding_window": WINDOW, "max_window_layers": 3, "num_hidden_layers": 6}
 
 
-def config_of(family: str, **changes: Any) -> dict[str, Any]:
+def family_config(family: str, **changes: Any) -> dict[str, Any]:
     """A raw config as transformers saves it, its types listed."""
     return json.loads(json.dumps(tiny_config(family, **changes)))
 
@@ -60,58 +60,11 @@ def derived_types(config: dict[str, Any], model_type: str) -> list[str]:
     return AutoConfig.for_model(model_type, **fields).layer_types
 
 
-@pytest.mark.parametrize(
-    ("sizes", "indices"),
-    [
-        ((8, 2, 2), [6, 7]),
-        ((8, 4, 2), [2, 3, 8, 9]),
-        ((9, 4, 2), [2, 3, 8, 9]),
-        ((8, 8, 2), [0, 1, 4, 5, 8, 9, 12, 13]),
-        ((10, 6, 2), [2, 3, 8, 9, 12, 13]),
-        ((26, 12, 6), [6, 7, 8, 9, 10, 11, 24, 25, 26, 27, 28, 29]),
-        ((34, 18, 6), [*range(6, 12), *range(24, 30), *range(36, 42)]),
-        ((7, 3, 1), [2, 5, 8]),
-    ],
-    ids=str,
-)
-def test_periods_stand_before_the_last_of_each_group(sizes, indices):
-    num_layers, number, period = sizes
-    assert place("whole-periods", num_layers, number, period) == indices
-
-
-@pytest.mark.parametrize("period", [1, 2, 3, 6])
-@pytest.mark.parametrize("num_layers", [6, 7, 13, 26, 40, 41])
-def test_every_layer_keeps_its_phase_and_groups_are_even(num_layers, period):
-    for number in range(period, num_layers // period * period + 1, period):
-        plan = insertion_plan(num_layers, place("whole-periods", num_layers, number, period), period)
-        assert len(plan.new_indices) == number
-        for index, layer in enumerate(plan.layers):
-            neighbours = [layer.index] if isinstance(layer, Base) else [layer.previous, layer.next]
-            assert all((index - neighbour) % period == 0 for neighbour in neighbours if neighbour is not None)
-            if isinstance(layer, New) and layer.previous is not None and layer.next is not None:
-                assert layer.next - layer.previous == period
-        boundaries = [
-            layer.next // period
-            for index, layer in enumerate(plan.layers)
-            if isinstance(layer, New) and layer.next is not None and index % period == 0
-        ]
-        sizes = [after - before for before, after in itertools.pairwise([-1, *boundaries])]
-        assert len(sizes) == number // period and max(sizes) - min(sizes) <= 1
-        assert boundaries[-1] == num_layers // period - 1
-
-
-@pytest.mark.parametrize("num_layers", range(2, 33))
-def test_without_a_pattern_it_is_distributed(num_layers):
-    for number in (number for number in range(1, num_layers + 1) if num_layers % number == 0):
-        assert place("whole-periods", num_layers, number) == place("distributed", num_layers, number)
-    assert place("whole-periods", 16, None) == place("distributed", 16, None)
-
-
 @pytest.mark.parametrize(("family", "num_layers"), PUBLISHED, ids=str)
 def test_published_sizes_gain_near_half_their_layers_and_can_be_fused(family, num_layers):
     period, number = PUBLISHED[family, num_layers]
     changes = {} if family == "gemma2" else {"sliding_window_pattern": 6}
-    config = config_of(family, num_hidden_layers=num_layers, **changes)
+    config = family_config(family, num_hidden_layers=num_layers, **changes)
     plan = planned(config, "avg-deus", None, "whole-periods")
     assert len(plan.new_indices) == number
     for index in plan.new_indices:
@@ -119,10 +72,9 @@ def test_published_sizes_gain_near_half_their_layers_and_can_be_fused(family, nu
         assert following - previous == period
 
 
-@pytest.mark.parametrize("num_layers", range(12, 40))
-@pytest.mark.parametrize("period", [2, 3, 6])
+@given(st.integers(12, 60), st.sampled_from([2, 3, 6]))
 def test_by_default_there_is_a_period_on_each_side(num_layers, period):
-    config = config_of("gemma3", num_hidden_layers=num_layers, sliding_window_pattern=period)
+    config = family_config("gemma3", num_hidden_layers=num_layers, sliding_window_pattern=period)
     layers = planned(config, "avg-deus", None, "whole-periods").layers
     assert all(None not in (layer.previous, layer.next) for layer in layers if isinstance(layer, New))
 
@@ -145,7 +97,7 @@ def test_by_default_there_is_a_period_on_each_side(num_layers, period):
     ids=str,
 )
 def test_the_config_class_derives_the_types_that_are_listed(family, changes, method, listed):
-    config = config_of(family, **changes)
+    config = family_config(family, **changes)
     if not listed:
         del config["layer_types"]
     number = None
@@ -158,19 +110,19 @@ def test_the_config_class_derives_the_types_that_are_listed(family, changes, met
         assert made["layer_types"] == derived_types(made, config["model_type"])
         assert len(made["layer_types"]) == made["num_hidden_layers"] > config["num_hidden_layers"]
         number = 1 if number is None else number + made["num_hidden_layers"]
-    assert derived_types(config, config["model_type"]) == config_of(family, **changes)["layer_types"]
+    assert derived_types(config, config["model_type"]) == family_config(family, **changes)["layer_types"]
 
 
 @pytest.mark.parametrize("placement", ["distributed", "llama-pro", "top-heavy", "bottom-heavy", "2,3,4"])
 @pytest.mark.parametrize("family", ["qwen2", "qwen3"])
 def test_a_window_that_begins_at_a_layer_follows_wherever_layers_are_inserted(family, placement):
-    made = result(config_of(family, **QWEN), "llama-pro", None, placement)
+    made = result(family_config(family, **QWEN), "llama-pro", None, placement)
     assert made["layer_types"] == derived_types(made, family)
     assert made["max_window_layers"] == made["layer_types"].index(S)
 
 
 def test_a_window_that_is_not_used_stays_as_it_is():
-    config = config_of("qwen3", use_sliding_window=False, max_window_layers=28)
+    config = family_config("qwen3", use_sliding_window=False, max_window_layers=28)
     assert result(config, "llama-pro")["max_window_layers"] == 28
 
 
@@ -210,7 +162,7 @@ SOURCES = {
 
 @pytest.mark.parametrize("method", SOURCES)
 def test_new_layers_are_made_from_layers_of_their_phase(method):
-    config = config_of("gemma3", num_hidden_layers=12, sliding_window_pattern=3)
+    config = family_config("gemma3", num_hidden_layers=12, sliding_window_pattern=3)
     plan = planned(config, method, 6, "whole-periods", **SMALL.get(method, {}))
     assert plan.new_indices == [3, 4, 5, 12, 13, 14]
     assert [plan.layers[index].sources for index in plan.new_indices] == SOURCES[method]
@@ -221,7 +173,7 @@ def test_new_layers_are_made_from_layers_of_their_phase(method):
 )
 def test_at_the_ends_the_phase_of_the_other_side_is_taken(method, sources):
     """The first period has none before it; a cut-off last one has not every phase after it."""
-    config = config_of("gemma2", num_hidden_layers=4)
+    config = family_config("gemma2", num_hidden_layers=4)
     plan = planned(config, method, 4, "whole-periods", **SMALL.get(method, {}))
     assert plan.new_indices == [0, 1, 4, 5]
     assert [list(plan.layers[index].sources) for index in plan.new_indices] == (
@@ -230,7 +182,7 @@ def test_at_the_ends_the_phase_of_the_other_side_is_taken(method, sources):
 
 
 def test_the_neighbours_of_same_type_are_those_of_the_phase():
-    config = config_of("gemma2", num_hidden_layers=8)
+    config = family_config("gemma2", num_hidden_layers=8)
     plans = [planned(config, "avg-deus", 4, "whole-periods", neighbours=kind) for kind in ("adjacent", "same_type")]
     assert plans[0].layers == plans[1].layers
 
@@ -241,7 +193,7 @@ def test_a_memory_over_a_memory_keeps_the_phase(tmp_path):
     assert upscale(base=base, num_new_layers=2, placement="whole-periods", **first).new_layer_indices == [4, 5]
     second = {"method": "midus-pkm", "options": SMALL["midus-pkm"], "output": tmp_path / "twice"}
     upscale(base=tmp_path / "once", num_new_layers=4, placement="whole-periods", **second)
-    config = json.loads((tmp_path / "twice" / "config.json").read_text())
+    config = config_of(tmp_path / "twice")
     assert config["layer_types"] == [S, F] * 6
     # In front of the memory blocks 4 and 5, which have no output projection, the layers after them are copied.
     plan = config["upscale"]["plan"]
@@ -255,7 +207,7 @@ def test_the_recipe_of_the_card_makes_the_same_model_again(method, tmp_path, com
     base = save_base(tmp_path / "base", "gemma3", num_hidden_layers=9, sliding_window_pattern=3)
     request = {"placement": "whole-periods", "options": SMALL.get(method, {}), "verify": False}
     upscale(base=base, method=method, output=tmp_path / "out", **request)
-    recipe = (tmp_path / "out" / "README.md").read_text().split("```yaml\n")[1].split("```")[0]
+    recipe = recipe_of(tmp_path / "out")
     assert "placement: whole-periods\nnum_new_layers: 3\n" in recipe
     (tmp_path / "recipe.yaml").write_text(recipe)
     made = command("--config", tmp_path / "recipe.yaml", "--base", base, "--output", tmp_path / "again", "--no-verify")
@@ -279,11 +231,11 @@ def test_the_recipe_of_the_card_makes_the_same_model_again(method, tmp_path, com
 )  # fmt: skip
 def test_what_keeps_no_pattern_is_refused(family, changes, number, message):
     with pytest.raises(RequestError, match=message):
-        result(config_of(family, **changes), "llama-pro", number)
+        result(family_config(family, **changes), "llama-pro", number)
 
 
 def test_a_period_that_is_to_be_fused_needs_one_on_each_side():
-    config = config_of("gemma2", num_hidden_layers=4)
+    config = family_config("gemma2", num_hidden_layers=4)
     with pytest.raises(
         RequestError, match=r"new layer 0 has no base layer before it; .* Pass a lower --num-new-layers"
     ):
@@ -291,7 +243,7 @@ def test_a_period_that_is_to_be_fused_needs_one_on_each_side():
 
 
 def test_a_pattern_of_the_base_alone_is_kept_as_well():
-    config = config_of("gemma2", num_hidden_layers=6, layer_types=[S, S, F, S, S, F])
+    config = family_config("gemma2", num_hidden_layers=6, layer_types=[S, S, F, S, S, F])
     assert result(config, "llama-pro")["layer_types"] == [S, S, F, S, S, F, S, S, F]
 
 
@@ -322,7 +274,7 @@ def test_a_plan_that_breaks_the_pattern_is_warned_of_with_the_layers_counted(fam
         assert found == []
         return
     upscaled(base, tmp_path / "out", method, **({} if method in ("solar", "slices") else {"placement": "2,4"}))
-    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    config = config_of(tmp_path / "out")
     listed, derived = config["layer_types"], derived_types(config, config["model_type"])
     moved = sum(one != other for one, other in zip(listed, derived, strict=True))
     assert len(found) == (moved > 0)

@@ -21,3 +21,28 @@ def checkpoint(tmp_path_factory) -> Path:
 def chapters(in_process) -> Callable[..., Outcome]:
     """Run the `midus-chapters` command in this process."""
     return partial(in_process, cli.main, "midus-chapters")
+
+
+@pytest.fixture
+def edited(chapters, tmp_path) -> Callable[..., Path]:
+    """Run a command that edits a model, and give the folder that it wrote: `out`, unless another name is given."""
+
+    def edit(verb: str, model: Path, *words: object, output: str = "out") -> Path:
+        done = chapters(verb, model, *words, "--output", tmp_path / output)
+        assert done.status == 0, done.err
+        return tmp_path / output
+
+    return edit
+
+
+@pytest.fixture
+def refusal(chapters, tmp_path) -> Callable[..., str]:
+    """The one line with which a command is refused, which writes nothing."""
+
+    def refuse(*words: object) -> str:
+        done = chapters(*words, "--output", tmp_path / "refused")
+        assert (done.status, done.out, done.err.count("\n")) == (2, "", 1)
+        assert not (tmp_path / "refused").exists()
+        return done.err
+
+    return refuse

@@ -10,7 +10,7 @@ from safetensors.torch import save_file
 from midus_hf.config.memories.chapters import ChaptersOptions
 from midus_hf.config.memory_entries import Memories, MemoryEntry
 from midus_hf.config.model_sizes import ModelSizes
-from tests.upscalers.checkpoints import content_digest, read_tensors, save_base
+from tests.upscalers.checkpoints import config_of, content_digest, read_tensors, save_base
 from upscalers.runs.code import write_code_of
 
 CHAPTERS, SHARED, TOKENS, LAYERS, HIDDEN = 6, 1, 4, (0, 1, 2, 3), 32
@@ -53,7 +53,7 @@ def save_chapters(
         changes: Options that differ from the usual.
     """
     base = save_base(folder.with_name(f"{folder.name}-base"), dtype=dtype, prefix=prefix)
-    base_config, tensors = json.loads((base / "config.json").read_text()), read_tensors(base)
+    base_config, tensors = config_of(base), read_tensors(base)
     sizes = ModelSizes(hidden_size=HIDDEN, num_heads=4, num_layers=len(LAYERS))
     entries = [MemoryEntry(ChaptersOptions(**options(**changes)), "behind-attention", LAYERS, name) for name in names]
     generator = torch.Generator().manual_seed(seed)

@@ -1,12 +1,11 @@
 """Edits are recorded where readers of a checkpoint look, and `strip` still gives the base."""
 
-import json
 from importlib.metadata import version
 
 import pytest
 
 from tests.upscalers.chapters.made import bank_name, save_chapters
-from tests.upscalers.checkpoints import file_digests, read_tensors, same_tensors
+from tests.upscalers.checkpoints import config_of, file_digests, read_tensors, record_of, same_tensors
 from upscalers.runs.inspection import inspect_checkpoint
 from upscalers.runs.strip import strip
 
@@ -34,17 +33,17 @@ def test_strip_gives_the_base_byte_for_byte(tmp_path, chapters, sharded):
     assert result["base_confirmed"] and result["removed_memories"] == ["chapters"]
     expected, found = file_digests(tmp_path / "model-base"), file_digests(tmp_path / "base")
     assert found["model.safetensors"] == expected["model.safetensors"]
-    configs = [json.loads((tmp_path / name / "config.json").read_text()) for name in ("base", "model-base")]
+    configs = [config_of(tmp_path / name) for name in ("base", "model-base")]
     assert configs[0] == configs[1]
 
 
 def test_config_and_record_list_the_edits(tmp_path, chapters, checkpoint):
     output = edited(chapters, checkpoint, tmp_path / "out")
-    before, after = (json.loads((folder / "config.json").read_text()) for folder in (checkpoint, output))
+    before, after = (config_of(folder) for folder in (checkpoint, output))
     assert after["upscale"] == {**before["upscale"], "chapter_edits": edits()}
     assert after.keys() == before.keys()
-    record = json.loads((output / "upscale.json").read_text())
-    assert record == {**json.loads((checkpoint / "upscale.json").read_text()), "chapter_edits": edits()}
+    record = record_of(output)
+    assert record == {**record_of(checkpoint), "chapter_edits": edits()}
 
 
 def test_the_model_card_tells_of_each_edit_once(tmp_path, chapters, checkpoint):
@@ -63,7 +62,7 @@ def test_what_only_training_leaves_out_is_not_missed(tmp_path, chapters):
         (model / name).unlink()
     output = edited(chapters, model, tmp_path / "out")
     assert not (output / "upscale.json").exists() and not (output / "README.md").exists()
-    assert json.loads((output / "config.json").read_text())["upscale"]["chapter_edits"] == edits()
+    assert config_of(output)["upscale"]["chapter_edits"] == edits()
 
 
 def test_inspect_tells_of_edits(tmp_path, chapters, command, checkpoint):
@@ -82,7 +81,7 @@ def test_a_memory_of_the_base_stays_whole_where_the_base_is_stripped(tmp_path, c
     done = chapters(*words)
     assert done.status == 0
     assert done.err.startswith("midus-chapters: warning: memory 'chapters' belongs to the base of this upscaling")
-    record = json.loads((tmp_path / "out" / "config.json").read_text())["upscale"]
+    record = config_of(tmp_path / "out")["upscale"]
     assert [entry["chapters"] for entry in record["base_config"]["memory"]] == [5]
 
 
@@ -91,7 +90,7 @@ def test_an_edit_of_the_newest_memory_leaves_that_of_the_base(tmp_path, chapters
     words = ("prune", model, "--chapters", "4", "--memory", "chapters-2", "--output", tmp_path / "out")
     done = chapters(*words)
     assert (done.status, done.err) == (0, "")
-    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    config = config_of(tmp_path / "out")
     assert [entry["chapters"] for entry in config["memory"]] == [6, 5]
     assert [entry["chapters"] for entry in config["upscale"]["base_config"]["memory"]] == [6]
     before, after = read_tensors(model), read_tensors(tmp_path / "out")

@@ -1,27 +1,18 @@
 """The null controls of every method that gives a memory: each is the base at the start, and trains what it should."""
 
-import json
-
 import pytest
 import torch
 
 from midus_hf.config.controls import controls_of
 from midus_hf.training.optim.freezing import set_trainable
-from tests.upscalers.checkpoints import load, logits
-from tests.upscalers.chosen_families import families
+from tests.upscalers.checkpoints import config_of, load, logits
+from tests.upscalers.methods import KINDS
 from upscalers.checkpoint.base_model import open_base
 from upscalers.controls.shuffling import shuffle
 from upscalers.runs.upscale import upscale
 
-family = families("qwen2", "gemma3")
-
-METHODS = {
-    "midus-hml": {"n": 4, "k": 2},
-    "midus-pkm": {"n": 4, "k": 2},
-    "midus-linear": {"slots": 6, "k": 2},
-    "moc": {"memory_tokens": 12, "chapters": 6, "k": 2, "chunk_size": 4},
-    "ultramem-v2": {"n": 8, "k": 4, "share": "ring:4"},
-}
+METHODS = {method: KINDS[method]["options"] for method in ("midus-hml", "midus-pkm", "midus-linear", "moc")}
+METHODS["ultramem-v2"] = KINDS["ultramem-v2, ring"]["options"]
 """Those whose memories retrieve rows, and small sizes."""
 
 
@@ -42,7 +33,7 @@ def test_a_control_by_options_computes_what_the_base_computes(method, control, f
     report = upscale(base=base, method=method, output=tmp_path / "out", options=options)
     assert report.identity.checked == "logits" and report.identity.max_abs_diff == 0.0
     assert torch.equal(logits(tmp_path / "out"), logits(base))
-    (entry,) = json.loads((tmp_path / "out" / "config.json").read_text())["memory"]
+    (entry,) = config_of(tmp_path / "out")["memory"]
     assert {key: entry[key] for key in change.options} == dict(change.options)
     same_size = report.parameters.new == usual.parameters.new
     assert same_size == (control == "random-slots")

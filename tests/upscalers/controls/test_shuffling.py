@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import save_file
 
 from tests.upscalers.chapters.made import save_chapters
-from tests.upscalers.checkpoints import logits, read_tensors
+from tests.upscalers.checkpoints import config_of, logits, read_tensors, record_of
 from upscalers.controls.shuffling import row_order, shuffle
 from upscalers.request.errors import RequestError
 from upscalers.runs.inspection import inspect_checkpoint
@@ -115,7 +115,7 @@ def test_the_result_says_that_it_was_shuffled(trained, tmp_path):
         key: result[key] for key in ("seed", "memories", "same_function")
     }
     assert record["identity"] == {"checked": None, "max_abs_diff": None} and record["promises_identity"] is False
-    before = json.loads((trained / "config.json").read_text())
+    before = config_of(trained)
     before["upscale"]["shuffles"] = [shuffled]
     assert config == before
     card = (tmp_path / "out" / "README.md").read_text()
@@ -135,7 +135,7 @@ def test_shuffling_again_is_told_as_well(base, tmp_path):
 def test_where_all_values_are_zero_the_promise_stands(base, tmp_path):
     made = make(base, tmp_path / "made", "inserted", acting=False)
     assert shuffle(made, tmp_path / "out")["same_function"] is True
-    before, after = (json.loads((folder / "upscale.json").read_text()) for folder in (made, tmp_path / "out"))
+    before, after = (record_of(folder) for folder in (made, tmp_path / "out"))
     assert {key: value for key, value in after.items() if key != "shuffles"} == before
     assert "Every value is zero" in (tmp_path / "out" / "README.md").read_text()
     assert torch.equal(logits(tmp_path / "out"), logits(base))

@@ -116,23 +116,14 @@ def test_a_mean_of_large_float16_values_does_not_overflow(family, tmp_path):
     ],
     ids=str,
 )  # fmt: skip
-def test_a_linear_combination_is_the_sum_of_the_layers_times_their_coefficients(
-    native_family, coefficients, terms, tmp_path
+def test_a_linear_combination_is_the_sum_of_the_layers_times_their_coefficients_cast_once(
+    native_family, coefficients, terms, coarse_base, tmp_path
 ):
-    base = save_base(tmp_path / "base", native_family)
-    coarsen(base)
+    base = coarse_base
     upscaled(base, tmp_path / "out", "linear-combination", options={"coefficients": coefficients})
     old, new = read_tensors(base), read_tensors(tmp_path / "out")
     for index, given in zip((2, 4), terms, strict=True):
         check_layer(native_family, new, index, old, {...: given})
-
-
-def test_a_linear_combination_is_cast_once(native_family, coarse_base, tmp_path):
-    options = {"coefficients": {"previous": 0.625, "next": 0.25, "previous-1": 0.125}}
-    upscaled(coarse_base, tmp_path / "out", "linear-combination", options=options)
-    old, new = read_tensors(coarse_base), read_tensors(tmp_path / "out")
-    for index, terms in ((2, {1: 0.625, 2: 0.25, 0: 0.125}), (4, {2: 0.625, 3: 0.25, 1: 0.125})):
-        check_layer(native_family, new, index, old, {...: terms})
 
 
 def test_the_layer_with_the_largest_coefficient_gives_the_attention_type():

@@ -8,7 +8,6 @@ from tests.upscalers.checkpoints import read_tensors, same_bits, save_base
 from tests.upscalers.dense.layers import layer, same_layers
 from tests.upscalers.dense.requests import OUTPUT_NORMS, planned, tiny_config, upscaled
 from upscalers.plan.plan import Base, New
-from upscalers.request.errors import RequestError
 
 SOLAR = {
     (16, 8): [*range(0, 12), *range(4, 16)],
@@ -31,38 +30,6 @@ def test_solar_stacks_the_layers_that_the_paper_stacks(sizes):
     result = plan(sizes[0], "solar", sizes[1])
     assert list(result.layers) == [Base(index) for index in SOLAR[sizes]]
     assert plan(sizes[0], "solar").layers == result.layers, "half the layers are the default"
-
-
-def test_layers_that_solar_has_a_second_time_are_the_new_ones():
-    assert plan(32, "solar", 16).new_indices == [*range(24, 40)]
-    assert plan(16, "solar", 8).new_indices == [*range(12, 20)]
-
-
-@pytest.mark.parametrize(
-    ("num_layers", "default"), [(30, 16), (28, 14), (5, 3), (3, 1), (4, 2), (7, 3), (6, 4), (26, 14), (22, 12)]
-)
-def test_the_default_of_solar_is_the_valid_number_nearest_to_half_the_layers(num_layers, default):
-    assert plan(num_layers, "solar").num_layers == num_layers + default
-    assert plan(num_layers, "solar").layers == plan(num_layers, "solar", default).layers
-    left_out = (num_layers - default) // 2
-    assert plan(num_layers, "solar").sources == [*range(num_layers - left_out), *range(left_out, num_layers)]
-
-
-@pytest.mark.parametrize("num_layers", range(3, 24))
-def test_solar_follows_the_formula_for_every_number_of_layers_or_refuses_it(num_layers):
-    for num_new_layers in range(-1, num_layers + 3):
-        left_out, odd = divmod(num_layers - num_new_layers, 2)
-        if odd or not 0 < left_out < num_layers / 2:
-            with pytest.raises(
-                RequestError, match=f"num-new-layers is {num_new_layers}; solar leaves the same number"
-            ):
-                plan(num_layers, "solar", num_new_layers)
-            continue
-        sources = plan(num_layers, "solar", num_new_layers).sources
-        assert len(sources) == num_layers + num_new_layers == 2 * (num_layers - left_out)
-        for index, source in enumerate(sources):
-            first = index < num_layers - left_out
-            assert source == (index if first else index - num_layers + 2 * left_out)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -118,13 +85,6 @@ def test_llama_pro_copies_the_layer_before_wherever_it_stands_and_the_first_wher
 def test_avg_deus_fuses_the_layers_on_both_sides_and_takes_the_attention_type_of_the_next(placement, neighbours):
     result = plan(16, "avg-deus", len(neighbours), placement)
     assert [result.layers[index].sources for index in result.new_indices] == neighbours
-
-
-def test_top_heavy_is_the_default_of_fusing_methods_and_llama_pro_that_of_copying_ones():
-    for method in ("avg-deus", "linear-combination"):
-        assert plan(16, method).new_indices == [8, 10, 12, 14, 16, 18, 20, 22]
-    for method in ("llama-pro", "attenuated-copy"):
-        assert plan(16, method).new_indices == [2, 5, 8, 11, 14, 17, 20, 23]
 
 
 def test_llama_pro_copies_byte_for_byte_what_does_not_make_the_identity(native_family, shared_base, tmp_path):

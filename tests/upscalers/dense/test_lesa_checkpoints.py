@@ -7,10 +7,9 @@ import pytest
 import torch
 from tiny import NUM_LAYERS
 
-from tests.upscalers.checkpoints import file_digests, read_tensors, save_base, write_tensors
+from tests.upscalers.checkpoints import read_tensors, save_base, write_tensors
 from tests.upscalers.dense.layers import layer
 from tests.upscalers.solvers.recording import Recorder
-from upscalers.runs.inspection import inspect_checkpoint
 from upscalers.runs.upscale import upscale
 from upscalers.solvers import layer_predictor
 from upscalers.solvers.shared_basis import RowFile
@@ -24,8 +23,6 @@ HIDDEN_NORMS = (
 )
 ROLES = ["query", "key", "value", "output_projection", "gate", "up", "down"]
 GUARDED = "the base's layers do not span all directions: {} singular values lie under the guard and are left out."
-NOT_BYTES = ("upscale.json", "README.md")
-"""These tell how long it took."""
 
 
 def predicted(base, output, verify=False, seed=0, num_new_layers=2, **options):
@@ -112,22 +109,6 @@ def test_each_new_layer_is_predicted_from_the_layer_before_and_the_one_after_in_
     assert len(asked) == 14 and set(asked) == neighbours
 
 
-def test_measurements_stand_in_the_record_the_card_and_inspect(base, tmp_path, command):
-    report, _ = predicted(base, tmp_path / "out")
-    assert json.loads((tmp_path / "out" / "upscale.json").read_text())["measurements"] == report.measurements
-    assert inspect_checkpoint(tmp_path / "out")["measurements"] == report.measurements
-    columns = ["norm ratio", "cosine to mean", "directions left out"]
-    assert f"| tensor | layers | {' | '.join(columns)} |\n" in (tmp_path / "out" / "README.md").read_text()
-    shown = command("inspect", tmp_path / "out").out
-    assert all(word in shown for word in ("norm", "cosine", "directions", "seconds"))
-    assert list(report.measurements[0]) == [
-        "layer",
-        "tensor",
-        *(column.replace(" ", "_") for column in columns),
-        "seconds",
-    ]
-
-
 @pytest.mark.parametrize("chosen", [{}, {"preset": "release"}], ids=str)
 def test_the_default_as_the_preset_is_what_the_release_does(chosen, base, tmp_path):
     """Norms of layer 0, the released numbers, and nothing zeroed."""
@@ -150,32 +131,6 @@ def test_with_identity_the_result_computes_what_the_base_computes(native_family,
     kept = {row["tensor"] for row in report.measurements}
     zeroed = {"output_projection", "down"} if native_family in ("llama", "qwen2", "qwen3", "mistral") else set()
     assert kept == set(ROLES) - zeroed
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_the_same_seed_gives_the_same_bytes_and_another_seed_others(dtype, tmp_path):
-    base = save_base(tmp_path / "base", dtype=dtype)
-    for output, seed in (("first", 0), ("second", 0), ("other", 1)):
-        predicted(base, tmp_path / output, seed=seed)
-        torch.rand(3)
-    first, second, other = (file_digests(tmp_path / name, NOT_BYTES) for name in ("first", "second", "other"))
-    assert first == second
-    assert first["model.safetensors"] != other["model.safetensors"]
-
-
-@pytest.mark.parametrize("threads", [1, 2])
-def test_however_many_matrices_are_worked_on_at_once_the_bytes_are_the_same(threads, tmp_path):
-    """Also where torch has threads to share out: how many work depends on the memory that happens to be free."""
-    base = save_base(tmp_path / "base", hidden_size=128, intermediate_size=256, num_attention_heads=4)
-    before = torch.get_num_threads()
-    torch.set_num_threads(threads)
-    try:
-        for workers in (1, 2):
-            predicted(base, tmp_path / str(workers), workers=workers)
-    finally:
-        torch.set_num_threads(before)
-    one, two = (read_tensors(tmp_path / str(workers)) for workers in (1, 2))
-    assert [name for name in one if not torch.equal(one[name], two[name])] == []
 
 
 def test_layers_of_a_base_without_change_from_one_to_the_next_are_predicted_nearly_as_they_are(tmp_path):

@@ -1,12 +1,11 @@
 """What OpT-DeUS tells of its plans, what it warns of, and the preset of the released code."""
 
-import json
 import re
 
 import pytest
 import torch
 
-from tests.upscalers.checkpoints import read_tensors, save_base, write_tensors
+from tests.upscalers.checkpoints import config_of, read_tensors, record_of, same_tensors, save_base, write_tensors
 from tests.upscalers.dense.layers import layer
 from tests.upscalers.dense.opt_deus_reference import PRE_NORM
 from tests.upscalers.solvers import sinkhorn_loop
@@ -14,7 +13,6 @@ from tests.upscalers.solvers.recording import Recorder
 from upscalers.request.errors import RequestError
 from upscalers.runs.inspection import inspect_checkpoint
 from upscalers.runs.upscale import upscale
-from upscalers.solvers import transport
 
 SOLVED = ["query", "key", "value", "output_projection", "gate", "up"]
 COLUMNS = ["norm_ratio", "effective_sources", "iterations", "residual", "seconds"]
@@ -43,19 +41,12 @@ def test_each_matrix_that_is_solved_is_measured_in_the_order_of_the_layers(nativ
     assert recorder.balanced and recorder.expected.keys() == {"layer 2", "layer 4"}
 
 
-@pytest.mark.parametrize(("identity", "solved"), [("auto", 6), ("zero_out_proj", 6), ("none", 7)])
-def test_a_matrix_that_is_zeroed_is_solved_only_where_others_need_its_plan(
-    identity, solved, base, tmp_path, monkeypatch
-):
-    calls, honest = [], transport.sinkhorn
-
-    def counted(*arguments):
-        calls.append(arguments[0].shape)
-        return honest(*arguments)
-
-    monkeypatch.setattr(transport, "sinkhorn", counted)
-    fused(base, tmp_path / "out", identity=identity, workers=1)
-    assert len(calls) == 2 * solved
+@pytest.mark.parametrize(
+    ("identity", "roles"), [("auto", SOLVED), ("zero_out_proj", SOLVED), ("none", [*SOLVED, "down"])]
+)
+def test_a_matrix_that_is_zeroed_is_solved_only_where_others_need_its_plan(identity, roles, base, tmp_path):
+    report, _ = fused(base, tmp_path / "out", identity=identity)
+    assert [row["tensor"] for row in report.measurements] == 2 * roles
 
 
 def test_the_numbers_are_those_of_the_plans(shared_base, tmp_path):
@@ -84,31 +75,6 @@ def test_the_norm_ratio_of_gate_and_up_is_to_the_previous_layers_matrix(base, tm
         assert rows[role]["norm_ratio"] == pytest.approx((aligned.norm() / previous.norm()).item(), rel=1e-3)
 
 
-def test_the_record_the_card_the_command_and_inspect_tell_them(base, tmp_path, command):
-    report, _ = fused(base, tmp_path / "first")
-    outcome = command("--base", base, "--method", "opt-deus", "--output", tmp_path / "out", "--no-verify")
-    assert outcome.status == 0
-    without_time = [{key: value for key, value in row.items() if key != "seconds"} for row in report.measurements]
-    for told in (
-        json.loads((tmp_path / "out" / "upscale.json").read_text())["measurements"],
-        inspect_checkpoint(tmp_path / "out")["measurements"],
-        command("inspect", tmp_path / "out", "--json").json()["measurements"],
-    ):
-        assert [{key: value for key, value in row.items() if key != "seconds"} for row in told] == without_time
-    card = (tmp_path / "out" / "README.md").read_text()
-    assert "| tensor | layers | norm ratio | effective sources | iterations | residual |" in card
-    shown = command("inspect", tmp_path / "out").out
-    ratios = [row["norm_ratio"] for row in report.measurements if row["tensor"] == "key"]
-    assert f"| key | 2 | {sum(ratios) / 2:.3g} ({min(ratios):.3g} to {max(ratios):.3g}) |" in card
-    for table in (outcome.out, shown):
-        assert "norm ratio" in table and f"{sum(ratios) / 2:.3g}" in table
-    machine = command(
-        "--base", base, "--method", "opt-deus", "--output", tmp_path / "2", "--no-verify", "--json"
-    ).json()
-    assert "measurements" not in machine
-    assert sorted(path.name for path in (tmp_path / "out").iterdir() if path.name.startswith(".")) == []
-
-
 def test_the_preset_of_the_release_gives_half_the_next_layer(tmp_path):
     base = save_base(
         tmp_path / "base", hidden_size=128, intermediate_size=256, num_attention_heads=8, num_key_value_heads=8
@@ -127,7 +93,7 @@ def test_the_preset_of_the_release_gives_half_the_next_layer(tmp_path):
     torch.testing.assert_close(found[both], (previous[both] + following[both]) / 2)
     assert all(row["norm_ratio"] <= 1 / 128 for row in report.measurements)
     assert recorder.warnings == []  # a raw plan shrinks by design
-    options = json.loads((tmp_path / "out" / "config.json").read_text())["upscale"]["options"]
+    options = config_of(tmp_path / "out")["upscale"]["options"]
     assert {key: options[key] for key in ("plan_scale", "regularization", "mlp_t_in", "solver")} == {
         "plan_scale": "raw", "regularization": 0.06, "mlp_t_in": "o_proj", "solver": "sinkhorn",
     }  # fmt: skip
@@ -198,16 +164,49 @@ def test_transport_that_does_not_converge_is_warned_of_with_its_residual(base, t
         fused(base, tmp_path / "third", max_iterations=1, strict=True)
 
 
-@pytest.mark.parametrize("precision", ["float64", "float32"])
-def test_however_many_layers_are_fused_at_once_the_bytes_are_the_same(precision, tmp_path):
+@pytest.mark.parametrize(
+    ("method", "options"),
+    [
+        ("lesa", {"epochs": 1}),
+        *(("opt-deus", {"precision": precision, "identity": "none"}) for precision in ("float64", "float32")),
+    ],
+    ids=str,
+)
+def test_however_many_solvers_work_at_once_the_bytes_are_the_same(method, options, tmp_path):
     """Also where torch has threads to share out: how many work depends on the memory that happens to be free."""
     base = save_base(tmp_path / "base", hidden_size=128, intermediate_size=192, num_attention_heads=4)
     before = torch.get_num_threads()
     torch.set_num_threads(2)
     try:
         for workers in (1, 2):
-            fused(base, tmp_path / str(workers), workers=workers, precision=precision, identity="none")
+            request = {"output": tmp_path / str(workers), "options": {**options, "workers": workers}, "verify": False}
+            upscale(base=base, method=method, num_new_layers=2, **request)
     finally:
         torch.set_num_threads(before)
-    one, two = (read_tensors(tmp_path / str(workers)) for workers in (1, 2))
-    assert [name for name in one if not torch.equal(one[name], two[name])] == []
+    assert same_tensors(tmp_path / "1", tmp_path / "2")
+
+
+@pytest.mark.parametrize(
+    ("method", "columns"),
+    [
+        ("lesa", ["norm ratio", "cosine to mean", "directions left out"]),
+        ("opt-deus", ["norm ratio", "effective sources", "iterations", "residual"]),
+    ],
+)
+def test_the_record_the_card_the_command_and_inspect_tell_measurements(method, columns, base, tmp_path, command):
+    options = ("--set", "epochs=1") if method == "lesa" else ()
+    usual = ("--base", base, "--method", method, "--output", tmp_path / "out", "--no-verify", *options)
+    outcome = command(*usual)
+    assert outcome.status == 0
+    rows = record_of(tmp_path / "out")["measurements"]
+    assert list(rows[0]) == ["layer", "tensor", *(column.replace(" ", "_") for column in columns), "seconds"]
+    assert rows == inspect_checkpoint(tmp_path / "out")["measurements"]
+    assert rows == command("inspect", tmp_path / "out", "--json").json()["measurements"]
+    card, shown = (tmp_path / "out" / "README.md").read_text(), command("inspect", tmp_path / "out").out
+    assert f"| tensor | layers | {' | '.join(columns)} |\n" in card
+    ratios = [row["norm_ratio"] for row in rows if row["tensor"] == "key"]
+    assert f"| key | 2 | {sum(ratios) / 2:.3g} ({min(ratios):.3g} to {max(ratios):.3g}) |" in card
+    for table in (outcome.out, shown):
+        assert columns[0] in table and f"{sum(ratios) / 2:.3g}" in table
+    assert "measurements" not in command(*usual, "--overwrite", "--json").json()
+    assert not [path for path in (tmp_path / "out").iterdir() if path.name.startswith(".")]

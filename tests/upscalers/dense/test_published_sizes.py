@@ -52,14 +52,6 @@ def test_parameter_counts_are_those_of_the_papers(model, method):
     assert f"{counts.trainable / 1e9:.2f} / {counts.total / 1e9:.2f}" == published
 
 
-def test_solar_as_slices_has_the_same_counts(model):
-    base_id, folder = model
-    layers = BASES[base_id]["num_hidden_layers"]
-    slices = [{"layers": [0, 3 * layers // 4]}, {"layers": [layers // 4, layers]}]
-    stacked = upscale(base=folder, method="slices", options={"slices": slices}, dry_run=True)
-    assert stacked.parameters == upscale(base=folder, method="solar", dry_run=True).parameters
-
-
 @pytest.mark.parametrize("name", NAMES)
 def test_every_recipe_plans_half_as_many_new_layers_as_its_base_has_or_attaches_memory(name, tmp_path):
     recipe = yaml.safe_load((RECIPES / f"{name}.yaml").read_text(encoding="utf-8"))

@@ -1,0 +1,158 @@
+"""The table of methods: every kind of model that they make, small, for the tests that all methods share."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from models.hierarchical_models import IDS, fill
+
+from midus_hf.banks.memory_bank import MemoryBank
+from midus_hf.config.fetched_blocks import BANKS_FOLDER
+from tests.upscalers.checkpoints import SMALL, load
+from tests.upscalers.dense.requests import PROMISING, REQUESTS
+
+SMALL_CHAPTERS = {"memory_tokens": 24, "chapters": 12, "k": 2, "chunk_size": 3}
+SMALL_TABLES = {"n": 8, "k": 4}
+SMALL_TREE = {"sizes": [3, 0, 2], "branching": 3}
+BARE = {"query_norm": "none", "inner_residual": False}
+
+_OPTIONS: dict[str, tuple[dict[str, Any], dict[str, dict[str, Any]]]] = {
+    "midus-hml": (
+        SMALL["midus-hml"],
+        {
+            "": {},
+            "shared values": {"values": "shared"},
+            "own values": {"values": "own"},
+            "output projection": {"output_projection": True},
+            "output projection and residual": {"output_projection": True, "inner_residual": True},
+            "residual": {"inner_residual": True},
+            "batch norm": {"query_norm": "batch"},
+            "layer norm and temperature": {"query_norm": "layer", "temperature": 0.25},
+            "gate per token": {"gate": "token"},
+            "gate per head": {"gate": "head", "output_projection": True},
+        },
+    ),
+    "midus-pkm": (
+        SMALL["midus-pkm"],
+        {"": {}, "bare": BARE, "layer norm and gate": {"query_norm": "layer", "gate": "token", "temperature": 2.0}},
+    ),
+    "midus-linear": (
+        SMALL["midus-linear"],
+        {"": {}, "bare": BARE, "layer norm and gate": {"query_norm": "layer", "gate": "token"}},
+    ),
+    "moc": (
+        SMALL_CHAPTERS,
+        {
+            "": {},
+            "own": {"share": "none", "site": "behind-layer"},
+            "neighbours": {"share": "every:2", "layers": 3},
+            "factors": {"bank_rank": 5, "site": "behind-layer"},
+            "narrow": {"bank_width": 16},
+            "fewer keys": {"kv_heads": 2},
+            "per token": {"routing": "token", "weighting": "logit_bias"},
+            "per sequence": {"routing": "sequence", "weighting": "paper"},
+            "per prompt": {"routing": "prompt"},
+        },
+    ),
+    "ultramem-v2": (
+        SMALL_TABLES,
+        {
+            "": {},
+            "zero projection": {"zero": "projection"},
+            "ring": {"share": "ring:4"},
+            "no ring": {"share": "noring:2", "layers": [0, 1, 3]},
+            "block": {"share": "block:2"},
+            "expanded": {"key_pairs": 2, "projections": "per-block"},
+            "heads": {"heads": 2, "rank": 3, "activation": "gelu", "side_k": 5},
+            "no pre-values": {"pre_value_width": 0},
+            "skip": {"site": "skip", "span": 2},
+            "memory plus": {"preset": "memory-plus", "n": 8, "k": 3, "key_width": 4},
+            "losses": {"share": "ring:2", "balance_coef": 0.1, "penalty_coef": 0.1, "penalty_margin": 0.0},
+        },
+    ),
+    "moda": (
+        {},
+        {
+            "": {},
+            "reused": {"joining": "interpolated", "attention_slots": "reused"},
+            "attention": {"joining": "interpolated", "attention_slots": "reused", "ffn_slots": False},
+            "bias": {"bias": True},
+            "projected": {"attention_slots": "projected", "bias": True},
+            "released": {"joining": "interpolated", "attention_slots": "reused", "rope": "released"},
+            "last": {"attention_slots": "projected", "slots": 3},
+            "some": {"layers": [0, 2, 3]},
+        },
+    ),
+    **{f"hier-{kind}": (SMALL_TREE, {"": {}}) for kind in ("ffn", "kv", "lora-qk", "lora-vo", "lora-ffn")},
+}
+
+KINDS: dict[str, dict[str, Any]] = {
+    f"{method}, {name}" if name else method: {"method": method, "options": {**small, **options}}
+    for method, (small, kinds) in _OPTIONS.items()
+    for name, options in kinds.items()
+}
+MEMORIES = {name: kind for name, kind in KINDS.items() if kind["method"] in SMALL}
+"""Of the methods that insert memory."""
+
+KINDS |= {
+    **{f"midus-hml at {at}": {**KINDS["midus-hml"], "placement": at} for at in ("top-heavy", "bottom-heavy", "0,1,4,7,8,9")},
+    **{method: {"method": method, **request} for method, request in REQUESTS.items()},
+    **{f"llama-pro at {at}": {"method": "llama-pro", "placement": at} for at in ("distributed", "0,1,2,7,8")},
+    **{
+        f"{method}, {identity}": {"method": method, "options": {**REQUESTS[method].get("options", {}), "identity": identity}}
+        for method, default in PROMISING.items()
+        for identity in ("zero_out_proj", "auto")
+        if identity != default
+    },
+}  # fmt: skip
+"""Keyword arguments of `upscale`, by a name for what they make."""
+
+DIFFERING = ("solar", "avg-deus", "linear-combination", "attenuated-copy", "slices", "lesa")
+"""Kinds that do not compute what their base computes."""
+
+PLAIN = [name for name in KINDS if name == KINDS[name]["method"]]
+"""One kind of each method."""
+
+
+def base_changes(name: str) -> dict[str, Any]:
+    """What the config of a base must say for this kind: only heads together as wide as the hidden state can have a residual."""
+    return {"head_dim": 8} if name == "midus-hml, residual" else {}
+
+
+def arguments_of(name: str) -> list[str]:
+    """The same request in words of the command `upscale`."""
+    kind = KINDS[name]
+    words = ["--method", kind["method"]]
+    if "placement" in kind:
+        words += ["--placement", kind["placement"]]
+    return words + [
+        word for key, value in kind.get("options", {}).items() for word in ("--set", f"{key}={json.dumps(value)}")
+    ]
+
+
+def memory_ids(model: Any) -> dict[str, torch.Tensor]:
+    """What a forward pass is given so that blocks are fetched, where the model has a bank of blocks."""
+    return {"memory_ids": IDS} if model.config.to_dict().get("memory") and model.config.memories().banks else {}
+
+
+def trained(folder: Path, output: Path) -> Path:
+    """Let all that is new in a model act, and save the model as training saves it."""
+    model = load(folder)
+    new = [f".layers.{layer}." for layer in model.config.upscale["new_layers"]]
+    new += [
+        f".{place}.{name}."
+        for name in model.config.upscale.get("new_memories", [])
+        for place in ("memories", "memory_tables")
+    ]
+    generator = torch.Generator().manual_seed(3)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if any(part in name for part in new):
+                parameter.copy_(0.3 * torch.randn(parameter.shape, generator=generator))
+    model.save_pretrained(output)
+    for name, layout in (model.config.memories().banks if memory_ids(model) else {}).items():
+        bank = MemoryBank(output / BANKS_FOLDER / name, layout, writable=True)
+        fill(bank, but=((1, 0), (3, 2)))
+        bank.close()
+    return output

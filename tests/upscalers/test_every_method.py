@@ -1,0 +1,254 @@
+"""What holds for every kind of model that a method makes, whatever the family: tests of one method have only what is its own."""
+
+from dataclasses import asdict, dataclass
+from functools import cache
+from pathlib import Path
+
+import pytest
+import torch
+from pairs import in_turn, taking_turns
+from tiny import NATIVE_FAMILIES, NUM_LAYERS, WINDOW, prompt
+
+from midus_hf.config.fetched_blocks import BANKS_FOLDER
+from midus_hf.files.ownership import check_replaceable, foreign_files
+from tests.upscalers.checkpoints import (
+    RECORD,
+    config_of,
+    content_digest,
+    file_digests,
+    load,
+    logits,
+    read_tensors,
+    recipe_of,
+    record_of,
+    same_tensors,
+    save_base,
+)
+from tests.upscalers.dense.requests import REQUESTS
+from tests.upscalers.methods import DIFFERING, KINDS, PLAIN, arguments_of, base_changes, memory_ids, trained
+from upscalers.record.report import UpscaleReport
+from upscalers.request.errors import VerificationError
+from upscalers.runs.inspection import inspect_checkpoint
+from upscalers.runs.strip import strip
+from upscalers.runs.upscale import upscale
+from upscalers.tensors.recipes import Fill
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+EXACT, OTHERWISE = "It computes exactly what the base computes", "It is not promised to compute what the base computes"
+FAMILY_OF = dict(taking_turns(KINDS, NATIVE_FAMILIES))
+
+
+@dataclass(frozen=True)
+class Made:
+    """A base, what a method made of it, and the report of that; nobody may change them."""
+
+    kind: str
+    base: Path
+    output: Path
+    report: UpscaleReport
+
+    @property
+    def config(self) -> dict:
+        """The raw config of the output."""
+        return config_of(self.output)
+
+
+@pytest.fixture(scope="module")
+def make(tmp_path_factory):
+    """Make a kind from a family's base, once; bases are of one file or sharded and of each dtype, in turn."""
+
+    @cache
+    def made(kind: str, family: str) -> Made:
+        folder, number = tmp_path_factory.mktemp("made"), list(KINDS).index(kind)
+        shards = {"max_shard_size": "30KB"} if number % 2 else {}
+        base = save_base(folder / "base", family, DTYPES[number % 3], **shards, **base_changes(kind))
+        before = file_digests(base)
+        report = upscale(base=base, output=folder / "out", max_shard_size="40KB", verify=True, **KINDS[kind])
+        assert file_digests(base) == before and sorted(path.name for path in folder.iterdir()) == ["base", "out"]
+        return Made(kind, base, folder / "out", report)
+
+    return made
+
+
+@pytest.fixture
+def made(kind, family, make) -> Made:
+    """One case."""
+    return make(kind, family)
+
+
+of_all = pytest.mark.parametrize(("kind", "family"), in_turn(KINDS, NATIVE_FAMILIES))
+of_each_method = pytest.mark.parametrize(("kind", "family"), in_turn(PLAIN, NATIVE_FAMILIES))
+
+
+def generated(folder: Path) -> tuple[torch.dtype, torch.Tensor]:
+    """The dtype of a model, and what it generates with its cache after a prompt longer than the window."""
+    model, tokens = load(folder), prompt()
+    assert tokens.shape[1] > WINDOW
+    text = model.generate(tokens, max_new_tokens=6, min_new_tokens=6, do_sample=False, **memory_ids(model))
+    assert text.shape[1] == tokens.shape[1] + 6
+    return model.dtype, text
+
+
+def computed(folder: Path, dtype: torch.dtype | str = "auto") -> torch.Tensor:
+    """Logits of the prompt, of blocks that are fetched where the model has a bank."""
+    model = load(folder, dtype)
+    with torch.no_grad():
+        return model(prompt(), **memory_ids(model)).logits
+
+
+@of_all
+def test_a_new_model_computes_what_its_base_computes_where_that_is_promised(made):
+    report, identical = made.report, made.kind not in DIFFERING
+    assert report.promises_identity is identical and report.identity.checked == "logits"
+    assert (report.identity.max_abs_diff == 0.0) == (report.kl_divergence == 0.0) == identical
+    assert torch.equal(computed(made.output), logits(made.base)) == identical
+    assert (EXACT if identical else OTHERWISE) in (made.output / "README.md").read_text()
+    if identical:
+        (dtype, text), (base_dtype, base_text) = generated(made.output), generated(made.base)
+        assert dtype == base_dtype and torch.equal(text, base_text)
+
+
+@of_all
+def test_without_verification_the_same_files_are_written_once_new_blocks_were_checked_alone(made, tmp_path):
+    report = upscale(base=made.base, output=tmp_path / "out", max_shard_size="40KB", verify=False, **KINDS[made.kind])
+    assert report.promises_identity == made.report.promises_identity
+    checked = ("blocks", 0.0) if report.promises_identity else (None, None)
+    assert (report.identity.checked, report.identity.max_abs_diff) == checked
+    timed = RECORD if report.measurements == [] else (*RECORD, "README.md")
+    assert file_digests(tmp_path / "out", without=timed) == file_digests(made.output, without=timed)
+
+
+@of_each_method
+def test_a_dry_run_tells_what_the_run_told_with_the_config_alone_too(made, tmp_path):
+    (tmp_path / "config.json").write_bytes((made.base / "config.json").read_bytes())
+    done = made.report
+    for base in (made.base, tmp_path):
+        planned = upscale(base=base, dry_run=True, **KINDS[made.kind])
+        for key in ("method", "model_type", "num_layers", "new_layer_indices", "parameters", "promises_identity"):
+            assert getattr(planned, key) == getattr(done, key), key
+        assert planned.bytes.written == sum(tensor.nbytes for tensor in read_tensors(made.output).values())
+    assert done.bytes.written == sum(path.stat().st_size for path in made.output.glob("*.safetensors"))
+    assert done.parameters.total == sum(parameter.numel() for parameter in load(made.output).parameters())
+    assert done.parameters.base == sum(parameter.numel() for parameter in load(made.base).parameters())
+    assert [path.name for path in tmp_path.iterdir()] == ["config.json"]
+
+
+@of_each_method
+def test_config_record_and_inspect_say_what_was_made(made):
+    report, entry, told = made.report, made.config["upscale"], inspect_checkpoint(made.output)
+    record = record_of(made.output)
+    assert {key: record[key] for key in entry} == entry
+    assert record["parameters"] == asdict(report.parameters)
+    assert (entry["method"], entry["new_layers"]) == (report.method, report.new_layer_indices)
+    assert entry["base_sha256"] == content_digest(read_tensors(made.base))
+    assert entry["base_config"] == config_of(made.base)
+    assert len(entry["plan"]) == made.config["num_hidden_layers"] == report.num_layers
+    counts = report.parameters
+    assert (told["parameters"]["total"], told["parameters"]["new"]) == (counts.total, counts.new)
+    assert [row["index"] for row in told["layers"] if row["new"]] == report.new_layer_indices
+    assert (told["method"], told["base"]) == (report.method, made.base.name)
+    assert all(told["options"][key] == value for key, value in KINDS[made.kind].get("options", {}).items())
+    if "memory" in made.config:
+        (memory,) = made.config["memory"]
+        named = {"name"} if memory["site"] != "inserted" else set()
+        known = {"type", "site", "layers", *entry["options"]} | named
+        assert known - {"span"} <= memory.keys() <= known, "one site alone has a span"
+        assert all(memory.get(key, value) == value for key, value in entry["options"].items() if key != "layers")
+        assert entry.get("new_memories", []) == [memory[key] for key in named]
+
+
+@of_all
+def test_strip_gives_every_file_of_the_base_back_byte_for_byte(made, tmp_path):
+    told = strip(made.output, tmp_path / "stripped")
+    assert told["base_confirmed"] is True and told["differing_tensors"] == 0
+    assert (told["num_layers"], told["removed_layer_indices"]) == (NUM_LAYERS, made.report.new_layer_indices)
+    assert told["bytes_written"] == sum(path.stat().st_size for path in (tmp_path / "stripped").glob("*.safetensors"))
+    index = "model.safetensors.index.json"
+    assert file_digests(tmp_path / "stripped", (*RECORD, index)) == file_digests(made.base, (index,))
+    for folder in (made.output, tmp_path / "stripped"):
+        check_replaceable(folder)
+        assert foreign_files(folder) == []
+
+
+@of_all
+def test_what_was_trained_is_loaded_again_and_comes_off_by_the_config_alone(made, tmp_path):
+    expected = computed(trained(made.output, tmp_path / "trained"))
+    assert not torch.equal(expected, logits(made.base))
+    model = load(tmp_path / "trained")
+    assert model.config.upscale == made.config["upscale"]
+    model.save_pretrained(tmp_path / "again")
+    assert torch.equal(computed(tmp_path / "again"), expected)
+    assert not (tmp_path / "again" / "upscale.json").exists()
+    assert strip(tmp_path / "again", tmp_path / "stripped")["base_confirmed"] is True
+    assert same_tensors(tmp_path / "stripped", made.base)
+    config = config_of(tmp_path / "stripped")
+    assert config == config_of(made.base)
+
+
+@of_each_method
+def test_the_command_and_the_recipe_of_the_card_make_the_same_again(made, command, tmp_path):
+    usual = ("--base", made.base, "--max-shard-size", "40KB", "--verify")
+    done = command(*usual, *arguments_of(made.kind), "--output", tmp_path / "out", "--json")
+    assert done.status == 0, done.err
+    assert done.json()["parameters"] == made.report.to_dict()["parameters"]
+    (tmp_path / "recipe.yaml").write_text(recipe_of(made.output))
+    again = command(*usual, "--config", tmp_path / "recipe.yaml", "--output", tmp_path / "again")
+    assert again.status == 0, again.err
+    for name in ("out", "again"):
+        assert file_digests(tmp_path / name, RECORD) == file_digests(made.output, RECORD)
+
+
+SECOND = ["midus-hml", "midus-pkm", "midus-linear", "moc", "ultramem-v2", "moda", "hier-ffn", "hier-kv", "llama-pro"]
+STACKS = [
+    *(pair for number in (1, 4) for pair in zip(SECOND, SECOND[number:] + SECOND[:number], strict=True)),
+    *((name, name) for name in SECOND if name != "moda"),
+    *(
+        (f"hier-lora-{kind}", second)
+        for kind, second in (("qk", "llama-pro"), ("vo", "moc"), ("ffn", "hier-lora-ffn"))
+    ),
+    *(("llama-pro", f"hier-lora-{kind}") for kind in ("vo", "ffn")),
+    ("solar", "llama-pro"),
+    ("llama-pro", "solar"),
+]
+"""A kind that is trained, and the one that is made of it: the second stands behind every kind of the first."""
+
+
+@pytest.mark.parametrize(("first", "second"), STACKS)
+def test_what_was_trained_keeps_acting_below_another_method_and_comes_back(first, second, make, tmp_path):
+    made = make(first, FAMILY_OF[first])
+    once = trained(made.output, tmp_path / "once")
+    inserted = any(entry["site"] == "inserted" for entry in made.config.get("memory", []))
+    placing = {"placement": "3,7"} if second == "llama-pro" and inserted else {}
+    report = upscale(base=once, output=tmp_path / "twice", **KINDS[second], **placing)
+    identical = second not in DIFFERING
+    assert (
+        (report.identity.max_abs_diff == 0.0) == torch.equal(computed(tmp_path / "twice"), computed(once)) == identical
+    )
+    told = inspect_checkpoint(tmp_path / "twice")
+    assert told["parameters"]["total"] == sum(p.numel() for p in load(tmp_path / "twice").parameters())
+    trained(tmp_path / "twice", tmp_path / "acting")
+    assert not torch.equal(computed(tmp_path / "acting"), computed(once))
+    for folder in ("twice", "acting"):
+        assert strip(tmp_path / folder, tmp_path / f"{folder} stripped")["base_confirmed"] is True
+        assert same_tensors(tmp_path / f"{folder} stripped", once)
+        assert (tmp_path / f"{folder} stripped" / "config.json").read_bytes() == (once / "config.json").read_bytes()
+    assert torch.equal(computed(tmp_path / "twice stripped"), computed(once))
+    banks = file_digests(once / BANKS_FOLDER)
+    assert all(file_digests(tmp_path / f"{folder} stripped" / BANKS_FOLDER) == banks for folder in ("twice", "acting"))
+    assert strip(tmp_path / "twice stripped", tmp_path / "bare")["base_confirmed"] is True
+    assert same_tensors(tmp_path / "bare", made.base) and not (tmp_path / "bare" / BANKS_FOLDER).exists()
+
+
+@pytest.mark.parametrize("verify", [True, False])
+@pytest.mark.parametrize("kind", [kind for kind in (*PLAIN, "moda, reused") if kind not in REQUESTS])
+def test_either_check_finds_what_should_start_at_zero_and_does_not(kind, verify, base, tmp_path, monkeypatch):
+    """Both run the model with blocks that are fetched, of a leaf's whole path."""
+
+    def not_zero(layout, level, index, seed, dtype):
+        return torch.full((layout.record_numel(level),), 0.01 if (level, index) == (3, 26) else 0.0, dtype=dtype)
+
+    monkeypatch.setattr("midus_hf.banks.memory_bank.initial_block", not_zero)
+    monkeypatch.setattr("upscalers.methods.memory_methods.initialised", lambda tensor, *_: Fill(tensor.shape, 0.1))
+    with pytest.raises(VerificationError, match="expected"):
+        upscale(base=base, output=tmp_path / "out", verify=verify, **KINDS[kind])
+    assert not list(tmp_path.iterdir())

@@ -1,0 +1,424 @@
+"""What requests that make no sense get, by method: status 2, one line with value, expectation and remedy, and nothing written."""
+
+import pytest
+
+from tests.upscalers.checkpoints import SMALL_MEMORY, save_base
+from tests.upscalers.real_configs import LLAMA_3_2_1B, write_config
+from upscalers.runs.upscale import upscale
+
+ONLY_CONFIG = "llama-3.2-1b"
+"""A base of which there is no more than its config."""
+
+IDENTITY = "identity is {}; expected one of: auto, zero_out_proj, zero_out_norm, none."
+NO_NORMS = (
+    "identity is 'zero_out_norm', but llama has no norm behind its projections; expected 'zero_out_proj' or 'auto'."
+)
+ORDERED = (
+    "placement is {}, but solar orders the layers itself; expected none. Pass --num-new-layers, or use method slices."
+)
+COUNT = (
+    "num-new-layers is {}; solar leaves the same number of layers out of each of its two stacks, so expected K with "
+    "0 < K < {}"
+)
+ONE_SIDE = (
+    "new layer {} has no base layer {} it; expected one on each side, since both are fused. Choose placement top-heavy, "
+    "or indices inside the model."
+)
+MEMORY = (
+    "new layer {} would be made from base layer {}, which is a memory block; expected a layer with a feed-forward "
+    "network. Choose other layers or another placement."
+)
+MIXED = (
+    "new layers 2, 4 fuse sliding and full attention, whose rotary embeddings and windows may differ. {} It is an error "
+    "since strict is set."
+)
+OF_ITS_TYPE = (
+    r"new layer 1 stands before base layer 1 \(full_attention\), and no layer before it attends like it; expected one, "
+    "since neighbours is 'same_type'. Choose another placement, or neighbours=adjacent."
+)
+NO_MAPPING = "coefficients is {}; expected a mapping such as {{previous: 0.5, next: 0.5}}, or a list with one for each new layer."
+NO_LAYER = (
+    "coefficients names the layer {}; expected the index of a base layer, or previous or next, such as previous-1."
+)
+NO_COEFFICIENT = "the coefficient of layer {} is {}; expected a finite number."
+MAPPINGS = "coefficients lists {} mappings for 2 new layers; expected one for each, or a single mapping for all."
+WITHOUT = (
+    "coefficients names {} for new layer {}, which stands {}; expected base layers from 0 to 3. Choose another placement "
+    "or other layers."
+)
+NO_SCALE = "scale is {}; expected a mapping of roles to numbers, such as .down: 0.5.."
+NO_ROLE = "names the role '{}', which no tensor of a llama layer has. {}"
+NO_SLICES = (
+    r"slices is {}; expected a list such as \[.layers: \[0, 12\]., .layers: \[4, 16\].\]. Give it in a --config file under "
+    "options."
+)
+NO_SLICE = r"slices holds something that is no mapping; expected .layers: \[first, end\]. in each place."
+NO_BOUNDS = r"a slice has layers = {}; expected \[first, end\], the end not included."
+BOUNDS = "a slice has layers = {}; expected 0 <= first < end <= 4, the number of base layers. The end is not included."
+UNCHANGED = "the slices are the base as it is; expected a layer more, less or changed."
+NOTHING_NEW = "trainable is 'new', but the slices repeat and scale nothing; expected 'all'."
+SAID_BY_SLICES = "{} is {}, but slices say which layers there are; expected none."
+
+SOLAR = [
+    ("llama", ["--placement", "top-heavy"], ORDERED.format("'top-heavy'")),
+    ("llama", ["--placement", "1,4"], ORDERED.format("'1,4'")),
+    ("two layers", [], "the base has 2 layers; solar needs at least 3 to leave some out of each stack."),
+    *(("llama", ["--num-new-layers", k], COUNT.format(k, "4 and 4 - K even. The nearest: 2.")) for k in ("1", "3", "0", "4", "-2")),
+    (ONLY_CONFIG, ["--num-new-layers", "7"], COUNT.format(7, "16 and 16 - K even. The nearest: 6 and 8.")),
+    (ONLY_CONFIG, ["--num-new-layers", "40"], COUNT.format(40, "16 and 16 - K even. The nearest: 12 and 14.")),
+    ("llama", ["--set", "identity=auto"], "method solar has no option 'identity'. It has none."),
+]  # fmt: skip  # fmt: skip
+LLAMA_PRO = [
+    ("llama", ["--set", "identity=zero_out_norm"], NO_NORMS),
+    ("llama", ["--set", "identity=zero"], IDENTITY.format("'zero'")),
+    ("llama", ["--set", "identity=null"], IDENTITY.format(None)),
+    ("llama", ["--set", "identify=auto"], "method llama-pro has no option 'identify'. Did you mean 'identity'"),
+    ("llama", ["--num-new-layers", "3"], "num-new-layers is 3; placement llama-pro needs a divisor of the 4"),
+    ("memory", ["--placement", "2"], MEMORY.format(2, 1)),
+]  # fmt: skip  # fmt: skip
+AVG_DEUS = [
+    ("llama", ["--set", "identity=zero_out_norm"], NO_NORMS),
+    ("llama", ["--placement", "0,3"], ONE_SIDE.format(0, "before")),
+    ("llama", ["--placement", "llama-pro"], ONE_SIDE.format(5, "after")),
+    ("llama", ["--placement", "bottom-heavy"], ONE_SIDE.format(0, "before")),
+    ("llama", ["--set", "neighbours=same"], "neighbours is 'same'; expected one of: adjacent, same_type."),
+    ("llama", ["--set", "strict=perhaps"], "strict is 'perhaps'; expected true or false"),
+    ("gemma2", ["--set", "strict=true"], MIXED.format("Pass neighbours=same_type to avoid it.")),
+    ("gemma2", ["--placement", "1", "--set", "neighbours=same_type"], OF_ITS_TYPE),
+    ("memory", ["--placement", "1"], MEMORY.format(1, 1)),
+    ("memory", ["--placement", "2"], MEMORY.format(2, 1)),
+    ("two layers", ["--num-new-layers", "2"], "num-new-layers is 2; placement top-heavy fits at most 1, one in each gap"),
+]  # fmt: skip  # fmt: skip
+LINEAR_COMBINATION = [
+    ("llama", ["--set", "coefficients=half"], NO_MAPPING.format("'half'")),
+    ("llama", ["--set", "coefficients="], NO_MAPPING.format("None")),
+    ("llama", ["--set", "coefficients=[]"], NO_MAPPING.format(r"\[\]")),
+    ("llama", ["--set", "coefficients={}"], NO_MAPPING.format(r"\{\}")),
+    ("llama", ["--set", "coefficients=[{previous: 1}, {}]"], NO_MAPPING.format(r"\[\{'previous': 1\}, \{\}\]")),
+    ("llama", ["--set", "coefficients=[{previous: 1}, 2]"], NO_MAPPING.format(r"\[\{'previous': 1\}, 2\]")),
+    ("llama", ["--set", "coefficients={prev: 1}"], NO_LAYER.format("'prev'")),
+    ("llama", ["--set", "coefficients={next*2: 1}"], NO_LAYER.format(r"'next\*2'")),
+    ("llama", ["--set", "coefficients={0.5: 1}"], NO_LAYER.format(0.5)),
+    ("llama", ["--set", "coefficients={true: 1}"], NO_LAYER.format(True)),
+    ("llama", ["--set", "coefficients={previous: half}"], NO_COEFFICIENT.format("previous", "'half'")),
+    ("llama", ["--set", "coefficients={0: true}"], NO_COEFFICIENT.format(0, True)),
+    ("llama", ["--set", "coefficients={next: null}"], NO_COEFFICIENT.format("next", None)),
+    ("llama", ["--set", "coefficients=[{previous: 1}]"], MAPPINGS.format(1)),
+    ("llama", ["--set", "coefficients=[{next: 1}, {next: 1}, {next: 1}]"], MAPPINGS.format(3)),
+    ("llama", ["--set", "coefficients={4: 1}"], WITHOUT.format(4, 2, "between base 1 and base 2")),
+    ("llama", ["--set", "coefficients={-1: 1}"], WITHOUT.format(-1, 2, "between base 1 and base 2")),
+    ("llama", ["--set", "coefficients={previous-2: 1}"], WITHOUT.format("previous-2", 2, "between base 1 and base 2")),
+    ("llama", ["--set", "coefficients={next+1: 1}"], WITHOUT.format(r"next\+1", 4, "between base 2 and base 3")),
+    ("llama", ["--placement", "0"], WITHOUT.format("previous", 0, "beside base 0")),
+    ("llama", ["--placement", "4"], WITHOUT.format("next", 4, "beside base 3")),
+    ("llama", ["--set", "identity=zero_out_norm"], NO_NORMS),
+    ("gemma2", ["--set", "strict=true"], MIXED.format("Name layers of one type in coefficients.")),
+    ("memory", ["--placement", "3", "--set", "coefficients={4: 1}"], MEMORY.format(3, 4)),
+]  # fmt: skip  # fmt: skip
+ATTENUATED_COPY = [
+    ("llama", ["--set", "scale=0.5"], NO_SCALE.format(0.5)),
+    ("llama", ["--set", "scale=[down]"], NO_SCALE.format(r"\['down'\]")),
+    ("llama", ["--set", "scale={1: 0.5}"], NO_SCALE.format(r"\{1: 0.5\}")),
+    ("llama", ["--set", "scale={down: half}"], "scale.down is 'half'; expected a finite number."),
+    ("llama", ["--set", "scale={down: false}"], "scale.down is False; expected a finite number."),
+    ("llama", ["--set", "scale={down:}"], "scale.down is None; expected a finite number."),
+    ("llama", ["--set", "scale={o_proj: 0.5}"], NO_ROLE.format("o_proj", "Did you mean 'output_projection'")),
+    ("llama", ["--set", "scale={quary: 0.5}"], NO_ROLE.format("quary", "Did you mean 'query'")),
+    ("llama", ["--set", "scale={mlp_output_norm: 0.5}"], NO_ROLE.format("mlp_output_norm", "Expected one of: attention_norm, down")),
+    ("memory", ["--placement", "2"], MEMORY.format(2, 1)),
+]  # fmt: skip  # fmt: skip
+SLICES = [
+    ("llama", [], NO_SLICES.format("None")),
+    ("llama", ["--set", "slices=[]"], NO_SLICES.format(r"\[\]")),
+    ("llama", ["--set", "slices={layers: [0, 2]}"], NO_SLICES.format(r"\{'layers': \[0, 2\]\}")),
+    ("llama", ["--set", "slices=[[0, 2]]"], NO_SLICE),
+    ("llama", ["--set", "slices=[{layer: [0, 2]}]"], "a slice has no option 'layer'. Did you mean 'layers'"),
+    ("llama", ["--set", "slices=[{}]"], NO_BOUNDS.format("None")),
+    ("llama", ["--set", "slices=[{layers: 2}]"], NO_BOUNDS.format("2")),
+    ("llama", ["--set", "slices=[{layers: [0, 2, 4]}]"], NO_BOUNDS.format(r"\[0, 2, 4\]")),
+    ("llama", ["--set", "slices=[{layers: [0, '2']}]"], NO_BOUNDS.format(r"\[0, '2'\]")),
+    ("llama", ["--set", "slices=[{layers: [0, 2.0]}]"], NO_BOUNDS.format(r"\[0, 2.0\]")),
+    ("llama", ["--set", "slices=[{layers: [false, true]}]"], NO_BOUNDS.format(r"\[False, True\]")),
+    ("llama", ["--set", "slices=[{layers: [0, 5]}]"], BOUNDS.format(r"\[0, 5\]")),
+    ("llama", ["--set", "slices=[{layers: [2, 2]}]"], BOUNDS.format(r"\[2, 2\]")),
+    ("llama", ["--set", "slices=[{layers: [3, 1]}]"], BOUNDS.format(r"\[3, 1\]")),
+    ("llama", ["--set", "slices=[{layers: [-1, 2]}]"], BOUNDS.format(r"\[-1, 2\]")),
+    ("llama", ["--set", "slices=[{layers: [0, 2], scale: 2}]"], f"the scale of a slice is 2; {NO_SCALE.partition('; ')[2]}"),
+    ("llama", ["--set", "slices=[{layers: [0, 2], scale: {up: x}}]"], "the scale of a slice.up is 'x'; expected a finite number."),
+    ("llama", ["--set", "slices=[{layers: [0, 2], scale: {u: 2}}]"], f"the scale of a slice {NO_ROLE.format('u', '')}"),
+    ("llama", ["--set", "slices=[{layers: [0, 4]}]"], UNCHANGED),
+    ("llama", ["--set", "slices=[{layers: [0, 1]}, {layers: [1, 4], scale: {up: 1}}]"], UNCHANGED),
+    ("llama", ["--set", "slices=[{layers: [0, 3]}]", "--set", "trainable=new"], NOTHING_NEW),
+    ("llama", ["--set", "slices=[{layers: [0, 3]}]", "--set", "trainable=some"], "trainable is 'some'; expected one of: all, new."),
+    ("llama", ["--set", "slices=[{layers: [0, 3]}]", "--num-new-layers", "2"], SAID_BY_SLICES.format("num-new-layers", 2)),
+    ("llama", ["--set", "slices=[{layers: [0, 3]}]", "--placement", "1"], SAID_BY_SLICES.format("placement", "'1'")),
+    ("memory", ["--set", "slices=[{layers: [0, 6]}, {layers: [0, 2], scale: {up: 2}}]"], MEMORY.format(7, 1)),
+]  # fmt: skip  # fmt: skip
+PRESETS = [
+    ("llama", ["--set", "preset=relase"], "preset is 'relase'; expected one of: release."),
+    ("llama", ["--set", "preset=1"], "preset is 1; expected one of: release."),
+    ("llama", ["--set", "preset=[release]"], r"preset is \['release'\]; expected one of: release."),
+    ("llama", ["--set", "prest=release"], "method .* has no option 'prest'. Did you mean 'preset'"),
+    ("llama", ["--set", "presets=release"], "method .* has no option 'presets'. Did you mean 'preset'"),
+]  # fmt: skip  # fmt: skip
+NO_PRESETS = [("llama", ["--set", "preset=release"], "method .* has no option 'preset'")]
+DENSE = {
+    "solar": SOLAR,
+    "llama-pro": LLAMA_PRO,
+    "avg-deus": AVG_DEUS + NO_PRESETS,
+    "linear-combination": LINEAR_COMBINATION + NO_PRESETS,
+    "attenuated-copy": ATTENUATED_COPY,
+    "slices": SLICES,
+    "lesa": PRESETS,
+    "opt-deus": PRESETS,
+}
+"""By method: the base, arguments of the command, and a regular expression of what is said."""
+
+OPT_DEUS = [
+    ("regularization=0", r"regularization is 0\.0; expected a number above 0\."),
+    ("regularization=-1", r"regularization is -1\.0; expected a number above 0\."),
+    ("regularization=.inf", r"regularization is inf; expected a number\."),
+    ("regularization=.nan", r"regularization is nan; expected a number\."),
+    ("regularization=much", "regularization is 'much'; expected a number."),
+    ("tolerance=0", r"tolerance is 0\.0; expected a number above 0\."),
+    ("tolerance=-1e-4", r"tolerance is -0\.0001; expected a number above 0\."),
+    ("max_iterations=0", "max_iterations is 0; expected at least 1."),
+    ("max_iterations=1.5", r"max_iterations is 1\.5; expected a whole number"),
+    ("workers=0", "workers is 0; expected at least 1."),
+    ("workers=two", "workers is 'two'; expected a whole number"),
+    ("solver=exact", "solver is 'exact'; expected one of: sinkhorn, hungarian."),
+    ("plan_scale=none", "plan_scale is 'none'; expected one of: barycentric, raw."),
+    ("mlp_t_in=identity", "mlp_t_in is 'identity'; expected one of: o_proj, residual_mean."),
+    ("precision=bfloat16", "precision is 'bfloat16'; expected one of: float64, float32."),
+    ("identity=zero", "identity is 'zero'; expected one of: auto, zero_out_proj, zero_out_norm, none."),
+    ("identity=zero_out_norm", "identity is 'zero_out_norm', but llama has no norm behind its projections"),
+    ("neighbours=other", "neighbours is 'other'; expected one of: adjacent, same_type."),
+    ("head_aware=1", "head_aware is 1; expected true or false."),
+    ("norm_preserving=maybe", "norm_preserving is 'maybe'; expected true or false."),
+    ("reg=0.1", "method opt-deus has no option 'reg'."),
+]  # fmt: skip
+LESA = [
+    ("hidden_size=0", "hidden_size is 0; expected at least 1."),
+    ("epochs=0", "epochs is 0; expected at least 1."),
+    ("batch_size=0", "batch_size is 0; expected at least 1."),
+    ("workers=0", "workers is 0; expected at least 1."),
+    ("epochs=-3", "epochs is -3; expected at least 1."),
+    ("epochs=many", "epochs is 'many'; expected a whole number."),
+    ("learning_rate=0", r"learning_rate is 0\.0; expected a number above 0\."),
+    ("learning_rate=.inf", r"learning_rate is inf; expected a number\."),
+    ("learning_rate=.nan", r"learning_rate is nan; expected a number\."),
+    ("weight_decay=-0.1", r"weight_decay is -0\.1; expected 0 or more\."),
+    ("weight_decay=.inf", r"weight_decay is inf; expected a number\."),
+    ("norm_weight=-1", r"norm_weight is -1\.0; expected 0 <= norm_weight <= 1\."),
+    ("norm_weight=1.5", r"norm_weight is 1\.5; expected 0 <= norm_weight <= 1\."),
+    ("norm_weight=.nan", r"norm_weight is nan; expected a number\."),
+    ("norm_init=first", "norm_init is 'first'; expected one of: layer0, previous, next, mean."),
+    ("identity=zero_out_norm", "identity is 'zero_out_norm', but llama has no norm behind its projections"),
+    ("identity=yes", "identity is True; expected one of: auto, zero_out_proj, zero_out_norm, none."),
+    ("lambda=5e-4", "method lesa has no option 'lambda'."),
+]  # fmt: skip
+RETRIEVAL = [
+    ("k=0", "k is 0; expected 1 <= k <= "),
+    ("temperature=0", "temperature is 0.0; expected a number above 0"),
+    ("temperature=-1.5", "temperature is -1.5; expected a number above 0"),
+    ("temperature=hot", "temperature is 'hot'; expected a number"),
+    ("query_norm=rms", "query_norm is 'rms'; expected one of: none, batch, layer"),
+    ("gate=slot", "gate is 'slot'; expected one of: none, token, head"),
+    ("inner_residual=perhaps", "inner_residual is 'perhaps'; expected true or false"),
+]  # fmt: skip
+SUB_KEYS = [
+    ("n=0", "n is 0; expected at least one sub-key per side"),
+    ("n=4 k=5", "k is 5; expected 1 <= k <= n = 4. Lower k or raise n"),
+]
+SUMMED = [("gate=head", "gate is 'head'; expected 'none' or 'token', since the heads' outputs are summed")]
+HML = [
+    ("values=all", "values is 'all'; expected one of: expanded, shared, own"),
+    ("output_projection=1", "output_projection is 1; expected true or false"),
+]  # fmt: skip
+LINEAR = [
+    ("slots=0", "slots is 0; expected at least one slot"),
+    ("slots=3", "k is 4; expected 1 <= k <= slots = 3. Lower k or raise slots"),
+]  # fmt: skip
+MOC = [
+    ("k=9 chapters=8", r"k is 9; expected 1 <= k <= 7, the chapters = 8 less shared_chapters = 1\. Lower k or raise chapters\."),
+    ("k=0", "k is 0; expected 1 <= k <= 63, "),
+    ("shared_chapters=64", r"shared_chapters is 64; expected fewer than chapters = 64, so that some are left for the router\."),
+    ("shared_chapters=2 chapters=2", "shared_chapters is 2; expected fewer than chapters = 2, "),
+    ("shared_chapters=63", r"k is 4; expected 1 <= k <= 1, the chapters = 64 less shared_chapters = 63\."),
+    ("chapters=5 k=1", r"chapters is 5, which does not divide memory_tokens = 4096; expected .* The nearest that do are 4, 8\."),
+    ("chapters=9999", r"chapters is 9999, which does not divide memory_tokens = 4096; .* that do are 4096\."),
+    ("heads=5", r"heads is 5, which does not divide hidden_size = 32; expected a divisor\. Set heads\."),
+    ("bank_width=18", r"heads is 4, which does not divide bank_width = 18; expected a divisor\. Set heads\."),
+    ("kv_heads=3", r"kv_heads is 3, which does not divide the 4 query heads; expected a divisor\."),
+    ("routing=chunks", "routing is 'chunks'; expected one of: chunk, prompt, token, sequence"),
+    ("weighting=none", "weighting is 'none'; expected one of: released, logit_bias, paper"),
+    ("first_chunk=65", r"first_chunk is 65; expected 1 to chunk_size = 64, or null\. Lower it or raise chunk_size\."),
+    ("first_chunk=0", "first_chunk is 0; expected 1 to chunk_size = 64, or null"),
+    ("balance=even", "balance is 'even'; expected one of: routed, per-choice, released"),
+    ("share=some", r"share is 'some'; expected all, none, or every:K such as every:2\."),
+    ("share=every:0", "share is 'every:0'; expected all, none, or every:K"),
+    ("share=every:2x", "share is 'every:2x'; expected all, none, or every:K"),
+    ("chunk_size=0", r"chunk_size is 0; expected 1 or more\."),
+    ("memory_tokens=0", r"memory_tokens is 0; expected 1 or more\."),
+    ("chapters=0", r"chapters is 0; expected 1 or more\."),
+    ("shared_chapters=-1", r"shared_chapters is -1; expected 0 or more\."),
+    ("bank_rank=0", r"bank_rank is 0; expected 1 or more, or null\."),
+    ("heads=0", r"heads is 0; expected 1 or more, or null\."),
+    ("bank_rank=4 bank_width=8", r"bank_rank is 4 and bank_width is 8; expected one of them\."),
+    ("routed_scale=0", r"routed_scale is 0(\.0)?; expected a number above 0\."),
+    ("routed_scale=.inf", r"routed_scale is inf; expected a number\."),
+    ("router_aux_loss_coef=-1", r"router_aux_loss_coef is -1(\.0)?; expected 0 or more\."),
+    ("router_z_loss_coef=.nan", r"router_z_loss_coef is nan; expected a number\."),
+    ("site=inserted", r"site is 'inserted'; expected one of: behind-attention, behind-layer\."),
+    ("chapter=2", r"moc has no option 'chapter'\. Did you mean 'chapters'"),
+]  # fmt: skip
+ULTRAMEM = [
+    ("n=40000 share=ring:4", "n is 40000, key_pairs 1 and share 'ring:4', which make 6,400,000,000 slots; expected at most"),
+    ("key_pairs=3000 n=64", "n is 64, key_pairs 3000 and share 'none', which make 36,864,000,000 slots; expected at most"),
+    ("rank=17", "rank is 17, more than the 16 features of a key; expected fewer. Lower rank."),
+    ("share=ring:5", "share is 'ring:5', but 4 layers have the memory; expected a group of at most as many."),
+    ("share=block:3", "share is 'block:3', which does not divide the 4 layers that have the memory; expected a divisor."),
+    ("share=rings:2", "share is 'rings:2'; expected none, all, noring:G, ring:G or block:G, such as ring:4."),
+    ("value_width=1/3", "value_width is 1/3 of hidden_size = 32, which is 10.6667; expected a whole number from 1 to the hidden"),
+    ("value_width=0", "value_width is 0; expected 1 or more."),
+    ("pre_value_width=-1", "pre_value_width is -1; expected 0 or more."),
+    ("key_width=wide", "key_width is 'wide'; expected a number, or a fraction of the hidden size such as 3/16."),
+    ("value_width=2/1", "value_width is 2/1 of hidden_size = 32, which is 64; expected a whole number from 1 to the hidden"),
+    ("k=100 side_k=4", "k is 100; expected at most 16, the pairs of 4 rows and 4 columns that the first stage keeps."),
+    ("side_k=9 n=8", "side_k is 9; expected 1 <= side_k <= 8, the keys of a set, or null."),
+    ("heads=0", "heads is 0; expected 1 or more."),
+    ("scoring=sum", "scoring is 'sum', which has no core, with rank 2 and key_pairs 1; expected 1 for both."),
+    (
+        "scoring=sum rank=1 n=8 k=9",
+        "scoring is 'sum', which keeps k keys of each side, with k 9 and side_k null; expected k of at most "
+        "8,",
+    ),
+    (
+        "scoring=sum rank=1 n=8 k=4 side_k=3",
+        "scoring is 'sum', which keeps k keys of each side, with k 4 and side_k 3; expected k of at most "
+        "8,",
+    ),
+    ("zero=none", "zero is 'none', with which the new memory changes what the base computes; expected values or projection."),
+    ("balance_coef=-1", "balance_coef is -1.0; expected 0 or more."),
+    (
+        "rank=1 penalty_coef=0.1",
+        "penalty_coef is 0.1 with rank 1, whose cores have one singular value; expected 0, since there are "
+        "no smaller singular values that could cost something. Leave penalty_coef out, or set scoring: tucker and rank: 2.",
+    ),
+    (
+        "scoring=sum rank=1 penalty_coef=0.1",
+        "penalty_coef is 0.1 with scoring 'sum', which has no core; expected 0, since there are no smaller "
+        "singular values",
+    ),
+    ("site=behind-layer", "site is 'behind-layer'; expected one of: beside-ffn, skip."),
+]  # fmt: skip
+MODA = [
+    ("slots=4", "slots is 4; expected 3 or fewer, which is what the last of 4 layers can read, or 0 for all of them."),
+    ("slots=7 attention_slots=projected", "slots is 7; expected 6 or fewer, which is what the last of 4 layers can read, or 0"),
+    ("slots=3 layers=[1,3]", "slots is 3; expected 1 or fewer, which is what the last of 2 layers can read, or 0"),
+    ("slots=-1", "slots is -1; expected 0 or more."),
+    ("layers=[2]", "layers is [2]; expected two or more, for a layer reads what another in front of it wrote."),
+    ("layers=1", "layers is 1, which chooses layer 2 alone; expected two or more, for a layer reads what another in front of"),
+    ("layers=late:1", "layers is 'late:1', which chooses layer 3 alone; expected two or more, for a layer reads"),
+    ("layers=[2,4]", "layers is [2, 4]; expected all, a number from 1 to 4, a share such as 0.25, early:N, middle:N or"),
+    ("joining=joint", "joining is 'joint', with which the new slots change what the base computes; expected added or"),
+    ("joining=mixed", "joining is 'mixed'; expected one of: added, interpolated, joint"),
+    (
+        "attention_slots=reused",
+        "attention_slots is 'reused' and joining is 'added', which adds values of earlier layers that are "
+        "not zero to what the base computes; expected attention_slots none or projected, or joining interpolated.",
+    ),
+    (
+        "attention_slots=none ffn_slots=false",
+        "attention_slots is 'none' and ffn_slots is false; expected one of them, for there is nothing to "
+        "read.",
+    ),
+    ("attention_slots=own", "attention_slots is 'own'; expected one of: reused, projected, none"),
+    ("rope=none", "rope is 'none'; expected one of: same, released"),
+    ("keep=last", "moda has no option 'keep'"),
+    ("depth_weight=mixed", "moda has no option 'depth_weight'"),
+    ("site=beside-ffn", "site is 'beside-ffn'; expected one of: inside-attention."),
+    ("span=1", "moda has no option 'span'"),
+]  # fmt: skip
+HIERARCHICAL = {
+    "hier-ffn": [
+        ("branching=1", "branching is 1; expected 2 or more."),
+        ("branching=100000", "branching is 100000 and sizes has 4 levels, which make more leaves than memory_ids, int64"),
+        ("sizes=[0,0]", "sizes is [0, 0]; expected a size for each level of the tree, 0 or more, and not all"),
+        ("sizes=[]", "sizes is []; expected a size for each level of the tree"),
+        ("alpha=2", "method hier-ffn has no option 'alpha'"),
+        ("without_ids=some", "without_ids is 'some'; expected one of: "),
+        ("site=skip", "site is 'skip'; expected one of: beside-ffn."),
+    ],
+    "hier-kv": [
+        ("sizes=[4,-1]", "sizes is [4, -1]; expected a size for each level of the tree, 0 or more"),
+        ("sizes=4", "sizes is 4; expected a list"),
+        ("sizes=[a]", "expected a whole number"),
+        ("site=beside-ffn", "site is 'beside-ffn'; expected one of: inside-attention."),
+        ("layers=[4]", "layers is [4]; expected all, a number from 1 to 4"),
+        ("rank=4", "method hier-kv has no option 'rank'"),
+    ],
+    "hier-lora-qk": [("alpha=0", "alpha is 0.0; expected a number above 0.")],
+    "hier-lora-vo": [("alpha=nan", "alpha is 'nan'; expected a number.")],
+    "hier-lora-ffn": [("alpha=inf", "alpha is 'inf'; expected a number.")],
+}  # fmt: skip
+SETTINGS = {
+    "lesa": LESA,
+    "opt-deus": OPT_DEUS,
+    "midus-hml": RETRIEVAL + SUB_KEYS + HML,
+    "midus-pkm": RETRIEVAL + SUB_KEYS + SUMMED,
+    "midus-linear": RETRIEVAL + SUMMED + LINEAR,
+    "moc": MOC,
+    "moda": MODA,
+    "ultramem-v2": ULTRAMEM,
+    **HIERARCHICAL,
+}
+"""By method: settings of options, and a regular expression of what is said, or its very words."""
+
+ENDS = [
+    ("--placement 0", ONE_SIDE.format(0, "before")),
+    ("--placement 4", ONE_SIDE.format(4, "after")),
+    ("--placement llama-pro", ONE_SIDE.format(5, "after")),
+    ("--placement bottom-heavy", ONE_SIDE.format(0, "before")),
+]
+ATTACHED = "attaches memory to layers that there are"
+WORDS = {
+    "lesa": ENDS,
+    "opt-deus": ENDS,
+    "hier-ffn": [("--num-new-layers 2", ATTACHED), ("--placement top-heavy", ATTACHED)],
+}
+
+CASES = [
+    *((method, *case) for method, cases in DENSE.items() for case in cases),
+    *(
+        (method, "llama", [word for setting in settings.split() for word in ("--set", setting)], message)
+        for method, cases in SETTINGS.items()
+        for settings, message in cases
+    ),
+    *((method, "llama", words.split(), message) for method, cases in WORDS.items() for words, message in cases),
+]
+
+
+@pytest.fixture(scope="module")
+def bases(tmp_path_factory, shared_base):
+    """A folder by the name that the table calls it."""
+    folder = tmp_path_factory.mktemp("bases")
+    upscale(base=shared_base("llama"), method="midus-hml", output=folder / "memory", options=SMALL_MEMORY)
+    save_base(folder / "two layers", num_hidden_layers=2)
+    write_config(folder / ONLY_CONFIG, LLAMA_3_2_1B)
+    known = {path.name: path for path in folder.iterdir()}
+    return lambda name: known.get(name) or shared_base(name)
+
+
+@pytest.mark.parametrize(
+    ("method", "base_name", "arguments", "message"),
+    CASES,
+    ids=[f"{method} {base} {' '.join(arguments)}" for method, base, arguments, _ in CASES],
+)
+def test_a_request_that_makes_no_sense_is_refused(
+    method, base_name, arguments, message, bases, tmp_path, command, refused
+):
+    usual = ("--base", bases(base_name), "--method", method, *arguments)
+    refused(command(*usual, "--dry-run"), message, [])
+    if base_name != ONLY_CONFIG:
+        refused(command(*usual, "--output", tmp_path / "out"), message, [])
