@@ -3,7 +3,7 @@
 import io
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -11,7 +11,7 @@ HEAT = {"aspect": "auto", "interpolation": "nearest"}
 """How maps of numbers are drawn: as wide as there is room for, a patch per number."""
 
 
-def new_figure(width: float, height: float, layout: str | None = "constrained") -> Any:
+def new_figure(width: float, height: float, layout: Literal["constrained"] | None = "constrained") -> Any:
     """Return an empty figure of so many inches; without a `layout` what is drawn keeps the margins that matplotlib begins with."""
     from matplotlib.figure import Figure
 

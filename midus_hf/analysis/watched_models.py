@@ -147,14 +147,14 @@ def check_on_device(memory: nn.Module, layer: int | MemoryPlace) -> None:
 
 
 @contextlib.contextmanager
-def held_hooks() -> Iterator[Callable[[Any], None]]:
+def held_hooks() -> Iterator[Callable[[Any], object]]:
     """Hold hooks until the context ends: it gives a function that takes the handle of each, and removes them then.
 
     What `torch.compile` has compiled, of any model, runs uncompiled while the context is open: compiled code does not call a hook
     that came after it.
     """
     with contextlib.ExitStack() as handles, torch.compiler.set_stance("force_eager"):
-        yield lambda handle: handles.callback(handle.remove)  # type: ignore[func-returns-value]
+        yield lambda handle: handles.callback(handle.remove)
 
 
 @contextlib.contextmanager

@@ -1,16 +1,17 @@
-"""What is recorded of chapters is what the tokens of texts read there."""
+"""What is recorded of chapters is what the tokens of texts read there, and how many tokens open each."""
 
 import math
 
 import pytest
 import torch
 from analysis.chapter_models import CHAPTERS, LAYERS, LOGITS, READ, SHARED, routed_model, rows_of
-from peft import LoraConfig, get_peft_model
-from tiny import tiny_model
+from tiny import FAMILIES
 
 from midus_hf.analysis.chapters.records import record_chapters
 from midus_hf.analysis.chapters.stats import chapter_stats
+from midus_hf.analysis.chapters.usage import record_chapter_usage
 from midus_hf.analysis.text_rows import read_rows
+from midus_hf.analysis.watched_models import MemoryPlace
 
 
 def stats_of(model, *texts, batch_size=4):
@@ -154,44 +155,37 @@ def test_norms_are_those_of_what_is_added(family):
     assert after.added_to_residual == pytest.approx((norms[0] / norms[2]).mean().item(), rel=1e-5)
 
 
-def test_the_model_computes_what_it_did_and_keeps_no_hook():
-    model, text = routed_model(), rows_of("ab")
-    usual = read_rows(model, text)
-    with record_chapters(model) as records:
-        assert torch.equal(read_rows(model, text, records=records).sums, usual.sums)
-    assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
+def test_a_memory_that_is_not_there_is_refused():
+    with pytest.raises(ValueError, match=r"memory is 'other'; expected one of: chapters\."):
+        record_chapters(routed_model(), "other").__enter__()
 
 
-def test_generation_is_recorded_from_a_cache():
-    model = routed_model(routing="chunk", chunk_size=4)
-    with record_chapters(model) as records:
-        records.begin("prompt", [0])
-        model.generate(rows_of("a", (6,)).rows[0][None], max_new_tokens=5, do_sample=False)
-    counts = records.counts["prompt"][0, "chapters"]
-    assert counts.sums["tokens"] == 10
-    assert counts.mass.sum() == pytest.approx(10)
+def opened_by(of_kinds: dict[str, int]) -> list[int]:
+    """Tokens of each kind that open each routed chapter."""
+    return [
+        sum(tokens for kind, tokens in of_kinds.items() if chapter in READ[kind])
+        for chapter in range(SHARED, CHAPTERS)
+    ]
 
 
 @pytest.mark.parametrize(
-    "lora",
-    [
-        {"target_modules": ["q_proj"], "modules_to_save": ["memories.chapters"]},
-        {"target_modules": ["value_projection", "key_projection"]},
-    ],
-    ids=["copied", "adapted"],
+    ("what", "family"), [*(("plain", family) for family in FAMILIES), ("compiled", "llama"), ("in place", "llama")]
 )
-def test_a_wrapped_model_is_recorded_once(lora):
-    usual = stats_of(routed_model(), rows_of("ab"))
-    wrapped = get_peft_model(routed_model(), LoraConfig(r=2, task_type="CAUSAL_LM", **lora))
-    assert stats_of(wrapped, rows_of("ab")) == usual
-
-
-def test_a_memory_that_is_not_there_is_refused():
-    with pytest.raises(ValueError, match=r"this llama model has no memory of chapters; expected one upscaled with"):
-        record_chapters(tiny_model("llama")).__enter__()
-    with pytest.raises(ValueError, match=r"memory is 'other'; expected one of: chapters\."):
-        record_chapters(routed_model(), "other").__enter__()
-    with torch.device("meta"):
-        model = routed_model()
-    with pytest.raises(ValueError, match=r"the memory of layer 0 is offloaded; expected its parameters on a device"):
-        record_chapters(model).__enter__()
+def test_every_token_counts_once_for_each_chapter_that_it_opens(what, family):
+    model = routed_model(family)
+    called = torch.compile(model, backend="eager") if what == "compiled" else model
+    if what == "in place":
+        model.compile(backend="eager")
+    with torch.no_grad():
+        usual = called(
+            rows_of("a").rows[0][None], use_cache=False
+        ).logits  # it has been compiled before there is a hook
+    with record_chapter_usage(called) as usage:
+        for kinds in READ:
+            read_rows(called, rows_of(kinds), batch_size=2)  # of other lengths: padding does not count
+    assert {place: counts.tolist() for place, counts in usage.counts.items()} == {
+        MemoryPlace(layer, "chapters"): [opened_by({"a": 31, "b": 31})] for layer in LAYERS
+    }
+    with torch.no_grad():
+        assert torch.equal(called(rows_of("a").rows[0][None], use_cache=False).logits, usual)
+    assert not any(module._forward_pre_hooks for module in model.modules())

@@ -1,19 +1,34 @@
-"""What is recorded of the depth is what heads read of it, in one softmax with the sequence."""
+"""What is recorded of the depth, and the map of a head, are what heads read of it, in one softmax with the sequence."""
+
+from typing import Any
 
 import pytest
 import torch
-from analysis.read_depth import read, rows
 from models.depth_models import depth_model
-from peft import LoraConfig, get_peft_model
-from tiny import tiny_model
 
+from midus_hf.analysis.depth.map import depth_map
 from midus_hf.analysis.depth.readers import ReadSlot, readers_of_depth
-from midus_hf.analysis.depth.reading import depth_readings, writers
+from midus_hf.analysis.depth.reading import DepthReading, depth_readings, writers
 from midus_hf.analysis.depth.records import record_depth
 from midus_hf.analysis.text_rows import TextRows, read_rows
 from midus_hf.memory.depth_attention import DepthAttention
+from midus_hf.memory.sequence_heads import SequenceHeads
 
 HEADS = 4
+
+
+def rows(*lengths: int) -> TextRows:
+    """A text of random tokens, a document per row."""
+    generator = torch.Generator().manual_seed(0)
+    ids = [torch.randint(3, 128, (length,), generator=generator) for length in lengths]
+    return TextRows("text", ids, list(range(len(ids))))
+
+
+def read(model: Any, text: TextRows, batch_size: int = 4, **options: Any) -> list[DepthReading]:
+    """What a model reads of the depth while it reads a text."""
+    with record_depth(model, **options) as records:
+        read_rows(model, text, batch_size=batch_size)
+    return depth_readings(records)
 
 
 def joint_shares_into(found):
@@ -158,16 +173,6 @@ def test_most_read_writers_come_first():
     assert share == max(readings[0].depth_shares) == readings[0].depth_shares[head]
 
 
-def test_the_model_computes_what_it_did_and_keeps_no_hook():
-    model, text = depth_model(), rows(9)
-    usual = read_rows(model, text)
-    before = {name: set(vars(module)) for name, module in model.named_modules()}
-    with record_depth(model):
-        assert torch.equal(read_rows(model, text).sums, usual.sums)
-    assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
-    assert {name: set(vars(module)) for name, module in model.named_modules()} == before
-
-
 def test_records_within_one_another_each_tell_what_was_read_in_them():
     model, first, second = depth_model(), rows(12), rows(5)
     with record_depth(model) as outer:
@@ -203,25 +208,7 @@ def test_generation_is_recorded_from_a_cache():
         torch.testing.assert_close(torch.tensor(reading.shares), torch.tensor(at_once.shares))
 
 
-@pytest.mark.parametrize(
-    "lora",
-    [
-        {"target_modules": ["q_proj"], "modules_to_save": ["memories.depth-attention"]},
-        {"target_modules": ["q_proj", "ffn_key"]},
-    ],
-    ids=["copied", "adapted"],
-)
-def test_a_wrapped_model_is_recorded_once(lora):
-    usual = read(depth_model(), rows(9))
-    wrapped = get_peft_model(depth_model(), LoraConfig(r=2, task_type="CAUSAL_LM", **lora))
-    assert read(wrapped, rows(9)) == usual
-
-
 def test_what_cannot_be_recorded_is_refused():
-    with pytest.raises(
-        ValueError, match=r"this llama model has no memory that reads the depth; expected one upscaled"
-    ):
-        record_depth(tiny_model("llama")).__enter__()
     model = depth_model()
     with pytest.raises(ValueError, match=r"memory is 'other'; expected one of: depth-attention\."):
         record_depth(model, "other").__enter__()
@@ -233,7 +220,57 @@ def test_what_cannot_be_recorded_is_refused():
         pass
     with pytest.raises(ValueError, match=r"layer 1 depth-attention has read no token; expected a forward pass\."):
         depth_readings(records)
-    with torch.device("meta"):
-        offloaded = depth_model(acting=False)
-    with pytest.raises(ValueError, match=r"the memory of layer 1 is offloaded; expected its parameters on a device"):
-        record_depth(offloaded).__enter__()
+
+
+@pytest.mark.parametrize("kind", ["default", "reused", "last"])
+@pytest.mark.parametrize("attention", ["eager", "sdpa"])
+def test_the_map_of_a_head_has_shares_of_tokens_that_are_those_that_are_recorded_and_add_up(attention, kind):
+    model, text = depth_model(kind=kind), rows(9)
+    model.set_attn_implementation(attention)
+    *_, reading = read(model, text)
+    for head in range(4):
+        found = depth_map(model, text.rows[0], 3, head)
+        assert found.sequence.shape == (9, 9) and found.depth.shape == (9, len(found.slots))
+        total = 1.0 if kind == "reused" else 2 - reading.gates[head]
+        both = found.sequence.sum(1) + found.depth.sum(1)
+        torch.testing.assert_close(both, torch.full((9,), total, dtype=torch.float64))
+        assert found.sequence.sum(1).mean().item() == pytest.approx(reading.sequence_shares[head])
+        assert not found.sequence.triu(1).any()
+        assert found.depth.sum(1).mean().item() == pytest.approx(reading.depth_shares[head])
+        assert found.depth[:, -1].mean().item() == pytest.approx(reading.shares[head][-1])
+
+
+def test_without_the_depth_a_map_is_the_attention_of_the_model():
+    model, (row,) = depth_model(kind="reused", acting=False), rows(9).rows
+    model.set_attn_implementation("eager")
+    weights = model(row[None], output_attentions=True).attentions
+    for head in range(4):
+        found = depth_map(model, row, 2, head)
+        torch.testing.assert_close(found.sequence, weights[2][0, head].detach())
+        assert not found.depth.any()
+
+
+def test_a_map_leaves_the_model_as_it_was():
+    model = depth_model().train()
+    depth_map(model, rows(9).rows[0], 1, 0)
+    assert model.training
+    assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
+
+
+def test_attention_whose_masks_do_not_tell_is_refused():
+    heads = SequenceHeads(None, None, "flex_attention", *[None] * 4, {})
+    with pytest.raises(
+        ValueError, match=r"attention 'flex_attention' has masks that do not say what each query reads; exp"
+    ):
+        heads.shares(0)
+
+
+def test_the_divisor_of_the_softmax_is_what_flex_attention_tells_and_nobody_else():
+    query, told = torch.zeros(1, 2, 3, 4), torch.ones(1, 2, 3)
+    flex = SequenceHeads(None, lambda *given: (None, told), "flex_attention", query, None, None, None, {})
+    assert torch.equal(flex.log_sum(), told)
+    flash = SequenceHeads(None, lambda *given: (None, told), "flash_attention_2", query, None, None, None, {})
+    with pytest.raises(
+        ValueError, match=r"attention 'flash_attention_2' on cpu does not tell by what its softmax divides"
+    ):
+        flash.log_sum()

@@ -8,12 +8,21 @@ from accelerate import Accelerator
 from accelerate.utils import TorchDynamoPlugin
 from analysis.memory_models import ENTRIES, enable_checkpointing, has_hooks, memories, memory_model
 from pairs import by_default
-from peft import LoraConfig, get_peft_model
-from tiny import FAMILIES, prompt, tiny_model
+from tiny import FAMILIES, prompt
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
-from midus_hf.analysis.slots.usage import MemoryUsage, Usage, record_usage, summarise
+from midus_hf.analysis.slots.usage import (
+    MemoryUsage,
+    Usage,
+    counted_types,
+    record_usage,
+    summarise,
+    types_whose_slots_add,
+    types_with_slots,
+)
 from midus_hf.analysis.watched_models import MemoryPlace
+from midus_hf.config.memory_types import MEMORY_TYPES
+from midus_hf.memory.registry import MEMORY_MODULES
 
 
 def read_inputs(model, tokens) -> dict[int, torch.Tensor]:
@@ -146,20 +155,6 @@ def test_a_compiled_model_is_counted_like_any_other(what):
     assert not has_hooks(model)
 
 
-def test_hooks_are_removed_when_the_work_fails():
-    model = memory_model("llama")
-    with pytest.raises(RuntimeError, match="stopped"), record_usage(model):
-        raise RuntimeError("stopped")
-    assert not has_hooks(model)
-
-
-def test_a_generated_token_counts_once(family):
-    model = memory_model(family)
-    with record_usage(model) as usage:
-        model.generate(prompt(length=5, batch=1), max_new_tokens=4, min_new_tokens=4, do_sample=False)
-    assert {int(counts.sum()) for counts in usage.counts.values()} == {(5 + 3) * 4 * 3}, "the last token is not read"
-
-
 def test_counts_can_start_again():
     model = memory_model("llama")
     with record_usage(model) as usage, torch.no_grad():
@@ -190,37 +185,12 @@ def test_two_recordings_at_a_time_do_not_disturb_each_other():
         assert torch.equal(counts, 2 * inner.counts[layer])
 
 
-def test_a_model_without_memory_is_refused():
-    with pytest.raises(
-        ValueError, match=r"this llama model has no memory that retrieves slots; expected an upscaled .* linear"
-    ):
-        with record_usage(tiny_model("llama")):
-            pass
-
-
-def test_offloaded_memory_is_refused():
+def test_a_wrapped_memory_is_known_by_its_layer_and_its_name():
     model = memory_model("llama")
-    memories(model)[3].to("meta")
-    with pytest.raises(ValueError, match=r"the memory of layer 3 is offloaded; expected its parameters on a device."):
-        with record_usage(model):
-            pass
-    assert not has_hooks(model)
-
-
-@pytest.mark.parametrize("wrapped", ["copied by PEFT", "checkpointed by torch"])
-def test_a_wrapped_memory_is_counted_once_by_its_layer_and_its_name(wrapped):
-    models = [memory_model("llama") for _ in range(2)]
-    if wrapped == "copied by PEFT":
-        lora = LoraConfig(r=2, target_modules=["q_proj"], modules_to_save=["memory"], task_type="CAUSAL_LM")
-        models[1] = get_peft_model(models[1], lora)
-    else:
-        models[1].model.layers[1] = checkpoint_wrapper(models[1].model.layers[1])
-    counts = []
-    for model in models:
-        with record_usage(model) as usage, torch.no_grad():
-            model(input_ids=prompt(), use_cache=False)
-        counts.append({str(place): of_memory.tolist() for place, of_memory in usage.counts.items()})
-    assert counts[0] == counts[1] and list(counts[0]) == ["1", "3"]
+    model.model.layers[1] = checkpoint_wrapper(model.model.layers[1])
+    with record_usage(model) as usage, torch.no_grad():
+        model(prompt(), use_cache=False)
+    assert list(map(str, usage.counts)) == ["1", "3"] and all(counts.any() for counts in usage.counts.values())
     assert str(MemoryPlace(3, "other")) == "3 other"
 
 
@@ -261,3 +231,20 @@ def test_what_is_read_between_training_steps_may_be_left_out():
             model.train()(prompt())
             counted.append({layer: counts.sum().item() for layer, counts in usage.counts.items()})
     assert counted[0] == {layer: 2 * count for layer, count in counted[1].items()}
+
+
+SLOT_TYPES = {"headwise", "linear", "product-key", "ultramem"}
+
+
+def test_chapters_and_fetched_blocks_are_counted_beside_slots():
+    ours = {name for name, options in MEMORY_TYPES.items() if options.__module__.startswith("midus_hf.config.")}
+    assert ours & set(types_with_slots()) == ours & set(types_whose_slots_add()) == SLOT_TYPES
+    assert ours & set(counted_types()) == ours - {"depth-attention"}
+
+
+def test_a_type_of_another_package_is_listed_where_it_belongs(monkeypatch):
+    monkeypatch.setitem(MEMORY_MODULES, "another", MEMORY_MODULES["linear"])
+    monkeypatch.setitem(MEMORY_MODULES, "mute", MEMORY_MODULES["depth-attention"])
+    for types in (counted_types(), types_with_slots(), types_whose_slots_add()):
+        assert "another" in types and "mute" not in types
+        assert types == sorted(types)
