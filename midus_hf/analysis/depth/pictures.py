@@ -1,7 +1,7 @@
 """Pictures of what heads read of the depth, as PNG. All of them need matplotlib."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 from midus_hf.analysis.depth.map import DepthMap
@@ -17,7 +17,7 @@ _BOUNDARY = {"color": "#d62728", "linestyle": "--", "linewidth": 1}
 _LEGEND = "seq: the sequence; 2a: what attention of layer 2 wrote; 2f: what was projected from the input of its feed-forward network"
 
 
-class _Part(NamedTuple):
+class Part(NamedTuple):
     """Part of a picture.
 
     Args:
@@ -29,45 +29,32 @@ class _Part(NamedTuple):
     draw: Callable[[Any], None]
 
 
-def draw_writers(readings: Sequence[DepthReading]) -> bytes:
-    """What each layer reads of each earlier one, the mean over heads: a map per kind of slot, a row per reader.
-
-    Args:
-        readings: From `depth_readings`.
-    """
-    return _png([_writers_part(readings)])
-
-
-def draw_heads(readings: Sequence[DepthReading]) -> bytes:
-    """What each head reads of the sequence and of each slot: a map per layer, a row per head.
-
-    Args:
-        readings: From `depth_readings`.
-    """
-    return _png([_heads_part(readings)])
-
-
-def draw_map(of_head: DepthMap) -> bytes:
-    """What each token reads of each key of the sequence and each slot, in one head.
-
-    Args:
-        of_head: From `depth_map`.
-    """
-    return _png([_map_part(of_head)])
-
-
-def draw_depth(readings: Sequence[DepthReading], of_head: DepthMap | None = None) -> bytes:
-    """All of these pictures, one below another.
+def depth_parts(readings: Sequence[DepthReading], of_head: DepthMap | None = None) -> dict[str, Part]:
+    """Return the parts of a picture of what is read of the depth, by what they show.
 
     Args:
         readings: From `depth_readings`.
         of_head: From `depth_map`. Default: none is drawn.
     """
-    parts = [_writers_part(readings), _heads_part(readings)]
-    return _png(parts if of_head is None else [*parts, _map_part(of_head)])
+    parts = {"Layers by layers": _writers_part(readings), "Heads by slots": _heads_part(readings)}
+    if of_head is not None:
+        parts[f"Layer {of_head.layer}, head {of_head.head}: tokens by keys and slots"] = _map_part(of_head)
+    return parts
 
 
-def _writers_part(readings: Sequence[DepthReading]) -> _Part:
+def draw_parts(parts: Iterable[Part]) -> bytes:
+    """Draw parts of a picture, one below another."""
+    parts = list(parts)
+    heights = [part.height for part in parts]
+    figure = new_figure(_WIDTH, sum(heights))
+    own_figures = figure.subfigures(len(parts), 1, squeeze=False, height_ratios=heights)[:, 0]
+    for part, own in zip(parts, own_figures, strict=True):
+        part.draw(own)
+    return as_png(figure)
+
+
+def _writers_part(readings: Sequence[DepthReading]) -> Part:
+    """What each layer reads of each earlier one, the mean over heads: a map per kind of slot, a row per reader."""
     slots = list(dict.fromkeys(slot for reading in readings for slot in reading.slots))
     by_source: dict[str, list[ReadSlot]] = {}
     for slot in slots:
@@ -90,10 +77,11 @@ def _writers_part(readings: Sequence[DepthReading]) -> _Part:
         panels[0].set_ylabel("read by layer")
         figure.colorbar(image, ax=list(panels), label="share of attention,\nmean over heads")
 
-    return _Part(1.6 + 0.2 * len(readings), draw)
+    return Part(1.6 + 0.2 * len(readings), draw)
 
 
-def _heads_part(readings: Sequence[DepthReading]) -> _Part:
+def _heads_part(readings: Sequence[DepthReading]) -> Part:
+    """What each head reads of the sequence and of each slot: a map per layer, a row per head."""
     lines = math.ceil(len(readings) / _COLUMNS)
 
     def draw(figure: Any) -> None:
@@ -113,10 +101,12 @@ def _heads_part(readings: Sequence[DepthReading]) -> _Part:
         figure.supxlabel(_LEGEND, fontsize="small")
         figure.colorbar(image, ax=panels, label="share of attention")
 
-    return _Part(0.3 + lines * (1.0 + 0.09 * len(readings[0].heads)), draw)
+    return Part(0.3 + lines * (1.0 + 0.09 * len(readings[0].heads)), draw)
 
 
-def _map_part(of_head: DepthMap) -> _Part:
+def _map_part(of_head: DepthMap) -> Part:
+    """What each token reads of each key of the sequence and each slot, in one head."""
+
     def draw(figure: Any) -> None:
         tokens, slots = of_head.depth.shape
         sequence, depth = figure.subplots(1, 2, sharey=True, width_ratios=[4, min(4.0, max(1.0, 4 * slots / tokens))])
@@ -131,7 +121,7 @@ def _map_part(of_head: DepthMap) -> _Part:
         depth.axvline(-0.5, **_BOUNDARY)
         figure.colorbar(image, ax=[sequence, depth], label="share of attention")
 
-    return _Part(6.0, draw)
+    return Part(6.0, draw)
 
 
 def _norm(most: float = 1) -> Any:
@@ -147,12 +137,3 @@ def _short(slot: ReadSlot) -> str:
 
 def _or_blank(share: float | None) -> float:
     return math.nan if share is None else share
-
-
-def _png(parts: Sequence[_Part]) -> bytes:
-    heights = [part.height for part in parts]
-    figure = new_figure(_WIDTH, sum(heights))
-    own_figures = figure.subfigures(len(parts), 1, squeeze=False, height_ratios=heights)[:, 0]
-    for part, own in zip(parts, own_figures, strict=True):
-        part.draw(own)
-    return as_png(figure)

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from midus_hf.analysis.depth.map import DepthMap
-from midus_hf.analysis.depth.pictures import draw_heads, draw_map, draw_writers
+from midus_hf.analysis.depth.pictures import depth_parts, draw_parts
 from midus_hf.analysis.depth.reading import DepthReading, WriterReading
 from midus_hf.analysis.page import write_page
 from midus_hf.analysis.table_of_words import TableOfWords
@@ -104,14 +104,6 @@ def write_depth_page(
     """
     text = report["text"]
     read = f"{report['model']} read {text['path']} ({text['tokens']:,} tokens, loss {text['loss']:.4f})."
-    pictures = {"Layers by layers": draw_writers(readings), "Heads by slots": draw_heads(readings)}
-    if of_head is not None:
-        pictures[f"Layer {of_head.layer}, head {of_head.head}: tokens by keys and slots"] = draw_map(of_head)
-    tables = [layers_table(readings), writers_table(found)]
-    write_page(
-        path,
-        "What heads read of the depth",
-        [read, _HOW_TO_READ],
-        [table for table in tables if table.rows],
-        pictures,
-    )
+    pictures = {shows: draw_parts([part]) for shows, part in depth_parts(readings, of_head).items()}
+    tables = [table for table in (layers_table(readings), writers_table(found)) if table.rows]
+    write_page(path, "What heads read of the depth", [read, _HOW_TO_READ], tables, pictures)

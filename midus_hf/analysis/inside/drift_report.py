@@ -151,17 +151,11 @@ def write_inside_page(
     what = f"{compared['model']} compared with {compared['base']}."
     paragraphs = [what, _OF_PARTS, _HOW_TO_READ, *([_OF_VALUES] if values else [])]
     tables = [drift_table(moved), layers_table(effects), moved_table(moved, tokenizer), *values, blocks_table(fetched)]
+    told = [table for table in tables if table.rows]
     pictures = {"Loss without each part": draw_layers(effects)}
     if fetched:
         pictures["How often blocks are fetched"] = draw_blocks(fetched)
-    write_page(
-        path,
-        "Inside what was added",
-        paragraphs,
-        [table for table in tables if table.rows],
-        pictures,
-        _passages(moved, tokenizer),
-    )
+    write_page(path, "Inside what was added", paragraphs, told, pictures, _passages(moved, tokenizer))
 
 
 def _passages(found: Sequence[TextDrift], tokenizer: PreTrainedTokenizerBase) -> dict[str, Sequence[ColouredToken]]:

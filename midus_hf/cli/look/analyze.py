@@ -93,8 +93,7 @@ def heads(
         with working():
             from tqdm import tqdm
 
-            from midus_hf.analysis.inside.head_importance import HeadImportance, head_importance
-            from midus_hf.analysis.task_answers import task_answers
+            from midus_hf.analysis.inside.head_importance import HeadImportance, head_importance, task_answers
             from midus_hf.evaluation.harness import Tasks
             from midus_hf.evaluation.quiet import quiet_libraries
 

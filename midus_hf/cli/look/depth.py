@@ -92,9 +92,9 @@ def midus_depth(
     }
     show_report(report, [layers_table(readings), writers_table(found, _MOST_WRITERS)], json_)
     if picture is not None:  # last, so that a picture that cannot be written costs nothing else
-        from midus_hf.analysis.depth.pictures import draw_depth
+        from midus_hf.analysis.depth.pictures import depth_parts, draw_parts
 
-        picture.write_bytes(draw_depth(readings, of_head))
+        picture.write_bytes(draw_parts(depth_parts(readings, of_head).values()))
     if page is not None:
         from midus_hf.analysis.depth.report import write_depth_page
 

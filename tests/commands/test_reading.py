@@ -1,0 +1,99 @@
+"""What every command that lets a model read texts refuses, in the same words, before it loads anything large."""
+
+import importlib.util
+import json
+
+import pytest
+from commands.command_lines import run_in_process
+
+READERS = {
+    "midus-usage": [],
+    "midus-depth": [],
+    "midus-chapters stats": [],
+    "midus-chapters ablate": [],
+    "midus-analyze layers": [],
+    "midus-analyze drift": [],
+    "midus-analyze values": ["--layer", "1"],
+    "midus-analyze blocks": ["--retriever", "tree"],
+    "midus-analyze page": ["--output", "a.html"],
+}
+"""Commands, and what else each needs."""
+ONE_TEXT = ("midus-usage", "midus-depth")
+FILES = {
+    "midus-usage --output": ".png, .svg, .pdf",
+    "midus-depth --picture": ".png",
+    "midus-depth --page": ".html",
+    "midus-analyze layers --picture": ".png",
+    "midus-analyze layers --csv": ".csv",
+    "midus-analyze drift --page": ".html",
+    "midus-analyze blocks --picture": ".png",
+    "midus-analyze blocks --csv": ".csv",
+    "midus-analyze page --output": ".html",
+}
+"""Options that name a file, and how it may end."""
+WITH_PICTURES = (
+    ("midus-usage --output", "output is a picture, which needs"),
+    ("midus-chapters stats --output", "output is a folder of pictures, which need"),
+    ("midus-chapters ablate --output", "output is a folder of pictures, which need"),
+    ("midus-depth --page", "page has pictures, which need"),
+    ("midus-analyze layers --picture", "picture has pictures, which need"),
+    ("midus-analyze page --output", "output has pictures, which need"),
+)
+
+
+@pytest.fixture
+def refused(tmp_path, monkeypatch, capsys):
+    """What a command says in one line that refuses options, of a model that is not there and of a text that is."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "text.jsonl").write_text(json.dumps({"text": "w3 w4 w5"}))
+
+    def of(reader: str, *options: str) -> str:
+        command, *verb = reader.split()
+        text = [] if "--text" in options else ["--text", "text.jsonl" if command in ONE_TEXT else "a=text.jsonl"]
+        words = [*verb, "absent/model", *text, *READERS[reader], "--device", "cpu", *options]
+        assert run_in_process(command, words, monkeypatch) == 2
+        out, err = capsys.readouterr()
+        assert out == "" and err.splitlines()[-1].startswith(f"{command}: ")
+        return err.splitlines()[-1].removeprefix(f"{command}: ")
+
+    return of
+
+
+@pytest.mark.parametrize("reader", READERS)
+def test_texts_and_models_that_cannot_be_read_are_refused(refused, reader):
+    if reader in ONE_TEXT:
+        assert refused(reader, "--text", "absent").startswith("text is 'absent', which does not exist; expected")
+    else:
+        assert refused(reader, "--text", "b=absent").startswith("text is 'absent', which does not exist; expected")
+        message = "text is 'a.txt'; expected NAME=PATH, such as code=code.jsonl."
+        assert refused(reader, "--text", "a.txt") == message
+        twice = refused(reader, "--text", "a=b", "--text", "a=c")
+        assert twice == "text 'a' is given twice; expected each name once."
+    if reader != "midus-usage":
+        assert refused(reader, "--limit", "0") == "limit is 0; expected at least 1."
+    if reader in ("midus-analyze drift", "midus-analyze page"):  # which look for the base of the model first
+        return
+    assert refused(reader).startswith("model is 'absent/model', which cannot be loaded on cpu")
+    assert refused(reader, "--device", "nowhere").startswith("device is 'nowhere', which cannot be used here (")
+    if reader != "midus-analyze blocks":
+        assert refused(reader, "--dtype", "int8") == "dtype is 'int8'; expected auto, float32, bfloat16 or float16."
+
+
+@pytest.mark.parametrize(("option", "suffixes"), FILES.items())
+def test_files_that_cannot_be_written_are_refused(refused, option, suffixes):
+    pytest.importorskip("matplotlib")
+    reader, _, name = option.rpartition(" ")
+    file = f"{name.removeprefix('--')} is "
+    assert refused(reader, name, "a.txt") == f"{file}'a.txt'; expected a file ending in {suffixes}."
+    absent = f"/absent/a{suffixes.split(',')[0]}"
+    message = f"{file}{absent!r}, in a folder that does not exist; create it first."
+    assert refused(reader, name, absent) == message
+
+
+@pytest.mark.parametrize(("option", "message"), WITH_PICTURES)
+def test_pictures_need_matplotlib(refused, option, message, monkeypatch):
+    find = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "matplotlib" else find(name))
+    reader, _, name = option.rpartition(" ")
+    file = "new" if "folder" in message else "a.html" if name == "--page" or reader.endswith("page") else "a.png"
+    assert refused(reader, name, file) == f"{message} matplotlib; install it with pip install 'midus-hf[report]'."
