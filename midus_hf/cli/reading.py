@@ -57,20 +57,21 @@ def sharing_options(command: Callable[..., None]) -> Callable[..., None]:
         command: A function as typer takes it, some of whose parameters are annotated with a dataclass such as `Reading`.
     """
     parameters: dict[str, inspect.Parameter] = {}
-    shared = {}
+    shared: dict[str, Any] = {}
     for name, parameter in inspect.signature(command).parameters.items():
-        if dataclasses.is_dataclass(parameter.annotation):
-            shared[name] = parameter.annotation
-            parameters |= inspect.signature(parameter.annotation).parameters
+        options: Any = parameter.annotation
+        if dataclasses.is_dataclass(options):
+            shared[name] = options
+            parameters |= inspect.signature(options).parameters
         else:
             parameters[name] = parameter
 
-    def with_groups(**options: Any) -> None:
+    def with_groups(**given: Any) -> None:
         groups = {
-            name: group(**{field.name: options.pop(field.name) for field in dataclasses.fields(group)})
+            name: group(**{field.name: given.pop(field.name) for field in dataclasses.fields(group)})
             for name, group in shared.items()
         }
-        command(**options, **groups)
+        command(**given, **groups)
 
     own = [parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY) for parameter in parameters.values()]
     with_groups.__name__, with_groups.__doc__ = command.__name__, command.__doc__

@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from analysis.upscaled_folders import saved_with_bank
 from models.hierarchical_models import hierarchical_model
-from retrieval.tiny_bert import WIDTH, save_tiny_bert
+from retrieval.tiny_bert import WIDTH
 from retrieval.trees import random_tree
 from tiny import save_tiny_model
 from training.tiny_run import tiny_tokenizer
@@ -138,10 +139,7 @@ def folders(tmp_path_factory):
     folder = tmp_path_factory.mktemp("folders")
     save_tiny_model("llama", folder / "base")
     tiny_tokenizer().save_pretrained(folder / "base")
-    options = {"sizes": [3, 2], "branching": 3}
-    upscale(base=folder / "base", method="hier-ffn", output=folder / "model", options=options, verify=False)
-    bert = save_tiny_bert(folder / "bert")
-    random_tree(3, 2, width=WIDTH, origin=TreeOrigin(embedding_model=str(bert))).save(folder / "tree")
+    saved_with_bank(folder / "base", folder)
     documents = [" ".join(f"w{(3 + 7 * i + 5 * word) % 55}" for word in range(10 + i)) for i in range(6)]
     lines = "".join(json.dumps({"text": document}) + "\n" for document in documents)
     (folder / "texts.jsonl").write_text(lines)

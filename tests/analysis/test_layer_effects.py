@@ -7,8 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from analysis.upscaled_folders import METHODS, acting, loaded, saved_pair
-from models.hierarchical_models import fill
+from analysis.upscaled_folders import METHODS, acting, loaded, saved_pair, saved_with_bank
 from peft import LoraConfig, get_peft_model
 from tiny import prompt, save_tiny_model, tiny_model
 from training.tiny_run import save_native
@@ -19,7 +18,6 @@ from midus_hf.analysis.inside.layer_effects import layer_effects
 from midus_hf.analysis.inside.layer_report import as_csv, as_json, draw_layers, layers_table
 from midus_hf.analysis.inside.loss_effects import effect_between
 from midus_hf.analysis.text_rows import TextRows, read_rows
-from midus_hf.banks.memory_bank import MemoryBank
 from upscalers.runs.upscale import upscale
 
 TEXT = TextRows("text", [prompt(20, 1)[0], prompt(14, 1, seed=2)[0], prompt(9, 1, seed=3)[0]], [0, 1, 2])
@@ -163,13 +161,7 @@ def test_layers_in_front_of_a_part_compute_once_and_losses_are_the_same_bits(fam
 
 def test_rows_fetch_by_the_path_of_their_document(tmp_path):
     base = save_tiny_model("llama", tmp_path / "base")
-    options = {"sizes": [3, 2], "branching": 3}
-    upscale(base=base, method="hier-ffn", output=tmp_path / "model", options=options, verify=False)
-    layout = loaded(tmp_path / "model").banks.of("hier-ffn").layout
-    bank = MemoryBank(tmp_path / "model" / "memory_bank" / "hier-ffn", layout, writable=True)
-    fill(bank)
-    bank.close()
-    model = loaded(tmp_path / "model")
+    model = loaded(saved_with_bank(base, tmp_path).model)
     paths = torch.tensor([[0, 1], [1, 4], [2, 6]])
     rows = replace(TEXT, paths=paths)
     found = layer_effects(model, [rows], batch_size=2)

@@ -1,13 +1,19 @@
 """Tiny checkpoints of the methods that add something, whose new parts act."""
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
+from models.hierarchical_models import fill
+from retrieval.tiny_bert import WIDTH, save_tiny_bert
+from retrieval.trees import random_tree
 from tiny import save_tiny_model
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from midus_hf.analysis.inside.added_parts import added_parts
+from midus_hf.banks.memory_bank import MemoryBank
+from midus_hf.retrieval.tree_files import TreeOrigin
 from upscalers.runs.upscale import upscale
 
 METHODS: dict[str, dict[str, Any]] = {
@@ -34,6 +40,20 @@ def saved_pair(family: str, method: str, folder: Path, **options: Any) -> tuple[
     given = {**METHODS[method], **options}
     upscale(base=base, method=method, output=folder / "model", options=given, verify=False)
     return base, folder / "model"
+
+
+def saved_with_bank(base: Path, folder: Path) -> SimpleNamespace:
+    """A `model` with a bank of 3 by 9 whose blocks act, made of a base, and a `tree` for it, by which a tiny `bert` finds paths."""
+    saved = SimpleNamespace(model=folder / "model", tree=folder / "tree", bert=save_tiny_bert(folder / "bert"))
+    options = {"sizes": [3, 2], "branching": 3}
+    upscale(base=base, method="hier-ffn", output=saved.model, options=options, verify=False)
+    bank = MemoryBank(
+        saved.model / "memory_bank" / "hier-ffn", loaded(saved.model).banks.of("hier-ffn").layout, writable=True
+    )
+    fill(bank)
+    bank.close()
+    random_tree(3, 2, width=WIDTH, origin=TreeOrigin(embedding_model=str(saved.bert))).save(saved.tree)
+    return saved
 
 
 def loaded(folder: Path) -> PreTrainedModel:

@@ -6,18 +6,12 @@ from types import SimpleNamespace
 
 import pytest
 from analysis.memory_models import write_text
-from analysis.upscaled_folders import acting, loaded, saved_pair
-from models.hierarchical_models import fill
-from retrieval.tiny_bert import WIDTH, save_tiny_bert
-from retrieval.trees import random_tree
+from analysis.upscaled_folders import acting, loaded, saved_pair, saved_with_bank
 from tiny import save_tiny_model
 from training.tiny_run import letter_tokenizer, tiny_tokenizer
 
-from midus_hf.banks.memory_bank import MemoryBank
 from midus_hf.cli.look import analyze
 from midus_hf.retrieval.memory_retriever import MemoryRetriever
-from midus_hf.retrieval.tree_files import TreeOrigin
-from upscalers.runs.upscale import upscale
 
 QUESTIONS = [
     {"question": "w5 w6", "choices": ["w9 w10", "w11"], "gold": 1},
@@ -125,17 +119,7 @@ def test_how_far_predictions_moved_is_told_of_a_base_within_and_of_another(run, 
 
 @pytest.fixture(scope="module")
 def with_bank(tmp_path_factory, upscaled):
-    """A model with a bank of 3 by 9 whose blocks act, and a tree for it."""
-    folder = tmp_path_factory.mktemp("bank")
-    options = {"sizes": [3, 2], "branching": 3}
-    upscale(base=upscaled.base, method="hier-ffn", output=folder / "model", options=options, verify=False)
-    layout = loaded(folder / "model").banks.of("hier-ffn").layout
-    bank = MemoryBank(folder / "model" / "memory_bank" / "hier-ffn", layout, writable=True)
-    fill(bank)
-    bank.close()
-    bert = save_tiny_bert(folder / "bert")
-    random_tree(3, 2, width=WIDTH, origin=TreeOrigin(embedding_model=str(bert))).save(folder / "tree")
-    return SimpleNamespace(model=folder / "model", tree=folder / "tree")
+    return saved_with_bank(upscaled.base, tmp_path_factory.mktemp("bank"))
 
 
 def test_texts_fetch_by_a_retriever(run, with_bank, text):
@@ -170,20 +154,6 @@ def test_which_blocks_texts_fetch_is_told_and_drawn_without_reading_them(run, wi
     assert (tmp_path / "blocks.png").read_bytes().startswith(b"\x89PNG")
     assert (tmp_path / "blocks.csv").read_text().count("\n") == 1 + 2 * 12
     assert "never fetched" in run(*words).out
-
-
-def test_blocks_are_told_by_a_tree_of_the_shape_of_the_bank_alone(run, with_bank, text, tmp_path):
-    bert = TreeOrigin(embedding_model=str(with_bank.tree.parent / "bert"))
-    random_tree(2, 2, width=WIDTH, origin=bert).save(tmp_path / "tree")
-    done = run("blocks", with_bank.model, "--text", text, "--retriever", tmp_path / "tree")
-    assert (
-        done.status == 2
-        and (
-            "memory 'hier-ffn' fetches blocks by a tree of 2 levels of 3, and the retriever has 2 levels of 2; expected the "
-            "tree that the bank was trained with."
-        )
-        in done.err
-    )
 
 
 def test_a_page_tells_which_blocks_were_fetched(run, with_bank, text, tmp_path):

@@ -365,11 +365,17 @@ def _load_with_base(
     """
     if base == "self":
         _check_base_within(model)
-    from midus_hf.analysis.inside.drift import base_within
+    from midus_hf.analysis.inside.drift import base_within, other_base
 
     loaded, tokenizer = loading.load(model)
-    of_base = base_within(loaded) if base == "self" else _load_other(base, loaded, tokenizer, loading)
-    return loaded, tokenizer, of_base
+    if base == "self":
+        return loaded, tokenizer, base_within(loaded)
+    other, of_other = loading.load(base, "base")
+    if of_other.get_vocab() != tokenizer.get_vocab():
+        raise ValueError(
+            f"base is {base!r}, whose tokenizer has other tokens than the model's; expected one tokenizer."
+        )
+    return loaded, tokenizer, other_base(loaded, other)
 
 
 def _in_words(base: str) -> str:
@@ -399,24 +405,6 @@ def _check_base_within(model: str) -> None:
         raise ValueError(
             f"base is 'self', but the base's weights in {model!r} {why}; expected the base itself. Give its folder as base."
         )
-
-
-def _load_other(
-    name: str, model: "PreTrainedModel", tokenizer: "PreTrainedTokenizerBase", loading: Loading
-) -> "LogitsOfBase":
-    """The base as a model of its own, of the same tokens.
-
-    Raises:
-        ValueError: If it cannot be loaded, or reads text as other tokens.
-    """
-    from midus_hf.analysis.inside.drift import other_base
-
-    base, of_base = loading.load(name, "base")
-    if of_base.get_vocab() != tokenizer.get_vocab():
-        raise ValueError(
-            f"base is {name!r}, whose tokenizer has other tokens than the model's; expected one tokenizer."
-        )
-    return other_base(model, base)
 
 
 def _uncounted(of_base: "LogitsOfBase", usage: "Usage") -> "LogitsOfBase":

@@ -2,7 +2,7 @@
 
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
@@ -18,9 +18,6 @@ from midus_hf.cli.reading import (
     token_bar,
     working,
 )
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
 
 app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
 
@@ -72,9 +69,12 @@ def midus_depth(
         from midus_hf.analysis.depth.reading import depth_readings, writers
         from midus_hf.analysis.depth.records import record_depth
         from midus_hf.analysis.text_rows import read_texts
+        from upscalers.chapters.numbers import parse_numbers
 
         loaded, tokenizer = loading.load(model)
-        of_layers, of_heads = _numbers(loaded, layers, heads)
+        config = loaded.config.get_text_config()
+        of_layers = None if layers is None else parse_numbers(layers, config.num_hidden_layers, "layers")
+        of_heads = None if heads is None else parse_numbers(heads, config.num_attention_heads, "heads")
         readers_of_depth(loaded, memory, of_layers)
         (rows,) = reading.rows(loaded, tokenizer, {text: documents})
         of_head = None if place is None else depth_map(loaded, rows.rows[0], *place, memory)
@@ -109,19 +109,6 @@ def _place(given: str | None) -> tuple[int, int] | None:
     if not (colon and layer.isdecimal() and head.isdecimal()):
         raise ValueError(f"map is {given!r}; expected LAYER:HEAD, such as 3:0.")
     return int(layer), int(head)
-
-
-def _numbers(
-    model: "PreTrainedModel", layers: str | None, heads: str | None
-) -> tuple[tuple[int, ...] | None, tuple[int, ...] | None]:
-    """The layers and heads that are meant; None for all of them."""
-    from upscalers.chapters.numbers import parse_numbers
-
-    config = model.config.get_text_config()
-    return (
-        None if layers is None else parse_numbers(layers, config.num_hidden_layers, "layers"),
-        None if heads is None else parse_numbers(heads, config.num_attention_heads, "heads"),
-    )
 
 
 def main() -> None:
