@@ -59,10 +59,9 @@ def sharing_options(command: Callable[..., None]) -> Callable[..., None]:
     parameters: dict[str, inspect.Parameter] = {}
     shared: dict[str, Any] = {}
     for name, parameter in inspect.signature(command).parameters.items():
-        options: Any = parameter.annotation
-        if dataclasses.is_dataclass(options):
-            shared[name] = options
-            parameters |= inspect.signature(options).parameters
+        if dataclasses.is_dataclass(parameter.annotation):
+            shared[name] = parameter.annotation
+            parameters |= inspect.signature(shared[name]).parameters
         else:
             parameters[name] = parameter
 
