@@ -81,6 +81,9 @@ def test_whole_periods_keep_every_phase_in_even_groups_the_last_of_which_ends_th
         ):
             place("whole-periods", num_layers, period, period)
         return
+    refused = data.draw(st.integers(1, 60).filter(lambda number: number % period or number > most * period))
+    with pytest.raises(RequestError, match=rf"needs a multiple of {period}, .*, up to {most * period}\. Choose "):
+        place("whole-periods", num_layers, refused, period)
     groups = data.draw(st.integers(1, most))
     indices = place("whole-periods", num_layers, groups * period, period)
     plan = insertion_plan(num_layers, indices, period)
