@@ -11,8 +11,8 @@ from transformers import AutoConfig
 from midus_hf.carried.module import write_code
 from midus_hf.files.checkpoint_files import RUN_CONFIG, RUN_LOG
 from midus_hf.files.ownership import check_replaceable, foreign_files, is_replaceable
-from tests.upscalers.checkpoints import SMALL, file_digests, load, save_base, unverified
-from tests.upscalers.dense.requests import REQUESTS
+from tests.upscalers.checkpoints import file_digests, load, save_base, unverified
+from tests.upscalers.methods import KINDS
 from tests.upscalers.test_provenance import tokenizer
 from upscalers.request.errors import RequestError
 from upscalers.runs.output_folder import REPLACING, OutputFolder
@@ -150,7 +150,7 @@ def test_a_model_that_was_saved_again_or_downloaded_is_replaced(replacing, base,
     assert not (output / ".cache").exists() and not (output / RUN_LOG).exists()
 
 
-@pytest.mark.parametrize("method", [*SMALL, *REQUESTS])
+@pytest.mark.parametrize("method", ["midus-hml", "llama-pro"])
 def test_every_output_may_be_replaced_with_all_that_travels_with_it(method, tmp_path):
     base = save_base(tmp_path / "base", max_shard_size="30KB")
     words = tokenizer()
@@ -158,10 +158,7 @@ def test_every_output_may_be_replaced_with_all_that_travels_with_it(method, tmp_
     words.save_pretrained(base)
     for name in ("LICENSE", "NOTICE.txt", "USE_POLICY.md"):
         (base / name).write_text("terms")
-    request = REQUESTS.get(method, {"options": SMALL.get(method)})
-    upscale(
-        base=base, method=method, output=tmp_path / "out", **{**request, "verify": False, "max_shard_size": "30KB"}
-    )
+    upscale(base=base, output=tmp_path / "out", verify=False, max_shard_size="30KB", **KINDS[method])
     strip(tmp_path / "out", tmp_path / "stripped")
     assert (tmp_path / "out" / "additional_chat_templates" / "tool_use.jinja").is_file()
     for output in (tmp_path / "out", tmp_path / "stripped"):
