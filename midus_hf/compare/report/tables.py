@@ -1,6 +1,6 @@
 """Findings as tables of words."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -81,9 +81,9 @@ def controls_table(found: Findings) -> TableOfWords:
     return TableOfWords("Memories beside their null controls", head, rows)
 
 
-def failures_table(found: Findings) -> TableOfWords:
-    """What failed."""
-    return TableOfWords("Failed", ["run", "why"], [[name, why] for name, why in found.failures.items()])
+def failures_table(failures: Mapping[str, str]) -> TableOfWords:
+    """What failed, by its name, and why."""
+    return TableOfWords("Failed", ["run", "why"], [[name, why] for name, why in failures.items()])
 
 
 def tables(found: Findings) -> list[TableOfWords]:
@@ -95,7 +95,7 @@ def tables(found: Findings) -> list[TableOfWords]:
     all_tables = [arms_table(found)]
     if found.compares_forgetting:
         all_tables.append(equal_learning_table(found))
-    all_tables += [tuned_table(found), controls_table(found), failures_table(found)]
+    all_tables += [tuned_table(found), controls_table(found), failures_table(found.failures)]
     return [table for table in all_tables if table.rows]
 
 

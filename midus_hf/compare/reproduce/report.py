@@ -6,7 +6,7 @@ from typing import Any
 
 from midus_hf.analysis.page import write_page
 from midus_hf.analysis.table_of_words import TableOfWords
-from midus_hf.compare.report.tables import as_markdown
+from midus_hf.compare.report.tables import as_markdown, failures_table
 from midus_hf.compare.report.words import with_spread
 from midus_hf.compare.reproduce.options import Stage
 from midus_hf.compare.reproduce.table import AVERAGE, Table, arm_name
@@ -93,7 +93,7 @@ def write_table(
     title = f"{table.paper}, table {table.name}, at the scale {table.scale_name}"
     tables = [stage_table(table, stage, results, failures) for stage in table.options.stages]
     if failures:
-        tables.append(TableOfWords("Failed", ["run", "why"], [[name, why] for name, why in failures.items()]))
+        tables.append(failures_table(failures))
     words = [f"{table.options.title}. {table.scale.needs}", *_left_out(table)]
     markdown, page = root / "table.md", root / "table.html"
     markdown.write_text("\n\n".join([f"# {title}", *words, *map(as_markdown, tables)]) + "\n", encoding="utf-8")
