@@ -120,28 +120,28 @@ def test_a_source_that_no_fact_is_about_stays_as_it_is():
     assert specialise(source, FACTS) == source
 
 
-def test_comments_stay_with_the_statements_that_stay_and_go_with_those_that_go():
-    source = """
-    def function(x):
-        # Why this is done at all.
-        if YES:
-            # Why it is done so.
-            first()  # for now
-            # What comes then.
-            second()
-        # Never done.
-        if NO:
-            # Nor this.
-            third()
-        # Done otherwise.
-        if NO:
-            fourth()
-        else:
-            # Why else.
-            fifth()
-        return x
-    """
-    assert specialised(source) == dedent(
+WHOLE = {
+    "comments stay with the statements that stay and go with those that go": (
+        """
+        def function(x):
+            # Why this is done at all.
+            if YES:
+                # Why it is done so.
+                first()  # for now
+                # What comes then.
+                second()
+            # Never done.
+            if NO:
+                # Nor this.
+                third()
+            # Done otherwise.
+            if NO:
+                fourth()
+            else:
+                # Why else.
+                fifth()
+            return x
+        """,
         """
         def function(x):
             # Why this is done at all.
@@ -153,60 +153,49 @@ def test_comments_stay_with_the_statements_that_stay_and_go_with_those_that_go()
             # Why else.
             fifth()
             return x
+        """,
+    ),
+    "branches within branches are resolved as well": (
         """
-    )
-
-
-def test_branches_within_branches_are_resolved_as_well():
-    source = """
-    def function(x):
-        for each in x:
-            if YES:
-                if x:
-                    if NO:
-                        a()
-                    elif YES:
-                        with b():
-                            if YES:
-                                c()
-                    else:
-                        d()
-            else:
-                e()
-    """
-    assert specialised(source) == dedent(
+        def function(x):
+            for each in x:
+                if YES:
+                    if x:
+                        if NO:
+                            a()
+                        elif YES:
+                            with b():
+                                if YES:
+                                    c()
+                        else:
+                            d()
+                else:
+                    e()
+        """,
         """
         def function(x):
             for each in x:
                 if x:
                     with b():
                         c()
+        """,
+    ),
+    "what stands behind a return goes": (
         """
-    )
-
-
-@pytest.mark.parametrize("head", ["def function(x):", "for each in x:", "with x:", "if x:", "class Some:"])
-def test_a_block_that_loses_all_it_has_says_pass(head):
-    assert specialised(f"{head}\n    # Never.\n    if NO:\n        f()\n") == f"{head}\n    pass\n"
-
-
-def test_what_stands_behind_a_return_goes():
-    source = """
-    def function(x):
-        if x:
-            if YES:
-                raise ValueError(x)
-            f()
-        if self.options.routing == "chunk":
-            return (
-                g(x)
-            )
-        # The other way.
-        for each in x:
-            h(each)
-        return None
-    """
-    assert specialised(source) == dedent(
+        def function(x):
+            if x:
+                if YES:
+                    raise ValueError(x)
+                f()
+            if self.options.routing == "chunk":
+                return (
+                    g(x)
+                )
+            # The other way.
+            for each in x:
+                h(each)
+            return None
+        """,
         """
         def function(x):
             if x:
@@ -214,27 +203,24 @@ def test_what_stands_behind_a_return_goes():
             return (
                 g(x)
             )
+        """,
+    ),
+    "local variables that nothing reads any more go": (
         """
-    )
+        LIMIT = 3
 
-
-def test_local_variables_that_nothing_reads_any_more_go():
-    source = """
-    LIMIT = 3
-
-    def function(x):
-        # How wide it is.
-        width = x.width
-        height: int = x.height
-        called = f(x)
-        global counted
-        counted = x
-        if NO:
-            g(width, height, called)
-        kept = x
-        return lambda: kept
-    """
-    assert specialised(source) == dedent(
+        def function(x):
+            # How wide it is.
+            width = x.width
+            height: int = x.height
+            called = f(x)
+            global counted
+            counted = x
+            if NO:
+                g(width, height, called)
+            kept = x
+            return lambda: kept
+        """,
         """
         LIMIT = 3
 
@@ -244,8 +230,60 @@ def test_local_variables_that_nothing_reads_any_more_go():
             counted = x
             kept = x
             return lambda: kept
+        """,
+    ),
+    "a branch in the line of its test is put into a line of its own": (
         """
-    )
+        def function(x):
+            if YES: first(); second()
+            if x: third()
+            elif YES: fourth()
+            if NO: fifth()
+            else: sixth()  # at last
+        """,
+        """
+        def function(x):
+            first(); second()
+            if x: third()
+            else:
+                fourth()
+            sixth()  # at last
+        """,
+    ),
+    "a block of which several statements go keeps what is left": (
+        """
+        def function(x):
+            if x:
+                unread = 1
+                if NO:
+                    f()
+            else:
+                if NO:
+                    g()
+                also_unread = 2
+                # It stays.
+                h()
+        """,
+        """
+        def function(x):
+            if x:
+                pass
+            else:
+                # It stays.
+                h()
+        """,
+    ),
+}
+
+
+@pytest.mark.parametrize(("source", "expected"), WHOLE.values(), ids=list(WHOLE))
+def test_of_whole_functions_what_may_still_run_stays(source, expected):
+    assert specialised(source) == dedent(expected)
+
+
+@pytest.mark.parametrize("head", ["def function(x):", "for each in x:", "with x:", "if x:", "class Some:"])
+def test_a_block_that_loses_all_it_has_says_pass(head):
+    assert specialised(f"{head}\n    # Never.\n    if NO:\n        f()\n") == f"{head}\n    pass\n"
 
 
 def test_text_that_is_not_ascii_is_cut_where_it_should():
@@ -296,53 +334,6 @@ def test_of_docstrings_the_sections_stay_that_tell_shapes():
             """Return another."""
             return b
         '''
-    )
-
-
-def test_a_branch_in_the_line_of_its_test_is_put_into_a_line_of_its_own():
-    source = """
-    def function(x):
-        if YES: first(); second()
-        if x: third()
-        elif YES: fourth()
-        if NO: fifth()
-        else: sixth()  # at last
-    """
-    assert specialised(source) == dedent(
-        """
-        def function(x):
-            first(); second()
-            if x: third()
-            else:
-                fourth()
-            sixth()  # at last
-        """
-    )
-
-
-def test_a_block_of_which_several_statements_go_keeps_what_is_left():
-    source = """
-    def function(x):
-        if x:
-            unread = 1
-            if NO:
-                f()
-        else:
-            if NO:
-                g()
-            also_unread = 2
-            # It stays.
-            h()
-    """
-    assert specialised(source) == dedent(
-        """
-        def function(x):
-            if x:
-                pass
-            else:
-                # It stays.
-                h()
-        """
     )
 
 
