@@ -19,3 +19,17 @@ def bank(folder):
         opened.write(level, index, record_of(opened.layout, level, index))
     yield opened
     opened.close()
+
+
+@pytest.fixture
+def opened():
+    """Opens banks, and closes them."""
+    banks = []
+
+    def open_one(folder, layout=None, **options):
+        banks.append(MemoryBank(folder, layout or layout_of(), **options))
+        return banks[-1]
+
+    yield open_one
+    for bank in banks:
+        bank.close()

@@ -8,26 +8,24 @@ import torch
 from banks.small_bank import LAYERS, LLAMA_1B, layout_of, made, on_disk, record_of
 from models.fresh_process import run_python
 
-from midus_hf.banks import MemoryBank
 from midus_hf.banks.level_file import BankError
 from midus_hf.banks.memory_bank import create_bank
 from midus_hf.config.memories.hierarchical import HierFFNOptions, HierKVOptions, HierLoraVOOptions
 
 
-def test_a_bank_of_fourteen_billion_parameters_takes_nothing_and_opens_at_once(tmp_path):
+def test_a_bank_of_fourteen_billion_parameters_takes_nothing_and_opens_at_once(tmp_path, opened):
     """Llama-3.2-1B with (768, 256, 16, 0): table 2 of the paper."""
     layout = layout_of(HierFFNOptions(sizes=[768, 256, 16, 0]), LLAMA_1B, tuple(range(16)))
     assert layout.fetched == 102_236_160 and layout.bank == 14_092_861_440
     started = time.perf_counter()
     create_bank(tmp_path / "bank", layout, torch.bfloat16, 0)
-    bank = MemoryBank(tmp_path / "bank", layout)
+    bank = opened(tmp_path / "bank", layout)
     assert time.perf_counter() - started < 1
     files = {path.name: path for path in (tmp_path / "bank").iterdir()}
     assert files.keys() == {"bank.json", "level-1.safetensors", "level-2.safetensors", "level-3.safetensors"}
     assert sum(path.stat().st_size for path in files.values()) > 2 * layout.bank
     assert on_disk(tmp_path / "bank") < 2**17
     assert [bank.written(level) for level in (1, 2, 3)] == [[], [], []]
-    bank.close()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -40,10 +38,10 @@ def test_a_bank_of_fourteen_billion_parameters_takes_nothing_and_opens_at_once(t
     ],
     ids=lambda options: options.type,
 )
-def test_blocks_start_as_appendix_i_says(options, dtype, tmp_path):
+def test_blocks_start_as_appendix_i_says(options, dtype, tmp_path, opened):
     """One factor of each product is zero, the other random: truncated normal, or Kaiming's uniform for low-rank factors."""
     layout = layout_of(options)
-    bank = MemoryBank(made(tmp_path / "bank", layout, dtype), layout)
+    bank = opened(made(tmp_path / "bank", layout, dtype), layout)
     assert bank.dtype == dtype
     for level, index in ((1, 0), (1, 3), (2, 8)):  # 3 is the generic memory's
         record = bank.block(level, index)
@@ -60,13 +58,12 @@ def test_blocks_start_as_appendix_i_says(options, dtype, tmp_path):
                 assert part.abs().max() <= 0.0401 and 0.03 < part.abs().max()
                 assert part.std().item() == pytest.approx(0.02 * 0.8796, rel=0.15)  # cut off at two deviations
                 assert abs(part.mean().item()) < 0.003
-    bank.close()
 
 
-def test_blocks_that_were_never_written_are_the_same_in_any_order_and_process(folder, tmp_path):
+def test_blocks_that_were_never_written_are_the_same_in_any_order_and_process(folder, tmp_path, opened):
     layout = layout_of()
     keys = [(level, index) for level in layout.levels for index in range(layout.num_records(level))]
-    first, second = MemoryBank(folder, layout), MemoryBank(folder, layout, cache_bytes=0)
+    first, second = opened(folder), opened(folder, cache_bytes=0)
     torch.manual_seed(1)
     blocks = {key: first.block(*key).clone() for key in keys}
     torch.manual_seed(2)
@@ -91,27 +88,23 @@ torch.save({key: bank.block(*key).clone() for key in [(3, 64), (1, 0), (3, 7)]},
     )
     for key, block in torch.load(tmp_path / "blocks.pt").items():
         assert torch.equal(block, blocks[key])
-    other = MemoryBank(made(tmp_path / "other", seed=6), layout)
+    other = opened(made(tmp_path / "other", seed=6), layout)
     assert not torch.equal(other.block(1, 0), blocks[1, 0])
-    for opened in (first, second, other):
-        opened.close()
 
 
-def test_what_was_written_is_read_by_whoever_opens_it(bank, folder):
-    reader = MemoryBank(folder, bank.layout)
+def test_what_was_written_is_read_by_whoever_opens_it(bank, folder, opened):
+    reader = opened(folder)
     for level, index in ((1, 1), (3, 5), (3, 64)):
         assert torch.equal(reader.block(level, index), record_of(bank.layout, level, index))
     assert reader.written(1) == [1] and reader.written(3) == [5, 64]
     bank.write(1, 1, record_of(bank.layout, 1, 9))
     assert torch.equal(bank.block(1, 1), record_of(bank.layout, 1, 9))
-    fresh = MemoryBank(folder, bank.layout)
+    fresh = opened(folder)
     start = fresh.block(1, 0).clone()
     assert torch.equal(fresh.block(1, 1), record_of(bank.layout, 1, 9))
     bank.write(1, 0, torch.ones(bank.layout.record_numel(1)))
     bank.forget(1, 0)
     assert torch.equal(bank.block(1, 0), start) and bank.written(1) == [1]
-    for opened in (reader, fresh):
-        opened.close()
 
 
 def test_each_row_gets_the_block_of_its_node_of_each_level(bank):
@@ -144,10 +137,10 @@ def test_rows_of_one_path_share_one_block(bank):
     assert all(blocks.tolist() == [0, 0, 0] for blocks in fetched.blocks.values())
 
 
-def test_blocks_read_last_are_kept_as_many_as_there_is_room_for(folder, monkeypatch):
+def test_blocks_read_last_are_kept_as_many_as_there_is_room_for(folder, monkeypatch, opened):
     layout = layout_of()
     size = 4 * layout.record_numel(3)
-    bank = MemoryBank(folder, layout, cache_bytes=3 * size)
+    bank = opened(folder, cache_bytes=3 * size)
     read = []
     file = bank._files[3]
     monkeypatch.setattr(
@@ -158,16 +151,14 @@ def test_blocks_read_last_are_kept_as_many_as_there_is_room_for(folder, monkeypa
     assert read == [0, 1, 2, 3, 1]  # 3 took the place of 1, not of 0, which was read since; 1 that of 3
     assert bank.statistics()["memory"].held_bytes == 3 * size
     assert [bank.keeps(3, index) for index in range(4)] == [True, True, True, False]
-    bank.close()
-    tiny = MemoryBank(folder, layout, cache_bytes=size - 1)
+    tiny = opened(folder, cache_bytes=size - 1)
     for index in range(4):
         tiny.block(3, index)
     assert tiny.statistics()["memory"].held_bytes == 0 and not tiny.keeps(3, 3)
-    tiny.close()
 
 
-def test_what_is_written_leaves_no_stale_copy_and_the_count_of_bytes_holds(folder):
-    bank = MemoryBank(folder, layout_of(), writable=True)
+def test_what_is_written_leaves_no_stale_copy_and_the_count_of_bytes_holds(folder, opened):
+    bank = opened(folder, writable=True)
     for level, index in ((1, 0), (3, 0), (1, 0)):
         bank.block(level, index)
         bank.write(level, index, torch.ones(bank.layout.record_numel(level)))
@@ -177,7 +168,6 @@ def test_what_is_written_leaves_no_stale_copy_and_the_count_of_bytes_holds(folde
         assert bank.statistics()["memory"].held_bytes == 4 * sum(
             bank.layout.record_numel(level) for level in (1, 3) if bank.keeps(level, 0)
         )
-    bank.close()
 
 
 def test_the_latest_fetch_serves_again_until_a_block_changes(bank):
@@ -215,27 +205,25 @@ def test_a_leaf_has_the_nodes_on_the_way_to_it():
 
 
 @pytest.mark.parametrize("way", ["fetch", "ahead", "save", "list"])
-def test_a_bank_whose_page_of_checksums_was_lost_is_refused_by_name(way, bank, folder, tmp_path):
+def test_a_bank_whose_page_of_checksums_was_lost_is_refused_by_name(way, bank, folder, tmp_path, opened):
     """Zeros never mean that blocks were not written: these would vanish without a word."""
     path = folder / "level-3.safetensors"
     with path.open("r+b") as file:
         file.seek(8 + int.from_bytes(file.read(8), "little"))
         file.write(bytes(4 * bank.layout.num_records(3)))
-    ids, reader = torch.tensor([[0, 1, 5]]), MemoryBank(folder, bank.layout)
+    ids, reader = torch.tensor([[0, 1, 5]]), opened(folder)
     if way == "ahead":
         reader.read_ahead([(3, 5)])  # what is wrong is said when the block is fetched
     act = {"save": lambda: reader.save(tmp_path / "copy"), "list": lambda: reader.written(3)}
     with pytest.raises(BankError, match=rf"block {0 if way in act else 5} of bank file {path} has lost its checksum"):
         act.get(way, lambda: reader.fetch(ids))()
     assert torch.equal(reader.block(1, 1), record_of(bank.layout, 1, 1))
-    reader.close()
 
 
-def test_a_block_that_was_deleted_is_known_as_deleted_in_copies_too(bank, tmp_path):
+def test_a_block_that_was_deleted_is_known_as_deleted_in_copies_too(bank, tmp_path, opened):
     bank.forget(3, 5)
     bank.save(tmp_path / "copy")
-    copy = MemoryBank(tmp_path / "copy", bank.layout)
+    copy = opened(tmp_path / "copy", bank.layout)
     assert copy.deleted(3) == [5] and copy.written(3) == [64] and copy.deleted(1) == []
     assert torch.equal(copy.block(3, 5), bank.block(3, 5))
     assert not torch.equal(copy.block(3, 5), record_of(bank.layout, 3, 5))
-    copy.close()

@@ -9,7 +9,8 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
-from banks.test_tiers import IDS, LARGE, LAYOUT, SMALL, TIERED, ids_of_tiers, made, same
+from banks.small_bank import filled, flip, open_files, same
+from banks.test_tiers import IDS, LARGE, LAYOUT, SMALL, TIERED, ids_of_tiers
 from models.fresh_process import run_python
 
 from midus_hf.banks import MemoryBank, record_read
@@ -27,7 +28,7 @@ def folder(tmp_path, request, monkeypatch):
     """A bank whose blocks are read at once, or in many pieces."""
     if request.param:
         monkeypatch.setattr(record_read, "_PIECE", request.param)
-    return made(tmp_path / "bank")
+    return filled(tmp_path / "bank")
 
 
 @pytest.fixture
@@ -72,8 +73,8 @@ def no_thread_is_left():
     eventually(lambda: not bank_threads())
 
 
-def test_it_returns_at_once_and_the_fetch_waits_for_what_is_under_way(folder, gate):
-    bank, plain = MemoryBank(folder, LAYOUT), MemoryBank(folder, LAYOUT)
+def test_it_returns_at_once_and_the_fetch_waits_for_what_is_under_way(folder, gate, opened):
+    bank, plain = opened(folder), opened(folder)
     bank.prefetch(ONE)
     eventually(lambda: gate.reading)
     bank.prefetch(ONE)
@@ -86,51 +87,44 @@ def test_it_returns_at_once_and_the_fetch_waits_for_what_is_under_way(folder, ga
     counts = bank.statistics()["memory"]
     assert (counts.hits, counts.misses, counts.ahead, counts.read_bytes) == (0, 2, 2, LARGE + SMALL)
     assert same(fetched, plain.fetch(ONE)) and len(bank._under_way) == 0
-    for opened in (bank, plain):
-        opened.close()
 
 
 @pytest.mark.parametrize("levels", TIERED, ids=ids_of_tiers)
-def test_what_was_read_ahead_is_what_a_fetch_reads(levels, folder):
+def test_what_was_read_ahead_is_what_a_fetch_reads(levels, folder, opened):
     """Blocks that were never written as well, and those of other rows and of other tiers."""
-    bank, plain = MemoryBank(folder, LAYOUT, tiers={"levels": levels}), MemoryBank(folder, LAYOUT)
+    bank, plain = opened(folder, tiers={"levels": levels}), opened(folder)
     bank.prefetch(IDS)
     for ids, ahead in ((IDS[3:], 2), (IDS, 7)):
         assert same(bank.fetch(ids), plain.fetch(ids))
         assert sum(counts.ahead for counts in bank.statistics().values()) == ahead
-    for opened in (bank, plain):
-        opened.close()
 
 
-def test_blocks_that_are_kept_are_not_read_ahead(folder, gate):
+def test_blocks_that_are_kept_are_not_read_ahead(folder, gate, opened):
     gate.set()
-    bank = MemoryBank(folder, LAYOUT)
+    bank = opened(folder)
     bank.fetch(ONE)
     count = len(gate.reading)
     bank.prefetch(ONE)
     bank.fetch(torch.cat([ONE, ONE]))
     assert len(gate.reading) == count and len(bank._under_way) == 0
-    bank.close()
 
 
-def test_what_is_read_ahead_takes_no_more_room_than_there_is(folder):
-    bank = MemoryBank(folder, LAYOUT, tiers={"ahead_bytes": LARGE + SMALL})
+def test_what_is_read_ahead_takes_no_more_room_than_there_is(folder, opened):
+    bank = opened(folder, tiers={"ahead_bytes": LARGE + SMALL})
     bank.prefetch(ONE)
     bank.prefetch(OTHER)
     assert list(bank._under_way._reads) == [(1, 2), (3, 37)]
     bank.fetch(ONE)
     bank.fetch(OTHER)
     assert bank.statistics()["memory"].ahead == 2
-    small = MemoryBank(folder, LAYOUT, tiers={"ahead_bytes": 0})
+    small = opened(folder, tiers={"ahead_bytes": 0})
     small.prefetch(ONE)
     assert len(small._under_way) == 0
     assert same(small.fetch(ONE), bank.fetch(ONE))
-    for opened in (bank, small):
-        opened.close()
 
 
-def test_what_was_written_meanwhile_is_read_again(folder):
-    bank, writer = MemoryBank(folder, LAYOUT), MemoryBank(folder, LAYOUT, writable=True)
+def test_what_was_written_meanwhile_is_read_again(folder, opened):
+    bank, writer = opened(folder), opened(folder, writable=True)
     for opened, value in ((bank, 7.0), (writer, 8.0)):  # by another, and by the bank itself
         opened.prefetch(ONE)
         writer.write(1, 1, torch.full((LAYOUT.record_numel(1),), value))
@@ -138,30 +132,22 @@ def test_what_was_written_meanwhile_is_read_again(folder):
     writer.prefetch(OTHER)
     writer.forget(1, 2)
     assert torch.equal(writer.fetch(OTHER).records[1], bank.fetch(OTHER).records[1])
-    for opened in (bank, writer):
-        opened.close()
 
 
-def test_an_error_reaches_the_fetch_with_the_name_of_the_block_and_the_next_reads_again(folder):
-    path = folder / "level-3.safetensors"
-    content = bytearray(path.read_bytes())
-    content[-1] ^= 1
-    path.write_bytes(content)
-    bank, generic = MemoryBank(folder, LAYOUT), torch.tensor([[-1, -1, -1]])
+def test_an_error_reaches_the_fetch_with_the_name_of_the_block_and_the_next_reads_again(folder, opened):
+    flip(path := folder / "level-3.safetensors")
+    bank, generic = opened(folder), torch.tensor([[-1, -1, -1]])
     for _ in range(2):
         bank.prefetch(generic)
         with pytest.raises(BankError, match=r"^block 64 of bank file .*level-3\.safetensors is not what was written"):
             bank.fetch(generic)
-    content[-1] ^= 1
-    path.write_bytes(content)
-    plain = MemoryBank(folder, LAYOUT)
+    flip(path)
+    plain = opened(folder)
     assert same(bank.fetch(generic), plain.fetch(generic))
-    for opened in (bank, plain):
-        opened.close()
 
 
-def test_a_disk_that_does_not_answer_is_said_with_the_name_of_the_block(folder, monkeypatch):
-    bank = MemoryBank(folder, LAYOUT)
+def test_a_disk_that_does_not_answer_is_said_with_the_name_of_the_block(folder, monkeypatch, opened):
+    bank = opened(folder)
 
     def fail(*_):
         raise OSError(5, "Input/output error")
@@ -174,14 +160,12 @@ def test_a_disk_that_does_not_answer_is_said_with_the_name_of_the_block(folder, 
         f"block 1 of bank file {folder / 'level-1.safetensors'} cannot be read (Input/output error); expected an open file on a disk "
         "that answers. Open the bank again."
     )
-    bank.close()
 
 
-def test_ids_that_name_no_blocks_are_refused_at_once(folder):
-    bank = MemoryBank(folder, LAYOUT)
+def test_ids_that_name_no_blocks_are_refused_at_once(folder, opened):
+    bank = opened(folder)
     with pytest.raises(ValueError, match=r"memory_ids has 64 for level 3 in row 0; expected 0 to 63"):
         bank.prefetch(torch.tensor([[0, 0, 64]]))
-    bank.close()
 
 
 def test_a_bank_that_trains_reads_ahead_what_it_has_not_trained(folder):
@@ -217,7 +201,7 @@ def test_closing_ends_threads_and_drops_what_nobody_reads_yet(folder, gate, monk
 
 
 def test_a_bank_that_nobody_holds_leaves_no_threads_and_no_open_files(folder, gate):
-    before = len(os.listdir("/proc/self/fd"))
+    before = open_files()
     bank = MemoryBank(folder, LAYOUT)
     bank.prefetch(torch.tensor([[index // 16, index // 4, index] for index in range(64)]))
     eventually(lambda: len(gate.reading) == 8)
@@ -226,13 +210,13 @@ def test_a_bank_that_nobody_holds_leaves_no_threads_and_no_open_files(folder, ga
     gate.set()
     eventually(lambda: not bank_threads())
     gc.collect()
-    assert len(os.listdir("/proc/self/fd")) == before
+    assert open_files() == before
     assert len(gate.reading) < 64
 
 
-def test_a_process_that_was_forked_reads_by_threads_of_its_own(folder, gate):
+def test_a_process_that_was_forked_reads_by_threads_of_its_own(folder, gate, opened):
     """What its parent was reading never arrives there."""
-    bank, plain = MemoryBank(folder, LAYOUT), MemoryBank(folder, LAYOUT)
+    bank, plain = opened(folder), opened(folder)
     gate.set()
     both = torch.cat([ONE, OTHER])
     expected = plain.fetch(both)
@@ -258,12 +242,10 @@ def test_a_process_that_was_forked_reads_by_threads_of_its_own(folder, gate):
     gate.set()
     assert done[1] == 0
     assert same(bank.fetch(both), expected)
-    for opened in (bank, plain):
-        opened.close()
 
 
 def test_a_program_ends_while_blocks_are_read_ahead(tmp_path):
-    made(tmp_path / "bank")
+    filled(tmp_path / "bank")
     run_python(
         """
 import sys

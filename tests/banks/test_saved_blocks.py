@@ -5,6 +5,7 @@ import shutil
 
 import pytest
 import torch
+from banks.small_bank import flip
 from banks.trained_blocks import (
     EVERY,
     FETCHED,
@@ -21,6 +22,24 @@ from midus_hf.banks.level_file import BankError
 @pytest.fixture
 def folder(tmp_path):
     return tmp_path / "bank"
+
+
+@pytest.fixture
+def resumed(folder):
+    """Makes a bank that goes on from a state."""
+
+    def made(state, **options):
+        bank = bank_in(folder, **options)
+        bank.load_state(state)
+        return bank
+
+    return made
+
+
+def assert_blocks(bank, expected):
+    """A bank has trained these blocks, and they are equal."""
+    assert bank.touched() == sorted(expected)
+    assert all(torch.equal(block, expected[key]) for key, block in blocks_of(bank, list(expected)).items())
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -67,39 +86,30 @@ def test_training_goes_on_from_a_saved_state_to_the_same_bytes(stop, room, folde
     assert all(torch.equal(saved.block(*key), expected[key]) for key in EVERY)
 
 
-def test_a_state_saved_again_has_blocks_that_were_not_fetched_since(folder, tmp_path):
+def test_a_state_saved_again_has_blocks_that_were_not_fetched_since(folder, resumed, tmp_path):
     bank = bank_in(folder)
     train(bank, steps=range(2))
     bank.save_state(tmp_path / "first")
-    second = bank_in(folder)
-    second.load_state(tmp_path / "first")
+    second = resumed(tmp_path / "first")
     train(second, steps=[4])
     second.save_state(tmp_path / "second")
     train(bank, steps=[4])
-    third = bank_in(folder)
-    third.load_state(tmp_path / "second")
-    assert third.touched() == bank.touched()
-    found, expected = blocks_of(third, bank.touched()), blocks_of(bank, bank.touched())
-    assert all(torch.equal(found[key], expected[key]) for key in expected)
+    assert_blocks(resumed(tmp_path / "second"), blocks_of(bank, bank.touched()))
 
 
-def test_a_state_may_be_saved_where_it_was_loaded_from(folder, tmp_path):
+def test_a_state_may_be_saved_where_it_was_loaded_from(folder, resumed, tmp_path):
     """Its blocks are read when they are fetched, so they are still read from there."""
     bank = bank_in(folder)
     train(bank, steps=range(2))
     bank.save_state(tmp_path / "state")
     expected = blocks_of(bank, bank.touched())
-    second = bank_in(folder)
-    second.load_state(tmp_path / "state")
+    second = resumed(tmp_path / "state")
     second.save_state(tmp_path / "state")
-    third = bank_in(folder)
-    third.load_state(tmp_path / "state")
-    for again in (second, third):
-        found = blocks_of(again, bank.touched())
-        assert again.touched() == bank.touched() and all(torch.equal(found[key], expected[key]) for key in expected)
+    for again in (second, resumed(tmp_path / "state")):
+        assert_blocks(again, expected)
 
 
-def test_a_state_writes_what_has_changed_since_the_last_one_and_each_is_whole_by_itself(folder, tmp_path):
+def test_a_state_writes_what_has_changed_since_the_last_one_and_each_is_whole_by_itself(folder, resumed, tmp_path):
     bank, whole = bank_in(folder), bank_in(folder)
     expected = []
     for step in range(5):
@@ -113,16 +123,13 @@ def test_a_state_writes_what_has_changed_since_the_last_one_and_each_is_whole_by
     shutil.rmtree(tmp_path / "state-0")
     shutil.rmtree(tmp_path / "state-2")
     for step in (1, 3, 4):
-        again = bank_in(folder)
-        again.load_state(tmp_path / f"state-{step}")
-        found = blocks_of(again, again.touched())
-        assert found.keys() == expected[step].keys()
-        assert all(torch.equal(found[key], expected[step][key]) for key in found)
+        again = resumed(tmp_path / f"state-{step}")
+        assert_blocks(again, expected[step])
         train(again, steps=range(step + 1, 5))
         again.save_state(tmp_path / f"again-{step}")
-        assert all(torch.equal(block, expected[4][key]) for key, block in blocks_of(again, again.touched()).items())
+        assert_blocks(again, expected[4])
     train(whole)
-    assert all(torch.equal(block, expected[4][key]) for key, block in blocks_of(whole, whole.touched()).items())
+    assert_blocks(whole, expected[4])
 
 
 def test_states_do_not_grow_for_ever(folder, tmp_path):
@@ -139,7 +146,7 @@ def test_states_do_not_grow_for_ever(folder, tmp_path):
 
 
 @pytest.mark.parametrize("damage", ["gone", "flipped"])
-def test_a_state_whose_last_one_is_damaged_is_written_whole(damage, folder, tmp_path):
+def test_a_state_whose_last_one_is_damaged_is_written_whole(damage, folder, resumed, tmp_path):
     bank = bank_in(folder)
     train(bank, steps=range(2))
     bank.save_state(tmp_path / "first")
@@ -147,16 +154,10 @@ def test_a_state_whose_last_one_is_damaged_is_written_whole(damage, folder, tmp_
         shutil.rmtree(tmp_path / "first")
     else:
         for path in (tmp_path / "first").glob("level-*"):
-            content = bytearray(path.read_bytes())
-            content[-100] ^= 1
-            path.write_bytes(content)
+            flip(path, -100)
     train(bank, steps=[4])
     bank.save_state(tmp_path / "second")
-    again = bank_in(folder)
-    again.load_state(tmp_path / "second")
-    expected = blocks_of(bank, bank.touched())
-    assert again.touched() == bank.touched()
-    assert all(torch.equal(block, expected[key]) for key, block in blocks_of(again, again.touched()).items())
+    assert_blocks(resumed(tmp_path / "second"), blocks_of(bank, bank.touched()))
 
 
 def test_what_was_put_aside_before_a_state_was_loaded_is_left_behind(folder, tmp_path):
@@ -173,7 +174,7 @@ def test_what_was_put_aside_before_a_state_was_loaded_is_left_behind(folder, tmp
 
 
 @pytest.mark.parametrize("damage", ["no list", "no JSON", "earlier list", "file", "sizes", "flipped"])
-def test_a_state_that_is_damaged_or_anothers_is_refused(damage, folder, tmp_path):
+def test_a_state_that_is_damaged_or_anothers_is_refused(damage, folder, resumed, tmp_path):
     bank, state = bank_in(folder), tmp_path / "state"
     train(bank, steps=range(2))
     bank.save_state(state)
@@ -188,10 +189,6 @@ def test_a_state_that_is_damaged_or_anothers_is_refused(damage, folder, tmp_path
         ((name, indices),) = found["3"]
         (state / "touched.json").write_text(json.dumps({**found, "3": [[name, indices[:-1]]]}))
     else:
-        content = bytearray((state / "level-3-1.safetensors").read_bytes())
-        content[-1] ^= 1
-        (state / "level-3-1.safetensors").write_bytes(content)
-    second = bank_in(folder)
+        flip(state / "level-3-1.safetensors")
     with pytest.raises(BankError):
-        second.load_state(state)
-        blocks_of(second)
+        blocks_of(resumed(state))

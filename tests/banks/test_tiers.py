@@ -6,17 +6,13 @@ import shutil
 
 import pytest
 import torch
+from banks.small_bank import filled, flip, layout_of, same
 
 from midus_hf.banks import MemoryBank
 from midus_hf.banks.level_file import BankError
-from midus_hf.banks.memory_bank import create_bank
 from midus_hf.banks.tiers import TIERS, BankTiers
-from midus_hf.config.fetched_blocks import BankLayout
-from midus_hf.config.memories.hierarchical import HierFFNOptions
-from midus_hf.config.model_sizes import ModelSizes
 
-SIZES = ModelSizes(hidden_size=8, num_heads=2, num_key_value_heads=1, intermediate_size=12, num_layers=2)
-LAYOUT = BankLayout("hier-ffn", (0, 1), HierFFNOptions(sizes=[3, 0, 2], branching=4).fetched(SIZES))
+LAYOUT = layout_of()
 LARGE, SMALL = 4 * LAYOUT.record_numel(1), 4 * LAYOUT.record_numel(3)
 """Bytes of the blocks of both levels, in float32."""
 
@@ -28,42 +24,9 @@ def ids_of_tiers(levels):
     return "-".join(levels.values())
 
 
-def made(folder, number=0, dtype=torch.float32):
-    """A bank whose blocks were written, but one."""
-    create_bank(folder, LAYOUT, dtype, 5)
-    bank = MemoryBank(folder, LAYOUT, writable=True)
-    generator = torch.Generator().manual_seed(number)
-    for level in LAYOUT.levels:
-        for index in range(LAYOUT.num_records(level)):
-            if (level, index) != (3, 20):
-                bank.write(level, index, torch.randn(LAYOUT.record_numel(level), generator=generator))
-    bank.close()
-    return folder
-
-
 @pytest.fixture
 def folder(tmp_path):
-    return made(tmp_path / "bank")
-
-
-@pytest.fixture
-def opened():
-    """Opens banks, and closes them."""
-    banks = []
-
-    def open_one(folder, **options):
-        banks.append(MemoryBank(folder, LAYOUT, **options))
-        return banks[-1]
-
-    yield open_one
-    for bank in banks:
-        bank.close()
-
-
-def same(one, other):
-    return all(torch.equal(one.records[level], other.records[level]) for level in LAYOUT.levels) and all(
-        torch.equal(one.blocks[level], other.blocks[level]) for level in LAYOUT.levels
-    )
+    return filled(tmp_path / "bank")
 
 
 def counted(bank, tier):
@@ -74,7 +37,7 @@ def counted(bank, tier):
 @pytest.mark.parametrize("stored", [torch.float32, torch.bfloat16, torch.float64], ids=str)
 @pytest.mark.parametrize("levels", TIERED, ids=ids_of_tiers)
 def test_every_tier_serves_the_blocks_of_the_file(levels, stored, tmp_path, opened):
-    folder = made(tmp_path / "bank", dtype=stored)
+    folder = filled(tmp_path / "bank", dtype=stored)
     plain, tiered = opened(folder, cache_bytes=0), opened(folder, tiers={"levels": levels})
     for dtype in (None, torch.float64, torch.float32):
         for ids in (IDS, IDS[2:], IDS[:1], IDS):
@@ -168,7 +131,7 @@ def test_what_the_bank_writes_itself_is_never_served_stale_and_leaves_earlier_fe
 def test_a_bank_whose_file_was_replaced_goes_on_with_what_it_opened_and_a_new_one_has_the_new(
     levels, folder, tmp_path, opened
 ):
-    other = made(tmp_path / "other", number=1)
+    other = filled(tmp_path / "other", number=1)
     bank = opened(folder, tiers={"levels": levels})
     old, new = opened(folder).fetch(IDS), opened(other).fetch(IDS)
     bank.fetch(IDS[:2])
@@ -222,10 +185,7 @@ def test_tiers_that_are_none_are_refused(tiers, message, folder):
 
 
 def test_a_mapped_block_that_was_altered_is_refused(folder, opened):
-    path = folder / "level-3.safetensors"
-    content = bytearray(path.read_bytes())
-    content[-1] ^= 1
-    path.write_bytes(content)
+    flip(folder / "level-3.safetensors")
     bank = opened(folder, tiers={"levels": {3: "disk"}})
     with pytest.raises(BankError, match=r"block 64 of bank file .*level-3\.safetensors is not what was written"):
         bank.fetch(torch.tensor([[-1, -1, -1]]))

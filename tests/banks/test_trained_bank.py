@@ -5,6 +5,7 @@ import tempfile
 import pytest
 import torch
 import torch.distributed as dist
+from banks.small_bank import open_files
 from banks.trained_blocks import (
     EVERY,
     FETCHED,
@@ -234,8 +235,7 @@ def test_a_bank_that_was_not_written_to_its_end_is_none(folder, tmp_path, monkey
 
 
 def test_files_are_closed(folder, tmp_path):
-    fds = tmp_path.joinpath("/proc/self/fd")
-    before = len(list(fds.iterdir()))
+    before = open_files()
     bank = bank_in(folder, bytes_in_memory=0)
     train(bank)
     bank.save_state(tmp_path / "state")
@@ -243,4 +243,4 @@ def test_files_are_closed(folder, tmp_path):
         bank.load_state(tmp_path / "state")
         train(bank, steps=[0])
     bank.close()
-    assert len(list(fds.iterdir())) == before
+    assert open_files() == before
