@@ -3,12 +3,12 @@
 from typing import Any
 
 import torch
+from models.hosting import host_of
 from tiny import tiny_model
 from transformers import PreTrainedModel
 
 from midus_hf.memory.chapters import Chapters
 from midus_hf.memory.tables import MemoryTables
-from midus_hf.models import FAMILIES
 
 SMALL: dict[str, Any] = {"memory_tokens": 24, "chapters": 12, "k": 2, "chunk_size": 3}
 LAYERS = (1, 3)
@@ -43,12 +43,7 @@ def chapter_pair(
         options: What the entry says besides its small sizes.
     """
     base = tiny_model(family, dtype, **(config or {}))
-    fields = {key: value for key, value in base.config.to_dict().items() if key not in ("model_type", "architectures")}
-    torch.manual_seed(7)
-    made = FAMILIES[base.config.model_type].config_class(**fields, memory=memory or [entry(**options)])
-    model = FAMILIES[base.config.model_type](made).to(dtype).eval()
-    missing = model.load_state_dict(base.state_dict(), strict=False)
-    assert not missing.unexpected_keys and all(".memor" in name for name in missing.missing_keys)
+    model = host_of(base, *(memory or [entry(**options)]), seed=7)
     if acting:
         act(model)
     return base, model

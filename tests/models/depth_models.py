@@ -3,11 +3,11 @@
 from typing import Any
 
 import torch
+from models.hosting import host_of
 from tiny import NUM_LAYERS, tiny_model
 
 from midus_hf.config.declared_tensors import ZEROS
 from midus_hf.memory.depth_attention import DepthAttention
-from midus_hf.models import FAMILIES
 
 KINDS: dict[str, dict[str, Any]] = {
     "default": {},
@@ -47,13 +47,7 @@ def depth_model(
     layers = list(range(num_hidden_layers))
     entry = {"type": "depth-attention", "layers": layers, **KINDS[kind], **options}
     native = tiny_model(family, dtype, num_hidden_layers=num_hidden_layers, **(base or {}))
-    fields = {
-        key: value for key, value in native.config.to_dict().items() if key not in ("model_type", "architectures")
-    }
-    torch.manual_seed(0)
-    model_class = FAMILIES[native.config.model_type]
-    model = model_class(model_class.config_class(**fields, memory=[entry])).to(dtype)
-    model.load_state_dict(native.state_dict(), strict=False)
+    model = host_of(native, entry)
     for memory in model.modules():
         if isinstance(memory, DepthAttention):
             start = set() if acting else {name for name, made in memory.declared.items() if made.initial == ZEROS}
@@ -67,9 +61,4 @@ def depth_model(
                             if name == "depth_gate"
                             else 0.4 * torch.randn_like(value)
                         )
-    return model.eval()
-
-
-@torch.no_grad()
-def logits(model: Any, tokens: torch.Tensor, **given: Any) -> torch.Tensor:
-    return model(tokens, use_cache=False, **given).logits
+    return model

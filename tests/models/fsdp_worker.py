@@ -18,6 +18,7 @@ from torch.distributed.fsdp import fully_shard
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from models.depth_models import depth_model
+from models.gradients import enable_checkpointing
 from models.upscaled import upscaled_model
 from tiny import FAMILIES, prompt
 
@@ -47,11 +48,6 @@ def loss_and_gradients(model, tokens: torch.Tensor) -> tuple[torch.Tensor, Gradi
     return loss.detach(), gradients
 
 
-def checkpointed(model) -> None:
-    enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
-    enable({"use_reentrant": False})
-
-
 def largest_relative_difference(found: Gradients, expected: Gradients) -> float:
     return max(((found[name] - expected[name]).norm() / expected[name].norm()).item() for name in expected)
 
@@ -66,7 +62,7 @@ def findings(case: str, checkpointing: bool) -> dict[str, float | bool]:
 
     sharded = build().train()
     if checkpointing:
-        checkpointed(sharded)
+        enable_checkpointing(sharded, use_reentrant=False)
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     for layer in sharded.model.layers:
         fully_shard(layer, mesh=mesh)

@@ -3,11 +3,11 @@
 from typing import Any
 
 import torch
+from models.hosting import host_of
 from tiny import tiny_model
 
 from midus_hf.banks.memory_bank import MemoryBank, create_bank
 from midus_hf.config.fetched_blocks import BANKS_FOLDER
-from midus_hf.models import FAMILIES
 
 KINDS = ("hier-ffn", "hier-lora-qk", "hier-lora-vo", "hier-lora-ffn", "hier-kv")
 IDS = torch.tensor([[1, 4, 13], [-1, -1, -1]])
@@ -29,17 +29,6 @@ _PROJECTIONS = {
 
 def entry_of(kind, **changes):
     return {"type": kind, "layers": [0, 2, 3], "sizes": [3, 0, 2], "branching": 3, **changes}
-
-
-def host_of(native, *entries):
-    """The family's host of memories with a base's weights, its banks not open."""
-    fields = {
-        key: value for key, value in native.config.to_dict().items() if key not in ("model_type", "architectures")
-    }
-    model_class = FAMILIES[native.config.model_type]
-    model = model_class(model_class.config_class(**fields, memory=list(entries))).to(native.dtype)
-    model.load_state_dict(native.state_dict())
-    return model.eval()
 
 
 def hierarchical_model(family, kind, folder, dtype=torch.float64, *, acting=True, base=None, **options) -> Any:
@@ -74,11 +63,6 @@ def fill(bank, but=()):
         for index in range(bank.layout.num_records(level)):
             if (level, index) not in but:
                 bank.write(level, index, 0.3 * torch.randn(bank.layout.record_numel(level), generator=generator))
-
-
-@torch.no_grad()
-def logits(model, tokens, **given):
-    return model(tokens, use_cache=False, **given).logits
 
 
 def blocks_of_rows(model, name, ids):

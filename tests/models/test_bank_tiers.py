@@ -5,7 +5,8 @@ import pickle
 
 import pytest
 import torch
-from models.hierarchical_models import IDS, OTHER_IDS, fill, hierarchical_model, logits
+from models.hierarchical_models import IDS, OTHER_IDS, fill, hierarchical_model
+from models.hosting import logits
 from tiny import prompt
 
 from midus_hf.banks.memory_bank import MemoryBank

@@ -3,7 +3,7 @@
 import pytest
 import torch
 from models.chapter_models import chapter_model, memories_of
-from models.test_activation_checkpointing import enable_checkpointing
+from models.gradients import enable_checkpointing
 from tiny import prompt
 
 from midus_hf.memory import tables

@@ -2,14 +2,10 @@
 
 import pytest
 import torch
-from models.depth_models import KINDS, depth_model, logits
+from models.depth_models import KINDS, depth_model
 from models.depth_reference import add_depth
-from models.optimizer_steps import train_steps
+from models.hosting import logits
 from tiny import prompt, tiny_model
-from transformers import AutoModelForCausalLM
-
-from midus_hf.config.declared_tensors import ZEROS
-from midus_hf.memory.depth_attention import DepthAttention
 
 SEVEN = {"num_hidden_layers": 7}
 OTHERS = {
@@ -66,50 +62,3 @@ def test_they_are_in_other_models(family, kind):
 def test_they_are_where_the_rotation_makes_keys_longer(kind):
     yarn = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 8.0, "original_max_position_embeddings": 16}
     compare("qwen3", kind, base={"rope_parameters": yarn})
-
-
-@pytest.mark.parametrize("attention", ["eager", "sdpa"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("kind", ["default", "projected", "reused", "released"])
-def test_what_it_acts_through_at_zero_changes_no_bit_whatever_the_rest_holds(native_family, kind, dtype, attention):
-    attention = "eager" if native_family == "gemma2" else attention  # whose scores are capped, which sdpa cannot
-    base = tiny_model(native_family, dtype)
-    model = depth_model(native_family, kind, dtype, acting=False)
-    base.set_attn_implementation(attention)
-    model.set_attn_implementation(attention)
-    tokens = prompt()
-    mask = (torch.arange(tokens.shape[1]) >= torch.tensor([[5], [0]])).long()
-    for scale in (1, 30):
-        with torch.no_grad():
-            for name, parameter in model.named_parameters():
-                if "ffn_" in name or "attention_key" in name:
-                    parameter.mul_(scale)
-        assert torch.equal(logits(model, tokens), logits(base, tokens))
-        given = {"attention_mask": mask}
-        assert torch.equal(logits(model, tokens, **given)[mask == 1], logits(base, tokens, **given)[mask == 1])
-
-
-@pytest.mark.parametrize("kind", ["default", "reused"])
-def test_what_was_trained_and_set_to_zero_again_changes_no_bit_after_loading(native_family, kind, tmp_path):
-    model, tokens = depth_model(native_family, kind, torch.float32, acting=False), prompt()
-    expected = logits(tiny_model(native_family), tokens)
-    acts = [
-        memory.declared_tensor(name)
-        for memory in model.modules()
-        if isinstance(memory, DepthAttention)
-        for name, tensor in memory.declared.items()
-        if tensor.initial == ZEROS
-    ]
-    for parameter in model.parameters():
-        parameter.requires_grad_(any(parameter is acting for acting in acts))
-    train_steps(model, 2)
-    assert any(acting.any() for acting in acts)
-    moved = logits(model, tokens)
-    assert not torch.allclose(moved, expected, atol=1e-3)
-    model.save_pretrained(tmp_path / "moved")
-    assert torch.equal(logits(AutoModelForCausalLM.from_pretrained(tmp_path / "moved").eval(), tokens), moved)
-    with torch.no_grad():
-        for acting in acts:
-            acting.zero_()
-    model.save_pretrained(tmp_path / "zero")
-    assert torch.equal(logits(AutoModelForCausalLM.from_pretrained(tmp_path / "zero").eval(), tokens), expected)

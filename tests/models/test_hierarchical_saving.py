@@ -6,13 +6,8 @@ import shutil
 import pytest
 import torch
 from models.fresh_process import run_python
-from models.hierarchical_models import (
-    FOUR_TOKENS,
-    IDS,
-    KINDS,
-    hierarchical_model,
-    logits,
-)
+from models.hierarchical_models import FOUR_TOKENS, IDS, KINDS, hierarchical_model
+from models.hosting import logits
 from tiny import prompt
 from transformers import AutoModel, AutoModelForCausalLM
 

@@ -3,49 +3,46 @@
 import pytest
 import torch
 from accelerate import cpu_offload, infer_auto_device_map
-from models.upscaled import upscaled_model
+from models.cases import CASES, GREEDY
+from models.hosting import logits
+from pairs import in_turn
 from tiny import prompt
 from transformers import AutoModelForCausalLM
 
-
-@pytest.fixture
-def saved(family, tmp_path):
-    """A folder with an upscaled model, its logits and its greedy tokens."""
-    model = upscaled_model(family)
-    model.save_pretrained(tmp_path / "model")
-    with torch.no_grad():
-        logits = model(prompt()).logits
-    return tmp_path / "model", logits, model.generate(prompt(), max_new_tokens=4, do_sample=False)
+each_case = pytest.mark.parametrize("case", CASES)
 
 
-@pytest.mark.parametrize("on_disk", [(1, 4), (0, 1, 2, 3, 4, 5)], ids=["blocks", "every-layer"])
-def test_layers_on_disk_give_the_same_output(saved, on_disk, tmp_path):
-    folder, logits, tokens = saved
-    device_map = dict.fromkeys(("model.embed_tokens", "model.norm", "model.rotary_emb", "lm_head"), "cpu")
-    device_map |= {f"model.layers.{layer}": "disk" if layer in on_disk else "cpu" for layer in range(6)}
-    model = AutoModelForCausalLM.from_pretrained(folder, device_map=device_map, offload_folder=tmp_path / "offload")
-    assert model.model.layers[1].memory.value_bank.is_meta
-    with torch.no_grad():
-        assert torch.equal(model(prompt()).logits, logits)
-    assert torch.equal(model.generate(prompt(), max_new_tokens=4, do_sample=False), tokens)
-
-
-def test_weights_fetched_module_by_module_give_the_same_output(saved):
-    folder, logits, tokens = saved
-    model = cpu_offload(AutoModelForCausalLM.from_pretrained(folder), execution_device=torch.device("cpu"))
-    assert all(parameter.is_meta for parameter in model.parameters())
-    with torch.no_grad():
-        assert torch.equal(model(prompt()).logits, logits)
-    assert torch.equal(model.generate(prompt(), max_new_tokens=4, do_sample=False), tokens)
-
-
-def test_an_automatic_device_map_never_splits_a_block(family):
-    model = upscaled_model(family)
-    assert {type(layer).__name__ for layer in model.model.layers} == set(model._no_split_modules) & {
-        type(layer).__name__ for layer in model.model.layers
+@pytest.mark.parametrize(("case", "on_disk"), in_turn(CASES, ["odd", "all"]))
+def test_layers_on_disk_and_modules_fetched_one_by_one_give_the_same_output(native_family, case, on_disk, tmp_path):
+    model, given = CASES[case].model(native_family, tmp_path / "made", torch.float32), CASES[case].given()
+    expected, generated = logits(model, prompt(), **given), model.generate(prompt(), **GREEDY, **given)
+    saved = tmp_path / "saved"
+    model.save_pretrained(saved)
+    places = {f"model.{name}": "cpu" for name, _ in model.model.named_children() if name != "layers"}
+    if "model.memory_tables" in places:
+        places["model.memory_tables"] = "disk"
+    places |= {
+        f"model.layers.{layer}": "disk" if on_disk == "all" or layer % 2 else "cpu"
+        for layer in range(len(model.model.layers))
     }
+    on_disk = AutoModelForCausalLM.from_pretrained(
+        saved, device_map={**places, "lm_head": "cpu"}, offload_folder=tmp_path / "offload"
+    )
+    one_by_one = cpu_offload(AutoModelForCausalLM.from_pretrained(saved), execution_device=torch.device("cpu"))
+    assert all(parameter.is_meta for parameter in one_by_one.parameters())
+    for loaded in (on_disk, one_by_one):
+        assert all(parameter.is_meta for parameter in loaded.model.layers[1].parameters())
+        assert all(parameter.is_meta for name, parameter in loaded.named_parameters() if ".memory_tables." in name)
+        assert torch.equal(logits(loaded, prompt(), **given), expected)
+        assert torch.equal(loaded.generate(prompt(), **GREEDY, **given), generated)
+
+
+@each_case
+def test_an_automatic_device_map_never_splits_a_layer(native_family, case, tmp_path):
+    model = CASES[case].model(native_family, tmp_path, torch.float32)
+    assert {type(layer).__name__ for layer in model.model.layers} <= set(model._no_split_modules)
     size = sum(parameter.numel() * 4 for parameter in model.parameters())
-    for share in (0.3, 0.5, 0.7):
+    for share in (0.7, 0.85):
         device_map = infer_auto_device_map(
             model, max_memory={"cpu": int(share * size)}, no_split_module_classes=list(model._no_split_modules)
         )
@@ -53,8 +50,9 @@ def test_an_automatic_device_map_never_splits_a_block(family):
         assert not [name for name in device_map if name.startswith("model.layers.") and name.count(".") > 2]
 
 
-def test_device_map_auto_loads(saved):
-    folder, logits, _ = saved
-    with torch.no_grad():
-        model = AutoModelForCausalLM.from_pretrained(folder, device_map="auto")
-        assert torch.equal(model(prompt().to(model.device)).logits.cpu(), logits)
+@pytest.mark.parametrize("case", ["headwise", "chunk"])
+def test_device_map_auto_loads(native_family, case, tmp_path):
+    model = CASES[case].model(native_family, tmp_path, torch.float32)
+    model.save_pretrained(tmp_path / "saved")
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "saved", device_map="auto")
+    assert torch.equal(logits(loaded, prompt().to(loaded.device)).cpu(), logits(model, prompt()))

@@ -4,7 +4,8 @@ import copy
 
 import pytest
 import torch
-from models.upscaled import upscaled_model, upscaled_pair
+from models.cases import CASES
+from models.upscaled import upscaled_model
 from tiny import NUM_LAYERS, WINDOW, prompt
 
 
@@ -57,43 +58,16 @@ def test_the_attention_of_a_block_is_called_with_all_that_the_attention_of_a_lay
         assert of_block["cu_seq_lens_q"] is of_first_layer["cu_seq_lens_q"]
 
 
-def test_attentions_are_those_of_every_layer(family):
-    model = upscaled_model(family, attention="eager")
+@pytest.mark.parametrize("case", CASES)
+def test_attentions_are_those_of_the_sequence_in_every_layer(native_family, case, tmp_path):
+    model = CASES[case].model(native_family, tmp_path, torch.float32)
+    model.set_attn_implementation("eager")
     with torch.no_grad():
-        attentions = model(prompt(), output_attentions=True).attentions
-    assert len(attentions) == NUM_LAYERS + 2
+        attentions = model(prompt(), output_attentions=True, use_cache=False, **CASES[case].given()).attentions
+    assert len(attentions) == model.config.num_hidden_layers
     for attention in attentions:
         assert attention.shape == (2, 4, 3 * WINDOW, 3 * WINDOW)
         torch.testing.assert_close(attention.sum(-1), torch.ones(2, 4, 3 * WINDOW))
-
-
-def test_the_language_model_keeps_what_its_family_does_after_the_last_layer(family):
-    """Embedding scale, logit cap and head are inherited: a base and blocks that return zero agree on the loss too."""
-    base, model = upscaled_pair(family, acting=False)
-    with torch.no_grad():
-        expected, found = (each(prompt(), labels=prompt(), logits_to_keep=0) for each in (base, model))
-        assert torch.equal(expected.loss, found.loss)
-        assert torch.equal(base(prompt(), logits_to_keep=3).logits, model(prompt(), logits_to_keep=3).logits)
-        embeddings = model.get_input_embeddings()(prompt())
-        assert torch.equal(model(inputs_embeds=embeddings).logits, base(inputs_embeds=embeddings).logits)
-
-
-def packing_error(model, lengths: list[int]) -> float:
-    """Largest difference between sequences packed into one row and the same sequences alone."""
-    sequences = [prompt(length, batch=1, seed=length) for length in lengths]
-    positions = torch.cat([torch.arange(length) for length in lengths])[None]
-    with torch.no_grad():
-        packed = model(torch.cat(sequences, dim=1), position_ids=positions, use_cache=False).logits
-        alone = torch.cat([model(sequence, use_cache=False).logits for sequence in sequences], dim=1)
-    return (packed - alone).abs().max().item()
-
-
-@pytest.mark.parametrize("lengths", [[WINDOW + 5, 3, 2 * WINDOW], [1, 4, 1]], ids=str)
-def test_packed_sequences_do_not_see_each_other(family, lengths):
-    base, model = upscaled_pair(family)
-    base_error, error = packing_error(base, lengths), packing_error(model, lengths)
-    assert error <= 4 * max(base_error, torch.finfo(torch.float32).eps)
-    assert base_error < 1e-5, "the base itself mixes packed sequences here, so that this shows nothing"
 
 
 def test_resized_embeddings_keep_the_blocks(family):

@@ -3,7 +3,7 @@
 import pytest
 import torch
 from models.chapter_models import chapter_model
-from models.test_activation_checkpointing import enable_checkpointing, loss_and_gradients
+from models.gradients import enable_checkpointing, loss_and_gradients
 from models.ultramem_models import ultramem_model
 from models.upscaled import upscaled_model
 from pairs import by_default
@@ -47,6 +47,12 @@ def logits(model, seed=0):
     return model(prompt(), use_cache=False).logits
 
 
+def of_seed(model, seed=0, forward=None):
+    """Loss and gradients of a pass."""
+    torch.manual_seed(seed)
+    return loss_and_gradients(model, prompt(), forward)
+
+
 def test_one_seed_gives_the_same_logits_in_training_and_evaluation_alike(made, family):
     model = made(family)
     for training in (True, False):
@@ -64,37 +70,20 @@ CHECKPOINTED = [
 
 @pytest.mark.parametrize(("kind", "use_reentrant"), CHECKPOINTED)
 def test_a_layer_that_is_computed_twice_reads_the_same_slots(kind, family, use_reentrant):
-    model = MODELS[kind](family)
-    torch.manual_seed(0)
-    loss, gradients = loss_and_gradients(model)
+    model = MODELS[kind](family).train()
+    loss, gradients = of_seed(model)
     enable_checkpointing(model, use_reentrant)
-    torch.manual_seed(0)
-    checkpointed_loss, checkpointed = loss_and_gradients(model)
+    checkpointed_loss, checkpointed = of_seed(model)
     assert torch.equal(checkpointed_loss, loss) and checkpointed.keys() == gradients.keys()
     assert all(torch.equal(checkpointed[name], gradient) for name, gradient in gradients.items())
-    torch.manual_seed(1)
-    assert not torch.equal(loss_and_gradients(model)[0], loss)
+    assert not torch.equal(of_seed(model, seed=1)[0], loss)
 
 
 @pytest.mark.parametrize("made", by_default(["chapters"], MODELS), indirect=True)
 def test_a_model_is_one_graph(made, no_graphs_of_other_tests):
-    model = made("llama")
+    model = made("llama").train()
     compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
-    expected = loss_and_gradients_from(model, model)
-    for (name, gradient), other in zip(
-        expected.items(), loss_and_gradients_from(model, compiled).values(), strict=True
-    ):
-        torch.testing.assert_close(other, gradient, rtol=1e-4, atol=1e-5, msg=lambda text, at=name: f"{at}: {text}")
-
-
-def loss_and_gradients_from(model, forward):
-    """The loss of one seed, and what has a gradient."""
-    torch.manual_seed(0)
-    model.train().zero_grad()
-    loss = forward(input_ids=prompt(), labels=prompt(), use_cache=False).loss
-    loss.backward()
-    gradients = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
-    return {"loss": loss.detach(), **gradients}
+    torch.testing.assert_close(of_seed(model, forward=compiled), of_seed(model), rtol=1e-4, atol=1e-5)
 
 
 def test_tokens_are_generated_with_kept_values_and_a_cache(made, family):

@@ -6,7 +6,7 @@ import math
 import pytest
 import torch
 from models.chapter_models import chapter_model, entry, memories_of
-from models.test_activation_checkpointing import enable_checkpointing
+from models.gradients import enable_checkpointing
 from models.upscaled import upscaled_model
 from tiny import prompt
 from transformers import DynamicCache, PreTrainedModel, Trainer, TrainingArguments
@@ -116,42 +116,12 @@ def test_a_tuple_has_the_loss_first_and_logits_behind_it(training):
     assert any(torch.equal(value, named.logits) for value in in_order[1:] if isinstance(value, torch.Tensor))
 
 
-@pytest.mark.parametrize("routing", ROUTINGS)
-def test_activation_checkpointing_changes_no_loss_and_no_gradient(routing):
-    found = []
-    for checkpointed in (False, True):
-        model = model_with(routing).train()
-        if checkpointed:
-            enable_checkpointing(model, use_reentrant=False)
-        loss = model(prompt(TOKENS), labels=labels_of(prompt(TOKENS)), use_cache=False).loss
-        loss.backward()
-        found.append((loss.detach(), {name: p.grad for name, p in model.named_parameters() if p.grad is not None}))
-    (loss, gradients), (other_loss, others) = found
-    assert torch.equal(loss, other_loss) and gradients.keys() == others.keys()
-    assert all(torch.equal(gradient, others[name]) for name, gradient in gradients.items())
-    assert sum(name.endswith("router_weight") and gradient.any().item() for name, gradient in gradients.items()) == 2
-
-
 def test_reentrant_activation_checkpointing_is_refused():
     model = model_with().train()
     enable_checkpointing(model, use_reentrant=True)
     with pytest.raises(ValueError, match=r"expected gradient_checkpointing_kwargs=\{'use_reentrant': False\}\."):
         model(prompt(TOKENS), labels=prompt(TOKENS), use_cache=False)
     model(prompt(TOKENS), labels=prompt(TOKENS), use_cache=False, output_router_logits=False).loss.backward()
-
-
-def test_two_passes_before_their_backward_passes_keep_apart():
-    model = model_with().train()
-    losses = [
-        model(prompt(TOKENS, seed=seed), labels=prompt(TOKENS, seed=seed), use_cache=False).loss for seed in (1, 2)
-    ]
-    sum(losses).backward()
-    together = {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
-    model.zero_grad()
-    for seed in (2, 1):
-        model(prompt(TOKENS, seed=seed), labels=prompt(TOKENS, seed=seed), use_cache=False).loss.backward()
-    for name, parameter in model.named_parameters():
-        torch.testing.assert_close(together[name], parameter.grad)
 
 
 def test_passes_of_one_step_share_the_losses_of_routers_by_their_tokens():

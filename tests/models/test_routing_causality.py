@@ -8,9 +8,10 @@ import warnings
 
 import pytest
 import torch
-from models.chapter_models import chapter_model, chapter_pair
+from models.chapter_models import chapter_model
+from models.hosting import in_steps
 from tiny import prompt
-from transformers import DynamicCache, PreTrainedModel, StaticCache
+from transformers import PreTrainedModel, StaticCache
 
 CAUSAL = ("chunk", "prompt", "token")
 TOKENS, PROMPT = 14, 5
@@ -32,14 +33,6 @@ def changed_from(tokens: torch.Tensor, position: int) -> torch.Tensor:
     return torch.cat([tokens[:, :position], (tokens[:, position:] + 17) % 100 + 3], dim=1)
 
 
-@pytest.mark.parametrize("site", ["behind-attention", "behind-layer"])
-def test_these_memories_change_what_the_model_computes(native_family, site):
-    base, model = chapter_pair(native_family, site=site)
-    with torch.no_grad():
-        expected = base(prompt(TOKENS)).logits
-    assert (logits(model, prompt(TOKENS)) - expected).abs().max() > 0.1 * expected.abs().max()
-
-
 @pytest.mark.parametrize("weighting", ["released", "logit_bias", "paper"])
 @pytest.mark.parametrize("routing", CAUSAL)
 @pytest.mark.parametrize("family", ["llama", "gemma3"])
@@ -50,13 +43,6 @@ def test_a_later_token_changes_no_earlier_logit(family, routing, weighting):
         after = logits(model, changed_from(tokens, position))
         torch.testing.assert_close(after[:, :position], before[:, :position], **CLOSE)
         assert (after[:, position:] - before[:, position:]).abs().max() > 1e-3
-
-
-@pytest.mark.parametrize("routing", CAUSAL)
-def test_a_later_token_changes_no_earlier_logit_in_any_family(native_family, routing):
-    model, tokens = chapter_model(native_family, routing=routing, chunk_size=4), prompt(TOKENS)
-    after = logits(model, changed_from(tokens, 7))
-    torch.testing.assert_close(after[:, :7], logits(model, tokens)[:, :7], **CLOSE)
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma3"])
@@ -88,39 +74,6 @@ def test_earlier_tokens_get_no_gradient_from_later_ones(routing):
     assert gradient[:, :9].abs().amax(-1).all() and not gradient[:, 9:].any()
 
 
-def in_steps(model: PreTrainedModel, tokens: torch.Tensor, steps: list[int], cache, **inputs) -> torch.Tensor:
-    first, outputs = 0, []
-    with torch.no_grad():
-        for step in steps:
-            part = tokens[:, first : first + step]
-            outputs.append(model(part, past_key_values=cache, use_cache=True, **inputs).logits)
-            first += step
-    return torch.cat(outputs, dim=1)
-
-
-STEPS = [[PROMPT, 9], [PROMPT, *[1] * 9], [PROMPT, 1, 4, 1, 3]]
-
-
-@pytest.mark.parametrize("cache_class", [DynamicCache, StaticCache])
-@pytest.mark.parametrize("steps", STEPS, ids=str)
-@pytest.mark.parametrize("routing", CAUSAL)
-@pytest.mark.parametrize("family", ["llama", "gemma3"])
-def test_a_sequence_in_steps_is_that_of_one_pass(family, routing, steps, cache_class):
-    """The first pass is the prompt."""
-    model, tokens = chapter_model(family, routing=routing), prompt(TOKENS)
-    static = cache_class is StaticCache
-    cache = StaticCache(model.config, max_cache_len=TOKENS) if static else DynamicCache(config=model.config)
-    torch.testing.assert_close(in_steps(model, tokens, steps, cache), logits(model, tokens), **CLOSE)
-
-
-@pytest.mark.parametrize("steps", [[1] * TOKENS, [2, 3, 1, 8]], ids=str)
-@pytest.mark.parametrize("routing", ["chunk", "token"])
-def test_any_steps_will_do_without_a_prompt(native_family, routing, steps):
-    model, tokens = chapter_model(native_family, routing=routing), prompt(TOKENS)
-    cache = DynamicCache(config=model.config)
-    torch.testing.assert_close(in_steps(model, tokens, steps, cache), logits(model, tokens), **CLOSE)
-
-
 @pytest.mark.parametrize("routing", CAUSAL)
 def test_a_cache_that_was_reset_begins_another_sequence(routing):
     model, tokens = chapter_model(routing=routing), prompt(TOKENS)
@@ -128,17 +81,6 @@ def test_a_cache_that_was_reset_begins_another_sequence(routing):
     in_steps(model, prompt(TOKENS, seed=8), [PROMPT, 9], cache)
     cache.reset()
     torch.testing.assert_close(in_steps(model, tokens, [PROMPT, 9], cache), logits(model, tokens), **CLOSE)
-
-
-@pytest.mark.parametrize("routing", ["chunk", "token", "sequence"])
-@pytest.mark.parametrize("family", ["llama", "gemma3"])
-def test_documents_packed_in_a_row_are_as_if_alone(family, routing):
-    """Positions that begin again, without a mask, as collators for packed rows give them."""
-    model, tokens = chapter_model(family, routing=routing), prompt(TOKENS, batch=1)
-    positions = torch.tensor([[*range(4), *range(9), *range(1)]])
-    packed = logits(model, tokens, position_ids=positions)
-    for first, last in ((0, 4), (4, 13), (13, 14)):
-        torch.testing.assert_close(packed[:, first:last], logits(model, tokens[:, first:last]), **CLOSE)
 
 
 def test_documents_packed_in_a_row_have_no_prompt_of_their_own():

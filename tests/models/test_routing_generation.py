@@ -11,13 +11,12 @@ import torch
 import transformers
 from models.chapter_models import chapter_model, chapter_pair
 from packaging.version import Version
-from tiny import prompt, tiny_model
+from tiny import prompt
 from transformers import DynamicCache, PreTrainedModel, StaticCache
 
 from midus_hf.memory.memory_state import MemoryState
 
 CAUSAL = ("chunk", "prompt", "token")
-ROUTINGS = (*CAUSAL, "sequence")
 PROMPT, NEW = 7, 6
 GREEDY = {"max_new_tokens": NEW, "do_sample": False}
 CLOSE = {"rtol": 1e-6, "atol": 1e-6}
@@ -54,21 +53,19 @@ CACHES = {"dynamic": {}, "static": {"cache_implementation": "static"}, "none": {
 
 
 @pytest.mark.parametrize("cache", CACHES)
-@pytest.mark.parametrize("routing", ROUTINGS)
-@pytest.mark.parametrize("family", ["llama", "gemma3"])
-def test_greedy_tokens_are_those_of_full_passes(family, routing, cache):
-    model = chapter_model(family, routing=routing)
-    with looking_ahead(routing):
+def test_looking_ahead_generates_what_full_passes_do_and_says_that_it_looks(native_family, cache):
+    model = chapter_model(native_family, routing="sequence")
+    with looking_ahead("sequence"):
         tokens = model.generate(prompt(PROMPT), **GREEDY, **CACHES[cache])
     assert torch.equal(tokens, by_full_passes(model, prompt(PROMPT)))
-
-
-@pytest.mark.parametrize("cache", CACHES)
-@pytest.mark.parametrize("routing", CAUSAL)
-def test_no_family_depends_on_its_cache(native_family, routing, cache):
-    model = chapter_model(native_family, routing=routing, site="behind-layer")
-    tokens = model.generate(prompt(PROMPT), **GREEDY, **CACHES[cache])
-    assert torch.equal(tokens, by_full_passes(model, prompt(PROMPT)))
+    if native_family == "gemma2":  # whose eager attention gives NaN for rows that are padding alone, in float64
+        return
+    rows = [prompt(length, batch=1, seed=length) for length in (PROMPT, 1)]
+    padded = torch.cat([torch.nn.functional.pad(row, (PROMPT - row.shape[1], 0)) for row in rows])
+    with looking_ahead("sequence"):
+        together = model.generate(padded, attention_mask=(padded != 0).long(), **GREEDY, **CACHES[cache])
+    for row, tokens in zip(rows, together, strict=True):
+        assert torch.equal(tokens[PROMPT - row.shape[1] :], by_full_passes(model, row)[0])
 
 
 @pytest.mark.parametrize("routing", CAUSAL)
@@ -78,36 +75,11 @@ def test_only_looking_ahead_is_warned_of(routing):
         chapter_model(routing=routing).generate(prompt(PROMPT), max_new_tokens=1, do_sample=False)
 
 
-@pytest.mark.parametrize("cache", CACHES)
-@pytest.mark.parametrize("routing", ROUTINGS)
-def test_a_left_padded_batch_gives_the_tokens_of_its_rows_alone(routing, cache):
-    model = chapter_model(routing=routing)
-    rows = [prompt(length, batch=1, seed=length) for length in (PROMPT, 4, 1)]
-    pads = [PROMPT - row.shape[1] for row in rows]
-    padded = torch.cat([torch.nn.functional.pad(row, (pad, 0)) for row, pad in zip(rows, pads, strict=True)])
-    mask = torch.stack([(torch.arange(PROMPT) >= pad).long() for pad in pads])
-    with looking_ahead(routing):
-        together = model.generate(padded, attention_mask=mask, **GREEDY, **CACHES[cache])
-    for row, tokens in zip(rows, together, strict=True):
-        assert torch.equal(tokens[PROMPT - row.shape[1] :], by_full_passes(model, row)[0])
-
-
 BEAMS = {"num_beams": 4, "num_return_sequences": 3, "output_scores": True, "return_dict_in_generate": True}
 
 
-@pytest.mark.parametrize("cache", ["dynamic", "static"])
-@pytest.mark.parametrize("routing", CAUSAL)
-@pytest.mark.parametrize("family", ["llama", "gemma3"])
-def test_beams_do_not_depend_on_the_cache(family, routing, cache):
-    model = chapter_model(family, routing=routing)
-    cached = model.generate(prompt(PROMPT), **GREEDY, **BEAMS, **CACHES[cache])
-    plain = model.generate(prompt(PROMPT), **GREEDY, **BEAMS, use_cache=False)
-    assert torch.equal(cached.sequences, plain.sequences)
-    torch.testing.assert_close(cached.sequences_scores, plain.sequences_scores, **CLOSE)
-
-
 def test_beams_that_forgot_to_carry_what_is_kept_would_be_seen(monkeypatch):
-    """So that the test above can fail: chunks are short, and beams change places."""
+    """So that tests of beams can fail: chunks are short, and beams change places."""
     model = chapter_model(routing="chunk")
     expected = model.generate(prompt(PROMPT), **GREEDY, **BEAMS)
     moved = []
@@ -115,18 +87,6 @@ def test_beams_that_forgot_to_carry_what_is_kept_would_be_seen(monkeypatch):
     forgetful = model.generate(prompt(PROMPT), **GREEDY, **BEAMS)
     assert any(rows != sorted(rows) for rows in moved)
     assert not torch.allclose(forgetful.sequences_scores, expected.sequences_scores, **CLOSE)
-
-
-@pytest.mark.parametrize("routing", CAUSAL)
-def test_several_samples_of_a_prompt_do_not_depend_on_the_cache(routing):
-    model = chapter_model(routing=routing)
-    settings = {"max_new_tokens": NEW, "do_sample": True, "num_return_sequences": 3, "temperature": 0.5}
-    generated = []
-    for cache in CACHES.values():
-        torch.manual_seed(4)
-        generated.append(model.generate(prompt(PROMPT), **settings, **cache))
-    assert generated[0].shape == (6, PROMPT + NEW) and not torch.equal(generated[0][0], generated[0][1])
-    assert torch.equal(generated[0], generated[1]) and torch.equal(generated[0], generated[2])
 
 
 @pytest.mark.parametrize("cache", ["dynamic", "static"])
@@ -208,21 +168,6 @@ def test_no_state_is_kept_where_tokens_choose_for_themselves():
     cache = base(prompt(PROMPT), use_cache=True).past_key_values
     assert model(prompt(1), past_key_values=cache).past_key_values.get_seq_length() == PROMPT + 1
     assert not any(isinstance(layer, MemoryState) for layer in cache.layers)
-
-
-@pytest.mark.parametrize("help_", ["assistant", "lookup"])
-@pytest.mark.parametrize("routing", CAUSAL)
-def test_assisted_decoding_gives_the_same_tokens_or_is_refused(routing, help_):
-    model = chapter_model(routing=routing)
-    row = prompt(4, batch=1).repeat(1, 2)
-    given = {"prompt_lookup_num_tokens": 3} if help_ == "lookup" else {}
-    if help_ == "assistant":
-        given["assistant_model"] = tiny_model("llama", torch.float64)
-    if routing == "chunk":
-        with pytest.raises(ValueError, match="'chapters' routes by all tokens before, and cannot take tokens back"):
-            model.generate(row, **GREEDY, **given)
-    else:
-        assert torch.equal(model.generate(row, **GREEDY, **given), by_full_passes(model, row))
 
 
 def test_assisted_decoding_is_refused_before_a_pass_is_computed():

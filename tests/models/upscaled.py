@@ -3,6 +3,7 @@
 from typing import Any
 
 import torch
+from models.hosting import host_config
 from tiny import NUM_LAYERS, tiny_model
 from transformers import PreTrainedModel
 
@@ -42,10 +43,7 @@ def memory_config(
     if getattr(base.config, "layer_types", None):
         changes["layer_types"] = [base.config.layer_types[donor] for donor, _ in rows]
     entry = {"type": memory_type, "layers": list(new_layers), **SIZES[memory_type], **options}
-    fields = {key: value for key, value in base.config.to_dict().items() if key not in ("model_type", "architectures")}
-    return FAMILIES[base.config.model_type].config_class(
-        **{**fields, **changes}, memory=[entry] if new_layers else None
-    )
+    return host_config(base.config, [entry] if new_layers else None, **changes)
 
 
 def upscaled_pair(

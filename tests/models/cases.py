@@ -1,0 +1,121 @@
+"""The table of tiny models whose memories act: what every model does is tested on each row, whatever its memory."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from models import chapter_models, depth_models, hierarchical_models, ultramem_models
+from models.upscaled import upscaled_model
+from transformers import PreTrainedModel
+
+CLOSE = {torch.float32: {"rtol": 1e-4, "atol": 1e-4}, torch.float64: {"rtol": 1e-5, "atol": 1e-6}}
+"""Norms, rotations and the softmax of Gemma-2 are in float32, and `generate` gives logits in it, whatever a model is in."""
+
+GREEDY = {"max_new_tokens": 6, "min_new_tokens": 6, "do_sample": False, "pad_token_id": 0}
+
+
+@dataclass(frozen=True)
+class Case:
+    """One row of the table.
+
+    Args:
+        make: Makes the model of a family, with a folder for what lies beside its checkpoint, a dtype, and whether memories act.
+        dtype: In which passes that compute in another order still choose the same slots, chapters and tokens.
+        reads_prompt: Whether a pass is told by `prompt_mask` which tokens are the prompt.
+        fetches: The number of memories whose blocks rows fetch by the ids that they name.
+        is_base_at_first: Whether a model whose memories do not act computes what its base does.
+        takes_back: Whether a sequence may be cropped, as assisted decoding does.
+        is_reentrant: Whether reentrant checkpointing is taken; routers with losses refuse it.
+    """
+
+    make: Callable[..., PreTrainedModel]
+    dtype: torch.dtype = torch.float64
+    reads_prompt: bool = False
+    fetches: int = 0
+    is_base_at_first: bool = True
+    takes_back: bool = True
+    is_reentrant: bool = True
+
+    def model(
+        self, family: str, folder: Path, dtype: torch.dtype | None = None, *, acting: bool = True, small: bool = False
+    ) -> Any:
+        """Return a model in eval mode; a small one has few layers, to be compiled soon."""
+        return self.make(family, folder, dtype or self.dtype, acting, small)
+
+    def given(self, rows: int = 2) -> dict[str, torch.Tensor]:
+        """Return what a pass and `generate` take beside that many rows of tokens."""
+        return {"memory_ids": hierarchical_models.IDS[:rows]} if self.fetches else {}
+
+    def of_pass(self, tokens: torch.Tensor, prompt_length: int) -> dict[str, torch.Tensor]:
+        """Return what one pass over a prompt and what follows it takes beside tokens."""
+        mask = (torch.arange(tokens.shape[1]) < prompt_length).expand(tokens.shape)
+        return self.given(len(tokens)) | ({"prompt_mask": mask} if self.reads_prompt else {})
+
+    def of_training(self, tokens: torch.Tensor) -> dict[str, torch.Tensor]:
+        """Return what a pass that trains takes: labels of all tokens, of which one is the prompt where memories read prompts."""
+        labels = tokens.clone()
+        labels[:, : int(self.reads_prompt)] = -100
+        return {"labels": labels, **self.given(len(tokens))}
+
+
+def _inserted(family, folder, dtype, acting, small, *, new_layers=(1, 4), **options):
+    sizes = {"num_hidden_layers": 2, "new_layers": (1,)} if small else {"new_layers": new_layers}
+    return upscaled_model(family, dtype=dtype, acting=acting, **sizes, **options)
+
+
+def _chapters(family, folder, dtype, acting, small, **options):
+    sizes = {"config": {"num_hidden_layers": 2}, "layers": (0, 1)} if small else {}
+    return chapter_models.chapter_model(family, dtype=dtype, acting=acting, **sizes, **options)
+
+
+def _ultramem(family, folder, dtype, acting, small, *, kind):
+    across = {"layers": [0], "into": [1]} if kind.endswith("skip") else {"layers": [0, 1]}
+    sizes = {"num_hidden_layers": 2, **across} if small else {}
+    values = {} if acting else {"zero": "values"}
+    return ultramem_models.ultramem_model(family, kind, dtype, **sizes, **values)
+
+
+def _depth(family, folder, dtype, acting, small, *, kind):
+    sizes = {"num_hidden_layers": 2} if small else {}
+    return depth_models.depth_model(family, kind, dtype, acting=acting, **sizes)
+
+
+def _fetched(family, folder, dtype, acting, small, *, kind):
+    sizes = {"base": {"num_hidden_layers": 2}, "layers": [1]} if small else {}
+    return hierarchical_models.hierarchical_model(family, kind, folder, dtype, acting=acting, **sizes)
+
+
+INSERTED = {
+    "headwise": {},
+    "headwise everywhere": {"new_layers": (0, 1, 3, 5, 6)},
+    "product-key": {"memory_type": "product-key"},
+    "linear": {"memory_type": "linear"},
+}
+CHAPTERS = {
+    "chunk": {"routing": "chunk"},
+    "prompt": {"routing": "prompt"},
+    "token behind layers": {"routing": "token", "site": "behind-layer"},
+}
+CASES = (
+    {name: Case(partial(_inserted, **options), torch.float32) for name, options in INSERTED.items()}
+    | {
+        name: Case(
+            partial(_chapters, **options),
+            reads_prompt=name == "prompt",
+            takes_back=name != "chunk",
+            is_reentrant=False,
+        )
+        for name, options in CHAPTERS.items()
+    }
+    | {f"ultramem {kind}": Case(partial(_ultramem, kind=kind)) for kind in ultramem_models.KINDS}
+    | {
+        f"depth {kind}": Case(partial(_depth, kind=kind), is_base_at_first=kind not in ("joint", "added to reused"))
+        for kind in depth_models.KINDS
+    }
+    | {kind: Case(partial(_fetched, kind=kind), fetches=1) for kind in hierarchical_models.KINDS}
+    | {"all fetched": Case(partial(_fetched, kind=hierarchical_models.KINDS), fetches=len(hierarchical_models.KINDS))}
+)
+"""Memories at every site: inserted, behind attention, behind layers, beside the feed-forward network, across layers, inside."""

@@ -1,0 +1,37 @@
+"""Hosts of memories with the weights of a tiny base, built in memory: no checkpoint, no upscaler."""
+
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+from midus_hf.models import FAMILIES
+
+
+def host_config(config: Any, memory: list[dict[str, Any]] | None, **changes: Any) -> Any:
+    """Return the config of the family's host that has these entries, and the fields of a base's config but for `changes`."""
+    fields = {key: value for key, value in config.to_dict().items() if key not in ("model_type", "architectures")}
+    return FAMILIES[config.model_type].config_class(**{**fields, **changes}, memory=memory)
+
+
+def host_of(native: PreTrainedModel, *entries: dict[str, Any], seed: int = 0) -> Any:
+    """Return the family's host of memories with a base's weights and dtype, in eval mode; its banks are not open."""
+    config = host_config(native.config, list(entries))
+    torch.manual_seed(seed)
+    model = FAMILIES[native.config.model_type](config).to(native.dtype)
+    missing = model.load_state_dict(native.state_dict(), strict=False)
+    assert not missing.unexpected_keys and all(".memor" in name for name in missing.missing_keys)
+    return model.eval()
+
+
+@torch.no_grad()
+def logits(model: Any, tokens: torch.Tensor, **given: Any) -> torch.Tensor:
+    """Return the logits of one pass without a cache."""
+    return model(tokens, use_cache=False, **given).logits
+
+
+@torch.no_grad()
+def in_steps(model: Any, tokens: torch.Tensor, steps: list[int], cache: Any, **given: Any) -> torch.Tensor:
+    """Return the logits of tokens that go through a cache in steps of so many."""
+    parts = tokens.split(steps, dim=1)
+    return torch.cat([model(part, past_key_values=cache, use_cache=True, **given).logits for part in parts], dim=1)

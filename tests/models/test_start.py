@@ -1,0 +1,145 @@
+"""A model whose memories do not act yet computes what its base does, bit for bit, and learns from the first step on."""
+
+import copy
+import itertools
+
+import pytest
+import torch
+from models.cases import CASES, GREEDY
+from models.depth_models import depth_model
+from models.gradients import loss_and_gradients
+from models.hosting import logits
+from models.optimizer_steps import train_steps
+from pairs import in_turn
+from tiny import WINDOW, prompt, tiny_model
+from transformers import AutoModelForCausalLM, DynamicCache, StaticCache
+
+from midus_hf.config.declared_tensors import ZEROS
+from midus_hf.memory.kept_values import kept_values
+from midus_hf.memory.registry import MemoryModule
+
+BASES = [name for name, case in CASES.items() if case.is_base_at_first]
+WAYS = list(itertools.product([torch.float32, torch.bfloat16], ["eager", "sdpa"]))
+
+
+@pytest.fixture
+def pair(native_family, tmp_path):
+    """Makes a base and the model of a case that does not act yet."""
+
+    def made(case, dtype=torch.float32, attention=None):
+        both = tiny_model(native_family, dtype), CASES[case].model(native_family, tmp_path, dtype, acting=False)
+        for each in both if attention else ():
+            # The scores of Gemma-2 are capped, which sdpa cannot.
+            each.set_attn_implementation("eager" if native_family == "gemma2" else attention)
+        return both
+
+    return made
+
+
+@pytest.mark.parametrize(("case", "way"), in_turn(BASES, WAYS), ids=str)
+def test_its_logits_are_those_of_the_base(pair, case, way):
+    base, model = pair(case, *way)
+    tokens, given = prompt(), CASES[case].given()
+    mask = (torch.arange(tokens.shape[1]) >= torch.tensor([[5], [0]])).long()
+    expected = logits(base, tokens)
+    assert torch.equal(logits(model, tokens), expected) and torch.equal(logits(model, tokens, **given), expected)
+    padded = logits(base, tokens, attention_mask=mask)
+    assert torch.equal(logits(model, tokens, attention_mask=mask, **given)[mask == 1], padded[mask == 1])
+    with torch.no_grad():
+        labels = CASES[case].of_training(tokens)["labels"]
+        of_base, found = (each(tokens, labels=labels, logits_to_keep=0) for each in (base, model))
+        embeddings = model.get_input_embeddings()(tokens)
+        assert torch.equal(found.loss, of_base.loss)
+        assert torch.equal(model(tokens, logits_to_keep=3).logits, base(tokens, logits_to_keep=3).logits)
+        assert torch.equal(model(inputs_embeds=embeddings).logits, base(inputs_embeds=embeddings).logits)
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+@pytest.mark.parametrize("case", BASES)
+def test_it_generates_what_the_base_does_with_any_cache(pair, case, mode):
+    """By steps whose memories are called directly, with what they keep and without."""
+    base, model = pair(case)
+    row, longest, given = prompt(3, batch=1), WINDOW + 4, CASES[case].given()
+    padded = torch.cat([prompt(longest, batch=1, seed=1), torch.nn.functional.pad(row, (longest - 3, 0))])
+    settings = {"attention_mask": (padded != 0).long(), "return_dict_in_generate": True, "output_logits": True}
+    for cache in ("dynamic", "static"):
+        settings["cache_implementation"] = cache
+        with mode():
+            expected = base.generate(padded, **settings, **GREEDY)
+            found = model.generate(padded, **settings, **GREEDY, **given)
+            for step, of_base in zip(found.logits, expected.logits, strict=True):
+                assert torch.equal(step, of_base)
+    parts = prompt(8).split((6, 1, 1), dim=1)
+    for made in (
+        lambda each: StaticCache(each.config, max_cache_len=8),
+        lambda each: DynamicCache(config=each.config),
+    ):
+        with mode(), kept_values(model):
+            caches = made(base), made(model)
+            for part in parts:
+                of_base = base(part, past_key_values=caches[0]).logits
+                assert torch.equal(model(part, past_key_values=caches[1], **given).logits, of_base)
+
+
+@pytest.mark.parametrize("scale", [1, 30])
+@pytest.mark.parametrize("kind", ["default", "projected", "reused", "released"])
+def test_what_depth_acts_through_at_zero_changes_no_bit_whatever_the_rest_holds(native_family, kind, scale):
+    model = depth_model(native_family, kind, torch.float32, acting=False)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "ffn_" in name or "attention_key" in name:
+                parameter.mul_(scale)
+    assert torch.equal(logits(model, prompt()), logits(tiny_model(native_family), prompt()))
+
+
+def acting_tensors(model):
+    """The tensors of memories that start at zero."""
+    return [
+        memory.declared_tensor(name)
+        for memory in model.modules()
+        if isinstance(memory, MemoryModule)
+        for name, tensor in memory.declared.items()
+        if tensor.initial == ZEROS
+    ]
+
+
+@pytest.mark.parametrize("case", ["headwise", "token behind layers", "ultramem own", "depth default", "depth reused"])
+def test_what_was_trained_and_set_to_zero_again_changes_no_bit_after_loading(pair, case, tmp_path):
+    base, model = pair(case)
+    acts = acting_tensors(model)
+    model.requires_grad_(False)
+    for tensor in acts:
+        tensor.requires_grad_(True)
+    train_steps(model, 2)
+    assert any(tensor.any() for tensor in acts)
+    moved, expected = logits(model, prompt()), logits(base, prompt())
+    assert not torch.allclose(moved, expected, atol=1e-3)
+    model.save_pretrained(tmp_path / "moved")
+    assert torch.equal(logits(AutoModelForCausalLM.from_pretrained(tmp_path / "moved").eval(), prompt()), moved)
+    with torch.no_grad():
+        for tensor in acts:
+            tensor.zero_()
+    model.save_pretrained(tmp_path / "zero")
+    assert torch.equal(logits(AutoModelForCausalLM.from_pretrained(tmp_path / "zero").eval(), prompt()), expected)
+
+
+@pytest.mark.parametrize("case", [name for name in BASES if name.startswith("depth")])
+def test_what_depth_acts_through_learns_from_the_first_step_and_the_rest_from_the_next(pair, case):
+    _, model = pair(case)
+    new = {name: value for name, value in model.train().named_parameters() if ".memories." in name}
+    gates = {name for name in new if name.endswith("depth_gate")}
+    is_added = not any(word in case for word in ("reused", "attention", "released"))
+    values = {name for name in new if "_value" in name} if is_added else set()
+    started = {name: copy.deepcopy(value.detach()) for name, value in new.items()}
+    optimizer = torch.optim.SGD(new.values(), lr=1.0)
+    first = loss_and_gradients(model, prompt())[1]
+    learn = {name for name in new if first[name].any()}
+    assert values <= learn <= values | gates and learn
+    optimizer.step()
+    with torch.no_grad():
+        for name in gates:  # as optimisers do that step by the sign: every head begins somewhere
+            new[name].copy_((new[name] + 0.1 * (new[name] == 0)).abs())
+    second = loss_and_gradients(model, prompt())[1]
+    assert all(second[name].any() for name in new)
+    optimizer.step()
+    assert not [name for name, value in new.items() if torch.equal(value, started[name])]

@@ -1,0 +1,124 @@
+"""Training with memories that act: checkpointing, frozen bases, several passes, compilation and autocast."""
+
+import pytest
+import torch
+from models.cases import CASES, CHAPTERS
+from models.gradients import check_close, enable_checkpointing, gradients_of, loss_and_gradients
+from models.hosting import logits
+from pairs import by_default
+from tiny import prompt, tiny_model
+
+each_case = pytest.mark.parametrize("case", CASES)
+RELATIVE = {torch.float32: 1e-4, torch.float64: 1e-9}
+"""How far sums in another order may be apart, by norms."""
+
+
+def trained(case, family, folder, dtype=None, **how):
+    """A model in training mode, whose blocks train too."""
+    model = CASES[case].model(family, folder, dtype, **how).train()
+    model.banks.train()
+    return model
+
+
+def new_parameters(model):
+    """Names of the parameters of memories, and of layers that were inserted for one."""
+    entries = [entry for entry in model.config.memories().entries if entry.site == "inserted"]
+    inserted = tuple(f"model.layers.{layer}." for entry in entries for layer in entry.layers)
+    return {name for name, _ in model.named_parameters() if ".memor" in name or name.startswith(inserted)}
+
+
+@pytest.mark.parametrize(
+    ("case", "use_reentrant"),
+    [(name, kind) for name, case in CASES.items() for kind in ((False, True) if case.is_reentrant else (False,))],
+)
+def test_activation_checkpointing_changes_no_loss_and_no_gradient(native_family, case, use_reentrant, tmp_path):
+    model, given, passes = trained(case, native_family, tmp_path), CASES[case].of_training(prompt()), []
+    loss, expected = loss_and_gradients(model, prompt(), **given)
+    assert {name for name in expected if isinstance(name, str)} == {name for name, _ in model.named_parameters()}
+    assert all(expected[name].any() for name in new_parameters(model))
+    assert len(expected) == len(list(model.parameters())) + 4 * CASES[case].fetches, "of the blocks that were fetched"
+    model.model.layers[1].self_attn.register_forward_pre_hook(lambda *_: passes.append(1))
+    enable_checkpointing(model, use_reentrant)
+    again, found = loss_and_gradients(model, prompt(), **given)
+    assert torch.equal(again, loss) and len(passes) == 2
+    if CASES[case].dtype == torch.float32:
+        assert found.keys() == expected.keys()
+        assert all(torch.equal(found[name], gradient) for name, gradient in expected.items())
+    else:
+        check_close(found, expected, 1e-9)
+
+
+@each_case
+def test_with_a_frozen_base_what_is_new_learns_alike_under_checkpointing(native_family, case, tmp_path):
+    model, given = trained(case, native_family, tmp_path), CASES[case].of_training(prompt())
+    new = new_parameters(model)
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(name in new)
+    _, expected = loss_and_gradients(model, prompt(), **given)
+    assert expected and {name for name in expected if isinstance(name, str)} == new
+    assert all(gradient.any() for gradient in expected.values())
+    enable_checkpointing(model, False)
+    check_close(loss_and_gradients(model, prompt(), **given)[1], expected, RELATIVE[CASES[case].dtype])
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+@each_case
+def test_two_passes_before_one_backward_have_the_gradients_of_both(native_family, case, checkpointing, tmp_path):
+    model, batches = trained(case, native_family, tmp_path), (prompt(7), prompt(9, batch=1, seed=2))
+    given = [CASES[case].of_training(tokens) for tokens in batches]
+    apart = [loss_and_gradients(model, *both[:1], **both[1])[1] for both in zip(batches, given, strict=True)]
+    if checkpointing:
+        enable_checkpointing(model, False)
+    model.zero_grad()
+    sum(
+        model(tokens, use_cache=False, **of_pass).loss for tokens, of_pass in zip(batches, given, strict=True)
+    ).backward()
+    expected = {name: sum(found[name] for found in apart if name in found) for name in apart[0] | apart[1]}
+    check_close(gradients_of(model), expected, RELATIVE[CASES[case].dtype])
+
+
+COMPILED = ["headwise", "chunk", "ultramem expanded", "ultramem skip", "depth default", "all fetched"]
+MORE_COMPILED = ["product-key", "prompt", "ultramem memory-plus", "depth released", "hier-kv"]
+
+
+@pytest.mark.parametrize("case", by_default(COMPILED, COMPILED + MORE_COMPILED))
+def test_training_and_inference_compile_as_one_graph(case, tmp_path):
+    torch._dynamo.reset()
+    model = trained(case, "gemma3", tmp_path, torch.float32, small=True)
+    model.set_attn_implementation("eager")  # whose graph adds in the order that it does
+    tokens = prompt(9)
+    given = CASES[case].of_training(tokens)
+    loss, expected = loss_and_gradients(model, tokens, **given)
+    fetches = CASES[case].fetches
+    if fetches:  # what is fetched within a pass is no part of a graph
+        given = {"labels": tokens, "memory_blocks": model.fetch_memory(given["memory_ids"])}
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    found_loss, found = loss_and_gradients(model, tokens, compiled, **given)
+    torch.testing.assert_close(found_loss, loss)
+    check_close(found, expected, 1e-4)
+    model.eval()
+    of_pass = {"memory_blocks": model.fetch_memory(CASES[case].given()["memory_ids"])} if fetches else {}
+    torch.testing.assert_close(logits(compiled, tokens, **of_pass), logits(model, tokens, **of_pass))
+    torch._dynamo.reset()
+
+
+# Another rounding lets routers choose other chapters.
+@pytest.mark.parametrize("case", [name for name in CASES if name not in CHAPTERS])
+def test_autocast_changes_a_little_and_nothing_where_memories_do_not_act(native_family, case, tmp_path):
+    tokens, given = prompt(), CASES[case].of_training(prompt())
+    model = trained(case, native_family, tmp_path, torch.float32)
+    _, expected = loss_and_gradients(model, tokens, **given)
+    with torch.autocast("cpu", torch.bfloat16):
+        loss = model(tokens, use_cache=False, **given).loss
+    model.zero_grad()
+    loss.backward()
+    for name, gradient in gradients_of(model).items():
+        assert gradient.dtype == torch.float32 and gradient.isfinite().all(), name
+        if case.startswith("depth"):  # others choose slots, and may choose others
+            assert torch.nn.functional.cosine_similarity(gradient.flatten(), expected[name].flatten(), dim=0) > 0.9, (
+                name
+            )
+    if CASES[case].is_base_at_first:
+        still = CASES[case].model(native_family, tmp_path / "still", torch.float32, acting=False)
+        with torch.autocast("cpu", torch.bfloat16):
+            assert torch.equal(logits(still, tokens, **CASES[case].given()), logits(tiny_model(native_family), tokens))
