@@ -1,5 +1,7 @@
 """Memories of a small model and random blocks that its texts fetch."""
 
+import dataclasses
+
 import torch
 
 from midus_hf.config.fetched_blocks import BankLayout
@@ -15,15 +17,7 @@ from midus_hf.memory.fetched import FetchedBatch
 from midus_hf.memory.registry import build_memory
 
 SIZES = ModelSizes(hidden_size=12, num_heads=6, head_dim=4, num_key_value_heads=2, intermediate_size=10, num_layers=4)
-GEGLU = ModelSizes(
-    hidden_size=12,
-    num_heads=6,
-    head_dim=4,
-    num_key_value_heads=2,
-    intermediate_size=10,
-    num_layers=4,
-    activation="gelu_pytorch_tanh",
-)
+GEGLU = dataclasses.replace(SIZES, activation="gelu_pytorch_tanh")
 LAYERS = (1, 3)
 TYPES = {
     "hier-ffn": HierFFNOptions,

@@ -4,31 +4,23 @@ import math
 
 import pytest
 import torch
+from memory.building import retrieving
 
 from midus_hf.memory import balance
 from midus_hf.memory.balance import balance_loss
 from midus_hf.memory.headwise import HeadwiseMemory
 from midus_hf.memory.retrieval import RetrievalMemory
-from tests.memory.building import build
 
 HEADS, WIDTH = 3, 24
 
-MAKERS = {
-    "headwise": lambda **options: build(
-        "headwise", hidden_size=WIDTH, num_heads=HEADS, head_dim=8, n=6, k=2, **options
-    ),
-    "product-key": lambda **options: build("product-key", hidden_size=WIDTH, num_heads=HEADS, n=6, k=2, **options),
-    "linear": lambda **options: build("linear", hidden_size=WIDTH, num_heads=HEADS, slots=15, k=2, **options),
-}
 
-
-@pytest.fixture(params=MAKERS)
-def make(request):
+@pytest.fixture
+def make(memory_type):
     """Makes a memory of each type, in turn, in float64."""
 
     def made(**options) -> RetrievalMemory:
-        torch.manual_seed(0)
-        return MAKERS[request.param](**options).double()
+        size = 15 if memory_type == "linear" else 6
+        return retrieving(memory_type, hidden_size=WIDTH, num_heads=HEADS, size=size, **options).double()
 
     return made
 
@@ -136,7 +128,7 @@ def test_equal_scores_give_one(make):
 
 def chooser(scale: float) -> HeadwiseMemory:
     """A memory of 4 sub-keys per side, of which a query of one-hot halves picks the one it names."""
-    memory = build("headwise", hidden_size=8, num_heads=1, head_dim=8, n=4, k=1).double()
+    memory = retrieving("headwise", hidden_size=8, num_heads=1, size=4, k=1).double()
     with torch.no_grad():
         memory.row_keys.copy_(scale * torch.eye(4))
         memory.column_keys.copy_(scale * torch.eye(4))

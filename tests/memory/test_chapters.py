@@ -97,18 +97,6 @@ def test_chapters_are_projected_alone_where_few_are_read(weighting):
 
 
 @pytest.mark.parametrize("weighting", WEIGHTINGS)
-@pytest.mark.parametrize("routing", ROUTINGS)
-def test_gradients_pass_a_numerical_check(routing, weighting):
-    memory = layer(routing=routing, weighting=weighting, memory_tokens=8, chapters=4, bank_rank=2, chunk_size=2)
-    names = [name for name, _ in memory.named_parameters()]
-
-    def run(hidden_states, *parameters):
-        return torch.func.functional_call(memory, dict(zip(names, parameters, strict=True)), (hidden_states,))
-
-    assert torch.autograd.gradcheck(run, (states(1, 3), *memory.parameters()), fast_mode=True)
-
-
-@pytest.mark.parametrize("weighting", WEIGHTINGS)
 def test_without_weights_the_output_teaches_the_router_nothing(weighting):
     memory = layer(weighting=weighting)
     memory(states()).sum().backward()

@@ -1,66 +1,274 @@
-"""Norms of queries, temperature and gates, which every memory may have; running statistics under checkpointing."""
+"""Memories whose heads retrieve slots: what they start as, compute with every option, learn first, and refuse."""
 
 import copy
+import itertools
 
 import pytest
 import torch
 from config.reading import read_entry
-from models.upscaled import upscaled_model, upscaled_pair
-from tiny import prompt
+from memory.building import acting, read_by, retrieving
+from models.gradients import enable_checkpointing
+from models.upscaled import memory_config, upscaled_model, upscaled_pair
+from tiny import FAMILIES, prompt, tiny_model
 from torch.utils.checkpoint import checkpoint
+from transformers import AutoModelForCausalLM
 
-from tests.memory.building import build
+from midus_hf.config.memory_entries import read_memories
+from midus_hf.config.model_sizes import ModelSizes
+from midus_hf.memory.registry import build_memory
+from midus_hf.ops import headwise_memory, op_choices
 from tests.memory.loops import memory_by_loops
 
-BUILDERS = {
-    "headwise": lambda **options: build("headwise", hidden_size=12, num_heads=3, head_dim=6, n=5, k=2, **options),
-    "product-key": lambda **options: build("product-key", hidden_size=12, num_heads=3, n=5, k=2, **options),
-    "linear": lambda **options: build("linear", hidden_size=12, num_heads=3, slots=5, k=2, **options),
+SHAPES = {
+    "headwise": {"row_keys": (4, 6, 3), "column_keys": (4, 6, 3), "value_bank": (36, 6), "value_transform": (4, 6, 6)},
+    "product-key": {
+        "query_projection.weight": (24, 24),
+        "row_keys": (4, 6, 3),
+        "column_keys": (4, 6, 3),
+        "value_bank": (36, 24),
+    },
+    "linear": {"query_projection.weight": (24, 24), "slot_keys": (4, 6, 6), "value_bank": (6, 24)},
 }
 
 
-@pytest.fixture(params=BUILDERS)
-def memory_type(request) -> str:
-    """Each type of memory, in turn."""
-    return request.param
+def test_parameters_have_the_shapes_and_roles_of_the_paper(memory_type):
+    memory = retrieving(memory_type)
+    assert {name: tuple(tensor.shape) for name, tensor in memory.named_parameters()} == SHAPES[memory_type]
+    told = {name for name in SHAPES[memory_type] if name.endswith("_keys") or name == "value_bank"}
+    assert set(memory.names_of("key", "value")) == told
 
 
-def acting(memory_type, seed=0, **options):
-    """A memory with every tensor moved off its start value, in training mode."""
-    memory = BUILDERS[memory_type](**options)
-    generator = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for name, tensor in memory.state_dict().items():
-            noise = torch.randn(tensor.shape, generator=generator)
-            tensor.copy_(noise.abs() + 0.1 if name == "query_variance" else noise)
-    return memory
+def test_values_start_at_zero_and_the_rest_at_the_documented_scale(memory_type):
+    memory = retrieving(memory_type, hidden_size=256, size=32, query_norm="batch")
+    assert not memory.value_bank.any()
+    projection = {"headwise": "value_transform"}.get(memory_type, "query_projection.weight")
+    weight = memory.get_parameter(projection).detach()
+    assert weight.std().item() == pytest.approx(weight.shape[-1] ** -0.5, rel=0.02) and abs(weight.mean()) < 5e-3
+    for name in memory.names_of("key"):
+        keys = memory.get_parameter(name).detach()
+        bound = keys.shape[-1] ** -0.5
+        assert 0.97 * bound < keys.abs().max() <= bound and abs(keys.mean()) < 0.01
+        assert keys.std().item() == pytest.approx(bound / 3**0.5, rel=0.05)
+        assert not torch.equal(keys[0], keys[1])
+    assert len({memory.get_parameter(name).sum().item() for name in memory.names_of("key")}) == len(
+        memory.names_of("key")
+    )
+    for name, start in (("weight", 1), ("bias", 0)):
+        assert (getattr(memory, f"query_norm_{name}") == start).all()
+    assert (memory.query_variance == 1).all() and not memory.query_mean.any()
 
 
-def inputs_of(memory, tokens=7, seed=1):
-    width = memory.gate_weight.shape[1] if memory.gate != "none" else memory.num_heads * memory.query_width
-    return torch.randn(2, tokens, width, generator=torch.Generator().manual_seed(seed))
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_same_generator_gives_the_same_bytes(memory_type, dtype):
+    memory = retrieving(memory_type, query_norm="batch", gate="token")
+    for name, tensor in memory.state_dict().items():
+        first, second, other = (torch.full_like(tensor, 5.0, dtype=dtype) for _ in range(3))
+        for filled, seed in ((first, 3), (second, 3), (other, 4)):
+            memory.declared[name].initial.fill(filled, torch.Generator().manual_seed(seed))
+        assert torch.equal(first, second) and not (first == 5.0).any(), name
+        assert torch.equal(first, other) != name.endswith(("_keys", "projection.weight", "transform")), name
 
 
-@pytest.mark.parametrize("values", ["expanded", "shared", "own"])
-@pytest.mark.parametrize("query_norm", ["none", "batch", "layer"])
-@pytest.mark.parametrize(("gate", "temperature"), [("none", 1.0), ("token", 0.4), ("head", 3)])
+@pytest.mark.parametrize("name", ["product-key", "linear"])
+def test_a_family_initialises_the_projection_as_the_memory_says(family, name):
+    """Transformers' own initialisation of linear layers, with a deviation of 0.02, must not come last."""
+    config = memory_config(tiny_model(family, hidden_size=64), memory_type=name, query_norm="batch")
+    torch.manual_seed(0)
+    memory = AutoModelForCausalLM.from_config(config).model.layers[1].memory
+    assert memory.query_projection.weight.std().item() == pytest.approx(1 / 8, rel=0.1)
+    assert (memory.query_variance == 1).all() and not memory.value_bank.any()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("training", [True, False])
-def test_head_wise_memory_is_that_of_the_equations_with_every_option(values, query_norm, gate, temperature, training):
-    memory = acting("headwise", values=values, query_norm=query_norm, gate=gate, temperature=temperature)
-    memory.double().train(training)
-    inputs = inputs_of(memory).double()
-    expected, state = memory_by_loops(memory, inputs)
-    torch.testing.assert_close(memory(inputs), expected, rtol=1e-10, atol=1e-12)
-    with torch.no_grad():  # values expanded once for all, where it is inference
-        torch.testing.assert_close(memory.eval()(inputs), memory_by_loops(memory, inputs)[0], rtol=1e-10, atol=1e-12)
-    for name in memory.state_dict():
-        if training and name in ("query_mean", "query_variance"):
-            torch.testing.assert_close(memory.state_dict()[name], state[name], rtol=1e-10, atol=1e-12)
+def test_a_new_layer_returns_zeros_and_leaves_the_residual_stream_as_it_is(memory_type, dtype, training):
+    memory = retrieving(memory_type, query_norm="batch", gate="token").to(dtype).train(training)
+    output = memory(read_by(memory))
+    assert output.shape == (2, 7, 24) and output.dtype == dtype
+    stream = torch.randn(2, 7, 24, generator=torch.Generator().manual_seed(0)).to(dtype)
+    assert torch.equal(output, torch.zeros_like(output)) and torch.equal(stream + output, stream)
+
+
+def test_the_first_step_moves_the_values_alone_and_the_second_everything(memory_type):
+    memory = retrieving(memory_type, query_norm="batch", gate="token")
+    inputs = read_by(memory).requires_grad_()
+    target = torch.randn(2, 7, 24, generator=torch.Generator().manual_seed(2))
+    optimizer = torch.optim.SGD(memory.parameters(), lr=0.1)
+    (memory(inputs) - target).square().sum().backward()
+    assert [name for name, parameter in memory.named_parameters() if parameter.grad.any()] == ["value_bank"]
+    assert not inputs.grad.any()
+    optimizer.step()
+    optimizer.zero_grad()
+    (memory(inputs) - target).square().sum().backward()
+    assert all(parameter.grad.any() for parameter in memory.parameters()) and inputs.grad.any()
+
+
+KINDS = [
+    *(("headwise", {"values": values}) for values in ("expanded", "shared", "own")),
+    ("product-key", {}),
+    ("linear", {}),
+]
+GATES = [("none", 1.0), ("token", 0.4), ("head", 3)]
+
+
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("query_norm", ["none", "batch", "layer"])
+@pytest.mark.parametrize(
+    ("kind", "options", "gate", "temperature"),
+    [(*kind, *gate) for kind, gate in itertools.product(KINDS, GATES) if kind[0] == "headwise" or gate[0] != "head"],
+    ids=str,
+)
+def test_output_and_statistics_are_those_of_the_equations(kind, options, gate, temperature, query_norm, training):
+    for k in (1, 5):
+        memory = retrieving(kind, k=k, query_norm=query_norm, gate=gate, temperature=temperature, **options)
+        acting(memory.double().train(training))
+        inputs = read_by(memory)
+        expected, state = memory_by_loops(memory, inputs)
+        torch.testing.assert_close(memory(inputs), expected, rtol=1e-10, atol=1e-12)
+        for name, tensor in memory.state_dict().items():
+            torch.testing.assert_close(tensor, state[name], rtol=1e-10, atol=1e-12, msg=name)
+        with torch.no_grad():  # values expanded once for all, where it is inference
+            expected, _ = memory_by_loops(memory.eval(), inputs)
+            torch.testing.assert_close(memory(inputs), expected, rtol=1e-10, atol=1e-12)
+
+
+def test_gradients_are_those_of_finite_differences(memory_type):
+    memory = retrieving(memory_type, hidden_size=8, num_heads=2, size=3, query_norm="batch", gate="token").double()
+    inputs = read_by(acting(memory), 1, 4).requires_grad_()
+    parameters = dict(memory.named_parameters())
+
+    def computed(inputs, *values):
+        return torch.func.functional_call(memory, dict(zip(parameters, values, strict=True)), (inputs,))
+
+    assert torch.autograd.gradcheck(computed, (inputs, *parameters.values()))
+
+
+def test_each_head_asks_with_its_own_slice_and_writes_its_own_slice():
+    memory = acting(retrieving("headwise"))
+    inputs = read_by(memory)
+    changed = inputs.clone()
+    changed[..., 6:12] = torch.randn(2, 7, 6, generator=torch.Generator().manual_seed(5))  # head 1
+    difference = memory(inputs) != memory(changed)
+    assert difference[..., 6:12].any()
+    assert not difference[..., :6].any() and not difference[..., 12:].any()
+
+
+@pytest.mark.parametrize("name", ["product-key", "linear"])
+def test_every_head_writes_to_the_whole_width_and_heads_are_summed(name):
+    memory = acting(retrieving(name))
+    weights, slots = memory.retrieve(read_by(memory))
+    by_head = (weights.unsqueeze(-1) * memory.value_bank[slots]).sum(-2)  # [B, T, H, D]
+    assert by_head.shape == (2, 7, 4, 24) and by_head.any(-1).all()
+    torch.testing.assert_close(memory(read_by(memory)), by_head.sum(-2))
+
+
+def test_tokens_do_not_see_each_other_once_trained(memory_type):
+    memory = acting(retrieving(memory_type, query_norm="batch")).eval()
+    inputs = read_by(memory, batch=1, tokens=6)
+    changed = inputs.clone()
+    changed[:, 3] += 1
+    difference = (memory(inputs) - memory(changed)).abs().amax(-1)[0] > 1e-5
+    assert difference.tolist() == [False, False, False, True, False, False]
+
+
+@pytest.mark.parametrize("backend", ["reference", "torch"])
+def test_every_body_of_the_ops_computes_the_same(memory_type, backend):
+    memory = acting(retrieving(memory_type, query_norm="layer"))
+    with op_choices(backend=backend):
+        output = memory(read_by(memory))
+    torch.testing.assert_close(output, memory(read_by(memory)))
+
+
+def test_head_wise_memory_is_the_op_on_its_parameters():
+    memory = acting(retrieving("headwise"))
+    inputs = read_by(memory)
+    tables = (memory.row_keys, memory.column_keys, memory.value_bank, memory.value_transform)
+    for backend in ("auto", "torch"):
+        expected = headwise_memory(inputs.view(2, 7, 4, 6), *tables, 2, backend=backend)
+        with op_choices(backend=backend):
+            assert torch.equal(memory(inputs), expected.reshape(2, 7, 24))
+
+
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize(("batch", "tokens"), [(0, 3), (1, 1), (2, 0)])
+def test_empty_and_one_token_batches_run(memory_type, batch, tokens, training):
+    memory = acting(retrieving(memory_type, query_norm="batch")).train(training)
+    before = memory.query_mean.clone()
+    output = memory(read_by(memory, batch, tokens))
+    assert output.shape == (batch, tokens, 24) and output.isfinite().all()
+    assert torch.equal(before, memory.query_mean) != (training and batch * tokens > 0)
+
+
+def test_a_block_of_any_family_holds_one_with_the_options_of_its_entry(family, memory_type):
+    config, size = FAMILIES[family].config(), "slots" if memory_type == "linear" else "n"
+    options = {"k": 3, "query_norm": "layer", "gate": "token", "temperature": 2}
+    entry = {"type": memory_type, "layers": [0], size: 9, **options}
+    (read,) = read_memories([entry], ModelSizes.of(config)).entries
+    memory = build_memory(read.options, ModelSizes.of(config))
+    assert {name: getattr(memory, name) for name in options} == options
+    assert len(memory.value_bank) == (9 if memory_type == "linear" else 81)
+    share = config.hidden_size // config.num_attention_heads
+    asks = (getattr(config, "head_dim", None) or share) if memory_type == "headwise" else share
+    assert memory.query_width == asks
+    assert memory_type != "headwise" or (memory.head_dim, memory.value_dim) == (asks, share)
+    width = config.num_attention_heads * asks
+    assert memory.gate_weight.shape[1] == width
+    assert memory(torch.randn(2, 3, width)).shape == (2, 3, config.hidden_size)
+
+
+def test_some_families_have_queries_wider_than_the_values():
+    wider = {name for name, family in FAMILIES.items() if getattr(family.config(), "head_dim", 8) != 32 // 4}
+    assert wider == {"qwen3", "gemma3"}
+
+
+def test_their_text_names_their_sizes():
+    assert repr(retrieving("headwise")) == "HeadwiseMemory(num_heads=4, head_dim=6, value_dim=6, n=6, k=2)"
+    assert "num_heads=4, n=6, k=2, query_norm=none" in repr(retrieving("product-key"))
+    assert "num_heads=4, slots=6, k=2, query_norm=batch" in repr(retrieving("linear", query_norm="batch"))
+
+
+@pytest.mark.parametrize(
+    ("name", "sizes", "message"),
+    [
+        *(
+            (name, {"hidden_size": 26}, "hidden_size is 26; expected a multiple of the 4 attention heads")
+            for name in SHAPES
+        ),
+        ("headwise", {"head_dim": 15}, "head_dim is 15; expected an even number, half for rows and half for columns"),
+        ("headwise", {"k": 7}, r"k is 7; expected 1 <= k <= n = 6\. Lower k or raise n"),
+        (
+            "product-key",
+            {"hidden_size": 20},
+            "hidden_size / num_attention_heads is 5; expected an even number, half for rows",
+        ),
+    ],
+)
+def test_sizes_that_do_not_fit_are_refused(name, sizes, message):
+    with pytest.raises(ValueError, match=message):
+        retrieving(name, **sizes)
+
+
+def test_queries_of_linear_memory_need_not_be_halved():
+    assert retrieving("linear", hidden_size=20).query_width == 5
+
+
+def test_by_default_they_are_as_in_the_paper():
+    for name, size in (("product-key", {"n": 64}), ("linear", {"slots": 4096})):
+        options = read_entry({"type": name, "layers": [1]}).options
+        assert {key: getattr(options, key) for key in size} == size
+        assert (options.k, options.query_norm, options.temperature, options.gate) == (4, "batch", 1.0, "none")
+        assert options.keeps_output_projection and options.adds_block_input
+
+
+def small(memory_type, **options):
+    """A memory of three heads with queries of six numbers, or four if they are projected, in training mode."""
+    width = {"head_dim": 6} if memory_type == "headwise" else {}
+    return retrieving(memory_type, hidden_size=12, num_heads=3, size=5, **width, **options)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_norm_is_that_of_pytorch(memory_type, dtype):
-    memory = acting(memory_type, query_norm="batch").to(dtype)
+    memory = acting(small(memory_type, query_norm="batch")).to(dtype)
     query = torch.randn(2, 7, 3, memory.query_width, generator=torch.Generator().manual_seed(2)).to(dtype)
     norm = torch.nn.BatchNorm1d(3 * memory.query_width)
     norm.load_state_dict(
@@ -85,7 +293,7 @@ def test_a_norm_is_that_of_pytorch(memory_type, dtype):
 
 
 def test_a_layer_norm_is_that_of_each_heads_query(memory_type):
-    memory = acting(memory_type, query_norm="layer")
+    memory = acting(small(memory_type, query_norm="layer"))
     query = torch.randn(2, 7, 3, memory.query_width, generator=torch.Generator().manual_seed(2))
     for head in range(3):
         gain, bias = memory.query_norm_weight[head], memory.query_norm_bias[head]
@@ -94,8 +302,8 @@ def test_a_layer_norm_is_that_of_each_heads_query(memory_type):
 
 
 def test_a_batch_norm_with_a_frozen_gain_stays_as_it_is_in_training_mode(memory_type):
-    memory = acting(memory_type, query_norm="batch").eval()
-    inputs = inputs_of(memory)
+    memory = acting(small(memory_type, query_norm="batch")).eval()
+    inputs = read_by(memory)
     expected, before = memory(inputs), copy.deepcopy(memory.state_dict())
     memory.query_norm_weight.requires_grad_(False)
     assert torch.equal(memory.train()(inputs), expected)
@@ -105,29 +313,12 @@ def test_a_batch_norm_with_a_frozen_gain_stays_as_it_is_in_training_mode(memory_
     assert not torch.equal(memory.query_mean, before["query_mean"])
 
 
-def test_a_batch_norm_leaves_tokens_alone_in_eval_mode_and_its_statistics_as_they_are(memory_type):
-    memory = acting(memory_type, query_norm="batch").eval()
-    before = copy.deepcopy(memory.state_dict())
-    inputs = inputs_of(memory)
-    torch.testing.assert_close(memory(inputs)[:, :3], memory(inputs[:, :3]))
-    assert all(torch.equal(before[name], tensor) for name, tensor in memory.state_dict().items())
-
-
-def test_looking_at_what_is_retrieved_changes_no_statistics(memory_type):
-    memory = acting(memory_type, query_norm="batch")
-    before = memory.query_mean.clone()
-    memory.retrieve(inputs_of(memory))
-    assert torch.equal(memory.query_mean, before)
-    memory(inputs_of(memory))
-    assert not torch.equal(memory.query_mean, before)
-
-
 @pytest.mark.parametrize("use_reentrant", [False, True])
 def test_statistics_are_updated_once_though_checkpointing_runs_the_forward_twice(memory_type, use_reentrant):
-    plain, repeated = acting(memory_type, query_norm="batch"), acting(memory_type, query_norm="batch")
+    plain, repeated = acting(small(memory_type, query_norm="batch")), acting(small(memory_type, query_norm="batch"))
     calls = []
     repeated.register_forward_pre_hook(lambda *_: calls.append(1))
-    inputs = inputs_of(plain)
+    inputs = read_by(plain)
     plain(inputs.requires_grad_()).square().sum().backward()
     checkpoint(repeated, inputs.detach().requires_grad_(), use_reentrant=use_reentrant).square().sum().backward()
     assert len(calls) == 2
@@ -143,8 +334,7 @@ def test_so_are_those_of_a_whole_model(memory_type, use_reentrant):
     for checkpointed in (False, True):
         model = upscaled_model("llama", memory_type=memory_type, memory_options={"query_norm": "batch"}).train()
         if checkpointed:
-            enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
-            enable({"use_reentrant": use_reentrant})
+            enable_checkpointing(model, use_reentrant)
         model(prompt(), labels=prompt(), use_cache=False).loss.backward()
         states.append({name: buffer.clone() for name, buffer in model.named_buffers() if ".memory." in name})
     assert len(states[0]) == 4 and all(states[0][name].any() for name in states[0])
@@ -152,8 +342,8 @@ def test_so_are_those_of_a_whole_model(memory_type, use_reentrant):
 
 
 def test_statistics_converge_to_those_of_the_data(memory_type):
-    memory = acting(memory_type, query_norm="batch")
-    inputs = inputs_of(memory, tokens=500)
+    memory = acting(small(memory_type, query_norm="batch"))
+    inputs = read_by(memory, tokens=500)
     for _ in range(150):
         memory.queries(inputs)
     training = memory.queries(inputs, track_statistics=False)
@@ -161,8 +351,8 @@ def test_statistics_converge_to_those_of_the_data(memory_type):
 
 
 def test_a_low_temperature_takes_the_best_slot_alone_and_a_high_one_all_alike(memory_type):
-    cold, warm = acting(memory_type, temperature=1e-4), acting(memory_type, temperature=1e4)
-    inputs = inputs_of(cold)
+    cold, warm = acting(small(memory_type, temperature=1e-4)), acting(small(memory_type, temperature=1e4))
+    inputs = read_by(cold)
     torch.testing.assert_close(cold.retrieve(inputs)[0].amax(-1).median(), torch.tensor(1.0))
     weights, slots = warm.retrieve(inputs)
     torch.testing.assert_close(weights, torch.full_like(weights, 1 / warm.k), rtol=1e-2, atol=1e-2)
@@ -174,8 +364,8 @@ def test_a_low_temperature_takes_the_best_slot_alone_and_a_high_one_all_alike(me
 def test_a_residual_is_added_to_what_is_retrieved_and_kept_bit_for_bit_where_values_are_zero(
     memory_type, gate, dtype, tolerance
 ):
-    memory = acting(memory_type, gate=gate).to(dtype)
-    inputs = inputs_of(memory).to(dtype)
+    memory = acting(small(memory_type, gate=gate)).to(dtype)
+    inputs = read_by(memory)
     stream = torch.randn(2, 7, 12, generator=torch.Generator().manual_seed(3)).to(dtype)
     for mode in (torch.enable_grad, torch.no_grad):
         with mode():
@@ -192,18 +382,18 @@ def test_a_residual_is_added_to_what_is_retrieved_and_kept_bit_for_bit_where_val
     "memory_type, gate", [("headwise", "token"), ("headwise", "head"), ("product-key", "token"), ("linear", "token")]
 )
 def test_gates_start_half_open(memory_type, gate):
-    bare, gated = BUILDERS[memory_type](), BUILDERS[memory_type](gate=gate)
+    bare, gated = small(memory_type), small(memory_type, gate=gate)
     gated.load_state_dict(bare.state_dict(), strict=False)
     with torch.no_grad():
         bare.value_bank.normal_(generator=torch.Generator().manual_seed(0))
         gated.value_bank.copy_(bare.value_bank)
-    inputs = inputs_of(bare)
+    inputs = read_by(bare)
     torch.testing.assert_close(gated(inputs), bare(inputs) / 2)
 
 
 def test_a_gate_a_head_closes_that_head_alone():
-    memory = acting("headwise", gate="head")
-    inputs = inputs_of(memory)
+    memory = acting(small("headwise", gate="head"))
+    inputs = read_by(memory)
     before = memory(inputs)
     with torch.no_grad():
         memory.gate_weight[1], memory.gate_bias[1] = 0, -1e4

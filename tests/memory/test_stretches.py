@@ -17,10 +17,10 @@ from midus_hf.ops.chapters import op as chapter_attention
 TOKENS = 12
 
 
-@pytest.fixture
-def always_together(monkeypatch):
-    """Keys are gathered for stretches of any length."""
-    monkeypatch.setattr(chapter_attention, "_FEWEST_TOGETHER", 1)
+@pytest.fixture(params=[1, 1000], ids=["gathered", "sorted"])
+def fewest_together(request, monkeypatch):
+    """Keys are gathered for stretches of any length, or of none."""
+    monkeypatch.setattr(chapter_attention, "_FEWEST_TOGETHER", request.param)
 
 
 @st.composite
@@ -78,37 +78,33 @@ def reads_as_loops(options: dict, rows: list[tuple[int, list[int]]]) -> None:
         )
 
 
-@pytest.mark.usefixtures("always_together")
+@pytest.mark.usefixtures("fewest_together")
 @settings(max_examples=25, deadline=None)
-@given(options=chunks(), rows=st.lists(packed_row(), min_size=1, max_size=3))
-def test_chunks_of_any_rows_are_those_of_loops(options, rows):
+@given(
+    options=chunks() | st.sampled_from([{"routing": "sequence"}, {"routing": "token"}]),
+    rows=st.lists(packed_row(), min_size=1, max_size=3),
+)
+def test_stretches_of_any_rows_are_those_of_loops(options, rows):
     reads_as_loops(options, rows)
 
 
-@pytest.mark.usefixtures("always_together")
-@settings(max_examples=15, deadline=None)
-@given(rows=st.lists(packed_row(), min_size=1, max_size=3))
-def test_whole_documents_of_any_rows_are_those_of_loops(rows):
-    reads_as_loops({"routing": "sequence"}, rows)
-
-
-@pytest.mark.usefixtures("always_together")
+@pytest.mark.usefixtures("fewest_together")
 @settings(max_examples=25, deadline=None)
-@given(options=chunks(), left=st.integers(0, 6), cuts=st.sets(st.integers(1, TOKENS - 1), max_size=5))
+@given(options=chunks(), left=st.integers(0, 6), cuts=st.lists(st.integers(0, TOKENS), max_size=6))
 def test_any_steps_are_those_of_one_pass(options, left, cuts):
     memory, hidden_states = layer(**options), states(2, TOKENS)
     mask = [[0] * left + [1] * (TOKENS - left), [1] * TOKENS]
     state, outputs = MemoryState("chapters", 0, can_forget=False), []
     edges = [0, *sorted(cuts), TOKENS]
     for first, last in itertools.pairwise(edges):
-        part = places_of([row[first:last] for row in mask])
+        part = places_of([row[first:last] for row in mask]) if first < last else TokenPlaces()
         outputs.append(memory(hidden_states[:, first:last], tokens=part, state=state))
     assert_reads(torch.cat(outputs, dim=1), by_loops(memory, hidden_states, indices(mask)))
 
 
 @pytest.mark.parametrize("tokens", [1, 2, 3, 4, 7, 8, 9, 16, 17])
 @pytest.mark.parametrize(("first", "size"), [(1, 1), (1, 4), (2, 4), (3, 4), (4, 4), (8, 8)])
-def test_plain_rows_are_those_of_loops_and_the_general_way_agrees(first, size, tokens, always_together):
+def test_plain_rows_are_those_of_loops_and_the_general_way_agrees(first, size, tokens, fewest_together):
     memory, hidden_states = layer(first_chunk=first, chunk_size=size), states(2, tokens)
     output = memory(hidden_states)
     assert_reads(output, by_loops(memory, hidden_states))
@@ -189,7 +185,8 @@ def test_documents_in_a_compiled_graph_read_as_they_do_outside(routing):
     torch._dynamo.reset()
 
 
-def test_padding_reads_nothing_where_stretches_are_grouped(always_together):
+@pytest.mark.parametrize("fewest_together", [1], indirect=True)
+def test_padding_reads_nothing_where_stretches_are_grouped(fewest_together):
     mask = [[0, 0, 0, 1, 1, 1, 1, 1], [0] * 8]
     output = layer()(states(2), tokens=places_of(mask))
     assert not output[0, :3].any() and not output[1].any() and output[0, 3:].any(-1).all()

@@ -1,0 +1,10 @@
+"""Fixtures of memories on their own."""
+
+import pytest
+from memory.building import RETRIEVING
+
+
+@pytest.fixture(params=RETRIEVING)
+def memory_type(request) -> str:
+    """Each type of memory whose heads retrieve slots, in turn."""
+    return request.param
