@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from models.gradients import enable_checkpointing
 from models.optimizer_steps import train_steps
 from peft import PeftModel, get_peft_model
 from sites.cases import FEW, SOME, each
@@ -68,8 +69,7 @@ def test_generation_and_checkpointing_work_beside_adapters(case, family, checkpo
     gradients = []
     for enabled in (False, checkpointed):
         if enabled:
-            enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
-            enable({"use_reentrant": False})
+            enable_checkpointing(model, use_reentrant=False)
         model.train().zero_grad()
         model(input_ids=prompt(), labels=prompt(), use_cache=False).loss.backward()
         gradients.append({name: p.grad.clone() for name, p in model.named_parameters() if p.requires_grad})

@@ -1,9 +1,10 @@
-"""Training a memory: what trains, gradients under activation checkpointing, and passes that leave nothing behind."""
+"""Training a memory: what trains, and passes that leave nothing behind."""
 
 import copy
 
 import pytest
 import torch
+from models.gradients import enable_checkpointing
 from sites.cases import CASES, MOST, SOME, each
 from tiny import prompt
 
@@ -14,23 +15,15 @@ from midus_hf.training.optim.rates import Rates
 SCALES = torch.tensor([0.5, -2.0])
 
 
-def loss_of(model, seed: int = 1) -> torch.Tensor:
-    tokens = prompt(seed=seed)
-    return model(tokens, labels=tokens, use_cache=False, toy_scale=SCALES).loss
+def loss_of(model) -> torch.Tensor:
+    return model(prompt(), labels=prompt(), use_cache=False, toy_scale=SCALES).loss
 
 
-def gradients(model, *seeds: int) -> dict[str, torch.Tensor]:
-    """Gradients of the summed losses of a prompt for each seed, all forward passes first."""
+def gradients(model) -> dict[str, torch.Tensor]:
     model.train()
     model.zero_grad()
-    sum([loss_of(model, seed) for seed in seeds or (1,)]).backward()
+    loss_of(model).backward()
     return {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}
-
-
-def enable_checkpointing(model, use_reentrant: bool) -> None:
-    # transformers 5.23 renamed the method; 5.17 has the old name alone.
-    enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
-    enable({"use_reentrant": use_reentrant})
 
 
 @each(MOST)
@@ -58,45 +51,6 @@ def test_the_new_memory_alone_trains_and_its_values_move_at_once(case, family, t
         )
     for name, parameter in model.named_parameters():
         assert torch.equal(parameter, before[name]) != (name in trains), name
-
-
-@pytest.mark.parametrize("trainable", ["auto", "all"])
-@each(MOST)
-def test_activation_checkpointing_changes_no_bit_of_a_gradient(case, family, trainable, toy_model):
-    model = toy_model(case, family)
-    set_trainable(model, trainable)
-    plain = gradients(model)
-    assert plain.keys() == {name for name, parameter in model.named_parameters() if parameter.requires_grad}
-    assert all(gradient.any() for name, gradient in plain.items() if case.is_new(name))
-    enable_checkpointing(model, use_reentrant=False)
-    checkpointed = gradients(model)
-    assert checkpointed.keys() == plain.keys()
-    assert all(torch.equal(checkpointed[name], gradient) for name, gradient in plain.items())
-
-
-@each(SOME)
-def test_reentrant_checkpointing_gives_the_same_gradients(case, family, toy_model):
-    model = toy_model(case, family)
-    plain = gradients(model)
-    enable_checkpointing(model, use_reentrant=True)
-    checkpointed = gradients(model)
-    assert checkpointed.keys() == plain.keys()
-    assert all(torch.equal(checkpointed[name], gradient) for name, gradient in plain.items())
-
-
-@pytest.mark.parametrize("checkpointed", [False, True])
-@each(SOME)
-def test_two_forward_passes_before_a_backward_pass_give_the_sum_of_their_gradients(
-    case, family, checkpointed, toy_model
-):
-    model = toy_model(case, family, torch.float64)
-    if checkpointed:
-        enable_checkpointing(model, use_reentrant=False)
-    together = gradients(model, 1, 2)
-    first, second = gradients(model, 1), gradients(model, 2)
-    assert together.keys() == first.keys() == second.keys()
-    for name, gradient in together.items():
-        torch.testing.assert_close(gradient, first[name] + second[name], rtol=1e-9, atol=1e-12)
 
 
 def attributes(model) -> dict[str, dict]:
