@@ -1,7 +1,5 @@
 """Registered ops are passed by only where nobody would miss them."""
 
-import contextlib
-
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -80,26 +78,6 @@ def inputs(tokens=3, heads=2, half=4, n=6, width=5, dtype=torch.float32) -> list
     return [torch.randn(shape, generator=generator).to(dtype) for shape in shapes]
 
 
-@pytest.mark.parametrize("backend", ["torch", "native", "triton"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("with_residual", [False, True], ids=["plain", "residual"])
-def test_a_direct_call_gives_the_bits_of_the_registered_op(backend, dtype, with_residual, request, monkeypatch):
-    if backend == "triton":
-        pytest.importorskip("triton")
-    if backend == "native":
-        request.getfixturevalue("library")
-    arguments = inputs(dtype=dtype)
-    residual = torch.randn(3, 2, 5).to(dtype) if with_residual else None
-    asked = asked_ops(monkeypatch)
-    outputs = []
-    for context in (torch.no_grad(), torch.enable_grad()):
-        with context, mended_interpreter() if backend == "triton" else contextlib.nullcontext():
-            outputs.append(headwise_memory(*arguments, None, 3, residual=residual, temperature=0.7, backend=backend))
-        outputs.append(len(asked))
-    assert outputs[1] == 0 and outputs[3] == 1
-    assert torch.equal(outputs[0], outputs[2])
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_a_direct_call_of_a_kernel_makes_no_room_for_a_gradient(dtype, monkeypatch):
     pytest.importorskip("triton")
@@ -143,19 +121,3 @@ def test_tensors_that_c_cannot_read_are_refused(place):
         pytest.raises(ValueError, match=f"{name} is on meta, and others are on cpu; expected one device"),
     ):
         headwise_memory(*arguments[:5], 3, residual=arguments[5])
-
-
-@pytest.mark.usefixtures("library")
-def test_a_direct_call_that_transforms_gives_the_bits_of_the_registered_op(monkeypatch):
-    arguments, asked = [*inputs(), torch.randn(2, 5, 5)], []
-    registered = headwise_memory.__globals__["transformed_lookup_op"]
-    monkeypatch.setitem(
-        headwise_memory.__globals__,
-        "transformed_lookup_op",
-        lambda *given: (asked.append(given), registered(*given))[1],
-    )
-    expected = headwise_memory(*arguments, 3, backend="native")
-    assert len(asked) == 1
-    with torch.no_grad():
-        assert torch.equal(headwise_memory(*arguments, 3, backend="native"), expected)
-    assert len(asked) == 1

@@ -35,15 +35,12 @@ def gradients(arguments, k, output_gradient):
 def test_output_and_every_gradient_equal_those_of_the_loops(sizes, k):
     sizes = dict(sizes)
     k = min(k, sizes.pop("k_most", k))
-    arguments = inputs(**sizes)
-    output = headwise_memory(*arguments, k)
-    output_gradient = torch.randn(output.shape, generator=torch.Generator().manual_seed(9), dtype=torch.float64)
-
-    loop_output, loop_gradients = headwise_memory_by_loops(*arguments, k, output_gradient)
-
-    torch.testing.assert_close(output, loop_output, rtol=1e-12, atol=1e-13)
-    found = gradients(arguments, k, output_gradient)
-    for name, gradient, expected in zip(NAMES, found, loop_gradients.tensors(), strict=True):
+    arguments = [argument.requires_grad_() for argument in inputs(**sizes)]
+    output, by_loops = headwise_memory(*arguments, k), headwise_memory_by_loops(*arguments, k)
+    torch.testing.assert_close(output, by_loops, rtol=1e-12, atol=1e-13)
+    along = torch.randn(output.shape, generator=torch.Generator().manual_seed(9), dtype=torch.float64)
+    both = (torch.autograd.grad(made, arguments, along) for made in (output, by_loops))
+    for name, gradient, expected in zip(NAMES, *both, strict=True):
         assert k == 1 or expected.abs().max() > 0, f"the gradient of {name} is zero and shows nothing"
         torch.testing.assert_close(
             gradient, expected, rtol=1e-11, atol=1e-12, msg=lambda text, name=name: f"{name}: {text}"
@@ -102,20 +99,6 @@ def test_slots_that_no_token_retrieves_get_no_gradient():
     assert set(value_gradient.any(-1).nonzero().flatten().tolist()) == set(slots.flatten().tolist())
 
 
-@pytest.mark.parametrize("dtype, bound", [(torch.float32, 1e-5), (torch.bfloat16, 0.01), (torch.float16, 0.002)])
-def test_gradients_stay_accurate_when_every_token_retrieves_the_same_slots(dtype, bound):
-    """8192 tokens, one query: the worst skew. Sums of so many terms must not be kept in half precision."""
-    one, *tables = inputs(tokens=1, heads=2, half=8, n=4, width=8, dtype=dtype)
-    arguments = (one.expand(8192, -1, -1), *tables)
-    output_gradient = torch.rand(8192, 2, 8, generator=torch.Generator().manual_seed(3)).to(dtype)
-    found = gradients(arguments, 2, output_gradient)
-    exact = gradients([argument.double() for argument in arguments], 2, output_gradient.double())
-    for name, gradient, expected in zip(NAMES, found, exact, strict=True):
-        assert gradient.dtype == dtype
-        error = (gradient.double() - expected).norm() / expected.norm()
-        assert error < bound, f"{name}: relative error {error:.2e}"
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
 def test_output_has_the_dtype_of_the_value_bank(dtype):
     assert headwise_memory(*inputs(dtype=dtype), 2).dtype == dtype
@@ -130,48 +113,6 @@ def test_any_leading_shape_is_one_batch_of_tokens(leading):
     torch.testing.assert_close(output.reshape(-1, 3, 5), headwise_memory(shaped.reshape(-1, 3, 8), *tables, 2))
     output.sum().backward()
     assert shaped.grad.shape == shaped.shape
-
-
-def test_strides_of_the_query_do_not_matter():
-    query, *tables = inputs(tokens=12)
-    expected = headwise_memory(query, *tables, 3)
-    heads_first = query.transpose(0, 1).contiguous().transpose(0, 1)
-    every_other = torch.stack([query, -query], dim=-1).flatten(-2)[..., ::2]
-    repeated = query[:1].expand(12, -1, -1)
-    assert not (heads_first.is_contiguous() or every_other.is_contiguous() or repeated.is_contiguous())
-    torch.testing.assert_close(headwise_memory(heads_first, *tables, 3), expected)
-    torch.testing.assert_close(headwise_memory(every_other, *tables, 3), expected)
-    torch.testing.assert_close(headwise_memory(repeated, *tables, 3), expected[:1].expand(12, -1, -1))
-
-
-def test_two_runs_give_the_same_bytes():
-    arguments = inputs(tokens=200, dtype=torch.float32)
-    output_gradient = torch.ones(200, 3, 5)
-    first, second = (gradients(arguments, 3, output_gradient) for _ in range(2))
-    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
-
-
-def test_compiles_into_one_graph_with_the_same_output_and_gradients():
-    arguments = inputs(tokens=16)
-    compiled = torch.compile(headwise_memory, fullgraph=True, backend="aot_eager")
-    leaves = [argument.detach().requires_grad_() for argument in arguments]
-    output = compiled(*leaves, 3)
-    assert torch.equal(output, headwise_memory(*arguments, 3))
-    output_gradient = torch.randn(output.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
-    for a, b in zip(
-        torch.autograd.grad(output, leaves, output_gradient), gradients(arguments, 3, output_gradient), strict=True
-    ):
-        assert torch.equal(a, b)
-
-
-def test_autocast_runs_forward_and_backward():
-    arguments = [argument.requires_grad_() for argument in inputs(tokens=64, dtype=torch.float32)]
-    expected = headwise_memory(*arguments, 2)
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        output = headwise_memory(*arguments, 2)
-    assert (output - expected).norm() / expected.norm() < 0.01
-    output.float().sum().backward()
-    assert all(argument.grad.dtype == torch.float32 for argument in arguments)
 
 
 @pytest.mark.parametrize(

@@ -20,6 +20,16 @@ def test_groups_find_what_one_selection_finds(n, k, sign):
     assert torch.equal(values, expected_values) and torch.equal(places, expected_places)
 
 
+@pytest.mark.parametrize(("n", "k"), [(25, 1), (64, 4), (65, 4), (1024, 32), (64, 40)])
+def test_of_equal_elements_each_is_chosen_once(n, k):
+    scores = (
+        torch.randn(1 + selection._FEW_ELEMENTS // n, n, generator=torch.Generator().manual_seed(0)).mul(2).round()
+    )
+    values, places = largest(scores, k)
+    assert torch.equal(values, scores.topk(k).values) and torch.equal(scores.gather(-1, places), values)
+    assert all(len(set(row)) == k for row in places[:50].tolist())
+
+
 def test_few_elements_and_few_columns_are_selected_at_once():
     scores = torch.randn(3, 2, 64)
     assert all(map(torch.equal, largest(scores, 4), scores.topk(4, dim=-1)))

@@ -6,100 +6,22 @@ import pytest
 import torch
 from ops.kernels.closeness import assert_close
 from ops.kernels.conftest import DEVICE
-from pairs import in_pairs
+from ops.laws import assert_equals_reference, output_and_gradients
+from ops.table import OPS, opened
 
 from midus_hf.ops.chapters.op import chapter_attention
-from midus_hf.ops.chapters.segments import segment_attention
 from midus_hf.ops.chapters.triton import forward as chapter_segments_triton
 from midus_hf.ops.chapters.triton import gradients as chapter_gradients_triton
 from midus_hf.ops.chapters.triton.forward import blocks_of, sorted_pairs, triton_segments
 
-DIFFERENTIABLE = ("query", "keys", "values", "scales", "biases")
-
-
-def inputs(
-    tokens=37, chosen=2, heads=4, kv_heads=2, width=16, chapters=3, memory=8, dtype=torch.float32, weighed=(), seed=0
-):
-    generator = torch.Generator().manual_seed(seed)
-
-    def normal(*shape):
-        return torch.randn(shape, generator=generator).to(DEVICE, dtype)
-
-    table = (chapters, memory, kv_heads, width)
-    order = torch.rand(tokens, chapters, generator=generator).argsort(-1)
-    arguments = {
-        "query": normal(tokens, heads, width),
-        "keys": normal(*table),
-        "values": normal(*table),
-        "chapters": order[:, :chosen].to(DEVICE),
-    }
-    return arguments | {name: normal(tokens, chosen).float() for name in weighed}
-
-
-def output_and_gradients(arguments, backend, dtype=None, wanted=DIFFERENTIABLE):
-    leaves = {
-        name: tensor.detach().to(dtype or tensor.dtype).requires_grad_(name in wanted)
-        if tensor.is_floating_point()
-        else tensor
-        for name, tensor in arguments.items()
-    }
-    if backend == "reference":
-        batch_of_one = {
-            name: tensor if name in ("keys", "values") else tensor.unsqueeze(0) for name, tensor in leaves.items()
-        }
-        output = chapter_attention(**batch_of_one, backend="reference").squeeze(0)
-    else:
-        output = segment_attention(**leaves, backend=backend)
-    upstream = torch.randn(output.shape, generator=torch.Generator().manual_seed(9)).to(DEVICE)
-    found = {name: leaves[name] for name in wanted if name in leaves}
-    gradients = torch.autograd.grad(
-        output, list(found.values()), upstream.to(arguments["query"].dtype).to(output.dtype)
-    )
-    return {"output": output.detach()} | dict(zip(found, gradients, strict=True))
-
-
-def assert_equals_reference(arguments, backend):
-    found = output_and_gradients(arguments, backend)
-    expected = output_and_gradients(arguments, "reference", torch.float64)
-    for name, exact in expected.items():
-        assert found[name].dtype == arguments.get(name, arguments["query"]).dtype
-        # Differences of rounded numbers; and triton's interpreter cuts off what bfloat16 has no place for, where a GPU rounds.
-        assert_close(name, found[name], exact, arguments["query"].dtype, slack=2 if name == "biases" else 1)
-
-
-@pytest.mark.parametrize(
-    "weighed, dtype, backend",
-    in_pairs(
-        ("", "scales", "biases", "scales biases"), (torch.float32, torch.float16, torch.bfloat16), ("torch", "triton")
-    ),
-    ids=str,
-)
-def test_every_dtype_and_weighting(weighed, dtype, backend):
-    assert_equals_reference(inputs(dtype=dtype, weighed=tuple(weighed.split())), backend)
-
-
-@pytest.mark.parametrize(
-    "tokens, chosen, heads, kv_heads, width, chapters, memory",
-    [
-        (1, 3, 2, 1, 8, 4, 5),
-        (33, 1, 3, 3, 20, 3, 70),
-        (150, 2, 4, 1, 32, 2, 33),
-        (5, 4, 2, 2, 80, 30, 3),
-        (20, 2, 2, 1, 256, 3, 40),
-        (65, 1, 1, 1, 1, 1, 2),
-    ],
-    ids=["one-token", "several-stretches", "all-chapters", "few-are-read", "widest", "ones"],
-)
-def test_every_size(backend, tokens, chosen, heads, kv_heads, width, chapters, memory):
-    arguments = inputs(tokens, chosen, heads, kv_heads, width, chapters, memory, weighed=("scales",))
-    assert_equals_reference(arguments, backend)
+OP = OPS["chapters"]
 
 
 @pytest.fixture
 def popular_chapters(monkeypatch):
     """So many pairs of chapters 1 and 2 that several programs sum their gradients, and few of chapter 3; nobody reads the others."""
     monkeypatch.setattr(chapter_gradients_triton, "_FEWEST_OF_SPLIT", 64)
-    arguments = inputs(230, 1, 2, 1, 8, 5, 4, weighed=("scales",))
+    arguments = opened(230, 1, 2, 1, 8, 5, 4, weighed="scales")
     arguments["chapters"] = torch.full_like(arguments["chapters"], 2)
     arguments["chapters"][::3] = 1
     arguments["chapters"][::100] = 3
@@ -107,88 +29,58 @@ def popular_chapters(monkeypatch):
 
 
 def test_many_tokens_may_read_one_chapter_and_none_another(popular_chapters, backend):
-    assert_equals_reference(popular_chapters, backend)
-    found = output_and_gradients(popular_chapters, backend)
+    assert_equals_reference(OP, popular_chapters, backend)
+    found = output_and_gradients(OP, popular_chapters, backend)
     for name in ("keys", "values"):
         assert [bool(chapter.any()) for chapter in found[name]] == [False, True, True, True, False]
 
 
 def test_all_tokens_may_read_one_chapter(popular_chapters, backend):
     popular_chapters["chapters"] = torch.full_like(popular_chapters["chapters"], 4)
-    assert_equals_reference(popular_chapters, backend)
+    assert_equals_reference(OP, popular_chapters, backend)
 
 
 def test_a_chapter_that_a_token_names_twice_is_read_twice(backend):
-    arguments = inputs(20, 3, weighed=("scales", "biases"))
+    arguments = opened(20, 3)
     arguments["chapters"] = torch.tensor([2, 1, 2], device=DEVICE).expand(20, 3)
-    assert_equals_reference(arguments, backend)
+    assert_equals_reference(OP, arguments, backend)
 
 
 def test_scales_of_zero_and_biases_of_minus_infinity_do_no_harm(backend):
-    arguments = inputs(weighed=("scales", "biases"))
+    arguments = opened()
     arguments["scales"][:, 0] = 0
-    assert_equals_reference(arguments, backend)
+    assert_equals_reference(OP, arguments, backend)
     arguments["biases"][:, 0] = -math.inf
-    found = output_and_gradients(arguments, backend)
+    found = output_and_gradients(OP, arguments, backend)
     rest = {
         name: tensor[:, 1:] if name in ("chapters", "scales", "biases") else tensor
         for name, tensor in arguments.items()
     }
-    torch.testing.assert_close(found["output"], output_and_gradients(rest, backend)["output"])
+    torch.testing.assert_close(found["output"], output_and_gradients(OP, rest, backend)["output"])
     assert all(gradient.isfinite().all() for gradient in found.values())
 
 
 def test_large_scores_do_not_overflow(backend):
-    arguments = inputs(memory=40)
+    arguments = opened(memory=40, weighed="")
     arguments["query"] *= 1e3
-    expected = output_and_gradients(arguments, "reference", torch.float64)
-    found = output_and_gradients(arguments, backend)
+    expected = output_and_gradients(OP, arguments, "reference", torch.float64)
+    found = output_and_gradients(OP, arguments, backend)
     torch.testing.assert_close(found["output"].double(), expected["output"], rtol=1e-3, atol=1e-3)
     assert all(gradient.isfinite().all() for gradient in found.values())
 
 
-def test_layout_in_memory_does_not_matter(backend):
-    arguments = inputs(weighed=("scales", "biases"))
-    expected = output_and_gradients(arguments, backend)
-
-    def strided(tensor):
-        other = torch.stack([tensor, tensor], dim=-1)[..., 0]
-        assert not other.is_contiguous()
-        return other
-
-    heads_first = arguments["query"].transpose(0, 1).contiguous().transpose(0, 1)
-    for changed in (
-        {"query": heads_first},
-        {name: strided(tensor) for name, tensor in arguments.items()},
-    ):
-        found = output_and_gradients({**arguments, **changed}, backend)
-        assert all(torch.equal(found[name], exact) for name, exact in expected.items())
-
-
-def test_two_runs_give_the_same_bytes(popular_chapters, backend):
-    first, second = (output_and_gradients(popular_chapters, backend) for _ in range(2))
-    assert all(torch.equal(first[name], second[name]) for name in first)
-
-
-@pytest.mark.parametrize("wanted", DIFFERENTIABLE)
-def test_only_gradients_that_are_wanted_are_computed(backend, wanted):
-    arguments = inputs(weighed=("scales", "biases"))
-    whole = output_and_gradients(arguments, backend)
-    assert torch.equal(output_and_gradients(arguments, backend, wanted=(wanted,))[wanted], whole[wanted])
-
-
 def test_a_query_that_is_not_finite_spoils_its_own_output_alone(backend):
-    arguments = inputs(20, 2, 2, 1)
-    expected = output_and_gradients(arguments, backend)["output"]
+    arguments = opened(20, 2, 2, 1, weighed="")
+    expected = output_and_gradients(OP, arguments, backend)["output"]
     arguments["query"][3, 0], arguments["query"][11, 1] = math.nan, math.inf
-    found = output_and_gradients(arguments, backend)["output"]
+    found = output_and_gradients(OP, arguments, backend)["output"]
     spoiled = torch.zeros(20, 2, dtype=torch.bool, device=DEVICE)
     spoiled[3, 0] = spoiled[11, 1] = True
     assert found[spoiled].isnan().all() and torch.equal(found[~spoiled], expected[~spoiled])
 
 
 def test_short_stretches_are_read_by_kernels_token_by_token(backend):
-    one = inputs(12, 2, weighed=("scales", "biases"))
+    one = opened(12, 2)
     arguments = {
         name: tensor if name in ("keys", "values") else tensor.view(2, 6, *tensor.shape[1:])
         for name, tensor in one.items()
@@ -250,7 +142,7 @@ def test_what_is_launched_depends_on_shapes_alone(monkeypatch):
         for name in [name for name in vars(module) if name.endswith("_kernel")]:
             kernels.append(_Recorded())
             monkeypatch.setattr(module, name, kernels[-1])
-    arguments = {name: tensor.to("meta") for name, tensor in inputs(2000, weighed=("scales", "biases")).items()}
+    arguments = {name: tensor.to("meta") for name, tensor in opened(2000).items()}
     reading = triton_segments(*arguments.values())
     chapters = arguments.pop("chapters")
     assert chapters.shape == (2000, 2)

@@ -1,18 +1,15 @@
 """Kernels and C of attention over the depth against the PyTorch body in float64: outputs, sums and every gradient."""
 
-import itertools
 import math
 
 import pytest
 import torch
-from functorch.compile import make_boxed_func
 from ops.kernels.closeness import assert_close
 from ops.kernels.conftest import DEVICE
 from pairs import by_default
-from torch._dynamo.backends.common import aot_autograd
 
 from midus_hf.ops import op_choices
-from midus_hf.ops.depth.op import depth_attention, depth_attention_op
+from midus_hf.ops.depth.op import depth_attention
 from midus_hf.ops.depth.triton import forward as depth_attention_triton
 from midus_hf.ops.depth.triton import gradients as depth_gradients_triton
 from midus_hf.ops.depth.triton.forward import device_numbers, slot_table
@@ -177,11 +174,6 @@ def test_a_head_that_is_not_finite_spoils_its_own_output_alone(fast):
     assert found[spoiled].isnan().all() and torch.equal(found[~spoiled], expected[~spoiled])
 
 
-def test_two_runs_give_the_same_bytes(fast):
-    first, second = (outputs_and_gradients(*inputs(slots=40), fast) for _ in range(2))
-    assert all(torch.equal(first[name], second[name]) for name in first)
-
-
 @pytest.mark.parametrize("wanted", [["query"], ["key 1"], ["value 0", "value 2"]], ids="-".join)
 def test_only_gradients_that_are_wanted_are_computed(wanted, monkeypatch):
     launched = []
@@ -214,14 +206,6 @@ def test_a_gradient_of_one_of_the_two_outputs_is_enough(fast):
             )
         )
         assert_close("query", found, exact, torch.float32)
-
-
-@pytest.mark.parametrize("texts, tokens", [(0, 3), (2, 0)])
-def test_nothing_to_read_gives_nothing(texts, tokens, fast):
-    query, keys, values = inputs(texts=texts, tokens=tokens)
-    found = outputs_and_gradients(query, keys, values, fast)
-    assert found["read"].shape == query.shape and found["lse"].shape == query.shape[:3]
-    assert all(gradient.numel() == 0 for gradient in found.values())
 
 
 @pytest.mark.parametrize("count", [1, 255, 256, 257, 600])
@@ -304,38 +288,3 @@ def test_what_kernels_cannot_take_is_refused(sizes, change, message, monkeypatch
         monkeypatch.setattr(depth_attention_triton, "_MOST_PROGRAMS", 11)
     with pytest.raises(ValueError, match=f"backend is 'triton', but {message}"):
         depth_attention(query, keys, values, 0.5, backend="triton")
-
-
-@pytest.mark.parametrize(
-    "softcap, wanted",
-    by_default(
-        [(None, "all"), (2.0, "query"), (2.0, "values")], itertools.product([None, 2.0], ["all", "query", "values"])
-    ),
-)
-def test_it_is_registered_rightly(softcap, wanted, fast):
-    query, keys, values = inputs()
-    for name, tensors in (("query", [query]), ("keys", keys), ("values", values)):
-        for tensor in tensors:
-            tensor.requires_grad_(wanted in ("all", name))
-    torch.library.opcheck(depth_attention_op, (query, keys, values, 0.5, softcap, fast))
-
-
-def test_it_is_one_node_of_a_compiled_graph_and_so_is_its_gradient(fast):
-    query, keys, values = inputs()
-    leaves = [tensor.requires_grad_() for tensor in (query, *keys, *values)]
-    names = []
-
-    def step(query, *slots):
-        return sum(made.sum() for made in depth_attention(query, slots[:5], slots[5:], 0.5, backend=fast))
-
-    def look(graph, inputs):
-        names.extend(str(node.target) for node in graph.graph.nodes if node.op == "call_function")
-        return make_boxed_func(graph)
-
-    torch._dynamo.reset()
-    compiled = torch.compile(step, fullgraph=True, backend=aot_autograd(fw_compiler=look, bw_compiler=look))
-    found = torch.autograd.grad(compiled(*leaves), leaves)
-    torch._dynamo.reset()
-    assert sum("depth_attention" in name for name in names) == 2
-    exact = torch.autograd.grad(step(*leaves), leaves)
-    assert all(torch.equal(ours, eager) for ours, eager in zip(found, exact, strict=True))

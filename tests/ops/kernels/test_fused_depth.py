@@ -1,12 +1,14 @@
 """One kernel for sequence and depth, against one softmax over both in float64: outputs and every gradient."""
 
+import dataclasses
+
 import pytest
 import torch
-from functorch.compile import make_boxed_func
 from ops.kernels.closeness import assert_close
 from ops.kernels.conftest import DEVICE
+from ops.laws import assert_equals_reference
+from ops.table import OpCase
 from pairs import by_default
-from torch._dynamo.backends.common import aot_autograd
 
 from benchmarks.fused_depth import gradients as fused_gradients_triton
 from benchmarks.fused_depth import op as fused_depth
@@ -127,16 +129,6 @@ LAYOUTS = {
 }
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_layout_in_memory_does_not_matter(layout):
-    made = inputs(joining="interpolated")
-    _, along = expected_of(made)
-    expected = found_by_kernels(made, along)
-    laid = {name: LAYOUTS[layout](tensor) if tensor.dim() == 4 else tensor for name, tensor in made.items()}
-    found = found_by_kernels(laid, LAYOUTS[layout](along))
-    assert all(torch.equal(found[name], exact) for name, exact in expected.items())
-
-
 def test_slots_may_each_lie_otherwise():
     made = inputs(slots=7, tokens=13)
     layouts = list(LAYOUTS.values())
@@ -144,13 +136,6 @@ def test_slots_may_each_lie_otherwise():
         made[f"keys {number}"] = layouts[number % 4](made[f"keys {number}"])
         made[f"values {number}"] = layouts[number % 3](made[f"values {number}"])
     assert_equals_float64(made)
-
-
-def test_two_runs_give_the_same_bytes():
-    made = inputs(group=3, tokens=70, joining="interpolated")
-    _, along = expected_of(made)
-    first, second = (found_by_kernels(made, along) for _ in range(2))
-    assert all(torch.equal(first[name], second[name]) for name in first)
 
 
 @pytest.mark.parametrize("gate", [0.0, 1.0])
@@ -197,16 +182,35 @@ def fused(made, is_causal=True, added=False):
     return fused_attention(*sequence, *parts, 0.25, is_causal, made.get("gate"), added)
 
 
-@pytest.mark.parametrize("joining", JOININGS)
-def test_the_op_and_its_gradients_are_those_of_the_kernels(joining):
-    made, added = autograd_inputs(joining), joining == "added"
-    expected, along = expected_of(made, added=added)
-    output = fused(made, added=added)
-    gradients = torch.autograd.grad(output, list(made.values()), along)
-    found = {"output": output} | dict(zip(made, gradients, strict=True))
-    for name, exact in expected.items():
-        assert found[name].dtype == (torch.float32 if name == "gate" else torch.bfloat16)
-        assert_close(name, found[name], exact, torch.bfloat16)
+FUSED = OpCase(
+    lambda dtype=torch.bfloat16, **sizes: inputs(joining="interpolated", dtype=dtype, **sizes),
+    lambda given, backend: reference(given, True, False) if backend == "reference" else fused(given),
+    ("triton",),
+    {"small": {}, "several-tiles": {"group": 3, "tokens": 70}},
+    lambda given, body: (
+        fused_attention_op,
+        (*(given[name] for name in ("query", "key", "value")), *(slots_of(given, part) for part in ("keys", "values")))
+        + (0.25, True, given["gate"], False, True),
+    ),
+    "fused_attention",
+    wide=("gate",),
+    dtypes=(torch.bfloat16, torch.float16),
+)
+"""A row beside those of the table: it is held to the same laws."""
+
+
+@pytest.mark.parametrize("joining", ["joint", "added"])
+def test_other_joinings_of_the_op_have_the_gradients_of_the_reference(joining):
+    op = dataclasses.replace(
+        FUSED,
+        make=None,
+        call=lambda given, backend: (
+            reference(given, True, joining == "added")
+            if backend == "reference"
+            else fused(given, added=joining == "added")
+        ),
+    )
+    assert_equals_reference(op, inputs(joining=joining, dtype=torch.bfloat16), "triton")
 
 
 @pytest.mark.parametrize("wanted", [["query"], ["key"], ["values 1"], ["gate"]], ids="-".join)
@@ -241,25 +245,6 @@ def test_parts_are_kept_for_a_gradient_alone():
     assert triton_fused_attention(*given, None, False, True).sequence.numel() == 0  # one softmax needs none
 
 
-def test_nothing_to_read_gives_nothing():
-    made = autograd_inputs(tokens=0)
-    output = fused(made)
-    gradients = torch.autograd.grad(output.sum(), list(made.values()))
-    assert output.shape == made["query"].shape
-    assert not any(gradient.any() for gradient in gradients)
-
-
-def test_tensors_of_several_dtypes_are_read_in_that_of_autocast():
-    made = autograd_inputs()
-    expected = fused(made)
-    mixed = made | {name: made[name].detach().float().requires_grad_() for name in ("query", "key", "keys 1")}
-    with torch.autocast(DEVICE, torch.bfloat16):
-        found = fused(mixed)
-    assert found.dtype == torch.bfloat16 and torch.equal(found, expected)
-    found.sum().backward()
-    assert {mixed[name].grad.dtype for name in ("query", "key", "keys 1")} == {torch.float32}
-
-
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -291,41 +276,3 @@ def test_slots_of_another_number_of_heads_are_refused():
     keys, values = ([slot[:, :1] for slot in slots_of(made, part)] for part in ("keys", "values"))
     with pytest.raises(ValueError, match=r"query is \(2, 4, 5, 16\) and what it reads \(2, 1, 5, 16\)"):
         fused_attention(made["query"], made["key"], made["value"], keys, values, 0.25, True)
-
-
-@pytest.mark.parametrize("joining", ["joint", "added"])
-def test_it_is_registered_rightly(joining):
-    made = autograd_inputs(joining)
-    parts = [slots_of(made, part) for part in ("keys", "values")]
-    given = (
-        made["query"],
-        made["key"],
-        made["value"],
-        *parts,
-        0.25,
-        True,
-        made.get("gate"),
-        joining == "added",
-        True,
-    )
-    torch.library.opcheck(fused_attention_op, given)
-
-
-def test_it_is_one_node_of_a_compiled_graph_and_so_is_its_gradient():
-    made = autograd_inputs()
-    names = []
-
-    def step(leaves):
-        return fused(leaves).sum()
-
-    def look(graph, inputs):
-        names.extend(str(node.target) for node in graph.graph.nodes if node.op == "call_function")
-        return make_boxed_func(graph)
-
-    torch._dynamo.reset()
-    compiled = torch.compile(step, fullgraph=True, backend=aot_autograd(fw_compiler=look, bw_compiler=look))
-    found = torch.autograd.grad(compiled(made), list(made.values()))
-    torch._dynamo.reset()
-    assert sum("fused_attention" in name for name in names) == 2
-    exact = torch.autograd.grad(step(made), list(made.values()))
-    assert all(torch.equal(ours, eager) for ours, eager in zip(found, exact, strict=True))

@@ -38,40 +38,12 @@ def output_and_gradients(arguments, k, dtype=None, upstream=None, **options):
     return output.detach(), *gradients
 
 
-def assert_equals_reference(arguments, k, backend, upstream=None, **options):
+def assert_equals_reference(arguments, k, backend, upstream=None, slack=1, **options):
     shared = {name: value for name, value in options.items() if name == "temperature"}
     found = output_and_gradients(arguments, k, upstream=upstream, backend=backend, **options)
     expected = output_and_gradients(arguments, k, torch.float64, upstream, backend="reference", **shared)
     for name, fast, exact in zip(NAMES, found, expected, strict=False):
-        assert_close(name, fast, exact, arguments[0].dtype)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("own", [False, True], ids=["shared-bank", "bank-a-head"])
-def test_every_dtype_and_bank(backend, own, dtype):
-    if backend == "native" and dtype == torch.float16:
-        with pytest.raises(ValueError, match="tensors are float16; expected float32 or bfloat16, or choose 'torch'"):
-            headwise_memory(*inputs(37, 3, 16, 8, 12, own, dtype=dtype), 4, backend=backend)
-        return
-    assert_equals_reference(inputs(37, 3, 16, 8, 12, own, dtype=dtype), 4, backend)
-
-
-@pytest.mark.parametrize(
-    "tokens, heads, dim, n, width, k",
-    [
-        (1, 1, 2, 1, 1, 1),
-        (33, 2, 16, 64, 16, 4),
-        (17, 9, 64, 12, 64, 4),
-        (20, 2, 80, 10, 80, 1),
-        (20, 2, 96, 33, 96, 2),
-        (5, 1, 256, 16, 256, 8),
-        (9, 2, 20, 40, 6, 32),
-        (3, 1, 8, 300, 8, 5),
-        (70, 10, 8, 5, 3, 5),
-    ],
-)
-def test_every_size(backend, tokens, heads, dim, n, width, k):
-    assert_equals_reference(inputs(tokens, heads, dim, n, width), k, backend)
+        assert_close(name, fast, exact, arguments[0].dtype, slack)
 
 
 def expands(monkeypatch, whether):
@@ -83,25 +55,6 @@ def expands(monkeypatch, whether):
 def test_transforming_before_or_after_gathering(backend, expand, monkeypatch):
     expands(monkeypatch, expand)
     assert_equals_reference(inputs(30, 3, 16, 6, 8, transform=True), 3, backend)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize(
-    "tokens, heads, dim, n, width, k",
-    [
-        (1, 1, 2, 1, 1, 1),
-        (33, 2, 16, 64, 16, 4),
-        (70, 9, 64, 12, 64, 4),
-        (20, 2, 80, 33, 80, 2),
-        (9, 2, 20, 40, 133, 32),
-    ],
-)
-def test_every_size_of_what_is_transformed_after_gathering(
-    backend, tokens, heads, dim, n, width, k, dtype, monkeypatch
-):
-    expands(monkeypatch, False)
-    arguments = inputs(tokens, heads, dim, n, width, transform=True, dtype=dtype)
-    assert_equals_reference(arguments, k, backend)
 
 
 def test_values_are_transformed_first_where_there_are_more_tokens_than_slots(backend, monkeypatch):
@@ -139,38 +92,17 @@ def test_a_bank_of_zeros_leaves_the_residual_bit_for_bit(backend, dtype):
     assert torch.equal(output, residual)
 
 
-def test_gradients_stay_accurate_when_every_token_retrieves_the_same_slots(backend):
-    one, *tables = inputs(1, 2, 8, 4, 8)
-    upstream = torch.rand(1000, 2, 8, generator=torch.Generator().manual_seed(3)).to(DEVICE)
-    assert_equals_reference([one.expand(1000, -1, -1), *tables], 4, backend, upstream)
-
-
-def test_two_runs_give_the_same_bytes(backend):
-    arguments = inputs(100, 3, 8, 4, 8)
-    first, second = (output_and_gradients(arguments, 3, backend=backend) for _ in range(2))
-    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
-
-
-def test_strides_of_the_query_do_not_matter(backend):
-    arguments = inputs(12, 3, 8, 5, 6)
-    query, *tables = arguments
-    expected = output_and_gradients(arguments, 2, backend=backend)
-    heads_first = query.transpose(0, 1).contiguous().transpose(0, 1)
-    every_other = torch.stack([query, -query], dim=-1).flatten(-2)[..., ::2]
-    for strided in (heads_first, every_other):
-        assert not strided.is_contiguous()
-        for found, exact in zip(output_and_gradients([strided, *tables], 2, backend=backend), expected, strict=True):
-            torch.testing.assert_close(found, exact)
-
-
-@pytest.mark.parametrize("leading", [(), (0,), (2, 0), (2, 1, 3)], ids=str)
-def test_any_leading_shape(backend, leading):
-    _, *tables = inputs(1, 3, 8, 4, 5)
-    query = torch.randn(*leading, 3, 8, device=DEVICE, requires_grad=True)
-    output = headwise_memory(query, *tables, 2, backend=backend)
-    assert output.shape == (*leading, 3, 5)
-    output.sum().backward()
-    assert query.grad.shape == query.shape
+@pytest.mark.parametrize("transform", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_gradients_stay_accurate_when_every_token_retrieves_the_same_slots(backend, dtype, transform):
+    """The worst skew. Sums of so many terms must not be kept in half precision."""
+    if backend == "native" and dtype == torch.float16:
+        pytest.skip("C does not compute in it")
+    one, *tables = inputs(1, 2, 16, 4, 8, transform=transform, dtype=dtype)
+    tokens = 1000 if backend == "triton" else 8192
+    upstream = torch.rand(tokens, 2, 8, generator=torch.Generator().manual_seed(3)).to(DEVICE)
+    # What is rounded of one token is rounded alike of all, and does not average out.
+    assert_equals_reference([one.expand(tokens, -1, -1), *tables], 4, backend, upstream, slack=4 if transform else 1)
 
 
 def test_choices_stand_for_what_a_caller_leaves_open(monkeypatch):
@@ -219,16 +151,6 @@ def test_tables_are_read_in_the_dtype_of_the_query_and_get_gradients_in_their_ow
 def test_programs_add_up_the_gradients_of_many_tokens(n, monkeypatch):
     monkeypatch.setattr(gradients, "_PROGRAMS", 4)  # two per head, of two blocks of tokens, the last one empty
     assert_equals_reference(inputs(140, 2, 8, n, 4), 2, "triton")
-
-
-@pytest.mark.parametrize("wanted", range(4))
-def test_only_gradients_that_are_wanted_are_computed(backend, wanted):
-    arguments = inputs(20, 2, 16, 6, 8)[:4]
-    upstream = torch.randn(20, 2, 8, device=DEVICE)
-    whole = output_and_gradients([*arguments, None], 3, upstream=upstream, backend=backend)
-    arguments[wanted].requires_grad_()
-    output = headwise_memory(*arguments, None, 3, backend=backend)
-    assert torch.equal(torch.autograd.grad(output, arguments[wanted], upstream)[0], whole[1 + wanted])
 
 
 @pytest.mark.parametrize("n", [8, 48, 300])

@@ -5,7 +5,7 @@ import torch
 from ops.kernels.conftest import DEVICE
 
 from midus_hf.ops import flat_key_topk, product_key_topk
-from midus_hf.ops.product_key.selection import largest, select
+from midus_hf.ops.product_key.selection import select
 
 
 @pytest.fixture
@@ -39,16 +39,6 @@ def test_the_best_sums_are_found_and_each_slot_once(by_kernel, tokens, n, k, lev
         rows, columns = select(row_scores, column_scores, k)
     assert torch.equal(chosen_sums(row_scores, column_scores, rows, columns), best_sums(row_scores, column_scores, k))
     assert all(len(set(slots)) == k for slots in (rows * n + columns).tolist())
-
-
-@pytest.mark.parametrize("n, k", [(25, 1), (64, 4), (64, 8), (65, 4), (100, 3), (1024, 32), (64, 40)])
-def test_the_largest_by_groups_are_the_largest(n, k):
-    scores = torch.randn(1 + (1 << 15) // n, n, generator=torch.Generator().manual_seed(0)).to(DEVICE)
-    for of in (scores, scores.mul(2).round()):  # without and with equal ones
-        values, indices = largest(of, k)
-        assert torch.equal(values, of.topk(k).values)
-        assert torch.equal(of.gather(-1, indices), values)
-        assert all(len(set(row)) == k for row in indices[:50].tolist())
 
 
 def test_scores_and_their_gradients_are_those_of_the_reference(backend):

@@ -82,15 +82,6 @@ def test_a_query_of_any_strides_and_leading_dimensions_is_read_as_it_lies():
         assert all(torch.equal(one.flatten(0, -3), other) for one, other in zip(found, expected, strict=True))
 
 
-def test_a_direct_call_gives_the_bits_of_the_registered_op(monkeypatch):
-    arguments, asked = inputs(), []
-    expected = product_key_topk(*arguments, 4, backend="triton")
-    monkeypatch.setitem(product_key_topk.__globals__, "product_key_scores_op", lambda *given: asked.append(given))
-    with torch.no_grad():
-        found = product_key_topk(*arguments, 4, backend="triton")
-    assert not asked and all(torch.equal(*both) for both in zip(found, expected, strict=True))
-
-
 @pytest.mark.parametrize("exact", [False, True], ids=["packed", "exact"])
 def test_what_is_no_number_stays_none_and_spoils_no_other_token(exact):
     arguments = inputs()
@@ -168,10 +159,3 @@ def test_sums_of_sub_keys_take_no_more_memory_than_they_may(monkeypatch):
         (2 * 5,),
         (2,),
     ]  # programs, each of which has sums of its own: for two heads, and five blocks of tokens
-
-
-def test_no_tokens_are_no_trouble():
-    leaves = [x.requires_grad_() for x in inputs(0)]
-    scores, slots = product_key_topk(*leaves, 4, backend="triton")
-    assert scores.shape == slots.shape == (0, 2, 4)
-    assert not any(into.any() for into in torch.autograd.grad(scores.sum(), leaves))

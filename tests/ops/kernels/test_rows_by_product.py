@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-from ops.kernels.closeness import assert_close
 from ops.kernels.conftest import DEVICE
 from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -11,9 +10,6 @@ from midus_hf.ops.gather import rows_by_product
 from midus_hf.ops.gather.rows_by_product import product_takes_less
 from midus_hf.ops.gather.triton.rows import triton_spread_weights
 from midus_hf.ops.gather.weighted import multiplies_all, weighted_gather_op
-
-SHAPES = [(5, 3, 7, 4), (40, 8, 64, 32), (9, 70, 300, 20), (2, 1, 5000, 3), (3, 5, 1, 6)]
-"""Tokens, slots of each, rows and their width."""
 
 
 def inputs(tokens, m, rows, width, dtype=torch.float32):
@@ -27,27 +23,6 @@ def inputs(tokens, m, rows, width, dtype=torch.float32):
 
 def gathered(bank, slots, weights, backend):
     return weighted_gather_op(bank, slots, weights, backend, "product")
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_sums_and_gradients_are_those_of_the_reference(shape, dtype, backend):
-    bank, slots, weights = inputs(*shape, dtype)
-    exact = [bank.detach().double().requires_grad_(), slots, weights.detach().double().requires_grad_()]
-    output, expected = gathered(bank, slots, weights, backend), weighted_gather(*exact, backend="reference")
-    upstream = torch.randn(output.shape, generator=torch.Generator().manual_seed(0)).to(DEVICE, dtype)
-    assert output.dtype == dtype
-    assert_close("output", output, expected, dtype)
-    found = torch.autograd.grad(output, (bank, weights), upstream)
-    right = torch.autograd.grad(expected, (exact[0], exact[2]), upstream.double())
-    for name, one, other in zip(("bank", "weights"), found, right, strict=True):
-        assert_close(name, one, other, dtype)
-
-
-def test_its_gradient_is_the_derivative():
-    bank, slots, weights = (x.detach() for x in inputs(6, 4, 10, 3, torch.float64))
-    arguments = (bank.requires_grad_(), weights.double().requires_grad_())
-    assert torch.autograd.gradcheck(lambda rows, how: gathered(rows, slots, how, "torch"), arguments)
 
 
 def test_tokens_go_through_a_stretch_at_a_time(monkeypatch, backend):
@@ -65,13 +40,6 @@ def test_weights_of_one_row_add_up_before_they_are_rounded():
     slots, weights = torch.tensor([[3, 3, 3, 0]]), torch.tensor([[1.0, 2.0**-8, 2.0**-8, 0.5]])
     spread = triton_spread_weights(slots.to(DEVICE), weights.to(DEVICE), 5, torch.bfloat16)
     assert torch.equal(spread, torch.tensor([[0.5, 0, 0, 1 + 2.0**-7, 0]]).to(DEVICE, torch.bfloat16))
-
-
-def test_no_tokens_are_no_trouble(backend):
-    bank, slots, weights = inputs(0, 3, 7, 4)
-    output = gathered(bank, slots, weights, backend)
-    into_bank, into_weights = torch.autograd.grad(output.sum(), (bank, weights))
-    assert output.shape == (0, 4) and into_weights.shape == (0, 3) and not into_bank.any()
 
 
 @pytest.mark.parametrize(
@@ -112,13 +80,6 @@ def test_what_chooses_it_on_a_gpu(change, expected, monkeypatch):
         slots = torch.empty(asked["tokens"], 128, dtype=torch.int64, device="cuda")
         found = multiplies_all(bank, slots, asked["backend"], asked["gathering"])
     assert found == expected
-
-
-def test_autocast_does_not_narrow_it(backend):
-    arguments = inputs(20, 8, 64, 32)
-    with torch.autocast(DEVICE, torch.bfloat16):
-        narrow = gathered(*arguments, backend)
-    assert torch.equal(narrow, gathered(*arguments, backend))
 
 
 @pytest.mark.skipif(DEVICE != "cpu", reason="a GPU does not look at slots")

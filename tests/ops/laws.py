@@ -1,0 +1,214 @@
+"""What every body of every op of the table does. A folder runs these on its bodies: it has a fixture `case`, an op and a body."""
+
+import pytest
+import torch
+from functorch.compile import make_boxed_func
+from ops.kernels.closeness import assert_close
+from ops.table import DEVICE, Arguments, OpCase
+from torch._dynamo.backends.common import aot_autograd
+
+from midus_hf.ops import op_choices
+
+
+def dtypes_of(op: OpCase, body: str) -> list[torch.dtype]:
+    return [dtype for dtype in op.dtypes if body != "native" or dtype != torch.float16]
+
+
+def leaves_of(given: Arguments, dtype: torch.dtype | None = None, wanted: str | None = None) -> Arguments:
+    """Copies that want gradients, all that are floating point, or one."""
+    return {
+        name: tensor.detach().to(dtype or tensor.dtype).requires_grad_(wanted in (None, name))
+        if tensor.is_floating_point()
+        else tensor
+        for name, tensor in given.items()
+    }
+
+
+def output_and_gradients(op: OpCase, given: Arguments, body: str, dtype=None, wanted=None, **options) -> Arguments:
+    leaves = leaves_of(given, dtype, wanted)
+    output = op.call(leaves, body, **options)
+    along = torch.randn(output.shape, generator=torch.Generator().manual_seed(9)).to(DEVICE)
+    asked = {name: leaf for name, leaf in leaves.items() if leaf.requires_grad}
+    lowered = along.to(next(tensor for tensor in given.values() if tensor.is_floating_point()).dtype)
+    gradients = torch.autograd.grad(output, list(asked.values()), lowered.to(output.dtype))
+    return {"output": output.detach()} | dict(zip(asked, gradients, strict=True))
+
+
+def assert_same_bits(found: Arguments, expected: Arguments, body: str = "native") -> None:
+    """To rounding where PyTorch computes, whose products may add in another order for another layout."""
+    for name, tensor in found.items():
+        close = {"rtol": 1e-4, "atol": 1e-5} if body == "torch" else {"rtol": 0, "atol": 0}
+        torch.testing.assert_close(
+            tensor, expected[name], equal_nan=True, **close, msg=lambda text, name=name: f"{name}: {text}"
+        )
+
+
+def assert_equals_reference(op: OpCase, given: Arguments, body: str, **options) -> None:
+    """Output and every gradient are those of the reference in float64, to the rounding of the dtype."""
+    dtype = next(tensor.dtype for tensor in given.values() if tensor.is_floating_point())
+    found = output_and_gradients(op, given, body, **options)
+    for name, exact in output_and_gradients(op, given, "reference", torch.float64, **options).items():
+        assert found[name].dtype == (torch.float32 if name in op.wide else dtype)
+        # Differences of rounded numbers; and triton's interpreter cuts off what bfloat16 has no place for, where a GPU rounds.
+        assert_close(name, found[name], exact, dtype, slack=2 if name == "biases" else 1)
+
+
+def sizes_and_dtypes(op: OpCase, body: str) -> list[tuple[str, torch.dtype]]:
+    """Every size with a dtype, the dtypes in turn, and the first sizes with every dtype."""
+    dtypes, sizes = dtypes_of(op, body), list(op.sizes)
+    turns = [(size, dtypes[number % len(dtypes)]) for number, size in enumerate(sizes)]
+    return list(dict.fromkeys([*turns, *((size, dtype) for size in sizes[:2] for dtype in dtypes)]))
+
+
+def test_outputs_and_gradients_are_those_of_the_reference(case):
+    op, body = case
+    for size, dtype in sizes_and_dtypes(op, body):
+        assert_equals_reference(op, op.make(**op.sizes[size], dtype=dtype), body)
+
+
+def test_two_runs_give_the_same_bytes(case):
+    op, body = case
+    given = op.make(tokens=300 if body != "triton" else 70)
+    assert_same_bits(*(output_and_gradients(op, given, body) for _ in range(2)))
+
+
+def test_layout_in_memory_does_not_matter(case):
+    op, body = case
+    given = op.make()
+    expected = output_and_gradients(op, given, body)
+    layouts = (
+        lambda tensor: torch.stack([tensor, tensor], dim=-1)[..., 0],
+        lambda tensor: tensor.transpose(0, 1).contiguous().transpose(0, 1),
+    )
+    for laid in layouts:
+        # The bags of PyTorch want indices in order.
+        moved = {
+            name: laid(tensor) if tensor.dim() > 1 and (tensor.is_floating_point() or body != "torch") else tensor
+            for name, tensor in given.items()
+        }
+        assert not all(tensor.is_contiguous() for tensor in moved.values())
+        leaves = {name: tensor.detach() for name, tensor in moved.items()}
+        assert_same_bits(output_and_gradients(op, leaves, body), expected, body)
+
+
+def test_a_gradient_of_one_tensor_is_what_it_is_among_all(case):
+    op, body = case
+    given = op.make()
+    expected = output_and_gradients(op, given, body)
+    for name in [name for name, tensor in given.items() if tensor.is_floating_point()]:
+        found = output_and_gradients(op, given, body, wanted=name)
+        assert_same_bits({name: found[name]}, expected, body)
+
+
+def test_no_tokens_are_no_trouble(case):
+    op, body = case
+    leaves = leaves_of(op.make(tokens=0))
+    output = op.call(leaves, body)
+    assert output.numel() == 0
+    output.sum().backward()
+    assert not any(leaf.grad is not None and leaf.grad.any() for leaf in leaves.values())
+
+
+def test_it_is_registered_rightly(case):
+    op, body = case
+    if body in op.unregistered:
+        pytest.skip("it is no op of its own")
+    for dtype in dtypes_of(op, body)[:2]:
+        op_of_torch, arguments = op.registered(leaves_of(op.make(tokens=6, dtype=dtype)), body)
+        torch.library.opcheck(op_of_torch, arguments)
+
+
+def test_a_graph_holds_it_and_its_gradient_as_one_node_each_and_gives_the_same_bits(case):
+    op, body = case
+    leaves, names = leaves_of(op.make(tokens=6)), []
+
+    def look(graph, inputs):
+        names.extend(str(node.target) for node in graph.graph.nodes if node.op == "call_function")
+        return make_boxed_func(graph)
+
+    def step(leaves):
+        return op.call(leaves, body)
+
+    torch._dynamo.reset()
+    compiled = torch.compile(step, fullgraph=True, backend=aot_autograd(fw_compiler=look, bw_compiler=look))
+    asked = [leaf for leaf in leaves.values() if leaf.requires_grad]
+    results = []
+    for run in (step, compiled):
+        output = run(leaves)
+        results.append({"output": output, **dict(enumerate(torch.autograd.grad(output.square().sum(), asked)))})
+    torch._dynamo.reset()
+    assert_same_bits(*results, body)
+    if body not in op.unregistered:
+        assert sum(op.node in name for name in names) == 2, names
+        assert not any(word in name for name in names for word in ("topk", "softmax", "embedding", "sort"))
+
+
+def test_autocast_narrows_it_where_that_is_meant_and_no_gradient(case):
+    op, body = case
+    leaves = leaves_of(op.make())
+    expected = op.call(leaves, body)
+    with torch.autocast(DEVICE, torch.bfloat16):
+        found = op.call(leaves, body)
+    if op.narrows:
+        assert_close("output", found, expected, torch.bfloat16)
+    else:
+        assert_same_bits({"output": found}, {"output": expected})
+    found.float().sum().backward()
+    assert all(leaf.grad.dtype == leaf.dtype and leaf.grad.any() for leaf in leaves.values() if leaf.requires_grad)
+
+
+def test_without_gradients_it_is_called_by_itself_and_gives_the_same_bits(case, monkeypatch):
+    op, body = case
+    given, asked = op.make(tokens=4), []
+    expected = op.call(leaves_of(given), body)
+    if op.entry is not None and body not in op.never_direct:
+        function, name = op.entry
+        monkeypatch.setitem(function.__globals__, name, lambda *arguments: asked.append(arguments))
+    for context in (torch.no_grad, torch.inference_mode):
+        with context():
+            assert_same_bits({"output": op.call(given, body)}, {"output": expected}, body)
+    assert not asked
+
+
+def test_it_is_what_runs_where_ops_choose_it(case):
+    op, body = case
+    given = op.make()
+    expected = output_and_gradients(op, given, body)
+    with op_choices(backend=body):
+        assert_same_bits(output_and_gradients(op, given, "auto"), expected)
+    if body == "native":
+        assert_same_bits(output_and_gradients(op, given, "auto"), expected)
+
+
+def test_rows_that_nothing_reads_have_no_gradient_and_a_sparse_one_holds_the_others(gathering):
+    op, body = gathering
+    given = op.make(tokens=10, m=3, rows=100, width=8)
+    dense = output_and_gradients(op, given, body)
+    sparse = output_and_gradients(op, given, body, sparse_gradient=True)
+    into_bank, read = sparse.pop("bank"), sorted(set(given["slots"].flatten().tolist()))
+    assert into_bank.is_coalesced() and into_bank.indices().flatten().tolist() == read
+    torch.testing.assert_close(into_bank.to_dense(), dense["bank"])
+    assert dense["bank"].any(-1).nonzero().flatten().tolist() == read
+    assert_same_bits(sparse, dense)
+
+
+@pytest.mark.parametrize("sparse_gradient", [False, True])
+@pytest.mark.parametrize("leading", [(), (0,), (2, 0), (2, 3)], ids=str)
+def test_any_leading_shape_is_one_batch_of_tokens(gathering, leading, sparse_gradient):
+    op, body = gathering
+    given = op.make(tokens=torch.Size(leading).numel(), m=3, rows=6, width=4)
+    shaped = {
+        name: tensor if name == "bank" else tensor.view(*leading, *tensor.shape[1:]) for name, tensor in given.items()
+    }
+    expected = output_and_gradients(op, given, body)
+    found = output_and_gradients(op, shaped, body, sparse_gradient=sparse_gradient)
+    assert found["output"].shape == (*leading, *expected["output"].shape[1:])
+    assert torch.equal(found["output"].view_as(expected["output"]), expected["output"])
+    assert all(found[name].shape == tensor.shape for name, tensor in shaped.items() if name in found)
+
+
+def test_one_row_may_be_read_by_every_entry(gathering):
+    op, body = gathering
+    given = op.make(tokens=700, m=6, rows=5, width=8)
+    given["slots"] = torch.full_like(given["slots"], 3)
+    assert_equals_reference(op, given, body)

@@ -1,0 +1,310 @@
+"""The table of ops with several bodies: small arguments of each, and how it is called, which `laws` hold every body to."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from midus_hf.ops import headwise_memory, product_key_topk, weighted_gather
+from midus_hf.ops.chapters.op import chapter_attention
+from midus_hf.ops.chapters.segments import segment_attention_op
+from midus_hf.ops.depth.op import depth_attention, depth_attention_op
+from midus_hf.ops.gather.parted import parted_gather, parted_gather_op
+from midus_hf.ops.gather.products import gathered_products, gathered_products_op
+from midus_hf.ops.gather.weighted import weighted_gather_op
+from midus_hf.ops.headwise.lookup import headwise_lookup_op
+from midus_hf.ops.headwise.transformed import transformed_lookup_op
+from midus_hf.ops.product_key.scores import product_key_scores_op
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+Arguments = dict[str, torch.Tensor]
+PARTS = 3
+
+
+@dataclass(frozen=True)
+class OpCase:
+    """One row of the table.
+
+    Args:
+        make: Makes arguments by name; those that are floating point have gradients, but for `fixed`.
+        call: Computes the output from arguments by a body; a slot or another integer is no part of it.
+        bodies: That compute it, beside `"reference"`.
+        sizes: Sizes to make arguments of, whose outputs and gradients are compared with the reference in float64.
+        registered: The op that torch knows, and what it is given, by a body; None where none is registered.
+        node: In the name of the op's node in a graph.
+        unregistered: Bodies that are no op of their own.
+        wide: Names of what is in float32 whatever the dtype of the arguments.
+        narrows: Whether autocast changes what is computed.
+        dtypes: Of arguments; by default all that a body computes with.
+        entry: The function that passes the registered op by where nobody watches, and the op's name there.
+        never_direct: Bodies that it calls through the op all the same.
+    """
+
+    make: Callable[..., Arguments]
+    call: Callable[..., torch.Tensor]
+    bodies: tuple[str, ...]
+    sizes: dict[str, dict[str, Any]] = field(default_factory=dict)
+    registered: Callable[[Arguments, str], tuple[Any, tuple]] | None = None
+    node: str = ""
+    unregistered: tuple[str, ...] = ()
+    wide: tuple[str, ...] = ()
+    narrows: bool = False
+    dtypes: tuple[torch.dtype, ...] = (torch.float32, torch.bfloat16, torch.float16)
+    entry: tuple[Callable[..., Any], str] | None = None
+    never_direct: tuple[str, ...] = ()
+
+
+def drawn(*shape: int, seed: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(DEVICE, dtype)
+
+
+def whole_numbers(most: int, *shape: int) -> torch.Tensor:
+    return torch.randint(most, shape, generator=torch.Generator().manual_seed(0)).to(DEVICE)
+
+
+def gathered(tokens=30, m=12, rows=9, width=20, dtype=torch.float32):
+    """A bank, slots and weights; heads may read the same row."""
+    slots = whole_numbers(rows, tokens, m)
+    slots[:, m // 2 :] = slots[:, :1]
+    return {
+        "bank": drawn(rows, width, seed=1, dtype=dtype),
+        "slots": slots,
+        "weights": drawn(tokens, m, seed=2, dtype=dtype),
+    }
+
+
+def multiplied(tokens=30, m=12, rows=9, width=20, dtype=torch.float32):
+    made = gathered(tokens, m, rows, width, dtype)
+    return {"vectors": drawn(tokens, width, seed=3, dtype=dtype), "bank": made["bank"], "slots": made["slots"]}
+
+
+def parted(tokens=30, m=12, rows=9, width=20, dtype=torch.float32):
+    """The last part is empty."""
+    return gathered(tokens, m, rows, width, dtype) | {"parts": whole_numbers(PARTS - 1, tokens, m)}
+
+
+def keyed(tokens=20, heads=3, half=8, n=12, dtype=torch.float32):
+    """Scores are of order one, whatever the width."""
+    keys = {f"{side}_keys": drawn(heads, n, half, seed=seed) for side, seed in (("row", 5), ("column", 6))}
+    return {"query": drawn(tokens, heads, 2 * half, seed=4, dtype=dtype)} | {
+        name: (of_side / (2 * half) ** 0.5).to(dtype) for name, of_side in keys.items()
+    }
+
+
+def looked_up(tokens=20, heads=3, half=8, n=12, width=20, own=False, transform=False, dtype=torch.float32, k=4):
+    bank = drawn(*((heads,) if own else ()), n * n, width, seed=7, dtype=dtype)
+    made = keyed(tokens, heads, half, n, dtype) | {"bank": bank}
+    return made | ({"transform": drawn(heads, width, width, seed=8, dtype=dtype)} if transform else {})
+
+
+def memory(given: Arguments, backend: str, k: int = 4, **options: Any) -> torch.Tensor:
+    tables = (given[name] for name in ("query", "row_keys", "column_keys", "bank"))
+    return headwise_memory(
+        *tables, given.get("transform"), min(k, given["row_keys"].shape[1]), backend=backend, **options
+    )
+
+
+def opened(
+    tokens=37,
+    chosen=2,
+    heads=4,
+    kv_heads=2,
+    width=16,
+    chapters=3,
+    memory=8,
+    dtype=torch.float32,
+    weighed="scales biases",
+):
+    """Tokens that each read chapters of their own."""
+    order = torch.rand(tokens, chapters, generator=torch.Generator().manual_seed(0)).argsort(-1)
+    table = (chapters, memory, kv_heads, width)
+    return {
+        "query": drawn(tokens, heads, width, seed=1, dtype=dtype),
+        "keys": drawn(*table, seed=2, dtype=dtype),
+        "values": drawn(*table, seed=3, dtype=dtype),
+        "chapters": order[:, :chosen].to(DEVICE),
+    } | {name: drawn(tokens, chosen, seed=len(name)) for name in weighed.split()}
+
+
+def in_stretches(tokens=64, dtype=torch.float32, **sizes):
+    """Two stretches of tokens, each so long that the rows of its chapters are gathered for all of its tokens."""
+    made, stretches = opened(tokens, dtype=dtype, **sizes), min(2, tokens)
+    return {
+        name: tensor if name in ("query", "keys", "values") else tensor[:stretches] for name, tensor in made.items()
+    }
+
+
+def attended(given: Arguments, backend: str) -> torch.Tensor:
+    """One text, of as many stretches as there are choices of chapters."""
+    of_text = {name: tensor if name in ("keys", "values") else tensor.unsqueeze(0) for name, tensor in given.items()}
+    return chapter_attention(**of_text, backend=backend).squeeze(0)
+
+
+def slots_of(given: Arguments) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    return tuple(
+        [tensor for name, tensor in given.items() if name.startswith(f"{part} ")] for part in ("key", "value")
+    )
+
+
+def stacked(tokens=5, texts=2, group=2, kv_heads=2, width=16, slots=3, dtype=torch.float32):
+    """As models have heads: `[B, T, H, d]` in memory, seen as `[B, H, T, d]`."""
+
+    def heads(count, seed):
+        return drawn(texts, tokens, count, width, seed=seed, dtype=dtype).transpose(1, 2)
+
+    made = {"query": heads(group * kv_heads, 0)}
+    return made | {
+        f"{part} {slot}": heads(kv_heads, seed + slot)
+        for part, seed in (("key", 1), ("value", 1001))
+        for slot in range(slots)
+    }
+
+
+def of_depth(given: Arguments, backend: str, softcap: float | None = 2.0) -> torch.Tensor:
+    read, lse = depth_attention(given["query"], *slots_of(given), 0.3, softcap, backend=backend)
+    return torch.cat([read.flatten().to(lse.dtype), lse.flatten()])
+
+
+GATHERED = {
+    "one": {"tokens": 1, "m": 1, "rows": 1, "width": 1},
+    "small": {},
+    "wider-than-a-stretch": {"tokens": 13, "m": 37, "rows": 50, "width": 300},
+    "few-rows": {"tokens": 200, "m": 4, "rows": 3, "width": 16},
+    "many-rows": {"tokens": 2, "m": 1, "rows": 5000, "width": 3},
+    "half-a-vector": {"tokens": 90, "m": 7, "rows": 40, "width": 37},
+    "vectors": {"tokens": 20, "m": 7, "rows": 40, "width": 64},
+}
+LOOKED_UP = {
+    "one": {"tokens": 1, "heads": 1, "half": 1, "n": 1, "width": 1},
+    "small": {"tokens": 37, "n": 8, "width": 12},
+    "n-64": {"tokens": 33, "heads": 2, "n": 64, "width": 16},
+    "many-heads": {"tokens": 17, "heads": 9, "half": 32, "width": 64},
+    "n-33": {"tokens": 20, "heads": 2, "half": 48, "n": 33, "width": 96},
+    "widest": {"tokens": 5, "heads": 1, "half": 128, "n": 16, "width": 256},
+    "n-300": {"tokens": 3, "heads": 1, "half": 4, "n": 300, "width": 8},
+    "five-keys": {"tokens": 70, "heads": 10, "half": 4, "n": 5, "width": 3},
+}
+OPENED = {
+    "both": {},
+    **{name or "neither": {"weighed": name} for name in ("", "scales", "biases")},
+    **{
+        name: dict(zip(("tokens", "chosen", "heads", "kv_heads", "width", "chapters", "memory"), numbers, strict=True))
+        | {"weighed": "scales"}
+        for name, numbers in {
+            "one-token": (1, 3, 2, 1, 8, 4, 5),
+            "several-stretches": (33, 1, 3, 3, 20, 3, 70),
+            "all-chapters": (150, 2, 4, 1, 32, 2, 33),
+            "few-are-read": (5, 4, 2, 2, 80, 30, 3),
+            "widest": (20, 2, 2, 1, 256, 3, 40),
+            "ones": (65, 1, 1, 1, 1, 1, 2),
+        }.items()
+    },
+}
+ALL = ("torch", "native", "triton")
+OPS = {
+    "weighted gather": OpCase(
+        gathered,
+        lambda given, backend, **options: weighted_gather(**given, backend=backend, **options),
+        ALL,
+        GATHERED,
+        lambda given, body: (weighted_gather_op, (*given.values(), body, "rows")),
+        "weighted_gather",
+    ),
+    "rows by product": OpCase(
+        gathered,
+        lambda given, backend: (
+            weighted_gather(**given, backend="reference")
+            if backend == "reference"
+            else weighted_gather_op(*given.values(), backend, "product")
+        ),
+        ("torch", "triton"),
+        GATHERED,
+        lambda given, body: (weighted_gather_op, (*given.values(), body, "product")),
+        "weighted_gather",
+    ),
+    "gathered products": OpCase(
+        multiplied,
+        lambda given, backend, **options: gathered_products(**given, backend=backend, **options),
+        ALL,
+        GATHERED,
+        lambda given, body: (gathered_products_op, (*given.values(), body)),
+        "gathered_products",
+        wide=("output",),
+    ),
+    "parted gather": OpCase(
+        parted,
+        lambda given, backend, **options: parted_gather(
+            **given, num_parts=PARTS, backend="reference" if backend == "reference" else "auto", **options
+        ),
+        ("torch",),
+        GATHERED,
+        lambda given, body: (parted_gather_op, (*given.values(), PARTS)),
+        "parted_gather",
+    ),
+    "product keys": OpCase(
+        keyed,
+        lambda given, backend: product_key_topk(*given.values(), 4, backend=backend)[0],
+        ALL,
+        registered=lambda given, body: (product_key_scores_op, (*given.values(), 4, False, body)),
+        node="product_key_scores",
+        unregistered=("torch",),
+        entry=(product_key_topk, "product_key_scores_op"),
+    ),
+    **{
+        f"head-wise memory, {name}": OpCase(
+            lambda own=own, **sizes: looked_up(own=own, **sizes),
+            memory,
+            ALL,
+            LOOKED_UP,
+            lambda given, body: (headwise_lookup_op, (*given.values(), None, 4, 0.5, False, body)),
+            "headwise_lookup",
+            narrows=True,
+            entry=(headwise_memory, "headwise_lookup_op"),
+        )
+        for name, own in (("shared bank", False), ("bank per head", True))
+    },
+    "head-wise memory, transformed": OpCase(
+        lambda **sizes: looked_up(transform=True, **sizes),
+        memory,
+        ALL,
+        LOOKED_UP,
+        lambda given, body: (transformed_lookup_op, (*given.values(), None, 4, 0.5)),
+        "transformed_lookup",
+        unregistered=("torch", "triton"),
+        narrows=True,
+        entry=(headwise_memory, "transformed_lookup_op"),
+    ),
+    "chapters": OpCase(
+        opened,
+        attended,
+        ("torch", "triton"),
+        OPENED,
+        lambda given, body: (segment_attention_op, tuple(given.values())),
+        "chapter_segments",
+        unregistered=("torch",),
+        wide=("scales", "biases"),
+    ),
+    "chapters in stretches": OpCase(
+        in_stretches,
+        attended,
+        ("torch",),
+        {"both": {}, "neither": {"weighed": ""}, "odd-sizes": {"tokens": 32, "heads": 3, "kv_heads": 1, "width": 20}},
+        wide=("scales", "biases"),
+        unregistered=("torch",),
+    ),
+    "depth": OpCase(
+        stacked,
+        of_depth,
+        ALL,
+        registered=lambda given, body: (depth_attention_op, (given["query"], *slots_of(given), 0.3, 2.0, body)),
+        node="depth_attention",
+        unregistered=("torch",),
+        wide=("output",),
+        narrows=True,
+        entry=(depth_attention, "depth_attention_op"),
+        never_direct=("triton",),
+    ),
+}
+GATHERINGS = ("weighted gather", "gathered products", "parted gather")
+"""Ops that gather rows of a bank, and may give it a sparse gradient."""

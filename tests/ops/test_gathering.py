@@ -1,0 +1,111 @@
+"""Gathered rows, and products with them, against loops, for the contract and PyTorch's body; what they refuse."""
+
+import pytest
+import torch
+
+from midus_hf.ops import weighted_gather
+from midus_hf.ops.gather.parted import parted_gather
+from midus_hf.ops.gather.products import gathered_products
+
+ROWS, WIDTH, M, PARTS = 7, 5, 6, 4
+BODIES = pytest.mark.parametrize("backend", ["reference", "auto"])
+
+
+def given(dtype=torch.float64, tokens=(2, 3)):
+    """By name: a bank, slots that leave row 0 out, weights, parts of which the last is empty, and vectors."""
+    generator = torch.Generator().manual_seed(0)
+
+    def normal(*shape):
+        return torch.randn(*shape, generator=generator, dtype=torch.float64)
+
+    return {
+        "bank": normal(ROWS, WIDTH).to(dtype),
+        "slots": torch.randint(1, ROWS, (*tokens, M), generator=generator),
+        "weights": normal(*tokens, M),
+        "parts": torch.randint(PARTS - 1, (*tokens, M), generator=generator),
+        "vectors": normal(*tokens, WIDTH).to(dtype),
+    }
+
+
+def called(name, made, backend="auto"):
+    bank, slots, weights, parts, vectors = made.values()
+    if name == "sums":
+        return weighted_gather(bank, slots, weights, backend=backend)
+    if name == "sums by parts":
+        return parted_gather(bank, slots, weights, parts, PARTS, backend=backend)
+    return gathered_products(vectors, bank, slots, backend=backend)
+
+
+def by_loops(name, made):
+    """In Python numbers."""
+    bank, slots, weights, parts, vectors = (tensor.tolist() for tensor in made.values())
+    found = []
+    for b in range(len(slots)):
+        for t in range(len(slots[b])):
+            rows = [bank[slot] for slot in slots[b][t]]
+            if name == "products":
+                found.append([sum(x * y for x, y in zip(vectors[b][t], row, strict=True)) for row in rows])
+                continue
+            of_parts = [[0.0] * WIDTH for _ in range(PARTS)]
+            for row, weight, part in zip(rows, weights[b][t], parts[b][t], strict=True):
+                of_part = of_parts[part if name == "sums by parts" else 0]
+                of_part[:] = [total + weight * x for total, x in zip(of_part, row, strict=True)]
+            found.append(of_parts if name == "sums by parts" else of_parts[0])
+    return torch.tensor(found, dtype=torch.float64).unflatten(0, (len(slots), -1))
+
+
+NAMES = pytest.mark.parametrize("name", ["sums", "sums by parts", "products"])
+
+
+@NAMES
+@BODIES
+def test_they_are_what_loops_find(name, backend):
+    made = given()
+    torch.testing.assert_close(called(name, made, backend), by_loops(name, made), rtol=1e-13, atol=1e-14)
+
+
+@NAMES
+@BODIES
+def test_gradients_are_right(name, backend):
+    made = given()
+    wanted = ["vectors", "bank"] if name == "products" else ["bank", "weights"]
+
+    def run(*leaves):
+        return called(name, made | dict(zip(wanted, leaves, strict=True)), backend)
+
+    assert torch.autograd.gradcheck(run, [made[leaf].requires_grad_() for leaf in wanted])
+
+
+def test_vectors_are_rounded_to_the_dtype_of_the_table():
+    made = given(torch.float32)
+    narrow = made | {"bank": made["bank"].bfloat16()}
+    found = called("products", narrow)
+    assert found.dtype == torch.float32
+    assert torch.equal(found, called("products", narrow | {"vectors": made["vectors"].bfloat16()}))
+
+
+@pytest.mark.parametrize(
+    ("name", "changed", "message"),
+    [
+        ("sums", {"bank": (3,)}, r"bank is \(3,\); expected \[rows, width\]"),
+        ("sums", {"weights": (2, 3, 1)}, r"slots is \(2, 3, 6\) and weights \(2, 3, 1\); expected equal shapes"),
+        ("sums by parts", {"bank": (2, 3, 4)}, r"bank is \(2, 3, 4\); expected \[rows, width\]."),
+        (
+            "sums by parts",
+            {"parts": (2, 3, 1)},
+            r"slots is \(2, 3, 6\), weights \(2, 3, 6\) and parts \(2, 3, 1\); expected equal shapes.",
+        ),
+        (
+            "products",
+            {"vectors": (2, 3, 3)},
+            r"vectors is \(2, 3, 3\) and bank \(7, 5\); expected \[\.\.\., width\] and \[rows, width\]",
+        ),
+        ("products", {"bank": (5, 2, 2)}, r"bank \(5, 2, 2\); expected"),
+        ("products", {"slots": (3, 1)}, r"slots is \(3, 1\); expected slots for each of the vectors \(2, 3\)"),
+    ],
+)
+def test_shapes_that_disagree_are_refused(name, changed, message):
+    made = given()
+    made |= {key: torch.zeros(shape, dtype=made[key].dtype) for key, shape in changed.items()}
+    with pytest.raises(ValueError, match=message):
+        called(name, made)
