@@ -100,7 +100,7 @@ def test_a_dry_run_imports_neither_torch_nor_transformers(tmp_path, method):
     assert result.returncode == 0
     imported = set(json.loads(result.stderr))
     assert "upscalers" in imported
-    assert not {"torch", "transformers", "numpy", "huggingface_hub", "midus_hf"} & imported
+    assert not {"torch", "transformers", "numpy", "huggingface_hub"} & imported
 
 
 STARTED_BY_A_LARGE_PROCESS = """
