@@ -88,6 +88,11 @@ def test_a_config_does_not_share_its_entries_with_the_caller(family):
     [
         ([{"type": "headwise", "layers": [6]}], r"'headwise' names layer 6; expected 0 <= layer < 6"),
         ([{"type": "headwize", "layers": [1]}], r"memory type is 'headwize'; .* A type is added, not renamed"),
+        ([ENTRY, {"type": "headwise", "layers": [4]}], r"layer 4 holds two inserted memories; expected at most one"),
+        ([{**ENTRY, "slots": 9}], r"memory entry of type 'headwise' has no option 'slots'\. "),
+        ([{"type": "headwise", "layers": [1, 1]}], r"layers is \[1, 1\]; expected ascending indices, each once"),
+        ([{"type": "headwise"}], r"has no 'layers'"),
+        ([3], r"memory entry is 3; expected a mapping"),
         ([{**ENTRY, "k": 9}], r"k is 9; expected 1 <= k <= n = 8"),
         ("headwise", r"memory is 'headwise'; expected a list of entries"),
     ],
