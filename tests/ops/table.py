@@ -184,6 +184,7 @@ LOOKED_UP = {
     "widest": {"tokens": 5, "heads": 1, "half": 128, "n": 16, "width": 256},
     "n-300": {"tokens": 3, "heads": 1, "half": 4, "n": 300, "width": 8},
     "five-keys": {"tokens": 70, "heads": 10, "half": 4, "n": 5, "width": 3},
+    "many-scores": {"tokens": 350, "half": 2, "n": 5, "width": 3},
 }
 OPENED = {
     "both": {},
