@@ -40,12 +40,6 @@ def test_what_is_reported_trains(blocks_for, capsys):
     assert [bank.layout.bank for bank in run.trainer.blocks.banks] == [bank]
 
 
-def test_a_share_of_sequences_trains_the_generic_memory(blocks_for, tmp_path):
-    train(blocks_for(generic_share=0.5, max_steps=3))
-    bank = bank_of(tmp_path / "out")
-    assert 3 in bank.written(1) and 9 in bank.written(2)
-
-
 def test_the_model_trains_as_well_where_everything_does(blocks_for, models, tmp_path):
     train(blocks_for(trainable="all"))
     matrices = {name for name in weights(models / "hier-ffn") if "proj" in name}

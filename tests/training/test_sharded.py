@@ -161,8 +161,8 @@ class ToldOfDeepSpeed:
         self.accelerator = SimpleNamespace(state=SimpleNamespace(deepspeed_plugin=plugin))
 
 
-def sharding(model=None, bf16: bool = False, **settings) -> tuple[ToldOfDeepSpeed, Shards]:
-    trainer = ToldOfDeepSpeed(torch.nn.Linear(2, 2) if model is None else model, bf16, settings)
+def sharding(model=None, half: bool = False, **settings) -> tuple[ToldOfDeepSpeed, Shards]:
+    trainer = ToldOfDeepSpeed(torch.nn.Linear(2, 2) if model is None else model, half, settings)
     return trainer, Shards(trainer)
 
 
@@ -300,9 +300,9 @@ def test_deepspeed_rounds_nothing_that_is_frozen():
         r"bf16 is asked for, and DeepSpeed casts a whole model to bfloat16: 0\.weight, which is frozen in float32, would be "
         r"rounded; expected fp32, or a model in bfloat16\. Start it with configs/accelerate/fsdp2\.yaml\."
     ):
-        sharding(model, bf16=True)
+        sharding(model, half=True)
     sharding(model)
-    sharding(torch.nn.ModuleList([model[0].to(torch.bfloat16), model[1]]), bf16=True)
+    sharding(torch.nn.ModuleList([model[0].to(torch.bfloat16), model[1]]), half=True)
 
 
 @pytest.mark.parametrize(("key", "dtype"), [("bf16", "bfloat16"), ("fp16", "float16")], ids=["bf16", "fp16"])
