@@ -63,15 +63,15 @@ def test_a_stream_is_read_by_the_first_process_in_the_order_of_one_and_gone_on_w
 
 NOTES_WHAT_IS_TRAINED_ON = """
 import json, os, pathlib, runpy, sys
-from midus_hf.training.trainer.memory_trainer import MemoryTrainer
+from midus_hf.training.trainer.memory_trainer import TrainsMemory
 
-seen, step = [], MemoryTrainer.training_step
+seen, step = [], TrainsMemory.training_step
 
 def training_step(self, model, inputs, *args, **kwargs):
     seen.append(inputs["input_ids"].tolist())
     return step(self, model, inputs, *args, **kwargs)
 
-MemoryTrainer.training_step = training_step
+TrainsMemory.training_step = training_step
 sys.argv[0] = os.environ["PROGRAM"]
 try:
     runpy.run_path(sys.argv[0], run_name="__main__")
