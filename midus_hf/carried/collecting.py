@@ -5,9 +5,10 @@ import importlib
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from fnmatch import fnmatchcase
+from functools import cache
 from typing import Any
 
-from midus_hf.carried.sources import Definition, Member, Module, Name, taken_apart
+from midus_hf.carried.sources import Definition, Member, Module, Name, read_module, taken_apart
 from midus_hf.carried.specialise import Edit, Facts, SourceText, specialise, with_plain_defaults, with_short_docstrings
 
 _NOT_CARRIED = "not_carried"
@@ -58,7 +59,7 @@ class Program:
     def module(self, name: str) -> Module:
         """Return a module by its name, read once."""
         if name not in self._modules:
-            self._modules[name] = Module(name, self._packages)
+            self._modules[name] = read_module(name, self._packages)
         return self._modules[name]
 
     def resolve(self, module: str, name: str) -> Name | None:
@@ -140,9 +141,7 @@ class Program:
         resolved = self.resolve(module, base.id) if isinstance(base, ast.Name) else None
         if resolved is None:
             return True
-        source = self.module(resolved.module).definitions[resolved.name]
-        (node,) = ast.parse(source).body
-        return self._is_carried(ast.unparse(each) for each in getattr(node, "decorator_list", ()))
+        return self._is_carried(_decorators(self.module(resolved.module).definitions[resolved.name]))
 
     def _collect(self, roots: Iterable[Name]) -> None:
         pending = list(roots)
@@ -192,13 +191,22 @@ def parsed(source: str) -> ast.Module:
     return ast.parse(f"{source}    pass\n" if source.rstrip().endswith(":") else source)
 
 
-def names_in(source: str) -> set[str]:
+@cache
+def _decorators(source: str) -> tuple[str, ...]:
+    """Return the source of each decorator of a definition."""
+    (node,) = ast.parse(source).body
+    return tuple(ast.unparse(each) for each in getattr(node, "decorator_list", ()))
+
+
+@cache
+def names_in(source: str) -> frozenset[str]:
     """Return all names that a source reads or writes, annotations included."""
-    return {node.id for node in ast.walk(parsed(source)) if isinstance(node, ast.Name)}
+    return frozenset(node.id for node in ast.walk(parsed(source)) if isinstance(node, ast.Name))
 
 
-def _used(source: str) -> tuple[set[str], set[str]]:
-    """The names that a source uses when it runs, and the attributes: annotations are for readers."""
+@cache
+def _used(source: str) -> tuple[frozenset[str], frozenset[str]]:
+    """Return the names that a source uses when it runs, and the attributes: annotations are for readers."""
     tree = parsed(source)
     for node in ast.walk(tree):
         if isinstance(node, ast.arg):
@@ -213,7 +221,7 @@ def _used(source: str) -> tuple[set[str], set[str]]:
         if isinstance(node, ast.Call) and ast.unparse(node.func).rpartition(".")[2] in _BY_NAME:
             attributes |= {str(leaf.value) for leaf in node.args if isinstance(leaf, ast.Constant)}
             attributes |= {_pattern(leaf) for leaf in node.args if isinstance(leaf, ast.JoinedStr)}
-    return names, attributes
+    return frozenset(names), frozenset(attributes)
 
 
 def _pattern(text: ast.JoinedStr) -> str:

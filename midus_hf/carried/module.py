@@ -23,7 +23,7 @@ import midus_hf.ops
 from midus_hf.carried import plain_bank, plain_stretches, standins
 from midus_hf.carried.collecting import Program
 from midus_hf.carried.facts import CheckpointFacts
-from midus_hf.carried.sources import Module, Name
+from midus_hf.carried.sources import Name, read_module
 from midus_hf.carried.specialise import Edit, SourceText
 from midus_hf.carried.standins import ENTRY_MODULE
 from midus_hf.version import __version__
@@ -94,7 +94,7 @@ def _module(config_class: type, facts: CheckpointFacts) -> str:
 def _stand_ins() -> dict[str, Name]:
     """What names stand for in carried code, whichever module of the package they are from."""
     modules = [*reference_modules(), plain_bank.__name__, plain_stretches.__name__, standins.__name__]
-    definitions = {name: Module(name, frozenset(_PACKAGES)).definitions for name in modules}
+    definitions = {name: read_module(name, frozenset(_PACKAGES)).definitions for name in modules}
     return {name: Name(module, name) for module in modules for name in definitions[module] if not name.startswith("_")}
 
 

@@ -3,6 +3,7 @@
 import ast
 import importlib.util
 from dataclasses import dataclass, field
+from functools import cache
 from types import ModuleType
 from typing import Any, NamedTuple
 
@@ -48,15 +49,33 @@ class Definition:
     members: list[Member] = field(default_factory=list)
 
 
-class Module:
-    """A module by its source.
+def read_module(name: str, packages: frozenset[str]) -> "Module":
+    """Return a module by its source, which is read once in a process as long as it stays the same.
 
     Args:
         name: Such as `"midus_hf.memory.headwise"`.
         packages: Names of the packages whose modules are read so.
     """
+    imported = importlib.import_module(name)
+    return _read_module(name, imported.__package__, _source_of(imported), packages)
 
-    def __init__(self, name: str, packages: frozenset[str]):
+
+@cache
+def _read_module(name: str, package: str | None, source: str, packages: frozenset[str]) -> "Module":
+    return Module(name, package, source, packages)
+
+
+class Module:
+    """A module by its source.
+
+    Args:
+        name: Such as `"midus_hf.memory.headwise"`.
+        package: The package that the module is in, for what it imports from beside it.
+        source: The text of the module.
+        packages: Names of the packages whose modules are read so.
+    """
+
+    def __init__(self, name: str, package: str | None, source: str, packages: frozenset[str]):
         self.name = name
         self.imports: dict[str, Name] = {}
         """What names stand for that other modules of the packages define."""
@@ -70,9 +89,8 @@ class Module:
         """Why nothing can be taken from the module, if so: it has a statement that nobody would know to be needed."""
         self.depends: list[str] = []
         """Modules of the packages that this one imports."""
-        imported = importlib.import_module(name)
-        self._package = imported.__package__
-        text = SourceText(_source_of(imported))
+        self._package = package
+        text = SourceText(source)
         body: list[ast.stmt] = []
         for statement in text.tree.body:
             body += statement.body if isinstance(statement, ast.If) and _is_for_types(statement) else [statement]

@@ -49,12 +49,25 @@ def specialise(source: str, facts: Facts) -> str:
         source: One or more statements at the top level.
         facts: By the source of an expression, its value.
     """
-    while True:
-        text = SourceText(source)
-        edits = _outermost(_edits(text, facts))
-        if not edits:
-            return source
-        source = text.edited(edits)
+    relevant = _relevant(source, facts)
+    case = (source, repr(sorted(relevant.items(), key=operator.itemgetter(0))))
+    if case not in _specialised:
+        while edits := _outermost(_edits(text := SourceText(source), relevant)):
+            source = text.edited(edits)
+        _specialised[case] = source
+    return _specialised[case]
+
+
+_specialised: dict[tuple[str, str], str] = {}
+"""What came of sources and facts in this process: checkpoints of different memories share most of their code."""
+
+_WORD = re.compile(r"\w+")
+
+
+def _relevant(source: str, facts: Facts) -> Facts:
+    """Return the facts whose words all stand in the source, or in the value of a fact, which may come to stand there."""
+    words = set(_WORD.findall(source)).union(*(_WORD.findall(repr(value)) for value in facts.values()))
+    return {expression: value for expression, value in facts.items() if words.issuperset(_WORD.findall(expression))}
 
 
 _SECTION = re.compile(r"\n\n *(?:Args|Returns|Raises):\n(?:(?!\n\n|\n *\Z).)*", flags=re.DOTALL)
@@ -169,11 +182,10 @@ def _outermost(edits: Iterable[Edit]) -> list[Edit]:
 
 
 def _edits(text: SourceText, facts: Facts) -> Iterator[Edit]:
-    tests = _tests(text.tree)
-    elifs = {
-        id(node.orelse[0]) for node in ast.walk(text.tree) if isinstance(node, ast.If) and _is_elif(text, node.orelse)
-    }
-    for node in ast.walk(text.tree):
+    nodes = list(ast.walk(text.tree))
+    tests = _tests(nodes)
+    elifs = {id(node.orelse[0]) for node in nodes if isinstance(node, ast.If) and _is_elif(text, node.orelse)}
+    for node in nodes:
         if isinstance(node, ast.If):
             yield from _of_if(text, node, facts, id(node) in elifs)
         elif isinstance(node, ast.IfExp):
@@ -301,10 +313,10 @@ def _is_bool(expression: ast.expr | None) -> bool:
     return isinstance(expression, ast.UnaryOp) and isinstance(expression.op, ast.Not)
 
 
-def _tests(tree: ast.Module) -> set[int]:
-    """The identities of expressions of which nothing but their truth matters."""
+def _tests(nodes: Iterable[ast.AST]) -> set[int]:
+    """Return the identities of expressions of which nothing but their truth matters."""
     pending: list[ast.expr] = []
-    for node in ast.walk(tree):
+    for node in nodes:
         if isinstance(node, ast.If | ast.IfExp | ast.While | ast.Assert):
             pending.append(node.test)
         elif isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.Not):
@@ -328,14 +340,12 @@ def _in_brackets(text: SourceText, operand: ast.expr, within: ast.boolop) -> str
 
 def _unread_variables(text: SourceText, function: ast.FunctionDef) -> Iterator[Edit]:
     """Take away assignments to local names that nothing reads, where what is assigned calls nothing."""
-    names = [node for node in ast.walk(function) if isinstance(node, ast.Name)]
-    changed = [node.target for node in ast.walk(function) if isinstance(node, ast.AugAssign)]
-    read = {node.id for node in names if not isinstance(node.ctx, ast.Store)}
+    nodes = list(ast.walk(function))
+    changed = [node.target for node in nodes if isinstance(node, ast.AugAssign)]
+    read = {node.id for node in nodes if isinstance(node, ast.Name) and not isinstance(node.ctx, ast.Store)}
     read |= {node.id for node in changed if isinstance(node, ast.Name)}
-    declared = {
-        name for node in ast.walk(function) if isinstance(node, ast.Global | ast.Nonlocal) for name in node.names
-    }
-    for parent in ast.walk(function):
+    declared = {name for node in nodes if isinstance(node, ast.Global | ast.Nonlocal) for name in node.names}
+    for parent in nodes:
         for block in _blocks(parent):
             for statement in block:
                 target = _single_target(statement)

@@ -20,7 +20,7 @@ from pairs import by_default, wanted_by_tests
 import midus_hf
 from midus_hf.carried import plain_bank, standins
 from midus_hf.carried.module import reference_modules
-from midus_hf.carried.sources import Module, defined
+from midus_hf.carried.sources import defined, read_module
 from midus_hf.config.fetched_blocks import BANKS_FOLDER
 from midus_hf.memory.registry import MEMORY_MODULES
 from midus_hf.version import __version__
@@ -242,7 +242,7 @@ def test_a_stand_in_takes_the_place_of_nothing_else():
     names = {
         name: module
         for module in (*plain, plain_bank.__name__, standins.__name__)
-        for name in Module(module, frozenset({"midus_hf"})).definitions
+        for name in read_module(module, frozenset({"midus_hf"})).definitions
         if not name.startswith("_")
     }
     assert set(STANDS_FOR) <= set(names)
@@ -252,6 +252,17 @@ def test_a_stand_in_takes_the_place_of_nothing_else():
             assert len(replaced) <= 1 and all(each.startswith("midus_hf.ops.") for each in replaced), name
         else:
             assert replaced == ([STANDS_FOR[name]] if name in STANDS_FOR else []), name
+
+
+def test_a_module_is_read_again_where_its_source_has_changed(tmp_path, monkeypatch):
+    path = tmp_path / "edited_module.py"
+    path.write_text("def first():\n    return 1\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    before = read_module("edited_module", frozenset())
+    assert read_module("edited_module", frozenset()) is before
+    path.write_text("def second():\n    return 2\n")
+    assert list(read_module("edited_module", frozenset()).definitions) == ["second"]
+    assert list(before.definitions) == ["first"]
 
 
 def test_a_bank_that_is_saved_writes_into_no_file_of_an_earlier_copy(checkpoints, tmp_path):

@@ -397,6 +397,14 @@ programs = st.lists(st.recursive(simple, blocks_of, max_leaves=8), min_size=1, m
 )
 
 
+def test_what_is_kept_of_a_source_is_kept_for_its_facts_alone():
+    source = "value = known or other\n"
+    texts = [specialise(source, {"known": value}) for value in (True, 1, "1", 0, None)]
+    assert texts == ["value = True\n", "value = 1\n", "value = '1'\n", "value = other\n", "value = other\n"]
+    assert specialise(source, {}) == source
+    assert specialise(source, {"unknown": True, "known": True, "known.part": 2}) == "value = True\n"
+
+
 @settings(max_examples=200, deadline=None)
 @given(programs, st.dictionaries(st.sampled_from(NAMES), st.sampled_from([False, True, None, 0, 3, "word"])))
 def test_a_specialised_program_computes_the_same_where_the_facts_hold(program, facts):
