@@ -76,7 +76,7 @@ def _told(name: str, digits: int = 1) -> Cell:
 
 
 def _rows(part: str, arguments: argparse.Namespace) -> Iterator[Row]:
-    """Those of an axis, of `bank` or of `layers`, with what all of them have."""
+    """Yield the rows of a part, one of `PARTS`, each with every column that rows of other parts have."""
     of_part = {"bank": _bank, "layers": _layers}.get(part)
     dtype = getattr(torch, arguments.dtype)
     rows = _axis(part, arguments, dtype) if of_part is None else of_part(arguments.device, dtype)

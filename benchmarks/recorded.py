@@ -108,7 +108,9 @@ class Recorded:
     def profile(
         self, benchmark: str, subject: str, run: Callable[[], list[KernelTime]], is_kept: bool = True
     ) -> list[KernelTime]:
-        """Profile a run, and keep what it launched; nothing where no profile can be taken, since times are good without it.
+        """Profile a run, keep what it launched, and return that.
+
+        Where no profile can be taken nothing is kept or returned: times are good without it.
 
         Args:
             benchmark: As in `write_profile`.

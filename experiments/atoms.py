@@ -120,7 +120,7 @@ def sentence(name: str, number: int) -> str:
 
 
 def _trained(assigned: Path, arm: str, branching: int, arguments: argparse.Namespace) -> tuple[Path, dict[str, int]]:
-    """The model of an arm, which is upscaled and trained if it is not there; and its counts of parameters."""
+    """Return the model of an arm, which is upscaled and trained if it is not there, and its counts of parameters."""
     without_ids, share = ARMS[arm] or ("none", 0.0)
     upscaled = arguments.work / f"{arm}-{arguments.seed}"
     options = {"sizes": arguments.sizes, "branching": branching, "without_ids": without_ids}

@@ -93,7 +93,7 @@ def _flops_per_token(config: dict[str, Any]) -> float:
 
 
 def _rows(arguments: argparse.Namespace) -> Iterator[Row]:
-    """Both models of each seed after every quarter of their runs."""
+    """Yield a row for both models of each seed after every quarter of their runs."""
     work: Path = arguments.work
     work.mkdir(parents=True, exist_ok=True)
     texts = (path.read_text(encoding="utf-8") for path in sorted(addresses().train.glob("*.txt")))
@@ -119,7 +119,7 @@ def _rows(arguments: argparse.Namespace) -> Iterator[Row]:
 
 
 def _training(arguments: argparse.Namespace, config: Path, tokenizer: Path, seed: int) -> dict[str, Any]:
-    """What `midus-train` is told."""
+    """Return the options of `midus-train`, but for its output."""
     rate = float(arguments.rate)
     return {
         "model_config": config,

@@ -109,7 +109,7 @@ def _rows(arguments: argparse.Namespace) -> Iterator[Row]:
 
 
 def _fine_tuning(model: Path, bank: str, seed: int, arguments: argparse.Namespace) -> dict[str, Any]:
-    """What the command is told that trains a whole model on chats."""
+    """Return the options of `midus-sft`, which trains a whole model on chats, but for its output."""
     options: dict[str, Any] = {
         "model": model,
         "data": chats().train,

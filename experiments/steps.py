@@ -100,7 +100,7 @@ def train_once(
 
 
 def upscale_once(output: Path, base: Path, method: str, seed: int, *words: Any, **options: Any) -> dict[str, int]:
-    """Upscale a base, if that is not done; returns the counts of parameters that `upscale` wrote down."""
+    """Upscale a base, if that is not done; return the counts of parameters that `upscale` wrote down."""
     words = (*words, *(word for name, value in options.items() for word in ("--set", f"{name}={value}")))
     run_once(output, "upscale", "--base", base, "--method", method, *words, "--seed", seed, "--output", output)
     return json.loads((output / "upscale.json").read_text(encoding="utf-8"))["parameters"]

@@ -11,7 +11,7 @@ from benchmarks.kernels.targets import MOST_SHARED_MEMORY
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Compile what the command line asks for; returns 1 if a kernel needs more shared memory than its target has."""
+    """Compile what the command line asks for; return 1 if a kernel needs more shared memory than its target has, else 0."""
     _known(arguments.targets, list(MOST_SHARED_MEMORY), "target")
     asked = _known(arguments.cases, sorted({name for name, _ in cases()}), "case")
     found = launches(asked, arguments.candidates)

@@ -10,7 +10,7 @@ _SEEDS = 2**63
 
 
 def parse_options(options_class: type, values: Mapping[str, Any], what: str) -> Any:
-    """As `midus_hf.config.options.read_options`; what it refuses is a request that cannot be carried out.
+    """Read options as `midus_hf.config.options.read_options` does; what that refuses is a request that cannot be carried out.
 
     Raises:
         RequestError: If a key is unknown or a value is refused.

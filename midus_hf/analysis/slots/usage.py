@@ -176,7 +176,7 @@ def _types_with(method: str) -> list[str]:
 
 
 def _no_counts(memory: Any) -> torch.Tensor:
-    """Zeros `[H, N]`, int64, where a memory computes."""
+    """Return zeros `[H, N]`, int64, on the device of a memory."""
     device = next(memory.parameters()).device
     return torch.zeros(memory.num_heads, memory.num_slots, dtype=torch.int64, device=device)
 

@@ -82,7 +82,7 @@ def controls_table(found: Findings) -> TableOfWords:
 
 
 def failures_table(failures: Mapping[str, str]) -> TableOfWords:
-    """What failed, by its name, and why."""
+    """Return a table of what failed, with a row per name that says why."""
     return TableOfWords("Failed", ["run", "why"], [[name, why] for name, why in failures.items()])
 
 
