@@ -1,11 +1,15 @@
-"""What pictures of every look at a model are made with. All of it needs matplotlib."""
+"""What pictures of models, trees and comparisons are made with. All of it needs matplotlib."""
 
 import io
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
-import torch
+if TYPE_CHECKING:
+    import torch
+
+PICTURE_SUFFIXES = (".png", ".svg", ".pdf")
+"""Of files that a picture may be drawn into."""
 
 HEAT = {"aspect": "auto", "interpolation": "nearest"}
 """How maps of numbers are drawn: as wide as there is room for, a patch per number."""
@@ -37,7 +41,7 @@ def label_some(ticks: Callable[..., Any], names: Sequence[str], most: int = 16) 
     ticks(range(0, len(names), step), names[::step], fontsize="small")
 
 
-def draw_curves(axes: Any, curves: Mapping[str, torch.Tensor], styles: Sequence[Mapping[str, Any]]) -> None:
+def draw_curves(axes: Any, curves: "Mapping[str, torch.Tensor]", styles: Sequence[Mapping[str, Any]]) -> None:
     """Draw how often each of some things is used, the most used first, in multiples of the mean.
 
     Args:
@@ -46,8 +50,8 @@ def draw_curves(axes: Any, curves: Mapping[str, torch.Tensor], styles: Sequence[
         styles: Of the line of each.
     """
     for (label, curve), style in zip(curves.items(), styles, strict=True):
-        rank = (torch.arange(len(curve)) + 1) / len(curve)
-        axes.plot(rank.tolist(), curve.tolist(), linewidth=1.5, label=label, **style)
+        ranks = [rank / len(curve) for rank in range(1, len(curve) + 1)]
+        axes.plot(ranks, curve.tolist(), linewidth=1.5, label=label, **style)
     axes.axhline(1, color="#888888", linewidth=1, linestyle="--", label="all alike")
     axes.set_yscale("symlog", linthresh=0.1)
     axes.set_ylim(bottom=0)

@@ -8,6 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from midus_hf.cli.exit_status import run_command
+from midus_hf.cli.reading import Json
 
 app = typer.Typer(
     name="midus-bank",
@@ -27,7 +28,6 @@ Subtree = Annotated[bool, typer.Option("--subtree", help="And all nodes below.")
 Output = Annotated[str, typer.Option(help="Folder to make.", metavar="DIR2")]
 Memory = Annotated[str | None, typer.Option(help="One of several memories.  [default: the only one]", metavar="NAME")]
 Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace what upscale or this command wrote there.")]
-Json = Annotated[bool, typer.Option("--json", help="Print one JSON object on standard output.")]
 
 
 @app.command("list")

@@ -11,6 +11,7 @@ from typing import Annotated, Any
 import typer
 
 from midus_hf.cli.exit_status import run_command
+from midus_hf.cli.reading import Column, Device, Encoding, Json, check_picture
 
 app = typer.Typer(
     name="midus-cluster",
@@ -21,12 +22,7 @@ app = typer.Typer(
 )
 
 CorpusPath = Annotated[str, typer.Option("--corpus", help="A file or a folder of documents.", metavar="PATH")]
-Column = Annotated[str, typer.Option(help="Where rows of JSON and Parquet hold the text.", metavar="NAME")]
-Encoding = Annotated[str, typer.Option(help="Of plain text and JSON lines.", metavar="NAME")]
 Tree = Annotated[Path, typer.Option(help="What build has made.", metavar="TREE")]
-Device = Annotated[
-    str | None, typer.Option(help="Such as cpu or cuda:0.  [default: the first GPU, else cpu]", metavar="NAME")
-]
 _EMBEDDING = (
     "corpus",
     "embedding_model",
@@ -219,16 +215,16 @@ def report(
     output: Annotated[
         Path | None, typer.Option(help="Draw the tree (.png, .svg or .pdf).  [default: none]", metavar="FILE")
     ] = None,
-    json_output: Annotated[bool, typer.Option("--json", help="Print one JSON object on standard output.")] = False,
+    json_: Json = False,
 ) -> None:
     """Say how large the nodes of a tree are, how they agree with gold labels, and what is in them."""
+    from midus_hf.analysis.pictures import PICTURE_SUFFIXES
     from midus_hf.clusters.corpus import Corpus
-    from midus_hf.clusters.picture import check_picture, draw_tree
+    from midus_hf.clusters.picture import draw_tree
     from midus_hf.clusters.report import level_reports, level_table, node_reports, node_table, sample_texts
     from midus_hf.clusters.run import check_scikit_learn, open_build
 
-    if output is not None:
-        check_picture(output)
+    check_picture("output", output, *PICTURE_SUFFIXES, what="is a picture, which needs")
     built, stored, leaves = open_build(tree)
     if stored.labels is not None:
         check_scikit_learn()
@@ -248,7 +244,7 @@ def report(
     place = stored.corpus if corpus is None else dataclasses.replace(stored.corpus or Corpus(corpus), path=corpus)
     quoted = [number for node in of_nodes for number in node.samples]
     texts = {} if place is None else sample_texts(place, quoted)
-    if json_output:
+    if json_:
         report_ = {
             "tree": str(tree),
             "fingerprint": built.fingerprint,

@@ -11,6 +11,7 @@ import typer
 from midus_hf.cli.exit_status import FAILED, Ending, run_command
 from midus_hf.cli.reading import Json, show_report
 from midus_hf.cli.runs import Devices, DryRun, Jobs, devices_of, fail_for
+from midus_hf.cli.training_command import Overrides
 
 if TYPE_CHECKING:
     from midus_hf.compare.arms import Arm
@@ -24,10 +25,7 @@ def midus_compare(
     config: Annotated[
         str, typer.Argument(metavar="CONFIG", help="YAML file of a comparison; some are in configs/compare.")
     ],
-    overrides: Annotated[
-        list[str] | None,
-        typer.Argument(metavar="KEY=VALUE", help="Options that replace those of the file.", show_default=False),
-    ] = None,
+    overrides: Overrides = None,
     jobs: Jobs = 1,
     devices: Devices = None,
     dry_run: DryRun = False,

@@ -8,6 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from midus_hf.cli.exit_status import INTERRUPTED, WRONG_REQUEST, Ending, run_command
+from midus_hf.cli.reading import Device, Json, TaskData, TaskFiles, TaskLimit
 
 app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
 
@@ -30,13 +31,8 @@ def midus_eval(
     tasks: Annotated[
         str | None, typer.Option(help="Of lm-eval, separated by commas.  [default: none]", metavar="NAMES")
     ] = None,
-    data: Annotated[
-        str | None,
-        typer.Option(help="Folder with the questions of the local tasks.  [default: lm-eval's own]", metavar="DIR"),
-    ] = None,
-    include_path: Annotated[
-        str | None, typer.Option(help="Folder with more task files.  [default: none]", metavar="DIR")
-    ] = None,
+    data: TaskData = None,
+    include_path: TaskFiles = None,
     documents: Annotated[
         str | None,
         typer.Option(
@@ -65,7 +61,7 @@ def midus_eval(
         int | None,
         typer.Option(help="Worked examples before a question.  [default: the task's, else 0]", metavar="N"),
     ] = None,
-    limit: Annotated[int | None, typer.Option(help="Questions per task.  [default: all]", metavar="N")] = None,
+    limit: TaskLimit = None,
     answers: Annotated[
         str | None,
         typer.Option(
@@ -122,9 +118,7 @@ def midus_eval(
     dtype: Annotated[
         str | None, typer.Option(help="auto, float32, bfloat16 or float16.  [default: auto]", metavar="NAME")
     ] = None,
-    device: Annotated[
-        str | None, typer.Option(help="Such as cpu or cuda:0.  [default: the first GPU, else cpu]", metavar="NAME")
-    ] = None,
+    device: Device = None,
     trust_remote_code: Annotated[
         bool | None, typer.Option("--trust-remote-code", help="Run code that comes with a checkpoint.")
     ] = None,
@@ -137,7 +131,7 @@ def midus_eval(
             "--verbose", envvar="MIDUS_EVAL_VERBOSE", help="Show the warnings, logs and bars of libraries as well."
         ),
     ] = False,
-    json_output: Annotated[bool, typer.Option("--json", help="Print one JSON object on standard output.")] = False,
+    json_: Json = False,
     write_tasks: Annotated[
         str | None,
         typer.Option(help="Only write the local tasks to this folder, for lm_eval --include_path.", metavar="DIR"),
@@ -206,7 +200,7 @@ def midus_eval(
             missing = f"tasks need lm-evaluation-harness ({error.name} is missing): pip install 'midus-hf[eval]'"
             raise Ending(WRONG_REQUEST, missing) from error
     if report["models"]:
-        _show(report, json_output)
+        _show(report, json_)
     if ending is not None:
         raise ending
 
@@ -216,8 +210,8 @@ def _loud_libraries() -> contextlib.AbstractContextManager[Any]:
     return contextlib.redirect_stdout(sys.stderr)
 
 
-def _show(report: dict[str, Any], json_output: bool) -> None:
-    if json_output:
+def _show(report: dict[str, Any], json_: bool) -> None:
+    if json_:
         print(json.dumps(report, indent=2, allow_nan=False))
     else:
         from rich.console import Console

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from midus_hf.cli.exit_status import run_command
+from midus_hf.cli.reading import Json
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -27,7 +28,7 @@ def midus_flops(
     ],
     sequence_length: Annotated[int, typer.Option(help="Tokens of a sequence.", metavar="N")] = 1024,
     batch: Annotated[int, typer.Option(help="Sequences.", metavar="N")] = 1,
-    json_output: Annotated[bool, typer.Option("--json", help="Print one JSON object on standard output.")] = False,
+    json_: Json = False,
 ) -> None:
     """Count the floating-point operations (FLOPs) of a model for one batch, from its config alone."""
     from rich.console import Console
@@ -38,7 +39,7 @@ def midus_flops(
     config = _read_config(model)
     flops = estimate_flops(config, sequence_length, batch)
     parameters = count_parameters(config)
-    if json_output:
+    if json_:
         report = {
             "model": model,
             "sequence_length": sequence_length,

@@ -1,4 +1,4 @@
-"""What commands that let a model read texts have in common: options, loading, progress, and how tables are shown."""
+"""What commands have in common, most of all those that let a model read texts: options, loading, progress, tables, files."""
 
 import contextlib
 import dataclasses
@@ -43,6 +43,12 @@ Retriever = Annotated[
     ),
 ]
 BatchSize = Annotated[int, typer.Option(help="Rows per forward pass.", metavar="N")]
+TaskData = Annotated[
+    str | None,
+    typer.Option(help="Folder with the questions of the local tasks.  [default: lm-eval's own]", metavar="DIR"),
+]
+TaskFiles = Annotated[str | None, typer.Option(help="Folder with more task files.  [default: none]", metavar="DIR")]
+TaskLimit = Annotated[int | None, typer.Option(help="Questions per task.  [default: all]", metavar="N")]
 Dtype = Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.", metavar="NAME")]
 Device = Annotated[
     str | None, typer.Option(help="Such as cpu or cuda:0.  [default: the first GPU, else cpu]", metavar="NAME")

@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from midus_hf.cli.exit_status import WRONG_REQUEST, Ending
-from midus_hf.cli.training_command import documented_keys, run_training_command, train_in_group
+from midus_hf.cli.training_command import Overrides, documented_keys, run_training_command, train_in_group
 
 _NEEDED = ("datasets", "peft", "trl")
 
@@ -29,10 +29,7 @@ def midus_sft(
     config: Annotated[
         str, typer.Argument(metavar="CONFIG", help="YAML file of options; the recipes are in configs/sft.")
     ],
-    overrides: Annotated[
-        list[str] | None,
-        typer.Argument(metavar="KEY=VALUE", help="Options that replace those of the file.", show_default=False),
-    ] = None,
+    overrides: Overrides = None,
 ) -> None:
     """Fine-tune a model on chats, with the loss of answers alone."""
     absent = [package for package in _NEEDED if importlib.util.find_spec(package) is None]

@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from midus_hf.cli.training_command import documented_keys, run_training_command, train_in_group
+from midus_hf.cli.training_command import Overrides, documented_keys, run_training_command, train_in_group
 
 
 def main(arguments: Sequence[str] | None = None, name: str = "midus-train") -> int:
@@ -25,10 +25,7 @@ def midus_train(
     config: Annotated[
         str, typer.Argument(metavar="CONFIG", help="YAML file of options; the recipes are in configs/train.")
     ],
-    overrides: Annotated[
-        list[str] | None,
-        typer.Argument(metavar="KEY=VALUE", help="Options that replace those of the file.", show_default=False),
-    ] = None,
+    overrides: Overrides = None,
 ) -> None:
     """Pretrain a model: one that was upscaled, by default as its method says, any other, or one from the beginning."""
     from midus_hf.training.options import TrainConfig

@@ -8,11 +8,16 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import typer
 
 from midus_hf.cli.exit_status import FAILED, WRONG_REQUEST, Ending, run_command
+
+Overrides = Annotated[
+    list[str] | None,
+    typer.Argument(metavar="KEY=VALUE", help="Options that replace those of the file.", show_default=False),
+]
 
 
 def run_training_command(

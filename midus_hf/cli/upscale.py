@@ -12,6 +12,7 @@ import typer
 import yaml
 
 from midus_hf.cli.exit_status import FAILED, INTERRUPTED, Ending, run_command
+from midus_hf.cli.reading import Json
 from midus_hf.config.yaml_options import GivenTwice, read_yaml
 from upscalers.record.report import PushError
 from upscalers.request.errors import RequestError, one_line
@@ -28,7 +29,6 @@ app = typer.Typer(
 ConfigFile = Annotated[
     Path | None, typer.Option("--config", help="YAML file with these options; the command line wins.", metavar="FILE")
 ]
-Json = Annotated[bool, typer.Option("--json", help="Print one JSON object on standard output.")]
 
 
 @dataclasses.dataclass

@@ -1,36 +1,16 @@
 """A picture of a tree: a row of boxes for each level, a box as wide as its node has windows."""
 
-import importlib.util
 import math
 from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 
+from midus_hf.analysis.pictures import new_figure
 from midus_hf.clusters.report import commonest_labels
 
-PICTURE_SUFFIXES = (".png", ".svg", ".pdf")
 _CHARACTER = 0.0047
 """Share of the picture's width that a character takes."""
-
-
-def check_picture(path: Path) -> None:
-    """Refuse what could not be written at the end.
-
-    Args:
-        path: The picture.
-
-    Raises:
-        ValueError: If matplotlib is not installed, the ending is unknown, or the folder does not exist.
-    """
-    if importlib.util.find_spec("matplotlib") is None:
-        raise ValueError(
-            "output is a picture, which needs matplotlib; install it with pip install 'midus-hf[report]'."
-        )
-    if path.suffix not in PICTURE_SUFFIXES:
-        raise ValueError(f"output is {str(path)!r}; expected a file ending in {', '.join(PICTURE_SUFFIXES)}.")
-    if not path.absolute().parent.is_dir():
-        raise ValueError(f"output is {str(path)!r}, in a folder that does not exist; create it first.")
 
 
 def draw_tree(
@@ -49,14 +29,13 @@ def draw_tree(
         branching: Of the tree.
         levels: Of the tree.
         leaves: The leaf of each window, `[N]`.
-        path: The file to write, of a kind in `PICTURE_SUFFIXES`.
+        path: The file to write, of a kind in `midus_hf.analysis.pictures.PICTURE_SUFFIXES`.
         labels: The label of each window, `[N]`. Default: None.
         label_names: What labels are called. Default: none.
     """
     from matplotlib import colormaps
-    from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(10, 1.2 + 0.8 * levels), dpi=120)
+    figure = new_figure(10, 1.2 + 0.8 * levels, layout=None)
     axes = figure.subplots()
     colours = colormaps["turbo"]
     hues = (branching if labels is None else len(label_names)) - 1

@@ -1,4 +1,4 @@
-"""What every command that lets a model read texts refuses, in the same words, before it loads anything large."""
+"""What every command that lets a model read texts refuses, in the same words, before it loads anything large; and whatever draws."""
 
 import importlib.util
 import json
@@ -18,6 +18,8 @@ READERS = {
     "midus-analyze page": ["--output", "a.html"],
 }
 """Commands, and what else each needs."""
+WITHOUT_TEXTS = {"midus-cluster report": ["--tree", "absent"]}
+"""Commands that draw, and read no text with a model."""
 ONE_TEXT = ("midus-usage", "midus-depth")
 FILES = {
     "midus-usage --output": ".png, .svg, .pdf",
@@ -29,6 +31,7 @@ FILES = {
     "midus-analyze blocks --picture": ".png",
     "midus-analyze blocks --csv": ".csv",
     "midus-analyze page --output": ".html",
+    "midus-cluster report --output": ".png, .svg, .pdf",
 }
 """Options that name a file, and how it may end."""
 WITH_PICTURES = (
@@ -38,6 +41,7 @@ WITH_PICTURES = (
     ("midus-depth --page", "page has pictures, which need"),
     ("midus-analyze layers --picture", "picture has pictures, which need"),
     ("midus-analyze page --output", "output has pictures, which need"),
+    ("midus-cluster report --output", "output is a picture, which needs"),
 )
 
 
@@ -50,7 +54,9 @@ def refused(tmp_path, monkeypatch, capsys):
     def of(reader: str, *options: str) -> str:
         command, *verb = reader.split()
         text = [] if "--text" in options else ["--text", "text.jsonl" if command in ONE_TEXT else "a=text.jsonl"]
-        words = [*verb, "absent/model", *text, *READERS[reader], "--device", "cpu", *options]
+        words = [*verb, *WITHOUT_TEXTS.get(reader, []), *options]
+        if reader not in WITHOUT_TEXTS:
+            words = [*verb, "absent/model", *text, *READERS[reader], "--device", "cpu", *options]
         assert run_in_process(command, words, monkeypatch) == 2
         out, err = capsys.readouterr()
         assert out == "" and err.splitlines()[-1].startswith(f"{command}: ")
@@ -77,6 +83,11 @@ def test_texts_and_models_that_cannot_be_read_are_refused(refused, reader):
     assert refused(reader, "--device", "nowhere").startswith("device is 'nowhere', which cannot be used here (")
     if reader != "midus-analyze blocks":
         assert refused(reader, "--dtype", "int8") == "dtype is 'int8'; expected auto, float32, bfloat16 or float16."
+
+
+def test_slot_usage_refuses_a_dtype_before_it_reads_a_text(refused):
+    message = "dtype is 'int8'; expected auto, float32, bfloat16 or float16."
+    assert refused("midus-usage", "--dtype", "int8", "--text", "absent") == message
 
 
 @pytest.mark.parametrize(("option", "suffixes"), FILES.items())

@@ -13,7 +13,6 @@ from midus_hf.analysis.slots.usage import MemoryUsage, Place
 from midus_hf.analysis.table_of_words import TableOfWords, csv_text
 from midus_hf.analysis.watched_models import MemoryPlace
 
-PICTURE_SUFFIXES = (".png", ".svg", ".pdf")
 _MOST_SHOWN = 3
 """Blocks of a level that tables name."""
 
@@ -117,7 +116,7 @@ def draw_usage(counts: Mapping[MemoryPlace | BankLevel, torch.Tensor], path: Pat
 
     Args:
         counts: As in `usage_curves`.
-        path: The file to write, of a kind in `PICTURE_SUFFIXES`.
+        path: The file to write, of a kind in `midus_hf.analysis.pictures.PICTURE_SUFFIXES`.
     """
     from matplotlib import colormaps
 

@@ -17,6 +17,9 @@ from midus_hf.cli.reading import (
     Reading,
     ReadingInBatches,
     Retriever,
+    TaskData,
+    TaskFiles,
+    TaskLimit,
     Texts,
     check_file,
     check_picture,
@@ -63,14 +66,9 @@ def heads(
     ],
     tasks: Annotated[str, typer.Option(help="Of lm-eval, separated by commas.", metavar="NAMES")],
     *,
-    data: Annotated[
-        str | None,
-        typer.Option(help="Folder with the questions of the local tasks.  [default: lm-eval's own]", metavar="DIR"),
-    ] = None,
-    include_path: Annotated[
-        str | None, typer.Option(help="Folder with more task files.  [default: none]", metavar="DIR")
-    ] = None,
-    limit: Annotated[int | None, typer.Option(help="Questions per task.  [default: all]", metavar="N")] = None,
+    data: TaskData = None,
+    include_path: TaskFiles = None,
+    limit: TaskLimit = None,
     signed: Annotated[
         bool,
         typer.Option(

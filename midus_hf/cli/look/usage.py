@@ -65,13 +65,16 @@ def midus_usage(
     from rich.console import Console
 
     from midus_hf.analysis.chapters.usage import record_chapter_usage
+    from midus_hf.analysis.pictures import PICTURE_SUFFIXES
     from midus_hf.analysis.slots.block_usage import bank_layouts, record_block_usage
-    from midus_hf.analysis.slots.report import PICTURE_SUFFIXES, as_json, blocks_table, draw_usage, usage_table
+    from midus_hf.analysis.slots.report import as_json, blocks_table, draw_usage, usage_table
     from midus_hf.analysis.slots.usage import counted_types, record_usage, summarise, uncounted_memories
     from midus_hf.evaluation.perplexity import perplexity
+    from midus_hf.evaluation.settings import check_dtype
     from midus_hf.memory.protocols import RetrievesSlots
 
     with working():
+        check_dtype(loading.dtype)
         check_picture("output", output, *PICTURE_SUFFIXES, what="is a picture, which needs")
         documents = Reading(column, encoding).documents_at(text)
         loaded, tokenizer = loading.load(model)

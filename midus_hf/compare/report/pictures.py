@@ -1,9 +1,9 @@
 """Findings as pictures, PNG. All of them need matplotlib."""
 
-import io
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar
 
+from midus_hf.analysis.pictures import as_png, new_figure
 from midus_hf.compare.learning import mean_loss, path, spread
 from midus_hf.compare.report.findings import ArmFindings, Findings
 from midus_hf.compare.results import Result
@@ -87,9 +87,7 @@ def draw_costs(found: Findings) -> bytes:
     Args:
         found: Of a comparison.
     """
-    import matplotlib.figure
-
-    figure = matplotlib.figure.Figure(figsize=(_SIZE[0], 1.2 + 0.3 * len(found.arms)), layout="constrained")
+    figure = new_figure(_SIZE[0], 1.2 + 0.3 * len(found.arms))
     names = list(found.arms)[::-1]
     columns = {
         "parameters that train, millions": [found.arms[name].best[0].trained_parameters / 1e6 for name in names],
@@ -102,7 +100,7 @@ def draw_costs(found: Findings) -> bytes:
     for axes, (title, numbers) in zip(all_axes, columns.items(), strict=True):
         axes.barh(names, numbers, color="#4c72b0")
         axes.set_title(title, fontsize=9)
-    return _as_png(figure)
+    return as_png(figure, tight=False)
 
 
 def _beside(runs: Sequence[Sequence[_Moment]]) -> list[list[_Moment]]:
@@ -123,19 +121,11 @@ def _colored(arms: Mapping[str, ArmFindings]) -> list[tuple[Any, ArmFindings]]:
 
 
 def _figure() -> tuple[Any, Any]:
-    import matplotlib.figure
-
-    figure = matplotlib.figure.Figure(figsize=_SIZE, layout="constrained")
+    figure = new_figure(*_SIZE)
     return figure, figure.subplots()
 
 
 def _png(figure: Any, axes: Any) -> bytes:
     axes.legend(fontsize=8, loc="center left", bbox_to_anchor=(1.0, 0.5))
     axes.spines[["top", "right"]].set_visible(False)
-    return _as_png(figure)
-
-
-def _as_png(figure: Any) -> bytes:
-    stream = io.BytesIO()
-    figure.savefig(stream, format="png", dpi=120)
-    return stream.getvalue()
+    return as_png(figure, tight=False)
