@@ -26,6 +26,8 @@ from upscalers.request.errors import RequestError
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
+    from upscalers.chapters.checkpoint_edit import EditRequest
+
 app = typer.Typer(
     name="midus-chapters",
     help="List and edit the chapters of a checkpoint's memory, and look at what they do. stats, ablate and nearest run the model, "
@@ -54,6 +56,25 @@ Pictures = Annotated[
     typer.Option(help="Folder to make, with pictures and report.html.  [default: none]", metavar="DIR"),
 ]
 
+
+@dataclasses.dataclass(frozen=True)
+class Edit:
+    """What is made of which checkpoint: options that the commands share which edit chapters."""
+
+    model: Model
+    output: Output
+    memory: Memory = None
+    bank: OneOfBanks = None
+    overwrite: Overwrite = False
+
+    def request(self) -> "EditRequest":
+        """Return the request of an edit whose steps are shown on a terminal."""
+        from upscalers.chapters.checkpoint_edit import EditRequest
+        from upscalers.console import Console
+
+        return EditRequest(self.model, self.output, self.memory, self.bank, self.overwrite, Console("midus-chapters"))
+
+
 _MOST_LAYERS = 3
 """Whose typical chapters are shown on a terminal; JSON and the page have those of all."""
 
@@ -79,54 +100,38 @@ def list_(
 
 
 @app.command()
-def zero(
-    model: Model,
-    chapters: Chapters,
-    output: Output,
-    memory: Memory = None,
-    bank: OneOfBanks = None,
-    overwrite: Overwrite = False,
-    json_: Json = False,
-) -> None:
+@sharing_options
+def zero(chapters: Chapters, *, edit: Edit, json_: Json = False) -> None:
     """Set the rows of chapters to zero; routers still open them."""
     from upscalers.chapters import editing
 
-    _show(editing.zero(_request(model, output, memory, bank, overwrite), chapters), json_)
+    _show(editing.zero(edit.request(), chapters), json_)
 
 
 @app.command()
+@sharing_options
 def swap(
-    model: Model,
     chapters: Annotated[str, typer.Option(help="The two, such as 3,7.", metavar="LIST")],
-    output: Output,
+    *,
     with_router: Annotated[
         bool, typer.Option("--with-router", help="Swap what routers have for them as well.")
     ] = False,
-    memory: Memory = None,
-    bank: OneOfBanks = None,
-    overwrite: Overwrite = False,
+    edit: Edit,
     json_: Json = False,
 ) -> None:
     """Exchange the rows of two chapters."""
     from upscalers.chapters import editing
 
-    _show(editing.swap(_request(model, output, memory, bank, overwrite), chapters, with_router), json_)
+    _show(editing.swap(edit.request(), chapters, with_router), json_)
 
 
 @app.command()
-def prune(
-    model: Model,
-    chapters: Chapters,
-    output: Output,
-    memory: Memory = None,
-    bank: OneOfBanks = None,
-    overwrite: Overwrite = False,
-    json_: Json = False,
-) -> None:
+@sharing_options
+def prune(chapters: Chapters, *, edit: Edit, json_: Json = False) -> None:
     """Take chapters out, with what routers have for them; those behind move up."""
     from upscalers.chapters import editing
 
-    _show(editing.prune(_request(model, output, memory, bank, overwrite), chapters), json_)
+    _show(editing.prune(edit.request(), chapters), json_)
 
 
 @app.command()
@@ -141,7 +146,7 @@ def quantise(
     """Round all banks to integers with a scale per row; they take less room and no longer train."""
     from upscalers.chapters.quantising import quantise as quantise_banks
 
-    _show(quantise_banks(_request(model, output, memory, None, overwrite), bits), json_)
+    _show(quantise_banks(Edit(model, output, memory, overwrite=overwrite).request(), bits), json_)
 
 
 @app.command()
@@ -163,24 +168,22 @@ def export(
 
 
 @app.command("import")
+@sharing_options
 def import_(
-    model: Model,
+    edit: Edit,
     file: Annotated[Path, typer.Argument(help="What export wrote.", metavar="FILE")],
-    output: Output,
+    *,
     into: Annotated[
         str | None,
         typer.Option(help="The places of its chapters, such as 3,4.  [default: the numbers they had]", metavar="LIST"),
     ] = None,
     append: Annotated[bool, typer.Option("--append", help="Put them behind the model's own chapters.")] = False,
-    memory: Memory = None,
-    bank: OneOfBanks = None,
-    overwrite: Overwrite = False,
     json_: Json = False,
 ) -> None:
     """Put the chapters of a file into a checkpoint, in the place of others or as new ones."""
     from upscalers.chapters import editing
 
-    _show(editing.import_file(_request(model, output, memory, bank, overwrite), file, into, append), json_)
+    _show(editing.import_file(edit.request(), file, into, append), json_)
 
 
 @app.command()
@@ -308,13 +311,6 @@ def nearest(
     from midus_hf.analysis.chapters.tables import nearest_table
 
     show_report(report, [nearest_table(near)], json_)
-
-
-def _request(model: str, output: str, memory: str | None, bank: int | None, overwrite: bool) -> Any:
-    from upscalers.chapters.checkpoint_edit import EditRequest
-    from upscalers.console import Console
-
-    return EditRequest(model, output, memory, bank, overwrite, Console("midus-chapters"))
 
 
 def _show(result: dict[str, Any], json_: bool) -> None:
