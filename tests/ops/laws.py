@@ -1,4 +1,7 @@
-"""What every body of every op of the table does. A folder runs these on its bodies: it has a fixture `case`, an op and a body."""
+"""What every body of every op of the table does. A folder runs these on its bodies: it has fixtures `case` and `gathering`."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import pytest
 import torch
@@ -8,6 +11,25 @@ from ops.table import DEVICE, Arguments, OpCase
 from torch._dynamo.backends.common import aot_autograd
 
 from midus_hf.ops import op_choices
+
+
+def each_body(ops: Mapping[str, OpCase], cases: Sequence[tuple[str, str]], in_c: str) -> Any:
+    """Return a fixture that gives an op and a body of it, each of the cases in turn.
+
+    Args:
+        ops: By name.
+        cases: Names of an op and of a body of it.
+        in_c: The fixture without which bodies in C cannot run.
+    """
+
+    @pytest.fixture(params=cases, ids=lambda case: "-".join(case).replace(" ", "-"))
+    def op_and_body(request) -> tuple[OpCase, str]:
+        name, body = request.param
+        if body == "native":
+            request.getfixturevalue(in_c)
+        return ops[name], body
+
+    return op_and_body
 
 
 def dtypes_of(op: OpCase, body: str) -> list[torch.dtype]:

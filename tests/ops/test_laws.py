@@ -3,36 +3,13 @@
 import pytest
 import torch
 from ops.laws import *  # noqa: F403 - the tests of this file
-from ops.laws import assert_same_bits, output_and_gradients
+from ops.laws import assert_same_bits, each_body, output_and_gradients
 from ops.table import GATHERINGS, OPS
 
 CASES = [(name, body) for name, op in OPS.items() for body in op.bodies if body != "triton"]
 
-
-def made(request):
-    """An op and a body of it, if that can run."""
-    name, body = request.param
-    if body == "native":
-        request.getfixturevalue("library")
-    return OPS[name], body
-
-
-def id_of(case):
-    return "-".join(case).replace(" ", "-")
-
-
-@pytest.fixture(params=CASES, ids=id_of)
-def case(request):
-    """Each op with each of these bodies."""
-    return made(request)
-
-
-@pytest.fixture(params=[case for case in CASES if case[0] in GATHERINGS], ids=id_of)
-def gathering(request):
-    """Each op that gathers rows, and may give a sparse gradient, with each of these bodies."""
-    return made(request)
-
-
+case = each_body(OPS, CASES, in_c="library")
+gathering = each_body(OPS, [pair for pair in CASES if pair[0] in GATHERINGS], in_c="library")
 in_c = pytest.mark.parametrize("name", [name for name, op in OPS.items() if "native" in op.bodies])
 
 
