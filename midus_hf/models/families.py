@@ -37,6 +37,9 @@ def base_config_class(config_class: type[PreTrainedConfig]) -> type[PreTrainedCo
 def host_family(model_type: str) -> ModuleType:
     """Make the classes that host memory in a family, and register them.
 
+    The parts of its layers are checked, and not what their forward passes do with them: layers that multiply what they add to the
+    residual stream, such as Granite's, need classes that are written by hand. `upscale` finds that out, since it compares logits.
+
     Args:
         model_type: Of a causal language model of transformers, whose layers have `self_attn`, `mlp` and the norms of Llama, Gemma 2
             or OLMo 2.
