@@ -9,7 +9,7 @@ import gc
 import importlib
 import sys
 import threading
-from importlib.machinery import ModuleSpec, PathFinder
+from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
@@ -61,7 +61,13 @@ class _Watcher:
         """`depth`: imports under way in a thread, one within the other."""
 
     def find_spec(self, name: str, path: Any = None, target: ModuleType | None = None) -> ModuleSpec | None:
-        spec = PathFinder.find_spec(name, path, target) if f"{name}.".startswith(_WATCHED) else None
+        if not f"{name}.".startswith(_WATCHED):
+            return None
+        # The finders behind this one are asked, and not Python's own alone: hooks of other packages wait there for an import.
+        finders: list[Any] = list(sys.meta_path)
+        behind = finders[finders.index(self) + 1 :] if self in finders else []
+        specs = (finder.find_spec(name, path, target) for finder in behind if hasattr(finder, "find_spec"))
+        spec = next((spec for spec in specs if spec is not None), None)
         if spec is not None and spec.loader is not None:
             spec.loader = _WatchedLoader(spec.loader, self.imports)  # type: ignore[assignment]
         return spec

@@ -60,6 +60,19 @@ ORDERS = {
     "again": "import importlib, midus_hf; importlib.reload(midus_hf)",
     "Auto classes in a thread": "import midus_hf, threading; "
     "t = threading.Thread(target=__import__, args=['transformers.models.auto.modeling_auto']); t.start(); t.join()",
+    "behind a hook of another package": """
+import sys
+
+class Hook:
+    seen = []
+
+    def find_spec(self, name, path=None, target=None):
+        self.seen.append(name)
+
+sys.meta_path.insert(0, Hook())
+import midus_hf, transformers.generation.utils
+assert {"transformers", "transformers.generation.utils"} <= {*Hook.seen}
+""",
     "behind an import that failed": "import midus_hf\ntry: import midus_hf.nothing\nexcept ImportError: pass",
 }
 """Imports, in the first place of a process."""
