@@ -67,7 +67,7 @@ SOLAR = [
     (ONLY_CONFIG, ["--num-new-layers", "7"], COUNT.format(7, "16 and 16 - K even. The nearest: 6 and 8.")),
     (ONLY_CONFIG, ["--num-new-layers", "40"], COUNT.format(40, "16 and 16 - K even. The nearest: 12 and 14.")),
     ("llama", ["--set", "identity=auto"], "method solar has no option 'identity'. It has none."),
-]  # fmt: skip  # fmt: skip
+]  # fmt: skip
 LLAMA_PRO = [
     ("llama", ["--set", "identity=zero_out_norm"], NO_NORMS),
     ("llama", ["--set", "identity=zero"], IDENTITY.format("'zero'")),
@@ -75,7 +75,7 @@ LLAMA_PRO = [
     ("llama", ["--set", "identify=auto"], "method llama-pro has no option 'identify'. Did you mean 'identity'"),
     ("llama", ["--num-new-layers", "3"], "num-new-layers is 3; placement llama-pro needs a divisor of the 4"),
     ("memory", ["--placement", "2"], MEMORY.format(2, 1)),
-]  # fmt: skip  # fmt: skip
+]  # fmt: skip
 AVG_DEUS = [
     ("llama", ["--set", "identity=zero_out_norm"], NO_NORMS),
     ("llama", ["--placement", "0,3"], ONE_SIDE.format(0, "before")),
@@ -88,7 +88,7 @@ AVG_DEUS = [
     ("memory", ["--placement", "1"], MEMORY.format(1, 1)),
     ("memory", ["--placement", "2"], MEMORY.format(2, 1)),
     ("two layers", ["--num-new-layers", "2"], "num-new-layers is 2; placement top-heavy fits at most 1, one in each gap"),
-]  # fmt: skip  # fmt: skip
+]  # fmt: skip
 LINEAR_COMBINATION = [
     ("llama", ["--set", "coefficients=half"], NO_MAPPING.format("'half'")),
     ("llama", ["--set", "coefficients="], NO_MAPPING.format("None")),
@@ -114,7 +114,7 @@ LINEAR_COMBINATION = [
     ("llama", ["--set", "identity=zero_out_norm"], NO_NORMS),
     ("gemma2", ["--set", "strict=true"], MIXED.format("Name layers of one type in coefficients.")),
     ("memory", ["--placement", "3", "--set", "coefficients={4: 1}"], MEMORY.format(3, 4)),
-]  # fmt: skip  # fmt: skip
+]  # fmt: skip
 ATTENUATED_COPY = [
     ("llama", ["--set", "scale=0.5"], NO_SCALE.format(0.5)),
     ("llama", ["--set", "scale=[down]"], NO_SCALE.format(r"\['down'\]")),
@@ -126,7 +126,7 @@ ATTENUATED_COPY = [
     ("llama", ["--set", "scale={quary: 0.5}"], NO_ROLE.format("quary", "Did you mean 'query'")),
     ("llama", ["--set", "scale={mlp_output_norm: 0.5}"], NO_ROLE.format("mlp_output_norm", "Expected one of: attention_norm, down")),
     ("memory", ["--placement", "2"], MEMORY.format(2, 1)),
-]  # fmt: skip  # fmt: skip
+]  # fmt: skip
 SLICES = [
     ("llama", [], NO_SLICES.format("None")),
     ("llama", ["--set", "slices=[]"], NO_SLICES.format(r"\[\]")),
@@ -153,14 +153,14 @@ SLICES = [
     ("llama", ["--set", "slices=[{layers: [0, 3]}]", "--num-new-layers", "2"], SAID_BY_SLICES.format("num-new-layers", 2)),
     ("llama", ["--set", "slices=[{layers: [0, 3]}]", "--placement", "1"], SAID_BY_SLICES.format("placement", "'1'")),
     ("memory", ["--set", "slices=[{layers: [0, 6]}, {layers: [0, 2], scale: {up: 2}}]"], MEMORY.format(7, 1)),
-]  # fmt: skip  # fmt: skip
+]  # fmt: skip
 PRESETS = [
     ("llama", ["--set", "preset=relase"], "preset is 'relase'; expected one of: release."),
     ("llama", ["--set", "preset=1"], "preset is 1; expected one of: release."),
     ("llama", ["--set", "preset=[release]"], r"preset is \['release'\]; expected one of: release."),
     ("llama", ["--set", "prest=release"], "method .* has no option 'prest'. Did you mean 'preset'"),
     ("llama", ["--set", "presets=release"], "method .* has no option 'presets'. Did you mean 'preset'"),
-]  # fmt: skip  # fmt: skip
+]  # fmt: skip
 NO_PRESETS = [("llama", ["--set", "preset=release"], "method .* has no option 'preset'")]
 DENSE = {
     "solar": SOLAR,
