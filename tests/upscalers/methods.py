@@ -105,10 +105,17 @@ KINDS |= {
         for identity in ("zero_out_proj", "auto")
         if identity != default
     },
+    **{
+        f"{method}, none": {"method": method, "options": {**REQUESTS[method].get("options", {}), "identity": "none"}}
+        for method, default in PROMISING.items()
+        if default != "none"
+    },
 }  # fmt: skip
 """Keyword arguments of `upscale`, by a name for what they make."""
 
-DIFFERING = ("solar", "avg-deus", "linear-combination", "attenuated-copy", "slices", "lesa")
+DIFFERING = (
+    "solar", "avg-deus", "linear-combination", "attenuated-copy", "slices", "lesa", "llama-pro, none", "opt-deus, none",
+)  # fmt: skip
 """Kinds that do not compute what their base computes."""
 
 PLAIN = [name for name in KINDS if name == KINDS[name]["method"]]

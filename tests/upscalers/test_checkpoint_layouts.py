@@ -224,6 +224,14 @@ def test_the_same_seed_gives_the_same_bytes_of_every_file_and_another_seed_other
     assert changed == {n for n in first if ".memory." in n and not n.endswith("value_bank")}
 
 
+def test_a_base_of_float64_is_read_and_cast(tmp_path):
+    base = save_base(tmp_path / "base", dtype=torch.float64)
+    with_memory(base, tmp_path / "out")
+    assert torch.equal(logits(base), logits(tmp_path / "out"))
+    with_memory(base, tmp_path / "cast", dtype="float32")
+    assert load(tmp_path / "cast").dtype == torch.float32
+
+
 def test_a_base_with_odd_sizes_is_read(tmp_path):
     sizes = {"hidden_size": 36, "num_attention_heads": 6, "num_key_value_heads": 3, "head_dim": 10, "vocab_size": 133}
     base = save_base(tmp_path / "base", "llama", **sizes)

@@ -102,7 +102,8 @@ def test_a_new_model_computes_what_its_base_computes_where_that_is_promised(made
     assert report.promises_identity is identical and report.identity.checked == "logits"
     assert (report.identity.max_abs_diff == 0.0) == (report.kl_divergence == 0.0) == identical
     assert torch.equal(computed(made.output), logits(made.base)) == identical
-    assert (EXACT if identical else OTHERWISE) in (made.output / "README.md").read_text()
+    card = (made.output / "README.md").read_text()
+    assert (EXACT in card, OTHERWISE in card) == (identical, not identical)
     if identical:
         (dtype, text), (base_dtype, base_text) = generated(made.output), generated(made.base)
         assert dtype == base_dtype and torch.equal(text, base_text)
@@ -161,6 +162,7 @@ def test_config_record_and_inspect_say_what_was_made(made):
 def test_strip_gives_every_file_of_the_base_back_byte_for_byte(made, tmp_path):
     told = strip(made.output, tmp_path / "stripped")
     assert told["base_confirmed"] is True and told["differing_tensors"] == 0
+    assert told["removed_memories"] == [entry["name"] for entry in made.config.get("memory", []) if "name" in entry]
     assert (told["num_layers"], told["removed_layer_indices"]) == (NUM_LAYERS, made.report.new_layer_indices)
     assert told["bytes_written"] == sum(path.stat().st_size for path in (tmp_path / "stripped").glob("*.safetensors"))
     index = "model.safetensors.index.json"
@@ -209,6 +211,7 @@ STACKS = [
     *(("llama-pro", f"hier-lora-{kind}") for kind in ("vo", "ffn")),
     ("solar", "llama-pro"),
     ("llama-pro", "solar"),
+    ("solar", "solar"),
 ]
 """A kind that is trained, and the one that is made of it: the second stands behind every kind of the first."""
 

@@ -5,14 +5,14 @@ import shutil
 
 import pytest
 import torch
-from models.hierarchical_models import IDS, KINDS, add_reference
+from models.hierarchical_models import IDS, KINDS, OTHER_IDS, add_reference
 from tiny import prompt
 from transformers import AutoModelForCausalLM
 
 from midus_hf.cli.look import chapters as chapters_command
 from midus_hf.config.fetched_blocks import BANKS_FOLDER
 from midus_hf.files.ownership import foreign_files
-from tests.upscalers.checkpoints import config_of, edit_config, file_digests, load, record_of, same_tensors
+from tests.upscalers.checkpoints import config_of, edit_config, file_digests, load, record_of, same_tensors, save_base
 from tests.upscalers.hub_server import Repository, files_of
 from tests.upscalers.methods import SMALL_TREE as SMALL
 from tests.upscalers.methods import trained
@@ -35,9 +35,15 @@ def bank_of(folder, name):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_bank_of_unwritten_blocks_is_beside_the_checkpoint_and_not_in_it(kind, base, tmp_path):
+def test_a_bank_of_unwritten_blocks_is_beside_the_checkpoint_and_not_in_it(kind, tmp_path):
+    base = save_base(tmp_path / "base", dtype=torch.bfloat16)
     upscale(base=base, method=kind, output=tmp_path / "out", options=SMALL, verify=False)
-    assert same_tensors(tmp_path / "out", base) and load(tmp_path / "out").banks.of(kind).written(1) == []
+    model = load(tmp_path / "out")
+    bank = model.banks.of(kind)
+    assert same_tensors(tmp_path / "out", base) and bank.written(1) == [] and bank.dtype == torch.bfloat16
+    for ids in (None, IDS, OTHER_IDS):
+        with torch.no_grad():
+            assert torch.equal(model(prompt(), memory_ids=ids).logits, logits(base))
     names = {path.name for path in (tmp_path / "out" / BANKS_FOLDER / kind).iterdir()}
     assert names == {"bank.json", "level-1.safetensors", "level-3.safetensors"}
     site = {"hier-ffn": "beside-ffn", "hier-lora-ffn": "inside-ffn"}.get(kind, "inside-attention")

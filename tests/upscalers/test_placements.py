@@ -39,7 +39,23 @@ POLICIES = st.sampled_from(sorted(DEFINED))
 PERIODS = st.integers(1, 6)
 
 get_method("solar")
-INSERTING = sorted(name for name, method in METHODS.items() if method.default_placement is not None)
+INSERTING = {
+    **dict.fromkeys(("midus-hml", "midus-pkm", "midus-linear"), "distributed"),
+    **dict.fromkeys(("llama-pro", "attenuated-copy"), "llama-pro"),
+    **dict.fromkeys(("avg-deus", "linear-combination", "lesa", "opt-deus"), "top-heavy"),
+}
+"""Methods that insert layers where a placement says, and their own placement."""
+WHOLE_PERIODS = {
+    (8, 2, 2): [6, 7],
+    (8, 4, 2): [2, 3, 8, 9],
+    (9, 4, 2): [2, 3, 8, 9],
+    (8, 8, 2): [0, 1, 4, 5, 8, 9, 12, 13],
+    (10, 6, 2): [2, 3, 8, 9, 12, 13],
+    (26, 12, 6): [*range(6, 12), *range(24, 30)],
+    (34, 18, 6): [*range(6, 12), *range(24, 30), *range(36, 42)],
+    (7, 3, 1): [2, 5, 8],
+}
+"""By L, K and period."""
 
 
 @pytest.mark.parametrize("sizes", TABLES, ids=str)
@@ -70,6 +86,12 @@ def test_by_default_it_is_the_largest_number_up_to_half_that_fits_and_the_remark
     else:
         assert remark.startswith(f"num-new-layers is {number}, by default of placement {policy}: the largest ")
         assert f"of the {num_layers} base layers" in remark
+
+
+@pytest.mark.parametrize("sizes", WHOLE_PERIODS, ids=str)
+def test_whole_periods_stand_before_the_last_of_each_group(sizes):
+    num_layers, number, period = sizes
+    assert place("whole-periods", num_layers, number, period) == WHOLE_PERIODS[sizes]
 
 
 @given(st.integers(1, 41), PERIODS, st.data())
@@ -105,14 +127,23 @@ def test_by_default_periods_come_nearest_to_half_the_layers_and_those_of_one_lay
         number = min(valid, key=lambda number: (abs(2 * number - num_layers), number))
         by_default = place("whole-periods", num_layers, None, period)
         assert by_default == place("whole-periods", num_layers, number, period)
+        remark = default_remark("whole-periods", num_layers, number, period)
+        assert (remark is None) == (2 * number == num_layers)
+        if remark:
+            assert remark.startswith(f"num-new-layers is {number}, by default of placement whole-periods: the ")
+            assert f"half of the {num_layers} base layers" in remark
     for number in range(1, num_layers + 1):
         if num_layers % number == 0:
             assert place("whole-periods", num_layers, number) == place("distributed", num_layers, number)
 
 
-@given(st.sampled_from(INSERTING), st.integers(1, 40))
+def test_every_method_that_inserts_layers_has_its_placement_here():
+    assert {name: chosen for name, method in METHODS.items() if (chosen := method.default_placement)} == INSERTING
+
+
+@given(st.sampled_from(sorted(INSERTING)), st.integers(1, 40))
 def test_every_method_plans_the_default_number_of_its_placement(method, num_layers):
-    config, placement = tiny_config("llama", num_hidden_layers=num_layers), get_method(method).default_placement
+    config, placement = tiny_config("llama", num_hidden_layers=num_layers), INSERTING[method]
     if num_layers == 1:
         message = "the base has 1 layer, and half of it is none; expected a number. Pass --num-new-layers"
         for plan in (lambda: planned(config, method), lambda: place(placement, 1, None)):

@@ -6,8 +6,9 @@ import pytest
 import torch
 from pairs import by_default
 
-from tests.upscalers.checkpoints import logits, save_base
-from tests.upscalers.dense.requests import PROMISING, upscaled
+from tests.upscalers.checkpoints import logits, read_tensors, save_base
+from tests.upscalers.dense.layers import layer
+from tests.upscalers.dense.requests import OUTPUT_NORMS, PROMISING, REQUESTS, upscaled
 from upscalers.runs.upscale import upscale
 
 BIASES = [{"attention_bias": True}, {"mlp_bias": True}, {"attention_bias": True, "mlp_bias": True}]
@@ -26,6 +27,20 @@ def test_biases_behind_zero_projections_are_zero_as_well(tmp_path, method, biase
     base = save_base(tmp_path / "base", tie_word_embeddings=tied, **biases)
     upscaled(base, tmp_path / "out", method, options={"identity": "auto"})
     assert torch.equal(logits(base), logits(tmp_path / "out"))
+
+
+@pytest.mark.parametrize(("method", "family"), list(zip(PROMISING, 2 * OUTPUT_NORMS, strict=False)))
+def test_a_norm_behind_each_projection_makes_the_identity_where_a_family_has_them(
+    method, family, shared_base, tmp_path
+):
+    options = {**REQUESTS[method].get("options", {}), "identity": "zero_out_norm"}
+    report = upscaled(shared_base(family), tmp_path / "out", method, options=options)
+    assert (report.promises_identity, report.identity.checked, report.identity.max_abs_diff) == (True, "blocks", 0.0)
+    assert torch.equal(logits(shared_base(family)), logits(tmp_path / "out"))
+    tensors = read_tensors(tmp_path / "out")
+    for index in report.new_layer_indices:
+        made = layer(tensors, index)
+        assert made["mlp.down_proj.weight"].any() and made["self_attn.o_proj.weight"].any()
 
 
 @pytest.mark.parametrize("method", PROMISING)

@@ -7,7 +7,7 @@ import pytest
 import torch
 from tiny import NUM_LAYERS
 
-from tests.upscalers.checkpoints import read_tensors, save_base, write_tensors
+from tests.upscalers.checkpoints import read_tensors, same_tensors, save_base, write_tensors
 from tests.upscalers.dense.layers import layer
 from tests.upscalers.solvers.recording import Recorder
 from upscalers.runs.upscale import upscale
@@ -131,6 +131,12 @@ def test_with_identity_the_result_computes_what_the_base_computes(native_family,
     kept = {row["tensor"] for row in report.measurements}
     zeroed = {"output_projection", "down"} if native_family in ("llama", "qwen2", "qwen3", "mistral") else set()
     assert kept == set(ROLES) - zeroed
+
+
+def test_another_seed_gives_other_weights(base, tmp_path):
+    for seed in (0, 1):
+        predicted(base, tmp_path / str(seed), seed=seed)
+    assert not same_tensors(tmp_path / "0", tmp_path / "1")
 
 
 def test_layers_of_a_base_without_change_from_one_to_the_next_are_predicted_nearly_as_they_are(tmp_path):
