@@ -92,7 +92,7 @@ def keyed(tokens=20, heads=3, half=8, n=12, dtype=torch.float32):
     }
 
 
-def looked_up(tokens=20, heads=3, half=8, n=12, width=20, own=False, transform=False, dtype=torch.float32, k=4):
+def looked_up(tokens=20, heads=3, half=8, n=12, width=20, own=False, transform=False, dtype=torch.float32):
     bank = drawn(*((heads,) if own else ()), n * n, width, seed=7, dtype=dtype)
     made = keyed(tokens, heads, half, n, dtype) | {"bank": bank}
     return made | ({"transform": drawn(heads, width, width, seed=8, dtype=dtype)} if transform else {})
@@ -247,9 +247,15 @@ OPS = {
         keyed,
         lambda given, backend: product_key_topk(*given.values(), 4, backend=backend)[0],
         ALL,
+        {
+            "small": {},
+            "widest": {"tokens": 5, "heads": 1, "half": 128, "n": 16},
+            "n-33": {"heads": 2, "half": 48, "n": 33},
+        },
         registered=lambda given, body: (product_key_scores_op, (*given.values(), 4, False, body)),
         node="product_key_scores",
         unregistered=("torch",),
+        wide=("output",),
         entry=(product_key_topk, "product_key_scores_op"),
     ),
     **{
@@ -298,6 +304,11 @@ OPS = {
         stacked,
         of_depth,
         ALL,
+        {
+            "small": {},
+            "one": {"tokens": 1, "texts": 1, "group": 1, "kv_heads": 1, "slots": 1},
+            "odd-sizes": {"group": 3, "width": 20},
+        },
         registered=lambda given, body: (depth_attention_op, (given["query"], *slots_of(given), 0.3, 2.0, body)),
         node="depth_attention",
         unregistered=("torch",),

@@ -1,5 +1,7 @@
 """Registered ops are passed by only where nobody would miss them."""
 
+import contextlib
+
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -76,6 +78,26 @@ def inputs(tokens=3, heads=2, half=4, n=6, width=5, dtype=torch.float32) -> list
     generator = torch.Generator().manual_seed(0)
     shapes = ((tokens, heads, 2 * half), (heads, n, half), (heads, n, half), (n * n, width))
     return [torch.randn(shape, generator=generator).to(dtype) for shape in shapes]
+
+
+@pytest.mark.parametrize("backend", ["torch", "native", "triton"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("with_residual", [False, True], ids=["plain", "residual"])
+def test_a_direct_call_gives_the_bits_of_the_registered_op(backend, dtype, with_residual, request, monkeypatch):
+    if backend == "triton":
+        pytest.importorskip("triton")
+    if backend == "native":
+        request.getfixturevalue("library")
+    arguments = inputs(dtype=dtype)
+    residual = torch.randn(3, 2, 5).to(dtype) if with_residual else None
+    asked = asked_ops(monkeypatch)
+    outputs = []
+    for context in (torch.no_grad(), torch.enable_grad()):
+        with context, mended_interpreter() if backend == "triton" else contextlib.nullcontext():
+            outputs.append(headwise_memory(*arguments, None, 3, residual=residual, temperature=0.7, backend=backend))
+        outputs.append(len(asked))
+    assert outputs[1] == 0 and outputs[3] == 1
+    assert torch.equal(outputs[0], outputs[2])
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)

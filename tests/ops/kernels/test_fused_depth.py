@@ -235,6 +235,17 @@ def test_only_gradients_that_are_wanted_are_computed(wanted, monkeypatch):
     assert torch.equal(found, torch.autograd.grad(fused(whole), [whole[wanted[0]]], along)[0])
 
 
+def test_tensors_of_several_dtypes_are_read_in_that_of_autocast():
+    made = autograd_inputs()
+    expected = fused(made)
+    mixed = made | {name: made[name].detach().float().requires_grad_() for name in ("query", "key", "keys 1")}
+    with torch.autocast(DEVICE, torch.bfloat16):
+        found = fused(mixed)
+    assert found.dtype == torch.bfloat16 and torch.equal(found, expected)
+    found.sum().backward()
+    assert {mixed[name].grad.dtype for name in ("query", "key", "keys 1")} == {torch.float32}
+
+
 def test_parts_are_kept_for_a_gradient_alone():
     made = inputs(joining="interpolated", dtype=torch.bfloat16)
     parts = [slots_of(made, part) for part in ("keys", "values")]

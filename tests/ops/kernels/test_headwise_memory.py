@@ -51,6 +51,21 @@ def expands(monkeypatch, whether):
     monkeypatch.setitem(headwise_memory.__globals__, "_expands", lambda *_: whether)
 
 
+@pytest.mark.parametrize(
+    ("tokens", "heads", "dim", "n", "width", "k", "transform"),
+    [
+        (33, 2, 16, 64, 16, 1, False),
+        (5, 1, 256, 16, 256, 8, False),
+        (9, 2, 20, 40, 6, 32, False),
+        (9, 2, 20, 40, 133, 32, True),
+        (20, 2, 16, 7, 9, 5, False),
+    ],
+)
+def test_any_number_of_slots(tokens, heads, dim, n, width, k, transform, backend, monkeypatch):
+    expands(monkeypatch, False)
+    assert_equals_reference(inputs(tokens, heads, dim, n, width, transform=transform), k, backend)
+
+
 @pytest.mark.parametrize("expand", [False, True])
 def test_transforming_before_or_after_gathering(backend, expand, monkeypatch):
     expands(monkeypatch, expand)

@@ -3,14 +3,18 @@
 import pytest
 import torch
 from ops.kernels.conftest import DEVICE
-from ops.kernels.test_fused_depth import FUSED
+from ops.kernels.test_fused_depth import FUSED, inputs
+from ops.kernels.test_fused_depth import slots_of as fused_slots
 from ops.laws import (  # noqa: F401 - tests of this file
     test_a_graph_holds_it_and_its_gradient_as_one_node_each_and_gives_the_same_bits,
     test_it_is_registered_rightly,
 )
-from ops.table import OPS
+from ops.table import OPS, opened, slots_of, stacked
 
+from benchmarks.fused_depth.op import fused_attention_op
 from midus_hf.ops import headwise_memory
+from midus_hf.ops.chapters.segments import segment_attention_op
+from midus_hf.ops.depth.op import depth_attention_op
 from midus_hf.ops.headwise.lookup import headwise_lookup_op
 
 KERNELS = {name: op for name, op in (OPS | {"sequence and depth": FUSED}).items() if "triton" in op.bodies}
@@ -36,6 +40,42 @@ def test_the_lookup_is_registered_rightly(body, with_residual):
         residual = (residual.mT.contiguous().mT if with_residual == "strided" else residual).requires_grad_()
     arguments = (*tables(), residual, 3, 0.5, False, body)
     torch.library.opcheck(headwise_lookup_op, arguments)
+
+
+OTHERS = {
+    **{
+        f"chapters with {weighed or 'neither'}": lambda weighed=weighed: (
+            segment_attention_op,
+            [*opened(tokens=6, weighed=weighed).values(), *([None] * (2 - len(weighed.split())))],
+        )
+        for weighed in ("", "scales")
+    },
+    "depth without a cap": lambda: (
+        depth_attention_op,
+        [(made := stacked())["query"], *slots_of(made), 0.3, None, "triton"],
+    ),
+    **{
+        f"sequence and depth, {joining}": lambda joining=joining: (
+            fused_attention_op,
+            [
+                *((made := inputs(joining=joining, dtype=torch.bfloat16))[name] for name in ("query", "key", "value")),
+                *(fused_slots(made, part) for part in ("keys", "values")),
+                *(0.25, True, made.get("gate"), joining == "added", True),
+            ],
+        )
+        for joining in ("joint", "added")
+    },
+}
+"""Arguments of ops that may be left out, or are otherwise in the table."""
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_what_may_be_left_out_is_registered_rightly(name):
+    op, arguments = OTHERS[name]()
+    for tensor in (tensor for part in arguments for tensor in (part if isinstance(part, list) else [part])):
+        if isinstance(tensor, torch.Tensor) and tensor.is_floating_point():
+            tensor.requires_grad_()
+    torch.library.opcheck(op, tuple(arguments))
 
 
 def test_kernels_are_refused_where_they_cannot_run(monkeypatch):
