@@ -313,6 +313,15 @@ def test_a_batch_norm_with_a_frozen_gain_stays_as_it_is_in_training_mode(memory_
     assert not torch.equal(memory.query_mean, before["query_mean"])
 
 
+def test_looking_at_what_is_retrieved_changes_no_statistics(memory_type):
+    memory = acting(retrieving(memory_type, query_norm="batch"))
+    before = memory.query_mean.clone()
+    memory.retrieve(read_by(memory))
+    assert torch.equal(memory.query_mean, before)
+    memory(read_by(memory))
+    assert not torch.equal(memory.query_mean, before)
+
+
 @pytest.mark.parametrize("use_reentrant", [False, True])
 def test_statistics_are_updated_once_though_checkpointing_runs_the_forward_twice(memory_type, use_reentrant):
     plain, repeated = acting(small(memory_type, query_norm="batch")), acting(small(memory_type, query_norm="batch"))

@@ -74,6 +74,15 @@ def test_earlier_tokens_get_no_gradient_from_later_ones(routing):
     assert gradient[:, :9].abs().amax(-1).all() and not gradient[:, 9:].any()
 
 
+@pytest.mark.parametrize("family", ["llama", "gemma3"])
+def test_a_whole_sequence_is_one_document_of_those_packed_in_a_row(family):
+    """Positions that begin again, without a mask, as collators for packed rows give them."""
+    model, tokens = chapter_model(family, routing="sequence"), prompt(TOKENS, batch=1)
+    packed = logits(model, tokens, position_ids=torch.tensor([[*range(4), *range(9), *range(1)]]))
+    for first, last in ((0, 4), (4, 13), (13, 14)):
+        torch.testing.assert_close(packed[:, first:last], logits(model, tokens[:, first:last]), **CLOSE)
+
+
 @pytest.mark.parametrize("routing", CAUSAL)
 def test_a_cache_that_was_reset_begins_another_sequence(routing):
     model, tokens = chapter_model(routing=routing), prompt(TOKENS)
