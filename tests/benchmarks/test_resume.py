@@ -216,6 +216,39 @@ def test_a_row_of_a_gpu_has_all_three_times_and_its_launches(monkeypatch, tmp_pa
     assert [(row["kernel"], row["launches"]) for row in read(tmp_path / PROFILE_FILE)] == [("a", "5"), ("b", "2")]
 
 
+def test_what_fits_into_memory_once_and_then_no_more_keeps_no_other_from_being_timed(
+    register, ops_arguments, tmp_path
+):
+    timed = []
+
+    def hungry(case, inputs):
+        def call():
+            timed.extend([case] if case.tokens == 70 and not torch.is_grad_enabled() else [])
+            if len(timed) > 2:  # neither compiling nor the peak, but timing
+                raise torch.OutOfMemoryError("CUDA out of memory")
+            return _right(case, inputs)()
+
+        return call
+
+    register(right=_right, hungry=hungry)
+    words = ["--ops", "headwise_memory", "--popularity", "uniform", "--modes", "forward"]
+    assert run(ops_arguments(*words)) == 0
+    statuses = {row["provider"]: (row["mode"], row["status"]) for row in read(tmp_path / FILE)}
+    assert statuses == {"right": ("forward", "ok"), "hungry": ("forward", "out of memory")}
+
+
+def test_a_gpu_that_is_lost_fails_one_provider_alone(monkeypatch, tmp_path):
+    def broken(*_, **__):
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    on_gpu = _OnSimulatedGpu(monkeypatch, tmp_path)
+    case = dataclasses.replace(on_gpu.case, device="cuda")
+    monkeypatch.setattr(torch, "randint", broken)
+    with pytest.raises(SystemExit, match="go on with --resume"):
+        on_gpu.bench._time(case, "forward", {"sorted": broken, "naive": broken}, on_gpu.leaves, None, {"sorted": None})
+    assert [(row["provider"], row["status"]) for row in read(tmp_path / FILE)] == [("sorted", "failed")]
+
+
 def test_times_are_kept_where_no_profile_can_be_taken(monkeypatch, tmp_path, capsys):
     def broken(run, device):
         raise RuntimeError("CUPTI is not allowed\nhere")
