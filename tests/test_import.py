@@ -98,7 +98,7 @@ for name, code in json.loads(sys.argv[1]).items():
 
 @pytest.fixture(scope="module")
 def registered() -> dict[str, tuple[list[str], list[str]]]:
-    """Where the Auto classes find a config and its model after each order of imports, and finders of the package that are left."""
+    """Return where the Auto classes find a config and its model after each order of imports, and finders of the package that stay."""
     line = [sys.executable, "-c", EACH_ORDER, json.dumps(ORDERS)]
     done = subprocess.run(line, capture_output=True, text=True, timeout=300, check=True)
     rows = [json.loads(row) for row in done.stdout.splitlines()]

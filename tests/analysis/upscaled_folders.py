@@ -43,7 +43,7 @@ def saved_pair(family: str, method: str, folder: Path, **options: Any) -> tuple[
 
 
 def saved_with_bank(base: Path, folder: Path) -> SimpleNamespace:
-    """A `model` with a bank of 3 by 9 whose blocks act, made of a base, and a `tree` for it, by which a tiny `bert` finds paths."""
+    """Save a `model` with a bank of 3 by 9 whose blocks act, made of a base, and a `tree` for it whose paths a tiny `bert` finds."""
     saved = SimpleNamespace(model=folder / "model", tree=folder / "tree", bert=save_tiny_bert(folder / "bert"))
     options = {"sizes": [3, 2], "branching": 3}
     upscale(base=base, method="hier-ffn", output=saved.model, options=options, verify=False)

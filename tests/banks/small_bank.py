@@ -47,7 +47,7 @@ def filled(folder, number=0, dtype=torch.float32):
 
 
 def same(one, other):
-    """Whether two fetches hold the same blocks for the same rows."""
+    """Tell whether two fetches hold the same blocks for the same rows."""
     levels = one.records
     return all(torch.equal(one.records[level], other.records[level]) for level in levels) and all(
         torch.equal(one.blocks[level], other.blocks[level]) for level in levels
@@ -62,5 +62,5 @@ def flip(path, place=-1):
 
 
 def open_files():
-    """How many files this process has open."""
+    """Count the files that this process has open."""
     return len(list(Path("/proc/self/fd").iterdir()))

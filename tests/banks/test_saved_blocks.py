@@ -26,7 +26,7 @@ def folder(tmp_path):
 
 @pytest.fixture
 def resumed(folder):
-    """Makes a bank that goes on from a state."""
+    """Return what makes a bank that goes on from a state."""
 
     def made(state, **options):
         bank = bank_in(folder, **options)
@@ -37,7 +37,7 @@ def resumed(folder):
 
 
 def assert_blocks(bank, expected):
-    """A bank has trained these blocks, and they are equal."""
+    """See that a bank has trained these blocks, and that they are equal."""
     assert bank.touched() == sorted(expected)
     assert all(torch.equal(block, expected[key]) for key, block in blocks_of(bank, list(expected)).items())
 

@@ -44,7 +44,7 @@ def corpus(tmp_path):
 
 @pytest.fixture
 def interrupted(monkeypatch):
-    """Lets what runs within a context call a function so many times, and gives what calls were given; the next one is interrupted."""
+    """Return a context in which a function may be called so many times, which gives what it was given; the next is interrupted."""
 
     @contextlib.contextmanager
     def after(calls, owner, name):

@@ -47,7 +47,7 @@ WITH_PICTURES = (
 
 @pytest.fixture
 def refused(tmp_path, monkeypatch, capsys):
-    """What a command says in one line that refuses options, of a model that is not there and of a text that is."""
+    """Return what a command says in one line that refuses options, of a model that is not there and of a text that is."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "text.jsonl").write_text(json.dumps({"text": "w3 w4 w5"}))
 

@@ -25,7 +25,7 @@ RETRIEVING = ("headwise", "product-key", "linear")
 def retrieving(
     memory_type: str, *, hidden_size: int = 24, num_heads: int = 4, size: int = 6, seed: int = 0, **options: Any
 ) -> Any:
-    """A memory of one of these types with `size` sub-keys on a side, or slots if it is linear; in training mode."""
+    """Build a memory of one of these types with `size` sub-keys on a side, or slots if it is linear; in training mode."""
     torch.manual_seed(seed)
     sizes = {"slots" if memory_type == "linear" else "n": size}
     return build(memory_type, hidden_size=hidden_size, num_heads=num_heads, **{"k": 2, **sizes, **options})
@@ -42,7 +42,7 @@ def acting(memory: Any, seed: int = 0) -> Any:
 
 
 def read_by(memory: Any, batch: int = 2, tokens: int = 7, seed: int = 1) -> torch.Tensor:
-    """What a memory may read, `[B, T, D]`, in its dtype."""
+    """Return what a memory may read, `[B, T, D]`, in its dtype."""
     width = memory.gate_weight.shape[1] if memory.gate != "none" else memory.num_heads * memory.query_width
     read = torch.randn(batch, tokens, width, generator=torch.Generator().manual_seed(seed))
     return read.to(memory.value_bank.dtype)

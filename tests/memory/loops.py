@@ -10,7 +10,7 @@ State = dict[str, torch.Tensor]
 
 
 def normalised(state: State, queries: torch.Tensor, query_norm: str, training: bool) -> torch.Tensor:
-    """Queries `[S, H, w]` after their norm; a batch norm that trains updates the running statistics in `state`."""
+    """Return queries `[S, H, w]` after their norm; a batch norm that trains updates the running statistics in `state`."""
     if query_norm == "none":
         return queries
     if query_norm == "layer":

@@ -64,7 +64,7 @@ KEEPERS = {
 
 @pytest.fixture(params=KEEPERS)
 def keeper(request) -> Keeper:
-    """Each row of the table, in turn."""
+    """Return each row of the table, in turn."""
     return KEEPERS[request.param]
 
 
@@ -161,7 +161,7 @@ def in_place(memory, name):
 
 
 def through_data(memory, name):
-    """As swaps of averaged weights and merged adapters do, which leave the version counter as it is."""
+    """Write as swaps of averaged weights and merged adapters do, which leave the version counter as it is."""
     tensor_of(memory, name).data.mul_(-2)
 
 

@@ -17,7 +17,7 @@ HIDDEN = 64
 
 
 def build(memory_type, **options):
-    """A memory of sixteen slots, of which each head of a token reads one."""
+    """Build a memory of sixteen slots, of which each head of a token reads one."""
     size = 16 if memory_type == "linear" else 4
     return retrieving(memory_type, hidden_size=HIDDEN, num_heads=2, size=size, k=1, **options)
 

@@ -261,7 +261,7 @@ def test_by_default_they_are_as_in_the_paper():
 
 
 def small(memory_type, **options):
-    """A memory of three heads with queries of six numbers, or four if they are projected, in training mode."""
+    """Build a memory of three heads with queries of six numbers, or four if they are projected, in training mode."""
     width = {"head_dim": 6} if memory_type == "headwise" else {}
     return retrieving(memory_type, hidden_size=12, num_heads=3, size=5, **width, **options)
 

@@ -19,7 +19,7 @@ TOKENS = 12
 
 @pytest.fixture(params=[1, 1000], ids=["gathered", "sorted"])
 def fewest_together(request, monkeypatch):
-    """Keys are gathered for stretches of any length, or of none."""
+    """Let keys be gathered for stretches of any length, or of none."""
     monkeypatch.setattr(chapter_attention, "_FEWEST_TOGETHER", request.param)
 
 

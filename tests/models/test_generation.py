@@ -60,7 +60,7 @@ def test_steps_are_as_exact_as_those_of_the_base(family, steps, static):
 
 
 def padded_on_the_left(rows: list[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Rows of one batch, and their mask."""
+    """Return rows of one batch, and their mask."""
     longest = max(row.shape[1] for row in rows)
     padded = torch.cat([torch.nn.functional.pad(row, (longest - row.shape[1], 0)) for row in rows])
     return padded, (padded != 0).long()

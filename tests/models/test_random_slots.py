@@ -48,7 +48,7 @@ def logits(model, seed=0):
 
 
 def of_seed(model, seed=0, forward=None):
-    """Loss and gradients of a pass."""
+    """Return loss and gradients of a pass."""
     torch.manual_seed(seed)
     return loss_and_gradients(model, prompt(), forward)
 

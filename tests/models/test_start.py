@@ -24,7 +24,7 @@ WAYS = list(itertools.product([torch.float32, torch.bfloat16], ["eager", "sdpa"]
 
 @pytest.fixture
 def pair(native_family, tmp_path):
-    """Makes a base and the model of a case that does not act yet."""
+    """Make a base and the model of a case that does not act yet."""
 
     def made(case, dtype=torch.float32, attention=None):
         both = tiny_model(native_family, dtype), CASES[case].model(native_family, tmp_path, dtype, acting=False)
@@ -93,7 +93,7 @@ def test_what_depth_acts_through_at_zero_changes_no_bit_whatever_the_rest_holds(
 
 
 def acting_tensors(model):
-    """The tensors of memories that start at zero."""
+    """Return the tensors of memories that start at zero."""
     return [
         memory.declared_tensor(name)
         for memory in model.modules()

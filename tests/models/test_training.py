@@ -14,14 +14,14 @@ RELATIVE = {torch.float32: 1e-4, torch.float64: 1e-9}
 
 
 def trained(case, family, folder, dtype=None, **how):
-    """A model in training mode, whose blocks train too."""
+    """Return a model in training mode, whose blocks train too."""
     model = CASES[case].model(family, folder, dtype, **how).train()
     model.banks.train()
     return model
 
 
 def new_parameters(model):
-    """Names of the parameters of memories, and of layers that were inserted for one."""
+    """Return the names of the parameters of memories, and of layers that were inserted for one."""
     entries = [entry for entry in model.config.memories().entries if entry.site == "inserted"]
     inserted = tuple(f"model.layers.{layer}." for entry in entries for layer in entry.layers)
     return {name for name, _ in model.named_parameters() if ".memor" in name or name.startswith(inserted)}

@@ -37,7 +37,7 @@ def dtypes_of(op: OpCase, body: str) -> list[torch.dtype]:
 
 
 def leaves_of(given: Arguments, dtype: torch.dtype | None = None, wanted: str | None = None) -> Arguments:
-    """Copies that want gradients, all that are floating point, or one."""
+    """Return copies that want gradients, all that are floating point, or one."""
     return {
         name: tensor.detach().to(dtype or tensor.dtype).requires_grad_(wanted in (None, name))
         if tensor.is_floating_point()
@@ -57,7 +57,7 @@ def output_and_gradients(op: OpCase, given: Arguments, body: str, dtype=None, wa
 
 
 def assert_same_bits(found: Arguments, expected: Arguments, body: str = "native") -> None:
-    """To rounding where PyTorch computes, whose products may add in another order for another layout."""
+    """Compare to the bit; to rounding where PyTorch computes, whose products may add in another order for another layout."""
     for name, tensor in found.items():
         close = {"rtol": 1e-4, "atol": 1e-5} if body == "torch" else {"rtol": 0, "atol": 0}
         torch.testing.assert_close(
@@ -66,7 +66,7 @@ def assert_same_bits(found: Arguments, expected: Arguments, body: str = "native"
 
 
 def assert_equals_reference(op: OpCase, given: Arguments, body: str, **options) -> None:
-    """Output and every gradient are those of the reference in float64, to the rounding of the dtype."""
+    """Compare output and every gradient with those of the reference in float64, to the rounding of the dtype."""
     dtype = next(tensor.dtype for tensor in given.values() if tensor.is_floating_point())
     found = output_and_gradients(op, given, body, **options)
     for name, exact in output_and_gradients(op, given, "reference", torch.float64, **options).items():
@@ -76,7 +76,7 @@ def assert_equals_reference(op: OpCase, given: Arguments, body: str, **options) 
 
 
 def sizes_and_dtypes(op: OpCase, body: str) -> list[tuple[str, torch.dtype]]:
-    """Every size with a dtype, the dtypes in turn, and the first sizes with every dtype."""
+    """Return every size with a dtype, the dtypes in turn, and the first sizes with every dtype."""
     dtypes, sizes = dtypes_of(op, body), list(op.sizes)
     turns = [(size, dtypes[number % len(dtypes)]) for number, size in enumerate(sizes)]
     return list(dict.fromkeys([*turns, *((size, dtype) for size in sizes[:2] for dtype in dtypes)]))

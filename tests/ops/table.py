@@ -64,7 +64,7 @@ def whole_numbers(most: int, *shape: int) -> torch.Tensor:
 
 
 def gathered(tokens=30, m=12, rows=9, width=20, dtype=torch.float32):
-    """A bank, slots and weights; heads may read the same row."""
+    """Make a bank, slots and weights; heads may read the same row."""
     slots = whole_numbers(rows, tokens, m)
     slots[:, m // 2 :] = slots[:, :1]
     return {
@@ -80,12 +80,12 @@ def multiplied(tokens=30, m=12, rows=9, width=20, dtype=torch.float32):
 
 
 def parted(tokens=30, m=12, rows=9, width=20, dtype=torch.float32):
-    """The last part is empty."""
+    """Make the same with parts, of which the last is empty."""
     return gathered(tokens, m, rows, width, dtype) | {"parts": whole_numbers(PARTS - 1, tokens, m)}
 
 
 def keyed(tokens=20, heads=3, half=8, n=12, dtype=torch.float32):
-    """Scores are of order one, whatever the width."""
+    """Make a query and keys whose scores are of order one, whatever the width."""
     keys = {f"{side}_keys": drawn(heads, n, half, seed=seed) for side, seed in (("row", 5), ("column", 6))}
     return {"query": drawn(tokens, heads, 2 * half, seed=4, dtype=dtype)} | {
         name: (of_side / (2 * half) ** 0.5).to(dtype) for name, of_side in keys.items()
@@ -116,7 +116,7 @@ def opened(
     dtype=torch.float32,
     weighed="scales biases",
 ):
-    """Tokens that each read chapters of their own."""
+    """Make tokens that each read chapters of their own."""
     order = torch.rand(tokens, chapters, generator=torch.Generator().manual_seed(0)).argsort(-1)
     table = (chapters, memory, kv_heads, width)
     return {
@@ -128,7 +128,7 @@ def opened(
 
 
 def in_stretches(tokens=64, dtype=torch.float32, **sizes):
-    """Two stretches of tokens, each so long that the rows of its chapters are gathered for all of its tokens."""
+    """Make two stretches of tokens, each so long that the rows of its chapters are gathered for all of its tokens."""
     made, stretches = opened(tokens, dtype=dtype, **sizes), min(2, tokens)
     return {
         name: tensor if name in ("query", "keys", "values") else tensor[:stretches] for name, tensor in made.items()
@@ -136,7 +136,7 @@ def in_stretches(tokens=64, dtype=torch.float32, **sizes):
 
 
 def attended(given: Arguments, backend: str) -> torch.Tensor:
-    """One text, of as many stretches as there are choices of chapters."""
+    """Read one text, of as many stretches as there are choices of chapters."""
     of_text = {name: tensor if name in ("keys", "values") else tensor.unsqueeze(0) for name, tensor in given.items()}
     return chapter_attention(**of_text, backend=backend).squeeze(0)
 
@@ -148,7 +148,7 @@ def slots_of(given: Arguments) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
 
 
 def stacked(tokens=5, texts=2, group=2, kv_heads=2, width=16, slots=3, dtype=torch.float32):
-    """As models have heads: `[B, T, H, d]` in memory, seen as `[B, H, T, d]`."""
+    """Make heads as models have them: `[B, T, H, d]` in memory, seen as `[B, H, T, d]`."""
 
     def heads(count, seed):
         return drawn(texts, tokens, count, width, seed=seed, dtype=dtype).transpose(1, 2)

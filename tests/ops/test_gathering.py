@@ -12,7 +12,7 @@ BODIES = pytest.mark.parametrize("backend", ["reference", "auto"])
 
 
 def given(dtype=torch.float64, tokens=(2, 3)):
-    """By name: a bank, slots that leave row 0 out, weights, parts of which the last is empty, and vectors."""
+    """Make by name a bank, slots that leave row 0 out, weights, parts of which the last is empty, and vectors."""
     generator = torch.Generator().manual_seed(0)
 
     def normal(*shape):
@@ -37,7 +37,7 @@ def called(name, made, backend="auto"):
 
 
 def by_loops(name, made):
-    """In Python numbers."""
+    """Compute in Python numbers."""
     bank, slots, weights, parts, vectors = (tensor.tolist() for tensor in made.values())
     found = []
     for b in range(len(slots)):

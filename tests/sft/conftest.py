@@ -32,7 +32,7 @@ def chats(tmp_path_factory) -> Path:
 
 @pytest.fixture
 def config_for(base, chats, tmp_path):
-    """Gives the options of a tiny run, by default of a base with memory, by the name of its output."""
+    """Return what gives the options of a tiny run, by default of a base with memory, by the name of its output."""
 
     def config(output: str = "out", model: Path | None = None, data: Path = chats, **changes) -> SftConfig:
         return sft_config(model or base("llama", True), data, tmp_path / output, **changes)

@@ -40,7 +40,7 @@ OF_TOOLS = (
 
 
 def tokenizer_with(template: str, **options):
-    """A tokenizer with a template, which is named or written out."""
+    """Return a tokenizer with a template, which is named or written out."""
     tokenizer = character_tokenizer(**options)
     if template in TEMPLATES:
         set_template(tokenizer, template)
@@ -138,7 +138,7 @@ def test_special_tokens_of_the_tokenizer_are_kept_and_its_end_is_not_doubled():
 
 
 def called(**arguments) -> dict:
-    """An answer that calls a tool."""
+    """Return an answer that calls a tool."""
     call = {"type": "function", "function": {"name": "look", "arguments": arguments}}
     return {"role": "assistant", "content": "", "tool_calls": [call]}
 

@@ -22,7 +22,7 @@ def corpus(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="session")
 def upscaled(tmp_path_factory):
-    """Gives the checkpoint of a family that a method has upscaled, made once; nobody may change it."""
+    """Return what gives the checkpoint of a family that a method has upscaled, made once; nobody may change it."""
     made: dict[str, Path] = {}
 
     def checkpoint(family: str = "llama", method: str = "midus-hml", **options) -> Path:
@@ -61,7 +61,7 @@ def assigned(tmp_path_factory) -> Path:
 
 @pytest.fixture
 def config_for(upscaled, corpus, tmp_path):
-    """Gives the options of a tiny run, by default of an upscaled model, by the name of its output."""
+    """Return what gives the options of a tiny run, by default of an upscaled model, by the name of its output."""
 
     def config(
         output: str | Path = "out", family: str = "llama", *, model: Path | None = None, **changes
@@ -73,7 +73,7 @@ def config_for(upscaled, corpus, tmp_path):
 
 @pytest.fixture
 def blocks_for(models, assigned, tmp_path):
-    """Gives the options of a tiny run that trains the blocks of a bank by the name of its output."""
+    """Return what gives the options of a tiny run that trains the blocks of a bank by the name of its output."""
 
     def config(
         output: str | Path = "out", *, model: Path = models / "hier-ffn", corpus: Path = assigned, **changes

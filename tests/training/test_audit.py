@@ -39,7 +39,7 @@ READ = [line for line in range(1, 16) if line not in (4, 7)]
 
 @pytest.fixture
 def audited(blocks_for, numbered):
-    """Gives the options of a run over all documents that is recorded, by the name of its output."""
+    """Return what gives the options of a run over all documents that is recorded, by the name of its output."""
 
     def config(output: str = "out", **changes) -> TrainConfig:
         return blocks_for(output, **{"corpus": numbered, "audit": True, "max_steps": None, **changes})

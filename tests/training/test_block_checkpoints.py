@@ -23,7 +23,7 @@ OPTIONS = {"save_every": 2, "keep_checkpoints": None}
 
 @pytest.fixture(scope="module")
 def whole(models, assigned, tmp_path_factory) -> Path:
-    """The output of a run with all of its checkpoints, which nobody may change."""
+    """Return the output of a run with all of its checkpoints, which nobody may change."""
     output = tmp_path_factory.mktemp("whole") / "out"
     train(config_of(models / "hier-ffn", assigned, output, **OPTIONS))
     return output
@@ -83,7 +83,7 @@ def files_of_level(folders, level: int) -> list[int]:
 
 @pytest.fixture
 def start(blocks_for, tmp_path) -> Path:
-    """A model whose blocks have all that a bank can lack: some were never written."""
+    """Make a model whose blocks have all that a bank can lack: some were never written."""
     train(blocks_for("start", max_steps=2))
     return tmp_path / "start"
 

@@ -28,7 +28,7 @@ NEEDED = {"model": "m", "output": "o", "corpus": "c"}
 
 @pytest.fixture(scope="module")
 def texts(tmp_path_factory) -> dict[str, str]:
-    """Two texts by their names."""
+    """Write two texts; return their paths by their names."""
     folder = tmp_path_factory.mktemp("held_out")
     lengths = {"near": 100, "wiki-2": 150}
     return {name: str(write_corpus(folder / name, documents=3, length=length)) for name, length in lengths.items()}
@@ -36,12 +36,12 @@ def texts(tmp_path_factory) -> dict[str, str]:
 
 @pytest.fixture
 def held_out(texts) -> Path:
-    """A text that has no name."""
+    """Return the path of a text that has no name."""
     return Path(texts["near"])
 
 
 def measured(output: Path) -> dict[int, float]:
-    """Perplexities of a text that has no name, by step."""
+    """Return perplexities of a text that has no name, by step."""
     for event in exact_log(output, "perplexity"):
         assert math.log(event["perplexity"]) == pytest.approx(event["eval_loss"])
     return by_step(output, "perplexity")

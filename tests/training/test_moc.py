@@ -22,7 +22,7 @@ def made(upscaled):
 
 @pytest.fixture
 def run(config_for, tmp_path):
-    """Trains for a few steps; gives the names of the tensors that moved."""
+    """Return what trains for a few steps and gives the names of the tensors that moved."""
 
     def train_in(model: Path, output: str = "out", **changes) -> set[str]:
         train(config_for(output, model=model, **{"max_steps": 3, **changes}))

@@ -14,7 +14,7 @@ NEEDED = {"model": "m", "output": "o", "corpus": "c"}
 
 @pytest.fixture
 def recipe(tmp_path) -> Path:
-    """A file with what a run cannot do without."""
+    """Write a file with what a run cannot do without."""
     path = tmp_path / "train.yaml"
     path.write_text("model: m\noutput: o\ncorpus: c\n", encoding="utf-8")
     return path

@@ -18,7 +18,7 @@ RUN = {"max_steps": 4, "save_every": 2, "precision": "fp32", "sequence_length": 
 
 @pytest.fixture
 def ultramem(upscaled) -> Path:
-    """A tiny upscaled model with a table that layers share and pre-values."""
+    """Make a tiny upscaled model with a table that layers share and pre-values."""
     return upscaled("llama", "ultramem-v2")
 
 

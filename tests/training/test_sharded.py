@@ -98,7 +98,7 @@ def test_a_sharded_checkpoint_is_for_sharded_runs_and_a_whole_one_for_others(who
 
 @pytest.fixture
 def told_to_shard(monkeypatch):
-    """accelerate was started with FSDP."""
+    """Pretend that accelerate was started with FSDP."""
     for variable, value in ENVIRONMENT.items():
         monkeypatch.setenv(variable, value)
 

@@ -16,7 +16,7 @@ OPTIONS = {"lr": 1e-2, "betas": (0.9, 0.95), "weight_decay": 0.1}
 
 @pytest.fixture
 def ultramem(upscaled):
-    """A tiny upscaled model with a table that layers share."""
+    """Make a tiny upscaled model with a table that layers share."""
     return upscaled("llama", "ultramem-v2")
 
 

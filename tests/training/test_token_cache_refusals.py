@@ -23,7 +23,7 @@ datasets = pytest.importorskip("datasets")
 
 @pytest.fixture(params=[1, 2])
 def cores(request, monkeypatch) -> int:
-    """So many processes tokenise."""
+    """Let so many processes tokenise."""
     monkeypatch.setattr(token_cache, "usable_cores", lambda: request.param)
     return request.param
 

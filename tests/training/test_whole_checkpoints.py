@@ -47,7 +47,7 @@ def output(whole, tmp_path) -> Path:
 
 @pytest.fixture
 def resumed(config_for):
-    """Gives the options of the same run, to be gone on with."""
+    """Return what gives the options of the same run, to be gone on with."""
     return lambda **changes: config_for(**{**OPTIONS, "resume": "auto", **changes})
 
 

@@ -69,23 +69,23 @@ def with_memory(base: Path, output: Path, **request: Any) -> UpscaleReport:
 
 
 def unverified(base: Path, output: Path, **request: Any) -> Path:
-    """The folder of a model with such memories, whose logits nobody compared with the base's."""
+    """Return the folder of a model with such memories, whose logits nobody compared with the base's."""
     with_memory(base, output, **{"verify": False, **request})
     return output
 
 
 def config_of(folder: Path) -> dict[str, Any]:
-    """Its `config.json`."""
+    """Read its `config.json`."""
     return json.loads((folder / "config.json").read_text())
 
 
 def record_of(folder: Path) -> dict[str, Any]:
-    """Its `upscale.json`."""
+    """Read its `upscale.json`."""
     return json.loads((folder / "upscale.json").read_text())
 
 
 def recipe_of(folder: Path) -> str:
-    """The YAML in its model card, which makes the same again."""
+    """Return the YAML in its model card, which makes the same again."""
     return (folder / "README.md").read_text().split("```yaml\n")[1].split("```")[0]
 
 

@@ -123,12 +123,12 @@ PLAIN = [name for name in KINDS if name == KINDS[name]["method"]]
 
 
 def base_changes(name: str) -> dict[str, Any]:
-    """What the config of a base must say for this kind: only heads together as wide as the hidden state can have a residual."""
+    """Return what the config of a base must say for this kind: only heads together as wide as the state can have a residual."""
     return {"head_dim": 8} if name == "midus-hml, residual" else {}
 
 
 def arguments_of(name: str) -> list[str]:
-    """The same request in words of the command `upscale`."""
+    """Return the same request in words of the command `upscale`."""
     kind = KINDS[name]
     words = ["--method", kind["method"]]
     if "placement" in kind:
@@ -139,7 +139,7 @@ def arguments_of(name: str) -> list[str]:
 
 
 def memory_ids(model: Any) -> dict[str, torch.Tensor]:
-    """What a forward pass is given so that blocks are fetched, where the model has a bank of blocks."""
+    """Return what a forward pass is given so that blocks are fetched, where the model has a bank of blocks."""
     return {"memory_ids": IDS} if model.config.to_dict().get("memory") and model.config.memories().banks else {}
 
 

@@ -72,7 +72,7 @@ def make(tmp_path_factory):
 
 @pytest.fixture
 def made(kind, family, make) -> Made:
-    """One case."""
+    """Return one case."""
     return make(kind, family)
 
 
@@ -81,7 +81,7 @@ of_each_method = pytest.mark.parametrize(("kind", "family"), in_turn(PLAIN, NATI
 
 
 def generated(folder: Path) -> tuple[torch.dtype, torch.Tensor]:
-    """The dtype of a model, and what it generates with its cache after a prompt longer than the window."""
+    """Return the dtype of a model, and what it generates with its cache after a prompt longer than the window."""
     model, tokens = load(folder), prompt()
     assert tokens.shape[1] > WINDOW
     text = model.generate(tokens, max_new_tokens=6, min_new_tokens=6, do_sample=False, **memory_ids(model))
@@ -90,7 +90,7 @@ def generated(folder: Path) -> tuple[torch.dtype, torch.Tensor]:
 
 
 def computed(folder: Path, dtype: torch.dtype | str = "auto") -> torch.Tensor:
-    """Logits of the prompt, of blocks that are fetched where the model has a bank."""
+    """Return logits of the prompt, of blocks that are fetched where the model has a bank."""
     model = load(folder, dtype)
     with torch.no_grad():
         return model(prompt(), **memory_ids(model)).logits

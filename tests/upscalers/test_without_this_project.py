@@ -80,14 +80,14 @@ def make(folder: Path, kind: str, tokens: torch.Tensor, **changes) -> None:
 
 
 def run(folder: Path, cases: dict[str, torch.Tensor]) -> dict[str, dict]:
-    """What the program found of each case, by the tokens that it is given."""
+    """Return what the program found of each case, by the tokens that it is given."""
     (folder / "cases.json").write_text(json.dumps([(case, tokens.tolist()) for case, tokens in cases.items()]))
     return dict(map(json.loads, run_python(RUN, folder, package_present=False).splitlines()))
 
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory) -> tuple[Path, dict[str, dict]]:
-    """Kinds that were made here, and what a process found of them in which this project cannot be imported."""
+    """Make kinds here, and return what a process found of them in which this project cannot be imported."""
     folder = tmp_path_factory.mktemp("elsewhere")
     assert prompt().shape[1] > WINDOW
     for kind, (family, number) in CASES.items():

@@ -22,7 +22,7 @@ KERNELS = {name: op for name, op in (OPS | {"sequence and depth": FUSED}).items(
 
 @pytest.fixture(params=KERNELS, ids=lambda name: name.replace(" ", "-"))
 def case(request):
-    """Each op that has kernels."""
+    """Return each op that has kernels."""
     return KERNELS[request.param], "triton"
 
 

@@ -37,7 +37,7 @@ def edited(chapters, tmp_path) -> Callable[..., Path]:
 
 @pytest.fixture
 def refusal(chapters, tmp_path) -> Callable[..., str]:
-    """The one line with which a command is refused, which writes nothing."""
+    """Return what gives the one line with which a command is refused, which writes nothing."""
 
     def refuse(*words: object) -> str:
         done = chapters(*words, "--output", tmp_path / "refused")
