@@ -171,6 +171,18 @@ def test_nothing_gives_nothing(shape, body):
     assert arguments["query"].grad.shape == output.shape
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_keys_and_values_of_another_dtype_are_cast_and_get_gradients_in_their_own(dtype, body):
+    arguments = made(dtype=dtype, tokens=32, stretches=32)
+    expected = chapter_attention(**arguments, backend=backend_of(body))
+    wide = arguments | {name: arguments[name].detach().double().requires_grad_() for name in ("keys", "values")}
+    output = chapter_attention(**wide, backend=backend_of(body))
+    assert output.dtype == dtype and torch.equal(output, expected)
+    lowered = gradients(expected, arguments)
+    for name, gradient in gradients(output, wide).items():
+        assert gradient.dtype == wide[name].dtype and torch.equal(gradient.to(dtype), lowered[name]), name
+
+
 @pytest.mark.parametrize("stretches", [1, 6])
 def test_gradients_pass_a_numerical_check(stretches, body):
     arguments = made(batch=1, stretches=stretches, heads=2, kv_heads=1)
