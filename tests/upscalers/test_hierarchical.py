@@ -46,8 +46,21 @@ def test_a_bank_of_unwritten_blocks_is_beside_the_checkpoint_and_not_in_it(kind,
             assert torch.equal(model(prompt(), memory_ids=ids).logits, logits(base))
     names = {path.name for path in (tmp_path / "out" / BANKS_FOLDER / kind).iterdir()}
     assert names == {"bank.json", "level-1.safetensors", "level-3.safetensors"}
-    site = {"hier-ffn": "beside-ffn", "hier-lora-ffn": "inside-ffn"}.get(kind, "inside-attention")
-    assert [entry["site"] for entry in config_of(tmp_path / "out")["memory"]] == [site]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_config_says_what_the_memory_is(kind, base, tmp_path):
+    upscale(base=base, method=kind, output=tmp_path / "out", options={**SMALL, "layers": [1, 3]}, verify=False)
+    (entry,) = config_of(tmp_path / "out")["memory"]
+    assert entry == {
+        "type": kind,
+        "name": kind,
+        "site": {"hier-ffn": "beside-ffn", "hier-lora-ffn": "inside-ffn"}.get(kind, "inside-attention"),
+        **SMALL,
+        "without_ids": "none",
+        **({"alpha": 2.0} if "lora" in kind else {}),
+        "layers": [1, 3],
+    }
 
 
 def test_a_dry_run_prices_the_bank_of_llama_and_makes_none(command, tmp_path):

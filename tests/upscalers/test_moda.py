@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from tests.upscalers.checkpoints import config_of, logits, read_tensors, with_memory
+from tests.upscalers.checkpoints import config_of, logits, read_tensors, unverified, with_memory
 from tests.upscalers.methods import KINDS, trained
 from upscalers.request.errors import VerificationError
 from upscalers.runs.inspection import inspect_checkpoint
@@ -71,6 +71,30 @@ def test_tensors_have_their_names_and_nothing_is_stored_that_nothing_reads(kind,
     for name, tensor in new.items():
         shape = (4,) if name.endswith("depth_gate") else (16,) if name.endswith("bias") else (16, 32)
         assert tensor.shape == shape and tensor.any().item() == name.endswith("_key.weight")
+
+
+def test_the_config_says_what_the_memory_is(base, tmp_path):
+    upscale(base=base, output=tmp_path / "out", verify=False, **KINDS["moda, last"])
+    (entry,) = config_of(tmp_path / "out")["memory"]
+    assert entry == {
+        "type": "depth-attention",
+        "name": "depth-attention",
+        "site": "inside-attention",
+        "joining": "added",
+        "attention_slots": "projected",
+        "ffn_slots": True,
+        "bias": False,
+        "rope": "same",
+        "slots": 3,
+        "layers": [0, 1, 2, 3],
+    }
+
+
+def test_every_layer_but_inserted_blocks_reads_the_depth(base, tmp_path):
+    once = unverified(base, tmp_path / "once", placement="1,4")
+    upscale(base=once, method="moda", output=tmp_path / "twice", verify=False)
+    below, entry = config_of(tmp_path / "twice")["memory"]
+    assert (below["layers"], entry["type"], entry["layers"]) == ([1, 4], "depth-attention", [0, 2, 3, 5])
 
 
 @pytest.mark.parametrize(
