@@ -7,8 +7,8 @@ VENV ?= .venv
 OLDEST ?= .venv-oldest
 # Python 3.12 where there is one, also under pyenv, which reads the variable: constraints-oldest.txt says why.
 OLDEST_PYTHON ?= $(shell PYENV_VERSION=3.12 python3.12 -c 'import sys; print(sys.executable)' 2>/dev/null || echo $(PYTHON))
-# One for each core, and no more than four: each takes a gigabyte and more.
-WORKERS ?= $(shell n=$$(nproc 2>/dev/null || echo 2); [ $$n -gt 4 ] && n=4; echo $$n)
+# One more than there are cores, since tests wait for processes that they start, and no more than four: each takes a gigabyte and more.
+WORKERS ?= $(shell n=$$(nproc 2>/dev/null || echo 2); n=$$((n + 1)); [ $$n -gt 4 ] && n=4; echo $$n)
 # Tiny models lose more to threads than they win. Bytecode is kept, also where the shell says otherwise: of tests alone it takes
 # each worker ten seconds to make. Tests write tens of thousands of files, quicker where they lie in memory: they take up to 2 GB there.
 # What inductor has compiled stays on the disk, for the next run.

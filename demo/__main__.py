@@ -52,13 +52,13 @@ def main() -> None:
 
     def evaluate(*models: Path) -> list[dict]:
         config = ["--config", _CONFIGS / "eval" / "demo.yaml", "--text", corpus.held_out, "--data", questions]
-        return json.loads(run(_BIN / "midus-eval", *models, *config, "--json"))["models"]
+        return json.loads(run(_BIN / "midus", "eval", *models, *config, "--json"))["models"]
 
     run(_BIN / "upscale", "--config", _CONFIGS / "upscale" / "demo.yaml", "--base", base, "--output", upscaled)
     before = evaluate(base, upscaled)
     steps = [f"max_steps={arguments.steps}"] if arguments.steps else []
     training = [_CONFIGS / "train" / "demo.yaml", f"model={upscaled}"]
-    run(_BIN / "midus-train", *training, f"output={trained}", f"corpus={corpus.train}", *steps)
+    run(_BIN / "midus", "train", *training, f"output={trained}", f"corpus={corpus.train}", *steps)
     after = evaluate(trained)
     sample = [sys.executable, "-m", "demo.sample", "--prompt", PROMPT, base, upscaled, trained]
     samples = json.loads(run(*sample))

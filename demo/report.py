@@ -51,7 +51,7 @@ def write_report(
 
     Args:
         folder: An existing folder.
-        models: What `midus-eval` measured, by the name of the row.
+        models: What `midus eval` measured, by the name of the row.
         samples: What each model wrote, and how fast.
         prompt: What they continued.
         log: The log of the training run.

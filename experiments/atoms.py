@@ -80,9 +80,9 @@ def _rows(arguments: argparse.Namespace) -> Iterator[Row]:
     if not (tree / "tree.json").is_file():
         texts = {row["name"]: row["text"] for row in reversed(read_rows(facts))}
         first_of_each = write_rows(work / "first-facts.jsonl", [{"text": text} for text in reversed(texts.values())])
-        run_command("midus-cluster", "build", "--corpus", first_of_each, *embedding, "--levels", 2, "--output", tree)
+        run_command("midus cluster", "build", "--corpus", first_of_each, *embedding, "--levels", 2, "--output", tree)
     if not assigned.is_file():
-        run_command("midus-cluster", "assign", "--tree", tree, "--corpus", facts, "--output", assigned, *embedding)
+        run_command("midus cluster", "assign", "--tree", tree, "--corpus", facts, "--output", assigned, *embedding)
     questions = read_rows(elements() / QUESTIONS_FILE)
     write_rows(sentences, [{"text": sentence(row["name"], row["number"])} for row in questions])
     branching = json.loads((tree / "tree.json").read_text(encoding="utf-8"))["branching"]

@@ -32,7 +32,7 @@ from midus_hf.clusters.window_store import store_windows
 from midus_hf.retrieval import ClusterTree, TextEmbedder
 
 _STRETCH = 1024
-"""Embeddings whose paths are found at a time, as `midus-cluster assign` does."""
+"""Embeddings whose paths are found at a time, as `midus cluster assign` does."""
 
 
 def main() -> None:

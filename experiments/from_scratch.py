@@ -4,7 +4,7 @@
     python -m experiments.from_scratch --work outputs/from-scratch --seeds 0,1 --steps 1200
 
 The twin has a wider feed-forward network, so that a forward pass of both has as many floating-point operations, to one hidden unit
-(`midus-flops`). The text are presidential addresses, with a tokenizer that is trained on them; the loss is that of held-out addresses
+(`midus flops`). The text are presidential addresses, with a tokenizer that is trained on them; the loss is that of held-out addresses
 after every quarter of the run, so that a slow start shows. Every step is a command that a person would type, and is skipped where its
 folder is there.
 """
@@ -119,7 +119,7 @@ def _rows(arguments: argparse.Namespace) -> Iterator[Row]:
 
 
 def _training(arguments: argparse.Namespace, config: Path, tokenizer: Path, seed: int) -> dict[str, Any]:
-    """Return the options of `midus-train`, but for its output."""
+    """Return the options of `midus train`, but for its output."""
     rate = float(arguments.rate)
     return {
         "model_config": config,

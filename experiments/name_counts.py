@@ -6,7 +6,7 @@
 
 The first command reads a corpus once, document by document, and counts what stands in each question's `names`, as whole words, in
 lower and upper case; a corpus may be several files and folders. The second puts questions into bins of equal size, the
-rarest first, and gives the accuracy of each model in each bin (figure 1): answers are what `midus-eval --answers` wrote.
+rarest first, and gives the accuracy of each model in each bin (figure 1): answers are what `midus eval --answers` wrote.
 As in the paper, words count that mean something else, such as the verb *lead*.
 """
 
@@ -84,7 +84,7 @@ def accuracies(answers: Iterable[dict[str, Any]], bins: list[list[str]], metric:
     """The mean of a metric in each bin, by model.
 
     Args:
-        answers: Rows of `midus-eval --answers` whose questions have a `name`; others are passed over.
+        answers: Rows of `midus eval --answers` whose questions have a `name`; others are passed over.
         bins: Of names.
         metric: Of the scores.
 
@@ -109,7 +109,7 @@ def accuracies(answers: Iterable[dict[str, Any]], bins: list[list[str]], metric:
             found.setdefault(model, []).append(sum(held) / len(held))
     if not found:
         raise ValueError(
-            f"answers have no {metric} of questions with a name; expected what midus-eval --answers wrote."
+            f"answers have no {metric} of questions with a name; expected what midus eval --answers wrote."
         )
     return found
 

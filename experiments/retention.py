@@ -104,12 +104,12 @@ def _rows(arguments: argparse.Namespace) -> Iterator[Row]:
                 for bank in BANKS if arm == "moc" else ("",):
                     tuned = work / f"{continued.name}-chats{bank and f'-{bank}'}"
                     options = _fine_tuning(continued, bank, seed, arguments)
-                    train_once(tuned, options, "midus-sft", _CONFIGS / "sft" / "demo.yaml")
+                    train_once(tuned, options, "midus sft", _CONFIGS / "sft" / "demo.yaml")
                     yield measured(tuned, arm, "tuned", bank, seed, float(rate), trained)
 
 
 def _fine_tuning(model: Path, bank: str, seed: int, arguments: argparse.Namespace) -> dict[str, Any]:
-    """Return the options of `midus-sft`, which trains a whole model on chats, but for its output."""
+    """Return the options of `midus sft`, which trains a whole model on chats, but for its output."""
     options: dict[str, Any] = {
         "model": model,
         "data": chats().train,

@@ -25,7 +25,7 @@ FROM_NOTHING = {
     "precision": "fp32",
     "log_every": 20,
 }
-"""What `midus-train` is told of small models that are trained from the beginning."""
+"""What `midus train` is told of small models that are trained from the beginning."""
 
 OF_BLOCKS = {
     "value_schedule": "fixed",
@@ -59,7 +59,8 @@ def run_command(command: Any, *words: Any) -> str:
     Raises:
         SystemExit: If its status is not 0.
     """
-    line = [str(_BIN / str(command)), *map(str, words)]
+    program, *names = command.split()
+    line = [str(_BIN / program), *names, *map(str, words)]
     print(f"$ {shlex.join(line)}", file=sys.stderr, flush=True)
     done = subprocess.run(line, stdout=subprocess.PIPE, text=True)
     if done.returncode:
@@ -80,14 +81,14 @@ def run_once(output: Path, *words: Any) -> None:
 
 
 def train_once(
-    output: Path, options: Mapping[str, Any], command: str = "midus-train", recipe: Path | None = None
+    output: Path, options: Mapping[str, Any], command: str = "midus train", recipe: Path | None = None
 ) -> None:
     """Train the model `output`, if it is not there.
 
     Args:
         output: Folder of the model; what the run is told lies beside it.
         options: Of the run.
-        command: Default: `midus-train`.
+        command: Default: `midus train`.
         recipe: A file of options that these replace. Default: none.
     """
     keys = {**options, "output": output}
@@ -107,8 +108,8 @@ def upscale_once(output: Path, base: Path, method: str, seed: int, *words: Any, 
 
 
 def evaluated(model: Path, *words: Any) -> dict[str, Any]:
-    """Return what `midus-eval --json` tells of a model."""
-    return json.loads(run_command("midus-eval", model, "--json", *words))["models"][0]
+    """Return what `midus eval --json` tells of a model."""
+    return json.loads(run_command("midus eval", model, "--json", *words))["models"][0]
 
 
 def loss_of(model: Path, text: Path, *words: Any) -> float:

@@ -60,7 +60,7 @@ def _rows(arguments: argparse.Namespace) -> Iterator[Row]:
     tree = arguments.tree or work / "tree"
     if not (tree / "tree.json").is_file():
         words = ["--corpus", glosses(), *_embedding(), "--levels", 3, "--output", tree]
-        run_command("midus-cluster", "build", *words)
+        run_command("midus cluster", "build", *words)
     train, held_out = _assigned(work, tree, arguments.glosses)
     texts = {"trained_loss": train, "held_out_loss": held_out, "articles_loss": articles()}
 
@@ -109,7 +109,7 @@ def _assigned(work: Path, tree: Path, count: int) -> tuple[Path, Path]:
         chosen, assigned = work / f"glosses-{count}.jsonl", work / f"assigned-{count}.jsonl"
         chosen.write_text("".join(every[index * len(every) // count] for index in range(count)), encoding="utf-8")
         words = ["--corpus", chosen, "--output", assigned, "--overwrite", *_embedding()]
-        run_command("midus-cluster", "assign", "--tree", tree, *words)
+        run_command("midus cluster", "assign", "--tree", tree, *words)
         lines = assigned.read_text(encoding="utf-8").splitlines(keepends=True)
         train.write_text("".join(line for number, line in enumerate(lines) if number % _HELD_OUT), encoding="utf-8")
         held_out.write_text("".join(lines[::_HELD_OUT]), encoding="utf-8")

@@ -1,8 +1,8 @@
-"""`midus-usage` under its old name: `python scripts/memory_usage.py MODEL --text FILE`."""
+"""`midus look usage` under its old name: `python scripts/memory_usage.py MODEL --text FILE`."""
 
 import sys
 
-from midus_hf.cli.look.usage import main
+from midus_hf.cli.look import main
 
 if __name__ == "__main__":
-    sys.exit(main(name="memory_usage.py"))
+    sys.exit(main(["usage", *sys.argv[1:]]))

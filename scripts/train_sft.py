@@ -1,4 +1,4 @@
-"""`midus-sft` as a script, for `accelerate launch`: `python scripts/train_sft.py CONFIG.yaml [key=value ...]`."""
+"""`midus sft` as a script, for `accelerate launch`: `python scripts/train_sft.py CONFIG.yaml [key=value ...]`."""
 
 import sys
 

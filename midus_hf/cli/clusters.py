@@ -1,24 +1,20 @@
-"""The `midus-cluster` command."""
+"""The `midus cluster` command."""
 
 import contextlib
 import dataclasses
 import json
 import sys
-from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from midus_hf.cli.exit_status import run_command
+from midus_hf.cli.command_line import command_line, run_command
 from midus_hf.cli.reading import Column, Device, Encoding, Json, check_picture
 
-app = typer.Typer(
-    name="midus-cluster",
-    help="Cluster a corpus into a tree of topics, find the paths of documents in it, and report what it makes of the corpus.",
-    add_completion=False,
-    rich_markup_mode=None,
-    pretty_exceptions_enable=False,
+app = command_line(
+    "Cluster a corpus into a tree of topics, find the paths of documents in it, and report what it makes of the corpus."
 )
 
 CorpusPath = Annotated[str, typer.Option("--corpus", help="A file or a folder of documents.", metavar="PATH")]
@@ -310,21 +306,6 @@ def _parse_block(words: str) -> tuple[int, int]:
     return int(level), int(node)
 
 
-def main(arguments: Sequence[str] | None = None, name: str = "midus-cluster") -> int:
-    """Run the command line.
-
-    Args:
-        arguments: Words after the program's name. Default: those of the process.
-        name: The program's name, as help has it. Default: `midus-cluster`.
-
-    Returns:
-        Exit status: 0 done, 1 the work failed, 2 the request is wrong, 130 interrupted; one line on standard error says how.
-    """
-    return run_command(
-        app,
-        arguments,
-        name,
-        hint=f" See '{name} --help'.",
-        failure="failed: ",
-        interruption="interrupted; build goes on where it was if it is run again.",
-    )
+main = partial(
+    run_command, app, name="midus cluster", interruption="interrupted; build goes on where it was if it is run again."
+)

@@ -1,14 +1,15 @@
-"""The `midus-compare` command."""
+"""The `midus compare` command."""
 
 import contextlib
 import sys
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from midus_hf.cli.exit_status import FAILED, Ending, run_command
+from midus_hf.cli.command_line import FAILED, Ending, command_line, run_command
 from midus_hf.cli.reading import Json, show_report
 from midus_hf.cli.runs import Devices, DryRun, Jobs, devices_of, fail_for
 from midus_hf.cli.training_command import Overrides
@@ -17,10 +18,10 @@ if TYPE_CHECKING:
     from midus_hf.compare.arms import Arm
     from midus_hf.compare.options import Comparison
 
-app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
+app = command_line()
 
 
-@app.command(context_settings={"help_option_names": ["-h", "--help"]})
+@app.command()
 def midus_compare(
     config: Annotated[
         str, typer.Argument(metavar="CONFIG", help="YAML file of a comparison; some are in configs/compare.")
@@ -93,14 +94,4 @@ def _report(comparison: "Comparison", arms: "Sequence[Arm]", failures: dict[str,
         print("\n".join([*sentences(found), "", f"report: {files[-1]}"]))
 
 
-def main() -> None:
-    """Run the command, and exit with its status, also if that is 0; every error is one line on standard error."""
-    status = run_command(
-        app,
-        None,
-        "midus-compare",
-        hint=" See 'midus-compare --help'.",
-        failure="failed: ",
-        interruption="interrupted; the same command goes on",
-    )
-    sys.exit(status)
+main = partial(run_command, app, name="midus compare", interruption="interrupted; the same command goes on")

@@ -1,16 +1,17 @@
-"""The `midus-eval` command."""
+"""The `midus eval` command."""
 
 import contextlib
 import json
 import sys
+from functools import partial
 from typing import Annotated, Any
 
 import typer
 
-from midus_hf.cli.exit_status import INTERRUPTED, WRONG_REQUEST, Ending, run_command
+from midus_hf.cli.command_line import INTERRUPTED, WRONG_REQUEST, Ending, command_line, run_command
 from midus_hf.cli.reading import Device, Json, TaskData, TaskFiles, TaskLimit
 
-app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
+app = command_line()
 
 
 @app.command()
@@ -230,15 +231,4 @@ def _write_tasks(folder: str, data: str | None) -> None:
         print(path)
 
 
-def main(arguments: list[str] | None = None) -> None:
-    """Run the command, and exit unless it is done; one line on standard error says what is wrong.
-
-    An interruption and a termination are told after the models that were finished have been shown.
-    """
-    status = run_command(app, arguments, "midus-eval", interruption="interrupted; nothing was measured")
-    if status:
-        sys.exit(status)
-
-
-if __name__ == "__main__":
-    main()
+main = partial(run_command, app, name="midus eval", interruption="interrupted; nothing was measured")

@@ -1,13 +1,13 @@
-"""The `midus-flops` command."""
+"""The `midus flops` command."""
 
 import json
-from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from midus_hf.cli.exit_status import run_command
+from midus_hf.cli.command_line import command_line, run_command
 from midus_hf.cli.reading import Json
 
 if TYPE_CHECKING:
@@ -15,10 +15,10 @@ if TYPE_CHECKING:
 
     from midus_hf.config.flops.model import ModelFlops
 
-app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
+app = command_line()
 
 
-@app.command(context_settings={"help_option_names": ["-h", "--help"]})
+@app.command()
 def midus_flops(
     model: Annotated[
         str,
@@ -97,14 +97,4 @@ def _table(flops: "ModelFlops") -> "Table":
     return table
 
 
-def main(arguments: Sequence[str] | None = None, name: str = "midus-flops") -> int:
-    """Run the command line.
-
-    Args:
-        arguments: Words after the program's name. Default: those of the process.
-        name: The program's name, as help has it. Default: `midus-flops`.
-
-    Returns:
-        Exit status: 0 done, 1 the work failed, 2 the request is wrong, 130 interrupted; one line on standard error says how.
-    """
-    return run_command(app, arguments, name, hint=f" See '{name} --help'.")
+main = partial(run_command, app, name="midus flops")

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from midus_hf.cli.exit_status import WRONG_REQUEST, Ending
+from midus_hf.cli.command_line import WRONG_REQUEST, Ending
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase

@@ -1,23 +1,24 @@
-"""The `midus-reproduce` command."""
+"""The `midus reproduce` command."""
 
 import contextlib
 import sys
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from midus_hf.cli.exit_status import run_command
+from midus_hf.cli.command_line import command_line, run_command
 from midus_hf.cli.reading import Json, show_report
 from midus_hf.cli.runs import Devices, DryRun, Jobs, devices_of, fail_for
 
 if TYPE_CHECKING:
     from midus_hf.compare.reproduce.repository import Repository
 
-app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
+app = command_line()
 
 
-@app.command(context_settings={"help_option_names": ["-h", "--help"]})
+@app.command()
 def midus_reproduce(
     paper: Annotated[
         str | None, typer.Argument(metavar="PAPER", help="Such as midus; without it, tables are listed.")
@@ -66,7 +67,7 @@ def midus_reproduce(
         _list(repository, json_)
         return
     if table is None:
-        raise ValueError(f"no table of {paper} is named; 'midus-reproduce' alone lists those that there are.")
+        raise ValueError(f"no table of {paper} is named; 'midus reproduce' alone lists those that there are.")
     given = devices_of(devices, jobs)
     with contextlib.redirect_stdout(sys.stderr):
         read = read_table(repository, paper, table, scale, overrides or [])
@@ -116,14 +117,4 @@ def _list(repository: "Repository", json_: bool) -> None:
     show_report({"tables": found}, [words], json_)
 
 
-def main() -> None:
-    """Run the command, and exit with its status, also if that is 0; every error is one line on standard error."""
-    status = run_command(
-        app,
-        None,
-        "midus-reproduce",
-        hint=" See 'midus-reproduce --help'.",
-        failure="failed: ",
-        interruption="interrupted; the same command goes on",
-    )
-    sys.exit(status)
+main = partial(run_command, app, name="midus reproduce", interruption="interrupted; the same command goes on")

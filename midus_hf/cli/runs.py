@@ -4,7 +4,7 @@ from typing import Annotated
 
 import typer
 
-from midus_hf.cli.exit_status import FAILED, Ending
+from midus_hf.cli.command_line import FAILED, Ending
 
 Jobs = Annotated[int, typer.Option(help="Runs beside one another, which share the processor's cores.", metavar="N")]
 Devices = Annotated[

@@ -1,30 +1,38 @@
-"""The `midus-sft` command."""
+"""The `midus sft` command."""
 
 import importlib.util
-from collections.abc import Sequence
+from functools import partial
 from typing import Annotated
 
 import typer
 
-from midus_hf.cli.exit_status import WRONG_REQUEST, Ending
-from midus_hf.cli.training_command import Overrides, documented_keys, run_training_command, train_in_group
+from midus_hf.cli.command_line import WRONG_REQUEST, Ending, command_line
+from midus_hf.cli.training_command import (
+    Overrides,
+    documented_keys,
+    help_on_keys,
+    run_training_command,
+    train_in_group,
+)
 
 _NEEDED = ("datasets", "peft", "trl")
 
 
-def main(arguments: Sequence[str] | None = None, name: str = "midus-sft") -> int:
-    """Run the command line.
-
-    Args:
-        arguments: Words after the program's name. Default: those of the process.
-        name: The program's name, as help has it. Default: `midus-sft`.
-
-    Returns:
-        Exit status, as of every command that trains.
-    """
-    return run_training_command(midus_sft, _keys(), arguments, name)
+def _keys() -> dict[str, str]:
+    """Return what the docstrings of the options say of their keys, by what stands above them."""
+    keys = documented_keys("sft/options.py", "training/run_options.py", "training/optim/rates.py")
+    return {
+        "keys of CONFIG": f"{keys['RunOptions']}\n{keys['SftConfig']}",
+        "rates, which are keys of CONFIG too": keys["Rates"],
+        "keys of data": keys["DataOptions"],
+        "keys of lora": keys["LoraOptions"],
+    }
 
 
+app = command_line()
+
+
+@app.command(epilog=help_on_keys(_keys()))
 def midus_sft(
     config: Annotated[
         str, typer.Argument(metavar="CONFIG", help="YAML file of options; the recipes are in configs/sft.")
@@ -36,7 +44,7 @@ def midus_sft(
     if absent:
         raise Ending(
             WRONG_REQUEST,
-            f"midus-sft needs {', '.join(absent)}, not installed here; pip install 'midus-hf[sft]'.",
+            f"midus sft needs {', '.join(absent)}, not installed here; pip install 'midus-hf[sft]'.",
         )
     from midus_hf.sft.options import SftConfig
     from midus_hf.sft.run import prepare
@@ -44,12 +52,4 @@ def midus_sft(
     train_in_group(SftConfig, prepare, config, overrides or [])
 
 
-def _keys() -> dict[str, str]:
-    """What the docstrings of the options say of their keys."""
-    keys = documented_keys("sft/options.py", "training/run_options.py", "training/optim/rates.py")
-    return {
-        "keys of CONFIG": f"{keys['RunOptions']}\n{keys['SftConfig']}",
-        "rates, which are keys of CONFIG too": keys["Rates"],
-        "keys of data": keys["DataOptions"],
-        "keys of lora": keys["LoraOptions"],
-    }
+main = partial(run_training_command, app, name="midus sft")

@@ -1,26 +1,35 @@
-"""The `midus-train` command."""
+"""The `midus train` command."""
 
-from collections.abc import Sequence
+from functools import partial
 from typing import Annotated
 
 import typer
 
-from midus_hf.cli.training_command import Overrides, documented_keys, run_training_command, train_in_group
+from midus_hf.cli.command_line import command_line
+from midus_hf.cli.training_command import (
+    Overrides,
+    documented_keys,
+    help_on_keys,
+    run_training_command,
+    train_in_group,
+)
 
 
-def main(arguments: Sequence[str] | None = None, name: str = "midus-train") -> int:
-    """Run the command line.
-
-    Args:
-        arguments: Words after the program's name. Default: those of the process.
-        name: The program's name, as help has it. Default: `midus-train`.
-
-    Returns:
-        Exit status, as of every command that trains.
-    """
-    return run_training_command(midus_train, _keys(), arguments, name)
+def _keys() -> dict[str, str]:
+    """Return what the docstrings of the options say of their keys, by what stands above them."""
+    keys = documented_keys("training/options.py", "training/run_options.py", "training/optim/rates.py")
+    return {
+        "keys of CONFIG": f"{keys['RunOptions']}\n{keys['TrainConfig']}",
+        "rates, which are keys of CONFIG too": keys["Rates"],
+        "keys of corpus": keys["CorpusOptions"],
+        "and, where corpus is a list, of each of its corpora": keys["WeightedCorpus"],
+    }
 
 
+app = command_line()
+
+
+@app.command(epilog=help_on_keys(_keys()))
 def midus_train(
     config: Annotated[
         str, typer.Argument(metavar="CONFIG", help="YAML file of options; the recipes are in configs/train.")
@@ -34,12 +43,4 @@ def midus_train(
     train_in_group(TrainConfig, prepare, config, overrides or [])
 
 
-def _keys() -> dict[str, str]:
-    """What the docstrings of the options say of their keys."""
-    keys = documented_keys("training/options.py", "training/run_options.py", "training/optim/rates.py")
-    return {
-        "keys of CONFIG": f"{keys['RunOptions']}\n{keys['TrainConfig']}",
-        "rates, which are keys of CONFIG too": keys["Rates"],
-        "keys of corpus": keys["CorpusOptions"],
-        "and, where corpus is a list, of each of its corpora": keys["WeightedCorpus"],
-    }
+main = partial(run_training_command, app, name="midus train")

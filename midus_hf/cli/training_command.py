@@ -12,7 +12,7 @@ from typing import Annotated, Any
 
 import typer
 
-from midus_hf.cli.exit_status import FAILED, WRONG_REQUEST, Ending, run_command
+from midus_hf.cli.command_line import FAILED, WRONG_REQUEST, Ending, run_command
 
 Overrides = Annotated[
     list[str] | None,
@@ -20,29 +20,23 @@ Overrides = Annotated[
 ]
 
 
-def run_training_command(
-    command: Callable[..., None], keys: Mapping[str, str], arguments: Sequence[str] | None, name: str
-) -> int:
+def run_training_command(app: typer.Typer, arguments: Sequence[str] | None = None, *, name: str) -> int:
     """Run a command that trains.
 
     Args:
-        command: What it does, with its words as typer has them.
-        keys: What is told of the keys of its configs, by what stands above it.
-        arguments: Words after the program's name. `None`: those of the process.
+        app: Its command line.
+        arguments: Words after the program's name. Default: those of the process.
         name: The program's name, as help has it.
 
     Returns:
         Exit status: 0 done, 1 the trained model is not in the output, or was not finite, 2 the request is wrong, 130 or 143
         interrupted by Ctrl-C or SIGTERM; one line on standard error says how. Any other failure of the work raises.
     """
-    app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
-    app.command(epilog=_help_sections(keys), context_settings={"help_option_names": ["-h", "--help"]})(command)
     return run_command(
         app,
         arguments,
-        name,
+        name=name,
         refusals=(),  # only while a run is prepared is a ValueError one: later it is a failure, and shows where
-        hint=f" See '{name} --help'.",
         failure=None,
         silent=not is_main_process(),
     )
@@ -148,6 +142,7 @@ def documented_keys(*files: str) -> dict[str, str]:
     return {name: text.partition("Args:\n")[2].partition("\n\nRaises:")[0] for name, text in documented.items()}
 
 
-def _help_sections(sections: Mapping[str, str]) -> str:
+def help_on_keys(sections: Mapping[str, str]) -> str:
+    """Return what stands below the help of a command: the keys of its configs, by what stands above them."""
     # \b keeps the lines of a paragraph as they are.
     return "\n\n".join(f"\b\n{heading}:\n{keys}" for heading, keys in sections.items())

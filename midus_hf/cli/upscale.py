@@ -1,30 +1,23 @@
 """The `upscale` command."""
 
 import dataclasses
-import importlib.metadata
 import json
 import os
-import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 import yaml
 
-from midus_hf.cli.exit_status import FAILED, INTERRUPTED, Ending, run_command
+from midus_hf.cli.command_line import FAILED, INTERRUPTED, Ending, command_line, run_command
 from midus_hf.cli.reading import Json
 from midus_hf.config.yaml_options import GivenTwice, read_yaml
 from upscalers.record.report import PushError
 from upscalers.request.errors import RequestError, one_line
 from upscalers.request.options import parse_options
 
-app = typer.Typer(
-    name="upscale",
-    help="Upscale a pretrained checkpoint: add memory or depth without changing what it computes.",
-    add_completion=False,
-    rich_markup_mode=None,
-    pretty_exceptions_enable=False,
-)
+app = command_line()
 
 ConfigFile = Annotated[
     Path | None, typer.Option("--config", help="YAML file with these options; the command line wins.", metavar="FILE")
@@ -108,10 +101,10 @@ def run(
     version: Annotated[bool, typer.Option("--version", help="Print the version.")] = False,
 ) -> None:
     """Upscale a pretrained checkpoint: add memory or depth without changing what it computes."""
-    if version:
-        print(importlib.metadata.version("midus-hf"))
-        raise typer.Exit
     if context.invoked_subcommand is not None:
+        return
+    if not any(context.params.values()):
+        print(context.get_help())
         return
     given = {
         "base": base,
@@ -278,16 +271,20 @@ def _read_config_file(path: Path | None) -> dict[str, Any]:
     return {key: value for key, value in given.items() if value is not None}
 
 
-def main() -> None:
-    """Run the command, and exit with its status, also if that is 0; every error is one line on standard error."""
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command line.
+
+    Args:
+        arguments: Words after the program's name. Default: those of the process.
+
+    Returns:
+        The exit status.
+    """
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # what it would say of the base is checked here
-    status = run_command(
+    return run_command(
         app,
-        None,
-        "upscale",
+        arguments,
+        name="upscale",
         refusals=(RequestError,),
-        hint=" See 'upscale --help'.",
-        failure="failed: ",
         interruption="interrupted; nothing is left of the output.",
     )
-    sys.exit(status)

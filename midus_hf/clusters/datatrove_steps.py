@@ -112,7 +112,7 @@ class EmbedWindows(PipelineStep):
 
 
 class BuildTree(PipelineStep):
-    """Builds the tree of what `EmbedWindows` has written, as `midus-cluster build --embeddings` does; a pipeline of its own.
+    """Builds the tree of what `EmbedWindows` has written, as `midus cluster build --embeddings` does; a pipeline of its own.
 
     One task does it, and others do nothing. It goes on after an interruption with the node that it was at, and after `ClusterLevel`
     and `AssignWindows` with the level that they have not done.
@@ -214,13 +214,13 @@ class AssignWindows(PipelineStep):
 
 
 class AssignPaths(PipelineStep):
-    """Gives each document its path in a tree: `memory_ids`, `memory_tree` and `windows` in its metadata, as `midus-cluster assign`.
+    """Gives each document its path in a tree: `memory_ids`, `memory_tree` and `windows` in its metadata, as `midus cluster assign`.
 
     The tree and its model are loaded when the step begins to run, in the process that runs it. Documents that hold nothing but
     white space pass as they are.
 
     Args:
-        tree: Folder that `midus-cluster build` has made.
+        tree: Folder that `midus cluster build` has made.
         embedding_model: Where its embedding model lies. Default: where it lay when the tree was built.
         tokenizer: Where the tokenizer lies that cuts windows. Default: where it lay.
         device: As in `TextEmbedder`. Default: `"cpu"`.

@@ -24,13 +24,13 @@ class Arm:
     Args:
         name: Of the arm.
         upscale: Keys of `upscale --config`; None where the base itself is trained.
-        train: Keys of `midus-train`.
+        train: Keys of `midus train`.
         rates: At each of which it is trained.
         controls: Which null controls are put beside it; true for all that its memory has.
         new_parameters: Parameters that the base does not have.
         trained_parameters: Parameters that the method trains; None where only training knows.
         fitted: What was chosen to meet the budget of parameters, such as `num_new_layers=4`. Default: nothing.
-        fine_tune: Keys of `midus-sft`. Default: none, trained models are not fine-tuned.
+        fine_tune: Keys of `midus sft`. Default: none, trained models are not fine-tuned.
         control: Which null control it is. Default: none.
         control_of: Of which arm. Default: none.
     """

@@ -40,7 +40,7 @@ class Cell:
         return f"{self.arm.control_of or self.arm.name}-{_digest(dict(self.arm.upscale))}-seed-{self.seed}"
 
     def training_keys(self, comparison: Comparison, model: Path | str, output: Path) -> dict[str, Any]:
-        """Keys of `midus-train`.
+        """Keys of `midus train`.
 
         Args:
             comparison: What it belongs to.
@@ -61,7 +61,7 @@ class Cell:
                     f"arms.{self.arm.name} has no max_steps, by which texts would be measured {comparison.evaluations} times; set "
                     "train.max_steps, or train.eval_every, the steps between measurements."
                 )
-            # YAML takes 1e3 for text. What is no number at all is left to midus-train's own words.
+            # YAML takes 1e3 for text. What is no number at all is left to midus train's own words.
             steps = finite_number(keys["max_steps"])
             keys["eval_every"] = 1 if steps is None else max(1, int(steps) // comparison.evaluations)
         keys.setdefault("save_every", keys["eval_every"])
@@ -69,7 +69,7 @@ class Cell:
         return {**keys, "eval_text": comparison.texts}
 
     def fine_tuning_keys(self, model: Path | str, output: Path) -> dict[str, Any]:
-        """Keys of `midus-sft`.
+        """Keys of `midus sft`.
 
         Args:
             model: What is fine-tuned.

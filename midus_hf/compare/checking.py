@@ -40,7 +40,7 @@ def check(comparison: Comparison, arms: Sequence[Arm]) -> None:
 
 
 def check_runs(comparison: Comparison, arms: Sequence[Arm]) -> None:
-    """See that every run is one that `midus-train`, and `midus-sft` behind it, take.
+    """See that every run is one that `midus train`, and `midus sft` behind it, take.
 
     Args:
         comparison: From `plan`.
@@ -65,9 +65,9 @@ def check_runs(comparison: Comparison, arms: Sequence[Arm]) -> None:
             )
         for cell in cells_of(arm, comparison):
             keys = cell.training_keys(comparison, model="model", output=Path("run"))
-            _check_keys(arm, "midus-train", TrainConfig, keys)
+            _check_keys(arm, "midus train", TrainConfig, keys)
             if arm.fine_tune is not None:
-                _check_keys(arm, "midus-sft", SftConfig, cell.fine_tuning_keys("model", Path("tuned")))
+                _check_keys(arm, "midus sft", SftConfig, cell.fine_tuning_keys("model", Path("tuned")))
 
 
 def _check_keys(arm: Arm, command: str, options: type[Any], keys: Mapping[str, Any]) -> None:

@@ -75,13 +75,14 @@ class Commands:
 
         Args:
             step: Name of its log.
-            command: Its name.
+            command: Its name, such as `midus train`.
             words: Its arguments.
 
         Raises:
             StepFailed: If its status is not 0.
         """
-        line = [str(_BIN / command), *map(str, words)]
+        program, *names = command.split()
+        line = [str(_BIN / program), *names, *map(str, words)]
         log = self._logs / f"{step}.log"
         with log.open("a", encoding="utf-8") as said:
             print(f"$ {shlex.join(line)}", file=said, flush=True)

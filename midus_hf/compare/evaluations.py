@@ -1,4 +1,4 @@
-"""What `midus-eval` told of the models of a cell, kept, so that a run that was interrupted does not measure them again."""
+"""What `midus eval` told of the models of a cell, kept, so that a run that was interrupted does not measure them again."""
 
 import hashlib
 import json
@@ -33,12 +33,12 @@ class Evaluations:
         self._commands = commands
 
     def measure(self, step: str, model: str | Path, *words: Any) -> Mapping[str, Any]:
-        """What `midus-eval --json` tells of a model.
+        """What `midus eval --json` tells of a model.
 
         Args:
             step: Name of the evaluation.
             model: The model.
-            words: Other arguments of `midus-eval`.
+            words: Other arguments of `midus eval`.
 
         Raises:
             StepFailed: If the command fails.
@@ -50,7 +50,7 @@ class Evaluations:
             kept = json.loads(path.read_text(encoding="utf-8"))
             if kept["asked"] == asked:
                 return kept["told"]
-        told = json.loads(self._commands.run(step, "midus-eval", *line).output)["models"][0]
+        told = json.loads(self._commands.run(step, "midus eval", *line).output)["models"][0]
         self._folder.mkdir(exist_ok=True)
         with whole_file(path) as written:
             written.write_text(json.dumps({"asked": asked, "told": told}, indent=1), encoding="utf-8")

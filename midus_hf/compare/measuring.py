@@ -77,7 +77,7 @@ def measure_cell(cell: Cell, comparison: Comparison, place: Workplace, commands:
         if arm.control is None:
             controls = available_controls(config)
     keys = cell.training_keys(comparison, model, run)
-    peak_rss_bytes = _train("midus-train", keys, run, commands)
+    peak_rss_bytes = _train("midus train", keys, run, commands)
     events = read_events(run / "log.jsonl")
     peaks = [event["peak_memory_bytes"] for event in events if "peak_memory_bytes" in event]  # of each resumption
     ended = next(event for event in reversed(events) if "trained_parameters" in event)
@@ -191,7 +191,7 @@ def _train(command: str, keys: dict[str, Any], run: Path, commands: Commands) ->
         return 0
     if (run / "train_config.yaml").is_file():
         keys = {**keys, **({"resume": "auto"} if any(run.glob("checkpoint-*")) else {"overwrite": True})}
-    step = command.removeprefix("midus-")
+    step = command.removeprefix("midus ")
     recipe = run.parent / f"{step}.yaml"
     recipe.write_text(yaml.safe_dump(keys, sort_keys=False), encoding="utf-8")
     return commands.run(step, command, recipe).peak_rss_bytes
@@ -202,7 +202,7 @@ def _fine_tune(
 ) -> Measured:
     """Fine-tune a trained model, and measure it."""
     tuned = run.parent / "tuned"
-    _train("midus-sft", cell.fine_tuning_keys(run, tuned), tuned, commands)
+    _train("midus sft", cell.fine_tuning_keys(run, tuned), tuned, commands)
     losses = _losses(tuned, comparison, cell.arm.train, evaluations, "tuned")
     found = Measured(losses, _ask(tuned, comparison, "tasks-tuned", evaluations))
     if not comparison.keep_models:

@@ -31,7 +31,7 @@ class TaskOptions:
     """Questions that the base, and each model before and after training, is asked.
 
     Args:
-        names: Tasks of `midus-eval`.
+        names: Tasks of `midus eval`.
         data: Folder with the questions of the local tasks. Default: none, every task is lm-eval's own.
         include_path: Folder with more task files. Default: none.
         limit: Questions per task. Default: all.
@@ -58,8 +58,8 @@ class ArmOptions:
 
     Args:
         upscale: Keys of `upscale --config`, or such a file. Default: none, the base itself is trained.
-        train: Keys of `midus-train`, or such a file, that replace those of all arms. Default: none.
-        fine_tune: Keys of `midus-sft`, or such a file, that replace those of all arms. Default: none.
+        train: Keys of `midus train`, or such a file, that replace those of all arms. Default: none.
+        fine_tune: Keys of `midus sft`, or such a file, that replace those of all arms. Default: none.
         fit: Name of a key of `upscale`, such as `num_new_layers` or `options.n`, and the values to choose from: that is taken
             with which most nearly as many parameters train as the budget says. Default: none, the arm has the size that it has.
         rates: As in `Comparison`, for this arm alone. Default: those of all.
@@ -95,14 +95,14 @@ class Comparison:
         base: Folder or Hub id of the base.
         output: Folder of the comparison. What it holds already is not done again.
         arms: What is compared, by name.
-        train: Keys of `midus-train` that all arms share, or such a file, among them `corpus` and `max_steps`, the budget of tokens.
-        fine_tune: Keys of `midus-sft`, or such a file: trained models are fine-tuned, and measured again. Default: none.
+        train: Keys of `midus train` that all arms share, or such a file, among them `corpus` and `max_steps`, the budget of tokens.
+        fine_tune: Keys of `midus sft`, or such a file: trained models are fine-tuned, and measured again. Default: none.
         domain: Held-out texts that resemble the corpus, by name, as paths: what is learned is measured on them.
         retention: Texts outside the domain: what is forgotten is measured on them. Default: none.
         tasks: The keys of `TaskOptions`. Default: none.
         trained_parameters: Budget of parameters that train, to which arms with `fit` are sized. Default: none.
         seconds: Budget of seconds of training instead of steps: an arm ends with the step it is at. Default: none.
-        rates: Learning rates at each of which each arm is trained; or mappings with several keys of `midus-train`'s rates.
+        rates: Learning rates at each of which each arm is trained; or mappings with several keys of `midus train`'s rates.
             Default: the one that `train` gives.
         seeds: Seeds of new parameters and of the order of texts. Default: `[0, 1, 2]`.
         evaluations: How often a run measures the texts, the start not counted. Default: 5.

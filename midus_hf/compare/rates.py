@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 
 Rate = Mapping[str, float]
-"""Keys of `midus-train`'s rates, with their values."""
+"""Keys of `midus train`'s rates, with their values."""
 
 
 def rate_name(rate: Rate) -> str:
@@ -37,7 +37,7 @@ def check_rates(rates: list[float | dict[str, float]] | None) -> None:
 
 
 def as_keys(rate: float | Mapping[str, float]) -> Rate:
-    """A rate as keys of `midus-train`.
+    """A rate as keys of `midus train`.
 
     Args:
         rate: A number is that of `learning_rate`.

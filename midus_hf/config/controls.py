@@ -22,7 +22,7 @@ class Change:
 
     Args:
         options: Of its entry in the config, in the place of others. Default: none.
-        trainable: Roles, as `midus-train` takes them for `trainable`. Default: what trains anyway.
+        trainable: Roles, as `midus train` takes them for `trainable`. Default: what trains anyway.
         shuffled: Names of the tensors, within a layer's memory or a table, whose rows `upscale shuffle` permutes when training
             is over. Default: none.
     """

@@ -40,7 +40,7 @@ def read_paths(rows: Iterable[tuple[str, Any]], column: str) -> DocumentPaths:
         path = value_of_row(row, column)
         if not _is_path(path) or (paths and len(path) != len(paths[0])):
             raise DocumentError(
-                f"{place} has {path!r} under {column!r}; expected its node of each level of the tree, as midus-cluster assign writes "
+                f"{place} has {path!r} under {column!r}; expected its node of each level of the tree, as midus cluster assign writes "
                 "it, such as [3, 52, 840], or -1 for each level, the path of the generic memory."
             )
         of_row = value_of_row(row, TREE_COLUMN)

@@ -68,7 +68,7 @@ def document_rows(
         rows = rows_of(file, encoding)
         if rows is None:
             raise DocumentError(
-                f"file {str(file)!r} is plain text, which has no columns; expected JSON lines or Parquet, as midus-cluster "
+                f"file {str(file)!r} is plain text, which has no columns; expected JSON lines or Parquet, as midus cluster "
                 "assign writes."
             )
         yield from (row for row in rows if text_of_row(row[1], column, row[0]).strip())

@@ -33,7 +33,7 @@ class MidusLM(HFLM):
     Args:
         pretrained: A folder, a hub id, or a model.
         progress: Called with the rows of each forward pass, or of what is generated. Default: nothing is.
-        retriever: A tree of topics, as `midus-cluster build` makes it, or what finds paths: blocks are fetched by the path of
+        retriever: A tree of topics, as `midus cluster build` makes it, or what finds paths: blocks are fetched by the path of
             what is asked. Default: none, and nothing is fetched by a path.
         questions: What a request asks, by which its path and its document are found. Default: its context.
         find_documents: Finds a document for each question, which its context then begins with. Default: contexts are as they are.

@@ -197,7 +197,7 @@ def prepare_text(
     if len(targets) < sequence_length:
         raise ValueError(
             f"the text has {len(targets)} tokens to predict; expected at least sequence_length = {sequence_length}, a window. "
-            "Give more text; midus-eval has --sequence-length for shorter windows."
+            "Give more text; midus eval has --sequence-length for shorter windows."
         )
     windows = _spread(_windows(len(targets), sequence_length, stride), stride, max_tokens)
     return PreparedText(lead, targets, characters, utf8_bytes, windows, sequence_length, stride)

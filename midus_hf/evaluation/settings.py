@@ -10,7 +10,7 @@ from midus_hf.config.yaml_options import from_mapping, read_mapping
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class EvaluationSettings:
-    """What to measure and how. Every key is also an option of `midus-eval`. Paths are relative to where it runs.
+    """What to measure and how. Every key is also an option of `midus eval`. Paths are relative to where it runs.
 
     Args:
         text: File or folder to measure perplexity on, of the kinds that `read_documents` reads. Default: none.
@@ -20,10 +20,10 @@ class EvaluationSettings:
         stride: Tokens predicted per window. Default: `sequence_length`.
         max_tokens: Tokens of the text to predict, spread evenly over it. Default: all.
         apart: Whether windows of the text end where a document ends. Default: false; true where there are a retriever or paths.
-        retriever: A tree of topics, as `midus-cluster build` makes it: models that fetch blocks do so by the path of a whole
+        retriever: A tree of topics, as `midus cluster build` makes it: models that fetch blocks do so by the path of a whole
             document, or of what a task asks; others are measured alike without. Default: none.
         path_column: The column, or JSON key, of JSON lines and Parquet that holds the path of each document of the text, as
-            `midus-cluster assign` writes it: models that fetch blocks do so by it, as their training does; others are measured alike
+            `midus cluster assign` writes it: models that fetch blocks do so by it, as their training does; others are measured alike
             without. Windows end where documents do. Default: none.
         blocked: Nodes whose blocks are never fetched, nor any below them, each as `LEVEL:NODE`: the next best is. Default: none.
         block_best: `LEVEL:COUNT`: of this level that many nodes, those that a text would fetch first, are blocked for that text

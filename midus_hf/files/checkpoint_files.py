@@ -137,7 +137,7 @@ RESUMED: Kind = (
 """What a Trainer needs to go on, in a checkpoint beside its model: optimizer, schedule, random state, state of blocks."""
 
 RUN: Kind = (RUN_CONFIG, RUN_LOG)
-"""The options and the log of a run, written into its output by `midus-train` and `midus-sft`."""
+"""The options and the log of a run, written into its output by `midus train` and `midus sft`."""
 
 EVENTS: Kind = (f"{EVENTS_FOLDER}/events.out.tfevents.*", f"{EVENTS_FOLDER}/*/events.out.tfevents.*")
 """Written into the output of a run for TensorBoard."""

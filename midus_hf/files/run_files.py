@@ -42,7 +42,7 @@ from midus_hf.files.checkpoint_files import (
 )
 
 RUN_MARK = (
-    "# The options of the run that wrote this folder, which a later run may overwrite (midus-train, midus-sft).\n"
+    "# The options of the run that wrote this folder, which a later run may overwrite (midus train, midus sft).\n"
 )
 """The first line of a run's options in its output, by which the folder is known as a run's."""
 

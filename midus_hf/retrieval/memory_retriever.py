@@ -111,7 +111,7 @@ class MemoryRetriever:
         """Read a tree and load its embedding model.
 
         Args:
-            folder: What `save`, or `midus-cluster build`, wrote; or a model that was trained with a tree, beside which the tree lies.
+            folder: What `save`, or `midus cluster build`, wrote; or a model that was trained with a tree, beside which the tree lies.
             embedding_model: Where the model lies now. Default: where it lay when the tree was saved.
             device: As in `TextEmbedder`. Default: `"cpu"`.
             batch_size: As in `TextEmbedder`. Default: 64.

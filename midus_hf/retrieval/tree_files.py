@@ -196,7 +196,7 @@ def _read_record(path: Path) -> dict[str, Any]:
     except OSError as error:
         raise ValueError(
             f"tree is {str(path.parent)!r}, whose {RECORD_FILE} cannot be read ({error.strerror}); expected a folder that "
-            "midus-cluster build or ClusterTree.save wrote."
+            "midus cluster build or ClusterTree.save wrote."
         ) from error
     except ValueError as error:
         raise _altered(path, f"it is not JSON: {first_line(error)}") from error

@@ -24,7 +24,7 @@ class CorpusOptions:
         streaming: Read while training instead of before it; needs `max_steps`. Default: false.
         shuffle_buffer: Documents of a streamed dataset held at a time to draw from in random order; 0 keeps the
             dataset's order. Default: 0.
-        path_column: The column, or JSON key, that holds each document's node of each level of a tree of topics, as `midus-cluster
+        path_column: The column, or JSON key, that holds each document's node of each level of a tree of topics, as `midus cluster
             assign` writes it: documents are packed within leaves, and blocks are fetched by the path. Default: none.
         id_column: The column, or JSON key, that names each document, for the record of `audit`. Default: none, lines say which it is.
         cache_dir: Folder where tokens are kept between runs. Default: `midus_hf_tokens` in the cache of the library
@@ -97,7 +97,7 @@ class TrainConfig(Rates, RunOptions):
             of another tree are refused. Default: the tree that the corpus names, without its files.
         generic_share: Of a corpus with `path_column`, share of sequences that read the generic memory instead of the blocks of
             their path (section 4 of hierarchical memories); which these are is drawn anew in each epoch. Default: 1 / 17.
-        audit: Whether to record which documents train each block that is fetched, in a file beside the bank that `midus-bank
+        audit: Whether to record which documents train each block that is fetched, in a file beside the bank that `midus bank
             audit` reads; every corpus then has a `path_column`. Default: false.
         document_mask: Whether tokens attend only within their document. Default: false, as in the paper: documents
             are concatenated and a sequence is one context.

@@ -67,7 +67,7 @@ class RunOptions:
         log_every: Steps between log events. Default: 10.
         usage_every: Steps between events that tell how many memory slots were retrieved since the last one, and how
             evenly. Default: none.
-        eval_text: Held-out text, a file or a folder, whose perplexity is measured as `midus-eval --text` does: before
+        eval_text: Held-out text, a file or a folder, whose perplexity is measured as `midus eval --text` does: before
             the first step, every `eval_every` steps and after the last one. Columns and encoding are those of the
             corpus: with its `path_column`, documents are measured by themselves, with the blocks of their paths, and text
             without that column is measured without blocks. Or several texts, a mapping from names to paths, all of which are

@@ -1,4 +1,4 @@
-"""How often texts fetch the blocks of a bank: counts by hook and by rows, tables, JSON, CSV, pictures, and `midus-usage`."""
+"""How often texts fetch the blocks of a bank: counts by hook and by rows, tables, JSON, CSV, pictures, and `midus look usage`."""
 
 import csv
 import io
@@ -17,7 +17,7 @@ from training.tiny_run import tiny_tokenizer
 from midus_hf.analysis.slots.block_usage import BankLevel, bank_layouts, record_block_usage, usage_by_rows
 from midus_hf.analysis.slots.report import as_csv, as_json, blocks_table, draw_blocks, draw_usage, usage_curves
 from midus_hf.analysis.text_rows import TextRows, read_rows
-from midus_hf.cli.look.usage import main
+from midus_hf.cli.look import main
 from midus_hf.retrieval.memory_retriever import MemoryRetriever
 from midus_hf.retrieval.tree_files import TreeOrigin
 from upscalers.runs.upscale import upscale
@@ -158,7 +158,7 @@ def test_the_command_counts_the_blocks_that_the_paths_of_documents_name(folders,
     pytest.importorskip("matplotlib")
     folder, documents = folders
     words = [str(folder / "model"), "--text", str(folder / "texts.jsonl"), "--retriever", str(folder / "tree")]
-    assert main([*words, "--sequence-length", "8", "--json", "--output", str(tmp_path / "usage.svg")]) == 0
+    assert main(["usage", *words, "--sequence-length", "8", "--json", "--output", str(tmp_path / "usage.svg")]) == 0
     report = json.loads(capsys.readouterr().out)
     assert report["layers"] == {} and report["not_counted"] == {}
     levels = report["blocks"]["hier-ffn"]["levels"]
@@ -166,7 +166,7 @@ def test_the_command_counts_the_blocks_that_the_paths_of_documents_name(folders,
         assert levels[str(level)]["tokens"] == expected_tokens(folder, documents, level, less=1)
     assert levels["2"]["never_fetched"] == 9 - len(levels["2"]["tokens"])
     assert (tmp_path / "usage.svg").read_text().startswith("<?xml")
-    assert main(words) == 0
+    assert main(["usage", *words]) == 0
     printed = capsys.readouterr().out
     assert "Blocks fetched" in printed and "Slots retrieved" not in printed
 
@@ -175,16 +175,16 @@ def test_the_command_asks_for_a_tree_and_refuses_one_that_nothing_is_fetched_by(
     folder, _ = folders
     options = {"n": 4, "k": 2}
     upscale(base=folder / "base", method="midus-hml", output=tmp_path / "slots", options=options, verify=False)
-    assert main([str(folder / "model"), "--text", str(folder / "texts.jsonl")]) == 2
+    assert main(["usage", str(folder / "model"), "--text", str(folder / "texts.jsonl")]) == 2
     assert (
-        "midus-usage: the texts of this midus_llama model fetch blocks, and nothing says which; "
+        "midus look usage: the texts of this midus_llama model fetch blocks, and nothing says which; "
         "expected the tree of topics that they are "
         "found by. Pass --retriever.\n"
     ) in capsys.readouterr().err
     tree = ["--retriever", str(folder / "tree")]
-    assert main([str(tmp_path / "slots"), "--text", str(folder / "texts.jsonl"), *tree]) == 2
+    assert main(["usage", str(tmp_path / "slots"), "--text", str(folder / "texts.jsonl"), *tree]) == 2
     assert "and the texts of this model fetch no blocks; leave it out.\n" in capsys.readouterr().err
-    assert main([str(folder / "base"), "--text", str(folder / "texts.jsonl"), *tree]) == 2
+    assert main(["usage", str(folder / "base"), "--text", str(folder / "texts.jsonl"), *tree]) == 2
     assert "this llama model has no memory whose use can be counted; expected" in capsys.readouterr().err
 
 
@@ -200,7 +200,7 @@ def test_the_command_refuses_a_tree_of_another_shape_than_that_of_the_bank(
         "expected the tree that the bank was trained with.\n"
     )
     texts = ["--text", str(folder / "texts.jsonl")]
-    assert main([str(folder / "model"), *texts, "--retriever", str(tmp_path / "tree")]) == 2
+    assert main(["usage", str(folder / "model"), *texts, "--retriever", str(tmp_path / "tree")]) == 2
     assert words in capsys.readouterr().err
 
 
@@ -209,10 +209,10 @@ def test_slots_and_blocks_of_one_model_are_counted_together(folders, tmp_path, c
     options = {"n": 4, "k": 2}
     upscale(base=folder / "model", method="midus-pkm", output=tmp_path / "both", options=options, verify=False)
     words = [str(tmp_path / "both"), "--text", str(folder / "texts.jsonl"), "--sequence-length", "20", "--json"]
-    assert main([*words, "--retriever", str(folder / "tree")]) == 0
+    assert main(["usage", *words, "--retriever", str(folder / "tree")]) == 0
     report = json.loads(capsys.readouterr().out)
     assert len(report["layers"]) == 2 and report["blocks"]["hier-ffn"] and report["not_counted"] == {}
-    assert main(words) == 0
+    assert main(["usage", *words]) == 0
     out, err = capsys.readouterr()
     assert json.loads(out)["blocks"] == {} and list(json.loads(out)["not_counted"]) == ["hier-ffn"]
     assert "texts fetch nothing from the model's bank; give --retriever with its tree of topics" in err

@@ -1,4 +1,4 @@
-"""`midus-usage` and `scripts/memory_usage.py`: the table, the JSON, the picture, and what it refuses."""
+"""`midus look usage` and `scripts/memory_usage.py`: the table, the JSON, the picture, and what it refuses."""
 
 import json
 import runpy
@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM
 
 from midus_hf.analysis.slots.report import draw_usage, usage_curves
 from midus_hf.analysis.slots.usage import counted_types, record_usage
-from midus_hf.cli.look.usage import main
+from midus_hf.cli.look import main
 from upscalers.runs.upscale import upscale
 
 REPOSITORY = Path(__file__).parents[2]
@@ -49,7 +49,10 @@ def test_it_prints_a_row_a_layer_and_draws_a_picture(model, text, tmp_path, monk
 
 
 def test_json_says_what_the_model_retrieved(model, text, capsys):
-    assert main([str(model), "--text", str(text), "--sequence-length", "20", "--max-tokens", "40", "--json"]) == 0
+    assert (
+        main(["usage", str(model), "--text", str(text), "--sequence-length", "20", "--max-tokens", "40", "--json"])
+        == 0
+    )
     report = json.loads(capsys.readouterr().out)
     assert report["tokens"] == 40 and report["model"] == str(model)
     assert list(report["layers"]) == [str(layer) for layer in NEW_LAYERS]
@@ -62,7 +65,7 @@ def test_a_checkpoint_that_lacks_a_tensor_is_refused(model, text, tmp_path, caps
     tensors = load_file(lacking / "model.safetensors")
     del tensors[f"model.layers.{NEW_LAYERS[0]}.memory.value_bank"]
     save_file(tensors, lacking / "model.safetensors", {"format": "pt"})
-    assert main([str(lacking), "--text", str(text)]) == 2
+    assert main(["usage", str(lacking), "--text", str(text)]) == 2
     assert (
         "whose checkpoint lacks 1 of its tensors, such as model.layers.1.memory.value_bank" in capsys.readouterr().err
     )
@@ -70,7 +73,7 @@ def test_a_checkpoint_that_lacks_a_tensor_is_refused(model, text, tmp_path, caps
 
 def test_the_counts_are_those_of_the_tokens_that_were_read(model, tmp_path, capsys):
     text = write_text(tmp_path / "short.txt", words=101)
-    assert main([str(model), "--text", str(text), "--sequence-length", "100", "--json"]) == 0
+    assert main(["usage", str(model), "--text", str(text), "--sequence-length", "100", "--json"]) == 0
     report = json.loads(capsys.readouterr().out)
     loaded = AutoModelForCausalLM.from_pretrained(model).eval()
     ids = torch.tensor([[int(word[1:]) for word in text.read_text().split()]])
@@ -83,14 +86,14 @@ def test_the_counts_are_those_of_the_tokens_that_were_read(model, tmp_path, caps
 def test_of_a_folder_of_texts_it_is_told_what_was_not_read(model, text, tmp_path, capsys):
     (tmp_path / "a.txt").write_text(text.read_text())
     (tmp_path / "b.csv").touch()
-    assert main([str(model), "--text", str(tmp_path), "--json"]) == 0
+    assert main(["usage", str(model), "--text", str(tmp_path), "--json"]) == 0
     assert f"read 1 of 2 files of {tmp_path}; not read: 1 .csv (expected .txt, " in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("is_terminal", [True, False])
 def test_bars_are_for_terminals(is_terminal, model, text, library_bars, monkeypatch, capsys):
     monkeypatch.setattr(sys.stderr, "isatty", lambda: is_terminal)
-    assert main([str(model), "--text", str(text), "--json"]) == 0
+    assert main(["usage", str(model), "--text", str(text), "--json"]) == 0
     assert ("Loading weights" in capsys.readouterr().err) == is_terminal
 
 
@@ -108,12 +111,12 @@ def test_a_picture_is_written_in_the_kind_that_its_name_says(tmp_path, suffix):
 
 
 def test_windows_that_are_too_long_and_a_model_without_memory_are_refused(model, text, capsys):
-    assert main([str(model), "--text", str(text), "--sequence-length", "4000"]) == 2
-    message = "midus-usage: sequence_length is 4000; the model was made for at most 128 tokens."
+    assert main(["usage", str(model), "--text", str(text), "--sequence-length", "4000"]) == 2
+    message = "midus look usage: sequence_length is 4000; the model was made for at most 128 tokens."
     assert capsys.readouterr().err.splitlines()[-1] == message
-    assert main([str(model.parent / "base"), "--text", str(text)]) == 2
+    assert main(["usage", str(model.parent / "base"), "--text", str(text)]) == 2
     assert (
-        "midus-usage: this llama model has no memory whose use can be counted; expected an upscaled"
+        "midus look usage: this llama model has no memory whose use can be counted; expected an upscaled"
         in capsys.readouterr().err
     )
 
@@ -124,9 +127,9 @@ CHAPTERS = {"memory_tokens": 24, "chapters": 6, "k": 2, "layers": [0, 2]}
 
 def test_a_model_whose_memories_have_no_slots_is_refused_by_their_type(model, text, tmp_path, capsys):
     upscale(base=model.parent / "base", method="moda", output=tmp_path / "moda", verify=False)
-    assert main([str(tmp_path / "moda"), "--text", str(text)]) == 2
+    assert main(["usage", str(tmp_path / "moda"), "--text", str(text)]) == 2
     assert (
-        "midus-usage: this midus_llama model has no memory whose use can be counted, "
+        "midus look usage: this midus_llama model has no memory whose use can be counted, "
         "only memory of type depth-attention; expected an "
         f"upscaled model with memory of one of the types: {', '.join(counted_types())}.\n"
     ) in capsys.readouterr().err
@@ -134,7 +137,7 @@ def test_a_model_whose_memories_have_no_slots_is_refused_by_their_type(model, te
 
 def test_chapters_are_counted_as_slots_are(model, text, tmp_path, capsys):
     upscale(base=model.parent / "base", method="moc", output=tmp_path / "moc", options=CHAPTERS, verify=False)
-    assert main([str(tmp_path / "moc"), "--text", str(text), "--sequence-length", "50", "--json"]) == 0
+    assert main(["usage", str(tmp_path / "moc"), "--text", str(text), "--sequence-length", "50", "--json"]) == 0
     report = json.loads(capsys.readouterr().out)
     assert list(report["layers"]) == ["0 chapters", "2 chapters"] and report["not_counted"] == {}
     for of_layer in report["layers"].values():
@@ -146,7 +149,7 @@ def test_chapters_are_counted_as_slots_are(model, text, tmp_path, capsys):
 def test_memories_without_slots_are_named_beside_those_that_are_counted(model, text, tmp_path, capsys):
     upscale(base=model, method="moc", output=tmp_path / "both", options={**CHAPTERS, "layers": [0, 2]}, verify=False)
     upscale(base=tmp_path / "both", method="moda", output=tmp_path / "all", options={"layers": [3, 5]}, verify=False)
-    assert main([str(tmp_path / "all"), "--text", str(text), "--json"]) == 0
+    assert main(["usage", str(tmp_path / "all"), "--text", str(text), "--json"]) == 0
     out, err = capsys.readouterr()
     report = json.loads(out)
     assert list(report["layers"]) == ["0 chapters", "1", "2 chapters", "4"]

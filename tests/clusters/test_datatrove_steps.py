@@ -1,4 +1,4 @@
-"""Documents of a pipeline get the paths that `midus-cluster assign` gives them."""
+"""Documents of a pipeline get the paths that `midus cluster assign` gives them."""
 
 import json
 

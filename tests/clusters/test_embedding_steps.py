@@ -80,7 +80,7 @@ def run_tasks(texts, tmp_path):
 
 @pytest.fixture
 def built_alone(bert, texts, tmp_path):
-    """The tree that `midus-cluster build` makes."""
+    """The tree that `midus cluster build` makes."""
     corpus = Corpus(texts, label_column="label")
     build(BuildRequest(corpus, bert, bert, tmp_path / "alone", OPTIONS, window_tokens=5))
     return tmp_path / "alone"

@@ -136,7 +136,7 @@ def test_wrong_options_and_folders_are_refused(tmp_path, corpus, tokenizer, embe
     (tmp_path / "blank.txt").write_text(" ")
     with pytest.raises(ValueError, match=r"has no document with a visible character\. Add text"):
         store(folder, Corpus(str(tmp_path / "blank.txt")), tokenizer, embedder)
-    with pytest.raises(ValueError, match=r"holds no windows, or not all of a corpus; .* Run midus-cluster build\."):
+    with pytest.raises(ValueError, match=r"holds no windows, or not all of a corpus; .* Run midus cluster build\."):
         open_windows(folder)
 
 

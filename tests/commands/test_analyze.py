@@ -1,4 +1,4 @@
-"""`midus-analyze`: heads, layers, drift, values and a page of them: tables, JSON, pictures, and what they refuse."""
+"""`midus look`: heads, layers, drift, values and a page of them: tables, JSON, pictures, and what they refuse."""
 
 import json
 from collections.abc import Callable
@@ -10,7 +10,6 @@ from analysis.upscaled_folders import acting, loaded, saved_pair, saved_with_ban
 from tiny import save_tiny_model
 from training.tiny_run import letter_tokenizer, tiny_tokenizer
 
-from midus_hf.cli.look import analyze
 from midus_hf.retrieval.memory_retriever import MemoryRetriever
 
 QUESTIONS = [
@@ -52,7 +51,7 @@ def text(tmp_path_factory):
 
 @pytest.fixture
 def run(as_command) -> Callable[..., SimpleNamespace]:
-    return as_command(analyze.main, "midus-analyze")
+    return as_command("midus look")
 
 
 def test_heads_are_told_as_json_and_drawn(run, model, data, tmp_path):
@@ -239,4 +238,4 @@ def test_what_is_wrong_with_a_request_to_look_inside_is_refused(run, upscaled, t
     done = run(*[part for word in words for part in replaced.get(word, [word])], "--device", "cpu")
     assert (done.status, done.out) == (2, "")
     last = done.err.splitlines()[-1]
-    assert last.startswith("midus-analyze: ") and message in last, done.err
+    assert last.startswith(f"midus look {words[0]}: ") and message in last, done.err

@@ -1,4 +1,4 @@
-"""`midus-cluster` builds, assigns and reports, and tells in one line what is wrong with a request."""
+"""`midus cluster` builds, assigns and reports, and tells in one line what is wrong with a request."""
 
 import datetime
 import json
@@ -234,15 +234,15 @@ def test_a_wrong_request_is_told_in_one_line(words, message, bert, corpus, tree,
     replaced = {"BERT": bert, "CORPUS": corpus, "TREE": tree}
     assert main([replaced.get(word, word) for word in words.split()]) == 2
     out, err = capsys.readouterr()
-    assert out == "" and err.splitlines()[-1].startswith(f"midus-cluster: {message}"), err
+    assert out == "" and err.splitlines()[-1].startswith(f"midus cluster {words.split()[0]}: {message}"), err
 
 
 def last_line(words: list[str], capsys) -> str:
     """What a request that is wrong is told, which must be one line of its own."""
     assert main(words) == 2
     out, err = capsys.readouterr()
-    assert out == "" and err.count("midus-cluster: ") == 1 and err.endswith("\n")
-    return err.splitlines()[-1].removeprefix("midus-cluster: ")
+    assert out == "" and err.count(f"midus cluster {words[0]}: ") == 1 and err.endswith("\n")
+    return err.splitlines()[-1].removeprefix(f"midus cluster {words[0]}: ")
 
 
 def test_a_corpus_without_text_makes_no_tree_and_no_paths(tree, bert, tmp_path, capsys):

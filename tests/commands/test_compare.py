@@ -1,4 +1,4 @@
-"""`midus-compare`: what it would run, what it reports, how it ends, and what it refuses."""
+"""`midus compare`: what it would run, what it reports, how it ends, and what it refuses."""
 
 import json
 import shutil
@@ -11,7 +11,6 @@ import yaml
 from compare.small_comparison import HEADWISE, Measured, keys, write_room
 from pairs import by_default
 
-from midus_hf.cli import compare as cli
 from midus_hf.compare import running
 
 ARMS = {
@@ -35,7 +34,7 @@ def config(room, tmp_path):
 
 @pytest.fixture
 def run(as_command):
-    return as_command(cli.main, "midus-compare")
+    return as_command("midus compare")
 
 
 @pytest.fixture(scope="module")
@@ -114,14 +113,14 @@ def test_words_after_the_file_win(run, config):
 def test_a_wrong_request_is_told_in_one_line(run, config, tmp_path, how, words, message):
     done = run(config, *how, *words)
     assert (done.status, done.out, done.err.count("\n")) == (2, "", 1)
-    assert done.err.startswith(f"midus-compare: {message}"), done.err
+    assert done.err.startswith(f"midus compare: {message}"), done.err
     assert not (tmp_path / "out").exists()
 
 
 def test_a_report_of_nothing_says_so(run, config, tmp_path):
     done = run(config, "--report")
     assert (done.status, done.out) == (1, "")
-    assert done.err == f"midus-compare: {tmp_path / 'out'} holds no result yet: the base is measured first\n"
+    assert done.err == f"midus compare: {tmp_path / 'out'} holds no result yet: the base is measured first\n"
     assert not (tmp_path / "out").exists()
 
 
@@ -161,7 +160,7 @@ def test_where_runs_failed_the_report_is_written_and_the_status_is_1(
     cells.failures = failures
     done = run(config, *json_)
     assert done.status == 1
-    assert done.err.splitlines()[-1] == f"midus-compare: {words} The same command does again what failed."
+    assert done.err.splitlines()[-1] == f"midus compare: {words} The same command does again what failed."
     if json_:
         assert json.loads(done.out)["failed"] == failures
     else:
@@ -175,12 +174,12 @@ def test_where_all_is_done_the_status_is_0(run, config, measured, cells):
 
 
 def test_where_the_base_fails_that_is_the_line(run, config, cells, tmp_path):
-    cells.failures = {"base": "midus-eval ended with status 2"}
+    cells.failures = {"base": "midus eval ended with status 2"}
     done = run(config)
     assert (done.status, done.out) == (1, "")
     assert (
         done.err.splitlines()[-1]
-        == f"midus-compare: {tmp_path / 'out'} holds no result yet: midus-eval ended with status 2"
+        == f"midus compare: {tmp_path / 'out'} holds no result yet: midus eval ended with status 2"
     )
 
 
@@ -198,11 +197,11 @@ def test_an_interrupted_comparison_is_130_and_says_that_it_goes_on(run, config, 
     cells.raises = KeyboardInterrupt()
     done = run(config)
     assert (done.status, done.out) == (130, "")
-    assert done.err.splitlines()[-1] == "midus-compare: interrupted; the same command goes on"
+    assert done.err.splitlines()[-1] == "midus compare: interrupted; the same command goes on"
 
 
 def test_a_terminated_comparison_is_143(run, config, cells, monkeypatch):
     monkeypatch.setattr(running.Running, "run", lambda self: signal.raise_signal(signal.SIGTERM))
     done = run(config)
     assert (done.status, done.out) == (143, "")
-    assert done.err.splitlines()[-1] == "midus-compare: interrupted; the same command goes on"
+    assert done.err.splitlines()[-1] == "midus compare: interrupted; the same command goes on"

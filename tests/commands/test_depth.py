@@ -1,4 +1,4 @@
-"""`midus-depth`: tables, JSON, pictures, a page, and what it refuses."""
+"""`midus look depth`: tables, JSON, pictures, a page, and what it refuses."""
 
 import json
 from collections.abc import Callable
@@ -9,8 +9,6 @@ import torch
 from models.depth_models import depth_model
 from tiny import save_tiny_model
 from training.tiny_run import document, tiny_tokenizer
-
-from midus_hf.cli.look import depth as cli
 
 HEADS = 4
 
@@ -35,7 +33,7 @@ def text(tmp_path_factory):
 
 @pytest.fixture
 def run(as_command) -> Callable[..., SimpleNamespace]:
-    return as_command(cli.main, "midus-depth")
+    return as_command("midus look depth")
 
 
 def test_json_is_all_there_is_to_know(run, model, text):
@@ -122,7 +120,7 @@ def test_a_wrong_request_is_told_in_one_line(run, model, text, words, message):
     replaced = {"MODEL": [model], "TEXT": ["--text", text]}
     done = run(*[part for word in words for part in replaced.get(word, [word])], "--device", "cpu")
     assert (done.status, done.out) == (2, "")
-    assert done.err.splitlines()[-1].startswith(f"midus-depth: {message}"), done.err
+    assert done.err.splitlines()[-1].startswith(f"midus look depth: {message}"), done.err
 
 
 def test_a_model_that_has_no_such_memory_is_refused(run, text, tmp_path):

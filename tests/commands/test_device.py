@@ -5,39 +5,39 @@ from collections.abc import Iterator
 
 import pytest
 import typer
-from commands.command_lines import COMMANDS, main_of, run_in_process
+from commands.installed import run_in_process
+
+from midus_hf.cli.entry_points import COMMANDS
 
 ABSENT = "absent/model"
 """Loading it would be refused in other words."""
 WORDS = {
-    "midus-eval": [ABSENT, "--text", "text.txt"],
-    "midus-usage": [ABSENT, "--text", "text.txt"],
-    "midus-depth": [ABSENT, "--text", "text.txt"],
-    "midus-chapters stats": [ABSENT, "--text", "a=text.txt"],
-    "midus-chapters ablate": [ABSENT, "--text", "a=text.txt"],
-    "midus-chapters nearest": [ABSENT],
-    "midus-analyze heads": [ABSENT, "--tasks", "piqa"],
-    "midus-analyze layers": [ABSENT, "--text", "a=text.txt"],
-    "midus-analyze drift": [ABSENT, "--text", "a=text.txt", "--base", ABSENT],
-    "midus-analyze values": [ABSENT, "--layer", "1", "--slot", "1"],
-    "midus-analyze blocks": [ABSENT, "--text", "a=text.txt", "--retriever", "tree"],
-    "midus-analyze page": [ABSENT, "--text", "a=text.txt", "--base", ABSENT, "--output", "page.html"],
-    "midus-cluster build": [
+    "midus eval": [ABSENT, "--text", "text.txt"],
+    "midus look usage": [ABSENT, "--text", "text.txt"],
+    "midus look depth": [ABSENT, "--text", "text.txt"],
+    "midus look chapters": [ABSENT, "--text", "a=text.txt"],
+    "midus look ablate": [ABSENT, "--text", "a=text.txt"],
+    "midus look nearest": [ABSENT],
+    "midus look heads": [ABSENT, "--tasks", "piqa"],
+    "midus look layers": [ABSENT, "--text", "a=text.txt"],
+    "midus look drift": [ABSENT, "--text", "a=text.txt", "--base", ABSENT],
+    "midus look values": [ABSENT, "--layer", "1", "--slot", "1"],
+    "midus look blocks": [ABSENT, "--text", "a=text.txt", "--retriever", "tree"],
+    "midus look page": [ABSENT, "--text", "a=text.txt", "--base", ABSENT, "--output", "page.html"],
+    "midus cluster build": [
         *("--corpus", "text.txt", "--embedding-model", ABSENT, "--tokenizer", ABSENT, "--output", "tree")
     ],
-    "midus-cluster assign": ["--tree", "tree", "--corpus", "text.txt", "--output", "paths.jsonl"],
+    "midus cluster assign": ["--tree", "tree", "--corpus", "text.txt", "--output", "paths.jsonl"],
 }
 """A request of each that lacks nothing but the device and the model."""
 
 
 def commands_with_a_device() -> Iterator[str]:
-    for command in COMMANDS:
-        module = importlib.import_module(f"midus_hf.cli.{main_of(command).args[1]}")
-        if hasattr(module, "app"):
-            whole = typer.main.get_command(module.app)
-            for subcommand, part in {"": whole, **getattr(whole, "commands", {})}.items():
-                if any(option.name == "device" for option in part.params):
-                    yield f"{command} {subcommand}".strip()
+    for name, module in COMMANDS.items():
+        whole = typer.main.get_command(importlib.import_module(f"midus_hf.cli.{module}").app)
+        for subcommand, part in {"": whole, **getattr(whole, "commands", {})}.items():
+            if any(option.name == "device" for option in part.params):
+                yield f"midus {name} {subcommand}".strip()
 
 
 def test_the_table_has_every_command_that_takes_a_device():
@@ -49,8 +49,7 @@ def test_a_device_that_is_not_there_is_2_and_one_line_before_a_model_is_loaded(c
     monkeypatch.chdir(tmp_path)
     (tmp_path / "text.txt").write_text("A text.")
     monkeypatch.setattr("midus_hf.evaluation.harness.Tasks", lambda *names, **options: None)
-    name, *rest = command.split()
-    assert run_in_process(name, [*rest, *WORDS[command], "--device", "cuda:99"], monkeypatch) == 2
+    assert run_in_process(command, [*WORDS[command], "--device", "cuda:99"], monkeypatch) == 2
     out, err = capsys.readouterr()
     assert (out, err.count("\n")) == ("", 1)
     assert "device is 'cuda:99', which cannot be used here (" in err

@@ -1,10 +1,10 @@
-"""`midus-flops`: a table or JSON of what `estimate_flops` counts, from a file, a folder or the hub, without torch."""
+"""`midus flops`: a table or JSON of what `estimate_flops` counts, from a file, a folder or the hub, without torch."""
 
 import json
 import shutil
 
 import pytest
-from commands.command_lines import REPOSITORY, run_alone
+from commands.installed import REPOSITORY, run_alone
 
 from midus_hf.cli.flops import main
 from midus_hf.config.flops.model import estimate_flops
@@ -56,7 +56,7 @@ def test_json_has_the_same_of_a_folder_and_of_other_sizes(folder, capsys):
 def test_the_work_imports_no_torch(monkeypatch):
     monkeypatch.setenv("PYTHONPATH", str(REPOSITORY))
     done = run_alone(
-        "midus-flops",
+        "midus flops",
         [str(CONFIG)],
         afterwards="assert not {'torch', 'transformers', 'midus_hf.models'} & {*sys.modules}",
     )
@@ -66,7 +66,7 @@ def test_the_work_imports_no_torch(monkeypatch):
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        ('{"model_type": "gpt2"}', "midus-flops: config has model_type = 'gpt2'; expected one of: llama"),
+        ('{"model_type": "gpt2"}', "midus flops: config has model_type = 'gpt2'; expected one of: llama"),
         ("{", "config.json is not JSON"),
         ("[]", "config.json holds a list; expected a JSON object"),
     ],

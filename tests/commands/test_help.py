@@ -1,13 +1,16 @@
 """Help of commands comes at once: nothing that takes seconds is imported before a command line is read."""
 
 import dataclasses
+import os
 import subprocess
 import sys
 
 import pytest
-from commands.command_lines import COMMANDS, REPOSITORY, run_alone
+from commands.installed import COMMANDS, REPOSITORY, run_alone, run_in_process
 
+from midus_hf.cli import entry_points
 from midus_hf.training.options import CorpusOptions, TrainConfig, WeightedCorpus
+from midus_hf.version import __version__
 
 HEAVY = ("torch", "transformers", "midus_hf.models")
 
@@ -21,17 +24,19 @@ def help_of(command: str) -> str:
 
 @pytest.mark.parametrize("command", COMMANDS)
 def test_help_imports_nothing_heavy_and_says_the_commands_name(command):
-    assert help_of(command).split()[:2] == ["Usage:", command]
+    assert help_of(command).startswith(f"Usage: {command} ")
 
 
-@pytest.mark.parametrize("script", ["train_cpt.py", "memory_usage.py"])
-def test_help_of_a_script_says_its_own_name(script):
+@pytest.mark.parametrize(
+    ("script", "name"), [("train_cpt.py", "train_cpt.py"), ("memory_usage.py", "midus look usage")]
+)
+def test_help_of_a_script_says_its_name(script, name):
     words = [sys.executable, REPOSITORY / "scripts" / script, "--help"]
-    assert subprocess.check_output(words, text=True).split()[:2] == ["Usage:", script]
+    assert subprocess.check_output(words, text=True).startswith(f"Usage: {name} ")
 
 
 def test_help_of_training_names_every_key_with_what_the_docstring_says():
-    words = help_of("midus-train").split()
+    words = help_of("midus train").split()
     for options in (TrainConfig, CorpusOptions, WeightedCorpus):
         missing = {f"{field.name}:" for field in dataclasses.fields(options)} - set(words)
         assert not missing, options
@@ -39,3 +44,57 @@ def test_help_of_training_names_every_key_with_what_the_docstring_says():
     assert "learning_rate: Maximum rate of everything that has no rate of its own. Default: 1e-4." in text
     assert "path: A text file, a folder of them, or the id of a dataset on the Hub." in text
     assert "Raises:" not in text
+
+
+@pytest.mark.parametrize(
+    "command", ["", *entry_points.COMMANDS, "edit chapters", "edit blocks", "look usage", "bank list"]
+)
+@pytest.mark.parametrize("option", ["-h", "--help"])
+def test_each_way_to_ask_for_help_is_answered(command, option, monkeypatch, capsys):
+    assert run_in_process(f"midus {command}".strip(), [option], monkeypatch) == 0
+    assert capsys.readouterr().out.startswith(f"Usage: midus {command}".strip())
+
+
+@pytest.mark.parametrize(
+    "command",
+    ["upscale", "midus", "midus train", "midus look", "midus look usage", "midus edit", "midus edit blocks delete"],
+)
+def test_without_words_a_command_that_needs_some_shows_its_help(command, monkeypatch, capsys):
+    assert run_in_process(command, [], monkeypatch) == 0
+    out, err = capsys.readouterr()
+    assert out.startswith(f"Usage: {command} ") and err == ""
+
+
+@pytest.mark.parametrize("command", ["upscale", "upscale strip", "midus", "midus train", "midus look usage"])
+def test_every_command_tells_the_version(command, monkeypatch, capsys):
+    assert run_in_process(command, ["--version"], monkeypatch) == 0
+    assert capsys.readouterr().out == f"{__version__}\n"
+
+
+@pytest.mark.parametrize(
+    ("words", "line"),
+    [
+        ("midus trian", "midus: No such command 'trian'. Did you mean 'train'? See 'midus --help'."),
+        ("midus look usge", "midus look: No such command 'usge'. Did you mean 'usage'? See 'midus look --help'."),
+        (
+            "midus flops model --bach 2",
+            "midus flops: No such option: --bach (Possible options: --batch) See 'midus flops --help'.",
+        ),
+        ("upscale strp", "upscale: No such command 'strp'. Did you mean 'strip'? See 'upscale --help'."),
+    ],
+)
+def test_a_typo_is_answered_with_what_is_nearest(words, line, monkeypatch, capsys):
+    program, *rest = words.split()
+    assert run_in_process(program, rest, monkeypatch) == 2
+    assert capsys.readouterr().err == f"{line}\n"
+
+
+@pytest.mark.parametrize(
+    ("words", "completed"),
+    [("midus ", "train"), ("midus lo", "look"), ("midus look us", "usage"), ("midus flops --ba", "--batch")],
+)
+def test_shells_complete_commands_and_options(words, completed):
+    asked = {"_MIDUS_COMPLETE": "complete_bash", "COMP_WORDS": words, "COMP_CWORD": str(words.count(" "))}
+    code = "import sys\nfrom midus_hf.cli.entry_points import midus\nsys.exit(midus())"
+    done = subprocess.run([sys.executable, "-c", code], env={**os.environ, **asked}, capture_output=True, text=True)
+    assert completed in done.stdout.split(), done

@@ -1,4 +1,4 @@
-"""`midus-chapters` stats, ablate and nearest: tables, JSON, files, and what they refuse."""
+"""`midus look chapters`, `ablate` and `nearest`: tables, JSON, files, and what they refuse."""
 
 import csv
 import json
@@ -10,8 +10,6 @@ import pytest
 from analysis.chapter_models import CHAPTERS, LAYERS, READ, routed_model, rows_of
 from tiny import save_tiny_model
 from training.tiny_run import tiny_tokenizer
-
-from midus_hf.cli.look import chapters as cli
 
 
 @pytest.fixture(scope="module")
@@ -36,11 +34,11 @@ def texts(tmp_path_factory):
 
 @pytest.fixture
 def run(as_command) -> Callable[..., SimpleNamespace]:
-    return as_command(cli.main, "midus-chapters")
+    return as_command("midus look")
 
 
 def test_stats_as_json_are_all_there_is_to_know(run, model, texts):
-    done = run("stats", model, *texts, "--json")
+    done = run("chapters", model, *texts, "--json")
     assert done.status == 0, done.err
     report = json.loads(done.out)
     assert set(report) == {"model", "texts", "layers"}
@@ -55,13 +53,13 @@ def test_stats_as_json_are_all_there_is_to_know(run, model, texts):
             "stability_between", "attention_mass", "shared_mass", "routed_mass", "added_to_attention", "added_to_residual",
         }  # fmt: skip
         assert {row["chapter"] for row in of_layer["typical"]["b"]} == {4, 5}
-    limited = json.loads(run("stats", model, *texts, "--json", "--limit", 1, "--sequence-length", 6).out)
+    limited = json.loads(run("chapters", model, *texts, "--json", "--limit", 1, "--sequence-length", 6).out)
     assert limited["texts"]["a"] == {**limited["texts"]["a"], "documents": 1, "rows": 2, "tokens": 12}
 
 
 def test_stats_as_a_table_and_a_folder(run, model, texts, tmp_path):
     pytest.importorskip("matplotlib")
-    done = run("stats", model, *texts, "--output", tmp_path / "new" / "folder")
+    done = run("chapters", model, *texts, "--output", tmp_path / "new" / "folder")
     assert done.status == 0, done.err
     assert (
         "2 of 5 routed chapters; entropy at most 1.609, information 0.693 nats" in done.out
@@ -83,7 +81,7 @@ def test_stats_as_a_table_and_a_folder(run, model, texts, tmp_path):
 
 def test_one_text_has_nothing_to_be_told_from(run, model, texts, tmp_path):
     pytest.importorskip("matplotlib")
-    done = run("stats", model, *texts[:2], "--output", tmp_path / "folder")
+    done = run("chapters", model, *texts[:2], "--output", tmp_path / "folder")
     assert done.status == 0 and "typical" not in done.out
     assert not (tmp_path / "folder" / "chapters-specialisation.png").exists()
 
@@ -121,7 +119,7 @@ def test_nearest_tokens_are_shown(run, model):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["stats", "MODEL", "TEXT", "--memory", "other"], "memory is 'other'; expected one of: chapters."),
+        (["chapters", "MODEL", "TEXT", "--memory", "other"], "memory is 'other'; expected one of: chapters."),
         (
             ["ablate", "MODEL", "TEXT", "--chapters", "6"],
             "chapters is '6'; expected numbers from 0 to 5, the model's.",
@@ -136,13 +134,13 @@ def test_a_wrong_request_is_told_in_one_line(run, model, texts, words, message):
     replaced = {"MODEL": [model], "TEXT": texts[:2]}
     done = run(*[part for word in words for part in replaced.get(word, [word])], "--device", "cpu")
     assert (done.status, done.out) == (2, "")
-    assert done.err.splitlines()[-1].startswith(f"midus-chapters: {message}"), done.err
+    assert done.err.splitlines()[-1].startswith(f"midus look {words[0]}: {message}"), done.err
 
 
 def test_a_model_without_chapters_is_refused(run, texts, tmp_path):
     save_tiny_model("llama", tmp_path)
     tiny_tokenizer().save_pretrained(tmp_path)
-    for words in (["stats", tmp_path, *texts], ["ablate", tmp_path, *texts], ["nearest", tmp_path]):
+    for words in (["chapters", tmp_path, *texts], ["ablate", tmp_path, *texts], ["nearest", tmp_path]):
         done = run(*words)
         assert done.status == 2
         assert "this llama model has no memory of chapters; expected one upscaled with" in done.err.splitlines()[-1]
@@ -151,5 +149,5 @@ def test_a_model_without_chapters_is_refused(run, texts, tmp_path):
 def test_a_folder_of_pictures_must_be_new(run, model, texts, tmp_path):
     pytest.importorskip("matplotlib")
     (tmp_path / "file").touch()
-    done = run("stats", model, *texts, "--output", tmp_path)
+    done = run("chapters", model, *texts, "--output", tmp_path)
     assert done.status == 2 and "which exists and is no empty folder; name another." in done.err

@@ -4,44 +4,44 @@ import importlib.util
 import json
 
 import pytest
-from commands.command_lines import run_in_process
+from commands.installed import run_in_process
 
 READERS = {
-    "midus-usage": [],
-    "midus-depth": [],
-    "midus-chapters stats": [],
-    "midus-chapters ablate": [],
-    "midus-analyze layers": [],
-    "midus-analyze drift": [],
-    "midus-analyze values": ["--layer", "1"],
-    "midus-analyze blocks": ["--retriever", "tree"],
-    "midus-analyze page": ["--output", "a.html"],
+    "midus look usage": [],
+    "midus look depth": [],
+    "midus look chapters": [],
+    "midus look ablate": [],
+    "midus look layers": [],
+    "midus look drift": [],
+    "midus look values": ["--layer", "1"],
+    "midus look blocks": ["--retriever", "tree"],
+    "midus look page": ["--output", "a.html"],
 }
 """Commands, and what else each needs."""
-WITHOUT_TEXTS = {"midus-cluster report": ["--tree", "absent"]}
+WITHOUT_TEXTS = {"midus cluster report": ["--tree", "absent"]}
 """Commands that draw, and read no text with a model."""
-ONE_TEXT = ("midus-usage", "midus-depth")
+ONE_TEXT = ("midus look usage", "midus look depth")
 FILES = {
-    "midus-usage --output": ".png, .svg, .pdf",
-    "midus-depth --picture": ".png",
-    "midus-depth --page": ".html",
-    "midus-analyze layers --picture": ".png",
-    "midus-analyze layers --csv": ".csv",
-    "midus-analyze drift --page": ".html",
-    "midus-analyze blocks --picture": ".png",
-    "midus-analyze blocks --csv": ".csv",
-    "midus-analyze page --output": ".html",
-    "midus-cluster report --output": ".png, .svg, .pdf",
+    "midus look usage --output": ".png, .svg, .pdf",
+    "midus look depth --picture": ".png",
+    "midus look depth --page": ".html",
+    "midus look layers --picture": ".png",
+    "midus look layers --csv": ".csv",
+    "midus look drift --page": ".html",
+    "midus look blocks --picture": ".png",
+    "midus look blocks --csv": ".csv",
+    "midus look page --output": ".html",
+    "midus cluster report --output": ".png, .svg, .pdf",
 }
 """Options that name a file, and how it may end."""
 WITH_PICTURES = (
-    ("midus-usage --output", "output is a picture, which needs"),
-    ("midus-chapters stats --output", "output is a folder of pictures, which need"),
-    ("midus-chapters ablate --output", "output is a folder of pictures, which need"),
-    ("midus-depth --page", "page has pictures, which need"),
-    ("midus-analyze layers --picture", "picture has pictures, which need"),
-    ("midus-analyze page --output", "output has pictures, which need"),
-    ("midus-cluster report --output", "output is a picture, which needs"),
+    ("midus look usage --output", "output is a picture, which needs"),
+    ("midus look chapters --output", "output is a folder of pictures, which need"),
+    ("midus look ablate --output", "output is a folder of pictures, which need"),
+    ("midus look depth --page", "page has pictures, which need"),
+    ("midus look layers --picture", "picture has pictures, which need"),
+    ("midus look page --output", "output has pictures, which need"),
+    ("midus cluster report --output", "output is a picture, which needs"),
 )
 
 
@@ -52,15 +52,14 @@ def refused(tmp_path, monkeypatch, capsys):
     (tmp_path / "text.jsonl").write_text(json.dumps({"text": "w3 w4 w5"}))
 
     def of(reader: str, *options: str) -> str:
-        command, *verb = reader.split()
-        text = [] if "--text" in options else ["--text", "text.jsonl" if command in ONE_TEXT else "a=text.jsonl"]
-        words = [*verb, *WITHOUT_TEXTS.get(reader, []), *options]
+        text = [] if "--text" in options else ["--text", "text.jsonl" if reader in ONE_TEXT else "a=text.jsonl"]
+        words = [*WITHOUT_TEXTS.get(reader, []), *options]
         if reader not in WITHOUT_TEXTS:
-            words = [*verb, "absent/model", *text, *READERS[reader], "--device", "cpu", *options]
-        assert run_in_process(command, words, monkeypatch) == 2
+            words = ["absent/model", *text, *READERS[reader], "--device", "cpu", *options]
+        assert run_in_process(reader, words, monkeypatch) == 2
         out, err = capsys.readouterr()
-        assert out == "" and err.splitlines()[-1].startswith(f"{command}: ")
-        return err.splitlines()[-1].removeprefix(f"{command}: ")
+        assert out == "" and err.splitlines()[-1].startswith(f"{reader}: ")
+        return err.splitlines()[-1].removeprefix(f"{reader}: ")
 
     return of
 
@@ -75,19 +74,19 @@ def test_texts_and_models_that_cannot_be_read_are_refused(refused, reader):
         assert refused(reader, "--text", "a.txt") == message
         twice = refused(reader, "--text", "a=b", "--text", "a=c")
         assert twice == "text 'a' is given twice; expected each name once."
-    if reader != "midus-usage":
+    if reader != "midus look usage":
         assert refused(reader, "--limit", "0") == "limit is 0; expected at least 1."
-    if reader in ("midus-analyze drift", "midus-analyze page"):  # which look for the base of the model first
+    if reader in ("midus look drift", "midus look page"):  # which look for the base of the model first
         return
     assert refused(reader).startswith("model is 'absent/model', which cannot be loaded on cpu")
     assert refused(reader, "--device", "nowhere").startswith("device is 'nowhere', which cannot be used here (")
-    if reader != "midus-analyze blocks":
+    if reader != "midus look blocks":
         assert refused(reader, "--dtype", "int8") == "dtype is 'int8'; expected auto, float32, bfloat16 or float16."
 
 
 def test_slot_usage_refuses_a_dtype_before_it_reads_a_text(refused):
     message = "dtype is 'int8'; expected auto, float32, bfloat16 or float16."
-    assert refused("midus-usage", "--dtype", "int8", "--text", "absent") == message
+    assert refused("midus look usage", "--dtype", "int8", "--text", "absent") == message
 
 
 @pytest.mark.parametrize(("option", "suffixes"), FILES.items())

@@ -1,15 +1,13 @@
-"""`midus-reproduce`: the tables that there are, the rows of one, and what it refuses."""
+"""`midus reproduce`: the tables that there are, the rows of one, and what it refuses."""
 
 import json
 
 import pytest
 
-from midus_hf.cli import reproduce as cli
-
 
 @pytest.fixture
 def run(as_command):
-    return as_command(cli.main, "midus-reproduce")
+    return as_command("midus reproduce")
 
 
 def test_without_a_paper_it_lists_tables(run):
@@ -30,7 +28,7 @@ def test_rows_are_named_as_in_the_table_or_as_in_the_plan(names, run, tmp_path):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["midus"], "no table of midus is named; 'midus-reproduce' alone lists those that there are."),
+        (["midus"], "no table of midus is named; 'midus reproduce' alone lists those that there are."),
         (["midus", "1", "--rows", "HML"], "rows names 'HML'; expected some of: Base; SOLAR; Llama Pro; LESA;"),
     ],
 )

@@ -1,6 +1,6 @@
 """Comparisons whose processes are all forked from this one, which has imported what they need: fresh interpreters take 5 s each.
 
-A request is a line of JSON on standard input: the words of `midus-compare`. Its answers are two lines on standard output: the id of
+A request is a line of JSON on standard input: the words of `midus compare`. Its answers are two lines on standard output: the id of
 its process, and, when that has ended, its exit status. All its processes note their ids in the file that is this program's argument.
 Each is told of its parent, hears signals and ends as one of a fresh interpreter does; what it is called in a list of processes is all
 that differs.
@@ -18,7 +18,7 @@ import traceback
 from pathlib import Path
 from typing import Any, NoReturn
 
-from commands.command_lines import main_of
+from commands.installed import main_of
 from processes.server import import_libraries
 
 NOTED = Path(sys.argv[1])
@@ -92,19 +92,19 @@ class Forked(subprocess.Popen):
 
 
 def compare(words: list[str]) -> int:
-    """Run `midus-compare` with the streams of this process closed to it."""
+    """Run `midus compare` with the streams of this process closed to it."""
     os.dup2(os.open(os.devnull, os.O_RDWR), 0)
     os.dup2(os.open(f"{NOTED}.said", os.O_WRONLY | os.O_APPEND | os.O_CREAT), 1)
     os.dup2(1, 2)
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    sys.argv = ["midus-compare", *words]
-    return main_of("midus-compare")()
+    sys.argv = ["midus", "compare", *words]
+    return main_of("midus")()
 
 
 def main() -> None:
     """Import what all of them need, and serve."""
     import_libraries()
-    for command in ("midus-compare", "midus-eval", "midus-train", "upscale"):
+    for command in ("midus compare", "midus eval", "midus train", "upscale"):
         main_of(command)
     for name in ("training.run", "evaluation.evaluate", "models.families"):
         importlib.import_module(f"midus_hf.{name}")

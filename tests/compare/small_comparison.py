@@ -8,7 +8,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from commands.command_lines import main_of
+from commands.installed import main_of
 from evaluation.byte_models import save_byte_model
 
 from midus_hf.compare.arms import plan
@@ -68,7 +68,7 @@ class InProcess:
         if step == self.fails:
             raise StepFailed(f"{command} ended with status 1")
         printed, before = io.StringIO(), sys.argv
-        sys.argv = [command, *map(str, words)]
+        sys.argv = [*command.split(), *map(str, words)]
         try:
             with contextlib.redirect_stdout(printed):
                 status = main_of(command)()

@@ -185,9 +185,9 @@ REFUSED = {
     "a seed of its own": (
         {"train": {"seed": 1}}, "arms.a.train has 'seed', which the comparison sets for each run; leave it out."
     ),
-    "an unknown key of runs": ({"train": {"max_step": 3}}, "arms.a, as a run of midus-train: config has no option 'max_step'."),
-    "a value out of range": ({"train": {"batch_size": 0}}, "arms.a, as a run of midus-train: batch_size is 0; expected at least 1."),
-    "steps in words": ({"train": {"max_steps": "many"}}, "arms.a, as a run of midus-train: max_steps is 'many'; expected"),
+    "an unknown key of runs": ({"train": {"max_step": 3}}, "arms.a, as a run of midus train: config has no option 'max_step'."),
+    "a value out of range": ({"train": {"batch_size": 0}}, "arms.a, as a run of midus train: batch_size is 0; expected at least 1."),
+    "steps in words": ({"train": {"max_steps": "many"}}, "arms.a, as a run of midus train: max_steps is 'many'; expected"),
     "no steps": (
         {"train": {"max_steps": None, "epochs": 1}},
         "arms.a has no max_steps, by which texts would be measured 2 times; set train.max_steps, or train.eval_every, the steps",
@@ -232,7 +232,7 @@ def test_what_is_refused_before_anything_runs(planned, tmp_path, refused):
         ({"base": "absent"}, "arms.a.upscale: "),
         ({"domain": {}, "tasks": {"names": ["piqa"]}}, "domain is empty; expected held-out text by which learning is measured"),
         ({"fine_tune": {"model": "m"}}, "fine_tune has 'model', which the comparison sets for each run; leave it out."),
-        ({"fine_tune": {"data": "d", "max_step": 3}}, "arms.a, as a run of midus-sft: config has no option 'max_step'."),
+        ({"fine_tune": {"data": "d", "max_step": 3}}, "arms.a, as a run of midus sft: config has no option 'max_step'."),
         ({"train": {"eval_text": "text"}}, "train has 'eval_text', which the comparison sets for each run; leave it out."),
     ],
     ids=["domain", "retention", "base", "no domain", "model of tuning", "key of tuning", "text of runs"],

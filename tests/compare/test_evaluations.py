@@ -13,13 +13,13 @@ from midus_hf.compare.evaluations import Evaluations
 
 
 class Counting:
-    """Tells how often it was asked, as `midus-eval` would tell a perplexity."""
+    """Tells how often it was asked, as `midus eval` would tell a perplexity."""
 
     def __init__(self):
         self.lines = []
 
     def run(self, step, command, *words):
-        assert command == "midus-eval"
+        assert command == "midus eval"
         self.lines.append(words)
         return SimpleNamespace(output=json.dumps({"models": [{"asked": len(self.lines)}]}))
 

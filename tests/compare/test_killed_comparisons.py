@@ -51,7 +51,7 @@ class Forks:
         assert self._line() == "ready"
 
     def start(self, *words) -> int:
-        """Start `midus-compare`; gives the number of its process."""
+        """Start `midus compare`; gives the number of its process."""
         self.notes.unlink(missing_ok=True)
         print(json.dumps([*map(str, words)]), file=self.server.stdin, flush=True)
         return int(self._line())

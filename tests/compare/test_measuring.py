@@ -43,14 +43,14 @@ def tasks_of(room: Path) -> dict[str, Any] | None:
 
 
 def perplexity_loss(model, text, *words) -> float:
-    """Loss of a text as `midus-eval` measures it, in nats per token."""
-    report = json.loads(InProcess().run("eval", "midus-eval", model, "--text", text, "--json", *words).output)
+    """Loss of a text as `midus eval` measures it, in nats per token."""
+    report = json.loads(InProcess().run("eval", "midus eval", model, "--text", text, "--json", *words).output)
     return math.log(report["models"][0]["perplexity"]["perplexity"])
 
 
 def accuracy(model, room) -> dict[str, float]:
     words = [model, "--tasks", "piqa", "--data", room / "questions", "--limit", 2, "--json"]
-    return json.loads(InProcess().run("eval", "midus-eval", *words).output)["models"][0]["tasks"]["piqa"]
+    return json.loads(InProcess().run("eval", "midus eval", *words).output)["models"][0]["tasks"]["piqa"]
 
 
 @pytest.fixture(scope="module")

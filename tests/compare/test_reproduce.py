@@ -140,7 +140,7 @@ def test_a_table_is_told_with_the_paper_s_numbers_below_ours(tmp_path):
         dataclasses.replace(result("HML", [0.5], seed=seed), curve=[point], tasks={"piqa": {"acc": share}})
         for seed, share in enumerate((0.5, 0.7))
     ]
-    failures = {"PKM/recipe/seed-0": "midus-train ended with status 1"}
+    failures = {"PKM/recipe/seed-0": "midus train ended with status 1"}
     results = {"HML": runs, "PKM": []}
     words = stage_table(table, "continued", results, failures)
     assert [row[0] for row in words.rows] == ["PKM", "paper", "HML", "paper"], (

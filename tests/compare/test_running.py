@@ -202,11 +202,11 @@ def test_cells_share_the_cores(place, monkeypatch, jobs, threads):
 
 def test_what_fails_stops_nothing_else_and_is_done_again(place):
     arms = [arm(name) for name in "abcd"]
-    behaviour = {"a": {"fails": "midus-train ended with status 2: no."}, "b": {"exits": 3}, "c": {"exits": -9}}
+    behaviour = {"a": {"fails": "midus train ended with status 2: no."}, "b": {"exits": 3}, "c": {"exits": -9}}
     place.behave(**{f"{name}/0.001/seed-0": told for name, told in behaviour.items()})
     running, watched = place.run(arms)
     assert running.failures == {
-        "a/0.001/seed-0": "midus-train ended with status 2: no.",
+        "a/0.001/seed-0": "midus train ended with status 2: no.",
         "b/0.001/seed-0": "ended with status 3: said before the end",
         "c/0.001/seed-0": "ended with status -9: said before the end",
     }

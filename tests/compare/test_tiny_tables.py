@@ -61,7 +61,7 @@ def test_each_stage_is_measured_on_its_own_model(done):
     (text,) = comparison.texts.values()
     for stage, model in (("continued", "run"), ("tuned", "tuned")):
         words = [folder / model, "--text", text, "--max-tokens", 1024, "--json"]
-        measured = json.loads(InProcess().run("eval", "midus-eval", *words).output)["models"][0]["perplexity"]
+        measured = json.loads(InProcess().run("eval", "midus eval", *words).output)["models"][0]["perplexity"]
         assert table.number("Wiki-PPL", stage, result) == pytest.approx(measured["perplexity"], rel=1e-9)
         assert 0 <= table.number("PIQA", stage, result) <= 100
     assert result.starts_at_base and result.tuned.losses != result.end.losses

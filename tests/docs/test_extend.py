@@ -56,7 +56,12 @@ def work(tmp_path_factory, installed) -> Path:
 def run(arguments: list[str], folder: Path, *paths: Path) -> subprocess.CompletedProcess:
     """Run `upscale` in a process that sees further folders of packages."""
     path = os.pathsep.join(map(str, (*paths, Path(__file__).parents[2])))
-    return run_warm("from midus_hf.cli.upscale import main; main()", *arguments, folder=folder, PYTHONPATH=path)
+    return run_warm(
+        "import sys; from midus_hf.cli.upscale import main; sys.exit(main())",
+        *arguments,
+        folder=folder,
+        PYTHONPATH=path,
+    )
 
 
 def test_the_package_takes_sixty_lines_of_python():

@@ -1,4 +1,4 @@
-"""The `midus-eval` command: what it prints, where, and its exit status."""
+"""The `midus eval` command: what it prints, where, and its exit status."""
 
 import dataclasses
 import importlib.util
@@ -23,7 +23,7 @@ from upscalers.runs.upscale import upscale
 
 needs_harness = pytest.mark.skipif(importlib.util.find_spec("lm_eval") is None, reason="lm-eval is not installed")
 
-COMMAND = "from midus_hf.cli.evaluate import main; main()"
+COMMAND = "import sys; from midus_hf.cli.evaluate import main; sys.exit(main())"
 TEXT = "A text of the ordinary kind, for measuring. " * 10
 
 
@@ -41,7 +41,7 @@ def room(tmp_path_factory):
 def run(*arguments) -> subprocess.CompletedProcess:
     """Run the command in a fresh interpreter, offline: what libraries say while they are imported is heard, too."""
     return subprocess.run(
-        [sys.executable, "-m", "midus_hf.cli.evaluate", *map(str, arguments)],
+        [sys.executable, "-c", COMMAND, *map(str, arguments)],
         env={**os.environ, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "COLUMNS": "120"},
         capture_output=True,
         text=True,
@@ -206,12 +206,11 @@ def test_tasks_are_written_for_the_harness_without_any_model(room, tmp_path, cap
 
 def refusal(capsys, *arguments) -> tuple[int, str]:
     """Exit status and the single line that is said."""
-    with pytest.raises(SystemExit) as exit_:
-        cli.main([str(argument) for argument in arguments])
+    status = cli.main([str(argument) for argument in arguments])
     printed = capsys.readouterr()
     assert printed.out == ""
     assert "Traceback" not in printed.err
-    return exit_.value.code, printed.err.splitlines()[-1]
+    return status, printed.err.splitlines()[-1]
 
 
 @pytest.mark.parametrize(
@@ -238,7 +237,7 @@ def test_a_wrong_request_gets_one_line_and_status_2(room, capsys, arguments, mes
     places = {"room": room, "base": room / "base", "text": room / "text.txt"}
     status, line = refusal(capsys, *(argument.format(**places) for argument in arguments))
     assert status == 2
-    assert line.startswith("midus-eval: ")
+    assert line.startswith("midus eval: ")
     assert message in line
 
 
@@ -250,7 +249,7 @@ def test_a_task_that_does_not_exist_gets_one_line_and_status_2(room, capsys, mon
     monkeypatch.setattr("midus_hf.evaluation.harness._own_tasks", lambda: TaskManager(include_defaults=False))
     status, line = refusal(capsys, room / "base", "--tasks", "bolq", "--data", room / "questions")
     assert status == 2
-    assert line.startswith("midus-eval: ")
+    assert line.startswith("midus eval: ")
     assert "Did you mean 'boolq'" in line
 
 
@@ -292,7 +291,7 @@ def test_without_the_harness_tasks_name_the_extra_to_install(room, capsys, monke
     monkeypatch.delitem(sys.modules, "midus_hf.evaluation.harness", raising=False)
     status, line = refusal(capsys, room / "base", "--tasks", "piqa", "--data", room / "questions")
     assert status == 2
-    assert line == "midus-eval: tasks need lm-evaluation-harness (lm_eval is missing): pip install 'midus-hf[eval]'"
+    assert line == "midus eval: tasks need lm-evaluation-harness (lm_eval is missing): pip install 'midus-hf[eval]'"
 
 
 def test_perplexity_needs_no_harness(room, capsys, monkeypatch):
@@ -371,9 +370,8 @@ def test_every_metric_of_a_task_of_ones_own_is_shown(room, tmp_path, capsys):
 def test_an_interruption_shows_the_finished_models_and_says_where_it_came(room, tmp_path, capfd, keyboard):
     words = write_task(tmp_path, stop_at=6)  # in the second model's questions
     models = [room / "base", room / "upscaled"]
-    with pytest.raises(SystemExit) as ended:
-        cli.main([*map(str, models), "--text", str(room / "text.txt"), "--sequence-length", "32", *words, "--json"])
-    assert ended.value.code == 130
+    text = ["--text", str(room / "text.txt"), "--sequence-length", "32"]
+    assert cli.main([*map(str, models), *text, *words, "--json"]) == 130
     out, err = capfd.readouterr()
     report = json.loads(out)
     assert report["interrupted"] is True
@@ -381,24 +379,22 @@ def test_an_interruption_shows_the_finished_models_and_says_where_it_came(room, 
     assert report["models"][0]["tasks"]["mine"]["shininess"] == 2.5
     perplexity_of_base = report["models"][0]["perplexity"]["perplexity"]
     assert err == (
-        f"midus-eval: interrupted at {room}/upscaled; finished: {room}/base; "
+        f"midus eval: interrupted at {room}/upscaled; finished: {room}/base; "
         f"the perplexity of {room}/upscaled is {perplexity_of_base:.4f}\n"
     )
 
 
 @needs_harness
 def test_a_termination_ends_with_one_line_too(room, tmp_path, capfd):
-    with pytest.raises(SystemExit) as ended:
-        cli.main([str(room / "base"), *write_task(tmp_path, stop_at=2, signal="SIGTERM")])
-    assert ended.value.code == 143
-    assert tuple(capfd.readouterr()) == ("", f"midus-eval: interrupted at {room}/base; finished: no model\n")
+    assert cli.main([str(room / "base"), *write_task(tmp_path, stop_at=2, signal="SIGTERM")]) == 143
+    assert tuple(capfd.readouterr()) == ("", f"midus eval: interrupted at {room}/base; finished: no model\n")
 
 
 @pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_an_interruption_before_the_first_model_says_so(room, capsys, monkeypatch, keyboard, number, status):
     monkeypatch.setattr("midus_hf.evaluation.settings.read_settings", lambda *_: os.kill(os.getpid(), number))
     before = signal.getsignal(signal.SIGTERM)
-    assert refusal(capsys, room / "base") == (status, "midus-eval: interrupted; nothing was measured")
+    assert refusal(capsys, room / "base") == (status, "midus eval: interrupted; nothing was measured")
     assert signal.getsignal(signal.SIGTERM) == before
 
 

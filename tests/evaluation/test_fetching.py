@@ -228,8 +228,7 @@ def test_a_tree_of_another_shape_than_that_of_the_bank_is_refused(branching, lev
         f"memory 'hier-ffn' fetches blocks by a tree of 2 levels of 3, and the retriever has {levels} levels of {branching}; "
         "expected the tree that the bank was trained with."
     )
-    with pytest.raises(SystemExit):
-        main([str(model_folder), "--text", str(tmp_path / "text.txt"), "--retriever", str(tmp_path / "tree")])
+    assert main([str(model_folder), "--text", str(tmp_path / "text.txt"), "--retriever", str(tmp_path / "tree")]) == 2
     assert words in capsys.readouterr().err
     with pytest.raises(ValueError, match=re.escape(words)):
         MidusLM(str(model_folder), device="cpu", retriever=str(tmp_path / "tree"))
@@ -256,8 +255,7 @@ def test_paths_in_another_tree_than_that_of_the_bank_are_refused_before_anything
         {"text": "b", "memory_ids": path},
     ]
     (tmp_path / "texts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    with pytest.raises(SystemExit):
-        main([str(model_folder), "--text", str(tmp_path / "texts.jsonl"), "--path-column", "memory_ids"])
+    assert main([str(model_folder), "--text", str(tmp_path / "texts.jsonl"), "--path-column", "memory_ids"]) == 2
     assert words in capsys.readouterr().err and not measured
 
 
@@ -265,9 +263,8 @@ def test_more_best_nodes_than_there_are_are_refused_before_a_model_is_loaded(mod
     bert = save_tiny_bert(tmp_path / "bert")
     random_tree(3, 2, width=WIDTH, origin=TreeOrigin(embedding_model=str(bert))).save(tmp_path / "tree")
     (tmp_path / "text.txt").write_text("w1 w2")
-    with pytest.raises(SystemExit):
-        main([str(model_folder), "--text", str(tmp_path / "text.txt"), "--retriever", str(tmp_path / "tree"),
-              "--block-best", "1:3"])  # fmt: skip
+    words = ["--text", str(tmp_path / "text.txt"), "--retriever", str(tmp_path / "tree"), "--block-best", "1:3"]
+    assert main([str(model_folder), *words]) == 2
     assert "blocked leaves no path to a leaf with data" in capsys.readouterr().err
 
 

@@ -77,7 +77,7 @@ def test_training_gets_masters_and_not_what_waits(model):
 
 
 def test_what_an_edit_put_in_the_place_of_the_bank_is_served_once_it_is_opened(model, plain, tmp_path):
-    """As `midus-bank ... --overwrite` does: the folder is another one afterwards."""
+    """As `midus bank ... --overwrite` does: the folder is another one afterwards."""
     before = plain()
     model.save_pretrained(tmp_path / "edited")
     folder = tmp_path / "edited" / "memory_bank" / "hier-ffn"

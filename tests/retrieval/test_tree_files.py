@@ -81,7 +81,7 @@ def test_the_record_says_what_the_tree_is(folder):
 
 def test_a_folder_without_a_tree_is_refused(tmp_path):
     with pytest.raises(
-        ValueError, match=r"tree is '.*absent', whose tree.json cannot be read .* midus-cluster build or"
+        ValueError, match=r"tree is '.*absent', whose tree.json cannot be read .* midus cluster build or"
     ):
         ClusterTree.load(tmp_path / "absent")
 

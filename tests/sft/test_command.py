@@ -1,4 +1,4 @@
-"""`midus-sft` and `scripts/train_sft.py` from the outside: what it prints, what it writes, how it exits."""
+"""`midus sft` and `scripts/train_sft.py` from the outside: what it prints, what it writes, how it exits."""
 
 import runpy
 import sys
@@ -66,7 +66,7 @@ def test_a_wrong_request_is_told_in_one_line_and_writes_nothing(words, more, mes
         save_native("llama", tmp_path / "native", trainable=None)
     assert main([*words, *more]) == 2
     out, err = capsys.readouterr()
-    assert out == "" and err.startswith(f"midus-sft: {message}") and err.count("\n") == 1, err
+    assert out == "" and err.startswith(f"midus sft: {message}") and err.count("\n") == 1, err
     assert not (tmp_path / "out").exists()
 
 
@@ -97,7 +97,7 @@ def test_packages_that_are_not_installed_are_named(words, capsys, monkeypatch):
     monkeypatch.setattr(command, "_NEEDED", ("datasets", "no_such_package"))
     assert main(words) == 2
     assert capsys.readouterr().err == (
-        "midus-sft: midus-sft needs no_such_package, not installed here; pip install 'midus-hf[sft]'.\n"
+        "midus sft: midus sft needs no_such_package, not installed here; pip install 'midus-hf[sft]'.\n"
     )
 
 

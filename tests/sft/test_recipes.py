@@ -54,4 +54,4 @@ def test_recipes_of_mixture_of_chapters_differ_in_how_the_bank_trains(bank, memo
 @pytest.mark.parametrize("name", NAMES)
 def test_the_command_in_a_recipe_runs_it(name):
     text = (RECIPES / f"{name}.yaml").read_text(encoding="utf-8")
-    assert re.findall(r"^#   midus-sft (\S+)", text, flags=re.MULTILINE) == [f"configs/sft/{name}.yaml"]
+    assert re.findall(r"^#   midus sft (\S+)", text, flags=re.MULTILINE) == [f"configs/sft/{name}.yaml"]

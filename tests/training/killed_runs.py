@@ -1,4 +1,4 @@
-"""A process of its own that starts runs of `midus-train` and kills them, at points that it is told, with SIGKILL.
+"""A process of its own that starts runs of `midus train` and kills them, at points that it is told, with SIGKILL.
 
 It imports everything once and computes nothing, so that each run is a child that begins at once:
 

@@ -204,7 +204,7 @@ def test_measuring_with_blocks_changes_nothing_that_is_trained(blocks_for, tmp_p
 def test_held_out_text_without_paths_is_measured_without_blocks(blocks_for, tmp_path, capsys, suffix):
     texts = held_out_rows(tmp_path / f"held_out{suffix}", [None] * 20)
     train(blocks_for(eval_text=str(texts), eval_every=3))
-    told = "held-out text has no column 'memory_ids', which midus-cluster assign writes: it is measured without blocks"
+    told = "held-out text has no column 'memory_ids', which midus cluster assign writes: it is measured without blocks"
     assert told in capsys.readouterr().out
     losses = logged(tmp_path / "out", "eval_loss")
     assert len(losses) == 3 and len(set(losses)) == 1, "the model is frozen"
@@ -219,7 +219,7 @@ def test_of_several_held_out_texts_each_has_its_own_paths_or_none(blocks_for, tm
     train(blocks_for(eval_text=texts))
     said = capsys.readouterr().out
     assert "held-out text with: 4 documents, each measured by itself, with the blocks of its path" in said
-    assert "held-out text without has no column 'memory_ids', which midus-cluster assign writes: it is" in said
+    assert "held-out text without has no column 'memory_ids', which midus cluster assign writes: it is" in said
     assert [logged(tmp_path / "out", f"eval_{name}_with_blocks") for name in texts] == [[True] * 2, [False] * 2]
 
 

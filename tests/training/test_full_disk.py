@@ -171,7 +171,7 @@ def test_the_command_says_by_its_status_that_the_model_is_elsewhere(words, tmp_p
     assert main([*words, "overwrite=true", "save_every=1"]) == 1
     error = capsys.readouterr().err.splitlines()[-1]
     assert error.startswith(
-        f"midus-train: the trained model could not be saved ({tmp_path / 'out'}: No space left on device; "
+        f"midus train: the trained model could not be saved ({tmp_path / 'out'}: No space left on device; "
     )
     assert error.endswith("; no checkpoint was saved") and len(list(temporary.iterdir())) == 1
 

@@ -1,4 +1,4 @@
-"""Held-out texts are measured as `midus-eval` measures them, change nothing, and the first picks the model and the end."""
+"""Held-out texts are measured as `midus eval` measures them, change nothing, and the first picks the model and the end."""
 
 import math
 import re
@@ -48,7 +48,7 @@ def measured(output: Path) -> dict[int, float]:
 
 
 def assert_measured_by_the_command(model: Path, output: Path, text: str, scores: dict[int, float]) -> None:
-    """Compare perplexities before and after training with those of `midus-eval`."""
+    """Compare perplexities before and after training with those of `midus eval`."""
     reports = evaluate([str(model), str(output)], EvaluationSettings(text=text, device="cpu"))["models"]
     before, after = (report["perplexity"]["perplexity"] for report in reports)
     assert list(scores) == [0, 4, 6]

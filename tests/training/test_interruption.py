@@ -108,7 +108,7 @@ def test_the_command_tells_how_to_go_on_and_has_no_traceback(number, status, wor
     saved = last_checkpoint(tmp_path / "out")
     step = int(saved.name.rpartition("-")[2])
     err = capfd.readouterr().err
-    assert err.splitlines()[-1] == f"midus-train: interrupted after step {step:,}; resume=true goes on from {saved}"
+    assert err.splitlines()[-1] == f"midus train: interrupted after step {step:,}; resume=true goes on from {saved}"
     assert HINT in err and "Traceback" not in err
 
 
@@ -141,7 +141,7 @@ def test_before_training_an_interruption_writes_nothing(words, tmp_path, monkeyp
 
     monkeypatch.setattr("midus_hf.training.output.origin.load_model", interrupt)
     assert main(words) == 130
-    assert capsys.readouterr().err == "midus-train: interrupted\n" and not (tmp_path / "out").exists()
+    assert capsys.readouterr().err == "midus train: interrupted\n" and not (tmp_path / "out").exists()
 
 
 def assert_stopped_together(output: Path, err: str) -> int:

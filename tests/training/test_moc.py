@@ -1,4 +1,4 @@
-"""A few steps of midus-train move what Mixture of Chapters read, and nothing that is frozen."""
+"""A few steps of midus train move what Mixture of Chapters read, and nothing that is frozen."""
 
 import json
 from pathlib import Path

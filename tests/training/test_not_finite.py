@@ -96,8 +96,8 @@ def test_the_command_ends_with_status_1_and_publishes_nothing(words, tmp_path, m
 
     monkeypatch.setattr(Trainer, "training_step", poisoned)
     assert main(words) == 1
-    (line,) = (line for line in capsys.readouterr().err.splitlines() if line.startswith("midus-train: "))
-    assert line.startswith("midus-train: gradient norm is inf (that of model.layers.1.")
+    (line,) = (line for line in capsys.readouterr().err.splitlines() if line.startswith("midus train: "))
+    assert line.startswith("midus train: gradient norm is inf (that of model.layers.1.")
     assert " is) at step 4; expected a finite number." in line
     assert last_checkpoint(output) == output / "checkpoint-2" and not (output / "config.json").exists()
     monkeypatch.setattr(Trainer, "training_step", training_step)

@@ -97,7 +97,7 @@ def test_a_recipe_has_the_papers_settings(name):
 @pytest.mark.parametrize("name", [*PARAMETERS, *TABLE_7])
 def test_a_recipe_says_how_it_is_run(name):
     words = re.findall(r"^#   (.+)$", recipe_path(name).read_text(), flags=re.MULTILINE)
-    assert words == [f"midus-train configs/train/{name}.yaml"]
+    assert words == [f"midus train configs/train/{name}.yaml"]
 
 
 @pytest.mark.parametrize("name", PARAMETERS)

@@ -140,7 +140,7 @@ def test_the_matched_baseline_trains_the_layers_that_llama_pro_copies_and_as_man
 @pytest.mark.parametrize("name", NAMES)
 def test_the_commands_in_a_recipe_make_its_model_and_run_it(name):
     text, config = (RECIPES / f"{name}.yaml").read_text(encoding="utf-8"), recipe(name)
-    run = re.findall(r"^#   midus-train (\S+)", text, flags=re.MULTILINE)
+    run = re.findall(r"^#   midus train (\S+)", text, flags=re.MULTILINE)
     assert run == [f"configs/train/{name}.yaml"]
     made = re.findall(r"^#   upscale (.+) --output (\S+)$", text, flags=re.MULTILINE)
     bases = {base_id for _, base_id, _ in BASES.values()} | {"m"}
@@ -168,7 +168,7 @@ def test_an_ablation_changes_what_the_paper_changes_and_its_commands_train_it_as
 
     text = path.read_text(encoding="utf-8")
     made = re.findall(r"^#   upscale --config (\S+) --output (\S+)$", text, flags=re.MULTILINE)
-    run = re.findall(r"^#   midus-train (\S+) (.+)$", text, flags=re.MULTILINE)
+    run = re.findall(r"^#   midus train (\S+) (.+)$", text, flags=re.MULTILINE)
     ((config, folder),), ((training, words),) = made, run
     assert REPOSITORY / config == path
     trained = dataclasses.asdict(read_config(TrainConfig, REPOSITORY / training, words.split()))

@@ -1,4 +1,4 @@
-"""`midus-train` and `scripts/train_cpt.py` from the outside: what it prints, what it writes, how it exits."""
+"""`midus train` and `scripts/train_cpt.py` from the outside: what it prints, what it writes, how it exits."""
 
 import runpy
 import subprocess
@@ -99,30 +99,30 @@ def test_a_wrong_request_exits_with_2_and_one_line(words, corpus, tmp_path, monk
 @pytest.mark.parametrize(
     ("word", "message"),
     [
-        ("learning_rte=1", "midus-train: config has no option 'learning_rte'. Did you mean 'learning_rate'"),
+        ("learning_rte=1", "midus train: config has no option 'learning_rte'. Did you mean 'learning_rate'"),
         (
             "sequence_length=5000",
-            "midus-train: sequence_length is 5000, but the model has positions for 128 tokens. Lower sequence_length, or ",
+            "midus train: sequence_length is 5000, but the model has positions for 128 tokens. Lower sequence_length, or ",
         ),
         pytest.param(
             "attn_implementation=flash_attention_2",
-            "midus-train: attn_implementation is 'flash_attention_2'; expected one that is installed "
+            "midus train: attn_implementation is 'flash_attention_2'; expected one that is installed "
             "and that a midus_llama model has, "
             "such as sdpa or eager: FlashAttention2 ",
             marks=pytest.mark.skipif(any(map(find_spec, ("flash_attn", "kernels"))), reason="it may be had here"),
         ),
         (
             "attn_implementation=none_such",
-            "midus-train: attn_implementation is 'none_such'; expected one that is installed "
+            "midus train: attn_implementation is 'none_such'; expected one that is installed "
             "and that a midus_llama model has, such as ",
         ),
         (
             "model=absent/model",
-            "midus-train: model is 'absent/model'; expected the folder or Hub id of a language model: ",
+            "midus train: model is 'absent/model'; expected the folder or Hub id of a language model: ",
         ),
         (
             "corpus=/absent",
-            "midus-train: corpus is '/absent', which does not exist; expected a file, a folder or a dataset id.",
+            "midus train: corpus is '/absent', which does not exist; expected a file, a folder or a dataset id.",
         ),
     ],
 )

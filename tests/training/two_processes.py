@@ -1,4 +1,4 @@
-"""Runs of `midus-train` that two processes share, and what they have in common with runs of one process."""
+"""Runs of `midus train` that two processes share, and what they have in common with runs of one process."""
 
 import subprocess
 from collections.abc import Callable

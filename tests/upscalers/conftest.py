@@ -2,7 +2,6 @@
 
 import json
 import re
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -51,15 +50,13 @@ class Outcome:
 
 @pytest.fixture
 def in_process(monkeypatch, capsys) -> Callable[..., Outcome]:
-    """Run a console command in this process: its `main`, its name and its words."""
+    """Run a console command in this process: its `main` and its words."""
 
-    def run(main: Callable[[], Any], name: str, *words: Any) -> Outcome:
-        monkeypatch.setattr(sys, "argv", [name, *map(str, words)])
+    def run(main: Callable[[list[str]], int], *words: Any) -> Outcome:
         capsys.readouterr()
-        with pytest.raises(SystemExit) as ended:
-            main()
+        status = main([*map(str, words)])
         captured = capsys.readouterr()
-        return Outcome(ended.value.code, captured.out, captured.err)
+        return Outcome(status, captured.out, captured.err)
 
     return run
 
@@ -67,7 +64,7 @@ def in_process(monkeypatch, capsys) -> Callable[..., Outcome]:
 @pytest.fixture
 def command(in_process) -> Callable[..., Outcome]:
     """Run the `upscale` command in this process."""
-    return partial(in_process, cli.main, "upscale")
+    return partial(in_process, cli.main)
 
 
 @pytest.fixture
@@ -79,7 +76,7 @@ def refused(tmp_path) -> Callable[..., None]:
 
     def check(outcome: Outcome, message: str, left: Sequence[str] | None = ()) -> None:
         assert (outcome.status, outcome.out) == (2, ""), outcome.err
-        assert outcome.err.startswith("upscale: ") and outcome.err.count("\n") == 1
+        assert outcome.err.startswith("upscale") and outcome.err.count("\n") == 1
         assert "Traceback" not in outcome.err
         assert message in outcome.err or re.search(message, outcome.err), outcome.err
         if left is None:

@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-_COMMAND = "from midus_hf.cli.upscale import main; main()"
+_COMMAND = "import sys; from midus_hf.cli.upscale import main; sys.exit(main())"
 
 
 def run_python(

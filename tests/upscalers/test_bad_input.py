@@ -310,7 +310,7 @@ def test_a_process_says_one_line_and_no_traceback(tmp_path, case):
     mutate, message = BASES[case]
     mutate(base)
     words = ("--base", "base", "--method", "midus-hml", "--output", "out")
-    done = run_warm("from midus_hf.cli.upscale import main; main()", *words, folder=tmp_path)
+    done = run_warm("import sys; from midus_hf.cli.upscale import main; sys.exit(main())", *words, folder=tmp_path)
     assert done.returncode == 2
     assert done.stdout == ""
     assert len(done.stderr.splitlines()) == 1

@@ -4,7 +4,6 @@ import pytest
 import torch
 import yaml
 
-from midus_hf.cli import upscale as cli
 from tests.upscalers.checkpoints import MEMORY_OPTIONS, file_digests, logits, record_of, same_tensors
 from upscalers.request.errors import VerificationError
 from upscalers.runs.upscale import upscale
@@ -196,4 +195,3 @@ def test_help_names_every_option_and_command(command):
         "--max-shard-size", "--dry-run", "--json", "--verify", "--no-verify", "--allow-nan", "--overwrite", "--push-to-hub",
     )  # fmt: skip
     assert all(word in shown.out for word in (*options, "methods", "inspect", "strip"))
-    assert cli.app.info.name == "upscale"

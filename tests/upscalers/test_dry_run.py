@@ -106,7 +106,7 @@ def test_a_dry_run_imports_neither_torch_nor_transformers(tmp_path, method):
 STARTED_BY_A_LARGE_PROCESS = """
 import subprocess, sys
 held = bytearray(b"x") * 500_000_000
-code = "from midus_hf.cli.upscale import main; main()"
+code = "import sys; from midus_hf.cli.upscale import main; sys.exit(main())"
 subprocess.run([sys.executable, "-c", code, *sys.argv[1:]], check=True)
 """
 

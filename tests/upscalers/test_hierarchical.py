@@ -9,7 +9,7 @@ from models.hierarchical_models import IDS, KINDS, OTHER_IDS, add_reference
 from tiny import prompt
 from transformers import AutoModelForCausalLM
 
-from midus_hf.cli.look import chapters as chapters_command
+from midus_hf.cli import edit
 from midus_hf.config.fetched_blocks import BANKS_FOLDER
 from midus_hf.files.ownership import foreign_files
 from tests.upscalers.checkpoints import config_of, edit_config, file_digests, load, record_of, same_tensors, save_base
@@ -207,7 +207,7 @@ def test_editing_chapters_carries_banks_along(base, in_process, tmp_path):
     once = trained(tmp_path / "new", tmp_path / "once")
     upscale(base=once, method="moc", output=tmp_path / "twice", verify=False)
     words = ("swap", tmp_path / "twice", "--chapters", "1,2", "--output", tmp_path / "edited")
-    done = in_process(chapters_command.main, "midus-chapters", *words)
+    done = in_process(edit.main, "chapters", *words)
     assert done.status == 0, done.err
     assert bank_of(tmp_path / "edited", "hier-ffn") == bank_of(once, "hier-ffn")
     assert torch.equal(logits(tmp_path / "edited", IDS), logits(once, IDS))

@@ -90,7 +90,7 @@ def test_a_failure_ends_the_display(shared_base, tmp_path, monkeypatch):
 
 
 def test_a_fresh_process_shows_the_stages_on_a_terminal_and_prints_one_object_on_standard_output(tmp_path):
-    code = "from midus_hf.cli.upscale import main; main()"
+    code = "import sys; from midus_hf.cli.upscale import main; sys.exit(main())"
     base = save_base(tmp_path / "base", dtype=torch.bfloat16)
     arguments = [
         "--base",

@@ -161,10 +161,10 @@ def open_chapter_file(path: Path) -> ChapterFile:
         RequestError: If there is no such file, or it is no sound one that `export` wrote.
     """
     if not path.is_file():
-        raise RequestError(f"{path} is no file; expected one that 'midus-chapters export' wrote.")
+        raise RequestError(f"{path} is no file; expected one that 'midus edit chapters export' wrote.")
     tensors, text = read_header(path), read_metadata(path).get(METADATA_KEY)
     if text is None:
-        raise RequestError(f"{path.name} holds no chapters; expected a file that 'midus-chapters export' wrote.")
+        raise RequestError(f"{path.name} holds no chapters; expected a file that 'midus edit chapters export' wrote.")
     try:
         told: dict[str, Any] = parse_json(text)
         chapters, layers = tuple(told["chapters"]), tuple(told["layers"])
@@ -194,7 +194,7 @@ def _check_contents(file: ChapterFile, told: str | None) -> None:
     if digest is None or digest != told:
         found = "has no digest" if told is None else "is not what was exported: its digest differs"
         raise RequestError(
-            f"{file.path.name} {found}; expected a file as 'midus-chapters export' writes it. Export it again."
+            f"{file.path.name} {found}; expected a file as 'midus edit chapters export' writes it. Export it again."
         )
     import torch
     from safetensors import safe_open

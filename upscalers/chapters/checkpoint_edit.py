@@ -169,7 +169,7 @@ def edited_config(config: Config, memory: str, options: ChaptersOptions, edit: E
 def edited_card(card: str, edit: Edit) -> str:
     """A model card with one more edit at its end."""
     asked = ", ".join(f"{key} {_said(value)}" for key, value in edit.items() if key not in ("command", "version"))
-    line = f"- `midus-chapters {edit['command']}` of midus_hf {edit['version']}: {asked}\n"
+    line = f"- `midus edit chapters {edit['command']}` of midus_hf {edit['version']}: {asked}\n"
     if _HEADING in card:
         return f"{card.rstrip()}\n{line}"
     told = "What stands above tells of the upscaling, its numbers included. Since then:"

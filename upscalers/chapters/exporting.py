@@ -95,6 +95,6 @@ def _check_output(file: Path, overwrite: bool) -> None:
             raise RequestError(f"output {file} exists; pass --overwrite to replace it, or choose another file.")
         if not is_chapter_file(file):
             raise RequestError(
-                f"output {file} holds no chapters, so --overwrite will not replace it; expected a file that 'midus-chapters export' "
-                "wrote. Choose another file."
+                f"output {file} holds no chapters, so --overwrite will not replace it; expected a file that "
+                "'midus edit chapters export' wrote. Choose another file."
             )

@@ -1,4 +1,4 @@
-"""What `midus-chapters` shows on a terminal."""
+"""What `midus edit chapters` shows on a terminal."""
 
 import statistics
 from collections.abc import Sequence

@@ -165,7 +165,7 @@ def types_whose_slots_add() -> list[str]:
 
 
 def counted_types() -> list[str]:
-    """Return the sorted names of the registered types of which `midus-usage` counts something: slots, chapters or blocks."""
+    """Return the sorted names of the registered types of which `midus look usage` counts something: slots, chapters or blocks."""
     fetching = [name for name, module in MEMORY_MODULES.items() if "fetched" in module.asks]
     return sorted({*types_with_slots(), *_types_with("attention_mass"), *fetching})
 

@@ -1,33 +1,26 @@
-"""The `midus-depth` command."""
+"""`midus look depth`: what attention reads of earlier layers."""
 
-import sys
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from midus_hf.cli.exit_status import run_command
 from midus_hf.cli.reading import (
     Json,
     Loading,
     ReadingInBatches,
     check_picture,
-    sharing_options,
     show_report,
     sizes_of,
     token_bar,
     working,
 )
 
-app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
-
 _MOST_WRITERS = 10
 """That are shown on a terminal; JSON and the page have all."""
 
 
-@app.command(context_settings={"help_option_names": ["-h", "--help"]})
-@sharing_options
-def midus_depth(
+def depth(
     model: Annotated[
         str, typer.Argument(metavar="MODEL", help="Folder or hub id of a model whose heads read the depth (moda).")
     ],
@@ -109,9 +102,3 @@ def _place(given: str | None) -> tuple[int, int] | None:
     if not (colon and layer.isdecimal() and head.isdecimal()):
         raise ValueError(f"map is {given!r}; expected LAYER:HEAD, such as 3:0.")
     return int(layer), int(head)
-
-
-def main() -> None:
-    """Run the command, and exit with its status, also if that is 0; every error is one line on standard error."""
-    status = run_command(app, None, "midus-depth", hint=" See 'midus-depth --help'.", failure="failed: ")
-    sys.exit(status)

@@ -1,16 +1,14 @@
-"""The `midus-usage` command."""
+"""`midus look usage`: which slots, chapters and blocks a text uses."""
 
 import contextlib
 import dataclasses
 import json
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from midus_hf.cli.exit_status import run_command
 from midus_hf.cli.reading import (
     Column,
     Encoding,
@@ -20,7 +18,6 @@ from midus_hf.cli.reading import (
     Retriever,
     check_picture,
     path_finder,
-    sharing_options,
     show_tables,
     token_bar,
     working,
@@ -32,12 +29,8 @@ if TYPE_CHECKING:
     from midus_hf.analysis.slots.block_usage import BankLevel
     from midus_hf.analysis.watched_models import MemoryPlace
 
-app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
 
-
-@app.command(context_settings={"help_option_names": ["-h", "--help"]})
-@sharing_options
-def midus_usage(
+def usage(
     model: Annotated[str, typer.Argument(metavar="MODEL", help="Folder or hub id of a model with memory layers.")],
     text: Annotated[str, typer.Option(help="The file or folder to read.", metavar="PATH")],
     *,
@@ -144,17 +137,3 @@ def midus_usage(
         drawn: dict[MemoryPlace | BankLevel, torch.Tensor] = dict(counts.items())
         drawn.update({} if blocks is None else blocks.counts.items())
         draw_usage(drawn, output)
-
-
-def main(arguments: Sequence[str] | None = None, name: str = "midus-usage") -> int:
-    """Run the command line.
-
-    Args:
-        arguments: Words after the program's name. Default: those of the process.
-        name: The program's name, as help has it. Default: `midus-usage`.
-
-    Returns:
-        Exit status: 0 done, 2 the request is wrong, 130 interrupted; one line on standard error says how. A failure of
-        the work raises.
-    """
-    return run_command(app, arguments, name, hint=f" See '{name} --help'.", failure=None)

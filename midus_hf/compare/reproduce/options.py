@@ -14,9 +14,9 @@ class RowOptions:
     """A row of a table.
 
     Args:
-        train: A recipe for `midus-train`, by the name of its file, with `{base}` where the base's is.
+        train: A recipe for `midus train`, by the name of its file, with `{base}` where the base's is.
         upscale: One for `upscale`, likewise. Default: none, the base is trained.
-        changes: Keys of `midus-train` that replace those of the recipe. Default: none.
+        changes: Keys of `midus train` that replace those of the recipe. Default: none.
         continued: The paper's numbers after continual pretraining, in the order of columns; null where it has none.
         tuned: Those after fine-tuning, likewise. Default: none.
     """
@@ -38,7 +38,7 @@ class TableOptions:
         columns: Names of what is measured, known to every scale; `Average` is that of the accuracies.
         rows: By name, in the paper's order.
         scales: The file of scales, by its name without an ending.
-        fine_tune: The recipe for `midus-sft` of all rows, likewise. Default: none, the table ends with continual pretraining.
+        fine_tune: The recipe for `midus sft` of all rows, likewise. Default: none, the table ends with continual pretraining.
 
     Raises:
         ValueError: If a row has another number of columns.
@@ -70,7 +70,7 @@ class ColumnOptions:
     """How a column is measured: a task, or a text.
 
     Args:
-        task: Of `midus-eval`. Default: none.
+        task: Of `midus eval`. Default: none.
         text: File or folder whose perplexity is measured. Default: none.
     """
 
@@ -89,8 +89,8 @@ class ScaleOptions:
         columns: How each column is measured; one that is left out is not, and stays empty.
         base: Folder or Hub id. Default: that of the recipes.
         upscale: Keys of `upscale` that replace those of recipes. Default: none.
-        train: Keys of `midus-train`, likewise. Default: none.
-        fine_tune: Keys of `midus-sft`, likewise. Default: none.
+        train: Keys of `midus train`, likewise. Default: none.
+        fine_tune: Keys of `midus sft`, likewise. Default: none.
         data: Folder with the questions of the local tasks. Default: none.
         limit: Questions per task. Default: all.
         num_fewshot: Worked examples before a question. Default: what the task says.

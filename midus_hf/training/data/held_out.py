@@ -119,7 +119,7 @@ def prepare_held_out(
         documents = read_documents(path, read_as.column, read_as.encoding)
         try:
             found = _paths_of(path, read_as, banks or {})
-            # A document that has a path of its own is measured by itself, as midus-eval does with a retriever.
+            # A document that has a path of its own is measured by itself, as midus eval does with a retriever.
             text = prepare_text(
                 tokenizer, documents, model_config, max_tokens=config.eval_max_tokens, apart=found is not None
             )
@@ -158,7 +158,7 @@ def describe_held_out(held_out: Mapping[str, HeldOut], corpus: CorpusOptions | N
             )
         elif column is not None:
             lines.append(
-                f"{called} has no column {column!r}, which midus-cluster assign writes: it is measured without blocks"
+                f"{called} has no column {column!r}, which midus cluster assign writes: it is measured without blocks"
             )
     return lines
 

@@ -112,7 +112,7 @@ def _open(
     if options.path_column is None and any(layout.blocks.without_ids == "none" for layout in banks.values()):
         raise ValueError(
             "the model fetches blocks by the path of a text, and corpus.path_column is not given; expected the column that has "
-            "paths. midus-cluster assign writes them."
+            "paths. midus cluster assign writes them."
         )
 
     def start_pass() -> CorpusPass:

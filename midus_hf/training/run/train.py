@@ -48,7 +48,7 @@ def prepare(config: TrainConfig) -> TrainingRun:
     memories = model_config.memories() if isinstance(model_config, MemoryConfig) else None
     if memories is not None and memories.reads_prompts:
         raise ValueError(
-            "routing is 'prompt', and plain text has no prompts; expected chats, which midus-sft trains on, or a model upscaled with "
+            "routing is 'prompt', and plain text has no prompts; expected chats, which midus sft trains on, or a model upscaled with "
             "routing = 'chunk'."
         )
     banks: dict[str, BankLayout] = {} if memories is None else memories.banks

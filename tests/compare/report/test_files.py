@@ -16,14 +16,14 @@ from midus_hf.compare.report.writing import write_report, write_runs
 
 
 def test_arms_without_results_and_failures_are_told():
-    one = found(HML, failures={"full/0.001/seed-0": "midus-train | failed"}, missing=2)
+    one = found(HML, failures={"full/0.001/seed-0": "midus train | failed"}, missing=2)
     assert list(rows_of(arms_table(one))) == ["base", "hml"]
     (failed,) = [table for table in tables(one) if table.title == "Failed"]
-    assert failed.rows == [["full/0.001/seed-0", "midus-train | failed"]]
-    assert r"| full/0.001/seed-0 | midus-train \| failed |" in as_markdown(failed)
+    assert failed.rows == [["full/0.001/seed-0", "midus train | failed"]]
+    assert r"| full/0.001/seed-0 | midus train \| failed |" in as_markdown(failed)
     assert "2 runs are not done, of which 1 failed." in sentences(one)
     told = as_json(one, [])
-    assert told["failed"] == {"full/0.001/seed-0": "midus-train | failed"} and told["missing"] == 2
+    assert told["failed"] == {"full/0.001/seed-0": "midus train | failed"} and told["missing"] == 2
 
 
 @pytest.mark.parametrize(

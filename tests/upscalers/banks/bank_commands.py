@@ -1,15 +1,15 @@
-"""Banks of tiny models, filled, and `midus-bank` run on them."""
+"""Banks of tiny models, filled, and `midus bank` run on them."""
 
 import json
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
+from typing import Any
 
-import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
 from midus_hf.banks.memory_bank import MemoryBank
-from midus_hf.cli.banks import main
+from midus_hf.cli import bank, edit
 
 
 def bank_of(folder: Path, writable: bool = False) -> MemoryBank:
@@ -26,17 +26,25 @@ def write_blocks(folder: Path, nodes: Iterable[tuple[int, int]], seed: int = 0) 
     bank.close()
 
 
+def command_of(words: Sequence[Any]) -> Callable[[list[str]], int]:
+    """Return the command that has what the first word names."""
+    return edit_blocks if words[0] in ("delete", "export", "import") else bank.main
+
+
+def edit_blocks(words: list[str]) -> int:
+    """Run `midus edit blocks`."""
+    return edit.main(["blocks", *words])
+
+
 def run(*words, capsys) -> dict:
     """What the command prints as JSON."""
     capsys.readouterr()
-    main([*map(str, words), "--json"])
+    assert command_of(words)([*map(str, words), "--json"]) == 0
     return json.loads(capsys.readouterr().out)
 
 
 def refusal(*words, capsys) -> str:
     """The one line that it ends with where a request is wrong."""
-    with pytest.raises(SystemExit) as ending:
-        main([*map(str, words)])
-    assert ending.value.code == 2
+    assert command_of(words)([*map(str, words)]) == 2
     (line,) = capsys.readouterr().err.splitlines()
     return line

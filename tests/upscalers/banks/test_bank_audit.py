@@ -1,4 +1,4 @@
-"""`midus-bank audit`: what trained blocks, by block and by document; edits of the bank keep the record true."""
+"""`midus bank audit`: what trained blocks, by block and by document; edits of the bank keep the record true."""
 
 import resource
 import shutil
@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM
 
 from midus_hf.banks.audit import BankAudit, Document, Trained
 from midus_hf.banks.level_file import BankError
-from midus_hf.cli.banks import main
+from midus_hf.cli.bank import main
 from tests.upscalers.banks.bank_commands import refusal, run, write_blocks
 from upscalers.runs.strip import strip
 from upscalers.runs.upscale import upscale

@@ -1,4 +1,4 @@
-"""`midus-bank`: blocks are listed, deleted, exported, imported and merged; all else stays the same bytes."""
+"""`midus bank`: blocks are listed, deleted, exported, imported and merged; all else stays the same bytes."""
 
 import shutil
 from pathlib import Path
@@ -8,7 +8,7 @@ import torch
 from tiny import prompt, save_tiny_model
 from transformers import AutoModelForCausalLM
 
-from midus_hf.cli.banks import main
+from midus_hf.cli.bank import main
 from tests.upscalers.banks.bank_commands import bank_of, refusal, run, write_blocks
 from upscalers.runs.strip import strip
 from upscalers.runs.upscale import upscale
@@ -149,7 +149,7 @@ def test_runs_that_trained_one_block_or_the_model_are_refused(model, tmp_path, c
 )
 def test_wrong_requests_exit_with_2_and_one_line(model, tmp_path, capsys, words, message):
     line = refusal(words[0], model, *words[1:], "--output", tmp_path / "out", capsys=capsys)
-    assert line.startswith("midus-bank: ") and message in line
+    assert line.startswith(f"midus edit blocks {words[0]}: ") and message in line
     assert not list(tmp_path.iterdir())
 
 
@@ -167,7 +167,7 @@ def test_blocks_of_another_model_are_refused(made, model, tmp_path, capsys):
     assert "has blocks of another model: its levels is" in line
     (tmp_path / "g.safetensors").write_bytes(b"no")
     line = refusal("import", other, "--from", tmp_path / "g.safetensors", "--output", tmp_path / "out", capsys=capsys)
-    assert "is no file of blocks that midus-bank export wrote" in line
+    assert "is no file of blocks that midus edit blocks export wrote" in line
 
 
 def test_a_level_without_blocks_has_none_to_edit(made, tmp_path, capsys):

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from midus_hf.cli.look import chapters as cli
+from midus_hf.cli import edit
 from tests.upscalers.chapters.made import save_chapters
 from tests.upscalers.conftest import Outcome
 
@@ -19,8 +19,8 @@ def checkpoint(tmp_path_factory) -> Path:
 
 @pytest.fixture
 def chapters(in_process) -> Callable[..., Outcome]:
-    """Run the `midus-chapters` command in this process."""
-    return partial(in_process, cli.main, "midus-chapters")
+    """Run the `midus edit chapters` command in this process."""
+    return partial(in_process, edit.main, "chapters")
 
 
 @pytest.fixture

@@ -1,4 +1,6 @@
-"""How every command ends: the exit status, and one line on standard error that says why it is not 0.
+"""What all commands have in common: the style of their help, how they begin, and how they end.
+
+A command ends with an exit status, and with one line on standard error that says why the status is not 0.
 
 | status | |
 |---|---|
@@ -9,17 +11,30 @@
 """
 
 import contextlib
+import importlib.metadata
 import os
 import signal
 import sys
 import threading
 from collections.abc import Iterator, Sequence
 from types import FrameType
+from typing import Any
 
 import typer
 
 FAILED, WRONG_REQUEST = 1, 2
 INTERRUPTED, TERMINATED = 128 + signal.SIGINT, 128 + signal.SIGTERM
+
+
+def command_line(help: str | None = None, **settings: Any) -> typer.Typer:
+    """Return an empty command line in the style of all commands.
+
+    Args:
+        help: What the help begins with. Default: the docstring of the only command.
+        settings: Of typer, besides.
+    """
+    style: dict[str, Any] = {"add_completion": False, "rich_markup_mode": None, "pretty_exceptions_enable": False}
+    return typer.Typer(help=help, **{**style, **settings})
 
 
 class Ending(Exception):
@@ -38,42 +53,45 @@ class Ending(Exception):
 
 def run_command(
     app: typer.Typer,
-    arguments: Sequence[str] | None,
-    name: str,
+    arguments: Sequence[str] | None = None,
     *,
+    name: str,
     refusals: tuple[type[Exception], ...] = (ValueError,),
-    hint: str = "",
-    failure: str | None = "",
+    failure: str | None = "failed: ",
     interruption: str = "interrupted",
     silent: bool = False,
 ) -> int:
     """Run a command line, and say in one line, behind its name, how it ended unless it is done.
 
-    SIGTERM interrupts the work as Ctrl-C does, so that what is half done is cleaned up.
+    SIGTERM interrupts the work as Ctrl-C does, so that what is half done is cleaned up. `--version` is understood by every command,
+    and a command that needs arguments and gets none shows its help.
 
     Args:
         app: The command line.
-        arguments: Words after the program's name; None for those of the process.
+        arguments: Words after the program's name. Default: those of the process.
         name: The program's name, as help has it.
         refusals: Errors that mean that the request is wrong. What the command line's reader says is one in any case.
             Default: `ValueError`.
-        hint: What follows the words of that reader. Default: nothing.
         failure: What stands before any other error; None lets it be raised, for a status of 1 and a traceback.
-            Default: nothing.
-        interruption: What an interruption is told as, unless an `Ending` says more. Default: `interrupted`.
+            Default: `"failed: "`.
+        interruption: What an interruption is told as, unless an `Ending` says more. Default: `"interrupted"`.
         silent: Whether to say no line, since another process does. Default: false.
 
     Returns:
         The exit status.
     """
     words = list(sys.argv[1:] if arguments is None else arguments)
+    if "--version" in words:
+        print(importlib.metadata.version("midus-hf"))
+        return 0
+    command = typer.main.get_command(app)
+    path = _command_path(command, name, words)
     with contextlib.ExitStack() as stack:
         heard = stack.enter_context(_termination_interrupts())
         try:
             _refuse_empty(words)
-            command = typer.main.get_command(app)
             # Calling the app would take an end of file that the work runs into for an interruption.
-            with command.make_context(name, words) as context:
+            with command.make_context(name, words.copy(), help_option_names=["-h", "--help"]) as context:
                 command.invoke(context)
             return 0
         except typer.Exit as end:
@@ -88,14 +106,28 @@ def run_command(
             status, line = WRONG_REQUEST, str(error)
         except Exception as error:
             if hasattr(error, "format_message"):  # the reader's, whose class is now typer's and now click's
-                status, line = WRONG_REQUEST, error.format_message() + hint
+                reader = getattr(error, "ctx", None)
+                if reader is not None and [*name.split(), *words] == path.split():
+                    print(reader.get_help())
+                    return 0
+                status, line = WRONG_REQUEST, f"{error.format_message()} See '{path} --help'."
             elif failure is None:
                 raise
             else:
                 status, line = FAILED, f"{failure}{type(error).__name__}: {error}"
     if line is not None and not silent:
-        print(f"{name}: {' '.join(line.split())}", file=sys.stderr)
+        print(f"{path}: {' '.join(line.split())}", file=sys.stderr)
     return status
+
+
+def _command_path(command: Any, name: str, words: Sequence[str]) -> str:
+    """Return the names of a command and of those of its commands that the first words name."""
+    for word in words:
+        command = getattr(command, "commands", {}).get(word)
+        if command is None:
+            break
+        name = f"{name} {word}"
+    return name
 
 
 def _refuse_empty(words: Sequence[str]) -> None:

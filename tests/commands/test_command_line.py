@@ -6,42 +6,39 @@ import subprocess
 import sys
 
 import pytest
-from commands.command_lines import COMMANDS, REPOSITORY, run_alone, run_in_process
+from commands.installed import COMMANDS, REPOSITORY, run_alone, run_in_process
 
 MISSING_FILE = {
     "upscale": ["--config", "absent"],
-    "midus-train": ["absent"],
-    "midus-sft": ["absent"],
-    "midus-eval": ["model", "--config", "absent"],
-    "midus-usage": ["model", "--text", "absent"],
-    "midus-chapters": ["import", "model", "absent", "--output", "out"],
-    "midus-depth": ["model", "--text", "absent"],
-    "midus-flops": ["absent.json"],
-    "midus-cluster": ["report", "--tree", "absent"],
-    "midus-bank": ["list", "absent"],
-    "midus-analyze": ["heads", "model", "--tasks", "piqa", "--data", "absent"],
-    "midus-reproduce": ["midus", "1", "--root", "absent"],
-    "midus-compare": ["absent"],
+    "midus train": ["absent"],
+    "midus sft": ["absent"],
+    "midus eval": ["model", "--config", "absent"],
+    "midus edit": ["chapters", "import", "model", "absent", "--output", "out"],
+    "midus flops": ["absent.json"],
+    "midus cluster": ["report", "--tree", "absent"],
+    "midus bank": ["list", "absent"],
+    "midus look": ["heads", "model", "--tasks", "piqa", "--data", "absent"],
+    "midus reproduce": ["midus", "1", "--root", "absent"],
+    "midus compare": ["absent"],
 }
 WORK = {
     "upscale": ("upscalers.runs.upscale.upscale", ["--base", "model", "--method", "solar", "--output", "out"]),
-    "midus-train": ("midus_hf.training.run.train.prepare", ["run.yaml"]),
-    "midus-sft": ("midus_hf.sft.run.prepare", ["sft.yaml"]),
-    "midus-eval": ("midus_hf.evaluation.evaluate.evaluate", ["model", "--text", "text.txt"]),
-    "midus-usage": ("midus_hf.documents.read_documents", ["model", "--text", "text.txt"]),
-    "midus-chapters": ("upscalers.chapters.listing.list_chapters", ["list", "model"]),
-    "midus-depth": ("midus_hf.documents.read_documents", ["model", "--text", "text.txt"]),
-    "midus-flops": ("upscalers.checkpoint.base_model.read_config_file", ["config.json"]),
-    "midus-cluster": ("midus_hf.clusters.run.open_build", ["report", "--tree", "tree"]),
-    "midus-bank": ("upscalers.banks.listing.list_bank", ["list", "model"]),
-    "midus-analyze": ("midus_hf.evaluation.harness.Tasks", ["heads", "model", "--tasks", "piqa", "--data", "."]),
-    "midus-reproduce": ("midus_hf.compare.reproduce.repository.Repository.tables", []),
-    "midus-compare": ("midus_hf.compare.running.Running.run", ["compare.yaml"]),
+    "midus train": ("midus_hf.training.run.train.prepare", ["run.yaml"]),
+    "midus sft": ("midus_hf.sft.run.prepare", ["sft.yaml"]),
+    "midus eval": ("midus_hf.evaluation.evaluate.evaluate", ["model", "--text", "text.txt"]),
+    "midus edit": ("upscalers.chapters.listing.list_chapters", ["chapters", "list", "model"]),
+    "midus flops": ("upscalers.checkpoint.base_model.read_config_file", ["config.json"]),
+    "midus cluster": ("midus_hf.clusters.run.open_build", ["report", "--tree", "tree"]),
+    "midus bank": ("upscalers.banks.listing.list_bank", ["list", "model"]),
+    "midus look": ("midus_hf.evaluation.harness.Tasks", ["heads", "model", "--tasks", "piqa", "--data", "."]),
+    "midus reproduce": ("midus_hf.compare.reproduce.repository.Repository.tables", []),
+    "midus compare": ("midus_hf.compare.running.Running.run", ["compare.yaml"]),
 }
 """What does the work of a command, and a request for it."""
 STATUS_OF_WORK = {RuntimeError: 1, OSError: 1, EOFError: 1, KeyboardInterrupt: 130}
-WITH_TRACEBACK = ("midus-train", "midus-sft", "midus-usage")
-SCRIPTS = ("train_cpt.py", "train_sft.py", "memory_usage.py")
+WITH_TRACEBACK = ("midus train", "midus sft")
+SCRIPTS = {"train_cpt.py": "train_cpt.py", "train_sft.py": "train_sft.py", "memory_usage.py": "midus look usage"}
+"""The name under which each ends."""
 
 
 @pytest.fixture(autouse=True)
@@ -73,7 +70,7 @@ def test_a_script_exits_as_its_command(script):
     path = REPOSITORY / "scripts" / script
     done = subprocess.run([sys.executable, path, "--no-such-option"], capture_output=True, text=True)
     assert done.returncode == 2
-    assert done.stderr == f"{script}: No such option: --no-such-option See '{script} --help'.\n"
+    assert done.stderr == f"{SCRIPTS[script]}: No such option: --no-such-option See '{SCRIPTS[script]} --help'.\n"
 
 
 @pytest.mark.parametrize("command", COMMANDS)
@@ -109,7 +106,8 @@ def test_work_that_does_not_get_done_is_1_or_130(command, error, monkeypatch, ca
 )
 def test_an_empty_word_is_refused_by_every_command(command, words, what, monkeypatch, capsys):
     assert run_in_process(command, words, monkeypatch) == 2
-    assert f"{command}: {what} is ''; expected a value. Fill it in" in capsys.readouterr().err
+    told = capsys.readouterr().err
+    assert told.startswith(command) and f": {what} is ''; expected a value. Fill it in" in told
 
 
 @pytest.mark.parametrize("command", COMMANDS)
@@ -144,17 +142,17 @@ def test_a_process_that_a_command_forked_ends_at_sigterm_and_says_nothing(monkey
         raise RuntimeError
 
     ended: list[int] = []
-    function, words = WORK["midus-bank"]
+    function, words = WORK["midus bank"]
     monkeypatch.setattr(function, work)
-    assert run_in_process("midus-bank", words, monkeypatch) == 1
+    assert run_in_process("midus bank", words, monkeypatch) == 1
     assert [os.WTERMSIG(status) for status in ended] == [signal.SIGTERM] and capfd.readouterr().err.count("\n") == 1
 
 
 def test_sigterm_that_is_ignored_stays_ignored(monkeypatch):
     before = signal.signal(signal.SIGTERM, signal.SIG_IGN)
     try:
-        function, words = WORK["midus-bank"]
+        function, words = WORK["midus bank"]
         monkeypatch.setattr(function, lambda *_, **__: signal.raise_signal(signal.SIGTERM) or 1 / 0)
-        assert run_in_process("midus-bank", words, monkeypatch) == 1
+        assert run_in_process("midus bank", words, monkeypatch) == 1
     finally:
         signal.signal(signal.SIGTERM, before)

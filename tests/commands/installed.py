@@ -10,20 +10,22 @@ from typing import Any
 
 import pytest
 
+from midus_hf.cli import entry_points
+
 REPOSITORY = Path(__file__).parents[2]
 ENTRY_POINTS: dict[str, str] = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]["scripts"]
-COMMANDS = tuple(ENTRY_POINTS)
+COMMANDS = ("upscale", *(f"midus {name}" for name in entry_points.COMMANDS))
 
 
 def main_of(command: str) -> Callable[..., Any]:
-    """The function that the command calls."""
-    module, _, function = ENTRY_POINTS[command].partition(":")
+    """Return the function that is called for the first word of the command."""
+    module, _, function = ENTRY_POINTS[command.split()[0]].partition(":")
     return getattr(importlib.import_module(module), function)
 
 
 def run_in_process(command: str, words: list[str], monkeypatch: pytest.MonkeyPatch) -> int | str | None:
     """Exit status of a process that the command would run in; one that ends with a traceback has 1."""
-    monkeypatch.setattr(sys, "argv", [command, *words])
+    monkeypatch.setattr(sys, "argv", [*command.split(), *words])
     try:
         return main_of(command)() or 0
     except SystemExit as stopped:
@@ -34,10 +36,11 @@ def run_in_process(command: str, words: list[str], monkeypatch: pytest.MonkeyPat
 
 def run_alone(command: str, words: list[str], afterwards: str = "") -> subprocess.CompletedProcess:
     """Run the command in a process of its own, and then some Python."""
-    module, _, function = ENTRY_POINTS[command].partition(":")
+    program, *names = command.split()
+    module, _, function = ENTRY_POINTS[program].partition(":")
     code = (
-        f"import sys\nfrom {module} import {function}\nsys.argv[0] = {command!r}\n"
+        f"import sys\nfrom {module} import {function}\nsys.argv[0] = {program!r}\n"
         f"try:\n    status = {function}()\nexcept SystemExit as stopped:\n    status = stopped.code\n"
         f"{afterwards}\nsys.exit(status)"
     )
-    return subprocess.run([sys.executable, "-c", code, *words], capture_output=True, text=True, timeout=60)
+    return subprocess.run([sys.executable, "-c", code, *names, *words], capture_output=True, text=True, timeout=60)

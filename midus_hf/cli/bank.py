@@ -1,33 +1,19 @@
-"""The `midus-bank` command."""
+"""The `midus bank` command."""
 
 import json
-import sys
-from pathlib import Path
-from typing import Annotated, Any
+from functools import partial
+from typing import Annotated
 
 import typer
 
-from midus_hf.cli.exit_status import run_command
+from midus_hf.cli.command_line import command_line, run_command
+from midus_hf.cli.edit.blocks import Subtree, show
+from midus_hf.cli.edit.options import Memory, Model, Output, Overwrite
 from midus_hf.cli.reading import Json
 
-app = typer.Typer(
-    name="midus-bank",
-    help="List and edit the blocks of a checkpoint's bank, and put together what runs have trained of it. The checkpoint that is "
-    "read stays as it is.",
-    add_completion=False,
-    rich_markup_mode=None,
-    pretty_exceptions_enable=False,
+app = command_line(
+    "List the blocks of a checkpoint's bank, put together what runs have trained of it, and say what has trained it."
 )
-
-Model = Annotated[str, typer.Argument(help="A checkpoint with a bank, made by upscale.", metavar="DIR")]
-Nodes = Annotated[
-    list[str] | None,
-    typer.Option("--node", help="LEVEL:NODE, or LEVEL:generic; repeat at will.  [required]", metavar="NODE"),
-]
-Subtree = Annotated[bool, typer.Option("--subtree", help="And all nodes below.")]
-Output = Annotated[str, typer.Option(help="Folder to make.", metavar="DIR2")]
-Memory = Annotated[str | None, typer.Option(help="One of several memories.  [default: the only one]", metavar="NAME")]
-Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace what upscale or this command wrote there.")]
 
 
 @app.command("list")
@@ -60,52 +46,6 @@ def list_(model: Model, memory: Memory = None, json_: Json = False) -> None:
 
 
 @app.command()
-def delete(
-    model: Model,
-    output: Output,
-    node: Nodes = None,
-    subtree: Subtree = False,
-    memory: Memory = None,
-    overwrite: Overwrite = False,
-    json_: Json = False,
-) -> None:
-    """Take what blocks have learned away; they add zero, as if they had never been written."""
-    from upscalers.banks import editing
-
-    _show(editing.delete(editing.BankRequest(model, output, memory, overwrite), node or [], subtree), json_)
-
-
-@app.command()
-def export(
-    model: Model,
-    output: Annotated[str, typer.Option(help="File of blocks to make.", metavar="FILE")],
-    node: Nodes = None,
-    subtree: Subtree = False,
-    memory: Memory = None,
-    json_: Json = False,
-) -> None:
-    """Write blocks to a file of their own."""
-    from upscalers.banks import editing
-
-    _show(editing.export(model, node or [], output, subtree, memory), json_)
-
-
-@app.command("import")
-def import_(
-    model: Model,
-    file: Annotated[Path, typer.Option("--from", help="File that export wrote.", metavar="FILE")],
-    output: Output,
-    memory: Memory = None,
-    overwrite: Overwrite = False,
-    json_: Json = False,
-) -> None:
-    """Put the blocks of a file in their places."""
-    from upscalers.banks import editing
-
-    _show(editing.import_blocks(editing.BankRequest(model, output, memory, overwrite), file), json_)
-
-
-@app.command()
 def merge(
     model: Annotated[str, typer.Argument(help="The checkpoint that all runs began from.", metavar="DIR")],
     runs: Annotated[list[str], typer.Argument(help="Folders of trained models.", metavar="RUN...")],
@@ -118,7 +58,7 @@ def merge(
     from upscalers.banks.editing import BankRequest
     from upscalers.banks.merging import merge as merge_runs
 
-    _show(merge_runs(BankRequest(model, output, memory, overwrite), runs), json_)
+    show(merge_runs(BankRequest(model, output, memory, overwrite), runs), json_)
 
 
 @app.command()
@@ -160,19 +100,4 @@ def audit(
     Console().print(table)
 
 
-def _show(done: dict[str, Any], json_: bool) -> None:
-    if json_:
-        print(json.dumps(done))
-    else:
-        print(f"{done['output']}: {done['command']} of {len(done['blocks']):,} blocks of {done['memory']}")
-
-
-def main(arguments: list[str] | None = None) -> None:
-    """Run the command, and exit unless it is done; one line on standard error says what is wrong."""
-    status = run_command(app, arguments, "midus-bank", interruption="interrupted; nothing was written")
-    if status:
-        sys.exit(status)
-
-
-if __name__ == "__main__":
-    main()
+main = partial(run_command, app, name="midus bank", interruption="interrupted; nothing was written")

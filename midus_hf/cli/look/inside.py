@@ -1,15 +1,14 @@
-"""The `midus-analyze` command."""
+"""`midus look heads|layers|drift|values|blocks|page`: what the parts of a model do, hold and change."""
 
 import contextlib
 import dataclasses
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from midus_hf.cli.exit_status import WRONG_REQUEST, Ending, run_command
+from midus_hf.cli.command_line import WRONG_REQUEST, Ending
 from midus_hf.cli.reading import (
     Device,
     Json,
@@ -23,7 +22,6 @@ from midus_hf.cli.reading import (
     Texts,
     check_file,
     check_picture,
-    sharing_options,
     show_report,
     sizes_of,
     token_bar,
@@ -42,23 +40,7 @@ Model = Annotated[str, typer.Argument(metavar="MODEL", help="Folder or hub id of
 _MOST_SLOTS = 3
 """Of each memory, that a page tells."""
 
-app = typer.Typer(
-    help="Look inside models: what their parts do for a task.",
-    add_completion=False,
-    rich_markup_mode=None,
-    pretty_exceptions_enable=False,
-    no_args_is_help=True,
-    context_settings={"help_option_names": ["-h", "--help"]},
-)
 
-
-@app.callback()
-def midus_analyze() -> None:
-    """Look inside models: what their parts do for a task."""
-
-
-@app.command()
-@sharing_options
 def heads(
     models: Annotated[
         list[str],
@@ -118,8 +100,6 @@ def heads(
         picture.write_bytes(draw_heads(labelled, not signed))
 
 
-@app.command()
-@sharing_options
 def layers(
     model: Model,
     text: Texts,
@@ -158,8 +138,6 @@ def layers(
         picture.write_bytes(draw_layers(found))
 
 
-@app.command()
-@sharing_options
 def drift(
     model: Model,
     text: Texts,
@@ -205,8 +183,6 @@ def drift(
         write_drift_page(page, {**compared, "base": _in_words(base)}, found, tokenizer)
 
 
-@app.command()
-@sharing_options
 def values(
     model: Model,
     layer: Annotated[int, typer.Option(help="Index of the decoder layer.", metavar="N")],
@@ -263,8 +239,6 @@ def values(
     show_report(report, [slots_table(found, hosted.place)], json_)
 
 
-@app.command()
-@sharing_options
 def blocks(
     model: Model,
     text: Texts,
@@ -300,8 +274,6 @@ def blocks(
         picture.write_bytes(draw_blocks(found))
 
 
-@app.command()
-@sharing_options
 def page(
     model: Model,
     text: Texts,
@@ -413,9 +385,3 @@ def _uncounted(of_base: "LogitsOfBase", usage: "Usage") -> "LogitsOfBase":
             return of_base(rows)
 
     return logits
-
-
-def main() -> None:
-    """Run the command, and exit with its status, also if that is 0; every error is one line on standard error."""
-    status = run_command(app, None, "midus-analyze", hint=" See 'midus-analyze --help'.", failure="failed: ")
-    sys.exit(status)

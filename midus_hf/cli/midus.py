@@ -1,0 +1,52 @@
+"""The `midus` command itself: its help, its completion by shells, and what it says of a command that is not there."""
+
+import importlib
+import os
+from collections.abc import Sequence
+from typing import Annotated, Any
+
+import typer
+from typer.core import TyperGroup
+
+from midus_hf.cli.command_line import command_line, run_command
+from midus_hf.cli.entry_points import COMMANDS
+
+COMPLETION = "_MIDUS_COMPLETE"
+"""The variable of the environment by which a shell asks for what may follow the words so far."""
+
+
+class Commands(TyperGroup):
+    """A group of commands, each of which is imported when it is asked for."""
+
+    def __init__(self, **settings: Any):
+        super().__init__(**settings)
+        self.commands: dict[str, Any] = dict.fromkeys(COMMANDS)  # whose values `get_command` puts there
+
+    def get_command(self, ctx: Any, cmd_name: str) -> Any:
+        """Return a command by its name; None if it is not there."""
+        if cmd_name in COMMANDS and self.commands[cmd_name] is None:
+            module = importlib.import_module(f"midus_hf.cli.{COMMANDS[cmd_name]}")
+            self.commands[cmd_name] = typer.main.get_command(module.app)
+        return self.commands.get(cmd_name)
+
+
+app = command_line(cls=Commands, add_completion=True)
+
+
+@app.callback()
+def midus(version: Annotated[bool, typer.Option("--version", help="Print the version.")] = False) -> None:
+    """Train, evaluate, compare and look into language models that upscale has given memory or depth."""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command line.
+
+    Args:
+        arguments: Words after the program's name. Default: those of the process.
+
+    Returns:
+        The exit status.
+    """
+    if COMPLETION in os.environ:
+        typer.main.get_command(app).main(prog_name="midus")
+    return run_command(app, arguments, name="midus")
