@@ -134,8 +134,8 @@ def _training(arguments: argparse.Namespace, config: Path, tokenizer: Path, seed
         "value_schedule": "fixed",
         "memory_keys": "weights",
         "value_weight_decay": 0.1,
-        "save_every": arguments.steps // 4,
-        "keep_checkpoints": 4,
+        "save_steps": arguments.steps // 4,
+        "save_total_limit": 4,
         "seed": seed,
     }
 

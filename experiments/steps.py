@@ -17,13 +17,13 @@ _RESULTS = Path(__file__).parent / "results"
 
 FROM_NOTHING = {
     "trainable": "all",
-    "gradient_accumulation": 1,
+    "gradient_accumulation_steps": 1,
     "weight_decay": 0.1,
     "adam_beta2": 0.95,
     "warmup_ratio": 0.05,
     "min_learning_rate_ratio": 0.1,
-    "precision": "fp32",
-    "log_every": 20,
+    "bf16": False,
+    "logging_steps": 20,
 }
 """What `midus train` is told of small models that are trained from the beginning."""
 
@@ -33,7 +33,7 @@ OF_BLOCKS = {
     "adam_beta2": 0.95,
     "sequence_length": 128,
     "document_mask": True,
-    "precision": "fp32",
+    "bf16": False,
 }
 """What it is told where the blocks of a bank are trained, and nothing else."""
 

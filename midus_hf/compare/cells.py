@@ -55,17 +55,17 @@ class Cell:
             keys["max_seconds"] = comparison.seconds
         if not comparison.texts:
             return keys
-        if keys.get("eval_every") is None:
+        if keys.get("eval_steps") is None:
             if keys.get("max_steps") is None:
                 raise ValueError(
                     f"arms.{self.arm.name} has no max_steps, by which texts would be measured {comparison.evaluations} times; set "
-                    "train.max_steps, or train.eval_every, the steps between measurements."
+                    "train.max_steps, or train.eval_steps, the steps between measurements."
                 )
             # YAML takes 1e3 for text. What is no number at all is left to midus train's own words.
             steps = finite_number(keys["max_steps"])
-            keys["eval_every"] = 1 if steps is None else max(1, int(steps) // comparison.evaluations)
-        keys.setdefault("save_every", keys["eval_every"])
-        keys.setdefault("keep_checkpoints", 1)
+            keys["eval_steps"] = 1 if steps is None else max(1, int(steps) // comparison.evaluations)
+        keys.setdefault("save_steps", keys["eval_steps"])
+        keys.setdefault("save_total_limit", 1)
         return {**keys, "eval_text": comparison.texts}
 
     def fine_tuning_keys(self, model: Path | str, output: Path) -> dict[str, Any]:

@@ -102,7 +102,7 @@ def build_chat_dataset(config: SftConfig, tokenizer: PreTrainedTokenizerBase, vo
         cut += len(kept.ids) < len(tokens.ids)
         ids.extend(kept.ids)
         labels.extend(
-            token if inside or not config.assistant_only else NO_LABEL
+            token if inside or not config.assistant_only_loss else NO_LABEL
             for token, inside in zip(kept.ids, kept.in_answer, strict=True)
         )
         lengths.append(len(ids))

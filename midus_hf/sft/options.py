@@ -71,7 +71,7 @@ class SftConfig(Rates, RunOptions):
         sequence_length: Tokens of a chat, or of a sequence of packed ones, at most; what is longer is cut. Default: 2048.
         chat_template: What chats are written out with: `"chatml"`, `"alpaca"`, or a file with a Jinja template. It is
             saved with the tokenizer. Default: the tokenizer's own.
-        assistant_only: Whether the loss is of answers alone: what the assistant says, with the token that ends it, or
+        assistant_only_loss: Whether the loss is of answers alone: what the assistant says, with the token that ends it, or
             completions. Default: true.
         packing: Whether short chats share a sequence, where they do not see one another. Default: false.
         lora: The keys of `LoraOptions`, a short form of `adapters` with the method LoRA. Default: none.
@@ -83,7 +83,7 @@ class SftConfig(Rates, RunOptions):
     data: DataOptions
     sequence_length: int = 2048
     chat_template: str | None = None
-    assistant_only: bool = True
+    assistant_only_loss: bool = True
     packing: bool = False
     lora: LoraOptions | None = None
 

@@ -57,28 +57,27 @@ class RunOptions:
             checkpoints and loading do not count, what came before a resumption does. The schedule is still that of `max_steps`
             or `epochs`. Default: none.
         batch_size: Sequences per device and forward pass. Default: 8.
-        gradient_accumulation: Forward passes per step. Default: 1.
-        precision: `"bf16"` computes in bfloat16 and keeps float32 masters of what trains; `"fp32"` computes in
-            float32. Default: `"bf16"`.
+        gradient_accumulation_steps: Forward passes per step. Default: 1.
+        bf16: Whether to compute in bfloat16, with float32 masters of what trains; otherwise in float32. Default: true.
         attn_implementation: As in `from_pretrained`, such as `sdpa`; it must be installed. Default: transformers' choice.
         activation_checkpointing: Recompute activations in the backward pass to save memory. Default: false.
-        save_every: Steps between checkpoints. Default: none, only the trained model is saved.
-        keep_checkpoints: Latest checkpoints to keep. Default: 2; null keeps all.
-        log_every: Steps between log events. Default: 10.
+        save_steps: Steps between checkpoints. Default: none, only the trained model is saved.
+        save_total_limit: Latest checkpoints to keep. Default: 2; null keeps all.
+        logging_steps: Steps between log events. Default: 10.
         usage_every: Steps between events that tell how many memory slots were retrieved since the last one, and how
             evenly. Default: none.
         eval_text: Held-out text, a file or a folder, whose perplexity is measured as `midus eval --text` does: before
-            the first step, every `eval_every` steps and after the last one. Columns and encoding are those of the
+            the first step, every `eval_steps` steps and after the last one. Columns and encoding are those of the
             corpus: with its `path_column`, documents are measured by themselves, with the blocks of their paths, and text
             without that column is measured without blocks. Or several texts, a mapping from names to paths, all of which are
             measured each time. Default: none.
-        eval_every: Steps between these evaluations. Default: none, only at the start and at the end.
+        eval_steps: Steps between these evaluations. Default: none, only at the start and at the end.
         eval_max_tokens: Tokens of each held-out text to predict, spread evenly over it. Default: all.
-        keep_best: Whether to save a checkpoint wherever the held-out loss is the least so far, keep that of the best
-            beside `keep_checkpoints` latest ones, and save its model in the end. Of several texts the first that is named
+        load_best_model_at_end: Whether to save a checkpoint wherever the held-out loss is the least so far, keep that of the best
+            beside `save_total_limit` latest ones, and save its model in the end. Of several texts the first that is named
             decides. Default: false, the last model.
-        early_stop: Evaluations without a lower held-out loss after which to stop; of several texts that of the first. Default:
-            none.
+        early_stopping_patience: Evaluations without a lower held-out loss after which to stop; of several texts that of the first.
+            Default: none.
         report_to: Where to send the log beside `log.jsonl`: what the Trainer knows, such as `"tensorboard"`,
             `"trackio"` or `"wandb"`, or a list of them. Default: `"none"`.
         seed: Seed of the order of sequences and of anything random, such as weights made from `model_config`. Default: 0.
@@ -107,19 +106,19 @@ class RunOptions:
     epochs: float | None = None
     max_seconds: float | None = None
     batch_size: int = 8
-    gradient_accumulation: int = 1
-    precision: Literal["bf16", "fp32"] = "bf16"
+    gradient_accumulation_steps: int = 1
+    bf16: bool = True
     attn_implementation: str | None = None
     activation_checkpointing: bool = False
-    save_every: int | None = None
-    keep_checkpoints: int | None = 2
-    log_every: int = 10
+    save_steps: int | None = None
+    save_total_limit: int | None = 2
+    logging_steps: int = 10
     usage_every: int | None = None
     eval_text: str | dict[str, str] | None = None
-    eval_every: int | None = None
+    eval_steps: int | None = None
     eval_max_tokens: int | None = None
-    keep_best: bool = False
-    early_stop: int | None = None
+    load_best_model_at_end: bool = False
+    early_stopping_patience: int | None = None
     report_to: str | list[str] = "none"
     seed: int = 0
     resume: bool | str = False
@@ -131,15 +130,15 @@ class RunOptions:
         self._check_origin()
         for name in (
             "batch_size",
-            "gradient_accumulation",
+            "gradient_accumulation_steps",
             "max_steps",
-            "save_every",
-            "keep_checkpoints",
-            "log_every",
+            "save_steps",
+            "save_total_limit",
+            "logging_steps",
             "usage_every",
-            "eval_every",
+            "eval_steps",
             "eval_max_tokens",
-            "early_stop",
+            "early_stopping_patience",
         ):
             value = getattr(self, name)
             if value is not None and value < 1:
@@ -159,10 +158,10 @@ class RunOptions:
         if isinstance(self.eval_text, dict):
             _check_texts(self.eval_text)
         for name, needed in (
-            ("eval_every", "eval_text"),
+            ("eval_steps", "eval_text"),
             ("eval_max_tokens", "eval_text"),
-            ("keep_best", "eval_every"),
-            ("early_stop", "eval_every"),
+            ("load_best_model_at_end", "eval_steps"),
+            ("early_stopping_patience", "eval_steps"),
         ):
             if getattr(self, name) and getattr(self, needed) is None:
                 raise ValueError(f"{name} is {getattr(self, name)!r}, which needs {needed}; set both or neither.")

@@ -53,7 +53,7 @@ def copies(base, tmp_path_factory) -> Path:
 
 @pytest.mark.parametrize("adapters", METHODS.values(), ids=METHODS)
 def test_every_method_trains_the_linear_layers_resumes_and_is_merged(adapters, base, config_for, corpus, tmp_path):
-    options = {"adapters": adapters, "max_steps": 4, "eval_text": str(corpus), "eval_every": 2}
+    options = {"adapters": adapters, "max_steps": 4, "eval_text": str(corpus), "eval_steps": 2}
     train(config_for("whole", model=base, **options))
     changed = moved(base, tmp_path / "whole")
     expected = linear(weights(base))
@@ -101,7 +101,7 @@ def test_of_a_model_in_bfloat16_adapters_are_held_in_float32(name, base, config_
     model = tmp_path / "model"
     AutoModelForCausalLM.from_pretrained(base, dtype=torch.bfloat16).save_pretrained(model)
     tiny_tokenizer().save_pretrained(model)
-    options = {"adapters": METHODS[name], "precision": "bf16", "max_steps": 4}
+    options = {"adapters": METHODS[name], "bf16": True, "max_steps": 4}
     run = prepare(config_for(model=model, **options))
     training = [value for value in run.trainer.model.parameters() if value.requires_grad]
     assert training and all(value.dtype == torch.float32 for value in training)
@@ -134,7 +134,13 @@ def test_what_is_new_in_an_upscaled_model_trains_whole_beside_them(name, upscale
 def test_the_best_of_a_run_with_adapters_is_merged(base, config_for, tmp_path, monkeypatch):
     (measured,) = give_held_out_losses(monkeypatch, best_at(4))
     held_out = write_corpus(tmp_path / "held_out", documents=3, length=100)
-    options = {"max_steps": 8, "eval_text": str(held_out), "eval_every": 2, "keep_best": True, "adapters": {"r": 8}}
+    options = {
+        "max_steps": 8,
+        "eval_text": str(held_out),
+        "eval_steps": 2,
+        "load_best_model_at_end": True,
+        "adapters": {"r": 8},
+    }
     assert train(config_for(model=base, **options)).best_step == 4
     report = evaluate([str(tmp_path / "out")], EvaluationSettings(text=str(held_out), device="cpu"))
     perplexity = report["models"][0]["perplexity"]["perplexity"]
@@ -288,7 +294,7 @@ def test_without_peft_it_is_named(base, config_for, monkeypatch):
 
 @pytest.mark.parametrize("name", ["lora", "osf"])
 def test_room_is_made_for_checkpoints_of_adapters_and_for_the_merged_model(name, config_for, tmp_path):
-    options = {"save_every": 2, "max_steps": 2}
+    options = {"save_steps": 2, "max_steps": 2}
     plain = prepare(config_for("plain", trainable="new", **options)).room
     run = prepare(config_for(adapters=METHODS[name], **options))
     assert run.room.model == plain.model

@@ -190,7 +190,7 @@ REFUSED = {
     "steps in words": ({"train": {"max_steps": "many"}}, "arms.a, as a run of midus train: max_steps is 'many'; expected"),
     "no steps": (
         {"train": {"max_steps": None, "epochs": 1}},
-        "arms.a has no max_steps, by which texts would be measured 2 times; set train.max_steps, or train.eval_every, the steps",
+        "arms.a has no max_steps, by which texts would be measured 2 times; set train.max_steps, or train.eval_steps, the steps",
     ),
     "a rate that is none": (
         {"rates": [{"batch_size": 4}]}, "arms.a has a rate 'batch_size'; expected one of: learning_rate, memory_learning_rate, "

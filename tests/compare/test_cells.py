@@ -66,15 +66,15 @@ def test_a_run_is_told_what_the_comparison_sets():
     assert told == {
         "corpus": "corpus",
         "max_steps": 10,
-        "eval_every": 5,
-        "save_every": 5,
-        "keep_checkpoints": 1,
+        "eval_steps": 5,
+        "save_steps": 5,
+        "save_total_limit": 1,
         "model": "model",
         "output": "run",
         "seed": 3,
         "eval_text": {"plants": "plants.txt", "stars": "stars.txt"},
     }
-    assert from_mapping(TrainConfig, told).eval_every == 5
+    assert from_mapping(TrainConfig, told).eval_steps == 5
 
 
 @pytest.mark.parametrize(
@@ -84,22 +84,22 @@ def test_a_run_is_told_what_the_comparison_sets():
         ({"max_steps": 10}, {"evaluations": 20}, 1),
         ({"max_steps": "1e2"}, {"evaluations": 5}, 20),
         ({"max_steps": 100.0}, {"evaluations": 5}, 20),
-        ({"max_steps": 10, "eval_every": 4}, {}, 4),
-        ({"max_steps": 10, "eval_every": None}, {}, 5),
-        ({"epochs": 1, "eval_every": 4}, {}, 4),
+        ({"max_steps": 10, "eval_steps": 4}, {}, 4),
+        ({"max_steps": 10, "eval_steps": None}, {}, 5),
+        ({"epochs": 1, "eval_steps": 4}, {}, 4),
         ({"max_steps": 10}, {"seconds": 9.0}, 5),
     ],
     ids=str,
 )
 def test_texts_are_measured_as_often_as_is_asked(train, changes, every):
     arm = dataclasses.replace(ARM, train={"corpus": "corpus", **train})
-    assert from_mapping(TrainConfig, keys(arm, **changes)).eval_every == every
+    assert from_mapping(TrainConfig, keys(arm, **changes)).eval_steps == every
     assert keys(arm, **changes).get("max_seconds") == changes.get("seconds")
 
 
 def test_how_often_a_run_saves_and_how_many_checkpoints_stay_may_be_told():
-    arm = dataclasses.replace(ARM, train={**ARM.train, "save_every": 2, "keep_checkpoints": 7})
-    assert (keys(arm)["save_every"], keys(arm)["keep_checkpoints"]) == (2, 7)
+    arm = dataclasses.replace(ARM, train={**ARM.train, "save_steps": 2, "save_total_limit": 7})
+    assert (keys(arm)["save_steps"], keys(arm)["save_total_limit"]) == (2, 7)
 
 
 def test_a_rate_wins_over_what_all_runs_are_told():
@@ -114,7 +114,7 @@ def test_a_rate_wins_over_what_all_runs_are_told():
         ({"base": "other"}, ["base"]),
         ({"retention": {}}, ["train.eval_text.stars"]),
         ({"domain": {"plants": "other.txt"}}, ["train.eval_text.plants"]),
-        ({"evaluations": 1}, ["train.eval_every", "train.save_every"]),
+        ({"evaluations": 1}, ["train.eval_steps", "train.save_steps"]),
         ({"seconds": 5.0}, ["train.max_seconds"]),
         ({"arm": {"upscale": {"method": "solar"}}}, ["upscale.method"]),
         ({"arm": {"upscale": {"method": "midus-hml", "options": {"n": 2}}}}, ["upscale.options"]),

@@ -104,7 +104,7 @@ def forks(tmp_path_factory) -> Iterator[Forks]:
 @pytest.fixture(scope="module")
 def room(tmp_path_factory) -> Path:
     room = write_room(tmp_path_factory.mktemp("room"))
-    told = keys(room, room / "whole", ARMS, controls=["one-row", "shuffled-addresses"], train={"save_every": 1})
+    told = keys(room, room / "whole", ARMS, controls=["one-row", "shuffled-addresses"], train={"save_steps": 1})
     (room / "compare.yaml").write_text(yaml.safe_dump(told))
     return room
 

@@ -73,8 +73,8 @@ def test_a_table_can_be_planned_at_its_own_scale(paper, name, bases, tmp_path, w
         assert (arm.upscale is None) == (row.upscale is None)
         recipe = yaml.safe_load(open(REPOSITORY.recipe("train", row.train, options.base), encoding="utf-8"))
         expected = {**recipe, **table.scale.train, **row.changes}
-        assert {key: arm.train[key] for key in ("max_steps", "learning_rate", "precision")} == {
-            key: expected[key] for key in ("max_steps", "learning_rate", "precision")
+        assert {key: arm.train[key] for key in ("max_steps", "learning_rate", "bf16")} == {
+            key: expected[key] for key in ("max_steps", "learning_rate", "bf16")
         }
 
 

@@ -20,7 +20,7 @@ SCRIPT = Path(__file__).parents[2] / "scripts" / "train_sft.py"
 def words(base, chats, tmp_path) -> list[str]:
     """A recipe and what it needs."""
     recipe = tmp_path / "recipe.yaml"
-    recipe.write_text("max_steps: 3\nlearning_rate: 1e-2\nchat_template: chatml\nprecision: fp32\nlog_every: 1\n")
+    recipe.write_text("max_steps: 3\nlearning_rate: 1e-2\nchat_template: chatml\nbf16: false\nlogging_steps: 1\n")
     given = [f"model={base('llama', True)}", f"data={chats}", f"output={tmp_path / 'out'}"]
     return [str(recipe), *given, "sequence_length=96", "batch_size=2"]
 

@@ -17,7 +17,7 @@ def test_a_path_stands_for_the_data_and_a_mapping_names_its_parts(tmp_path):
     assert read_config(SftConfig, path).data == DataOptions(path="d")
     config = read_config(SftConfig, path, ["data.format=alpaca", "lora.r=4", "packing=true"])
     assert config.data == DataOptions(path="d", format="alpaca") and config.lora == LoraOptions(r=4)
-    assert (config.learning_rate, config.packing, config.assistant_only) == (1e-5, True, True)
+    assert (config.learning_rate, config.packing, config.assistant_only_loss) == (1e-5, True, True)
 
 
 @pytest.mark.parametrize(

@@ -31,8 +31,8 @@ def test_recipes_of_midus_have_its_hyperparameters_and_start_from_what_its_pretr
     config = recipe(name)
     (base,) = (base for base in RATES if base in name)
     assert config.learning_rate == RATES[base] and config.trainable == "all"
-    assert (config.schedule, config.warmup_ratio, config.precision) == ("cosine", 0.1, "bf16")
-    assert config.batch_size * config.gradient_accumulation == 64 and config.sequence_length == 2048
+    assert (config.lr_scheduler_type, config.warmup_ratio, config.bf16) == ("cosine", 0.1, True)
+    assert config.batch_size * config.gradient_accumulation_steps == 64 and config.sequence_length == 2048
     pretraining = REPOSITORY / "configs" / "train" / f"midus-hml-{base}.yaml"
     assert f"output: {config.model}\n" in pretraining.read_text(encoding="utf-8")
 
@@ -48,7 +48,9 @@ def test_recipes_of_mixture_of_chapters_differ_in_how_the_bank_trains(bank, memo
     assert config.value_schedule == ("constant" if frozen else "fixed")
     assert (config.weight_decay, config.adam_beta2, config.min_learning_rate_ratio) == (0.1, 0.95, 0.1)
     assert config.value_weight_decay == (0 if frozen else 0.1)
-    assert config.warmup_steps(config.max_steps) == 250 and config.batch_size * config.gradient_accumulation == 128
+    assert (
+        config.warmup_steps(config.max_steps) == 250 and config.batch_size * config.gradient_accumulation_steps == 128
+    )
 
 
 @pytest.mark.parametrize("name", NAMES)

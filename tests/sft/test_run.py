@@ -120,7 +120,7 @@ def test_what_is_too_long_is_cut_or_left_out_and_counted(config_for, base, tmp_p
 
 
 def test_all_tokens_have_a_loss_if_asked_for(config_for, base):
-    config = config_for(model=base(), assistant_only=False)
+    config = config_for(model=base(), assistant_only_loss=False)
     data = build_chat_dataset(config, character_tokenizer(), 128)
     assert all(row["labels"] == row["input_ids"] for row in data.dataset) and data.labels == data.tokens
 
@@ -136,7 +136,7 @@ def test_a_template_that_ends_answers_with_no_mark_is_told_of(config_for, base, 
 @pytest.mark.parametrize("memory", [False, True], ids=["native", "memory"])
 def test_adapters_are_trained_and_merged(config_for, memory, base, tmp_path):
     model = base("llama", memory)
-    options = {"lora": LoraOptions(r=4), "trainable": "auto", "save_every": 2}
+    options = {"lora": LoraOptions(r=4), "trainable": "auto", "save_steps": 2}
     finetune(config_for(model=model, **options))
     changed = moved(model, tmp_path / "out")
     linear = {name for name in changed if name.endswith("_proj.weight")}
@@ -199,7 +199,7 @@ def test_named_texts_are_measured_and_told_of(config_for, tmp_path, capsys):
     for name, words in (("one", "it is 1 "), ("two", "say 22 ")):
         (tmp_path / f"{name}.txt").write_text(words * 40)
         texts[name] = str(tmp_path / f"{name}.txt")
-    finetune(config_for(eval_text=texts, eval_every=2))
+    finetune(config_for(eval_text=texts, eval_steps=2))
     said = capsys.readouterr().out
     assert all(f"held-out text {name}: " in said and f"{name} " in said for name in texts)
     for name in texts:
@@ -221,7 +221,7 @@ def test_adapters_of_any_method_train_as_the_short_form_does(config_for, base, t
 def test_two_processes_fine_tune_as_one(packing, base, chats, tmp_path):
     """Sequences differ in how many of their tokens are labelled, so losses are weighted by these over both."""
     one, two = tmp_path / "one", tmp_path / "two"
-    options = {"max_steps": 3, "packing": packing, "sequence_length": 126, "log_every": 1}
+    options = {"max_steps": 3, "packing": packing, "sequence_length": 126, "logging_steps": 1}
     config = sft_config(base("llama", True), chats, one, batch_size=4, **options)
     recipe = tmp_path / "recipe.yaml"
     recipe.write_text(as_yaml(config))

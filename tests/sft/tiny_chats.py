@@ -61,8 +61,8 @@ def sft_config(model: Path, data: Path, output: Path, **changes: Any) -> SftConf
         "batch_size": 2,
         "max_steps": 3,
         "learning_rate": 1e-2,
-        "precision": "fp32",
-        "log_every": 1,
+        "bf16": False,
+        "logging_steps": 1,
         "trainable": "all",
         **changes,
     }

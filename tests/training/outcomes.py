@@ -111,7 +111,7 @@ def assert_resumes(config_for: Callable[..., TrainConfig], step: int, train: Cal
     Returns:
         The output of the resumed run.
     """
-    options = {"save_every": step, "keep_checkpoints": None, **options}
+    options = {"save_steps": step, "save_total_limit": None, **options}
     whole = Path(train(config_for("whole", **options)).output)
     parts = as_it_was_at(step, whole, whole.with_name("parts"))
     result = train(config_for("parts", resume=True, **options))

@@ -86,7 +86,7 @@ def test_what_reads_the_generic_memory_trains_it_and_no_other_block(audited, tmp
     }
 
 
-@pytest.mark.parametrize("changes", [{}, {"gradient_accumulation": 2, "batch_size": 2}], ids=str)
+@pytest.mark.parametrize("changes", [{}, {"gradient_accumulation_steps": 2, "batch_size": 2}], ids=str)
 def test_recording_changes_nothing_that_is_trained_and_passes_of_a_step_count_together(audited, tmp_path, changes):
     train(audited(epochs=1, **changes))
     train(audited("off", audit=False, epochs=1, **changes))

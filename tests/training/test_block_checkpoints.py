@@ -18,7 +18,7 @@ from midus_hf.training.output.run_checkpoints import damage_of, finish_checkpoin
 from midus_hf.training.run.train import train
 from midus_hf.training.trainer.memory_trainer import MemoryTrainer
 
-OPTIONS = {"save_every": 2, "keep_checkpoints": None}
+OPTIONS = {"save_steps": 2, "save_total_limit": None}
 
 
 @pytest.fixture(scope="module")
@@ -71,7 +71,7 @@ def test_the_model_of_the_best_step_comes_with_the_blocks_of_that_step(blocks_fo
     give_held_out_losses(monkeypatch, best_at(4))
     texts = tmp_path / "held_out.jsonl"
     texts.write_text(f'{{"text": "{document(60, 99)}", "memory_ids": [0, 0]}}\n')
-    changes = {"eval_text": str(texts), "eval_every": 2, "keep_best": True, "keep_checkpoints": 1}
+    changes = {"eval_text": str(texts), "eval_steps": 2, "load_best_model_at_end": True, "save_total_limit": 1}
     assert train(blocks_for(**changes)).best_step == 4
     assert_same_blocks(bank_of(tmp_path / "out"), bank_of(tmp_path / "out" / "checkpoint-4"))
 
@@ -94,7 +94,7 @@ def test_a_bank_that_does_not_train_is_written_once_and_linked_from_then_on(star
     written, digested, write, sha256 = [], [], LevelFile.write, manifest.file_sha256
     monkeypatch.setattr(LevelFile, "write", lambda file, *record: written.append(file.path) or write(file, *record))
     monkeypatch.setattr(manifest, "file_sha256", lambda path: digested.append(path) or sha256(path))
-    options = {"save_every": 1, "keep_checkpoints": None, "trainable": [0], "max_steps": 5}
+    options = {"save_steps": 1, "save_total_limit": None, "trainable": [0], "max_steps": 5}
     train(blocks_for(model=start, **options))
     folders = [output / f"checkpoint-{step}" for step in range(1, 6)]
     for level in (1, 2):
@@ -109,7 +109,7 @@ def test_a_bank_that_does_not_train_is_written_once_and_linked_from_then_on(star
 
 def test_a_bank_that_is_trained_where_it_lies_changes_no_checkpoint_that_links_it(start, blocks_for, tmp_path):
     output = tmp_path / "out"
-    options = {"save_every": 1, "keep_checkpoints": 1, "trainable": [0], "max_steps": 1}
+    options = {"save_steps": 1, "save_total_limit": 1, "trainable": [0], "max_steps": 1}
     train(blocks_for(model=start, **options))
     checkpoint = output / "checkpoint-1"
     assert files_of_level([checkpoint], 2) == files_of_level([start], 2)
@@ -178,12 +178,12 @@ def test_a_script_of_ones_own_gets_the_blocks_of_the_best_step_as_well(models, t
 
 
 def test_old_checkpoints_are_removed_with_their_blocks(blocks_for, tmp_path):
-    train(blocks_for(save_every=2, keep_checkpoints=1))
+    train(blocks_for(save_steps=2, save_total_limit=1))
     assert [path.name for path in (tmp_path / "out").glob("checkpoint-*")] == ["checkpoint-6"]
 
 
 def test_a_run_of_blocks_is_replaced_where_that_is_asked(blocks_for, tmp_path):
-    train(blocks_for(save_every=3))
+    train(blocks_for(save_steps=3))
     train(blocks_for(max_steps=2, overwrite=True))
     assert not list((tmp_path / "out").glob("checkpoint-*"))
     (tmp_path / "out" / "memory_bank" / "hier-ffn" / "notes.txt").write_text("mine")
@@ -193,9 +193,9 @@ def test_a_run_of_blocks_is_replaced_where_that_is_asked(blocks_for, tmp_path):
 
 def test_a_run_is_resumed_that_began_before_an_option_was_there(blocks_for, tmp_path):
     output = tmp_path / "out"
-    train(blocks_for(output, save_every=3))
+    train(blocks_for(output, save_steps=3))
     record = output / "train_config.yaml"
     options = yaml.safe_load(record.read_text())
     del options["audit"], options["corpus"]["id_column"]
     record.write_text(yaml.safe_dump(options))
-    train(blocks_for(output, save_every=3, resume=True))
+    train(blocks_for(output, save_steps=3, resume=True))

@@ -78,7 +78,7 @@ def test_the_generic_memory_is_drawn_by_the_place_in_the_run_alone():
 
 
 @pytest.mark.parametrize(
-    "changes", [{}, {"gradient_accumulation": 2, "batch_size": 2}, {"generic_share": 0.5}], ids=str
+    "changes", [{}, {"gradient_accumulation_steps": 2, "batch_size": 2}, {"generic_share": 0.5}], ids=str
 )
 def test_a_resumed_run_is_the_uninterrupted_one(blocks_for, tmp_path, changes):
     parts = assert_resumes(blocks_for, 3, **changes)
@@ -86,14 +86,14 @@ def test_a_resumed_run_is_the_uninterrupted_one(blocks_for, tmp_path, changes):
 
 
 def test_a_checkpoint_is_a_model_with_what_was_trained_until_then(blocks_for, tmp_path):
-    train(blocks_for(save_every=3))
+    train(blocks_for(save_steps=3))
     early, late = bank_of(tmp_path / "out" / "checkpoint-3"), bank_of(tmp_path / "out")
     assert early.written(2) == late.written(2) == LEAVES
     assert not torch.equal(early.block(2, 0), late.block(2, 0))
 
 
 def test_accumulated_gradients_are_those_of_one_batch(blocks_for, tmp_path):
-    for name, changes in (("one", {"batch_size": 4}), ("two", {"batch_size": 2, "gradient_accumulation": 2})):
+    for name, changes in (("one", {"batch_size": 4}), ("two", {"batch_size": 2, "gradient_accumulation_steps": 2})):
         train(blocks_for(name, **changes))
     assert logged(tmp_path / "two", "grad_norm") == pytest.approx(logged(tmp_path / "one", "grad_norm"), rel=1e-4)
     assert logged(tmp_path / "two", "loss") == pytest.approx(logged(tmp_path / "one", "loss"), rel=1e-5)
@@ -116,7 +116,7 @@ def test_activation_checkpointing_changes_nothing(blocks_for, tmp_path):
 def test_two_processes_agree_on_blocks_and_train_as_one(blocks_for, models, assigned, tmp_path):
     train(blocks_for("one", audit=True, generic_share=0.4))
     output, texts = tmp_path / "two", {"path_column": "memory_ids", "cache_dir": str(assigned.parent / "cache")}
-    words = {"generic_share": 0.4, "save_every": 3, "audit": "true", "output": output}
+    words = {"generic_share": 0.4, "save_steps": 3, "audit": "true", "output": output}
     in_two_processes(write_recipe(tmp_path, models / "hier-ffn", {"path": str(assigned), **texts}, **words))
     assert logged(output, "loss") == pytest.approx(logged(tmp_path / "one", "loss"), rel=1e-5)
     assert recorded(output) == recorded(tmp_path / "one")
@@ -181,7 +181,7 @@ def loss_of(folder: Path, texts: Path) -> float:
 
 def test_held_out_text_fetches_the_blocks_of_its_paths(blocks_for, models, tmp_path, capsys):
     texts = held_out_rows(tmp_path / "held_out.jsonl", [4, 0, 8, 4])
-    train(blocks_for(eval_text=str(texts), eval_every=2))
+    train(blocks_for(eval_text=str(texts), eval_steps=2))
     assert (
         "held-out text: 4 documents, each measured by itself, with the blocks of its path" in capsys.readouterr().out
     )
@@ -195,7 +195,7 @@ def test_held_out_text_fetches_the_blocks_of_its_paths(blocks_for, models, tmp_p
 def test_measuring_with_blocks_changes_nothing_that_is_trained(blocks_for, tmp_path):
     texts = held_out_rows(tmp_path / "held_out.jsonl", [4, 0, 8, 7])  # of leaves 7 and 8 the corpus has nothing
     train(blocks_for("without"))
-    train(blocks_for("with", eval_text=str(texts), eval_every=1))
+    train(blocks_for("with", eval_text=str(texts), eval_steps=1))
     assert logged(tmp_path / "with", "loss") == logged(tmp_path / "without", "loss")
     assert_same_blocks(bank_of(tmp_path / "with"), bank_of(tmp_path / "without"))
 
@@ -203,7 +203,7 @@ def test_measuring_with_blocks_changes_nothing_that_is_trained(blocks_for, tmp_p
 @pytest.mark.parametrize("suffix", [".jsonl", ".txt"])
 def test_held_out_text_without_paths_is_measured_without_blocks(blocks_for, tmp_path, capsys, suffix):
     texts = held_out_rows(tmp_path / f"held_out{suffix}", [None] * 20)
-    train(blocks_for(eval_text=str(texts), eval_every=3))
+    train(blocks_for(eval_text=str(texts), eval_steps=3))
     told = "held-out text has no column 'memory_ids', which midus cluster assign writes: it is measured without blocks"
     assert told in capsys.readouterr().out
     losses = logged(tmp_path / "out", "eval_loss")

@@ -106,7 +106,7 @@ def stage(request) -> int:
 def whole(stage, corpus, tmp_path_factory) -> Path:
     """A run with all of its checkpoints; its recipe lies beside it."""
     folder = tmp_path_factory.mktemp("deepspeed")
-    recipe = write_recipe(folder, save_upscaled("llama", folder), corpus, save_every=2, keep_checkpoints="null")
+    recipe = write_recipe(folder, save_upscaled("llama", folder), corpus, save_steps=2, save_total_limit="null")
     trained(recipe, f"output={folder / 'whole'}", stage=stage)
     return folder / "whole"
 
@@ -187,7 +187,7 @@ def test_chats_are_trained_on_as_by_one_process(tmp_path):
     recipe = tmp_path / "recipe.yaml"
     recipe.write_text(
         f"model: {model}\ndata: {chats}\nchat_template: chatml\nsequence_length: 96\nbatch_size: 2\nmax_steps: 4\n"
-        "learning_rate: 1.0e-3\nprecision: fp32\nlog_every: 1\ntrainable: all\n"
+        "learning_rate: 1.0e-3\nbf16: false\nlogging_steps: 1\ntrainable: all\n"
     )
     assert sft([str(recipe), "batch_size=4", f"output={tmp_path / 'one'}"]) == 0
     run = launched(ROOT / "scripts" / "train_sft.py", recipe, f"output={tmp_path / 'two'}")

@@ -77,7 +77,7 @@ def test_weights_follow_from_the_seed(begun):
 def test_a_resumed_run_is_the_uninterrupted_one(begun):
     assert_resumes(begun, 10)
     with refused(r"seed is 5, but the run to resume has 0"):
-        train(begun("parts", save_every=10, keep_checkpoints=None, resume=True, seed=5))
+        train(begun("parts", save_steps=10, save_total_limit=None, resume=True, seed=5))
 
 
 def test_the_card_names_no_base_and_no_local_path(begun, tmp_path):

@@ -16,7 +16,7 @@ from midus_hf.training.output import frozen_weights
 from midus_hf.training.output.run_checkpoints import damage_of
 from midus_hf.training.run.train import prepare, train
 
-OPTIONS = {"max_steps": 8, "save_every": 2, "keep_checkpoints": None}
+OPTIONS = {"max_steps": 8, "save_steps": 2, "save_total_limit": None}
 FROZEN, INDEX = "frozen.safetensors", "model.safetensors.index.json"
 
 
@@ -78,7 +78,7 @@ def test_a_run_goes_on_and_shares_what_it_was_resumed_from(config_for, tmp_path)
 
 def test_of_one_checkpoint_that_is_kept_one_copy_is_written(config_for, tmp_path):
     seen, output = [], tmp_path / "out"
-    run = prepare(config_for(output, **{**OPTIONS, "keep_checkpoints": 1}))
+    run = prepare(config_for(output, **{**OPTIONS, "save_total_limit": 1}))
     run.trainer.add_callback(AtStep(None, lambda model: seen.extend(numbers(output)), SAVED))
     run.execute()
     assert len(seen) == 4 and len(set(seen)) == 1
@@ -128,14 +128,14 @@ def test_frozen_weights_that_someone_changes_are_written_anew(config_for, tmp_pa
 
 
 def test_a_run_that_trains_all_has_one_file_of_weights(config_for, tmp_path):
-    train(config_for(max_steps=2, save_every=2, trainable="all"))
+    train(config_for(max_steps=2, save_steps=2, trainable="all"))
     assert (tmp_path / "out" / "checkpoint-2" / "model.safetensors").exists()
     assert not (tmp_path / "out" / "checkpoint-2" / FROZEN).exists()
 
 
 def test_a_run_of_blocks_alone_shares_the_whole_model(blocks_for, tmp_path):
     output = tmp_path / "out"
-    train(blocks_for(output, save_every=2, keep_checkpoints=None, trainable="new"))
+    train(blocks_for(output, save_steps=2, save_total_limit=None, trainable="new"))
     two, four, six = numbers(output)
     assert two == six != four
     assert_same_state(output / "checkpoint-6", output)

@@ -56,10 +56,10 @@ def free(monkeypatch, num_bytes: int) -> None:
         monkeypatch.setattr(module, "free_bytes", lambda folder: num_bytes)
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_the_room_that_is_counted_is_the_room_that_is_taken(family, precision, config_for, tmp_path):
+@pytest.mark.parametrize("bf16", [False, True])
+def test_the_room_that_is_counted_is_the_room_that_is_taken(family, bf16, config_for, tmp_path):
     model = save_upscaled(family, tmp_path, dtype=torch.bfloat16)
-    config = config_for(model=model, max_steps=4, save_every=1, precision=precision)
+    config = config_for(model=model, max_steps=4, save_steps=1, bf16=bf16)
     run = prepare(config)
     run.execute()
     checkpoint = tmp_path / "out" / "checkpoint-4"
@@ -78,7 +78,7 @@ def test_the_room_that_is_counted_is_the_room_that_is_taken(family, precision, c
 )
 def test_checkpoints_are_counted_at_the_worst_moment(saves, keep, existing, written, kept, tmp_path):
     model = torch.nn.Linear(10, 10)
-    config = tiny_config(tmp_path, tmp_path, tmp_path, keep_checkpoints=keep)
+    config = tiny_config(tmp_path, tmp_path, tmp_path, save_total_limit=keep)
     room = room_needed(model, {"weight": torch.bfloat16, "bias": torch.bfloat16}, config, saves, existing)
     assert (room.written, room.kept) == (written, kept)
     assert (room.model, room.checkpoint) == (int(220 * 1.02), int(3 * 440 * 1.02))
@@ -94,10 +94,10 @@ def test_deepspeed_writes_weights_once_more_and_copies_and_moments_in_float32(tm
 
 def test_a_disk_without_room_is_refused_before_anything_is_written(config_for, tmp_path, monkeypatch):
     free(monkeypatch, 1000)
-    config = config_for(save_every=5)
+    config = config_for(save_steps=5)
     message = (
         r"the run needs \S+ MB on the disk of output '.*out', for a model of \S+ MB and 3 checkpoints of \S+ MB, but "
-        r"0\.001 MB are free there\. Save less often \(save_every\), keep fewer \(keep_checkpoints\), or choose a folder "
+        r"0\.001 MB are free there\. Save less often \(save_steps\), keep fewer \(save_total_limit\), or choose a folder "
         r"on another disk\."
     )
     with refused(message):
@@ -108,7 +108,7 @@ def test_a_disk_without_room_is_refused_before_anything_is_written(config_for, t
 
 
 def test_a_checkpoint_that_cannot_be_saved_does_not_end_the_run(config_for, tmp_path, full, capsys):
-    options = {"save_every": 4, "max_steps": 12}
+    options = {"save_steps": 4, "max_steps": 12}
     train(config_for("whole", **options))
     full.add(tmp_path / "out" / "checkpoint-4")
     full.add(tmp_path / "out" / "checkpoint-12")
@@ -128,7 +128,7 @@ def test_an_optimizer_that_cannot_be_saved_costs_its_checkpoint_alone(config_for
         raise RuntimeError("[enforce fail at inline_container.cc:672] . unexpected pos 576 vs 534")
 
     monkeypatch.setattr("transformers.trainer.Trainer._save_optimizer_and_scheduler", fail)
-    train(config_for(save_every=4, max_steps=4))
+    train(config_for(save_steps=4, max_steps=4))
     assert last_checkpoint(tmp_path / "out") is None and not list((tmp_path / "out").glob("checkpoint-*"))
     AutoModelForCausalLM.from_pretrained(tmp_path / "out")
 
@@ -139,7 +139,7 @@ def test_a_failure_of_another_kind_while_saving_is_no_full_disk(config_for, monk
 
     monkeypatch.setattr("transformers.trainer.Trainer._save_optimizer_and_scheduler", fail)
     with pytest.raises(RuntimeError, match="out of memory"):
-        train(config_for(save_every=4, max_steps=4))
+        train(config_for(save_steps=4, max_steps=4))
 
 
 @pytest.mark.parametrize("named", [True, False], ids=["output_on_failure", "temporary"])
@@ -168,7 +168,7 @@ def test_the_command_says_by_its_status_that_the_model_is_elsewhere(words, tmp_p
     assert main(words) == 1
     assert capsys.readouterr().out.splitlines()[-1].startswith(f"{temporary / 'out-'}")
     full.add(temporary)
-    assert main([*words, "overwrite=true", "save_every=1"]) == 1
+    assert main([*words, "overwrite=true", "save_steps=1"]) == 1
     error = capsys.readouterr().err.splitlines()[-1]
     assert error.startswith(
         f"midus train: the trained model could not be saved ({tmp_path / 'out'}: No space left on device; "
@@ -177,7 +177,7 @@ def test_the_command_says_by_its_status_that_the_model_is_elsewhere(words, tmp_p
 
 
 def test_where_nothing_has_room_the_latest_checkpoint_is_named(config_for, tmp_path, full, temporary, monkeypatch):
-    run = prepare(config_for(save_every=5, max_steps=12))
+    run = prepare(config_for(save_steps=5, max_steps=12))
     full.add(tmp_path / "out" / ".partial_model")
     free(monkeypatch, 10)
     with pytest.raises(SaveError, match=r"no room for [\d,]+ bytes\); resume=true goes on from checkpoint-12"):

@@ -58,7 +58,7 @@ def assert_measured_by_the_command(model: Path, output: Path, text: str, scores:
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_last_perplexity_is_that_of_the_evaluation_command(family, upscaled, config_for, held_out, tmp_path):
-    train(config_for("out", family, max_steps=6, eval_text=str(held_out), eval_every=4, trainable="all"))
+    train(config_for("out", family, max_steps=6, eval_text=str(held_out), eval_steps=4, trainable="all"))
     assert_measured_by_the_command(upscaled(family), tmp_path / "out", str(held_out), measured(tmp_path / "out"))
 
 
@@ -66,7 +66,7 @@ def test_each_of_several_is_measured_as_the_evaluation_command_measures_it(
     upscaled, config_for, texts, tmp_path, capsys
 ):
     output = tmp_path / "out"
-    train(config_for(max_steps=6, eval_text=texts, eval_every=4, trainable="all"))
+    train(config_for(max_steps=6, eval_text=texts, eval_steps=4, trainable="all"))
     first, *_ = events = exact_log(output, "eval_near_loss")
     assert all("eval_wiki-2_loss" in event and "eval_loss" not in event for event in events)
     for name, path in texts.items():
@@ -79,21 +79,19 @@ def test_each_of_several_is_measured_as_the_evaluation_command_measures_it(
     assert "eval_text:\n  near: near\n  wiki-2: wiki-2\n" in (output / "README.md").read_text()
 
 
-@pytest.mark.parametrize(
-    "changes", [{}, {"precision": "bf16"}, {"method": "midus-pkm"}], ids=["fp32", "bf16", "batch_norm"]
-)
+@pytest.mark.parametrize("changes", [{}, {"bf16": True}, {"method": "midus-pkm"}], ids=["fp32", "bf16", "batch_norm"])
 def test_measuring_changes_nothing_that_is_computed(changes, upscaled, config_for, held_out, tmp_path):
-    method, *rest = changes.get("method", "midus-hml"), changes.get("precision", "fp32")
-    options = {"model": upscaled("llama", method), "precision": rest[0], "max_steps": 6}
+    method, bf16 = changes.get("method", "midus-hml"), changes.get("bf16", False)
+    options = {"model": upscaled("llama", method), "bf16": bf16, "max_steps": 6}
     train(config_for("without", **options))
-    train(config_for("with", eval_text=str(held_out), eval_every=1, **options))
+    train(config_for("with", eval_text=str(held_out), eval_steps=1, **options))
     assert len(measured(tmp_path / "with")) == 7
     assert exact_log(tmp_path / "with", "loss") == exact_log(tmp_path / "without")
     assert moved(tmp_path / "with", tmp_path / "without") == set()
 
 
 def test_a_text_has_the_losses_that_it_has_alone(config_for, texts, tmp_path):
-    options = {"max_steps": 4, "eval_every": 2}
+    options = {"max_steps": 4, "eval_steps": 2}
     train(config_for("one", eval_text=texts["wiki-2"], **options))
     train(config_for("both", eval_text=texts, **options))
     assert by_step(tmp_path / "one", "eval_loss") == by_step(tmp_path / "both", "eval_wiki-2_loss")
@@ -104,8 +102,14 @@ def test_a_text_has_the_losses_that_it_has_alone(config_for, texts, tmp_path):
 def test_the_best_model_is_kept_and_saved(upscaled, config_for, held_out, tmp_path, monkeypatch, capsys):
     give_held_out_losses(monkeypatch, best_at(9))
     model, output = shutil.copytree(upscaled(), tmp_path / "model"), tmp_path / "out"
-    options = {"max_steps": 24, "eval_every": 3, "eval_text": str(held_out), "keep_best": True, "keep_checkpoints": 1}
-    options |= {"model": model, "save_every": 12}
+    options = {
+        "max_steps": 24,
+        "eval_steps": 3,
+        "eval_text": str(held_out),
+        "load_best_model_at_end": True,
+        "save_total_limit": 1,
+    }
+    options |= {"model": model, "save_steps": 12}
     result = train(config_for(**options))
     scores, best = measured(output), output / "checkpoint-9"
     assert (result.best_step, result.steps) == (9, 24)
@@ -129,7 +133,7 @@ def test_the_best_model_is_kept_and_saved(upscaled, config_for, held_out, tmp_pa
 
 def test_a_last_model_that_is_the_best_is_saved_as_it_is(config_for, held_out, tmp_path, monkeypatch, capsys):
     give_held_out_losses(monkeypatch, best_at(4))
-    options = {"max_steps": 4, "eval_text": str(held_out), "eval_every": 2, "keep_best": True}
+    options = {"max_steps": 4, "eval_text": str(held_out), "eval_steps": 2, "load_best_model_at_end": True}
     assert train(config_for(**options)).best_step == 4
     assert "The last model is the best by held-out text: held-out perplexity " in capsys.readouterr().err
     assert "weights are those after" not in (tmp_path / "out" / "README.md").read_text()
@@ -139,7 +143,13 @@ def test_it_stops_after_evaluations_without_a_better_one_and_is_then_finished(
     config_for, held_out, tmp_path, monkeypatch
 ):
     give_held_out_losses(monkeypatch, best_at(6))
-    options = {"max_steps": 200, "eval_every": 3, "eval_text": str(held_out), "early_stop": 2, "save_every": 50}
+    options = {
+        "max_steps": 200,
+        "eval_steps": 3,
+        "eval_text": str(held_out),
+        "early_stopping_patience": 2,
+        "save_steps": 50,
+    }
     result = train(config_for(**options))
     assert result.steps == 6 + 2 * 3 and result.best_step is None
     assert last_checkpoint(tmp_path / "out").name == "checkpoint-12"
@@ -147,12 +157,18 @@ def test_it_stops_after_evaluations_without_a_better_one_and_is_then_finished(
     again = train(config_for(resume=True, **options))
     assert (again.steps, again.tokens_per_second) == (result.steps, None), "it had ended"
     assert (tmp_path / "out" / "model.safetensors").read_bytes() == weights
-    assert train(config_for(resume=True, **{**options, "early_stop": 3})).steps == 6 + 3 * 3
+    assert train(config_for(resume=True, **{**options, "early_stopping_patience": 3})).steps == 6 + 3 * 3
 
 
 def test_the_first_text_decides_which_model_is_best_and_when_to_stop(config_for, texts, tmp_path, monkeypatch, capsys):
     give_held_out_losses(monkeypatch, best_at(6), best_at(200))
-    options = {"max_steps": 200, "eval_every": 3, "eval_text": texts, "early_stop": 2, "keep_best": True}
+    options = {
+        "max_steps": 200,
+        "eval_steps": 3,
+        "eval_text": texts,
+        "early_stopping_patience": 2,
+        "load_best_model_at_end": True,
+    }
     result = train(config_for(**options))
     assert result.best_step == 6 and result.steps == 6 + 2 * 3
     assert "best: held-out perplexity of near " in capsys.readouterr().err
@@ -161,7 +177,13 @@ def test_the_first_text_decides_which_model_is_best_and_when_to_stop(config_for,
 
 
 def test_an_interrupted_run_measures_as_the_uninterrupted_one_and_keeps_its_texts(config_for, corpus, texts, tmp_path):
-    options = {"max_steps": 12, "eval_text": texts, "eval_every": 3, "keep_best": True, "early_stop": 9}
+    options = {
+        "max_steps": 12,
+        "eval_text": texts,
+        "eval_steps": 3,
+        "load_best_model_at_end": True,
+        "early_stopping_patience": 9,
+    }
     train(config_for("whole", **options))
     interrupted(prepare(config_for("parts", **options)), 7)
     for others in ({"near": texts["near"]}, {**texts, "more": str(corpus)}, texts["near"]):
@@ -175,14 +197,14 @@ def test_an_interrupted_run_measures_as_the_uninterrupted_one_and_keeps_its_text
 def test_texts_cannot_be_left_out_or_taken_from_elsewhere_when_a_run_is_resumed(config_for, texts, tmp_path):
     for eval_text in (texts, texts["near"]):
         output = tmp_path / str(len(eval_text))
-        train(config_for(output, max_steps=2, save_every=1, eval_text=eval_text))
+        train(config_for(output, max_steps=2, save_steps=1, eval_text=eval_text))
         for other in (None, str(shutil.copytree(texts["near"], tmp_path / f"other-{len(eval_text)}"))):
             with refused(rf"eval_text is .*, but the run to resume has {re.escape(repr(eval_text))}"):
-                check_output(config_for(output, max_steps=2, save_every=1, eval_text=other, resume=True))
+                check_output(config_for(output, max_steps=2, save_steps=1, eval_text=other, resume=True))
 
 
 def test_the_order_may_change_when_a_run_is_resumed_and_then_another_text_decides(config_for, texts, tmp_path):
-    options = {"max_steps": 4, "save_every": 2, "eval_every": 2}
+    options = {"max_steps": 4, "save_steps": 2, "eval_steps": 2}
     train(config_for(eval_text=texts, **options))
     turned = dict(reversed(texts.items()))
     config = config_for(eval_text=turned, resume=True, **options)
@@ -192,8 +214,8 @@ def test_the_order_may_change_when_a_run_is_resumed_and_then_another_text_decide
 
 
 def test_room_is_made_for_the_best_checkpoint(config_for, held_out):
-    options = {"eval_text": str(held_out), "eval_every": 2, "keep_checkpoints": 1, "save_every": 5}
-    rooms = [prepare(config_for(str(best), keep_best=best, **options)).room for best in (False, True)]
+    options = {"eval_text": str(held_out), "eval_steps": 2, "save_total_limit": 1, "save_steps": 5}
+    rooms = [prepare(config_for(str(best), load_best_model_at_end=best, **options)).room for best in (False, True)]
     assert [(room.written, room.kept) for room in rooms] == [(2, 1), (3, 2)]
 
 

@@ -63,8 +63,8 @@ def test_a_run_has_the_papers_settings(name):
     assert config.model == f"{name}-hier" and config.corpora[0].path_column == "memory_ids"
     assert (config.trainable, config.generic_share, config.document_mask) == ("new", 0, False)
     assert (config.value_learning_rate, config.value_schedule, config.value_weight_decay) == (1e-4, "fixed", 1e-3)
-    assert (config.adam_beta2, config.max_grad_norm, config.precision) == (0.95, 1.0, "bf16")
+    assert (config.adam_beta2, config.max_grad_norm, config.bf16) == (0.95, 1.0, True)
     assert config.value_learning_rate * config.min_learning_rate_ratio == pytest.approx(1e-5)
-    tokens_per_step = config.sequence_length * config.batch_size * config.gradient_accumulation
+    tokens_per_step = config.sequence_length * config.batch_size * config.gradient_accumulation_steps
     assert (tokens_per_step, tokens_per_step * config.max_steps) == (2**21, 2**40)
     assert round(config.warmup_ratio * config.max_steps, -2) == 5000

@@ -28,7 +28,7 @@ HINT = "Stopping after this step, with a checkpoint; once more stops at once."
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_an_interrupted_run_resumes_exactly(number, config_for, tmp_path, capsys):
-    options = {"gradient_accumulation": 2, "max_steps": 12}
+    options = {"gradient_accumulation_steps": 2, "max_steps": 12}
     train(config_for("whole", **options))
     stopped = interrupted(prepare(config_for("parts", **options)), 7, number)
     saved = tmp_path / "parts" / "checkpoint-7"
@@ -71,7 +71,7 @@ def test_an_interrupted_run_that_can_save_nothing_names_what_there_is(config_for
 
     fail_in(tmp_path / "out" / "checkpoint-4", monkeypatch)
     monkeypatch.setattr("midus_hf.training.run.training_run.save_where_possible", nowhere)
-    stopped = interrupted(prepare(config_for(save_every=3)), 4)
+    stopped = interrupted(prepare(config_for(save_steps=3)), 4)
     assert str(stopped) == (
         "interrupted after step 4, without a checkpoint (everything is full); resume=true goes on from checkpoint-3"
     )

@@ -45,14 +45,14 @@ def runs(models, assigned, tmp_path_factory):
     (folder / "recipe.yaml").write_text(
         f"corpus: {{path: {assigned}, path_column: memory_ids, cache_dir: {folder / 'cache'}}}\n"
         f"model: {models / 'hier-ffn'}\ntrainable: all\naudit: true\ngeneric_share: 0.3\nlearning_rate: 1e-2\nsequence_length: 16\n"
-        "batch_size: 4\nmax_steps: 6\nsave_every: 2\nprecision: fp32\nlog_every: 1\n"
+        "batch_size: 4\nmax_steps: 6\nsave_steps: 2\nbf16: false\nlogging_steps: 1\n"
     )
 
     def asked(output, *words, kill=None, copy=None):
         words = [str(folder / "recipe.yaml"), f"output={folder / output}", *words]
         return {"words": words, "output": str(folder / output), "kill": kill, "copy": copy and str(folder / copy)}
 
-    list_ = [asked("whole", "keep_checkpoints=null")]
+    list_ = [asked("whole", "save_total_limit=null")]
     for name, kills in KILLS.items():
         for number, kill in enumerate(kills):
             list_.append(asked(name, f"resume={'true' if number else 'false'}", kill=kill, copy=f"{name}-{number}"))

@@ -32,7 +32,7 @@ def a_second_a_step(monkeypatch):
 def test_it_ends_as_after_a_last_step_with_the_schedule_of_all_steps(
     a_second_a_step, config_for, corpus, tmp_path, capsys
 ):
-    options = {"max_steps": 12, "eval_text": str(corpus), "eval_every": 2, "save_every": 2, "log_every": 3}
+    options = {"max_steps": 12, "eval_text": str(corpus), "eval_steps": 2, "save_steps": 2, "logging_steps": 3}
     train(config_for("whole", **options))
     capsys.readouterr()
     run = prepare(config_for(max_seconds=5, **options))
@@ -60,7 +60,7 @@ def test_without_checkpoints_none_is_saved_and_the_last_step_ends_by_itself(
 
 
 def test_a_resumed_run_has_the_rest_of_the_seconds(a_second_a_step, config_for, corpus, tmp_path):
-    options = {"max_steps": 20, "eval_text": str(corpus), "save_every": 50}
+    options = {"max_steps": 20, "eval_text": str(corpus), "save_steps": 50}
     train(config_for("whole", max_seconds=6, **options))
     interrupted(prepare(config_for("parts", max_seconds=6, **options)), 4)
     config = config_for("parts", max_seconds=6, resume=True, **options)
@@ -77,7 +77,13 @@ def test_a_resumed_run_has_the_rest_of_the_seconds(a_second_a_step, config_for, 
 def test_seconds_of_a_run_without_a_limit_count_when_it_is_resumed_with_one(
     a_second_a_step, config_for, corpus, tmp_path
 ):
-    options = {"max_steps": 9, "eval_text": str(corpus), "save_every": 3, "eval_every": 2, "keep_best": True}
+    options = {
+        "max_steps": 9,
+        "eval_text": str(corpus),
+        "save_steps": 3,
+        "eval_steps": 2,
+        "load_best_model_at_end": True,
+    }
     interrupted(prepare(config_for(**options)), 5)
     config = config_for(max_seconds=4, resume=True, **options)
     result = train(config)
@@ -86,7 +92,7 @@ def test_seconds_of_a_run_without_a_limit_count_when_it_is_resumed_with_one(
 
 
 def test_a_checkpoint_that_does_not_know_its_seconds_begins_to_count_them(a_second_a_step, config_for, tmp_path):
-    options = {"max_steps": 9, "save_every": 2}
+    options = {"max_steps": 9, "save_steps": 2}
     interrupted(prepare(config_for(**options)), 4)
     path = last_checkpoint(tmp_path / "out") / "trainer_state.json"
     state = json.loads(path.read_text())
@@ -124,7 +130,7 @@ def test_seconds_are_above_zero(seconds):
 
 
 def test_all_processes_end_at_the_same_step(words, tmp_path):
-    run = run_ranks(SCRIPT, *words, "max_seconds=0.5", "save_every=1000000")
+    run = run_ranks(SCRIPT, *words, "max_seconds=0.5", "save_steps=1000000")
     assert run.returncode == 0, run.stderr
     (checkpoint,) = (tmp_path / "out").glob("checkpoint-*")
     assert {path.name for path in checkpoint.glob("rng_state*")} == {"rng_state_0.pth", "rng_state_1.pth"}

@@ -45,7 +45,7 @@ def test_a_run_trains_the_transforms_as_it_is_told(config_for, value_transforms,
 
 
 def test_usage_is_told_of_the_tokens_since_the_last_time(config_for, upscaled, tmp_path):
-    config = config_for(usage_every=4, log_every=5, max_steps=10)
+    config = config_for(usage_every=4, logging_steps=5, max_steps=10)
     run = prepare(config)
     batches = list(run.trainer.get_train_dataloader())
     given = []
@@ -77,12 +77,12 @@ def test_usage_is_told_of_the_tokens_since_the_last_time(config_for, upscaled, t
         assert events[step]["memory_perplexity"] == pytest.approx(sum(layer.perplexity for layer in layers) / 2)
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("bf16", [False, True])
 @pytest.mark.parametrize("entry", ["headwise", "linear"])
-def test_telling_of_usage_changes_nothing_that_is_computed(config_for, tmp_path, entry, precision):
+def test_telling_of_usage_changes_nothing_that_is_computed(config_for, tmp_path, entry, bf16):
     memory_model("llama", entry).save_pretrained(tmp_path / "model")
     tiny_tokenizer().save_pretrained(tmp_path / "model")
-    options = {"trainable": [1, 3], "precision": precision, "max_steps": 4}
+    options = {"trainable": [1, 3], "bf16": bf16, "max_steps": 4}
     for name, every in (("plain", None), ("with", 2)):
         train(config_for(name, model=tmp_path / "model", usage_every=every, **options))
     plain, told = exact_log(tmp_path / "plain"), exact_log(tmp_path / "with")

@@ -151,7 +151,7 @@ def mixed(config_for, corpus, tmp_path):
 
 
 def test_a_run_says_what_it_draws_from_each_corpus_and_resumes_exactly(mixed, capsys):
-    log = exact_log(assert_resumes(mixed, 8, gradient_accumulation=2, max_steps=20))
+    log = exact_log(assert_resumes(mixed, 8, gradient_accumulation_steps=2, max_steps=20))
     printed = capsys.readouterr().out
     assert "20 documents, 1,220 tokens: 76 sequences of 16 (4 tokens left over)\n" in printed
     assert "  20 drawn (25.0% of the run), 0.26 passes\n" in printed
@@ -163,7 +163,7 @@ def test_a_run_says_what_it_draws_from_each_corpus_and_resumes_exactly(mixed, ca
 
 def test_without_a_number_of_steps_an_epoch_is_as_many_sequences_as_all_corpora_have(mixed):
     for epochs, steps in ((None, 11), (0.5, 6), (2.0, 21)):
-        result = train(mixed(f"out{epochs}", max_steps=None, epochs=epochs, batch_size=8, log_every=100))
+        result = train(mixed(f"out{epochs}", max_steps=None, epochs=epochs, batch_size=8, logging_steps=100))
         assert result.steps == steps, "81 sequences, eight a step"
 
 

@@ -43,7 +43,7 @@ def test_the_layers_that_the_config_records_as_new_train_and_all_else_keeps_its_
 
 def test_in_bf16_too(family, config_for, tmp_path):
     model = save_native(family, tmp_path / "model", dtype=torch.bfloat16)
-    names, changed, with_gradient = train_watched(config_for(model=model, precision="bf16", max_steps=6))
+    names, changed, with_gradient = train_watched(config_for(model=model, bf16=True, max_steps=6))
     assert changed == with_gradient == of_layers(names, NEW_LAYERS)
 
 
@@ -61,7 +61,7 @@ def test_everything_trains_if_the_config_records_that(family, config_for, tmp_pa
 
 
 def test_the_record_survives_training_and_checkpoints_and_a_second_training(family, native, config_for, tmp_path):
-    config = config_for("first", model=native(family), max_steps=2, save_every=1)
+    config = config_for("first", model=native(family), max_steps=2, save_steps=1)
     train(config)
     train(config_for("second", model=tmp_path / "first", max_steps=1))
     before = json.loads((native(family) / "config.json").read_text())

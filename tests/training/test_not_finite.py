@@ -43,11 +43,11 @@ def files_of(output):
         (math.inf, 6, {}),  # the last, that saves too
         (math.inf, 5, {"max_steps": 5}),  # the last
         (math.nan, 3, {"max_grad_norm": 0.0}),
-        (-math.inf, 4, {"log_every": 5, "gradient_accumulation": 2, "trainable": "all"}),
+        (-math.inf, 4, {"logging_steps": 5, "gradient_accumulation_steps": 2, "trainable": "all"}),
     ],
 )
 def test_a_gradient_that_is_not_finite_ends_the_run(value, step, changes, config_for, tmp_path):
-    options = {"max_steps": 6, "save_every": 2, "keep_checkpoints": None, **changes}
+    options = {"max_steps": 6, "save_steps": 2, "save_total_limit": None, **changes}
     run = prepare(config_for(**options))
     run.trainer.add_callback(AtStep(step, of_gradient(value), "on_step_begin"))
     with pytest.raises(
@@ -85,7 +85,7 @@ def test_the_largest_finite_number_is_finite(dtype):
 
 
 def test_the_command_ends_with_status_1_and_publishes_nothing(words, tmp_path, monkeypatch, capsys):
-    words, output = [*words, "max_steps=4", "save_every=2", "log_every=3"], tmp_path / "out"
+    words, output = [*words, "max_steps=4", "save_steps=2", "logging_steps=3"], tmp_path / "out"
     training_step = Trainer.training_step
 
     def poisoned(self, model, *args, **kwargs):
@@ -105,21 +105,21 @@ def test_the_command_ends_with_status_1_and_publishes_nothing(words, tmp_path, m
     assert all(tensor.isfinite().all() for tensor in weights(output).values())
 
 
-@pytest.mark.parametrize("save_every", [2, None], ids=["checkpoint", "model"])
+@pytest.mark.parametrize("save_steps", [2, None], ids=["checkpoint", "model"])
 @pytest.mark.parametrize("value", [math.nan, math.inf])
-def test_tensors_that_are_not_finite_are_never_saved(save_every, value, config_for, tmp_path):
+def test_tensors_that_are_not_finite_are_never_saved(save_steps, value, config_for, tmp_path):
     """Whatever made them so: here it is no gradient."""
 
     def spoil(model):
         model.model.layers[4].self_attn.q_proj.weight.data[1, 2] = value
 
-    run = prepare(config_for(max_steps=4, save_every=save_every))
+    run = prepare(config_for(max_steps=4, save_steps=save_steps))
     run.trainer.add_callback(AtStep(4, spoil, AFTER))
     with pytest.raises(
         FloatingPointError, match=rf"layers\.4\.self_attn\.q_proj\.weight holds {value} at step 4; expected a"
     ):
         run.execute()
-    checkpoints = ["checkpoint-2"] if save_every else []
+    checkpoints = ["checkpoint-2"] if save_steps else []
     assert files_of(tmp_path / "out") == [*checkpoints, "log.jsonl", "train_config.yaml"]
 
 
@@ -154,7 +154,7 @@ def test_what_is_frozen_may_be_what_it_is(config_for, tmp_path):
 
 
 def test_blocks_of_banks_are_looked_at_too(blocks_for, tmp_path):
-    run = prepare(blocks_for(save_every=2, trainable="new"))
+    run = prepare(blocks_for(save_steps=2, trainable="new"))
     (bank,) = run.trainer.blocks.banks
     leaves, left = bank.leaves, [3]
 
@@ -179,7 +179,7 @@ def test_blocks_that_are_not_finite_are_neither_saved_nor_gone_on_from(blocks_fo
         level, index = bank.touched()[0]
         bank._states[level, index].master.data[5] = math.nan
 
-    run = prepare(blocks_for(output, save_every=2))
+    run = prepare(blocks_for(output, save_steps=2))
     spoiled += run.trainer.blocks.banks
     run.trainer.add_callback(AtStep(4, spoil, AFTER))
     with pytest.raises(
@@ -187,14 +187,14 @@ def test_blocks_that_are_not_finite_are_neither_saved_nor_gone_on_from(blocks_fo
     ):
         run.execute()
     assert files_of(output) == ["checkpoint-2", "log.jsonl", "train_config.yaml"]
-    run = prepare(blocks_for(output, save_every=2, resume=True))
+    run = prepare(blocks_for(output, save_steps=2, resume=True))
     spoiled[:] = run.trainer.blocks.banks
     monkeypatch.setattr(run.trainer.checkpoints, "check_finite", lambda: None)
     run.trainer.add_callback(AtStep(4, spoil, AFTER))
     with pytest.raises(FloatingPointError, match=r"loss is nan at step 5"):
         run.execute()
     monkeypatch.undo()
-    run = prepare(blocks_for(output, save_every=2, resume="auto"))
+    run = prepare(blocks_for(output, save_steps=2, resume="auto"))
     assert run.checkpoint == output / "checkpoint-2"
     assert "checkpoint-4 is passed over: block" in capsys.readouterr().err
 

@@ -22,9 +22,9 @@ def recipe(tmp_path) -> Path:
 
 def test_a_file_and_words_after_it_make_one_config_and_words_win(recipe):
     recipe.write_text("model: m\noutput: o\ncorpus: c\nlearning_rate: 1e-4\nmax_steps: 7\n", encoding="utf-8")
-    words = ["max_steps=9", "warmup_ratio=0", "resume=true", "trainable=all", "keep_checkpoints=null"]
+    words = ["max_steps=9", "warmup_ratio=0", "resume=true", "trainable=all", "save_total_limit=null"]
     options = {"learning_rate": 1e-4, "max_steps": 9, "warmup_ratio": 0.0, "resume": True, "trainable": "all"}
-    expected = TrainConfig(model="m", output="o", corpus=CorpusOptions(path="c"), keep_checkpoints=None, **options)
+    expected = TrainConfig(model="m", output="o", corpus=CorpusOptions(path="c"), save_total_limit=None, **options)
     assert read_config(TrainConfig, recipe, words) == expected
 
 
@@ -59,8 +59,8 @@ def test_words_name_keys_of_adapters(recipe):
     assert config.adapters == {"method": "osf", "effective_rank": 0.5, "layers": "new"}
 
 
-COUNTS = ("batch_size", "gradient_accumulation", "max_steps", "save_every", "keep_checkpoints", "log_every")
-COUNTS += ("usage_every", "eval_every", "eval_max_tokens", "early_stop")
+COUNTS = ("batch_size", "gradient_accumulation_steps", "max_steps", "save_steps", "save_total_limit", "logging_steps")
+COUNTS += ("usage_every", "eval_steps", "eval_max_tokens", "early_stopping_patience")
 BEGUN = {"model": None, "model_config": "c", "tokenizer": "t"}
 
 
@@ -74,7 +74,7 @@ BEGUN = {"model": None, "model_config": "c", "tokenizer": "t"}
         ({"learning_rate": "fast"}, "learning_rate is 'fast'; expected a number."),
         ({"max_steps": 1.5}, "max_steps is 1.5; expected a whole number or null."),
         ({"document_mask": 1}, "document_mask is 1; expected true or false."),
-        ({"precision": "fp16"}, "precision is 'fp16'; expected one of: bf16, fp32."),
+        ({"bf16": "yes"}, "bf16 is 'yes'; expected true or false."),
         ({"trainable": "nwe"}, "trainable is 'nwe'; expected 'auto' or 'new' or 'all' or a list, each item of it a "),
         ({"trainable": 3}, "trainable is 3; expected 'auto' or 'new' or 'all' or a list, each item of it a whole number"),
         ({"trainable": [3, "x"]}, "trainable[1] is 'x'; expected a whole number or 'key' or"),
@@ -96,9 +96,9 @@ BEGUN = {"model": None, "model_config": "c", "tokenizer": "t"}
         ({"adam_beta2": 1}, "adam_beta2 is 1.0; expected 0 <= beta < 1."),
         ({"warmup_ratio": 1}, "warmup_ratio is 1.0; expected a share of the steps, 0 <= ratio < 1."),
         ({"max_steps": 2, "epochs": 1}, "max_steps is 2 and epochs is 1.0; give one of them."),
-        *(({name: 5}, f"{name} is 5, which needs eval_text; set both or neither.") for name in ("eval_every", "eval_max_tokens")),
-        ({"eval_text": "t", "keep_best": True}, "keep_best is True, which needs eval_every; set both or neither."),
-        ({"eval_text": "t", "early_stop": 2}, "early_stop is 2, which needs eval_every; set both or neither."),
+        *(({name: 5}, f"{name} is 5, which needs eval_text; set both or neither.") for name in ("eval_steps", "eval_max_tokens")),
+        *(({"eval_text": "t", name: value}, f"{name} is {value}, which needs eval_steps; set both or neither.")
+          for name, value in (("load_best_model_at_end", True), ("early_stopping_patience", 2))),
         ({"resume": True, "overwrite": True}, "resume and overwrite are both set"),
         ({"model_config": "c"}, "model is 'm' and model_config is 'c'; expected one of them: model to train a"),
         ({**BEGUN, "tokenizer": None}, "config has 'model_config' and no 'tokenizer'; set it to the folder or Hub id of one"),

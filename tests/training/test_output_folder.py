@@ -108,7 +108,7 @@ def written(upscaled, corpus, tmp_path_factory) -> Path:
     shutil.copytree(upscaled("llama"), model)
     (model / "LICENSE.txt").write_text("terms")
     output = model.parent / "out"
-    train(tiny_config(model, corpus, output, max_steps=4, save_every=2, report_to="tensorboard"))
+    train(tiny_config(model, corpus, output, max_steps=4, save_steps=2, report_to="tensorboard"))
     (output / PARTIAL_MODEL).mkdir()
     shutil.copy(output / "model.safetensors", output / PARTIAL_MODEL)
     (output / ".log.jsonl.midus-01234567.partial").touch()
@@ -229,7 +229,7 @@ def test_a_resumed_run_keeps_the_options_that_it_began_with(config_for, tmp_path
     checkpoint(tmp_path / "out", 5)
     with refused(message):
         check_output(config_for(resume=True, **changes))
-    free = {"log_every": 3, "save_every": 2, "keep_checkpoints": 1, "activation_checkpointing": True}
+    free = {"logging_steps": 3, "save_steps": 2, "save_total_limit": 1, "activation_checkpointing": True}
     free["corpus_options"] = {"cache_dir": str(tmp_path / "elsewhere")}
     assert check_output(config_for(resume=True, **free))
 
@@ -295,7 +295,7 @@ def test_of_folders_that_a_published_model_replaces_what_a_person_put_there_stay
 
 
 def test_what_a_killed_run_left_of_a_model_is_cleared(config_for, tmp_path):
-    options = {"max_steps": 4, "save_every": 2}
+    options = {"max_steps": 4, "save_steps": 2}
     train(config_for(**options))
     (tmp_path / "out" / PARTIAL_MODEL).mkdir()
     (tmp_path / "out" / PARTIAL_MODEL / "stale.safetensors").touch()

@@ -55,7 +55,7 @@ def elsewhere(tmp_path):
 
 def test_other_processes_are_refused_in_a_line_while_a_run_goes_on_and_write_nothing(config_for, words, tmp_path):
     output, done = tmp_path / "out", []
-    run = prepare(config_for(output, max_steps=3, save_every=1))
+    run = prepare(config_for(output, max_steps=3, save_steps=1))
 
     def others(model) -> None:
         before = state_of(output)

@@ -11,16 +11,16 @@ def batch_norm_model(family: str):
     return memory_model(family, "product-key").to(torch.bfloat16)
 
 
-@pytest.mark.parametrize("precision", ["bf16", "fp32"])
-def test_what_trains_and_running_statistics_are_held_in_float32_and_given_back(family, precision):
+@pytest.mark.parametrize("bf16", [True, False])
+def test_what_trains_and_running_statistics_are_held_in_float32_and_given_back(family, bf16):
     model = batch_norm_model(family).requires_grad_(False)
     memory = model.model.layers[1].memory
     memory.requires_grad_()
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    dtypes = hold_for_training(model, precision)
+    dtypes = hold_for_training(model, bf16)
     assert memory.query_mean.dtype == memory.query_variance.dtype == memory.value_bank.dtype == torch.float32
     frozen = model.model.layers[0].self_attn.q_proj.weight
-    assert frozen.dtype == (torch.float32 if precision == "fp32" else torch.bfloat16)
+    assert frozen.dtype == (torch.bfloat16 if bf16 else torch.float32)
     restore_dtypes(model, dtypes)
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
     assert {tensor.dtype for name, tensor in model.state_dict().items()} == {torch.bfloat16}
@@ -28,7 +28,7 @@ def test_what_trains_and_running_statistics_are_held_in_float32_and_given_back(f
 
 def test_running_statistics_of_a_bfloat16_model_arrive_where_those_of_float64_do():
     model = batch_norm_model("llama")
-    hold_for_training(model, "bf16")
+    hold_for_training(model, bf16=True)
     memory = model.model.layers[1].memory.train()
     inputs = torch.randn(4, 50, 32, generator=torch.Generator().manual_seed(0))
     with torch.no_grad():

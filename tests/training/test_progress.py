@@ -18,7 +18,7 @@ def rows(text: str) -> list[list[str]]:
 
 
 def test_a_run_prints_a_row_an_event_and_no_more(config_for, tmp_path, library_bars, capsys):
-    config = config_for(max_steps=7, log_every=3, save_every=5)
+    config = config_for(max_steps=7, logging_steps=3, save_steps=5)
     capsys.readouterr()
     train(config)
     out, err = capsys.readouterr()
@@ -48,7 +48,7 @@ def test_the_widest_row_fits_80_columns(capsys):
 
 
 def test_a_step_is_one_row_with_its_perplexity(config_for, corpus, tmp_path, capsys):
-    held_out = {"eval_text": str(corpus), "eval_every": 2}
+    held_out = {"eval_text": str(corpus), "eval_steps": 2}
     train(config_for(max_steps=3, **held_out))
     header, *shown = rows(capsys.readouterr().out)
     assert header[-1] == "perplexity"

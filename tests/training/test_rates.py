@@ -47,11 +47,11 @@ def course(rates: Rates, steps: int) -> list[float]:
             "schedule is 'polynomial'; expected one of 'cosine', 'linear', 'constant_with_warmup', 'warmup_stable_decay'.",
         ),
         (
-            {"schedule": "warmup_stable_decay"},
+            {"lr_scheduler_type": "warmup_stable_decay"},
             "schedule is 'warmup_stable_decay', which needs decay_ratio, the share of the steps in which the rate falls; set it",
         ),
         (
-            {"schedule": "warmup_stable_decay", "decay_ratio": 0.95},
+            {"lr_scheduler_type": "warmup_stable_decay", "decay_ratio": 0.95},
             "decay_ratio is 0.95; expected a share of the steps, 0 < ratio <= 1 - warmup_ratio = 0.9.",
         ),
         (
@@ -63,7 +63,7 @@ def course(rates: Rates, steps: int) -> list[float]:
             "min_learning_rate_ratio is 1; expected a share of the maximum rate, 0 <= ratio < 1.",
         ),
         (
-            {"min_learning_rate_ratio": 0.1, "schedule": "linear"},
+            {"min_learning_rate_ratio": 0.1, "lr_scheduler_type": "linear"},
             "min_learning_rate_ratio is 0.1, which schedule 'linear' does not take; leave it out, or set schedule: cosine or ",
         ),
     ],
@@ -75,7 +75,9 @@ def test_a_wrong_value_is_refused_with_what_was_expected(values, message):
 
 def test_the_schedule_of_mixture_of_chapters_warms_up_stays_and_falls_where_the_paper_has_it():
     """Table 6: 9600 steps, warm-up over 250, decay from step 8160 on, to a tenth."""
-    rates = Rates(schedule="warmup_stable_decay", warmup_ratio=0.02604, decay_ratio=0.15, min_learning_rate_ratio=0.1)
+    rates = Rates(
+        lr_scheduler_type="warmup_stable_decay", warmup_ratio=0.02604, decay_ratio=0.15, min_learning_rate_ratio=0.1
+    )
     factors = course(rates, 9600)
     assert factors[0] == pytest.approx(0.1) and factors[249] < 1
     assert factors[250] == factors[8159] == factors[8160] == 1 and factors[8161] < 1
@@ -90,7 +92,7 @@ def test_a_cosine_can_end_above_zero():
 
 @pytest.mark.parametrize("steps", [3, 7, 10, 11])
 def test_warm_up_and_decay_fill_no_more_than_the_run(steps):
-    rates = Rates(schedule="warmup_stable_decay", warmup_ratio=0.5, decay_ratio=0.5)
+    rates = Rates(lr_scheduler_type="warmup_stable_decay", warmup_ratio=0.5, decay_ratio=0.5)
     factors = course(rates, steps)
     assert factors[math.ceil(steps / 2)] == 1 and factors[steps] == 0
 
@@ -101,7 +103,7 @@ def test_a_trainer_takes_rates_and_its_arguments_say_the_same(upscaled, tmp_path
         learning_rate=1e-3,
         memory_learning_rate=2e-3,
         weight_decay=0.1,
-        schedule="warmup_stable_decay",
+        lr_scheduler_type="warmup_stable_decay",
         decay_ratio=0.5,
     )
     model = AutoModelForCausalLM.from_pretrained(upscaled("llama"))

@@ -35,7 +35,7 @@ PRODUCT = [name for name in KILLS if name != "before-its-random-state"]
 def recipe(corpus, tmp_path_factory) -> Path:
     """A run that saves a checkpoint every two steps."""
     folder = tmp_path_factory.mktemp("restarts")
-    options = {"save_every": 2, "keep_checkpoints": "null", "usage_every": 1}
+    options = {"save_steps": 2, "save_total_limit": "null", "usage_every": 1}
     return write_recipe(folder, save_upscaled("llama", folder), corpus, **options)
 
 
@@ -68,18 +68,21 @@ def test_one_process_goes_on_where_two_were_with_steps_of_as_many_sequences(reci
     output = as_it_was_at(2, whole, tmp_path / "out")
     assert main([str(recipe), f"output={output}", "resume=true"]) == 0
     assert (
-        "gradient_accumulation is 2 in place of 1, for as many sequences a step as before\n" in capsys.readouterr().out
+        "gradient_accumulation_steps is 2 in place of 1, for as many sequences a step as before\n"
+        in capsys.readouterr().out
     )
     assert_about_the_same(output, whole)
 
 
 @pytest.mark.product
-@pytest.mark.parametrize("words", [[], ["batch_size=2", "gradient_accumulation=1"]], ids=["as-it-is", "one-pass"])
+@pytest.mark.parametrize(
+    "words", [[], ["batch_size=2", "gradient_accumulation_steps=1"]], ids=["as-it-is", "one-pass"]
+)
 def test_two_processes_go_on_where_one_was(words, recipe, whole, tmp_path):
-    one = [str(recipe), "batch_size=2", "gradient_accumulation=2", f"output={tmp_path / 'out'}"]
+    one = [str(recipe), "batch_size=2", "gradient_accumulation_steps=2", f"output={tmp_path / 'out'}"]
     assert main(one) == 0
     output = as_it_was_at(2, tmp_path / "out", tmp_path / "resumed")
-    in_two_processes(recipe, "gradient_accumulation=2", *words, f"output={output}", "resume=true")
+    in_two_processes(recipe, "gradient_accumulation_steps=2", *words, f"output={output}", "resume=true")
     assert_about_the_same(output, whole)
 
 
@@ -135,7 +138,11 @@ def test_torchrun_starts_a_run_again_whose_process_was_killed_and_it_goes_on(rec
     [
         (3, [], "a step of the run to resume takes 4 sequences, which 3 processes cannot share; expected a number of"),
         (1, ["batch_size=3"], "batch_size is 3, but the run to resume has 2; give the same, or start a new run with"),
-        (1, ["gradient_accumulation=3"], "gradient_accumulation is 3, but the run to resume has 1; give the same"),
+        (
+            1,
+            ["gradient_accumulation_steps=3"],
+            "gradient_accumulation_steps is 3, but the run to resume has 1; give the same",
+        ),
     ],
 )
 def test_steps_of_other_sizes_are_refused(processes, words, message, recipe, whole, tmp_path, monkeypatch, capsys):

@@ -114,7 +114,7 @@ def test_what_begins_by_itself_overwrites_no_trained_model_and_no_other_run(tmp_
 
 
 def test_a_checkpoint_of_a_run_that_did_not_say_the_size_of_its_steps_is_resumed(config_for, tmp_path, monkeypatch):
-    options = {"save_every": 2, "max_steps": 4}
+    options = {"save_steps": 2, "max_steps": 4}
     train(config_for(**options))
     state_file = tmp_path / "out" / "checkpoint-2" / "trainer_state.json"
     state = json.loads(state_file.read_text())
@@ -124,7 +124,7 @@ def test_a_checkpoint_of_a_run_that_did_not_say_the_size_of_its_steps_is_resumed
     before = exact_log(tmp_path / "out")
     train(config_for(resume=str(state_file.parent), **options))
     assert exact_log(tmp_path / "out") == before
-    changed = {"batch_size": 1, "gradient_accumulation": 2, "resume": str(state_file.parent)}
+    changed = {"batch_size": 1, "gradient_accumulation_steps": 2, "resume": str(state_file.parent)}
     with refused("batch_size is 1, but the run to resume has 2"):
         check_output(config_for(**options, **changed))
 
@@ -132,7 +132,7 @@ def test_a_checkpoint_of_a_run_that_did_not_say_the_size_of_its_steps_is_resumed
 def test_tied_embeddings_are_not_told_to_be_missing_and_what_is_missing_is(
     upscaled, config_for, tmp_path, monkeypatch, caplog
 ):
-    options = {"save_every": 1, "max_steps": 2}
+    options = {"save_steps": 1, "max_steps": 2}
     output, model = tmp_path / "out", upscaled("qwen2")
     assert AutoConfig.from_pretrained(model).tie_word_embeddings
     train(config_for(output, model=model, **options))

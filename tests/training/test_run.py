@@ -27,7 +27,7 @@ def test_base_tensors_keep_their_bytes_and_every_new_tensor_moves(family, upscal
 
 @pytest.mark.parametrize("family", by_default(["llama", "gemma3"], FAMILIES))
 def test_a_resumed_run_reproduces_the_losses_and_the_weights_of_the_uninterrupted_one(family, config_for, tmp_path):
-    options = {"save_every": 4, "gradient_accumulation": 2, "max_grad_norm": 0.01, "max_steps": 8}
+    options = {"save_steps": 4, "gradient_accumulation_steps": 2, "max_grad_norm": 0.01, "max_steps": 8}
     train(config_for("whole", family, **options))
     cut_off(prepare(config_for("parts", family, **options)), step=6)
     assert logged(tmp_path / "parts", "step") == list(range(1, 6))
@@ -37,17 +37,17 @@ def test_a_resumed_run_reproduces_the_losses_and_the_weights_of_the_uninterrupte
     assert_same_run(tmp_path / "parts", tmp_path / "whole")
 
 
-USAGE = {"usage_every": 3, "log_every": 4, "activation_checkpointing": True}
+USAGE = {"usage_every": 3, "logging_steps": 4, "activation_checkpointing": True}
 KINDS = {
     "streaming": {"corpus_options": {"streaming": True}},
-    "bf16": {"precision": "bf16"},
+    "bf16": {"bf16": True},
     "epochs": {"max_steps": None, "epochs": 2, "batch_size": 20},
-    "sparse-log": {"log_every": 3},
+    "sparse-log": {"logging_steps": 3},
     "all": {"trainable": "all", "document_mask": True},
     "4x-to-1x": {"value_schedule": "4x-to-1x"},
-    "fixed-balance": {"value_schedule": "fixed", "value_learning_rate": 3e-2, "balance_loss": 0.1, "gradient_accumulation": 2},
+    "fixed-balance": {"value_schedule": "fixed", "value_learning_rate": 3e-2, "balance_loss": 0.1, "gradient_accumulation_steps": 2},
     "balance-usage": {"balance_loss": 0.1, **USAGE},
-    "warmup-stable-decay": {"schedule": "warmup_stable_decay", "decay_ratio": 0.3, "min_learning_rate_ratio": 0.1},
+    "warmup-stable-decay": {"lr_scheduler_type": "warmup_stable_decay", "decay_ratio": 0.3, "min_learning_rate_ratio": 0.1},
     "memory": {"memory_learning_rate": 2e-2, "value_weight_decay": 0.1, "min_learning_rate_ratio": 0.1},
     "frozen": {"frozen": ["value"], "adam_beta2": 0.95, "trainable": "all"},
 }  # fmt: skip
@@ -105,7 +105,7 @@ def test_the_trained_folder_is_a_model_like_the_one_it_came_from(family, config_
 
 
 def test_checkpoints_are_models_with_a_tokenizer_and_only_the_latest_are_kept(config_for, tmp_path):
-    train(config_for(save_every=4, max_steps=12))
+    train(config_for(save_steps=4, max_steps=12))
     checkpoints = sorted(path.name for path in (tmp_path / "out").glob("checkpoint-*"))
     assert checkpoints == ["checkpoint-12", "checkpoint-8"]
     folder = tmp_path / "out" / "checkpoint-8"
@@ -116,7 +116,7 @@ def test_checkpoints_are_models_with_a_tokenizer_and_only_the_latest_are_kept(co
 @pytest.mark.parametrize("family", by_default(["qwen2", "gemma2"], FAMILIES))
 def test_in_bf16_a_half_precision_base_keeps_its_bytes_and_new_tensors_move(family, config_for, tmp_path):
     model = save_upscaled(family, tmp_path, dtype=torch.bfloat16)
-    run = prepare(config_for(model=model, precision="bf16", max_steps=6))
+    run = prepare(config_for(model=model, bf16=True, max_steps=6))
     held = {name: parameter.dtype for name, parameter in run.model.named_parameters()}
     assert {held[name] for name in held if is_new(name)} == {torch.float32}
     assert {held[name] for name in held if not is_new(name)} == {torch.bfloat16}
@@ -149,7 +149,7 @@ def test_tensorboard_gets_the_log_if_asked(config_for, tmp_path):
 
 
 def test_a_loss_that_is_not_finite_stops_the_run(config_for, tmp_path):
-    run = prepare(config_for(save_every=1))
+    run = prepare(config_for(save_steps=1))
     with torch.no_grad():
         run.model.model.layers[1].input_layernorm.weight.fill_(float("nan"))
     with pytest.raises(

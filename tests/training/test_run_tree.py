@@ -48,7 +48,7 @@ def made(models, assigned, tmp_path_factory):
             folder / "tree.jsonl",
             folder / "model",
             tree=str(folder / "tree"),
-            save_every=3,
+            save_steps=3,
             max_steps=3,
         )
     )

@@ -45,7 +45,7 @@ def test_sharded_processes_train_as_one(method, corpus, tmp_path):
     def shared(*words: str) -> None:
         sharded(*words, "activation_checkpointing=true")
 
-    options = {"precision": "bf16", "tolerance": 3e-3} if method == "llama-pro" else {}
+    options = {"bf16": True, "tolerance": 3e-3} if method == "llama-pro" else {}
     assert_shared_run_is_that_of_one(method, shared, corpus, tmp_path, **options)
 
 
@@ -58,7 +58,7 @@ def test_tied_tensors_of_half_precision_are_saved_once_and_in_it(corpus, tmp_pat
 def whole(corpus, tmp_path_factory) -> Path:
     """A sharded run with all of its checkpoints; its recipe lies beside it."""
     folder = tmp_path_factory.mktemp("sharded")
-    recipe = write_recipe(folder, save_upscaled("llama", folder), corpus, save_every=2, keep_checkpoints="null")
+    recipe = write_recipe(folder, save_upscaled("llama", folder), corpus, save_steps=2, save_total_limit="null")
     sharded(recipe, f"output={folder / 'whole'}")
     return folder / "whole"
 

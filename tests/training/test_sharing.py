@@ -55,9 +55,9 @@ def test_its_card_says_how_it_was_trained(model, config_for, corpus, tmp_path):
 
 
 def test_a_resumed_run_tells_of_its_training_once_and_of_all_its_steps(model, config_for, tmp_path):
-    train(config_for(model=model, max_steps=4, save_every=2))
+    train(config_for(model=model, max_steps=4, save_steps=2))
     shutil.rmtree(tmp_path / "out" / "checkpoint-4")
-    train(config_for(model=model, max_steps=4, save_every=2, resume=True))
+    train(config_for(model=model, max_steps=4, save_steps=2, resume=True))
     section = training_section(tmp_path / "out")
     assert "## Trained with" not in section
     assert "\n| 4 | 128 | " in section

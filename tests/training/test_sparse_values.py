@@ -183,7 +183,7 @@ def test_rows_are_clipped_to_a_norm_that_they_have_together():
     assert torch.equal(torch.cat([table.grad.values() for table in tables]), values)
 
 
-@pytest.mark.parametrize("changes", [{}, {"gradient_accumulation": 2}, {"max_grad_norm": 0}], ids=str)
+@pytest.mark.parametrize("changes", [{}, {"gradient_accumulation_steps": 2}, {"max_grad_norm": 0}], ids=str)
 def test_a_run_whose_tables_start_at_zero_reads_the_rows_that_a_dense_one_reads(
     ultramem, config_for, tmp_path, changes
 ):

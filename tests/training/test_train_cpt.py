@@ -39,7 +39,7 @@ def words(words) -> list[str]:
 
 
 def test_it_trains_resumes_and_leaves_a_model(words, tmp_path):
-    first = run_script([*words, "save_every=3"])
+    first = run_script([*words, "save_steps=3"])
     assert first.returncode == 0, first.stderr
     assert "Training the new layers alone: " in first.stdout and "layers 1, 4" in first.stdout
     assert "20 documents, 1,220 tokens: 76 sequences of 16 (4 tokens left over)" in first.stdout
@@ -48,7 +48,7 @@ def test_it_trains_resumes_and_leaves_a_model(words, tmp_path):
     assert list(by_step(tmp_path / "out", "loss")) == [1, 2, 3, 4, 5]
     AutoModelForCausalLM.from_pretrained(tmp_path / "out")
 
-    assert main([*words, "save_every=3", f"resume={tmp_path / 'out' / 'checkpoint-3'}"]) == 0
+    assert main([*words, "save_steps=3", f"resume={tmp_path / 'out' / 'checkpoint-3'}"]) == 0
     assert logged(tmp_path / "out") == losses
 
 
@@ -56,9 +56,9 @@ def test_two_processes_share_a_batch_and_train_as_one_would(words, corpus, tmp_p
     words += [
         "usage_every=2",
         f"eval_text={corpus}",
-        "eval_every=2",
-        "save_every=2",
-        "keep_best=true",
+        "eval_steps=2",
+        "save_steps=2",
+        "load_best_model_at_end=true",
         "balance_loss=0.5",
     ]
     # Gloo's threads abort, now and then, a process that still has them at its exit: here it always fails.

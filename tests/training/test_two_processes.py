@@ -42,7 +42,7 @@ STREAMS = {"a-folder": {}, "documents-that-are-masked": {"document_mask": "true"
 def test_a_stream_is_read_by_the_first_process_in_the_order_of_one_and_gone_on_with(name, corpus, tmp_path):
     """Each sequence is trained on by one process, once."""
     model = save_upscaled("llama", tmp_path, "llama-pro")
-    recipe = write_recipe(tmp_path, model, f"{{path: {corpus}, streaming: true}}", save_every=3, **STREAMS[name])
+    recipe = write_recipe(tmp_path, model, f"{{path: {corpus}, streaming: true}}", save_steps=3, **STREAMS[name])
     spy = tmp_path / "spy.py"
     spy.write_text(NOTES_WHAT_IS_TRAINED_ON)
     in_two_processes(recipe, f"output={tmp_path / 'two'}", script=spy, SEEN=str(tmp_path), PROGRAM=str(SCRIPT))

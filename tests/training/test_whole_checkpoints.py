@@ -28,7 +28,7 @@ from midus_hf.training.output.run_checkpoints import (
 )
 from midus_hf.training.run.train import train
 
-OPTIONS = {"max_steps": 6, "save_every": 2, "keep_checkpoints": None}
+OPTIONS = {"max_steps": 6, "save_steps": 2, "save_total_limit": None}
 
 
 @pytest.fixture(scope="module")
@@ -249,7 +249,7 @@ def test_all_files_are_on_the_disk_before_the_manifest_is_there(config_for, tmp_
     monkeypatch.setattr(os, "fsync", synced)
     monkeypatch.setattr(os, "replace", replaced)
     output = tmp_path / "out"
-    train(config_for(output, max_steps=2, save_every=2))
+    train(config_for(output, max_steps=2, save_steps=2))
     folder = output / "checkpoint-2"
     appears = events.index(("replace", str(folder / "manifest.json")))
     before, after = ({path for kind, path in part if kind == "fsync"} for part in (events[:appears], events[appears:]))
@@ -271,7 +271,7 @@ def test_older_checkpoints_stay_where_the_new_one_is_not_what_was_written(config
 
     monkeypatch.setattr(run_checkpoints, "whole_file", spoiling)
     output = tmp_path / "out"
-    train(config_for(output, max_steps=4, save_every=2, keep_checkpoints=1))
+    train(config_for(output, max_steps=4, save_steps=2, save_total_limit=1))
     assert [path.name for path in output.glob("checkpoint-*")] == ["checkpoint-2"]
     assert last_checkpoint(output) == output / "checkpoint-2" and is_complete(output / "checkpoint-2")
     (line,) = (line for line in capsys.readouterr().err.splitlines() if "was not saved" in line)
@@ -283,7 +283,7 @@ def test_older_checkpoints_stay_where_the_new_one_is_not_what_was_written(config
 def test_the_best_model_is_taken_from_a_checkpoint_that_is_whole(config_for, tmp_path, capsys, monkeypatch):
     text, output = tmp_path / "held-out.txt", tmp_path / "out"
     text.write_text(" ".join(f"w{3 + i % 9}" for i in range(200)))
-    options = {**OPTIONS, "eval_text": str(text), "eval_every": 2, "keep_best": True, "resume": False}
+    options = {**OPTIONS, "eval_text": str(text), "eval_steps": 2, "load_best_model_at_end": True, "resume": False}
     monkeypatch.setattr(
         "midus_hf.training.run.held_out_texts.held_out_losses", lambda *_: {0: 4.0, 2: 2.0, 4: 1.0, 6: 3.0}
     )

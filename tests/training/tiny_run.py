@@ -131,8 +131,8 @@ def tiny_config(model: Path, corpus: Path, output: Path, **changes: Any) -> Trai
         "batch_size": 2,
         "max_steps": 20,
         "learning_rate": 1e-2,
-        "precision": "fp32",
-        "log_every": 1,
+        "bf16": False,
+        "logging_steps": 1,
         **changes,
     }
     corpus_options = options.pop("corpus_options", {})

@@ -26,8 +26,8 @@ def write_recipe(folder: Path, model: Path, corpus: Path | str, **options: Any) 
         "batch_size": 2,
         "max_steps": 6,
         "learning_rate": 1e-2,
-        "precision": "fp32",
-        "log_every": 1,
+        "bf16": False,
+        "logging_steps": 1,
         "model": model,
         "corpus": corpus,
         **options,
@@ -64,7 +64,7 @@ def assert_shared_run_is_that_of_one(
     if method == "midus-hml":
         options |= {"usage_every": 1, "value_learning_rate": 3e-2, "memory_learning_rate": 2e-3}
     recipe = write_recipe(folder, save_upscaled("llama", folder, method), corpus, **options)
-    words = [str(recipe), f"eval_text={corpus}", "eval_every=2", "keep_best=true"]
+    words = [str(recipe), f"eval_text={corpus}", "eval_steps=2", "load_best_model_at_end=true"]
     one, two = folder / "one", folder / "two"
     assert main([*words, "batch_size=4", f"output={one}"]) == 0
     shared(*words, f"output={two}")
@@ -77,7 +77,7 @@ def assert_shared_run_is_that_of_one(
     AutoModelForCausalLM.from_pretrained(two)
     assert not list(two.glob("pytorch_model_fsdp*")) and not list(two.glob("global_step*"))
     assert moved(folder / "model", two) and largest_difference(two, folder / "model") > 1e-2
-    if options.get("precision") != "bf16":
+    if not options.get("bf16"):
         assert largest_difference(two, one) < 1e-4
 
 

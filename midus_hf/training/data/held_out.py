@@ -202,12 +202,16 @@ def best_step(losses: Mapping[int, float]) -> int | None:
     return min(losses, key=lambda step: (losses[step], step), default=None)
 
 
-def is_stopped_early(losses: Mapping[int, float], early_stop: int | None) -> bool:
-    """Whether the last `early_stop` losses are no better than one before them.
+def is_stopped_early(losses: Mapping[int, float], early_stopping_patience: int | None) -> bool:
+    """Whether the last `early_stopping_patience` losses are no better than one before them.
 
     Args:
         losses: From `held_out_losses`.
-        early_stop: As in `RunOptions`.
+        early_stopping_patience: As in `RunOptions`.
     """
     best = best_step(losses)
-    return early_stop is not None and best is not None and sum(step > best for step in losses) >= early_stop
+    return (
+        early_stopping_patience is not None
+        and best is not None
+        and sum(step > best for step in losses) >= early_stopping_patience
+    )

@@ -1,23 +1,21 @@
 """The dtypes in which a model trains, and the way back to those of its checkpoint."""
 
-from typing import Literal
-
 import torch
 from transformers import PreTrainedModel
 
 from midus_hf.memory.declared_module import DeclaredModule
 
 
-def hold_for_training(model: PreTrainedModel, precision: Literal["bf16", "fp32"]) -> dict[str, torch.dtype]:
+def hold_for_training(model: PreTrainedModel, bf16: bool) -> dict[str, torch.dtype]:
     """Put every parameter into the dtype in which it is held while training.
 
-    For `"fp32"` that is float32. For `"bf16"`, where autocast computes in bfloat16, what trains is held in float32,
+    Without `bf16` that is float32. With `bf16`, where autocast computes in bfloat16, what trains is held in float32,
     since bfloat16 would round most updates of a small rate away; what is frozen stays as it is. Running statistics of
     memories are held in float32 for the same reason.
 
     Args:
         model: With `requires_grad` set.
-        precision: `"bf16"` or `"fp32"`.
+        bf16: Whether training computes in bfloat16.
 
     Returns:
         The dtypes before, by name of the parameter or buffer, for `restore_dtypes`.
@@ -25,7 +23,7 @@ def hold_for_training(model: PreTrainedModel, precision: Literal["bf16", "fp32"]
     dtypes = {}
     for name, parameter in model.named_parameters():
         dtypes[name] = parameter.dtype
-        if precision == "fp32" or parameter.requires_grad:
+        if not bf16 or parameter.requires_grad:
             parameter.data = parameter.data.float()
     for name, buffer in _memory_buffers(model):
         dtypes[name] = buffer.dtype

@@ -49,7 +49,7 @@ class Rates:
             Default: 0.
         value_weight_decay: Decay of memory values. Default: 0.
         warmup_ratio: Share of the steps in which the rate rises from zero. Default: 0.1.
-        schedule: Course of the rate after that: `"cosine"` or `"linear"` to zero, `"constant_with_warmup"`, or
+        lr_scheduler_type: Course of the rate after that: `"cosine"` or `"linear"` to zero, `"constant_with_warmup"`, or
             `"warmup_stable_decay"`, constant and then down along a cosine. Default: `"cosine"`.
         decay_ratio: Share of the steps, at the end, in which the rate of `"warmup_stable_decay"` falls.
         min_learning_rate_ratio: What `"cosine"` or `"warmup_stable_decay"` ends at, as a share of the maximum rate. The
@@ -71,7 +71,7 @@ class Rates:
     weight_decay: float = 0.0
     value_weight_decay: float = 0.0
     warmup_ratio: float = 0.1
-    schedule: Schedule = "cosine"
+    lr_scheduler_type: Schedule = "cosine"
     decay_ratio: float | None = None
     min_learning_rate_ratio: float = 0.0
 
@@ -80,7 +80,7 @@ class Rates:
             ("value_schedule", ValueSchedule),
             ("value_transforms", ValueTransforms),
             ("memory_keys", MemoryKeys),
-            ("schedule", Schedule),
+            ("lr_scheduler_type", Schedule),
         ):
             _check_one_of(name, getattr(self, name), choices)
         for name in (
@@ -111,10 +111,10 @@ class Rates:
         self._check_end_of_schedule()
 
     def _check_end_of_schedule(self) -> None:
-        if self.schedule == "warmup_stable_decay":
+        if self.lr_scheduler_type == "warmup_stable_decay":
             if self.decay_ratio is None:
                 raise ValueError(
-                    "schedule is 'warmup_stable_decay', which needs decay_ratio, the share of the steps in which the rate "
+                    "lr_scheduler_type is 'warmup_stable_decay', which needs decay_ratio, the share of the steps in which the rate "
                     "falls; set it, such as decay_ratio: 0.15."
                 )
             if not 0 < self.decay_ratio <= 1 - self.warmup_ratio:
@@ -124,24 +124,28 @@ class Rates:
                 )
         elif self.decay_ratio is not None:
             raise ValueError(
-                f"decay_ratio is {self.decay_ratio}, which schedule {self.schedule!r} does not take; leave it out, or set "
-                "schedule: warmup_stable_decay."
+                f"decay_ratio is {self.decay_ratio}, which lr_scheduler_type {self.lr_scheduler_type!r} does not take; leave it out, "
+                "or set lr_scheduler_type: warmup_stable_decay."
             )
         if not 0 <= self.min_learning_rate_ratio < 1:
             raise ValueError(
                 f"min_learning_rate_ratio is {self.min_learning_rate_ratio}; expected a share of the maximum rate, "
                 "0 <= ratio < 1."
             )
-        if self.min_learning_rate_ratio and self.schedule not in ("cosine", "warmup_stable_decay"):
+        if self.min_learning_rate_ratio and self.lr_scheduler_type not in ("cosine", "warmup_stable_decay"):
             raise ValueError(
-                f"min_learning_rate_ratio is {self.min_learning_rate_ratio}, which schedule {self.schedule!r} does not "
-                "take; leave it out, or set schedule: cosine or warmup_stable_decay."
+                f"min_learning_rate_ratio is {self.min_learning_rate_ratio}, which lr_scheduler_type {self.lr_scheduler_type!r} "
+                "does not take; leave it out, or set lr_scheduler_type: cosine or warmup_stable_decay."
             )
 
     @property
     def scheduler_type(self) -> str:
         """What transformers calls the schedule."""
-        return "cosine_with_min_lr" if self.schedule == "cosine" and self.min_learning_rate_ratio else self.schedule
+        return (
+            "cosine_with_min_lr"
+            if self.lr_scheduler_type == "cosine" and self.min_learning_rate_ratio
+            else self.lr_scheduler_type
+        )
 
     def scheduler_options(self, total_steps: int) -> dict[str, Any]:
         """What transformers' schedule takes beside the steps of warm-up and run.
@@ -149,7 +153,7 @@ class Rates:
         Args:
             total_steps: Steps of the run.
         """
-        if self.schedule == "warmup_stable_decay":
+        if self.lr_scheduler_type == "warmup_stable_decay":
             assert self.decay_ratio is not None
             # Warm-up steps are rounded up; the two together must not be more than there are.
             most = total_steps - self.warmup_steps(total_steps)

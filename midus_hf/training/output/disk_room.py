@@ -74,7 +74,7 @@ def check_room_of_run(
     steps_before = (
         0 if checkpoint is None else TrainerState.load_from_json(str(checkpoint / TRAINER_STATE)).global_step
     )
-    intervals = [config.save_every, config.eval_every if config.keep_best else None]
+    intervals = [config.save_steps, config.eval_steps if config.load_best_model_at_end else None]
     saves = sum(math.ceil(max(steps - steps_before, 0) / interval) for interval in intervals if interval is not None)
     existing = {} if config.overwrite else checkpoints(output)
     room = room_needed(model, dtypes, config, saves, len(existing), arguments.deepspeed_plugin is not None)
@@ -120,8 +120,8 @@ def room_needed(
                 weights, state = 2 * tensor.nbytes, (1 + _MOMENTS) * tensor.numel() * torch.float32.itemsize
             held += weights + state * tensor.requires_grad
     kept = written = saves
-    if config.keep_checkpoints is not None:
-        free_places = max(config.keep_checkpoints + config.keep_best - existing, 0)
+    if config.save_total_limit is not None:
+        free_places = max(config.save_total_limit + config.load_best_model_at_end - existing, 0)
         kept, written = min(saves, free_places), min(saves, free_places + 1)
     return RoomNeeded(model=int(final * _MARGIN), checkpoint=int(held * _MARGIN), written=written, kept=kept)
 
@@ -151,7 +151,7 @@ def _check_room(name: str, folder: str, needed: RoomNeeded, to_be_removed: int =
     free = free_bytes(folder) + to_be_removed
     if free < needed.peak:
         checkpoints = f" and {needed.written} checkpoints of {_gigabytes(needed.checkpoint)}" * bool(needed.written)
-        fewer = " Save less often (save_every), keep fewer (keep_checkpoints)," * bool(needed.written)
+        fewer = " Save less often (save_steps), keep fewer (save_total_limit)," * bool(needed.written)
         raise ValueError(
             f"the run needs {_gigabytes(needed.peak)} on the disk of {name} {folder!r}, for a model of "
             f"{_gigabytes(needed.model)}{checkpoints}, but {_gigabytes(free)} are free there.{fewer or ' Make room,'} "

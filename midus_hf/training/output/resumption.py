@@ -28,13 +28,13 @@ _FREE_ON_RESUME = (
     "output",
     "output_on_failure",
     "activation_checkpointing",
-    "save_every",
-    "keep_checkpoints",
-    "log_every",
+    "save_steps",
+    "save_total_limit",
+    "logging_steps",
     "usage_every",
-    "eval_every",
-    "keep_best",
-    "early_stop",
+    "eval_steps",
+    "load_best_model_at_end",
+    "early_stopping_patience",
     "max_seconds",
     "report_to",
     "resume",
@@ -42,7 +42,7 @@ _FREE_ON_RESUME = (
 )
 """Options that may change between a run and its resumption: they do not touch what is computed."""
 
-_OF_A_STEP = ("batch_size", "gradient_accumulation")
+_OF_A_STEP = ("batch_size", "gradient_accumulation_steps")
 """Options that may change if a step takes as many sequences as it did."""
 
 
@@ -140,7 +140,7 @@ def find_checkpoint(config: RunOptions, skipped: Mapping[Path, str] | None = Non
     if all(damage == UNFINISHED for damage in passed_over.values()):
         raise ValueError(
             f"resume is true, but output {config.output!r} holds no complete checkpoint; "
-            "start the run again with overwrite: true, and save_every to have checkpoints."
+            "start the run again with overwrite: true, and save_steps to have checkpoints."
         )
     earlier = next(filter(is_of_earlier_version, passed_over), None)
     hint = (
@@ -178,14 +178,16 @@ def check_same_run(config: RunOptions, checkpoint: Path) -> None:
     Raises:
         ValueError: If one differs, or the processes cannot take as many sequences in a step.
     """
-    same_step = _sequences_of(checkpoint) == config.batch_size * config.gradient_accumulation * number_of_processes()
+    same_step = (
+        _sequences_of(checkpoint) == config.batch_size * config.gradient_accumulation_steps * number_of_processes()
+    )
     free = _OF_A_STEP if same_step else ()
     _check_options(config, checkpoint.parent, free, f"give the same, or start a new run with model: {checkpoint}")
     passes_of_a_step(config, checkpoint)
 
 
 def passes_of_a_step(config: RunOptions, checkpoint: Path | None) -> int:
-    """Forward passes of each process in a step: `gradient_accumulation`, unless a run is resumed by more or fewer processes.
+    """Forward passes of each process in a step: `gradient_accumulation_steps`, unless a run is resumed by more or fewer processes.
 
     Args:
         config: The options of the run.
@@ -197,8 +199,8 @@ def passes_of_a_step(config: RunOptions, checkpoint: Path | None) -> int:
     sequences = None if checkpoint is None else _sequences_of(checkpoint)
     processes = number_of_processes()
     together = config.batch_size * processes
-    if sequences is None or sequences == together * config.gradient_accumulation:
-        return config.gradient_accumulation
+    if sequences is None or sequences == together * config.gradient_accumulation_steps:
+        return config.gradient_accumulation_steps
     if sequences % processes:
         raise ValueError(
             f"a step of the run to resume takes {sequences:,} sequences, which {processes} processes cannot share; expected a "
@@ -225,9 +227,10 @@ def describe_resumption(config: RunOptions, checkpoint: Path | None, passes: int
     if checkpoint is None:
         return []
     lines = [f"going on from {checkpoint}"]
-    if passes != config.gradient_accumulation:
+    if passes != config.gradient_accumulation_steps:
         lines.append(
-            f"gradient_accumulation is {passes} in place of {config.gradient_accumulation}, for as many sequences a step as before"
+            f"gradient_accumulation_steps is {passes} in place of {config.gradient_accumulation_steps}, for as many sequences a step "
+            "as before"
         )
     return lines
 

@@ -27,12 +27,23 @@ class HeldOutTexts:
     Args:
         trainer: That has its model.
         texts: By their names as in `RunOptions.eval_texts`.
-        keep_best: Whether a step whose first text is best is saved.
-        early_stop: As in `RunOptions`.
+        load_best_model_at_end: Whether a step whose first text is best is saved.
+        early_stopping_patience: As in `RunOptions`.
     """
 
-    def __init__(self, trainer: Any, texts: Mapping[str, HeldOut], keep_best: bool, early_stop: int | None):
-        self._trainer, self.texts, self._keep_best, self._early_stop = trainer, texts, keep_best, early_stop
+    def __init__(
+        self,
+        trainer: Any,
+        texts: Mapping[str, HeldOut],
+        load_best_model_at_end: bool,
+        early_stopping_patience: int | None,
+    ):
+        self._trainer, self.texts, self._keep_best, self._early_stop = (
+            trainer,
+            texts,
+            load_best_model_at_end,
+            early_stopping_patience,
+        )
 
     def evaluate(self) -> dict[str, float]:
         """Measure the texts, log what was measured, and decide whether the step is saved and training ends; return the measures."""

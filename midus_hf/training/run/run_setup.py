@@ -164,7 +164,7 @@ def make_run(
         if getattr(config, option):
             check_reads_few_rows(model, option)
     model, report = choose(model)
-    dtypes = hold_for_training(model, config.precision)
+    dtypes = hold_for_training(model, config.bf16)
     room = check_room_of_run(config, model, dtypes, arguments, dataset, request.checkpoint)
     with made_for_nothing(Path(config.output)) if arguments.process_index == 0 else contextlib.nullcontext():
         trainer = trainer_class(
@@ -173,11 +173,11 @@ def make_run(
             train_dataset=dataset,
             callbacks=[TrainingLog(Path(config.output, RUN_LOG))],
             tokenizer=request.tokenizer,
-            keep_checkpoints=config.keep_checkpoints,
+            save_total_limit=config.save_total_limit,
             held_out=held_out,
-            eval_every=config.eval_every,
-            keep_best=config.keep_best,
-            early_stop=config.early_stop,
+            eval_steps=config.eval_steps,
+            load_best_model_at_end=config.load_best_model_at_end,
+            early_stopping_patience=config.early_stopping_patience,
             max_seconds=config.max_seconds,
             rates=rates,
             balance_loss=config.balance_loss,
@@ -351,9 +351,9 @@ def print_start(rates: Rates, report: RenderableType, model: PreTrainedModel, da
     console.print(report)
     groups = Table("group", "tensors", "parameters", "maximum rate", "course", "decay")
     courses = {
-        "schedule": rates.schedule,
+        "schedule": rates.lr_scheduler_type,
         "constant": "constant",
-        "4x-to-1x": f"{rates.schedule}, 4x to 1x in {rates.value_decay_ratio or VALUE_DECAY_RATIO:.0%}",
+        "4x-to-1x": f"{rates.lr_scheduler_type}, 4x to 1x in {rates.value_decay_ratio or VALUE_DECAY_RATIO:.0%}",
     }
     for group in parameter_groups(model, rates):
         tensors, parameters = str(len(group["params"])), sum(parameter.numel() for parameter in group["params"])

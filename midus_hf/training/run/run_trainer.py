@@ -32,11 +32,11 @@ class InRun(TrainsMemory):
 
     Args:
         tokenizer: Saved beside every checkpoint.
-        keep_checkpoints: As `keep` of `Checkpoints`. Default: all.
+        save_total_limit: As `keep` of `Checkpoints`. Default: all.
         held_out: Texts to measure, as in `HeldOutTexts`. Default: none.
-        eval_every: As in `RunOptions`. Default: none.
-        keep_best: As in `HeldOutTexts`. Default: false.
-        early_stop: As in `HeldOutTexts`. Default: none.
+        eval_steps: As in `RunOptions`. Default: none.
+        load_best_model_at_end: As in `HeldOutTexts`. Default: false.
+        early_stopping_patience: As in `HeldOutTexts`. Default: none.
         max_seconds: As in `RunOptions`. Default: none.
         kwargs: What the Trainer takes. `save_total_limit` is not for this class.
     """
@@ -45,11 +45,11 @@ class InRun(TrainsMemory):
         self,
         *args: Any,
         tokenizer: PreTrainedTokenizerBase,
-        keep_checkpoints: int | None = None,
+        save_total_limit: int | None = None,
         held_out: Mapping[str, HeldOut] | None = None,
-        eval_every: int | None = None,
-        keep_best: bool = False,
-        early_stop: int | None = None,
+        eval_steps: int | None = None,
+        load_best_model_at_end: bool = False,
+        early_stopping_patience: int | None = None,
         max_seconds: float | None = None,
         **kwargs: Any,
     ):
@@ -57,8 +57,8 @@ class InRun(TrainsMemory):
         assert self.args.save_total_limit is None, (
             "checkpoints are removed here, once all processes have written theirs"
         )
-        self.held_out = HeldOutTexts(self, held_out or {}, keep_best, early_stop)
-        self.checkpoints = Checkpoints(self, tokenizer, keep_checkpoints, self.held_out.step_to_keep)
+        self.held_out = HeldOutTexts(self, held_out or {}, load_best_model_at_end, early_stopping_patience)
+        self.checkpoints = Checkpoints(self, tokenizer, save_total_limit, self.held_out.step_to_keep)
         self.interruption = Interruption(self.largest)
         self.clock = TrainingClock(max_seconds, self.largest, bool(held_out))
         # Before the log, which has an event wherever there is a checkpoint.
@@ -69,7 +69,7 @@ class InRun(TrainsMemory):
         self.add_callback(self.progress)
         if held_out:
             # Last, since it logs when training begins: by then the log and the table have begun.
-            self.add_callback(HeldOutEvents(eval_every, self.evaluate))
+            self.add_callback(HeldOutEvents(eval_steps, self.evaluate))
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """Log as `Trainer.log` does; with the loss, tell how long training has taken, and whether that has ended it.

@@ -26,13 +26,13 @@ def training_arguments(
         "max_steps": -1 if config.max_steps is None else config.max_steps,
         "num_train_epochs": 1.0 if config.epochs is None else config.epochs,
         "per_device_train_batch_size": config.batch_size,
-        "gradient_accumulation_steps": config.gradient_accumulation,
+        "gradient_accumulation_steps": config.gradient_accumulation_steps,
         "adam_beta2": config.adam_beta2,
         "max_grad_norm": config.max_grad_norm,
-        "bf16": config.precision == "bf16",
+        "bf16": config.bf16,
         "use_cpu": not torch.accelerator.is_available(),
-        "save_strategy": "no" if config.save_every is None else "steps",
-        "logging_steps": config.log_every,
+        "save_strategy": "no" if config.save_steps is None else "steps",
+        "logging_steps": config.logging_steps,
         "logging_nan_inf_filter": False,
         "include_num_input_tokens_seen": "all",
         "report_to": config.report_to,
@@ -43,6 +43,6 @@ def training_arguments(
     }
     if config.activation_checkpointing:
         options[f"{checkpointing}_kwargs"] = {"use_reentrant": False}
-    if config.save_every is not None:
-        options["save_steps"] = config.save_every
+    if config.save_steps is not None:
+        options["save_steps"] = config.save_steps
     return arguments_class(**options | changes)

@@ -88,7 +88,7 @@ class TrainingRun:
                 self.trainer.progress.close()
             if interruption.signal_number:
                 self._stop(interruption.signal_number)
-            if self.config.keep_best:
+            if self.config.load_best_model_at_end:
                 result = dataclasses.replace(result, best_step=self.trainer.held_out.load_best())
             place = self._save(result)
             return result if place == Path(self.config.output) else dataclasses.replace(result, output=str(place))
@@ -97,7 +97,9 @@ class TrainingRun:
         trainer, before = self.trainer, TrainerState()
         if self.checkpoint is not None:
             before = TrainerState.load_from_json(str(self.checkpoint / TRAINER_STATE))
-        ended = is_stopped_early(held_out_losses(before.log_history, self.config.eval_texts), self.config.early_stop)
+        ended = is_stopped_early(
+            held_out_losses(before.log_history, self.config.eval_texts), self.config.early_stopping_patience
+        )
         trainer.clock.resume(before)
         ended = ended or trainer.clock.is_over
         if self.checkpoint is not None and (ended or before.global_step >= before.max_steps):

@@ -25,7 +25,7 @@ def trained(tmp_path_factory):
     models, assigned = save_fetching(folder / "models"), write_assigned(folder / "assigned.jsonl")
     train(
         config_of(
-            models / "hier-ffn", assigned, folder / "run", save_every=3, max_steps=6, audit=True, learning_rate=1e-2
+            models / "hier-ffn", assigned, folder / "run", save_steps=3, max_steps=6, audit=True, learning_rate=1e-2
         )
     )
     return folder / "run"
