@@ -132,8 +132,8 @@ def _trained(assigned: Path, arm: str, branching: int, arguments: argparse.Names
         **OF_BLOCKS,
         "generic_share": share,
         "value_learning_rate": float(arguments.rate),
-        "batch_size": 2,
-        "epochs": arguments.epochs,
+        "per_device_train_batch_size": 2,
+        "num_train_epochs": arguments.epochs,
         "seed": arguments.seed,
     }
     train_once(trained, settings)

@@ -174,7 +174,7 @@ def _train(
         "tokenizer": tokenizer,
         "corpus": corpus,
         "sequence_length": _TOKENS,
-        "batch_size": _SEQUENCES,
+        "per_device_train_batch_size": _SEQUENCES,
         "max_steps": arguments.steps,
         "learning_rate": float(arguments.rate),
         "seed": seed,

@@ -127,7 +127,7 @@ def _training(arguments: argparse.Namespace, config: Path, tokenizer: Path, seed
         "tokenizer": tokenizer,
         "corpus": addresses().train,
         "sequence_length": _TOKENS,
-        "batch_size": _SEQUENCES,
+        "per_device_train_batch_size": _SEQUENCES,
         "max_steps": arguments.steps,
         "learning_rate": rate,
         "value_learning_rate": rate,

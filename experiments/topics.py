@@ -93,8 +93,8 @@ def _rows(arguments: argparse.Namespace) -> Iterator[Row]:
                     **OF_BLOCKS,
                     "generic_share": share,
                     "value_learning_rate": float(rate),
-                    "batch_size": 8,
-                    "epochs": 1,
+                    "per_device_train_batch_size": 8,
+                    "num_train_epochs": 1,
                     "seed": seed,
                 }
                 train_once(trained, settings)

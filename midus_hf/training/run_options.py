@@ -51,12 +51,12 @@ class RunOptions:
             Default: false.
         adam_beta2: Share that AdamW keeps of its mean of squared gradients at a step. Default: 0.999.
         max_grad_norm: Gradients are scaled down to this norm; 0 leaves them. Default: 1.
-        max_steps: Optimizer steps. Give this or `epochs`. Default: one epoch.
-        epochs: Passes over the data; of several corpora, as many sequences as all of them have together count as one.
+        max_steps: Optimizer steps. Give this or `num_train_epochs`. Default: one epoch.
+        num_train_epochs: Passes over the data; of several corpora, as many sequences as all of them have together count as one.
         max_seconds: Seconds of training after which it ends with the step that it is at, as if that were the last: evaluations,
             checkpoints and loading do not count, what came before a resumption does. The schedule is still that of `max_steps`
-            or `epochs`. Default: none.
-        batch_size: Sequences per device and forward pass. Default: 8.
+            or `num_train_epochs`. Default: none.
+        per_device_train_batch_size: Sequences per device and forward pass. Default: 8.
         gradient_accumulation_steps: Forward passes per step. Default: 1.
         bf16: Whether to compute in bfloat16, with float32 masters of what trains; otherwise in float32. Default: true.
         attn_implementation: As in `from_pretrained`, such as `sdpa`; it must be installed. Default: transformers' choice.
@@ -103,9 +103,9 @@ class RunOptions:
     adam_beta2: float = 0.999
     max_grad_norm: float = 1.0
     max_steps: int | None = None
-    epochs: float | None = None
+    num_train_epochs: float | None = None
     max_seconds: float | None = None
-    batch_size: int = 8
+    per_device_train_batch_size: int = 8
     gradient_accumulation_steps: int = 1
     bf16: bool = True
     attn_implementation: str | None = None
@@ -129,7 +129,7 @@ class RunOptions:
             self._check_beside_adapters("adapters")
         self._check_origin()
         for name in (
-            "batch_size",
+            "per_device_train_batch_size",
             "gradient_accumulation_steps",
             "max_steps",
             "save_steps",
@@ -143,7 +143,7 @@ class RunOptions:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ValueError(f"{name} is {value}; expected at least 1.")
-        for name in ("epochs", "max_seconds"):
+        for name in ("num_train_epochs", "max_seconds"):
             value = getattr(self, name)
             if value is not None and value <= 0:
                 raise ValueError(f"{name} is {value}; expected a number above 0.")
@@ -153,8 +153,10 @@ class RunOptions:
             value = getattr(self, name)
             if value < 0:
                 raise ValueError(f"{name} is {value}; expected 0 or more.")
-        if self.max_steps is not None and self.epochs is not None:
-            raise ValueError(f"max_steps is {self.max_steps} and epochs is {self.epochs}; give one of them.")
+        if self.max_steps is not None and self.num_train_epochs is not None:
+            raise ValueError(
+                f"max_steps is {self.max_steps} and num_train_epochs is {self.num_train_epochs}; give one of them."
+            )
         if isinstance(self.eval_text, dict):
             _check_texts(self.eval_text)
         for name, needed in (

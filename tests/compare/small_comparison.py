@@ -40,7 +40,13 @@ def write_room(folder: Path) -> Path:
 def training(room: Path, **changes: Any) -> dict[str, Any]:
     """Keys of runs of a few steps, with measurements at the start, in the middle and at the end."""
     corpus = {"path": str(room / "corpus"), "cache_dir": str(room / "cache")}
-    run = {"max_steps": STEPS, "sequence_length": 32, "batch_size": 2, "bf16": False, "logging_steps": 1}
+    run = {
+        "max_steps": STEPS,
+        "sequence_length": 32,
+        "per_device_train_batch_size": 2,
+        "bf16": False,
+        "logging_steps": 1,
+    }
     return {"corpus": corpus, "learning_rate": 1e-2, **run, **changes}
 
 

@@ -186,14 +186,18 @@ REFUSED = {
         {"train": {"seed": 1}}, "arms.a.train has 'seed', which the comparison sets for each run; leave it out."
     ),
     "an unknown key of runs": ({"train": {"max_step": 3}}, "arms.a, as a run of midus train: config has no option 'max_step'."),
-    "a value out of range": ({"train": {"batch_size": 0}}, "arms.a, as a run of midus train: batch_size is 0; expected at least 1."),
+    "a value out of range": (
+        {"train": {"per_device_train_batch_size": 0}},
+        "arms.a, as a run of midus train: per_device_train_batch_size is 0; expected at least 1.",
+    ),
     "steps in words": ({"train": {"max_steps": "many"}}, "arms.a, as a run of midus train: max_steps is 'many'; expected"),
     "no steps": (
-        {"train": {"max_steps": None, "epochs": 1}},
+        {"train": {"max_steps": None, "num_train_epochs": 1}},
         "arms.a has no max_steps, by which texts would be measured 2 times; set train.max_steps, or train.eval_steps, the steps",
     ),
     "a rate that is none": (
-        {"rates": [{"batch_size": 4}]}, "arms.a has a rate 'batch_size'; expected one of: learning_rate, memory_learning_rate, "
+        {"rates": [{"per_device_train_batch_size": 4}]},
+        "arms.a has a rate 'per_device_train_batch_size'; expected one of: learning_rate, memory_learning_rate, ",
     ),
     "a seed as a rate": ({"rates": [{"seed": 4}]}, "arms.a has a rate 'seed'; expected one of: learning_rate, "),
     "a fit of an unknown key": (

@@ -86,7 +86,7 @@ def test_a_run_is_told_what_the_comparison_sets():
         ({"max_steps": 100.0}, {"evaluations": 5}, 20),
         ({"max_steps": 10, "eval_steps": 4}, {}, 4),
         ({"max_steps": 10, "eval_steps": None}, {}, 5),
-        ({"epochs": 1, "eval_steps": 4}, {}, 4),
+        ({"num_train_epochs": 1, "eval_steps": 4}, {}, 4),
         ({"max_steps": 10}, {"seconds": 9.0}, 5),
     ],
     ids=str,
@@ -119,7 +119,10 @@ def test_a_rate_wins_over_what_all_runs_are_told():
         ({"arm": {"upscale": {"method": "solar"}}}, ["upscale.method"]),
         ({"arm": {"upscale": {"method": "midus-hml", "options": {"n": 2}}}}, ["upscale.options"]),
         ({"arm": {"upscale": None}}, ["upscale"]),
-        ({"arm": {"train": {"corpus": "other", "max_steps": 10, "batch_size": 2}}}, ["train.corpus", "train.batch_size"]),
+        (
+            {"arm": {"train": {"corpus": "other", "max_steps": 10, "per_device_train_batch_size": 2}}},
+            ["train.corpus", "train.per_device_train_batch_size"],
+        ),
         # What a result does not depend on.
         ({"output": "elsewhere", "seeds": [3, 4], "keep_models": True, "trained_parameters": 7, "controls": False}, []),
         ({"arm": {"name": "b", "rates": [{}, {"learning_rate": 1.0}], "controls": False, "fitted": "n=2"}}, []),

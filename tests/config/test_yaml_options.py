@@ -40,9 +40,9 @@ def write(folder: Path, text: str) -> Path:
 
 def test_a_file_and_words_after_it_make_one_config_and_words_win(tmp_path):
     path = write(tmp_path, "model: m\ntext: t\nrate: 0.5\nsteps: 7\ntasks: [a, b]\n")
-    settings = read_config(Settings, path, ["steps=9", "rate=0", "resume=true", "bf16=false"])
+    settings = read_config(Settings, path, ["steps=9", "rate=0", "resume=true", "precision=fp32"])
     assert settings == Settings(
-        model="m", text=Text(path="t"), rate=0.0, steps=9, tasks=["a", "b"], resume=True, bf16=False
+        model="m", text=Text(path="t"), rate=0.0, steps=9, tasks=["a", "b"], resume=True, precision="fp32"
     )
 
 
@@ -89,7 +89,7 @@ def test_a_scalar_stands_for_the_first_key_of_a_group_and_words_reach_inside_it(
         ({"steps": 1.5}, "steps is 1.5; expected a whole number or null."),
         ({"steps": True}, "steps is True; expected a whole number or null."),
         ({"mask": 1}, "mask is 1; expected true or false."),
-        ({"dtype": "fp16"}, "dtype is 'fp16'; expected one of: bf16, fp32."),
+        ({"precision": "fp16"}, "precision is 'fp16'; expected one of: bf16, fp32."),
         ({"resume": 3}, "resume is 3; expected true or false or a string."),
         ({"tasks": "a"}, "tasks is 'a'; expected a list, each item of it a string."),
         ({"tasks": ["a", 1]}, "tasks[1] is 1; expected a string."),

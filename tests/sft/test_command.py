@@ -22,7 +22,7 @@ def words(base, chats, tmp_path) -> list[str]:
     recipe = tmp_path / "recipe.yaml"
     recipe.write_text("max_steps: 3\nlearning_rate: 1e-2\nchat_template: chatml\nbf16: false\nlogging_steps: 1\n")
     given = [f"model={base('llama', True)}", f"data={chats}", f"output={tmp_path / 'out'}"]
-    return [str(recipe), *given, "sequence_length=96", "batch_size=2"]
+    return [str(recipe), *given, "sequence_length=96", "per_device_train_batch_size=2"]
 
 
 def test_it_trains_and_leaves_a_model(words, tmp_path, monkeypatch, capsys):

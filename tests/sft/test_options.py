@@ -44,7 +44,7 @@ def test_a_path_stands_for_the_data_and_a_mapping_names_its_parts(tmp_path):
         ({"lora": {}, "trainable": [3]}, "lora is set and trainable is [3]; "),
         ({"lora": {}, "frozen": ["value"]}, "lora is set and frozen is ['value']; "),
         ({"learning_rate": 0}, "learning_rate is 0.0; expected a number above 0."),
-        ({"batch_size": 0}, "batch_size is 0; expected at least 1."),
+        ({"per_device_train_batch_size": 0}, "per_device_train_batch_size is 0; expected at least 1."),
     ],
 )
 def test_a_wrong_value_is_refused_with_what_was_expected(values, message):

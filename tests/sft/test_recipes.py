@@ -32,7 +32,10 @@ def test_recipes_of_midus_have_its_hyperparameters_and_start_from_what_its_pretr
     (base,) = (base for base in RATES if base in name)
     assert config.learning_rate == RATES[base] and config.trainable == "all"
     assert (config.lr_scheduler_type, config.warmup_ratio, config.bf16) == ("cosine", 0.1, True)
-    assert config.batch_size * config.gradient_accumulation_steps == 64 and config.sequence_length == 2048
+    assert (
+        config.per_device_train_batch_size * config.gradient_accumulation_steps == 64
+        and config.sequence_length == 2048
+    )
     pretraining = REPOSITORY / "configs" / "train" / f"midus-hml-{base}.yaml"
     assert f"output: {config.model}\n" in pretraining.read_text(encoding="utf-8")
 
@@ -49,7 +52,8 @@ def test_recipes_of_mixture_of_chapters_differ_in_how_the_bank_trains(bank, memo
     assert (config.weight_decay, config.adam_beta2, config.min_learning_rate_ratio) == (0.1, 0.95, 0.1)
     assert config.value_weight_decay == (0 if frozen else 0.1)
     assert (
-        config.warmup_steps(config.max_steps) == 250 and config.batch_size * config.gradient_accumulation_steps == 128
+        config.warmup_steps(config.max_steps) == 250
+        and config.per_device_train_batch_size * config.gradient_accumulation_steps == 128
     )
 
 

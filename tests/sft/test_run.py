@@ -88,7 +88,7 @@ def test_packed_chats_do_not_see_one_another(config_for, family, base):
     """So one step over all of them has the loss that it has when each stands alone."""
     losses = []
     for packing, length in ((False, 96), (True, 126)):
-        options = {"packing": packing, "sequence_length": length, "max_steps": 1, "batch_size": 16}
+        options = {"packing": packing, "sequence_length": length, "max_steps": 1, "per_device_train_batch_size": 16}
         config = config_for(str(packing), model=base(family, True), **options)
         result = finetune(config)
         losses.append(result.loss)
@@ -222,12 +222,12 @@ def test_two_processes_fine_tune_as_one(packing, base, chats, tmp_path):
     """Sequences differ in how many of their tokens are labelled, so losses are weighted by these over both."""
     one, two = tmp_path / "one", tmp_path / "two"
     options = {"max_steps": 3, "packing": packing, "sequence_length": 126, "logging_steps": 1}
-    config = sft_config(base("llama", True), chats, one, batch_size=4, **options)
+    config = sft_config(base("llama", True), chats, one, per_device_train_batch_size=4, **options)
     recipe = tmp_path / "recipe.yaml"
     recipe.write_text(as_yaml(config))
     finetune(config)
     script = Path(__file__).parents[2] / "scripts" / "train_sft.py"
-    run = run_ranks(script, recipe, "batch_size=2", f"output={two}")
+    run = run_ranks(script, recipe, "per_device_train_batch_size=2", f"output={two}")
     assert run.returncode == 0, run.stderr
     assert logged(two) == pytest.approx(logged(one), rel=1e-5) and len(logged(one)) == 3
     assert_close_weights(one, two)

@@ -58,7 +58,7 @@ def sft_config(model: Path, data: Path, output: Path, **changes: Any) -> SftConf
     options: dict[str, Any] = {
         "chat_template": "chatml",
         "sequence_length": 96,
-        "batch_size": 2,
+        "per_device_train_batch_size": 2,
         "max_steps": 3,
         "learning_rate": 1e-2,
         "bf16": False,

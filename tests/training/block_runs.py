@@ -43,7 +43,7 @@ def write_assigned(path: Path) -> Path:
 
 def config_of(model, assigned, output, **changes):
     options = {"path_column": "memory_ids", "cache_dir": str(assigned.parent / "cache")}
-    words = {"generic_share": 0.0, "max_steps": 6, "batch_size": 4, **changes}
+    words = {"generic_share": 0.0, "max_steps": 6, "per_device_train_batch_size": 4, **changes}
     return tiny_config(model, assigned, output, corpus_options=options, **words)
 
 

@@ -87,5 +87,7 @@ def blocks_for(models, assigned, tmp_path):
 def words(upscaled, corpus, tmp_path) -> list[str]:
     """What the command is told of a run that is long enough to be stopped."""
     recipe = tmp_path / "recipe.yaml"
-    recipe.write_text("sequence_length: 16\nbatch_size: 2\nbf16: false\nlogging_steps: 1\nmax_steps: 100000\n")
+    recipe.write_text(
+        "sequence_length: 16\nper_device_train_batch_size: 2\nbf16: false\nlogging_steps: 1\nmax_steps: 100000\n"
+    )
     return [str(recipe), f"model={upscaled('llama')}", f"corpus={corpus}", f"output={tmp_path / 'out'}"]

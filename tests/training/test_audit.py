@@ -47,9 +47,9 @@ def audited(blocks_for, numbered):
     return config
 
 
-@pytest.mark.parametrize("epochs", [1, 2])
+@pytest.mark.parametrize("num_train_epochs", [1, 2])
 def test_every_token_of_a_document_trains_the_blocks_of_its_path_once_an_epoch(audited, tmp_path, epochs):
-    train(audited(epochs=epochs))
+    train(audited(num_train_epochs=epochs))
     found = recorded(tmp_path / "out")
     expected = {(1, LEAVES[line % 3] // 3, line) for line in READ} | {(2, LEAVES[line % 3], line) for line in READ}
     assert found.keys() == expected
@@ -63,7 +63,7 @@ def test_every_token_of_a_document_trains_the_blocks_of_its_path_once_an_epoch(a
 
 
 def test_documents_are_told_by_file_sum_line_and_name(audited, numbered, tmp_path):
-    config = audited(epochs=1)
+    config = audited(num_train_epochs=1)
     config.corpus.id_column = "id"
     train(config)
     with BankAudit(tmp_path / "out" / AUDIT) as audit:
@@ -74,7 +74,7 @@ def test_documents_are_told_by_file_sum_line_and_name(audited, numbered, tmp_pat
 
 
 def test_what_reads_the_generic_memory_trains_it_and_no_other_block(audited, tmp_path):
-    train(audited(epochs=1, generic_share=0.5))
+    train(audited(num_train_epochs=1, generic_share=0.5))
     found, sums = recorded(tmp_path / "out"), Counter()
     for (level, index, line), (_, tokens) in found.items():
         assert level == 2 or index in (0, 1, 3)
@@ -86,10 +86,12 @@ def test_what_reads_the_generic_memory_trains_it_and_no_other_block(audited, tmp
     }
 
 
-@pytest.mark.parametrize("changes", [{}, {"gradient_accumulation_steps": 2, "batch_size": 2}], ids=str)
+@pytest.mark.parametrize(
+    "changes", [{}, {"gradient_accumulation_steps": 2, "per_device_train_batch_size": 2}], ids=str
+)
 def test_recording_changes_nothing_that_is_trained_and_passes_of_a_step_count_together(audited, tmp_path, changes):
-    train(audited(epochs=1, **changes))
-    train(audited("off", audit=False, epochs=1, **changes))
+    train(audited(num_train_epochs=1, **changes))
+    train(audited("off", audit=False, num_train_epochs=1, **changes))
     one, other = bank_of(tmp_path / "out"), bank_of(tmp_path / "off")
     for level in (1, 2):
         assert all(torch.equal(one.block(level, index), other.block(level, index)) for index in one.written(level))
@@ -100,7 +102,7 @@ def test_recording_changes_nothing_that_is_trained_and_passes_of_a_step_count_to
 
 
 def test_a_resumed_run_records_everything_once(audited, tmp_path):
-    parts = assert_resumes(audited, 4, epochs=2)
+    parts = assert_resumes(audited, 4, num_train_epochs=2)
     assert recorded(parts) == recorded(tmp_path / "whole")
     early, late = (
         sum(tokens for _, tokens in recorded(folder).values()) for folder in (parts / "checkpoint-4", parts)
@@ -109,11 +111,11 @@ def test_a_resumed_run_records_everything_once(audited, tmp_path):
 
 
 def test_a_run_goes_on_with_the_record_of_its_model(audited, numbered, tmp_path):
-    train(audited("one", epochs=1))
+    train(audited("one", num_train_epochs=1))
     changed = tmp_path / "corpus.jsonl"  # of the same name, with other lines
     changed.write_text(numbered.read_text().splitlines()[0] + "\n")
     for name, corpus in (("same", numbered), ("other", changed)):
-        train(audited(name, corpus=corpus, model=tmp_path / "one", epochs=1))
+        train(audited(name, corpus=corpus, model=tmp_path / "one", num_train_epochs=1))
     once, twice = recorded(tmp_path / "one"), recorded(tmp_path / "same")
     assert twice == {key: (2 * sequences, 2 * tokens) for key, (sequences, tokens) in once.items()}
     with BankAudit(tmp_path / "other" / AUDIT) as audit:
@@ -123,7 +125,7 @@ def test_a_run_goes_on_with_the_record_of_its_model(audited, numbered, tmp_path)
 
 
 def test_what_was_trained_before_without_a_record_is_told(audited, tmp_path):
-    train(audited("one", audit=False, max_steps=1, batch_size=1))
+    train(audited("one", audit=False, max_steps=1, per_device_train_batch_size=1))
     before = bank_of(tmp_path / "one")
     train(audited("two", model=tmp_path / "one", max_steps=2))
     with BankAudit(tmp_path / "two" / AUDIT) as audit:
@@ -131,7 +133,7 @@ def test_what_was_trained_before_without_a_record_is_told(audited, tmp_path):
 
 
 def test_a_run_without_a_record_leaves_that_of_its_model_behind(audited, tmp_path):
-    train(audited("one", epochs=1))
+    train(audited("one", num_train_epochs=1))
     train(audited("two", model=tmp_path / "one", audit=False, max_steps=1))
     assert not (tmp_path / "two" / AUDIT).exists() and (tmp_path / "one" / AUDIT).exists()
 

@@ -61,7 +61,7 @@ def fetched_by_sequence(config) -> list[tuple[tuple, bool]]:
 
 
 def test_other_sequences_fetch_the_generic_memory_in_each_epoch(blocks_for):
-    seen = fetched_by_sequence(blocks_for(generic_share=0.5, epochs=4, max_steps=None))
+    seen = fetched_by_sequence(blocks_for(generic_share=0.5, num_train_epochs=4, max_steps=None))
     sequences = sorted({tokens for tokens, _ in seen})
     of_epoch = [seen[start : start + len(seen) // 4] for start in range(0, len(seen), len(seen) // 4)]
     assert [len({tokens for tokens, _ in epoch}) for epoch in of_epoch] == [len(sequences)] * 4
@@ -78,7 +78,9 @@ def test_the_generic_memory_is_drawn_by_the_place_in_the_run_alone():
 
 
 @pytest.mark.parametrize(
-    "changes", [{}, {"gradient_accumulation_steps": 2, "batch_size": 2}, {"generic_share": 0.5}], ids=str
+    "changes",
+    [{}, {"gradient_accumulation_steps": 2, "per_device_train_batch_size": 2}, {"generic_share": 0.5}],
+    ids=str,
 )
 def test_a_resumed_run_is_the_uninterrupted_one(blocks_for, tmp_path, changes):
     parts = assert_resumes(blocks_for, 3, **changes)
@@ -93,7 +95,10 @@ def test_a_checkpoint_is_a_model_with_what_was_trained_until_then(blocks_for, tm
 
 
 def test_accumulated_gradients_are_those_of_one_batch(blocks_for, tmp_path):
-    for name, changes in (("one", {"batch_size": 4}), ("two", {"batch_size": 2, "gradient_accumulation_steps": 2})):
+    for name, changes in (
+        ("one", {"per_device_train_batch_size": 4}),
+        ("two", {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 2}),
+    ):
         train(blocks_for(name, **changes))
     assert logged(tmp_path / "two", "grad_norm") == pytest.approx(logged(tmp_path / "one", "grad_norm"), rel=1e-4)
     assert logged(tmp_path / "two", "loss") == pytest.approx(logged(tmp_path / "one", "loss"), rel=1e-5)
@@ -144,7 +149,7 @@ def test_runs_of_two_subtrees_put_together_are_the_run_of_both(blocks_for, model
         return path
 
     def run(name, leaves):
-        config = blocks_for(name, corpus=corpus(name, leaves), max_steps=None, epochs=1)
+        config = blocks_for(name, corpus=corpus(name, leaves), max_steps=None, num_train_epochs=1)
         prepared = prepare(config)
         prepared.trainer.args.train_sampling_strategy = "sequential"
         prepared.execute()

@@ -77,7 +77,7 @@ def settings_of_deepspeed(path: Path, **sections) -> Path:
 
 def test_what_trains_is_counted_where_every_parameter_is_cut(corpus, tmp_path):
     recipe = write_recipe(tmp_path, save_upscaled("llama", tmp_path), corpus)
-    assert main([str(recipe), "batch_size=4", f"output={tmp_path / 'one'}"]) == 0
+    assert main([str(recipe), "per_device_train_batch_size=4", f"output={tmp_path / 'one'}"]) == 0
     trained(recipe, f"output={tmp_path / 'two'}", settings=settings_of_deepspeed(tmp_path / "deepspeed.json"))
     one, two = tmp_path / "one", tmp_path / "two"
     assert logged(two, "loss") == pytest.approx(logged(one, "loss"), rel=1e-5)
@@ -122,7 +122,7 @@ def test_a_run_goes_on_exactly(step, whole, stage, tmp_path):
 
 def test_another_number_of_processes_does_not_go_on(whole, stage, tmp_path):
     output = as_it_was_at(4, whole, tmp_path / "out")
-    words = [whole.with_name("recipe.yaml"), "batch_size=4", "resume=true", f"output={output}"]
+    words = [whole.with_name("recipe.yaml"), "per_device_train_batch_size=4", "resume=true", f"output={output}"]
     refused = launched(SCRIPT, *words, stage=stage, processes=1)
     assert refused.returncode != 0
     assert (
@@ -186,10 +186,10 @@ def test_chats_are_trained_on_as_by_one_process(tmp_path):
     chats = write_rows(tmp_path / "chats.jsonl", [{"messages": chat(number)} for number in range(16)])
     recipe = tmp_path / "recipe.yaml"
     recipe.write_text(
-        f"model: {model}\ndata: {chats}\nchat_template: chatml\nsequence_length: 96\nbatch_size: 2\nmax_steps: 4\n"
+        f"model: {model}\ndata: {chats}\nchat_template: chatml\nsequence_length: 96\nper_device_train_batch_size: 2\nmax_steps: 4\n"
         "learning_rate: 1.0e-3\nbf16: false\nlogging_steps: 1\ntrainable: all\n"
     )
-    assert sft([str(recipe), "batch_size=4", f"output={tmp_path / 'one'}"]) == 0
+    assert sft([str(recipe), "per_device_train_batch_size=4", f"output={tmp_path / 'one'}"]) == 0
     run = launched(ROOT / "scripts" / "train_sft.py", recipe, f"output={tmp_path / 'two'}")
     assert run.returncode == 0, run.stderr[-4000:]
     one, two = (logged(tmp_path / folder, "loss") for folder in ("one", "two"))

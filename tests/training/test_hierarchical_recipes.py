@@ -65,6 +65,6 @@ def test_a_run_has_the_papers_settings(name):
     assert (config.value_learning_rate, config.value_schedule, config.value_weight_decay) == (1e-4, "fixed", 1e-3)
     assert (config.adam_beta2, config.max_grad_norm, config.bf16) == (0.95, 1.0, True)
     assert config.value_learning_rate * config.min_learning_rate_ratio == pytest.approx(1e-5)
-    tokens_per_step = config.sequence_length * config.batch_size * config.gradient_accumulation_steps
+    tokens_per_step = config.sequence_length * config.per_device_train_batch_size * config.gradient_accumulation_steps
     assert (tokens_per_step, tokens_per_step * config.max_steps) == (2**21, 2**40)
     assert round(config.warmup_ratio * config.max_steps, -2) == 5000

@@ -45,7 +45,7 @@ def runs(models, assigned, tmp_path_factory):
     (folder / "recipe.yaml").write_text(
         f"corpus: {{path: {assigned}, path_column: memory_ids, cache_dir: {folder / 'cache'}}}\n"
         f"model: {models / 'hier-ffn'}\ntrainable: all\naudit: true\ngeneric_share: 0.3\nlearning_rate: 1e-2\nsequence_length: 16\n"
-        "batch_size: 4\nmax_steps: 6\nsave_steps: 2\nbf16: false\nlogging_steps: 1\n"
+        "per_device_train_batch_size: 4\nmax_steps: 6\nsave_steps: 2\nbf16: false\nlogging_steps: 1\n"
     )
 
     def asked(output, *words, kill=None, copy=None):

@@ -163,14 +163,22 @@ def test_a_run_says_what_it_draws_from_each_corpus_and_resumes_exactly(mixed, ca
 
 def test_without_a_number_of_steps_an_epoch_is_as_many_sequences_as_all_corpora_have(mixed):
     for epochs, steps in ((None, 11), (0.5, 6), (2.0, 21)):
-        result = train(mixed(f"out{epochs}", max_steps=None, epochs=epochs, batch_size=8, logging_steps=100))
+        result = train(
+            mixed(
+                f"out{epochs}",
+                max_steps=None,
+                num_train_epochs=epochs,
+                per_device_train_batch_size=8,
+                logging_steps=100,
+            )
+        )
         assert result.steps == steps, "81 sequences, eight a step"
 
 
 def test_two_processes_take_together_what_one_takes(mixed, tmp_path):
     parts = json.dumps([{"path": part.path, "weight": part.weight} for part in mixed("out").corpus])
     recipe = write_recipe(tmp_path, Path(mixed("out").model), parts, max_steps=5)
-    in_two_processes(recipe, "batch_size=1", f"output={tmp_path / 'shared'}")
+    in_two_processes(recipe, "per_device_train_batch_size=1", f"output={tmp_path / 'shared'}")
     assert main([str(recipe), f"output={tmp_path / 'one'}"]) == 0
     shared, one = logged(tmp_path / "shared"), logged(tmp_path / "one")
     assert shared == pytest.approx(one, rel=1e-5) and len(one) == 5

@@ -59,7 +59,14 @@ def test_words_name_keys_of_adapters(recipe):
     assert config.adapters == {"method": "osf", "effective_rank": 0.5, "layers": "new"}
 
 
-COUNTS = ("batch_size", "gradient_accumulation_steps", "max_steps", "save_steps", "save_total_limit", "logging_steps")
+COUNTS = (
+    "per_device_train_batch_size",
+    "gradient_accumulation_steps",
+    "max_steps",
+    "save_steps",
+    "save_total_limit",
+    "logging_steps",
+)
 COUNTS += ("usage_every", "eval_steps", "eval_max_tokens", "early_stopping_patience")
 BEGUN = {"model": None, "model_config": "c", "tokenizer": "t"}
 
@@ -89,13 +96,14 @@ BEGUN = {"model": None, "model_config": "c", "tokenizer": "t"}
         *(({name: 0}, f"{name} is 0; expected at least 1.") for name in COUNTS),
         ({"seed": -1}, "seed is -1; expected 0 or more."),
         *(({name: -0.1}, f"{name} is -0.1; expected 0 or more.") for name in ("balance_loss", "weight_decay", "max_grad_norm")),
-        *(({name: 0}, f"{name} is 0.0; expected a number above 0.") for name in ("learning_rate", "value_learning_rate", "epochs")),
+        *(({name: 0}, f"{name} is 0.0; expected a number above 0.")
+          for name in ("learning_rate", "value_learning_rate", "num_train_epochs")),
         ({"key_value_learning_rate": -1}, "key_value_learning_rate is -1.0; expected a number above 0."),
         ({"value_schedule": "4x"}, "value_schedule is '4x'; expected one of: constant, fixed, 4x-to-1x."),
         ({"value_transforms": "keys"}, "value_transforms is 'keys'; expected one of: weights, values."),
         ({"adam_beta2": 1}, "adam_beta2 is 1.0; expected 0 <= beta < 1."),
         ({"warmup_ratio": 1}, "warmup_ratio is 1.0; expected a share of the steps, 0 <= ratio < 1."),
-        ({"max_steps": 2, "epochs": 1}, "max_steps is 2 and epochs is 1.0; give one of them."),
+        ({"max_steps": 2, "num_train_epochs": 1}, "max_steps is 2 and num_train_epochs is 1.0; give one of them."),
         *(({name: 5}, f"{name} is 5, which needs eval_text; set both or neither.") for name in ("eval_steps", "eval_max_tokens")),
         *(({"eval_text": "t", name: value}, f"{name} is {value}, which needs eval_steps; set both or neither.")
           for name, value in (("load_best_model_at_end", True), ("early_stopping_patience", 2))),

@@ -211,7 +211,7 @@ def test_values_can_fall_from_four_times_the_schedule_to_once(schedule, ratio, e
         {"params": weights[1:], "lr": 3.0, "course": "4x-to-1x"},
     ]
     optimizer = torch.optim.AdamW(groups)
-    rates = Rates(schedule=schedule, warmup_ratio=0.2, value_schedule="4x-to-1x", value_decay_ratio=ratio)
+    rates = Rates(lr_scheduler_type=schedule, warmup_ratio=0.2, value_schedule="4x-to-1x", value_decay_ratio=ratio)
     scheduler = group_schedules(optimizer, rates, total_steps=20)
     multipliers = []
     for _ in range(21):

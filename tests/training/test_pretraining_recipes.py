@@ -55,7 +55,7 @@ def test_recipes_of_attention_over_the_depth_have_the_settings_of_its_paper(name
     """Section 4: 1,024 sequences of 4,096 tokens a step, 400B in all, 2,000 steps up to 3e-4 and a cosine down to 3e-5."""
     config = read_config(TrainConfig, recipe_path(name))
     assert (config.model, config.model_config, config.trainable) == (None, f"configs/models/{name}.json", "all")
-    assert config.batch_size * config.gradient_accumulation_steps == 1024
+    assert config.per_device_train_batch_size * config.gradient_accumulation_steps == 1024
     assert config.sequence_length == model_config(name)["max_position_embeddings"]
     assert config.max_steps == int(4e11 / 1024 / 4096)
     assert (config.learning_rate, config.lr_scheduler_type, config.min_learning_rate_ratio) == (3e-4, "cosine", 0.1)
@@ -78,7 +78,11 @@ def test_a_recipe_has_the_papers_settings(name):
     config = read_config(TrainConfig, recipe_path(name))
     assert (config.model, config.model_config) == (None, f"configs/models/{name}.json")
     assert (config.tokenizer, config.trainable) == ("HuggingFaceTB/SmolLM2-135M", "all")
-    assert (config.sequence_length, config.batch_size, config.gradient_accumulation_steps) == (1024, 32, 4 * 8)
+    assert (config.sequence_length, config.per_device_train_batch_size, config.gradient_accumulation_steps) == (
+        1024,
+        32,
+        4 * 8,
+    )
     assert (config.learning_rate, config.weight_decay, config.adam_beta2, config.max_grad_norm) == (
         3e-4,
         0.1,
@@ -169,7 +173,7 @@ def test_the_larger_model_has_what_a_token_uses_and_not_the_total():
 def test_a_recipe_has_the_settings_of_the_release(name, sequences, tokens):
     config = read_config(TrainConfig, recipe_path(name))
     assert (config.model, config.model_config) == (None, f"configs/models/{name}.json")
-    assert config.batch_size * config.gradient_accumulation_steps == sequences
+    assert config.per_device_train_batch_size * config.gradient_accumulation_steps == sequences
     assert config.max_steps == tokens // (sequences * config.sequence_length)
     assert (config.learning_rate, config.value_learning_rate, config.value_schedule) == (4e-4, 4e-4, "4x-to-1x")
     assert (config.memory_keys, config.weight_decay, config.value_weight_decay) == ("weights", 0.1, 0.1)
@@ -193,7 +197,12 @@ def test_a_small_copy_trains(name, corpus, tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(small))
     tiny_tokenizer().save_pretrained(tmp_path / "tokenizer")
     words = {"model_config": tmp_path / "config.json", "tokenizer": tmp_path / "tokenizer", "output": tmp_path / "out"}
-    words |= {"corpus": corpus, "sequence_length": 16, "batch_size": 4, "gradient_accumulation_steps": 1}
+    words |= {
+        "corpus": corpus,
+        "sequence_length": 16,
+        "per_device_train_batch_size": 4,
+        "gradient_accumulation_steps": 1,
+    }
     words |= {"max_steps": 3, "logging_steps": 1}
     overrides = [f"{key}={value}" for key, value in words.items()]
     assert train(read_config(TrainConfig, recipe_path(name), overrides)).steps == 3

@@ -43,12 +43,12 @@ def course(rates: Rates, steps: int) -> list[float]:
         ({"value_transforms": "keys"}, "value_transforms is 'keys'; expected one of 'weights', 'values'."),
         ({"memory_keys": "values"}, "memory_keys is 'values'; expected one of 'constant', 'weights'."),
         (
-            {"schedule": "polynomial"},
-            "schedule is 'polynomial'; expected one of 'cosine', 'linear', 'constant_with_warmup', 'warmup_stable_decay'.",
+            {"lr_scheduler_type": "polynomial"},
+            "lr_scheduler_type is 'polynomial'; expected one of 'cosine', 'linear', 'constant_with_warmup', 'warmup_stable_decay'.",
         ),
         (
             {"lr_scheduler_type": "warmup_stable_decay"},
-            "schedule is 'warmup_stable_decay', which needs decay_ratio, the share of the steps in which the rate falls; set it",
+            "lr_scheduler_type is 'warmup_stable_decay', which needs decay_ratio, the share of the steps in which the rate falls",
         ),
         (
             {"lr_scheduler_type": "warmup_stable_decay", "decay_ratio": 0.95},
@@ -56,7 +56,8 @@ def course(rates: Rates, steps: int) -> list[float]:
         ),
         (
             {"decay_ratio": 0.1},
-            "decay_ratio is 0.1, which schedule 'cosine' does not take; leave it out, or set schedule: warmup_stable_decay.",
+            "decay_ratio is 0.1, which lr_scheduler_type 'cosine' does not take; leave it out, or set "
+            "lr_scheduler_type: warmup_stable_decay.",
         ),
         (
             {"min_learning_rate_ratio": 1},
@@ -64,7 +65,8 @@ def course(rates: Rates, steps: int) -> list[float]:
         ),
         (
             {"min_learning_rate_ratio": 0.1, "lr_scheduler_type": "linear"},
-            "min_learning_rate_ratio is 0.1, which schedule 'linear' does not take; leave it out, or set schedule: cosine or ",
+            "min_learning_rate_ratio is 0.1, which lr_scheduler_type 'linear' does not take; leave it out, or set "
+            "lr_scheduler_type: cosine or ",
         ),
     ],
 )

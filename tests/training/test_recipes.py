@@ -102,7 +102,7 @@ def test_the_recipes_of_the_paper_have_its_hyperparameters(name):
     assert (config.learning_rate, config.key_value_learning_rate) == (rate, None)
     assert (config.lr_scheduler_type, config.warmup_ratio, config.bf16) == ("cosine", 0.1, True)
     assert config.weight_decay in (0, 1e-6, 1e-2)
-    assert config.batch_size * config.gradient_accumulation_steps == 64
+    assert config.per_device_train_batch_size * config.gradient_accumulation_steps == 64
     assert config.sequence_length == 2048
     assert 0 <= tokens - config.max_steps * 64 * 2048 < 64 * 2048
 

@@ -76,10 +76,10 @@ def test_one_process_goes_on_where_two_were_with_steps_of_as_many_sequences(reci
 
 @pytest.mark.product
 @pytest.mark.parametrize(
-    "words", [[], ["batch_size=2", "gradient_accumulation_steps=1"]], ids=["as-it-is", "one-pass"]
+    "words", [[], ["per_device_train_batch_size=2", "gradient_accumulation_steps=1"]], ids=["as-it-is", "one-pass"]
 )
 def test_two_processes_go_on_where_one_was(words, recipe, whole, tmp_path):
-    one = [str(recipe), "batch_size=2", "gradient_accumulation_steps=2", f"output={tmp_path / 'out'}"]
+    one = [str(recipe), "per_device_train_batch_size=2", "gradient_accumulation_steps=2", f"output={tmp_path / 'out'}"]
     assert main(one) == 0
     output = as_it_was_at(2, tmp_path / "out", tmp_path / "resumed")
     in_two_processes(recipe, "gradient_accumulation_steps=2", *words, f"output={output}", "resume=true")
@@ -137,7 +137,11 @@ def test_torchrun_starts_a_run_again_whose_process_was_killed_and_it_goes_on(rec
     ("processes", "words", "message"),
     [
         (3, [], "a step of the run to resume takes 4 sequences, which 3 processes cannot share; expected a number of"),
-        (1, ["batch_size=3"], "batch_size is 3, but the run to resume has 2; give the same, or start a new run with"),
+        (
+            1,
+            ["per_device_train_batch_size=3"],
+            "per_device_train_batch_size is 3, but the run to resume has 2; give the same, or start a new run with",
+        ),
         (
             1,
             ["gradient_accumulation_steps=3"],

@@ -38,16 +38,20 @@ STEP_OF_12 = '{"stateful_callbacks": {"StepSize": {"args": {}, "attributes": {"s
         (
             2,
             4,
-            "takes 12 sequences, 6 in each of 2 processes; expected a batch_size that divides these. Set batch_size to 3.",
+            "takes 12 sequences, 6 in each of 2 processes; expected a per_device_train_batch_size that divides these. "
+            "Set per_device_train_batch_size to 3.",
         ),
-        (4, 8, "batch_size is 8, and a step .* 3 in each of 4 processes; .* Set batch_size to 3."),
+        (4, 8, "per_device_train_batch_size is 8, and a step .* 3 in each of 4 processes; .* Set .* to 3."),
     ],
 )
 def test_a_step_takes_as_many_sequences_in_more_or_fewer_processes(
     tmp_path, monkeypatch, processes, batch_size, passes
 ):
     monkeypatch.setenv("WORLD_SIZE", str(processes))
-    asked, before = config(tmp_path, batch_size=batch_size), checkpoint(tmp_path / "out", 5, STEP_OF_12)
+    asked, before = (
+        config(tmp_path, per_device_train_batch_size=batch_size),
+        checkpoint(tmp_path / "out", 5, STEP_OF_12),
+    )
     assert passes_of_a_step(asked, None) == 1
     if isinstance(passes, int):
         assert passes_of_a_step(asked, before) == passes
@@ -124,8 +128,8 @@ def test_a_checkpoint_of_a_run_that_did_not_say_the_size_of_its_steps_is_resumed
     before = exact_log(tmp_path / "out")
     train(config_for(resume=str(state_file.parent), **options))
     assert exact_log(tmp_path / "out") == before
-    changed = {"batch_size": 1, "gradient_accumulation_steps": 2, "resume": str(state_file.parent)}
-    with refused("batch_size is 1, but the run to resume has 2"):
+    changed = {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 2, "resume": str(state_file.parent)}
+    with refused("per_device_train_batch_size is 1, but the run to resume has 2"):
         check_output(config_for(**options, **changed))
 
 

@@ -41,7 +41,7 @@ USAGE = {"usage_every": 3, "logging_steps": 4, "activation_checkpointing": True}
 KINDS = {
     "streaming": {"corpus_options": {"streaming": True}},
     "bf16": {"bf16": True},
-    "epochs": {"max_steps": None, "epochs": 2, "batch_size": 20},
+    "num_train_epochs": {"max_steps": None, "num_train_epochs": 2, "per_device_train_batch_size": 20},
     "sparse-log": {"logging_steps": 3},
     "all": {"trainable": "all", "document_mask": True},
     "4x-to-1x": {"value_schedule": "4x-to-1x"},
@@ -62,7 +62,7 @@ def test_every_kind_of_run_resumes_exactly(kind, config_for):
 
 def test_a_stream_resumes_exactly_beyond_its_first_pass(config_for):
     assert 5 * 20 > 1220 // 16, "the checkpoint must lie in the second pass"
-    assert_resumes(config_for, 5, batch_size=20, max_steps=7, corpus_options={"streaming": True})
+    assert_resumes(config_for, 5, per_device_train_batch_size=20, max_steps=7, corpus_options={"streaming": True})
 
 
 def test_keys_and_values_keep_their_rate_while_the_rest_warms_up_and_falls_to_zero(config_for, tmp_path):
@@ -87,7 +87,7 @@ def test_the_first_loss_is_that_of_the_model_on_the_first_batch(family, config_f
 
 
 def test_training_everything_learns_the_text(config_for, tmp_path):
-    config = config_for(trainable="all", max_steps=40, batch_size=8)
+    config = config_for(trainable="all", max_steps=40, per_device_train_batch_size=8)
     train(config)
     losses = logged(tmp_path / "out")
     assert losses[-1] < losses[0] - 0.5

@@ -24,7 +24,7 @@ def ultramem(upscaled) -> Path:
 
 def shared(model, corpus, output, **options) -> None:
     """Train in two processes."""
-    options = {**RUN, **options, "batch_size": 1, "shard_values": True, "output": output}
+    options = {**RUN, **options, "per_device_train_batch_size": 1, "shard_values": True, "output": output}
     in_two_processes(write_recipe(output.parent, model, corpus, **options))
 
 

@@ -76,7 +76,7 @@ def test_a_sharded_run_goes_on_exactly(step, whole, tmp_path):
 @pytest.mark.product
 def test_more_processes_share_what_two_have_saved(whole, tmp_path):
     output = as_it_was_at(2, whole, tmp_path / "out")
-    words = [whole.with_name("recipe.yaml"), "batch_size=1", "resume=true", f"output={output}"]
+    words = [whole.with_name("recipe.yaml"), "per_device_train_batch_size=1", "resume=true", f"output={output}"]
     run = run_ranks(SHARDING, SCRIPT, *words, processes=4, **ENVIRONMENT)
     assert run.returncode == 0, run.stderr
     assert logged(output, "loss") == pytest.approx(logged(whole, "loss"), rel=1e-5)
@@ -91,7 +91,7 @@ def test_a_sharded_checkpoint_is_for_sharded_runs_and_a_whole_one_for_others(who
         "checkpoint-6 was saved by processes that share parameters by FSDP, and these hold whole models"
         in capsys.readouterr().err
     )
-    assert main([str(recipe), "batch_size=4", f"output={tmp_path / 'one'}"]) == 0
+    assert main([str(recipe), "per_device_train_batch_size=4", f"output={tmp_path / 'one'}"]) == 0
     refused = run_ranks(SHARDING, SCRIPT, recipe, "resume=true", f"output={tmp_path / 'one'}", **ENVIRONMENT)
     assert refused.returncode == 2 and refused.stderr.count("checkpoint-6 was saved by processes that hold whole") == 1
 

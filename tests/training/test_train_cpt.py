@@ -64,7 +64,9 @@ def test_two_processes_share_a_batch_and_train_as_one_would(words, corpus, tmp_p
     # Gloo's threads abort, now and then, a process that still has them at its exit: here it always fails.
     spy = tmp_path / "spy.py"
     spy.write_text(FAILS_IF_THE_GROUP_IS_NOT_LEFT)
-    shared = run_ranks(spy, SCRIPT, *words, "batch_size=1", f"output={tmp_path / 'shared'}", COLUMNS="120")
+    shared = run_ranks(
+        spy, SCRIPT, *words, "per_device_train_batch_size=1", f"output={tmp_path / 'shared'}", COLUMNS="120"
+    )
     assert shared.returncode == 0, shared.stderr
     assert shared.stdout.count("Training the new layers alone: ") == shared.stdout.count(": 5 steps, 160 tokens") == 1
     assert shared.stdout.count("perplexity\n") == shared.stderr.count("held-out perplexity") == 1

@@ -128,7 +128,7 @@ def tiny_config(model: Path, corpus: Path, output: Path, **changes: Any) -> Trai
     """A run of 20 steps of 2 sequences of 16 tokens, with rates that move a tiny model."""
     options: dict[str, Any] = {
         "sequence_length": 16,
-        "batch_size": 2,
+        "per_device_train_batch_size": 2,
         "max_steps": 20,
         "learning_rate": 1e-2,
         "bf16": False,

@@ -23,7 +23,7 @@ def write_recipe(folder: Path, model: Path, corpus: Path | str, **options: Any) 
     """Write a run of 6 steps with rates that move a tiny model."""
     chosen = {
         "sequence_length": 16,
-        "batch_size": 2,
+        "per_device_train_batch_size": 2,
         "max_steps": 6,
         "learning_rate": 1e-2,
         "bf16": False,
@@ -66,7 +66,7 @@ def assert_shared_run_is_that_of_one(
     recipe = write_recipe(folder, save_upscaled("llama", folder, method), corpus, **options)
     words = [str(recipe), f"eval_text={corpus}", "eval_steps=2", "load_best_model_at_end=true"]
     one, two = folder / "one", folder / "two"
-    assert main([*words, "batch_size=4", f"output={one}"]) == 0
+    assert main([*words, "per_device_train_batch_size=4", f"output={one}"]) == 0
     shared(*words, f"output={two}")
     for name in (
         "loss",

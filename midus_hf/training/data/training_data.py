@@ -57,7 +57,7 @@ def build_dataset(config: TrainConfig, parts: list[Part], sequences_a_step: int)
     if not isinstance(config.corpus, list):
         return parts[0]
     all_sequences = sum(len(part) for part in parts if not isinstance(part, PackedStream))
-    steps = config.max_steps or math.ceil((config.epochs or 1) * all_sequences / sequences_a_step)
+    steps = config.max_steps or math.ceil((config.num_train_epochs or 1) * all_sequences / sequences_a_step)
     return Mixture(parts, [corpus.weight for corpus in config.corpus], steps, sequences_a_step, config.seed)
 
 

@@ -42,7 +42,7 @@ _FREE_ON_RESUME = (
 )
 """Options that may change between a run and its resumption: they do not touch what is computed."""
 
-_OF_A_STEP = ("batch_size", "gradient_accumulation_steps")
+_OF_A_STEP = ("per_device_train_batch_size", "gradient_accumulation_steps")
 """Options that may change if a step takes as many sequences as it did."""
 
 
@@ -179,7 +179,8 @@ def check_same_run(config: RunOptions, checkpoint: Path) -> None:
         ValueError: If one differs, or the processes cannot take as many sequences in a step.
     """
     same_step = (
-        _sequences_of(checkpoint) == config.batch_size * config.gradient_accumulation_steps * number_of_processes()
+        _sequences_of(checkpoint)
+        == config.per_device_train_batch_size * config.gradient_accumulation_steps * number_of_processes()
     )
     free = _OF_A_STEP if same_step else ()
     _check_options(config, checkpoint.parent, free, f"give the same, or start a new run with model: {checkpoint}")
@@ -198,7 +199,7 @@ def passes_of_a_step(config: RunOptions, checkpoint: Path | None) -> int:
     """
     sequences = None if checkpoint is None else _sequences_of(checkpoint)
     processes = number_of_processes()
-    together = config.batch_size * processes
+    together = config.per_device_train_batch_size * processes
     if sequences is None or sequences == together * config.gradient_accumulation_steps:
         return config.gradient_accumulation_steps
     if sequences % processes:
@@ -208,10 +209,11 @@ def passes_of_a_step(config: RunOptions, checkpoint: Path | None) -> int:
         )
     if sequences % together:
         share = sequences // processes
-        fits = max(size for size in range(1, config.batch_size + 1) if share % size == 0)
+        fits = max(size for size in range(1, config.per_device_train_batch_size + 1) if share % size == 0)
         raise ValueError(
-            f"batch_size is {config.batch_size}, and a step of the run to resume takes {sequences:,} sequences, {share:,} in each of "
-            f"{processes} processes; expected a batch_size that divides these. Set batch_size to {fits}."
+            f"per_device_train_batch_size is {config.per_device_train_batch_size}, and a step of the run to resume takes "
+            f"{sequences:,} sequences, {share:,} in each of {processes} processes; expected a per_device_train_batch_size that "
+            f"divides these. Set per_device_train_batch_size to {fits}."
         )
     return sequences // together
 

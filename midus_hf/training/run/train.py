@@ -54,7 +54,7 @@ def prepare(config: TrainConfig) -> TrainingRun:
     banks: dict[str, BankLayout] = {} if memories is None else memories.banks
     corpora = open_corpora(config, request.tokenizer, request.model_config.vocab_size, banks)
     arguments = training_arguments(config, gradient_accumulation_steps=request.passes)
-    a_step = config.batch_size * request.passes * arguments.world_size
+    a_step = config.per_device_train_batch_size * request.passes * arguments.world_size
     dataset = build_dataset(config, corpora, a_step)
     if isinstance(dataset, Mixture):
         arguments.max_steps, arguments.train_sampling_strategy = dataset.steps, "sequential"

@@ -24,8 +24,8 @@ def training_arguments(
     options: dict[str, Any] = {
         "output_dir": config.output,
         "max_steps": -1 if config.max_steps is None else config.max_steps,
-        "num_train_epochs": 1.0 if config.epochs is None else config.epochs,
-        "per_device_train_batch_size": config.batch_size,
+        "num_train_epochs": 1.0 if config.num_train_epochs is None else config.num_train_epochs,
+        "per_device_train_batch_size": config.per_device_train_batch_size,
         "gradient_accumulation_steps": config.gradient_accumulation_steps,
         "adam_beta2": config.adam_beta2,
         "max_grad_norm": config.max_grad_norm,
