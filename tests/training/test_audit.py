@@ -47,7 +47,7 @@ def audited(blocks_for, numbered):
     return config
 
 
-@pytest.mark.parametrize("num_train_epochs", [1, 2])
+@pytest.mark.parametrize("epochs", [1, 2])
 def test_every_token_of_a_document_trains_the_blocks_of_its_path_once_an_epoch(audited, tmp_path, epochs):
     train(audited(num_train_epochs=epochs))
     found = recorded(tmp_path / "out")
