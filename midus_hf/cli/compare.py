@@ -41,13 +41,14 @@ def midus_compare(
     earlier one was interrupted, and arms, rates and seeds can be added later.
     """
     with contextlib.redirect_stdout(sys.stderr):
+        from midus_hf.cli.recipes import read_recipe
         from midus_hf.compare.arms import plan
-        from midus_hf.compare.checking import check
         from midus_hf.compare.options import Comparison
-        from midus_hf.config.yaml_options import read_config
 
         given = devices_of(devices, jobs)
-        comparison, arms = plan(read_config(Comparison, config, overrides or []))
+        comparison, arms = plan(read_recipe(Comparison, config, overrides or []))
+        from midus_hf.compare.checking import check
+
         check(comparison, arms)
     if dry_run:
         _show_plan(comparison, arms, json_)

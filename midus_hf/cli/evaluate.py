@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from midus_hf.cli.command_line import INTERRUPTED, WRONG_REQUEST, Ending, command_line, run_command
-from midus_hf.cli.reading import Device, Json, TaskData, TaskFiles, TaskLimit
+from midus_hf.cli.reading import Device, Json, TaskData, TaskFiles, TaskLimit, model_argument
 
 app = command_line()
 
@@ -17,7 +17,7 @@ app = command_line()
 @app.command()
 def midus_eval(
     models: Annotated[
-        list[str] | None, typer.Argument(metavar="MODEL...", help="Folders or hub ids, compared side by side.")
+        list[str] | None, model_argument("Folders or hub ids, compared side by side.", "MODEL...")
     ] = None,
     text: Annotated[
         str | None, typer.Option(help="Measure perplexity on this file or folder.  [default: none]", metavar="PATH")

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from midus_hf.cli.command_line import WRONG_REQUEST, Ending
+from midus_hf.model_names import check_model_name
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -54,6 +55,23 @@ Device = Annotated[
     str | None, typer.Option(help="Such as cpu or cuda:0.  [default: the first GPU, else cpu]", metavar="NAME")
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object on standard output.")]
+
+
+def model_argument(help: str, metavar: str = "MODEL") -> Any:
+    """Return an argument that names one or several models, which have to be there before anything is imported for them.
+
+    Args:
+        help: What stands beside the argument in the help of a command.
+        metavar: What the argument is called there. Default: `MODEL`.
+    """
+    return typer.Argument(metavar=metavar, help=help, callback=_checked_models)
+
+
+def _checked_models(context: typer.Context, names: str | list[str] | None) -> str | list[str] | None:
+    if not context.resilient_parsing:
+        for name in [names] if isinstance(names, str) else names or []:
+            check_model_name("model", name)
+    return names
 
 
 def sharing_options(command: Callable[..., None]) -> Callable[..., None]:
@@ -112,7 +130,7 @@ class Loading:
         check_dtype(self.dtype)
         device = usable_device(self.device)
         unloaded = f"{what} is {name!r}, which cannot be loaded on {device}"
-        with refusing(unloaded, OSError, RuntimeError), library_bars_on_terminals():
+        with refusing(unloaded, OSError, RuntimeError, ValueError), library_bars_on_terminals():
             tokenizer = load_tokenizer(name)
             model, missing = load_model(name, self.dtype)
             model.to(torch.device(device))  # type: ignore[arg-type]  # transformers' wrapper hides the argument

@@ -47,9 +47,8 @@ def midus_sft(
             f"midus sft needs {', '.join(absent)}, not installed here; pip install 'midus-hf[sft]'.",
         )
     from midus_hf.sft.options import SftConfig
-    from midus_hf.sft.run import prepare
 
-    train_in_group(SftConfig, prepare, config, overrides or [])
+    train_in_group(SftConfig, "midus_hf.sft.run", config, overrides or [])
 
 
 main = partial(run_training_command, app, name="midus sft")

@@ -38,9 +38,8 @@ def midus_train(
 ) -> None:
     """Pretrain a model: one that was upscaled, by default as its method says, any other, or one from the beginning."""
     from midus_hf.training.options import TrainConfig
-    from midus_hf.training.run.train import prepare
 
-    train_in_group(TrainConfig, prepare, config, overrides or [])
+    train_in_group(TrainConfig, "midus_hf.training.run.train", config, overrides or [])
 
 
 main = partial(run_training_command, app, name="midus train")

@@ -2,11 +2,12 @@
 
 import ast
 import gc
+import importlib
 import importlib.util
 import os
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -42,14 +43,12 @@ def run_training_command(app: typer.Typer, arguments: Sequence[str] | None = Non
     )
 
 
-def train_in_group(
-    options_class: type[Any], prepare: Callable[[Any], Any], path: str, overrides: Sequence[str]
-) -> None:
+def train_in_group(options_class: type[Any], module: str, path: str, overrides: Sequence[str]) -> None:
     """Read the options of a run, make it ready, train, and say in one line what was done.
 
     Args:
         options_class: The dataclass of the options.
-        prepare: Makes a run of them.
+        module: Name of the module whose `prepare` makes a run of them; it is imported once they have been read.
         path: The YAML file of options.
         overrides: Words `key=value` that replace options of the file.
 
@@ -57,17 +56,19 @@ def train_in_group(
         Ending: If not all was done.
     """
     group_is_ours = not _is_in_process_group()
-    ending = _train(options_class, prepare, path, overrides)  # not raised there: an exception would hold the trainer
+    ending = _train(options_class, module, path, overrides)  # not raised there: an exception would hold the trainer
     if group_is_ours:
         _leave_process_group()
     if ending is not None:
         raise ending
 
 
-def _train(
-    options_class: type[Any], prepare: Callable[[Any], Any], path: str, overrides: Sequence[str]
-) -> Ending | None:
-    from midus_hf.config.yaml_options import read_config
+def _train(options_class: type[Any], module: str, path: str, overrides: Sequence[str]) -> Ending | None:
+    try:
+        # What is wrong with a file of options costs no import of torch.
+        config = _read_options(options_class, path, overrides)
+    except ValueError as error:
+        return Ending(WRONG_REQUEST, str(error))
     from midus_hf.documents import DocumentError
     from midus_hf.library_bars import library_bars_on_terminals
     from midus_hf.training.optim.finite import NotFiniteError
@@ -76,9 +77,8 @@ def _train(
 
     try:
         try:
-            config = read_config(options_class, path, overrides)
             with library_bars_on_terminals():
-                run = prepare(config)
+                run = importlib.import_module(module).prepare(config)
         except ValueError as error:
             return Ending(WRONG_REQUEST, str(error))
         result = run.execute()
@@ -95,6 +95,21 @@ def _train(
         if result.output != run.config.output:
             return Ending(FAILED)
     return None
+
+
+def _read_options(options_class: type[Any], path: str, overrides: Sequence[str]) -> Any:
+    """Read the options of a run, and see that the model that they name is there.
+
+    Raises:
+        ValueError: If an option is wrong, the file is one of another command, or there is no such model.
+    """
+    from midus_hf.cli.recipes import read_recipe
+    from midus_hf.model_names import check_model_name
+
+    config = read_recipe(options_class, path, overrides)
+    if config.model is not None:
+        check_model_name("model", config.model)
+    return config
 
 
 _SECONDS_TO_SETTLE = 0.5

@@ -4,7 +4,6 @@ import contextlib
 import dataclasses
 import functools
 import json
-import re
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -21,14 +20,13 @@ from midus_hf.documents.document_paths import DocumentPaths, read_paths
 from midus_hf.evaluation.fetching import PathFinder, fetches_blocks
 from midus_hf.evaluation.perplexity import perplexity
 from midus_hf.evaluation.settings import EvaluationSettings
+from midus_hf.model_names import check_model_name
 from midus_hf.saved_models import check_whole, load_model, load_tokenizer, refusing
 
 if TYPE_CHECKING:
     from midus_hf.evaluation.beside_documents import DocumentFinder
     from midus_hf.evaluation.harness import Tasks
     from midus_hf.retrieval.cluster_tree import ClusterTree
-
-_HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -82,7 +80,7 @@ def evaluate(models: list[str], settings: EvaluationSettings, quiet: bool = Fals
         EvaluationInterrupted: If it is interrupted while a model is measured.
     """
     for model in models:
-        _check_is_model(model)
+        check_model_name("model", model)
     device = usable_device(settings.device)
     documents = None
     if settings.text is not None:
@@ -241,14 +239,6 @@ def _written_paths(settings: EvaluationSettings, column: str) -> DocumentPaths:
 def _show_progress(bar: tqdm, done: int, total: int) -> None:
     bar.total = total
     bar.update(done - bar.n)
-
-
-def _check_is_model(name: str) -> None:
-    if Path(name).is_dir():
-        if not (Path(name) / "config.json").is_file():
-            raise ValueError(f"model is {name!r}, a folder without config.json; expected a saved model.")
-    elif Path(name).exists() or not _HUB_ID.fullmatch(name):
-        raise ValueError(f"model is {name!r}; expected the folder of a saved model, or a hub id.")
 
 
 def _load(

@@ -1,29 +1,37 @@
 """Continual pretraining: which layers train, at which rates, on which text, and the run that does it.
 
-What sets up a model for a trainer of one's own is imported at once; what brings the Trainer or PEFT along only when it
-is asked for.
+Each name is imported when it is asked for: the options of a run need no torch, and a model for a trainer of one's own neither the
+Trainer nor PEFT.
 """
 
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from midus_hf.training.optim.freezing import TrainableReport, set_trainable
-from midus_hf.training.optim.parameter_groups import group_schedules, parameter_groups
-from midus_hf.training.optim.rates import Rates
-from midus_hf.training.options import CorpusOptions, TrainConfig, WeightedCorpus
-from midus_hf.training.run_options import RunOptions
-
 if TYPE_CHECKING:
+    from midus_hf.training.optim.freezing import TrainableReport, set_trainable
     from midus_hf.training.optim.lora import lora_config
+    from midus_hf.training.optim.parameter_groups import group_schedules, parameter_groups
+    from midus_hf.training.optim.rates import Rates
+    from midus_hf.training.options import CorpusOptions, TrainConfig, WeightedCorpus
     from midus_hf.training.run.train import train
     from midus_hf.training.run.training_run import TrainResult
+    from midus_hf.training.run_options import RunOptions
     from midus_hf.training.trainer.memory_trainer import MemoryTrainer, TrainsMemory
 
 _MODULE_OF = {
+    "CorpusOptions": "options",
     "MemoryTrainer": "trainer.memory_trainer",
+    "Rates": "optim.rates",
+    "RunOptions": "run_options",
+    "TrainConfig": "options",
     "TrainResult": "run.training_run",
+    "TrainableReport": "optim.freezing",
     "TrainsMemory": "trainer.memory_trainer",
+    "WeightedCorpus": "options",
+    "group_schedules": "optim.parameter_groups",
     "lora_config": "optim.lora",
+    "parameter_groups": "optim.parameter_groups",
+    "set_trainable": "optim.freezing",
     "train": "run.train",
 }
 

@@ -34,8 +34,10 @@ def run_in_process(command: str, words: list[str], monkeypatch: pytest.MonkeyPat
         return 1
 
 
-def run_alone(command: str, words: list[str], afterwards: str = "") -> subprocess.CompletedProcess:
-    """Run the command in a process of its own, and then some Python."""
+def run_alone(
+    command: str, words: list[str], afterwards: str = "", folder: Path | None = None
+) -> subprocess.CompletedProcess:
+    """Run the command in a process of its own, in a folder, and then some Python."""
     program, *names = command.split()
     module, _, function = ENTRY_POINTS[program].partition(":")
     code = (
@@ -43,4 +45,5 @@ def run_alone(command: str, words: list[str], afterwards: str = "") -> subproces
         f"try:\n    status = {function}()\nexcept SystemExit as stopped:\n    status = stopped.code\n"
         f"{afterwards}\nsys.exit(status)"
     )
-    return subprocess.run([sys.executable, "-c", code, *names, *words], capture_output=True, text=True, timeout=60)
+    line = [sys.executable, "-c", code, *names, *words]
+    return subprocess.run(line, cwd=folder, capture_output=True, text=True, timeout=60)

@@ -46,6 +46,8 @@ def room(tmp_path, monkeypatch):
     """A working directory with the files that requests name."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "text.txt").write_text("A text.")
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text("{}")
     (tmp_path / "run.yaml").write_text("model: model\ncorpus: text.txt\noutput: out\n")
     (tmp_path / "compare.yaml").write_text(
         "base: model\noutput: out\narms: {full: {}}\ntrain: {corpus: text.txt, max_steps: 1}\ndomain: {text: text.txt}\n"

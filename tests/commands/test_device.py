@@ -9,23 +9,23 @@ from commands.installed import run_in_process
 
 from midus_hf.cli.entry_points import COMMANDS
 
-ABSENT = "absent/model"
+MODEL = "model"
 """Loading it would be refused in other words."""
 WORDS = {
-    "midus eval": [ABSENT, "--text", "text.txt"],
-    "midus look usage": [ABSENT, "--text", "text.txt"],
-    "midus look depth": [ABSENT, "--text", "text.txt"],
-    "midus look chapters": [ABSENT, "--text", "a=text.txt"],
-    "midus look ablate": [ABSENT, "--text", "a=text.txt"],
-    "midus look nearest": [ABSENT],
-    "midus look heads": [ABSENT, "--tasks", "piqa"],
-    "midus look layers": [ABSENT, "--text", "a=text.txt"],
-    "midus look drift": [ABSENT, "--text", "a=text.txt", "--base", ABSENT],
-    "midus look values": [ABSENT, "--layer", "1", "--slot", "1"],
-    "midus look blocks": [ABSENT, "--text", "a=text.txt", "--retriever", "tree"],
-    "midus look page": [ABSENT, "--text", "a=text.txt", "--base", ABSENT, "--output", "page.html"],
+    "midus eval": [MODEL, "--text", "text.txt"],
+    "midus look usage": [MODEL, "--text", "text.txt"],
+    "midus look depth": [MODEL, "--text", "text.txt"],
+    "midus look chapters": [MODEL, "--text", "a=text.txt"],
+    "midus look ablate": [MODEL, "--text", "a=text.txt"],
+    "midus look nearest": [MODEL],
+    "midus look heads": [MODEL, "--tasks", "piqa"],
+    "midus look layers": [MODEL, "--text", "a=text.txt"],
+    "midus look drift": [MODEL, "--text", "a=text.txt", "--base", MODEL],
+    "midus look values": [MODEL, "--layer", "1", "--slot", "1"],
+    "midus look blocks": [MODEL, "--text", "a=text.txt", "--retriever", "tree"],
+    "midus look page": [MODEL, "--text", "a=text.txt", "--base", MODEL, "--output", "page.html"],
     "midus cluster build": [
-        *("--corpus", "text.txt", "--embedding-model", ABSENT, "--tokenizer", ABSENT, "--output", "tree")
+        *("--corpus", "text.txt", "--embedding-model", MODEL, "--tokenizer", MODEL, "--output", "tree")
     ],
     "midus cluster assign": ["--tree", "tree", "--corpus", "text.txt", "--output", "paths.jsonl"],
 }
@@ -48,9 +48,11 @@ def test_the_table_has_every_command_that_takes_a_device():
 def test_a_device_that_is_not_there_is_2_and_one_line_before_a_model_is_loaded(command, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "text.txt").write_text("A text.")
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text("{}")
     monkeypatch.setattr("midus_hf.evaluation.harness.Tasks", lambda *names, **options: None)
     assert run_in_process(command, [*WORDS[command], "--device", "cuda:99"], monkeypatch) == 2
     out, err = capsys.readouterr()
     assert (out, err.count("\n")) == ("", 1)
     assert "device is 'cuda:99', which cannot be used here (" in err
-    assert [path.name for path in tmp_path.iterdir()] == ["text.txt"]
+    assert {path.name for path in tmp_path.iterdir()} == {"model", "text.txt"}

@@ -4,7 +4,7 @@ import importlib.util
 import json
 
 import pytest
-from commands.installed import run_in_process
+from commands.installed import run_alone, run_in_process
 
 READERS = {
     "midus look usage": [],
@@ -49,13 +49,15 @@ WITH_PICTURES = (
 def refused(tmp_path, monkeypatch, capsys):
     """Return what a command says in one line that refuses options, of a model that is not there and of a text that is."""
     monkeypatch.chdir(tmp_path)
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text("{}")
     (tmp_path / "text.jsonl").write_text(json.dumps({"text": "w3 w4 w5"}))
 
     def of(reader: str, *options: str) -> str:
         text = [] if "--text" in options else ["--text", "text.jsonl" if reader in ONE_TEXT else "a=text.jsonl"]
         words = [*WITHOUT_TEXTS.get(reader, []), *options]
         if reader not in WITHOUT_TEXTS:
-            words = ["absent/model", *text, *READERS[reader], "--device", "cpu", *options]
+            words = ["model", *text, *READERS[reader], "--device", "cpu", *options]
         assert run_in_process(reader, words, monkeypatch) == 2
         out, err = capsys.readouterr()
         assert out == "" and err.splitlines()[-1].startswith(f"{reader}: ")
@@ -78,7 +80,7 @@ def test_texts_and_models_that_cannot_be_read_are_refused(refused, reader):
         assert refused(reader, "--limit", "0") == "limit is 0; expected at least 1."
     if reader in ("midus look drift", "midus look page"):  # which look for the base of the model first
         return
-    assert refused(reader).startswith("model is 'absent/model', which cannot be loaded on cpu")
+    assert refused(reader).startswith("model is 'model', which cannot be loaded on cpu")
     assert refused(reader, "--device", "nowhere").startswith("device is 'nowhere', which cannot be used here (")
     if reader != "midus look blocks":
         assert refused(reader, "--dtype", "int8") == "dtype is 'int8'; expected auto, float32, bfloat16 or float16."
@@ -107,3 +109,61 @@ def test_pictures_need_matplotlib(refused, option, message, monkeypatch):
     reader, _, name = option.rpartition(" ")
     file = "new" if "folder" in message else "a.html" if name == "--page" or reader.endswith("page") else "a.png"
     assert refused(reader, name, file) == f"{message} matplotlib; install it with pip install 'midus-hf[report]'."
+
+
+@pytest.mark.parametrize(
+    "command", ["midus train run.yaml", "midus sft run.yaml", "midus eval", "midus look heads", *READERS]
+)
+def test_an_adapter_given_as_a_model_is_refused_before_torch_is_imported(command, tmp_path):
+    (tmp_path / "adapter").mkdir()
+    (tmp_path / "adapter" / "adapter_config.json").write_text("{}")
+    (tmp_path / "run.yaml").write_text(
+        f"model: adapter\noutput: out\n{'data' if ' sft ' in command else 'corpus'}: text.txt\n"
+    )
+    words = ["adapter", *(["--tasks", "piqa"] if command.endswith("heads") else ["--text", "a=b"])]
+    words = [] if command.endswith("run.yaml") else [*words, *READERS.get(command, [])]
+    done = run_alone(command, words, afterwards="assert 'torch' not in sys.modules", folder=tmp_path)
+    assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1), done.stderr
+    assert "model is 'adapter', an adapter of PEFT; expected a whole model." in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("given", "words", "message"),
+    [
+        (
+            "midus train",
+            "data: chats.jsonl",
+            "recipe.yaml has 'data', a key of another command; run 'midus sft recipe.yaml'.",
+        ),
+        (
+            "midus sft",
+            "corpus: a.txt",
+            "recipe.yaml has 'corpus', a key of another command; run 'midus train recipe.yaml'.",
+        ),
+        (
+            "midus train",
+            "arms: {}",
+            "recipe.yaml has 'arms', a key of another command; run 'midus compare recipe.yaml'.",
+        ),
+        (
+            "midus compare",
+            "method: moc",
+            "recipe.yaml has 'method', a key of another command; run 'upscale --config recipe.yaml'.",
+        ),
+        (
+            "midus sft",
+            "tasks: [piqa]",
+            "recipe.yaml has 'tasks', a key of another command; run 'midus eval MODEL --config",
+        ),
+        (
+            "midus train",
+            "corpus: a.txt\nlerning_rate: 1",
+            "config has no option 'lerning_rate'. Did you mean 'learning_rate'",
+        ),
+    ],
+)
+def test_a_file_of_another_command_is_called_that(given, words, message, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "recipe.yaml").write_text(f"{words}\n")
+    assert run_in_process(given, ["recipe.yaml"], monkeypatch) == 2
+    assert capsys.readouterr().err.startswith(f"{given}: {message}")

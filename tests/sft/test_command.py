@@ -53,7 +53,7 @@ def test_it_trains_and_leaves_a_model(words, tmp_path, monkeypatch, capsys):
         (["sequence_length=5000"], "sequence_length is 5000, but the model has positions for 128 tokens."),
         (["lora={trainable: all}"], "config has no option 'lora.trainable'."),
         (["lora={r: 4}", "trainable=all"], "lora is set and trainable is 'all'; "),
-        (["model=absent/model"], "model is 'absent/model'; expected the folder or Hub id of a language model: "),
+        (["model=absent/model"], "model is 'absent/model', which is no folder here, and the Hub cannot be reached"),
         (["model=native"], "trainable is 'auto', but upscale.trainable"),
     ],
     ids=str,

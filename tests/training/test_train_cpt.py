@@ -120,7 +120,7 @@ def test_a_wrong_request_exits_with_2_and_one_line(words, corpus, tmp_path, monk
         ),
         (
             "model=absent/model",
-            "midus train: model is 'absent/model'; expected the folder or Hub id of a language model: ",
+            "midus train: model is 'absent/model', which is no folder here, and the Hub cannot be reached",
         ),
         (
             "corpus=/absent",

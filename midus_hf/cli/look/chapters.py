@@ -13,6 +13,7 @@ from midus_hf.cli.reading import (
     ReadingInBatches,
     Texts,
     check_matplotlib,
+    model_argument,
     show_report,
     sizes_of,
     token_bar,
@@ -22,7 +23,7 @@ from midus_hf.cli.reading import (
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-RunModel = Annotated[str, typer.Argument(metavar="MODEL", help="Folder or hub id of a model with chapters.")]
+RunModel = Annotated[str, model_argument("Folder or hub id of a model with chapters.")]
 OfLayers = Annotated[str | None, typer.Option(help="Their numbers, such as 3,7-9.  [default: all]", metavar="LIST")]
 OfChapters = Annotated[str, typer.Option(help="all, or their numbers, such as 3,7-9.", metavar="LIST")]
 Pictures = Annotated[

@@ -10,6 +10,7 @@ from midus_hf.cli.reading import (
     Loading,
     ReadingInBatches,
     check_picture,
+    model_argument,
     show_report,
     sizes_of,
     token_bar,
@@ -21,9 +22,7 @@ _MOST_WRITERS = 10
 
 
 def depth(
-    model: Annotated[
-        str, typer.Argument(metavar="MODEL", help="Folder or hub id of a model whose heads read the depth (moda).")
-    ],
+    model: Annotated[str, model_argument("Folder or hub id of a model whose heads read the depth (moda).")],
     text: Annotated[str, typer.Option(help="The file or folder to read.", metavar="PATH")],
     *,
     reading: ReadingInBatches,

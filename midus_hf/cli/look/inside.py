@@ -22,6 +22,7 @@ from midus_hf.cli.reading import (
     Texts,
     check_file,
     check_picture,
+    model_argument,
     show_report,
     sizes_of,
     token_bar,
@@ -35,7 +36,7 @@ if TYPE_CHECKING:
     from midus_hf.analysis.inside.drift import LogitsOfBase
     from midus_hf.analysis.slots.usage import Usage
 
-Model = Annotated[str, typer.Argument(metavar="MODEL", help="Folder or hub id of a model that upscale made.")]
+Model = Annotated[str, model_argument("Folder or hub id of a model that upscale made.")]
 
 _MOST_SLOTS = 3
 """Of each memory, that a page tells."""
@@ -44,7 +45,7 @@ _MOST_SLOTS = 3
 def heads(
     models: Annotated[
         list[str],
-        typer.Argument(metavar="MODEL...", help="Folders or hub ids: a base, and what was made of it."),
+        model_argument("Folders or hub ids: a base, and what was made of it.", "MODEL..."),
     ],
     tasks: Annotated[str, typer.Option(help="Of lm-eval, separated by commas.", metavar="NAMES")],
     *,

@@ -17,6 +17,7 @@ from midus_hf.cli.reading import (
     Reading,
     Retriever,
     check_picture,
+    model_argument,
     path_finder,
     show_tables,
     token_bar,
@@ -31,7 +32,7 @@ if TYPE_CHECKING:
 
 
 def usage(
-    model: Annotated[str, typer.Argument(metavar="MODEL", help="Folder or hub id of a model with memory layers.")],
+    model: Annotated[str, model_argument("Folder or hub id of a model with memory layers.")],
     text: Annotated[str, typer.Option(help="The file or folder to read.", metavar="PATH")],
     *,
     column: Column = "text",

@@ -1,0 +1,71 @@
+"""See that a name stands for a model, before anything is imported that takes seconds."""
+
+import re
+from pathlib import Path
+
+_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
+
+
+def check_model_name(key: str, name: str) -> None:
+    """See that a name stands for a saved model: a folder with a config, or an id that the Hub or its cache here has.
+
+    Args:
+        key: What a person calls the name: a key of a file, or an argument.
+        name: A folder or a Hub id.
+
+    Raises:
+        ValueError: If there is no such folder and no such id, or what is there is an adapter of PEFT or a GGUF file.
+    """
+    path = Path(name).expanduser()
+    if path.is_dir():
+        _check_folder(key, name, path)
+    elif path.suffix == ".gguf":
+        raise ValueError(_needs_upscaling(key, name))
+    elif path.exists():
+        raise ValueError(f"{key} is {name!r}, a file; expected the folder of a model, or its Hub id.")
+    elif not _HUB_ID.fullmatch(name):
+        raise ValueError(f"{key} is {name!r}, which does not exist; expected the folder of a model, or its Hub id.")
+    else:
+        _check_hub_id(key, name)
+
+
+def _check_folder(key: str, name: str, folder: Path) -> None:
+    if (folder / "config.json").is_file():
+        return
+    if (folder / "adapter_config.json").is_file():
+        raise ValueError(
+            f"{key} is {name!r}, an adapter of PEFT; expected a whole model. Merge the adapter into its base "
+            "(merge_and_unload, then save_pretrained), and give that folder."
+        )
+    ggufs = sorted(folder.glob("*.gguf"))
+    if ggufs:
+        raise ValueError(_needs_upscaling(key, str(ggufs[0])))
+    raise ValueError(f"{key} is {name!r}, a folder without config.json; expected that of a saved model.")
+
+
+def _needs_upscaling(key: str, name: str) -> str:
+    return f"{key} is {name!r}, a GGUF file; expected a folder of safetensors. Only upscale reads GGUF: upscale --base {name}."
+
+
+def _check_hub_id(key: str, name: str) -> None:
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import (
+        GatedRepoError,
+        HFValidationError,
+        LocalEntryNotFoundError,
+        RepositoryNotFoundError,
+    )
+
+    expected = "expected the folder of a model, or its Hub id"
+    try:
+        # One request, where transformers would ask again and again for each file while nobody answers.
+        snapshot_download(name, allow_patterns=["config.json"])
+    except GatedRepoError:
+        reason = "is gated: accept its terms on the Hub, and log in with 'hf auth login'"
+        raise ValueError(f"{key} is {name!r}, which {reason}.") from None
+    except (RepositoryNotFoundError, HFValidationError):
+        raise ValueError(f"{key} is {name!r}, which is no folder here and not on the Hub; {expected}.") from None
+    except LocalEntryNotFoundError:
+        raise ValueError(
+            f"{key} is {name!r}, which is no folder here, and the Hub cannot be reached (or HF_HUB_OFFLINE is set); {expected}."
+        ) from None
