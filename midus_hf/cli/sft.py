@@ -25,7 +25,6 @@ def _keys() -> dict[str, str]:
         "keys of CONFIG": f"{keys['RunOptions']}\n{keys['SftConfig']}",
         "rates, which are keys of CONFIG too": keys["Rates"],
         "keys of data": keys["DataOptions"],
-        "keys of lora": keys["LoraOptions"],
     }
 
 

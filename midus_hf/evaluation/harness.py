@@ -7,6 +7,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from lm_eval import evaluator, simple_evaluate
@@ -243,16 +244,15 @@ class Tasks:
 
 @contextlib.contextmanager
 def _without_environment_report() -> Iterator[None]:
-    """The harness lists installed packages, compilers and drivers by processes of their own, which takes seconds; nobody reads it."""
-    report = getattr(evaluator, "add_env_info", None)
-    evaluator.add_env_info = lambda results: None
-    try:
+    """Keep the harness from looking at where it runs, which nobody reads.
+
+    It lists installed packages, compilers and drivers, which takes seconds, and asks git for the commit of the current folder, which
+    says `fatal: not a git repository` where there is none.
+    """
+    with contextlib.ExitStack() as stack:
+        for name in ("add_env_info", "get_git_commit_hash"):
+            stack.enter_context(patch.object(evaluator, name, lambda *results: None, create=True))
         yield
-    finally:
-        if report is None:
-            del evaluator.add_env_info
-        else:
-            evaluator.add_env_info = report
 
 
 def _flat(tasks: Mapping[Any, Any]) -> Iterator[tuple[str, Any]]:

@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any, Self
+from typing import Self
 
 from midus_hf.training.optim.rates import Rates
 from midus_hf.training.run_options import RunOptions
@@ -38,31 +38,6 @@ class DataOptions:
 
 
 @dataclasses.dataclass(kw_only=True)
-class LoraOptions:
-    """Adapters on the linear layers of the base; what is new in the model trains whole beside them.
-
-    Args:
-        r: Rank of the adapters. Default: 16.
-        alpha: Their scale, times `r`. Default: 32.
-        dropout: Share of their inputs that is left out in training. Default: 0.
-
-    Raises:
-        ValueError: If a value lies outside its range.
-    """
-
-    r: int = 16
-    alpha: int = 32
-    dropout: float = 0.0
-
-    def __post_init__(self) -> None:
-        for name in ("r", "alpha"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"lora.{name} is {getattr(self, name)}; expected at least 1.")
-        if not 0 <= self.dropout < 1:
-            raise ValueError(f"lora.dropout is {self.dropout}; expected 0 <= share < 1.")
-
-
-@dataclasses.dataclass(kw_only=True)
 class SftConfig(Rates, RunOptions):
     """One run of supervised fine-tuning, with the keys of `RunOptions` and of `Rates`.
 
@@ -74,7 +49,6 @@ class SftConfig(Rates, RunOptions):
         assistant_only_loss: Whether the loss is of answers alone: what the assistant says, with the token that ends it, or
             completions. Default: true.
         packing: Whether short chats share a sequence, where they do not see one another. Default: false.
-        lora: The keys of `LoraOptions`, a short form of `adapters` with the method LoRA. Default: none.
 
     Raises:
         ValueError: If a value lies outside its range or contradicts another.
@@ -85,23 +59,12 @@ class SftConfig(Rates, RunOptions):
     chat_template: str | None = None
     assistant_only_loss: bool = True
     packing: bool = False
-    lora: LoraOptions | None = None
 
     def __post_init__(self) -> None:
-        if self.lora is not None:
-            if self.adapters is not None:
-                raise ValueError("lora and adapters are both set; lora is a short form of adapters. Leave one out.")
-            self._check_beside_adapters("lora")
         Rates.__post_init__(self)
         RunOptions.__post_init__(self)
         if self.sequence_length < 2:
             raise ValueError(f"sequence_length is {self.sequence_length}; expected at least 2 tokens.")
-
-    @property
-    def chosen_adapters(self) -> dict[str, Any] | None:
-        if self.lora is None:
-            return self.adapters
-        return {"r": self.lora.r, "lora_alpha": self.lora.alpha, "lora_dropout": self.lora.dropout}
 
     def sources(self) -> list[tuple[str, str]]:
         return [("data", self.data.path), *super().sources()]

@@ -126,7 +126,7 @@ class RunOptions:
 
     def __post_init__(self) -> None:
         if self.adapters is not None:
-            self._check_beside_adapters("adapters")
+            self._check_beside_adapters()
         self._check_origin()
         for name in (
             "per_device_train_batch_size",
@@ -191,24 +191,19 @@ class RunOptions:
         if self.model_config is not None and self.trainable == "auto":
             self.trainable = "all"
 
-    def _check_beside_adapters(self, name: str) -> None:
-        """Refuse what says otherwise what trains, beside the option of a name that puts adapters on the model."""
+    def _check_beside_adapters(self) -> None:
+        """Refuse what says otherwise what trains, beside adapters."""
         for other, value in (("trainable", self.trainable), ("frozen", self.frozen)):
             if value not in ("auto", []):
                 raise ValueError(
-                    f"{name} is set and {other} is {value!r}; with {name}, adapters and what is new in the model train. "
+                    f"adapters is set and {other} is {value!r}; with adapters, adapters and what is new in the model train. "
                     "Leave one of them out."
                 )
         if self.model_config is not None:
             raise ValueError(
-                f"{name} is set and model_config is {self.model_config!r}; adapters are for weights that are trained already. Give "
+                f"adapters is set and model_config is {self.model_config!r}; adapters are for weights that are trained already. Give "
                 "model, or leave them out."
             )
-
-    @property
-    def chosen_adapters(self) -> dict[str, Any] | None:
-        """What the run is told of adapters, as `adapters` has it; None if it has none."""
-        return self.adapters
 
     @property
     def eval_texts(self) -> dict[str, str]:

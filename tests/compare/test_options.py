@@ -99,7 +99,7 @@ OVERRIDES = {
     "a text": ("domain.roses=roses.txt", lambda told: told.domain == {"plants": "plants.txt", "roses": "roses.txt"}),
     "the first text outside": ("retention.stars=stars.txt", lambda told: told.retention == {"stars": "stars.txt"}),
     "a key of all arms": ("train.max_steps=99", lambda told: told.train == {"corpus": "corpus", "max_steps": 99}),
-    "a key within one of all arms": ("train.lora.r=4", lambda told: told.train["lora"] == {"r": 4}),
+    "a key within one of all arms": ("train.adapters.r=4", lambda told: told.train["adapters"] == {"r": 4}),
     "a file of keys": ("train=run.yaml", lambda told: told.train == "run.yaml"),
     "the tasks": ("tasks.names=[piqa]", lambda told: told.tasks.names == ["piqa"]),
     "rates of one arm": ("arms.full.rates=[1e-3]", lambda told: told.arms["full"].rates == [1e-3]),

@@ -259,11 +259,13 @@ def test_the_harness_loads_an_upscaled_model_as_midus_without_trusting_its_code(
     assert results["config"]["model"] == "midus"
 
 
-def test_the_harness_is_kept_from_describing_the_machine(data, monkeypatch):
+def test_the_harness_is_kept_from_describing_the_machine(data, tmp_path, monkeypatch, capfd):
+    monkeypatch.chdir(tmp_path)  # where there is no repository, of which git would tell
     described = []
     monkeypatch.setattr("lm_eval.evaluator.add_env_info", described.append)
     Tasks(["piqa"], data=data).run(byte_model("llama", max_position_embeddings=256), byte_tokenizer(), limit=1)
     assert described == [] and evaluator.add_env_info == described.append
+    assert "git" not in capfd.readouterr().err
 
 
 def test_written_tasks_name_their_data_and_are_found_by_the_harness(data, tmp_path):

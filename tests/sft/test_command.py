@@ -51,8 +51,7 @@ def test_it_trains_and_leaves_a_model(words, tmp_path, monkeypatch, capsys):
             "the model's tokenizer has no chat template; set chat_template to chatml, alpaca or ",
         ),
         (["sequence_length=5000"], "sequence_length is 5000, but the model has positions for 128 tokens."),
-        (["lora={trainable: all}"], "config has no option 'lora.trainable'."),
-        (["lora={r: 4}", "trainable=all"], "lora is set and trainable is 'all'; "),
+        (["adapters={r: 4}", "trainable=all"], "adapters is set and trainable is 'all'; "),
         (["model=absent/model"], "model is 'absent/model', which is no folder here, and the Hub cannot be reached"),
         (["model=native"], "trainable is 'auto', but upscale.trainable"),
     ],
@@ -105,4 +104,4 @@ def test_help_describes_every_key(capsys):
     assert main(["--help"]) == 0
     text = capsys.readouterr().out
     config = SftConfig(model="m", output="o", data=DataOptions(path="d"))
-    assert all(f"{key}: " in text for key in (*vars(config), *vars(config.data), "alpha", "dropout"))
+    assert all(f"{key}: " in text for key in (*vars(config), *vars(config.data)))

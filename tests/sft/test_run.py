@@ -18,7 +18,6 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from midus_hf.documents import DocumentError
 from midus_hf.sft import run as sft_run
 from midus_hf.sft.chat_dataset import NO_LABEL, build_chat_dataset
-from midus_hf.sft.options import LoraOptions
 from midus_hf.sft.run import finetune, prepare
 from midus_hf.training.output.output_folder import as_yaml
 
@@ -136,7 +135,7 @@ def test_a_template_that_ends_answers_with_no_mark_is_told_of(config_for, base, 
 @pytest.mark.parametrize("memory", [False, True], ids=["native", "memory"])
 def test_adapters_are_trained_and_merged(config_for, memory, base, tmp_path):
     model = base("llama", memory)
-    options = {"lora": LoraOptions(r=4), "trainable": "auto", "save_steps": 2}
+    options = {"adapters": {"r": 4}, "trainable": "auto", "save_steps": 2}
     finetune(config_for(model=model, **options))
     changed = moved(model, tmp_path / "out")
     linear = {name for name in changed if name.endswith("_proj.weight")}
@@ -152,7 +151,7 @@ def test_adapters_are_trained_and_merged(config_for, memory, base, tmp_path):
     [
         {},
         {"packing": True, "sequence_length": 126, "memory_learning_rate": 2e-2, "value_learning_rate": 1e-3},
-        {"lora": LoraOptions(r=4, dropout=0.1), "trainable": "auto"},
+        {"adapters": {"r": 4, "lora_dropout": 0.1}, "trainable": "auto"},
         {"balance_loss": 0.1, "usage_every": 1, "frozen": ["value"]},
     ],
     ids=["plain", "packing", "lora", "aids"],
@@ -206,11 +205,8 @@ def test_named_texts_are_measured_and_told_of(config_for, tmp_path, capsys):
         assert list(by_step(tmp_path / "out", f"eval_{name}_loss")) == [0, 2, 3]
 
 
-def test_adapters_of_any_method_train_as_the_short_form_does(config_for, base, tmp_path):
+def test_adapters_of_any_method_train(config_for, base, tmp_path):
     model, options = base("llama", True), {"trainable": "auto", "max_steps": 2}
-    finetune(config_for("short", model=model, lora=LoraOptions(r=4), **options))
-    finetune(config_for("keys", model=model, adapters={"r": 4}, **options))
-    assert moved(tmp_path / "short", tmp_path / "keys") == set()
     finetune(config_for("osf", model=model, adapters={"method": "osf"}, **options))
     linear = {name for name in moved(model, tmp_path / "osf") if name.endswith("_proj.weight")}
     assert linear == {name for name in weights(model) if name.endswith("_proj.weight")}

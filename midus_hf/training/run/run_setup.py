@@ -88,7 +88,7 @@ def check_request(config: RunOptions, sequence_length: int) -> CheckedRequest:
     checkpoint = check_output(config)
     check_held_out(config)
     check_reporting(config.report_to)
-    adapters = config.chosen_adapters
+    adapters = config.adapters
     model_config = config_of_run(config, config.trainable if adapters is None else "all")
     if adapters is not None:
         _check_has_peft()
@@ -111,12 +111,12 @@ def choose_what_trains(config: RunOptions, model: PreTrainedModel) -> Chosen:
     Raises:
         ValueError: If the model has nothing of what is to train, or cannot have these adapters.
     """
-    if config.chosen_adapters is None:
+    if config.adapters is None:
         return model, set_trainable(model, config.trainable, config.frozen)
     from midus_hf.training.run.adapters import add_adapters, describe_adapters
 
-    adapted = add_adapters(model, config.chosen_adapters)
-    return adapted, describe_adapters(adapted, config.chosen_adapters)
+    adapted = add_adapters(model, config.adapters)
+    return adapted, describe_adapters(adapted, config.adapters)
 
 
 def make_run(
@@ -151,7 +151,7 @@ def make_run(
     Raises:
         ValueError: If the request is wrong; nothing but cached tokens has been written then.
     """
-    if config.chosen_adapters is not None and is_deepspeed_zero3_enabled():
+    if config.adapters is not None and is_deepspeed_zero3_enabled():
         raise ValueError(
             "adapters are merged into weights at the end, which DeepSpeed's ZeRO-3 cuts; expected processes that hold whole models. "
             "Start it with configs/accelerate/ddp.yaml."
