@@ -2,8 +2,10 @@
 
 import json
 
+import pytest
 from transformers import TrainerControl, TrainerState, TrainingArguments
 
+from midus_hf.training import train
 from midus_hf.training.run.training_log import TrainingLog, read_log
 
 
@@ -33,6 +35,19 @@ def test_events_also_fall_on_the_steps_that_save(tmp_path):
     control = TrainerControl(should_save=True)
     TrainingLog(tmp_path / "log.jsonl").on_step_end(None, TrainerState(), control)
     assert control.should_log
+
+
+@pytest.mark.parametrize(("step", "falls"), [(5, False), (6, True)])
+def test_an_event_falls_on_the_last_step(step, falls, tmp_path):
+    control = TrainerControl()
+    TrainingLog(tmp_path / "log.jsonl").on_step_end(None, TrainerState(global_step=step, max_steps=6), control)
+    assert control.should_log == falls
+
+
+def test_a_run_of_fewer_steps_than_lie_between_events_tells_its_loss(config_for, tmp_path):
+    result = train(config_for(max_steps=3, logging_steps=10))
+    assert [event["step"] for event in read_log(tmp_path / "out" / "log.jsonl") if "loss" in event] == [3]
+    assert result.loss is not None
 
 
 def test_only_the_first_process_writes(tmp_path):

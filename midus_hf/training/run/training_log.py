@@ -14,8 +14,8 @@ from midus_hf.training.output.saving import say
 class TrainingLog(TrainerCallback):
     """Write every log event of a Trainer to a file; a resumed run continues the file from the step it resumes at.
 
-    Events also fall on the steps that save a checkpoint. A logged loss is the mean since the event before, so the
-    losses of a resumed run are those of the uninterrupted one, event for event.
+    Events also fall on the steps that save a checkpoint, and on the last one, so that a run of few steps has a loss. A logged
+    loss is the mean since the event before, so the losses of a resumed run are those of the uninterrupted one, event for event.
 
     Where the file cannot be written, as on a full disk, events wait until it can, and a line on standard error says so.
 
@@ -39,7 +39,7 @@ class TrainingLog(TrainerCallback):
     def on_step_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        if control.should_save:
+        if control.should_save or 0 < state.max_steps <= state.global_step:
             control.should_log = True
 
     def on_log(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
