@@ -56,6 +56,7 @@ NEAREST = {
     "midus_hf/ops/gather/triton/rows.py": f"{OPS} -k triton",
     "midus_hf/memory": "tests/memory tests/models/test_frozen_memory.py",
     "midus_hf/memory/registry.py": "tests/memory tests/models/test_config.py",
+    "midus_hf/memory/depth_attention.py": "tests/models/test_depth_models.py tests/models/test_depth_training.py",
     "midus_hf/config": "tests/config tests/memory/test_registry.py tests/upscalers/test_families.py tests/upscalers/test_options.py",
     "midus_hf/files": "tests/files",
     "midus_hf/files/checkpoint_files.py": "tests/files tests/upscalers/test_ownership.py",
