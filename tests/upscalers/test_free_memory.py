@@ -1,9 +1,10 @@
-"""How much memory can be taken."""
+"""How much memory can be taken, and how many processors."""
 
 import os
 
 from tests.upscalers.processes import run_python
 from upscalers.machine.free_memory import available_bytes
+from upscalers.machine.processors import num_processors
 
 LIMITED = """
 import resource
@@ -14,6 +15,14 @@ before = available_bytes()
 held = bytearray(300_000_000)
 print(before, available_bytes())
 """
+
+
+def test_processors_are_those_that_this_process_may_use(monkeypatch):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: {1, 2, 5}, raising=False)
+    assert num_processors() == 3
+    monkeypatch.delattr(os, "sched_getaffinity")
+    monkeypatch.setattr(os, "cpu_count", lambda: 7)
+    assert num_processors() == 7
 
 
 def test_it_is_what_the_kernel_says():

@@ -7,6 +7,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoTokenizer
 
 from tests.upscalers.checkpoints import RECORD, SMALL_MEMORY, file_digests, save_base
+from upscalers.checkpoint.tokenizer import keep_tokenizer_class
 from upscalers.request.errors import VerificationError
 from upscalers.runs.strip import strip
 from upscalers.runs.upscale import upscale
@@ -39,6 +40,14 @@ def test_the_tokenizer_reads_as_before_and_comes_back(tmp_path, of_family, token
     assert after(TEXT).input_ids == before(TEXT).input_ids
     strip(tmp_path / "out", tmp_path / "stripped")
     assert file_digests(tmp_path / "stripped", without=RECORD) == file_digests(base)
+
+
+def test_a_tokenizer_that_is_chosen_right_is_left_as_it_is(tmp_path):
+    for name in ("base", "copy"):
+        save_tokenizer(save_base(tmp_path / name, "llama"), "PreTrainedTokenizerFast")
+    before = file_digests(tmp_path / "copy")
+    assert keep_tokenizer_class(tmp_path / "base", tmp_path / "copy") is False
+    assert file_digests(tmp_path / "copy") == before
 
 
 def test_a_tokenizer_that_reads_otherwise_even_so_is_an_error(tmp_path, monkeypatch):
