@@ -48,7 +48,7 @@ def _needs_upscaling(key: str, name: str) -> str:
 
 
 def _check_hub_id(key: str, name: str) -> None:
-    from huggingface_hub import snapshot_download
+    from huggingface_hub import snapshot_download, try_to_load_from_cache
     from huggingface_hub.errors import (
         GatedRepoError,
         HFValidationError,
@@ -58,6 +58,8 @@ def _check_hub_id(key: str, name: str) -> None:
 
     expected = "expected the folder of a model, or its Hub id"
     try:
+        if isinstance(try_to_load_from_cache(name, "config.json"), str):
+            return
         # One request, where transformers would ask again and again for each file while nobody answers.
         snapshot_download(name, allow_patterns=["config.json"])
     except GatedRepoError:

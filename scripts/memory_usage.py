@@ -1,4 +1,4 @@
-"""`midus look usage` under its old name: `python scripts/memory_usage.py MODEL --text FILE`."""
+"""`midus look usage` as a script: `python scripts/memory_usage.py MODEL --text FILE`."""
 
 import sys
 

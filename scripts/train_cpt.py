@@ -1,4 +1,4 @@
-"""`midus train` under its old name: `python scripts/train_cpt.py CONFIG.yaml [key=value ...]`."""
+"""`midus train` as a script, for `torchrun` and `accelerate launch`: `python scripts/train_cpt.py CONFIG.yaml [key=value ...]`."""
 
 import sys
 

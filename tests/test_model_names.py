@@ -46,6 +46,17 @@ def test_what_is_no_model_is_called_what_it_is(name, files, message, tmp_path, m
     assert str(refusal.value).startswith(f"model is {message}")
 
 
+def test_a_model_of_the_cache_is_asked_for_nowhere(tmp_path, monkeypatch):
+    asked = []
+    monkeypatch.setattr("huggingface_hub.try_to_load_from_cache", lambda name, file: str(tmp_path / file))
+    monkeypatch.setattr("huggingface_hub.snapshot_download", lambda *names, **options: asked.append(names))
+    check_model_name("model", "owner/cached")
+    assert not asked
+    monkeypatch.setattr("huggingface_hub.try_to_load_from_cache", lambda name, file: None)
+    check_model_name("model", "owner/new")
+    assert asked == [("owner/new",)]
+
+
 def test_an_adapter_that_was_saved_beside_its_model_does_not_hide_the_model(tmp_path):
     (tmp_path / "adapter_config.json").touch()
     (tmp_path / "config.json").touch()

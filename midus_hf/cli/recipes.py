@@ -1,5 +1,6 @@
 """Read the YAML files of commands: a file of one command that is given to another is called that."""
 
+import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, TypeVar
@@ -15,7 +16,7 @@ _COMMAND_BY_KEY = {
     "method": "upscale --config",
     "tasks": "midus eval MODEL --config",
 }
-"""Which command's files have a key that those of no other command have; the first that is there decides."""
+"""Which command's files have a key that those of no other command have."""
 
 
 def read_recipe(options_class: type[Options], path: str | Path, overrides: Sequence[str]) -> Options:
@@ -34,9 +35,9 @@ def read_recipe(options_class: type[Options], path: str | Path, overrides: Seque
     try:
         return from_mapping(options_class, with_overrides(options_class, values, overrides))
     except ValueError as error:
-        fields: Any = getattr(options_class, "__dataclass_fields__", {})
-        command = next((command for key, command in _COMMAND_BY_KEY.items() if key in present), None)
-        own = next((key for key in _COMMAND_BY_KEY if key in present), None)
-        if command is None or own in fields:
+        telling = [key for key in _COMMAND_BY_KEY if key in present]
+        fields: Any = options_class
+        if not telling or any(field.name in telling for field in dataclasses.fields(fields)):
             raise
-        raise ValueError(f"{path} has {own!r}, a key of another command; run '{command} {path}'.") from error
+        command = _COMMAND_BY_KEY[telling[0]]
+        raise ValueError(f"{path} has {telling[0]!r}, a key of another command; run '{command} {path}'.") from error

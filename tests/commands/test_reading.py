@@ -155,6 +155,7 @@ def test_an_adapter_given_as_a_model_is_refused_before_torch_is_imported(command
             "tasks: [piqa]",
             "recipe.yaml has 'tasks', a key of another command; run 'midus eval MODEL --config",
         ),
+        ("midus sft", "corpus: a.txt\ndata: b.jsonl", "config has no option 'corpus'."),
         (
             "midus train",
             "corpus: a.txt\nlerning_rate: 1",
