@@ -57,8 +57,8 @@ def main() -> None:
     run(_BIN / "upscale", "--config", _CONFIGS / "upscale" / "demo.yaml", "--base", base, "--output", upscaled)
     before = evaluate(base, upscaled)
     steps = [f"max_steps={arguments.steps}"] if arguments.steps else []
-    training = [_CONFIGS / "train" / "demo.yaml", f"model={upscaled}"]
-    run(_BIN / "midus", "train", *training, f"output={trained}", f"corpus={corpus.train}", *steps)
+    training = [_CONFIGS / "train" / "demo.yaml", f"model_name_or_path={upscaled}"]
+    run(_BIN / "midus", "train", *training, f"output_dir={trained}", f"corpus={corpus.train}", *steps)
     after = evaluate(trained)
     sample = [sys.executable, "-m", "demo.sample", "--prompt", PROMPT, base, upscaled, trained]
     samples = json.loads(run(*sample))

@@ -35,7 +35,15 @@ def main() -> None:
     _run(_BIN / "upscale", "--config", _CONFIGS / "upscale" / "demo.yaml", "--base", base, "--output", upscaled)
     steps = [f"max_steps={arguments.steps}"] if arguments.steps else []
     recipe = _CONFIGS / "sft" / "demo.yaml"
-    _run(_BIN / "midus", "sft", recipe, f"model={upscaled}", f"output={tuned}", f"data={data.train}", *steps)
+    _run(
+        _BIN / "midus",
+        "sft",
+        recipe,
+        f"model_name_or_path={upscaled}",
+        f"output_dir={tuned}",
+        f"dataset_name={data.train}",
+        *steps,
+    )
     lines = data.held_out.read_text(encoding="utf-8").splitlines()[: arguments.questions]
     questions = [json.loads(line)["messages"][0]["content"] for line in lines]
     said = {name: answers(folder, questions) for name, folder in (("before", upscaled), ("after", tuned))}

@@ -76,7 +76,7 @@ def run_once(output: Path, *words: Any) -> None:
     if (output / "config.json").is_file():
         return
     began = (output / "train_config.yaml").is_file()
-    going_on = "resume=auto" if any(output.glob("checkpoint-*")) else "overwrite=true"
+    going_on = "resume_from_checkpoint=auto" if any(output.glob("checkpoint-*")) else "overwrite_output_dir=true"
     run_command(*words, *([going_on] if began else []))
 
 

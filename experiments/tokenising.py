@@ -68,7 +68,7 @@ def measure(start: str, model: str, text: str, cache: str) -> dict:
     from midus_hf.training.options import CorpusOptions, TrainConfig
     from midus_hf.training.run.loading import load_tokenizer
 
-    config = TrainConfig(model=model, output="none", corpus=CorpusOptions(path=text, cache_dir=cache))
+    config = TrainConfig(model_name_or_path=model, output_dir="none", corpus=CorpusOptions(path=text, cache_dir=cache))
     tokenizer = load_tokenizer(model)
     tokenizer(["warm"])
     if start == "in memory":

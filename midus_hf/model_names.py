@@ -1,8 +1,18 @@
-"""See that a name stands for a model, before anything is imported that takes seconds."""
+"""Check names of models and paths of texts before anything is imported that takes seconds."""
 
 import re
+from collections.abc import Iterable
 from pathlib import Path
 
+_EXPECTED_SOURCES = {
+    "config_name": "a file, a folder or a Hub id",
+    "corpus": "a file, a folder or a dataset id",
+    "dataset_name": "a file, a folder or a dataset id",
+    "tokenizer_name": "a folder or a Hub id",
+    "tree": "a tree of topics",
+}
+# A name with one of these endings is a file, though it could be a Hub id by its characters.
+_FILE_SUFFIXES = {".gz", ".json", ".jsonl", ".md", ".parquet", ".txt", ".zst"}
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 
 
@@ -27,6 +37,25 @@ def check_model_name(key: str, name: str) -> None:
         raise ValueError(f"{key} is {name!r}, which does not exist; expected the folder of a model, or its Hub id.")
     else:
         _check_hub_id(key, name)
+
+
+def check_sources(sources: Iterable[tuple[str, str]]) -> None:
+    """Check that the models, texts and trees that a recipe names are there, as far as that can be told without reading them.
+
+    Args:
+        sources: Keys of the recipe and the paths or Hub ids that they hold, as `RunOptions.sources` returns them.
+
+    Raises:
+        ValueError: If a path does not exist and cannot be a Hub id, or as `check_model_name`.
+    """
+    for key, name in sorted(sources, key=lambda source: source[0] != "model_name_or_path"):
+        if key == "model_name_or_path":
+            check_model_name(key, name)
+            continue
+        expected = _EXPECTED_SOURCES.get(key, "a file or a folder of text")
+        may_be_id = expected.endswith("id") and _HUB_ID.fullmatch(name) and Path(name).suffix not in _FILE_SUFFIXES
+        if not may_be_id and not Path(name).expanduser().exists():
+            raise ValueError(f"{key} is {name!r}, which does not exist; expected {expected}.")
 
 
 def _check_folder(key: str, name: str, folder: Path) -> None:

@@ -2,7 +2,7 @@
 
 import pytest
 
-from midus_hf.model_names import check_model_name
+from midus_hf.model_names import check_model_name, check_sources
 
 
 @pytest.mark.parametrize(
@@ -61,3 +61,31 @@ def test_an_adapter_that_was_saved_beside_its_model_does_not_hide_the_model(tmp_
     (tmp_path / "adapter_config.json").touch()
     (tmp_path / "config.json").touch()
     check_model_name("model", str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("key", "name", "expected"),
+    [
+        ("corpus", "texts/of/mine", "a file, a folder or a dataset id"),
+        ("corpus", "absent.jsonl", "a file, a folder or a dataset id"),
+        ("dataset_name", "/absent", "a file, a folder or a dataset id"),
+        ("tree", "absent", "a tree of topics"),
+        ("eval_text.wiki", "absent", "a file or a folder of text"),
+        ("config_name", "./absent", "a file, a folder or a Hub id"),
+        ("tokenizer_name", "./absent", "a folder or a Hub id"),
+    ],
+)
+def test_a_path_that_is_not_there_is_told_by_its_key(key, name, expected, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ValueError, match=rf"^{key} is '{name}', which does not exist; expected {expected}\.$"):
+        check_sources([(key, name)])
+
+
+def test_what_is_there_or_may_be_on_the_hub_is_taken(tmp_path):
+    (tmp_path / "text.txt").touch()
+    check_sources([("corpus", str(tmp_path / "text.txt")), ("eval_text", str(tmp_path)), ("corpus", "owner/texts")])
+
+
+def test_of_two_mistakes_the_models_is_told_first(tmp_path):
+    with pytest.raises(ValueError, match=r"^model_name_or_path is"):
+        check_sources([("corpus", "/absent"), ("model_name_or_path", "/absent")])

@@ -85,10 +85,11 @@ def _report(comparison: "Comparison", arms: "Sequence[Arm]", failures: dict[str,
     base, results, missing = collect(comparison, arms)
     if base is None:
         raise Ending(
-            FAILED, f"{comparison.output} holds no result yet: {failures.get('base', 'the base is measured first')}"
+            FAILED,
+            f"{comparison.output_dir} holds no result yet: {failures.get('base', 'the base is measured first')}",
         )
     found = findings(comparison, base, results, failures, missing)
-    files = write_report(Path(comparison.output), found, results)
+    files = write_report(Path(comparison.output_dir), found, results)
     shown = [table for table in (short_table(found), controls_table(found)) if table.rows]
     show_report(as_json(found, files), shown, json_)
     if not json_:

@@ -12,7 +12,7 @@ Options = TypeVar("Options")
 _COMMAND_BY_KEY = {
     "arms": "midus compare",
     "corpus": "midus train",
-    "data": "midus sft",
+    "dataset_name": "midus sft",
     "method": "upscale --config",
     "tasks": "midus eval MODEL --config",
 }

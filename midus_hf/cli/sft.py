@@ -24,7 +24,6 @@ def _keys() -> dict[str, str]:
     return {
         "keys of CONFIG": f"{keys['RunOptions']}\n{keys['SftConfig']}",
         "rates, which are keys of CONFIG too": keys["Rates"],
-        "keys of data": keys["DataOptions"],
     }
 
 

@@ -92,23 +92,22 @@ def _train(options_class: type[Any], module: str, path: str, overrides: Sequence
         speed = "" if result.tokens_per_second is None else f", {result.tokens_per_second:,.0f} tokens/s"
         loss = "" if result.loss is None else f", loss {result.loss:.4f}"
         print(f"{result.output}: {result.steps:,} steps, {result.tokens:,} tokens{loss}{speed}")
-        if result.output != run.config.output:
+        if result.output != run.config.output_dir:
             return Ending(FAILED)
     return None
 
 
 def _read_options(options_class: type[Any], path: str, overrides: Sequence[str]) -> Any:
-    """Read the options of a run, and see that the model that they name is there.
+    """Read the options of a run, and check that the model and the texts that they name are there.
 
     Raises:
-        ValueError: If an option is wrong, the file is one of another command, or there is no such model.
+        ValueError: If an option is wrong, the file is one of another command, or a model or text is not there.
     """
     from midus_hf.cli.recipes import read_recipe
-    from midus_hf.model_names import check_model_name
+    from midus_hf.model_names import check_sources
 
     config = read_recipe(options_class, path, overrides)
-    if config.model is not None:
-        check_model_name("model", config.model)
+    check_sources(config.sources())
     return config
 
 

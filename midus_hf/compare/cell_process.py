@@ -52,7 +52,7 @@ def main(specification: Path) -> None:
     told = json.loads(specification.read_text(encoding="utf-8"))
     ask_for_termination(told["parent"])
     comparison = from_mapping(Comparison, told["comparison"])
-    folder, place = specification.parent, Workplace(Path(comparison.output))
+    folder, place = specification.parent, Workplace(Path(comparison.output_dir))
     # Of a comparison that was killed, the command that worked here may still be saving.
     with alone(folder) as held:
         if read_result(folder) is not None:

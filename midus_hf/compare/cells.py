@@ -50,7 +50,13 @@ class Cell:
         Raises:
             ValueError: If it cannot be told how often texts are measured.
         """
-        keys = {**self.arm.train, **self.rate, "model": str(model), "output": str(output), "seed": self.seed}
+        keys = {
+            **self.arm.train,
+            **self.rate,
+            "model_name_or_path": str(model),
+            "output_dir": str(output),
+            "seed": self.seed,
+        }
         if comparison.seconds is not None:
             keys["max_seconds"] = comparison.seconds
         if not comparison.texts:
@@ -76,7 +82,7 @@ class Cell:
             output: Folder of the run.
         """
         assert self.arm.fine_tune is not None, "asked for"
-        return {**self.arm.fine_tune, "model": str(model), "output": str(output), "seed": self.seed}
+        return {**self.arm.fine_tune, "model_name_or_path": str(model), "output_dir": str(output), "seed": self.seed}
 
     def request(self, comparison: Comparison) -> dict[str, Any]:
         """All that its result depends on."""

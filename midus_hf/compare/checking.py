@@ -50,9 +50,9 @@ def check_runs(comparison: Comparison, arms: Sequence[Arm]) -> None:
         ValueError: If a key is unknown or a value out of range, or the output is a file.
     """
     assert isinstance(comparison.train, Mapping), "files have been read"
-    output = Path(comparison.output)
+    output = Path(comparison.output_dir)
     if output.exists() and not output.is_dir():
-        raise ValueError(f"output is {comparison.output!r}, a file; expected a folder.")
+        raise ValueError(f"output_dir is {comparison.output_dir!r}, a file; expected a folder.")
     for arm in arms:
         for key in {key for rate in arm.rates for key in rate}:
             if key not in _RATES:

@@ -44,7 +44,7 @@ def collect(comparison: Comparison, arms: Sequence[Arm]) -> tuple[Result | None,
         comparison: From `plan`.
         arms: From `plan`.
     """
-    place = Workplace(Path(comparison.output))
+    place = Workplace(Path(comparison.output_dir))
     results: list[Result] = []
     missing = 0
     for arm in arms:

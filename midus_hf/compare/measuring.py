@@ -190,7 +190,12 @@ def _train(command: str, keys: dict[str, Any], run: Path, commands: Commands) ->
     if (run / "config.json").is_file():
         return 0
     if (run / "train_config.yaml").is_file():
-        keys = {**keys, **({"resume": "auto"} if any(run.glob("checkpoint-*")) else {"overwrite": True})}
+        keys = {
+            **keys,
+            **(
+                {"resume_from_checkpoint": "auto"} if any(run.glob("checkpoint-*")) else {"overwrite_output_dir": True}
+            ),
+        }
     step = command.removeprefix("midus ")
     recipe = run.parent / f"{step}.yaml"
     recipe.write_text(yaml.safe_dump(keys, sort_keys=False), encoding="utf-8")

@@ -20,8 +20,15 @@ _NAMES = {
 CONTROLS = ("one-row", "random-slots", "frozen-addresses", "shuffled-addresses")
 """Null controls of memories: see `midus_hf.config.controls`."""
 
-OWN_TRAINING_KEYS = ("model", "output", "seed", "eval_text", "resume", "overwrite")
-OWN_FINE_TUNING_KEYS = ("model", "output", "seed", "resume", "overwrite")
+OWN_TRAINING_KEYS = (
+    "model_name_or_path",
+    "output_dir",
+    "seed",
+    "eval_text",
+    "resume_from_checkpoint",
+    "overwrite_output_dir",
+)
+OWN_FINE_TUNING_KEYS = ("model_name_or_path", "output_dir", "seed", "resume_from_checkpoint", "overwrite_output_dir")
 OWN_UPSCALING_KEYS = ("base", "output", "seed", "dry_run", "json", "overwrite", "push_to_hub", "private")
 """What a comparison sets itself."""
 
@@ -93,7 +100,7 @@ class Comparison:
 
     Args:
         base: Folder or Hub id of the base.
-        output: Folder of the comparison. What it holds already is not done again.
+        output_dir: Folder of the comparison. What it holds already is not done again.
         arms: What is compared, by name.
         train: Keys of `midus train` that all arms share, or such a file, among them `corpus` and `max_steps`, the budget of tokens.
         fine_tune: Keys of `midus sft`, or such a file: trained models are fine-tuned, and measured again. Default: none.
@@ -116,7 +123,7 @@ class Comparison:
     """
 
     base: str
-    output: str
+    output_dir: str
     arms: dict[str, ArmOptions]
     train: dict[str, Any] | str
     fine_tune: dict[str, Any] | str | None = None

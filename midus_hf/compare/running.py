@@ -77,7 +77,7 @@ class Running:
         devices: Sequence[str] = (),
     ):
         self.comparison, self.arms, self.watching = comparison, list(arms), watching
-        self.place = Workplace(Path(comparison.output))
+        self.place = Workplace(Path(comparison.output_dir))
         self.failures: dict[str, str] = {}
         """Of what failed, why."""
         self._free: deque[str | None] = deque(devices) if devices else deque([None] * jobs)
@@ -95,7 +95,7 @@ class Running:
         with _alone_in(self.place.root) as is_guarded:
             if not is_guarded and len(self._free) > 1:
                 raise ValueError(
-                    f"output is {str(self.place.root)!r}, whose file system has no locks, by which runs that share an upscaled "
+                    f"output_dir is {str(self.place.root)!r}, whose file system has no locks, by which runs that share an upscaled "
                     "model wait for one another; expected one run at a time. Choose --jobs 1 without --devices, or another output."
                 )
             self._run()
@@ -225,8 +225,8 @@ def _alone_in(output: Path) -> Iterator[bool]:
         lock = lock_or_warn(output, output)
     except BlockingIOError:
         raise ValueError(
-            f"output is {str(output)!r}, in which another comparison runs; expected one at a time. Wait for it, or choose another "
-            "output; --jobs has runs beside one another."
+            f"output_dir is {str(output)!r}, in which another comparison runs; expected one at a time. Wait for it, or choose "
+            "another output_dir; --jobs has runs beside one another."
         ) from None
     try:
         yield lock is not None

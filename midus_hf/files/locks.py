@@ -176,4 +176,4 @@ def _lock_of_this_process(output: Path) -> Lock | None:
 
 
 def _refusal(output: Path) -> str:
-    return f"output is {str(output)!r}, which is being written by another run. Wait for it, or choose another folder."
+    return f"output {str(output)!r} is being written by another run. Wait for it, or choose another folder."

@@ -6,14 +6,14 @@ What brings TRL along is imported only when it is asked for.
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from midus_hf.sft.options import DataOptions, SftConfig
+from midus_hf.sft.options import SftConfig
 
 if TYPE_CHECKING:
     from midus_hf.sft.run import finetune
 
 _MODULE_OF = {"finetune": "run"}
 
-__all__ = ["DataOptions", "SftConfig", "finetune"]
+__all__ = ["SftConfig", "finetune"]
 
 
 def __getattr__(name: str) -> Any:

@@ -54,13 +54,13 @@ class ChatDataset:
             f"({self.labels / self.tokens:.1%})"
         ]
         if self.cut:
-            lines.append(f"{self.cut:,} were longer than {config.sequence_length:,} tokens and were cut there")
+            lines.append(f"{self.cut:,} were longer than {config.max_length:,} tokens and were cut there")
         if self.without_answer:
             lines.append(f"{self.without_answer:,} of {self.rows:,} rows were left out: no answer within a sequence")
         if not self.ends:
             lines.append("the chat template ends answers with no special token, so the model will not learn to stop")
         if config.packing:
-            filled = self.tokens / (len(self.dataset) * config.sequence_length)
+            filled = self.tokens / (len(self.dataset) * config.max_length)
             lines.append(f"packed into {len(self.dataset):,} sequences, {filled:.1%} full")
         return lines
 
@@ -86,13 +86,13 @@ def build_chat_dataset(config: SftConfig, tokenizer: PreTrainedTokenizerBase, vo
     ids, labels, lengths = array("i"), array("i"), array("q", [0])
     rows = cut = without_answer = 0
     last_token: int | None = None
-    for tokens in encode_rows(tokenizer, iterate_rows(config.data), config.data.format, config.chat_template):
+    for tokens in encode_rows(tokenizer, iterate_rows(config), config.dataset_format, config.chat_template):
         rows += 1
         if tokens.ids and max(tokens.ids) >= vocab_size:
             raise ValueError(
                 f"the tokenizer makes id {max(tokens.ids)}, but the model embeds {vocab_size}; expected the model's own."
             )
-        kept = tokens.cut(config.sequence_length)
+        kept = tokens.cut(config.max_length)
         # The first token of a sequence is predicted from nothing, so a loss is only of those behind it.
         if not any(kept.in_answer[1:]):
             without_answer += 1
@@ -108,13 +108,13 @@ def build_chat_dataset(config: SftConfig, tokenizer: PreTrainedTokenizerBase, vo
         lengths.append(len(ids))
     if len(lengths) == 1:
         raise DocumentError(
-            f"data is {config.data.path!r}, which has {rows:,} rows and no answer to learn from within {config.sequence_length:,} "
-            "tokens. Add data, or raise sequence_length."
+            f"dataset_name is {config.dataset_name!r}, which has {rows:,} rows and no answer to learn from within "
+            f"{config.max_length:,} tokens. Add data, or raise max_length."
         )
     with_loss = sum(label != NO_LABEL for label in labels)
     dataset = _as_dataset(ids, labels, lengths)
     if config.packing:
-        dataset = pack_dataset(dataset, config.sequence_length)
+        dataset = pack_dataset(dataset, config.max_length)
     ends = last_token is None or is_special(tokenizer, last_token)
     return ChatDataset(dataset, rows, len(lengths) - 1, len(ids), with_loss, cut, without_answer, last_token, ends)
 

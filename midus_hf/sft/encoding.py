@@ -44,7 +44,7 @@ def encode_rows(
     Args:
         tokenizer: A fast one; it is given the template that is asked for.
         rows: Each with where it is, for messages.
-        format: As `DataOptions.format`; None for what the columns of the first row say.
+        format: As `SftConfig.dataset_format`; None for what the columns of the first row say.
         template: As `SftConfig.chat_template`.
 
     Raises:

@@ -57,7 +57,7 @@ class Format:
     """One format.
 
     Args:
-        name: As `DataOptions.format` has it.
+        name: As `SftConfig.dataset_format` has it.
         columns: What a row of it must have.
         read: Makes an example of a row; the second argument is where the row is, for messages.
     """
@@ -75,7 +75,7 @@ def register_format(name: str, *columns: str) -> Callable[[Reader], Reader]:
     """Register the reader of a format.
 
     Args:
-        name: As `DataOptions.format` has it.
+        name: As `SftConfig.dataset_format` has it.
         columns: What a row of it must have.
     """
 
@@ -96,7 +96,7 @@ def format_named(name: str) -> Format:
         ValueError: If there is none of that name.
     """
     if name not in FORMATS:
-        raise ValueError(f"data.format is {name!r}; expected one of {', '.join(map(repr, FORMATS))}.")
+        raise ValueError(f"dataset_format is {name!r}; expected one of {', '.join(map(repr, FORMATS))}.")
     return FORMATS[name]
 
 
@@ -136,7 +136,7 @@ def read_example(known: Format, row: Any, place: str) -> Example:
     if absent:
         raise DocumentError(
             f"{place} has no {absent[0]!r}, only {', '.join(map(str, row))}; expected the columns of format {known.name!r}. "
-            "Add it, or set data.format."
+            "Add it, or set dataset_format."
         )
     return known.read(row, place)
 

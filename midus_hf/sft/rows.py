@@ -6,42 +6,46 @@ from typing import Any
 
 from midus_hf.documents import DocumentError, endings, json_line_rows, parquet_rows, read_text, walk_files
 from midus_hf.files.json_text import parse_json
-from midus_hf.sft.options import DataOptions
+from midus_hf.sft.options import SftConfig
 from midus_hf.training.data.corpus import load_hub_dataset
 
 ENDINGS = (".jsonl", ".json", ".parquet")
 """Endings of the files that hold rows; all but the last also with one that says how they are compressed."""
 
 
-def iterate_rows(options: DataOptions) -> Iterator[tuple[str, Any]]:
+def iterate_rows(config: SftConfig) -> Iterator[tuple[str, Any]]:
     """The rows of the data, each with where it is, for messages.
 
     Args:
-        options: Where the chats come from.
+        config: Options of the run, of which those are read that begin with `dataset_`.
 
     Raises:
         DocumentError: If there is nothing of that name, a folder has no such files, or one cannot be read.
     """
-    path = Path(options.path).expanduser()
+    path = Path(config.dataset_name).expanduser()
     if not path.exists() and not _holds_rows(path):
-        rows = load_hub_dataset("data", options.path, options.config, options.split)
-        return ((f"row {number} of {options.path!r}", row) for number, row in enumerate(rows, start=1))
-    if options.config is not None:
-        raise DocumentError(f"data is {options.path!r}, which is local; config is for datasets of the Hub.")
-    return (row for file in _find_files(path) for row in _read_file(file, options.encoding))
+        rows = load_hub_dataset("dataset_name", config.dataset_name, config.dataset_config, config.dataset_train_split)
+        return ((f"row {number} of {config.dataset_name!r}", row) for number, row in enumerate(rows, start=1))
+    if config.dataset_config is not None:
+        raise DocumentError(
+            f"dataset_name is {config.dataset_name!r}, which is local; dataset_config is for datasets of the Hub."
+        )
+    return (row for file in _find_files(path) for row in _read_file(file, config.dataset_encoding))
 
 
 def _find_files(path: Path) -> list[Path]:
     if not path.exists():
-        raise DocumentError(f"data is {str(path)!r}, which does not exist; expected a file, a folder or a dataset id.")
+        raise DocumentError(
+            f"dataset_name is {str(path)!r}, which does not exist; expected a file, a folder or a dataset id."
+        )
     if path.is_file():
         if not _holds_rows(path):
-            raise DocumentError(f"data is {str(path)!r}; expected a file ending in {', '.join(ENDINGS)}.")
+            raise DocumentError(f"dataset_name is {str(path)!r}; expected a file ending in {', '.join(ENDINGS)}.")
         return [path]
     files = [file for file in walk_files(path) if _holds_rows(file) and not file.is_dir()]
     if not files:
         raise DocumentError(
-            f"data is {str(path)!r}, a folder without rows; expected files ending in {', '.join(ENDINGS)}."
+            f"dataset_name is {str(path)!r}, a folder without rows; expected files ending in {', '.join(ENDINGS)}."
         )
     return files
 

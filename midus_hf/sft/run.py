@@ -19,7 +19,7 @@ from midus_hf.training.run.training_run import TrainingRun, TrainResult
 def finetune(config: SftConfig) -> TrainResult:
     """Fine-tune a model on chats, or on prompts and their completions.
 
-    Prints what trains, and writes to `config.output` what `train` does; `log.jsonl` has the same events.
+    Prints what trains, and writes to `config.output_dir` what `train` does; `log.jsonl` has the same events.
 
     Args:
         config: The options of the run.
@@ -41,7 +41,7 @@ def prepare(config: SftConfig) -> TrainingRun:
         ValueError: If the request is wrong; nothing has been written then.
     """
     asked, config = config, settle_resumption(config)
-    request = check_request(config, config.sequence_length)
+    request = check_request(config, "max_length")
     tokenizer = request.tokenizer
     data = build_chat_dataset(config, tokenizer, request.model_config.vocab_size)
     arguments = training_arguments(

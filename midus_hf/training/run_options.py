@@ -14,7 +14,7 @@ AdapterLayers = Literal["base", "new", "all"]
 """Which layers have adapters: see `RunOptions`."""
 
 AUTO = "auto"
-"""Of `resume`: see `RunOptions`."""
+"""Of `resume_from_checkpoint`: see `RunOptions`."""
 
 _NAME = re.compile(r"[A-Za-z0-9_-]+")
 
@@ -24,19 +24,20 @@ class RunOptions:
     """Model, output, what trains, how long, and what is logged and kept.
 
     Args:
-        model: Folder or Hub id of the model to train. Give this or `model_config`.
-        model_config: File, folder or Hub id of a config, to train a model of this shape from the beginning, with weights
+        model_name_or_path: Folder or Hub id of the model to train. Give this or `config_name`.
+        config_name: File, folder or Hub id of a config, to train a model of this shape from the beginning, with weights
             made at random by `seed`; of a folder or id nothing else is read.
-        tokenizer: Folder or Hub id of the tokenizer of a model that is made from `model_config`; given with it, and with it
+        tokenizer_name: Folder or Hub id of the tokenizer of a model that is made from `config_name`; given with it, and with it
             alone. A saved model has its own.
-        output: Folder for checkpoints, logs and the trained model; it must not exist, unless `resume` or `overwrite`.
-        output_on_failure: Folder, best on another disk, for what was trained should writing to `output` fail; it must
+        output_dir: Folder for checkpoints, logs and the trained model. A run refuses a folder that exists, unless
+            `resume_from_checkpoint` or `overwrite_output_dir` is set. Default: `"trainer_output"`, as in Transformers.
+        output_on_failure: Folder, best on another disk, for what was trained should writing to `output_dir` fail; it must
             not exist. Default: none; then a new folder in the system's folder for temporary files, if it has room.
         trainable: `"new"` trains the layers that were added to the base, `"all"` everything, a list of indices such
             as `[3, 7]` these layers of any model, a list of roles such as `[value]` the tensors of these roles in the
             memories that were added (`midus_hf.config.declared_tensors.Role` names them). `"auto"` is `"new"` or `"all"`:
             what the config of an upscaled model records as its method's own, and `"all"` of a model that is made from
-            `model_config`. Default: `"auto"`.
+            `config_name`. Default: `"auto"`.
         frozen: Roles of memory tensors that do not train all the same, such as `[value]`. Default: none.
         adapters: Adapters of PEFT, a mapping: `method`, what PEFT calls it, by default `lora`; the `layers` that have them; and
             keys of the method's config, such as `r`, `lora_alpha`, `target_modules`. With `layers: base`, the default, they
@@ -49,6 +50,7 @@ class RunOptions:
             see `Tables`. Default: false.
         shard_values: Whether each of several processes holds some columns of these tables, in place of all; see `Tables`.
             Default: false.
+        optim: Optimizer, by its name in `transformers.TrainingArguments`, such as `"adamw_torch"`. Default: transformers' choice.
         adam_beta2: Share that AdamW keeps of its mean of squared gradients at a step. Default: 0.999.
         max_grad_norm: Gradients are scaled down to this norm; 0 leaves them. Default: 1.
         max_steps: Optimizer steps. Give this or `num_train_epochs`. Default: one epoch.
@@ -64,7 +66,7 @@ class RunOptions:
         save_steps: Steps between checkpoints. Default: none, only the trained model is saved.
         save_total_limit: Latest checkpoints to keep. Default: 2; null keeps all.
         logging_steps: Steps between log events. Default: 10.
-        usage_every: Steps between events that tell how many memory slots were retrieved since the last one, and how
+        usage_steps: Steps between events that tell how many memory slots were retrieved since the last one, and how
             evenly. Default: none.
         eval_text: Held-out text, a file or a folder, whose perplexity is measured as `midus eval --text` does: before
             the first step, every `eval_steps` steps and after the last one. Columns and encoding are those of the
@@ -80,19 +82,19 @@ class RunOptions:
             Default: none.
         report_to: Where to send the log beside `log.jsonl`: what the Trainer knows, such as `"tensorboard"`,
             `"trackio"` or `"wandb"`, or a list of them. Default: `"none"`.
-        seed: Seed of the order of sequences and of anything random, such as weights made from `model_config`. Default: 0.
-        resume: True for the latest checkpoint in `output`, or the path of one; `"auto"` for the latest one if there is any, and else
-            to begin, also where such a run has died before its first checkpoint. Default: false.
-        overwrite: Whether to replace an earlier run in `output`. Default: false.
+        seed: Seed of the order of sequences and of anything random, such as weights made from `config_name`. Default: 0.
+        resume_from_checkpoint: True for the latest checkpoint in `output_dir`, or the path of one; `"auto"` for the latest one if
+            there is any, and else to begin, also where such a run has died before its first checkpoint. Default: false.
+        overwrite_output_dir: Whether to replace an earlier run in `output_dir`. Default: false.
 
     Raises:
         ValueError: If a value lies outside its range or contradicts another.
     """
 
-    model: str | None = None
-    model_config: str | None = None
-    tokenizer: str | None = None
-    output: str
+    model_name_or_path: str | None = None
+    config_name: str | None = None
+    tokenizer_name: str | None = None
+    output_dir: str = "trainer_output"
     output_on_failure: str | None = None
     trainable: Trainable = "auto"
     frozen: list[Role] = dataclasses.field(default_factory=list)
@@ -100,6 +102,7 @@ class RunOptions:
     balance_loss: float = 0.0
     sparse_values: bool = False
     shard_values: bool = False
+    optim: str | None = None
     adam_beta2: float = 0.999
     max_grad_norm: float = 1.0
     max_steps: int | None = None
@@ -113,7 +116,7 @@ class RunOptions:
     save_steps: int | None = None
     save_total_limit: int | None = 2
     logging_steps: int = 10
-    usage_every: int | None = None
+    usage_steps: int | None = None
     eval_text: str | dict[str, str] | None = None
     eval_steps: int | None = None
     eval_max_tokens: int | None = None
@@ -121,8 +124,8 @@ class RunOptions:
     early_stopping_patience: int | None = None
     report_to: str | list[str] = "none"
     seed: int = 0
-    resume: bool | str = False
-    overwrite: bool = False
+    resume_from_checkpoint: bool | str = False
+    overwrite_output_dir: bool = False
 
     def __post_init__(self) -> None:
         if self.adapters is not None:
@@ -135,7 +138,7 @@ class RunOptions:
             "save_steps",
             "save_total_limit",
             "logging_steps",
-            "usage_every",
+            "usage_steps",
             "eval_steps",
             "eval_max_tokens",
             "early_stopping_patience",
@@ -167,28 +170,30 @@ class RunOptions:
         ):
             if getattr(self, name) and getattr(self, needed) is None:
                 raise ValueError(f"{name} is {getattr(self, name)!r}, which needs {needed}; set both or neither.")
-        if self.resume and self.overwrite:
-            raise ValueError("resume and overwrite are both set; resume keeps the output, overwrite removes it.")
+        if self.resume_from_checkpoint and self.overwrite_output_dir:
+            raise ValueError(
+                "resume_from_checkpoint and overwrite_output_dir are both set; the first keeps the output, the second removes it."
+            )
 
     def _check_origin(self) -> None:
         """Refuse two origins of the model, or none; a model that is made from a config trains whole."""
-        if self.model is None and self.model_config is None:
+        if self.model_name_or_path is None and self.config_name is None:
             raise ValueError(
-                "config has no 'model'; set it in the file, or as model=... after it. To train one from the beginning, set "
-                "model_config and tokenizer."
+                "config has no 'model_name_or_path'; set it in the file, or as model_name_or_path=... after it. To train a model "
+                "from the beginning, set config_name and tokenizer_name."
             )
-        if self.model is not None and self.model_config is not None:
+        if self.model_name_or_path is not None and self.config_name is not None:
             raise ValueError(
-                f"model is {self.model!r} and model_config is {self.model_config!r}; expected one of them: model to train a saved "
-                "model, model_config to train one from the beginning."
+                f"model_name_or_path is {self.model_name_or_path!r} and config_name is {self.config_name!r}; expected one of them: "
+                "model_name_or_path to train a saved model, config_name to train one from the beginning."
             )
-        if (self.tokenizer is None) != (self.model_config is None):
+        if (self.tokenizer_name is None) != (self.config_name is None):
             raise ValueError(
-                "config has 'model_config' and no 'tokenizer'; set it to the folder or Hub id of one."
-                if self.tokenizer is None
-                else f"tokenizer is {self.tokenizer!r}, but a saved model has its own; leave it out, or set model_config."
+                "config has 'config_name' and no 'tokenizer_name'; set it to the folder or Hub id of one."
+                if self.tokenizer_name is None
+                else f"tokenizer_name is {self.tokenizer_name!r}, but a saved model has its own; leave it out, or set config_name."
             )
-        if self.model_config is not None and self.trainable == "auto":
+        if self.config_name is not None and self.trainable == "auto":
             self.trainable = "all"
 
     def _check_beside_adapters(self) -> None:
@@ -199,10 +204,10 @@ class RunOptions:
                     f"adapters is set and {other} is {value!r}; with adapters, adapters and what is new in the model train. "
                     "Leave one of them out."
                 )
-        if self.model_config is not None:
+        if self.config_name is not None:
             raise ValueError(
-                f"adapters is set and model_config is {self.model_config!r}; adapters are for weights that are trained already. Give "
-                "model, or leave them out."
+                f"adapters is set and config_name is {self.config_name!r}; adapters are for weights that are trained already. Give "
+                "model_name_or_path, or leave them out."
             )
 
     @property
@@ -214,7 +219,7 @@ class RunOptions:
 
     def sources(self) -> list[tuple[str, str]]:
         """What the run reads: the name of an option, and a path or the id of a model or dataset."""
-        named = [(name, getattr(self, name)) for name in ("model", "model_config", "tokenizer")]
+        named = [(name, getattr(self, name)) for name in ("model_name_or_path", "config_name", "tokenizer_name")]
         return [
             *((name, value) for name, value in named if value is not None),
             *((text_option(name), path) for name, path in self.eval_texts.items()),
@@ -226,17 +231,19 @@ class RunOptions:
         Args:
             label: What is told of a path or an id.
         """
-        named: dict[str, Any] = {name: getattr(self, name) for name in ("model", "model_config", "tokenizer")}
+        named: dict[str, Any] = {
+            name: getattr(self, name) for name in ("model_name_or_path", "config_name", "tokenizer_name")
+        }
         labelled: dict[str, Any] = {name: label(value) for name, value in named.items() if value is not None}
         texts = {name: label(path) for name, path in self.eval_texts.items()}
         return dataclasses.replace(
             self,
             **labelled,
             eval_text=texts if isinstance(self.eval_text, dict) else texts.get(""),
-            output=label(self.output),
+            output_dir=label(self.output_dir),
             # Where the model would have gone is of no interest to whom it is shared with.
             output_on_failure=None,
-            resume=bool(self.resume),
+            resume_from_checkpoint=bool(self.resume_from_checkpoint),
         )
 
 

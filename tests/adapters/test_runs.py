@@ -61,7 +61,7 @@ def test_every_method_trains_the_linear_layers_resumes_and_is_merged(adapters, b
         expected = {name for name in expected if re.search("[kv]_proj|down_proj", name)}
     assert changed == expected
     interrupted(prepare(config_for("parts", model=base, **options)), 2)
-    train(config_for("parts", model=base, resume=True, **options))
+    train(config_for("parts", model=base, resume_from_checkpoint=True, **options))
     assert_same_run(tmp_path / "parts", tmp_path / "whole")
 
 
@@ -124,11 +124,11 @@ def test_what_is_new_in_an_upscaled_model_trains_whole_beside_them(name, upscale
 
     interrupted(prepare(config_for("parts", **options)), 2)
     assert (tmp_path / "parts" / "checkpoint-2" / "adapter_config.json").exists()
-    train(config_for("parts", resume=True, **options))
+    train(config_for("parts", resume_from_checkpoint=True, **options))
     assert_same_run(tmp_path / "parts", tmp_path / "out")
     other = {**options, "adapters": {**METHODS[name], "layers": "all"}}
     with refused(r"adapters is \{.*'layers': 'all'\}, but the run to resume has \{"):
-        prepare(config_for("parts", resume=True, **other))
+        prepare(config_for("parts", resume_from_checkpoint=True, **other))
 
 
 def test_the_best_of_a_run_with_adapters_is_merged(base, config_for, tmp_path, monkeypatch):

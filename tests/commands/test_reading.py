@@ -118,13 +118,13 @@ def test_an_adapter_given_as_a_model_is_refused_before_torch_is_imported(command
     (tmp_path / "adapter").mkdir()
     (tmp_path / "adapter" / "adapter_config.json").write_text("{}")
     (tmp_path / "run.yaml").write_text(
-        f"model: adapter\noutput: out\n{'data' if ' sft ' in command else 'corpus'}: text.txt\n"
+        f"model_name_or_path: adapter\noutput_dir: out\n{'dataset_name' if ' sft ' in command else 'corpus'}: text.txt\n"
     )
     words = ["adapter", *(["--tasks", "piqa"] if command.endswith("heads") else ["--text", "a=b"])]
     words = [] if command.endswith("run.yaml") else [*words, *READERS.get(command, [])]
     done = run_alone(command, words, afterwards="assert 'torch' not in sys.modules", folder=tmp_path)
     assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1), done.stderr
-    assert "model is 'adapter', an adapter of PEFT; expected a whole model." in done.stderr
+    assert "is 'adapter', an adapter of PEFT; expected a whole model." in done.stderr
 
 
 @pytest.mark.parametrize(
@@ -132,8 +132,8 @@ def test_an_adapter_given_as_a_model_is_refused_before_torch_is_imported(command
     [
         (
             "midus train",
-            "data: chats.jsonl",
-            "recipe.yaml has 'data', a key of another command; run 'midus sft recipe.yaml'.",
+            "dataset_name: chats.jsonl",
+            "recipe.yaml has 'dataset_name', a key of another command; run 'midus sft recipe.yaml'.",
         ),
         (
             "midus sft",
@@ -155,7 +155,7 @@ def test_an_adapter_given_as_a_model_is_refused_before_torch_is_imported(command
             "tasks: [piqa]",
             "recipe.yaml has 'tasks', a key of another command; run 'midus eval MODEL --config",
         ),
-        ("midus sft", "corpus: a.txt\ndata: b.jsonl", "config has no option 'corpus'."),
+        ("midus sft", "corpus: a.txt\ndataset_name: b.jsonl", "config has no option 'corpus'."),
         (
             "midus train",
             "corpus: a.txt\nlerning_rate: 1",

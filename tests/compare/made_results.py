@@ -13,7 +13,7 @@ def comparison(arms: Sequence[str], **changes) -> Comparison:
     """One text to learn, one to keep."""
     given = {
         "base": "base",
-        "output": "out",
+        "output_dir": "out",
         "arms": {name: ArmOptions() for name in arms},
         "train": {"corpus": "corpus", "max_steps": 10},
         "domain": {DOMAIN: "plants.txt"},

@@ -54,7 +54,7 @@ def keys(room: Path, output: Path, arms: dict[str, Any], **changes: Any) -> dict
     """What a file would say of a comparison of one seed."""
     train = training(room, **changes.pop("train", {}))
     texts = {"domain": {"plants": str(room / "plants.txt")}, "retention": {"stars": str(room / "stars.txt")}}
-    told = {"base": str(room / "base"), "output": str(output), "arms": arms, "train": train, **texts}
+    told = {"base": str(room / "base"), "output_dir": str(output), "arms": arms, "train": train, **texts}
     return {**told, "seeds": [0], "evaluations": 2, **changes}
 
 

@@ -47,14 +47,22 @@ def test_files_stand_in_place_of_mappings_and_what_a_comparison_sets_is_left_out
     recipe = file({**HEADWISE, "base": "other", "output": "elsewhere", "seed": 7, "overwrite": True})
     (found,) = planned({"hml": {"upscale": recipe, "train": {"learning_rate": 0.5}}})[1]
     assert found == told and found.upscale == HEADWISE
-    recipe = file({"learning_rate": 0.5, "model": "other", "seed": 7, "eval_text": "text", "resume": True})
+    recipe = file(
+        {
+            "learning_rate": 0.5,
+            "model_name_or_path": "other",
+            "seed": 7,
+            "eval_text": "text",
+            "resume_from_checkpoint": True,
+        }
+    )
     assert planned({"hml": {"upscale": HEADWISE, "train": recipe}})[1] == [told]
 
 
 def test_a_file_for_all_arms_is_read_and_an_arm_s_keys_win(room, planned, file):
     from compare.small_comparison import training
 
-    shared = file({**training(room), "model": "other", "output": "elsewhere"})
+    shared = file({**training(room), "model_name_or_path": "other", "output_dir": "elsewhere"})
     told = keys(room, room / "out", {"a": {"train": {"learning_rate": 0.5}}, "b": {}}) | {"train": shared}
     comparison, arms = plan(from_mapping(Comparison, told))
     assert comparison.train == training(room)
@@ -235,8 +243,8 @@ def test_what_is_refused_before_anything_runs(planned, tmp_path, refused):
         ({"retention": {"stars": "absent"}}, "retention.stars is 'absent', which does not exist; expected a file or a folder"),
         ({"base": "absent"}, "arms.a.upscale: "),
         ({"domain": {}, "tasks": {"names": ["piqa"]}}, "domain is empty; expected held-out text by which learning is measured"),
-        ({"fine_tune": {"model": "m"}}, "fine_tune has 'model', which the comparison sets for each run; leave it out."),
-        ({"fine_tune": {"data": "d", "max_step": 3}}, "arms.a, as a run of midus sft: config has no option 'max_step'."),
+        ({"fine_tune": {"model_name_or_path": "m"}}, "fine_tune has 'model_name_or_path', which the comparison sets for each run"),
+        ({"fine_tune": {"dataset_name": "d", "max_step": 3}}, "arms.a, as a run of midus sft: config has no option 'max_step'."),
         ({"train": {"eval_text": "text"}}, "train has 'eval_text', which the comparison sets for each run; leave it out."),
     ],
     ids=["domain", "retention", "base", "no domain", "model of tuning", "key of tuning", "text of runs"],

@@ -69,8 +69,8 @@ def test_a_run_is_told_what_the_comparison_sets():
         "eval_steps": 5,
         "save_steps": 5,
         "save_total_limit": 1,
-        "model": "model",
-        "output": "run",
+        "model_name_or_path": "model",
+        "output_dir": "run",
         "seed": 3,
         "eval_text": {"plants": "plants.txt", "stars": "stars.txt"},
     }
@@ -124,7 +124,7 @@ def test_a_rate_wins_over_what_all_runs_are_told():
             ["train.corpus", "train.per_device_train_batch_size"],
         ),
         # What a result does not depend on.
-        ({"output": "elsewhere", "seeds": [3, 4], "keep_models": True, "trained_parameters": 7, "controls": False}, []),
+        ({"output_dir": "elsewhere", "seeds": [3, 4], "keep_models": True, "trained_parameters": 7, "controls": False}, []),
         ({"arm": {"name": "b", "rates": [{}, {"learning_rate": 1.0}], "controls": False, "fitted": "n=2"}}, []),
     ],
     ids=str,

@@ -140,7 +140,7 @@ def results(output: Path) -> dict[str, dict]:
 @pytest.mark.parametrize(("name", "number"), by_default([("each", 0)], RUNS))
 def test_what_is_gone_on_with_after_kills_is_what_nobody_disturbed(forks, room, whole, tmp_path, name, number):
     expected, seconds = whole
-    words = [room / "compare.yaml", f"output={tmp_path / 'out'}"]
+    words = [room / "compare.yaml", f"output_dir={tmp_path / 'out'}"]
     choice = random.Random(f"{name} {number}")
     for kill in SEQUENCES[name]:
         signal_number, of_cell, endings = KILLS[kill]

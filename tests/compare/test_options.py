@@ -10,7 +10,7 @@ from midus_hf.config.yaml_options import from_mapping, read_config
 
 GIVEN = {
     "base": "base",
-    "output": "out",
+    "output_dir": "out",
     "arms": {"full": {"rates": [1e-4]}, "midus.hml-2": {"upscale": {"method": "midus-hml"}}},
     "train": {"corpus": "corpus", "max_steps": 10},
     "domain": {"plants": "plants.txt"},

@@ -23,7 +23,7 @@ def test_a_comparison_that_ships_is_planned_on_its_base(recipe, tmp_path):
     room = write_room(tmp_path)
     (tmp_path / "sized").mkdir()
     shutil.copyfile(CONFIGS / "smollm2-135m.json", tmp_path / "sized" / "config.json")
-    words = [f"base={tmp_path / 'sized'}", f"output={tmp_path / 'out'}", f"train.corpus={room / 'corpus'}"]
+    words = [f"base={tmp_path / 'sized'}", f"output_dir={tmp_path / 'out'}", f"train.corpus={room / 'corpus'}"]
     given = yaml.safe_load(recipe.read_text())
     words += [f"domain.{name}={room / 'plants.txt'}" for name in given["domain"]]
     words += [f"retention.{name}={room / 'stars.txt'}" for name in given["retention"]]

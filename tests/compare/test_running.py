@@ -64,7 +64,7 @@ class Place:
         (self.folder / "behaviour.json").write_text(json.dumps(cells))
 
     def comparison(self, **changes) -> Comparison:
-        given = {"base": "base", "output": str(self.folder / "out"), "arms": {"a": ArmOptions()}, "seeds": [0]}
+        given = {"base": "base", "output_dir": str(self.folder / "out"), "arms": {"a": ArmOptions()}, "seeds": [0]}
         given |= {"train": {"corpus": "corpus", "max_steps": 4}, "domain": {"plants": "plants.txt"}}
         return Comparison(**{**given, **changes})
 
@@ -369,8 +369,8 @@ def test_another_comparison_in_the_same_output_is_refused_while_one_runs(place):
 
     place.run([arm("a")], watching=StartsAnother(place.folder))
     message = (
-        f"output is {str(place.folder / 'out')!r}, in which another comparison runs; expected one at a time. Wait for it, or "
-        "choose another output; --jobs has runs beside one another."
+        f"output_dir is {str(place.folder / 'out')!r}, in which another comparison runs; expected one at a time. Wait for it, or "
+        "choose another output_dir; --jobs has runs beside one another."
     )
     assert refused == [message, message]
     assert place.names() == ["base", "a/0.001/seed-0"]

@@ -66,7 +66,7 @@ def test_each_stage_is_measured_on_its_own_model(done):
         assert 0 <= table.number("PIQA", stage, result) <= 100
     assert result.starts_at_base and result.tuned.losses != result.end.losses
     tuned = yaml.safe_load((folder / "tuned" / "train_config.yaml").read_text())
-    assert (tuned["model"], tuned["trainable"], tuned["max_steps"]) == (str(folder / "run"), "all", 2)
+    assert (tuned["model_name_or_path"], tuned["trainable"], tuned["max_steps"]) == (str(folder / "run"), "all", 2)
 
 
 def test_the_table_tells_both_stages(done):

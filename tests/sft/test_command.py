@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM
 
 from midus_hf.cli import sft as command
 from midus_hf.cli.sft import main
-from midus_hf.sft.options import DataOptions, SftConfig
+from midus_hf.sft.options import SftConfig
 
 SCRIPT = Path(__file__).parents[2] / "scripts" / "train_sft.py"
 
@@ -21,8 +21,8 @@ def words(base, chats, tmp_path) -> list[str]:
     """A recipe and what it needs."""
     recipe = tmp_path / "recipe.yaml"
     recipe.write_text("max_steps: 3\nlearning_rate: 1e-2\nchat_template: chatml\nbf16: false\nlogging_steps: 1\n")
-    given = [f"model={base('llama', True)}", f"data={chats}", f"output={tmp_path / 'out'}"]
-    return [str(recipe), *given, "sequence_length=96", "per_device_train_batch_size=2"]
+    given = [f"model_name_or_path={base('llama', True)}", f"dataset_name={chats}", f"output_dir={tmp_path / 'out'}"]
+    return [str(recipe), *given, "max_length=96", "per_device_train_batch_size=2"]
 
 
 def test_it_trains_and_leaves_a_model(words, tmp_path, monkeypatch, capsys):
@@ -42,18 +42,24 @@ def test_it_trains_and_leaves_a_model(words, tmp_path, monkeypatch, capsys):
     ("more", "message"),
     [
         (["learning_rte=1"], "config has no option 'learning_rte'. Did you mean 'learning_rate'"),
-        (["data=/absent"], "data is '/absent', which does not exist; expected a file, a folder or a dataset id."),
-        (["data.format=chat"], "data.format is 'chat'; expected one of 'messages', 'sharegpt', "),
-        (["data=texts.jsonl"], "line 1 of "),
-        (["data=nothing.jsonl"], "data is "),
+        (
+            ["dataset_name=/absent"],
+            "dataset_name is '/absent', which does not exist; expected a file, a folder or a dataset id.",
+        ),
+        (["dataset_format=chat"], "dataset_format is 'chat'; expected one of 'messages', 'sharegpt', "),
+        (["dataset_name=texts.jsonl"], "line 1 of "),
+        (["dataset_name=nothing.jsonl"], "dataset_name is "),
         (
             ["chat_template=null"],
             "the model's tokenizer has no chat template; set chat_template to chatml, alpaca or ",
         ),
-        (["sequence_length=5000"], "sequence_length is 5000, but the model has positions for 128 tokens."),
+        (["max_length=5000"], "max_length is 5000, but the model has positions for 128 tokens."),
         (["adapters={r: 4}", "trainable=all"], "adapters is set and trainable is 'all'; "),
-        (["model=absent/model"], "model is 'absent/model', which is no folder here, and the Hub cannot be reached"),
-        (["model=native"], "trainable is 'auto', but upscale.trainable"),
+        (
+            ["model_name_or_path=absent/model"],
+            "model_name_or_path is 'absent/model', which is no folder here, and the Hub cannot be reached",
+        ),
+        (["model_name_or_path=native"], "trainable is 'auto', but upscale.trainable"),
     ],
     ids=str,
 )
@@ -61,7 +67,7 @@ def test_a_wrong_request_is_told_in_one_line_and_writes_nothing(words, more, mes
     monkeypatch.chdir(tmp_path)
     write_rows(tmp_path / "texts.jsonl", [{"text": "no chat"}])
     write_rows(tmp_path / "nothing.jsonl", [])
-    if more == ["model=native"]:
+    if more == ["model_name_or_path=native"]:
         save_native("llama", tmp_path / "native", trainable=None)
     assert main([*words, *more]) == 2
     out, err = capsys.readouterr()
@@ -84,7 +90,7 @@ def test_one_chat_that_cannot_be_is_named_by_its_file_and_line_among_those_that_
     ):
         rows = [{"messages": chat(2)}, {"messages": begun}, *([{"messages": wrong}] if wrong else [])]
         data = write_rows(tmp_path / f"chats-{number}.jsonl", rows)
-        assert main([*words, f"data={data}"]) == (2 if wrong else 0)
+        assert main([*words, f"dataset_name={data}"]) == (2 if wrong else 0)
         out, err = capsys.readouterr()
         if wrong:
             assert f" of line 3 of '{data}', messages {message}" in err and out == ""
@@ -103,5 +109,5 @@ def test_packages_that_are_not_installed_are_named(words, capsys, monkeypatch):
 def test_help_describes_every_key(capsys):
     assert main(["--help"]) == 0
     text = capsys.readouterr().out
-    config = SftConfig(model="m", output="o", data=DataOptions(path="d"))
-    assert all(f"{key}: " in text for key in (*vars(config), *vars(config.data)))
+    config = SftConfig(model_name_or_path="m", output_dir="o", dataset_name="d")
+    assert all(f"{key}: " in text for key in vars(config))

@@ -11,7 +11,7 @@ from training.tiny_run import refused
 
 from midus_hf.documents import DocumentError
 from midus_hf.sft.formats import FORMATS, Chat, Completion, detect_format, format_named, read_example
-from midus_hf.sft.options import DataOptions
+from midus_hf.sft.options import SftConfig
 from midus_hf.sft.rows import iterate_rows
 
 ASKED = {"role": "user", "content": "q"}
@@ -102,7 +102,7 @@ def test_columns_of_no_format_are_refused(row, message):
         (
             "alpaca",
             {"messages": []},
-            "row 1 has no 'instruction', only messages; expected the columns of format 'alpaca'. Add it, or set data.format.",
+            "row 1 has no 'instruction', only messages; expected the columns of format 'alpaca'. Add it, or set dataset_format.",
         ),
         ("messages", {"messages": []}, "row 1, messages is empty; expected messages."),
         ("messages", {"messages": "hi"}, "row 1, messages is a str; expected messages."),
@@ -158,13 +158,15 @@ def test_a_row_that_is_not_of_its_format_is_refused(name, row, message):
 
 
 def test_a_format_that_does_not_exist_is_refused():
-    message = "data.format is 'chat'; expected one of 'messages', 'sharegpt', 'prompt-completion', 'alpaca', 'dolly'."
+    message = (
+        "dataset_format is 'chat'; expected one of 'messages', 'sharegpt', 'prompt-completion', 'alpaca', 'dolly'."
+    )
     with refused(re.escape(message)):
         format_named("chat")
 
 
 def rows_of(path, **options) -> list:
-    return [row for _, row in iterate_rows(DataOptions(path=str(path), **options))]
+    return [row for _, row in iterate_rows(SftConfig(model_name_or_path="m", dataset_name=str(path), **options))]
 
 
 def test_rows_are_read_from_every_kind_of_file_and_from_folders(tmp_path):
@@ -190,7 +192,7 @@ def test_rows_are_read_from_every_kind_of_file_and_from_folders(tmp_path):
         ("folder", {}, "a folder without rows; expected files ending in .jsonl, .json, .parquet."),
         ("broken.json", {}, "is not JSON: "),
         ("broken.jsonl", {}, "line 1 of "),
-        ("rows.jsonl", {"config": "x"}, "which is local; config is for datasets of the Hub."),
+        ("rows.jsonl", {"dataset_config": "x"}, "which is local; dataset_config is for datasets of the Hub."),
     ],
 )
 def test_what_holds_no_rows_is_refused(tmp_path, name, options, message):

@@ -1,12 +1,18 @@
 """The recipes in `configs/sft` are read and say what the papers say."""
 
+import dataclasses
 import re
+import shutil
 from pathlib import Path
 
 import pytest
+import yaml
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from midus_hf.cli.sft import main
 from midus_hf.config.yaml_options import read_config
 from midus_hf.sft.options import SftConfig
+from midus_hf.sft.templates import TEMPLATES
 
 REPOSITORY = Path(__file__).parents[2]
 RECIPES = REPOSITORY / "configs" / "sft"
@@ -18,7 +24,11 @@ RATES = {"llama-3.2-1b": 1e-5, "llama-3.1-8b": 1e-6}
 def recipe(name: str) -> SftConfig:
     path = RECIPES / f"{name}.yaml"
     stated = {line.partition(":")[0] for line in path.read_text(encoding="utf-8").splitlines()}
-    return read_config(SftConfig, path, [f"{key}=x" for key in ("model", "output", "data") if key not in stated])
+    return read_config(
+        SftConfig,
+        path,
+        [f"{key}=x" for key in ("model_name_or_path", "output_dir", "dataset_name") if key not in stated],
+    )
 
 
 def test_there_is_a_recipe_of_each_run():
@@ -32,12 +42,9 @@ def test_recipes_of_midus_have_its_hyperparameters_and_start_from_what_its_pretr
     (base,) = (base for base in RATES if base in name)
     assert config.learning_rate == RATES[base] and config.trainable == "all"
     assert (config.lr_scheduler_type, config.warmup_ratio, config.bf16) == ("cosine", 0.1, True)
-    assert (
-        config.per_device_train_batch_size * config.gradient_accumulation_steps == 64
-        and config.sequence_length == 2048
-    )
+    assert config.per_device_train_batch_size * config.gradient_accumulation_steps == 64 and config.max_length == 2048
     pretraining = REPOSITORY / "configs" / "train" / f"midus-hml-{base}.yaml"
-    assert f"output: {config.model}\n" in pretraining.read_text(encoding="utf-8")
+    assert f"output_dir: {config.model_name_or_path}\n" in pretraining.read_text(encoding="utf-8")
 
 
 @pytest.mark.parametrize(
@@ -61,3 +68,46 @@ def test_recipes_of_mixture_of_chapters_differ_in_how_the_bank_trains(bank, memo
 def test_the_command_in_a_recipe_runs_it(name):
     text = (RECIPES / f"{name}.yaml").read_text(encoding="utf-8")
     assert re.findall(r"^#   midus sft (\S+)", text, flags=re.MULTILINE) == [f"configs/sft/{name}.yaml"]
+
+
+TRL_RECIPE = """
+model_name_or_path: {model}
+attn_implementation: sdpa
+dataset_name: {chats}
+dataset_train_split: train
+learning_rate: 2.0e-5
+lr_scheduler_type: cosine
+optim: adamw_torch
+max_steps: 2
+per_device_train_batch_size: 2
+gradient_accumulation_steps: 2
+max_length: 96
+packing: false
+assistant_only_loss: true
+bf16: false
+logging_steps: 1
+save_steps: 2
+save_total_limit: 1
+report_to: none
+seed: 42
+"""
+
+
+def test_a_recipe_in_the_words_of_trl_trains(base, chats, tmp_path, monkeypatch):
+    """Every key is one of TRL's own dataclasses, and the output is where Transformers puts it."""
+    trl = pytest.importorskip("trl")
+    model = shutil.copytree(base("llama", True), tmp_path / "model")
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    tokenizer.chat_template = TEMPLATES["chatml"]
+    tokenizer.save_pretrained(model)
+    recipe = tmp_path / "sft_config.yaml"
+    recipe.write_text(TRL_RECIPE.format(model=model, chats=chats))
+    of_trl = {
+        field.name
+        for options in (trl.ScriptArguments, trl.SFTConfig, trl.ModelConfig)
+        for field in dataclasses.fields(options)
+    }
+    assert set(yaml.safe_load(recipe.read_text())) <= of_trl
+    monkeypatch.chdir(tmp_path)
+    assert main([str(recipe)]) == 0
+    AutoModelForCausalLM.from_pretrained(tmp_path / "trainer_output")

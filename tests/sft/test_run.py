@@ -87,7 +87,7 @@ def test_packed_chats_do_not_see_one_another(config_for, family, base):
     """So one step over all of them has the loss that it has when each stands alone."""
     losses = []
     for packing, length in ((False, 96), (True, 126)):
-        options = {"packing": packing, "sequence_length": length, "max_steps": 1, "per_device_train_batch_size": 16}
+        options = {"packing": packing, "max_length": length, "max_steps": 1, "per_device_train_batch_size": 16}
         config = config_for(str(packing), model=base(family, True), **options)
         result = finetune(config)
         losses.append(result.loss)
@@ -96,7 +96,7 @@ def test_packed_chats_do_not_see_one_another(config_for, family, base):
 
 
 def test_packing_fills_sequences_and_says_how_full(config_for, base):
-    config = config_for(model=base(), packing=True, sequence_length=125)
+    config = config_for(model=base(), packing=True, max_length=125)
     data = build_chat_dataset(config, character_tokenizer(), 128)
     assert data.examples == 16 and len(data.dataset) == 8
     assert data.describe(config)[-1] == f"packed into 8 sequences, {data.tokens / 1000:.1%} full"
@@ -109,7 +109,7 @@ def test_what_is_too_long_is_cut_or_left_out_and_counted(config_for, base, tmp_p
         {"messages": [{"role": "user", "content": "q"}]},
         {"messages": chat(1)[:2]},
     ]
-    config = config_for(model=base(), data=write_rows(tmp_path / "rows.jsonl", rows), sequence_length=40)
+    config = config_for(model=base(), data=write_rows(tmp_path / "rows.jsonl", rows), max_length=40)
     data = build_chat_dataset(config, character_tokenizer(), 128)
     assert (data.rows, data.examples, data.cut, data.without_answer) == (4, 2, 1, 2)
     assert [len(row["input_ids"]) for row in data.dataset] == [40, 33]
@@ -142,7 +142,7 @@ def test_adapters_are_trained_and_merged(config_for, memory, base, tmp_path):
     new = {name for name in changed if re.search(r"layers\.[14]\.", name)} if memory else set()
     assert linear and changed == linear | new and any("value_bank" in name for name in new) == memory
     shutil.copytree(tmp_path / "out", tmp_path / "before")
-    again = finetune(config_for(model=model, resume=True, **options))
+    again = finetune(config_for(model=model, resume_from_checkpoint=True, **options))
     assert again.steps == 3 and moved(tmp_path / "before", tmp_path / "out") == set()
 
 
@@ -150,9 +150,9 @@ def test_adapters_are_trained_and_merged(config_for, memory, base, tmp_path):
     "options",
     [
         {},
-        {"packing": True, "sequence_length": 126, "memory_learning_rate": 2e-2, "value_learning_rate": 1e-3},
+        {"packing": True, "max_length": 126, "memory_learning_rate": 2e-2, "value_learning_rate": 1e-3},
         {"adapters": {"r": 4, "lora_dropout": 0.1}, "trainable": "auto"},
-        {"balance_loss": 0.1, "usage_every": 1, "frozen": ["value"]},
+        {"balance_loss": 0.1, "usage_steps": 1, "frozen": ["value"]},
     ],
     ids=["plain", "packing", "lora", "aids"],
 )
@@ -164,7 +164,7 @@ def test_a_resumed_run_has_the_losses_and_the_weights_of_one_that_was_never_inte
 def test_chapters_train_with_the_losses_of_their_routers_and_their_bank_can_be_kept(
     config_for, packing, base, tmp_path
 ):
-    options = {"packing": packing, "sequence_length": 126, "max_steps": 4, "frozen": ["value"]}
+    options = {"packing": packing, "max_length": 126, "max_steps": 4, "frozen": ["value"]}
     run = prepare(config_for(model=base("llama", "moc"), **options))
     batch = next(iter(run.trainer.get_train_dataloader()))
     model = AutoModelForCausalLM.from_pretrained(base("llama", "moc")).train()
@@ -182,7 +182,7 @@ def test_chapters_train_with_the_losses_of_their_routers_and_their_bank_can_be_k
 
 def test_data_without_an_answer_is_refused(config_for, base, tmp_path):
     data = write_rows(tmp_path / "rows.jsonl", [{"messages": chat(1)[:1]}])
-    message = "which has 1 rows and no answer to learn from within 96 tokens. Add data, or raise sequence_length."
+    message = "which has 1 rows and no answer to learn from within 96 tokens. Add data, or raise max_length."
     with refused(re.escape(message), DocumentError):
         finetune(config_for(model=base(), data=data))
     assert not (tmp_path / "out").exists()
@@ -217,13 +217,13 @@ def test_adapters_of_any_method_train(config_for, base, tmp_path):
 def test_two_processes_fine_tune_as_one(packing, base, chats, tmp_path):
     """Sequences differ in how many of their tokens are labelled, so losses are weighted by these over both."""
     one, two = tmp_path / "one", tmp_path / "two"
-    options = {"max_steps": 3, "packing": packing, "sequence_length": 126, "logging_steps": 1}
+    options = {"max_steps": 3, "packing": packing, "max_length": 126, "logging_steps": 1}
     config = sft_config(base("llama", True), chats, one, per_device_train_batch_size=4, **options)
     recipe = tmp_path / "recipe.yaml"
     recipe.write_text(as_yaml(config))
     finetune(config)
     script = Path(__file__).parents[2] / "scripts" / "train_sft.py"
-    run = run_ranks(script, recipe, "per_device_train_batch_size=2", f"output={two}")
+    run = run_ranks(script, recipe, "per_device_train_batch_size=2", f"output_dir={two}")
     assert run.returncode == 0, run.stderr
     assert logged(two) == pytest.approx(logged(one), rel=1e-5) and len(logged(one)) == 3
     assert_close_weights(one, two)

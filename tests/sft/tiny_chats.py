@@ -11,7 +11,7 @@ from tokenizers.decoders import ByteLevel
 from training.tiny_run import save_upscaled
 from transformers import PreTrainedTokenizerFast
 
-from midus_hf.sft.options import DataOptions, SftConfig
+from midus_hf.sft.options import SftConfig
 
 CHATML_TOKENS = ["<|im_start|>", "<|im_end|>"]
 
@@ -57,7 +57,7 @@ def sft_config(model: Path, data: Path, output: Path, **changes: Any) -> SftConf
     """A run of three steps of two chats, with rates that move a tiny model."""
     options: dict[str, Any] = {
         "chat_template": "chatml",
-        "sequence_length": 96,
+        "max_length": 96,
         "per_device_train_batch_size": 2,
         "max_steps": 3,
         "learning_rate": 1e-2,
@@ -66,4 +66,4 @@ def sft_config(model: Path, data: Path, output: Path, **changes: Any) -> SftConf
         "trainable": "all",
         **changes,
     }
-    return SftConfig(model=str(model), output=str(output), data=DataOptions(path=str(data)), **options)
+    return SftConfig(model_name_or_path=str(model), output_dir=str(output), dataset_name=str(data), **options)

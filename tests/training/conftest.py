@@ -90,4 +90,9 @@ def words(upscaled, corpus, tmp_path) -> list[str]:
     recipe.write_text(
         "sequence_length: 16\nper_device_train_batch_size: 2\nbf16: false\nlogging_steps: 1\nmax_steps: 100000\n"
     )
-    return [str(recipe), f"model={upscaled('llama')}", f"corpus={corpus}", f"output={tmp_path / 'out'}"]
+    return [
+        str(recipe),
+        f"model_name_or_path={upscaled('llama')}",
+        f"corpus={corpus}",
+        f"output_dir={tmp_path / 'out'}",
+    ]

@@ -114,7 +114,7 @@ def assert_resumes(config_for: Callable[..., TrainConfig], step: int, train: Cal
     options = {"save_steps": step, "save_total_limit": None, **options}
     whole = Path(train(config_for("whole", **options)).output)
     parts = as_it_was_at(step, whole, whole.with_name("parts"))
-    result = train(config_for("parts", resume=True, **options))
+    result = train(config_for("parts", resume_from_checkpoint=True, **options))
     assert result.steps == exact_log(whole, "loss")[-1]["step"] > step
     assert_same_run(parts, whole)
     return parts

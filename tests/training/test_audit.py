@@ -152,13 +152,13 @@ def test_documents_of_several_corpora_are_told_apart(audited, numbered, tmp_path
 
 def test_a_corpus_without_paths_cannot_be_recorded():
     with refused(r"audit is true, and corpus 'a\.jsonl' has no path_column; expected the column"):
-        TrainConfig(model="m", output="o", corpus=CorpusOptions(path="a.jsonl"), audit=True)
+        TrainConfig(model_name_or_path="m", output_dir="o", corpus=CorpusOptions(path="a.jsonl"), audit=True)
 
 
 def test_names_of_documents_are_for_the_record_alone():
     corpus = CorpusOptions(path="a.jsonl", path_column="memory_ids", id_column="id")
     with refused(r"corpus\.id_column is 'id', .* expected audit: true with it"):
-        TrainConfig(model="m", output="o", corpus=corpus)
+        TrainConfig(model_name_or_path="m", output_dir="o", corpus=corpus)
 
 
 def test_a_run_that_trains_no_blocks_has_nothing_to_record(audited):

@@ -101,7 +101,7 @@ def test_a_run_adds_it_to_the_loss_and_logs_it_without_its_coefficient(
 def test_accumulated_gradients_are_those_of_the_mean_over_passes(config_for):
     gradients = []
     for coefficient in (0.0, COEFFICIENT):
-        config = config_for(gradient_accumulation_steps=2, overwrite=True)
+        config = config_for(gradient_accumulation_steps=2, overwrite_output_dir=True)
         trainer = prepare(dataclasses.replace(config, balance_loss=coefficient)).trainer
         batches = list(trainer.get_train_dataloader())[:2]
         trainer.current_gradient_accumulation_steps = 2
@@ -143,7 +143,7 @@ def test_a_run_with_it_selects_more_evenly_than_one_without(config_for, tmp_path
 def test_the_loss_of_an_evaluation_is_without_it(config_for):
     losses = []
     for coefficient in (0.0, COEFFICIENT):
-        config = config_for(balance_loss=coefficient, overwrite=True)
+        config = config_for(balance_loss=coefficient, overwrite_output_dir=True)
         trainer = prepare(config).trainer
         losses.append(trainer.evaluate(trainer.train_dataset)["eval_loss"])
     assert losses[0] == losses[1]
@@ -153,7 +153,7 @@ def test_the_loss_of_an_evaluation_is_without_it(config_for):
 def test_it_reads_what_autocast_computed_with(config_for, tmp_path, entry):
     model = save_memory_model(tmp_path / "model", entry)
     for checkpointing in (False, True):
-        options = {"bf16": True, "activation_checkpointing": checkpointing, "usage_every": 1, "max_steps": 3}
+        options = {"bf16": True, "activation_checkpointing": checkpointing, "usage_steps": 1, "max_steps": 3}
         config = config_for(str(checkpointing), model=model, trainable=[1, 3], balance_loss=1.0, **options)
         train(config)
     measures = ("loss", "balance_loss", "grad_norm", "memory_used_share", "memory_perplexity")

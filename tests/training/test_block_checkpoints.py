@@ -51,7 +51,7 @@ def test_what_was_damaged_before_its_manifest_was_written_is_passed_over(name, w
     finish_checkpoint(output / "checkpoint-4", ())
     assert damage_of(output / "checkpoint-4") is None
     capsys.readouterr()
-    train(blocks_for(output, **OPTIONS, resume="auto"))
+    train(blocks_for(output, **OPTIONS, resume_from_checkpoint="auto"))
     told = capsys.readouterr()
     (line,) = (line for line in told.err.splitlines() if "is passed over" in line)
     assert re.match(f"checkpoint-4 is passed over: {reason}", line)
@@ -62,7 +62,7 @@ def test_what_was_damaged_before_its_manifest_was_written_is_passed_over(name, w
 
 def test_a_run_that_ended_before_its_model_was_saved_is_resumed_with_its_blocks(whole, blocks_for, tmp_path):
     output = as_it_was_at(6, whole, tmp_path / "out")
-    train(blocks_for(resume=True, **OPTIONS))
+    train(blocks_for(resume_from_checkpoint=True, **OPTIONS))
     assert bank_of(whole).written(1)
     assert_same_blocks(bank_of(output), bank_of(whole))
 
@@ -184,11 +184,11 @@ def test_old_checkpoints_are_removed_with_their_blocks(blocks_for, tmp_path):
 
 def test_a_run_of_blocks_is_replaced_where_that_is_asked(blocks_for, tmp_path):
     train(blocks_for(save_steps=3))
-    train(blocks_for(max_steps=2, overwrite=True))
+    train(blocks_for(max_steps=2, overwrite_output_dir=True))
     assert not list((tmp_path / "out").glob("checkpoint-*"))
     (tmp_path / "out" / "memory_bank" / "hier-ffn" / "notes.txt").write_text("mine")
     with refused(r"which also holds what no run of ours wrote: memory_bank/hier-ffn/notes\.txt"):
-        train(blocks_for(max_steps=2, overwrite=True))
+        train(blocks_for(max_steps=2, overwrite_output_dir=True))
 
 
 def test_a_run_is_resumed_that_began_before_an_option_was_there(blocks_for, tmp_path):
@@ -198,4 +198,4 @@ def test_a_run_is_resumed_that_began_before_an_option_was_there(blocks_for, tmp_
     options = yaml.safe_load(record.read_text())
     del options["audit"], options["corpus"]["id_column"]
     record.write_text(yaml.safe_dump(options))
-    train(blocks_for(output, save_steps=3, resume=True))
+    train(blocks_for(output, save_steps=3, resume_from_checkpoint=True))

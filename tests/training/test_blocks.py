@@ -121,7 +121,7 @@ def test_activation_checkpointing_changes_nothing(blocks_for, tmp_path):
 def test_two_processes_agree_on_blocks_and_train_as_one(blocks_for, models, assigned, tmp_path):
     train(blocks_for("one", audit=True, generic_share=0.4))
     output, texts = tmp_path / "two", {"path_column": "memory_ids", "cache_dir": str(assigned.parent / "cache")}
-    words = {"generic_share": 0.4, "save_steps": 3, "audit": "true", "output": output}
+    words = {"generic_share": 0.4, "save_steps": 3, "audit": "true", "output_dir": output}
     in_two_processes(write_recipe(tmp_path, models / "hier-ffn", {"path": str(assigned), **texts}, **words))
     assert logged(output, "loss") == pytest.approx(logged(tmp_path / "one", "loss"), rel=1e-5)
     assert recorded(output) == recorded(tmp_path / "one")

@@ -68,7 +68,7 @@ def make_a_long_corpus(connection, cache: Path) -> None:
 def test_resuming_makes_no_tokens_and_reads_no_sequence_that_was_trained_on(config_for, tmp_path, monkeypatch):
     options = {"save_steps": 8, "max_steps": 20, "corpus_options": {"cache_dir": str(tmp_path / "cache")}}
     train(config_for(**options))
-    options["resume"] = str(tmp_path / "out" / "checkpoint-16")
+    options["resume_from_checkpoint"] = str(tmp_path / "out" / "checkpoint-16")
     for name in ("_make", "tokenise"):
         monkeypatch.setattr(token_cache, name, lambda *args: pytest.fail("tokens are made again"))
     run = prepare(config_for(**options))

@@ -77,8 +77,8 @@ def settings_of_deepspeed(path: Path, **sections) -> Path:
 
 def test_what_trains_is_counted_where_every_parameter_is_cut(corpus, tmp_path):
     recipe = write_recipe(tmp_path, save_upscaled("llama", tmp_path), corpus)
-    assert main([str(recipe), "per_device_train_batch_size=4", f"output={tmp_path / 'one'}"]) == 0
-    trained(recipe, f"output={tmp_path / 'two'}", settings=settings_of_deepspeed(tmp_path / "deepspeed.json"))
+    assert main([str(recipe), "per_device_train_batch_size=4", f"output_dir={tmp_path / 'one'}"]) == 0
+    trained(recipe, f"output_dir={tmp_path / 'two'}", settings=settings_of_deepspeed(tmp_path / "deepspeed.json"))
     one, two = tmp_path / "one", tmp_path / "two"
     assert logged(two, "loss") == pytest.approx(logged(one, "loss"), rel=1e-5)
     assert logged(two, "trained_parameters") == logged(one, "trained_parameters") != []
@@ -90,7 +90,7 @@ def test_a_file_whose_rates_would_stand_in_place_of_the_runs_is_refused(section,
     recipe = write_recipe(tmp_path, save_upscaled("llama", tmp_path), corpus)
     types = {"optimizer": "AdamW", "scheduler": "WarmupLR"}
     settings = settings_of_deepspeed(tmp_path / "deepspeed.json", **{section: {"type": types[section], "params": {}}})
-    refused = launched(SCRIPT, recipe, f"output={tmp_path / 'out'}", settings=settings)
+    refused = launched(SCRIPT, recipe, f"output_dir={tmp_path / 'out'}", settings=settings)
     assert (
         refused.returncode != 0 and f"the file of DeepSpeed has a section '{section}', which would" in refused.stderr
     )
@@ -107,14 +107,14 @@ def whole(stage, corpus, tmp_path_factory) -> Path:
     """A run with all of its checkpoints; its recipe lies beside it."""
     folder = tmp_path_factory.mktemp("deepspeed")
     recipe = write_recipe(folder, save_upscaled("llama", folder), corpus, save_steps=2, save_total_limit="null")
-    trained(recipe, f"output={folder / 'whole'}", stage=stage)
+    trained(recipe, f"output_dir={folder / 'whole'}", stage=stage)
     return folder / "whole"
 
 
 @pytest.mark.parametrize("step", [2, 6])
 def test_a_run_goes_on_exactly(step, whole, stage, tmp_path):
     output = as_it_was_at(step, whole, tmp_path / "out")
-    trained(whole.with_name("recipe.yaml"), "resume=true", f"output={output}", stage=stage)
+    trained(whole.with_name("recipe.yaml"), "resume_from_checkpoint=true", f"output_dir={output}", stage=stage)
     for name in ("loss", "grad_norm"):
         assert logged(output, name) == logged(whole, name) and logged(output, name)
     assert moved(output, whole) == set()
@@ -122,7 +122,12 @@ def test_a_run_goes_on_exactly(step, whole, stage, tmp_path):
 
 def test_another_number_of_processes_does_not_go_on(whole, stage, tmp_path):
     output = as_it_was_at(4, whole, tmp_path / "out")
-    words = [whole.with_name("recipe.yaml"), "per_device_train_batch_size=4", "resume=true", f"output={output}"]
+    words = [
+        whole.with_name("recipe.yaml"),
+        "per_device_train_batch_size=4",
+        "resume_from_checkpoint=true",
+        f"output_dir={output}",
+    ]
     refused = launched(SCRIPT, *words, stage=stage, processes=1)
     assert refused.returncode != 0
     assert (
@@ -132,7 +137,7 @@ def test_another_number_of_processes_does_not_go_on(whole, stage, tmp_path):
 
 
 def test_other_stages_and_whole_models_do_not_go_on_with_it(whole, stage, capfd):
-    words = [whole.with_name("recipe.yaml"), "resume=true", f"output={whole}"]
+    words = [whole.with_name("recipe.yaml"), "resume_from_checkpoint=true", f"output_dir={whole}"]
     shared = {2: "share moments by DeepSpeed", 3: "share parameters by DeepSpeed"}
     refused = launched(SCRIPT, *words, stage=5 - stage)
     assert refused.returncode != 0
@@ -186,11 +191,12 @@ def test_chats_are_trained_on_as_by_one_process(tmp_path):
     chats = write_rows(tmp_path / "chats.jsonl", [{"messages": chat(number)} for number in range(16)])
     recipe = tmp_path / "recipe.yaml"
     recipe.write_text(
-        f"model: {model}\ndata: {chats}\nchat_template: chatml\nsequence_length: 96\nper_device_train_batch_size: 2\nmax_steps: 4\n"
+        f"model_name_or_path: {model}\ndataset_name: {chats}\nchat_template: chatml\nmax_length: 96\n"
+        "per_device_train_batch_size: 2\nmax_steps: 4\n"
         "learning_rate: 1.0e-3\nbf16: false\nlogging_steps: 1\ntrainable: all\n"
     )
-    assert sft([str(recipe), "per_device_train_batch_size=4", f"output={tmp_path / 'one'}"]) == 0
-    run = launched(ROOT / "scripts" / "train_sft.py", recipe, f"output={tmp_path / 'two'}")
+    assert sft([str(recipe), "per_device_train_batch_size=4", f"output_dir={tmp_path / 'one'}"]) == 0
+    run = launched(ROOT / "scripts" / "train_sft.py", recipe, f"output_dir={tmp_path / 'two'}")
     assert run.returncode == 0, run.stderr[-4000:]
     one, two = (logged(tmp_path / folder, "loss") for folder in ("one", "two"))
     assert two == pytest.approx(one, rel=1e-5) and len(one) == 4
@@ -206,5 +212,5 @@ def test_chats_are_trained_on_as_by_one_process(tmp_path):
 )
 def test_what_reads_weights_that_are_cut_is_refused(words, message, corpus, tmp_path):
     recipe = write_recipe(tmp_path, save_upscaled("llama", tmp_path), corpus)
-    refused = launched(SCRIPT, recipe, f"output={tmp_path / 'out'}", *words)
+    refused = launched(SCRIPT, recipe, f"output_dir={tmp_path / 'out'}", *words)
     assert refused.returncode != 0 and message in refused.stderr and not (tmp_path / "out").exists()

@@ -36,7 +36,9 @@ def begun(tokenizer, config_for, tmp_path):
         file = tmp_path / "shape.json"
         (FAMILIES["llama"].config() if model_config is None else model_config).to_json_file(file, use_diff=False)
         run = config_for(output, model=Path("m"))
-        return dataclasses.replace(run, model=None, model_config=str(file), tokenizer=str(tokenizer), **changes)
+        return dataclasses.replace(
+            run, model_name_or_path=None, config_name=str(file), tokenizer_name=str(tokenizer), **changes
+        )
 
     return options
 
@@ -77,7 +79,7 @@ def test_weights_follow_from_the_seed(begun):
 def test_a_resumed_run_is_the_uninterrupted_one(begun):
     assert_resumes(begun, 10)
     with refused(r"seed is 5, but the run to resume has 0"):
-        train(begun("parts", save_steps=10, save_total_limit=None, resume=True, seed=5))
+        train(begun("parts", save_steps=10, save_total_limit=None, resume_from_checkpoint=True, seed=5))
 
 
 def test_the_card_names_no_base_and_no_local_path(begun, tmp_path):
@@ -88,20 +90,24 @@ def test_the_card_names_no_base_and_no_local_path(begun, tmp_path):
     assert text.startswith("\n# out\n")
     assert "the weights were made at random by seed 3, for the config `shape.json`" in " ".join(text.split())
     told = yaml.safe_load(re.search(r"```yaml\n(.*)```\n$", card, flags=re.DOTALL)[1])
-    assert (told["model"], told["model_config"], told["tokenizer"]) == (None, "shape.json", "tokenizer")
+    assert (told["model_name_or_path"], told["config_name"], told["tokenizer_name"]) == (
+        None,
+        "shape.json",
+        "tokenizer",
+    )
     assert (told["trainable"], str(tmp_path) in card) == ("all", False)
 
 
 def test_the_config_of_a_folder_is_read_without_its_weights_and_its_record_of_a_base(upscaled, begun, tmp_path):
     upscaled_model = upscaled("llama")
-    run = prepare(dataclasses.replace(begun(), model_config=str(upscaled_model)))
+    run = prepare(dataclasses.replace(begun(), config_name=str(upscaled_model)))
     saved = AutoModelForCausalLM.from_pretrained(upscaled_model).state_dict()
     made = run.model.state_dict()
     assert made.keys() == saved.keys()
     assert not torch.equal(made["model.layers.0.mlp.up_proj.weight"], saved["model.layers.0.mlp.up_proj.weight"])
     assert not hasattr(run.model.config, "upscale")
     with refused("what trains is 'new', but the config of this midus_llama model records no new"):
-        prepare(dataclasses.replace(begun("other"), model_config=str(upscaled_model), trainable="new"))
+        prepare(dataclasses.replace(begun("other"), config_name=str(upscaled_model), trainable="new"))
 
 
 def test_listed_layers_alone_may_train(begun):
@@ -113,12 +119,12 @@ def test_listed_layers_alone_may_train(begun):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"model_config": "absent.json"}, r"model_config is 'absent\.json', which does not exist; give another file"),
+        ({"config_name": "absent.json"}, r"config_name is 'absent\.json', which does not exist; give another file"),
         (
-            {"model_config": "./absent"},
-            r"model_config is '\./absent'; expected the file, folder or Hub id of a language",
+            {"config_name": "./absent"},
+            r"config_name is '\./absent'; expected the file, folder or Hub id of a language",
         ),
-        ({"tokenizer": "./absent"}, r"tokenizer is '\./absent'; expected the folder or Hub id of one: "),
+        ({"tokenizer_name": "./absent"}, r"tokenizer_name is '\./absent'; expected the folder or Hub id of one: "),
         (
             {"attn_implementation": "none_such"},
             "attn_implementation is 'none_such'; expected one that is installed and ",
@@ -136,11 +142,11 @@ def test_what_cannot_be_loaded_is_refused_in_one_line(changes, message, begun, t
 @pytest.mark.parametrize("attention", [None, "eager"])
 def test_a_config_of_another_kind_of_model_is_refused(attention, begun, tmp_path):
     config = AutoConfig.for_model("vit", vocab_size=128, max_position_embeddings=128)
-    with refused(r"model_config is '.*shape\.json'; expected the file, folder or Hub id of a"):
+    with refused(r"config_name is '.*shape\.json'; expected the file, folder or Hub id of a"):
         prepare(begun(model_config=config, attn_implementation=attention))
     assert not (tmp_path / "out").exists()
 
 
 def test_the_output_may_not_hold_the_tokenizer(begun, tokenizer):
-    with refused("which lies in the tokenizer "):
-        prepare(dataclasses.replace(begun(), output=str(tokenizer / "out")))
+    with refused("which lies in the tokenizer_name "):
+        prepare(dataclasses.replace(begun(), output_dir=str(tokenizer / "out")))

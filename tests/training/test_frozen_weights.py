@@ -68,7 +68,7 @@ def test_a_run_goes_on_and_shares_what_it_was_resumed_from(config_for, tmp_path)
     train(config_for(output, "qwen2", **OPTIONS))
     flip(output / "checkpoint-8" / FROZEN)  # which is that of checkpoint-4, too
     assert damage_of(output / "checkpoint-4") is not None and damage_of(output / "checkpoint-2") is None
-    train(config_for(output, "qwen2", **OPTIONS, resume=True))
+    train(config_for(output, "qwen2", **OPTIONS, resume_from_checkpoint=True))
     assert exact_log(output) == exact_log(whole)
     assert_same_state(output / "checkpoint-8", whole / "checkpoint-8")
     for name in ("checkpoint-6", "checkpoint-8"):

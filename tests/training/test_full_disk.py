@@ -96,7 +96,7 @@ def test_a_disk_without_room_is_refused_before_anything_is_written(config_for, t
     free(monkeypatch, 1000)
     config = config_for(save_steps=5)
     message = (
-        r"the run needs \S+ MB on the disk of output '.*out', for a model of \S+ MB and 3 checkpoints of \S+ MB, but "
+        r"the run needs \S+ MB on the disk of output_dir '.*out', for a model of \S+ MB and 3 checkpoints of \S+ MB, but "
         r"0\.001 MB are free there\. Save less often \(save_steps\), keep fewer \(save_total_limit\), or choose a folder "
         r"on another disk\."
     )
@@ -168,7 +168,7 @@ def test_the_command_says_by_its_status_that_the_model_is_elsewhere(words, tmp_p
     assert main(words) == 1
     assert capsys.readouterr().out.splitlines()[-1].startswith(f"{temporary / 'out-'}")
     full.add(temporary)
-    assert main([*words, "overwrite=true", "save_steps=1"]) == 1
+    assert main([*words, "overwrite_output_dir=true", "save_steps=1"]) == 1
     error = capsys.readouterr().err.splitlines()[-1]
     assert error.startswith(
         f"midus train: the trained model could not be saved ({tmp_path / 'out'}: No space left on device; "
@@ -180,7 +180,9 @@ def test_where_nothing_has_room_the_latest_checkpoint_is_named(config_for, tmp_p
     run = prepare(config_for(save_steps=5, max_steps=12))
     full.add(tmp_path / "out" / ".partial_model")
     free(monkeypatch, 10)
-    with pytest.raises(SaveError, match=r"no room for [\d,]+ bytes\); resume=true goes on from checkpoint-12"):
+    with pytest.raises(
+        SaveError, match=r"no room for [\d,]+ bytes\); resume_from_checkpoint=true goes on from checkpoint-12"
+    ):
         run.execute()
     assert not any(temporary.iterdir())
 

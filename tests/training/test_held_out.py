@@ -23,7 +23,7 @@ from midus_hf.training.output.run_checkpoints import last_checkpoint
 from midus_hf.training.run.progress import ProgressTable
 from midus_hf.training.run.train import prepare, train
 
-NEEDED = {"model": "m", "output": "o", "corpus": "c"}
+NEEDED = {"model_name_or_path": "m", "output_dir": "o", "corpus": "c"}
 
 
 @pytest.fixture(scope="module")
@@ -124,10 +124,10 @@ def test_the_best_model_is_kept_and_saved(upscaled, config_for, held_out, tmp_pa
     assert "The weights are those after step 9, where held-out text was predicted best." in card
     assert str(held_out.parent) not in card and "eval_text: near" in card
 
-    again = train(config_for(resume=True, **options))
+    again = train(config_for(resume_from_checkpoint=True, **options))
     assert again.best_step == 9 and moved(output, best) == set()
     shutil.rmtree(best)
-    assert train(config_for(resume=True, **options)).best_step == 24
+    assert train(config_for(resume_from_checkpoint=True, **options)).best_step == 24
     assert "The best model, after step 9, has no checkpoint any more" in capsys.readouterr().err
 
 
@@ -154,10 +154,12 @@ def test_it_stops_after_evaluations_without_a_better_one_and_is_then_finished(
     assert result.steps == 6 + 2 * 3 and result.best_step is None
     assert last_checkpoint(tmp_path / "out").name == "checkpoint-12"
     weights = (tmp_path / "out" / "model.safetensors").read_bytes()
-    again = train(config_for(resume=True, **options))
+    again = train(config_for(resume_from_checkpoint=True, **options))
     assert (again.steps, again.tokens_per_second) == (result.steps, None), "it had ended"
     assert (tmp_path / "out" / "model.safetensors").read_bytes() == weights
-    assert train(config_for(resume=True, **{**options, "early_stopping_patience": 3})).steps == 6 + 3 * 3
+    assert (
+        train(config_for(resume_from_checkpoint=True, **{**options, "early_stopping_patience": 3})).steps == 6 + 3 * 3
+    )
 
 
 def test_the_first_text_decides_which_model_is_best_and_when_to_stop(config_for, texts, tmp_path, monkeypatch, capsys):
@@ -188,8 +190,8 @@ def test_an_interrupted_run_measures_as_the_uninterrupted_one_and_keeps_its_text
     interrupted(prepare(config_for("parts", **options)), 7)
     for others in ({"near": texts["near"]}, {**texts, "more": str(corpus)}, texts["near"]):
         with refused(r"eval_text is .*, but the run to resume has \{'near': "):
-            check_output(config_for("parts", resume=True, **{**options, "eval_text": others}))
-    train(config_for("parts", resume=True, **options))
+            check_output(config_for("parts", resume_from_checkpoint=True, **{**options, "eval_text": others}))
+    train(config_for("parts", resume_from_checkpoint=True, **options))
     assert list(by_step(tmp_path / "parts", "eval_wiki-2_loss")) == [0, 3, 6, 9, 12]
     assert_same_run(tmp_path / "parts", tmp_path / "whole")
 
@@ -200,14 +202,16 @@ def test_texts_cannot_be_left_out_or_taken_from_elsewhere_when_a_run_is_resumed(
         train(config_for(output, max_steps=2, save_steps=1, eval_text=eval_text))
         for other in (None, str(shutil.copytree(texts["near"], tmp_path / f"other-{len(eval_text)}"))):
             with refused(rf"eval_text is .*, but the run to resume has {re.escape(repr(eval_text))}"):
-                check_output(config_for(output, max_steps=2, save_steps=1, eval_text=other, resume=True))
+                check_output(
+                    config_for(output, max_steps=2, save_steps=1, eval_text=other, resume_from_checkpoint=True)
+                )
 
 
 def test_the_order_may_change_when_a_run_is_resumed_and_then_another_text_decides(config_for, texts, tmp_path):
     options = {"max_steps": 4, "save_steps": 2, "eval_steps": 2}
     train(config_for(eval_text=texts, **options))
     turned = dict(reversed(texts.items()))
-    config = config_for(eval_text=turned, resume=True, **options)
+    config = config_for(eval_text=turned, resume_from_checkpoint=True, **options)
     assert check_output(config) == tmp_path / "out" / "checkpoint-4"
     log = [{"step": 2, "eval_near_loss": 1.0, "eval_wiki-2_loss": 2.0}]
     assert (held_out_losses(log, texts), held_out_losses(log, turned)) == ({2: 1.0}, {2: 2.0})
@@ -245,7 +249,7 @@ def test_held_out_text_is_checked_at_the_start(eval_text, changes, message, conf
     else:
         texts = str(tmp_path / eval_text)
     with refused(re.escape(message)) as refusal:
-        train(config_for(output, overwrite=True, eval_text=texts, **changes))
+        train(config_for(output, overwrite_output_dir=True, eval_text=texts, **changes))
     assert ("eval_text.s is '" in str(refusal.value)) == ("/short'" in message)
     assert not (tmp_path / "new").exists() and not any((tmp_path / "out" / "held").iterdir())
 
@@ -259,7 +263,7 @@ def test_the_best_step_is_the_first_of_the_smallest_loss():
 
 def test_words_name_texts_beside_those_of_the_file(tmp_path):
     path = tmp_path / "train.yaml"
-    path.write_text("model: m\noutput: o\ncorpus: c\neval_text: {a: x.txt}\n")
+    path.write_text("model_name_or_path: m\noutput_dir: o\ncorpus: c\neval_text: {a: x.txt}\n")
     assert read_config(TrainConfig, path, ["eval_text.b-2=y.txt"]).eval_text == {"a": "x.txt", "b-2": "y.txt"}
     assert read_config(TrainConfig, path, ["eval_text=y.txt"]).eval_text == "y.txt"
     assert read_config(TrainConfig, path, ["eval_text=null", "eval_text.b=y.txt"]).eval_text == {"b": "y.txt"}

@@ -60,7 +60,7 @@ def test_a_model_has_the_sizes_of_table_2(name, tmp_path):
 def test_a_run_has_the_papers_settings(name):
     """Appendices A.2 and A.6."""
     config = read_config(TrainConfig, CONFIGS / "train" / f"hier-ffn-{name}.yaml", [])
-    assert config.model == f"{name}-hier" and config.corpora[0].path_column == "memory_ids"
+    assert config.model_name_or_path == f"{name}-hier" and config.corpora[0].path_column == "memory_ids"
     assert (config.trainable, config.generic_share, config.document_mask) == ("new", 0, False)
     assert (config.value_learning_rate, config.value_schedule, config.value_weight_decay) == (1e-4, "fixed", 1e-3)
     assert (config.adam_beta2, config.max_grad_norm, config.bf16) == (0.95, 1.0, True)

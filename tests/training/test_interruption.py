@@ -32,10 +32,10 @@ def test_an_interrupted_run_resumes_exactly(number, config_for, tmp_path, capsys
     train(config_for("whole", **options))
     stopped = interrupted(prepare(config_for("parts", **options)), 7, number)
     saved = tmp_path / "parts" / "checkpoint-7"
-    assert str(stopped) == f"interrupted after step 7; resume=true goes on from {saved}"
+    assert str(stopped) == f"interrupted after step 7; resume_from_checkpoint=true goes on from {saved}"
     assert stopped.signal_number == number
     assert last_checkpoint(tmp_path / "parts") == saved and not (tmp_path / "parts" / "config.json").exists()
-    train(config_for("parts", resume=True, **options))
+    train(config_for("parts", resume_from_checkpoint=True, **options))
     assert_same_run(tmp_path / "parts", tmp_path / "whole")
 
 
@@ -57,11 +57,11 @@ def test_a_checkpoint_that_does_not_fit_is_saved_elsewhere_and_resumed_from_ther
         fail_in(output, patch)
         stopped = interrupted(prepare(config_for(output, **options)), 4)
     saved = spare / "checkpoint-4"
-    assert str(stopped) == f"interrupted after step 4; resume={saved} goes on from {saved}"
+    assert str(stopped) == f"interrupted after step 4; resume_from_checkpoint={saved} goes on from {saved}"
     assert not list(output.glob("checkpoint-*"))
     with refused(r"learning_rate is 0\.5, but the run to resume has 0\.01"):
-        prepare(config_for(output, max_steps=6, resume=str(saved), learning_rate=0.5))
-    train(config_for(output, max_steps=6, resume=str(saved)))
+        prepare(config_for(output, max_steps=6, resume_from_checkpoint=str(saved), learning_rate=0.5))
+    train(config_for(output, max_steps=6, resume_from_checkpoint=str(saved)))
     assert exact_log(output) == exact_log(tmp_path / "whole")
 
 
@@ -73,7 +73,7 @@ def test_an_interrupted_run_that_can_save_nothing_names_what_there_is(config_for
     monkeypatch.setattr("midus_hf.training.run.training_run.save_where_possible", nowhere)
     stopped = interrupted(prepare(config_for(save_steps=3)), 4)
     assert str(stopped) == (
-        "interrupted after step 4, without a checkpoint (everything is full); resume=true goes on from checkpoint-3"
+        "interrupted after step 4, without a checkpoint (everything is full); resume_from_checkpoint=true goes on from checkpoint-3"
     )
 
 
@@ -108,7 +108,10 @@ def test_the_command_tells_how_to_go_on_and_has_no_traceback(number, status, wor
     saved = last_checkpoint(tmp_path / "out")
     step = int(saved.name.rpartition("-")[2])
     err = capfd.readouterr().err
-    assert err.splitlines()[-1] == f"midus train: interrupted after step {step:,}; resume=true goes on from {saved}"
+    assert (
+        err.splitlines()[-1]
+        == f"midus train: interrupted after step {step:,}; resume_from_checkpoint=true goes on from {saved}"
+    )
     assert HINT in err and "Traceback" not in err
 
 
@@ -148,7 +151,7 @@ def assert_stopped_together(output: Path, err: str) -> int:
     """The step at which all processes stopped; the first one alone has said so."""
     saved = last_checkpoint(output)
     step = int(saved.name.rpartition("-")[2])
-    assert err.count(f"interrupted after step {step:,}; resume=true goes on from {saved}") == 1
+    assert err.count(f"interrupted after step {step:,}; resume_from_checkpoint=true goes on from {saved}") == 1
     assert {path.name for path in saved.glob("rng_state*")} == {"rng_state_0.pth", "rng_state_1.pth"}
     return step
 

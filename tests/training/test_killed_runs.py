@@ -44,19 +44,24 @@ def runs(models, assigned, tmp_path_factory):
     folder = tmp_path_factory.mktemp("killed")
     (folder / "recipe.yaml").write_text(
         f"corpus: {{path: {assigned}, path_column: memory_ids, cache_dir: {folder / 'cache'}}}\n"
-        f"model: {models / 'hier-ffn'}\ntrainable: all\naudit: true\ngeneric_share: 0.3\nlearning_rate: 1e-2\nsequence_length: 16\n"
-        "per_device_train_batch_size: 4\nmax_steps: 6\nsave_steps: 2\nbf16: false\nlogging_steps: 1\n"
+        f"model_name_or_path: {models / 'hier-ffn'}\ntrainable: all\naudit: true\ngeneric_share: 0.3\n"
+        "learning_rate: 1e-2\nsequence_length: 16\nper_device_train_batch_size: 4\nmax_steps: 6\n"
+        "save_steps: 2\nbf16: false\nlogging_steps: 1\n"
     )
 
     def asked(output, *words, kill=None, copy=None):
-        words = [str(folder / "recipe.yaml"), f"output={folder / output}", *words]
+        words = [str(folder / "recipe.yaml"), f"output_dir={folder / output}", *words]
         return {"words": words, "output": str(folder / output), "kill": kill, "copy": copy and str(folder / copy)}
 
     list_ = [asked("whole", "save_total_limit=null")]
     for name, kills in KILLS.items():
         for number, kill in enumerate(kills):
-            list_.append(asked(name, f"resume={'true' if number else 'false'}", kill=kill, copy=f"{name}-{number}"))
-        list_.append(asked(name, "resume=true"))
+            list_.append(
+                asked(
+                    name, f"resume_from_checkpoint={'true' if number else 'false'}", kill=kill, copy=f"{name}-{number}"
+                )
+            )
+        list_.append(asked(name, "resume_from_checkpoint=true"))
     process = subprocess.run(
         [sys.executable, "-W", "ignore", HELPER, json.dumps(list_)],
         capture_output=True,

@@ -31,7 +31,7 @@ def test_a_model_that_cannot_be_loaded_is_refused(upscaled, config_for, tmp_path
     model = tmp_path / "model"
     shutil.copytree(upscaled("llama"), model)
     spoil(model)
-    with refused(f"^model is '{re.escape(str(model))}'.*{message}") as refusal:
+    with refused(f"^model_name_or_path is '{re.escape(str(model))}'.*{message}") as refusal:
         train(config_for(model=model))
     assert "\n" not in str(refusal.value)
     assert not (tmp_path / "out").exists()
@@ -88,8 +88,8 @@ OF_TABLES = (
         ),
         (
             "native",
-            {"usage_every": 5},
-            "usage_every is 5, but this llama model has no memory layers; train one that has",
+            {"usage_steps": 5},
+            "usage_steps is 5, but this llama model has no memory layers; train one that has",
         ),
         ("fetching", {}, r"fetches blocks by the path of a text, and corpus\.path_column is not given"),
         ("prompted", {}, "routing is 'prompt', and plain text has no prompts; expected chats.*'chunk'"),
@@ -153,9 +153,9 @@ def test_a_sequence_longer_than_the_model_has_positions_for_is_refused_before_an
 def test_positions_are_those_that_the_config_says_rope_scaling_included(changes, limit):
     rope = {"rope_type": "default", "rope_theta": 10_000.0, **changes}
     config = LlamaConfig(max_position_embeddings=64, rope_parameters=rope)
-    check_sequence_length(limit, config)
+    check_sequence_length("sequence_length", limit, config)
     with refused(rf"positions for {limit} tokens"):
-        check_sequence_length(limit + 1, config)
+        check_sequence_length("sequence_length", limit + 1, config)
 
 
 def test_where_kinds_of_layers_have_rope_of_their_own_the_longest_counts():
@@ -164,10 +164,10 @@ def test_where_kinds_of_layers_have_rope_of_their_own_the_longest_counts():
         "sliding_attention": {"rope_type": "default", "rope_theta": 10_000.0},
     }
     config = FAMILIES["gemma3"].config(max_position_embeddings=64, rope_parameters=rope)
-    check_sequence_length(256, config)
+    check_sequence_length("sequence_length", 256, config)
     with refused(r"positions for 256 tokens"):
-        check_sequence_length(257, config)
+        check_sequence_length("sequence_length", 257, config)
 
 
 def test_a_model_without_positions_has_no_longest_sequence():
-    check_sequence_length(1_000_000, MambaConfig())
+    check_sequence_length("sequence_length", 1_000_000, MambaConfig())

@@ -63,14 +63,14 @@ def test_a_resumed_run_has_the_rest_of_the_seconds(a_second_a_step, config_for, 
     options = {"max_steps": 20, "eval_text": str(corpus), "save_steps": 50}
     train(config_for("whole", max_seconds=6, **options))
     interrupted(prepare(config_for("parts", max_seconds=6, **options)), 4)
-    config = config_for("parts", max_seconds=6, resume=True, **options)
+    config = config_for("parts", max_seconds=6, resume_from_checkpoint=True, **options)
     assert train(config).steps == 6
     assert_same_run(tmp_path / "parts", tmp_path / "whole")
 
     again = train(config)
     assert (again.steps, again.tokens_per_second) == (6, None), "it had ended"
     assert moved(tmp_path / "parts", tmp_path / "whole") == set()
-    longer = config_for("parts", max_seconds=8, resume=True, **options)
+    longer = config_for("parts", max_seconds=8, resume_from_checkpoint=True, **options)
     assert train(longer).steps == 8
 
 
@@ -85,7 +85,7 @@ def test_seconds_of_a_run_without_a_limit_count_when_it_is_resumed_with_one(
         "load_best_model_at_end": True,
     }
     interrupted(prepare(config_for(**options)), 5)
-    config = config_for(max_seconds=4, resume=True, **options)
+    config = config_for(max_seconds=4, resume_from_checkpoint=True, **options)
     result = train(config)
     assert (result.steps, result.tokens_per_second) == (5, None) and result.best_step is not None
     assert list(by_step(tmp_path / "out", "eval_loss")) == [0, 2, 4, 5], "the model that is saved has been measured"
@@ -99,7 +99,7 @@ def test_a_checkpoint_that_does_not_know_its_seconds_begins_to_count_them(a_seco
     assert state["stateful_callbacks"].pop("TrainingClock") == {"args": {}, "attributes": {"seconds": 4.0}}
     path.write_text(json.dumps(state))
     finish_checkpoint(path.parent, ())
-    config = config_for(max_seconds=3, resume=True, **options)
+    config = config_for(max_seconds=3, resume_from_checkpoint=True, **options)
     assert train(config).steps == 7
 
 
@@ -126,7 +126,9 @@ def test_the_time_left_is_at_most_that_of_the_seconds(capsys):
 @pytest.mark.parametrize("seconds", [0, -1])
 def test_seconds_are_above_zero(seconds):
     with refused(rf"max_seconds is {float(seconds)}; expected a number above 0\."):
-        from_mapping(TrainConfig, {"model": "m", "output": "o", "corpus": "c", "max_seconds": seconds})
+        from_mapping(
+            TrainConfig, {"model_name_or_path": "m", "output_dir": "o", "corpus": "c", "max_seconds": seconds}
+        )
 
 
 def test_all_processes_end_at_the_same_step(words, tmp_path):

@@ -45,7 +45,7 @@ def test_a_run_trains_the_transforms_as_it_is_told(config_for, value_transforms,
 
 
 def test_usage_is_told_of_the_tokens_since_the_last_time(config_for, upscaled, tmp_path):
-    config = config_for(usage_every=4, logging_steps=5, max_steps=10)
+    config = config_for(usage_steps=4, logging_steps=5, max_steps=10)
     run = prepare(config)
     batches = list(run.trainer.get_train_dataloader())
     given = []
@@ -84,14 +84,14 @@ def test_telling_of_usage_changes_nothing_that_is_computed(config_for, tmp_path,
     tiny_tokenizer().save_pretrained(tmp_path / "model")
     options = {"trainable": [1, 3], "bf16": bf16, "max_steps": 4}
     for name, every in (("plain", None), ("with", 2)):
-        train(config_for(name, model=tmp_path / "model", usage_every=every, **options))
+        train(config_for(name, model=tmp_path / "model", usage_steps=every, **options))
     plain, told = exact_log(tmp_path / "plain"), exact_log(tmp_path / "with")
     assert [{name: value for name, value in event.items() if name not in USAGE} for event in told] == plain
     assert moved(tmp_path / "plain", tmp_path / "with") == set()
 
 
 def test_no_hook_is_left_when_a_run_is_interrupted(config_for):
-    run = prepare(config_for(usage_every=1, balance_loss=0.1))
+    run = prepare(config_for(usage_steps=1, balance_loss=0.1))
     cut_off(run, step=1)
     for layer in (1, 4):
         memory = run.model.model.layers[layer].memory

@@ -94,12 +94,15 @@ def test_a_share_of_less_than_a_sequence_is_refused():
         drawn([1, 0.001], [5, 5])
 
 
-NEEDED = {"model": "m", "output": "o"}
+NEEDED = {"model_name_or_path": "m", "output_dir": "o"}
 
 
 def test_a_file_and_words_may_list_corpora(tmp_path):
     path = tmp_path / "train.yaml"
-    path.write_text("model: m\noutput: o\ncorpus:\n- {path: a, weight: 3}\n- path: b\n  weight: 0.5\n  column: body\n")
+    path.write_text(
+        "model_name_or_path: m\noutput_dir: o\ncorpus:\n"
+        "- {path: a, weight: 3}\n- path: b\n  weight: 0.5\n  column: body\n"
+    )
     two = [WeightedCorpus(path="a", weight=3.0), WeightedCorpus(path="b", weight=0.5, column="body")]
     assert read_config(TrainConfig, path).corpus == two
     words = ["corpus=[{path: c, weight: 1}, {path: d/e, split: test, weight: 2e0}]"]
@@ -177,9 +180,9 @@ def test_without_a_number_of_steps_an_epoch_is_as_many_sequences_as_all_corpora_
 
 def test_two_processes_take_together_what_one_takes(mixed, tmp_path):
     parts = json.dumps([{"path": part.path, "weight": part.weight} for part in mixed("out").corpus])
-    recipe = write_recipe(tmp_path, Path(mixed("out").model), parts, max_steps=5)
-    in_two_processes(recipe, "per_device_train_batch_size=1", f"output={tmp_path / 'shared'}")
-    assert main([str(recipe), f"output={tmp_path / 'one'}"]) == 0
+    recipe = write_recipe(tmp_path, Path(mixed("out").model_name_or_path), parts, max_steps=5)
+    in_two_processes(recipe, "per_device_train_batch_size=1", f"output_dir={tmp_path / 'shared'}")
+    assert main([str(recipe), f"output_dir={tmp_path / 'one'}"]) == 0
     shared, one = logged(tmp_path / "shared"), logged(tmp_path / "one")
     assert shared == pytest.approx(one, rel=1e-5) and len(one) == 5
 

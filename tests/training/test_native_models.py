@@ -33,7 +33,7 @@ def train_watched(config) -> tuple[set[str], set[str], set[str]]:
     run, seen = prepare(config), SeenGradients()
     run.trainer.add_callback(seen)
     run.execute()
-    return set(weights(config.model)), moved(config.model, config.output), seen.names
+    return set(weights(config.model_name_or_path)), moved(config.model_name_or_path, config.output_dir), seen.names
 
 
 def test_the_layers_that_the_config_records_as_new_train_and_all_else_keeps_its_bytes(family, native, config_for):

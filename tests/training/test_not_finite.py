@@ -101,7 +101,7 @@ def test_the_command_ends_with_status_1_and_publishes_nothing(words, tmp_path, m
     assert " is) at step 4; expected a finite number." in line
     assert last_checkpoint(output) == output / "checkpoint-2" and not (output / "config.json").exists()
     monkeypatch.setattr(Trainer, "training_step", training_step)
-    assert main([*words, "resume=auto"]) == 0
+    assert main([*words, "resume_from_checkpoint=auto"]) == 0
     assert all(tensor.isfinite().all() for tensor in weights(output).values())
 
 
@@ -187,14 +187,14 @@ def test_blocks_that_are_not_finite_are_neither_saved_nor_gone_on_from(blocks_fo
     ):
         run.execute()
     assert files_of(output) == ["checkpoint-2", "log.jsonl", "train_config.yaml"]
-    run = prepare(blocks_for(output, save_steps=2, resume=True))
+    run = prepare(blocks_for(output, save_steps=2, resume_from_checkpoint=True))
     spoiled[:] = run.trainer.blocks.banks
     monkeypatch.setattr(run.trainer.checkpoints, "check_finite", lambda: None)
     run.trainer.add_callback(AtStep(4, spoil, AFTER))
     with pytest.raises(FloatingPointError, match=r"loss is nan at step 5"):
         run.execute()
     monkeypatch.undo()
-    run = prepare(blocks_for(output, save_steps=2, resume="auto"))
+    run = prepare(blocks_for(output, save_steps=2, resume_from_checkpoint="auto"))
     assert run.checkpoint == output / "checkpoint-2"
     assert "checkpoint-4 is passed over: block" in capsys.readouterr().err
 

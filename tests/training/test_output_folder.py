@@ -39,16 +39,28 @@ def test_the_latest_checkpoint_is_the_highest_one_that_is_whole(tmp_path):
 
 
 REFUSED = {
-    "exists": ("out/file", {}, "which exists; choose another, or set resume or overwrite: true."),
+    "exists": (
+        "out/file",
+        {},
+        "which exists; choose another, or set resume_from_checkpoint or overwrite_output_dir: true.",
+    ),
     "a-file": ("out", {}, "a file; expected a folder."),
-    "holds-the-model": ("out/inner/file", {"overwrite": True, "model": "out/inner"}, "which holds the model '"),
-    "holds-the-corpus": ("out/file", {"overwrite": True, "corpus": "out"}, "which holds the corpus '"),
-    "in-the-model": ("model/file", {"output": "model/out"}, "which lies in the model '"),
-    "in-the-corpus": ("corpus/file", {"output": "corpus/out"}, "which lies in the corpus '"),
-    "no-checkpoint": ("out/checkpoint-5/file", {"resume": True}, "' holds no complete checkpoint; start the run"),
+    "holds-the-model": (
+        "out/inner/file",
+        {"overwrite_output_dir": True, "model_name_or_path": "out/inner"},
+        "which holds the model_name_or_path '",
+    ),
+    "holds-the-corpus": ("out/file", {"overwrite_output_dir": True, "corpus": "out"}, "which holds the corpus '"),
+    "in-the-model": ("model/file", {"output_dir": "model/out"}, "which lies in the model_name_or_path '"),
+    "in-the-corpus": ("corpus/file", {"output_dir": "corpus/out"}, "which lies in the corpus '"),
+    "no-checkpoint": (
+        "out/checkpoint-5/file",
+        {"resume_from_checkpoint": True},
+        "' holds no complete checkpoint; start the run",
+    ),
     "damaged": (
         "out/checkpoint-5/file",
-        {"resume": "out/checkpoint-5"},
+        {"resume_from_checkpoint": "out/checkpoint-5"},
         "which is no whole checkpoint (it was not written to its end); expected a folder",
     ),
 }
@@ -58,9 +70,9 @@ REFUSED = {
 @pytest.mark.parametrize("case", REFUSED)
 def test_an_output_that_a_run_cannot_have_is_refused(case, tmp_path):
     file, changes, message = REFUSED[case]
-    paths = {"model": "model", "corpus": "corpus", "output": "out", **changes}
+    paths = {"model_name_or_path": "model", "corpus": "corpus", "output_dir": "out", **changes}
     paths = {name: str(tmp_path / path) if isinstance(path, str) else path for name, path in paths.items()}
-    wanted = tiny_config(paths.pop("model"), paths.pop("corpus"), paths.pop("output"), **paths)
+    wanted = tiny_config(paths.pop("model_name_or_path"), paths.pop("corpus"), paths.pop("output_dir"), **paths)
     if case == "exists":
         (tmp_path / "out").mkdir()
         assert check_output(wanted) is None, "an empty folder is free"
@@ -75,26 +87,26 @@ def test_only_an_earlier_run_is_overwritten(config_for, tmp_path):
     output.mkdir()
     (output / "precious").touch()
     with refused(r"which no run of ours wrote: it has no train_config.yaml"):
-        train(config_for(output, max_steps=1, overwrite=True))
+        train(config_for(output, max_steps=1, overwrite_output_dir=True))
     assert (output / "precious").exists()
 
 
 @pytest.mark.parametrize("resume", [False, "auto"])
-@pytest.mark.parametrize("options", ["model: mine\n", "- not even options\n", "", None])
+@pytest.mark.parametrize("options", ["model_name_or_path: mine\n", "- not even options\n", "", None])
 def test_a_model_beside_options_that_no_run_of_ours_wrote_is_not_overwritten(config_for, tmp_path, options, resume):
     """Another program may call its options the same; what `as_yaml` gives is what a person has as a recipe of their own."""
     output = tmp_path / "out"
     output.mkdir()
-    wanted = config_for(output, max_steps=1, overwrite=not resume, resume=resume)
+    wanted = config_for(output, max_steps=1, overwrite_output_dir=not resume, resume_from_checkpoint=resume)
     (output / "train_config.yaml").write_text(as_yaml(wanted) if options is None else options)
     (output / "model.safetensors").write_text("a person's")
     before = {path.name: path.read_text() for path in output.iterdir()}
     with pytest.raises(ValueError) as raised:
         train(wanted)
     assert str(raised.value) == (
-        f"output is {str(output)!r}, which exists; choose another, or set resume or overwrite: true."
+        f"output_dir is {str(output)!r}, which exists; choose another, or set resume_from_checkpoint or overwrite_output_dir: true."
         if resume
-        else f"output is {str(output)!r}, which no run of ours wrote: its train_config.yaml is not one that runs write. Choose "
+        else f"output_dir is {str(output)!r}, which no run of ours wrote: its train_config.yaml is not one that runs write. Choose "
         "another folder, or remove it yourself."
     )
     assert {path.name: path.read_text() for path in output.iterdir()} == before
@@ -118,7 +130,7 @@ def written(upscaled, corpus, tmp_path_factory) -> Path:
 def test_everything_that_a_run_writes_is_overwritten(written, config_for, tmp_path):
     output = shutil.copytree(written, tmp_path / "out")
     assert foreign_files(output) == []
-    train(config_for(output, model=written.parent / "model", max_steps=1, overwrite=True))
+    train(config_for(output, model=written.parent / "model", max_steps=1, overwrite_output_dir=True))
     fresh = tmp_path / "fresh"
     train(config_for(fresh, model=written.parent / "model", max_steps=1))
     assert names(output) == names(fresh)
@@ -130,7 +142,7 @@ def test_an_output_that_is_not_there_or_is_a_link_may_be_asked_to_be_overwritten
     if place == "link":
         shutil.copytree(written, tmp_path / "elsewhere")
         output.symlink_to(tmp_path / "elsewhere")
-    train(config_for(output, model=written.parent / "model", max_steps=1, overwrite=True))
+    train(config_for(output, model=written.parent / "model", max_steps=1, overwrite_output_dir=True))
     assert output.is_symlink() == (place == "link")
     assert (output / "model.safetensors").is_file() and not list(output.glob("checkpoint-*"))
 
@@ -159,7 +171,7 @@ def test_what_a_person_put_there_is_named_and_stays(added, named, written, confi
     before = names(output)
     message = f"which also holds what no run of ours wrote: {named}. Move that away, or choose another folder."
     with refused(re.escape(message)):
-        train(config_for(output, model=written.parent / "model", overwrite=True))
+        train(config_for(output, model=written.parent / "model", overwrite_output_dir=True))
     assert names(output) == before and (output / added).read_text() == "precious"
 
 
@@ -172,7 +184,7 @@ def test_links_are_never_removed_and_many_files_are_named_in_part(written, tmp_p
     assert foreign_files(output) == ["checkpoint-9", "model.safetensors"]
     for index in range(5):
         (output / f"note-{index}").touch()
-    changed = config(tmp_path, overwrite=True)
+    changed = config(tmp_path, overwrite_output_dir=True)
     with refused(r"checkpoint-9, model.safetensors, note-0, note-1, note-2 and 2 more\."):
         check_output(changed)
 
@@ -210,7 +222,7 @@ def test_old_checkpoints_are_removed_but_not_what_a_person_put_into_them(tmp_pat
 def test_a_checkpoint_can_be_named(tmp_path):
     named = checkpoint(tmp_path / "elsewhere", 5)
     checkpoint(tmp_path / "out", 7)
-    assert check_output(config(tmp_path, resume=str(named))) == named
+    assert check_output(config(tmp_path, resume_from_checkpoint=str(named))) == named
 
 
 @pytest.mark.parametrize(
@@ -228,10 +240,10 @@ def test_a_resumed_run_keeps_the_options_that_it_began_with(config_for, tmp_path
     prepare(config_for())
     checkpoint(tmp_path / "out", 5)
     with refused(message):
-        check_output(config_for(resume=True, **changes))
+        check_output(config_for(resume_from_checkpoint=True, **changes))
     free = {"logging_steps": 3, "save_steps": 2, "save_total_limit": 1, "activation_checkpointing": True}
     free["corpus_options"] = {"cache_dir": str(tmp_path / "elsewhere")}
-    assert check_output(config_for(resume=True, **free))
+    assert check_output(config_for(resume_from_checkpoint=True, **free))
 
 
 def test_a_wrong_request_writes_nothing(upscaled, corpus, tmp_path):
@@ -300,7 +312,7 @@ def test_what_a_killed_run_left_of_a_model_is_cleared(config_for, tmp_path):
     (tmp_path / "out" / PARTIAL_MODEL).mkdir()
     (tmp_path / "out" / PARTIAL_MODEL / "stale.safetensors").touch()
     before = (tmp_path / "out" / "model.safetensors").read_bytes()
-    result = train(config_for(resume=True, **options))
+    result = train(config_for(resume_from_checkpoint=True, **options))
     assert not list((tmp_path / "out").rglob("*stale*"))
     assert (result.steps, result.tokens, result.tokens_per_second) == (4, 4 * 2 * 16, None), "the run was finished"
     assert (tmp_path / "out" / "model.safetensors").read_bytes() == before

@@ -19,11 +19,11 @@ from midus_hf.training.output import output_folder
 from midus_hf.training.output.output_folder import check_output, start_output
 from midus_hf.training.run.train import prepare, train
 
-REFUSED = r"output is '.*out', which is being written by another run\. Wait for it, or choose another folder\."
+REFUSED = r"output '.*out' is being written by another run\. Wait for it, or choose another folder\."
 RUNS = """
 import sys
 from midus_hf.cli.train import main
-print([main([*sys.argv[1:], *words]) for words in ([], ["resume=true"], ["overwrite=true"])])
+print([main([*sys.argv[1:], *words]) for words in ([], ["resume_from_checkpoint=true"], ["overwrite_output_dir=true"])])
 """
 
 
@@ -66,7 +66,7 @@ def test_other_processes_are_refused_in_a_line_while_a_run_goes_on_and_write_not
     assert run.execute().steps == 3
     (refused,) = done
     assert refused.stdout == "[2, 2, 2]\n"
-    lines = [line for line in refused.stderr.splitlines() if "output is" in line]
+    lines = [line for line in refused.stderr.splitlines() if "is being written" in line]
     assert len(lines) == 3 and all(re.search(REFUSED, line) for line in lines), refused.stderr
     assert "Traceback" not in refused.stderr
 
@@ -115,7 +115,7 @@ def test_a_run_that_is_killed_lets_go(tmp_path, elsewhere):
 
 
 def test_in_one_process_a_run_that_was_never_started_gives_way_to_the_next(config_for, elsewhere):
-    config = config_for(max_steps=1, overwrite=True)
+    config = config_for(max_steps=1, overwrite_output_dir=True)
     abandoned = prepare(config)
     run = prepare(config)
     assert run.lock is abandoned.lock and elsewhere(hold_output)
@@ -163,7 +163,7 @@ def test_a_run_that_began_meanwhile_is_not_written_over(tmp_path, monkeypatch):
     assert not list(output.iterdir())
     (output / "train_config.yaml").write_text("another run")
     lock.release()
-    with refused(r"which exists; choose another, or set resume or overwrite: true\."):
+    with refused(r"which exists; choose another, or set resume_from_checkpoint or overwrite_output_dir: true\."):
         start_output(config)
     assert (output / "train_config.yaml").read_text() == "another run"
 

@@ -229,8 +229,8 @@ def test_what_trains_by_default_is_what_the_config_records(upscaled):
         (
             "midus-hml",
             {"torch_compile": True},
-            {"usage_every": 5},
-            "usage_every is 5, for which a model has to run uncompiled",
+            {"usage_steps": 5},
+            "usage_steps is 5, for which a model has to run uncompiled",
         ),
     ],
     ids=["blocks", "columns", "rows", "usage"],

@@ -54,7 +54,11 @@ def test_every_config_has_a_recipe_that_is_tested():
 def test_recipes_of_attention_over_the_depth_have_the_settings_of_its_paper(name):
     """Section 4: 1,024 sequences of 4,096 tokens a step, 400B in all, 2,000 steps up to 3e-4 and a cosine down to 3e-5."""
     config = read_config(TrainConfig, recipe_path(name))
-    assert (config.model, config.model_config, config.trainable) == (None, f"configs/models/{name}.json", "all")
+    assert (config.model_name_or_path, config.config_name, config.trainable) == (
+        None,
+        f"configs/models/{name}.json",
+        "all",
+    )
     assert config.per_device_train_batch_size * config.gradient_accumulation_steps == 1024
     assert config.sequence_length == model_config(name)["max_position_embeddings"]
     assert config.max_steps == int(4e11 / 1024 / 4096)
@@ -76,8 +80,8 @@ def test_configs_of_attention_over_the_depth_write_every_option_out(name):
 def test_a_recipe_has_the_papers_settings(name):
     """Table 6."""
     config = read_config(TrainConfig, recipe_path(name))
-    assert (config.model, config.model_config) == (None, f"configs/models/{name}.json")
-    assert (config.tokenizer, config.trainable) == ("HuggingFaceTB/SmolLM2-135M", "all")
+    assert (config.model_name_or_path, config.config_name) == (None, f"configs/models/{name}.json")
+    assert (config.tokenizer_name, config.trainable) == ("HuggingFaceTB/SmolLM2-135M", "all")
     assert (config.sequence_length, config.per_device_train_batch_size, config.gradient_accumulation_steps) == (
         1024,
         32,
@@ -172,7 +176,7 @@ def test_the_larger_model_has_what_a_token_uses_and_not_the_total():
 )
 def test_a_recipe_has_the_settings_of_the_release(name, sequences, tokens):
     config = read_config(TrainConfig, recipe_path(name))
-    assert (config.model, config.model_config) == (None, f"configs/models/{name}.json")
+    assert (config.model_name_or_path, config.config_name) == (None, f"configs/models/{name}.json")
     assert config.per_device_train_batch_size * config.gradient_accumulation_steps == sequences
     assert config.max_steps == tokens // (sequences * config.sequence_length)
     assert (config.learning_rate, config.value_learning_rate, config.value_schedule) == (4e-4, 4e-4, "4x-to-1x")
@@ -196,7 +200,11 @@ def test_a_small_copy_trains(name, corpus, tmp_path):
         small["num_hidden_layers"] = 2
     (tmp_path / "config.json").write_text(json.dumps(small))
     tiny_tokenizer().save_pretrained(tmp_path / "tokenizer")
-    words = {"model_config": tmp_path / "config.json", "tokenizer": tmp_path / "tokenizer", "output": tmp_path / "out"}
+    words = {
+        "config_name": tmp_path / "config.json",
+        "tokenizer_name": tmp_path / "tokenizer",
+        "output_dir": tmp_path / "out",
+    }
     words |= {
         "corpus": corpus,
         "sequence_length": 16,

@@ -21,7 +21,7 @@ PRETRAINING = {path.stem for path in (REPOSITORY / "configs" / "models").glob("*
 FETCHING = {path.stem for path in RECIPES.glob("hier-*.yaml")}
 """Recipes of memories that texts fetch: `test_hierarchical_recipes.py`."""
 NAMES = sorted({path.stem for path in RECIPES.glob("*.yaml")} - PRETRAINING - FETCHING)
-GIVEN = {"model": "model=m", "output": "output=o", "corpus": "corpus=c"}
+GIVEN = {"model_name_or_path": "model_name_or_path=m", "output_dir": "output_dir=o", "corpus": "corpus=c"}
 """What a recipe may leave to the command line."""
 
 BASES = {
@@ -123,7 +123,7 @@ def test_the_matched_baseline_trains_the_layers_that_llama_pro_copies_and_as_man
     num_layers = config["num_hidden_layers"]
     matched, pro = recipe(f"matched-{base}"), recipe(f"llama-pro-{base}")
     assert matched.trainable == layers_that_llama_pro_copies(num_layers, num_new_layers)
-    assert matched.model == base_id
+    assert matched.model_name_or_path == base_id
 
     expanded = empty_model(
         config,
@@ -144,7 +144,9 @@ def test_the_commands_in_a_recipe_make_its_model_and_run_it(name):
     assert run == [f"configs/train/{name}.yaml"]
     made = re.findall(r"^#   upscale (.+) --output (\S+)$", text, flags=re.MULTILINE)
     bases = {base_id for _, base_id, _ in BASES.values()} | {"m"}
-    assert [output for _, output in made] == ([] if config.model in bases else [config.model])
+    assert [output for _, output in made] == (
+        [] if config.model_name_or_path in bases else [config.model_name_or_path]
+    )
     for arguments, _ in made:
         stated = dict(zip(*[iter(arguments.split())] * 2, strict=True))
         if "--config" in stated:
@@ -173,14 +175,14 @@ def test_an_ablation_changes_what_the_paper_changes_and_its_commands_train_it_as
     assert REPOSITORY / config == path
     trained = dataclasses.asdict(read_config(TrainConfig, REPOSITORY / training, words.split()))
     of_midus = dataclasses.asdict(recipe("midus-hml-llama-3.2-1b"))
-    own = {"model": folder, "output": f"outputs/{path.stem}"}
-    assert folder != of_midus["model"] and trained == {**of_midus, **own}
+    own = {"model_name_or_path": folder, "output_dir": f"outputs/{path.stem}"}
+    assert folder != of_midus["model_name_or_path"] and trained == {**of_midus, **own}
 
 
 def test_recipes_of_one_base_and_corpus_differ_only_in_what_is_trained():
     for base in BASES:
         configs = [dataclasses.asdict(recipe(f"{method}-{base}")) for method in (*TRAINABLE, "matched")]
         for config in configs:
-            for key in ("model", "output", "trainable"):
+            for key in ("model_name_or_path", "output_dir", "trainable"):
                 del config[key]
         assert all(config == configs[0] for config in configs)

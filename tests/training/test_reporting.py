@@ -12,7 +12,7 @@ from midus_hf.training.run import run_setup
 from midus_hf.training.run.run_setup import check_reporting
 from midus_hf.training.run.train import prepare
 
-NEEDED = {"model": "m", "output": "o", "corpus": "c"}
+NEEDED = {"model_name_or_path": "m", "output_dir": "o", "corpus": "c"}
 
 
 @pytest.fixture

@@ -35,7 +35,7 @@ PRODUCT = [name for name in KILLS if name != "before-its-random-state"]
 def recipe(corpus, tmp_path_factory) -> Path:
     """A run that saves a checkpoint every two steps."""
     folder = tmp_path_factory.mktemp("restarts")
-    options = {"save_steps": 2, "save_total_limit": "null", "usage_every": 1}
+    options = {"save_steps": 2, "save_total_limit": "null", "usage_steps": 1}
     return write_recipe(folder, save_upscaled("llama", folder), corpus, **options)
 
 
@@ -43,7 +43,7 @@ def recipe(corpus, tmp_path_factory) -> Path:
 def whole(recipe) -> Path:
     """The same run in two processes that nobody disturbed."""
     output = recipe.with_name("whole")
-    in_two_processes(recipe, f"output={output}")
+    in_two_processes(recipe, f"output_dir={output}")
     return output
 
 
@@ -52,7 +52,7 @@ def whole(recipe) -> Path:
 )
 def test_a_killed_run_that_torchrun_starts_again_is_the_run_that_nobody_disturbed(name, recipe, whole, tmp_path):
     rank, kind, point, latest = KILLS[name]
-    words = [recipe, f"output={tmp_path / 'out'}"]
+    words = [recipe, f"output_dir={tmp_path / 'out'}"]
     killed = run_ranks(KILLER, rank, kind, point, SCRIPT, *words)
     assert killed.returncode != 0, "one is killed, and the other fails without it"
     left = last_checkpoint(tmp_path / "out")
@@ -66,7 +66,7 @@ def test_a_killed_run_that_torchrun_starts_again_is_the_run_that_nobody_disturbe
 
 def test_one_process_goes_on_where_two_were_with_steps_of_as_many_sequences(recipe, whole, tmp_path, capsys):
     output = as_it_was_at(2, whole, tmp_path / "out")
-    assert main([str(recipe), f"output={output}", "resume=true"]) == 0
+    assert main([str(recipe), f"output_dir={output}", "resume_from_checkpoint=true"]) == 0
     assert (
         "gradient_accumulation_steps is 2 in place of 1, for as many sequences a step as before\n"
         in capsys.readouterr().out
@@ -79,10 +79,17 @@ def test_one_process_goes_on_where_two_were_with_steps_of_as_many_sequences(reci
     "words", [[], ["per_device_train_batch_size=2", "gradient_accumulation_steps=1"]], ids=["as-it-is", "one-pass"]
 )
 def test_two_processes_go_on_where_one_was(words, recipe, whole, tmp_path):
-    one = [str(recipe), "per_device_train_batch_size=2", "gradient_accumulation_steps=2", f"output={tmp_path / 'out'}"]
+    one = [
+        str(recipe),
+        "per_device_train_batch_size=2",
+        "gradient_accumulation_steps=2",
+        f"output_dir={tmp_path / 'out'}",
+    ]
     assert main(one) == 0
     output = as_it_was_at(2, tmp_path / "out", tmp_path / "resumed")
-    in_two_processes(recipe, "gradient_accumulation_steps=2", *words, f"output={output}", "resume=true")
+    in_two_processes(
+        recipe, "gradient_accumulation_steps=2", *words, f"output_dir={output}", "resume_from_checkpoint=true"
+    )
     assert_about_the_same(output, whole)
 
 
@@ -91,14 +98,14 @@ def test_processes_agree_on_the_checkpoint_that_is_whole(recipe, whole, tmp_path
     shutil.copytree(whole / "checkpoint-4", output / "checkpoint-4")
     weights = output / "checkpoint-4" / "rng_state_1.pth"
     weights.write_bytes(weights.read_bytes()[:-1] + b"?")
-    told = in_two_processes(recipe, f"output={output}", "resume=auto").stderr
+    told = in_two_processes(recipe, f"output_dir={output}", "resume_from_checkpoint=auto").stderr
     line = "checkpoint-4 is passed over: rng_state_1.pth does not have the contents that were written\n"
     assert told.count(line) == 1 and told.count("is passed over") == 1
     assert_same_run(output, whole)
 
 
 def test_a_gradient_that_is_not_finite_in_one_process_ends_all(recipe, tmp_path):
-    ended = run_ranks(KILLER, 1, "spoil", "3", SCRIPT, recipe, f"output={tmp_path / 'out'}", timeout=120)
+    ended = run_ranks(KILLER, 1, "spoil", "3", SCRIPT, recipe, f"output_dir={tmp_path / 'out'}", timeout=120)
     assert ended.returncode == 1
     assert re.search(r"(gradient norm|loss) is (inf|nan).* at step 3; expected a finite number", ended.stderr)
     assert last_checkpoint(tmp_path / "out").name == "checkpoint-2" and not (tmp_path / "out" / "config.json").exists()
@@ -118,7 +125,7 @@ def assert_about_the_same(output: Path, whole: Path) -> None:
 def test_torchrun_starts_a_run_again_whose_process_was_killed_and_it_goes_on(recipe, whole, tmp_path):
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     launcher += ["--max-restarts", "1"]
-    words = [KILLER, "1", "step", "4", SCRIPT, recipe, f"output={tmp_path / 'out'}"]
+    words = [KILLER, "1", "step", "4", SCRIPT, recipe, f"output_dir={tmp_path / 'out'}"]
     done = subprocess.run(
         [*launcher, *words],
         capture_output=True,
@@ -151,5 +158,5 @@ def test_torchrun_starts_a_run_again_whose_process_was_killed_and_it_goes_on(rec
 )
 def test_steps_of_other_sizes_are_refused(processes, words, message, recipe, whole, tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("WORLD_SIZE", str(processes))
-    assert main([str(recipe), *words, f"output={whole}", "resume=true"]) == 2
+    assert main([str(recipe), *words, f"output_dir={whole}", "resume_from_checkpoint=true"]) == 2
     assert re.search(message, capsys.readouterr().err)

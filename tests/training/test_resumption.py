@@ -63,22 +63,27 @@ def test_a_step_takes_as_many_sequences_in_more_or_fewer_processes(
 def test_what_goes_on_or_begins_by_itself(tmp_path, monkeypatch):
     def settled(**changes):
         decided = settle_resumption(config(tmp_path, **changes))
-        return decided.resume, decided.overwrite
+        return decided.resume_from_checkpoint, decided.overwrite_output_dir
 
     output = tmp_path / "out"
-    assert settled(resume="auto") == (False, False)
+    assert settled(resume_from_checkpoint="auto") == (False, False)
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
-    assert settled() == (False, False) and settled(overwrite=True) == (False, True)
+    assert settled() == (False, False) and settled(overwrite_output_dir=True) == (False, True)
     output.mkdir()
     write_options(output, config(tmp_path))
     (output / "log.jsonl").touch()
-    assert settled() == settled(resume="auto") == settled(overwrite=True) == (False, True), "it died early"
+    assert (
+        settled() == settled(resume_from_checkpoint="auto") == settled(overwrite_output_dir=True) == (False, True)
+    ), "it died early"
     checkpoint(output, 2)
-    assert settled() == settled(resume="auto") == settled(overwrite=True) == settled(resume=True) == (True, False)
-    assert settled(resume="named") == ("named", False), "whoever names a checkpoint gets it, every time"
+    assert settled() == settled(resume_from_checkpoint="auto") == (True, False)
+    assert settled(overwrite_output_dir=True) == settled(resume_from_checkpoint=True) == (True, False)
+    assert settled(resume_from_checkpoint="named") == ("named", False), (
+        "whoever names a checkpoint gets it, every time"
+    )
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "0")
-    assert settled(resume="auto") == (True, False)
-    assert settled(overwrite=True) == (False, True) and settled() == (False, False)
+    assert settled(resume_from_checkpoint="auto") == (True, False)
+    assert settled(overwrite_output_dir=True) == (False, True) and settled() == (False, False)
 
 
 def test_what_lay_there_before_torchrun_began_is_no_run_to_go_on_with(tmp_path, monkeypatch):
@@ -92,13 +97,13 @@ def test_what_lay_there_before_torchrun_began_is_no_run_to_go_on_with(tmp_path, 
 
     def settled(**changes):
         decided = settle_resumption(config(tmp_path, **changes))
-        return decided.resume, decided.overwrite
+        return decided.resume_from_checkpoint, decided.overwrite_output_dir
 
     os.utime(output / "train_config.yaml", (1, 1))
-    assert (settled(), settled(overwrite=True)) == ((False, False), (False, True))
-    assert settled(resume="auto") == (True, False), "which asks for it"
+    assert (settled(), settled(overwrite_output_dir=True)) == ((False, False), (False, True))
+    assert settled(resume_from_checkpoint="auto") == (True, False), "which asks for it"
     os.utime(first, (0, 0))
-    assert settled() == settled(overwrite=True) == (True, False)
+    assert settled() == settled(overwrite_output_dir=True) == (True, False)
     first.rmdir()
     assert settled() == (True, False), "on a machine that has joined since"
 
@@ -108,13 +113,13 @@ def test_what_begins_by_itself_overwrites_no_trained_model_and_no_other_run(tmp_
     output.mkdir()
     write_options(output, config(tmp_path, learning_rate=0.5))
     with refused(
-        r"learning_rate is 0\.01, but the run to resume has 0\.5; choose another output, or set overwrite: true\."
+        r"learning_rate is 0\.01, but the run to resume has 0\.5; choose another output_dir, or set overwrite_output_dir: true\."
     ):
-        settle_resumption(config(tmp_path, resume="auto"))
+        settle_resumption(config(tmp_path, resume_from_checkpoint="auto"))
     write_options(output, config(tmp_path))
     (output / "config.json").write_text("{}")
-    with refused(r"which exists; choose another, or set resume or overwrite: true\."):
-        check_output(settle_resumption(config(tmp_path, resume="auto")))
+    with refused(r"which exists; choose another, or set resume_from_checkpoint or overwrite_output_dir: true\."):
+        check_output(settle_resumption(config(tmp_path, resume_from_checkpoint="auto")))
 
 
 def test_a_checkpoint_of_a_run_that_did_not_say_the_size_of_its_steps_is_resumed(config_for, tmp_path, monkeypatch):
@@ -126,9 +131,13 @@ def test_a_checkpoint_of_a_run_that_did_not_say_the_size_of_its_steps_is_resumed
     state_file.write_text(json.dumps(state))
     finish_checkpoint(state_file.parent, ())
     before = exact_log(tmp_path / "out")
-    train(config_for(resume=str(state_file.parent), **options))
+    train(config_for(resume_from_checkpoint=str(state_file.parent), **options))
     assert exact_log(tmp_path / "out") == before
-    changed = {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 2, "resume": str(state_file.parent)}
+    changed = {
+        "per_device_train_batch_size": 1,
+        "gradient_accumulation_steps": 2,
+        "resume_from_checkpoint": str(state_file.parent),
+    }
     with refused("per_device_train_batch_size is 1, but the run to resume has 2"):
         check_output(config_for(**options, **changed))
 
@@ -143,13 +152,13 @@ def test_tied_embeddings_are_not_told_to_be_missing_and_what_is_missing_is(
     first = output / "checkpoint-1"
     monkeypatch.setattr(logging.get_logger("transformers"), "propagate", True)
     with caplog.at_level("WARNING", logger="transformers"):
-        train(config_for(output, model=model, **options, resume=str(first)))
+        train(config_for(output, model=model, **options, resume_from_checkpoint=str(first)))
         assert not [record for record in caplog.records if "missing keys" in record.getMessage()]
         tensors = weights(first)
         del tensors["model.norm.weight"]
         save_file(tensors, first / "model.safetensors", {"format": "pt"})
         finish_checkpoint(first, ())
-        train(config_for(output, model=model, **options, resume=str(first)))
+        train(config_for(output, model=model, **options, resume_from_checkpoint=str(first)))
     (told,) = {record.getMessage() for record in caplog.records if "missing keys" in record.getMessage()}
     assert "['model.norm.weight']" in told
 
@@ -166,8 +175,8 @@ def test_of_tied_tensors_of_which_none_was_loaded_all_are_missing():
 
 
 BEGUN_MEANWHILE = (
-    r"output is '.*out', in which another run has begun or gone on since this one was asked for; start it again to go on from what "
-    r"is there now, or choose another folder\."
+    r"output_dir is '.*out', in which another run has begun or gone on since this one was asked for; start it again to go on from "
+    r"what is there now, or choose another folder\."
 )
 
 
@@ -175,7 +184,7 @@ def test_what_another_run_did_while_a_model_was_loaded_is_neither_overwritten_no
     config_for, tmp_path, monkeypatch
 ):
     output = tmp_path / "out"
-    asked = config_for(output, resume="auto", max_steps=2)
+    asked = config_for(output, resume_from_checkpoint="auto", max_steps=2)
     prepare(asked)  # dies before its first checkpoint
     assert (output / "train_config.yaml").exists()
     steps = iter((2, 4))
@@ -194,7 +203,7 @@ def test_what_another_run_did_while_a_model_was_loaded_is_neither_overwritten_no
 
 
 def test_what_was_decided_stands_where_nothing_changed_and_where_overwriting_was_asked_for(tmp_path):
-    for given in ({"resume": "auto"}, {"overwrite": True}):
+    for given in ({"resume_from_checkpoint": "auto"}, {"overwrite_output_dir": True}):
         asked = config(tmp_path, **given)
         decided = settle_resumption(asked)
         lock = start_output(decided, asked, check_output(decided))

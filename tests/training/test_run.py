@@ -31,13 +31,13 @@ def test_a_resumed_run_reproduces_the_losses_and_the_weights_of_the_uninterrupte
     train(config_for("whole", family, **options))
     cut_off(prepare(config_for("parts", family, **options)), step=6)
     assert logged(tmp_path / "parts", "step") == list(range(1, 6))
-    result = train(config_for("parts", family, resume=True, **options))
+    result = train(config_for("parts", family, resume_from_checkpoint=True, **options))
     assert [event["step"] for event in exact_log(tmp_path / "whole")] == list(range(1, 9))
     assert result.steps == 8 and result.tokens == 8 * 2 * 2 * 16
     assert_same_run(tmp_path / "parts", tmp_path / "whole")
 
 
-USAGE = {"usage_every": 3, "logging_steps": 4, "activation_checkpointing": True}
+USAGE = {"usage_steps": 3, "logging_steps": 4, "activation_checkpointing": True}
 KINDS = {
     "streaming": {"corpus_options": {"streaming": True}},
     "bf16": {"bf16": True},

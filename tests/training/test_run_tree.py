@@ -215,4 +215,9 @@ def test_layers_that_moved_take_their_bank_along(made, tmp_path):
 def test_a_tree_without_paths_is_refused(blocks_for, corpus):
     with refused(r"tree is 'x', and no corpus has a path_column; expected the column with the paths"):
         config = blocks_for(corpus=corpus)
-        type(config)(model=config.model, corpus=type(config.corpus)(path="y"), output="o", tree="x")
+        type(config)(
+            model_name_or_path=config.model_name_or_path,
+            corpus=type(config.corpus)(path="y"),
+            output_dir="o",
+            tree="x",
+        )

@@ -24,7 +24,7 @@ def ultramem(upscaled) -> Path:
 
 def shared(model, corpus, output, **options) -> None:
     """Train in two processes."""
-    options = {**RUN, **options, "per_device_train_batch_size": 1, "shard_values": True, "output": output}
+    options = {**RUN, **options, "per_device_train_batch_size": 1, "shard_values": True, "output_dir": output}
     in_two_processes(write_recipe(output.parent, model, corpus, **options))
 
 
@@ -46,7 +46,7 @@ def test_two_processes_train_as_one_and_go_on_from_a_checkpoint(ultramem, config
         torch.testing.assert_close(states[1][number]["exp_avg"], state["exp_avg"], rtol=1e-3, atol=1e-4)
 
     (two / "checkpoint-4").rename(tmp_path / "away")
-    shared(ultramem, corpus, two, eval_text=corpus, save_total_limit="null", resume=True)
+    shared(ultramem, corpus, two, eval_text=corpus, save_total_limit="null", resume_from_checkpoint=True)
     assert len(logged(two, "loss")) == 4
     assert_close_weights(one, two)
 

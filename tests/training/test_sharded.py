@@ -59,7 +59,7 @@ def whole(corpus, tmp_path_factory) -> Path:
     """A sharded run with all of its checkpoints; its recipe lies beside it."""
     folder = tmp_path_factory.mktemp("sharded")
     recipe = write_recipe(folder, save_upscaled("llama", folder), corpus, save_steps=2, save_total_limit="null")
-    sharded(recipe, f"output={folder / 'whole'}")
+    sharded(recipe, f"output_dir={folder / 'whole'}")
     return folder / "whole"
 
 
@@ -67,7 +67,7 @@ def whole(corpus, tmp_path_factory) -> Path:
 @pytest.mark.parametrize("step", [2, 6])
 def test_a_sharded_run_goes_on_exactly(step, whole, tmp_path):
     output = as_it_was_at(step, whole, tmp_path / "out")
-    sharded(whole.with_name("recipe.yaml"), "resume=true", f"output={output}")
+    sharded(whole.with_name("recipe.yaml"), "resume_from_checkpoint=true", f"output_dir={output}")
     for name in ("loss", "grad_norm"):
         assert logged(output, name) == logged(whole, name) and logged(output, name)
     assert moved(output, whole) == set()
@@ -76,7 +76,12 @@ def test_a_sharded_run_goes_on_exactly(step, whole, tmp_path):
 @pytest.mark.product
 def test_more_processes_share_what_two_have_saved(whole, tmp_path):
     output = as_it_was_at(2, whole, tmp_path / "out")
-    words = [whole.with_name("recipe.yaml"), "per_device_train_batch_size=1", "resume=true", f"output={output}"]
+    words = [
+        whole.with_name("recipe.yaml"),
+        "per_device_train_batch_size=1",
+        "resume_from_checkpoint=true",
+        f"output_dir={output}",
+    ]
     run = run_ranks(SHARDING, SCRIPT, *words, processes=4, **ENVIRONMENT)
     assert run.returncode == 0, run.stderr
     assert logged(output, "loss") == pytest.approx(logged(whole, "loss"), rel=1e-5)
@@ -86,13 +91,15 @@ def test_more_processes_share_what_two_have_saved(whole, tmp_path):
 @pytest.mark.product
 def test_a_sharded_checkpoint_is_for_sharded_runs_and_a_whole_one_for_others(whole, tmp_path, capsys):
     recipe = whole.with_name("recipe.yaml")
-    assert main([str(recipe), "resume=true", f"output={whole}"]) == 2
+    assert main([str(recipe), "resume_from_checkpoint=true", f"output_dir={whole}"]) == 2
     assert (
         "checkpoint-6 was saved by processes that share parameters by FSDP, and these hold whole models"
         in capsys.readouterr().err
     )
-    assert main([str(recipe), "per_device_train_batch_size=4", f"output={tmp_path / 'one'}"]) == 0
-    refused = run_ranks(SHARDING, SCRIPT, recipe, "resume=true", f"output={tmp_path / 'one'}", **ENVIRONMENT)
+    assert main([str(recipe), "per_device_train_batch_size=4", f"output_dir={tmp_path / 'one'}"]) == 0
+    refused = run_ranks(
+        SHARDING, SCRIPT, recipe, "resume_from_checkpoint=true", f"output_dir={tmp_path / 'one'}", **ENVIRONMENT
+    )
     assert refused.returncode == 2 and refused.stderr.count("checkpoint-6 was saved by processes that hold whole") == 1
 
 
@@ -109,7 +116,7 @@ def test_a_run_that_does_not_shard_as_it_should_is_refused_and_leaves_what_it_wo
     (tmp_path / "out").mkdir()
     for name in ("train_config.yaml", "config.json", "model.safetensors"):
         (tmp_path / "out" / name).write_text(f"{RUN_MARK}before")
-    for more in (["overwrite=true"], [f"output={tmp_path / 'new'}"]):
+    for more in (["overwrite_output_dir=true"], [f"output_dir={tmp_path / 'new'}"]):
         assert main([*words, *more]) == 2
         message = "accelerate was started with FSDP, which does not shard on cpu: all processes would hold whole models. Start it"
         assert message in capsys.readouterr().err

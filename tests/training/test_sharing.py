@@ -46,8 +46,12 @@ def test_its_card_says_how_it_was_trained(model, config_for, corpus, tmp_path):
     assert f"| steps | tokens | final loss |\n|---|---|---|\n| 3 | 96 | {result.loss:.4f} |\n" in section
     options = re.search(r"```yaml\n(.*)```\n$", section, flags=re.DOTALL)[1]
     told, given = yaml.safe_load(options), yaml.safe_load((tmp_path / "out" / "train_config.yaml").read_text())
-    assert (told.pop("model"), told.pop("output"), told["corpus"].pop("path")) == (model.name, "out", corpus.name)
-    assert (given.pop("model"), given.pop("output"), given["corpus"].pop("path")) == (
+    assert (told.pop("model_name_or_path"), told.pop("output_dir"), told["corpus"].pop("path")) == (
+        model.name,
+        "out",
+        corpus.name,
+    )
+    assert (given.pop("model_name_or_path"), given.pop("output_dir"), given["corpus"].pop("path")) == (
         str(model), str(tmp_path / "out"), str(corpus),
     )  # fmt: skip
     assert told == given
@@ -57,7 +61,7 @@ def test_its_card_says_how_it_was_trained(model, config_for, corpus, tmp_path):
 def test_a_resumed_run_tells_of_its_training_once_and_of_all_its_steps(model, config_for, tmp_path):
     train(config_for(model=model, max_steps=4, save_steps=2))
     shutil.rmtree(tmp_path / "out" / "checkpoint-4")
-    train(config_for(model=model, max_steps=4, save_steps=2, resume=True))
+    train(config_for(model=model, max_steps=4, save_steps=2, resume_from_checkpoint=True))
     section = training_section(tmp_path / "out")
     assert "## Trained with" not in section
     assert "\n| 4 | 128 | " in section

@@ -48,13 +48,13 @@ def test_it_trains_resumes_and_leaves_a_model(words, tmp_path):
     assert list(by_step(tmp_path / "out", "loss")) == [1, 2, 3, 4, 5]
     AutoModelForCausalLM.from_pretrained(tmp_path / "out")
 
-    assert main([*words, "save_steps=3", f"resume={tmp_path / 'out' / 'checkpoint-3'}"]) == 0
+    assert main([*words, "save_steps=3", f"resume_from_checkpoint={tmp_path / 'out' / 'checkpoint-3'}"]) == 0
     assert logged(tmp_path / "out") == losses
 
 
 def test_two_processes_share_a_batch_and_train_as_one_would(words, corpus, tmp_path):
     words += [
-        "usage_every=2",
+        "usage_steps=2",
         f"eval_text={corpus}",
         "eval_steps=2",
         "save_steps=2",
@@ -65,7 +65,7 @@ def test_two_processes_share_a_batch_and_train_as_one_would(words, corpus, tmp_p
     spy = tmp_path / "spy.py"
     spy.write_text(FAILS_IF_THE_GROUP_IS_NOT_LEFT)
     shared = run_ranks(
-        spy, SCRIPT, *words, "per_device_train_batch_size=1", f"output={tmp_path / 'shared'}", COLUMNS="120"
+        spy, SCRIPT, *words, "per_device_train_batch_size=1", f"output_dir={tmp_path / 'shared'}", COLUMNS="120"
     )
     assert shared.returncode == 0, shared.stderr
     assert shared.stdout.count("Training the new layers alone: ") == shared.stdout.count(": 5 steps, 160 tokens") == 1
@@ -119,8 +119,8 @@ def test_a_wrong_request_exits_with_2_and_one_line(words, corpus, tmp_path, monk
             "and that a midus_llama model has, such as ",
         ),
         (
-            "model=absent/model",
-            "midus train: model is 'absent/model', which is no folder here, and the Hub cannot be reached",
+            "model_name_or_path=absent/model",
+            "midus train: model_name_or_path is 'absent/model', which is no folder here, and the Hub cannot be reached",
         ),
         (
             "corpus=/absent",

@@ -15,7 +15,7 @@ from midus_hf.training.options import CorpusOptions
 
 OPTIONS = {
     "llama-pro": {},
-    "midus-hml": {"balance_loss": 0.5, "usage_every": 1, "document_mask": "true"},
+    "midus-hml": {"balance_loss": 0.5, "usage_steps": 1, "document_mask": "true"},
     "ultramem-v2": {},
 }
 ALSO_LOGGED = {"midus-hml": ["balance_loss", "memory_used_share", "memory_perplexity"]}
@@ -25,8 +25,8 @@ ALSO_LOGGED = {"midus-hml": ["balance_loss", "memory_used_share", "memory_perple
 @pytest.mark.parametrize("method", METHODS)
 def test_two_processes_train_as_one(method, corpus, tmp_path):
     recipe = write_recipe(tmp_path, save_upscaled("llama", tmp_path, method), corpus, **OPTIONS[method])
-    assert main([str(recipe), "per_device_train_batch_size=4", f"output={tmp_path / 'one'}"]) == 0
-    in_two_processes(recipe, f"output={tmp_path / 'two'}")
+    assert main([str(recipe), "per_device_train_batch_size=4", f"output_dir={tmp_path / 'one'}"]) == 0
+    in_two_processes(recipe, f"output_dir={tmp_path / 'two'}")
     for name in ("loss", "grad_norm", *ALSO_LOGGED.get(method, [])):
         one, two = (logged(tmp_path / folder, name) for folder in ("one", "two"))
         assert two == pytest.approx(one, rel=1e-4) and len(one) == 6, name
@@ -45,8 +45,8 @@ def test_a_stream_is_read_by_the_first_process_in_the_order_of_one_and_gone_on_w
     recipe = write_recipe(tmp_path, model, f"{{path: {corpus}, streaming: true}}", save_steps=3, **STREAMS[name])
     spy = tmp_path / "spy.py"
     spy.write_text(NOTES_WHAT_IS_TRAINED_ON)
-    in_two_processes(recipe, f"output={tmp_path / 'two'}", script=spy, SEEN=str(tmp_path), PROGRAM=str(SCRIPT))
-    assert main([str(recipe), "per_device_train_batch_size=4", f"output={tmp_path / 'one'}"]) == 0
+    in_two_processes(recipe, f"output_dir={tmp_path / 'two'}", script=spy, SEEN=str(tmp_path), PROGRAM=str(SCRIPT))
+    assert main([str(recipe), "per_device_train_batch_size=4", f"output_dir={tmp_path / 'one'}"]) == 0
     assert logged(tmp_path / "two", "loss") == pytest.approx(logged(tmp_path / "one", "loss"), rel=1e-5)
     seen = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2)]
     packed = PackedStream(
@@ -57,7 +57,7 @@ def test_a_stream_is_read_by_the_first_process_in_the_order_of_one_and_gone_on_w
     assert taken == expected
 
     resumed = as_it_was_at(3, tmp_path / "two", tmp_path / "resumed")
-    in_two_processes(recipe, f"output={resumed}", "resume=true")
+    in_two_processes(recipe, f"output_dir={resumed}", "resume_from_checkpoint=true")
     assert_same_run(resumed, tmp_path / "two")
 
 

@@ -48,7 +48,7 @@ def output(whole, tmp_path) -> Path:
 @pytest.fixture
 def resumed(config_for):
     """Return what gives the options of the same run, to be gone on with."""
-    return lambda **changes: config_for(**{**OPTIONS, "resume": "auto", **changes})
+    return lambda **changes: config_for(**{**OPTIONS, "resume_from_checkpoint": "auto", **changes})
 
 
 def cut(path: Path) -> None:
@@ -79,7 +79,7 @@ def test_what_is_damaged_is_passed_over_for_what_is_whole_beside_it(name, resume
     damage, file, reason = DAMAGES[name]
     damage(output / "checkpoint-4" / file)
     config = settle_resumption(resumed())
-    assert config.resume is True and not config.overwrite
+    assert config.resume_from_checkpoint is True and not config.overwrite_output_dir
     assert check_output(config) == output / "checkpoint-2"
     (line,) = capsys.readouterr().err.splitlines()
     if file == "manifest.json" and "damaged" in reason:
@@ -106,7 +106,7 @@ def test_all_that_are_passed_over_stand_in_one_line(resumed, output, capsys):
     shutil.copytree(output / "checkpoint-4", output / "checkpoint-5")
     (output / "checkpoint-5" / "rng_state.pth").unlink()
     flip(output / "checkpoint-4" / "optimizer.pt")
-    assert check_output(resumed(resume=True)) == output / "checkpoint-2"
+    assert check_output(resumed(resume_from_checkpoint=True)) == output / "checkpoint-2"
     assert capsys.readouterr().err == (
         "checkpoint-5 is passed over: rng_state.pth is missing; "
         "checkpoint-4 is passed over: optimizer.pt does not have the contents that were written\n"
@@ -118,12 +118,13 @@ def test_a_run_never_begins_again_over_checkpoints_of_which_none_is_whole(resume
         flip(output / f"checkpoint-{step}" / "optimizer.pt")
     before = sorted(output.rglob("*"))
     with refused(
-        r"output '.*out' holds no whole checkpoint \(checkpoint-4: optimizer\.pt does not have the contents that were written; "
-        r"checkpoint-2: .*\); put back what is missing, or start the run again with resume: false and overwrite: true\."
+        r"output_dir '.*out' holds no whole checkpoint \(checkpoint-4: optimizer\.pt does not have the contents that were written; "
+        r"checkpoint-2: .*\); put back what is missing, or start the run again with "
+        r"resume_from_checkpoint: false and overwrite_output_dir: true\."
     ):
         train(resumed())
     assert sorted(output.rglob("*")) == before
-    train(resumed(resume=False, overwrite=True, max_steps=1))
+    train(resumed(resume_from_checkpoint=False, overwrite_output_dir=True, max_steps=1))
 
 
 def test_a_run_that_died_in_its_first_checkpoint_begins_again(resumed, output):
@@ -131,27 +132,28 @@ def test_a_run_that_died_in_its_first_checkpoint_begins_again(resumed, output):
     manifest = output / "checkpoint-2" / "manifest.json"
     manifest.rename(manifest.with_name(BEGUN_CHECKPOINT))
     decided = settle_resumption(resumed())
-    assert (decided.resume, decided.overwrite) == (False, True)
+    assert (decided.resume_from_checkpoint, decided.overwrite_output_dir) == (False, True)
 
 
 def test_a_damaged_checkpoint_that_is_named_is_refused(resumed, output):
     named = output / "checkpoint-4"
     (named / "scheduler.pt").unlink()
     with refused(
-        r"resume is '.*checkpoint-4', which is no whole checkpoint \(scheduler\.pt is missing\); expected a folder "
-        r"checkpoint-N with all that a run wrote there\. Name another one, or set resume: true for the latest that is whole\."
+        r"resume_from_checkpoint is '.*checkpoint-4', which is no whole checkpoint \(scheduler\.pt is missing\); expected a folder "
+        r"checkpoint-N with all that a run wrote there\. Name another one, or set "
+        r"resume_from_checkpoint: true for the latest that is whole\."
     ):
-        check_output(resumed(resume=str(named)))
+        check_output(resumed(resume_from_checkpoint=str(named)))
 
 
 def test_a_checkpoint_of_an_earlier_version_is_gone_on_from_where_it_is_named(resumed, output, whole):
     for step in (2, 4):
         (output / f"checkpoint-{step}" / "manifest.json").unlink()
     with refused(
-        rf"resume: {output}/checkpoint-4 goes on from that one with no more than a look for its files, or put back"
+        rf"resume_from_checkpoint: {output}/checkpoint-4 goes on from that one with no more than a look for its files, or put back"
     ):
         train(resumed())
-    named = resumed(resume=str(output / "checkpoint-4"))
+    named = resumed(resume_from_checkpoint=str(output / "checkpoint-4"))
     for name in ("optimizer.pt", "scheduler.pt", "rng_state.pth"):
         away = (output / "checkpoint-4" / name).rename(output / "away")
         with refused(rf"which is no whole checkpoint \({name} is missing\)"):
@@ -169,7 +171,7 @@ def test_a_checkpoint_whose_trained_tensors_are_not_finite_is_passed_over(value,
     save_file(tensors, output / "checkpoint-4" / "model.safetensors", {"format": "pt"})
     finish_checkpoint(output / "checkpoint-4", ())
     with refused(rf"no whole checkpoint \(model\.layers\.4\.self_attn\.q_proj\.weight holds {value}\)"):
-        train(resumed(resume=str(output / "checkpoint-4")))
+        train(resumed(resume_from_checkpoint=str(output / "checkpoint-4")))
     train(resumed())
     line = f"checkpoint-4 is passed over: model.layers.4.self_attn.q_proj.weight holds {value}\n"
     assert capsys.readouterr().err.count(line) == 1
@@ -283,7 +285,13 @@ def test_older_checkpoints_stay_where_the_new_one_is_not_what_was_written(config
 def test_the_best_model_is_taken_from_a_checkpoint_that_is_whole(config_for, tmp_path, capsys, monkeypatch):
     text, output = tmp_path / "held-out.txt", tmp_path / "out"
     text.write_text(" ".join(f"w{3 + i % 9}" for i in range(200)))
-    options = {**OPTIONS, "eval_text": str(text), "eval_steps": 2, "load_best_model_at_end": True, "resume": False}
+    options = {
+        **OPTIONS,
+        "eval_text": str(text),
+        "eval_steps": 2,
+        "load_best_model_at_end": True,
+        "resume_from_checkpoint": False,
+    }
     monkeypatch.setattr(
         "midus_hf.training.run.held_out_texts.held_out_losses", lambda *_: {0: 4.0, 2: 2.0, 4: 1.0, 6: 3.0}
     )

@@ -137,7 +137,10 @@ def tiny_config(model: Path, corpus: Path, output: Path, **changes: Any) -> Trai
     }
     corpus_options = options.pop("corpus_options", {})
     return TrainConfig(
-        model=str(model), output=str(output), corpus=CorpusOptions(path=str(corpus), **corpus_options), **options
+        model_name_or_path=str(model),
+        output_dir=str(output),
+        corpus=CorpusOptions(path=str(corpus), **corpus_options),
+        **options,
     )
 
 

@@ -28,7 +28,7 @@ def write_recipe(folder: Path, model: Path, corpus: Path | str, **options: Any) 
         "learning_rate": 1e-2,
         "bf16": False,
         "logging_steps": 1,
-        "model": model,
+        "model_name_or_path": model,
         "corpus": corpus,
         **options,
     }
@@ -62,12 +62,12 @@ def assert_shared_run_is_that_of_one(
         options: Of both runs.
     """
     if method == "midus-hml":
-        options |= {"usage_every": 1, "value_learning_rate": 3e-2, "memory_learning_rate": 2e-3}
+        options |= {"usage_steps": 1, "value_learning_rate": 3e-2, "memory_learning_rate": 2e-3}
     recipe = write_recipe(folder, save_upscaled("llama", folder, method), corpus, **options)
     words = [str(recipe), f"eval_text={corpus}", "eval_steps=2", "load_best_model_at_end=true"]
     one, two = folder / "one", folder / "two"
-    assert main([*words, "per_device_train_batch_size=4", f"output={one}"]) == 0
-    shared(*words, f"output={two}")
+    assert main([*words, "per_device_train_batch_size=4", f"output_dir={one}"]) == 0
+    shared(*words, f"output_dir={two}")
     for name in (
         "loss",
         "eval_loss",
@@ -84,7 +84,7 @@ def assert_shared_run_is_that_of_one(
 def assert_tied_tensors_are_saved_once(shared: Callable[..., Any], corpus: Path, folder: Path) -> None:
     """Train a model in bfloat16 whose output projection is its embedding, and look at what is saved."""
     model = save_upscaled("qwen2", folder, dtype=torch.bfloat16)
-    shared(write_recipe(folder, model, corpus, trainable="all"), f"output={folder / 'out'}")
+    shared(write_recipe(folder, model, corpus, trainable="all"), f"output_dir={folder / 'out'}")
     assert {tensor.dtype for tensor in weights(folder / "out").values()} == {torch.bfloat16}
     assert moved(model, folder / "out") and largest_difference(folder / "out", model) > 1e-2
     trained = AutoModelForCausalLM.from_pretrained(folder / "out")

@@ -21,7 +21,7 @@ def planned(comparison: Comparison, arms: Sequence[Arm]) -> list[dict[str, Any]]
         comparison: From `plan`.
         arms: From `plan`.
     """
-    place = Workplace(Path(comparison.output))
+    place = Workplace(Path(comparison.output_dir))
     found = []
     for arm in arms:
         cells = cells_of(arm, comparison)

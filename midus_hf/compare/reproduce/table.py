@@ -94,7 +94,7 @@ class Table:
         }
         given = {
             "base": scale.base or repository.base(table.base),
-            "output": str(output),
+            "output_dir": str(output),
             "arms": {arm_name(name): self._arm(table.rows[name], repository) for name in rows},
             "train": scale.train,
             "domain": {name: how.text for name, how in measured.items() if how.text is not None},

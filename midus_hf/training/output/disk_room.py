@@ -70,15 +70,15 @@ def check_room_of_run(
         ValueError: If one of them has not.
     """
     steps = _steps(arguments, dataset)
-    output = Path(config.output)
+    output = Path(config.output_dir)
     steps_before = (
         0 if checkpoint is None else TrainerState.load_from_json(str(checkpoint / TRAINER_STATE)).global_step
     )
     intervals = [config.save_steps, config.eval_steps if config.load_best_model_at_end else None]
     saves = sum(math.ceil(max(steps - steps_before, 0) / interval) for interval in intervals if interval is not None)
-    existing = {} if config.overwrite else checkpoints(output)
+    existing = {} if config.overwrite_output_dir else checkpoints(output)
     room = room_needed(model, dtypes, config, saves, len(existing), arguments.deepspeed_plugin is not None)
-    _check_room("output", config.output, room, size_of(output) if config.overwrite else 0)
+    _check_room("output_dir", config.output_dir, room, size_of(output) if config.overwrite_output_dir else 0)
     if config.output_on_failure is not None:
         _check_room("output_on_failure", config.output_on_failure, dataclasses.replace(room, written=0, kept=0))
     return room

@@ -48,16 +48,16 @@ def new_card(config: RunOptions) -> bytes:
     Args:
         config: The options of the run.
     """
-    assert config.model_config is not None
+    assert config.config_name is not None
     metadata = yaml.safe_dump(
         {"library_name": "transformers", "pipeline_tag": "text-generation", "tags": ["midus_hf"]}, sort_keys=False
     )
     text = f"""---
 {metadata}---
 
-# {Path(config.output).name}
+# {Path(config.output_dir).name}
 
-Trained from the beginning: the weights were made at random by seed {config.seed}, for the config `{_label(config.model_config)}`. The
+Trained from the beginning: the weights were made at random by seed {config.seed}, for the config `{_label(config.config_name)}`. The
 model is based on no other.
 """
     return text.encode()

@@ -22,14 +22,14 @@ def config_of_run(config: RunOptions, trainable: Trainable) -> PreTrainedConfig:
     Raises:
         ValueError: If it cannot be read, does not say what trains, or has no such layers.
     """
-    if config.model is not None:
-        return load_config(config.model, trainable)
-    assert config.model_config is not None
-    path = Path(config.model_config).expanduser()
+    if config.model_name_or_path is not None:
+        return load_config(config.model_name_or_path, trainable)
+    assert config.config_name is not None
+    path = Path(config.config_name).expanduser()
     if path.suffix == ".json" and not path.exists():
-        raise ValueError(f"model_config is {config.model_config!r}, which does not exist; give another file.")
+        raise ValueError(f"config_name is {config.config_name!r}, which does not exist; give another file.")
     with refusing(_not_a_config(config), OSError, ValueError):
-        source = path if path.exists() else config.model_config
+        source = path if path.exists() else config.config_name
         model_config = AutoConfig.from_pretrained(source, trust_remote_code=False)
     if hasattr(model_config, "upscale"):
         del model_config.upscale  # it tells of a base, whose weights this model does not have
@@ -46,11 +46,13 @@ def tokenizer_of_run(config: RunOptions) -> PreTrainedTokenizerBase:
     Raises:
         ValueError: If it cannot be loaded.
     """
-    if config.model is not None:
-        return load_tokenizer(config.model)
-    assert config.tokenizer is not None
-    with refusing(f"tokenizer is {config.tokenizer!r}; expected the folder or Hub id of one", OSError, ValueError):
-        return saved_models.load_tokenizer(config.tokenizer)
+    if config.model_name_or_path is not None:
+        return load_tokenizer(config.model_name_or_path)
+    assert config.tokenizer_name is not None
+    with refusing(
+        f"tokenizer_name is {config.tokenizer_name!r}; expected the folder or Hub id of one", OSError, ValueError
+    ):
+        return saved_models.load_tokenizer(config.tokenizer_name)
 
 
 def model_of_run(config: RunOptions, model_config: PreTrainedConfig) -> tuple[PreTrainedModel, dict[str, bytes]]:
@@ -65,8 +67,10 @@ def model_of_run(config: RunOptions, model_config: PreTrainedConfig) -> tuple[Pr
     Raises:
         ValueError: If the weights of a saved model cannot be read, or no model can be made from the config.
     """
-    if config.model is not None:
-        return load_model(config.model, config.attn_implementation), load_accompanying_files(config.model)
+    if config.model_name_or_path is not None:
+        return load_model(config.model_name_or_path, config.attn_implementation), load_accompanying_files(
+            config.model_name_or_path
+        )
     with refusing(_not_a_config(config), ValueError, ImportError):
         model = AutoModelForCausalLM.from_config(
             model_config, attn_implementation=config.attn_implementation, trust_remote_code=False
@@ -75,4 +79,4 @@ def model_of_run(config: RunOptions, model_config: PreTrainedConfig) -> tuple[Pr
 
 
 def _not_a_config(config: RunOptions) -> str:
-    return f"model_config is {config.model_config!r}; expected the file, folder or Hub id of a language model's config"
+    return f"config_name is {config.config_name!r}; expected the file, folder or Hub id of a language model's config"

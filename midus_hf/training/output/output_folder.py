@@ -31,25 +31,25 @@ def check_output(config: RunOptions) -> Path | None:
         ValueError: If another run is writing the output, if it exists and is neither resumed nor overwritten, if it holds an input
             or lies in one, or if there is no checkpoint to resume from, or one of a different run.
     """
-    output = Path(config.output)
+    output = Path(config.output_dir)
     inputs = config.sources()
-    _check_place("output", config.output, inputs)
+    _check_place("output_dir", config.output_dir, inputs)
     check_not_held(output)
     if config.output_on_failure is not None:
-        _check_place("output_on_failure", config.output_on_failure, [*inputs, ("output", config.output)])
+        _check_place("output_on_failure", config.output_on_failure, [*inputs, ("output_dir", config.output_dir)])
         if any(Path(config.output_on_failure).glob("*")):
             raise ValueError(
                 f"output_on_failure is {config.output_on_failure!r}, which exists; choose another folder."
             )
-    if config.resume:
+    if config.resume_from_checkpoint:
         checkpoint, passed_over = find_checkpoint(config)
         tell_passed_over(passed_over)
         check_same_run(config, checkpoint)
         return checkpoint
     if output.exists() and any(output.iterdir()):
-        if not config.overwrite:
-            raise ValueError(_exists(config.output))
-        _check_overwritable(output, config.output)
+        if not config.overwrite_output_dir:
+            raise ValueError(_exists(config.output_dir))
+        _check_overwritable(output, config.output_dir)
     return None
 
 
@@ -61,12 +61,12 @@ def _check_overwritable(output: Path, name: str) -> None:
             else f"it has no {RUN_CONFIG}"
         )
         raise ValueError(
-            f"output is {name!r}, which no run of ours wrote: {has}. Choose another folder, or remove it yourself."
+            f"output_dir is {name!r}, which no run of ours wrote: {has}. Choose another folder, or remove it yourself."
         )
     foreign = foreign_files(output)
     if foreign:
         raise ValueError(
-            f"output is {name!r}, which also holds what no run of ours wrote: {first_few(foreign, _NAMED)}. Move that away, or "
+            f"output_dir is {name!r}, which also holds what no run of ours wrote: {first_few(foreign, _NAMED)}. Move that away, or "
             "choose another folder."
         )
 
@@ -101,18 +101,20 @@ def start_output(config: RunOptions, asked: RunOptions | None = None, checkpoint
         ValueError: If another run has begun to write the output since, or left there what leads to another decision than that
             which was made before anybody held the output.
     """
-    output = Path(config.output)
+    output = Path(config.output_dir)
     output.mkdir(parents=True, exist_ok=True)
     lock = hold_output(output)
-    if settle_resumption(asked or config) != config or (config.resume and find_checkpoint(config)[0] != checkpoint):
+    if settle_resumption(asked or config) != config or (
+        config.resume_from_checkpoint and find_checkpoint(config)[0] != checkpoint
+    ):
         raise ValueError(
-            f"output is {config.output!r}, in which another run has begun or gone on since this one was asked for; start it again to "
-            "go on from what is there now, or choose another folder."
+            f"output_dir is {config.output_dir!r}, in which another run has begun or gone on since this one was asked for; start "
+            "it again to go on from what is there now, or choose another folder."
         )
-    if (output / RUN_CONFIG).exists() and not (config.resume or config.overwrite):
-        raise ValueError(_exists(config.output))  # another run has come and gone since
-    if config.overwrite and any(output.iterdir()):
-        _check_overwritable(output, config.output)  # again, now that no other run can change what it sees
+    if (output / RUN_CONFIG).exists() and not (config.resume_from_checkpoint or config.overwrite_output_dir):
+        raise ValueError(_exists(config.output_dir))  # another run has come and gone since
+    if config.overwrite_output_dir and any(output.iterdir()):
+        _check_overwritable(output, config.output_dir)  # again, now that no other run can change what it sees
         remove_written(output, output)
     remove_written(output, output / PARTIAL_MODEL)
     write_options(output, config)
@@ -126,7 +128,7 @@ def write_options(folder: Path, config: RunOptions) -> None:
 
 
 def _exists(output: str) -> str:
-    return f"output is {output!r}, which exists; choose another, or set resume or overwrite: true."
+    return f"output_dir is {output!r}, which exists; choose another, or set resume_from_checkpoint or overwrite_output_dir: true."
 
 
 def as_yaml(config: RunOptions) -> str:
@@ -166,7 +168,7 @@ def _check_place(name: str, value: str, others: Iterable[tuple[str, str]]) -> No
         raise ValueError(f"{name} is {value!r}, but {str(ancestor)!r} is no folder to write in; choose another.")
     for other_name, other in others:
         # What is no path is the id of a model or dataset; an output need not exist yet.
-        if other_name != "output" and not Path(other).exists():
+        if other_name != "output_dir" and not Path(other).exists():
             continue
         for outer, inner, verb in ((place, Path(other), "holds"), (Path(other), place, "lies in")):
             if inner.resolve().is_relative_to(outer.resolve()):

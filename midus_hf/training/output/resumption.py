@@ -25,20 +25,20 @@ from midus_hf.training.run_options import AUTO, RunOptions
 Options = TypeVar("Options", bound=RunOptions)
 
 _FREE_ON_RESUME = (
-    "output",
+    "output_dir",
     "output_on_failure",
     "activation_checkpointing",
     "save_steps",
     "save_total_limit",
     "logging_steps",
-    "usage_every",
+    "usage_steps",
     "eval_steps",
     "load_best_model_at_end",
     "early_stopping_patience",
     "max_seconds",
     "report_to",
-    "resume",
-    "overwrite",
+    "resume_from_checkpoint",
+    "overwrite_output_dir",
 )
 """Options that may change between a run and its resumption: they do not touch what is computed."""
 
@@ -69,11 +69,11 @@ class StepSize(TrainerCallback, ExportableState):
 
 
 def settle_resumption(config: Options) -> Options:
-    """The options of a run as this start of it means them: `resume: auto` is true or false.
+    """The options of a run as this start of it means them: `resume_from_checkpoint: auto` is true or false.
 
-    A run that torchrun starts again after one of its processes has died goes on as with `resume: auto`, unless `resume` names a
-    checkpoint: what its own first start has written is neither in its way nor overwritten. What lay there before that is as it
-    was for the first start, which may have been refused.
+    A run that torchrun starts again after one of its processes has died goes on as with `resume_from_checkpoint: auto`,
+    unless the option names a checkpoint: what its own first start has written is neither in its way nor overwritten. What lay
+    there before that is as it was for the first start, which may have been refused.
 
     Args:
         config: The options as they were given.
@@ -84,18 +84,20 @@ def settle_resumption(config: Options) -> Options:
     Raises:
         ValueError: If what lies in the output has no checkpoint and is another run's, or a trained model's.
     """
-    restarted, output = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)) > 0, Path(config.output)
-    goes_on = restarted and isinstance(config.resume, bool) and not _is_of_before(output)
-    if config.resume != AUTO and not goes_on:
+    restarted, output = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)) > 0, Path(config.output_dir)
+    goes_on = restarted and isinstance(config.resume_from_checkpoint, bool) and not _is_of_before(output)
+    if config.resume_from_checkpoint != AUTO and not goes_on:
         return config
     whole, passed_over = whole_checkpoint(output)
     if whole is not None or any(damage != UNFINISHED for damage in passed_over.values()):
-        return dataclasses.replace(config, resume=True, overwrite=False)
+        return dataclasses.replace(config, resume_from_checkpoint=True, overwrite_output_dir=False)
     # What died before its first checkpoint has left its options and the beginning of a log.
     has_died = is_of_a_run(output) and not (output / CONFIG_FILE).exists()
-    if has_died and not config.overwrite:
-        _check_options(config, output, (), "choose another output, or set overwrite: true")
-    return dataclasses.replace(config, resume=False, overwrite=config.overwrite or has_died)
+    if has_died and not config.overwrite_output_dir:
+        _check_options(config, output, (), "choose another output_dir, or set overwrite_output_dir: true")
+    return dataclasses.replace(
+        config, resume_from_checkpoint=False, overwrite_output_dir=config.overwrite_output_dir or has_died
+    )
 
 
 def _is_of_before(output: Path) -> bool:
@@ -115,43 +117,44 @@ def find_checkpoint(config: RunOptions, skipped: Mapping[Path, str] | None = Non
     """Return the checkpoint that a run is to be resumed from, and what is wrong with later ones.
 
     Args:
-        config: The options of the run, with `resume`.
+        config: The options of the run, with `resume_from_checkpoint`.
         skipped: Checkpoints that are not considered, and why. Default: none.
 
     Raises:
-        ValueError: If there is none that is whole, or `resume` names one that is not. A checkpoint of a version that wrote no
-            manifests is gone on from where `resume` names it, and passed over otherwise.
+        ValueError: If there is none that is whole, or `resume_from_checkpoint` names one that is not. A checkpoint of a version
+            that wrote no manifests is gone on from where `resume_from_checkpoint` names it, and passed over otherwise.
     """
     skipped = skipped or {}
-    if isinstance(config.resume, str):
-        checkpoint = Path(config.resume)
+    if isinstance(config.resume_from_checkpoint, str):
+        checkpoint = Path(config.resume_from_checkpoint)
         look = missing_of_earlier_version if is_of_earlier_version(checkpoint) else damage_of
         damage = skipped.get(checkpoint) or look(checkpoint)
         if damage is not None:
             raise ValueError(
-                f"resume is {config.resume!r}, which is no whole checkpoint ({damage}); expected a folder checkpoint-N with all that "
-                "a run wrote there. Name another one, or set resume: true for the latest that is whole."
+                f"resume_from_checkpoint is {config.resume_from_checkpoint!r}, which is no whole checkpoint ({damage}); expected a "
+                "folder checkpoint-N with all that a run wrote there. Name another one, or set "
+                "resume_from_checkpoint: true for the latest that is whole."
             )
         return checkpoint, {}
-    checkpoint_or_none, passed_over = whole_checkpoint(config.output, skipped)
+    checkpoint_or_none, passed_over = whole_checkpoint(config.output_dir, skipped)
     if checkpoint_or_none is not None:
         return checkpoint_or_none, passed_over
     passed_over = {**skipped, **passed_over}
     if all(damage == UNFINISHED for damage in passed_over.values()):
         raise ValueError(
-            f"resume is true, but output {config.output!r} holds no complete checkpoint; "
-            "start the run again with overwrite: true, and save_steps to have checkpoints."
+            f"resume_from_checkpoint is true, but output_dir {config.output_dir!r} holds no complete checkpoint; "
+            "start the run again with overwrite_output_dir: true, and save_steps to have checkpoints."
         )
     earlier = next(filter(is_of_earlier_version, passed_over), None)
     hint = (
         ""
         if earlier is None
-        else f"resume: {earlier} goes on from that one with no more than a look for its files, or "
+        else f"resume_from_checkpoint: {earlier} goes on from that one with no more than a look for its files, or "
     )
     reasons = "; ".join(f"{path.name}: {damage}" for path, damage in passed_over.items())
     raise ValueError(
-        f"output {config.output!r} holds no whole checkpoint ({reasons}); {hint}put back what is missing, "
-        "or start the run again with resume: false and overwrite: true."
+        f"output_dir {config.output_dir!r} holds no whole checkpoint ({reasons}); {hint}put back what is missing, "
+        "or start the run again with resume_from_checkpoint: false and overwrite_output_dir: true."
     )
 
 

@@ -30,13 +30,14 @@ def load_config(model: str, trainable: Trainable) -> PreTrainedConfig:
     return model_config
 
 
-def check_sequence_length(sequence_length: int, model_config: PreTrainedConfig) -> None:
+def check_sequence_length(key: str, sequence_length: int, model_config: PreTrainedConfig) -> None:
     """See that the model has positions for as many tokens.
 
     As many are its config's `max_position_embeddings`, or, where its rope scaling stretches a shorter context and says
     which, that context times the factor: configs that were stretched may or may not have the first raised as well.
 
     Args:
+        key: Name of the option that a message names, such as `"sequence_length"`.
         sequence_length: Tokens per sequence.
         model_config: As from `load_config`.
 
@@ -54,8 +55,8 @@ def check_sequence_length(sequence_length: int, model_config: PreTrainedConfig) 
             limit = max(limit, int(stretched))
     if sequence_length > limit:
         raise ValueError(
-            f"sequence_length is {sequence_length}, but the model has positions for {limit} tokens. Lower "
-            "sequence_length, or first raise max_position_embeddings in the model's config.json, with the rope scaling "
+            f"{key} is {sequence_length}, but the model has positions for {limit} tokens. Lower "
+            f"{key}, or first raise max_position_embeddings in the model's config.json, with the rope scaling "
             "that it then needs."
         )
 
@@ -69,7 +70,7 @@ def load_tokenizer(model: str) -> PreTrainedTokenizerBase:
     Raises:
         ValueError: If there is none.
     """
-    with refusing(f"model is {model!r}, which has no tokenizer", OSError, ValueError):
+    with refusing(f"model_name_or_path is {model!r}, which has no tokenizer", OSError, ValueError):
         return saved_models.load_tokenizer(model)
 
 
@@ -106,4 +107,4 @@ def load_accompanying_files(model: str) -> dict[str, bytes]:
 
 
 def _not_a_model(model: str) -> str:
-    return f"model is {model!r}; expected the folder or Hub id of a language model"
+    return f"model_name_or_path is {model!r}; expected the folder or Hub id of a language model"

@@ -75,12 +75,12 @@ class CheckedRequest:
     passes: int
 
 
-def check_request(config: RunOptions, sequence_length: int) -> CheckedRequest:
+def check_request(config: RunOptions, length_key: str) -> CheckedRequest:
     """Check what can be checked before data and weights are read.
 
     Args:
         config: The options of the run.
-        sequence_length: Tokens that the model must have positions for.
+        length_key: Name of the option that says how many tokens a sequence has.
 
     Raises:
         ValueError: If the request is wrong.
@@ -95,7 +95,7 @@ def check_request(config: RunOptions, sequence_length: int) -> CheckedRequest:
         from midus_hf.training.run.adapter_options import check_adapters
 
         check_adapters(adapters, model_config)
-    check_sequence_length(sequence_length, model_config)
+    check_sequence_length(length_key, getattr(config, length_key), model_config)
     _check_has_memory(config, model_config)
     check_attention(config.attn_implementation, model_config)
     return CheckedRequest(checkpoint, model_config, tokenizer_of_run(config), passes_of_a_step(config, checkpoint))
@@ -166,12 +166,12 @@ def make_run(
     model, report = choose(model)
     dtypes = hold_for_training(model, config.bf16)
     room = check_room_of_run(config, model, dtypes, arguments, dataset, request.checkpoint)
-    with made_for_nothing(Path(config.output)) if arguments.process_index == 0 else contextlib.nullcontext():
+    with made_for_nothing(Path(config.output_dir)) if arguments.process_index == 0 else contextlib.nullcontext():
         trainer = trainer_class(
             model=model,
             args=arguments,
             train_dataset=dataset,
-            callbacks=[TrainingLog(Path(config.output, RUN_LOG))],
+            callbacks=[TrainingLog(Path(config.output_dir, RUN_LOG))],
             tokenizer=request.tokenizer,
             save_total_limit=config.save_total_limit,
             held_out=held_out,
@@ -183,7 +183,7 @@ def make_run(
             balance_loss=config.balance_loss,
             sparse_values=config.sparse_values,
             shard_values=config.shard_values,
-            usage_every=config.usage_every,
+            usage_steps=config.usage_steps,
             **trainer_options,
         )
         checkpoint = None if request.checkpoint is None else _finite_checkpoint(config, trainer)
@@ -256,7 +256,7 @@ def _check_has_peft() -> None:
 
 
 def _check_has_memory(config: RunOptions, model_config: PreTrainedConfig) -> None:
-    for name, is_set in (("balance_loss", config.balance_loss), ("usage_every", config.usage_every)):
+    for name, is_set in (("balance_loss", config.balance_loss), ("usage_steps", config.usage_steps)):
         if is_set and not getattr(model_config, "memory", None):
             raise ValueError(
                 f"{name} is {is_set}, but this {model_config.model_type} model has no memory layers; train one that has, "

@@ -20,7 +20,7 @@ from midus_hf.training.run.training_run import TrainingRun, TrainResult
 def train(config: TrainConfig) -> TrainResult:
     """Pretrain a model, from its weights or from the beginning.
 
-    Prints which layers train, and writes to `config.output`: the trained model and its tokenizer, checkpoints,
+    Prints which layers train, and writes to `config.output_dir`: the trained model and its tokenizer, checkpoints,
     `log.jsonl` and the options (`train_config.yaml`).
 
     Args:
@@ -43,7 +43,7 @@ def prepare(config: TrainConfig) -> TrainingRun:
         ValueError: If the request is wrong; nothing but cached tokens has been written then.
     """
     asked, config = config, settle_resumption(config)
-    request = check_request(config, config.sequence_length)
+    request = check_request(config, "sequence_length")
     model_config = request.model_config
     memories = model_config.memories() if isinstance(model_config, MemoryConfig) else None
     if memories is not None and memories.reads_prompts:

@@ -22,7 +22,7 @@ def training_arguments(
     known = {field.name for field in dataclasses.fields(arguments_class)}
     checkpointing = "activation_checkpointing" if "activation_checkpointing" in known else "gradient_checkpointing"
     options: dict[str, Any] = {
-        "output_dir": config.output,
+        "output_dir": config.output_dir,
         "max_steps": -1 if config.max_steps is None else config.max_steps,
         "num_train_epochs": 1.0 if config.num_train_epochs is None else config.num_train_epochs,
         "per_device_train_batch_size": config.per_device_train_batch_size,
@@ -43,6 +43,8 @@ def training_arguments(
     }
     if config.activation_checkpointing:
         options[f"{checkpointing}_kwargs"] = {"use_reentrant": False}
+    if config.optim is not None:
+        options["optim"] = config.optim
     if config.save_steps is not None:
         options["save_steps"] = config.save_steps
     return arguments_class(**options | changes)

@@ -91,7 +91,7 @@ class TrainingRun:
             if self.config.load_best_model_at_end:
                 result = dataclasses.replace(result, best_step=self.trainer.held_out.load_best())
             place = self._save(result)
-            return result if place == Path(self.config.output) else dataclasses.replace(result, output=str(place))
+            return result if place == Path(self.config.output_dir) else dataclasses.replace(result, output=str(place))
 
     def _train(self) -> TrainResult:
         trainer, before = self.trainer, TrainerState()
@@ -115,7 +115,7 @@ class TrainingRun:
         tokens, tokens_before = trainer.state.num_input_tokens_seen, before.num_input_tokens_seen
         losses = [event["loss"] for event in trainer.state.log_history if "loss" in event]
         return TrainResult(
-            output=self.config.output,
+            output=self.config.output_dir,
             steps=trainer.state.global_step,
             tokens=tokens,
             loss=losses[-1] if losses else None,
@@ -125,7 +125,7 @@ class TrainingRun:
 
     def _stop(self, signal_number: int) -> NoReturn:
         """End an interrupted run, whose checkpoint is in the output unless that failed."""
-        step, output = self.trainer.state.global_step, Path(self.config.output)
+        step, output = self.trainer.state.global_step, Path(self.config.output_dir)
         place = output
         if self.trainer.checkpoints.failure is not None:
             try:
@@ -134,11 +134,11 @@ class TrainingRun:
                 latest = last_checkpoint(output)
                 raise RunInterrupted(
                     f"interrupted after step {step:,}, without a checkpoint ({error}); "
-                    f"{f'resume=true goes on from {latest.name}' if latest else 'there is no earlier one'}",
+                    f"{f'resume_from_checkpoint=true goes on from {latest.name}' if latest else 'there is no earlier one'}",
                     signal_number,
                 ) from error
         saved = place / f"checkpoint-{step}"
-        hint = "resume=true" if place == output else f"resume={saved}"
+        hint = "resume_from_checkpoint=true" if place == output else f"resume_from_checkpoint={saved}"
         raise RunInterrupted(f"interrupted after step {step:,}; {hint} goes on from {saved}", signal_number)
 
     def _save_interrupted(self, folder: Path) -> None:
@@ -148,7 +148,7 @@ class TrainingRun:
 
     def _save(self, result: TrainResult) -> Path:
         """Save model and tokenizer, in the dtypes and with the cache setting and the files that the model came with."""
-        output = Path(self.config.output)
+        output = Path(self.config.output_dir)
         if self.trainer.shards.shares_parameters:
             self.trainer.shards.saved_dtypes = self.dtypes
         else:
@@ -160,7 +160,7 @@ class TrainingRun:
             place = self._save_where_possible(partial(self._save_in, result), self.room.model)
         except SaveError as error:
             latest = last_checkpoint(output)
-            rest = f"resume=true goes on from {latest.name}" if latest else "no checkpoint was saved"
+            rest = f"resume_from_checkpoint=true goes on from {latest.name}" if latest else "no checkpoint was saved"
             raise SaveError(f"the trained model could not be saved ({error}); {rest}") from error
         if place != output:
             say(
@@ -195,7 +195,7 @@ class TrainingRun:
         on_failure = self.config.output_on_failure
         return save_where_possible(
             write,
-            Path(self.config.output),
+            Path(self.config.output_dir),
             None if on_failure is None else Path(on_failure),
             num_bytes,
             self.trainer.interruption.lifted,

@@ -22,25 +22,25 @@ class Aids:
         trainer: That has its model and its accelerator.
         balance_loss: Coefficient of the balance loss of the memories, which is added to the loss in training alone.
             Default: 0.
-        usage_every: Steps between log events that tell how memory slots are used. Default: none.
+        usage_steps: Steps between log events that tell how memory slots are used. Default: none.
 
     Raises:
         ValueError: If `balance_loss` is set where parameters are sharded: the loss reads keys outside the forward
-            pass. If `usage_every` is set and `args.torch_compile`: what is counted runs uncompiled.
+            pass. If `usage_steps` is set and `args.torch_compile`: what is counted runs uncompiled.
     """
 
-    def __init__(self, trainer: Any, balance_loss: float = 0.0, usage_every: int | None = None):
+    def __init__(self, trainer: Any, balance_loss: float = 0.0, usage_steps: int | None = None):
         self._trainer, self.balance_loss = trainer, balance_loss
         if balance_loss and (trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled):
             raise ValueError(
                 f"balance_loss is {balance_loss}, which needs whole parameters; set it to 0, or train without sharding."
             )
-        if usage_every is not None and trainer.args.torch_compile:
+        if usage_steps is not None and trainer.args.torch_compile:
             raise ValueError(
-                f"usage_every is {usage_every}, for which a model has to run uncompiled; leave it out, or torch_compile."
+                f"usage_steps is {usage_steps}, for which a model has to run uncompiled; leave it out, or torch_compile."
             )
         self._balance_losses: list[torch.Tensor] = []
-        self._usage_events = None if usage_every is None else UsageEvents(usage_every)
+        self._usage_events = None if usage_steps is None else UsageEvents(usage_steps)
         if self._usage_events is not None:
             trainer.add_callback(self._usage_events)
 

@@ -40,7 +40,7 @@ class TrainsMemory(AnyTrainer):
             them. Default: none, and the `TrainingArguments` say the maximum rate of all tensors, the decay, the warm-up
             and the schedule.
         balance_loss: As in `Aids`. Default: 0.
-        usage_every: As in `Aids`. Default: none.
+        usage_steps: As in `Aids`. Default: none.
         sparse_values: As in `Tables`. Default: false.
         shard_values: As in `Tables`. Default: false.
         audit: As in `Blocks`. Default: none.
@@ -56,7 +56,7 @@ class TrainsMemory(AnyTrainer):
         *args: Any,
         rates: Rates | None = None,
         balance_loss: float = 0.0,
-        usage_every: int | None = None,
+        usage_steps: int | None = None,
         sparse_values: bool = False,
         shard_values: bool = False,
         audit: SequenceAudit | None = None,
@@ -75,7 +75,7 @@ class TrainsMemory(AnyTrainer):
             self.args.warmup_steps = rates.warmup_ratio
         self._rates_of_step = _RatesOfStep()
         self.add_callback(self._rates_of_step)
-        self.aids = Aids(self, balance_loss, usage_every)
+        self.aids = Aids(self, balance_loss, usage_steps)
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
         """Train as `Trainer.train` does; what parts change for it lasts as long as it runs."""
