@@ -1,1 +1,1 @@
-"""The one module of code that travels with a checkpoint: how it is made from the sources of this package."""
+"""Writer of the one module of code that travels with a checkpoint, made from the sources of this package."""

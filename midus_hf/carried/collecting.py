@@ -1,4 +1,4 @@
-"""Which definitions a checkpoint's code needs: everything that is reached from its classes, and nothing else."""
+"""Collector of the definitions that a checkpoint's code needs: all that its classes reach, and no others."""
 
 import ast
 import importlib
@@ -18,22 +18,22 @@ _MARKS = re.compile(r"^ *@(not_carried|needed_for\(.*\)|used_by_libraries|regist
 _READ_BY_LIBRARIES = ("config",)
 """Attributes whose annotation transformers reads."""
 _BY_NAME = ("getattr", "hasattr", "attrgetter")
-"""Functions that are given the name of an attribute."""
+"""Functions that take the name of an attribute as an argument."""
 
 
 class Program:
-    """The definitions that are reached from some, with what facts decide resolved.
+    """Definitions that some root definitions reach, with the branches resolved that facts decide.
 
-    A class is kept with the members that are asked for by name anywhere in what is kept, and those that override what a class of a
-    library has, since libraries may call these.
+    A class keeps two kinds of members: members whose name is used anywhere in the kept source, and members that override an
+    attribute of a library's class, since libraries may call them.
 
     Args:
-        roots: What is asked for.
-        packages: Names of the packages whose sources are taken; everything else is imported.
-        facts: Returns what is known within a definition.
-        needs: Which needs of memories the checkpoint has, by name.
-        stand_ins: What stands for a definition of `own` packages that has this name, whichever module it is in.
-        own: Names of the packages in whose place something stands.
+        roots: The definitions to start from.
+        packages: Names of the packages whose sources are copied; all other packages are imported.
+        facts: Function that returns the facts known within a definition.
+        needs: Whether the checkpoint's memories have each need, by the name of the need.
+        stand_ins: For a name, the definition that replaces every definition of this name in the packages `own`.
+        own: Names of the packages whose definitions `stand_ins` replaces.
     """
 
     def __init__(
@@ -53,17 +53,17 @@ class Program:
         self._attributes: set[str] = set()
         self._whole: set[Name] = set()
         self.kept: dict[Name, set[int]] = {}
-        """The members that are kept of each definition, by their number."""
+        """For each kept definition, the numbers of the members that are kept."""
         self._collect(roots)
 
     def module(self, name: str) -> Module:
-        """Return a module by its name, read once."""
+        """Return the module of this name, which is read only once."""
         if name not in self._modules:
             self._modules[name] = read_module(name, self._packages)
         return self._modules[name]
 
     def resolve(self, module: str, name: str) -> Name | None:
-        """Return the definition that a name within a module stands for; None for one of a library, or a local one."""
+        """Return the definition that a name refers to within a module; None for names of libraries and local names."""
         seen = self.module(module)
         if name in seen.definitions:
             is_own = module.partition(".")[0] in self._own
@@ -71,10 +71,10 @@ class Program:
         return self.resolve(*seen.imports[name]) if name in seen.imports else None
 
     def definition(self, name: Name) -> Definition:
-        """Return a definition, specialised.
+        """Return a definition with the branches resolved that the facts decide.
 
         Raises:
-            ValueError: If its module has statements that cannot be taken along.
+            ValueError: If the module of the definition has statements that cannot be copied.
         """
         if name not in self._definitions:
             if self.module(name.module).refusal:
@@ -94,9 +94,9 @@ class Program:
         return self._definitions[name]
 
     def texts(self, module: str) -> Iterator[tuple[Name | None, str]]:
-        """Give the text of each definition that is kept of a module, in order, and then those calls that are about these."""
+        """Yield the text of each kept definition of a module, in order, then each top-level call that uses one of them."""
         names = [name for name in self.module(module).definitions if Name(module, name) in self.kept]
-        given: set[str] = set()
+        yielded: set[str] = set()
         for name in names:
             definition, kept = self.definition(Name(module, name)), self.kept[Name(module, name)]
             parts = [member.source for number, member in enumerate(definition.members) if number in kept]
@@ -106,8 +106,8 @@ class Program:
                 text = definition.head.rstrip() + space + "".join(parts).strip("\n") + "\n"
             elif definition.head.rstrip().endswith(":"):
                 text += "    pass\n"
-            if text not in given:  # `a, b = ...` defines two
-                given.add(text)
+            if text not in yielded:  # `a, b = ...` defines two names with one text
+                yielded.add(text)
                 yield Name(module, name), text
         for call in self.module(module).calls:
             if not names_in(call).isdisjoint(names):
@@ -123,7 +123,7 @@ class Program:
         return True
 
     def _without_bases(self, name: Name, source: str) -> str:
-        """The source of a class without the bases that are not carried."""
+        """Return the source of a class without the base classes that are not carried."""
         text = SourceText(source)
         for node in text.tree.body:
             if not isinstance(node, ast.ClassDef) or not node.bases:
@@ -133,7 +133,7 @@ class Program:
                 listed = ", ".join(text.of(base) for base in bases)
                 first, last = text.start(node.bases[0]), text.end(node.bases[-1])
                 if not bases and not node.keywords:
-                    first, last = first - 1, last + 1  # the brackets too
+                    first, last = first - 1, last + 1  # remove the brackets too
                 return text.edited([Edit(first, last, listed)])
         return source
 
@@ -185,7 +185,7 @@ class Program:
 
 
 def parsed(source: str) -> ast.Module:
-    """Return the tree of a definition's source, of a member's, or of the head of a class alone."""
+    """Return the syntax tree of the source of a definition, of a member, or of the head of a class."""
     if source.lstrip("\n").startswith("    "):
         return ast.parse(f"class _:\n{source}")
     return ast.parse(f"{source}    pass\n" if source.rstrip().endswith(":") else source)
@@ -200,13 +200,13 @@ def _decorators(source: str) -> tuple[str, ...]:
 
 @cache
 def names_in(source: str) -> frozenset[str]:
-    """Return all names that a source reads or writes, annotations included."""
+    """Return all names that a source reads or writes, including names in annotations."""
     return frozenset(node.id for node in ast.walk(parsed(source)) if isinstance(node, ast.Name))
 
 
 @cache
 def _used(source: str) -> tuple[frozenset[str], frozenset[str]]:
-    """Return the names that a source uses when it runs, and the attributes: annotations are for readers."""
+    """Return the names and the attributes that a source uses when it runs, leaving annotations out."""
     tree = parsed(source)
     for node in ast.walk(tree):
         if isinstance(node, ast.arg):
@@ -225,14 +225,14 @@ def _used(source: str) -> tuple[frozenset[str], frozenset[str]]:
 
 
 def _pattern(text: ast.JoinedStr) -> str:
-    """What an f-string gives, with a star for whatever is put into it."""
+    """Return the text of an f-string, with a star in place of each inserted value."""
     return "".join(str(part.value) if isinstance(part, ast.Constant) else "*" for part in text.values)
 
 
 def _hooks(name: Name, packages: frozenset[str]) -> frozenset[str]:
-    """The attributes of the library classes that a class of ours extends, or is mixed with: libraries may use what overrides them.
+    """Return the attributes of the library classes that our class or its subclasses extend; libraries may use what overrides them.
 
-    Classes of other packages that extend ours do not count: whether they are imported differs from process to process.
+    Subclasses from other packages do not count, since whether they are imported differs between processes.
     """
     cls: Any = getattr(importlib.import_module(name.module), name.name)
     if not isinstance(cls, type):

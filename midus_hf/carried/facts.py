@@ -1,4 +1,4 @@
-"""What is known of a checkpoint's memories while its code is written: which needs they have, and the options that they agree on."""
+"""Facts about a checkpoint's memories that are known while its code is written: their needs, and the options they agree on."""
 
 import importlib
 import inspect
@@ -19,10 +19,10 @@ _PROPERTIES = ("carries", "added", "inputs")
 
 
 class CheckpointFacts:
-    """What is known within each definition, by the source of an expression.
+    """Values of expressions that are known within each definition, by the source of the expression.
 
     Args:
-        config: Of the checkpoint.
+        config: The checkpoint's config.
     """
 
     def __init__(self, config: Any):
@@ -38,7 +38,7 @@ class CheckpointFacts:
         self.of_models = self._of_needs() | self._of_blocks() | self._of_depth(config)
 
     def __call__(self, name: Name) -> Facts:
-        """Return what is known within a definition."""
+        """Return the facts that are known within a definition."""
         facts = {"INSTALLED": False, "TYPE_CHECKING": False} | dict(self._of_options(name))
         if name.module.startswith(_MODELS):
             facts |= self.of_models
@@ -46,7 +46,7 @@ class CheckpointFacts:
             if not self.needs[need]:
                 facts[known] = False
         if self.of_models.get("depth.wants_raw_key", True):
-            facts.pop("adapters", None)  # one notes what the key projection gives
+            facts.pop("adapters", None)  # an adapter may record the output of the key projection
         if name.module == _DEPTH_OP:
             facts |= self._of_joining()
         return facts
@@ -65,7 +65,7 @@ class CheckpointFacts:
         return facts
 
     def _of_blocks(self) -> dict[str, Any]:
-        """What is known of the layers that were inserted for memories."""
+        """Return the facts about the layers that were inserted for memories."""
         inserted = [entry.options for entry in self.entries if isinstance(entry.options, InsertedOptions)]
         keep = {options.keeps_output_projection for options in inserted}
         facts: dict[str, Any] = {}
@@ -78,7 +78,7 @@ class CheckpointFacts:
         return facts
 
     def _of_depth(self, config: Any) -> dict[str, Any]:
-        """What is known of which heads later layers read, by the options and by how layers of the family rotate."""
+        """Return the facts about the heads that later layers read, from the options and the family's rotary embeddings."""
         agreed = self.agreed([entry for entry in self.entries if entry.options.attends])
         reuses = agreed.get("attention_slots", "reused") == "reused"
         wants_raw_key = reuses and agreed.get("rope", "released") == "released"
@@ -99,7 +99,7 @@ class CheckpointFacts:
         return {"added": agreed["joining"] == "added", "gate is None": agreed["joining"] == "joint"}
 
     def agreed(self, entries: list[MemoryEntry]) -> dict[str, Any]:
-        """Return the options that all of these entries have, and have the same value of."""
+        """Return the options that all of these entries have with the same value."""
         described = [asdict(entry.options) for entry in entries]
         return {
             key: value
@@ -108,7 +108,7 @@ class CheckpointFacts:
         }
 
     def written_for(self) -> dict[str, dict[str, Any]]:
-        """Return for each type the options that its entries agree on, and their sites."""
+        """Return, for each type of memory, the options that its entries agree on, and their sites under `"site"`."""
         types = dict.fromkeys(entry.type for entry in self.entries)
         of_types = {each: [entry for entry in self.entries if entry.type == each] for each in types}
         return {
@@ -117,20 +117,22 @@ class CheckpointFacts:
         }
 
     def _of_options(self, name: Name) -> Iterator[tuple[str, Any]]:
-        found: Any = getattr(importlib.import_module(name.module), name.name, None)
-        if isinstance(found, type):
+        defined: Any = getattr(importlib.import_module(name.module), name.name, None)
+        if isinstance(defined, type):
             own = [
                 entry
                 for entry, module in zip(self.entries, self.modules, strict=True)
-                if isinstance(module, found) or isinstance(entry.options, found)
+                if isinstance(module, defined) or isinstance(entry.options, defined)
             ]
-            prefixes: tuple[str, ...] = ("self",) if issubclass(found, MemoryOptions) else ("self.options", "options")
-            if not issubclass(found, MemoryOptions | MemoryModule):
+            prefixes: tuple[str, ...] = (
+                ("self",) if issubclass(defined, MemoryOptions) else ("self.options", "options")
+            )
+            if not issubclass(defined, MemoryOptions | MemoryModule):
                 own, prefixes = [entry for entry in self.entries if entry.options.attends], _OF_DEPTH
             for key, value in self.agreed(own).items():
                 yield from ((f"{prefix}.{key}", value) for prefix in prefixes)
-        elif callable(found):
-            for key, value in self.agreed([entry for entry in self.entries if _takes(found, entry.options)]).items():
+        elif callable(defined):
+            for key, value in self.agreed([entry for entry in self.entries if _takes(defined, entry.options)]).items():
                 yield f"options.{key}", value
 
 
@@ -156,23 +158,23 @@ _FALSE_WITHOUT = {
     "layer in self._tables.get(name, {})": "tables",
     "entry.into": "skips",
 }
-"""What is false in models where memories lack a need."""
+"""For an expression, the need without which the expression is false in the code of models."""
 
 _FALSE_WITHIN = {
     "midus_hf.models.adapted": {"adapters": "adapters", "readers": "heads", "memory_call.readers": "heads"},
     "midus_hf.config.memory_entries": {"site == 'skip'": "skips"},
 }
-"""The same within one module."""
+"""For a module, expressions that are false in this module alone, each with the need without which it is false."""
 
 _MODELS = "midus_hf.models."
 
 _DEPTH_OP = "midus_hf.ops.depth.reference"
 
 _OF_DEPTH = ("self.options", "self._heads.options", "heads.options")
-"""What classes beside memories call the options of one that attends to the depth."""
+"""Names by which classes other than memories refer to the options of a memory that attends to the depth."""
 
 
 def _takes(function: Any, options: MemoryOptions) -> bool:
-    """Whether a function has an argument `options` of this type."""
+    """Return whether a function has an argument `options` whose annotated type these options are of."""
     annotation = getattr(function, "__annotations__", {}).get("options")
     return inspect.isclass(annotation) and issubclass(annotation, MemoryOptions) and isinstance(options, annotation)

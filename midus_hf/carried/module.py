@@ -1,9 +1,8 @@
 """Write the one module of code that a checkpoint needs to load where this package is not installed.
 
-The module holds what the family and the memories of the checkpoint need, in plain PyTorch. It is made from the sources of this
-package: what is reached from the classes of the checkpoint, with the branches resolved that its memories decide. Ops are their
-functions in the `reference.py` of each op; registries, the reading of options and this room itself are what
-`midus_hf.carried.standins` has.
+The module holds what the family and the memories of the checkpoint need, in plain PyTorch. The module is made from the sources of
+this package: the definitions that the checkpoint's classes reach, with the branches resolved that its memories decide. Each op is the
+function in its `reference.py`. Definitions of `midus_hf.carried.standins` replace registries, the reading of options and this folder.
 """
 
 import ast
@@ -45,11 +44,11 @@ def write_code(folder: str | os.PathLike, config: Any) -> list[Path]:
     """Write the module that a checkpoint needs into a folder.
 
     Args:
-        folder: Created if need be.
+        folder: The folder, which is created if it does not exist.
         config: A config of a family that hosts memory.
 
     Returns:
-        The paths written.
+        The paths of the files written.
     """
     path = Path(folder, f"{ENTRY_MODULE}.py")
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -73,7 +72,7 @@ def carried_module(config: Any) -> str:
 
 
 _written: dict[tuple[Any, ...], str] = {}
-"""What was written in this process: a training run saves the same code often."""
+"""Sources written in this process, since a training run saves the same code often."""
 
 
 def _module(config_class: type, facts: CheckpointFacts) -> str:
@@ -92,25 +91,25 @@ def _module(config_class: type, facts: CheckpointFacts) -> str:
 
 @cache
 def _stand_ins() -> dict[str, Name]:
-    """What names stand for in carried code, whichever module of the package they are from."""
+    """Return the definitions that replace, in carried code, every definition of the same name in this package."""
     modules = [*reference_modules(), plain_bank.__name__, plain_stretches.__name__, standins.__name__]
     definitions = {name: read_module(name, frozenset(_PACKAGES)).definitions for name in modules}
     return {name: Name(module, name) for module in modules for name in definitions[module] if not name.startswith("_")}
 
 
 def reference_modules() -> list[str]:
-    """Return the modules whose functions are the contracts of ops: PyTorch alone computes what carried code asks of an op."""
+    """Return the names of the `reference` modules of ops, whose functions compute each op of carried code in plain PyTorch."""
     packages = pkgutil.iter_modules(midus_hf.ops.__path__, f"{midus_hf.ops.__name__}.")
     names = (f"{package.name}.reference" for package in packages if package.ispkg)
     return [name for name in names if importlib.util.find_spec(name)]
 
 
 class _Layout:
-    """The definitions of a program as one source: in order, under names of their own, with the imports that they need.
+    """One source with all definitions of a program, in order, under unique names, with the imports that they need.
 
     Args:
-        program: What is written.
-        texts: What stands in the place of definitions, by their name.
+        program: The definitions to write.
+        texts: Texts that replace definitions of `standins`, by the name of the definition.
     """
 
     def __init__(self, program: Program, texts: dict[str, str]):
@@ -119,7 +118,7 @@ class _Layout:
         self._imports: dict[str, dict[str, str]] = {}
 
     def text(self) -> str:
-        """Return the source."""
+        """Return the whole source of the module."""
         sections = []
         for module in self._order():
             definitions = [self._renamed(module, self._text(name, text)) for name, text in self._program.texts(module)]
@@ -132,7 +131,7 @@ class _Layout:
         return self._texts.get(name.name, text) if name and name.module == standins.__name__ else text
 
     def _order(self) -> list[str]:
-        """Modules in the order in which they depend on each other."""
+        """Return the modules, each behind the modules that it depends on."""
         order: list[str] = []
         seen: set[str] = set()
 
@@ -149,7 +148,7 @@ class _Layout:
         return order
 
     def _renamed(self, module: str, source: str) -> str:
-        """A source in which names stand for what they are called here; notes what it imports."""
+        """Return a source with each name replaced by its unique name, and record the imports that the source needs."""
         text = SourceText(source)
         libraries = self._program.module(module).libraries
         local = {leaf.id for function in ast.walk(text.tree) for leaf in _local_names(function)}
@@ -189,7 +188,7 @@ class _Layout:
             f"import {called}{'' if called == bound else f' as {bound}'}"
             for bound, called in self._imports.pop("", {}).items()
         ]
-        lines: dict[bool, list[str]] = {False: [], True: []}  # of the standard library, and of others
+        lines: dict[bool, list[str]] = {False: [], True: []}  # whether a library is outside the standard library
         for line in sorted(plain):
             lines[line.split()[1].partition(".")[0] not in sys.stdlib_module_names].append(line)
         for module, names in sorted(self._imports.items()):
@@ -202,7 +201,7 @@ class _Layout:
 
 
 def _names(text: SourceText) -> Iterator[tuple[str, int, bool]]:
-    """Give each name in a source, the offset of its first byte, and whether it stands in an annotation, which may be a text."""
+    """Yield each name in a source, the offset of its first byte, and whether the name is in an annotation, quoted or not."""
     annotated = {id(leaf) for node in ast.walk(text.tree) for leaf in _annotations(node)}
     local = {id(leaf) for function in ast.walk(text.tree) for leaf in _local_names(function)}
     for node in ast.walk(text.tree):
@@ -215,7 +214,7 @@ def _names(text: SourceText) -> Iterator[tuple[str, int, bool]]:
 
 
 def _local_names(function: ast.AST) -> list[ast.Name]:
-    """The names within a function that stand for its arguments and variables, and not for what a module defines."""
+    """Return the names within a function that refer to arguments and local variables, not to definitions of a module."""
     if not isinstance(function, ast.FunctionDef | ast.Lambda):
         return []
     names = [node for node in ast.walk(function) if isinstance(node, ast.Name)]
@@ -225,7 +224,7 @@ def _local_names(function: ast.AST) -> list[ast.Name]:
 
 
 def _annotations(node: ast.AST) -> Iterator[ast.AST]:
-    """All that stands in the annotations of a node, but for texts that are values."""
+    """Yield every node in the annotations of a node, except the values of a `Literal`."""
     pending = [node.returns if isinstance(node, ast.FunctionDef) else getattr(node, "annotation", None)]
     while pending:
         inner = pending.pop()
@@ -238,7 +237,7 @@ def _annotations(node: ast.AST) -> Iterator[ast.AST]:
 
 
 def _unique_names(kept: Iterable[Name]) -> dict[Name, str]:
-    """What definitions are called where several modules have one of the same name."""
+    """Return a unique name for each definition, since several modules may define the same name."""
     by_name: dict[str, list[Name]] = {}
     for name in kept:
         by_name.setdefault(name.name, []).append(name)

@@ -1,4 +1,4 @@
-"""A bank as a checkpoint's own code reads it: one block at a time, from whole files, with nothing kept but the last fetch."""
+"""The bank that a checkpoint's own code reads: one block at a time, from whole files, with only the last fetch kept."""
 
 import os
 import shutil
@@ -17,14 +17,14 @@ from midus_hf.config.fetched_blocks import BankLayout, level_file
 
 
 class MemoryBank(BlockReader):
-    """The blocks of a memory, to be read.
+    """Bank of a memory's blocks, for reading only.
 
     Args:
-        folder: That has the files.
-        layout: That the model's config implies.
+        folder: Folder with the bank's files.
+        layout: Layout of the bank that the model's config implies.
 
     Raises:
-        BankError: If a file is absent, or is that of another model.
+        BankError: If a file is absent, or belongs to another model.
     """
 
     def __init__(self, folder: str | os.PathLike, layout: BankLayout):
@@ -39,23 +39,23 @@ class MemoryBank(BlockReader):
             self._files[level] = safetensors.safe_open(path, "pt")
 
     def __deepcopy__(self, memo: Any) -> "MemoryBank":
-        """Itself: copies of a model read the same bank."""
+        """Return this bank itself: copies of a model read the same bank."""
         return self
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """The same bank, to be read: an open file is nothing to another process."""
+        """Return how to open the same bank again, since another process cannot use an open file."""
         return MemoryBank, (self.folder.absolute(), self.layout)
 
     @property
     def dtype(self) -> torch.dtype:
-        """That blocks are stored in."""
+        """Dtype in which the blocks are stored."""
         return next(iter(self._files.values())).get_slice("blocks")[0:1].dtype
 
     def block(self, level: int, index: int) -> torch.Tensor:
-        """Return the record of a block, `[numel]`; one that was never written is drawn.
+        """Return the record of a block, `[numel]`; a block that was never written or was deleted is drawn from the bank's seed.
 
         Raises:
-            BankError: If it is not what was written.
+            BankError: If the record's checksum differs from the one that was written.
         """
         file = self._files[level]
         mark = int(file.get_slice("checksums")[index : index + 1].item())
@@ -70,12 +70,12 @@ class MemoryBank(BlockReader):
         return record
 
     def save(self, folder: str | os.PathLike, link_from: Path | None = None) -> None:
-        """Copy the bank into another folder, unless it lies there; `link_from`, which copies to link with, is for other banks."""
+        """Copy the bank into another folder, unless the bank is already there; `link_from` is ignored: other banks use it."""
         if not (Path(folder).exists() and self.folder.samefile(folder)):
             shutil.copytree(self.folder, folder, dirs_exist_ok=True, copy_function=_copy_to_new_file)
 
 
 def _copy_to_new_file(source: str, path: str) -> None:
-    """Copy a file; one that is there is replaced and not written into, since it may have other names in other checkpoints."""
+    """Copy a file. An existing file is replaced, never written into, since other checkpoints may link to the same file."""
     Path(path).unlink(missing_ok=True)
     shutil.copy2(source, path)

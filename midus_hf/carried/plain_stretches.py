@@ -1,4 +1,4 @@
-"""Stretches of tokens as a checkpoint's own code reads for them: all in one group, in which each has the same room."""
+"""Stretches of tokens in a checkpoint's own code: all in one group, in which every stretch has room for equally many tokens."""
 
 import dataclasses
 
@@ -12,9 +12,9 @@ class PaddedStretches(Stretches):
     """Stretches that are filled up to equal length.
 
     Args:
-        numbers: `[S]`, int64, the stretch that each row of the group is for.
-        room: L, tokens of each row.
-        places: `[B * T]`, int64, where each token stands among the S * L; S * L for padding, which reads nothing.
+        numbers: `[S]`, int64, number of the stretch that each row of the group belongs to.
+        room: L, number of tokens per row.
+        places: `[B * T]`, int64, position of each token among the S * L; S * L for padding, which reads nothing.
     """
 
     numbers: torch.Tensor
@@ -39,15 +39,15 @@ def grouped(
     alike_room: int = 0,
     by_length: bool = False,
 ) -> Stretches:
-    """Put stretches of tokens that stand together into one group.
+    """Put stretches of consecutive tokens into one group.
 
     Args:
-        of_token: `[B, T]`, int64, as `Stretches` has it; -1 for padding.
-        first_tokens: `[N]`, int64, where each stretch begins among the B * T tokens.
-        room: Tokens that a stretch may have.
-        alike: `[B, T]`, bool, the tokens of stretch 0, which may stand anywhere. Default: stretch 0 is as all others.
-        alike_room: Tokens that stretch 0 may have, for which it has as many rows as they fill. Default: 0.
-        by_length: Whether the longest stretch may be looked for, so that no stretch has more room; this waits for the device.
+        of_token: `[B, T]`, int64, number of the stretch that each token belongs to; -1 for padding.
+        first_tokens: `[N]`, int64, position of each stretch's first token among the B * T tokens.
+        room: Largest number of tokens in a stretch.
+        alike: `[B, T]`, bool, the tokens of stretch 0, which need not be consecutive. Default: stretch 0 is like all others.
+        alike_room: Largest number of tokens in stretch 0, which gets as many rows as these tokens fill. Default: 0.
+        by_length: Whether to shrink `room` to the longest stretch, which waits for the device. Default: false.
     """
     flat = of_token.flatten()
     within = torch.arange(len(flat), device=flat.device) - first_tokens[flat.clamp(min=0)]

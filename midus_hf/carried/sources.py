@@ -1,4 +1,4 @@
-"""The modules that a checkpoint's code is made from, and their definitions, as source."""
+"""Modules that a checkpoint's code is made from, and their definitions, as source."""
 
 import ast
 import importlib.util
@@ -11,11 +11,11 @@ from midus_hf.carried.specialise import SourceText
 
 
 class Name(NamedTuple):
-    """A definition, by where it is.
+    """Full name of a definition.
 
     Args:
-        module: Such as `"midus_hf.memory.headwise"`.
-        name: Of a function, a class or a constant at the top level of it.
+        module: The module's name, such as `"midus_hf.memory.headwise"`.
+        name: Name of a function, a class or a constant at the module's top level.
     """
 
     module: str
@@ -26,9 +26,9 @@ class Member(NamedTuple):
     """A method or an attribute of a class.
 
     Args:
-        name: Of it; empty for a field of a dataclass, and for anything else that has no name or is there in any case.
-        source: Its text, indented.
-        decorators: What decorates it, by the source of each.
+        name: Name of the member; empty for a field of a dataclass or named tuple, and for a statement that defines no name.
+        source: The member's source, indented.
+        decorators: The source of each decorator. Default: no decorators.
     """
 
     name: str
@@ -38,11 +38,11 @@ class Member(NamedTuple):
 
 @dataclass
 class Definition:
-    """A definition, taken apart where it is a class.
+    """A definition, with the members separated from the head if the definition is a class.
 
     Args:
-        head: Its text, comments above it and the docstring of a constant included; of a class, all in front of its members.
-        members: Of a class.
+        head: The source, including the comments above and the docstring of a constant; for a class, the part before the members.
+        members: The members of a class. Default: none, for other definitions.
     """
 
     head: str
@@ -50,11 +50,11 @@ class Definition:
 
 
 def read_module(name: str, packages: frozenset[str]) -> "Module":
-    """Return a module by its source, which is read once in a process as long as it stays the same.
+    """Return a module by its source, which is parsed once per process as long as the source stays the same.
 
     Args:
-        name: Such as `"midus_hf.memory.headwise"`.
-        packages: Names of the packages whose modules are read so.
+        name: The module's name, such as `"midus_hf.memory.headwise"`.
+        packages: Names of the packages whose sources are copied; all other packages are libraries.
     """
     imported = importlib.import_module(name)
     return _read_module(name, imported.__package__, _source_of(imported), packages)
@@ -69,26 +69,26 @@ class Module:
     """A module by its source.
 
     Args:
-        name: Such as `"midus_hf.memory.headwise"`.
-        package: The package that the module is in, for what it imports from beside it.
+        name: The module's name, such as `"midus_hf.memory.headwise"`.
+        package: The package that contains the module, by which relative imports are resolved.
         source: The text of the module.
-        packages: Names of the packages whose modules are read so.
+        packages: Names of the packages whose sources are copied; all other packages are libraries.
     """
 
     def __init__(self, name: str, package: str | None, source: str, packages: frozenset[str]):
         self.name = name
         self.imports: dict[str, Name] = {}
-        """What names stand for that other modules of the packages define."""
+        """For each name imported from a module of the packages, the definition that the name refers to."""
         self.libraries: dict[str, tuple[str, str]] = {}
-        """For names of libraries, the module that each is from, and what it is called there; an empty module for modules."""
+        """For each name imported from a library, the module and the name there; the module is empty if a module is imported."""
         self.definitions: dict[str, str] = {}
         """The source of each definition."""
         self.calls: list[str] = []
-        """Calls at the top level."""
+        """The source of each call at the top level."""
         self.refusal = ""
-        """Why nothing can be taken from the module, if so: it has a statement that nobody would know to be needed."""
+        """Why no definition can be copied from the module (it has a statement that may or may not be needed); else empty."""
         self.depends: list[str] = []
-        """Modules of the packages that this one imports."""
+        """Names of the modules of the packages that this module imports from."""
         self._package = package
         text = SourceText(source)
         body: list[ast.stmt] = []
@@ -128,7 +128,7 @@ class Module:
 
 
 def _source_of(module: ModuleType) -> str:
-    """Return the source of a module, which may be empty, and need not lie in a file."""
+    """Return the source of a module, which may be empty and need not come from a file."""
     loader: Any = module.__loader__
     return loader.get_source(module.__name__) or ""
 
@@ -160,7 +160,7 @@ def _with_comments(text: SourceText, statement: ast.stmt, following: list[ast.st
 
 
 def taken_apart(source: str) -> Definition:
-    """Return a definition with the members of a class by themselves."""
+    """Return a definition with the members of a class separated from the head."""
     text = SourceText(source)
     node = next((statement for statement in text.tree.body if isinstance(statement, ast.ClassDef)), None)
     if node is None:

@@ -1,4 +1,4 @@
-"""Partial evaluation of Python source: branches that facts decide are replaced by what is left of them."""
+"""Partial evaluation of Python source: a branch that facts decide is replaced by the code that would run."""
 
 import ast
 import operator
@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 Facts = Mapping[str, Any]
-"""What is known of expressions, by their source: `{"INSTALLED": False, "self.options.routing": "chunk"}`."""
+"""Known values of expressions, by their source: `{"INSTALLED": False, "self.options.routing": "chunk"}`."""
 
 _UNKNOWN = object()
 _COMPARISONS: dict[type[ast.cmpop], Callable[[Any, Any], Any]] = {
@@ -29,8 +29,8 @@ class Edit(NamedTuple):
 
     Args:
         start: Offset of the first byte that is replaced.
-        end: Offset behind the last one.
-        text: What takes its place.
+        end: Offset behind the last byte that is replaced.
+        text: The text to insert.
     """
 
     start: int
@@ -41,13 +41,13 @@ class Edit(NamedTuple):
 def specialise(source: str, facts: Facts) -> str:
     """Return the source with every branch resolved that the facts decide.
 
-    `if`, `elif`, conditional expressions and boolean operators are resolved; statements behind a `return` or `raise` that has become
-    unconditional go, and so do local variables that nothing reads any more. Everything else stays as it is written, comments
-    included.
+    `if`, `elif`, conditional expressions and boolean operators are resolved. Statements behind a `return` or `raise` that has become
+    unconditional are removed, and so are local variables that nothing reads any more. Everything else, including comments, is
+    left as written.
 
     Args:
         source: One or more statements at the top level.
-        facts: By the source of an expression, its value.
+        facts: Known values of expressions, by the source of the expression.
     """
     relevant = _relevant(source, facts)
     case = (source, repr(sorted(relevant.items(), key=operator.itemgetter(0))))
@@ -59,22 +59,22 @@ def specialise(source: str, facts: Facts) -> str:
 
 
 _specialised: dict[tuple[str, str], str] = {}
-"""What came of sources and facts in this process: checkpoints of different memories share most of their code."""
+"""Results for sources and facts seen in this process: checkpoints with different memories share most of their code."""
 
 _WORD = re.compile(r"\w+")
 
 
 def _relevant(source: str, facts: Facts) -> Facts:
-    """Return the facts whose words all stand in the source, or in the value of a fact, which may come to stand there."""
-    words = set(_WORD.findall(source)).union(*(_WORD.findall(repr(value)) for value in facts.values()))
-    return {expression: value for expression, value in facts.items() if words.issuperset(_WORD.findall(expression))}
+    """Return the facts whose words all occur in the source or in the value of a fact, which may be written into the source."""
+    present = set(_WORD.findall(source)).union(*(_WORD.findall(repr(value)) for value in facts.values()))
+    return {expression: value for expression, value in facts.items() if present.issuperset(_WORD.findall(expression))}
 
 
 _SECTION = re.compile(r"\n\n *(?:Args|Returns|Raises):\n(?:(?!\n\n|\n *\Z).)*", flags=re.DOTALL)
 
 
 def with_short_docstrings(source: str) -> str:
-    """Return the source with those sections of docstrings alone (arguments, results, errors) that tell shapes.
+    """Return the source without the sections of docstrings (Args, Returns, Raises) that give no shape.
 
     Args:
         source: One or more statements at the top level.
@@ -93,7 +93,7 @@ def with_short_docstrings(source: str) -> str:
 
 
 def with_plain_defaults(source: str) -> str:
-    """Return the source with the default of a field in the place of `option(default, help)`, where nobody may change the default."""
+    """Return the source with `option(default, help)` replaced by the default, if the default is a constant."""
     text = SourceText(source)
     edits = []
     for node in ast.walk(text.tree):
@@ -111,7 +111,7 @@ class SourceText:
     """A source text with its syntax tree, and the text of each node.
 
     Args:
-        source: Python.
+        source: Source code in Python.
     """
 
     def __init__(self, source: str):
@@ -123,11 +123,11 @@ class SourceText:
             self._line_starts.append(self._line_starts[-1] + len(line))
 
     def offset(self, line: int, column: int) -> int:
-        """Return the offset of a position as nodes have it: lines from 1, columns in bytes."""
+        """Return the offset of a position given as in nodes: line from 1, column in bytes."""
         return self._line_starts[line - 1] + column
 
     def start(self, node: Any) -> int:
-        """Return the offset of a node's first byte; of a definition, of its first decorator."""
+        """Return the offset of a node's first byte; for a decorated definition, that of the first decorator."""
         decorators = getattr(node, "decorator_list", None)
         if decorators:
             return self.offset(decorators[0].lineno, node.col_offset)
@@ -142,31 +142,31 @@ class SourceText:
         return self.bytes[self.start(node) : self.end(node)].decode()
 
     def first_comment(self, line: int, top: int = 1) -> int:
-        """Return the first of the comment lines that stand right above a line, the line itself if there are none.
+        """Return the number of the first comment line directly above a line, or the line's own number if there is no comment.
 
         Args:
             line: Number of the line, from 1.
-            top: The lowest number to look at. Default: 1.
+            top: Smallest line number that may be returned. Default: 1.
         """
         while line > top and self._lines[line - 2].lstrip().startswith(b"#"):
             line -= 1
         return line
 
     def span(self, first: int, last: int) -> tuple[int, int]:
-        """Return the offsets of whole lines, counted from 1, the last one included."""
+        """Return the start and end offset of the lines `first` to `last`, counted from 1, inclusive."""
         return self._line_starts[first - 1], self._line_starts[last]
 
     def lines(self, first: int, last: int) -> str:
-        """Return the text of whole lines, counted from 1, the last one included."""
+        """Return the text of the lines `first` to `last`, counted from 1, inclusive."""
         start, end = self.span(first, last)
         return self.bytes[start:end].decode()
 
     def of_lines_from(self, node: Any, last: int) -> str:
-        """Return the source from the first byte of a node to the end of a line."""
+        """Return the source from the first byte of a node to the end of line `last`."""
         return self.bytes[self.start(node) : self.span(last, last)[1]].decode()
 
     def edited(self, edits: Iterable[Edit]) -> str:
-        """Return the text with replacements made, none of which overlap."""
+        """Return the text with all edits made, which must not overlap."""
         content = self.bytes
         for edit in sorted(edits, reverse=True):
             content = content[: edit.start] + edit.text.encode() + content[edit.end :]
@@ -216,7 +216,7 @@ def _behind_the_end(text: SourceText, block: list[ast.stmt]) -> Iterator[Edit]:
 
 
 def _needless(text: SourceText, block: list[ast.stmt]) -> Iterator[Edit]:
-    """Take away each `pass` that stands beside something else."""
+    """Remove each `pass` whose block has another statement."""
     passes = [statement for statement in block if isinstance(statement, ast.Pass)]
     for statement in passes[len(passes) == len(block) :]:
         yield Edit(*text.span(statement.lineno, statement.lineno), "")
@@ -252,7 +252,7 @@ def _of_if(text: SourceText, node: ast.If, facts: Facts, is_elif: bool) -> Itera
 
 
 def _removal(text: SourceText, statement: ast.stmt) -> Edit:
-    """Put `pass` in the place of a statement and of the comments above it, since all of its block may go at once."""
+    """Replace a statement and the comments above it by `pass`, since every statement of the block may be removed at once."""
     start, end = text.span(text.first_comment(statement.lineno), _last_line(statement))
     return Edit(start, end, f"{' ' * statement.col_offset}pass\n")
 
@@ -262,8 +262,8 @@ def _last_line(node: Any) -> int:
 
 
 def _block_lines(text: SourceText, owner: ast.If, block: list[ast.stmt], top: int) -> str:
-    """The lines of a block of a statement, from the comments above its first statement, as far up as a line."""
-    if block[0].lineno < top:  # in the line of `if` or `else`
+    """Return the lines of a block, with the comments above the block's first statement from line `top` on."""
+    if block[0].lineno < top:  # on the same line as `if` or `else`
         return f"{' ' * (owner.col_offset + 4)}{text.of_lines_from(block[0], _last_line(block[-1]))}"
     decorators = getattr(block[0], "decorator_list", None)
     first = text.first_comment(decorators[0].lineno if decorators else block[0].lineno, top)
@@ -275,10 +275,10 @@ def _dedented(lines: str) -> str:
 
 
 def _of_bool(text: SourceText, node: ast.BoolOp, facts: Facts, is_test: bool) -> Iterator[Edit]:
-    """Leave out operands that are known and do not decide; end at one that does.
+    """Drop known operands that do not decide the result, and stop at a known operand that does.
 
-    Where more than the truth of the whole matters, the last operand may be its value: one that is known is written out, unless the
-    operand before it has the same value wherever the last one is reached.
+    If more than the truth of the result matters, the last operand may be the result: a known last operand is written as its value,
+    unless the operand before has the same value whenever the last operand is evaluated.
     """
     ends = isinstance(node.op, ast.Or)
     kept: list[str] = []
@@ -305,7 +305,7 @@ def _of_bool(text: SourceText, node: ast.BoolOp, facts: Facts, is_test: bool) ->
 
 
 def _is_bool(expression: ast.expr | None) -> bool:
-    """Whether the value of an expression is a bool, whatever its parts are."""
+    """Return whether the value of an expression is a bool, whatever its parts are."""
     if isinstance(expression, ast.Call):
         return ast.unparse(expression.func) in ("bool", "callable", "hasattr", "isinstance", "issubclass")
     if isinstance(expression, ast.Compare):
@@ -314,20 +314,20 @@ def _is_bool(expression: ast.expr | None) -> bool:
 
 
 def _tests(nodes: Iterable[ast.AST]) -> set[int]:
-    """Return the identities of expressions of which nothing but their truth matters."""
+    """Return the `id` of every expression whose truth alone matters."""
     pending: list[ast.expr] = []
     for node in nodes:
         if isinstance(node, ast.If | ast.IfExp | ast.While | ast.Assert):
             pending.append(node.test)
         elif isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.Not):
             pending.append(node.operand)
-    found = set()
+    tests = set()
     while pending:
         expression = pending.pop()
-        found.add(id(expression))
+        tests.add(id(expression))
         if isinstance(expression, ast.BoolOp):
             pending += expression.values
-    return found
+    return tests
 
 
 def _in_brackets(text: SourceText, operand: ast.expr, within: ast.boolop) -> str:
@@ -339,7 +339,7 @@ def _in_brackets(text: SourceText, operand: ast.expr, within: ast.boolop) -> str
 
 
 def _unread_variables(text: SourceText, function: ast.FunctionDef) -> Iterator[Edit]:
-    """Take away assignments to local names that nothing reads, where what is assigned calls nothing."""
+    """Remove assignments to local names that nothing reads, if the assigned expression contains no call."""
     nodes = list(ast.walk(function))
     changed = [node.target for node in nodes if isinstance(node, ast.AugAssign)]
     read = {node.id for node in nodes if isinstance(node, ast.Name) and not isinstance(node.ctx, ast.Store)}
@@ -370,12 +370,12 @@ def _single_target(statement: ast.stmt) -> str | None:
 
 
 def _is_literal(expression: ast.expr) -> bool:
-    """Whether an operand is written out: as the last of a boolean operator it is its value, and stays."""
+    """Return whether an operand is a literal, which is kept as written if it is the last operand of a boolean operator."""
     return isinstance(expression, ast.Constant | ast.Tuple | ast.List | ast.Set | ast.Dict)
 
 
 def _truth(expression: ast.expr, facts: Facts) -> bool | None:
-    """Whether an expression is true, as far as the facts say; None where they do not."""
+    """Return whether an expression is true; None if the facts do not decide it."""
     value = _value(expression, facts)
     if value is not _UNKNOWN:
         return bool(value)
@@ -389,7 +389,7 @@ def _truth(expression: ast.expr, facts: Facts) -> bool | None:
 
 
 def _value_of_bool(expression: ast.BoolOp, facts: Facts) -> Any:
-    """The value of the first operand that decides, or of the last one, if all up to it are known."""
+    """Return the value of the first operand that decides, else of the last operand; unknown if an operand before is unknown."""
     value: Any = _UNKNOWN
     for operand in expression.values:
         value = _value(operand, facts)

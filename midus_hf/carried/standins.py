@@ -1,6 +1,6 @@
-"""What stands in a checkpoint's own code for parts of the package that it does without: registries, reading of options, this room.
+"""Replacements, in a checkpoint's own code, for parts of the package: registries, the reading of options, `midus_hf.carried`.
 
-A definition of this module takes the place of every definition of the package that has its name.
+A definition of this module replaces every definition of the same name in the package.
 """
 
 import copy
@@ -14,15 +14,15 @@ from typing import Any
 
 ENTRY_MODULE = "modeling_midus"
 MEMORY_TYPES: dict[str, Any] = {}
-"""The options of each type of memory that this code has."""
+"""The options class of each type of memory in this code."""
 MEMORY_MODULES: dict[str, Any] = {}
-"""The module of each of these types."""
+"""The module class of each type of memory in this code."""
 WRITTEN_FOR: dict[str, dict[str, Any]] = {}
-"""The options of each type of memory that this code was written for: it lacks what other values need."""
+"""The options that this code was written for, by type of memory; the code lacks the branches that other values need."""
 
 
 def register_memory_type(name: str) -> Any:
-    """Register the options of a type of memory."""
+    """Return a decorator that registers the options class of a type of memory."""
 
     def decorate(cls: Any) -> Any:
         cls.type = name
@@ -33,7 +33,7 @@ def register_memory_type(name: str) -> Any:
 
 
 def register_memory(name: str) -> Any:
-    """Register the module of a type of memory."""
+    """Return a decorator that registers the module class of a type of memory."""
 
     def decorate(cls: Any) -> Any:
         cls.memory_type = name
@@ -44,20 +44,20 @@ def register_memory(name: str) -> Any:
 
 
 def module_of(memory_type: str) -> Any:
-    """Return the class of a type's module."""
+    """Return the module class of a type of memory."""
     return MEMORY_MODULES[memory_type]
 
 
 def option(default: Any, help: str, type: str = "") -> Any:
-    """Return a dataclass field with a default and a line that explains it."""
+    """Return a dataclass field with a default and a line of help."""
     return dataclasses.field(default_factory=lambda: copy.deepcopy(default), metadata={"help": help})
 
 
 def check_entry(values: Any) -> None:
-    """Refuse a type of memory, or a site of it, that this code was not written for.
+    """Refuse a memory whose type or site this code was not written for.
 
     Raises:
-        ValueError: If it is one.
+        ValueError: If this code was written for other types or sites.
     """
     memory_type = values["type"]
     if memory_type not in WRITTEN_FOR:
@@ -69,10 +69,10 @@ def check_entry(values: Any) -> None:
 
 
 def read_options(options_class: Any, values: dict[str, Any], what: str) -> Any:
-    """Return the options that a config gives.
+    """Return the options of one entry of a config.
 
     Raises:
-        ValueError: If this code was written for others.
+        ValueError: If this code was written for other values of an option.
     """
     written_for = {key: value for key, value in WRITTEN_FOR[options_class.type].items() if key != "site"}
     for key, value in values.items():
@@ -89,7 +89,7 @@ def _refusal(what: str, expected: str) -> ValueError:
 
 
 def auto_map(name: str) -> dict[str, str]:
-    """Return the `auto_map` of a config that belongs to `{name}Config`, `{name}Model` and `{name}ForCausalLM`."""
+    """Return the `auto_map` for a config with the classes `{name}Config`, `{name}Model` and `{name}ForCausalLM`."""
     return {
         "AutoConfig": f"{ENTRY_MODULE}.{name}Config",
         "AutoModel": f"{ENTRY_MODULE}.{name}Model",
@@ -98,7 +98,7 @@ def auto_map(name: str) -> dict[str, str]:
 
 
 def write_code(folder: str | os.PathLike, config: Any) -> list[Path]:
-    """Copy this file into the folder of a checkpoint."""
+    """Copy this file into a checkpoint's folder, and return the path of the copy in a list."""
     path = Path(folder, f"{ENTRY_MODULE}.py")
     path.parent.mkdir(parents=True, exist_ok=True)
     source = Path(inspect.getfile(sys.modules[type(config).__module__]))
