@@ -1,4 +1,4 @@
-"""A loss that is small when a memory's queries spread over all of its keys."""
+"""Loss that is small when a memory's queries spread over all of the memory's keys."""
 
 from collections.abc import Callable
 
@@ -8,7 +8,7 @@ from torch.utils.checkpoint import checkpoint
 from midus_hf.memory.protocols import ScoresSubKeys
 
 _MOST_SCORES = 1 << 24
-"""Scores held at a time: 64 MB in float32."""
+"""Number of scores held at a time: 64 MB in float32."""
 
 
 def balance_loss(
@@ -16,25 +16,25 @@ def balance_loss(
     attention_output: torch.Tensor,
     mean_over_processes: Callable[[torch.Tensor], torch.Tensor] | None = None,
 ) -> torch.Tensor:
-    """How unevenly the tokens of a batch select sub-keys: Switch Transformer's loss (Fedus et al. 2021, equation 4).
+    """Return how unevenly the tokens of a batch select sub-keys: Switch Transformer's loss (Fedus et al. 2021, equation 4).
 
-    For every head and side, `n * sum_i f_i P_i`: `f_i` is the share of the tokens' selections of their k best sub-keys
-    that fall on sub-key `i`, a constant; `P_i` is the mean over tokens of the softmax of the side's scores over the
-    temperature. The result is the mean over heads and sides. It is 1 if selections or probabilities are uniform, and
-    up to `n / k` if all tokens select the same. A memory with one key per slot has one side, its N slots.
+    For every head and side, the loss is `n * sum_i f_i P_i`. Every token selects its k best sub-keys, and `f_i` is the share of
+    all selections that fall on sub-key `i`, a constant. `P_i` is the mean over tokens of the softmax of the side's scores over
+    the temperature. The result is the mean over heads and sides: 1 if selections or probabilities are uniform, up to `n / k`
+    if all tokens select the same sub-keys. A memory with one key per slot has one side with N sub-keys, its slots.
 
-    The scores of all sub-keys exist a stretch of tokens at a time, and again in the backward pass.
+    Scores of all sub-keys are computed for a limited number of tokens at a time, and once more in the backward pass.
 
     Args:
-        memory: Whose keys are selected. What its batch norm has learned stays as it is.
-        attention_output: `[B, T, W]`, what the memory reads; every token counts, so padding should have none.
-        mean_over_processes: Gives the mean of a tensor over the processes that share the batch, all of which call it. Default:
-            none, one process has the whole batch.
+        memory: Memory whose keys are selected. The statistics of its batch norm are not updated.
+        attention_output: `[B, T, W]`, the input of the memory; every token counts, so leave padding out.
+        mean_over_processes: Function that returns the mean of a tensor over the processes that share the batch; every process calls
+            it. Default: none, one process has the whole batch.
 
     Returns:
-        A scalar, float32 (float64 for a float64 memory), differentiable in the keys and in `attention_output`. Of several processes,
-        the mean of their results is the loss of the whole batch, and the mean of their gradients its gradient: the f_i are those of
-        all tokens, the P_i of a process are the sum over its own, over the mean number of tokens of a process.
+        A scalar, float32 (float64 for a float64 memory), differentiable in the keys and in `attention_output`. With several
+        processes, the mean of their results is the loss of the whole batch, and the mean of their gradients is its gradient: the
+        f_i count all tokens; the P_i are a process's sum over its tokens, divided by the mean number of tokens per process.
     """
     query = memory.queries(attention_output, track_statistics=False).flatten(0, -3)  # [S, H, query_width]
     tokens, heads, _ = query.shape
@@ -59,15 +59,15 @@ def balance_loss(
 def _means(
     tensors: list[torch.Tensor], mean_over_processes: Callable[[torch.Tensor], torch.Tensor]
 ) -> list[torch.Tensor]:
-    """The mean of each tensor, in one message."""
+    """Return the mean of each tensor over the processes, communicated in one message."""
     means = mean_over_processes(torch.cat([tensor.flatten() for tensor in tensors]))
     parts = means.split([tensor.numel() for tensor in tensors])
     return [part.view_as(tensor) for part, tensor in zip(parts, tensors, strict=True)]
 
 
 def _side_sums(memory: ScoresSubKeys, query: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """For each side, sums over the tokens of `query` `[S, H, query_width]`: of probabilities `[H, n]`, and how often
-    each sub-key is among a token's k best `[H, n]`."""
+    """Return for each side, over the tokens of `query` `[S, H, query_width]`, the summed probabilities `[H, n]` and
+    how often each sub-key is among a token's k best `[H, n]`."""
     sums = []
     for scores in memory.sub_key_scores(query):  # [S, H, n]
         probabilities = memory.weigh(scores).sum(0)

@@ -35,18 +35,18 @@ from midus_hf.ops.dispatch.precision import without_autocast
 
 _EPS = 1e-6
 _MANY_TIMES = 4
-"""So many times as many choices as there are chapters leave hardly one of these out."""
+"""If there are this many times more choices than chapters, nearly every chapter is chosen."""
 _MOST_KEPT = 1 << 26
-"""Elements of projected memory tokens that a layer keeps for the length of a generation: 256 MB in float32."""
+"""Largest number of elements of projected memory tokens that a layer keeps during a generation: 256 MB in float32."""
 
 
 @register_memory("chapters")
 class Chapters(MemoryModule):
-    """Tokens read, by cross-attention, the chapters of a bank that a router chose for them (section 5, algorithm 1).
+    """Cross-attention of tokens to the chapters of a bank that a router chose for them (section 5, algorithm 1).
 
     Args:
-        options: `ChaptersOptions`.
-        sizes: Of the model.
+        options: Options of the memory.
+        sizes: Sizes of the model.
     """
 
     inputs: tuple[str, ...] = ("prompt_mask",)
@@ -54,7 +54,7 @@ class Chapters(MemoryModule):
 
     options: ChaptersOptions
     sparse_gradient: bool
-    """Whether the gradient of the bank is a sparse tensor of the rows that were read, which training may ask for."""
+    """Whether the gradient of the bank is a sparse tensor of the rows that were read; training may set it."""
     norm_weight: torch.Tensor
     router_weight: torch.Tensor
     router_bias: torch.Tensor
@@ -90,21 +90,21 @@ class Chapters(MemoryModule):
         prompt_mask: torch.Tensor | None = None,
         report: RouterReport | None = None,
     ) -> torch.Tensor:
-        """Read what the chosen chapters hold for each token.
+        """Read, for each token, the chapters that the router chose for the token.
 
         Args:
             hidden_states: `[B, T, D]`.
-            tables: The bank, where layers share it. Default: the layer's own.
-            tokens: Where the tokens stand. Default: no padding, one document per row.
-            state: What was kept of the sequence. Default: it begins here, and nothing is kept.
-            prompt_mask: `[B, T]`, true for tokens of the prompt, where routing is `prompt`. Default: all tokens are.
-            report: Takes the router's logits and its losses. Default: not wanted.
+            tables: The bank, if layers share one. Default: the layer's own bank.
+            tokens: Padding and documents. Default: no padding, one document per row.
+            state: State of the sequence from earlier passes. Default: the sequence begins here, and no state is kept.
+            prompt_mask: `[B, T]`, true for tokens of the prompt, if routing is `prompt`. Default: all tokens are.
+            report: Receives the router's logits and losses. Default: not reported.
 
         Returns:
-            `[B, T, D]`, to be added.
+            `[B, T, D]`, to be added to the hidden states.
 
         Raises:
-            ValueError: Where routing is `sequence` and `state` has seen a part of the sequence; as `pool_prompt`.
+            ValueError: If routing is `sequence` and `state` is not empty; the errors of `pool_prompt`.
         """
         if hidden_states.shape[0] == 0 or hidden_states.shape[1] == 0:
             return hidden_states * 0
@@ -133,7 +133,7 @@ class Chapters(MemoryModule):
         state: MemoryState | None = None,
         prompt_mask: torch.Tensor | None = None,
     ) -> Routing:
-        """Choose chapters; arguments as those of `forward`. Nothing is changed."""
+        """Choose chapters, with the arguments of `forward`, and change nothing."""
         return self._route(_rms_normalised(hidden_states), tokens, state, prompt_mask)
 
     def _route(
@@ -143,10 +143,10 @@ class Chapters(MemoryModule):
         state: MemoryState | None,
         prompt_mask: torch.Tensor | None,
     ) -> Routing:
-        """Choose chapters for hidden states over their root mean square.
+        """Choose chapters for hidden states that are divided by their root mean square.
 
-        Their elements are limited to what one is on average: in trained models a few are many times as large in every token of every
-        text, so that means with them are much the same for all texts.
+        Elements are limited to -1 ... 1: in trained models a few elements are many times larger in every token of every text, and
+        would make the means of all texts much the same.
         """
         pooled = self._pool(normalised.clamp(-1, 1), tokens or TokenPlaces(), state, prompt_mask)
         states = pooled.states if self.options.addressing == "content" else random_directions(pooled.states)
@@ -162,16 +162,16 @@ class Chapters(MemoryModule):
     def attention_mass(
         self, hidden_states: torch.Tensor, routing: Routing, *, tables: Mapping[str, torch.Tensor] | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """How much of its attention each token gives to the chapters that it reads; nothing is changed.
+        """Return how much attention each token gives to each chapter that the token reads, and change nothing.
 
         Args:
-            hidden_states: `[B, T, D]`, what is read.
-            routing: Of these, from `route`.
-            tables: As in `forward`.
+            hidden_states: `[B, T, D]`, the input of the memory.
+            routing: Result of `route` for these hidden states.
+            tables: The bank, if layers share one. Default: the layer's own bank.
 
         Returns:
-            The chapters of each token, shared ones first, `[B, T, S + k]`, and the share of each, the mean over query heads,
-            `[B, T, S + k]`, float32 at least: those of a token add up to 1.
+            The chapters of each token, shared chapters first, `[B, T, S + k]`, and the share of attention that each chapter gets,
+            the mean over query heads, `[B, T, S + k]`, float32 at least; the shares of a token add up to 1.
         """
         chapters, scales, biases = self._mixture(routing)
         keys, _, rows = self._memory_tokens(tables or {}, chapters, hidden_states)
@@ -189,14 +189,14 @@ class Chapters(MemoryModule):
     def token_outputs(
         self, chapters: torch.Tensor, *, tables: Mapping[str, torch.Tensor] | None = None
     ) -> torch.Tensor:
-        """What would be added to a token that attended to one memory token alone, weights of chapters left out.
+        """Return what a token would gain by attending to a single memory token, without the weight of the chapter.
 
         Args:
-            chapters: `[C']`, int64, their numbers.
-            tables: As in `forward`.
+            chapters: `[C']`, int64, numbers of the chapters.
+            tables: The bank, if layers share one. Default: the layer's own bank.
 
         Returns:
-            `[C', M, D]`, for each memory token of these chapters.
+            `[C', M, D]`, one row per memory token of these chapters.
         """
         bank = self._bank(tables or {})
         _, values = self._projected(_memory_rows(self.options, bank, chapters, self.norm_weight.dtype))
@@ -205,7 +205,7 @@ class Chapters(MemoryModule):
         return self.output_projection(values.flatten(-2))
 
     def _queries(self, normalised: torch.Tensor) -> torch.Tensor:
-        """Queries `[B, T, H, d]`, of hidden states over their root mean square."""
+        """Return queries `[B, T, H, d]` of hidden states that are divided by their root mean square."""
         query = self.query_projection(normalised * self.norm_weight.to(normalised.dtype))
         return query.unflatten(-1, (self.num_heads, self.head_dim))
 
@@ -232,7 +232,7 @@ class Chapters(MemoryModule):
         return pool_sequence(states, tokens)
 
     def _mixture(self, routing: Routing) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
-        """All chapters `[N, S + k]` that are read, shared ones first; their scales and biases, likewise, where they have any."""
+        """Return all chapters that are read, shared chapters first, and their scales and biases or None, each `[N, S + k]`."""
         shared = torch.arange(self.options.shared_chapters, device=routing.chosen.device)
         shared = shared.expand(*routing.chosen.shape[:-1], -1)
         chapters = torch.cat([shared, routing.chosen], dim=-1)
@@ -251,11 +251,11 @@ class Chapters(MemoryModule):
     def _memory_tokens(
         self, tables: Mapping[str, torch.Tensor], chapters: torch.Tensor, like: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Keys and values `[C', M, K, d]`, and which of them each stretch reads, `[N, n]`.
+        """Return keys and values `[C', M, K, d]` of chapters, and which of these chapters each stretch reads, `[N, n]`.
 
-        Chapters that any stretch reads are projected once each; the whole bank, where so many stretches read that hardly any chapter
-        could be left out. A compiled graph, whose shapes must not depend on what is read, projects shared chapters once, and chosen
-        ones for each stretch, or the whole bank if that is less.
+        Each chapter that any stretch reads is projected once; the whole bank is projected if so many stretches read that nearly every
+        chapter is chosen. In a compiled graph, shapes must not depend on the choice: shared chapters are projected once, and chosen
+        chapters once per stretch, or the whole bank if that is less.
         """
         bank, shape = self._bank(tables), (self.num_kv_heads, self.head_dim)
         if INSTALLED and self.kept is not None:
@@ -269,7 +269,7 @@ class Chapters(MemoryModule):
         return keys.unflatten(-1, shape), values.unflatten(-1, shape), chapters
 
     def _read_chapters(self, chapters: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor]:
-        """The chapters `[C']` that stretches read, of `[N, S + k]`, None for all; and where each stands among them, `[N, S + k]`."""
+        """Return the chapters to project `[C']`, None for all, and the index among them of each of `chapters` `[N, S + k]`."""
         shared, every = self.options.shared_chapters, self.options.chapters
         chosen = chapters[:, shared:]
         at_most = shared + chosen.numel()
@@ -287,10 +287,10 @@ class Chapters(MemoryModule):
     def _gives_rows(
         self, tables: Mapping[str, torch.Tensor], bank: dict[str, torch.Tensor], read: torch.Tensor | None
     ) -> bool:
-        """Whether the gradient of the bank is to be one of the rows that are read, and the bank that gives it.
+        """Return whether the gradient of the bank shall hold only the rows that are read; may replace `bank["bank"]`.
 
-        It is where training asks for this, and where several layers read few rows of a bank: its gradient is made dense once then,
-        of the sum over these layers, in place of one as large as the bank for each.
+        It shall if training asks for sparse gradients, or if several layers read few rows of one bank. In the second case, the sum
+        of the layers' gradients is made dense once, instead of one gradient as large as the bank per layer.
         """
         table = bank.get("bank")
         if table is None or read is None or not (torch.is_grad_enabled() and table.requires_grad):
@@ -309,14 +309,14 @@ class Chapters(MemoryModule):
         return {name: tables[name] if name in tables else getattr(self, name) for name in self.bank_names}
 
     def _projected(self, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and values `[C', M, K * d]` of memory tokens `[C', M, W]`."""
+        """Return keys and values `[C', M, K * d]` of memory tokens `[C', M, W]`."""
         return self.key_projection(rows), self.value_projection(rows)
 
     def _report(self, routing: Routing, report: RouterReport) -> None:
-        """Tell the router's logits, and its losses times their coefficients."""
+        """Report the router's logits, and the sum of its losses times their coefficients."""
         logits, chosen, counts = routing.logits, routing.chosen, routing.pooled.counts
         first = 0 if self.options.balance == "released" else self.options.shared_chapters
-        candidates = logits[:, first:]  # [N, C - S]: what nothing is chosen by must not change what a choice costs
+        candidates = logits[:, first:]  # [N, C - S]: logits that no choice depends on must not change the loss
         balance = balance_loss(candidates, chosen - first, counts, self.options.balance == "per-choice")
         squares = z_loss(candidates, counts)
         loss = self.options.router_aux_loss_coef * balance + self.options.router_z_loss_coef * squares
@@ -335,7 +335,7 @@ def _memory_rows(
     dtype: torch.dtype,
     gives_rows: bool = False,
 ) -> torch.Tensor:
-    """Memory tokens `[C', M, W]` as they are read, of some chapters `[C']` of a bank, none of them twice, or of all."""
+    """Return the memory tokens `[C', M, W]` of distinct chapters `[C']` of a bank, or of all chapters, ready to be projected."""
 
     def chosen(table: torch.Tensor) -> torch.Tensor:
         by_chapter = table.unflatten(0, (options.chapters, options.chapter_tokens))  # [C, M, ...]
@@ -353,13 +353,13 @@ def _memory_rows(
 
 
 def _derive_all(options: ChaptersOptions, bank_names: Sequence[str], *sources: torch.Tensor) -> torch.Tensor:
-    """Keys and values `[2, C, M, K * d]` of a whole bank, of its tensors and the weights of both projections."""
+    """Return keys and values `[2, C, M, K * d]` of a whole bank, from the bank's tensors and the weights of both projections."""
     *tables, key_weight, value_weight = sources
     rows = _memory_rows(options, dict(zip(bank_names, tables, strict=True)), None, key_weight.dtype)
     return torch.stack([nn.functional.linear(rows, key_weight), nn.functional.linear(rows, value_weight)])
 
 
 def _rms_normalised(states: torch.Tensor) -> torch.Tensor:
-    """States over the root mean square of their last dimension, computed in float32 at least."""
+    """Divide states by the root mean square of their last dimension, computed in float32 at least."""
     wide = states.to(torch.promote_types(states.dtype, torch.float32))
     return (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + _EPS)).to(states.dtype)

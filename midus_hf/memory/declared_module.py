@@ -1,4 +1,4 @@
-"""A module whose tensors are those that a declaration names."""
+"""Module whose tensors are made from a declaration."""
 
 from collections.abc import Mapping
 from operator import attrgetter
@@ -10,10 +10,10 @@ from midus_hf.config.declared_tensors import DeclaredTensor, Role
 
 
 class DeclaredModule(nn.Module):
-    """A module with declared tensors: raw parameters and buffers, and linear layers where the name says `NAME.weight`.
+    """Module with declared tensors: parameters and buffers, and a linear layer `NAME` for each tensor called `NAME.weight`.
 
     Args:
-        declared: By name.
+        declared: Declaration of each tensor, by the tensor's name.
     """
 
     def __init__(self, declared: Mapping[str, DeclaredTensor]):
@@ -31,20 +31,20 @@ class DeclaredModule(nn.Module):
         self.reset_parameters()
 
     def leave_out(self, name: str) -> None:
-        """Do without a tensor that is declared."""
+        """Remove a declared tensor from the module."""
         del self.declared[name]
         delattr(self, name.removesuffix(".weight"))
 
     def names_of(self, *roles: Role) -> list[str]:
-        """Names of the tensors that have one of the roles."""
+        """Return the names of the tensors that have one of the roles."""
         return [name for name, tensor in self.declared.items() if tensor.role in roles]
 
     def declared_tensor(self, name: str) -> torch.Tensor:
-        """A parameter or buffer by the name that the declaration has for it."""
+        """Return a parameter or buffer by its declared name."""
         return attrgetter(name)(self)
 
     def reset_parameters(self) -> None:
-        """Initialise every parameter and buffer that no checkpoint has filled, of those that have values at all."""
+        """Initialise every parameter and buffer that no checkpoint has filled, except on the meta device."""
         for name, tensor in (*self.named_parameters(), *self.named_buffers()):
             if not (tensor.is_meta or getattr(tensor, "_is_hf_initialized", False)):
                 with torch.no_grad():

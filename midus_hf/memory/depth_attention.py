@@ -12,16 +12,16 @@ from midus_hf.memory.sequence_heads import SequenceHeads
 from midus_hf.ops.depth.joining import Depth
 
 _VALUES = ("attention_value", "ffn_value")
-"""What names of the tensors begin with that make values of slots."""
+"""Prefixes of the names of the tensors that project the values of slots."""
 
 
 @register_memory("depth-attention")
 class DepthAttention(MemoryModule):
-    """What a layer has for attention over the depth: a gate per head, and projections of the slots that it writes.
+    """A layer's part of attention over the depth: a gate per head, and projections of the slots that the layer writes.
 
     Args:
-        options: `DepthAttentionOptions`.
-        sizes: Of the model.
+        options: Options of the memory.
+        sizes: Sizes of the model.
     """
 
     options: DepthAttentionOptions
@@ -31,15 +31,15 @@ class DepthAttention(MemoryModule):
         self.kv_heads = sizes.num_key_value_heads
 
     def forward(self, read: torch.Tensor, *, slot: SlotSource | None = None, **depth: Any) -> Any:
-        """Write a slot, or read those of earlier layers.
+        """Write a slot, or read the slots of earlier layers.
 
         Args:
-            read: What there is to read: `[B, T, D]` for a slot, queries `[B, H, T, d]` as slots are rotated otherwise.
-            slot: Which slot to write. Default: none.
-            depth: What `attend` takes beside queries, if there is none to write.
+            read: Hidden states `[B, T, D]` if a slot is written; else queries `[B, H, T, d]`, rotated as the slots are.
+            slot: Source of the slot to write. Default: none, slots are read.
+            depth: Arguments of `attend` other than the queries, if slots are read.
 
         Returns:
-            A key and a value, `[B, K, T, d]`, in front of norm and rotation; or what `attend` returns.
+            A key and a value, each `[B, K, T, d]`, before norm and rotation; or the result of `attend`.
         """
         return self.attend(read, **depth) if slot is None else self._project(read, slot)
 
@@ -61,16 +61,16 @@ class DepthAttention(MemoryModule):
         keys: Sequence[torch.Tensor],
         values: Sequence[torch.Tensor],
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Read the sequence and the slots, and join both (`joint_attention`).
+        """Attend to the sequence and to the slots, and join both results (`joint_attention`).
 
         Args:
-            query: `[B, H, T, d]`, rotated as keys are.
-            sequence: What heads read of the sequence.
-            keys: n of `[B, K, T, d]`, from the oldest slot to the newest.
-            values: n of `[B, K, T, d]`.
+            query: `[B, H, T, d]`, rotated as the keys of the slots are.
+            sequence: The layer's own attention to the sequence.
+            keys: n tensors `[B, K, T, d]`, from the oldest slot to the newest.
+            values: n tensors `[B, K, T, d]`, in the same order.
 
         Returns:
-            `[B, T, H, d]`; attention weights, if the sequence's are known.
+            The output of the heads, `[B, T, H, d]`, and attention weights, if the weights of the sequence are known.
         """
         return sequence.joined(
             Depth(query, keys, values, sequence.scaling, sequence.softcap, self.gate, self.is_added)
@@ -78,28 +78,28 @@ class DepthAttention(MemoryModule):
 
     @property
     def gate(self) -> torch.Tensor | None:
-        """c of each head, `[H]`; None where it is 1."""
+        """The gate c of each head, `[H]`, from 0 to 1; None if c is always 1."""
         return None if self.options.joining == "joint" else _Bounded.apply(self.depth_gate)
 
     @property
     def is_added(self) -> bool:
-        """Whether what is read of the depth is added to the sequence's, as far as c leaves it."""
+        """True if heads also add 1 - c of what they read of the depth (`joining` is `added`)."""
         return self.options.joining == "added"
 
     def names_it_acts_through(self) -> list[str]:
         gates = self.names_of("gate")
         if self.options.joining != "added":
             return gates
-        # Zero values still have a share in what opens another layer's gate, so a layer without a gate of its own is left out, as is
-        # one whose own keys and values are read.
+        # A slot with zero values still takes a share of the softmax of a later layer with an open gate. So nothing is listed for a
+        # layer without a gate, nor if later layers read attention's own keys and values.
         values = [name for name in self.names_of("projection") if name.startswith(_VALUES)]
         return [*values, *gates] if values and gates and self.options.attention_slots != "reused" else []
 
 
 class _Bounded(torch.autograd.Function):
-    """A number from 0 to 1; its gradient is that of the number unless it would lead further out.
+    """Numbers limited to 0 ... 1. The gradient passes unchanged, unless a step along it would leave the range.
 
-    So a gate of 0 learns, and none ends where it cannot come back from.
+    So a gate of 0 learns, and no gate moves so far out of the range that it cannot come back.
     """
 
     @staticmethod

@@ -1,4 +1,4 @@
-"""What the texts of a batch fetched from a bank: blocks of each level of a tree, and which row has which."""
+"""Blocks that the texts of a batch fetched from a bank, for each level of a tree, and which row has which block."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -13,11 +13,11 @@ _MOST_JOINED_BYTES = 2**30
 
 @dataclass(frozen=True)
 class FetchedLevel:
-    """What a layer got from one level.
+    """Blocks of one level, for one layer.
 
     Args:
-        tensors: By name, `[U, ...]`, the blocks that there are.
-        blocks: `[B]`, int64, the block of each row, from 0 to U - 1; None where row b has block b.
+        tensors: Each tensor of the blocks by name, `[U, ...]`, for U blocks.
+        blocks: `[B]`, int64, the block of each row, from 0 to U - 1; None if row b has block b.
     """
 
     tensors: Mapping[str, torch.Tensor]
@@ -26,56 +26,56 @@ class FetchedLevel:
 
 @dataclass(frozen=True)
 class FetchedLayer:
-    """What a layer got.
+    """Blocks for one layer.
 
     Args:
-        levels: Those that have blocks, from the root down; one where they were joined.
+        levels: The levels that have blocks, from the root down; a single level if the blocks were joined.
     """
 
     levels: tuple[FetchedLevel, ...]
 
 
 class FetchedBatch:
-    """What the rows of a batch fetched, for all layers.
+    """Blocks that the rows of a batch fetched, for all layers.
 
     Args:
-        layout: Of the bank.
-        records: For each level that has blocks, counted from 1, the records of the blocks that were fetched, `[U, numel]`.
-        blocks: For each of these levels, which of its records each row has, `[B]`, int64.
+        layout: Layout of the bank.
+        records: For each level with blocks, counted from 1, the records of the fetched blocks, `[U, numel]`.
+        blocks: For each of these levels, the record of each row, `[B]`, int64, from 0 to U - 1.
     """
 
     def __init__(self, layout: BankLayout, records: Mapping[int, torch.Tensor], blocks: Mapping[int, torch.Tensor]):
         self.layout, self.records, self.blocks = layout, dict(records), dict(blocks)
         self._joined: FetchedBatch | None = None
         self._joins = bool(layout.blocks.joined_along)
-        # Split once, so that the gradients of all tensors are put together once.
+        # Split once, so that the gradients of all tensors are concatenated once.
         parts = {
-            level: self.records[level].split([place.numel for place in places], dim=1)
-            for level, places in layout.records.items()
+            level: self.records[level].split([field.numel for field in fields], dim=1)
+            for level, fields in layout.records.items()
         }
         self._layers = {layer: FetchedLayer(tuple(self._levels_of(layer, parts))) for layer in layout.layers}
 
     def _levels_of(self, layer: int, parts: Mapping[int, tuple[torch.Tensor, ...]]) -> list[FetchedLevel]:
         levels = []
-        for level, places in self.layout.records.items():
+        for level, fields in self.layout.records.items():
             tensors = {
-                place.name: part.view(len(part), *place.tensor.shape)
-                for place, part in zip(places, parts[level], strict=True)
-                if place.layer == layer
+                field.name: part.view(len(part), *field.tensor.shape)
+                for field, part in zip(fields, parts[level], strict=True)
+                if field.layer == layer
             }
             levels.append(FetchedLevel(tensors, self.blocks[level]))
         return levels
 
     def joined(self, most_bytes: int = _MOST_JOINED_BYTES) -> "FetchedBatch":
-        """The same for many passes: the blocks of each path made one, of all levels, so that a layer computes with one.
+        """Return the batch for use in many passes: for each path, the blocks of all levels joined into one block per layer.
 
-        It takes a copy, once, of what each path fetched. The sums of levels are taken in another order.
+        The first call copies the blocks of every path. Sums over levels are then taken in another order.
 
         Args:
-            most_bytes: That the copy may have. Default: 1 GB.
+            most_bytes: Largest size of the copy. Default: 1 GB.
 
         Returns:
-            Itself where there is nothing to join, no room, or a gradient is wanted.
+            The joined batch; this batch itself if its blocks cannot be joined, the copy is too large, or records need gradients.
         """
         if self._joined is None and self._joins:
             paths = list(dict.fromkeys(self._paths()))
@@ -98,20 +98,20 @@ class FetchedBatch:
         return joined
 
     def _paths(self) -> list[tuple[int, ...]]:
-        """For each row, the number of its block within each level."""
+        """Return for each row the number of the row's block in each level."""
         return list(zip(*(blocks.tolist() for blocks in self.blocks.values()), strict=True))
 
     @property
     def num_rows(self) -> int:
-        """B, the rows that fetched."""
+        """Number of rows of the batch, B."""
         return len(next(iter(self.blocks.values())))
 
     def of(self, layer: int) -> FetchedLayer:
-        """What a layer of the model got."""
+        """Return the blocks for a layer of the model, by the layer's index."""
         return self._layers[layer]
 
     def to(self, device: Any, non_blocking: bool = False) -> "FetchedBatch":
-        """The same on another device; itself where it is there already."""
+        """Return the batch on another device, or this batch itself if it is there already."""
         records = {level: record.to(device, non_blocking=non_blocking) for level, record in self.records.items()}
         if all(record is self.records[level] for level, record in records.items()):
             return self
@@ -122,13 +122,13 @@ class FetchedBatch:
 def _joined_level(
     layer: FetchedLayer, layout: BankLayout, of_levels: list[torch.Tensor], blocks: torch.Tensor | None
 ) -> FetchedLevel:
-    """The levels of a layer as one.
+    """Return the levels of a layer joined into one.
 
     Args:
-        layer: That they are of.
-        layout: Of the bank.
-        of_levels: For each level, the block that each of P paths has, `[P]`.
-        blocks: The path of each row.
+        layer: The layer's blocks.
+        layout: Layout of the bank.
+        of_levels: For each level, the block of each of P paths, `[P]`.
+        blocks: The path of each row, `[B]`; None if row b has path b.
     """
     tensors = {
         name: torch.cat(

@@ -22,8 +22,8 @@ class HeadwiseMemory(RetrievalMemory):
     """A memory per head, queried by the head's attention output (MIDUS, section 4.2, equations 11 to 17).
 
     Args:
-        options: `HeadwiseOptions`.
-        sizes: Of the model. `head_dim`, the width of one head's share of the attention output, need not be D / H.
+        options: Options of the memory.
+        sizes: Sizes of the model. `head_dim`, the width of one head's share of the attention output, need not be D / H.
     """
 
     row_keys: torch.Tensor
@@ -50,11 +50,11 @@ class HeadwiseMemory(RetrievalMemory):
         return list(sub_key_scores(query, self.row_keys, self.column_keys))
 
     def forward(self, attention_output: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
-        """Retrieve what every head's attention output asks for.
+        """Retrieve values for the attention output of every head.
 
         Args:
             attention_output: `[B, T, H * d]`, the heads' outputs side by side.
-            residual: `[B, T, D]`, added to what is retrieved. Default: none.
+            residual: `[B, T, D]`, added to the retrieved values. Default: none.
 
         Returns:
             `[B, T, D]`.
@@ -87,15 +87,15 @@ class HeadwiseMemory(RetrievalMemory):
     def slot_outputs(
         self, slots: torch.Tensor, head: int, *, tables: Mapping[str, torch.Tensor] | None = None
     ) -> torch.Tensor:
-        """What slots add where a head reads them alone: its value in the head's share of the residual stream, and zeros elsewhere.
+        """Return what each slot adds if one head reads it alone: its value in the head's share of the residual stream, else zeros.
 
         Args:
-            slots: `[S]`, int64.
-            head: That reads them.
-            tables: Not asked for.
+            slots: `[S]`, int64, numbers of the slots.
+            head: The head that reads the slots.
+            tables: Not used: the layer has its own values.
 
         Returns:
-            `[S, 1, D]`, in front of the gate.
+            `[S, 1, D]`, before the gate.
         """
         rows = self.value_bank[head, slots] if self.values == "own" else self.value_bank[slots]  # [S, v]
         if self.values == "expanded":
@@ -108,14 +108,14 @@ class HeadwiseMemory(RetrievalMemory):
     def extra_repr(self) -> str:
         sizes: dict[str, Any] = {"num_heads": self.num_heads, "head_dim": self.head_dim, "value_dim": self.value_dim}
         sizes |= {"n": self.n, "k": self.k}
-        words = {
+        options = {
             "values": self.values,
             "query_norm": self.query_norm,
             "gate": self.gate,
             "addressing": self.addressing,
         }
         usual = ("expanded", "none", "content")
-        chosen: dict[str, Any] = {name: value for name, value in words.items() if value not in usual}
+        chosen: dict[str, Any] = {name: value for name, value in options.items() if value not in usual}
         if self.temperature != 1:
             chosen["temperature"] = self.temperature
         return ", ".join(f"{name}={value}" for name, value in (sizes | chosen).items())

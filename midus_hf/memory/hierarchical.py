@@ -1,4 +1,4 @@
-"""Memories whose parameters a text fetches: hidden units, low-rank factors, keys and values (hierarchical memories, section 2.2)."""
+"""Memories whose parameters texts fetch: hidden units, low-rank factors, keys and values (hierarchical memories, section 2.2)."""
 
 from collections.abc import Iterator
 from typing import ClassVar, Literal
@@ -16,7 +16,7 @@ from midus_hf.ops.dispatch.choices import resolve
 
 
 class FetchingMemory(MemoryModule):
-    """A memory without parameters of its own: whatever it computes with, the texts of the pass fetched."""
+    """A memory that has no parameters in the model and computes with the blocks that the texts of the pass fetched."""
 
     asks: tuple[Literal["tokens", "state", "report", "fetched"], ...] = ("fetched",)
     options: HierarchicalOptions
@@ -27,8 +27,8 @@ class HierFFN(FetchingMemory):
     """Hidden units that are added to a gated feed-forward network (figure 18).
 
     Args:
-        options: `HierFFNOptions`.
-        sizes: Of the model, whose activation the units have.
+        options: Options of the memory.
+        sizes: Sizes of the model; the units have the model's activation.
     """
 
     def __init__(self, options: HierarchicalOptions, sizes: ModelSizes):
@@ -36,11 +36,11 @@ class HierFFN(FetchingMemory):
         self.activation = ACT2FN[sizes.activation]
 
     def forward(self, hidden_states: torch.Tensor, *, fetched: FetchedLayer) -> torch.Tensor:
-        """What the units add, `W_down (act(W_gate x) * W_up x)`: what the network would give more if it were wider.
+        """Return the output of the added units, `W_down (act(W_gate x) * W_up x)`, summed over levels.
 
         Args:
-            hidden_states: `[B, T, D]`, what the feed-forward network reads.
-            fetched: What the rows fetched for the layer: `gate`, `up` `[U, r, D]`, `down` `[U, D, r]`.
+            hidden_states: `[B, T, D]`, the input of the feed-forward network.
+            fetched: Blocks that the rows fetched for the layer: `gate`, `up` `[U, r, D]`, `down` `[U, D, r]`.
 
         Returns:
             `[B, T, D]`.
@@ -60,8 +60,8 @@ class HierLora(FetchingMemory):
     """Low-rank factors that are added to projections (figures 14 to 16).
 
     Args:
-        options: `HierLoraOptions`.
-        sizes: Of the model.
+        options: Options of the memory.
+        sizes: Sizes of the model.
     """
 
     options: HierLoraOptions
@@ -69,18 +69,18 @@ class HierLora(FetchingMemory):
     def forward(
         self,
         read: torch.Tensor,
-        given: torch.Tensor,
+        output: torch.Tensor,
         *,
         projection: str,
         fetched: FetchedLayer,
     ) -> torch.Tensor:
-        """What a projection gives with the factors added, `W x + alpha * sum_l B_l A_l x`.
+        """Return the output of a projection with the factors added, `W x + alpha * sum_l B_l A_l x`.
 
         Args:
-            read: `[B, T, i]`, what the projection reads.
-            given: `[B, T, o]`, what it gives.
-            projection: Its role.
-            fetched: What the rows fetched: `{role}_down` `[U, r, i]`, A, and `{role}_up` `[U, o, r]`, B.
+            read: `[B, T, i]`, the projection's input x.
+            output: `[B, T, o]`, the projection's output W x.
+            projection: Role of the projection.
+            fetched: Blocks that the rows fetched: `{role}_down` `[U, r, i]`, A, and `{role}_up` `[U, o, r]`, B.
 
         Returns:
             `[B, T, o]`.
@@ -88,8 +88,8 @@ class HierLora(FetchingMemory):
         for level in fetched.levels:
             narrow = block_linear(read, level.tensors[f"{projection}_down"], level.blocks)
             wide = block_linear(narrow, level.tensors[f"{projection}_up"], level.blocks)
-            given = given + self.options.alpha * wide.to(given.dtype)
-        return given
+            output = output + self.options.alpha * wide.to(output.dtype)
+        return output
 
 
 @register_memory("hier-lora-qk")
@@ -115,11 +115,11 @@ class HierLoraFFN(HierLora):
 
 @register_memory("hier-kv")
 class HierKV(FetchingMemory):
-    """Keys and values that every token attends to beside the sequence (figure 17).
+    """Keys and values that every token attends to in addition to the sequence (figure 17).
 
     Args:
-        options: `HierKVOptions`.
-        sizes: Of the model.
+        options: Options of the memory.
+        sizes: Sizes of the model.
     """
 
     reads_heads: ClassVar[bool] = True
@@ -137,17 +137,17 @@ class HierKV(FetchingMemory):
         softcap: float | None = None,
         fetched: FetchedLayer,
     ) -> torch.Tensor:
-        """What heads give, and what they read of all keys and values that were fetched, in one softmax, without a mask.
+        """Return the output of the heads plus their attention to the fetched keys and values of all levels, without a mask.
 
         Args:
-            query: `[B, H, T, d]`, rotated; not read.
-            key: `[B, K, S, d]`; not read.
-            value: `[B, K, S, d]`; not read.
-            output: `[B, T, H, d]`, what the heads give.
+            query: `[B, H, T, d]`, rotated; not used.
+            key: `[B, K, S, d]`; not used.
+            value: `[B, K, S, d]`; not used.
+            output: `[B, T, H, d]`, the output of the heads.
             unrotated: `[B, H, T, d]`, queries without their rotation.
-            scaling: By what the model multiplies scores.
-            softcap: What no score of the model exceeds (Gemma 2). Default: scores are as they are.
-            fetched: What the rows fetched: `memory_keys`, `memory_values` `[U, r, K, d]`.
+            scaling: Factor that the model multiplies scores by.
+            softcap: Limit of the model's scores, c in `c * tanh(score / c)` (Gemma 2). Default: scores are not capped.
+            fetched: Blocks that the rows fetched: `memory_keys`, `memory_values` `[U, r, K, d]`.
 
         Returns:
             `[B, T, H, d]`.
@@ -168,7 +168,7 @@ class HierKV(FetchingMemory):
 
 
 def _rows_of(fetched: FetchedLayer, name: str) -> Iterator[torch.Tensor]:
-    """A tensor of each level, of the block of each row, `[B, r, K, d]`."""
+    """Yield, for each level, a tensor of the block of each row, `[B, r, K, d]`."""
     for level in fetched.levels:
         tensor = level.tensors[name]
         if level.blocks is None:
@@ -180,16 +180,16 @@ def _rows_of(fetched: FetchedLayer, name: str) -> Iterator[torch.Tensor]:
 def block_linear(
     inputs: torch.Tensor, weights: torch.Tensor, blocks: torch.Tensor | None, *, backend: str = "auto"
 ) -> torch.Tensor:
-    """Map each row by the block that it has, `out[b, t] = weights[blocks[b]] @ inputs[b, t]`.
+    """Multiply each row by the row's block, `out[b, t] = weights[blocks[b]] @ inputs[b, t]`.
 
-    Where all rows have one block it is one matrix product. Else rows of equal blocks are mapped together on the CPU, where the
-    number of them is known at once; elsewhere by one batched product with a copy of the block of each row.
+    If there is only one block, this is one matrix product. Otherwise, on a CPU, rows with the same block are multiplied together,
+    since the number of these rows is known without waiting; elsewhere one batched product uses a copy of the block for each row.
 
     Args:
         inputs: `[B, T, i]`, floating point.
-        weights: `[U, o, i]`, the blocks that there are; cast to the dtype of `inputs`.
-        blocks: `[B]`, int64, from 0 to U - 1; None where row b has block b, so that U is B.
-        backend: As in `OpChoices`; matrix products on every one. Default: `"auto"`.
+        weights: `[U, o, i]`, the U blocks; cast to the dtype of `inputs`.
+        blocks: `[B]`, int64, the block of each row, from 0 to U - 1; None if row b has block b, so that U is B.
+        backend: One of the choices of `OpChoices`; every backend uses matrix products. Default: `"auto"`.
 
     Returns:
         `[B, T, o]`, in the dtype of `inputs`.
@@ -221,7 +221,7 @@ def block_linear(
 
 
 def grouped(inputs: torch.Tensor, weights: torch.Tensor, blocks: torch.Tensor) -> torch.Tensor:
-    """As `block_linear`, with one matrix product per block."""
+    """Compute `block_linear` with one matrix product per block."""
     order = blocks.argsort(stable=True)
     counts = blocks.bincount(minlength=len(weights)).tolist()
     parts = inputs[order].split(counts)

@@ -1,4 +1,4 @@
-"""What memories derive from their parameters alone, kept for as long as somebody says that weights stand still (MIDUS, C.2)."""
+"""Tensors that memories derive from their parameters alone, kept while the caller promises not to change weights (MIDUS, C.2)."""
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping
@@ -13,41 +13,41 @@ from midus_hf.ops.dispatch.private_torch import keep_address
 
 @runtime_checkable
 class LendsTables(Protocol):
-    """A stack of layers whose memories read tables that it holds."""
+    """A stack of layers that holds tables for its memories."""
 
     def table_readers(self) -> Iterator[tuple[nn.Module, Mapping[str, torch.Tensor]]]:
-        """Each memory that reads shared tables, and these by name."""
+        """Yield each memory that reads shared tables, with these tables by name."""
 
 
 @contextlib.contextmanager
 def kept_values(model: nn.Module) -> Iterator[None]:
-    """Expand the values of every memory in `model` once, and read the expanded ones in the passes within.
+    """Expand the values of every memory in `model` once, and read the expanded values in all passes inside the context.
 
-    What is expanded is what a memory derives from its parameters alone: the values of each head, the keys and values of chapters, or
-    the normalised keys of UltraMemV2 and the singular vectors of its cores.
+    Expanded values are tensors that a memory derives from its parameters alone: the values of each head, the keys and values of
+    chapters, or the normalised keys of UltraMemV2 and the singular vectors of its cores.
 
-    `generate` of a model with memory does this for the length of one call. Nothing else does it by itself: whether
-    weights have changed cannot be told from outside (fused optimizers, `.data` and compiled steps leave no trace), so
-    what is kept has a lifetime instead. Weights must not change within; whatever changes them before or afterwards,
-    by any route, no pass returns what older weights gave.
+    `generate` of a model with memory opens this context for each call. Nothing else does, because a change of weights cannot be
+    detected (fused optimizers, `.data` and compiled steps leave no trace); the kept tensors have a lifetime instead.
+    Weights must not change inside the context. Weights may change, by any route, before or after it: no pass then returns
+    results of older weights.
 
-    Eager, compiled and CUDA-graph passes within all read what is kept; a graph that was captured within may be
-    replayed within alone. A serving engine opens the context when weights are loaded, with `contextlib.ExitStack`, and
-    closes it before it loads others. Passes with gradients do without, and so do memories whose parameters are not
-    there to be read (offloaded, sharded, quantised, or computed from something else).
+    Eager, compiled and CUDA-graph passes inside the context all read the kept tensors. A graph captured inside the context may
+    be replayed only inside it. A serving engine opens the context when it has loaded weights, with `contextlib.ExitStack`, and
+    closes it before it loads others. Passes with gradients do not use kept tensors, nor do memories whose parameters cannot be
+    read as they are (offloaded, sharded, quantised, or computed from other tensors).
 
-    Under `torch.autocast` values are expanded in the dtype that it chooses. Expanding rounds in another order than
-    transforming what was gathered: results agree to rounding.
+    Under `torch.autocast`, values are expanded in autocast's dtype. Expanding before gathering rounds in another order than
+    transforming the gathered values, so results agree up to rounding.
 
     Args:
-        model: A model, a part of one, or a wrapper of one.
+        model: A model, a part of a model, or a wrapper around a model.
     """
     opened = []
     tables = _tables_of_readers(model)
     try:
         for module in model.modules():
             kept = getattr(module, "kept", None)
-            if isinstance(kept, KeptValues) and kept.is_empty:  # else an outer context keeps them
+            if isinstance(kept, KeptValues) and kept.is_empty:  # else an outer context has filled it
                 opened.append(kept)
                 kept.fill(module, tables.get(id(module), {}))
         yield
@@ -59,14 +59,14 @@ def kept_values(model: nn.Module) -> Iterator[None]:
 class KeptValues:
     """Tensors derived from parameters of a module, filled and cleared by `kept_values` alone.
 
-    They are neither copied nor saved with the module.
+    The tensors are neither copied nor saved with the module.
 
     Args:
-        parameters: Names of the parameters that they are derived from, of the module, of its linear layers, or of tables that it
-            shares.
-        derive: Makes them from these: one tensor, or several of one dtype.
-        as_stored: Whether `derive` takes parameters in the dtype that they are stored in, under `torch.autocast` too. Default:
-            false, cast to the dtype that autocast chooses.
+        parameters: Names of the parameters to derive the tensors from: parameters of the module, of its linear layers, or of
+            tables that it shares.
+        derive: Function of these parameters that returns one tensor, or several of one dtype.
+        as_stored: Whether `derive` takes parameters in their stored dtype under `torch.autocast` too. Default: false,
+            parameters are cast to autocast's dtype.
     """
 
     def __init__(self, parameters: tuple[str, ...], derive: Callable[..., Any], as_stored: bool = False):
@@ -78,16 +78,16 @@ class KeptValues:
 
     @property
     def is_empty(self) -> bool:
-        """Whether nothing is kept."""
+        """True if nothing is kept."""
         return self._derived is None
 
     @property
     def num_bytes(self) -> int:
-        """Memory that it takes."""
+        """Size of the kept tensors in bytes; 0 if nothing is kept."""
         return sum(tensor.nbytes for tensor in _tensors_of(self._derived))
 
     def fill(self, module: nn.Module, tables: Mapping[str, torch.Tensor]) -> None:
-        """Derive the tensors, if the parameters of `module` and the tables that it shares are there to be read."""
+        """Derive the tensors, if the parameters of `module` and the tables that it shares can be read as they are."""
         if any(hasattr(part, "_hf_hook") for part in module.modules()) or not self._is_plain(module, tables):
             return
         sources = self._sources_of(module, tables)
@@ -97,16 +97,16 @@ class KeptValues:
             derived = self._derive(*(source if self._as_stored else _as_computed_with(source) for source in sources))
         for tensor in _tensors_of(derived):
             if tensor.is_cuda:
-                # A captured graph reads it where it lies, as it reads parameters, instead of copying it at every replay.
+                # A captured graph reads the tensor in place, as it reads parameters, instead of copying it at every replay.
                 keep_address(tensor, guard=False)
         self._derived, self._sources, self._stored_dtype = derived, sources, sources[0].dtype
 
     def clear(self) -> None:
-        """Forget them."""
+        """Drop the kept tensors."""
         self._derived, self._sources = None, ()
 
     def serve(self, module: nn.Module, like: torch.Tensor, tables: Mapping[str, torch.Tensor] | None = None) -> Any:
-        """What `derive` made, where this pass may read it: without gradients, in the dtype and on the device of `like`; else None."""
+        """Return the kept tensors; None if this pass may not read them: it has gradients, another dtype, device or parameters."""
         kept = self._derived
         if kept is None or torch.is_grad_enabled():
             return None
@@ -114,10 +114,10 @@ class KeptValues:
         if first.dtype != like.dtype or first.device != like.device or self._sources[0].dtype != self._stored_dtype:
             return None
         if not torch.compiler.is_compiling():
-            # `torch.func.functional_call` may have put others in their place for this pass.
+            # `torch.func.functional_call` may have replaced the parameters for this pass.
             for name, getter, then in zip(self._parameters, self._getters, self._sources, strict=True):
                 if module._parameters.get(name) is then:
-                    continue  # seen at once, which counts where a pass has one token
+                    continue  # a quick test, for the time that it takes matters in a pass of one token
                 if (tables[name] if tables and name in tables else getter(module)) is not then:
                     return None
         return kept
@@ -126,7 +126,7 @@ class KeptValues:
         return tuple(tables[name] if name in tables else attrgetter(name)(module) for name in self._parameters)
 
     def _is_plain(self, module: nn.Module, tables: Mapping[str, torch.Tensor]) -> bool:
-        """Whether every parameter is there, and alone decides what its linear layer computes: an adapter adds to that."""
+        """Return whether every parameter exists, and no linear layer computes more than with its parameter, as with an adapter."""
         parents = [name.rpartition(".")[0] for name in self._parameters if name not in tables]
         is_plain = all(type(attrgetter(parent)(module)) is nn.Linear for parent in parents if parent)
         return is_plain and all(name in tables or "." in name or hasattr(module, name) for name in self._parameters)
@@ -142,7 +142,7 @@ def _tensors_of(derived: Any) -> tuple[torch.Tensor, ...]:
 
 
 def _tables_of_readers(model: nn.Module) -> dict[int, Mapping[str, torch.Tensor]]:
-    """The shared tables that memories in a model read, by the id of their modules, PEFT's copies included."""
+    """Return the shared tables that memories in a model read, by the `id` of each module, including PEFT's copies."""
     return {
         id(module): tables
         for stack in model.modules()
@@ -153,14 +153,14 @@ def _tables_of_readers(model: nn.Module) -> dict[int, Mapping[str, torch.Tensor]
 
 
 def _is_whole(parameter: torch.Tensor) -> bool:
-    """Whether a parameter or buffer is a whole tensor of this process, from which something can be derived now."""
+    """Return whether a parameter or buffer is a plain tensor that this process holds as a whole."""
     return (
         type(parameter) in (nn.Parameter, torch.Tensor) and parameter.device.type != "meta" and parameter.numel() > 0
     )
 
 
 def _as_computed_with(parameter: torch.Tensor) -> torch.Tensor:
-    """A parameter or buffer in the dtype of a forward pass that begins now; integers as they are."""
+    """Return a parameter or buffer in the dtype that a forward pass would use now; integers are returned unchanged."""
     device = parameter.device.type
     if not (parameter.is_floating_point() and torch.is_autocast_enabled(device)):
         return parameter

@@ -1,4 +1,4 @@
-"""What a memory keeps of a sequence between forward passes, in the cache of the model."""
+"""State that a memory keeps of a sequence between forward passes, in the cache of the model."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -11,13 +11,13 @@ from midus_hf.ops.dispatch.private_torch import keep_address
 
 @used_by_libraries
 class MemoryState:
-    """Tensors of a batch of sequences, among the layers of a transformers cache, which repeats, selects and resets them.
+    """Tensors of a batch of sequences, stored as a layer of a transformers cache, which repeats, selects and resets them.
 
-    It stands behind the layers of the model, and says of itself what keeps transformers from taking it for one of them.
+    The state follows the layers of the model in the cache, and its attributes keep transformers from treating it as one of them.
 
     Args:
-        name: Of the memory.
-        layer: That the memory is in.
+        name: Name of the memory.
+        layer: Index of the layer with the memory.
         can_forget: Whether the tensors stay right when the last tokens of a sequence are taken back.
         layers: The layers of the cache that hold tokens. Default: none.
     """
@@ -29,7 +29,7 @@ class MemoryState:
 
     def __init__(self, name: str, layer: int, can_forget: bool, layers: Sequence[Any] = ()):
         self.name, self.layer, self.is_croppable = name, layer, can_forget
-        # Masks are made for the first layer of a kind: this is none of a kind that there is not.
+        # transformers makes a mask from the first layer of each kind, sliding or full: the state must not be the first of its kind.
         self.is_sliding = any(getattr(layer, "is_sliding", False) for layer in layers)
         self._first_layer = layers[0] if layers else None
         self._tensors: dict[str, torch.Tensor] = {}
@@ -37,19 +37,19 @@ class MemoryState:
 
     @property
     def kept(self) -> Mapping[str, torch.Tensor]:
-        """What was kept, each with the batch first; empty before the first pass.
+        """The kept tensors by name, each with the batch as first dimension; empty before the first pass.
 
         Raises:
-            ValueError: If tokens were taken back that it cannot forget.
+            ValueError: If tokens were taken back and the state cannot forget them.
         """
         if self._is_cropped:
             raise _refusal(self.name)
         return {} if self._is_empty else self._tensors
 
     def keep(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Replace what is kept by tensors of the same names; without any, all stays as it is.
+        """Replace the kept tensors that have the names of these tensors; without tensors, change nothing.
 
-        Tensors of the same shape are written over, as compiled steps need it.
+        A kept tensor of the same shape and dtype is overwritten in place, since compiled steps need a fixed address.
         """
         for name, tensor in tensors.items():
             tensor = tensor.detach()
@@ -63,34 +63,34 @@ class MemoryState:
         self._is_empty = self._is_empty and not tensors
 
     def get_seq_length(self) -> int:
-        """0: it holds no tokens."""
+        """Return 0: the state holds no tokens."""
         return 0
 
     def get_max_length(self) -> int:
-        """-1: it takes any number of tokens."""
+        """Return -1: the number of tokens is not limited."""
         return -1
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """As a layer that holds no tokens."""
+        """Return the sizes of a layer that holds no tokens."""
         return query_length, 0
 
     def reset(self) -> None:
-        """Forget everything; another sequence begins."""
+        """Forget everything, so that another sequence can begin."""
         self._is_empty, self._is_cropped = True, False
 
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
-        """Continue the sequences of these rows."""
+        """Select the sequences of these rows, to continue them."""
         self.batch_select_indices(beam_idx)
 
     def batch_select_indices(self, indices: torch.Tensor) -> None:
-        """Keep these rows."""
+        """Keep only these rows."""
         if self._is_empty:
             return
         for name, tensor in self._tensors.items():
             self._tensors[name] = tensor.index_select(0, indices.to(tensor.device))
 
     def batch_repeat_interleave(self, repeats: int) -> None:
-        """Repeat each row."""
+        """Repeat each row `repeats` times."""
         if self._is_empty:
             return
         for name, tensor in self._tensors.items():
@@ -100,29 +100,29 @@ class MemoryState:
         """Take back the last tokens.
 
         Raises:
-            ValueError: If what they left cannot be taken back.
+            ValueError: If the state cannot forget tokens.
         """
         if tokens != 0 and not self.is_croppable:
             self._is_cropped = True
             raise _refusal(self.name)
 
     def offload(self, *args: Any, **kwargs: Any) -> None:
-        """Stay: it is small."""
+        """Stay on the device, since the state is small."""
 
     def prefetch(self, *args: Any, **kwargs: Any) -> None:
-        """Fetch the first layer: a cache that offloads asks what follows the last one, which is this."""
+        """Fetch the cache's first layer: a cache that offloads prefetches the layer behind the last one, which is this state."""
         if self._first_layer is not None:
             self._first_layer.prefetch(*args, **kwargs)
 
 
 def check_taking_back(can_forget: Mapping[tuple[str, int], bool]) -> None:
-    """See that memories can take tokens back, as decoding does that checks drafts, before any token is drafted.
+    """Check, before any token is drafted, that memories can take tokens back, as assisted decoding does.
 
     Args:
-        can_forget: Of each memory that keeps a state, by its name and layer.
+        can_forget: Whether each memory that keeps a state can take tokens back, by the memory's name and layer.
 
     Raises:
-        ValueError: If one cannot.
+        ValueError: If a memory cannot.
     """
     for (name, _), forgets in can_forget.items():
         if not forgets:
@@ -137,14 +137,14 @@ def _refusal(name: str) -> ValueError:
 
 
 def refuse_one_row(name: str, attn_implementation: str | None) -> None:
-    """Refuse an engine that lays the tokens of several requests in one row, and passes no cache.
+    """Refuse an engine that puts the tokens of several requests into one row, and passes no cache.
 
     Args:
-        name: Of a memory that keeps a state.
-        attn_implementation: Of the model; that of vLLM's Transformers backend has this engine behind it.
+        name: Name of a memory that keeps a state.
+        attn_implementation: The model's attention implementation; vLLM's Transformers backend sets `"vllm"`.
 
     Raises:
-        ValueError: If it is that of vLLM.
+        ValueError: If the implementation is `"vllm"`.
     """
     if attn_implementation == "vllm":
         raise ValueError(
@@ -157,15 +157,15 @@ def refuse_one_row(name: str, attn_implementation: str | None) -> None:
 def states_in(
     cache: Any, wanted: Mapping[tuple[str, int], bool], num_layers: int
 ) -> dict[tuple[str, int], MemoryState]:
-    """The states of memories in a cache, which are made where it is empty.
+    """Return the states of memories in a cache, by memory and layer; they are added to a cache that is empty.
 
     Args:
         cache: A transformers cache.
-        wanted: For each memory and layer that keeps a state, whether it can take tokens back.
-        num_layers: L, of the model.
+        wanted: For each memory and layer that keeps a state, whether the memory can take tokens back.
+        num_layers: L, the number of layers of the model.
 
     Raises:
-        ValueError: If it is no cache that holds layers, or one that another model filled.
+        ValueError: If the cache has no list of layers, or was filled by another model.
     """
     layers = getattr(cache, "layers", None)
     if not isinstance(layers, list):
@@ -181,7 +181,7 @@ def states_in(
             "past_key_values holds tokens, but not what the memories of this model keep of them; expected a cache that this model "
             "filled, or an empty one."
         )
-    while len(layers) < num_layers:  # a cache that adds its layers as they come
+    while len(layers) < num_layers:  # a cache that adds each layer at the layer's first call
         layers.append(cache.layer_class_to_replicate())
     holding = layers[:num_layers]
     for (name, layer), can_forget in wanted.items():

@@ -1,4 +1,4 @@
-"""What the memories of a model need of it: a model does without the rest, and so does the code that a checkpoint carries."""
+"""Needs of a model's memories: the model, and the code that a checkpoint carries, do without everything else."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -10,29 +10,29 @@ from midus_hf.memory.registry import MemoryModule
 
 @dataclass(frozen=True)
 class Needs:
-    """What the memories of a model need of it.
+    """Needs of the memories of a model, each true if at least one memory has the need.
 
     Args:
-        inserted: Layers that were inserted for a memory.
-        attached: Layers of the base that memories are attached to.
-        inside_attention: Attention is another than the family's.
-        inside_ffn: Feed-forward networks are others than the family's.
-        adapters: What projections give is changed.
-        heads: What heads give is changed.
-        depth: Heads attend to what earlier layers wrote.
-        behind_attention: Something is added to the residual stream behind attention.
-        beside_ffn: Something is added to what feed-forward networks give.
-        behind_layer: Something is added to the residual stream behind a layer.
-        skips: What was read at one layer is added behind another.
-        tables: Tables that layers share.
-        banks: Blocks that texts fetch from a bank.
-        states: What is kept of a sequence, in the cache.
-        places: Where tokens stand: padding, and documents.
-        reports: What routers do is told, and adds losses.
-        arguments: Arguments of the pass that memories ask for by name.
-        prompts: Which tokens are the prompt.
-        whole: The whole sequence is looked at, later tokens included.
-        narrow: Projections that write to the residual stream start narrower.
+        inserted: Layers are inserted for a memory.
+        attached: Memories are attached to layers of the base.
+        inside_attention: A memory works inside attention, which replaces the family's attention class.
+        inside_ffn: A memory works inside feed-forward networks, which replaces the family's class.
+        adapters: A memory changes outputs of projections.
+        heads: A memory changes outputs of attention heads.
+        depth: Heads attend to slots that earlier layers wrote.
+        behind_attention: A memory adds to the residual stream behind attention.
+        beside_ffn: A memory adds to outputs of feed-forward networks.
+        behind_layer: A memory adds to the residual stream behind a layer.
+        skips: A memory reads at one layer, and adds the result behind another.
+        tables: Layers share tables.
+        banks: Texts fetch blocks from a bank.
+        states: A memory keeps a state of the sequence in the cache.
+        places: A memory needs to know padding and documents.
+        reports: Routers report their logits and losses.
+        arguments: Memories ask for arguments of the pass by name.
+        prompts: A memory needs to know which tokens are the prompt.
+        whole: A memory reads the whole sequence, including later tokens.
+        narrow: Projections that write to the residual stream start with a smaller standard deviation.
     """
 
     inserted: bool = False
@@ -58,31 +58,31 @@ class Needs:
 
     @property
     def carries(self) -> bool:
-        """Whether layers give something for later ones."""
+        """True if layers pass tensors on to later layers."""
         return self.skips or self.depth
 
     @property
     def added(self) -> bool:
-        """Whether something is added beside what the layer computes."""
+        """True if a memory adds its result to what a layer computes."""
         return self.behind_attention or self.beside_ffn or self.behind_layer
 
     @property
     def inputs(self) -> bool:
-        """Whether a pass brings anything to memories beside hidden states."""
+        """True if a pass has more inputs for memories than hidden states."""
         return self.attached or self.banks or self.states or self.places or self.reports or self.arguments
 
 
 def needs_of(hosted: Iterable[tuple[MemoryEntry, MemoryModule]], sizes: ModelSizes) -> Needs:
-    """Return what memories need of the model, or of the layer, that hosts them.
+    """Return the needs of the memories that a model, or a layer, hosts.
 
     Args:
-        hosted: Each memory's entry and a module of it, as it is in one layer.
-        sizes: Of the model.
+        hosted: Each memory's entry in the config, and the memory's module in one layer.
+        sizes: Sizes of the model.
     """
     hosted = list(hosted)
     entries, modules = [entry for entry, _ in hosted], [module for _, module in hosted]
     sites = {entry.site for entry in entries}
-    asked = {what for module in modules for what in module.asks}
+    keywords = {keyword for module in modules for keyword in module.asks}
     attached = [entry.options for entry in entries if entry.is_attached]
     return Needs(
         inserted="inserted" in sites,
@@ -99,8 +99,8 @@ def needs_of(hosted: Iterable[tuple[MemoryEntry, MemoryModule]], sizes: ModelSiz
         tables=any(entry.options.tables(sizes, entry.layers) for entry in entries if entry.is_attached),
         banks=any(options.fetched(sizes) is not None for options in attached),
         states=any(module.keeps_state for module in modules),
-        places="tokens" in asked,
-        reports="report" in asked,
+        places="tokens" in keywords,
+        reports="report" in keywords,
         arguments=any(module.inputs for module in modules),
         prompts=any("prompt_mask" in module.inputs for module in modules),
         whole=any(module.reads_ahead for module in modules),

@@ -1,4 +1,4 @@
-"""What tools ask of a memory: whichever module has these methods can be counted, balanced and looked into."""
+"""Protocols by which tools read memories: a module with these methods can be counted, balanced and inspected."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any, Protocol, runtime_checkable
@@ -14,46 +14,46 @@ from midus_hf.memory.tables import TableReading
 
 @runtime_checkable
 class RetrievesSlots(Protocol):
-    """A memory whose heads choose slots: its usage can be counted."""
+    """A memory whose heads choose slots, so that the use of slots can be counted."""
 
     num_heads: int
-    """H."""
+    """H, number of heads."""
     num_slots: int
-    """N, the slots that each head chooses among."""
+    """N, number of slots that each head chooses from."""
 
     def retrieve(self, read: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Weights, float32, and slots, int64, that each head reads, both `[B, T, H, k]`, for what the memory reads; nothing is
-        changed."""
+        """Return the weights, float32, and the slots, int64, that each head reads for the memory's input, both `[B, T, H, k]`;
+        change nothing."""
 
 
 @runtime_checkable
 class AddsSlots(RetrievesSlots, Protocol):
-    """A memory of whose slots it can be told what each adds."""
+    """A memory that can return what each of its slots adds."""
 
     values_by_head: bool
-    """Whether what a slot adds depends on the head that reads it."""
+    """Whether the vector that a slot adds depends on the head that reads the slot."""
 
     def slot_outputs(
         self, slots: torch.Tensor, head: int, *, tables: Mapping[str, torch.Tensor] | None = None
     ) -> torch.Tensor:
-        """What each of slots `[S]` adds where a head reads it alone, with a weight of 1 and gates left out, `[S, E, D]`: for each of
-        E projections that it may be read through."""
+        """Return what each of the slots `[S]` adds if a head reads the slot alone, with a weight of 1 and without gates,
+        `[S, E, D]`, for each of the E projections through which the slot may be read."""
 
 
 @runtime_checkable
 class ReadsFewRows(Protocol):
-    """A memory that reads few rows of large tables, those of its values: training may change how."""
+    """A memory that reads few rows of large tables of values, in a way that training may change."""
 
     table_reading: TableReading
-    """How it does."""
+    """Functions that read the tables."""
 
 
 @runtime_checkable
 class GivesRowGradients(Protocol):
-    """What may give a large table a gradient of the rows that were read alone."""
+    """A module that may give a large table a sparse gradient of the rows that were read."""
 
     sparse_gradient: bool
-    """Whether it does."""
+    """Whether the gradient is sparse."""
 
 
 @runtime_checkable
@@ -61,35 +61,35 @@ class HostsTables(Protocol):
     """A model whose memories may share tables."""
 
     def table_readers(self) -> Iterator[tuple[nn.Module, Mapping[str, torch.Tensor]]]:
-        """Each memory that reads shared tables, and these by name."""
+        """Yield each memory that reads shared tables, with these tables by name."""
 
 
 @runtime_checkable
 class ScoresSubKeys(Protocol):
-    """A memory whose queries are compared with sub-keys: their selection can be balanced."""
+    """A memory whose queries are compared with sub-keys, so that the selection of sub-keys can be balanced."""
 
     k: int
-    """Sub-keys selected per head and token."""
+    """Number of sub-keys selected per head and token."""
     training: bool
 
     def queries(self, read: torch.Tensor, track_statistics: bool = True) -> torch.Tensor:
-        """What each head asks with, `[B, T, H, query_width]`; statistics are left as they are unless `track_statistics`."""
+        """Return the query of each head, `[B, T, H, query_width]`; update statistics only if `track_statistics`."""
 
     def sub_key_scores(self, query: torch.Tensor) -> list[torch.Tensor]:
-        """Scores `[..., H, n]` of each side's sub-keys, float32 at least, for queries `[..., H, query_width]`."""
+        """Return scores `[..., H, n]` of each side's sub-keys, float32 at least, for queries `[..., H, query_width]`."""
 
     def weigh(self, scores: torch.Tensor) -> torch.Tensor:
-        """Probabilities of scores."""
+        """Return the probabilities of scores, in the shape of the scores."""
 
 
 @runtime_checkable
 class ReadsChapters(Protocol):
-    """A memory whose tokens read chapters that a router chose: what it reads can be told, and what chapters hold."""
+    """A memory whose tokens read chapters that a router chose, so that reads and contents of chapters can be inspected."""
 
     num_chapters: int
-    """C, shared ones included."""
+    """C, number of chapters, including shared chapters."""
     num_shared: int
-    """S, the first chapters, which every token reads."""
+    """S, number of shared chapters: the first S chapters, which every token reads."""
 
     def route(
         self,
@@ -98,22 +98,22 @@ class ReadsChapters(Protocol):
         state: MemoryState | None = None,
         prompt_mask: torch.Tensor | None = None,
     ) -> Routing:
-        """Choose chapters for what the memory reads, `[B, T, D]`; nothing is changed."""
+        """Choose chapters for the memory's input `[B, T, D]`, and change nothing."""
 
     def attention_mass(
         self, hidden_states: torch.Tensor, routing: Routing, *, tables: Mapping[str, torch.Tensor] | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Chapters `[B, T, S + k]` of each token, and the share `[B, T, S + k]` of its attention that each gets."""
+        """Return the chapters `[B, T, S + k]` of each token, and the share `[B, T, S + k]` of the token's attention per chapter."""
 
     def token_outputs(
         self, chapters: torch.Tensor, *, tables: Mapping[str, torch.Tensor] | None = None
     ) -> torch.Tensor:
-        """What each memory token of chapters `[C']` adds where it is all that is read, `[C', M, D]`."""
+        """Return what each memory token of the chapters `[C']` adds if a token reads nothing else, `[C', M, D]`."""
 
 
 @runtime_checkable
 class AttendsToDepth(Protocol):
-    """A memory whose heads read slots of earlier layers: what they read of each can be recorded."""
+    """A memory whose heads read slots of earlier layers, so that reads of each slot can be recorded."""
 
     def attend(self, query: torch.Tensor, **depth: Any) -> Any:
-        """What heads read of the sequence and the slots."""
+        """Attend to the sequence and the slots, as `DepthAttention.attend` does."""

@@ -1,22 +1,22 @@
-"""What every memory layer has in common, and the table of those that exist.
+"""Base class of all memory layers, and the registry of their types.
 
-A subclass of `MemoryModule` is registered under the type whose options declare its tensors, which it therefore need not make.
-It reads them in its own `forward`, which is what offloading and sharding hooks need. What it is called with, and what it
-returns, follows from its site:
+A subclass of `MemoryModule` is registered under the type whose options declare its tensors; the base class makes the tensors.
+A memory must read its tensors in its own `forward`, as the hooks of offloading and sharding need it. The arguments and the
+result of `forward` depend on the memory's site:
 
-- `inserted`: `forward(attention_output, residual)`, the attention output `[B, T, W]` and the residual stream `[B, T, D]`, which
-  it returns with what it retrieves.
-- `inside-ffn`, `inside-attention`: `forward(read, given, projection=role)` for each of its `projections`, what the projection
-  reads and what it gives; it returns what the projection shall give instead.
-- `inside-attention`, if it `reads_heads`: `forward(query, key, value, output)`, queries `[B, H, T, d]`, keys and values `[B, K,
-  S, d]`, rotated and from the cache, and what the heads give `[B, T, H, d]`; it returns what they shall give.
-- `inside-attention`, if its options say that it `attends`: `forward(read, slot=source)`, `[B, T, D]`, for each slot that it
-  projects; it returns a key and a value `[B, K, T, d]`. And `forward(query, sequence=..., keys=..., values=...)`, which attends
-  in the place of the layer's own attention (`DepthAttention.attend`).
-- any other: `forward(hidden_states)`, `[B, T, D]`, what there is to read; it returns what is added, `[B, T, D]`.
+- `inserted`: `forward(attention_output, residual)` takes the attention output `[B, T, W]` and the residual stream `[B, T, D]`,
+  and returns the residual stream with the retrieved values added.
+- `inside-ffn`, `inside-attention`: `forward(read, output, projection=role)` is called for each of its `projections` with the
+  projection's input and output, and returns the output to use instead.
+- `inside-attention`, if it `reads_heads`: `forward(query, key, value, output)` takes queries `[B, H, T, d]`, keys and values
+  `[B, K, S, d]`, rotated and from the cache, and the output of the heads `[B, T, H, d]`; it returns the output to use instead.
+- `inside-attention`, if its options have `attends`: `forward(read, slot=source)` takes `[B, T, D]` for each slot that the memory
+  projects, and returns a key and a value `[B, K, T, d]`. `forward(query, sequence=..., keys=..., values=...)` replaces the
+  layer's own attention (`DepthAttention.attend`).
+- any other site: `forward(hidden_states)` takes `[B, T, D]`, the memory's input, and returns what is added, `[B, T, D]`.
 
-A memory that shares tables is also given `tables`, those of its layer by name, each of its `inputs` that the model was called
-with, by that name, and what it `asks` the model for.
+`forward` also takes, by keyword: `tables`, the tables of its layer by name, if the memory shares tables; each of the memory's
+`inputs` that the model was called with; and the objects that the memory `asks` for.
 """
 
 from collections.abc import Callable
@@ -31,15 +31,15 @@ from midus_hf.config.plugins import is_same_class, load_offered
 from midus_hf.memory.declared_module import DeclaredModule
 
 MEMORY_MODULES: dict[str, type["MemoryModule"]] = {}
-"""The module of each type of memory."""
+"""The module class of each type of memory."""
 
 
 class MemoryModule(DeclaredModule):
-    """A memory layer: keys, values, and the way from hidden states to what they retrieve.
+    """A memory layer: its keys and values, and the retrieval of values for hidden states.
 
     Args:
-        options: Of its type.
-        sizes: Of the model.
+        options: Options of the memory's type.
+        sizes: Sizes of the model.
 
     Raises:
         ValueError: If the memory does not fit the model.
@@ -47,28 +47,28 @@ class MemoryModule(DeclaredModule):
 
     memory_type: ClassVar[str]
     inputs: tuple[str, ...] = ()
-    """Names of keyword arguments of the model's forward pass that the memory asks for; options may make them fewer."""
+    """Names of keyword arguments of the model's forward pass that the memory takes; options may leave some out."""
     asks: tuple[Literal["tokens", "state", "report", "fetched"], ...] = ()
-    """What the model tells the memory, by keyword. `tokens`: a `TokenPlaces`. `state`: a `MemoryState`, if the pass has a cache and
-    the memory `keeps_state`. `report`: a `RouterReport`, if somebody wants to know how it routes. `fetched`: a `FetchedLayer`, what
-    the texts fetched for the layer; where they fetched nothing, the memory is passed by. Options may make them fewer."""
+    """Keyword arguments that the model makes for the memory. `tokens`: a `TokenPlaces`. `state`: a `MemoryState`, if the pass has a
+    cache and the memory `keeps_state`. `report`: a `RouterReport`, if the pass collects reports of routers. `fetched`: a
+    `FetchedLayer`, the blocks fetched for the layer; without blocks, the memory is not called. Options may leave some out."""
     projections: ClassVar[tuple[str, ...]] = ()
-    """Roles of the projections that a memory inside attention or a feed-forward network changes: `query`, `key`, `value`,
+    """Roles of the projections whose output a memory inside attention or a feed-forward network changes: `query`, `key`, `value`,
     `output_projection`, `gate`, `up`, `down`."""
     reads_heads: ClassVar[bool] = False
-    """Whether a memory inside attention changes what the heads give."""
+    """Whether a memory inside attention changes the output of the heads."""
     wants_unrotated: ClassVar[bool] = False
-    """Whether a memory that `reads_heads` gets queries `[B, H, T, d]` without their rotation as well, as `unrotated`."""
+    """Whether a memory that `reads_heads` also takes queries `[B, H, T, d]` without their rotation, as `unrotated`."""
     keeps_state: bool = False
-    """Whether what a token gets depends on earlier tokens: then the cache keeps what the memory needs of them."""
+    """Whether the result for a token depends on earlier tokens, so that the cache must keep a state of them."""
     can_forget: bool = True
-    """Whether the state stays right when the last tokens of a sequence are taken back, as assisted decoding does."""
+    """Whether the state stays right if the last tokens of a sequence are taken back, as in assisted decoding."""
     reads_ahead: bool = False
-    """Whether what a token gets depends on later tokens: then a sequence cannot be continued from a cache."""
+    """Whether the result for a token depends on later tokens, so that a sequence cannot be continued from a cache."""
     index: int = 0
-    """Which of the layers that have the memory this one is in, counted from 0; the host says."""
+    """Index of the memory's layer among the layers that have the memory, from 0; set by the host."""
     values_were_set: bool = False
-    """Whether a model that went into training mode has seen what it adds through, frozen, to be anything but zero."""
+    """Whether a model in training mode has seen that the frozen tensors through which the memory acts are not all zero."""
 
     def __init__(self, options: Any, sizes: ModelSizes):
         if INSTALLED:
@@ -77,21 +77,21 @@ class MemoryModule(DeclaredModule):
         self.options: Any = options
 
     def names_it_acts_through(self) -> list[str]:
-        """Names of the tensors without which the memory has no effect: while those of them that start at zero are zero.
+        """Return names of tensors; the memory has no effect while the ones among them that start at zero are still zero.
 
-        Values and projections, unless a memory says otherwise; none, if it acts whatever it holds.
+        By default these are the values and projections. The list is empty if the memory has an effect whatever its tensors hold.
         """
         return self.names_of("value", "projection")
 
 
 def register_memory(name: str) -> Callable[[type[MemoryModule]], type[MemoryModule]]:
-    """Register a `MemoryModule` as the module of a type of memory.
+    """Return a decorator that registers a `MemoryModule` as the module of a type of memory.
 
     Args:
-        name: The type, whose options `midus_hf.config` has.
+        name: The type of memory, whose options are registered already.
 
     Raises:
-        ValueError: If there is no such type, it has another module, or a tensor with the name of something that every module has.
+        ValueError: If the type is unknown, has another module, or has a tensor with the name of an attribute of every module.
     """
 
     def decorate(cls: type[MemoryModule]) -> type[MemoryModule]:
@@ -112,7 +112,7 @@ def register_memory(name: str) -> Callable[[type[MemoryModule]], type[MemoryModu
 
 
 def _check_names(memory_type: str) -> None:
-    """Refuse a tensor that would take the place of something that a memory or any torch module has."""
+    """Refuse a tensor whose name is an attribute of every memory or torch module."""
     names = [name.partition(".")[0] for name, _ in sample_tensors(MEMORY_TYPES[memory_type])]
     of_instances = {"declared", "options", *vars(nn.Module())}
     taken = [name for name in names if name in of_instances or hasattr(MemoryModule, name)]
@@ -124,16 +124,16 @@ def _check_names(memory_type: str) -> None:
 
 
 def build_memory(options: MemoryOptions, sizes: ModelSizes, index: int = 0, count: int = 1) -> MemoryModule:
-    """The module of a memory in one layer.
+    """Build the module of a memory for one layer.
 
     Args:
-        options: Of its type.
-        sizes: Of the model.
-        index: Which of the layers that have the memory it is in. Default: the first.
-        count: How many layers have it. Default: one.
+        options: Options of the memory.
+        sizes: Sizes of the model.
+        index: Index of the layer among the layers that have the memory. Default: 0.
+        count: Number of layers that have the memory. Default: 1.
 
     Raises:
-        ValueError: If its type has none, or one with parameters or buffers that its options do not declare.
+        ValueError: If the type has no module, or the module has parameters or buffers that the options do not declare.
     """
     memory = module_of(options.type)(options, sizes)
     memory.index = index
@@ -156,10 +156,10 @@ def _check_declared(memory: MemoryModule, options: MemoryOptions) -> None:
 
 
 def module_of(memory_type: str) -> type[MemoryModule]:
-    """The class of a type's module, here or offered by another package.
+    """Return the module class of a type of memory, from this package or offered by another package.
 
     Raises:
-        ValueError: If it has none.
+        ValueError: If the type has no module.
     """
     if memory_type not in MEMORY_MODULES:
         load_offered("midus_hf.memories")

@@ -1,4 +1,4 @@
-"""What memories that retrieve slots have in common: queries, weights, and a gate on what they return."""
+"""Base class of memories that retrieve slots: queries, weights, and a gate on the result."""
 
 import torch
 from torch import nn
@@ -12,11 +12,11 @@ _BATCH_MOMENTUM, _EPS = 0.1, 1e-5
 
 
 class RetrievalMemory(MemoryModule):
-    """A memory that asks with a query per head, weighs what it finds by a softmax, and may gate the outcome.
+    """A memory that looks slots up by a query per head, weighs their values by a softmax, and may gate the result.
 
     Args:
-        options: `RetrievalOptions`.
-        sizes: Of the model.
+        options: Options of the memory.
+        sizes: Sizes of the model.
     """
 
     value_bank: torch.Tensor
@@ -36,16 +36,16 @@ class RetrievalMemory(MemoryModule):
 
     @property
     def num_slots(self) -> int:
-        """N, the slots that each head chooses among."""
+        """N, number of slots that each head chooses from."""
         return self.value_bank.shape[-2]
 
     def queries(self, attention_output: torch.Tensor, track_statistics: bool = True) -> torch.Tensor:
-        """What each head asks with.
+        """Return the query of each head.
 
         Args:
             attention_output: `[B, T, W]`.
-            track_statistics: Whether a batch norm that trains learns from these tokens: not where they are looked at
-                beside the forward pass. Default: true.
+            track_statistics: Whether a batch norm that trains updates its statistics with these tokens; false for tokens
+                that are only inspected. Default: true.
 
         Returns:
             `[B, T, H, query_width]`.
@@ -53,27 +53,27 @@ class RetrievalMemory(MemoryModule):
         raise TypeError(f"{type(self).__name__} does not say what it asks with.")
 
     def retrieve(self, attention_output: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Weights, float32, and slots, int64, that each head reads, both `[B, T, H, k]`; nothing is changed.
+        """Return the weights, float32, and slots, int64, that each head reads, both `[B, T, H, k]`; change nothing.
 
-        Where addressing is random they are drawn for this call, and are not those of another pass.
+        If addressing is random, the slots are drawn for this call, and differ from the slots of any other pass.
         """
         scores, slots = self.select(self.queries(attention_output, track_statistics=False))
         return self.weigh(scores), slots
 
     def sub_key_scores(self, query: torch.Tensor) -> list[torch.Tensor]:
-        """Scores `[..., H, n]` of each side's sub-keys, float32 at least, for queries `[..., H, query_width]`."""
+        """Return scores `[..., H, n]` of each side's sub-keys, float32 at least, for queries `[..., H, query_width]`."""
         raise TypeError(f"{type(self).__name__} does not say how it scores its keys.")
 
     def select(self, query: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Scores, descending, and slots, both `[B, T, H, k]`, of the best slots for each query."""
+        """Return the scores, descending, and the slots of the best slots for each query, both `[B, T, H, k]`."""
         raise TypeError(f"{type(self).__name__} does not say how it selects slots.")
 
     def weigh(self, scores: torch.Tensor) -> torch.Tensor:
-        """The softmax of the scores over the temperature."""
+        """Return the softmax of the scores divided by the temperature, over the last dimension."""
         return (scores / self.temperature).softmax(dim=-1)
 
     def normalised(self, query: torch.Tensor, track_statistics: bool = True) -> torch.Tensor:
-        """The query `[..., H, query_width]` after the norm of the options, computed in float32 at least."""
+        """Return the query `[..., H, query_width]` after the norm of the options, computed in float32 at least."""
         if self.options.query_norm == "none":
             return query
         wide = query.to(torch.promote_types(query.dtype, torch.float32))
@@ -85,15 +85,15 @@ class RetrievalMemory(MemoryModule):
         return (scaled * self.query_norm_weight.to(wide.dtype) + self.query_norm_bias.to(wide.dtype)).to(query.dtype)
 
     def addressed(self, query: torch.Tensor) -> torch.Tensor:
-        """What slots are looked up by `[..., H, query_width]`: the query, or where addressing is random one that is drawn."""
+        """Return the vectors to look slots up by, `[..., H, query_width]`: the query, or random ones if addressing is random."""
         return query if self.options.addressing == "content" else random_directions(query)
 
     def gated(self, attention_output: torch.Tensor, output: torch.Tensor) -> torch.Tensor:
-        """Scale what was retrieved.
+        """Scale the retrieved values by the gate, if the options have one.
 
         Args:
-            attention_output: `[..., W]`.
-            output: `[..., H, v]`, or `[..., D]` if there is one gate per token.
+            attention_output: `[..., W]`, from which gates are computed.
+            output: Retrieved values `[..., H, v]`, or `[..., D]` if there is one gate per token.
         """
         if self.options.gate == "none":
             return output
@@ -117,16 +117,16 @@ class RetrievalMemory(MemoryModule):
 
 
 def random_directions(vectors: torch.Tensor) -> torch.Tensor:
-    """Vectors of random direction, each as long as the one whose place it takes; no gradient goes back to these.
+    """Return random directions with the lengths of `vectors`; no gradient flows back to `vectors`.
 
-    They are drawn from torch's generator of the device, whose state activation checkpointing restores, so that a layer that
+    Directions are drawn from torch's generator of the device, whose state activation checkpointing restores, so a layer that
     is computed twice reads the same slots. The same seed gives the same directions.
 
     Args:
         vectors: `[..., d]`, of any floating dtype.
 
     Returns:
-        `[..., d]`, of the same dtype.
+        `[..., d]`, in the dtype of `vectors`.
     """
     wide = vectors.detach().to(torch.promote_types(vectors.dtype, torch.float32))
     drawn = torch.randn_like(wide)

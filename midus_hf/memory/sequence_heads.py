@@ -1,4 +1,4 @@
-"""A model's own attention to the sequence, joined with attention to the depth."""
+"""The model's own attention to the sequence, joined with attention to the depth."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -14,48 +14,48 @@ from midus_hf.ops.depth.sequence_kernels import Call
 from midus_hf.ops.depth.sequence_lse import sequence_lse, sequence_weights
 
 _MASKS_TELL = ("eager", "sdpa")
-"""Implementations whose masks say of each query and key whether it is read."""
+"""Implementations whose masks tell for each query and key whether the key is read."""
 _TELL = (*_MASKS_TELL, "flex_attention")
-"""Implementations of which it is known, or computed beside them, by what their softmax divides."""
+"""Implementations whose softmax has a known log-sum-exp: returned, or computed separately."""
 
 
 def refuse_untold(implementation: str | None) -> None:
-    """Refuse an implementation of attention that a model whose heads read the depth cannot run, whatever device it comes to lie on.
+    """Refuse an attention implementation with which heads cannot read the depth on any device.
 
     Args:
-        implementation: Its name; None leaves the choice to transformers, which has such implementations alone.
+        implementation: The implementation's name; None lets transformers choose, which chooses supported ones only.
 
     Raises:
-        ValueError: If it never tells by what its softmax divides: FlashAttention 2 and 3 of transformers, paged attention, that of
-            vLLM, which lays the tokens of several requests in one row besides, and any that somebody registered.
+        ValueError: If the implementation gives no log-sum-exp of its softmax: FlashAttention 2 and 3 of transformers, paged
+            attention, vLLM's (which also puts tokens of several requests into one row), and any registered by a user.
     """
     if implementation is not None and implementation not in _TELL:
         raise ValueError(_refusal(implementation))
 
 
-def _refusal(implementation: str, place: str = "") -> str:
+def _refusal(implementation: str, where: str = "") -> str:
     remedy = "expected attn_implementation 'sdpa' or 'eager', or 'flex_attention' on a GPU."
     if implementation == "vllm":
         remedy = "expected a server that runs Transformers' own attention, such as `transformers serve`, or a method without it."
     return (
-        f"attention {implementation!r}{place} does not tell by what its softmax divides, which a memory that reads the depth needs; "
+        f"attention {implementation!r}{where} does not tell by what its softmax divides, which a memory that reads the depth needs; "
         f"{remedy}"
     )
 
 
 @dataclass(frozen=True)
 class SequenceHeads:
-    """What the heads of a layer would read of the sequence.
+    """A layer's call of the model's own attention to the sequence, not run yet.
 
     Args:
-        module: The layer's attention.
+        module: The layer's attention module.
         own: The model's attention function.
-        implementation: Its name.
+        implementation: Name of the attention implementation.
         query: `[B, H, T, d]`, rotated.
         key: `[B, K, S, d]`, rotated, from the cache.
-        value: `[B, K, S, d]`.
-        mask: As the function takes it.
-        arguments: By keyword, as the function takes them.
+        value: `[B, K, S, d]`, from the cache.
+        mask: The mask, in the form that `own` takes.
+        arguments: Keyword arguments of `own`.
     """
 
     module: Any
@@ -69,68 +69,68 @@ class SequenceHeads:
 
     @property
     def scaling(self) -> float:
-        """By what scores are multiplied."""
+        """Factor that scores are multiplied by."""
         return self.arguments["scaling"]
 
     @property
     def softcap(self) -> float | None:
-        """What no score exceeds, if they are capped."""
+        """Limit of the scores, c in `c * tanh(score / c)`; None if scores are not capped."""
         return self.arguments.get("softcap")
 
     def joined(self, depth: Depth) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Join what heads read of the sequence with what they read of the depth (`joint_attention`).
+        """Attend to the sequence and to the depth, and join both results (`joint_attention`).
 
         Args:
             depth: Slots of the same positions.
 
         Returns:
-            `[B, T, H, d]`; where c is 0, what the model's own attention gives, plus what is read of the depth if that is added, bit
-            for bit. And attention weights to the sequence alone, `[B, H, T, S]`, if that attention gives them.
+            The joined output `[B, T, H, d]`: if c is 0, exactly the output of the model's own attention, plus the read of the depth
+            if `depth.added`. And attention weights to the sequence alone, `[B, H, T, S]`, if the implementation returns them.
 
         Raises:
-            ValueError: If nothing tells by what the softmax over the sequence divides.
+            ValueError: If the log-sum-exp of the softmax over the sequence is not known.
         """
         if self.implementation == "sdpa":
             with _InPlaceOfSdpa(depth):
                 return self._own()
         refuse_untold(self.implementation)
-        output, told = self._own()
+        output, extra = self._own()  # weights, or the log-sum-exp of flex_attention
         if self.implementation == "eager":
             lse = sequence_lse(self.query, self.key, self.mask, False, self.scaling, self.softcap)
-        elif told is None:
+        elif extra is None:
             raise ValueError(self._refusal)
         else:
-            lse, told = told.to(torch.promote_types(told.dtype, torch.float32)), None
-        return joint_attention(output.transpose(1, 2), lse, *depth.read(), depth.added).transpose(1, 2), told
+            lse, extra = extra.to(torch.promote_types(extra.dtype, torch.float32)), None
+        return joint_attention(output.transpose(1, 2), lse, *depth.read(), depth.added).transpose(1, 2), extra
 
     def _own(self) -> tuple[torch.Tensor, torch.Tensor | None]:
         return self.own(self.module, self.query, self.key, self.value, self.mask, **self.arguments)
 
     def alone(self) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """What heads read of the sequence, `[B, T, H, d]`, as the model's own attention gives it, and its weights if it gives any."""
+        """Run the model's own attention, and return its output `[B, T, H, d]` and its second result (weights, or None)."""
         return self._own()
 
     def log_sum(self) -> torch.Tensor:
-        """The logarithm of the sum of the exponentials of scores, `[B, H, T]`, to look at beside a pass: nothing is drawn at random.
+        """Return the log-sum-exp of scores, `[B, H, T]`, float32 at least, for inspection beside a pass; nothing is drawn at random.
 
         Raises:
-            ValueError: If nothing tells it.
+            ValueError: If the implementation does not give it.
         """
         if self.implementation in _MASKS_TELL:
             return sequence_lse(self.query, self.key, self.mask, self._is_causal, self.scaling, self.softcap)
-        told = self._own()[1] if self.implementation == "flex_attention" else None
-        if told is None:
+        lse = self._own()[1] if self.implementation == "flex_attention" else None
+        if lse is None:
             raise ValueError(self._refusal)
-        return told.to(torch.promote_types(told.dtype, torch.float32))
+        return lse.to(torch.promote_types(lse.dtype, torch.float32))
 
     def shares(self, head: int) -> torch.Tensor:
-        """What each query of a head reads of each key, in the softmax over the sequence alone, `[B, T, S]`, to look at.
+        """Return for inspection the weight of each key for each query of a head, `[B, T, S]`, in the softmax over the sequence alone.
 
         Args:
             head: Number of the query head.
 
         Raises:
-            ValueError: If the model's attention does not say what its masks are.
+            ValueError: If the implementation's masks do not tell which keys each query reads.
         """
         if self.implementation not in _MASKS_TELL:
             raise ValueError(
@@ -152,11 +152,11 @@ class SequenceHeads:
 
     @property
     def _is_causal(self) -> bool:
-        """By the rules of transformers for its masks."""
+        """True if attention is causal without a mask, by the rules of transformers."""
         if self.implementation != "sdpa" or self.mask is not None or self.query.shape[2] == 1:
             return False
-        asked = self.arguments.get("is_causal")
-        return bool(getattr(self.module, "is_causal", True) if asked is None else asked)
+        is_causal = self.arguments.get("is_causal")
+        return bool(getattr(self.module, "is_causal", True) if is_causal is None else is_causal)
 
     @property
     def _refusal(self) -> str:
@@ -164,9 +164,9 @@ class SequenceHeads:
 
 
 class _InPlaceOfSdpa(TorchFunctionMode):
-    """While it is entered, attention of torch is joined with what heads read of the depth.
+    """Mode in which torch's `scaled_dot_product_attention` is joined with attention to the depth.
 
-    So whatever transformers does in front of that call and behind it, for each of its versions, stays what it is.
+    So the code of transformers before and after that call runs unchanged, in every version.
     """
 
     def __init__(self, depth: Depth):

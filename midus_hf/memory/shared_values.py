@@ -1,4 +1,4 @@
-"""The memories that MIDUS compares head-wise memory with: one table of values for all heads, found by product or flat keys."""
+"""Memories that MIDUS compares head-wise memory with: one table of values for all heads, with product keys or flat keys."""
 
 from collections.abc import Mapping
 
@@ -22,8 +22,8 @@ class SharedValueMemory(RetrievalMemory):
     """A memory with a query projection, keys per head, and one table of values that all heads read and sum over.
 
     Args:
-        options: `SharedValueOptions`.
-        sizes: Of the model.
+        options: Options of the memory.
+        sizes: Sizes of the model.
     """
 
     query_projection: nn.Linear
@@ -35,11 +35,11 @@ class SharedValueMemory(RetrievalMemory):
         return self.addressed(self.normalised(query, track_statistics))
 
     def forward(self, attention_output: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
-        """Retrieve what the attention output asks for, summed over heads (MIDUS, equation 15).
+        """Retrieve values for the attention output, summed over heads (MIDUS, equation 15).
 
         Args:
             attention_output: `[B, T, D]`.
-            residual: `[B, T, D]`, added to what is retrieved. Default: none.
+            residual: `[B, T, D]`, added to the retrieved values. Default: none.
 
         Returns:
             `[B, T, D]`.
@@ -54,15 +54,15 @@ class SharedValueMemory(RetrievalMemory):
     def slot_outputs(
         self, slots: torch.Tensor, head: int, *, tables: Mapping[str, torch.Tensor] | None = None
     ) -> torch.Tensor:
-        """What slots add where a head reads them alone: their values, whichever head it is.
+        """Return what each slot adds if one head reads it alone: the slot's value, for any head.
 
         Args:
-            slots: `[S]`, int64.
-            head: That reads them.
-            tables: Not asked for.
+            slots: `[S]`, int64, numbers of the slots.
+            head: Not used: all heads read the same values.
+            tables: Not used: the layer has its own values.
 
         Returns:
-            `[S, 1, D]`, in front of the gate.
+            `[S, 1, D]`, before the gate.
         """
         return self.value_bank[slots].unsqueeze(1)
 
@@ -75,8 +75,8 @@ class LinearMemory(SharedValueMemory):
     """A key per slot and head, compared with every query, over shared values of full width (MIDUS, equations 4 and 5).
 
     Args:
-        options: `LinearOptions`.
-        sizes: Of the model.
+        options: Options of the memory.
+        sizes: Sizes of the model.
     """
 
     options: LinearOptions
@@ -101,8 +101,8 @@ class ProductKeyMemory(SharedValueMemory):
     """Product keys per head over shared values of full width (MIDUS, equations 11 to 15; Lample et al. 2019).
 
     Args:
-        options: `ProductKeyOptions`.
-        sizes: Of the model.
+        options: Options of the memory.
+        sizes: Sizes of the model.
     """
 
     row_keys: torch.Tensor

@@ -1,4 +1,4 @@
-"""Tables that the layers of a memory share, and how rows of large ones are read."""
+"""Tables that the layers of a memory share, and the reading of rows of large tables."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -16,18 +16,18 @@ from midus_hf.ops.gather.weighted import weighted_gather
 
 @dataclass
 class TableReading:
-    """Sums of rows and products with rows.
+    """Sums of rows of a table, and products with rows.
 
     Args:
         sparse_gradient: Whether gradients of tables are sparse tensors of the rows that were read. Default: false.
-        columns_of: The `ProcessGroup` of processes that have a stretch of the columns each. Default: none, tables are whole.
+        columns_of: The `ProcessGroup` whose processes each hold some of the columns. Default: none, tables are whole.
     """
 
     sparse_gradient: bool = False
     columns_of: Any = None
 
     def sums(self, bank: torch.Tensor, slots: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-        """As `weighted_gather`."""
+        """Return weighted sums of rows, as `weighted_gather` does."""
         options: dict[str, Any] = {"sparse_gradient": self.sparse_gradient}
         if INSTALLED and self.columns_of is not None:
             return sharded_weighted_gather(bank, slots, weights, self.columns_of, **options)
@@ -41,14 +41,14 @@ class TableReading:
         parts: torch.Tensor,
         num_parts: int,
     ) -> torch.Tensor:
-        """As `parted_gather`."""
+        """Return weighted sums of rows per part, as `parted_gather` does."""
         options: dict[str, Any] = {"sparse_gradient": self.sparse_gradient}
         if INSTALLED and self.columns_of is not None:
             return sharded_parted_gather(bank, slots, weights, parts, num_parts, self.columns_of, **options)
         return parted_gather(bank, slots, weights, parts, num_parts, **options)
 
     def products(self, vectors: torch.Tensor, bank: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
-        """As `gathered_products`."""
+        """Return products of vectors with rows, as `gathered_products` does."""
         options: dict[str, Any] = {"sparse_gradient": self.sparse_gradient}
         if INSTALLED and self.columns_of is not None:
             return sharded_gathered_products(vectors, bank, slots, self.columns_of, **options)
@@ -56,23 +56,23 @@ class TableReading:
 
 
 class LentTables(dict[str, torch.Tensor]):
-    """The tables of one forward pass, by name."""
+    """Tables of one forward pass, by name."""
 
     def __init__(self, tables: dict[str, torch.Tensor]):
         super().__init__(tables)
         self._with_one_gradient: dict[str, torch.Tensor] = {}
 
     def with_one_gradient(self, name: str) -> torch.Tensor:
-        """A table for layers whose gradients are of the rows that they read: these are added up before one dense gradient is made."""
+        """Return a table for several layers with sparse gradients, which are summed before one dense gradient is made."""
         if name not in self._with_one_gradient:
             self._with_one_gradient[name] = with_one_gradient(self[name])
         return self._with_one_gradient[name]
 
 
 class MemoryTables(DeclaredModule):
-    """Tables that several layers read, at the model: saved once, counted once, sharded once."""
+    """Tables that several layers read. The model holds them, so they are saved, counted and sharded once."""
 
     def forward(self) -> dict[str, torch.Tensor]:
-        """The tables by name: whoever reads them asks here, so that the hooks of offloading and sharding have run."""
+        """Return the tables by name; tables are read by this call, so that the hooks of offloading and sharding run first."""
         tables = {name: self.declared_tensor(name) for name in self.declared}
         return LentTables(tables) if INSTALLED and not torch.compiler.is_compiling() else tables

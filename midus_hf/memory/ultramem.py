@@ -1,4 +1,4 @@
-"""The memory layer of UltraMemV2, and of its forerunners: PEER's pre-values, Memory+."""
+"""The memory layer of UltraMemV2, and of its predecessors: PEER's pre-values, Memory+."""
 
 import math
 from collections.abc import Mapping
@@ -22,7 +22,7 @@ from midus_hf.ops.tucker.op import leading_vectors, tucker_topk
 
 _EPS = 1e-6
 _MOST_KEPT = 1 << 26
-"""Elements of normalised keys that a layer keeps for the length of a generation: 256 MB in float32."""
+"""Largest number of elements of normalised keys that a layer keeps during a generation: 256 MB in float32."""
 _ACTIVATIONS = {"none": lambda products: products, "gelu": nn.functional.gelu, "silu": nn.functional.silu}
 
 
@@ -31,8 +31,8 @@ class UltraMem(MemoryModule):
     """Slots of a large table, retrieved by Tucker-decomposed scores, their values scaled and summed (section 3, equation 15).
 
     Args:
-        options: `UltraMemOptions`.
-        sizes: Of the model.
+        options: Options of the memory.
+        sizes: Sizes of the model.
     """
 
     asks: tuple[Literal["tokens", "state", "report"], ...] = ("report",)
@@ -74,15 +74,15 @@ class UltraMem(MemoryModule):
         tables: Mapping[str, torch.Tensor] | None = None,
         report: RouterReport | None = None,
     ) -> torch.Tensor:
-        """What the memory adds.
+        """Retrieve values for each token.
 
         Args:
-            hidden_states: `[B, T, D]`, what the feed-forward network reads.
-            tables: Those of values, where layers share them. Default: the layer's own.
-            report: Takes the losses on keys and cores. Default: not wanted.
+            hidden_states: `[B, T, D]`, the input of the feed-forward network.
+            tables: Tables of values and pre-values, if layers share tables. Default: the layer's own tables.
+            report: Receives the losses on keys and cores. Default: not reported.
 
         Returns:
-            `[B, T, D]`.
+            `[B, T, D]`, to be added to the hidden states.
         """
         if hidden_states.numel() == 0:
             return hidden_states * 0
@@ -110,8 +110,8 @@ class UltraMem(MemoryModule):
         return self.value_projection(values)
 
     def retrieve(self, hidden_states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Weights, float32, and rows, int64, of the tables that the layer reads, that each head retrieves, both `[B, T, H, k]`;
-        nothing is changed."""
+        """Return the weights, float32, and the table rows, int64, that each head retrieves, both `[B, T, H, k]`; change nothing.
+        Rows are counted within the rows that this layer reads."""
         scores, slots = self._select(hidden_states, None, keep_vectors=False)
         weights = scores.softmax(-1) if self.options.weights == "softmax" else scores
         return weights, self._shuffled(slots) % self.num_slots
@@ -119,15 +119,15 @@ class UltraMem(MemoryModule):
     def slot_outputs(
         self, slots: torch.Tensor, head: int, *, tables: Mapping[str, torch.Tensor] | None = None
     ) -> torch.Tensor:
-        """What rows add where a head reads them alone: their values through each part of the output projection.
+        """Return what each row adds if one head reads it alone: the row's value through each part of the output projection.
 
         Args:
-            slots: `[S]`, int64, rows of the tables that the layer reads, as `retrieve` counts them.
-            head: That reads them; values are those of all heads.
-            tables: As in `forward`.
+            slots: `[S]`, int64, rows of the tables, counted as by `retrieve`.
+            head: Not used: all heads read the same values.
+            tables: Tables of values and pre-values, if layers share tables. Default: the layer's own tables.
 
         Returns:
-            `[S, E, D]`, in front of the gate, and with a pre-value of 1.
+            `[S, E, D]`, before the gate, with a pre-value of 1.
         """
         tables = tables or {}
         value_table = tables["value_table"] if "value_table" in tables else self.value_table
@@ -141,7 +141,7 @@ class UltraMem(MemoryModule):
     def _select(
         self, hidden_states: torch.Tensor, report: RouterReport | None, keep_vectors: bool = True
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Scores, float32 at least, and virtual slots, both `[B, T, H, k]`."""
+        """Return the scores, float32 at least, and the virtual slots, both `[B, T, H, k]`."""
         options = self.options
         query = self.query_projection(hidden_states)
         query = query.unflatten(-1, (2, options.heads, options.rank, self.key_width))  # [B, T, 2, H, r, D_k]
@@ -165,9 +165,9 @@ class UltraMem(MemoryModule):
             )
 
     def _keys_and_vectors(self, query: torch.Tensor, keep: bool) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """As the function `_keys_and_vectors`, in the dtype of `query`.
+        """Return the result of the function `_keys_and_vectors`, in the dtype of `query`.
 
-        Vectors are those of the cores as they are now; with `keep`, as training does, they are kept, so that signs last.
+        The vectors belong to the current cores. With `keep`, as in training, they are stored, so that their signs do not flip.
         """
         stored = (self.row_keys, self.column_keys, self.key_norm_weight, self.core, self.row_vector)
         derived: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None
@@ -184,13 +184,13 @@ class UltraMem(MemoryModule):
     def _report_sums(
         self, query: torch.Tensor, row_keys: torch.Tensor, column_keys: torch.Tensor, report: RouterReport
     ) -> None:
-        """Tell the scores of keys that are added up, and their balance times its coefficient; there is no core to be penalised.
+        """Report the scores of keys, if slots are scored by sums, and the balance loss times its coefficient; no core is penalised.
 
         Args:
             query: `[B, T, 2, H, D_k]`.
             row_keys: `[H, n, D_k]`.
             column_keys: `[H, n, D_k]`.
-            report: Takes both.
+            report: Receives scores and loss.
         """
         wide = torch.promote_types(query.dtype, torch.float32)
         with without_autocast(query.device.type):
@@ -208,7 +208,7 @@ class UltraMem(MemoryModule):
         column_vector: torch.Tensor,
         report: RouterReport,
     ) -> None:
-        """Tell the leading scores of keys, and the losses times their coefficients."""
+        """Report the leading scores of keys, and the sum of the losses times their coefficients."""
         rows = torch.einsum("BThanr,habr->BThabn", row_scores, row_vector)
         columns = torch.einsum("BThbnr,habr->BThabn", column_scores, column_vector)
         logits = torch.stack([rows, columns], dim=2).flatten(0, 1).flatten(1, -2)  # [S, 2 * H * h * h, n]
@@ -218,18 +218,18 @@ class UltraMem(MemoryModule):
         report.tell(logits.flatten(0, 1), loss)
 
     def _shuffled(self, slots: torch.Tensor) -> torch.Tensor:
-        """Virtual slots in another order, so that those that read one row lie neither in one row nor in one column of keys."""
+        """Permute virtual slots, so that slots that read the same table row have neither a row key nor a column key in common."""
         count = self.options.num_virtual_slots
         return slots if count == self.num_slots else slots * _coprime(count) % count
 
     def _rows(self, slots: torch.Tensor, table_rows: int) -> torch.Tensor:
-        """The rows of a stored table that virtual slots read."""
+        """Return the rows of a stored table that virtual slots read."""
         if self.options.num_virtual_slots == self.num_slots:
             return self._table_rows(slots, table_rows)
         return self._table_rows(self._shuffled(slots) % self.num_slots, table_rows)
 
     def _table_rows(self, rows: torch.Tensor, table_rows: int) -> torch.Tensor:
-        """Rows of those that the layer reads as rows of the stored table."""
+        """Convert rows counted within the layer's part of a table to rows of the stored table."""
         own = self.options.n**2
         first = self.options.sharing.first(self.index, table_rows // own) * own
         return (rows + first) % table_rows if first else rows
@@ -248,21 +248,21 @@ def _keys_and_vectors(
     row_vector: torch.Tensor,
     wide: torch.dtype | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """What scores are computed with, of what is stored.
+    """Derive, from stored parameters, the tensors that scores are computed with.
 
     Args:
-        row_keys: `[H, h, n, r, D_k]`.
-        column_keys: `[H, h, n, r, D_k]`.
-        key_norm_weight: `[D_k]`.
-        core: `[H, h, h, r, r]`.
-        row_vector: `[H, h, h, r]`, left vectors so far.
-        wide: What is computed in. Default: the dtype of keys, float32 at least.
+        row_keys: `[H, h, n, r, D_k]`, before the norm.
+        column_keys: `[H, h, n, r, D_k]`, before the norm.
+        key_norm_weight: `[D_k]`, gain of the keys' norm.
+        core: `[H, h, h, r, r]`, Tucker cores.
+        row_vector: `[H, h, h, r]`, the left vectors stored last.
+        wide: Dtype of the computation. Default: the dtype of the keys, float32 at least.
 
     Returns:
-        Keys of both sides, normalised, `[2 * H * r, h * n, D_k]`, and the left and right singular vectors of cores `[H, h, h, r]`.
+        Normalised keys of both sides, `[2 * H * r, h * n, D_k]`, and the left and right singular vectors of cores, `[H, h, h, r]`.
     """
     wide = wide or torch.promote_types(row_keys.dtype, torch.float32)
-    with without_autocast(row_keys.device.type):  # also where they are kept: kept or not, tokens read the same rows
+    with without_autocast(row_keys.device.type):  # for kept tensors too: tokens must read the same rows, kept or not
         gain = key_norm_weight.to(wide)
         normalised = (
             _rms_normalised(keys.to(wide), gain) for keys in (row_keys, column_keys)
@@ -273,15 +273,15 @@ def _keys_and_vectors(
 
 
 def _scores(query: torch.Tensor, keys: torch.Tensor, sets: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Scores of row keys and of column keys.
+    """Return the scores of row keys and of column keys.
 
     Args:
         query: `[B, T, 2, H, r, D_k]`.
         keys: `[2 * H * r, h * n, D_k]`.
-        sets: h.
+        sets: h, number of sets of keys per side.
 
     Returns:
-        Both `[B, T, H, h, n, r]`.
+        Two tensors `[B, T, H, h, n, r]`.
     """
     batch, tokens, _, heads, rank, _ = query.shape
     by_rank = query.flatten(2, 4).flatten(0, 1).transpose(0, 1)  # [2 * H * r, S, D_k]
@@ -295,7 +295,7 @@ def _rms_normalised(states: torch.Tensor, gain: torch.Tensor) -> torch.Tensor:
 
 
 def _coprime(count: int) -> int:
-    """A number near the golden section of `count` without a common divisor: multiplying by it permutes the numbers below `count`."""
+    """Return a number near 0.618 `count` that is coprime to `count`, so that multiplying by it permutes the numbers below `count`."""
     candidate = max(1, round(count * (math.sqrt(5) - 1) / 2))
     while math.gcd(candidate, count) != 1:
         candidate += 1
@@ -303,11 +303,11 @@ def _coprime(count: int) -> int:
 
 
 def key_balance(logits: torch.Tensor, side: int) -> torch.Tensor:
-    """How unevenly keys are chosen, `n * sum_n f_n p_n`, the mean over sets of keys; `side` where all are chosen alike (equation 25).
+    """Return how unevenly keys are chosen, `n * sum_n f_n p_n`, the mean over sets; an even choice gives `side` (equation 25).
 
     Args:
         logits: `[S, G, n]`, leading scores of the n keys of G sets for S tokens, floating point.
-        side: Keys of a set that each token chooses.
+        side: Number of keys of a set that each token chooses.
 
     Returns:
         A scalar, in the dtype of `logits`.
@@ -322,11 +322,11 @@ def key_balance(logits: torch.Tensor, side: int) -> torch.Tensor:
 
 
 def core_penalty(core: torch.Tensor, margin: float) -> torch.Tensor:
-    """How far the smaller singular values of cores lie above a margin: the mean of `max(0, value - margin)^2` (equation 23).
+    """Return the mean of `max(0, value - margin)^2` over the singular values of each core except the largest (equation 23).
 
     Args:
         core: `[..., r, r]`.
-        margin: tau.
+        margin: tau, the margin.
 
     Returns:
         A scalar, float32 at least; zero for rank 1.

@@ -6,19 +6,19 @@ import torch
 def balance_loss(
     logits: torch.Tensor, chosen: torch.Tensor, counts: torch.Tensor, per_choice: bool = False
 ) -> torch.Tensor:
-    """Switch Transformer's load-balance loss over the chapters (Fedus et al. 2021, equation 4).
+    """Return Switch Transformer's load-balance loss over the chapters (Fedus et al. 2021, equation 4).
 
-    `C * sum_i f_i P_i`: `f_i` is the share of tokens for which chapter i is among the k chosen, a constant; `P_i` is the mean of
-    its probability. Where chapters are chosen evenly it is k, as the `f_i` add up to k; divided by k, it is 1.
+    The loss is `C * sum_i f_i P_i`: `f_i` is the share of tokens for which chapter i is among the k chosen, a constant; `P_i` is
+    chapter i's mean probability. An even choice gives k, since the `f_i` add up to k; divided by k, it gives 1.
 
-    The C chapters have to be those that can be chosen. With a logit for another one the loss no longer falls by choosing evenly
-    alone: probability that moves to what is never chosen takes the loss to 0, whatever the router chooses.
+    All C chapters must be ones that can be chosen. With a logit for another chapter, an even choice is not the only way to lower
+    the loss: moving probability to the chapter that is never chosen takes the loss to 0, whatever the router chooses.
 
     Args:
-        logits: `[S, C]`, of each stretch of tokens that is routed as one, for the chapters that can be chosen.
-        chosen: `[S, k]`, int64, the chapters that it reads.
-        counts: `[S]`, its tokens that are no padding.
-        per_choice: Whether to divide by k. Default: false, as the release has it.
+        logits: `[S, C]`, for each stretch of tokens that is routed as one, over the chapters that can be chosen.
+        chosen: `[S, k]`, int64, the chapters that each stretch reads.
+        counts: `[S]`, number of tokens in each stretch, without padding.
+        per_choice: Whether to divide by k. Default: false, as in the released code.
 
     Returns:
         A scalar, float32 at least.
@@ -33,11 +33,11 @@ def balance_loss(
 
 
 def z_loss(logits: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
-    """The mean over tokens of the squared log-sum-exp of router logits (ST-MoE, Zoph et al. 2022, equation 5).
+    """Return the mean over tokens of the squared log-sum-exp of router logits (ST-MoE, Zoph et al. 2022, equation 5).
 
     Args:
-        logits: `[S, C]`, of each stretch of tokens that is routed as one.
-        counts: `[S]`, its tokens that are no padding.
+        logits: `[S, C]`, for each stretch of tokens that is routed as one.
+        counts: `[S]`, number of tokens in each stretch, without padding.
 
     Returns:
         A scalar, float32 at least.

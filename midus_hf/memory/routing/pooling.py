@@ -1,7 +1,7 @@
-"""What is pooled of a sequence to choose chapters by, for each scope of routing, and what is chosen.
+"""Pooling of hidden states, for each scope of routing, into the states by which chapters are chosen.
 
-What is pooled are hidden states over their root mean square, each element limited to -1 ... 1, without the first token of a document
-where there is another: in trained models that token draws attention whatever it is, and its state is large and alike in all texts.
+Hidden states are divided by their root mean square first, and elements are limited to -1 ... 1. The first token of a document is
+left out unless it is the only one: in trained models it draws attention whatever it is, and its state is large and alike everywhere.
 """
 
 import warnings
@@ -21,13 +21,13 @@ _ALL_ARE_PROMPT = (
 
 
 class Pooled(NamedTuple):
-    """What chapters are chosen by.
+    """Pooled states, by which chapters are chosen.
 
     Args:
-        states: `[N, D]`, float32 at least, one for each stretch of tokens that is routed as one.
-        stretches: Which tokens these are.
-        counts: `[N]`, float32, the tokens of each stretch that are no padding.
-        kept: What the next pass needs of this one, by name.
+        states: `[N, D]`, float32 at least, one state for each stretch of tokens that is routed as one.
+        stretches: The tokens of each stretch.
+        counts: `[N]`, float32, number of tokens in each stretch, without padding.
+        kept: Tensors of this pass that the next pass needs, by name.
     """
 
     states: torch.Tensor
@@ -37,13 +37,13 @@ class Pooled(NamedTuple):
 
 
 class Routing(NamedTuple):
-    """Which chapters the stretches of tokens read.
+    """Chapters that the stretches of tokens read.
 
     Args:
-        logits: `[N, C]`, float32 at least.
+        logits: `[N, C]`, float32 at least, the router's logits.
         chosen: `[N, k]`, int64, the routed chapters, the best first.
-        log_weights: `[N, k]`, logarithms of their weights, which add up to 1.
-        pooled: What they were chosen by.
+        log_weights: `[N, k]`, logarithms of the weights of these chapters, which add up to 1.
+        pooled: The states by which chapters were chosen.
     """
 
     logits: torch.Tensor
@@ -53,40 +53,40 @@ class Routing(NamedTuple):
 
 
 class ChunkSizes(NamedTuple):
-    """Where the chunks of a document begin: at 0, at `first`, and then at each multiple of `size`.
+    """Sizes of the chunks of a document, which begin at 0, at `first`, and then at each multiple of `size`.
 
     Args:
-        first: F, the tokens of the first chunk, which nothing guides.
-        size: Tokens of later chunks; that which begins at F ends at `size`.
+        first: F, number of tokens of the first chunk. Later chunks are guided: tokens before a chunk choose its chapters.
+        size: Number of tokens of later chunks; if F < `size`, the chunk that begins at F ends at `size`.
     """
 
     first: int
     size: int
 
     def begins(self, position: torch.Tensor) -> torch.Tensor:
-        """Whether a chunk that something guides begins at each position in a document."""
+        """Return whether a guided chunk begins at each position in a document."""
         return (position >= self.first) & ((position == self.first) | (position % self.size == 0))
 
     def start(self, position: torch.Tensor) -> torch.Tensor:
-        """Where the chunk of each position begins."""
+        """Return the first position of the chunk that each position is in."""
         start = position - position % self.size
         return torch.where(position < self.first, 0, start.clamp(min=self.first))
 
     def most(self, tokens: int, rows: int, *, continues: bool, holds_documents: bool) -> int:
-        """The most guided chunks that rows of so many tokens can have, whatever their documents.
+        """Return the largest number of guided chunks that rows can have, whatever their documents.
 
         Args:
-            tokens: T, of each row.
-            rows: B.
-            continues: Whether a row may go on with a document that began before it.
+            tokens: T, number of tokens per row.
+            rows: B, number of rows.
+            continues: Whether a row may continue a document that began in an earlier pass.
             holds_documents: Whether a row may hold several documents.
         """
-        if continues:  # the last token of a chunk, and then whole ones
+        if continues:  # at most: the last token of a chunk, and then whole chunks
             within = min(tokens, (tokens + self.size - 2) // self.size + 1)
         else:
             within = max(0, -(-tokens // self.size) - (self.first == self.size)) if tokens > self.first else 0
         if holds_documents:
-            # g guided chunks take F + 1 tokens or more, and (g - 1) size + 1 or more where g > 1; g size + 1 where F is the size.
+            # g guided chunks need F + 1 tokens or more, and (g - 1) size + 1 or more if g > 1; g size + 1 or more if F = size.
             is_split = self.first < self.size
             of_each = min(2 * (self.first + 1), self.size + 1)
             documents = 2 * tokens // of_each if is_split else max(0, tokens - 1) // self.size
@@ -95,16 +95,16 @@ class ChunkSizes(NamedTuple):
 
 
 def pool_tokens(states: torch.Tensor, places: TokenPlaces) -> Pooled:
-    """Each token by itself; arguments as those of `pool_prompt`."""
+    """Return the state of each token as a stretch by itself, with the arguments of `pool_prompt`."""
     of_token = torch.arange(states.shape[0] * states.shape[1], device=states.device).view(states.shape[:2])
     counts = states.new_ones(of_token.shape, dtype=torch.float32) if places.real is None else places.real.float()
     return Pooled(states.flatten(0, 1), EqualStretches(of_token, 1), counts.flatten(), {})
 
 
 def pool_sequence(states: torch.Tensor, places: TokenPlaces) -> Pooled:
-    """The mean over all tokens of a document, those that come later included; arguments as those of `pool_prompt`.
+    """Return the mean over all tokens of each document, including later tokens, with the arguments of `pool_prompt`.
 
-    Documents of a row are counted on the CPU. A compiled graph cannot do that, and routes each of its tokens.
+    Several documents in a row are counted on the CPU. A compiled graph cannot do so: it routes as many documents as there are tokens.
     """
     batch, tokens, width = states.shape
     if places.starts is None:
@@ -138,13 +138,13 @@ def pool_prompt(
     prompt_mask: torch.Tensor | None,
     kept: Mapping[str, torch.Tensor],
 ) -> Pooled:
-    """The mean over the tokens of the prompt, which later passes keep.
+    """Return the mean over the tokens of the prompt; later passes use the mean of the first pass.
 
     Args:
         states: `[B, T, D]`, normalised and limited hidden states.
-        places: Of the tokens.
+        places: Padding and documents.
         prompt_mask: `[B, T]`, true for tokens of the prompt. Default: the first pass is the prompt.
-        kept: What an earlier pass of the sequence left.
+        kept: Tensors that an earlier pass of the sequence kept; empty in the first pass.
 
     Raises:
         ValueError: If a row holds several documents, or no token of a prompt.
@@ -180,21 +180,21 @@ def pool_chunks(
     kept: Mapping[str, torch.Tensor],
     keeps: bool = True,
 ) -> Pooled:
-    """For each chunk of a document, the mean over the tokens of the document before it; zero for the first chunk.
+    """Return, for each chunk of a document, the mean over the document's tokens before the chunk; zero for the first chunk.
 
-    All first chunks read alike, so they are one stretch, the first of the list, except where a pass has one token per row. The first
-    token of a document is left out of the means, but for a chunk that has no other before it. Sums are float32 at least.
+    All first chunks read the same chapters, so they form one stretch, stretch 0, unless a pass has one token per row. The first token
+    of a document is left out of the means, except for a chunk with no other token before it. Sums are float32 at least.
 
-    The list is as long as there are chunks. Where its length must not depend on what tensors hold, which is in a compiled graph and
-    for rows of one document, it is as long as it could be.
+    There is one stretch per later chunk. In a compiled graph, and for rows of one document, the number of stretches must not depend
+    on the contents of tensors, and is the largest possible number.
 
     Args:
         states: `[B, T, D]`, normalised and limited hidden states.
-        places: Of the tokens; those of a row that are no padding stand together.
-        sizes: Of chunks.
-        kept: What earlier passes of the sequence left: per row the `count` of tokens so far, the `total` of all of these but the
-            first, and the sum `before` the chunk that the next token belongs to.
-        keeps: Whether there will be later passes. Default: true.
+        places: Padding and documents; the tokens of a row that are not padding must be consecutive.
+        sizes: Sizes of the chunks.
+        kept: Tensors that earlier passes of the sequence kept, per row: the `count` of tokens so far, the sum `total` of all these
+            tokens but the first, and the sum of the tokens `before` the chunk that the next token belongs to.
+        keeps: Whether to keep tensors for later passes. Default: true.
     """
     if states.shape[1] == 1:
         return _pool_step(states, places, sizes, kept)
@@ -232,7 +232,7 @@ def pool_chunks(
     into = _zeros(states, (all_chunks, width)).index_add(
         0, torch.where(follows, following, 0), values.flatten(0, 1) * follows.unsqueeze(-1)
     )
-    # Of all documents together: in float64, so that what is left of one by a difference has no errors of the others.
+    # Sums run over all documents, in float64, so that differences, which give one document, are free of errors from the others.
     up_to = into.double().cumsum(0)  # [N, D]
     is_other = torch.cat([document_of.new_zeros(1, dtype=torch.bool), document_of[1:] != document_of[:-1]])
     first_of_document = torch.where(is_other, torch.arange(all_chunks, device=device), 0).cummax(0).values
@@ -288,7 +288,7 @@ def pool_chunks(
 def _pool_step(
     states: torch.Tensor, places: TokenPlaces, sizes: ChunkSizes, kept: Mapping[str, torch.Tensor]
 ) -> Pooled:
-    """As `pool_chunks` for one token of each row, each of which is a stretch: nothing is sorted, and nothing waits for the device."""
+    """Do the work of `pool_chunks` for one token per row, each a stretch, without sorting and without waiting for the device."""
     batch = len(states)
     real, state = _real(states, places)[:, 0], states[:, 0].to(_wide(states))
     count, total, before = _kept_of(states, kept)
@@ -305,7 +305,7 @@ def _pool_step(
 
 
 def _pool_plain_chunks(states: torch.Tensor, real: torch.Tensor | None, sizes: ChunkSizes, keeps: bool) -> Pooled:
-    """As `pool_chunks` for rows that begin here, with padding behind them alone."""
+    """Do the work of `pool_chunks` for rows that begin in this pass, hold one document and have padding only at the end."""
     batch, tokens, width = states.shape
     (first, size), device = sizes, states.device
     values = states.to(_wide(states))
@@ -352,7 +352,7 @@ def _pool_plain_chunks(states: torch.Tensor, real: torch.Tensor | None, sizes: C
 def _row_means(
     states: torch.Tensor, chosen: torch.Tensor | None, real: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The mean `[B, D]` over some tokens of each row, without its first where there is another; the tokens of the row `[B]`."""
+    """Return each row's mean over chosen tokens `[B, D]`, without its first token if there is another, and its length `[B]`."""
     batch, tokens, _ = states.shape
     wide = states.to(_wide(states))
     counts = _counts(real, batch, tokens, states.device)
@@ -368,7 +368,7 @@ def _row_means(
 def _kept_of(
     states: torch.Tensor, kept: Mapping[str, torch.Tensor]
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """What was kept of each row: count `[B]`, total and before `[B, D]`; zeros where it begins here."""
+    """Return the kept tensors of each row: count `[B]`, total and before `[B, D]`; zeros if the sequence begins here."""
     if kept:
         return kept["count"], kept["total"].to(_wide(states)), kept["before"].to(_wide(states))
     batch, _, width = states.shape
@@ -377,7 +377,7 @@ def _kept_of(
 
 
 def _positions(places: TokenPlaces, real: torch.Tensor, count: torch.Tensor | None) -> torch.Tensor:
-    """Where each token `[B, T]` stands in its document, of whose first `[B]` earlier passes had `count` tokens."""
+    """Return the position of each token `[B, T]` in its document; earlier passes had `count` `[B]` tokens of the row's first one."""
     position = real.long().cumsum(1) - 1
     if count is not None:
         position = position + count.unsqueeze(1)
@@ -390,31 +390,31 @@ def _positions(places: TokenPlaces, real: torch.Tensor, count: torch.Tensor | No
 
 
 def _marks(places: TokenPlaces, states: torch.Tensor) -> torch.Tensor:
-    """Whether a row or a document begins at each place, `[B, T]`."""
+    """Return whether a row or a document begins at each token, `[B, T]`."""
     first = torch.arange(states.shape[1], device=states.device) == 0
     first = first.expand(states.shape[:2])
     return first if places.starts is None else first | places.starts
 
 
 def _documents(states: torch.Tensor, places: TokenPlaces) -> torch.Tensor:
-    """The number of the document that each token `[B, T]` is in."""
+    """Return the number of the document that each token is in, `[B, T]`."""
     return (_marks(places, states).flatten().cumsum(0) - 1).view(states.shape[:2])
 
 
 def _real(states: torch.Tensor, places: TokenPlaces) -> torch.Tensor:
-    """Which tokens are no padding, `[B, T]`."""
+    """Return whether each token is real, not padding, `[B, T]`."""
     if places.real is not None:
         return places.real
     return torch.ones(states.shape[:2], dtype=torch.bool, device=states.device)
 
 
 def _rows(batch: int, tokens: int, device: torch.device) -> EqualStretches:
-    """Each row as a stretch."""
+    """Return stretches of one whole row each."""
     return EqualStretches(torch.arange(batch, device=device).unsqueeze(1).expand(batch, tokens), tokens)
 
 
 def _counts(real: torch.Tensor | None, batch: int, tokens: int, device: torch.device) -> torch.Tensor:
-    """Tokens `[B]` of each row that are no padding."""
+    """Return the number of tokens `[B]` of each row, without padding."""
     return torch.full((batch,), float(tokens), device=device) if real is None else real.sum(1).float()
 
 

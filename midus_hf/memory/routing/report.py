@@ -1,4 +1,4 @@
-"""Where the routers of a model tell what they did in one forward pass."""
+"""Reports of a model's routers on one forward pass."""
 
 from typing import NamedTuple
 
@@ -6,11 +6,11 @@ import torch
 
 
 class Routed(NamedTuple):
-    """What one router did.
+    """Report of one router.
 
     Args:
-        logits: `[S, C]`, float32 at least, of each stretch of tokens that was routed as one.
-        loss: A scalar, what the router adds to the loss of the model.
+        logits: `[S, C]`, float32 at least, for each stretch of tokens that was routed as one.
+        loss: A scalar that the router adds to the loss of the model.
     """
 
     logits: torch.Tensor
@@ -18,10 +18,10 @@ class Routed(NamedTuple):
 
 
 class RouterReports:
-    """What all routers did in one forward pass; a layer that activation checkpointing repeats tells the same again.
+    """Reports of all routers on one forward pass; a layer repeated by activation checkpointing replaces its report by an equal one.
 
     Args:
-        needs_gradient: Whether their losses train. Default: false.
+        needs_gradient: Whether the routers' losses need gradients. Default: false.
     """
 
     def __init__(self, needs_gradient: bool = False):
@@ -29,19 +29,19 @@ class RouterReports:
         self._of_layer: dict[tuple[int, str], Routed] = {}
 
     def of(self, name: str, layer: int) -> "RouterReport":
-        """Where the memory of a name in a layer reports."""
+        """Return the report to which a memory in a layer writes, by the memory's name and the layer's index."""
         return RouterReport(self, name, layer)
 
     def tell(self, name: str, layer: int, routed: Routed) -> None:
-        """Note what a router did."""
+        """Store the report of one router."""
         self._of_layer[layer, name] = routed
 
     def logits(self) -> tuple[torch.Tensor, ...]:
-        """Logits of all routers, by layer."""
+        """Return the logits of all routers, ordered by layer."""
         return tuple(routed.logits for _, routed in sorted(self._of_layer.items(), key=lambda item: item[0]))
 
     def loss(self) -> torch.Tensor | None:
-        """For each memory the mean loss of its layers, all added up; None without a router."""
+        """Return the sum over memories of the mean loss of each memory's layers; None if no router reported."""
         losses: dict[str, list[torch.Tensor]] = {}
         for (_, name), routed in sorted(self._of_layer.items(), key=lambda item: item[0]):
             losses.setdefault(name, []).append(routed.loss)
@@ -52,22 +52,22 @@ class RouterReports:
 
 
 class RouterReport:
-    """Where one router of them reports.
+    """Writer of one router's report.
 
     Args:
-        reports: Of the pass.
-        name: Of its memory.
-        layer: That it is in.
+        reports: All reports of the pass.
+        name: Name of the router's memory.
+        layer: Index of the router's layer.
     """
 
     def __init__(self, reports: RouterReports, name: str, layer: int):
         self._reports, self._name, self._layer = reports, name, layer
 
     def tell(self, logits: torch.Tensor, loss: torch.Tensor) -> None:
-        """Note logits `[S, C]` and the loss, a scalar.
+        """Store the logits `[S, C]` and the loss, a scalar.
 
         Raises:
-            ValueError: If no gradient would reach the router, as under reentrant activation checkpointing.
+            ValueError: If losses need gradients and the router runs without, as under reentrant activation checkpointing.
         """
         if self._reports.needs_gradient and not torch.is_grad_enabled():
             raise ValueError(

@@ -1,4 +1,4 @@
-"""Which tokens read the same chapters: a list of stretches, and how attention goes over many of these at once."""
+"""Stretches of tokens that read the same chapters, and attention over many stretches at once."""
 
 import dataclasses
 from collections.abc import Callable, Sequence
@@ -10,24 +10,24 @@ from midus_hf.config.installed import INSTALLED
 from midus_hf.ops.chapters.op import fewest_together
 
 Numbers = slice | torch.Tensor
-"""Which stretches of the list: a slice, or `[S]`, int64."""
+"""Numbers of stretches: a slice, or `[S]`, int64."""
 
 Read = Callable[[torch.Tensor, Numbers], torch.Tensor]
-"""Reads for tokens `[S, L, ...]`, a row for each of these stretches, and returns `[S, L, ...]`."""
+"""Function that reads for tokens `[S, L, ...]`, one row for each of the numbered stretches, and returns `[S, L, ...]`."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Stretches:
-    """The stretches of a pass, in no order that attention could use: every token reads by itself.
+    """Stretches of a pass in any order, so that every token reads by itself.
 
     Args:
-        of_token: `[B, T]`, int64, from 0 to N - 1: the stretch that each token belongs to.
+        of_token: `[B, T]`, int64, number of the stretch that each token belongs to, from 0 to N - 1.
     """
 
     of_token: torch.Tensor
 
     def read(self, tokens: torch.Tensor, read: Read) -> torch.Tensor:
-        """Read for tokens `[B, T, ...]` what their stretches do, `[B, T, ...]`."""
+        """Read for tokens `[B, T, ...]`, each in its stretch, and return `[B, T, ...]`."""
         alone = tokens.flatten(0, 1).unsqueeze(1)  # [B * T, 1, ...]
         return read(alone, self.of_token.flatten()).squeeze(1).unflatten(0, self.of_token.shape)
 
@@ -37,7 +37,7 @@ class EqualStretches(Stretches):
     """Stretches of equal length that follow each other.
 
     Args:
-        length: Tokens of each.
+        length: Number of tokens per stretch.
     """
 
     length: int
@@ -50,11 +50,11 @@ class EqualStretches(Stretches):
 
 @dataclasses.dataclass(frozen=True)
 class RowChunks(Stretches):
-    """Chunks of rows that begin here: stretch 0 is the beginning of all rows; then come the chunks of one row after another.
+    """Chunks of rows that begin in this pass. Stretch 0 is the beginning of all rows; the chunks of one row after another follow.
 
     Args:
-        first: Tokens of the beginning of a row.
-        size: Tokens of a chunk. The first chunk of a row is its tokens from `first` on; it is left out where there are none.
+        first: Number of tokens in the beginning of a row.
+        size: Number of tokens per chunk. A row's chunk 0 holds the tokens from `first` to `size`; it is absent if `first` is `size`.
     """
 
     first: int
@@ -67,9 +67,9 @@ class RowChunks(Stretches):
         of_chunks = tokens[:, left_out:] if num_tokens > self.first else tokens[:, :0]
         length = min(self.size, max(of_chunks.shape[1], beginning.shape[1]))
         chunks = -(-of_chunks.shape[1] // length)
-        # Tokens of the beginning are read for once more, with the first chunk, so that chunks stay of equal length.
+        # Tokens of the beginning are read a second time, with the first chunk, so that all chunks have equal length.
         behind = _filled(of_chunks, 1, chunks * length).reshape(batch * chunks, length, *width)
-        copies = -(-batch * beginning.shape[1] // length)  # of stretch 0, as many as its tokens fill
+        copies = -(-batch * beginning.shape[1] // length)  # number of rows that the tokens of stretch 0 fill
         of_all_rows = _filled(beginning.flatten(0, 1), 0, copies * length).reshape(copies, length, *width)
         numbers = torch.arange(1 - copies, 1 + batch * chunks, device=tokens.device).clamp(min=0)
         output = read(torch.cat([of_all_rows, behind]), numbers)
@@ -83,13 +83,13 @@ class RowChunks(Stretches):
 
 @dataclasses.dataclass(frozen=True)
 class GroupedStretches(Stretches):
-    """Stretches in groups of like length, in which shorter ones are filled up.
+    """Stretches in groups of similar length; within a group, shorter stretches are filled up with arbitrary tokens.
 
     Args:
-        numbers: For each group, `[S]`, the numbers of its stretches.
-        lengths: For each group, L, the tokens that each of its stretches has room for.
-        tokens: `[P]`, int64, the tokens of all groups, one group after another, by their place among the B * T; what fills up is any.
-        places: `[B * T]`, int64, where each token stands among the P; P for padding, which reads nothing.
+        numbers: For each group, `[S]`, the numbers of the group's stretches.
+        lengths: For each group, L, the number of tokens that each stretch has room for.
+        tokens: `[P]`, int64, the tokens of all groups, one group after another, as positions among the B * T tokens.
+        places: `[B * T]`, int64, position of each token among the P; P for padding, which reads nothing.
     """
 
     numbers: Sequence[torch.Tensor]
@@ -120,18 +120,18 @@ def grouped(
     alike_room: int = 0,
     by_length: bool = False,
 ) -> Stretches:
-    """Put stretches of tokens that stand together into groups.
+    """Put stretches of consecutive tokens into groups.
 
     Args:
-        of_token: `[B, T]`, int64, as `Stretches` has it; -1 for padding.
-        first_tokens: `[N]`, int64, where each stretch begins among the B * T tokens.
-        room: Tokens that a stretch may have.
-        alike: `[B, T]`, bool, the tokens of stretch 0, which may stand anywhere. Default: stretch 0 is as all others.
-        alike_room: Tokens that stretch 0 may have. Default: 0.
-        by_length: Whether stretches are sorted by their lengths, so that less is filled up; this waits for the device.
+        of_token: `[B, T]`, int64, number of the stretch that each token belongs to; -1 for padding.
+        first_tokens: `[N]`, int64, position of each stretch's first token among the B * T tokens.
+        room: Largest number of tokens in a stretch.
+        alike: `[B, T]`, bool, the tokens of stretch 0, which need not be consecutive. Default: stretch 0 is like all others.
+        alike_room: Largest number of tokens in stretch 0. Default: 0.
+        by_length: Whether to sort stretches by length, so that less is filled up; this waits for the device. Default: false.
 
     Returns:
-        Them, for which attention to chapters gathers; those that are too short for this as they are, for each token by itself.
+        The grouped stretches; plain `Stretches` if `room` is too small for groups to pay, or all tokens are padding.
     """
     real, device = of_token.flatten() >= 0, of_token.device
     numbers = of_token.flatten().clamp(min=0)
@@ -148,14 +148,14 @@ def grouped(
     if by_length:
         tokens_of = torch.zeros(several, dtype=torch.int64, device=device).index_add_(0, numbers, real.long())
         rooms = torch.tensor(lengths, device=device)
-        group = (tokens_of[skipped:, None] <= rooms).sum(1).clamp(min=1) - 1  # the last one that has room
+        group = (tokens_of[skipped:, None] <= rooms).sum(1).clamp(min=1) - 1  # the last group with enough room
         order = group.argsort(stable=True)
         members, sizes = members[order], torch.bincount(group, minlength=len(lengths)).tolist()
     parts: list[torch.Tensor] = []
     tokens: list[torch.Tensor] = []
     kept_lengths: list[int] = []
     firsts, first = torch.zeros_like(first_tokens), 0
-    # Of stretch 0, as many as its tokens fill: they are read for with the longest stretches.
+    # Number of rows that the tokens of stretch 0 fill, which are read with the longest stretches.
     copies = -(-alike_room // room)
     for length, of_group in zip(lengths, members.split(sizes), strict=True):
         copied = copies if first == 0 and not parts else 0
@@ -185,13 +185,13 @@ def grouped(
 
 
 def _filled(tokens: torch.Tensor, dim: int, length: int) -> torch.Tensor:
-    """Tokens with zeros behind them, so that there are so many."""
+    """Append zeros to tokens along a dimension, up to `length`."""
     missing = length - tokens.shape[dim]
     return torch.nn.functional.pad(tokens, (*(0, 0) * (tokens.dim() - dim - 1), 0, missing)) if missing else tokens
 
 
 class _Taken(torch.autograd.Function):
-    """Rows of a tensor in the order of groups; each row that is no filling is taken once, so its gradient is where it stands."""
+    """Rows of a tensor in the order of groups. Apart from filling, each row is taken once, so its gradient is found by its place."""
 
     @staticmethod
     def forward(ctx: Any, rows: torch.Tensor, tokens: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
@@ -206,7 +206,7 @@ class _Taken(torch.autograd.Function):
 
 
 class _PutBack(torch.autograd.Function):
-    """Rows in the order of tokens; what fills groups up is dropped, and padding is the last row."""
+    """Rows in the order of tokens, without the rows that fill groups up; padding gets the last row."""
 
     @staticmethod
     def forward(ctx: Any, rows: torch.Tensor, places: torch.Tensor) -> torch.Tensor:

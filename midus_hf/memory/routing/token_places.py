@@ -1,4 +1,4 @@
-"""Where the tokens of a forward pass stand: which of them are padding, and where documents begin."""
+"""Padding among the tokens of a forward pass, and the beginnings of documents."""
 
 import dataclasses
 
@@ -9,12 +9,12 @@ from midus_hf.config.installed import INSTALLED
 
 @dataclasses.dataclass(frozen=True)
 class TokenPlaces:
-    """What a forward pass says of its tokens beside their hidden states.
+    """Padding and documents among the tokens of a forward pass.
 
     Args:
         real: `[B, T]`, bool, false for padding. Default: no token is padding.
-        starts: `[B, T]`, bool, true where a document begins behind another in its row. Default: every row is one document.
-        is_plain: Whether every row begins with its one document, and what padding there is stands behind it.
+        starts: `[B, T]`, bool, true if a document begins here behind another document of the row. Default: every row is one document.
+        is_plain: Whether every row begins with its only document, with padding only at the end. Default: true.
     """
 
     real: torch.Tensor | None = None
@@ -22,7 +22,7 @@ class TokenPlaces:
     is_plain: bool = True
 
     def to(self, device: torch.device, non_blocking: bool = False) -> "TokenPlaces":
-        """The same on another device."""
+        """Return the same padding and documents on another device."""
         real, starts = (
             None if tensor is None else tensor.to(device, non_blocking=non_blocking)
             for tensor in (self.real, self.starts)
@@ -37,15 +37,14 @@ def token_places(
     *,
     may_hold_documents: bool,
 ) -> TokenPlaces:
-    """Find the places of the tokens of a pass.
+    """Find padding and documents among the tokens of a pass.
 
     Args:
-        token_mask: `[B, S]`, S >= T, zero for padding, of which the last T columns are this pass's. Default: no padding. Of a mask
-            `[B, 1, T, T]` that says of pairs of tokens what they see, or several of them by name, a token is padding that does not
-            see itself.
-        position_ids: `[B, T]`, as the model was given them.
-        num_tokens: T.
-        may_hold_documents: Whether positions that begin again at zero begin a document, as they do without a mask and a cache.
+        token_mask: `[B, S]`, S >= T, zero for padding; the last T columns are this pass's. None: no padding. With a mask between
+            pairs of tokens `[B, 1, T, T]`, or several by name (the first counts), a token is padding if hidden from itself.
+        position_ids: `[B, T]`, positions that the model was called with, or None.
+        num_tokens: T, number of tokens of the pass.
+        may_hold_documents: Whether a position of zero begins a document, as it does without a mask and without a cache.
     """
     real = starts = None
     mask = next(iter(token_mask.values())) if isinstance(token_mask, dict) else token_mask
@@ -63,7 +62,7 @@ def token_places(
     if real is None and starts is None:
         return TokenPlaces()
     if real is not None and starts is not None:
-        starts = starts & real & real.roll(1, dims=1)  # behind padding a row begins
+        starts = starts & real & real.roll(1, dims=1)  # the first token behind padding begins the row
     if not INSTALLED:
         return TokenPlaces(real, starts, is_plain=False)
     if (
