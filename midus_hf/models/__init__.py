@@ -1,11 +1,11 @@
-"""Models that host memory. Importing this package registers their families, and those that others offer, with the Auto classes."""
+"""Models that host memory. Importing this package registers their families with the Auto classes, other packages' families too."""
 
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 
 from midus_hf.config.plugins import load_offered
 from midus_hf.models.families import FAMILIES
 
-load_offered("midus_hf.families", refuse=False)  # one that is broken must not take the others along
+load_offered("midus_hf.families", refuse=False)  # a broken family must not keep the others from loading
 
 for _causal_lm in FAMILIES.values():
     _config = _causal_lm.config_class

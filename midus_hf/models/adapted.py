@@ -1,4 +1,4 @@
-"""A family's attention or feed-forward network, with what memories change inside it for one forward pass."""
+"""A family's attention and feed-forward network, with the changes that memories make inside them in one forward pass."""
 
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -12,17 +12,17 @@ from midus_hf.memory.sequence_heads import SequenceHeads
 from midus_hf.models.rotation import Rotation, unrotated
 
 Adapter = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
-"""Given what a projection reads and what it gives, what it shall give instead."""
+"""Function of a projection's input and output that returns the output to use instead."""
 
 
 class HeadReader(NamedTuple):
-    """What a memory makes of what heads give.
+    """A memory's change of the output of attention heads.
 
     Args:
-        read: Given queries `[B, H, T, d]`, keys and values `[B, K, S, d]`, rotated and from the cache, and what the heads give
-            `[B, T, H, d]`, what they shall give instead.
-        wants_unrotated: Whether it gets queries without their rotation as well, `[B, H, T, d]`, as `unrotated`; by what scores
-            are multiplied, as `scaling`; and what they do not exceed, as `softcap`, if they are capped.
+        read: Function of queries `[B, H, T, d]`, keys and values `[B, K, S, d]`, rotated and from the cache, and the output of the
+            heads `[B, T, H, d]` that returns the output to use instead.
+        wants_unrotated: Whether `read` also takes `unrotated`, the queries without their rotation `[B, H, T, d]`; `scaling`, the
+            factor of the scores; and `softcap`, the limit of the scores, None if they are not capped.
     """
 
     read: Callable[..., torch.Tensor]
@@ -30,23 +30,23 @@ class HeadReader(NamedTuple):
 
 
 class HeadsOfDepth(Protocol):
-    """What a memory over the depth asks of attention, and does in its place."""
+    """A memory over the depth, as the layer's attention calls it."""
 
     reads: bool
-    """Whether it attends in the place of the model's own attention."""
+    """Whether the memory replaces the model's own attention."""
     wants_heads: bool
-    """Whether it wants the keys and values of the tokens of the pass."""
+    """Whether the memory needs the keys and values of the tokens of the pass."""
     wants_raw_key: bool
-    """Whether it wants what the key projection gives."""
+    """Whether the memory needs the output of the key projection."""
 
     def attend(self, sequence: SequenceHeads) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """What heads give, `[B, T, H, d]`, and attention weights if they are known."""
+        """Return the output of the heads, `[B, T, H, d]`, and attention weights if they are known."""
 
     def note_heads(self, key: torch.Tensor, value: torch.Tensor) -> None:
-        """Take keys, rotated, and values of the tokens of the pass, `[B, K, T, d]`."""
+        """Take the keys, rotated, and the values of the tokens of the pass, each `[B, K, T, d]`."""
 
     def note_raw_key(self, key: torch.Tensor) -> None:
-        """Take what the key projection gave, `[B, T, K * d]`."""
+        """Take the output of the key projection, `[B, T, K * d]`."""
 
 
 PROJECTION_NAMES = {
@@ -58,11 +58,11 @@ PROJECTION_NAMES = {
     "up": "up_proj",
     "down": "down_proj",
 }
-"""What the families call the projections of a layer, by their role."""
+"""Names of a layer's projections in the families' code, by the role of the projection."""
 
 
 class _View:
-    """A module with some attributes replaced, for the length of one call; the module itself stays as it is."""
+    """A module with some attributes replaced for one call; the module itself is not changed."""
 
     def __init__(self, module: nn.Module, replaced: dict[str, Any]):
         self._module, self._replaced = module, replaced
@@ -75,22 +75,22 @@ class _View:
 class Adapted:
     """Mixin for a family's attention or feed-forward network, whose projections a call may adapt.
 
-    The family's own forward runs on a view of the module in which projections are replaced, so nothing of it is written a
-    second time, and nothing of a call is left on the module.
+    The family's own forward runs on a view of the module with other projections, so the forward's code is not repeated here, and
+    a call leaves nothing behind on the module.
     """
 
     family_class: ClassVar[type[nn.Module]]
-    """The family's class, whose forward runs."""
+    """The family's class, whose `forward` is run."""
 
     def forward(
         self, hidden_states: torch.Tensor, adapters: Mapping[str, Adapter] | None = None, **kwargs: Any
     ) -> Any:
-        """As the family's forward.
+        """Run the family's forward with adapted projections.
 
         Args:
             hidden_states: `[B, T, D]`.
-            adapters: What projections give instead, by their role. Default: nothing is changed.
-            kwargs: What the family's forward takes besides.
+            adapters: Adapters of projections, by the role of the projection. Default: no adapters.
+            kwargs: Other arguments of the family's forward.
         """
         if not adapters:
             return self.family_class.forward(self, hidden_states, **kwargs)
@@ -104,7 +104,7 @@ class Adapted:
 
 
 class HostAttention(Adapted):
-    """Mixin for a family's attention in a layer that memories are attached to: a class of its own."""
+    """Mixin for a family's attention in a layer with attached memories, which makes a separate class."""
 
     def forward(
         self,
@@ -114,18 +114,18 @@ class HostAttention(Adapted):
         depth: HeadsOfDepth | None = None,
         **kwargs: Any,
     ) -> Any:
-        """As the family's forward.
+        """Run the family's forward with the changes that memories make.
 
         Args:
             hidden_states: `[B, T, D]`.
-            adapters: What projections give instead, by their role. Default: nothing is changed.
-            readers: What heads read beside the sequence, one after another. Default: nothing.
-            depth: What heads read of the depth, in one softmax with the sequence, and write for later layers. Default: nothing.
-            kwargs: What the family's forward takes besides.
+            adapters: Adapters of projections, by the role of the projection. Default: no adapters.
+            readers: Changes of the output of the heads, made one after another. Default: no changes.
+            depth: Memory through which heads read the depth and write slots for later layers. Default: none.
+            kwargs: Other arguments of the family's forward.
         """
         if not readers and depth is None:
             return super().forward(hidden_states, adapters, **kwargs)
-        # The families look their attention function up in the config and hand it every keyword argument they do not know.
+        # A family looks its attention function up in the config, and passes on every keyword argument that it does not know.
         replaced: dict[str, Any] = {
             "config": _View(self.config, {"_attn_implementation": _WITH_MEMORY}),
             "own_config": self.config,
@@ -144,13 +144,13 @@ class HostAttention(Adapted):
 
 
 class AttentionCall(NamedTuple):
-    """What memories do in one call of attention.
+    """Parts of memories in one call of attention.
 
     Args:
-        readers: What heads read beside the sequence.
+        readers: Changes of the output of the heads, made one after another.
         rotation: Cosines and sines of the pass.
-        depth: What heads read of the depth, if anything.
-        keys_are_new: Whether keys are those of the tokens of the pass alone, for there is no cache.
+        depth: Memory over the depth, or None.
+        keys_are_new: Whether all keys belong to tokens of the pass, since there is no cache.
     """
 
     readers: Sequence[HeadReader]
@@ -160,7 +160,7 @@ class AttentionCall(NamedTuple):
 
 
 _WITH_MEMORY = f"with_memory_{__name__.replace('.', '_')}"
-"""A name of its own for each copy of this code that a checkpoint brings."""
+"""Name of the attention function, different for each copy of this code that a checkpoint brings."""
 
 
 def _attend_with_memory(
@@ -173,7 +173,7 @@ def _attend_with_memory(
     memory_call: AttentionCall,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """The model's own attention function, or one that reads the depth as well, and what memories make of its output."""
+    """Run the model's own attention, joined with the depth if a memory reads it, and let readers change the output."""
     implementation = module.own_config._attn_implementation
     eager = sys.modules[module.family_class.__module__].eager_attention_forward
     own = ALL_ATTENTION_FUNCTIONS.get_interface(implementation, eager)
@@ -198,7 +198,7 @@ def _read_by(
     output: torch.Tensor,
     softcap: float | None,
 ) -> torch.Tensor:
-    """What the readers of a call make, one after another, of what heads give; `heads` are queries, keys and values."""
+    """Return the output of the heads after the changes of all readers, in turn; `heads` are queries, keys and values."""
     for reader in memory_call.readers:
         extra: dict[str, Any] = {}
         if reader.wants_unrotated:
@@ -219,12 +219,12 @@ def _adapted(projection: Callable[[torch.Tensor], torch.Tensor], adapter: Adapte
 
 
 def _noting(adapter: Adapter | None, note: Callable[[torch.Tensor], None]) -> Adapter:
-    """An adapter that tells what its projection gives."""
+    """Return an adapter that passes the projection's output, as changed by `adapter`, to `note`."""
 
-    def noting(read: torch.Tensor, given: torch.Tensor) -> torch.Tensor:
-        given = given if adapter is None else adapter(read, given)
-        note(given)
-        return given
+    def noting(read: torch.Tensor, output: torch.Tensor) -> torch.Tensor:
+        output = output if adapter is None else adapter(read, output)
+        note(output)
+        return output
 
     return noting
 
@@ -232,7 +232,7 @@ def _noting(adapter: Adapter | None, note: Callable[[torch.Tensor], None]) -> Ad
 def _noting_update(
     update: Callable[..., Any], note: Callable[[torch.Tensor, torch.Tensor], None]
 ) -> Callable[..., Any]:
-    """A cache's `update` that tells which keys and values it is given."""
+    """Return a cache's `update` that also passes its keys and values to `note`."""
 
     def noting(key: torch.Tensor, value: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         note(key, value)

@@ -1,4 +1,4 @@
-"""Adapters of PEFT find layers by number, which an upscaled model gives anew: adapters that were made for its base are refused."""
+"""Refusal of PEFT adapters made for the base: they find layers by number, and an upscaled model numbers its layers anew."""
 
 import re
 import warnings
@@ -13,10 +13,10 @@ _LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
 def base_layer_numbers(config: Any) -> dict[int, int]:
     """Return for each layer of the base its number in the upscaled model; `{}` for a model that was not upscaled.
 
-    A layer that the upscaled model has twice is numbered where it stands first.
+    A layer that occurs twice in the upscaled model gets the number of its first occurrence.
 
     Args:
-        config: Of a model. `upscale` in it has the plan by which it was made.
+        config: Config of a model. Its `upscale` holds the plan by which the model was made.
     """
     record = getattr(config, "upscale", None)
     plan = record.get("plan", []) if isinstance(record, Mapping) else []
@@ -30,19 +30,19 @@ def base_layer_numbers(config: Any) -> dict[int, int]:
 def refuse_adapter_of_base(
     module: nn.Module, state_dict: Mapping[str, Any], prefix: str, *_of_torch: Any, **_more: Any
 ) -> None:
-    """Refuse an adapter that was made for the base of an upscaled model, before its weights are loaded.
+    """Refuse an adapter that was made for the base of an upscaled model, before the adapter's weights are loaded.
 
-    It is a pre-hook of `load_state_dict`, by which PEFT loads adapters. PEFT has put modules of an adapter on every layer that its
-    targets match by then. An adapter that has weights for layers of the base alone, while such modules wait in layers beyond
-    these, was made for the base.
+    This is a pre-hook of `load_state_dict`, by which PEFT loads adapters. PEFT has by then put the adapter's modules on every layer
+    that the adapter's targets match. An adapter was made for the base if all its weights have layer numbers that the base has, while
+    modules of the adapter exist in later layers.
 
     Args:
         module: An upscaled model.
-        state_dict: What is loaded.
-        prefix: Of the names in it that are the module's.
+        state_dict: The tensors to load.
+        prefix: Prefix of the module's names in `state_dict`.
 
     Raises:
-        ValueError: If layers of the base have other numbers here than the adapter knows.
+        ValueError: If the adapter numbers layers as in the base, and this model numbers them otherwise.
     """
     if not base_layer_numbers(module.config):
         return
@@ -55,17 +55,17 @@ def refuse_adapter_of_base(
 def check_adapter_layers(
     config: Any, adapter: str, loaded: Iterable[str], missing: Iterable[str], adapter_config: Any = None
 ) -> None:
-    """See that an adapter was not made for the base of an upscaled model.
+    """Check that an adapter was not made for the base of an upscaled model; warn if that is not certain.
 
     Args:
-        config: Of the upscaled model.
+        config: Config of the upscaled model.
         adapter: The adapter's name.
         loaded: Names of the tensors that the adapter brings.
-        missing: Names of the tensors that its targets make for it in this model, and that it does not bring.
-        adapter_config: Of PEFT, which says on what model the adapter was trained. Default: nobody says.
+        missing: Names of the tensors that the adapter's targets match in this model, and that the adapter does not bring.
+        adapter_config: PEFT's config of the adapter, with the model that the adapter was trained on. Default: not known.
 
     Raises:
-        ValueError: If it was.
+        ValueError: If the adapter was made for the base.
     """
     numbers = base_layer_numbers(config)
     has, lacks = _layers(loaded), _layers(missing)
@@ -91,10 +91,10 @@ def check_adapter_layers(
 
 
 def adapter_tensors(module: nn.Module) -> dict[str, set[str]]:
-    """Return for each adapter the names of its tensors, which PEFT has put on modules within this one.
+    """Return for each adapter the names of the tensors that PEFT has put on submodules of a module.
 
     Args:
-        module: A model, with adapters or without.
+        module: A model, with or without adapters.
     """
     tensors: dict[str, set[str]] = {}
     for module_name, within in module.named_modules():
@@ -112,23 +112,23 @@ def _layers(names: Iterable[str]) -> list[int]:
 
 
 class TakesAdapters:
-    """Mixin for a model that adapters are loaded onto: one that was made for the base of an upscaled model is refused."""
+    """Mixin for a model that refuses to load adapters made for the model's base."""
 
     def load_adapter(self, *args: Any, **kwargs: Any) -> Any:
-        """As the family's, of transformers; an adapter that was made for the base of this model is taken off again.
+        """Load an adapter as transformers does; an adapter that was made for the base of this model is removed again.
 
         Raises:
-            ValueError: If layers of the base have other numbers here than the adapter knows.
+            ValueError: If the adapter numbers layers as in the base, and this model numbers them otherwise.
         """
         model: Any = self
         before = set(getattr(model, "peft_config", {}))
-        told = super().load_adapter(*args, **kwargs)
+        loading_info = super().load_adapter(*args, **kwargs)
         for adapter in set(model.peft_config) - before:
             names = adapter_tensors(model).get(adapter, set())
-            missing = names & set(told.missing_keys)
+            missing = names & set(loading_info.missing_keys)
             try:
                 check_adapter_layers(model.config, adapter, names - missing, missing, model.peft_config[adapter])
             except ValueError:
                 model.delete_adapter(adapter)
                 raise
-        return told
+        return loading_info

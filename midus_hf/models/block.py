@@ -1,4 +1,4 @@
-"""The decoder layer that was inserted for a memory, and the attention in front of it."""
+"""Decoder layer that is inserted for a memory, and the attention before the memory."""
 
 from typing import Any, ClassVar
 
@@ -14,15 +14,15 @@ from midus_hf.models.norms import NamesNorms
 class MemoryBlock(NamesNorms):
     """Mixin that turns a family's decoder layer into a MIDUS block, `M(x) = x + Mem(Attn'(LN(x)))` (equations 7 and 18).
 
-    The family's layer is built first, so what it has keeps its name, its place in the cache and its class: masks, caches,
-    checkpointing and output capture treat it as any other layer. It loses the feed-forward network, every norm but the one in front
-    of attention, and, unless the memory wants them, the output projection and the norm behind it. The memory's output goes straight
-    into the residual stream: an output norm (Gemma) at its start value of zero would have a gradient of 1 / sqrt(eps).
+    The family's layer is built first, so its parts keep their names, their place in the cache and their class: masks, caches,
+    checkpointing and output capture treat the block as any other layer. The block then drops the feed-forward network, every norm
+    except the one before attention, and, unless the memory wants them, the output projection and the norm behind it. The memory's
+    output is added directly to the residual stream: an output norm (Gemma) would give a zero output a gradient of 1 / sqrt(eps).
 
     Args:
-        config: Of the model.
+        config: Config of the model.
         layer_idx: Index of the layer.
-        memories: Of the model.
+        memories: Memories of the model.
     """
 
     block_attention_class: ClassVar[type[nn.Module]]
@@ -43,7 +43,7 @@ class MemoryBlock(NamesNorms):
         if not options.keeps_output_projection:
             self.self_attn.drop_output_projection()
         self.memory = build_memory(options, memories.sizes, entry.layers.index(layer_idx), len(entry.layers))
-        self.memory_class = type(self.memory)  # what PEFT wraps does not tell its class
+        self.memory_class = type(self.memory)  # stored, since PEFT may wrap the memory
         self.asks = bool(self.memory.inputs or self.memory.asks)
 
     def forward(
@@ -55,15 +55,12 @@ class MemoryBlock(NamesNorms):
         memory_inputs: MemoryInputs | None = None,
         **kwargs,
     ) -> torch.Tensor:
-        """Map the residual stream `[B, T, D]` to itself behind this layer.
+        """Return the residual stream behind this layer, with the other arguments of the family's layer.
 
         Args:
-            hidden_states: `[B, T, D]`.
-            attention_mask: As the family's layer takes it.
-            position_ids: As the family's layer takes them.
-            past_key_values: As the family's layer takes them.
-            memory_inputs: What the pass brings to memories. Default: nothing.
-            kwargs: What the family's attention takes.
+            hidden_states: The residual stream before this layer, `[B, T, D]`.
+            memory_inputs: Inputs of the pass for memories. Default: none.
+            kwargs: Other arguments of the family's attention.
         """
         attention_output, _ = self.self_attn(
             hidden_states=self.normalised(self.attention_norm, hidden_states),
@@ -83,12 +80,12 @@ class MemoryBlock(NamesNorms):
 
 
 class BlockAttention:
-    """Mixin for a family's attention in a memory block, which may lack its output projection. The forward is the family's own."""
+    """Mixin for a family's attention in a memory block, which may drop the output projection. The forward is the family's own."""
 
     def drop_output_projection(self) -> None:
-        """Give the heads' outputs side by side."""
+        """Remove the output projection, so that attention returns the heads' outputs side by side."""
         del self.o_proj
-        # A function, not an `nn.Identity`: a LoRA on every `o_proj` would find the module and refuse it.
+        # A function, not an `nn.Identity`: PEFT would find the module for a LoRA on every `o_proj`, and refuse it.
         self.o_proj = _unchanged
 
 

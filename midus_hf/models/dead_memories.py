@@ -1,4 +1,4 @@
-"""A warning of memories that cannot learn, however long they train."""
+"""Warning of memories that cannot learn, however long they train."""
 
 import warnings
 from collections.abc import Mapping
@@ -10,20 +10,20 @@ from midus_hf.config.declared_tensors import ZEROS, Role
 from midus_hf.memory.registry import MemoryModule
 
 _SILENT: dict[Role, str] = {"value": "values", "projection": "projections", "gate": "gates"}
-"""What a memory adds nothing through where it starts at zero, by role, and what people call it."""
+"""Roles of tensors that leave a memory without effect while they are zero, with the plural used in the warning."""
 
 
 def warn_of_dead_memories(model: nn.Module, layers: Mapping[int, nn.Module]) -> bool:
     """Warn of layers whose memory values, projections or gates are zero and frozen, if anything of the model trains.
 
-    Such memories have no gradient: whatever else they have reaches the output through these alone.
+    These memories have no gradient, since their other tensors reach the output only through the zero tensors.
 
     Args:
-        model: What goes into training mode.
-        layers: Its layers, by index.
+        model: The model that goes into training mode.
+        layers: The model's layers, by index.
 
     Returns:
-        Whether there was something to warn of.
+        Whether a warning was given.
     """
     dead = {index: word for index, layer in layers.items() if (word := _dead_through(layer)) is not None}
     if not dead or not any(parameter.requires_grad for parameter in model.parameters()):
@@ -33,7 +33,7 @@ def warn_of_dead_memories(model: nn.Module, layers: Mapping[int, nn.Module]) -> 
 
 
 def _dead_through(layer: nn.Module) -> str | None:
-    """What every memory in a layer, PEFT's copies of it included, has at zero and frozen; None where one can learn."""
+    """Return which tensors of a layer's memories, PEFT's copies included, are zero and frozen; None if a memory can learn."""
     memories = {module: _silent_names(module) for module in layer.modules() if isinstance(module, MemoryModule)}
     memories = {memory: names for memory, names in memories.items() if names}
     adapted = {getattr(module, "parameter_name", None) for module in layer.modules()}  # by LoRA's `target_parameters`
@@ -48,13 +48,13 @@ def _silent_names(memory: MemoryModule) -> list[str]:
 
 
 def _are_frozen_at_zero(memory: MemoryModule, names: list[str], adapted: set[str | None]) -> bool:
-    """False also where that cannot be seen at once: on the meta device, and of parameters that are sharded.
+    """Return whether all named tensors are zero and frozen; False if that is not known: on the meta device, or sharded.
 
-    What was seen to be anything but zero is not looked at again, for a Trainer says `train` at every step.
+    Tensors once seen not to be zero are not read again, since a Trainer calls `train` at every step.
     """
     parents = [name.rpartition(".")[0] for name in names]
     if any(parent and type(attrgetter(parent)(memory)) is not nn.Linear for parent in parents):
-        return False  # an adapter, which may train
+        return False  # the parent is an adapter, which may train
     values = [memory.declared_tensor(name) for name in names]
     if any(value.requires_grad for value in values) or not adapted.isdisjoint(
         name.rpartition(".")[2] for name in names if "." not in name

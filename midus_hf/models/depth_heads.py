@@ -1,4 +1,4 @@
-"""How a layer takes part in attention over the depth: which slots it reads, and which it writes for later layers."""
+"""A layer's part in attention over the depth: the slots that it reads, and the slots that it writes for later layers."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -12,18 +12,18 @@ from midus_hf.models.memory_inputs import Carried
 from midus_hf.models.rotation import Rotation, rotated, unrotated
 
 Heads = tuple[torch.Tensor, torch.Tensor]
-"""A key and a value of each key/value head and token, both `[B, K, T, d]`."""
+"""A key and a value per key/value head and token, both `[B, K, T, d]`."""
 
 
 class DepthHeads:
-    """What a layer reads and writes of the depth, in every pass.
+    """Slots that a layer reads and writes in every pass.
 
-    Slots meet queries at the position of both, so the rotation of both cancels out, if it is one rotation. Where layers of one
-    memory rotate by different angles (Gemma 3), slots are carried, and queries compared with them, without any.
+    A slot and the queries that read it have the same position, so their rotations cancel out if they are the same. If layers of one
+    memory rotate by different angles (Gemma 3), slots and the queries that read them are left unrotated.
 
     Args:
-        config: Of the model.
-        entry: Of the memory.
+        config: Config of the model.
+        entry: The memory's entry in the config.
         layer: Index of the layer.
     """
 
@@ -50,17 +50,17 @@ class DepthHeads:
 
         Args:
             layer: The host layer.
-            carried: What it takes of earlier ones.
+            carried: Tensors that the layer takes from earlier layers.
             rotation: Cosines and sines of the pass at this layer.
         """
         return DepthPass(self, layer, carried, rotation)
 
     def key_of(self, source: SlotSource) -> Carried:
-        """What the layer's own key of a slot is carried as."""
+        """Return the name under which the layer's own key of a slot is carried."""
         return self._carried(self.index, source, "key")
 
     def value_of(self, source: SlotSource) -> Carried:
-        """What the layer's own value of a slot is carried as."""
+        """Return the name under which the layer's own value of a slot is carried."""
         return self._carried(self.index, source, "value")
 
 
@@ -68,9 +68,9 @@ class DepthPass:
     """One pass through a layer that takes part in attention over the depth.
 
     Args:
-        heads: What the layer reads and writes.
+        heads: Slots that the layer reads and writes.
         layer: The host layer.
-        carried: What it takes of earlier ones.
+        carried: Tensors that the layer takes from earlier layers.
         rotation: Cosines and sines of the pass at this layer.
     """
 
@@ -82,17 +82,17 @@ class DepthPass:
 
     @property
     def reads(self) -> bool:
-        """Whether heads read slots, rather than the sequence alone."""
+        """True if heads read slots, false if they read the sequence alone."""
         return bool(self._heads.slots)
 
     @property
     def wants_raw_key(self) -> bool:
-        """Whether later layers read what the key projection gives, in front of norm and rotation."""
+        """True if later layers read the output of the key projection, before norm and rotation."""
         return self._reuses and self._heads.options.rope == "released"
 
     @property
     def wants_heads(self) -> bool:
-        """Whether later layers read the layer's own keys and values."""
+        """True if later layers read the layer's own keys and values."""
         return self._reuses
 
     @property
@@ -100,18 +100,18 @@ class DepthPass:
         return self._heads.options.attention_slots == "reused" and "attention" in self._heads.writes
 
     def note_raw_key(self, key: torch.Tensor) -> None:
-        """Take what the key projection gave, `[B, T, K * d]`."""
+        """Take the output of the key projection, `[B, T, K * d]`."""
         self._raw_key = key
 
     def note_heads(self, key: torch.Tensor, value: torch.Tensor) -> None:
-        """Take the keys, rotated, and values of the tokens of the pass, `[B, K, T, d]`."""
+        """Take the keys, rotated, and the values of the tokens of the pass, each `[B, K, T, d]`."""
         self._own = (key, value)
 
     def attend(self, sequence: SequenceHeads) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Let heads read the sequence and the slots of the depth.
+        """Attend to the sequence and to the slots of the depth.
 
         Returns:
-            What heads give, `[B, T, H, d]`, and attention weights if the sequence's are known (they are those of the sequence alone).
+            The output of the heads, `[B, T, H, d]`, and attention weights to the sequence alone, if they are known.
         """
         heads = self._heads
         keys = [self._carried[key] for key, _ in heads.slots]
@@ -124,11 +124,11 @@ class DepthPass:
         return self._memory(query, sequence=sequence, keys=keys, values=values)
 
     def written(self, attention_input: torch.Tensor, mlp_input: torch.Tensor) -> dict[Carried, torch.Tensor]:
-        """The slots that the layer writes.
+        """Return the slots that the layer writes, by the names under which they are carried.
 
         Args:
-            attention_input: `[B, T, D]`, what attention read.
-            mlp_input: `[B, T, D]`, what the feed-forward network read.
+            attention_input: `[B, T, D]`, the input of attention.
+            mlp_input: `[B, T, D]`, the input of the feed-forward network.
         """
         written: dict[Carried, torch.Tensor] = {}
         for source in self._heads.writes:
@@ -156,8 +156,8 @@ class DepthPass:
 
 
 def normalised_keys(attention: Any, keys: torch.Tensor) -> torch.Tensor:
-    """Keys `[B, K, T, d]` behind the key norm of a family's attention, which normalises each head (Qwen 3, Gemma 3) or all of them
-    together (OLMo 2); as they are where it has none."""
+    """Apply the key norm of a family's attention, if there is one, to keys `[B, K, T, d]`: per head (Qwen 3, Gemma 3), or over
+    all heads together (OLMo 2)."""
     norm = getattr(attention, "k_norm", None)
     if norm is None:
         return keys
@@ -167,12 +167,12 @@ def normalised_keys(attention: Any, keys: torch.Tensor) -> torch.Tensor:
 
 
 def _split(keys: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """Keys `[B, T, K * d]` as `[B, K, T, d]`."""
+    """Reshape keys `[B, T, K * d]` to `[B, K, T, d]`."""
     return keys.unflatten(-1, (like.shape[1], like.shape[-1])).transpose(1, 2)
 
 
 def _rotations_differ(config: Any, layers: tuple[int, ...]) -> bool:
-    """Whether layers rotate by different angles, as sliding and full layers of Gemma 3 do."""
+    """Return whether layers rotate by different angles, as sliding and full layers of Gemma 3 do."""
     kinds = getattr(config, "layer_types", None)
     parameters = getattr(config, "rope_parameters", None) or {}
     if kinds is None or not all(kind in parameters for kind in kinds):

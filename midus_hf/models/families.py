@@ -1,8 +1,8 @@
-"""The families that host memory: the classes of each are made from the model that transformers builds of it.
+"""Families that host memory. The classes of each family are made from a model of the family that transformers builds.
 
-A family is hosted by six thin classes in front of its own. Their source is one template, filled with the names that a built model
-shows; each family's is a module, `midus_hf.models.families.llama` say, as if it lay in a file: its classes are pickled by name, and
-code that checkpoints carry is written from it.
+A family's memory classes are thin subclasses of the family's own. Their source is one template, filled with names read from the
+built model. Each family's source becomes a module, such as `midus_hf.models.families.llama`, that behaves as if it came from a
+file: its classes are pickled by name, and code that checkpoints carry is written from its source.
 """
 
 import importlib.abc
@@ -15,11 +15,11 @@ import torch
 from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING, PreTrainedConfig, PreTrainedModel
 
 FAMILIES: dict[str, type[PreTrainedModel]] = {}
-"""Language models that host memory, by the `model_type` of the family they host it for."""
+"""Language models that host memory, by the `model_type` of their family."""
 
 
 def register_family(causal_lm_class: type[PreTrainedModel]) -> type[PreTrainedModel]:
-    """Enter a language model under the `model_type` of the config that its own config extends."""
+    """Register a language model under the `model_type` of the config class that the model's config extends."""
     FAMILIES[base_config_class(causal_lm_class.config_class).model_type] = causal_lm_class
     return causal_lm_class
 
@@ -37,24 +37,24 @@ def base_config_class(config_class: type[PreTrainedConfig]) -> type[PreTrainedCo
 def host_family(model_type: str) -> ModuleType:
     """Make the classes that host memory in a family, and register them.
 
-    The parts of its layers are checked, and not what their forward passes do with them: layers that multiply what they add to the
-    residual stream, such as Granite's, need classes that are written by hand. `upscale` finds that out, since it compares logits.
+    Only the parts of a layer are checked, not what its forward pass does with them. Layers that scale their additions to the
+    residual stream, such as Granite's, need classes written by hand; `upscale` detects this, since it compares logits.
 
     Args:
-        model_type: Of a causal language model of transformers, whose layers have `self_attn`, `mlp` and the norms of Llama, Gemma 2
-            or OLMo 2.
+        model_type: The `model_type` of a causal language model of transformers, whose layers have `self_attn`, `mlp` and the norms
+            of Llama, Gemma 2 or OLMo 2.
 
     Returns:
         The module of the classes, `midus_hf.models.families.MODEL_TYPE`.
 
     Raises:
-        ValueError: If its layers have other parts.
+        ValueError: If the layers have other parts.
     """
     module_name = f"{__name__}.{model_type}"
     loader = _SourceLoader(family_source(model_type))
     spec = importlib.util.spec_from_loader(module_name, loader, origin=loader.path_of(module_name))
     assert spec is not None
-    spec.has_location = True  # so that the module has a `__file__`, by which Python finds the source of its classes
+    spec.has_location = True  # gives the module a `__file__`, by which Python finds the source of its classes
     module = importlib.util.module_from_spec(spec)
     sys.modules[module_name] = module
     loader.exec_module(module)
@@ -63,13 +63,10 @@ def host_family(model_type: str) -> ModuleType:
 
 
 def family_source(model_type: str) -> str:
-    """Return the source of the classes that host memory in a family.
-
-    Args:
-        model_type: As in `host_family`.
+    """Return the source of the classes that host memory in a family, with the argument of `host_family`.
 
     Raises:
-        ValueError: As in `host_family`.
+        ValueError: If the layers of the family have other parts than `host_family` takes.
     """
     config_class = CONFIG_MAPPING[model_type]
     causal_lm_class = MODEL_FOR_CAUSAL_LM_MAPPING[config_class]
@@ -105,10 +102,10 @@ def family_source(model_type: str) -> str:
 
 
 class _SourceLoader(importlib.abc.InspectLoader):
-    """Loads a module from its source.
+    """Loader of a module from its source.
 
     Args:
-        source: Of the module.
+        source: The module's source code.
     """
 
     def __init__(self, source: str):
@@ -121,7 +118,7 @@ class _SourceLoader(importlib.abc.InspectLoader):
         return self.source_to_code(self._source, self.path_of(fullname))
 
     def path_of(self, fullname: str) -> str:
-        """Return what stands for a path in tracebacks."""
+        """Return the path to show in tracebacks, where no file exists."""
         return f"{__file__.removesuffix('.py')}/{fullname.rpartition('.')[2]}.py"
 
 
@@ -141,7 +138,7 @@ _ROLES_OF_NORMS: dict[frozenset[str], dict[str, str | None]] = {
         "mlp_output_norm": "post_feedforward_layernorm",
     },
 }
-"""By the norms that a layer has: which of them stands for each role of `NamesNorms`, where that is not Llama's."""
+"""For each set of norms that a layer may have, the norm of each role of `NamesNorms` that differs from Llama's."""
 
 _SOURCE = '''"""{family} with memory."""
 

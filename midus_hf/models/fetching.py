@@ -1,4 +1,4 @@
-"""What a stack of layers needs whose memories fetch blocks: banks, and what the texts of a pass fetch from them."""
+"""Banks of a stack of layers whose memories fetch blocks, and the blocks that the texts of a pass fetch."""
 
 import contextlib
 import os
@@ -21,14 +21,14 @@ from midus_hf.config.memory_entries import memories_of
 from midus_hf.memory.fetched import FetchedBatch
 
 IDS, BLOCKS = "memory_ids", "memory_blocks"
-"""Arguments of a forward pass: which blocks the rows fetch, and blocks that were fetched before."""
+"""Names of arguments of a forward pass: the paths whose blocks the rows fetch, and blocks that were fetched before."""
 
 
 class Banks:
-    """The banks of a model, by the name of the memory.
+    """Banks of a model, by the name of the memory.
 
     Args:
-        layouts: That the config implies.
+        layouts: Layout of each bank, by the name of the memory, as the config implies.
     """
 
     def __init__(self, layouts: Mapping[str, BankLayout]):
@@ -40,22 +40,22 @@ class Banks:
         self._copies: Sequence[Path] = ()
         self._num_copies: int | None = None
         self.trainable = False
-        """Whether a Trainer trains their blocks; `set_trainable` says so."""
+        """Whether a Trainer trains the blocks of the banks; set by `set_trainable`."""
 
     @property
     def read_without_ids(self) -> bool:
-        """Whether texts read something that name no blocks."""
+        """True if texts without ids read blocks too, from the generic memory."""
         return any(layout.blocks.without_ids == "generic" for layout in self.layouts.values())
 
     def open(self, folder: str | os.PathLike, **options: Any) -> None:
         """Open the banks that lie beside a checkpoint.
 
         Args:
-            folder: The checkpoint's.
-            options: Of `MemoryBank`.
+            folder: The checkpoint's folder.
+            options: Options of `MemoryBank`.
 
         Raises:
-            BankError: If one is absent, or that of another model.
+            BankError: If a bank is absent, or belongs to another model.
             ValueError: If an option does not fit.
         """
         self._open = {
@@ -65,13 +65,13 @@ class Banks:
 
     @not_carried
     def train(self) -> dict[str, TrainedBank]:
-        """Let blocks be trained from now on: passes that want gradients give them to blocks that were fetched.
+        """Make blocks trainable: from now on, passes with gradients compute gradients of the blocks that were fetched.
 
         Returns:
-            The banks by the name of the memory; those that were trained before go on from there.
+            The banks by the name of the memory; a bank that was trained before continues from its state.
 
         Raises:
-            BankError: If one is not open.
+            BankError: If a bank is not open.
         """
         trained = {}
         for name in self.layouts:
@@ -84,19 +84,19 @@ class Banks:
 
     @not_carried
     def train_with_tree(self, tree: str | None, folder: Path | None) -> None:
-        """Let banks that `train` makes know the tree by whose paths they are trained.
+        """Set the tree by whose paths the banks that `train` makes are trained.
 
         Args:
-            tree: Its fingerprint; None if nobody knows it: then banks keep what they know.
-            folder: That has the files of the tree, which are saved with the banks; None where they are not at hand.
+            tree: The tree's fingerprint; None if unknown: banks then keep the fingerprint they have.
+            folder: Folder with the files of the tree, which are saved with the banks; None if not available.
         """
         self._tree, self._tree_folder = tree, folder
 
     def of(self, name: str) -> MemoryBank | TrainedBank:
-        """The bank of a memory.
+        """Return the bank of a memory.
 
         Raises:
-            BankError: If none is open.
+            BankError: If the bank is not open.
         """
         if name not in self._open:
             raise BankError(
@@ -107,26 +107,26 @@ class Banks:
 
     @not_carried
     def check_tree(self, tree: str | None, whose: str, remedy: str) -> None:
-        """Refuse a tree by whose paths an open bank was not trained.
+        """Refuse a tree if an open bank was trained by the paths of another tree.
 
         Args:
-            tree: Its fingerprint; None if nobody knows it.
-            whose: What a message calls whatever has the tree.
-            remedy: What a message says last: a sentence.
+            tree: The tree's fingerprint; None if unknown.
+            whose: Name, in the message, of what the tree belongs to.
+            remedy: Last sentence of the message.
 
         Raises:
-            ValueError: If the tree is another than that of a bank, and both are known.
+            ValueError: If a bank's tree differs from this tree, and both are known.
         """
         for bank in self._open.values():
             check_same_tree(bank.tree, tree, whose, remedy)
 
     @property
     def are_open(self) -> bool:
-        """Whether there are banks, and they are open."""
+        """True if there are banks, and they are open."""
         return bool(self._open)
 
     def save(self, folder: str | os.PathLike) -> None:
-        """Write those that are open beside a checkpoint in another folder."""
+        """Write the open banks beside a checkpoint in another folder."""
         for name, bank in self._open.items():
             copies = [bank.folder, *(Path(checkpoint, BANKS_FOLDER, name) for checkpoint in self._copies)]
             number = self._num_copies
@@ -135,12 +135,12 @@ class Banks:
 
     @contextlib.contextmanager
     def linking(self, checkpoints: Sequence[Path], num_copies: int) -> Iterator[None]:
-        """Within it `save` links the files of levels that hold what those of an earlier copy hold, as `MemoryBank.save` does.
+        """Let `save`, inside the context, link files of levels whose contents an earlier copy has, as `MemoryBank.save` does.
 
         Args:
-            checkpoints: That have copies, earliest first. The banks that are open count as a copy before the first.
-            num_copies: How many files with the contents of a level are to be kept, if as many copies have it: of 2, the one before
-                the last is linked, so that damage to one file leaves the other.
+            checkpoints: Folders of checkpoints with copies of the banks, earliest first. The open banks count as the first copy.
+            num_copies: Number of separate files to keep per level, as far as there are copies. With 2, `save` links to the copy
+                before the last, so that damage to one file leaves the other intact.
         """
         self._copies, self._num_copies = checkpoints, num_copies
         try:
@@ -151,13 +151,13 @@ class Banks:
     def fetch(
         self, memory_ids: torch.Tensor | None, batch: int, device: torch.device, dtype: torch.dtype
     ) -> dict[str, FetchedBatch]:
-        """What the rows of a batch fetch, by the name of the memory; nothing of one that reads none without ids.
+        """Fetch the blocks of a batch's rows, by the name of the memory; without ids, only memories with generic blocks fetch.
 
         Args:
-            memory_ids: As `MemoryBank.fetch` takes them; None where none are given.
-            batch: B.
-            device: To put blocks on.
-            dtype: To cast them to.
+            memory_ids: `[B, p]`, in the form that `MemoryBank.fetch` takes; None if there are no ids.
+            batch: B, number of rows.
+            device: Device to put blocks on.
+            dtype: Dtype to cast blocks to.
 
         Raises:
             ValueError: If ids have another shape or are out of range, or no bank is open.
@@ -177,7 +177,7 @@ class Banks:
 
     @contextlib.contextmanager
     def serving(self) -> Iterator[None]:
-        """While the context lasts, what is fetched serves many passes, and its levels are joined."""
+        """Let `fetch`, inside the context, join the levels of blocks, which then serve many passes."""
         before, self._serves = self._serves, True
         try:
             yield
@@ -186,24 +186,24 @@ class Banks:
 
     @not_carried
     def prefetch(self, memory_ids: torch.Tensor) -> None:
-        """Let threads read what rows are to fetch soon; returns at once.
+        """Start threads that read the blocks that rows will fetch soon, and return at once.
 
         Args:
-            memory_ids: As for `fetch`.
+            memory_ids: `[B, p]`, the argument of the later `fetch`.
 
         Raises:
-            ValueError: As `fetch`.
+            ValueError: If ids have another shape or are out of range, or no bank is open.
         """
         for name in self.layouts:
             self.of(name).prefetch(memory_ids)
 
     @not_carried
     def statistics(self) -> dict[str, TierStatistics]:
-        """What fetches found in each tier since banks were opened, in all of them together."""
-        found: dict[str, TierStatistics] = {tier: TierStatistics() for tier in TIERS}
+        """Return, for each tier, statistics of all fetches since the banks were opened, summed over banks."""
+        totals: dict[str, TierStatistics] = {tier: TierStatistics() for tier in TIERS}
         for bank in self._open.values():
-            found = {tier: found[tier].plus(counts) for tier, counts in bank.statistics().items()}
-        return found
+            totals = {tier: totals[tier].plus(counts) for tier, counts in bank.statistics().items()}
+        return totals
 
 
 @needed_for("banks")
@@ -212,10 +212,10 @@ class HostsBanks:
 
     @classmethod
     def from_pretrained(cls, pretrained_model_name_or_path: Any, *args: Any, **kwargs: Any) -> Any:
-        """As the family's; the banks that lie beside the checkpoint are opened.
+        """Load a model as the family does, and open the banks that lie beside the checkpoint.
 
         Raises:
-            BankError: If one is absent, or that of another model.
+            BankError: If a bank is absent, or belongs to another model.
         """
         loaded = super().from_pretrained(pretrained_model_name_or_path, *args, **kwargs)
         model = loaded[0] if isinstance(loaded, tuple) else loaded
@@ -226,10 +226,10 @@ class HostsBanks:
         return loaded
 
     def save_pretrained(self, save_directory: str | os.PathLike, *args: Any, **kwargs: Any) -> Any:
-        """As the family's; banks that are open are written beside the weights.
+        """Save the model as the family does, and write open banks beside the weights.
 
         Raises:
-            ValueError: If it shall be uploaded as well, and a bank is open: it would be uploaded before the bank is written.
+            ValueError: If `push_to_hub` is set and a bank is open: the upload would start before the bank is written.
         """
         if kwargs.get("push_to_hub") and self.banks.are_open:
             raise ValueError(
@@ -242,11 +242,11 @@ class HostsBanks:
         return saved
 
     def push_to_hub(self, repo_id: str, **kwargs: Any) -> Any:
-        """As the family's; banks that are open are uploaded with the weights, in folders of folders, which transformers does not.
+        """Upload the model as the family does, with the open banks, whose nested folders transformers would leave out.
 
         Args:
-            repo_id: Of the repository, which is made if need be.
-            kwargs: As the family's takes them.
+            repo_id: Id of the repository, which is created if it does not exist.
+            kwargs: Other arguments of the family's `push_to_hub`.
         """
         if not self.banks.are_open:
             return super().push_to_hub(repo_id, **kwargs)
@@ -254,7 +254,7 @@ class HostsBanks:
 
     @property
     def banks(self) -> Banks:
-        """The banks that memories of the model fetch blocks from."""
+        """Banks that memories of the model fetch blocks from."""
         stack: Any = self
         return (stack if hasattr(stack, "own_banks") else stack.model).own_banks
 
@@ -262,32 +262,32 @@ class HostsBanks:
         """Open the banks that lie beside a checkpoint.
 
         Args:
-            folder: The checkpoint's.
-            options: Of `MemoryBank`, such as `tiers`, which are those of each bank.
+            folder: The checkpoint's folder.
+            options: Options of `MemoryBank`, such as `tiers`; they apply to each bank.
 
         Raises:
-            BankError: If one is absent, or that of another model.
+            BankError: If a bank is absent, or belongs to another model.
             ValueError: If an option does not fit.
         """
         self.banks.open(folder, **options)
 
     def fetch_memory(self, memory_ids: torch.Tensor) -> dict[str, FetchedBatch]:
-        """Fetch the blocks of paths ahead of a pass, which takes them as `memory_blocks`: it then asks no bank, and can be compiled.
+        """Fetch blocks ahead of a pass. A pass that takes them as `memory_blocks` reads no bank, and can be compiled.
 
         Args:
-            memory_ids: `[B, p]`, as for `forward`.
+            memory_ids: `[B, p]`, the paths whose blocks the rows fetch.
         """
         model: Any = self
         return self.banks.fetch(memory_ids, len(memory_ids), model.device, model.dtype)
 
     @not_carried
     def prefetch_memory(self, memory_ids: torch.Tensor) -> None:
-        """Let threads read the blocks of paths that are to be fetched soon; returns at once.
+        """Start threads that read the blocks of paths that will be fetched soon, and return at once.
 
-        The fetch waits for what is under way, and raises what went wrong with it.
+        The later fetch waits for unfinished reads, and raises their errors.
 
         Args:
-            memory_ids: `[B, p]`, as for `forward`.
+            memory_ids: `[B, p]`, the paths whose blocks the rows will fetch.
         """
         self.banks.prefetch(memory_ids)
 
@@ -304,21 +304,21 @@ def upload(
     create_pr: bool = False,
     **save_options: Any,
 ) -> Any:
-    """Save a model to a temporary folder, and upload that in one commit.
+    """Save a model to a temporary folder, and upload the folder in one commit.
 
     Args:
         save: `save_pretrained` of the model.
-        repo_id: Of the repository, which is made if need be.
-        commit_message: Default: `"Upload model"`.
-        commit_description: Default: none.
-        private: Whether a new repository is a private one. Default: its owner's.
-        token: Default: that of whoever is logged in.
-        revision: A branch. Default: the main one.
+        repo_id: Id of the repository, which is created if it does not exist.
+        commit_message: Title of the commit. Default: `"Upload model"`.
+        commit_description: Description of the commit. Default: none.
+        private: Whether a new repository is private. Default: the default of the repository's owner.
+        token: Access token of the hub. Default: the token of the user who is logged in.
+        revision: Branch to commit to. Default: the main branch.
         create_pr: Whether to open a pull request. Default: false.
-        save_options: What else `save` takes, such as `max_shard_size`.
+        save_options: Other arguments of `save`, such as `max_shard_size`.
 
     Returns:
-        What the commit made.
+        The hub's `CommitInfo`.
     """
     api = HfApi(token=token)
     api.create_repo(repo_id, private=private, exist_ok=True)
@@ -335,19 +335,19 @@ def upload(
 
 
 def folder_of_checkpoint(name: str | os.PathLike, options: Mapping[str, Any]) -> Path | None:
-    """Where the files of a checkpoint lie; those of banks are downloaded if it is on the hub. None if there are none.
+    """Return the folder with a checkpoint's files; for a hub id, download the files of banks. None if they are not available.
 
     Args:
-        name: Folder or hub id, as given to `from_pretrained`.
-        options: What else was given to it.
+        name: Folder or hub id, the first argument of `from_pretrained`.
+        options: Keyword arguments of `from_pretrained`.
     """
     folder = Path(name, options.get("subfolder") or "")
     if folder.is_dir():
         return folder
     known = ("revision", "cache_dir", "token", "local_files_only")
-    given = {key: options[key] for key in known if options.get(key) is not None}
+    hub_options = {key: options[key] for key in known if options.get(key) is not None}
     subfolder = options.get("subfolder") or "."
     pattern = PurePosixPath(subfolder, BANKS_FOLDER, "**").as_posix()
     with contextlib.suppress(OSError, ValueError):
-        return Path(snapshot_download(str(name), allow_patterns=[pattern], **given), subfolder)
+        return Path(snapshot_download(str(name), allow_patterns=[pattern], **hub_options), subfolder)
     return None

@@ -1,4 +1,4 @@
-"""What a backbone family needs to host memory: mixins for its config and its stack of layers."""
+"""Mixins by which a family hosts memory: for its config and its stack of layers."""
 
 import copy
 import os
@@ -33,8 +33,8 @@ from midus_hf.models.peft_targets import register_targets
 class MemoryConfig:
     """Mixin for the config of a family that hosts memory.
 
-    A family declares the field `memory: list | None`: entries `{"type", "layers", ...}`, validated here and kept as
-    plain dictionaries, so that they travel through `config.json` unchanged.
+    A family declares the field `memory: list | None`, a list of entries `{"type", "layers", ...}`. Entries are validated here, and
+    kept as plain dictionaries, so that `config.json` stores them unchanged.
 
     Raises:
         ValueError: If an entry has an unknown type or key, or names layers that are absent, repeated or taken, or does not fit the
@@ -58,13 +58,13 @@ class MemoryConfig:
             )
 
     def to_dict(self) -> dict[str, Any]:
-        """As `PreTrainedConfig.to_dict`; `auto_map` names the code saved beside the config, wherever it came from."""
+        """Return the result of `PreTrainedConfig.to_dict`, with an `auto_map` that always names the code saved beside the config."""
         return {**super().to_dict(), "auto_map": auto_map(type(self).__name__.removesuffix("Config"))}
 
     def save_pretrained(self, save_directory: str | os.PathLike, **kwargs: Any) -> Any:
         """Save the config, and beside it the code that its `auto_map` names.
 
-        A model saves its config as well, so the code is there for `trust_remote_code=True` however it was saved.
+        Since a model saves its config too, `trust_remote_code=True` finds the code however the model was saved.
         """
         write_code(save_directory, self)
         return super().save_pretrained(save_directory, **kwargs)
@@ -74,27 +74,27 @@ class MemoryConfig:
         """Do nothing: `save_pretrained` writes the code, and `auto_map` is always set."""
 
     def memories(self) -> Memories:
-        """The memories of the model, from the `memory` list as it is now.
+        """Return the memories of the model, read from the current `memory` list.
 
         Raises:
-            ValueError: If the list is not one that `read_memories` takes.
+            ValueError: If `read_memories` refuses the list.
         """
         return memories_of(self)
 
 
 class HostsMemory(HostsBanks, TakesAdapters):
-    """Mixin that both a stack and a language model need."""
+    """Mixin for both a stack of layers and a language model that hosts memory."""
 
     @classmethod
     def register_for_auto_class(cls, auto_class: str = "AutoModel") -> None:
-        """Do nothing: transformers would copy the code a second time and point `auto_map` past the module that is written."""
+        """Do nothing: transformers would copy the code a second time, and set `auto_map` to the wrong module."""
 
     @needed_for("depth")
     def _check_and_adjust_attn_implementation(self, attn_implementation: str | None, *args: Any, **kwargs: Any) -> str:
-        """As the family's, which is asked when a model is made and when its attention is set.
+        """Check the implementation as the family does; called when a model is made and when its attention is set.
 
         Raises:
-            ValueError: If a memory attends to what earlier layers wrote, and that attention does not tell what the memory needs.
+            ValueError: If a memory attends to the depth, and the implementation gives no log-sum-exp of its softmax.
         """
         model: Any = self
         if any(entry.options.attends for entry in memories_of(model.config).entries):
@@ -112,9 +112,9 @@ class HostsMemory(HostsBanks, TakesAdapters):
 
 
 class MemoryModel(HostsMemory):
-    """Mixin for a family's decoder stack: layers that hold memories become host layers, and shared tables live here.
+    """Mixin for a family's decoder stack, which replaces layers by host layers and holds shared tables.
 
-    Where memories are attached, every layer of the base becomes one: all are called with what the pass brings to memories.
+    If memories are attached, every layer of the base becomes a host layer, since all layers are called with the inputs for memories.
     """
 
     layer_class: ClassVar[type[nn.Module]]
@@ -159,7 +159,7 @@ class MemoryModel(HostsMemory):
 
     @needed_for("tables")
     def _share_tables(self, memories: Memories) -> None:
-        """Make the tables that layers share."""
+        """Create the tables that layers share."""
         shared = {name: memories.tables(name) for name in memories.attached}
         self._table_of_layer = {
             name: {layer: str(number) for number, tables in enumerate(of_memory) for layer in tables.layers}
@@ -178,7 +178,7 @@ class MemoryModel(HostsMemory):
 
     @needed_for("states")
     def check_taking_back(self) -> None:
-        """See that tokens can be taken back from what memories keep of them.
+        """Check that all memories can take back tokens that they have seen.
 
         Raises:
             ValueError: If a memory cannot.
@@ -199,20 +199,18 @@ class MemoryModel(HostsMemory):
         token_mask: torch.Tensor | None = None,
         **kwargs: Any,
     ) -> Any:
-        """As the family's forward; what memories ask for may be given as well, by name.
+        """Run the family's forward with the inputs of memories, which are keyword arguments too.
+
+        Arguments that are not listed here are passed to the family's forward.
 
         Args:
-            input_ids: As the family takes them, `[B, T]`.
-            attention_mask: As the family takes it.
-            position_ids: As the family takes them.
-            past_key_values: As the family takes them.
-            inputs_embeds: As the family takes them, `[B, T, D]`.
-            use_cache: As the family takes it.
-            memory_reports: Where routers tell what they do. Default: nobody wants to know.
-            token_mask: `[B, T]`, zero for padding, where the attention mask has another form. Default: that mask.
-            kwargs: What else the family's forward takes, and what memories ask for.
+            input_ids: `[B, T]`, or None if `inputs_embeds` are passed.
+            inputs_embeds: `[B, T, D]`. Default: embeddings of `input_ids`.
+            memory_reports: Collector of the routers' reports. Default: routers do not report.
+            token_mask: `[B, T]`, zero for padding, for attention masks of another form. Default: the attention mask.
+            kwargs: Other arguments of the family's forward, and arguments that memories take.
         """
-        given: dict[str, Any] = {
+        arguments: dict[str, Any] = {
             "input_ids": input_ids,
             "attention_mask": attention_mask,
             "position_ids": position_ids,
@@ -228,7 +226,7 @@ class MemoryModel(HostsMemory):
             if self.needs.arguments or self.needs.banks:
                 of_pass: dict[str, Any] = {}
                 for name in self.memory_input_names:
-                    value = kwargs.pop(name, None) if name not in given else given[name]
+                    value = kwargs.pop(name, None) if name not in arguments else arguments[name]
                     if value is not None:
                         of_pass[name] = value
                 brought["given"] = of_pass
@@ -243,14 +241,14 @@ class MemoryModel(HostsMemory):
                 begins = not _tells_padding(attention_mask) and past_key_values is None
                 brought["tokens"] = token_places(mask, position_ids, tokens.shape[1], may_hold_documents=begins)
             if self.needs.states:
-                given["past_key_values"] = self._cache_of_pass(past_key_values, use_cache)
-                brought["states"] = self._memory_states(given["past_key_values"])
+                arguments["past_key_values"] = self._cache_of_pass(past_key_values, use_cache)
+                brought["states"] = self._memory_states(arguments["past_key_values"])
             kwargs["memory_inputs"] = MemoryInputs(**brought)
-        return super().forward(**given, **kwargs)
+        return super().forward(**arguments, **kwargs)
 
     @not_carried
     def table_readers(self) -> Iterator[tuple[nn.Module, Mapping[str, torch.Tensor]]]:
-        """Each memory that reads shared tables, and these by name."""
+        """Yield each memory that reads shared tables, with these tables by name."""
         for name, number_of_layer in (self._table_of_layer if self.needs.tables else {}).items():
             modules: Any = self.memory_tables[name]
             for layer, number in number_of_layer.items():
@@ -259,15 +257,15 @@ class MemoryModel(HostsMemory):
                 yield host.memories[name], {key: tables.declared_tensor(key) for key in tables.declared}
 
     def _narrow_start(self) -> None:
-        """Have the projections that write to the residual stream drawn by `1 / sqrt(2 L)` narrower (UltraMemV2, appendix B.3)."""
+        """Set the start scale `1 / sqrt(2 L)` of the projections that write to the residual stream (UltraMemV2, appendix B.3)."""
         for layer in self.layers:
             for part, role in (("self_attn", "output_projection"), ("mlp", "down")):
                 projection: Any = getattr(getattr(layer, part, None), PROJECTION_NAMES[role], None)
-                if projection is not None:  # a layer that was inserted for a memory lacks them
+                if projection is not None:  # a layer that was inserted for a memory has none
                     projection.start_scale = (2 * self.config.num_hidden_layers) ** -0.5
 
     def _hosted(self) -> Iterator[tuple[int, str, MemoryModule]]:
-        """The layer, the name and the module of each memory; one that was inserted has no name."""
+        """Yield the layer, the name and the module of each memory; the name of an inserted memory is empty."""
         for index, layer in enumerate(self.layers):
             for name, memory in getattr(layer, "memories", {}).items():
                 yield index, name, memory
@@ -276,10 +274,10 @@ class MemoryModel(HostsMemory):
 
     @needed_for("states")
     def _cache_of_pass(self, cache: Cache | None, use_cache: bool | None) -> Cache | None:
-        """The cache of the pass, which is made here if the pass shall have one; a pass that trains makes none.
+        """Return the cache of the pass; create it if the pass uses a cache and has none, but not in training.
 
         Raises:
-            ValueError: If the sequences of several requests are packed into one row, as continuous batching does.
+            ValueError: If the sequences of several requests are packed into one row, as in continuous batching.
         """
         if str(self.config._attn_implementation).startswith("paged"):
             raise ValueError(
@@ -292,9 +290,9 @@ class MemoryModel(HostsMemory):
 
     @needed_for("states")
     def _memory_states(self, cache: Cache | None) -> dict[tuple[str, int], MemoryState]:
-        """What memories keep of the sequences, in the cache of the pass.
+        """Return the states that memories keep of the sequences, in the cache of the pass.
 
-        Under activation checkpointing nothing is kept: a layer would be repeated with what it kept.
+        Under activation checkpointing there are no states, since the repetition of a layer would read what the layer had kept.
         """
         if cache is None or (self.training and getattr(self, "gradient_checkpointing", False)):
             return {}
@@ -307,10 +305,10 @@ class MemoryModel(HostsMemory):
         memory_ids: torch.Tensor | None,
         memory_blocks: Mapping[str, FetchedBatch] | None,
     ) -> Mapping[str, FetchedBatch]:
-        """What the texts of the pass fetch.
+        """Return the blocks of the texts of the pass, by the name of the memory.
 
         Raises:
-            ValueError: If both ids and blocks are given, ids are wrong, or blocks are those of another number of rows.
+            ValueError: If both ids and blocks are passed, ids are wrong, or blocks were fetched for another number of rows.
         """
         if memory_ids is not None and memory_blocks is not None:
             raise ValueError("memory_ids and memory_blocks are given; expected one of them.")
@@ -343,7 +341,7 @@ class MemoryModel(HostsMemory):
 
     @not_carried
     def train(self, mode: bool = True):
-        """As `nn.Module.train`; warns, once per model, of memories that cannot learn however long they train."""
+        """Set the training mode, and warn, once per model, of memories that cannot learn however long they train."""
         super().train(mode)
         if mode and not self.warned_of_dead_memories:
             self.warned_of_dead_memories = warn_of_dead_memories(self, dict(enumerate(self.layers)))
@@ -351,7 +349,7 @@ class MemoryModel(HostsMemory):
 
 
 def _narrow(module: nn.Module) -> None:
-    """Scale the weight of a projection that starts narrower, unless a checkpoint has filled it."""
+    """Multiply the weight of a projection by its start scale, if it has one, unless a checkpoint has filled the weight."""
     scale: float | None = getattr(module, "start_scale", None)
     if scale is not None:
         weight: Any = module.weight
@@ -360,5 +358,5 @@ def _narrow(module: nn.Module) -> None:
 
 
 def _tells_padding(attention_mask: Any) -> bool:
-    """Whether a mask has a value per token, rather than one per pair of tokens."""
+    """Return whether a mask has a value per token, rather than per pair of tokens."""
     return isinstance(attention_mask, torch.Tensor) and attention_mask.dim() == 2

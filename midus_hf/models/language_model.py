@@ -1,4 +1,4 @@
-"""What a family's language model needs over a stack that hosts memory."""
+"""Mixin for a family's language model over a stack that hosts memory."""
 
 import warnings
 from collections.abc import Mapping
@@ -18,15 +18,15 @@ from midus_hf.models.host import HostsMemory
 
 _IGNORED_LABEL = -100
 _PROMPT_MASK = "prompt_mask"
-"""What a memory asks for that is told which tokens are the prompt: without it, labels say so."""
+"""Name of the argument that tells memories which tokens are the prompt. Without it, labels tell."""
 
 
 class MemoryForCausalLM(HostsMemory):
     """Mixin for a family's language model: the family's own head and forward over a stack that hosts memory.
 
-    Where memories have routers, their losses are added to the model's own in training, as the mixture-of-experts models of
-    transformers do; `output_router_logits`, an argument of `forward` or an attribute of the config, gives the logits as well, and
-    adds the losses out of training too; false leaves them out altogether.
+    If memories have routers, the routers' losses are added to the model's loss in training, as in transformers' mixture-of-experts
+    models. If `output_router_logits`, an argument of `forward` or an attribute of the config, is true, the routers' logits are
+    returned, and the losses are added outside training too. If it is false, the losses are never added.
     """
 
     model_class: ClassVar[type[PreTrainedModel]]
@@ -60,26 +60,23 @@ class MemoryForCausalLM(HostsMemory):
         memory_ids: torch.Tensor | None = None,
         **kwargs: Any,
     ) -> Any:
-        """As the family's forward, with the losses of routers. A Trainer drops the columns of a dataset that the signature lacks.
+        """Run the family's forward, and add the losses of routers.
+
+        Arguments that are not listed here are passed to the family's forward. The signature names `prompt_mask`, `token_mask` and
+        `memory_ids`, since a Trainer drops the columns of a dataset that the signature lacks.
 
         Args:
-            input_ids: As the family takes them, `[B, T]`.
-            attention_mask: As the family takes it.
-            position_ids: As the family takes them.
-            past_key_values: As the family takes them.
-            inputs_embeds: As the family takes them, `[B, T, D]`.
-            labels: As the family takes them.
-            use_cache: As the family takes it.
-            logits_to_keep: As the family takes it.
-            output_router_logits: Whether to return the logits of routers, and add their losses out of training too; false leaves
-                them out altogether. Default: that of the config; losses are added in training.
-            prompt_mask: `[B, T]`, true for tokens of the prompt, for memories that choose by it. Default: what labels leave out.
-            token_mask: As the stack takes it.
-            memory_ids: `[B, p]`, the blocks that each text fetches, for memories that fetch.
-            kwargs: What else the family's forward takes.
+            input_ids: `[B, T]`, or None if `inputs_embeds` are passed.
+            inputs_embeds: `[B, T, D]`. Default: embeddings of `input_ids`.
+            output_router_logits: Whether to return the routers' logits and add their losses outside training too; if false, losses
+                are never added. Default: the config's value; if that is None, losses are added in training.
+            prompt_mask: `[B, T]`, true for tokens of the prompt, for memories that need it. Default: tokens before the first label.
+            token_mask: `[B, T]`, zero for padding, for attention masks of another form. Default: the attention mask.
+            memory_ids: `[B, p]`, the paths whose blocks the rows fetch, for memories that fetch.
+            kwargs: Other arguments of the family's forward.
         """
-        told = {"prompt_mask": prompt_mask, "token_mask": token_mask, "memory_ids": memory_ids}
-        kwargs |= {name: value for name, value in told.items() if value is not None}
+        of_memories = {"prompt_mask": prompt_mask, "token_mask": token_mask, "memory_ids": memory_ids}
+        kwargs |= {name: value for name, value in of_memories.items() if value is not None}
         kwargs |= {
             "input_ids": input_ids,
             "attention_mask": attention_mask,
@@ -126,7 +123,7 @@ class MemoryForCausalLM(HostsMemory):
 
     @needed_for("arguments", "banks")
     def _validate_model_kwargs(self, model_kwargs: dict[str, Any]) -> None:
-        """As the family's, which does not know of what memories ask for."""
+        """Validate arguments of `generate` as the family does, without the arguments that memories take."""
         names: set[str] = self.model.memory_input_names
         super()._validate_model_kwargs({key: value for key, value in model_kwargs.items() if key not in names})
 
@@ -139,12 +136,12 @@ class MemoryForCausalLM(HostsMemory):
         inputs_embeds: torch.Tensor | None = None,
         **kwargs: Any,
     ) -> dict[str, Any]:
-        """As the family's, which makes a mask of another form for static caches: padding is told as well.
+        """Prepare the inputs as the family does, and add the padding, since static caches get a mask of another form.
 
-        transformers looks at the signature to see that embeddings may stand for the prompt.
+        transformers reads from the signature whether embeddings may replace the prompt's ids.
 
         Raises:
-            ValueError: If a pass begins that has a part of the prompt by which a memory chooses.
+            ValueError: If a memory chooses by the prompt, and the first pass has only a part of the prompt.
         """
         inputs = super().prepare_inputs_for_generation(
             input_ids, *args, attention_mask=attention_mask, inputs_embeds=inputs_embeds, **kwargs
@@ -154,7 +151,7 @@ class MemoryForCausalLM(HostsMemory):
         if self.model.needs.prompts:
             cache = inputs.get("past_key_values")
             if inputs.get(_PROMPT_MASK) is not None and cache is not None and cache.get_seq_length() > 0:
-                del inputs[_PROMPT_MASK]  # the cache keeps what follows from it
+                del inputs[_PROMPT_MASK]  # the cache keeps what memories need of the prompt
             if inputs.get(_PROMPT_MASK) is not None:
                 seen = max(input_ids.shape[1], tokens.shape[1]) if padding is None else padding.shape[1]
                 inputs[_PROMPT_MASK] = _prompt_mask_of_pass(inputs[_PROMPT_MASK], seen, cache)
@@ -164,26 +161,26 @@ class MemoryForCausalLM(HostsMemory):
 
     @needed_for("arguments", "banks", "states")
     def _get_candidate_generator(self, *args: Any, model_kwargs: dict[str, Any], **kwargs: Any) -> Any:
-        """As the family's, for assisted decoding; the assistant is not told what memories of this model ask for.
+        """Return the family's generator of candidates for assisted decoding, without the arguments that memories take.
 
         Raises:
-            ValueError: If a memory cannot take back the tokens of a draft that is refused.
+            ValueError: If a memory cannot take back the tokens of a rejected draft.
         """
         if self.model.needs.states:
             self.model.check_taking_back()
         names: set[str] = self.model.memory_input_names
-        told = {key: value for key, value in model_kwargs.items() if key not in names}
-        return super()._get_candidate_generator(*args, model_kwargs=told, **kwargs)
+        others = {key: value for key, value in model_kwargs.items() if key not in names}
+        return super()._get_candidate_generator(*args, model_kwargs=others, **kwargs)
 
     @needed_for("banks", "prompts", "whole")
     def generate(self, *args: Any, **kwargs: Any) -> Any:
-        """As the family's `generate`; what memories derive from weights alone is derived once for the call, and the levels of blocks
-        that texts fetch are joined once.
+        """Generate as the family does. Tensors that memories derive from weights alone are derived once per call, and the levels of
+        fetched blocks are joined once.
 
-        Where a memory looks at the whole sequence, every token takes a pass over all tokens so far, without a cache.
+        If a memory reads the whole sequence, every new token takes a pass over all tokens so far, without a cache.
 
         Raises:
-            ValueError: If a cache, or embeddings, which need one, are given to a model that looks at the whole sequence.
+            ValueError: If a memory reads the whole sequence and a cache is passed, or embeddings, which need a cache.
         """
         if self.model.needs.whole:
             if kwargs.get("past_key_values") is not None:
@@ -203,12 +200,12 @@ class MemoryForCausalLM(HostsMemory):
             )
             kwargs["use_cache"] = False
         if self.model.needs.prompts and _PROMPT_MASK not in kwargs:
-            given = (
+            inputs = (
                 args[0] if args else None,
                 *(kwargs.get(name) for name in ("inputs", "input_ids", "inputs_embeds")),
             )
-            prompt = next((tensor for tensor in given if isinstance(tensor, torch.Tensor)), None)
-            if prompt is not None:  # passes without a cache see more than the prompt
+            prompt = next((tensor for tensor in inputs if isinstance(tensor, torch.Tensor)), None)
+            if prompt is not None:  # set here, since passes without a cache see more than the prompt
                 kwargs[_PROMPT_MASK] = torch.ones(prompt.shape[:2], dtype=torch.bool, device=prompt.device)
         if self.model.needs.banks and kwargs.get(BLOCKS) is not None:
             kwargs[BLOCKS] = {name: batch.joined() for name, batch in kwargs[BLOCKS].items()}
@@ -218,13 +215,13 @@ class MemoryForCausalLM(HostsMemory):
         return super().generate(*args, **kwargs)
 
 
-def _check_pass_without_labels(model: Any, given: Mapping[str, Any], wanted: bool | None) -> None:
-    """Say what a pass that trains lacks where its loss is computed outside the model.
+def _check_pass_without_labels(model: Any, arguments: Mapping[str, Any], wanted: bool | None) -> None:
+    """Check a training pass whose loss is computed outside the model; warn if losses of routers are missing.
 
     Raises:
-        ValueError: If a memory chooses by the prompt, and nothing says what that is: answers would be pooled with it.
+        ValueError: If a memory chooses by the prompt, and the prompt is not known: answers would be pooled with it.
     """
-    if model.needs.prompts and _PROMPT_MASK not in given:
+    if model.needs.prompts and _PROMPT_MASK not in arguments:
         raise ValueError(
             "routing is 'prompt', and a pass that trains has neither prompt_mask nor labels; expected one of them. Label smoothing "
             "and a loss of your own take the labels away: give prompt_mask with them."
@@ -238,15 +235,15 @@ def _check_pass_without_labels(model: Any, given: Mapping[str, Any], wanted: boo
 
 
 def _prompt_mask_of_pass(prompt_mask: torch.Tensor, num_seen: int, cache: Any) -> torch.Tensor:
-    """A mask of the prompt for as many tokens as there are by now: those behind the mask are no prompt.
+    """Return the mask of the prompt, extended to all tokens seen so far; tokens behind the mask do not belong to the prompt.
 
     Args:
-        prompt_mask: `[B, P]`.
-        num_seen: Tokens of the pass, and of those before it.
-        cache: Of the pass.
+        prompt_mask: `[B, P]`, true for tokens of the prompt.
+        num_seen: Number of tokens of the pass and of all passes before it.
+        cache: The cache of the pass.
 
     Raises:
-        ValueError: If the pass is the first, and has a part of the prompt.
+        ValueError: If the pass is the first, and has only a part of the prompt.
     """
     missing = num_seen - prompt_mask.shape[1]
     if missing < 0 and (cache is None or cache.get_seq_length() == 0):
@@ -258,12 +255,12 @@ def _prompt_mask_of_pass(prompt_mask: torch.Tensor, num_seen: int, cache: Any) -
 
 
 def prompt_of(labels: torch.Tensor) -> torch.Tensor:
-    """The tokens `[B, T]` in front of the first that is to be predicted."""
+    """Return a mask `[B, T]` of the tokens before the first token that is to be predicted."""
     return (labels != _IGNORED_LABEL).cumsum(1) == 0
 
 
 def _share_of_step(labels: torch.Tensor | None, num_items: torch.Tensor | int | None) -> torch.Tensor | float:
-    """How much of a step this pass is: a loss that is divided by the tokens of all passes of a step has to be weighted so."""
+    """Return the share of a step's tokens that this pass has: the weight of the routers' losses if a step has several passes."""
     if num_items is None or labels is None:
         return 1.0
     num_items = num_items.to(labels.device) if isinstance(num_items, torch.Tensor) else num_items

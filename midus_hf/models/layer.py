@@ -1,4 +1,4 @@
-"""The decoder layer of the base that memories are attached to, at every site that there is."""
+"""Decoder layer of the base with attached memories, at any of the sites."""
 
 from collections.abc import Mapping
 from functools import partial
@@ -16,20 +16,20 @@ from midus_hf.models.memory_inputs import Carried, MemoryInputs
 from midus_hf.models.norms import NamesNorms
 
 _NOTHING = MemoryInputs()
-"""What a pass brings that brings nothing: nobody writes to it, since a layer that carries something is called with its own."""
+"""Inputs of a pass without inputs for memories. Never written to: a layer that carries tensors is called with separate inputs."""
 
 
 class HostLayer(NamesNorms):
-    """Mixin that turns a family's decoder layer into one that memories are attached to.
+    """Mixin that turns a family's decoder layer into a layer with attached memories.
 
-    The family's layer is built first, so what it has keeps its name, its place in the cache and its class: masks, caches,
-    checkpointing and output capture treat it as any other layer. Its forward is written once for all families, from the
-    roles of its norms.
+    The family's layer is built first, so its parts keep their names, their place in the cache and their class: masks, caches,
+    checkpointing and output capture treat the layer as any other layer. The forward is written once for all families, from
+    the roles of a layer's norms.
 
     Args:
-        config: Of the model.
+        config: Config of the model.
         layer_idx: Index of the layer.
-        memories: Of the model.
+        memories: Memories of the model.
     """
 
     attention_class: ClassVar[type[nn.Module]]
@@ -37,15 +37,15 @@ class HostLayer(NamesNorms):
     memories: nn.ModuleDict
     self_attn: Any
     takes: tuple[Carried, ...] = ()
-    """What the layer takes of earlier ones."""
+    """Tensors that the layer takes from earlier layers."""
     gives: tuple[Carried, ...] = ()
-    """What it gives for later ones."""
+    """Tensors that the layer gives to later layers."""
     takes_last: tuple[Carried, ...] = ()
-    """What no later layer takes."""
+    """Tensors that no later layer takes."""
     skips_from: tuple[Carried, ...] = ()
-    """What was read at earlier layers, and is added behind this one."""
+    """Results of memories at earlier layers that are added behind this layer."""
     carries = False
-    """Whether it takes or gives anything."""
+    """Whether the layer takes or gives any tensor."""
 
     def __init__(self, config, layer_idx: int, memories: Memories):
         super().__init__(config, layer_idx)
@@ -56,7 +56,7 @@ class HostLayer(NamesNorms):
             for entry in entries
         ]
         self.sites = {entry.name: entry.site for entry in entries}
-        # PEFT wraps memories, and does not tell their class.
+        # Stored, since PEFT may wrap memories.
         self.classes = {entry.name: type(memory) for entry, memory in zip(entries, built, strict=True)}
         self.adapts = any(memory.projections for memory in built)
         self.reads_heads = any(memory.reads_heads for memory in built)
@@ -79,7 +79,7 @@ class HostLayer(NamesNorms):
 
     @needed_for("carries")
     def _carry(self, memories: Memories) -> None:
-        """Note what the layer takes of earlier ones, and gives for later ones."""
+        """Set which tensors the layer takes from earlier layers and gives to later layers."""
         attached = memories.attached.values()
         self.takes = tuple(carried for entry in attached for carried in taken_at(entry, self.layer_idx))
         self.gives = tuple(carried for entry in attached for carried in given_at(entry, self.layer_idx))
@@ -93,18 +93,18 @@ class HostLayer(NamesNorms):
     def __call__(
         self, hidden_states: torch.Tensor, *, memory_inputs: MemoryInputs | None = None, **kwargs: Any
     ) -> Any:
-        """As `nn.Module.__call__`; what memories take of earlier layers, and give for later ones, are inputs and outputs of it.
+        """Call the layer with the tensors from earlier layers as inputs, and the tensors for later layers as outputs.
 
-        So nothing within a layer changes what the pass brings, and activation checkpointing, of either kind, keeps these tensors
-        as it keeps hidden states.
+        So no layer changes `memory_inputs` while it runs, and both kinds of activation checkpointing treat these tensors as they
+        treat hidden states.
         """
         call: Any = super().__call__
         if not self.carries:
             return call(hidden_states, memory_inputs=memory_inputs, **kwargs)
         assert memory_inputs is not None, "a model whose layers carry something calls them with memory_inputs"
         taken = memory_inputs.carried(self.takes)
-        hidden_states, *given = call(hidden_states, *taken, memory_inputs=memory_inputs, **kwargs)
-        memory_inputs.carry(self.gives, given)
+        hidden_states, *outputs = call(hidden_states, *taken, memory_inputs=memory_inputs, **kwargs)
+        memory_inputs.carry(self.gives, outputs)
         memory_inputs.release(self.takes_last)
         return hidden_states
 
@@ -118,19 +118,16 @@ class HostLayer(NamesNorms):
         memory_inputs: MemoryInputs | None = None,
         **kwargs,
     ) -> Any:
-        """Map the residual stream `[B, T, D]` to itself behind this layer.
+        """Return the residual stream behind this layer, with the other arguments of the family's layer.
 
         Args:
-            hidden_states: `[B, T, D]`.
-            taken: What the layer takes of earlier ones, in the order of its `takes`.
-            attention_mask: As the family's layer takes it.
-            position_ids: As the family's layer takes them.
-            past_key_values: As the family's layer takes them.
-            memory_inputs: What the pass brings to memories.
-            kwargs: What the family's attention takes.
+            hidden_states: The residual stream before this layer, `[B, T, D]`.
+            taken: Tensors from earlier layers, in the order of `takes`.
+            memory_inputs: Inputs of the pass for memories. Default: none.
+            kwargs: Other arguments of the family's attention.
 
         Returns:
-            `[B, T, D]`; where the layer takes or gives anything, a tuple of it and of what it gives, in the order of its `gives`.
+            `[B, T, D]`; if the layer takes or gives tensors, a tuple of `[B, T, D]` and the tensors given, in the order of `gives`.
         """
         memory_inputs = _NOTHING if memory_inputs is None else memory_inputs
         if self.carries or self.skips_from:
@@ -138,7 +135,7 @@ class HostLayer(NamesNorms):
         if self.depth is not None:
             depth = self.depth.begin(self, carried, kwargs.get("position_embeddings"))
         attention_input = self.normalised(self.attention_norm, hidden_states)
-        changes: dict[str, Any] = {}  # of attention
+        changes: dict[str, Any] = {}  # arguments of attention
         if self.adapts and self.hosts("inside-attention"):
             changes["adapters"] = self._adapters("inside-attention", memory_inputs)
         if self.reads_heads:
@@ -173,16 +170,16 @@ class HostLayer(NamesNorms):
         if self.skips_from:
             for skip in self.skips_from:
                 added = carried.get(skip)
-                if added is not None:  # else the memory had nothing to do
+                if added is not None:  # None if the memory had nothing to do
                     hidden_states = hidden_states + added.to(hidden_states.dtype)
         if self.hosts("behind-layer"):
             hidden_states = self._with_added("behind-layer", hidden_states, hidden_states, memory_inputs)
         if self.carries:
-            return hidden_states, *(carried.get(given) for given in self.gives)
+            return hidden_states, *(carried.get(key) for key in self.gives)
         return hidden_states
 
     def _at(self, site: str, memory_inputs: MemoryInputs) -> list[str]:
-        """Names of the memories of this layer at a site that have something to do in this pass."""
+        """Return the names of this layer's memories at a site that have something to do in this pass."""
         at_site = (name for name, taken in self.sites.items() if taken == site)
         return [name for name in at_site if memory_inputs.are_there_for(self.classes[name], name)]
 
@@ -195,13 +192,13 @@ class HostLayer(NamesNorms):
     def _with_added(
         self, site: str, hidden_states: torch.Tensor, read: torch.Tensor, memory_inputs: MemoryInputs
     ) -> torch.Tensor:
-        """`hidden_states`, and what each memory at a site adds to it after reading `read`."""
+        """Add to `hidden_states` the output of each memory at a site for the input `read`."""
         for name in self._at(site, memory_inputs):
             hidden_states = hidden_states + self._read(name, read, memory_inputs).to(hidden_states.dtype)
         return hidden_states
 
     def _readers(self, memory_inputs: MemoryInputs) -> list[HeadReader]:
-        """What the memories inside attention make of what heads give."""
+        """Return the changes that the memories inside attention make to the output of the heads."""
         return [
             HeadReader(
                 partial(self.memories[name], **self._inputs_of(name, memory_inputs)),
@@ -212,7 +209,7 @@ class HostLayer(NamesNorms):
         ]
 
     def _adapters(self, site: str, memory_inputs: MemoryInputs) -> dict[str, Adapter]:
-        """What the memories at a site change of projections, by the role of the projection."""
+        """Return the adapters of projections from the memories at a site, by the role of the projection."""
         adapters: dict[str, Adapter] = {}
         for name in self._at(site, memory_inputs):
             inputs = self._inputs_of(name, memory_inputs)
@@ -222,17 +219,17 @@ class HostLayer(NamesNorms):
 
 
 def _after(first: Adapter | None, memory: nn.Module, role: str, inputs: Mapping[str, Any]) -> Adapter:
-    """A memory's adapter of a projection, behind another memory's."""
+    """Return a memory's adapter of a projection, which runs after the adapter `first`, if there is one."""
 
-    def adapter(read: torch.Tensor, given: torch.Tensor) -> torch.Tensor:
-        given = given if first is None else first(read, given)
-        return memory(read, given, projection=role, **inputs)
+    def adapter(read: torch.Tensor, output: torch.Tensor) -> torch.Tensor:
+        output = output if first is None else first(read, output)
+        return memory(read, output, projection=role, **inputs)
 
     return adapter
 
 
 def given_at(entry: MemoryEntry, layer: int) -> tuple[Carried, ...]:
-    """What a memory gives for later layers at one of its layers."""
+    """Return the tensors that a memory gives to later layers at a layer; none if the layer does not have the memory."""
     if layer not in entry.layers:
         return ()
     index = entry.layers.index(layer)
@@ -241,7 +238,7 @@ def given_at(entry: MemoryEntry, layer: int) -> tuple[Carried, ...]:
 
 
 def taken_at(entry: MemoryEntry, layer: int) -> tuple[Carried, ...]:
-    """What a layer takes of what a memory gave at earlier layers."""
+    """Return the tensors that a layer takes from a memory at earlier layers."""
     skips = tuple(Carried(entry.name, read) for read in skips_into(entry, layer) if read != layer)
     if layer not in entry.layers:
         return skips
@@ -250,12 +247,12 @@ def taken_at(entry: MemoryEntry, layer: int) -> tuple[Carried, ...]:
 
 
 def skips_into(entry: MemoryEntry, layer: int) -> tuple[int, ...]:
-    """The layers that a memory reads at, where it adds what it read behind another."""
+    """Return the layers at which a memory reads the results that are added behind `layer`."""
     return tuple(read for read, into in zip(entry.layers, entry.into, strict=False) if into == layer)
 
 
 def taken_last_at(memories: Memories, layer: int) -> tuple[Carried, ...]:
-    """What is given or taken at a layer, and by no later one."""
+    """Return the tensors that a layer gives or takes, and that no later layer takes."""
     return tuple(
         carried
         for entry in memories.attached.values()

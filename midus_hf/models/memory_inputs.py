@@ -1,4 +1,4 @@
-"""What a forward pass brings to memories beside hidden states."""
+"""Inputs of memories in a forward pass, apart from hidden states."""
 
 import copy
 from collections.abc import Mapping, Sequence
@@ -14,12 +14,12 @@ from midus_hf.memory.routing.token_places import TokenPlaces
 
 
 class Carried(NamedTuple):
-    """What one layer of a pass gives for later ones.
+    """Key of a tensor that one layer of a pass gives to later layers.
 
     Args:
-        name: Of the memory.
-        layer: That gives it.
-        part: What it is, for memories that give several.
+        name: Name of the memory.
+        layer: Index of the layer that gives the tensor.
+        part: Name of the tensor, for memories that give several per layer. Default: `"output"`.
     """
 
     name: str
@@ -28,18 +28,18 @@ class Carried(NamedTuple):
 
 
 class MemoryInputs:
-    """What one forward pass of a model brings to its memories.
+    """Inputs of a model's memories in one forward pass.
 
-    It is made for one pass and travels through the layers as a keyword argument, so nothing of a pass is left on modules: two
-    passes may run before one backward pass, and activation checkpointing repeats a layer with the same.
+    One object is made per pass, and passed through the layers as a keyword argument, so modules store nothing of a pass: two passes
+    may run before one backward pass, and activation checkpointing repeats a layer with the same inputs.
 
     Args:
-        given: The keyword arguments of the model's forward that memories ask for. Default: none.
-        tables: For each attached memory, the tables of each layer that shares some, by its index. Default: none.
-        tokens: Where the tokens of the pass stand. Default: no padding, one document per row.
-        states: What memories keep of the sequences, by name and layer. Default: they begin here, and nothing is kept.
-        reports: Where routers tell what they do. Default: nobody wants to know.
-        fetched: What the texts of the pass fetched, by the name of the memory. Default: nothing.
+        given: Keyword arguments of the model's forward that memories take. Default: none.
+        tables: For each attached memory, by name, the tables of each layer that shares tables, by index. Default: none.
+        tokens: Padding and documents. Default: no padding, one document per row.
+        states: States of the sequences, by memory and layer. Default: sequences begin here, and no state is kept.
+        reports: Collector of the routers' reports. Default: routers do not report.
+        fetched: Blocks that the texts of the pass fetched, by the name of the memory. Default: none.
     """
 
     def __init__(
@@ -57,12 +57,12 @@ class MemoryInputs:
         self._carried: dict[Carried, torch.Tensor | None] = {}
 
     def of(self, memory_class: type[MemoryModule], name: str, layer: int) -> dict[str, Any]:
-        """The keyword arguments of a memory: those of its `inputs` that were given, `tables` where it shares some, what it `asks`.
+        """Return a memory's keyword arguments: its `inputs` that were passed, `tables` if it shares some, and all that it `asks`.
 
         Args:
-            memory_class: Of its module, which PEFT may have wrapped since.
-            name: That it is attached by; empty where it is inserted.
-            layer: That it is in.
+            memory_class: Class of the memory's module, which PEFT may have wrapped since.
+            name: Name of an attached memory; empty for an inserted memory.
+            layer: Index of the memory's layer.
         """
         inputs = {key: self._given[key] for key in memory_class.inputs if key in self._given}
         if layer in self._tables.get(name, {}):
@@ -78,32 +78,32 @@ class MemoryInputs:
         return inputs
 
     def are_there_for(self, memory_class: type[MemoryModule], name: str) -> bool:
-        """Whether there is anything for a memory to do: one that fetches has nothing to do where nothing was fetched."""
+        """Return whether a memory has something to do: a memory that fetches does not if no blocks were fetched for it."""
         return "fetched" not in memory_class.asks or name in self._fetched
 
     def to(self, device: Any, non_blocking: bool = False) -> "MemoryInputs":
-        """The same on another device: what accelerate asks for in front of a layer that lies on one of several."""
-        moved = copy.copy(self)  # what layers carry is one for all copies
+        """Return the inputs on another device; accelerate calls this before a layer if layers are on several devices."""
+        moved = copy.copy(self)  # all copies share the tensors that layers carry
         for name in ("_given", "_tables", "_tokens", "_fetched"):
             setattr(moved, name, _moved(getattr(self, name), device, non_blocking))
         return moved
 
     def carry(self, keys: Sequence[Carried], tensors: Sequence[torch.Tensor | None]) -> None:
-        """Keep what a layer gives for the layers that take it."""
+        """Store the tensors that a layer gives to later layers."""
         self._carried.update(zip(keys, tensors, strict=True))
 
     def carried(self, keys: Sequence[Carried]) -> list[torch.Tensor | None]:
-        """What earlier layers gave."""
+        """Return tensors that earlier layers gave, in the order of `keys`."""
         return [self._carried[key] for key in keys]
 
     def release(self, keys: Sequence[Carried]) -> None:
-        """Forget what no later layer takes."""
+        """Drop tensors that no later layer takes."""
         for key in keys:
             del self._carried[key]
 
 
 def _moved(value: Any, device: Any, non_blocking: bool) -> Any:
-    """Tensors, or what holds them, on another device."""
+    """Return tensors, or objects that hold tensors, on another device."""
     if isinstance(value, Mapping):
         return {key: _moved(inner, device, non_blocking) for key, inner in value.items()}
     return value.to(device, non_blocking=non_blocking) if hasattr(value, "to") else value

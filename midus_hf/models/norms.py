@@ -1,4 +1,4 @@
-"""What families call the norms of a layer."""
+"""Names of a layer's norms in the families' code."""
 
 from typing import ClassVar
 
@@ -9,14 +9,14 @@ class NamesNorms:
     """Mixin for the layers of a family, which names the norms by their role; Llama's names are the defaults."""
 
     attention_norm: ClassVar[str | None] = "input_layernorm"
-    """The norm in front of attention; None where the family has none."""
+    """The norm before attention; None if the family has none."""
     attention_output_norm: ClassVar[str | None] = None
     """The norm behind the attention's output projection."""
     mlp_norm: ClassVar[str | None] = "post_attention_layernorm"
-    """The norm in front of the feed-forward network."""
+    """The norm before the feed-forward network."""
     mlp_output_norm: ClassVar[str | None] = None
     """The norm behind the feed-forward network."""
 
     def normalised(self, norm: str | None, hidden_states: torch.Tensor) -> torch.Tensor:
-        """Return hidden states behind a norm; as they are where there is none."""
+        """Return hidden states after a norm, or unchanged if the norm is None."""
         return hidden_states if norm is None else getattr(self, norm)(hidden_states)

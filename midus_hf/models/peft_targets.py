@@ -1,4 +1,4 @@
-"""PEFT's default target modules for our model types: those of the family that each is made from."""
+"""PEFT's default target modules for our model types, taken from each model type's family."""
 
 import sys
 
@@ -7,13 +7,13 @@ _MODEL_TYPE_PREFIX = "midus_"
 
 
 def register_targets(model_type: str) -> None:
-    """Enter a model type into every table of PEFT that knows its family, if PEFT has been imported.
+    """Add a model type to every table of PEFT that has the model type's family, if PEFT has been imported.
 
-    PEFT looks default targets up by `model_type`. It is not imported for that: where it comes later than the model, name
-    `target_modules`. What a table says of the model type already stays.
+    PEFT looks default targets up by `model_type`. This function does not import PEFT: if PEFT is imported after the model is made,
+    pass `target_modules`. Existing entries for the model type are not changed.
 
     Args:
-        model_type: Such as `"midus_llama"`.
+        model_type: The model type, such as `"midus_llama"`.
     """
     family_type = model_type.removeprefix(_MODEL_TYPE_PREFIX)
     for name, table in vars(sys.modules.get(_TABLES, object)).items():

@@ -1,20 +1,20 @@
-"""Rotary positions of queries and keys, put on and taken off."""
+"""Rotary position embeddings of queries and keys, applied and removed."""
 
 import torch
 
 Rotation = tuple[torch.Tensor, torch.Tensor]
-"""Cosines and sines of a pass, both `[B, T, d]`, as layers are given them (`position_embeddings`)."""
+"""Cosines and sines of a pass, both `[B, T, d]`, the argument `position_embeddings` of layers."""
 
 
 def rotated(heads: torch.Tensor, rotation: Rotation | None) -> torch.Tensor:
-    """Queries or keys `[B, H, T, d]` with their rotation, as the families rotate them."""
+    """Rotate queries or keys `[B, H, T, d]` as the families do."""
     assert rotation is not None, "layers are called with position_embeddings"
     cos, sin = (part.unsqueeze(1).to(heads.dtype) for part in rotation)  # [B, 1, T, d]
     return heads * cos + _turned(heads) * sin
 
 
 def unrotated(heads: torch.Tensor, rotation: Rotation | None) -> torch.Tensor:
-    """Queries or keys `[B, H, T, d]` as they were before their rotation, which scaled rotary embeddings make longer as well."""
+    """Remove the rotation of queries or keys `[B, H, T, d]`, and the factor by which scaled rotary embeddings lengthen them."""
     assert rotation is not None, "layers are called with position_embeddings"
     cos, sin = (
         part.unsqueeze(1).to(torch.promote_types(heads.dtype, torch.float32)) for part in rotation
