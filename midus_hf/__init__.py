@@ -1,8 +1,8 @@
-"""What a model upscaled by `upscalers` needs to run, to be trained and to be measured.
+"""Code to run, train and measure models that `upscalers` has upscaled.
 
-Importing this package registers every config and model with the Auto classes of transformers: at once where those are loaded, else as
-soon as they are. Until then neither torch nor transformers is imported, so that `midus_hf.config` and `midus_hf.files` are read in
-milliseconds.
+Importing this package registers every config and model with the Auto classes of transformers: at once if the Auto classes are loaded,
+otherwise as soon as they are. Until then neither torch nor transformers is imported, so `midus_hf.config` and `midus_hf.files` are
+imported in milliseconds.
 """
 
 import gc
@@ -31,10 +31,10 @@ def __getattr__(name: str) -> Any:
 
 
 def _register() -> None:
-    """Register every config and model with the Auto classes, and watch no more imports."""
+    """Register every config and model with the Auto classes, and stop watching imports."""
     _unwatch()
     collects = gc.isenabled()
-    gc.disable()  # what torch and transformers define stays: it is looked through for garbage once afterwards, not again and again
+    gc.disable()  # all definitions of torch and transformers stay alive: one collection afterwards is enough
     try:
         importlib.import_module(f"{__name__}.models")
     finally:
@@ -51,19 +51,19 @@ def _unwatch() -> None:
 
 
 class _Watcher:
-    """A finder that registers when the Auto classes are loaded, and no import of transformers or of this package is half done.
+    """A finder that registers once the Auto classes are loaded and no import of transformers or of this package is unfinished.
 
-    Registration imports much of both; a module that waits for the Auto classes in the middle of its own body would be met unfinished.
+    Registration imports much of both packages, and must not meet a module whose own import is still waiting for the Auto classes.
     """
 
     def __init__(self) -> None:
         self.imports = threading.local()
-        """`depth`: imports under way in a thread, one within the other."""
+        """The attribute `depth` is the number of nested imports that are running in a thread."""
 
     def find_spec(self, name: str, path: Any = None, target: ModuleType | None = None) -> ModuleSpec | None:
         if not f"{name}.".startswith(_WATCHED):
             return None
-        # The finders behind this one are asked, and not Python's own alone: hooks of other packages wait there for an import.
+        # All finders behind this one are called, not only Python's own, since other packages' import hooks are among them.
         finders: list[Any] = list(sys.meta_path)
         behind = finders[finders.index(self) + 1 :] if self in finders else []
         specs = (finder.find_spec(name, path, target) for finder in behind if hasattr(finder, "find_spec"))
@@ -74,7 +74,7 @@ class _Watcher:
 
 
 class _WatchedLoader:
-    """A loader that counts the imports under way, and registers behind the outermost one."""
+    """A loader that counts the running imports, and registers after the outermost one."""
 
     def __init__(self, loader: Any, imports: threading.local):
         self._loader = loader
@@ -100,7 +100,7 @@ def _auto_classes_are_loaded() -> bool:
     return any(name.startswith(_AUTO) for name in list(sys.modules))
 
 
-_unwatch()  # where this module is loaded again
+_unwatch()  # removes the finder of an earlier load, if this module is reloaded
 if _auto_classes_are_loaded():
     _register()
 else:

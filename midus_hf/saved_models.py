@@ -1,4 +1,4 @@
-"""Load saved models and their tokenizers, for whatever is then done with them."""
+"""Loading of saved models and their tokenizers, for all commands."""
 
 import contextlib
 from collections.abc import Callable, Iterator
@@ -10,13 +10,15 @@ from midus_hf.documents import first_line
 
 
 @contextlib.contextmanager
-def refusing(words: str, *errors: type[Exception], reason: Callable[[Exception], str] = first_line) -> Iterator[None]:
-    """What other libraries raise within, over a model that cannot be loaded, is a wrong request.
+def refusing(
+    message: str, *errors: type[Exception], reason: Callable[[Exception], str] = first_line
+) -> Iterator[None]:
+    """Turn errors that other libraries raise inside the context, over a model that cannot be loaded, into a `ValueError`.
 
     Args:
-        words: What a person is told, before what the library says.
-        errors: What is refused; anything else is raised as it is.
-        reason: What is told of an error. Default: its first line.
+        message: Beginning of the new message, before the library's reason.
+        errors: Types of errors to replace; other errors pass unchanged.
+        reason: Function that returns the reason of an error. Default: the first line of its message.
 
     Raises:
         ValueError: In place of one of `errors`.
@@ -24,28 +26,28 @@ def refusing(words: str, *errors: type[Exception], reason: Callable[[Exception],
     try:
         yield
     except errors as error:
-        raise ValueError(f"{words}: {reason(error)}") from error
+        raise ValueError(f"{message}: {reason(error)}") from error
 
 
 def load_tokenizer(name: str, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
-    """The tokenizer saved with a model; errors are those of transformers.
+    """Load the tokenizer saved with a model; errors of transformers are raised unchanged.
 
     Args:
         name: Folder or Hub id.
-        trust_remote_code: Whether to run code that comes with it. Default: false.
+        trust_remote_code: Whether to run code that comes with the tokenizer. Default: false.
     """
     return AutoTokenizer.from_pretrained(name, trust_remote_code=trust_remote_code)
 
 
 def check_ids(largest: int, vocab_size: int) -> None:
-    """See that a model embeds what a tokenizer yields.
+    """Check that a model embeds every id that a tokenizer yields.
 
     Args:
-        largest: The largest id that it yields.
-        vocab_size: Number of ids the model embeds.
+        largest: The largest id that the tokenizer yields.
+        vocab_size: Number of ids that the model embeds.
 
     Raises:
-        ValueError: If it does not.
+        ValueError: If `largest` is not below `vocab_size`.
     """
     if largest >= vocab_size:
         raise ValueError(
@@ -57,13 +59,13 @@ def check_ids(largest: int, vocab_size: int) -> None:
 def load_model(
     name: str, dtype: str = "auto", trust_remote_code: bool = False, **options: Any
 ) -> tuple[PreTrainedModel, list[str]]:
-    """A saved language model, and the sorted names of the tensors that its weights lack; errors are those of transformers.
+    """Load a language model, and return it with the sorted names of the tensors that its checkpoint lacks.
 
     Args:
         name: Folder or Hub id.
-        dtype: As in `from_pretrained`. Default: `"auto"`, that of the checkpoint.
-        trust_remote_code: Whether to run code that comes with it. Default: false.
-        **options: Others of `from_pretrained`.
+        dtype: Dtype of the weights, in the form that `from_pretrained` takes. Default: `"auto"`, the checkpoint's dtype.
+        trust_remote_code: Whether to run code that comes with the model. Default: false.
+        **options: Other options of `from_pretrained`, whose errors are raised unchanged.
     """
     loaded: Any = AutoModelForCausalLM.from_pretrained(
         name, dtype=dtype, trust_remote_code=trust_remote_code, output_loading_info=True, **options
@@ -73,14 +75,14 @@ def load_model(
 
 
 def check_whole(name: str, missing: list[str]) -> None:
-    """Refuse a model whose checkpoint lacks tensors: what is absent would be random.
+    """Refuse a model whose checkpoint lacks tensors, since these tensors would be random.
 
     Args:
         name: Folder or Hub id.
-        missing: As `load_model` gives it.
+        missing: Names of the missing tensors, as returned by `load_model`.
 
     Raises:
-        ValueError: If something is missing.
+        ValueError: If a tensor is missing.
     """
     if missing:
         raise ValueError(

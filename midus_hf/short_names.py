@@ -1,10 +1,10 @@
-"""What models are called in tables and pictures."""
+"""Short names of models for tables and pictures."""
 
 from collections.abc import Sequence
 from pathlib import Path
 
 
 def short_names(models: Sequence[str]) -> list[str]:
-    """The last part of each folder or hub id where that tells them apart, else the whole of each."""
+    """Return the last part of each folder or hub id if these parts are all different, else the full folders and ids."""
     short = [Path(model).name or model for model in models]
     return short if len(set(short)) == len(short) else list(models)
