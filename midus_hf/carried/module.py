@@ -201,7 +201,7 @@ class _Layout:
 
 
 def _names(text: SourceText) -> Iterator[tuple[str, int, bool]]:
-    """Yield each name in a source, the offset of its first byte, and whether the name is in an annotation, quoted or not."""
+    """Yield each name that is not local, the offset of its first byte, and whether it is in an annotation, quoted or not."""
     annotated = {id(leaf) for node in ast.walk(text.tree) for leaf in _annotations(node)}
     local = {id(leaf) for function in ast.walk(text.tree) for leaf in _local_names(function)}
     for node in ast.walk(text.tree):

@@ -106,7 +106,7 @@ class KeptValues:
         self._derived, self._sources = None, ()
 
     def serve(self, module: nn.Module, like: torch.Tensor, tables: Mapping[str, torch.Tensor] | None = None) -> Any:
-        """Return the kept tensors; None if this pass may not read them: it has gradients, another dtype, device or parameters."""
+        """Return the kept tensors; None if this pass has gradients or other parameters, or `like` has another dtype or device."""
         kept = self._derived
         if kept is None or torch.is_grad_enabled():
             return None
@@ -117,7 +117,7 @@ class KeptValues:
             # `torch.func.functional_call` may have replaced the parameters for this pass.
             for name, getter, then in zip(self._parameters, self._getters, self._sources, strict=True):
                 if module._parameters.get(name) is then:
-                    continue  # a quick test, for the time that it takes matters in a pass of one token
+                    continue  # this quick test comes first, since its time matters in a pass of one token
                 if (tables[name] if tables and name in tables else getter(module)) is not then:
                     return None
         return kept
@@ -126,7 +126,7 @@ class KeptValues:
         return tuple(tables[name] if name in tables else attrgetter(name)(module) for name in self._parameters)
 
     def _is_plain(self, module: nn.Module, tables: Mapping[str, torch.Tensor]) -> bool:
-        """Return whether every parameter exists, and no linear layer computes more than with its parameter, as with an adapter."""
+        """Return whether every parameter exists, and every linear layer is a plain one: an adapter would change its output."""
         parents = [name.rpartition(".")[0] for name in self._parameters if name not in tables]
         is_plain = all(type(attrgetter(parent)(module)) is nn.Linear for parent in parents if parent)
         return is_plain and all(name in tables or "." in name or hasattr(module, name) for name in self._parameters)

@@ -104,7 +104,7 @@ class Adapted:
 
 
 class HostAttention(Adapted):
-    """Mixin for a family's attention in a layer with attached memories, which makes a separate class."""
+    """Mixin for a family's attention in a layer with attached memories."""
 
     def forward(
         self,

@@ -55,7 +55,7 @@ class MemoryBlock(NamesNorms):
         memory_inputs: MemoryInputs | None = None,
         **kwargs,
     ) -> torch.Tensor:
-        """Return the residual stream behind this layer, with the other arguments of the family's layer.
+        """Return the residual stream behind this layer. Arguments that are not listed here are the family layer's.
 
         Args:
             hidden_states: The residual stream before this layer, `[B, T, D]`.

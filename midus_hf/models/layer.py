@@ -118,7 +118,7 @@ class HostLayer(NamesNorms):
         memory_inputs: MemoryInputs | None = None,
         **kwargs,
     ) -> Any:
-        """Return the residual stream behind this layer, with the other arguments of the family's layer.
+        """Return the residual stream behind this layer. Arguments that are not listed here are the family layer's.
 
         Args:
             hidden_states: The residual stream before this layer, `[B, T, D]`.

@@ -78,7 +78,7 @@ class MemoryInputs:
         return inputs
 
     def are_there_for(self, memory_class: type[MemoryModule], name: str) -> bool:
-        """Return whether a memory has something to do: a memory that fetches does not if no blocks were fetched for it."""
+        """Return whether a memory has something to do: a memory that fetches has not if no blocks were fetched for it."""
         return "fetched" not in memory_class.asks or name in self._fetched
 
     def to(self, device: Any, non_blocking: bool = False) -> "MemoryInputs":

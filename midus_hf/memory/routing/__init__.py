@@ -1,1 +1,1 @@
-"""Route texts to chapters: pool their tokens, cut stretches, and report what routers choose and lose."""
+"""Routing of texts to chapters: pooling of tokens, stretches of tokens, and the routers' losses and reports."""

@@ -1,4 +1,4 @@
-"""What keeps a router of chapters balanced, and how sure it is."""
+"""Losses of a router of chapters: one keeps choices balanced, one keeps logits small."""
 
 import torch
 
