@@ -10,13 +10,11 @@ from midus_hf.documents import first_line
 
 
 @contextlib.contextmanager
-def refusing(
-    message: str, *errors: type[Exception], reason: Callable[[Exception], str] = first_line
-) -> Iterator[None]:
+def refusing(prefix: str, *errors: type[Exception], reason: Callable[[Exception], str] = first_line) -> Iterator[None]:
     """Turn errors that other libraries raise inside the context, over a model that cannot be loaded, into a `ValueError`.
 
     Args:
-        message: Beginning of the new message, before the library's reason.
+        prefix: Beginning of the new message, before the library's reason.
         errors: Types of errors to replace; other errors pass unchanged.
         reason: Function that returns the reason of an error. Default: the first line of its message.
 
@@ -26,7 +24,7 @@ def refusing(
     try:
         yield
     except errors as error:
-        raise ValueError(f"{message}: {reason(error)}") from error
+        raise ValueError(f"{prefix}: {reason(error)}") from error
 
 
 def load_tokenizer(name: str, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:

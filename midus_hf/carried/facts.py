@@ -117,22 +117,20 @@ class CheckpointFacts:
         }
 
     def _of_options(self, name: Name) -> Iterator[tuple[str, Any]]:
-        defined: Any = getattr(importlib.import_module(name.module), name.name, None)
-        if isinstance(defined, type):
+        target: Any = getattr(importlib.import_module(name.module), name.name, None)
+        if isinstance(target, type):
             own = [
                 entry
                 for entry, module in zip(self.entries, self.modules, strict=True)
-                if isinstance(module, defined) or isinstance(entry.options, defined)
+                if isinstance(module, target) or isinstance(entry.options, target)
             ]
-            prefixes: tuple[str, ...] = (
-                ("self",) if issubclass(defined, MemoryOptions) else ("self.options", "options")
-            )
-            if not issubclass(defined, MemoryOptions | MemoryModule):
+            prefixes: tuple[str, ...] = ("self",) if issubclass(target, MemoryOptions) else ("self.options", "options")
+            if not issubclass(target, MemoryOptions | MemoryModule):
                 own, prefixes = [entry for entry in self.entries if entry.options.attends], _OF_DEPTH
             for key, value in self.agreed(own).items():
                 yield from ((f"{prefix}.{key}", value) for prefix in prefixes)
-        elif callable(defined):
-            for key, value in self.agreed([entry for entry in self.entries if _takes(defined, entry.options)]).items():
+        elif callable(target):
+            for key, value in self.agreed([entry for entry in self.entries if _takes(target, entry.options)]).items():
                 yield f"options.{key}", value
 
 
