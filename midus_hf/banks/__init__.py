@@ -1,4 +1,4 @@
-"""Parameters that live beside a checkpoint: banks of blocks, of which texts fetch some."""
+"""Banks of blocks: parameters in files beside a checkpoint, of which each text fetches a few."""
 
 from midus_hf.banks.memory_bank import MemoryBank
 

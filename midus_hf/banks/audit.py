@@ -1,4 +1,4 @@
-"""Which documents trained a block: the record of a bank, a database of SQLite beside it."""
+"""The audit of a bank: a SQLite database beside the bank that records which documents trained each block."""
 
 import contextlib
 import sqlite3
@@ -11,7 +11,7 @@ from midus_hf.banks.level_file import BankError
 from midus_hf.files.whole_files import whole_file
 
 Block = tuple[int, int]
-"""The level of a block, counted from 1, and the index of its record."""
+"""Level of a block, counted from 1, and index of its record."""
 
 _VERSION = 1
 _SCHEMA = """
@@ -37,10 +37,10 @@ class Document:
     """A document of a corpus.
 
     Args:
-        file: Name of the file that has it, or of a dataset of the Hub.
-        digest: Of what the file holds: the sum that `b2sum` gives, or the dataset's fingerprint.
-        line: Its line, or row, counted from 1.
-        name: What the corpus calls it; None if it has no name.
+        file: Name of the file, or of the dataset on the Hub, that contains the document.
+        digest: Digest of the file, as `b2sum` prints it, or fingerprint of the dataset.
+        line: Line or row of the document in the file, counted from 1.
+        name: The document's name in the corpus. Default: None, for a document without a name.
     """
 
     file: str
@@ -51,14 +51,16 @@ class Document:
 
 @dataclass(frozen=True)
 class Trained:
-    """That a document was in sequences that fetched a block while it trained.
+    """Record of one document's part in training one block.
+
+    The document was in training sequences that fetched the block.
 
     Args:
-        block: Which.
-        document: Which.
-        sequences: How many they were; one that was seen in two epochs counts twice.
-        tokens: Of the document in them all.
-        deleted: Whether the block was deleted since.
+        block: Level and index of the block.
+        document: The document in these sequences.
+        sequences: Number of these sequences. A sequence that was seen in two epochs counts twice.
+        tokens: Number of the document's tokens in all these sequences.
+        deleted: Whether the block was deleted since. Default: false.
     """
 
     block: Block
@@ -69,14 +71,14 @@ class Trained:
 
 
 class BankAudit:
-    """What has trained the blocks of a bank.
+    """Record of the documents that trained each block of a bank.
 
     Args:
-        path: Of the database, which is changed where it lies. Default: none; what is recorded then waits in a temporary file
-            that has no name, until `save`.
+        path: The database. Changes are made in this file. Default: None, for an empty record in an unnamed temporary
+            file, which `save` writes to a named one.
 
     Raises:
-        BankError: If there is none, or it is none of these.
+        BankError: If there is no file at `path`, or the file is not an audit of this version.
     """
 
     def __init__(self, path: Path | None = None):
@@ -101,25 +103,25 @@ class BankAudit:
         self.close()
 
     def close(self) -> None:
-        """Keep what was changed, and close the database."""
+        """Save the changes and close the database."""
         self._database.commit()
         self._database.close()
 
     def load(self, path: Path) -> None:
-        """Forget everything, and go on from a record that `save` wrote.
+        """Replace the whole record by one that `save` wrote.
 
         Raises:
-            BankError: If there is none.
+            BankError: If there is no audit at `path`.
         """
         with BankAudit(path) as saved:
             self._database.commit()
             saved._database.backup(self._database)
 
     def save(self, path: Path) -> None:
-        """Write the record as it is to a file, whole or not at all.
+        """Write the current record to a file. The file appears complete or not at all.
 
         Raises:
-            OSError: If it cannot be written, as on a full disk.
+            OSError: If the file cannot be written, for example because the disk is full.
         """
         self._database.commit()
         try:
@@ -129,7 +131,7 @@ class BankAudit:
             raise OSError(f"{path} cannot be written: {error}") from error
 
     def add(self, trained: Iterable[Trained]) -> None:
-        """Record what trained blocks; what is known of the same block and document is added to."""
+        """Record which documents trained which blocks, and add to the counts recorded before for the same block and document."""
         trained = list(trained)
         ids = {document: self._id(document) for document in dict.fromkeys(each.document for each in trained)}
         self._database.executemany(
@@ -137,11 +139,11 @@ class BankAudit:
         )
 
     def add_unrecorded(self, blocks: Iterable[Block]) -> None:
-        """Remember of blocks that something trained them of which there is no record."""
+        """Mark blocks as also trained by something that was not recorded."""
         self._database.executemany("insert or ignore into unrecorded values (?, ?)", blocks)
 
     def delete(self, blocks: Sequence[Block]) -> None:
-        """Mark what is known of blocks as being of blocks that were deleted."""
+        """Mark the records of some blocks as records of deleted blocks."""
         for block in blocks:
             gone = [Trained(each.block, each.document, each.sequences, each.tokens, True) for each in self._of(block)]
             self._database.execute("delete from trained where level = ? and block = ? and not deleted", block)
@@ -149,18 +151,21 @@ class BankAudit:
         self._database.executemany("delete from unrecorded where level = ? and block = ?", blocks)
 
     def take(self, block: Block, other: "BankAudit") -> None:
-        """Know of a block what another record knows, and nothing else."""
+        """Replace the records of a block by the records that another audit has of the block."""
         self._database.execute("delete from trained where level = ? and block = ?", block)
         self._database.execute("delete from unrecorded where level = ? and block = ?", block)
         self.add(other.trained([block]))
         self.add_unrecorded(other.unrecorded() & {block})
 
     def unrecorded(self) -> set[Block]:
-        """Blocks that something trained of which there is no record."""
+        """Return the blocks that something trained without a record."""
         return set(self._database.execute("select level, block from unrecorded"))
 
     def totals(self) -> Iterator[tuple[Block, bool, int, int, int]]:
-        """Each block that was trained, ascending, whether it was deleted since, and its documents, sequences and tokens."""
+        """Yield each trained block's key, whether the block was deleted since, and its documents, sequences and tokens.
+
+        Blocks come in ascending order.
+        """
         rows = self._database.execute(
             "select level, block, deleted, count(*), sum(sequences), sum(tokens) from trained group by level, block, deleted "
             "order by level, block, deleted"
@@ -168,10 +173,11 @@ class BankAudit:
         return (((level, block), bool(deleted), *numbers) for level, block, deleted, *numbers in rows)
 
     def trained(self, blocks: Iterable[Block] | None = None) -> Iterator[Trained]:
-        """What is known of blocks, by document, in the order of files and lines within each block.
+        """Yield the records of blocks, one per document.
 
         Args:
-            blocks: Which. Default: all, and by document first.
+            blocks: Blocks in the order wanted. The records of each block are ordered by `deleted`, file and line.
+                Default: all blocks, ordered by file and line, then by `deleted` and block.
         """
         if blocks is None:
             return self._rows("order by files.name, digest, line, deleted, level, block")
@@ -199,8 +205,10 @@ class BankAudit:
         file = (document.file, document.digest)
         self._database.execute("insert or ignore into files (name, digest) values (?, ?)", file)
         (file_id,) = self._database.execute("select id from files where name = ? and digest = ?", file).fetchone()
-        place = (file_id, document.line)
+        file_and_line = (file_id, document.line)
         self._database.execute(
-            "insert or ignore into documents (file, line, name) values (?, ?, ?)", (*place, document.name)
+            "insert or ignore into documents (file, line, name) values (?, ?, ?)", (*file_and_line, document.name)
         )
-        return self._database.execute("select id from documents where file = ? and line = ?", place).fetchone()[0]
+        return self._database.execute(
+            "select id from documents where file = ? and line = ?", file_and_line
+        ).fetchone()[0]

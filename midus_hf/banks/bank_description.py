@@ -1,4 +1,4 @@
-"""What tells the bank of one model from that of another, and who may write to it."""
+"""The description of a bank, which ties the bank to its model, and the lock for writing to the bank."""
 
 import json
 from pathlib import Path
@@ -14,11 +14,11 @@ _FORMAT = 2
 
 
 def describe(layout: BankLayout, seed: int) -> dict[str, Any]:
-    """Return the description of a bank that was trained with no tree yet.
+    """Return the description of a new bank, which no tree has trained yet.
 
     Args:
-        layout: Of the bank.
-        seed: What blocks start as that were never written.
+        layout: Layout of the bank.
+        seed: Seed of the initial values of blocks that were never written.
     """
     return {"format": _FORMAT, "layout": layout.to_dict(), "seed": seed, "tree": None}
 
@@ -27,33 +27,34 @@ def described_again(description: dict[str, Any], layout: BankLayout, tree: str |
     """Return the description of a copy of a bank.
 
     Args:
-        description: Of the bank.
-        layout: That the model's config implies, which may not know the digest of its base.
-        tree: Fingerprint of the tree by whose paths the copy was trained; None if nobody knows it.
+        description: Description of the original bank.
+        layout: Layout that the model's config implies. If `layout.base` (the digest of the base) is unset, the original
+            bank's digest is kept.
+        tree: Fingerprint of the tree whose paths trained the copy; None if unknown.
     """
     base = layout.base or description["layout"].get("base")
     return {**description, "layout": {**layout.to_dict(), "base": base}, "tree": tree}
 
 
 def tree_of(description: dict[str, Any]) -> str | None:
-    """Return the fingerprint of the tree by whose paths a bank was trained; None if nobody knows it, as before training."""
+    """Return the fingerprint of the tree whose paths trained a bank; None if unknown, as before any training."""
     return description.get("tree")
 
 
 def check_same_tree(own: str | None, other: str | None, whose: str, remedy: str) -> str | None:
-    """Refuse a tree by whose paths a bank was not trained.
+    """Check that a bank is used with the tree that trained the bank, and return the tree's fingerprint.
 
     Args:
-        own: Fingerprint of the tree by whose paths the bank was trained; None if nobody knows it.
-        other: Fingerprint of the tree that is to be used with the bank; None if nobody knows it.
-        whose: What a message calls whatever has the other tree.
-        remedy: What a message says last: a sentence.
+        own: Fingerprint of the tree whose paths trained the bank; None if unknown.
+        other: Fingerprint of the tree that is to be used with the bank; None if unknown.
+        whose: The name, in the error message, of the thing that has the other tree.
+        remedy: Last sentence of the error message.
 
     Returns:
-        The fingerprint of the tree of both; None if nobody knows it.
+        The known fingerprint; None if neither is known.
 
     Raises:
-        ValueError: If both are known and differ.
+        ValueError: If both fingerprints are known and differ.
     """
     if None not in (own, other) and own != other:
         raise ValueError(
@@ -64,17 +65,17 @@ def check_same_tree(own: str | None, other: str | None, whose: str, remedy: str)
 
 
 def write_description(folder: Path, description: dict[str, Any]) -> None:
-    """Write what tells the bank from others."""
-    sync(folder)  # with it a bank is whole
+    """Write the description of a bank into the bank's folder."""
+    sync(folder)  # the description marks a bank as complete, so every other file reaches the disk first
     with whole_file(folder / BANK_DESCRIPTION) as partial:
         partial.write_text(json.dumps(description, indent=2) + "\n", encoding="utf-8")
 
 
 def read_description(folder: Path, layout: BankLayout) -> dict[str, Any]:
-    """Read it, and compare it with what the model's config implies.
+    """Read the description of a bank, and check that the bank belongs to the model whose config implies `layout`.
 
     Raises:
-        BankError: If there is none, or it is that of another model.
+        BankError: If there is no valid description, or the bank belongs to another model.
     """
     path = folder / BANK_DESCRIPTION
     try:
@@ -102,10 +103,10 @@ def read_description(folder: Path, layout: BankLayout) -> dict[str, Any]:
 
 
 def lock(folder: Path) -> Lock | None:
-    """Hold the bank for writing; None where its file system has no locks: there nobody is refused.
+    """Lock a bank for writing, and return the lock, or None if the file system has no locks.
 
     Raises:
-        BankError: If somebody else does.
+        BankError: If another run holds the lock.
     """
     try:
         return Lock(folder / BANK_DESCRIPTION)

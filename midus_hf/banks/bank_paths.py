@@ -1,4 +1,4 @@
-"""Whether the paths of documents are ones that a model's banks have blocks for."""
+"""Checks of documents' paths against the blocks of a model's banks."""
 
 import itertools
 from collections.abc import Mapping, Sequence
@@ -9,16 +9,17 @@ from midus_hf.config.fetched_blocks import BankLayout
 
 
 def check_nodes(paths: np.ndarray, banks: Mapping[str, BankLayout], text: str) -> None:
-    """See that banks have blocks for the paths that documents come with.
+    """Check that a model's banks have a block for every node on the paths of documents.
 
     Args:
-        paths: `[documents, p]`, int64.
-        banks: Of a model, by the name of the memory: one or more, which are of one tree.
-        text: What a message calls the documents.
+        paths: Nodes per level, `[documents, p]`, int64. Rows with a negative number stand for the generic memory and
+            are not checked further.
+        banks: Layouts of the model's banks by the name of the memory: one or more, all of the same tree.
+        text: The documents' name in error messages.
 
     Raises:
-        ValueError: If paths have another number of levels than the banks, a node that is not there, or a node that is no child of
-            the one before it.
+        ValueError: If the paths have a different number of levels than the banks, name a node that does not exist, or
+            name a node that is not a child of the node before it.
     """
     layout = next(iter(banks.values()))
     if len(paths) and paths.shape[1] != layout.num_levels:
@@ -26,7 +27,7 @@ def check_nodes(paths: np.ndarray, banks: Mapping[str, BankLayout], text: str) -
             f"{text} has paths of {paths.shape[1]} levels, and the model's banks have {layout.num_levels}; expected one tree. "
             f"Assign {text} by the tree that the model is for."
         )
-    paths = paths[(paths >= 0).all(1)]  # the others are those of the generic memory
+    paths = paths[(paths >= 0).all(1)]  # the other rows stand for the generic memory
     for level, nodes in enumerate(paths.T, 1):
         if len(paths) and int(nodes.max()) >= layout.blocks.nodes(level):
             raise ValueError(
@@ -47,11 +48,14 @@ def check_nodes(paths: np.ndarray, banks: Mapping[str, BankLayout], text: str) -
 
 
 def first_stray(path: Sequence[int], branching: int) -> tuple[int, int, int] | None:
-    """Return the level, counted from 1, the node and the node before it where a path leaves its way down; None if it does not.
+    """Return the first node of a path that is not a child of the node before it, or None.
 
     Args:
-        path: The node of each level.
-        branching: Children of each node.
+        path: One node per level.
+        branching: Number of children per node.
+
+    Returns:
+        The level of the node, counted from 1, the node, and the node before it.
     """
     for level, (parent, node) in enumerate(itertools.pairwise(path), 2):
         if node // branching != parent:

@@ -1,4 +1,4 @@
-"""What texts fetch blocks from, wherever these are."""
+"""The interface through which texts fetch blocks from a bank."""
 
 import contextlib
 from abc import ABC, abstractmethod
@@ -14,18 +14,18 @@ from midus_hf.config.installed import not_carried
 from midus_hf.memory.fetched import FetchedBatch
 
 GENERIC = -1
-"""As each number of a path: the blocks of the generic memory."""
+"""The number that stands for the generic memory at every level of a path."""
 
 
 class BlockReader(ABC):
-    """Blocks of a tree, of which each row of a batch fetches one per level.
+    """Interface for reading blocks of a tree: each row of a batch fetches one block per level.
 
     Args:
-        layout: Of the bank.
+        layout: Layout of the bank.
     """
 
     trains: bool = False
-    """Whether what is fetched where gradients are wanted belongs to a graph, and serves one pass alone."""
+    """Whether a fetch with gradients enabled belongs to an autograd graph, and therefore serves one pass only."""
 
     def __init__(self, layout: BankLayout):
         self.layout = layout
@@ -33,63 +33,64 @@ class BlockReader(ABC):
 
     @abstractmethod
     def block(self, level: int, index: int) -> torch.Tensor:
-        """The record of a block, `[numel]`, on the CPU; not to be changed.
+        """Return the record of a block, `[numel]`, on the CPU. Callers must not change the record.
 
         Args:
-            level: Counted from 1.
-            index: Of the node within the level, or, behind the last, the generic memory's.
+            level: Level of the block, counted from 1.
+            index: Node within the level. The index after the last node is the generic memory's.
         """
 
     @not_carried
     @abstractmethod
     def statistics(self) -> dict[str, TierStatistics]:
-        """What fetches found in each tier since the bank was opened."""
+        """Return the counts of hits, misses and bytes per tier since the bank was opened."""
 
     @not_carried
     @abstractmethod
     def read_ahead(self, keys: Sequence[BlockKey]) -> None:
-        """Let threads read blocks that are to be fetched soon; returns at once."""
+        """Start reading blocks in threads, ahead of their fetch, and return at once."""
 
     def changed(self) -> None:
-        """Forget what was fetched: a block has changed."""
+        """Forget the latest fetch because a block has changed."""
         self._latest = None
 
     @not_carried
     def prefetch(self, memory_ids: torch.Tensor) -> None:
-        """Let threads read the blocks of paths that are to be fetched soon; returns at once.
+        """Start reading the blocks of a batch in threads, ahead of `fetch`, and return at once.
 
-        The fetch waits for what is under way. What goes wrong is raised there.
+        `fetch` waits for reads under way, and raises their errors.
 
         Args:
-            memory_ids: As for `fetch`.
+            memory_ids: The paths that `fetch` will be called with, `[B, p]`.
 
         Raises:
-            ValueError: As `fetch`.
+            ValueError: If the paths are not valid, as in `fetch`.
         """
         self.read_ahead(self._keys(self._checked(memory_ids)))
 
     def fetch(
         self, memory_ids: torch.Tensor, device: torch.device | str = "cpu", dtype: torch.dtype | None = None
     ) -> FetchedBatch:
-        """Fetch the blocks of the paths of a batch.
+        """Fetch the blocks on the paths of a batch.
 
         Args:
-            memory_ids: `[B, p]`, integers: for each row its node of each level of the tree, from 0 to `k ** l - 1`; a row of -1
-                fetches the generic memory.
-            device: To put them on. Default: the CPU.
-            dtype: To cast them to. Default: that of the bank.
+            memory_ids: Paths, `[B, p]`, integers: per row one node for each level of the tree, from 0 to `k ** l - 1`
+                at level `l`. A row of -1 fetches the generic memory.
+            device: Device of the fetched blocks. Default: the CPU.
+            dtype: Dtype that the blocks are cast to. Default: the dtype of the bank.
 
         Raises:
-            ValueError: If the shape is another, a number is out of range, or a node is no child of the one before it.
+            ValueError: If the shape is wrong, a number is out of range, or a node is not a child of the node before it.
         """
         paths = self._checked(memory_ids)
         keys = self._keys(paths)
-        asked = (tuple(map(tuple, paths)), torch.device(device), dtype, self._versions(keys))
+        request = (tuple(map(tuple, paths)), torch.device(device), dtype, self._versions(keys))
         wants_gradients = torch.is_grad_enabled()
         serves_again = not (self.trains and wants_gradients)
-        if serves_again and self._latest is not None and self._latest[0] == asked:
-            return self._latest[1]  # generation asks for the same at every token
-        # What is kept may be read by a pass with gradients later; to leave inference mode is to turn gradients on.
+        if serves_again and self._latest is not None and self._latest[0] == request:
+            return self._latest[1]  # generation fetches the same blocks at every token
+        # A later pass with gradients may reuse this fetch, so its tensors must not be inference tensors. Leaving inference
+        # mode turns gradients on; the second context restores the caller's setting.
         with (
             torch.inference_mode(False),
             torch.set_grad_enabled(wants_gradients),
@@ -97,46 +98,46 @@ class BlockReader(ABC):
         ):
             fetched = self._fetched(paths, device, dtype)
         if serves_again:
-            self._latest = (asked, fetched)
+            self._latest = (request, fetched)
         return fetched
 
     def _fetched(self, paths: list[list[int]], device: torch.device | str, dtype: torch.dtype | None) -> FetchedBatch:
         records, blocks = {}, {}
         for level in self.layout.levels:
             of_row = self._of_rows(paths, level)
-            there_are = list(dict.fromkeys(of_row))
-            records[level] = self._stacked(level, there_are, device, dtype)
-            positions = {index: position for position, index in enumerate(there_are)}
+            indices = list(dict.fromkeys(of_row))
+            records[level] = self._stacked(level, indices, device, dtype)
+            positions = {index: position for position, index in enumerate(indices)}
             blocks[level] = torch.tensor([positions[index] for index in of_row], device=device)
         return FetchedBatch(self.layout, records, blocks)
 
     def _stacked(
         self, level: int, indices: Sequence[int], device: torch.device | str, dtype: torch.dtype | None
     ) -> torch.Tensor:
-        """The records of blocks of a level, `[U, numel]`, on a device."""
+        """Return the records of blocks of one level, `[U, numel]`, on a device."""
         return stacked([self.block(level, index) for index in indices]).to(device, dtype)
 
     def _all_at_once(
         self, keys: Sequence[BlockKey], device: torch.device | str, dtype: torch.dtype | None
     ) -> contextlib.AbstractContextManager[None]:
-        """While the context lasts, blocks are read that will be asked for in it."""
+        """Return a context in which `fetch` reads these blocks; a subclass may start reading all of them at once."""
         return contextlib.nullcontext()
 
     def _versions(self, keys: Sequence[BlockKey]) -> tuple[int, ...]:
-        """What tells that a block is another than it was when it was fetched, where others may change it."""
+        """Return numbers that differ if one of the blocks has changed in the bank's files; none if nothing else writes there."""
         return ()
 
     def _of_rows(self, paths: list[list[int]], level: int) -> list[int]:
-        """The index of the block of a level that each row has."""
+        """Return the index of each row's block at one level."""
         generic = self.layout.blocks.nodes(level)
         return [generic if path[level - 1] == GENERIC else path[level - 1] for path in paths]
 
     def _keys(self, paths: list[list[int]]) -> list[BlockKey]:
-        """Every block of some paths, once."""
+        """Return each block on the paths once."""
         return [(level, index) for level in self.layout.levels for index in dict.fromkeys(self._of_rows(paths, level))]
 
     def generic_ids(self, batch: int) -> torch.Tensor:
-        """Paths of the generic memory for all rows, `[batch, p]`."""
+        """Return paths of the generic memory for every row, `[batch, p]`."""
         return torch.full((batch, self.layout.num_levels), GENERIC)
 
     def _checked(self, memory_ids: torch.Tensor) -> list[list[int]]:
@@ -169,5 +170,5 @@ class BlockReader(ABC):
 
 
 def stacked(records: Sequence[torch.Tensor]) -> torch.Tensor:
-    """`[U, numel]`; no copy where there is one."""
+    """Stack records to `[U, numel]`, without a copy if there is only one."""
     return records[0].unsqueeze(0) if len(records) == 1 else torch.stack(list(records))

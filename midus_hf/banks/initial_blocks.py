@@ -1,4 +1,4 @@
-"""What a block is before anything was written to it."""
+"""Initial values of blocks that were never written."""
 
 import hashlib
 
@@ -8,18 +8,23 @@ from midus_hf.config.fetched_blocks import BankLayout
 
 
 def initial_block(layout: BankLayout, level: int, index: int, seed: int, dtype: torch.dtype) -> torch.Tensor:
-    """The record of a block that was never written, `[numel]`: the same seed, the same bytes, in whatever order blocks are asked for.
+    """Return the initial record of a block, `[numel]`.
+
+    The record depends only on the seed, the memory type, the level and the index, not on the order in which blocks are
+    read.
 
     Args:
-        layout: Of the bank.
-        level: Of the block, counted from 1.
-        index: Of its record.
-        seed: Of the bank.
-        dtype: Of the record; numbers are drawn in float32.
+        layout: Layout of the bank.
+        level: Level of the block, counted from 1.
+        index: Index of the block's record within the level.
+        seed: Seed of the bank.
+        dtype: Dtype of the result. The random numbers are drawn in float32.
     """
     digest = hashlib.sha256(f"{seed}/{layout.memory_type}/{level}/{index}".encode()).digest()
     generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
     record = torch.zeros(layout.record_numel(level), dtype=torch.float32)
-    for place in layout.records[level]:
-        place.tensor.initial.fill(record[place.start : place.start + place.numel], generator)
+    for tensor_place in layout.records[level]:
+        tensor_place.tensor.initial.fill(
+            record[tensor_place.start : tensor_place.start + tensor_place.numel], generator
+        )
     return record.to(dtype)

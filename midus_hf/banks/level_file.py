@@ -1,4 +1,4 @@
-"""The blocks of one level of a bank: a safetensors file of records, of which those that were never written are a hole."""
+"""The blocks of one level of a bank: a safetensors file of records, in which unwritten records are a hole."""
 
 import contextlib
 import functools
@@ -32,23 +32,25 @@ class BankError(ValueError):
 
 
 class LevelFile:
-    """Records of equal size, each with a checksum.
+    """File of records of equal size, each with a checksum.
 
-    The file holds two tensors, `checksums [records]`, uint32, and `blocks [records, numel]`. A record that has no checksum has one of
-    three marks in its place, four letters each: `none` if the record was never written, `gone` if it was deleted, and `half` while it
-    is being written, so that a record that is half written is known by its mark. 0 is neither a checksum nor a mark: where the file
-    system lost a page of checksums, or the file was copied with a hole there, the records of that page are refused.
+    The file holds two tensors: `checksums [records]`, uint32, and `blocks [records, numel]`. A record without a
+    checksum has one of three marks instead, of four letters each: `none` if the record was never written, `gone` if the
+    record was deleted, and `half` while the record is being written, so that an interrupted write is recognised later.
+    0 is neither a checksum nor a mark: if the file system lost a page of checksums, or the file was copied with a hole
+    there, the records of that page are refused.
 
     Args:
-        path: Of the file.
-        num_records: Expected.
-        numel: Elements of a record, expected.
-        writable: Whether records will be written. A file that has other names (hard links) is replaced by a copy first: what is
-            written reaches none of these. Default: false.
-        threads: That read and check large records, whose owner closes them. Default: some of its own.
+        path: Path of the file.
+        num_records: Expected number of records.
+        numel: Expected number of elements per record.
+        writable: Whether records will be written. If the file has other names (hard links), the file is first replaced
+            by a copy, so that writes do not reach the other names. Default: false.
+        threads: Threads that read and check large records; the caller closes them. Default: new threads, which `close`
+            ends.
 
     Raises:
-        BankError: If the file is absent, is none of these, is cut short, or has other sizes.
+        BankError: If the file is missing, truncated, not a bank's file, or of other sizes.
     """
 
     def __init__(
@@ -64,7 +66,7 @@ class LevelFile:
             raise BankError(
                 f"bank file {path} cannot be opened ({error.strerror}); expected it beside the model."
             ) from None
-        self._closing = weakref.finalize(self, os.close, self._file)  # a bank that nobody closed takes no file with it
+        self._closing = weakref.finalize(self, os.close, self._file)  # closes the file even if nobody calls `close`
         try:
             self._read_header()
         except BaseException:
@@ -95,25 +97,25 @@ class LevelFile:
 
     @property
     def record_bytes(self) -> int:
-        """Bytes of a record."""
+        """Size of a record in bytes."""
         return self.numel * self.dtype.itemsize
 
     def checksums(self) -> numpy.ndarray:
-        """Return the checksums of all records, or the marks in their places, `[records]`, uint32."""
+        """Return the checksum of every record, or the mark in its place, `[records]`, uint32."""
         return numpy.frombuffer(os.pread(self._file, 4 * self.num_records, self._checksums_at), dtype="<u4")
 
     def checksum(self, index: int) -> int:
-        """Return the checksum of one record, or the mark in its place; 0 where it was lost."""
+        """Return the checksum of one record, or the mark in its place; 0 if the checksum was lost."""
         return struct.unpack("<I", os.pread(self._file, 4, self._checksums_at + 4 * index))[0]
 
     def written(self, without: Collection[int] = ()) -> list[int]:
-        """Return the indices of the records that were written, ascending.
+        """Return the indices of the written records, ascending.
 
         Args:
-            without: Indices that are left out, whatever there is of them. Default: none.
+            without: Indices to leave out, whatever their state. Default: none.
 
         Raises:
-            BankError: If the checksum of a record was lost, or a record is half written.
+            BankError: If a record's checksum was lost, or a record is half written.
         """
         checksums = self.checksums().copy()
         checksums[list(without)] = UNWRITTEN
@@ -122,21 +124,21 @@ class LevelFile:
         return (~numpy.isin(checksums, (UNWRITTEN, DELETED))).nonzero()[0].tolist()
 
     def deleted(self) -> list[int]:
-        """Return the indices of the records that were deleted and not written since, ascending."""
+        """Return the indices of records that were deleted and not written again, ascending."""
         return (self.checksums() == DELETED).nonzero()[0].tolist()
 
     def is_written(self, index: int) -> bool:
-        """Whether a record was written, and not deleted since.
+        """Return whether a record was written and not deleted since.
 
         Raises:
-            BankError: If its checksum was lost, or it is half written.
+            BankError: If the record's checksum was lost, or the record is half written.
         """
         checksum = self.checksum(index)
         self._check_mark(index, checksum)
         return checksum not in (UNWRITTEN, DELETED)
 
     def _check_mark(self, index: int, checksum: int) -> Any:
-        """Raise what is wrong with a record that has neither a checksum nor the mark of one that was not written."""
+        """Raise an error if the checksum of a record was lost or the record is half written."""
         if checksum == 0:
             raise BankError(
                 f"block {index} of bank file {self.path} has lost its checksum: there are zeros in its place, which a bank never "
@@ -149,10 +151,10 @@ class LevelFile:
             )
 
     def read(self, index: int) -> torch.Tensor | None:
-        """Return a record `[numel]`; None if it was never written, or was deleted.
+        """Return a record, `[numel]`, or None if the record was never written or was deleted.
 
         Raises:
-            BankError: If it is not what was written.
+            BankError: If the record cannot be read or does not match its checksum.
         """
         read = self.prepare(index)
         if read is None:
@@ -160,22 +162,23 @@ class LevelFile:
         return (read.begin(self._threads) if len(pieces(self.record_bytes)) > 1 else read).result()
 
     def prepare(self, index: int, mapped: bool = False) -> RecordRead | None:
-        """Return what reads a record, now or by threads; None if the record was never written, or was deleted.
+        """Return the pending read of a record, or None if the record was never written or was deleted.
 
         Args:
-            index: Of the record.
-            mapped: Whether it may be the file itself, mapped, instead of a copy: it takes no memory of its own, and shows what
-                others write there. Default: false.
+            index: Index of the record.
+            mapped: Whether the record may be memory-mapped instead of copied. A mapped record takes no memory itself,
+                and shows what others write to the file. Ignored if the file is writable. Default: false.
 
         Raises:
-            BankError: If the file ends within it. That its checksum was lost, or that it is half written, is raised by the result.
+            BankError: If the file ends within a record that is mapped. All other faults are raised by the read's
+                `result`.
         """
         expected = self.checksum(index)
         if expected in (UNWRITTEN, DELETED):
             return None
         if expected in (0, HALF_WRITTEN):
             return RecordRead(expected, self.record_bytes, functools.partial(self._check_mark, index, expected))
-        # What is written through this very object must not show in what was fetched before.
+        # Records that were fetched earlier must not change when this object writes, so a writable file is not mapped.
         record = self._mapped(index) if mapped and not self.writable else None
         record, is_there = (torch.empty(self.numel, dtype=self.dtype), False) if record is None else (record, True)
         data = _bytes_of(record)
@@ -194,7 +197,7 @@ class LevelFile:
         return RecordRead(expected, self.record_bytes, record, work, fail)
 
     def _mapped(self, index: int) -> torch.Tensor | None:
-        """A record as the file has it, which is read where it is touched; None where it lies across elements."""
+        """Return a record memory-mapped from the file; None if the record's offset is not a multiple of its element size."""
         start = self._blocks_at + index * self.record_bytes
         if start % self.dtype.itemsize:
             return None
@@ -208,11 +211,11 @@ class LevelFile:
         return torch.frombuffer(pages, dtype=self.dtype, count=self.numel, offset=within)
 
     def _read_at(self, index: int, start: int, data: memoryview) -> None:
-        """Fill `data` from a place within a record."""
-        place = self._blocks_at + index * self.record_bytes + start
+        """Fill `data` with the bytes of a record from byte `start` of the record."""
+        position = self._blocks_at + index * self.record_bytes + start
         while data:
             try:
-                count = os.preadv(self._file, [data], place)
+                count = os.preadv(self._file, [data], position)
             except OSError as error:
                 raise BankError(
                     f"block {index} of bank file {self.path} cannot be read ({error.strerror}); expected an open file on a disk that "
@@ -220,10 +223,10 @@ class LevelFile:
                 ) from error
             if not count:
                 raise BankError(f"bank file {self.path} ends within block {index}. Copy the bank again.")
-            data, place = data[count:], place + count
+            data, position = data[count:], position + count
 
     def write(self, index: int, record: torch.Tensor) -> None:
-        """Put a record `[numel]` in its place, cast to the dtype of the file."""
+        """Write a record, `[numel]`, cast to the dtype of the file."""
         assert record.shape == (self.numel,)
         data = _bytes_of(record.detach().to("cpu", self.dtype).contiguous())
         self._put_checksum(index, HALF_WRITTEN)
@@ -231,57 +234,57 @@ class LevelFile:
         self._put_checksum(index, self._checksum(data))
 
     def forget(self, index: int) -> None:
-        """Delete a record: its bytes are overwritten with zeros, and it reads as one that was never written.
+        """Delete a record: overwrite its bytes with zeros and mark the record as deleted.
 
-        The zeros are on the disk before the mark says that the record was deleted. Where a process or a machine ends in between,
-        the record is either what it was or is refused when it is read, until it is deleted again. The room goes back to the disk
-        where the file system can make holes.
+        The zeros reach the disk before the mark does. If a process or the machine stops in between, the record is
+        either unchanged or refused on reading until it is deleted again. On file systems that can make holes, the space
+        is freed.
         """
         if self.checksum(index) not in (UNWRITTEN, DELETED):
             start, zeros = self._blocks_at + index * self.record_bytes, bytes(min(self.record_bytes, _ZEROS_AT_ONCE))
-            for place in range(0, self.record_bytes, _ZEROS_AT_ONCE):
-                self._write_at(start + place, zeros[: self.record_bytes - place])
+            for offset in range(0, self.record_bytes, _ZEROS_AT_ONCE):
+                self._write_at(start + offset, zeros[: self.record_bytes - offset])
             self.sync()
             punch_hole(self._file, start, self.record_bytes)
             self.sync()
         self._put_checksum(index, DELETED)
 
     def sync(self) -> None:
-        """Force what was written to the disk."""
+        """Flush all writes to the disk."""
         os.fsync(self._file)
 
     def close(self) -> None:
-        """Close the file, and end its threads if they are its own."""
+        """Close the file, and end the threads unless the caller passed them in."""
         if self._owns_threads:
             self._threads.close()
         self._closing()
-        self._file = -1  # its number may soon be that of another file
+        self._file = -1  # the system may soon give the old descriptor's number to another file
 
     def _checksum(self, data: memoryview) -> int:
-        places = pieces(len(data))
-        if len(places) == 1:
+        spans = pieces(len(data))
+        if len(spans) == 1:
             return checksum_of([zlib.crc32(data)])
-        sums = [self._threads.submit(lambda start, end: zlib.crc32(data[start:end]), *place) for place in places]
-        return checksum_of([found.result() for found in sums])
+        sums = [self._threads.submit(lambda start, end: zlib.crc32(data[start:end]), *span) for span in spans]
+        return checksum_of([future.result() for future in sums])
 
     def _put_checksum(self, index: int, checksum: int) -> None:
-        """Write the checksum of a record, or the mark in its place."""
+        """Write the checksum of a record, or a mark in its place."""
         self._write_at(self._checksums_at + 4 * index, struct.pack("<I", checksum))
 
-    def _write_at(self, place: int, data: bytes | memoryview) -> None:
+    def _write_at(self, position: int, data: bytes | memoryview) -> None:
         done = 0
         while done < len(data):
-            done += os.pwrite(self._file, data[done:], place + done)
+            done += os.pwrite(self._file, data[done:], position + done)
 
 
 class LevelCopy:
-    """What a copy of a level holds, with blocks that are others than there: it is written, or linked where a file holds just that.
+    """Copy of a level in which some blocks are replaced or deleted, to be written to a file or hard-linked to an equal one.
 
     Args:
-        source: The level as it lies in the bank.
-        trained: What returns the record `[numel]` of each block that is another than there, by index; it is cast to the dtype of
-            the level.
-        left_out: Indices of blocks that are deleted in the copy; they are not read.
+        source: The level's file in the bank.
+        trained: For each replaced block, by index, a function that returns the new record, `[numel]`. The record is
+            cast to the dtype of the level.
+        left_out: Indices of blocks that are deleted in the copy. These blocks are not read.
     """
 
     def __init__(
@@ -299,13 +302,13 @@ class LevelCopy:
         return record
 
     def write(self, path: Path) -> None:
-        """Write the copy to a file, and force it to the disk.
+        """Write the copy to a file and flush the file to the disk.
 
         Args:
-            path: Of the file; one that is there is overwritten.
+            path: Path of the file; an existing file is overwritten.
 
         Raises:
-            BankError: If a block of the level is not what was written.
+            BankError: If a block of the source does not match its checksum.
         """
         source = self._source
         create_level_file(path, source.num_records, source.numel, source.dtype)
@@ -317,17 +320,18 @@ class LevelCopy:
             copy.sync()
 
     def link(self, file: Path, path: Path) -> bool:
-        """Give a file another name if it holds exactly this copy; return whether it has that name now.
+        """Link an existing file at `path` (a hard link) if the file equals this copy, and return whether that was done.
 
         Args:
-            file: Of a level; all of its records are read and compared. One that is damaged, or is no such file, is not linked.
-            path: The other name, which nothing has.
+            file: A level's file. All its records are read and compared. A damaged file, or one that is not a level's,
+                is not linked.
+            path: Path of the new link; nothing may exist there.
         """
         try:
             if not self._is_in(file):
                 return False
             os.link(os.path.realpath(file), path)
-        except (BankError, OSError):  # a file system without links, or one that allows no more of them
+        except (BankError, OSError):  # a file system may have no links, or have reached their limit
             return False
         return True
 
@@ -338,13 +342,13 @@ class LevelCopy:
                 other.dtype == source.dtype
                 and other.deleted() == self._deleted
                 and other.written() == sorted([*self._kept, *self._trained])
-                # First what may have changed since that file was written.
+                # Trained blocks come first: they are the likeliest to differ.
                 and all(_same_bytes(other.read(index), self._record(index)) for index in (*self._trained, *self._kept))
             )
 
 
 def create_level_file(path: Path, num_records: int, numel: int, dtype: torch.dtype) -> None:
-    """Make a file whose records were never written: it takes a page of the disk, and four bytes for each record."""
+    """Create a file of unwritten records. The file takes one page of disk space and four bytes per record."""
     blocks_bytes = num_records * numel * dtype.itemsize
     header = {
         "checksums": {"dtype": "U32", "shape": [num_records], "data_offsets": [0, 4 * num_records]},
@@ -364,7 +368,7 @@ def create_level_file(path: Path, num_records: int, numel: int, dtype: torch.dty
 
 
 def _bytes_of(record: torch.Tensor) -> memoryview:
-    """The memory of a contiguous record."""
+    """Return the memory of a contiguous record."""
     array: Any = record.view(torch.uint8).numpy()
     return memoryview(array).cast("B")
 

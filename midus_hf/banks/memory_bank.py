@@ -1,4 +1,4 @@
-"""A bank of memory blocks in files beside a checkpoint, of which texts fetch some."""
+"""A bank of memory blocks in files beside a checkpoint, of which each text fetches a few."""
 
 import contextlib
 import functools
@@ -32,24 +32,28 @@ from midus_hf.files.locks import Lock, has_no_locks
 from midus_hf.files.whole_files import link_or_copy, sync, whole_file
 
 _WORTH_THREADS = 2**20
-"""Bytes that several threads read faster than one."""
+"""Bytes from which several threads read faster than one."""
 
 
 class MemoryBank(BlockReader):
-    """The blocks of a memory: a file per level, read when a text asks for a block, and kept while there is room.
+    """Blocks of a memory in one file per level. Blocks are read when fetched, and kept while there is room.
 
-    One thread fetches. Blocks on a device are kept for one device and dtype at a time, those of the last fetch.
+    Only one thread may fetch. On a device, blocks are kept for one device and dtype at a time: the device and dtype of
+    the last fetch.
 
     Args:
-        folder: Of the bank.
-        layout: That the model's config implies.
-        writable: Whether blocks will be written; nobody else can then. Default: false.
-        cache_bytes: Of blocks that were read last, to keep in memory: `memory_bytes` of tiers. Default: what those say.
-        tiers: Where blocks wait, `BankTiers` or a mapping of its arguments. Default: all in 1 GB of memory.
+        folder: Folder of the bank.
+        layout: Layout that the model's config implies.
+        writable: Whether blocks will be written. Nobody else can write to the bank then. Default: false.
+        cache_bytes: Bytes of recently read blocks to keep in memory; replaces `memory_bytes` of `tiers`. Default: None,
+            to leave `memory_bytes` as it is.
+        tiers: Tier of each level, as `BankTiers` or a mapping of its arguments. Default: memory for all levels, with 1
+            GB.
 
     Raises:
-        BankError: If there is no bank, or that of another model, or somebody else writes to it.
-        ValueError: If tiers do not fit the tree.
+        BankError: If there is no bank, the bank belongs to another model, or `writable` is true and another run is
+            writing.
+        ValueError: If the tiers do not fit the tree.
     """
 
     def __init__(
@@ -70,7 +74,7 @@ class MemoryBank(BlockReader):
         self.seed: int = self.description["seed"]
         self._threads = ReadingThreads()
         self._memory, self._device = KeptBlocks(self.tiers.memory_bytes), KeptBlocks(self.tiers.device_bytes)
-        self._place: tuple[torch.device, torch.dtype] | None = None
+        self._device_and_dtype: tuple[torch.device, torch.dtype] | None = None
         self._under_way = ReadsUnderWay(self._threads, self.tiers.ahead_bytes)
         self._counts = {tier: TierStatistics() for tier in TIERS}
         self._writable = writable
@@ -87,43 +91,43 @@ class MemoryBank(BlockReader):
 
     @property
     def dtype(self) -> torch.dtype:
-        """That blocks are stored in."""
+        """Dtype in which the blocks are stored."""
         return next(iter(self._files.values())).dtype
 
     @property
     def tree(self) -> str | None:
-        """Fingerprint of the tree by whose paths blocks were trained; None if nobody knows it, as before training."""
+        """Fingerprint of the tree whose paths trained the blocks; None if unknown, as before any training."""
         return tree_of(self.description)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "MemoryBank":
-        """Itself: copies of a model read the same bank."""
+        """Return this bank itself: copies of a model share one bank."""
         return self
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """The same bank, to be read: an open file is nothing to another process."""
+        """Return how another process opens the same bank, read-only: open files cannot be passed to other processes."""
         return MemoryBank, (self.folder.absolute(), self.layout, False, None, self.tiers)
 
     def block(self, level: int, index: int) -> torch.Tensor:
-        """The record of a block, `[numel]`, on the CPU; not to be changed.
+        """Return the record of a block, `[numel]`, on the CPU. Callers must not change the record.
 
         Args:
-            level: Counted from 1.
-            index: Of the node within the level, or, behind the last, the generic memory's.
+            level: Level of the block, counted from 1.
+            index: Node within the level. The index after the last node is the generic memory's.
         """
         tier: Tier = "disk" if self.tiers.of_level(level) == "disk" else "memory"
         return self._block(level, index, self._counts[tier], None if tier == "disk" else self._memory)
 
     def keeps(self, level: int, index: int) -> bool:
-        """Whether a block is in memory or on a device, so that fetching it reads nothing."""
+        """Return whether a block is kept in memory or on a device, so that a fetch needs no read."""
         return any(self._current(kept, (level, index)) is not None for kept in (self._memory, self._device))
 
     def statistics(self) -> dict[str, TierStatistics]:
-        """What fetches found in each tier since the bank was opened."""
+        """Return the counts of hits, misses and bytes per tier since the bank was opened."""
         held = {"device": self._device.held_bytes, "memory": self._memory.held_bytes, "disk": 0}
         return {tier: replace(counts, held_bytes=held[tier]) for tier, counts in self._counts.items()}
 
     def read_ahead(self, keys: Sequence[BlockKey]) -> None:
-        """Let threads read blocks that are to be fetched soon; returns at once."""
+        """Start reading blocks in threads, ahead of their fetch, and return at once."""
         self._under_way.begin([key for key in keys if not self.keeps(*key)], self._prepared)
 
     def _stacked(
@@ -131,25 +135,25 @@ class MemoryBank(BlockReader):
     ) -> torch.Tensor:
         if self.tiers.of_level(level) != "device":
             return super()._stacked(level, indices, device, dtype)
-        place = (torch.device(device), dtype or self.dtype)
-        if place != self._place:
+        device_and_dtype = (torch.device(device), dtype or self.dtype)
+        if device_and_dtype != self._device_and_dtype:
             self._device.clear()
-            self._place = place
+            self._device_and_dtype = device_and_dtype
         counts = self._counts["device"]
-        return stacked([self._block(level, index, counts, self._device, place) for index in indices])
+        return stacked([self._block(level, index, counts, self._device, device_and_dtype) for index in indices])
 
     @contextlib.contextmanager
     def _all_at_once(
         self, keys: Sequence[BlockKey], device: torch.device | str, dtype: torch.dtype | None
     ) -> Iterator[None]:
-        """A disk has more than one answer at a time: what must be read is begun together, where it is worth a thread."""
+        """Begin the reads of a fetch together, if they are large enough for threads: a disk can answer several at a time."""
         missing = [key for key in keys if not self.keeps(*key)]
         size = sum(self._files[level].record_bytes for level, _ in missing)
         begun = self._under_way.begin(missing, self._prepared, ahead=False) if size > _WORTH_THREADS else []
         try:
             yield
         finally:
-            self._under_way.drop(begun)  # after an error; else they were taken
+            self._under_way.drop(begun)  # only an error leaves reads here; otherwise the fetch took them all
 
     def _versions(self, keys: Sequence[BlockKey]) -> tuple[int, ...]:
         return tuple(self.checksum(*key) for key in keys)
@@ -160,84 +164,84 @@ class MemoryBank(BlockReader):
         index: int,
         counts: TierStatistics,
         kept: KeptBlocks | None,
-        place: tuple[torch.device, torch.dtype] | None = None,
+        device_and_dtype: tuple[torch.device, torch.dtype] | None = None,
     ) -> torch.Tensor:
-        """A block from where it is kept, else read and kept there.
+        """Return a block from where it is kept, or else read the block and keep it.
 
         Args:
-            level: Of the block.
-            index: Of the block.
-            counts: Of the tier.
-            kept: What the tier has; None if it keeps nothing.
-            place: Device and dtype of what it keeps. Default: the CPU, as the file has it.
+            counts: Statistics of the block's tier.
+            kept: Blocks that the tier keeps; None if the tier keeps nothing.
+            device_and_dtype: Device and dtype of the kept blocks. Default: the CPU and the dtype of the file.
         """
         key = (level, index)
-        found = None if kept is None else self._current(kept, key)
-        if found is not None:
+        kept_block = None if kept is None else self._current(kept, key)
+        if kept_block is not None:
             counts.hits += 1
-            return found.record
+            return kept_block.record
         read, ahead = self._under_way.taken(key, self.checksum(level, index))
         read = read or self._prepared(key)
         record = read.result()
         counts.misses += 1
         counts.ahead += ahead
         counts.read_bytes += record.nbytes
-        if place is not None:
-            record = record.to(*place)
+        if device_and_dtype is not None:
+            record = record.to(*device_and_dtype)
         if kept is not None:
             kept.put(key, KeptBlock(record, read.checksum))
         return record
 
     def _current(self, kept: KeptBlocks, key: BlockKey) -> KeptBlock | None:
-        """A block that is kept; None if it is not, or if another was written to the file since."""
-        found = kept.get(key)
-        if found is not None and found.checksum != self.checksum(*key):
+        """Return a kept block; None if it is not kept, or if the file has had another version written since."""
+        kept_block = kept.get(key)
+        if kept_block is not None and kept_block.checksum != self.checksum(*key):
             kept.drop(key)
             return None
-        return found
+        return kept_block
 
     def _prepared(self, key: BlockKey) -> RecordRead:
-        """Return what reads a block, or draws one that was never written or was deleted."""
+        """Return the pending read of a block. A block that was never written, or was deleted, is drawn instead."""
         level, index = key
         read = self._files[level].prepare(index, mapped=self.tiers.of_level(level) == "disk")
         drawn = functools.partial(initial_block, self.layout, level, index, self.seed, self.dtype)
         return read or RecordRead(UNWRITTEN, self._files[level].record_bytes, drawn)
 
     def write(self, level: int, index: int, record: torch.Tensor) -> None:
-        """Put the record of a block, `[numel]`, in its place."""
+        """Write the record of a block, `[numel]`."""
         assert self._writable, "the bank was opened to be read"
         self._files[level].write(index, record)
         self._drop(level, index)
 
     def forget(self, level: int, index: int) -> None:
-        """Delete a block: its bytes are overwritten on the disk, and it starts again as one that was never written: it adds zero."""
+        """Delete a block: its bytes are overwritten on the disk, and the block again starts as an unwritten one, which
+        adds zero.
+        """
         assert self._writable, "the bank was opened to be read"
         self._files[level].forget(index)
         self._drop(level, index)
 
     def written(self, level: int) -> list[int]:
-        """Return the indices of the records of a level that were written, ascending.
+        """Return the indices of a level's written records, ascending.
 
         Raises:
-            BankError: If the checksum of a record was lost, or a record is half written.
+            BankError: If a record's checksum was lost, or a record is half written.
         """
         return self._files[level].written()
 
     def has_record(self, level: int, index: int) -> bool:
-        """Whether there is anything of a block in its file, be it damaged."""
+        """Return whether the file holds anything for a block, even a damaged record."""
         return self.checksum(level, index) != UNWRITTEN
 
     def deleted(self, level: int) -> list[int]:
-        """Return the indices of the records of a level that were deleted and not written since, ascending."""
+        """Return the indices of a level's records that were deleted and not written again, ascending."""
         return self._files[level].deleted()
 
     def checksum(self, level: int, index: int) -> int:
-        """Return the checksum of a block's record, or the mark in its place (`UNWRITTEN` for every block that has no record)."""
+        """Return the checksum of a block's record, or the mark in its place, which is `UNWRITTEN` for deleted blocks too."""
         checksum = self._files[level].checksum(index)
         return UNWRITTEN if checksum == DELETED else checksum
 
     def sync(self) -> None:
-        """Force what was written to the disk."""
+        """Flush all writes to the disk."""
         for file in self._files.values():
             file.sync()
 
@@ -251,29 +255,33 @@ class MemoryBank(BlockReader):
         deleted: Collection[BlockKey] = (),
         link_from: Path | None = None,
     ) -> None:
-        """Write the bank into another folder: what was never written, or was deleted, is a hole there.
+        """Write the bank into another folder. Blocks that were never written, or were deleted, are holes there.
 
         Args:
-            folder: Made if need be; one that has this very bank is left as it is.
-            trained: What returns the record of each block that is another than in this bank, by level and index. Default: none are.
-            save_audit: Writes the record of what trained blocks to a file. Default: if this bank has one, it is copied.
-            tree: Fingerprint of the tree by whose paths `trained` was trained. Default: that which this bank was trained with.
-            deleted: Level and index of blocks that are deleted in the copy; they are not read. Default: those that are deleted here.
-            tree_folder: The folder with the files of this tree, which go along. Default: that of this bank, which may have none.
-            link_from: The folder of a copy, or of this bank: files of levels there that hold exactly what is to be written get a hard
-                link in place of a copy, if the file system can. Default: every level is written.
+            folder: Folder of the copy, which is created if missing. If this bank lies in the folder, nothing is done.
+            trained: For each changed block, by level and index, a function that returns the new record. Default: no
+                changes.
+            save_audit: Function that writes the audit of the copy to a file. Default: this bank's audit is copied, if
+                any.
+            tree: Fingerprint of the tree whose paths trained `trained`. Default: the tree of this bank.
+            tree_folder: Folder with the files of that tree, which are copied along. Default: this bank's folder, which
+                may have none.
+            deleted: Level and index of further blocks to delete in the copy. These blocks are not read. Default: none;
+                blocks deleted in this bank stay deleted.
+            link_from: Folder of this bank or of a copy. A level's file there that equals the file to be written is
+                hard-linked instead of written, if the file system allows. Default: None; every level is written.
 
         Raises:
-            BankError: If somebody else writes to a bank there, or a block is not what was written.
+            BankError: If another run is writing to a bank in `folder`, or a block does not match its checksum.
         """
         folder = Path(folder)
         if self.lies_in(folder):
             return
         folder.mkdir(parents=True, exist_ok=True)
         if (folder / BANK_DESCRIPTION).exists():
-            if (held := lock(folder)) is not None:  # whoever writes there would lose it
+            if (held := lock(folder)) is not None:  # a run that is writing there would lose its bank
                 held.release()
-            (folder / BANK_DESCRIPTION).unlink()  # written last: with it a bank is whole
+            (folder / BANK_DESCRIPTION).unlink()  # marks a bank as complete, so removed first and written last
             sync(folder)
         with _nobody_writes(link_from) as may_be_linked:
             for level in self._files:
@@ -283,7 +291,7 @@ class MemoryBank(BlockReader):
                     frozenset(index for of_level, index in deleted if of_level == level),
                 )
                 path = folder / level_file(level)
-                path.unlink(missing_ok=True)  # it may be a link of a file that others have
+                path.unlink(missing_ok=True)  # other folders may link the same file, which must not be overwritten
                 if not (may_be_linked and link_from and copy.link(link_from / path.name, path)):
                     copy.write(path)
         (folder / BANK_AUDIT).unlink(missing_ok=True)
@@ -296,11 +304,11 @@ class MemoryBank(BlockReader):
         write_description(folder, described_again(self.description, self.layout, tree or self.tree))
 
     def save_tree(self, folder: Path, tree_folder: Path | None = None) -> None:
-        """Give a folder the files of the tree that blocks are trained with, and no other tree's.
+        """Copy the files of the tree that trained the blocks into a folder, and remove another tree's files from the folder.
 
         Args:
-            folder: Of a bank.
-            tree_folder: That has the files. Default: that of this bank, which may have none.
+            folder: Folder of a bank.
+            tree_folder: Folder with the tree's files. Default: this bank's folder, which may have none.
         """
         source = self.folder if tree_folder is None else tree_folder
         if folder.resolve() == source.resolve():
@@ -311,16 +319,16 @@ class MemoryBank(BlockReader):
             for name in TREE_FILES:
                 if tree_folder is None:
                     link_or_copy(source / name, folder / name)
-                else:  # a person may change the files of a tree where they lie
+                else:  # not linked, since a person may edit the tree's files in their folder
                     with whole_file(folder / name) as partial:
                         shutil.copyfile(source / name, partial)
 
     def lies_in(self, folder: str | os.PathLike) -> bool:
-        """Whether a folder is that of this very bank."""
+        """Return whether a folder is the folder of this bank."""
         return Path(folder).exists() and Path(folder).resolve() == self.folder.resolve()
 
     def close(self) -> None:
-        """End its threads, close its files and forget what it keeps; nothing can be fetched afterwards."""
+        """End the threads, close the files and drop all kept blocks. Nothing can be fetched afterwards."""
         self._threads.close()
         for kept in (self._memory, self._device):
             kept.clear()
@@ -340,7 +348,7 @@ class MemoryBank(BlockReader):
 
 @contextlib.contextmanager
 def _nobody_writes(folder: Path | None) -> Iterator[bool]:
-    """Keep others from writing to a bank in the meantime; false if somebody does, or there is no bank."""
+    """Keep others from writing to a bank; yield false if there is no bank or somebody is writing, and true without locks."""
     try:
         held = None if folder is None else Lock(folder / BANK_DESCRIPTION, shared=True)
     except OSError as error:
@@ -354,13 +362,13 @@ def _nobody_writes(folder: Path | None) -> Iterator[bool]:
 
 
 def create_bank(folder: str | os.PathLike, layout: BankLayout, dtype: torch.dtype, seed: int) -> None:
-    """Make a bank whose blocks were never written: a few pages of the disk, and four bytes for each block.
+    """Create a bank of unwritten blocks. The bank takes a few pages of disk space, and four bytes per block.
 
     Args:
-        folder: Made if need be.
-        layout: Of the bank.
-        dtype: That blocks are stored in.
-        seed: What blocks start as.
+        folder: Folder of the bank, which is created if missing.
+        layout: Layout of the bank.
+        dtype: Dtype in which blocks are stored.
+        seed: Seed of the blocks' initial values.
     """
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)

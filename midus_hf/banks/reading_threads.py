@@ -1,4 +1,4 @@
-"""Threads that read blocks: as many as a disk has answers at a time, and none longer than whoever asked for them."""
+"""Threads that read blocks: several, since a disk answers several requests at a time."""
 
 import os
 import weakref
@@ -10,9 +10,9 @@ _MOST_THREADS = 8
 
 
 class ReadingThreads:
-    """Threads that begin with the first work, and end with `close`, with this object, or with the interpreter.
+    """Threads that start with the first work and end with `close`, with this object, or with the interpreter.
 
-    A process that was forked has none of its parent's threads, and begins its own; what its parent had submitted never ends there.
+    A forked process starts its own threads. Work that its parent had submitted never finishes in the forked process.
     """
 
     def __init__(self) -> None:
@@ -22,11 +22,13 @@ class ReadingThreads:
 
     @property
     def process(self) -> int:
-        """That the threads are of; 0 if there never was one."""
+        """Id of the process that the threads belong to; 0 if there were never any threads."""
         return self._process
 
     def submit(self, work: Callable[..., Any], *arguments: Any) -> Future:
-        """Let a thread do some work, which must hold neither this object nor who holds it: they would never be collected."""
+        """Let a thread call `work`. `work` must refer neither to this object nor to its owner, or they would never be
+        collected.
+        """
         if self._pool is None or self._process != os.getpid():
             if self._end is not None:
                 self._end.detach()
@@ -35,12 +37,12 @@ class ReadingThreads:
         return self._pool.submit(work, *arguments)
 
     def abandon(self) -> None:
-        """End the threads without waiting for the work that they have begun."""
+        """End the threads without waiting for work that they have begun."""
         if self._end is not None:
             self._end()
 
     def close(self) -> None:
-        """End the threads: work that was begun is finished, the rest is dropped."""
+        """End the threads: finish work that was begun, and drop the rest."""
         if self._pool is not None and self._process == os.getpid():
             self._pool.shutdown(wait=True, cancel_futures=True)
             self._end.detach()
@@ -48,6 +50,6 @@ class ReadingThreads:
 
 
 def _end(pool: ThreadPoolExecutor, process: int) -> None:
-    """Let threads end without waiting for them, in the process that has them."""
+    """End threads without waiting for their work, if they belong to this process."""
     if process == os.getpid():
         pool.shutdown(wait=False, cancel_futures=True)

@@ -1,4 +1,4 @@
-"""Blocks that are being read, or were read ahead, and that nobody has fetched yet."""
+"""Blocks that are being read, or were read ahead, and have not been fetched yet."""
 
 import collections
 import os
@@ -16,11 +16,11 @@ class _UnderWay(NamedTuple):
 
 
 class ReadsUnderWay:
-    """Blocks on their way, each read once: who fetches it waits for what is under way.
+    """Reads of blocks that have been begun. Each block is read once, and a fetch waits for a read under way.
 
     Args:
-        threads: That read.
-        room: For what is read ahead, in bytes; what was begun longest ago gives way.
+        threads: Threads that read.
+        room: Bytes for blocks that are read ahead. Beyond it, the reads that were begun first are dropped.
     """
 
     def __init__(self, threads: ReadingThreads, room: int):
@@ -34,15 +34,15 @@ class ReadsUnderWay:
     def begin(
         self, keys: Iterable[BlockKey], prepared: Callable[[BlockKey], RecordRead], ahead: bool = True
     ) -> list[BlockKey]:
-        """Let threads read blocks that are not under way.
+        """Let threads read the blocks that are not under way yet.
 
         Args:
-            keys: Of the blocks.
-            prepared: Gives what reads one.
-            ahead: Whether nobody waits for them yet: they then take no more room than there is. Default: true.
+            keys: Level and index of the blocks.
+            prepared: Function that returns the pending read of a block.
+            ahead: Whether the reads are ahead of any fetch, and therefore limited to `room`. Default: true.
 
         Returns:
-            Those that were begun.
+            The keys of the blocks whose reads were begun.
         """
         reads = self._of_this_process()
         begun = [key for key in keys if key not in reads]
@@ -57,30 +57,36 @@ class ReadsUnderWay:
         return begun
 
     def taken(self, key: BlockKey, checksum: int) -> tuple[RecordRead | None, bool]:
-        """What reads a block, which is under way no longer, and whether it was begun ahead of the fetch.
+        """Remove and return the read of a block, and return whether the read was begun ahead of the fetch.
 
         Args:
-            key: Of the block.
-            checksum: That the file has for it now; what was read of another does not serve.
+            key: Level and index of the block.
+            checksum: Checksum that the file now has for the block. A read that began with another checksum is
+                discarded.
+
+        Returns:
+            The read and true or false; None and false if there is no usable read.
         """
-        found = self._of_this_process().pop(key, None)
-        if found is None or found.read.checksum != checksum:
+        under_way = self._of_this_process().pop(key, None)
+        if under_way is None or under_way.read.checksum != checksum:
             return None, False
-        return found
+        return under_way
 
     def drop(self, keys: Iterable[BlockKey]) -> None:
-        """Read blocks no longer, those that are under way."""
+        """Cancel and remove the reads of the blocks that are under way."""
         for key in keys:
-            found = self._of_this_process().pop(key, None)
-            if found is not None:
-                found.read.cancel()
+            under_way = self._of_this_process().pop(key, None)
+            if under_way is not None:
+                under_way.read.cancel()
 
     def clear(self) -> None:
-        """Read nothing any longer."""
+        """Cancel and remove all reads."""
         self.drop(list(self._of_this_process()))
 
     def _of_this_process(self) -> collections.OrderedDict[BlockKey, _UnderWay]:
-        """A process that was forked has none of its parent's threads: what they were about to read never arrives."""
+        """Return the reads of this process. After a fork, the parent's reads are dropped, since its threads are not
+        here to finish them.
+        """
         if self._process != os.getpid():
             self._reads.clear()
             self._process = os.getpid()

@@ -1,4 +1,4 @@
-"""A record on its way from a file: read and checked by threads, in pieces."""
+"""A record that is being read from a file: threads read and check it in pieces."""
 
 import struct
 import zlib
@@ -11,22 +11,23 @@ import torch
 from midus_hf.banks.reading_threads import ReadingThreads
 
 UNWRITTEN, DELETED, HALF_WRITTEN = (int.from_bytes(mark, "little") for mark in (b"none", b"gone", b"half"))
-"""What a record without a checksum has in its place; 0 is not among them, since damage leaves pages of zeros."""
+"""The marks that stand in place of a checksum. 0 is not a mark, since file system damage leaves pages of zeros."""
 
 _NO_CHECKSUMS = frozenset({0, UNWRITTEN, DELETED, HALF_WRITTEN})
 _PIECE = 2**22
-"""Bytes that one thread reads and checks."""
+"""Bytes that one thread reads and checks at a time."""
 
 
 class RecordRead:
-    """A record that is being read; whoever wants it waits for it.
+    """The read of one record, which may be under way in threads. `result` waits for the record.
 
     Args:
-        checksum: That the file had for the record when reading began, or the mark in its place.
-        nbytes: Of the record.
-        record: Where it goes, `[numel]`, or what makes it.
-        work: Called with two places in bytes for each piece: reads it, and returns its CRC-32. None where `record` makes it.
-        fail: Raises the error that tells of a wrong checksum.
+        checksum: The checksum, or the mark in its place, that the file had for the record when the read was prepared.
+        nbytes: Size of the record in bytes.
+        record: Tensor to fill, `[numel]`, or, without `work`, a function that returns the record.
+        work: Function that reads the bytes from a start to an end and returns their CRC-32. Default: None; `record` is
+            called instead.
+        fail: Function that raises the error of a wrong checksum.
     """
 
     def __init__(
@@ -42,7 +43,7 @@ class RecordRead:
         self._begun: list[Future] | None = None
 
     def begin(self, threads: ReadingThreads) -> "RecordRead":
-        """Let threads read it from now on; returns at once."""
+        """Let threads read the record from now on, and return at once."""
         if self._work is None:
             assert callable(self._record)
             self._begun = [threads.submit(self._record)]
@@ -51,15 +52,15 @@ class RecordRead:
         return self
 
     def cancel(self) -> None:
-        """Read no more of it than threads have begun to."""
+        """Drop the pieces that no thread has begun to read."""
         for piece in self._begun or ():
             piece.cancel()
 
     def result(self) -> torch.Tensor:
-        """The record, `[numel]`, once it is there; if nobody has begun to read it, it is read now.
+        """Return the record, `[numel]`, once it is read. If `begin` was not called, the record is read now.
 
         Raises:
-            BankError: If it cannot be read, or is not what was written.
+            BankError: If the record cannot be read or does not match its checksum.
         """
         if self._work is None:
             assert callable(self._record)
@@ -75,12 +76,12 @@ class RecordRead:
 
 
 def pieces(count: int) -> list[tuple[int, int]]:
-    """The places at which the pieces of so many bytes begin and end."""
+    """Return the first byte and the end of each piece of a record of `count` bytes."""
     return [(start, min(start + _PIECE, count)) for start in range(0, count, _PIECE)] or [(0, 0)]
 
 
 def crc_of(record: torch.Tensor) -> int:
-    """Return the checksum of a record that is in memory."""
+    """Return the checksum of a record in memory."""
     data = record.contiguous().view(torch.uint8).numpy().tobytes()
     return checksum_of([zlib.crc32(data[start:end]) for start, end in pieces(len(data))])
 
@@ -88,7 +89,7 @@ def crc_of(record: torch.Tensor) -> int:
 def checksum_of(sums: list[int]) -> int:
     """Return the checksum of a record: the CRC-32 of its only piece, or the CRC-32 of the CRC-32s of its pieces.
 
-    A checksum that would be 0 or a mark differs from that in its lowest bit.
+    If the result would be 0 or a mark, its lowest bit is flipped.
     """
     checksum = sums[0] if len(sums) == 1 else zlib.crc32(struct.pack(f"<{len(sums)}I", *sums))
     return checksum ^ 1 if checksum in _NO_CHECKSUMS else checksum

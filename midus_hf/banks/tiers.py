@@ -1,4 +1,4 @@
-"""Where the blocks of a bank wait to be fetched: on the model's device, in memory, or on the disk alone."""
+"""Tiers of a bank: blocks are kept on the model's device, in memory, or on the disk only."""
 
 import collections
 from collections.abc import Mapping
@@ -12,27 +12,28 @@ from midus_hf.config.fetched_blocks import BankLayout
 Tier = Literal["device", "memory", "disk"]
 TIERS: tuple[Tier, ...] = get_args(Tier)
 BlockKey = tuple[int, int]
-"""Level, counted from 1, and index of a block."""
+"""Level of a block, counted from 1, and its index."""
 
 _ROOM = 2**30
 
 
 @dataclass(frozen=True)
 class BankTiers:
-    """Where the blocks of each level wait that were fetched, and how much room they have there.
+    """Tier that keeps the fetched blocks of each level, and the room of each tier.
 
-    `device`: on the device of the model, in its dtype, so that fetching them again moves nothing. `memory`: in memory, as they are
-    stored. `disk`: nowhere; the file is mapped whenever they are fetched, and the system's page cache may have it. Within `device`
-    and `memory` those that were fetched longest ago give way.
+    `device` keeps blocks on the model's device, in the model's dtype, so that another fetch moves nothing. `memory`
+    keeps blocks in memory as they are stored. `disk` keeps nothing: each fetch maps the file, which the system's page
+    cache may hold. In `device` and `memory`, the blocks that were fetched longest ago are dropped when there is no
+    room.
 
     Args:
-        levels: Tiers by level, counted from 1. Default: `memory` for every level.
-        device_bytes: Room for levels of `device`. Default: 1 GB.
-        memory_bytes: Room for levels of `memory`. Default: 1 GB.
-        ahead_bytes: Room for what was read ahead and nobody has fetched yet. Default: 1 GB.
+        levels: Tier of each level, by level counted from 1. Default: `memory` for every level.
+        device_bytes: Room for blocks in `device`, in bytes. Default: 1 GB.
+        memory_bytes: Room for blocks in `memory`, in bytes. Default: 1 GB.
+        ahead_bytes: Room for blocks that were read ahead and not fetched yet, in bytes. Default: 1 GB.
 
     Raises:
-        ValueError: If a level, a tier or a number of bytes is none.
+        ValueError: If a level, a tier or a number of bytes is not valid.
     """
 
     levels: Mapping[int, Tier] = field(default_factory=dict)
@@ -54,27 +55,27 @@ class BankTiers:
                 raise ValueError(f"{name} of tiers is {value!r}; expected a number of bytes, 0 or more.")
 
     @classmethod
-    def of(cls, given: "BankTiers | Mapping[str, Any] | None") -> "BankTiers":
-        """Tiers, or what a mapping says of them.
+    def of(cls, tiers: "BankTiers | Mapping[str, Any] | None") -> "BankTiers":
+        """Return `BankTiers` as they are, or build them from a mapping; None gives the defaults.
 
         Raises:
-            ValueError: If the mapping has a key that is none of theirs.
+            ValueError: If the mapping has a key that is not an argument of `BankTiers`.
         """
-        if given is None or isinstance(given, BankTiers):
-            return given or cls()
+        if tiers is None or isinstance(tiers, BankTiers):
+            return tiers or cls()
         names = [one.name for one in fields(cls)]
-        if not isinstance(given, Mapping):
-            raise ValueError(f"tiers is {given!r}; expected BankTiers or a mapping with the keys {', '.join(names)}.")
-        for name in given:
+        if not isinstance(tiers, Mapping):
+            raise ValueError(f"tiers is {tiers!r}; expected BankTiers or a mapping with the keys {', '.join(names)}.")
+        for name in tiers:
             if name not in names:
                 raise ValueError(f"tiers has {name!r}; expected keys among {', '.join(names)}.")
-        return cls(**given)
+        return cls(**tiers)
 
     def check(self, layout: BankLayout) -> None:
-        """Compare them with the tree of a bank.
+        """Check that the tree of a bank has the levels that the tiers name.
 
         Raises:
-            ValueError: If they name a level that the tree has not.
+            ValueError: If the tree lacks one of these levels.
         """
         for level in self.levels:
             if level > layout.num_levels:
@@ -83,20 +84,20 @@ class BankTiers:
                 )
 
     def of_level(self, level: int) -> Tier:
-        """The tier of a level."""
+        """Return the tier of a level."""
         return self.levels.get(level, "memory")
 
 
 @dataclass
 class TierStatistics:
-    """What fetches found in a tier since the bank was opened.
+    """Counts of one tier's blocks since the bank was opened.
 
     Args:
-        hits: Blocks that were there.
-        misses: Blocks that had to be read; on `disk` each one has.
-        ahead: Of these, blocks whose reading was begun ahead of the fetch.
+        hits: Fetched blocks that the tier had kept.
+        misses: Fetched blocks that had to be read. In `disk`, all have to be read.
+        ahead: Misses whose read was begun ahead of the fetch.
         read_bytes: Bytes of the misses.
-        held_bytes: Bytes that the tier has now.
+        held_bytes: Bytes that the tier holds now.
     """
 
     hits: int = 0
@@ -106,21 +107,21 @@ class TierStatistics:
     held_bytes: int = 0
 
     def plus(self, other: "TierStatistics") -> "TierStatistics":
-        """Of two banks together."""
+        """Return the sum with the statistics of another bank."""
         return TierStatistics(*(getattr(self, one.name) + getattr(other, one.name) for one in fields(self)))
 
     def since(self, earlier: "TierStatistics") -> "TierStatistics":
-        """What came after an earlier look; `held_bytes` as it is now."""
+        """Return the counts added since earlier statistics. `held_bytes` remains the current value."""
         counts = {one.name: getattr(self, one.name) - getattr(earlier, one.name) for one in fields(self)}
         return TierStatistics(**{**counts, "held_bytes": self.held_bytes})
 
 
 class KeptBlock(NamedTuple):
-    """A block that waits in a tier.
+    """A block that a tier keeps.
 
     Args:
-        record: `[numel]`.
-        checksum: That the file had for it when it was read.
+        record: The block's values, `[numel]`.
+        checksum: Checksum that the file had for the block when the block was read.
     """
 
     record: torch.Tensor
@@ -128,10 +129,10 @@ class KeptBlock(NamedTuple):
 
 
 class KeptBlocks:
-    """Blocks that were fetched last, as many as there is room for; one that has no room at all is not kept.
+    """Recently fetched blocks, as many as there is room for. A block larger than the whole room is not kept.
 
     Args:
-        room: In bytes.
+        room: Room in bytes.
     """
 
     def __init__(self, room: int):
@@ -145,13 +146,13 @@ class KeptBlocks:
         return len(self._blocks)
 
     def get(self, key: BlockKey) -> KeptBlock | None:
-        """The block, which is now the one that was fetched last; None if it is not here."""
+        """Return a block and mark it as fetched last, or return None if the block is not kept."""
         if key in self._blocks:
             self._blocks.move_to_end(key)
         return self._blocks.get(key)
 
     def put(self, key: BlockKey, block: KeptBlock) -> None:
-        """Keep a block; those that were fetched longest ago give way."""
+        """Keep a block, and drop the blocks that were fetched longest ago until there is room."""
         self.drop(key)
         if block.record.nbytes > self.room:
             return
@@ -161,11 +162,11 @@ class KeptBlocks:
             self.drop(next(iter(self._blocks)))
 
     def drop(self, key: BlockKey) -> None:
-        """Forget a block, if it is here."""
+        """Drop a block if it is kept."""
         dropped = self._blocks.pop(key, None)
         self.held_bytes -= 0 if dropped is None else dropped.record.nbytes
 
     def clear(self) -> None:
-        """Forget all."""
+        """Drop all blocks."""
         self._blocks.clear()
         self.held_bytes = 0

@@ -1,4 +1,4 @@
-"""A bank whose blocks train: each keeps its own state of the optimizer, and is updated when it was fetched."""
+"""A bank whose blocks train: each block has its own optimizer state, and is updated only after a pass has fetched it."""
 
 import collections
 import contextlib
@@ -28,24 +28,24 @@ _BYTES_IN_MEMORY = 8 * 2**30
 
 
 class Audit(Protocol):
-    """A record of what trained blocks."""
+    """A record of which documents trained each block."""
 
     def save(self, path: Path) -> None:
-        """Write the record as it is to a file."""
+        """Write the current record to a file."""
 
     def load(self, path: Path) -> None:
-        """Go on from a record that was saved."""
+        """Replace the record by one that was saved."""
 
 
 @dataclass
 class BlockState:
-    """A block that trains.
+    """A block that trains, with its optimizer state.
 
     Args:
-        master: `[numel]`, float32, a leaf that gathers gradients.
-        mean: `[numel]`, AdamW's mean of gradients.
-        square: `[numel]`, its mean of squared gradients.
-        step: Updates that the block has had.
+        master: The block's values, `[numel]`, float32; a leaf that accumulates gradients.
+        mean: AdamW's mean of gradients, `[numel]`.
+        square: AdamW's mean of squared gradients, `[numel]`.
+        step: Number of updates that the block has had. Default: 0.
     """
 
     master: torch.Tensor
@@ -55,17 +55,17 @@ class BlockState:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all three."""
+        """Size of `master`, `mean` and `square` in bytes."""
         return 3 * self.master.nbytes
 
     def packed(self) -> torch.Tensor:
-        """As one record `[3 * numel + 1]`, float32."""
+        """Return the state as one record, `[3 * numel + 1]`, float32."""
         step = torch.tensor([float(self.step)])
         return torch.cat([self.master.detach(), self.mean, self.square, step])
 
     @classmethod
     def unpacked(cls, record: torch.Tensor) -> "BlockState":
-        """What `packed` gave."""
+        """Return the state that `packed` turned into a record."""
         numel = (len(record) - 1) // 3
         master, mean, square, step = record.split([numel, numel, numel, 1])
         return cls(master.clone().requires_grad_(), mean.clone(), square.clone(), int(step))
@@ -73,11 +73,11 @@ class BlockState:
 
 @dataclass(frozen=True)
 class StatePart:
-    """A file with the state of blocks of a level.
+    """A file with the states of some blocks of a level.
 
     Args:
-        path: Of the file.
-        indices: The block that each of its records is of; a file behind it may have a later record of the same block.
+        path: Path of the file.
+        indices: Block of each record in the file. A later file may have a newer record of the same block.
     """
 
     path: Path
@@ -85,31 +85,31 @@ class StatePart:
 
     @property
     def number(self) -> int:
-        """What tells the file from others of its level."""
+        """Number of the file among the files of its level."""
         return int(self.path.stem.split("-")[2])
 
 
 class TrainedBank(BlockReader):
-    """The blocks of a bank as training has left them; those that were never fetched are the bank's.
+    """The blocks of a bank as training has left them. Blocks that training never fetched are read from the bank.
 
-    A block that was fetched in a pass with gradients has a master in float32 and moments of its own. The blocks that were fetched
-    last stay in memory, others wait in temporary files (`TMPDIR` says where), so a step takes memory for what it fetches, and
-    not for the bank.
+    A block that a pass with gradients has fetched gets a float32 master and two moments. Recently fetched blocks stay
+    in memory, and the others wait in temporary files (in `TMPDIR`). Memory use therefore follows the blocks that a step
+    fetches, not the size of the bank.
 
     Args:
-        bank: That is trained; its files stay as they are.
-        bytes_in_memory: Of blocks and moments, to keep. Default: 8 GB.
+        bank: The bank that is trained. Its files are not changed, except by a `save` into its own folder.
+        bytes_in_memory: Bytes of masters and moments to keep in memory. Default: 8 GB.
     """
 
     trains = True
     audit: Audit | None = None
-    """What is saved and loaded with blocks, if a run records what trains them."""
+    """The record of what trains the blocks, saved and loaded with the blocks; None if the run records nothing."""
 
     tree: str | None
-    """Fingerprint of the tree by whose paths blocks are trained; at first that of the bank. None if nobody knows it."""
+    """Fingerprint of the tree whose paths train the blocks, initially the bank's; None if unknown."""
 
     tree_folder: Path | None = None
-    """The folder with the files of this tree, which are saved with the bank. None: those of the bank, which may have none."""
+    """Folder with the files of this tree, which are saved with the bank. None for the bank's own folder, which may have none."""
 
     def __init__(self, bank: MemoryBank, bytes_in_memory: int = _BYTES_IN_MEMORY):
         super().__init__(bank.layout)
@@ -123,41 +123,43 @@ class TrainedBank(BlockReader):
         self._opened: list[LevelFile] = []
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "TrainedBank":
-        """Itself: copies of a model read the same bank."""
+        """Return this bank itself: copies of a model share one bank."""
         return self
 
     @property
     def folder(self) -> Path:
-        """That of the bank that is trained."""
+        """Folder of the bank that is trained."""
         return self.bank.folder
 
     @property
     def dtype(self) -> torch.dtype:
-        """That blocks are stored in."""
+        """Dtype in which the blocks are stored."""
         return self.bank.dtype
 
     def block(self, level: int, index: int) -> torch.Tensor:
-        """As `BlockReader.block`; where gradients are wanted, the master, which gathers them."""
+        """Return the record of a block; with gradients enabled, its float32 master, which accumulates them."""
         if torch.is_grad_enabled():
             return self._state(level, index).master
         if self._is_touched(level, index):
-            return self._read_state(level, index).master.detach()  # not kept: an evaluation may fetch many
+            return self._read_state(level, index).master.detach()  # not kept in memory: an evaluation may fetch many
         return self.bank.block(level, index)
 
     def statistics(self) -> dict[str, TierStatistics]:
-        """What was read of the bank; blocks that were trained are in no tier."""
+        """Return the statistics of reads from the bank. Blocks that were trained are in no tier."""
         return self.bank.statistics()
 
     def read_ahead(self, keys: Sequence[BlockKey]) -> None:
-        """As `BlockReader.read_ahead`, of those that were never trained."""
+        """Start reading the blocks that were never trained, ahead of their fetch, and return at once."""
         self.bank.read_ahead([key for key in keys if not self._is_touched(*key)])
 
     def leaves(self) -> list[torch.Tensor]:
-        """The masters that have a gradient, in the order of their levels and nodes."""
+        """Return the masters that have a gradient, in the order of level and index."""
         return [self._states[key].master for key in sorted(self._states) if self._states[key].master.grad is not None]
 
     def average_gradients(self) -> None:
-        """Let every process have the mean of the gradients of all, of every block that any of them fetched; all call it."""
+        """Replace gradients by their mean over all processes, for every block that any process fetched. All processes
+        must call this.
+        """
         own = sorted(key for key, state in self._states.items() if state.master.grad is not None)
         of_all: list[list[tuple[int, int]]] = [[] for _ in range(dist.get_world_size())]
         dist.all_gather_object(of_all, own)
@@ -170,13 +172,13 @@ class TrainedBank(BlockReader):
 
     @torch.no_grad()
     def step(self, lr: float, betas: tuple[float, float], eps: float, weight_decay: float) -> None:
-        """Update the blocks that have a gradient, as `torch.optim.AdamW` would if it had seen the steps alone that fetched them.
+        """Update the blocks that have a gradient, as `torch.optim.AdamW` would after only the steps that fetched them.
 
         Args:
-            lr: Learning rate.
-            betas: Of both means.
-            eps: That the root is not zero.
-            weight_decay: Decoupled, of these blocks alone.
+            lr: The learning rate.
+            betas: Decay rates of the mean of gradients and of the mean of squared gradients.
+            eps: Number added to the square root in the denominator, to keep it from zero.
+            weight_decay: Decoupled weight decay, applied only to the blocks that are updated.
         """
         for key, state in self._states.items():
             gradient = state.master.grad
@@ -194,51 +196,52 @@ class TrainedBank(BlockReader):
         self._put_aside()
 
     def forget_gradients(self) -> None:
-        """Drop what masters have gathered."""
+        """Drop the gradients of all masters."""
         for state in self._states.values():
             state.master.grad = None
 
     def first_not_finite(self) -> str | None:
-        """Return "block INDEX of level LEVEL holds nan" of the first block with a number that is not finite, or None.
+        """Return "block INDEX of level LEVEL holds nan" (or inf) for the first block with a number that is not finite, or None.
 
-        Blocks that no pass has fetched since training began, or went on, are what they were, and not looked at.
+        Blocks that no pass has fetched since training began or resumed have not changed, and are not checked.
         """
         waiting = ((level, index) for level, file in self._waiting.items() for index in file.written())
         keys = sorted({*waiting, *(key for key, state in self._states.items() if state.step)})
         return _first_not_finite((key, self._read_state(*key)) for key in keys)
 
     def first_not_finite_in(self, folder: Path) -> str | None:
-        """Return the same of the blocks that `save_state` wrote to a folder.
+        """Return the same message for the blocks that `save_state` wrote to a folder, or None.
 
         Raises:
-            BankError: If a file is absent, or another bank's.
+            BankError: If a file is missing or belongs to another bank.
         """
         parts = [(level, part) for level, of_level in _parts_in(folder).items() for part in of_level]
         for level, part in parts:
             with contextlib.closing(self._state_file(level, part)) as file:
-                records = ((index, file.read(place)) for place, index in enumerate(part.indices))
-                found = _first_not_finite(
+                records = ((index, file.read(position)) for position, index in enumerate(part.indices))
+                message = _first_not_finite(
                     ((level, index), BlockState.unpacked(record)) for index, record in records if record is not None
                 )
-            if found is not None:
-                return found
+            if message is not None:
+                return message
         return None
 
     def touched(self) -> list[tuple[int, int]]:
-        """Level and index of every block that was updated, ascending."""
+        """Return the level and index of every block that was updated, ascending."""
         waiting = {(level, index) for level, file in self._waiting.items() for index in file.written()}
         trained = {key for key, state in self._states.items() if state.step}
         return sorted({*trained, *waiting, *self._resumed})
 
     def save(self, folder: str | os.PathLike, link_from: Path | None = None) -> None:
-        """Write a bank with what was trained into another folder, in the dtype of the bank.
+        """Write the bank with its trained blocks into a folder, in the dtype of the bank.
 
-        With it goes the record of what trained blocks. Without one, that of the bank stays behind once blocks were trained: it
-        would not be whole.
+        The audit of training is written along. If blocks were trained without an audit, the bank's existing audit is
+        left out, because it would be incomplete.
 
         Args:
-            folder: Made if need be. If it is that of the bank, the blocks that were trained are written into the bank.
-            link_from: As for `MemoryBank.save`.
+            folder: Folder of the copy, which is created if missing. In the bank's own folder, the trained blocks are
+                written into the bank.
+            link_from: Folder of this bank or of a copy, whose equal files are hard-linked, as in `MemoryBank.save`.
         """
         trained = {key: partial(self._master, *key) for key in self.touched()}
         if not self.bank.lies_in(folder):
@@ -256,11 +259,12 @@ class TrainedBank(BlockReader):
             self.audit.save(self.bank.folder / BANK_AUDIT)
 
     def save_state(self, folder: Path) -> None:
-        """Write masters, moments and steps of every block that was touched, to go on from.
+        """Write the masters, moments and steps of every updated block, for `load_state`.
 
-        Of a level that was saved before, the blocks that have changed since are written, to a file of their own. The files of the
-        last state that was saved or loaded are linked into the folder, and each folder is whole by itself. Once files have more
-        than twice as many records as blocks were touched, all are written anew.
+        For a level that was saved before, only the blocks that have changed since are written, to an additional file.
+        The files of the last saved or loaded state are linked into the folder, so each folder is complete. A level is
+        written anew if its files would hold more than twice as many records as blocks were updated, or if one of its
+        files is damaged.
         """
         folder.mkdir(parents=True, exist_ok=True)
         by_level: dict[int, list[int]] = {}
@@ -282,7 +286,7 @@ class TrainedBank(BlockReader):
         self._changed.clear()
 
     def _save_level(self, folder: Path, level: int, touched: list[int]) -> list[StatePart]:
-        """Write the state of the blocks of a level, or what has changed of it; return the files that have it."""
+        """Write the states of a level's blocks, or only the changed ones; return the files that hold them."""
         before = self._parts.get(level, [])
         changed = [index for index in touched if (level, index) in self._changed]
         records = sum(len(part.indices) for part in before) + len(changed)
@@ -295,19 +299,19 @@ class TrainedBank(BlockReader):
             number = 1 + max((part.number for part in self._parts.get(level, [])), default=0)
             numel = 3 * self.layout.record_numel(level) + 1
             path = folder / f"level-{level}-{number}.safetensors"
-            with whole_file(path) as unfinished:  # blocks may still be read from a state that lies there
+            with whole_file(path) as unfinished:  # an open state may still read an older file of this name
                 create_level_file(unfinished, len(written), numel, torch.float32)
                 with contextlib.closing(LevelFile(unfinished, len(written), numel, writable=True)) as file:
-                    for place, index in enumerate(written):
-                        file.write(place, self._read_state(level, index).packed())
+                    for position, index in enumerate(written):
+                        file.write(position, self._read_state(level, index).packed())
             parts.append(StatePart(path, written))
         return parts
 
     def load_state(self, folder: Path) -> None:
-        """Go on from what `save_state` wrote; blocks are read when they are fetched.
+        """Resume from what `save_state` wrote. Blocks are read when they are fetched.
 
         Raises:
-            BankError: If a file is absent, or another bank's.
+            BankError: If a file is missing or belongs to another bank.
         """
         parts = _parts_in(folder)
         if self.audit is not None:
@@ -318,16 +322,16 @@ class TrainedBank(BlockReader):
         self._changed.clear()
         self._parts = parts
         for level, of_level in parts.items():
-            for part in of_level:  # those behind have what has changed since
+            for part in of_level:  # later files hold newer records of the same blocks
                 file = self._state_file(level, part)
                 self._opened.append(file)
-                self._resumed |= {(level, index): (file, place) for place, index in enumerate(part.indices)}
+                self._resumed |= {(level, index): (file, position) for position, index in enumerate(part.indices)}
 
     def _is_sound(self, level: int, part: StatePart) -> bool:
-        """Return whether every record of a file agrees with its checksum, so that a link of the file spreads no damage."""
+        """Return whether every record of a file matches its checksum, so that linking the file spreads no damage."""
         try:
             with contextlib.closing(self._state_file(level, part)) as file:
-                return all(file.read(place) is not None for place in range(len(part.indices)))
+                return all(file.read(position) is not None for position in range(len(part.indices)))
         except (BankError, OSError):
             return False
 
@@ -335,12 +339,12 @@ class TrainedBank(BlockReader):
         return LevelFile(part.path, len(part.indices), 3 * self.layout.record_numel(level) + 1)
 
     def close(self) -> None:
-        """Close the files of the bank, and those of what was put aside, which are gone then."""
+        """Close the files of the bank and the temporary files, whose blocks are lost then."""
         self.bank.close()
         self._close_files()
 
     def _close_files(self) -> None:
-        """Leave behind what was put aside, and the state that training went on from."""
+        """Close the temporary files and the files of the state that training resumed from."""
         for file in (*self._waiting.values(), *self._opened):
             file.close()
         self._opened.clear()
@@ -354,7 +358,7 @@ class TrainedBank(BlockReader):
         return level in self._waiting and self._waiting[level].is_written(index)
 
     def _state(self, level: int, index: int) -> BlockState:
-        """The state of a block, which stays in memory until `step`."""
+        """Return the state of a block, which stays in memory until `step`."""
         key = (level, index)
         if key not in self._states:
             with torch.inference_mode(False):
@@ -366,14 +370,14 @@ class TrainedBank(BlockReader):
         return self._read_state(level, index).master
 
     def _read_state(self, level: int, index: int) -> BlockState:
-        """The state of a block as it is, wherever that is."""
+        """Return the current state of a block, wherever the state is kept."""
         key = (level, index)
         if key in self._states:
             return self._states[key]
         record = self._waiting[level].read(index) if level in self._waiting else None
         if record is None and key in self._resumed:
-            file, place = self._resumed[key]
-            record = file.read(place)
+            file, position = self._resumed[key]
+            record = file.read(position)
         if record is not None:
             return BlockState.unpacked(record)
         with torch.no_grad():
@@ -381,18 +385,18 @@ class TrainedBank(BlockReader):
         return BlockState(master.requires_grad_(), torch.zeros_like(master), torch.zeros_like(master))
 
     def _put_aside(self) -> None:
-        """Write the blocks that were fetched longest ago to temporary files, as many as memory has no room for."""
+        """Write the blocks that were fetched longest ago to temporary files, until the others fit in memory."""
         excess = sum(state.nbytes for state in self._states.values()) - self._bytes_in_memory
         while excess > 0:
             (level, index), state = self._states.popitem(last=False)
-            if state.step:  # else it is what it was
+            if state.step:  # a block without an update can be read from the bank again
                 self._waiting_file(level).write(index, state.packed())
             excess -= state.nbytes
 
     def _waiting_file(self, level: int) -> LevelFile:
         if level not in self._waiting:
             numel, records = 3 * self.layout.record_numel(level) + 1, self.layout.num_records(level)
-            # The file has no name as soon as it is open: nothing of it is left on the disk, however the process ends.
+            # The file loses its name as soon as it is open, so nothing stays on the disk, however the process ends.
             with tempfile.TemporaryDirectory(prefix="midus-blocks-") as folder:
                 path = Path(folder, level_file(level))
                 create_level_file(path, records, numel, torch.float32)
@@ -404,7 +408,7 @@ def _parts_in(folder: Path) -> dict[int, list[StatePart]]:
     """Return the files, by level, that `save_state` wrote to a folder.
 
     Raises:
-        BankError: If there is no list of them.
+        BankError: If the folder has no valid list of these files.
     """
     try:
         touched = json.loads((folder / _TOUCHED).read_text())
@@ -425,7 +429,7 @@ def _parts_in(folder: Path) -> dict[int, list[StatePart]]:
 
 
 def _is_list_of_parts(touched: Any) -> bool:
-    """Whether something is what `save_state` says of each level: names of files, each with the indices of its blocks."""
+    """Return whether an object has the form that `save_state` writes: per level, file names with the indices of their blocks."""
     return isinstance(touched, dict) and all(
         isinstance(parts, list)
         and all(
@@ -445,4 +449,4 @@ def _first_not_finite(states: Iterable[tuple[BlockKey, BlockState]]) -> str | No
 
 
 def _save_nothing(path: Path) -> None:
-    """Leave a bank without a record of what trained its blocks."""
+    """Write no audit."""
