@@ -1,4 +1,4 @@
-"""The paths of documents, window by window."""
+"""Paths of documents in a tree of topics, from the paths of their windows."""
 
 import collections
 import itertools
@@ -16,7 +16,7 @@ from midus_hf.retrieval.cluster_tree import ClusterTree
 from midus_hf.retrieval.memory_retriever import MemoryRetriever, paths_near_topics
 
 _STRETCH = 1024
-"""Windows whose paths are found at a time."""
+"""Number of windows whose paths are looked up at a time."""
 
 
 def document_paths(
@@ -26,29 +26,29 @@ def document_paths(
     window_tokens: int = 2048,
     blocked: Sequence[tuple[int, int]] = (),
 ) -> Iterator[dict[str, Any]]:
-    """Find the paths of documents, in their order.
+    """Yield each document's row with the document's path in a tree of topics, in the order of the documents.
 
     Args:
-        retriever: Finds the path of each window.
-        tokenizer: From `load_fast_tokenizer`; cuts windows.
-        documents: As from `read_corpus` or `read_rows`, each with a number of its own.
-        window_tokens: Tokens of a window. Default: 2048.
-        blocked: As in `ClusterTree.paths`. Default: none.
+        retriever: Looks up the path of each window.
+        tokenizer: Tokenizer that cuts windows, from `load_fast_tokenizer`.
+        documents: Documents with distinct numbers, as from `read_corpus` or `read_rows`.
+        window_tokens: Tokens per window. Default: 2048.
+        blocked: Pairs of level and node that no path may take, as in `ClusterTree.paths`. Default: none.
 
     Returns:
-        For each document that holds anything but white space the columns of its row, or `text` where it has no row; `document`,
-        its number; `windows`, the path of each of its windows; `memory_ids`, the path which most of them take, the first of those
-        among equals: by it a model fetches blocks; and `memory_tree`, the fingerprint of the tree. A path of -1 at each level is
-        that of the generic memory.
+        For each document that is not blank: the columns of its row, or `text` if it has no row; `document`, its number;
+        `windows`, the path of each of its windows; `memory_ids`, the path that most of its windows take (the first path
+        among equals), by which a model fetches blocks; and `memory_tree`, the fingerprint of the tree. A path with -1
+        at every level stands for the generic memory.
 
     Raises:
-        ValueError: As `MemoryRetriever.paths`.
+        ValueError: If `MemoryRetriever.paths` refuses `blocked`.
     """
     windows = cut_windows(documents, tokenizer, window_tokens)
-    found = _window_paths(retriever, windows, blocked)
-    for _, group in itertools.groupby(found, key=lambda pair: pair[0].number):
-        found_here = list(group)
-        yield _row(found_here[0][0], [path for _, path in found_here], retriever.tree)
+    window_paths = _window_paths(retriever, windows, blocked)
+    for _, group in itertools.groupby(window_paths, key=lambda pair: pair[0].number):
+        of_document = list(group)
+        yield _row(of_document[0][0], [path for _, path in of_document], retriever.tree)
 
 
 def stored_paths(
@@ -57,16 +57,15 @@ def stored_paths(
     documents: Iterable[Document],
     blocked: Sequence[tuple[int, int]] = (),
 ) -> Iterator[dict[str, Any]]:
-    """As `document_paths`, of the corpus that a tree was built from: its windows are embedded already.
+    """Yield the rows of `document_paths` for the corpus that a tree was built from, whose windows are embedded already.
 
     Args:
-        tree: The tree.
-        stored: Its windows.
+        stored: The windows that the tree was built from.
         documents: All documents of the corpus, in their order.
-        blocked: As in `ClusterTree.paths`. Default: none.
+        blocked: Pairs of level and node that no path may take, as in `ClusterTree.paths`. Default: none.
 
     Raises:
-        ValueError: As `ClusterTree.paths`.
+        ValueError: If `ClusterTree.paths` refuses `blocked`.
     """
     paths: Iterator[list[int]] = itertools.chain.from_iterable(
         _paths_of_rows(tree, stored, slice(begin, begin + _STRETCH), blocked)

@@ -1,4 +1,4 @@
-"""Hierarchical k-means: a tree from its root to its leaves, and the leaf of each row."""
+"""Hierarchical k-means: building a tree level by level, and assigning each row to a leaf."""
 
 import math
 from collections.abc import Callable, Iterator
@@ -14,27 +14,27 @@ from midus_hf.retrieval.cluster_tree import ClusterTree
 from midus_hf.retrieval.tree_files import TreeOrigin
 
 _STRETCH = 8192
-"""Rows that are read and assigned at a time."""
+"""Number of rows that are read and assigned at a time."""
 
 _MOST_LEAVES = 2**24
 
 _FILLED = 8
-"""Windows of a leaf, on average, in a tree that is proposed for a small corpus."""
+"""Mean number of windows per leaf in the tree that `TreeOptions.hint` proposes for a small corpus."""
 
 _MOST_MEASURED = 2**16
-"""Rows that the least similarity of a tree is measured on: its rank among as many is known to 0.04 of a percent."""
+"""Most rows on which a tree's least similarity is measured. With so many, its percentile is known to 0.04 of a percent."""
 
 
 @dataclass(frozen=True)
 class TreeOptions:
-    """How a tree is built.
+    """Options for building a tree.
 
     Args:
-        branching: Children of a node. Default: 16.
-        levels: Levels of the tree. Default: 4.
+        branching: Number of children per node. Default: 16.
+        levels: Number of levels below the root. Default: 4.
         steps: Steps of EM for each node. Default: 20.
-        samples: Rows that are drawn for each step. Default: 6400.
-        seed: Of everything that is random. Default: 0.
+        samples: Number of rows drawn for each step. Default: 6400.
+        seed: Seed of all random choices. Default: 0.
 
     Raises:
         ValueError: If a number is out of range.
@@ -61,12 +61,12 @@ class TreeOptions:
             )
 
     def hint(self, windows: int) -> str | None:
-        """Return what to say of a tree that has more leaves than a corpus can fill, and which tree it could; None where it fills it.
+        """Return a warning that a corpus cannot fill the tree's leaves, with a tree that it could fill; None if it can fill them.
 
-        A node is split into one cluster for every two windows at most, so two windows a leaf are the least.
+        A node is split into at most one cluster for every two windows, so a leaf needs at least two windows.
 
         Args:
-            windows: Of the corpus.
+            windows: Number of windows of the corpus.
         """
         leaves = self.branching**self.levels
         if windows >= 2 * leaves:
@@ -84,11 +84,11 @@ class TreeOptions:
 
 @dataclass(frozen=True)
 class BuiltTree:
-    """A tree, and where its data went.
+    """A tree with the leaf of each row that it was built from.
 
     Args:
-        tree: Its `sizes` count rows.
-        leaves: The leaf of each row, `[N]` int64: what `tree.paths` gives for it last.
+        tree: The tree. Its `sizes` count rows.
+        leaves: The leaf of each row, `[N]`, int64: the last node that `tree.paths` returns for the row.
     """
 
     tree: ClusterTree
@@ -104,22 +104,25 @@ def build_tree(
 ) -> BuiltTree:
     """Cluster rows into a tree.
 
-    Each node is clustered by `kmeans`, then all of its members go to the nearest centroid of its children: that is greedy
-    descent, so clusters can be larger than those that EM has balanced. A node with fewer than `2 * branching` members makes
-    a cluster for every two of them, and a node with fewer than 4 stays whole: it has one child. Children without members
-    have no data, and no path leads there. What is random at a node depends on the seed and the node alone.
+    Each node is clustered by `kmeans`, and then each of its members is assigned to the child with the nearest centroid.
+    Since this is greedy descent, clusters can be larger than the ones that EM has balanced. A node with fewer than `2 *
+    branching` members gets one cluster for every two members, and a node with fewer than 4 members gets a single child.
+    Children without members have no data, and no path leads to them. Random choices at a node depend only on the seed
+    and the node.
 
     Args:
-        embeddings: `[N, c]` float16 or float32: an array, a memory map, or `JoinedRows`. Rows are divided by their lengths when
-            they are read, a stretch at a time; beside what is read, 34 bytes a row are held in memory.
-        options: How the tree is built.
-        origin: What its record says of where it is from. Default: only the seed.
-        progress: Told of the number of rows that have found their node in a level; N for each level in all. Default: None.
-        finished: What an interrupted run with the same embeddings and options has done, which is not done again; what this one
-            does is added to it. Default: None.
+        embeddings: Rows `[N, c]`, float16 or float32: an array, a memory map, or `JoinedRows`. Rows are read in
+            stretches, and divided by their lengths as they are read. Beside the rows being read, 34 bytes per row are
+            held in memory.
+        options: Options of the tree.
+        origin: Origin to record in the tree. Default: only the seed.
+        progress: Called with the number of rows that were just assigned at a level, which sum to N per level. Default:
+            None.
+        finished: Results of an interrupted run with the same embeddings and options, which are reused. New results are
+            added. Default: None.
 
     Raises:
-        ValueError: If there are no rows, or rows of length 0 or that are not finite.
+        ValueError: If there are no rows, or rows of length 0 or with values that are not finite.
     """
     if not len(embeddings):
         raise ValueError("embeddings has no rows; expected at least 1. Add text to the corpus.")
@@ -153,24 +156,24 @@ def cluster_level(
     nodes: np.ndarray,
     finished: FinishedNodes | None = None,
 ) -> torch.Tensor:
-    """Find the centroids of the children of all nodes of a level.
+    """Return the centroids of the children of all nodes of a level.
 
     Args:
-        embeddings: As in `build_tree`.
-        options: How the tree is built.
-        level: Of the children, from 1.
-        nodes: The node of each row in the level above, `[N]` int64.
-        finished: As in `build_tree`.
+        embeddings: Rows `[N, c]`, as in `build_tree`.
+        options: Options of the tree.
+        level: Level of the children, from 1.
+        nodes: The node of each row in the level above, `[N]`, int64.
+        finished: Results of an interrupted run, as in `build_tree`. Default: None.
 
     Returns:
-        `[branching ** level, c]` float32; NaN for children that a node has not.
+        `[branching ** level, c]`, float32; NaN for children that a node lacks.
     """
     branching = options.branching
     of_level = torch.full((branching**level, embeddings.shape[1]), torch.nan)
     for parent, members in _members_of(nodes):
-        found = None if finished is None else finished.centroids(level, parent)
-        if found is None:
-            found = kmeans(
+        centroids = None if finished is None else finished.centroids(level, parent)
+        if centroids is None:
+            centroids = kmeans(
                 _Members(embeddings, members),
                 _num_clusters(len(members), branching),
                 options.steps,
@@ -178,8 +181,8 @@ def cluster_level(
                 np.random.default_rng([options.seed, level, parent]),
             )
             if finished is not None:
-                finished.add(level, parent, found)
-        of_level[branching * parent : branching * parent + len(found)] = found
+                finished.add(level, parent, centroids)
+        of_level[branching * parent : branching * parent + len(centroids)] = centroids
     return of_level
 
 
@@ -191,34 +194,35 @@ def assign_rows(
     branching: int,
     progress: Callable[[int], None] | None = None,
 ) -> np.ndarray:
-    """Find for rows that follow one another which child of its node each row is nearest to.
+    """Return, for consecutive rows, the child of each row's node that is nearest to the row.
 
     Args:
-        embeddings: As in `build_tree`.
-        first: The first of the rows.
-        nodes: The node of each row in the level above, `[n]` int64.
-        of_level: The centroids of children, from `cluster_level`.
-        branching: Children of a node.
-        progress: As in `build_tree`. Default: None.
+        embeddings: All rows `[N, c]`, as in `build_tree`.
+        first: Index of the first of the consecutive rows.
+        nodes: The node of each row in the level above, `[n]`, int64.
+        of_level: Centroids of the children, from `cluster_level`.
+        branching: Number of children per node.
+        progress: Called with the number of rows that were just assigned. Default: None.
 
     Returns:
-        The child of each row, `[n]` int64.
+        The child of each row, `[n]`, int64.
     """
     children = np.empty_like(nodes)
     for parent, members in _members_of(nodes):
-        found = of_level[branching * parent : branching * (parent + 1)]
-        found = found[~found[:, 0].isnan()]
+        centroids = of_level[branching * parent : branching * (parent + 1)]
+        centroids = centroids[~centroids[:, 0].isnan()]
         for stretch in np.array_split(members, range(_STRETCH, len(members), _STRETCH)):
-            children[stretch] = branching * parent + nearest(unit_rows(embeddings, first + stretch), found).numpy()
+            children[stretch] = branching * parent + nearest(unit_rows(embeddings, first + stretch), centroids).numpy()
             if progress is not None:
                 progress(len(stretch))
     return children
 
 
 def _least_similarity(tree: ClusterTree, embeddings: Embeddings, seed: int) -> float:
-    """Return the similarity that 99 of 100 rows have, or more: the first percentile of rows, rounded down to four places.
+    """Return the similarity that 99 of 100 rows reach: the first percentile, rounded down to four decimal places.
 
-    Of many rows some are drawn. What a row loses when it is embedded in another batch is less than what rounding takes away.
+    If there are many rows, a sample is measured. Rounding down takes away more than a row's similarity can change when
+    the row is embedded in another batch.
     """
     rows = np.arange(len(embeddings))
     if len(rows) > _MOST_MEASURED:
@@ -230,14 +234,14 @@ def _least_similarity(tree: ClusterTree, embeddings: Embeddings, seed: int) -> f
 
 
 def unit_rows(embeddings: Embeddings, rows: np.ndarray | slice) -> torch.Tensor:
-    """Rows of a memory map, divided by their lengths.
+    """Read rows and divide each by its length.
 
     Args:
-        embeddings: `[N, c]` float16 or float32.
-        rows: Which; in ascending order they are read fastest.
+        embeddings: Rows `[N, c]`, float16 or float32.
+        rows: The rows to read. Ascending order is fastest.
 
     Returns:
-        `[n, c]` float32.
+        `[n, c]`, float32.
 
     Raises:
         ValueError: If a row has length 0 or is not finite.
@@ -252,7 +256,7 @@ def unit_rows(embeddings: Embeddings, rows: np.ndarray | slice) -> torch.Tensor:
 
 
 class _Members:
-    """Draws from the members of a node."""
+    """Sampler that draws rows from the members of one node."""
 
     def __init__(self, embeddings: Embeddings, members: np.ndarray):
         self._embeddings, self._members = embeddings, members
@@ -265,7 +269,7 @@ class _Members:
 
 
 def _members_of(nodes: np.ndarray) -> Iterator[tuple[int, np.ndarray]]:
-    """The nodes that have members, in their order, each with its members in theirs."""
+    """Return the nodes that have members, ascending, each with its members' row indices, ascending."""
     order = np.argsort(nodes, kind="stable")
     in_order = nodes[order]
     begins = np.flatnonzero(np.concatenate([[True], in_order[1:] != in_order[:-1]]))

@@ -1,4 +1,4 @@
-"""The documents of a corpus, with their gold labels where it has any, cut into windows of tokens."""
+"""The documents of a corpus, with gold labels if it has any, and their windows of tokens."""
 
 import itertools
 from collections.abc import Iterable, Iterator
@@ -14,18 +14,18 @@ from midus_hf.saved_models import load_tokenizer
 
 _DOCUMENTS_A_BATCH = 64
 _OWN_COLUMNS = ("document", "windows", TREE_COLUMN)
-"""What the rows of assigned documents have beside the path."""
+"""Columns that the rows of assigned documents have beside the path."""
 
 
 @dataclass(frozen=True)
 class Corpus:
-    """Where documents are.
+    """Location and format of the documents of a corpus.
 
     Args:
         path: A file or a folder, as in `midus_hf.documents.read_documents`.
-        column: The column, or JSON key, that holds the text. Default: `"text"`.
-        label_column: The one that holds gold labels. Default: None, there are none.
-        encoding: Of plain text and JSON lines. Default: `"utf-8"`.
+        column: Column, or JSON key, that holds the text. Default: `"text"`.
+        label_column: Column, or JSON key, that holds gold labels. Default: None; there are no labels.
+        encoding: Encoding of plain text and JSON lines. Default: `"utf-8"`.
     """
 
     path: str
@@ -36,14 +36,15 @@ class Corpus:
 
 @dataclass(frozen=True)
 class Document:
-    """A text.
+    """A document of a corpus.
 
     Args:
-        number: Its place among the documents that hold anything but white space, from 0.
-        text: All of it.
-        label: Its gold label; None where the corpus has none.
-        source: The file of rows that it is from; None if it is a file of its own, or nobody says.
-        row: All columns of its row; None if it is a file of its own, or nobody keeps rows.
+        number: Index among the documents that are not blank, from 0.
+        text: The whole text.
+        label: Gold label. Default: None; the corpus has no labels.
+        source: File of rows that contains the document. Default: None; the document is a whole file, or its source is
+            unknown.
+        row: All columns of the document's row. Default: None; the document is a whole file, or rows are not kept.
     """
 
     number: int
@@ -55,12 +56,12 @@ class Document:
 
 @dataclass(frozen=True)
 class Window:
-    """A stretch of a document.
+    """A window of a document: consecutive tokens.
 
     Args:
-        document: Where it is from.
-        number: Its place among the windows of the document, from 0.
-        text: Its characters.
+        document: The document that contains the window.
+        number: Index among the windows of the document, from 0.
+        text: The window's text.
     """
 
     document: Document
@@ -69,38 +70,39 @@ class Window:
 
 
 def read_corpus(corpus: Corpus) -> Iterator[Document]:
-    """Read documents one after the other; those that hold nothing but white space are left out.
+    """Read the documents of a corpus one after the other, without the blank ones.
 
     Args:
-        corpus: Where they are.
+        corpus: Location and format of the documents.
 
     Raises:
-        DocumentError: As `find_files` and `iterate_documents`; or if labels are wanted of a file without columns, or of a
-            row without a label.
+        DocumentError: If `find_files` or `iterate_documents` cannot read the corpus, labels are wanted from a file
+            without columns, or a row lacks a label.
     """
-    found = (
+    documents = (
         (text, label, source)
         for file in find_files(corpus.path)
         for source in [None if rows_of(file, corpus.encoding) is None else str(file)]
         for text, label in _read_file(file, corpus)
         if text.strip()
     )
-    return (Document(number, text, label, source) for number, (text, label, source) in enumerate(found))
+    return (Document(number, text, label, source) for number, (text, label, source) in enumerate(documents))
 
 
 def read_rows(corpus: Corpus) -> Iterator[Document]:
     """Read the documents that `read_corpus` reads, with their rows and without labels.
 
     Args:
-        corpus: Where they are.
+        corpus: Location and format of the documents.
 
     Raises:
-        DocumentError: As `read_corpus`; or if a row has a column that `document_paths` adds, and no path: it is somebody else's.
+        DocumentError: If the corpus cannot be read, as in `read_corpus`, or a row has a column named like one that
+            `document_paths` adds, but no `memory_ids`: then the column is the corpus's own.
     """
-    found = (
+    documents = (
         (text, row) for file in find_files(corpus.path) for text, row in _rows_of_file(file, corpus) if text.strip()
     )
-    return (Document(number, text, row=row) for number, (text, row) in enumerate(found))
+    return (Document(number, text, row=row) for number, (text, row) in enumerate(documents))
 
 
 def _rows_of_file(path: Path, corpus: Corpus) -> Iterator[tuple[str, dict[str, Any] | None]]:
@@ -108,13 +110,13 @@ def _rows_of_file(path: Path, corpus: Corpus) -> Iterator[tuple[str, dict[str, A
     if rows is None:
         yield from ((text, None) for text in iterate_documents([path], corpus.column, corpus.encoding))
         return
-    for place, row in rows:
-        text = text_of_row(row, corpus.column, place)
+    for location, row in rows:
+        text = text_of_row(row, corpus.column, location)
         taken = [column for column in _OWN_COLUMNS if column in row]
         if taken and "memory_ids" not in row:
             raise DocumentError(
-                f"{place} has a column {taken[0]!r}, which paths of documents are written with; expected columns of other names, or "
-                "those of an earlier assignment. Rename it."
+                f"{location} has a column {taken[0]!r}, which paths of documents are written with; expected columns of other "
+                "names, or those of an earlier assignment. Rename it."
             )
         yield text, row
 
@@ -122,15 +124,15 @@ def _rows_of_file(path: Path, corpus: Corpus) -> Iterator[tuple[str, dict[str, A
 def cut_windows(
     documents: Iterable[Document], tokenizer: PreTrainedTokenizerBase, window_tokens: int
 ) -> Iterator[Window]:
-    """Cut documents into windows that do not overlap; together, the windows of a document are its text.
+    """Cut documents into consecutive windows that do not overlap.
 
-    The last window of a document has what is left. Windows that hold nothing but white space are left out; special tokens are
-    not counted.
+    The windows of a document add up to its text, except that blank windows are left out. The last window may be
+    shorter. Special tokens are not counted.
 
     Args:
-        documents: In any order.
-        tokenizer: From `load_fast_tokenizer`.
-        window_tokens: Tokens of a window.
+        documents: Documents, in any order.
+        tokenizer: Tokenizer from `load_fast_tokenizer`.
+        window_tokens: Tokens per window.
     """
     remaining = iter(documents)
     while batch := list(itertools.islice(remaining, _DOCUMENTS_A_BATCH)):
@@ -142,7 +144,8 @@ def cut_windows(
             verbose=False,
         )
         for document, offsets in zip(batch, encoded["offset_mapping"], strict=True):
-            # Tokens may share a character: a window begins where its first token does, and nothing is left out between.
+            # Tokens may share a character. A window begins with its first token and ends where the next window begins, so
+            # no character is lost between two windows.
             begins = [0, *(begin for begin, _ in offsets[window_tokens::window_tokens])]
             for number, (begin, end) in enumerate(zip(begins, [*begins[1:], None], strict=True)):
                 if (text := document.text[begin:end]).strip():
@@ -150,13 +153,13 @@ def cut_windows(
 
 
 def load_fast_tokenizer(name: str) -> PreTrainedTokenizerBase:
-    """Load a tokenizer that knows which characters its tokens are from.
+    """Load a tokenizer that can map its tokens to characters of the text.
 
     Args:
         name: Folder or hub id.
 
     Raises:
-        ValueError: If it cannot be loaded, or does not know.
+        ValueError: If the tokenizer cannot be loaded, or cannot map its tokens.
     """
     try:
         tokenizer = load_tokenizer(name)
@@ -181,12 +184,17 @@ def _read_file(path: Path, corpus: Corpus) -> Iterator[tuple[str, str | None]]:
             f"file {str(path)!r} is plain text, which has no column {corpus.label_column!r} of labels; expected JSON lines or "
             "Parquet. Leave --label-column out."
         )
-    return ((text_of_row(row, corpus.column, place), _label(row, corpus.label_column, place)) for place, row in rows)
+    return (
+        (text_of_row(row, corpus.column, location), _label(row, corpus.label_column, location))
+        for location, row in rows
+    )
 
 
-def _label(row: dict[str, Any], column: str, place: str) -> str:
+def _label(row: dict[str, Any], column: str, location: str) -> str:
     label = row.get(column)
     if not isinstance(label, str | int):
-        found = "nothing" if label is None else f"a {type(label).__name__}"
-        raise DocumentError(f"{place} has {found} under {column!r}; expected a label, a string or a whole number.")
+        description = "nothing" if label is None else f"a {type(label).__name__}"
+        raise DocumentError(
+            f"{location} has {description} under {column!r}; expected a label, a string or a whole number."
+        )
     return str(label)

@@ -1,7 +1,8 @@
-"""Steps for pipelines of datatrove, which read, filter and write corpora on many machines. Needs the package datatrove.
+"""Steps for pipelines of datatrove, which process corpora on many machines. Requires the package datatrove.
 
-`EmbedWindows` runs as many tasks, `BuildTree` joins what they have written, and `AssignPaths` runs as many tasks again. For a corpus
-that takes long to cluster, `ClusterLevel` and `AssignWindows` do the work of `BuildTree` before it, level by level.
+`EmbedWindows` runs in many tasks, `BuildTree` joins what they have written, and `AssignPaths` again runs in many tasks.
+For a corpus that takes long to cluster, `ClusterLevel` and `AssignWindows` can do the work of `BuildTree` beforehand,
+level by level.
 """
 
 import itertools
@@ -23,30 +24,33 @@ from midus_hf.retrieval.memory_retriever import MemoryRetriever
 from midus_hf.retrieval.tree_files import lasting_name
 
 _DOCUMENTS = 256
-"""Documents that are taken from the step before at a time."""
+"""Number of documents that are taken from the previous step at a time."""
 
 
 class EmbedWindows(PipelineStep):
-    """Embeds the windows of the documents of each task into a folder of the task's own; it is the last step, and passes nothing on.
+    """Pipeline step that embeds the windows of each task's documents into a folder per task. No step can follow.
 
-    A task that was interrupted goes on with the stretch that it was at and ends in the same bytes, if it is given the same documents
-    again: as many tasks, and the same steps before. Other documents are refused. Documents that hold nothing but white space are
-    left out.
+    An interrupted task resumes with the stretch of windows that it was at, and its files end with the same bytes, if it
+    gets the same documents again: the number of tasks and the previous steps must be the same. Other documents are
+    refused. Blank documents are left out.
 
     Args:
-        output: Folder of all tasks, which all of them can write to, and `BuildTree` can map.
-        embedding_model: As in `TextEmbedder`.
+        output: Folder of all tasks. All tasks must be able to write to it, and `BuildTree` must be able to memory-map
+            it.
+        embedding_model: Folder or hub id of the embedding model, as in `TextEmbedder`.
         tokenizer: Folder or hub id of the tokenizer that cuts windows.
-        window_tokens: Tokens of a window. Default: 2048.
-        max_tokens: As in `TextEmbedder`. Default: None.
-        device: As in `TextEmbedder`. Default: `"cpu"`.
-        batch_size: As in `TextEmbedder`. Default: 64.
-        dtype: What embeddings are kept as. Default: `"float32"`.
-        label_key: Where the metadata of documents has gold labels. Default: None, there are none.
-        source_key: Where the metadata has the file of rows that a document is from, `"file_path"` for readers of files. Windows are
-            then joined in the order of these files, and the embeddings of a file depend on no other, so that the tree is the same
-            for any number of tasks. Not for documents that came with a `file_path` of their own, such as that of a web archive: a
-            stretch ends wherever it changes. Default: None, windows are joined in the order of tasks.
+        window_tokens: Tokens per window. Default: 2048.
+        max_tokens: Tokens of a window that the model reads, as in `TextEmbedder`. Default: None, for the model's own
+            limit.
+        device: Device of the model. Default: `"cpu"`.
+        batch_size: Texts per forward pass. Default: 64.
+        dtype: Dtype in which embeddings are stored, `"float16"` or `"float32"`. Default: `"float32"`.
+        label_key: Key of gold labels in the documents' metadata. Default: None; there are no labels.
+        source_key: Key, in the metadata, of the file of rows that contains a document: `"file_path"` for datatrove's
+            readers of files. Windows are then joined in the order of these files, and the embeddings of a file depend
+            on no other file, so the tree does not depend on the number of tasks. Do not use it for documents that bring
+            their own `file_path`, such as those from a web archive: each change of the value ends a stretch. Default:
+            None; windows are joined in the order of tasks.
     """
 
     name = "embeddings of windows"
@@ -72,16 +76,17 @@ class EmbedWindows(PipelineStep):
         self.label_key, self.source_key = label_key, source_key
 
     def run(self, data: Any, rank: int = 0, world_size: int = 1) -> None:
-        """Embed the documents of the step before.
+        """Embed the documents of the previous step.
 
         Args:
-            data: Its documents.
-            rank: Of the task. Default: 0.
-            world_size: Tasks. Default: 1.
+            data: Documents of the previous step.
+            rank: Number of the task. Default: 0.
+            world_size: Number of tasks. Default: 1.
 
         Raises:
-            ValueError: As `load_fast_tokenizer` and `TextEmbedder`; if the folder holds windows of another request, of other
-                documents or of another number of tasks, or is being written; or if a document lacks its label or source.
+            ValueError: If `load_fast_tokenizer` or `TextEmbedder` refuses its arguments; if the folder holds windows of
+                another request, of other documents or of another number of tasks; if another run is writing to the
+                folder; or if a document lacks its label or source.
         """
         tokenizer = load_fast_tokenizer(self.tokenizer)
         embedder = TextEmbedder(self.embedding_model, self.device, self.batch_size, self.max_tokens)
@@ -112,15 +117,16 @@ class EmbedWindows(PipelineStep):
 
 
 class BuildTree(PipelineStep):
-    """Builds the tree of what `EmbedWindows` has written, as `midus cluster build --embeddings` does; a pipeline of its own.
+    """Pipeline step that builds the tree of what `EmbedWindows` wrote, in a separate pipeline.
 
-    One task does it, and others do nothing. It goes on after an interruption with the node that it was at, and after `ClusterLevel`
-    and `AssignWindows` with the level that they have not done.
+    The step does what `midus cluster build --embeddings` does. Only the first task works. After an interruption the
+    step resumes with the node that it was at, and after `ClusterLevel` and `AssignWindows` with the first level that
+    they have not done.
 
     Args:
-        embeddings: The output of `EmbedWindows`.
+        embeddings: Output folder of `EmbedWindows`.
         output: Folder of the tree.
-        options: How it is built. Default: `TreeOptions()`.
+        options: Options of the tree. Default: `TreeOptions()`.
     """
 
     name = "a tree of topics"
@@ -131,32 +137,32 @@ class BuildTree(PipelineStep):
         self.embeddings, self.output, self.options = embeddings, output, options or TreeOptions()
 
     def run(self, data: Any = None, rank: int = 0, world_size: int = 1) -> None:
-        """Build it.
+        """Build the tree, in the first task only.
 
         Args:
-            data: Not used. Default: None.
-            rank: Of the task; the first one builds. Default: 0.
-            world_size: Tasks; not used. Default: 1.
+            data: Ignored. Default: None.
+            rank: Number of the task; task 0 builds. Default: 0.
+            world_size: Ignored. Default: 1.
 
         Raises:
-            ValueError: As `build_from_embeddings`.
+            ValueError: If `build_from_embeddings` refuses its arguments.
         """
         if rank == 0:
             build_from_embeddings(Path(self.embeddings), Path(self.output), self.options)
 
 
 class ClusterLevel(PipelineStep):
-    """Finds the centroids of one level of a tree of what `EmbedWindows` has written; a pipeline of its own.
+    """Pipeline step that computes the centroids of one level of the tree of what `EmbedWindows` wrote, in a separate pipeline.
 
-    One task does it, and others do nothing: it reads the windows that it draws. `AssignWindows`, in as many tasks as there are, then
-    assigns all windows to the nodes of the level, and so on level by level. `BuildTree` comes last and finds everything done. The
-    tree is the one that `BuildTree` makes alone, bit for bit.
+    Only the first task works, and reads only the windows that it samples. `AssignWindows`, in any number of tasks, then
+    assigns all windows to the nodes of the level, and so on for each level. `BuildTree` comes last and finds everything
+    done. The tree equals, bit for bit, the tree that `BuildTree` builds alone.
 
     Args:
-        embeddings: The output of `EmbedWindows`.
+        embeddings: Output folder of `EmbedWindows`.
         output: Folder of the tree.
-        level: From 1. Those above it must be assigned.
-        options: How the tree is built. Default: `TreeOptions()`.
+        level: The level, from 1. Windows must be assigned to the nodes of the levels above.
+        options: Options of the tree. Default: `TreeOptions()`.
     """
 
     name = "centroids of a level"
@@ -167,27 +173,29 @@ class ClusterLevel(PipelineStep):
         self.embeddings, self.output, self.level, self.options = embeddings, output, level, options or TreeOptions()
 
     def run(self, data: Any = None, rank: int = 0, world_size: int = 1) -> None:
-        """Find them.
+        """Compute the centroids, in the first task only.
 
         Args:
-            data: Not used. Default: None.
-            rank: Of the task; the first one does it. Default: 0.
-            world_size: Tasks; not used. Default: 1.
+            data: Ignored. Default: None.
+            rank: Number of the task; task 0 works. Default: 0.
+            world_size: Ignored. Default: 1.
 
         Raises:
-            ValueError: As `cluster_level_from_embeddings`.
+            ValueError: If `cluster_level_from_embeddings` refuses its arguments.
         """
         if rank == 0:
             cluster_level_from_embeddings(Path(self.embeddings), Path(self.output), self.level, self.options)
 
 
 class AssignWindows(PipelineStep):
-    """Assigns the windows of a corpus to the nodes of one level of its tree: each task a share of them, into a file of its own.
+    """Pipeline step that assigns the windows of a corpus to the nodes of one level, in any number of tasks.
+
+    Each task assigns its share of the windows, and writes a separate file.
 
     Args:
-        output: Folder of the tree, which all tasks can write to.
-        level: That `ClusterLevel` has done.
-        options: As they were for that. Default: `TreeOptions()`.
+        output: Folder of the tree, to which all tasks must be able to write.
+        level: A level that `ClusterLevel` has done, from 1.
+        options: The options that `ClusterLevel` was run with. Default: `TreeOptions()`.
     """
 
     name = "windows to the nodes of a level"
@@ -198,15 +206,15 @@ class AssignWindows(PipelineStep):
         self.output, self.level, self.options = output, level, options or TreeOptions()
 
     def run(self, data: Any = None, rank: int = 0, world_size: int = 1) -> None:
-        """Assign the share of a task; what is there already is not done again.
+        """Assign a task's share of the windows, unless that was done before.
 
         Args:
-            data: Not used. Default: None.
-            rank: Of the task. Default: 0.
-            world_size: Tasks. Default: 1.
+            data: Ignored. Default: None.
+            rank: Number of the task. Default: 0.
+            world_size: Number of tasks. Default: 1.
 
         Raises:
-            ValueError: As `assign_windows`.
+            ValueError: If `assign_windows` refuses its arguments.
         """
         self.stat_update(
             "windows", value=assign_windows(Path(self.output), self.level, self.options, rank, world_size)
@@ -214,18 +222,18 @@ class AssignWindows(PipelineStep):
 
 
 class AssignPaths(PipelineStep):
-    """Gives each document its path in a tree: `memory_ids`, `memory_tree` and `windows` in its metadata, as `midus cluster assign`.
+    """Pipeline step that adds each document's path in a tree to its metadata, like `midus cluster assign`.
 
-    The tree and its model are loaded when the step begins to run, in the process that runs it. Documents that hold nothing but
-    white space pass as they are.
+    The keys are `memory_ids`, `memory_tree` and `windows`. The tree and its model are loaded when the step begins to
+    run, in the process that runs it. Blank documents are passed on unchanged.
 
     Args:
-        tree: Folder that `midus cluster build` has made.
-        embedding_model: Where its embedding model lies. Default: where it lay when the tree was built.
-        tokenizer: Where the tokenizer lies that cuts windows. Default: where it lay.
-        device: As in `TextEmbedder`. Default: `"cpu"`.
-        batch_size: As in `TextEmbedder`. Default: 64.
-        blocked: As in `ClusterTree.paths`. Default: none.
+        tree: Folder that `midus cluster build` wrote.
+        embedding_model: Folder or hub id of the tree's embedding model. Default: the one recorded in the tree.
+        tokenizer: Folder or hub id of the tokenizer that cuts windows. Default: the one recorded in the tree.
+        device: Device of the model. Default: `"cpu"`.
+        batch_size: Texts per forward pass. Default: 64.
+        blocked: Pairs of level and node that no path may take, as in `ClusterTree.paths`. Default: none.
     """
 
     name = "paths in a tree of topics"
@@ -245,15 +253,16 @@ class AssignPaths(PipelineStep):
         self.device, self.batch_size, self.blocked = device, batch_size, tuple(blocked)
 
     def run(self, data: Any, rank: int = 0, world_size: int = 1) -> Iterator[Any]:
-        """Pass on the documents of the step before, in their order.
+        """Yield the documents of the previous step with their paths, in the same order.
 
         Args:
-            data: Its documents; each process has its own.
-            rank: Of the process; not used. Default: 0.
-            world_size: Processes; not used. Default: 1.
+            data: Documents of the previous step. Each process has its own documents.
+            rank: Ignored. Default: 0.
+            world_size: Ignored. Default: 1.
 
         Raises:
-            ValueError: As `MemoryRetriever.load` and `load_fast_tokenizer`, or if nobody says which tokenizer it is.
+            ValueError: If `MemoryRetriever.load` or `load_fast_tokenizer` refuses its arguments, or neither the tree
+                nor `tokenizer` names a tokenizer.
         """
         retriever = MemoryRetriever.load(self.tree, self.embedding_model, self.device, self.batch_size)
         origin = retriever.tree.origin
@@ -278,9 +287,9 @@ class AssignPaths(PipelineStep):
 def _metadata(document: Any, key: str | None) -> str | None:
     if key is None:
         return None
-    found = document.metadata.get(key)
-    if not isinstance(found, str | int):
+    value = document.metadata.get(key)
+    if not isinstance(value, str | int):
         raise ValueError(
-            f"document {document.id!r} has {found!r} as its {key!r}; expected a string or a whole number in its metadata."
+            f"document {document.id!r} has {value!r} as its {key!r}; expected a string or a whole number in its metadata."
         )
-    return str(found)
+    return str(value)

@@ -1,7 +1,7 @@
-"""What a clustering that was interrupted has finished: the centroids of nodes, and the nodes that rows are in after a level.
+"""Finished parts of an interrupted clustering: the centroids of nodes, and the node of each row after a level.
 
-Centroids are appended to a file as each node is done, each record with a digest of its own: of a run that was killed, whole records
-count, and what is behind them is cut off. Rows are assigned again within the level that was interrupted alone.
+As each node is done, its centroids are appended to a file as a record with a digest. After a kill, complete records
+count, and the incomplete rest is cut off. Only the rows of the interrupted level are assigned again.
 """
 
 import hashlib
@@ -21,18 +21,18 @@ _DIGEST_BYTES = 16
 
 
 class FinishedNodes:
-    """Keeps the nodes that are done in a folder, and gives back those of a run with the same fingerprint.
+    """A folder of finished nodes, which a later run with the same fingerprint can reuse.
 
     Args:
-        folder: Where they are kept; it is made. What it holds of another fingerprint is deleted.
-        fingerprint: Of all that centroids depend on: embeddings and options.
-        branching: Children of a node.
-        width: c.
-        rows: Of the embeddings.
-        read_only: Whether nothing of it is changed, as by several who read at the same time. Default: false.
+        folder: The folder, which is created. Contents with another fingerprint are deleted.
+        fingerprint: Fingerprint of everything that the centroids depend on: embeddings and options.
+        branching: Number of children per node.
+        width: Width c of the embeddings.
+        rows: Number of embeddings.
+        read_only: Whether to change nothing that is stored, so that several processes may read at once. Default: false.
 
     Raises:
-        ValueError: If it is only read, and has nothing of this fingerprint.
+        ValueError: If `read_only` is true and the folder has nothing with this fingerprint.
     """
 
     def __init__(self, folder: Path, fingerprint: str, branching: int, width: int, rows: int, read_only: bool = False):
@@ -57,26 +57,26 @@ class FinishedNodes:
             folder.mkdir()
             with whole_file(folder / _HEADER) as partial:
                 partial.write_text(json.dumps({"fingerprint": fingerprint}) + "\n", encoding="utf-8")
-        self._found = self._read_centroids()
+        self._centroids = self._read_centroids()
         self._file = (folder / _CENTROIDS).open("rb" if read_only else "ab")
         self._levels = self._read_levels()
 
     def centroids(self, level: int, parent: int) -> torch.Tensor | None:
-        """The centroids of a node's children, `[k, c]` float32; None if it was not done.
+        """Return the centroids of a node's children, `[k, c]`, float32; None if the node is not done.
 
         Args:
-            level: Of the children, from 1.
+            level: Level of the children, from 1.
             parent: The node, in the level above.
         """
-        return self._found.get((level, parent))
+        return self._centroids.get((level, parent))
 
     def add(self, level: int, parent: int, centroids: torch.Tensor) -> None:
-        """Keep what was found for a node.
+        """Store the centroids of a node's children.
 
         Args:
-            level: As in `centroids`.
-            parent: As in `centroids`.
-            centroids: `[k, c]` float32.
+            level: Level of the children, from 1.
+            parent: The node, in the level above.
+            centroids: Centroids `[k, c]`, float32.
         """
         record = np.zeros((), self._record)
         record["level"], record["parent"], record["count"] = level, parent, len(centroids)
@@ -86,12 +86,12 @@ class FinishedNodes:
         self._file.flush()
 
     def nodes(self, level: int) -> np.ndarray | None:
-        """The node of each row, `[N]` int64; None if the level was not finished.
+        """Return the node of each row at a level, `[N]`, int64; None if the level is not finished.
 
-        A level whose rows were assigned in parts is finished when all parts are there.
+        A level whose rows were assigned in parts is finished once all parts are there.
 
         Args:
-            level: From 1.
+            level: The level, from 1.
         """
         if self._levels is None or self._levels[0] < level:
             joined = self._joined(level)
@@ -104,11 +104,11 @@ class FinishedNodes:
         return nodes // self._branching ** (last - level)
 
     def add_part(self, level: int, first: int, nodes: np.ndarray) -> None:
-        """Keep where rows that follow one another are after a level; others may keep other rows at the same time.
+        """Store the nodes of consecutive rows at a level. Other processes may store other rows at the same time.
 
         Args:
-            level: From 1.
-            first: The first of the rows.
+            level: The level, from 1.
+            first: Index of the first row.
             nodes: The node of each row, `[n]`.
         """
         path = self._folder / f"part.{level}.{first}-{first + len(nodes)}.npy"
@@ -116,32 +116,33 @@ class FinishedNodes:
             np.save(file, nodes.astype(np.int32))
 
     def has_part(self, level: int, first: int, end: int) -> bool:
-        """Whether `add_part` has kept the rows from one place to another."""
+        """Return whether `add_part` has stored exactly the rows from `first` to `end` (exclusive)."""
         return (self._folder / f"part.{level}.{first}-{end}.npy").exists()
 
     def _joined(self, level: int) -> np.ndarray | None:
-        """The parts of a level in the order of rows; None if one is absent."""
+        """Return the joined parts of a level, in the order of rows; None if rows are missing."""
         kept = []
         for path in sorted(self._folder.glob(f"part.{level}.*-*.npy")):
             first, end = map(int, path.name.split(".")[2].split("-"))
             kept.append((end, first, path))
-        parts, place = [], 0
-        while place < self._rows:
-            # Runs of different numbers of tasks leave parts that overlap.
-            here = [part for part in kept if part[1] <= place < part[0]]
+        parts, row = [], 0
+        while row < self._rows:
+            # Parts may overlap if runs had different numbers of tasks.
+            here = [part for part in kept if part[1] <= row < part[0]]
             if not here:
                 return None
             end, first, path = max(here)
-            parts.append(np.load(path)[place - first :])
-            place = end
-        found = np.concatenate(parts) if parts else np.zeros(0, np.int32)
-        return found.astype(np.int64) if len(found) == self._rows else None
+            parts.append(np.load(path)[row - first :])
+            row = end
+        nodes = np.concatenate(parts) if parts else np.zeros(0, np.int32)
+        return nodes.astype(np.int64) if len(nodes) == self._rows else None
 
     def finish_level(self, level: int, nodes: np.ndarray) -> None:
-        """Keep where rows are after a level; what was kept of the levels above it follows from that.
+        """Store the node of each row at a level. The file of the level above, which follows from this one, and all
+        parts are deleted.
 
         Args:
-            level: From 1.
+            level: The level, from 1.
             nodes: The node of each row, `[N]`.
         """
         with whole_file(self._level_file(level)) as partial, partial.open("wb") as file:
@@ -151,37 +152,37 @@ class FinishedNodes:
             part.unlink()
 
     def close(self) -> None:
-        """Close the file; what is kept stays."""
+        """Close the file; the folder keeps its contents."""
         self._file.close()
 
     def delete(self) -> None:
-        """Delete all that is kept, and the folder."""
+        """Delete the folder with its contents."""
         for path in self._folder.iterdir():
             path.unlink()
         self._folder.rmdir()
 
     def _fingerprint(self) -> str | None:
         try:
-            found = parse_json((self._folder / _HEADER).read_text(encoding="utf-8"))
+            header = parse_json((self._folder / _HEADER).read_text(encoding="utf-8"))
         except (OSError, ValueError):
             return None
-        return found.get("fingerprint") if isinstance(found, dict) else None
+        return header.get("fingerprint") if isinstance(header, dict) else None
 
     def _read_centroids(self) -> dict[tuple[int, int], torch.Tensor]:
         path = self._folder / _CENTROIDS
-        found: dict[tuple[int, int], torch.Tensor] = {}
+        centroids_of: dict[tuple[int, int], torch.Tensor] = {}
         if not path.exists():
-            return found
+            return centroids_of
         whole = 0
         for record in np.fromfile(path, self._record):
             if not np.array_equal(record["digest"], _digest(record)):
                 break
             centroids = torch.from_numpy(record["centroids"][: record["count"]].copy())
-            found[int(record["level"]), int(record["parent"])] = centroids
+            centroids_of[int(record["level"]), int(record["parent"])] = centroids
             whole += 1
         if not self._read_only:
             os.truncate(path, whole * self._record.itemsize)
-        return found
+        return centroids_of
 
     def _read_levels(self) -> tuple[int, np.ndarray] | None:
         levels = sorted(int(path.name.split(".")[1]) for path in self._folder.glob("nodes.*.npy"))

@@ -1,4 +1,4 @@
-"""A `.npy` file that grows by rows, and can be cut back to as many as are known to be whole."""
+"""A `.npy` file that grows by rows, and can be cut back to the rows that are known to be complete."""
 
 import os
 from pathlib import Path
@@ -9,13 +9,13 @@ from midus_hf.documents import first_line
 
 
 class GrowingArray:
-    """An array on disk that rows are appended to; `numpy.load` reads it, as a memory map too.
+    """Array on disk to which rows are appended. `numpy.load` can read or memory-map the file.
 
     Args:
-        path: The file.
-        dtype: Of its elements.
-        width: c, for rows `[c]`. Default: None, rows are single numbers.
-        rows: How many of its rows to keep; the file is made anew if it is 0. Default: 0.
+        path: Path of the file.
+        dtype: Dtype of the elements.
+        width: Width c of rows `[c]`. Default: None; rows are single numbers.
+        rows: Number of existing rows to keep; 0 creates the file anew. Default: 0.
 
     Raises:
         ValueError: If the file has fewer rows.
@@ -38,17 +38,17 @@ class GrowingArray:
         self._file.seek(whole)
 
     def append(self, rows: np.ndarray) -> None:
-        """Add rows behind the others.
+        """Append rows.
 
         Args:
-            rows: `[n, c]`, or `[n]` where rows are single numbers; converted to the file's type.
+            rows: Rows `[n, c]`, or `[n]` if rows are single numbers; converted to the dtype of the file.
         """
         assert rows.shape[1:] == self._inner
         self._file.write(np.ascontiguousarray(rows, self._dtype).tobytes())
         self.rows += len(rows)
 
     def flush(self) -> None:
-        """Force what was appended to the disk; the file is whole until more is."""
+        """Write the row count and flush all rows to the disk. The file is valid until more rows are appended."""
         end = self._file.tell()
         self._write_header()
         assert self._file.tell() == self._begin, "numpy leaves room for a growing first axis"
@@ -67,22 +67,22 @@ class GrowingArray:
 
 
 def map_array(path: Path, rows: int, remedy: str = "Delete its folder, and build again.") -> np.ndarray:
-    """Map an array that has a row for each window.
+    """Open an array that has a row per window, memory-mapped.
 
     Args:
         path: A `.npy` file.
-        rows: How many it must have.
-        remedy: What is said to do about it. Default: to delete its folder.
+        rows: Number of rows that the array must have.
+        remedy: Last sentence of error messages. Default: advice to delete the folder and to build again.
 
     Raises:
-        ValueError: If it is absent or not whole, or has another number of rows.
+        ValueError: If the file is missing or incomplete, or has another number of rows.
     """
     try:
-        found = np.load(path, mmap_mode="r")
+        array = np.load(path, mmap_mode="r")
     except (OSError, ValueError, EOFError) as error:
         raise ValueError(f"file {str(path)!r} is absent or not whole: {first_line(error)}. {remedy}") from error
-    if len(found) != rows:
+    if len(array) != rows:
         raise ValueError(
-            f"file {str(path)!r} has {len(found):,} rows; expected {rows:,}, one for each window. {remedy}"
+            f"file {str(path)!r} has {len(array):,} rows; expected {rows:,}, one for each window. {remedy}"
         )
-    return found
+    return array

@@ -1,4 +1,4 @@
-"""K-means of one node: k-means++ initialisation, and EM on fresh samples whose clusters are kept from growing too large."""
+"""K-means of one node: k-means++ initialisation, then EM on fresh samples, with limits on the size of clusters."""
 
 from collections.abc import Callable
 
@@ -8,27 +8,27 @@ import torch
 from midus_hf.retrieval.cluster_tree import squared_distances
 
 BALANCE = 1.5
-"""A cluster may have this multiple of the mean share of a step's samples."""
+"""Largest size of a cluster in a step, as a multiple of the mean cluster size."""
 
 Sampler = Callable[[int, np.random.Generator], torch.Tensor]
-"""Draws up to so many rows, `[n, c]` float32 of length 1, without replacement."""
+"""Function that draws up to a number of rows without replacement and returns `[n, c]`, float32, with rows of length 1."""
 
 
 def kmeans(sample: Sampler, num_clusters: int, steps: int, samples: int, rng: np.random.Generator) -> torch.Tensor:
-    """Find centroids by expectation maximisation.
+    """Compute centroids by expectation maximisation.
 
-    A step assigns a fresh sample to its nearest centroids, balances the clusters, and makes each centroid the mean of what
-    it was assigned; a centroid that was assigned nothing stays.
+    Each step assigns a fresh sample to its nearest centroids, balances the clusters, and moves each centroid to the
+    mean of its rows. A centroid without rows stays where it is.
 
     Args:
-        sample: Draws from what is to be clustered.
-        num_clusters: At least 1, and at most the rows that there are.
+        sample: Draws rows from the data to be clustered.
+        num_clusters: Number of clusters, from 1 to the number of rows.
         steps: Steps after the initialisation.
-        samples: Rows of the initialisation and of each step.
-        rng: Decides everything that is random.
+        samples: Number of rows drawn for the initialisation and for each step.
+        rng: Generator of all random choices.
 
     Returns:
-        `[num_clusters, c]` float32.
+        Centroids `[num_clusters, c]`, float32.
     """
     from sklearn.cluster import kmeans_plusplus
 
@@ -46,31 +46,31 @@ def kmeans(sample: Sampler, num_clusters: int, steps: int, samples: int, rng: np
 
 
 def nearest(rows: torch.Tensor, centroids: torch.Tensor) -> torch.Tensor:
-    """The nearest centroid of each row, the first of those that are equally near; as a tree's greedy descent takes it.
+    """Return the nearest centroid of each row, or the first among equally near ones, as in a tree's greedy descent.
 
     Args:
-        rows: `[n, c]`.
-        centroids: `[k, c]`.
+        rows: Rows `[n, c]`.
+        centroids: Centroids `[k, c]`.
 
     Returns:
-        `[n]` int64.
+        `[n]`, int64.
     """
     return squared_distances(rows, centroids).argmin(-1)
 
 
 def balanced(assigned: np.ndarray, num_clusters: int, rng: np.random.Generator) -> np.ndarray:
-    """Split the largest cluster evenly with the smallest one, as long as it has more than its share.
+    """Return assignments in which no cluster exceeds its share of `BALANCE / num_clusters`.
 
-    So many of its assignments, drawn at random, go to the smallest cluster that both end up equally large. The share is
-    `BALANCE / num_clusters`; afterwards no cluster has more, but by the one assignment that cannot be split.
+    While the largest cluster exceeds its share, randomly drawn assignments move from it to the smallest cluster, as
+    many as make the two equally large. A cluster exceeds its share by at most one assignment, which cannot be split.
 
     Args:
-        assigned: The cluster of each sample, `[n]` int64.
-        num_clusters: The number of clusters.
-        rng: Draws the assignments that move.
+        assigned: The cluster of each sample, `[n]`, int64.
+        num_clusters: Number of clusters.
+        rng: Generator that draws the assignments to move.
 
     Returns:
-        `[n]` int64.
+        `[n]`, int64.
     """
     assigned = assigned.copy()
     sizes = np.bincount(assigned, minlength=num_clusters)

@@ -1,4 +1,4 @@
-"""A picture of a tree: a row of boxes for each level, a box as wide as its node has windows."""
+"""Picture of a tree: a row of boxes per level, in which the width of a box shows how many windows the node has."""
 
 import math
 from collections.abc import Sequence
@@ -10,7 +10,7 @@ from midus_hf.analysis.pictures import new_figure
 from midus_hf.clusters.report import commonest_labels
 
 _CHARACTER = 0.0047
-"""Share of the picture's width that a character takes."""
+"""Share of the picture's width that one character takes."""
 
 
 def draw_tree(
@@ -21,17 +21,18 @@ def draw_tree(
     labels: np.ndarray | None = None,
     label_names: Sequence[str] = (),
 ) -> None:
-    """Draw the tree, the first level at the top; children stand below their node. Needs matplotlib.
+    """Draw a tree with the first level at the top and children below their node. Requires matplotlib.
 
-    With labels, a box has the colour of its commonest label, and wide ones its name; otherwise that of its node of level 1.
+    With labels, a box has the colour of the node's commonest label, and wide boxes show the label's name. Without
+    labels, a box has the colour of its node of level 1.
 
     Args:
-        branching: Of the tree.
-        levels: Of the tree.
+        branching: Number of children per node.
+        levels: Number of levels of the tree.
         leaves: The leaf of each window, `[N]`.
-        path: The file to write, of a kind in `midus_hf.analysis.pictures.PICTURE_SUFFIXES`.
-        labels: The label of each window, `[N]`. Default: None.
-        label_names: What labels are called. Default: none.
+        path: File to write, with a suffix from `midus_hf.analysis.pictures.PICTURE_SUFFIXES`.
+        labels: The label of each window, `[N]`, as an index into `label_names`. Default: None.
+        label_names: Names of the labels. Default: none.
     """
     from matplotlib import colormaps
 
@@ -55,7 +56,7 @@ def draw_tree(
         )
         for node, kind, begin, width in zip(present.tolist(), kinds, begins, widths, strict=True):
             label = "" if labels is None else label_names[kind]
-            lines = [words for words in (str(node), label) if words and _CHARACTER * len(words) < width]
+            lines = [text for text in (str(node), label) if text and _CHARACTER * len(text) < width]
             red, green, blue, _ = colours(_hue(kind, hues))
             axes.text(
                 begin + width / 2,
@@ -80,7 +81,7 @@ def draw_tree(
 
 
 def _hue(kind: int, last: int) -> float:
-    """Where in a colour map a kind is; those with neighbouring numbers are far from each other."""
+    """Return the position of a number's colour in a colour map. Neighbouring numbers get distant colours."""
     steps = last + 1
     stride = next(
         stride for stride in range(max(1, round(0.38 * steps)), 2 * steps + 1) if math.gcd(stride, steps) == 1

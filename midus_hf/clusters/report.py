@@ -1,4 +1,4 @@
-"""What a tree makes of its corpus, and tables of it: sizes of nodes, agreement with gold labels, and some documents of each topic."""
+"""Report on a tree, and its tables: sizes of nodes, agreement with gold labels, and sample documents of each topic."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -12,22 +12,23 @@ from rich.text import Text
 from midus_hf.clusters.corpus import Corpus, read_corpus
 
 _TEXT = 160
-"""Characters of a sample document that are shown."""
+"""Number of characters of a sample document that are shown."""
 
 
 @dataclass(frozen=True)
 class LevelReport:
-    """A level; level 0 is the root, which has all windows.
+    """Sizes and label agreement of one level. Level 0 is the root, which has all windows.
 
     Args:
-        level: From 0.
-        nodes: Nodes of the level, empty ones included.
-        empty: Nodes without windows.
-        least: Windows of the smallest node that has any.
-        median: Windows of the middle one of those.
-        most: Windows of the largest.
-        purity: Share of windows that have the commonest label of their node; None without labels.
-        nmi: Normalised mutual information of nodes and labels, by the arithmetic mean of their entropies; None without labels.
+        level: The level, from 0.
+        nodes: Number of nodes in the level, including empty ones.
+        empty: Number of nodes without windows.
+        least: Windows of the smallest node that is not empty.
+        median: Median number of windows of the nodes that are not empty.
+        most: Windows of the largest node.
+        purity: Share of windows that have the commonest label of their node. Default: None; there are no labels.
+        nmi: Normalised mutual information of nodes and labels, normalised by the arithmetic mean of their entropies.
+            Default: None; there are no labels.
     """
 
     level: int
@@ -42,13 +43,14 @@ class LevelReport:
 
 @dataclass(frozen=True)
 class NodeReport:
-    """A node.
+    """Size, labels and samples of one node.
 
     Args:
-        node: Its number in its level.
-        windows: How many it has.
-        labels: Its commonest labels, the first first, each with its share of the node's windows; empty without labels.
-        samples: The numbers of some of its documents, drawn at random.
+        node: Number of the node in its level.
+        windows: Number of its windows.
+        labels: The node's commonest labels, most frequent first, each with its share of the node's windows; empty
+            without labels.
+        samples: Numbers of randomly drawn documents of the node.
     """
 
     node: int
@@ -60,13 +62,13 @@ class NodeReport:
 def level_reports(
     branching: int, levels: int, leaves: np.ndarray, labels: np.ndarray | None = None
 ) -> list[LevelReport]:
-    """Report on each level, the root first.
+    """Return a report on each level, starting with the root.
 
     Args:
-        branching: Of the tree.
-        levels: Of the tree.
+        branching: Number of children per node.
+        levels: Number of levels of the tree.
         leaves: The leaf of each window, `[N]`.
-        labels: The label of each window, `[N]`, whole numbers from 0. Default: None.
+        labels: The label of each window, `[N]`, integers from 0. Default: None.
     """
     return [
         _level_report(level, branching**level, _nodes(leaves, branching, levels, level), labels)
@@ -87,22 +89,22 @@ def node_reports(
     samples: int = 3,
     seed: int = 0,
 ) -> list[NodeReport]:
-    """Report on the largest nodes of a level, in the order of their numbers.
+    """Return reports on the largest nodes of a level, in the order of their numbers.
 
     Args:
-        branching: Of the tree.
-        levels: Of the tree.
+        branching: Number of children per node.
+        levels: Number of levels of the tree.
         leaves: The leaf of each window, `[N]`.
         documents: The document of each window, `[N]`.
-        labels: As in `level_reports`. Default: None.
-        label_names: What labels are called. Default: none.
-        level: From 1. Default: 1.
-        most: Nodes at most. Default: 16.
-        samples: Documents of each. Default: 3.
-        seed: Draws them, for each node by itself. Default: 0.
+        labels: The label of each window, `[N]`, integers from 0. Default: None.
+        label_names: Names of the labels. Default: none.
+        level: The level, from 1. Default: 1.
+        most: Largest number of nodes. Default: 16.
+        samples: Number of sample documents per node. Default: 3.
+        seed: Seed of the samples, which are drawn for each node independently. Default: 0.
 
     Raises:
-        ValueError: If the tree has no such level, or a number is out of range.
+        ValueError: If the tree lacks the level, or a number is out of range.
     """
     if not 1 <= level <= levels:
         raise ValueError(f"level is {level}; expected a number from 1 to {levels}, the levels of the tree.")
@@ -123,27 +125,27 @@ def node_reports(
 
 
 def sample_texts(corpus: Corpus, numbers: Sequence[int]) -> dict[int, str]:
-    """The beginnings of documents, on one line each; the corpus is read as far as the last of them.
+    """Return the beginnings of documents, by number, each on one line. The corpus is read up to the last of these documents.
 
     Args:
-        corpus: Where they are.
-        numbers: Of documents, as in `Document`.
+        corpus: Location and format of the documents.
+        numbers: Numbers of documents, as in `Document`.
 
     Raises:
-        ValueError: As `read_corpus`.
+        ValueError: If `read_corpus` cannot read the corpus.
     """
     wanted = set(numbers)
-    found: dict[int, str] = {}
+    texts: dict[int, str] = {}
     for document in read_corpus(corpus) if wanted else ():
         if document.number in wanted:
-            found[document.number] = " ".join(document.text[: 2 * _TEXT].split())[:_TEXT]
-            if len(found) == len(wanted):
+            texts[document.number] = " ".join(document.text[: 2 * _TEXT].split())[:_TEXT]
+            if len(texts) == len(wanted):
                 break
-    return found
+    return texts
 
 
 def commonest_labels(nodes: np.ndarray, labels: np.ndarray) -> dict[int, int]:
-    """The commonest label of each node that has windows, the first among equals.
+    """Return the commonest label of each node that has windows, or the smallest label among equally common ones.
 
     Args:
         nodes: The node of each window, `[N]`.
@@ -157,10 +159,10 @@ def commonest_labels(nodes: np.ndarray, labels: np.ndarray) -> dict[int, int]:
 
 
 def level_table(levels: Sequence[LevelReport]) -> Table:
-    """A row for each level.
+    """Return a table with a row per level.
 
     Args:
-        levels: From `level_reports`.
+        levels: Reports from `level_reports`.
     """
     table = _table("Windows of the nodes of each level")
     labelled = levels[0].purity is not None
@@ -173,12 +175,12 @@ def level_table(levels: Sequence[LevelReport]) -> Table:
 
 
 def node_table(nodes: Sequence[NodeReport], level: int, texts: Mapping[int, str]) -> Table:
-    """A row for each node, with its labels if there are any, and a line for each of its sample documents.
+    """Return a table with a row per node: its labels, if any, and a line for each sample document.
 
     Args:
-        nodes: From `node_reports`.
-        level: Whose nodes they are.
-        texts: The beginnings of the documents, from `sample_texts`.
+        nodes: Reports from `node_reports`.
+        level: Level of the nodes.
+        texts: Beginnings of the documents, from `sample_texts`.
     """
     table = _table(f"Nodes of level {level}")
     labelled = any(node.labels for node in nodes)
@@ -186,7 +188,7 @@ def node_table(nodes: Sequence[NodeReport], level: int, texts: Mapping[int, str]
         table.add_column(name, justify="right", no_wrap=True)
     if labelled:
         table.add_column("labels", no_wrap=True)
-    table.add_column("documents")  # the only one that may be made narrower
+    table.add_column("documents")  # the only column that a narrow terminal may shrink
     for node in nodes:
         labels = ", ".join(f"{name} {share:.0%}" for name, share in node.labels)
         lines = Text("\n".join(texts.get(number, "") for number in node.samples), no_wrap=True, overflow="ellipsis")
@@ -224,7 +226,7 @@ def _level_report(level: int, count: int, nodes: np.ndarray, labels: np.ndarray 
 
 
 def _pairs(nodes: np.ndarray, labels: np.ndarray) -> Iterator[tuple[int, int, int]]:
-    """Each node and label that occur together, and how often."""
+    """Return each pair of node and label that occur together, with its count, ascending."""
     num_labels = int(labels.max()) + 1
     pairs, counts = np.unique(nodes.astype(np.int64) * num_labels + labels, return_counts=True)
     return zip((pairs // num_labels).tolist(), (pairs % num_labels).tolist(), counts.tolist(), strict=True)

@@ -1,4 +1,4 @@
-"""From a corpus to a folder with its tree."""
+"""Commands behind `midus cluster build`: from a corpus, or from embeddings, to a folder with a tree."""
 
 import contextlib
 import dataclasses
@@ -25,32 +25,33 @@ from midus_hf.retrieval.embedding import TextEmbedder
 from midus_hf.retrieval.tree_files import CENTROIDS_FILE, RECORD_FILE, TreeOrigin, lasting_name
 
 WINDOWS = "windows"
-"""The folder within a tree's where the embeddings of its corpus are."""
+"""Subfolder of a tree's folder for the embeddings of the corpus."""
 
 _LEAVES = "leaves.npy"
 _FINISHED = "clustering"
-"""The folder within that of windows where nodes are kept until the tree is whole."""
+"""Subfolder of `WINDOWS` that keeps finished nodes until the tree is complete."""
 
 _VERSION = 1
-"""Of what makes centroids of embeddings and options."""
+"""Version of the computation that turns embeddings and options into centroids."""
 
 
 @dataclass(frozen=True)
 class BuildRequest:
-    """What a person asks for.
+    """Everything that `build` needs to know.
 
     Args:
-        corpus: The documents.
-        embedding_model: Folder or hub id, as in `TextEmbedder`.
+        corpus: Location and format of the documents.
+        embedding_model: Folder or hub id of the embedding model, as in `TextEmbedder`.
         tokenizer: Folder or hub id of the tokenizer that cuts windows.
         output: Folder of the tree.
-        options: How the tree is built.
-        window_tokens: Tokens of a window. Default: 2048.
-        max_tokens: As in `TextEmbedder`. Default: None.
-        device: As in `TextEmbedder`. Default: `"cpu"`.
-        batch_size: As in `TextEmbedder`. Default: 64.
-        dtype: What embeddings are kept as. Default: `"float32"`.
-        overwrite: Whether a tree in `output` may be replaced; embeddings of the same request are kept. Default: false.
+        options: Options of the tree. Default: `TreeOptions()`.
+        window_tokens: Tokens per window. Default: 2048.
+        max_tokens: Tokens of a window that the model reads, as in `TextEmbedder`. Default: None, for the model's own
+            limit.
+        device: Device of the embedding model. Default: `"cpu"`.
+        batch_size: Texts per forward pass. Default: 64.
+        dtype: Dtype in which embeddings are stored, `"float16"` or `"float32"`. Default: `"float32"`.
+        overwrite: Whether a tree in `output` may be replaced. Embeddings of the same request are kept. Default: false.
     """
 
     corpus: Corpus
@@ -69,19 +70,20 @@ class BuildRequest:
 def build(request: BuildRequest) -> ClusterTree:
     """Embed a corpus, cluster it and write the tree: `tree.safetensors`, `tree.json`, and `windows/` with the embeddings.
 
-    Run again after an interruption, it goes on with the embeddings that are there, and then with the node that it was at.
+    After an interruption, another run resumes with the embeddings that are there, and then with the node that was being
+    clustered.
 
     Args:
-        request: What is wanted.
+        request: The corpus, the models, the output and the options.
 
     Raises:
-        ValueError: If the output holds a tree or other files, scikit-learn is not installed, or as `store_windows`, `build_tree`
-            and what they are given.
+        ValueError: If the output holds a tree or other files, scikit-learn is not installed, or a function that is
+            called refuses the request, such as `store_windows` or `build_tree`.
     """
     check_scikit_learn()
     output = request.output.expanduser()
     _check_output(output, request.overwrite)
-    find_files(request.corpus.path)  # refuses what is not there, before models are loaded
+    find_files(request.corpus.path)  # raises an error for a missing corpus before models are loaded
     tokenizer = load_fast_tokenizer(request.tokenizer)
     embedder = TextEmbedder(request.embedding_model, request.device, request.batch_size, request.max_tokens)
     stored = store_windows(output / WINDOWS, request.corpus, tokenizer, embedder, request.window_tokens, request.dtype)
@@ -99,19 +101,19 @@ def build(request: BuildRequest) -> ClusterTree:
 def build_from_embeddings(
     embeddings: Path, output: Path, options: TreeOptions | None = None, overwrite: bool = False
 ) -> ClusterTree:
-    """Cluster what the tasks of a pipeline have embedded, and write the tree; nothing is embedded here, and no model is loaded.
+    """Cluster the windows that the tasks of a pipeline have embedded, and write the tree. No model is loaded.
 
-    `windows/` has no embeddings: they stay where they are, and are read from there. Run again after an interruption, it goes on with
-    the node that it was at.
+    The embeddings are not copied to `windows/` but read where they are. After an interruption, another run resumes with
+    the node that was being clustered.
 
     Args:
         embeddings: Folder that `midus_hf.clusters.datatrove_steps.EmbedWindows` wrote.
         output: Folder of the tree.
-        options: How the tree is built. Default: `TreeOptions()`.
+        options: Options of the tree. Default: `TreeOptions()`.
         overwrite: Whether a tree in `output` may be replaced. Default: false.
 
     Raises:
-        ValueError: If a task is not complete, or as `build`.
+        ValueError: If a task is not complete, or in the cases of `build`.
     """
     check_scikit_learn()
     options = options or TreeOptions()
@@ -132,16 +134,17 @@ def build_from_embeddings(
 
 
 def cluster_level_from_embeddings(embeddings: Path, output: Path, level: int, options: TreeOptions) -> None:
-    """Find the centroids of one level of the tree that `build_from_embeddings` makes, which then does not look for them.
+    """Compute and store the centroids of one level of the tree that `build_from_embeddings` will build.
 
     Args:
-        embeddings: As in `build_from_embeddings`.
-        output: As in `build_from_embeddings`.
-        level: From 1. Windows must be assigned to the nodes of the level above.
-        options: How the tree is built.
+        embeddings: Folder of embeddings, as in `build_from_embeddings`.
+        output: Folder of the tree.
+        level: The level, from 1. Windows must be assigned to the nodes of the level above.
+        options: Options of the tree.
 
     Raises:
-        ValueError: As `build_from_embeddings`; if the tree has no such level, or windows are not assigned in the level above.
+        ValueError: In the cases of `build_from_embeddings`; if the tree lacks the level, or windows are not assigned in
+            the level above.
     """
     check_scikit_learn()
     _check_level(level, options)
@@ -154,20 +157,20 @@ def cluster_level_from_embeddings(embeddings: Path, output: Path, level: int, op
 
 
 def assign_windows(output: Path, level: int, options: TreeOptions, rank: int, tasks: int) -> int:
-    """Assign a share of the windows of a tree to nodes of a level; others may assign other shares at the same time.
+    """Assign a share of a tree's windows to the nodes of a level. Other processes may assign other shares at the same time.
 
     Args:
-        output: The folder of the tree.
-        level: From 1, of which `cluster_level_from_embeddings` has found the centroids.
-        options: As they were for that.
-        rank: Which share, from 0.
-        tasks: How many shares there are.
+        output: Folder of the tree.
+        level: A level, from 1, whose centroids `cluster_level_from_embeddings` has computed.
+        options: The options that the centroids were computed with.
+        rank: Number of the share, from 0.
+        tasks: Number of shares.
 
     Returns:
-        How many windows were assigned; 0 if that was done before.
+        The number of windows that were assigned; 0 if they were assigned before.
 
     Raises:
-        ValueError: If the tree has no such level, or its centroids are not there.
+        ValueError: If the tree lacks the level, or the level's centroids are missing.
     """
     _check_level(level, options)
     output = output.expanduser()
@@ -180,13 +183,13 @@ def assign_windows(output: Path, level: int, options: TreeOptions, rank: int, ta
         nodes = _nodes_above(finished, level, count)[first:end]
         of_level = torch.full((options.branching**level, stored.embeddings.shape[1]), torch.nan)
         for parent in np.unique(nodes).tolist():
-            found = finished.centroids(level, parent)
-            if found is None:
+            centroids = finished.centroids(level, parent)
+            if centroids is None:
                 raise ValueError(
                     f"folder {str(output)!r} has no centroids of level {level} below node {parent}; expected those that ClusterLevel "
                     "finds. Run it first."
                 )
-            of_level[options.branching * parent : options.branching * parent + len(found)] = found
+            of_level[options.branching * parent : options.branching * parent + len(centroids)] = centroids
         finished.add_part(level, first, assign_rows(stored.embeddings, first, nodes, of_level, options.branching))
     return end - first
 
@@ -197,7 +200,7 @@ def _check_level(level: int, options: TreeOptions) -> None:
 
 
 def _nodes_above(finished: FinishedNodes, level: int, count: int) -> np.ndarray:
-    """The node of each window in the level above, `[N]` int64."""
+    """Return the node of each window in the level above, `[N]`, int64."""
     nodes = np.zeros(count, np.int64) if level == 1 else finished.nodes(level - 1)
     if nodes is None:
         raise ValueError(
@@ -208,34 +211,34 @@ def _nodes_above(finished: FinishedNodes, level: int, count: int) -> np.ndarray:
 
 
 def _joined_windows(embeddings: Path, output: Path, overwrite: bool) -> StoredWindows:
-    """The windows of tasks in the folder of a tree."""
+    """Join the windows of all tasks in the folder of a tree, and return them."""
     embeddings = embeddings.expanduser()
     _check_output(output, overwrite)
-    len(JoinedRows(embeddings))  # refuses what is not complete, before anything is made
+    len(JoinedRows(embeddings))  # raises an error if a task is incomplete, before anything is written
     with only_run(output / WINDOWS):
         join_shards(embeddings, output / WINDOWS)
     return open_windows(output / WINDOWS)
 
 
 def _finished(output: Path, stored: StoredWindows, options: TreeOptions, read_only: bool = False) -> FinishedNodes:
-    """What is done of a tree of these windows and options."""
+    """Return the finished nodes of the tree with these windows and options."""
     rows, width = stored.embeddings.shape
-    asked = json.dumps([_VERSION, stored.fingerprint, dataclasses.asdict(options)])
-    fingerprint = hashlib.sha256(asked.encode()).hexdigest()
+    settings = json.dumps([_VERSION, stored.fingerprint, dataclasses.asdict(options)])
+    fingerprint = hashlib.sha256(settings.encode()).hexdigest()
     return FinishedNodes(output / WINDOWS / _FINISHED, fingerprint, options.branching, width, rows, read_only)
 
 
 def open_build(folder: Path) -> tuple[ClusterTree, StoredWindows, np.ndarray]:
-    """What `build` has written.
+    """Read the tree and the windows that `build` wrote.
 
     Args:
-        folder: Its output.
+        folder: Output folder of `build`.
 
     Returns:
-        The tree; the windows; the leaf of each window, `[N]` int32, mapped.
+        The tree; the windows; the leaf of each window, `[N]`, int32, memory-mapped.
 
     Raises:
-        ValueError: If something is absent or was altered.
+        ValueError: If a file is missing or was altered.
     """
     folder = folder.expanduser()
     tree = ClusterTree.load(folder)
@@ -245,7 +248,7 @@ def open_build(folder: Path) -> tuple[ClusterTree, StoredWindows, np.ndarray]:
 
 
 def _cluster(output: Path, stored: StoredWindows, options: TreeOptions, origin: TreeOrigin) -> ClusterTree:
-    """Cluster windows, and write the tree and their leaves."""
+    """Cluster windows, and write the tree and the leaf of each window."""
     from tqdm import tqdm
 
     rows = len(stored.documents)
@@ -256,7 +259,9 @@ def _cluster(output: Path, stored: StoredWindows, options: TreeOptions, origin: 
             tqdm(desc="clustering", unit=" rows", total=rows * options.levels, disable=None) as bar,
         ):
             built = build_tree(stored.embeddings, options, origin, bar.update, finished)
-        (output / RECORD_FILE).unlink(missing_ok=True)  # so that leaves are never those of another tree
+        (output / RECORD_FILE).unlink(
+            missing_ok=True
+        )  # otherwise a kill further down could leave an old tree with new leaves
         with whole_file(output / WINDOWS / _LEAVES) as partial, partial.open("wb") as file:
             np.save(file, built.leaves.astype(np.int32))
         built.tree.save(output)
@@ -265,7 +270,7 @@ def _cluster(output: Path, stored: StoredWindows, options: TreeOptions, origin: 
 
 
 def check_scikit_learn() -> None:
-    """Refuse to begin without what is needed at the end.
+    """Raise an error, before any work, if scikit-learn is missing.
 
     Raises:
         ValueError: If scikit-learn is not installed.
@@ -284,7 +289,8 @@ def _check_output(output: Path, overwrite: bool) -> None:
                 "another folder."
             )
         return
-    # A build that was killed between the two files of a tree keeps its nodes, by which the first of them is known as its own.
+    # A build that was killed between the two files of a tree leaves its folder of finished nodes behind. The folder shows
+    # that the centroids are the build's own.
     ours = {WINDOWS, CENTROIDS_FILE} if (output / WINDOWS / _FINISHED).is_dir() else {WINDOWS}
     if output.is_dir() and any(path.name not in ours and not path.name.startswith(".") for path in output.iterdir()):
         raise ValueError(

@@ -1,7 +1,7 @@
-"""Windows that several tasks have embedded, each into a folder of its own: read as one array, in one order.
+"""Windows that several tasks have embedded into separate folders, read as one array.
 
-Where tasks say which files of rows their documents are from, that order is the order of these files, as if one run had read them all:
-it does not depend on how many tasks there were. Elsewhere it is the order of the tasks.
+If tasks record which files of rows their documents come from, the order of windows is the order of these files, as if
+one run had read them all, and does not depend on the number of tasks. Otherwise it is the order of the tasks.
 """
 
 import functools
@@ -21,18 +21,18 @@ _REMEDY = "Run the pipeline again, which embeds what is absent."
 
 
 def task_folder(folder: Path, rank: int) -> Path:
-    """Where a task writes.
+    """Return the folder that a task writes to.
 
     Args:
-        folder: Of all tasks.
-        rank: Of the task.
+        folder: Folder of all tasks.
+        rank: Number of the task.
     """
     return folder / f"{rank:05d}"
 
 
 @dataclass(frozen=True)
 class _Run:
-    """Windows of one task that follow one another there and in the order of all."""
+    """Windows of one task that are consecutive both in the task and in the joined order."""
 
     source: str | None
     rank: int
@@ -40,18 +40,18 @@ class _Run:
     end: int
 
     @property
-    def place(self) -> tuple[tuple[str, ...], int, int]:
+    def sort_key(self) -> tuple[tuple[str, ...], int, int]:
         return (() if self.source is None else PurePosixPath(self.source).parts), self.rank, self.begin
 
 
 class JoinedRows:
-    """The embeddings of all tasks, `[N, c]`; files are opened when rows are read.
+    """The embeddings of all tasks, `[N, c]`. Files are opened when rows are read.
 
     Args:
-        folder: Of all tasks.
+        folder: Folder of all tasks.
 
     Raises:
-        ValueError: When read, if a task is not complete, or tasks have not done the same.
+        ValueError: On reading, if a task is not complete, or tasks were run with different settings.
     """
 
     def __init__(self, folder: Path):
@@ -60,7 +60,7 @@ class JoinedRows:
 
     @property
     def shape(self) -> tuple[int, int]:
-        """N and c."""
+        """Number of windows N and width c."""
         return len(self), int(self.records[0].request["width"])
 
     def __len__(self) -> int:
@@ -70,16 +70,16 @@ class JoinedRows:
         wanted = np.arange(*rows.indices(len(self))) if isinstance(rows, slice) else np.asarray(rows)
         runs = np.searchsorted(self._ends, wanted, side="right")
         ranks, places = self._ranks[runs], wanted + self._shifts[runs]
-        found = np.empty((len(wanted), self.shape[1]), self.records[0].request["dtype"])
+        rows_read = np.empty((len(wanted), self.shape[1]), self.records[0].request["dtype"])
         order = np.argsort(ranks, kind="stable")
         present, begins = np.unique(ranks[order], return_index=True)
         for rank, here in zip(present.tolist(), np.split(order, begins[1:]), strict=False):
-            found[here] = self._mapped(rank)[places[here]]
-        return found
+            rows_read[here] = self._mapped(rank)[places[here]]
+        return rows_read
 
     @cached_property
     def records(self) -> list[WindowRecord]:
-        """What each task has written."""
+        """The record of each task."""
         first = self._complete_record(0, 1)
         tasks = int(first.request["tasks"])
         records = [first, *(self._complete_record(rank, tasks) for rank in range(1, tasks))]
@@ -89,12 +89,12 @@ class JoinedRows:
 
     @cached_property
     def runs(self) -> list[_Run]:
-        """Where windows are, in their order."""
-        found = []
+        """Consecutive windows, in the joined order."""
+        runs = []
         for rank, record in enumerate(self.records):
             begins = [*record.sources, [None, record.windows]]
-            found += [_Run(source, rank, begin, end) for (source, begin), (_, end) in itertools.pairwise(begins)]
-        return sorted(found, key=lambda run: run.place)
+            runs += [_Run(source, rank, begin, end) for (source, begin), (_, end) in itertools.pairwise(begins)]
+        return sorted(runs, key=lambda run: run.sort_key)
 
     @cached_property
     def _ends(self) -> np.ndarray:
@@ -102,41 +102,41 @@ class JoinedRows:
 
     @cached_property
     def _ranks(self) -> np.ndarray:
-        """The task of each run."""
+        """Number of the task of each run."""
         return np.array([run.rank for run in self.runs], np.int64)
 
     @cached_property
     def _shifts(self) -> np.ndarray:
-        """How far the rows of each run are from their places among all."""
+        """Offset of each run: a row's index in its task minus its index in the joined order."""
         return np.array([run.end for run in self.runs], np.int64) - self._ends
 
     def _map(self, rank: int) -> np.ndarray:
-        """Embeddings of a task; the file itself is not kept open, of which a process may have about a thousand."""
-        found = self.map(rank, "embeddings")
-        assert isinstance(found, np.memmap)
+        """Map the embeddings of a task, without keeping the file open: a process may have only about a thousand open files."""
+        array = self.map(rank, "embeddings")
+        assert isinstance(array, np.memmap)
         path = _array_file(self._folder, rank, "embeddings")
         content = torch.from_file(str(path), size=path.stat().st_size, dtype=torch.uint8).numpy()
-        return np.ndarray(found.shape, found.dtype, content, found.offset)
+        return np.ndarray(array.shape, array.dtype, content, array.offset)
 
     def map(self, rank: int, name: str) -> np.ndarray:
-        """An array of a task.
+        """Map an array of a task.
 
         Args:
-            rank: Of the task.
+            rank: Number of the task.
             name: `"embeddings"`, `"documents"` or `"labels"`.
 
         Raises:
-            ValueError: If it is absent or not whole.
+            ValueError: If the file is missing or incomplete, or has embeddings of another width.
         """
         path = _array_file(self._folder, rank, name)
-        found = map_array(path, self.records[rank].windows, "Delete its folder, and run the pipeline again.")
+        array = map_array(path, self.records[rank].windows, "Delete its folder, and run the pipeline again.")
         width = self.records[rank].request["width"]
-        if name == "embeddings" and found.shape[1:] != (width,):
+        if name == "embeddings" and array.shape[1:] != (width,):
             raise ValueError(
-                f"file {str(path)!r} has rows of the shape {found.shape[1:]}; expected ({width},), the width of the embedding "
+                f"file {str(path)!r} has rows of the shape {array.shape[1:]}; expected ({width},), the width of the embedding "
                 "model. Delete its folder, and run the pipeline again."
             )
-        return found
+        return array
 
     def _complete_record(self, rank: int, tasks: int) -> WindowRecord:
         record = read_record(task_folder(self._folder, rank))
@@ -162,14 +162,14 @@ def _array_file(folder: Path, rank: int, name: str) -> Path:
 
 
 def join_shards(folder: Path, output: Path) -> None:
-    """Write documents and labels of all tasks in their order, numbered through; embeddings stay where they are.
+    """Write the documents and labels of all tasks' windows in the joined order, renumbered; embeddings are not copied.
 
     Args:
-        folder: Of all tasks.
+        folder: Folder of all tasks.
         output: Folder of windows, which `open_windows` reads.
 
     Raises:
-        ValueError: As `JoinedRows`; if no task has any window; or if `output` holds other windows.
+        ValueError: If `JoinedRows` cannot read the tasks, no task has any window, or `output` holds other windows.
     """
     joined = JoinedRows(folder)
     first = joined.records[0].request
@@ -181,8 +181,8 @@ def join_shards(folder: Path, output: Path) -> None:
     texts = hashlib.sha256("".join(record.texts for record in joined.records).encode()).hexdigest()
     request = {key: value for key, value in first.items() if key != "rank"}
     request |= {"texts": texts, "embeddings": str(folder.resolve())}
-    found = read_record(output)
-    check_request(output, request if found is None else found.request, request)
+    existing = read_record(output)
+    check_request(output, request if existing is None else existing.request, request)
     numbers = GrowingArray(output / "documents.npy", "int64")
     labels = None if first["label_column"] is None else GrowingArray(output / "labels.npy", "int32")
     names: dict[str, int] = {}
@@ -207,4 +207,4 @@ def join_shards(folder: Path, output: Path) -> None:
 
 
 Embeddings = np.ndarray | JoinedRows
-"""`[N, c]` float16 or float32, on the disk or in memory."""
+"""Embeddings `[N, c]`, float16 or float32, on the disk or in memory."""

@@ -1,4 +1,4 @@
-"""The windows of a corpus on disk: their embeddings, documents and labels, written once and resumed after an interruption."""
+"""The windows of a corpus on disk: embeddings, documents and labels, written once, and resumed after an interruption."""
 
 import hashlib
 import json
@@ -19,16 +19,16 @@ from midus_hf.retrieval.embedding import TextEmbedder
 
 @dataclass(frozen=True)
 class StoredWindows:
-    """What is on the disk of a corpus, mapped and not read.
+    """The windows of a corpus in a folder, memory-mapped.
 
     Args:
-        embeddings: `[N, c]` float16 or float32, a row a window, in the order of the corpus; those of tasks are read when they are
-            asked for.
-        documents: The number of the document of each window, `[N]` int64.
-        labels: The label of each window, a place in `label_names`, `[N]` int32; None where the corpus has none.
-        label_names: The labels, in the order in which they first appear.
-        corpus: Where the documents were; None if tasks have embedded them.
-        fingerprint: Of what was asked for, and of how many windows that made.
+        embeddings: Embeddings `[N, c]`, float16 or float32, one row per window, in the order of the corpus. Files of
+            pipeline tasks are opened only when rows are read.
+        documents: Number of the document of each window, `[N]`, int64.
+        labels: Label of each window as an index into `label_names`, `[N]`, int32; None if the corpus has no labels.
+        label_names: The labels, in the order of their first appearance.
+        corpus: Location of the documents; None if pipeline tasks have embedded them.
+        fingerprint: Fingerprint of the request and of the number of windows.
     """
 
     embeddings: Embeddings
@@ -47,18 +47,18 @@ def store_windows(
     window_tokens: int = 2048,
     dtype: str = "float32",
 ) -> StoredWindows:
-    """Embed the windows of a corpus into a folder, or as many of them as are not there yet.
+    """Embed the windows of a corpus into a folder. Windows that the folder has already are not embedded again.
 
     Args:
-        folder: Where to; it is made.
-        corpus: The documents.
-        tokenizer: From `load_fast_tokenizer`; cuts windows.
-        embedder: Embeds them.
-        window_tokens: Tokens of a window. Default: 2048.
-        dtype: What embeddings are kept as, `"float16"` or `"float32"`. Default: `"float32"`.
+        folder: Folder of windows, which is created.
+        corpus: Location and format of the documents.
+        tokenizer: Tokenizer that cuts windows, from `load_fast_tokenizer`.
+        embedder: Embeds the windows.
+        window_tokens: Tokens per window. Default: 2048.
+        dtype: Dtype in which embeddings are stored, `"float16"` or `"float32"`. Default: `"float32"`.
 
     Raises:
-        ValueError: If the folder holds the windows of another request or is being written by another run, an option is out of
+        ValueError: If the folder holds windows of another request or another run is writing to it, an option is out of
             range, or the corpus cannot be read or is empty.
     """
     from tqdm import tqdm
@@ -78,13 +78,13 @@ def store_windows(
 
 
 def open_windows(folder: Path) -> StoredWindows:
-    """Map what `store_windows` has written.
+    """Open the windows that `store_windows` or `join_shards` wrote.
 
     Args:
-        folder: Where it is.
+        folder: Folder of windows.
 
     Raises:
-        ValueError: If it is not there, or not complete.
+        ValueError: If there are no windows, or not all of them.
     """
     record = read_record(folder)
     if record is None or not record.complete:
@@ -109,11 +109,11 @@ def open_windows(folder: Path) -> StoredWindows:
 
 
 def windows_of_corpus(folder: Path, corpus: Corpus) -> StoredWindows | None:
-    """Map the windows that `store_windows` has written, if they are those of a corpus, whose files have not changed since.
+    """Return the stored windows if they belong to a corpus whose files have not changed since, else None.
 
     Args:
-        folder: Where they may be.
-        corpus: The documents; labels do not count.
+        folder: Folder that may hold windows.
+        corpus: The corpus to compare with. Its label column is ignored.
     """
     record = read_record(folder)
     if record is None or not record.complete or "files" not in record.request:

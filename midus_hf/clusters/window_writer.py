@@ -1,7 +1,8 @@
-"""Windows are embedded into a folder a stretch at a time, and a stretch that is done is on the disk before the next begins.
+"""Embedding windows into a folder in stretches, so that an interrupted run can be resumed.
 
-So what an interrupted run has left goes on with the same stretches, and ends in the same bytes. A stretch ends with the file of
-rows that its documents are from: the embeddings of a file do not depend on the files that are read along with it.
+A stretch reaches the disk before the next stretch begins. A resumed run therefore uses the same stretches, and its
+files end with the same bytes. A stretch never crosses files of rows, so the embeddings of a file do not depend on the
+files that are read along with it.
 """
 
 import contextlib
@@ -25,27 +26,27 @@ from midus_hf.retrieval.embedding import TextEmbedder
 
 DTYPES = ("float16", "float32")
 _STRETCH = 1024
-"""Windows that are embedded between two records of how far it is, at most."""
+"""Most windows per stretch, after which the progress is recorded."""
 
 _VERSION = 2
 _RECORD = "windows.json"
 _PLACES = ("corpus", "embeddings", "embedding_model_name", "tokenizer_name")
-"""What a request says of where things lie: they may have moved."""
+"""Keys of a request that name locations. They may change, since files may be moved."""
 
 
 @dataclass
 class WindowRecord:
-    """How far it is: what is behind the last stretch that is whole.
+    """Progress of a folder of windows, up to its last complete stretch.
 
     Args:
-        request: All that embeddings depend on, but for the rounding of batches.
-        windows: Windows that are there. Default: 0.
-        last_document: The number of the document of the last of them. Default: -1.
-        last_number: Its number among the windows of its document. Default: -1.
-        texts: A digest of the texts of all documents up to that one. Default: of none.
-        label_names: Labels, in the order in which they first appear. Default: none.
-        sources: Pairs of a file of rows and the window with which it begins, where that was asked for. Default: none.
-        complete: Whether all windows are there. Default: false.
+        request: Everything that embeddings depend on, except the rounding of batches.
+        windows: Number of stored windows. Default: 0.
+        last_document: Number of the last window's document. Default: -1.
+        last_number: Index of the last window among the windows of its document. Default: -1.
+        texts: Digest of the texts of all documents up to `last_document`. Default: empty, for no documents.
+        label_names: Labels, in the order of their first appearance. Default: none.
+        sources: Pairs of a file of rows and its first window, if the writer keeps sources. Default: none.
+        complete: Whether all windows are stored. Default: false.
     """
 
     request: dict[str, Any]
@@ -59,7 +60,7 @@ class WindowRecord:
 
     @property
     def fingerprint(self) -> str:
-        """SHA-256 over the request and how many windows there are, 64 hexadecimal digits; places are no part of it."""
+        """SHA-256 of the request (without locations) and the number of windows, 64 hexadecimal digits."""
         kept = {key: value for key, value in self.request.items() if key not in _PLACES}
         return hashlib.sha256(json.dumps([kept, self.windows], sort_keys=True).encode()).hexdigest()
 
@@ -67,13 +68,13 @@ class WindowRecord:
 def windows_request(
     tokenizer: PreTrainedTokenizerBase, embedder: TextEmbedder, window_tokens: int, dtype: str
 ) -> dict[str, Any]:
-    """What embeddings depend on beside their documents.
+    """Return the settings that embeddings depend on, beside the documents.
 
     Args:
-        tokenizer: Cuts windows.
-        embedder: Embeds them.
-        window_tokens: Tokens of a window.
-        dtype: What embeddings are kept as.
+        tokenizer: Tokenizer that cuts windows.
+        embedder: Embeds the windows.
+        window_tokens: Tokens per window.
+        dtype: Dtype in which embeddings are stored, `"float16"` or `"float32"`.
 
     Raises:
         ValueError: If an option is out of range.
@@ -93,35 +94,36 @@ def windows_request(
     }
 
 
-def check_request(folder: Path, found: dict[str, Any], wanted: dict[str, Any]) -> None:
-    """Refuse a folder that was made for another request.
+def check_request(folder: Path, existing: dict[str, Any], wanted: dict[str, Any]) -> None:
+    """Check that a folder's windows were made for the wanted request.
 
     Args:
-        folder: For the message.
-        found: Its request.
-        wanted: The one that it must have.
+        folder: The folder, for the error message.
+        existing: Request of the folder.
+        wanted: The wanted request.
 
     Raises:
-        ValueError: If they differ in anything but places.
+        ValueError: If the requests differ in anything but locations.
     """
     for key, value in wanted.items():
-        if key not in _PLACES and found.get(key) != value:
+        if key not in _PLACES and existing.get(key) != value:
             raise ValueError(
-                f"folder {str(folder)!r} holds windows that were made with another {key}, {found.get(key)!r}; expected {value!r}. "
+                f"folder {str(folder)!r} holds windows that were made with another {key}, {existing.get(key)!r}; expected {value!r}. "
                 "Choose another output, or delete this folder."
             )
 
 
 class WindowWriter:
-    """Embeds the windows of documents into a folder, or as many of them as are not there yet.
+    """Writer that embeds the windows of documents into a folder, and resumes after an interruption.
 
     Args:
-        folder: Where to.
-        request: All that they depend on, from `windows_request` and more.
-        keep_sources: Whether the record lists files of rows. Default: false.
+        folder: Folder of windows.
+        request: Everything that embeddings depend on: the result of `windows_request`, and what identifies the
+            documents.
+        keep_sources: Whether to record which file of rows each window comes from. Default: false.
 
     Raises:
-        ValueError: If the folder holds the windows of another request.
+        ValueError: If the folder holds windows of another request.
     """
 
     def __init__(self, folder: Path, request: dict[str, Any], keep_sources: bool = False):
@@ -137,22 +139,22 @@ class WindowWriter:
         embedder: TextEmbedder,
         progress: Callable[[int], None] | None = None,
     ) -> Iterator[WindowRecord]:
-        """Embed what remains, stretch by stretch.
+        """Embed the windows that are not stored yet, stretch by stretch.
 
         Args:
-                documents: All of them, from the first on.
-            tokenizer: As in `windows_request`.
-            embedder: As in `windows_request`.
-            progress: As in `TextEmbedder.embed`. Default: None.
+            documents: All documents, starting with the first.
+            tokenizer: Tokenizer that cuts windows.
+            embedder: Embeds the windows.
+            progress: Called with the number of windows that were just embedded. Default: None.
 
         Yields:
-            The record, after each stretch that is on the disk.
+            The record, after each stretch that has reached the disk.
 
         Raises:
-            ValueError: If documents are not those that an interrupted run has begun with.
+            ValueError: If the documents differ from the documents that the interrupted run began with.
         """
         record = self.record
-        names = {name: place for place, name in enumerate(record.label_names)}
+        names = {name: index for index, name in enumerate(record.label_names)}
         with contextlib.ExitStack() as stack:
 
             def array(name: str, dtype: str, width: int | None = None) -> GrowingArray:
@@ -183,7 +185,7 @@ class WindowWriter:
                 yield record
 
     def finish(self) -> None:
-        """Record that all windows are there."""
+        """Record that all windows are stored."""
         self.record.complete = True
         write_record(self._folder, self.record)
 
@@ -193,7 +195,7 @@ class WindowWriter:
         return (window for window in windows if (window.document.number, window.number) > done)
 
     def _from_there(self, documents: Iterable[Document]) -> Iterator[Document]:
-        """Documents from the last one on that is there, behind those with which an interrupted run began."""
+        """Yield the documents from the last stored one on, after checking that the documents before are unchanged."""
         last, digest, number = self.record.last_document, "", -1
         for document in documents:
             number = document.number
@@ -214,13 +216,13 @@ class WindowWriter:
 
 @contextlib.contextmanager
 def only_run(folder: Path) -> Iterator[None]:
-    """Keep other runs from writing to a folder, which is made.
+    """Lock a folder for writing while the context lasts. The folder is created.
 
     Args:
-        folder: Of windows.
+        folder: Folder of windows.
 
     Raises:
-        ValueError: If another run writes to it.
+        ValueError: If another run is writing to the folder.
     """
     folder.mkdir(parents=True, exist_ok=True)
     lock = FileLock(folder / ".lock", timeout=0)
@@ -237,13 +239,13 @@ def only_run(folder: Path) -> Iterator[None]:
 
 
 def read_record(folder: Path) -> WindowRecord | None:
-    """How far a folder is; None if it has no record.
+    """Return the record of a folder of windows, or None if the folder has no record.
 
     Args:
-        folder: Of windows.
+        folder: Folder of windows.
 
     Raises:
-        ValueError: If the record was altered.
+        ValueError: If the record was altered or is incomplete.
     """
     path = folder / _RECORD
     if not path.is_file():
@@ -257,11 +259,11 @@ def read_record(folder: Path) -> WindowRecord | None:
 
 
 def write_record(folder: Path, record: WindowRecord) -> None:
-    """Say how far a folder is; a reader finds this or what was said before.
+    """Replace the record of a folder of windows. A reader sees either the old or the new record.
 
     Args:
-        folder: Of windows.
-        record: What is said.
+        folder: Folder of windows.
+        record: The new record.
     """
     with whole_file(folder / _RECORD) as partial:
         partial.write_text(json.dumps(vars(record), indent=2) + "\n", encoding="utf-8")
@@ -274,7 +276,7 @@ def _stretches(windows: Iterable[Window]) -> Iterator[list[Window]]:
 
 
 def _fingerprint(tokenizer: Any) -> str:
-    """Of all that decides where tokens begin; what an earlier call has left of truncation and padding is no part of it."""
+    """Return a digest of all settings that decide where tokens begin, without the truncation and padding of earlier calls."""
     settings = json.loads(tokenizer.backend_tokenizer.to_str())
     kept = {key: value for key, value in settings.items() if key not in ("truncation", "padding")}
     return hashlib.sha256(json.dumps(kept, sort_keys=True).encode()).hexdigest()
