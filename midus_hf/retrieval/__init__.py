@@ -1,4 +1,4 @@
-"""Which topics a text is about: trees of clusters, the path of a text in one, its embedding, and the documents nearest to it."""
+"""Topics of texts: trees of clusters, the path of a text in a tree, embeddings, and the documents nearest to a text."""
 
 from midus_hf.retrieval.answering import FetchingPipeline
 from midus_hf.retrieval.cluster_tree import ClusterTree

@@ -1,4 +1,4 @@
-"""Prompts in, answers out: a path is found for each prompt, its blocks are fetched, and the model generates with them."""
+"""From prompts to answers: find a path for each prompt, fetch the blocks on the path, and generate with them."""
 
 import time
 from collections.abc import Sequence
@@ -13,15 +13,15 @@ from midus_hf.retrieval.memory_retriever import MemoryRetriever
 
 
 class FetchingPipeline:
-    """As `transformers.pipeline("text-generation")`, for a model whose texts fetch blocks.
+    """Counterpart of `transformers.pipeline("text-generation")` for models whose texts fetch blocks.
 
     Args:
-        model: That `from_pretrained` loaded from its folder, with its bank.
-        tokenizer: Of the model; a tokenizer without a padding token pads with its end of a text.
-        retriever: Finds paths, by the tree that the bank was trained with.
+        model: Model that `from_pretrained` loaded from its folder, with its bank.
+        tokenizer: Tokenizer of the model. If it has no padding token, its end-of-text token pads.
+        retriever: Retriever with the tree that the bank was trained with.
 
     Raises:
-        ValueError: If the model fetches no blocks, or by a tree of another shape.
+        ValueError: If the model fetches no blocks, or the retriever's tree does not fit the bank.
     """
 
     def __init__(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, retriever: MemoryRetriever):
@@ -42,23 +42,27 @@ class FetchingPipeline:
         batch_size: int | None = None,
         **generation: Any,
     ) -> list[dict[str, Any]]:
-        """Answer prompts, batch by batch: while one generates, threads read the blocks of the next.
+        """Return answers to prompts, batch by batch. While one batch generates, threads read the blocks of the next.
 
         Args:
-            prompts: One, or several. A blank prompt, as one that is near no topic, is answered with the generic memory; the model
-                goes on from the token that begins a text.
+            prompts: One prompt, or several. A blank prompt, or one that is near no topic, is answered with the generic
+                memory. A prompt without any token starts from the token that begins a text.
             blocked: Nodes whose blocks are never fetched, as in `ClusterTree.paths`. Default: none.
             return_full_text: Whether the text begins with the prompt. Default: true.
-            batch_size: Prompts of a batch. Default: all in one.
-            generation: What `generate` takes, such as `max_new_tokens`.
+            batch_size: Prompts per batch. Default: all prompts in one batch.
+            generation: Arguments of `generate`, such as `max_new_tokens`.
 
         Returns:
-            For each prompt `{"generated_text", "memory_ids", "seconds", "tiers"}`: its path; how long it took to `retrieve` the
-            paths of all prompts, and for its batch to `fetch` and to `generate`; and what the fetch of its batch found in each tier
-            of the bank, `{"hits", "misses", "ahead", "read_bytes", "held_bytes"}` as in `TierStatistics`.
+            For each prompt `{"generated_text", "memory_ids", "seconds", "tiers"}`. `memory_ids` is the path. `seconds`
+            has the
+            time to `retrieve` the paths of all prompts, and to `fetch` and `generate` for the prompt's batch. `tiers`
+            has the
+            counts of the batch's fetch in each tier of the bank, `{"hits", "misses", "ahead", "read_bytes",
+            "held_bytes"}` as in
+            `TierStatistics`.
 
         Raises:
-            ValueError: If `blocked` leaves no path, or batches have no prompts.
+            ValueError: If `blocked` leaves no path, or `batch_size` is less than 1.
             BankError: If blocks of a batch cannot be read.
         """
         texts = [prompts] if isinstance(prompts, str) else list(prompts)
@@ -85,29 +89,27 @@ class FetchingPipeline:
         return_full_text: bool,
         generation: dict[str, Any],
     ) -> list[dict[str, Any]]:
-        """The answers of one batch.
+        """Return the answers to one batch.
 
         Args:
-            texts: B prompts.
-            paths: `[B, p]`, theirs.
-            following: `[C, p]`, those of the next batch, which may have none.
-            retrieving: Seconds that finding paths took.
-            return_full_text: As for a call.
-            generation: As for a call.
+            texts: The prompts; B of them.
+            paths: Paths of the prompts, `[B, p]`.
+            following: Paths of the next batch, `[C, p]`; C may be 0.
+            retrieving: Seconds that retrieving the paths took.
         """
         model: Any = self.model
         before = model.banks.statistics()
         started = time.perf_counter()
         blocks = model.fetch_memory(paths)
         fetched = time.perf_counter()
-        found = {tier: asdict(counts.since(before[tier])) for tier, counts in model.banks.statistics().items()}
+        tiers = {tier: asdict(counts.since(before[tier])) for tier, counts in model.banks.statistics().items()}
         if len(following):
             model.prefetch_memory(following)
         encoded = self._encoded(texts)
         with torch.no_grad():
             tokens = model.generate(**encoded, memory_ids=paths, pad_token_id=self._pad_token_id, **generation)
         finished = time.perf_counter()
-        del blocks  # which the bank had ready for every token
+        del blocks  # kept until here, so that the bank had them ready for every token
         seconds = {"retrieve": retrieving, "fetch": fetched - started, "generate": finished - fetched}
         continuations = self.tokenizer.batch_decode(
             tokens[:: len(tokens) // len(texts), encoded["input_ids"].shape[1] :], skip_special_tokens=True
@@ -117,7 +119,7 @@ class FetchingPipeline:
                 "generated_text": (text if return_full_text else "") + continuation,
                 "memory_ids": path,
                 "seconds": seconds,
-                "tiers": found,
+                "tiers": tiers,
             }
             for text, continuation, path in zip(texts, continuations, paths.tolist(), strict=True)
         ]
@@ -129,7 +131,7 @@ class FetchingPipeline:
 
     @property
     def _first_token(self) -> list[int]:
-        """What the model goes on from where a prompt has no token."""
+        """Token that generation starts from if a prompt has no token."""
         begin, end = self.tokenizer.bos_token_id, self.tokenizer.eos_token_id
         if begin is None and end is None:
             raise ValueError(
@@ -139,7 +141,7 @@ class FetchingPipeline:
         return [end if begin is None else begin]
 
     def _encoded(self, texts: list[str]) -> dict[str, torch.Tensor]:
-        """Tokens and their mask, padded on the left, where generation does not begin."""
+        """Return tokens and attention mask, padded on the left, since generation continues on the right."""
         rows = [self.tokenizer(text).input_ids or self._first_token for text in texts]
         longest = max(map(len, rows))
         padding = self._pad_token_id or 0

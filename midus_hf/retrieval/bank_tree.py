@@ -1,4 +1,4 @@
-"""Whether a tree of topics is one that a model's banks have blocks for."""
+"""Check that a tree of topics fits a model's banks."""
 
 from typing import Any
 
@@ -6,16 +6,16 @@ from midus_hf.retrieval.cluster_tree import ClusterTree
 
 
 def check_tree(tree: ClusterTree, model: Any) -> None:
-    """See that a tree is the one by which the texts of a model fetch blocks.
+    """Check that a tree is the one by which the texts of a model fetch blocks.
 
-    In another tree paths are those of other topics' blocks, and nothing else would tell.
+    Paths in another tree would lead to the blocks of other topics, which no other check would notice.
 
     Args:
-        tree: That paths are found by.
-        model: Whose texts fetch blocks from banks.
+        tree: Tree in which paths are looked up.
+        model: Model whose texts fetch blocks from banks.
 
     Raises:
-        ValueError: If it has another number of levels, or of children, or is another tree than that which the bank was trained with.
+        ValueError: If the number of levels or of children differs, or the bank was trained with another tree.
     """
     for name, layout in model.banks.layouts.items():
         if (layout.blocks.branching, layout.num_levels) != (tree.branching, tree.levels):

@@ -17,26 +17,28 @@ from midus_hf.retrieval.tree_files import (
 )
 
 _ELEMENTS = 2**23
-"""Elements of centroids that are copied at a time: each embedding that descends has copies of its own."""
+"""Elements of centroids that are copied at a time: each embedding that descends gets its own copy of them."""
 
 
 class ClusterTree:
-    """Nested clusters: a node of every level but the last has `branching` children.
+    """Nested clusters: every node above the last level has `branching` children.
 
-    Level l, from 0, has `branching ** (l + 1)` nodes, numbered through the level from 0; the children of node i are the
-    nodes `branching * i + digit` of the next. All tensors are on the CPU.
+    Level l, counted from 0, has `branching ** (l + 1)` nodes, numbered from 0 within the level. The children of node i
+    are the nodes `branching * i + digit` of the next level. All tensors are on the CPU.
 
     Args:
-        branching: Children of a node, at least 2.
-        centroids: One tensor a level, `[branching ** (l + 1), c]`, kept as float32. A node whose centroid has a NaN
-            has no data: nothing is ever assigned to it.
-        origin: What the tree was built with. Default: nothing is known of it.
-        sizes: Windows of each node, `[branching ** (l + 1)]` int64 a level. Default: None, nobody counted.
-        min_similarity: The least `similarity` of texts that a topic of the tree is about, as those have which the tree was built
-            of. Default: None, nobody measured it.
+        branching: Number of children per node, at least 2.
+        centroids: One tensor per level, `[branching ** (l + 1), c]`, kept as float32. A node whose centroid has a NaN
+            has no data, and nothing is ever assigned to it.
+        origin: What the tree was built with. Default: unknown.
+        sizes: Number of windows per node, one tensor per level, `[branching ** (l + 1)]`, int64. Default: None; not
+            counted.
+        min_similarity: Least `similarity` of texts that belong to a topic of the tree, like the texts that the tree was
+            built from. Default: None; not measured.
 
     Raises:
-        ValueError: If shapes do not fit, a value is infinite, `min_similarity` is no cosine, or no path leads to a leaf.
+        ValueError: If shapes do not fit, a value is infinite, `min_similarity` is not a cosine, or no path leads to a
+            leaf.
     """
 
     def __init__(
@@ -70,7 +72,7 @@ class ClusterTree:
         self.origin = TreeOrigin() if origin is None else origin
         self.sizes = None if sizes is None else [level.to("cpu", torch.int64) for level in sizes]
         wide = [tensor.detach().to("cpu", torch.float32) for tensor in centroids]
-        # Empty nodes are all NaN of one kind, so that equal trees have equal bytes.
+        # Every empty node gets the same NaN in every element, so that equal trees have equal bytes.
         self.centroids = [torch.where(level.isnan().any(-1, keepdim=True), torch.nan, level) for level in wide]
         if any(level.isinf().any() for level in self.centroids):
             raise ValueError("centroids have infinite values; expected finite ones, or NaN for nodes without data.")
@@ -80,26 +82,28 @@ class ClusterTree:
 
     @property
     def levels(self) -> int:
-        """p, the number of levels."""
+        """Number of levels, p."""
         return len(self.centroids)
 
     @cached_property
     def fingerprint(self) -> str:
-        """SHA-256 over branching and centroids, 64 hexadecimal digits: equal for trees that give equal paths."""
+        """SHA-256 of branching and centroids, 64 hexadecimal digits: equal for trees that give equal paths."""
         return fingerprint_of(self.branching, self.centroids)
 
     def paths(self, embeddings: torch.Tensor, blocked: Sequence[tuple[int, int]] = ()) -> torch.Tensor:
-        """Descend greedily: at each level to that child of the node whose centroid is nearest by L2 distance.
+        """Return the path of each embedding, by greedy descent: at each level to the child with the nearest centroid by
+        L2 distance.
 
-        Children from which no leaf can be reached, since they or all leaves below them are blocked or without data, are
-        left out; the next best sibling is taken. Of children that are equally near, in float32, the first is taken.
+        Children from which no leaf can be reached are left out, because they or all leaves below them are blocked or
+        without data; the next best sibling is taken. Among children that are equally near in float32, the first is
+        taken.
 
         Args:
-            embeddings: `[N, c]`, finite, of any float type.
-            blocked: Pairs of level, from 1, and node that are never taken, nor anything below them. Default: none.
+            embeddings: Embeddings `[N, c]`, finite, of any float dtype.
+            blocked: Pairs of level, from 1, and node. No path takes these nodes or any node below them. Default: none.
 
         Returns:
-            `[N, p]` int64, on the CPU: the node at each level.
+            The node at each level, `[N, p]`, int64, on the CPU.
 
         Raises:
             ValueError: If embeddings are not of the tree's width or not finite, or `blocked` names a node that does not
@@ -117,28 +121,29 @@ class ClusterTree:
         return torch.cat([self._descend(stretch, takeable) for stretch in rows])
 
     def similarity(self, embeddings: torch.Tensor) -> torch.Tensor:
-        """Return how near each embedding is to the nearest topic of the first level: the cosine with the topic's centroid.
+        """Return the cosine of each embedding with the nearest topic of the first level, by the topic's centroid.
 
-        Topics of the first level are broad, and have many windows. A leaf may have a single window, to which no other text is near.
+        Topics of the first level are broad and have many windows. A leaf may have a single window, to which no other
+        text is near.
 
         Args:
-            embeddings: As in `paths`.
+            embeddings: Embeddings `[N, c]`, finite, of any float dtype.
 
         Returns:
-            `[N]` float32, from -1 to 1.
+            `[N]`, float32, from -1 to 1.
         """
         topics = self.centroids[0][self._takeable[0]]
         rows = torch.nn.functional.normalize(embeddings.detach().cpu().double(), dim=-1)
         return (rows @ torch.nn.functional.normalize(topics.double(), dim=-1).T).max(-1).values.float()
 
     def leaf_path(self, leaf: int) -> tuple[int, ...]:
-        """The node at each level on the way to a leaf, the leaf itself last.
+        """Return the node at each level on the way to a leaf; the last one is the leaf.
 
         Args:
-            leaf: Its number in the last level.
+            leaf: Number of the leaf in the last level.
 
         Raises:
-            ValueError: If there is no such leaf.
+            ValueError: If the tree has no leaf of this number.
         """
         count = self.branching**self.levels
         if not 0 <= leaf < count:
@@ -149,7 +154,7 @@ class ClusterTree:
         """Write `tree.safetensors` and `tree.json`.
 
         Args:
-            folder: Where to; it is made.
+            folder: Folder of the files, which is created.
         """
         write_tree(folder, TreeContents(self.branching, self.centroids, self.origin, self.sizes, self.min_similarity))
 
@@ -158,10 +163,10 @@ class ClusterTree:
         """Read a saved tree.
 
         Args:
-            folder: What `save` wrote.
+            folder: Folder that `save` wrote, or folder of a model whose bank has the tree's files.
 
         Raises:
-            ValueError: If a file is absent, of another version, truncated or altered; it names the file.
+            ValueError: If a file is missing, of another version, truncated or altered. The message names the file.
         """
         contents = read_tree(folder)
         return cls(contents.branching, contents.centroids, contents.origin, contents.sizes, contents.min_similarity)
@@ -193,23 +198,23 @@ class ClusterTree:
         return takeable
 
     def _with_ways_down(self, takeable: list[torch.Tensor]) -> list[torch.Tensor]:
-        """The same without nodes from which no leaf can be reached, `[branching ** (l + 1)]` bool a level."""
+        """Remove nodes from which no leaf can be reached, and return the rest, `[branching ** (l + 1)]`, bool, per level."""
         for parents, children in reversed(list(itertools.pairwise(takeable))):
             parents &= children.unflatten(0, (-1, self.branching)).any(-1)
         return takeable
 
 
 def squared_distances(embeddings: torch.Tensor, centroids: torch.Tensor) -> torch.Tensor:
-    """Squared L2 distances, |x|^2 - 2 <x, m> + |m|^2.
+    """Return squared L2 distances, |x|^2 - 2 <x, m> + |m|^2.
 
-    They are summed in float64 and then rounded, so that they do not depend on how many are computed at a time.
+    The distances are computed in float64 and then rounded, so they do not depend on how many are computed at a time.
 
     Args:
         embeddings: x, `[N, c]`.
-        centroids: m, `[k, c]` for all embeddings, or `[N, k, c]`, those of each.
+        centroids: m, `[k, c]` for all embeddings, or `[N, k, c]`, with separate centroids for each embedding.
 
     Returns:
-        `[N, k]` float32; NaN where a centroid is.
+        `[N, k]`, float32; NaN where the centroid is NaN.
     """
     rows, wide = embeddings.double(), centroids.double()
     products = rows @ wide.T if wide.dim() == 2 else (wide @ rows.unsqueeze(-1)).squeeze(-1)

@@ -1,4 +1,4 @@
-"""Embeddings of texts by a sentence-transformers model, which plain transformers runs."""
+"""Embeddings of texts by a sentence-transformers model, run with plain transformers."""
 
 import hashlib
 import json
@@ -16,23 +16,24 @@ from midus_hf.saved_models import load_tokenizer
 
 _MODULES = ("Transformer", "Pooling", "Normalize")
 _UNUSED = "pooler."
-"""Start of the names of tensors behind the hidden states: many checkpoints lack them."""
+"""Prefix of the names of tensors that hidden states do not depend on, and that many checkpoints lack."""
 
 
 class TextEmbedder:
-    """Texts to unit vectors: the mean of a model's last hidden states over the tokens of a text, L2-normalised.
+    """Embedder of texts as unit vectors: the L2-normalised mean of a model's last hidden states over a text's tokens.
 
-    Attributes: `width`, c; `max_tokens`, tokens of a text that are read, special ones included.
+    The attribute `width` is c, and `max_tokens` is the number of tokens of a text that are read, including special
+    tokens.
 
     Args:
         model: Folder or hub id of an encoder in the style of sentence-transformers, such as all-MiniLM-L6-v2.
-        device: Where it runs. Default: `"cpu"`.
+        device: Device of the model. Default: `"cpu"`.
         batch_size: Texts per forward pass. Default: 64.
-        max_tokens: Tokens of a text that are read; the rest is cut off. Default: what the model's
-            `sentence_bert_config.json` says, else as many as it has positions for.
+        max_tokens: Tokens of a text that are read; the rest is cut off. Default: the limit in the model's
+            `sentence_bert_config.json`, or else its number of positions.
 
     Raises:
-        ValueError: If the model cannot be loaded, lacks tensors, pools otherwise or changes vectors once more, if its
+        ValueError: If the model cannot be loaded, lacks tensors, pools otherwise or transforms vectors further, if its
             tokenizer has no padding token, or if a number is out of range.
     """
 
@@ -73,7 +74,7 @@ class TextEmbedder:
 
     @cached_property
     def fingerprint(self) -> str:
-        """SHA-256 over the weights that are used and the vocabulary, 64 hexadecimal digits; where the model lies is no part of it."""
+        """SHA-256 of the used weights and the vocabulary, 64 hexadecimal digits. The model's location does not matter."""
         digest = hashlib.sha256(json.dumps(sorted(self.tokenizer.get_vocab().items())).encode())
         for name, tensor in sorted(self.model.state_dict().items()):
             if not name.startswith(_UNUSED):
@@ -83,22 +84,24 @@ class TextEmbedder:
 
     @torch.no_grad()
     def embed(self, texts: Sequence[str], progress: Callable[[int], None] | None = None) -> torch.Tensor:
-        """Embed texts, those of similar lengths together.
+        """Embed texts, with texts of similar lengths in the same batch.
 
-        A row depends on the other texts of its batch by rounding alone, about 1e-7.
+        A row depends on the other texts of its batch only by rounding, about 1e-7.
 
         Args:
-            texts: N of them, in any order.
-            progress: Told of the number of texts of each batch that is done. Default: None.
+            texts: N texts in any order.
+            progress: Called with the number of texts of each finished batch. Default: None.
 
         Returns:
-            `[N, c]` float32 on the CPU, in the order of the texts; rows have length 1.
+            `[N, c]`, float32, on the CPU, in the order of the texts. Rows have length 1.
         """
         rows = torch.empty(len(texts), self.width)
         if not len(texts):
             return rows
         encoded = self.tokenizer(list(texts), truncation=True, max_length=self.max_tokens)["input_ids"]
-        order = sorted(range(len(texts)), key=lambda index: -len(encoded[index]))  # longest first: memory fails early
+        order = sorted(
+            range(len(texts)), key=lambda index: -len(encoded[index])
+        )  # longest first, so that a lack of memory shows at once
         for begin in range(0, len(order), self.batch_size):
             batch = order[begin : begin + self.batch_size]
             padded = self.tokenizer.pad({"input_ids": [encoded[index] for index in batch]}, return_tensors="pt")
@@ -111,21 +114,21 @@ class TextEmbedder:
                 progress(len(batch))
         return rows
 
-    def _check_max_tokens(self, given: int | None) -> int:
+    def _check_max_tokens(self, max_tokens: int | None) -> int:
         positions = getattr(self.model.config, "max_position_embeddings", None) or self.tokenizer.model_max_length
-        if given is None:
+        if max_tokens is None:
             settings = _read_json(self.name, "sentence_bert_config.json") or {}
             return min(settings.get("max_seq_length") or positions, positions)
         least = self.tokenizer.num_special_tokens_to_add() + 1
-        if not least <= given <= positions:
+        if not least <= max_tokens <= positions:
             raise ValueError(
-                f"max_tokens is {given}; expected a number from {least} to {positions}, the model's positions."
+                f"max_tokens is {max_tokens}; expected a number from {least} to {positions}, the model's positions."
             )
-        return given
+        return max_tokens
 
 
 def _check_modules(name: str) -> None:
-    """Refuse a model whose files tell of other steps than those that are taken here."""
+    """Raise an error if the model's files name other steps than mean pooling and normalisation."""
     for module in _read_json(name, "modules.json") or []:
         kind = str(module.get("type", "")).rpartition(".")[2]
         if kind not in _MODULES:
@@ -148,7 +151,7 @@ def _check_modules(name: str) -> None:
 
 
 def _read_json(name: str, path: str) -> Any:
-    """A file of a model's folder or of the hub; None where there is none."""
+    """Read a JSON file of a model from its folder or the hub; return None if there is no file."""
     try:
         file = cached_file(
             name,
@@ -157,7 +160,7 @@ def _read_json(name: str, path: str) -> Any:
             _raise_exceptions_for_missing_entries=False,
             _raise_exceptions_for_connection_errors=False,
         )
-    except OSError:  # no such model: loading it will say so
+    except OSError:  # the model does not exist; loading it will raise an error that says so
         return None
     if file is None:
         return None

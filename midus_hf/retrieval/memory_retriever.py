@@ -1,4 +1,4 @@
-"""The retriever: from texts to paths, by an embedding and a tree of it."""
+"""The retriever: finds the paths of texts by their embeddings in a tree of topics."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -11,24 +11,24 @@ from midus_hf.retrieval.embedding import TextEmbedder
 from midus_hf.retrieval.tree_files import check_similarity, lasting_name
 
 _GENERIC = -1
-"""At each level of a path: the generic memory."""
+"""Number that stands for the generic memory at every level of a path."""
 
 
 class MemoryRetriever:
-    """Finds the path of a text in a tree of topics.
+    """Retriever that finds the path of a text in a tree of topics.
 
-    A text that is near no topic has the path of the generic memory, which is -1 at each level: its blocks were trained by texts of
-    all topics.
+    A text that is near no topic gets the path of the generic memory, -1 at each level, whose blocks were trained by
+    texts of all topics.
 
     Args:
-        tree: The tree.
-        embedder: The model whose embeddings it was built from.
-        min_similarity: The least `ClusterTree.similarity` of a text that has a path of its own; -1 for every text. Default: that of
-            the tree, and without one -1.
+        tree: Tree of topics.
+        embedder: Embedder with the model that the tree was built with.
+        min_similarity: Least `ClusterTree.similarity` of texts that get a path in the tree; -1 gives every text a path.
+            Default: the tree's own, and -1 if the tree has none.
 
     Raises:
-        ValueError: If the embedder has another width than the tree, or is not the model that the tree was built with, or
-            `min_similarity` is no cosine.
+        ValueError: If the embedder has another width than the tree, or is not the model that the tree was built with,
+            or `min_similarity` is not a cosine.
     """
 
     def __init__(self, tree: ClusterTree, embedder: TextEmbedder, min_similarity: float | None = None):
@@ -53,19 +53,19 @@ class MemoryRetriever:
         blocked: Sequence[tuple[int, int]] = (),
         block_best: tuple[int, int] | None = None,
     ) -> torch.Tensor:
-        """The path of each text.
+        """Return the path of each text.
 
         Args:
-            texts: N of them; of each the first `embedder.max_tokens` tokens are read.
-            blocked: As in `ClusterTree.paths`. Default: none.
-            block_best: A level, and how many of its nodes, those that a text would take first, are blocked for that text.
-                Default: none.
+            texts: N texts, of which the first `embedder.max_tokens` tokens are read.
+            blocked: Pairs of level and node that no path may take, as in `ClusterTree.paths`. Default: none.
+            block_best: A level and a number of nodes: at this level, each text is denied this many nodes that it would
+                take first. Default: None; no nodes are denied.
 
         Returns:
-            `[N, p]` int64: the node at each level, or -1 at each where the text is blank or near no topic.
+            The node at each level, `[N, p]`, int64; -1 at every level if the text is blank or near no topic.
 
         Raises:
-            ValueError: As `paths_without_best`.
+            ValueError: If `paths_without_best` refuses `blocked` or `block_best`.
         """
         paths = self.paths_of(self.embedder.embed(texts), blocked, block_best)
         is_blank = torch.tensor([not text.strip() for text in texts], dtype=torch.bool)
@@ -77,7 +77,7 @@ class MemoryRetriever:
         blocked: Sequence[tuple[int, int]] = (),
         block_best: tuple[int, int] | None = None,
     ) -> torch.Tensor:
-        """As `paths`, of texts that are embedded already, `[N, c]`."""
+        """Return the paths of embeddings `[N, c]`, with the other arguments of `paths`."""
         if block_best is None:
             paths = self.tree.paths(embeddings, blocked)
         else:
@@ -85,10 +85,10 @@ class MemoryRetriever:
         return paths_near_topics(self.tree, embeddings, paths, self.min_similarity)
 
     def save(self, folder: str | Path) -> None:
-        """Write the tree, and where its embedding model lies; the model itself is not copied.
+        """Write the tree with the name and fingerprint of its embedding model. The model itself is not copied.
 
         Args:
-            folder: Where to; it is made.
+            folder: Folder of the files, which is created.
         """
         origin = dataclasses.replace(
             self.tree.origin,
@@ -108,17 +108,19 @@ class MemoryRetriever:
         batch_size: int = 64,
         min_similarity: float | None = None,
     ) -> "MemoryRetriever":
-        """Read a tree and load its embedding model.
+        """Load a tree and its embedding model.
 
         Args:
-            folder: What `save`, or `midus cluster build`, wrote; or a model that was trained with a tree, beside which the tree lies.
-            embedding_model: Where the model lies now. Default: where it lay when the tree was saved.
-            device: As in `TextEmbedder`. Default: `"cpu"`.
-            batch_size: As in `TextEmbedder`. Default: 64.
-            min_similarity: As in the class. Default: that of the tree.
+            folder: Folder that `save` or `midus cluster build` wrote, or a model's folder with the tree that its bank
+                was trained with.
+            embedding_model: Folder or hub id of the embedding model. Default: the one recorded in the tree.
+            device: Device of the embedding model. Default: `"cpu"`.
+            batch_size: Texts per forward pass. Default: 64.
+            min_similarity: Least similarity of texts that get a path, as in the class. Default: the tree's own.
 
         Raises:
-            ValueError: As `ClusterTree.load`, `TextEmbedder` and `MemoryRetriever`, or if nobody says which model it is.
+            ValueError: If the tree or the model cannot be loaded, they do not fit each other, or neither the tree nor
+                `embedding_model` names a model.
         """
         tree = ClusterTree.load(folder)
         name = embedding_model or tree.origin.embedding_model
@@ -132,13 +134,13 @@ class MemoryRetriever:
 def paths_near_topics(
     tree: ClusterTree, embeddings: torch.Tensor, paths: torch.Tensor, min_similarity: float | None
 ) -> torch.Tensor:
-    """Return paths `[N, p]`, -1 at each level in place of those of embeddings `[N, c]` that are near no topic.
+    """Return paths `[N, p]`, with -1 at each level for embeddings that are near no topic.
 
     Args:
-        tree: Whose paths they are.
-        embeddings: Whose paths they are.
-        paths: As `ClusterTree.paths` found them.
-        min_similarity: As in `MemoryRetriever`; None for no limit.
+        tree: Tree of the paths.
+        embeddings: Embeddings `[N, c]`.
+        paths: Paths of the embeddings, from `ClusterTree.paths`.
+        min_similarity: Least similarity, as in `MemoryRetriever`. None for no limit.
     """
     if min_similarity is None or min_similarity == -1:
         return paths
@@ -148,22 +150,23 @@ def paths_near_topics(
 def paths_without_best(
     tree: ClusterTree, embeddings: torch.Tensor, level: int, count: int, blocked: Sequence[tuple[int, int]] = ()
 ) -> torch.Tensor:
-    """Paths where the nodes of one level that each embedding would take first are blocked, for it alone.
+    """Return paths for which the nodes of one level that an embedding would take first are blocked for that embedding.
 
-    They are found one after the other: the node of its path is blocked, then that of the path it takes instead, and so on.
+    The nodes are found one after the other: the node on the path is blocked, then the node on the path that is taken
+    instead, and so on.
 
     Args:
-        tree: The tree.
-        embeddings: As in `ClusterTree.paths`.
-        level: Whose nodes are blocked, from 1.
-        count: Of nodes that are blocked for each embedding, 0 or more.
-        blocked: As in `ClusterTree.paths`, for all embeddings. Default: none.
+        tree: Tree of topics.
+        embeddings: Embeddings `[N, c]`, finite, of any float dtype.
+        level: Level of the blocked nodes, from 1.
+        count: Number of nodes that are blocked for each embedding, 0 or more.
+        blocked: Pairs of level and node that are blocked for all embeddings. Default: none.
 
     Returns:
-        `[N, p]` int64, on the CPU: the node at each level.
+        The node at each level, `[N, p]`, int64, on the CPU.
 
     Raises:
-        ValueError: As `ClusterTree.paths`, or if the tree has no such level.
+        ValueError: If the tree lacks the level, or `ClusterTree.paths` refuses the embeddings or the blocked nodes.
     """
     if not 1 <= level <= tree.levels:
         raise ValueError(f"best nodes are to be blocked at level {level}; expected one from 1 to {tree.levels}.")

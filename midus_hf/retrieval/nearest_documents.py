@@ -1,4 +1,4 @@
-"""The document that is nearest to a question: what retrieval-augmented generation puts in front of it."""
+"""The document nearest to a question, which retrieval-augmented generation puts before the question."""
 
 from collections.abc import Callable, Sequence
 
@@ -10,14 +10,15 @@ _QUESTIONS_AT_A_TIME = 256
 
 
 class NearestDocuments:
-    """Finds the one document whose embedding is nearest to that of a question (hierarchical memories, appendix H).
+    """Finder of the one document whose embedding is nearest to a question's (hierarchical memories, appendix H).
 
-    The paper looks among the documents of the question's cluster; here all are compared, which finds one that is at least as near.
+    The paper compares only the documents of the question's cluster. Here all documents are compared, so the one
+    returned is at least as near.
 
     Args:
-        documents: Those that there are.
-        embedder: Of documents and questions; it reads the first `embedder.max_tokens` tokens of each.
-        progress: Told of the number of documents of each batch that is embedded. Default: None.
+        documents: The documents to choose from.
+        embedder: Embedder of documents and questions. It reads the first `embedder.max_tokens` tokens of each.
+        progress: Called with the number of documents of each batch that is embedded. Default: None.
 
     Raises:
         ValueError: If there are no documents.
@@ -33,7 +34,7 @@ class NearestDocuments:
         self._known: dict[str, int] = {}
 
     def __call__(self, questions: Sequence[str]) -> list[str]:
-        """The document of each question; of several that are as near, the first."""
+        """Return the nearest document of each question, or the first among equally near ones."""
         new = [question for question in dict.fromkeys(questions) if question not in self._known]
         for first in range(0, len(new), _QUESTIONS_AT_A_TIME):
             some = new[first : first + _QUESTIONS_AT_A_TIME]

@@ -1,4 +1,4 @@
-"""The two files of a tree: centroids in `tree.safetensors`, and in `tree.json` what they are and what they were made with."""
+"""The two files of a tree: `tree.safetensors` has the centroids, and `tree.json` describes the tree and its origin."""
 
 import dataclasses
 import hashlib
@@ -24,15 +24,15 @@ CENTROIDS_FILE, RECORD_FILE = TREE_FILES
 
 @dataclass(frozen=True)
 class TreeOrigin:
-    """What a tree was built with; what is not known is None.
+    """Models, settings and seed that a tree was built with; None for what is unknown.
 
     Args:
         embedding_model: Folder or hub id of the model that embeds texts. Default: None.
-        embedding_fingerprint: `TextEmbedder.fingerprint` of it. Default: None.
-        embedding_max_tokens: Tokens of a text that it reads, at most. Default: None.
+        embedding_fingerprint: The model's `TextEmbedder.fingerprint`. Default: None.
+        embedding_max_tokens: Most tokens of a text that the model reads. Default: None.
         tokenizer: Folder or hub id of the tokenizer that cut windows. Default: None.
-        window_tokens: Tokens of a window, by that tokenizer. Default: None.
-        seed: Of everything that is random. Default: None.
+        window_tokens: Tokens per window, counted by that tokenizer. Default: None.
+        seed: Seed of all random choices. Default: None.
     """
 
     embedding_model: str | None = None
@@ -45,14 +45,14 @@ class TreeOrigin:
 
 @dataclass(frozen=True)
 class TreeContents:
-    """What the files of a tree hold.
+    """Contents of the files of a tree.
 
     Args:
-        branching: Children of a node.
-        centroids: `[branching ** (l + 1), c]` float32 for level l, from 0; NaN for nodes without data.
-        origin: What the tree was built with.
-        sizes: Windows of each node, `[branching ** (l + 1)]` int64 for level l; None where nobody counted.
-        min_similarity: As in `ClusterTree`.
+        branching: Number of children per node.
+        centroids: `[branching ** (l + 1), c]`, float32, for level l, from 0; NaN for nodes without data.
+        origin: Models, settings and seed that the tree was built with.
+        sizes: Number of windows per node, `[branching ** (l + 1)]`, int64, for level l; None if not counted.
+        min_similarity: Least similarity of texts that belong to a topic, as in `ClusterTree`. Default: None.
     """
 
     branching: int
@@ -63,10 +63,10 @@ class TreeContents:
 
 
 def check_similarity(min_similarity: object) -> float | None:
-    """Return a least similarity that is a cosine, or None.
+    """Return a least similarity as a float, or None, after checking that it is a cosine or None.
 
     Raises:
-        ValueError: If it is neither.
+        ValueError: If `min_similarity` is neither a cosine nor None.
     """
     if min_similarity is None:
         return None
@@ -82,7 +82,7 @@ def check_similarity(min_similarity: object) -> float | None:
 
 
 def lasting_name(model: str) -> str:
-    """The name of a model, such that it also holds in other working directories.
+    """Return the name of a model that stays valid in other working directories: a folder as an absolute path.
 
     Args:
         model: Folder or hub id.
@@ -92,11 +92,11 @@ def lasting_name(model: str) -> str:
 
 
 def fingerprint_of(branching: int, centroids: Sequence[torch.Tensor]) -> str:
-    """SHA-256 over the branching, as 8 bytes, and the bytes of all centroids, the lowest first in both.
+    """Return the SHA-256 of the branching, as 8 bytes, and of the bytes of all centroids; all numbers are little-endian.
 
     Args:
-        branching: Children of a node.
-        centroids: As in `TreeContents`.
+        branching: Number of children per node.
+        centroids: Centroids of each level, as in `TreeContents`.
 
     Returns:
         64 hexadecimal digits.
@@ -108,11 +108,11 @@ def fingerprint_of(branching: int, centroids: Sequence[torch.Tensor]) -> str:
 
 
 def write_tree(folder: str | Path, contents: TreeContents) -> None:
-    """Write both files, the record last; each appears whole or not at all.
+    """Write both files, the record last. Each file appears complete or not at all.
 
     Args:
-        folder: Where to; it is made.
-        contents: The tree.
+        folder: Folder of the files, which is created.
+        contents: Contents of the tree.
     """
     folder = Path(folder).expanduser()
     folder.mkdir(parents=True, exist_ok=True)
@@ -135,13 +135,13 @@ def write_tree(folder: str | Path, contents: TreeContents) -> None:
 
 
 def read_tree(folder: str | Path) -> TreeContents:
-    """Read both files and hold one against the other.
+    """Read both files and check that they fit each other.
 
     Args:
-        folder: As in `write_tree`, or that of a model whose bank was trained with a tree and has its files.
+        folder: Folder that `write_tree` wrote, or folder of a model whose bank has the tree's files.
 
     Raises:
-        ValueError: If a file is absent, of another version, truncated or altered; it names the file.
+        ValueError: If a file is missing, of another version, truncated or altered. The message names the file.
     """
     path = folder_of_tree(Path(folder).expanduser()) / RECORD_FILE
     record = _read_record(path)
@@ -170,10 +170,12 @@ def read_tree(folder: str | Path) -> TreeContents:
 
 
 def folder_of_tree(folder: Path) -> Path:
-    """Return the folder itself or, where it is a model's, that of its first bank which has a tree: all of them have the same one.
+    """Return the folder with a tree's files: the folder itself, or a model's first bank that has them.
+
+    All banks of a model have the same tree.
 
     Args:
-        folder: Of a tree or a model.
+        folder: Folder of a tree or of a model.
     """
     if (folder / RECORD_FILE).exists():
         return folder
@@ -206,7 +208,7 @@ def _read_record(path: Path) -> dict[str, Any]:
 
 
 def _nested(sizes: list[torch.Tensor], branching: int, levels: int) -> bool:
-    if len(sizes) != levels:  # of a record that was altered, more of them than there is memory for
+    if len(sizes) != levels:  # an altered record may have a number of levels whose shapes would not fit into memory
         return False
     expected = [(branching ** (level + 1),) for level in range(levels)]
     if [tuple(level.shape) for level in sizes] != expected:
@@ -222,10 +224,10 @@ def _read_centroids(path: Path, branching: int, levels: int, width: int) -> list
         tensors = load_file(path)
     except (OSError, SafetensorError) as error:
         raise _altered(path, first_line(error)) from error
-    found = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+    shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
     expected = {
-        _name(level): (branching ** (level + 1), width) for level in range(levels if levels == len(found) else 0)
+        _name(level): (branching ** (level + 1), width) for level in range(levels if levels == len(shapes) else 0)
     }
-    if not expected or found != expected or any(tensor.dtype != torch.float32 for tensor in tensors.values()):
+    if not expected or shapes != expected or any(tensor.dtype != torch.float32 for tensor in tensors.values()):
         raise _altered(path, f"its tensors are not the float32 ones that {RECORD_FILE} speaks of")
     return [tensors[name] for name in expected]
