@@ -1,4 +1,4 @@
-"""Documents from text files, JSON lines, Parquet, and folders of them, compressed or not."""
+"""Reading documents from text files, JSON lines and Parquet, compressed or not, and from folders of them."""
 
 from midus_hf.documents.document_error import DocumentError, first_line, import_datasets
 from midus_hf.documents.document_reading import document_rows, iterate_documents, read_documents

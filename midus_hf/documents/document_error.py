@@ -1,26 +1,26 @@
-"""What cannot be read, and the words of other libraries for it."""
+"""The error for documents that cannot be read, and how it quotes other libraries."""
 
 import importlib.util
 from types import ModuleType
 
 
 class DocumentError(ValueError):
-    """Text that cannot be read, or that there is too little of."""
+    """Text that cannot be read, or a corpus with too little text."""
 
 
 def first_line(error: Exception) -> str:
-    """What another library says, without what follows its first line."""
+    """Return the first line of another library's error message, or the error's type if there is no message."""
     return (str(error).strip().splitlines() or [type(error).__name__])[0]
 
 
 def import_datasets(wanted_by: str) -> ModuleType:
-    """Import the package `datasets`, which is an extra.
+    """Import the optional package `datasets`.
 
     Args:
-        wanted_by: What cannot be read without it, for the message.
+        wanted_by: What needs the package, for the error message.
 
     Raises:
-        DocumentError: If it is not installed.
+        DocumentError: If the package is not installed.
     """
     if importlib.util.find_spec("datasets") is None:
         raise DocumentError(f"{wanted_by} needs the package datasets; install it with pip install datasets.")

@@ -1,4 +1,4 @@
-"""Paths of documents in a tree of topics, as columns of their files have them."""
+"""Paths of documents in a tree of topics, read from the columns of the documents' files."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -13,11 +13,11 @@ from midus_hf.documents.file_rows import value_of_row
 
 @dataclass(frozen=True)
 class DocumentPaths:
-    """The paths of documents, and the tree that they are paths of.
+    """Paths of documents with the fingerprint of their tree.
 
     Args:
-        paths: `[documents, p]`, int64, the node of each level; a row of -1 is the path of the generic memory.
-        tree: Fingerprint of the tree; None where the documents do not say which it is.
+        paths: The node at each level, `[documents, p]`, int64. A row of -1 is the path of the generic memory.
+        tree: Fingerprint of the tree; None if the documents do not name one.
     """
 
     paths: np.ndarray
@@ -28,26 +28,26 @@ def read_paths(rows: Iterable[tuple[str, Any]], column: str) -> DocumentPaths:
     """Read the paths of documents.
 
     Args:
-        rows: Of the documents, each with where it is, for messages.
-        column: That holds the paths.
+        rows: Rows of the documents, each after its location, which error messages name.
+        column: Column with the paths.
 
     Raises:
-        DocumentError: If a row has no path, one of another length, or one of another tree than the rows before it.
+        DocumentError: If a row has no path, or a path of another length or another tree than the rows before.
     """
     paths: list[list[int]] = []
     tree: str | None = None
-    for place, row in rows:
+    for location, row in rows:
         path = value_of_row(row, column)
         if not _is_path(path) or (paths and len(path) != len(paths[0])):
             raise DocumentError(
-                f"{place} has {path!r} under {column!r}; expected its node of each level of the tree, as midus cluster assign writes "
-                "it, such as [3, 52, 840], or -1 for each level, the path of the generic memory."
+                f"{location} has {path!r} under {column!r}; expected its node of each level of the tree, as midus cluster assign "
+                "writes it, such as [3, 52, 840], or -1 for each level, the path of the generic memory."
             )
         of_row = value_of_row(row, TREE_COLUMN)
         if paths and of_row != tree:
             raise DocumentError(
-                f"{place} has {_named(of_row)} under {TREE_COLUMN!r}, and the rows before it have {_named(tree)}; expected paths of "
-                "one tree. Assign all documents by the same tree."
+                f"{location} has {_named(of_row)} under {TREE_COLUMN!r}, and the rows before it have {_named(tree)}; expected paths "
+                "of one tree. Assign all documents by the same tree."
             )
         tree = of_row
         paths.append(path)

@@ -1,4 +1,4 @@
-"""The documents of text files, JSON lines, Parquet, and folders of them."""
+"""The documents of text files, JSON lines and Parquet, and of folders of them."""
 
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -14,18 +14,18 @@ def read_documents(path: str | Path, column: str = "text", encoding: str = "utf-
     """Read all documents of a file or a folder.
 
     Args:
-        path: A `.jsonl` or `.parquet` file, a document per row; any other file, which is one document; or a folder,
-            whose `.txt`, `.md`, `.jsonl` and `.parquet` files, those of its subfolders included, are read in the
-            order of their paths. All but Parquet may be compressed, with `.gz` or `.zst` after their ending;
-            `.json.gz` and `.json.zst` are JSON lines too, as published corpora have them. What is hidden is not read.
-        column: The column, or JSON key, that holds the text. Default: `"text"`.
+        path: A `.jsonl` or `.parquet` file, with a document per row; any other file, which is one document; or a
+            folder. Of a folder and its subfolders, the `.txt`, `.md`, `.jsonl` and `.parquet` files are read in the
+            order of their paths, without hidden ones. All but Parquet may be compressed, with `.gz` or `.zst` after the
+            ending. Files ending in `.json.gz` and `.json.zst` count as JSON lines, as in published corpora.
+        column: Column, or JSON key, that holds the text. Default: `"text"`.
         encoding: Encoding of plain text and JSON lines. Default: `"utf-8"`.
 
     Returns:
-        The documents that hold anything but white space; at least one.
+        The documents that are not blank; at least one.
 
     Raises:
-        DocumentError: If the path does not exist or holds no document, or as `iterate_documents`.
+        DocumentError: If the path does not exist or holds no document, or `iterate_documents` cannot read a file.
     """
     documents = list(iterate_documents(find_files(path), column, encoding))
     if not documents:
@@ -36,17 +36,17 @@ def read_documents(path: str | Path, column: str = "text", encoding: str = "utf-
 
 
 def iterate_documents(files: Iterable[Path], column: str = "text", encoding: str = "utf-8") -> Iterator[str]:
-    """Read files one after the other; documents that hold nothing but white space are left out.
+    """Yield the documents of files one after the other, without blank documents.
 
     Args:
-        files: As from `find_files`.
-        column: As in `read_documents`. Default: `"text"`.
-        encoding: As in `read_documents`. Default: `"utf-8"`.
+        files: Files, as from `find_files`.
+        column: Column, or JSON key, that holds the text. Default: `"text"`.
+        encoding: Encoding of plain text and JSON lines. Default: `"utf-8"`.
 
     Raises:
-        DocumentError: For what is not text in this encoding, for rows without text in the column, for what is neither
-            JSON nor Parquet nor compressed although its name says so, for a file that cannot be opened, and for Parquet
-            and `.zst` where `datasets` is not installed.
+        DocumentError: If a file cannot be opened, is not text in this encoding, or is not the JSON, Parquet or
+            compressed file that its name says; if a row has no text in the column; or if `datasets` is not installed,
+            for Parquet and `.zst`.
     """
     return (document for file in files for document in _read_file(file, column, encoding) if document.strip())
 
@@ -54,15 +54,15 @@ def iterate_documents(files: Iterable[Path], column: str = "text", encoding: str
 def document_rows(
     files: Iterable[Path], column: str = "text", encoding: str = "utf-8"
 ) -> Iterator[tuple[RowPlace, Any]]:
-    """The rows of the documents that `iterate_documents` gives, each with where it is, for messages.
+    """Yield the rows of the documents that `iterate_documents` yields, each after its location.
 
     Args:
-        files: As from `find_files`.
-        column: As in `read_documents`. Default: `"text"`.
-        encoding: As in `read_documents`. Default: `"utf-8"`.
+        files: Files, as from `find_files`.
+        column: Column, or JSON key, that holds the text. Default: `"text"`.
+        encoding: Encoding of JSON lines. Default: `"utf-8"`.
 
     Raises:
-        DocumentError: As `iterate_documents`; for plain text, which has no rows.
+        DocumentError: If `iterate_documents` cannot read a file, or a file is plain text, which has no rows.
     """
     for file in files:
         rows = rows_of(file, encoding)
@@ -78,4 +78,4 @@ def _read_file(path: Path, column: str, encoding: str) -> Iterator[str]:
     rows = rows_of(path, encoding)
     if rows is None:
         return iter([read_text(path, encoding)])
-    return (text_of_row(row, column, place) for place, row in rows)
+    return (text_of_row(row, column, location) for location, row in rows)

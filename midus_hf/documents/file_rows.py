@@ -1,4 +1,4 @@
-"""The rows of JSON lines and Parquet, each with where it is."""
+"""The rows of JSON lines and Parquet, each with its location in the file."""
 
 import io
 from collections.abc import Iterator
@@ -12,35 +12,35 @@ from midus_hf.files.json_text import parse_json
 
 
 class RowPlace(str):
-    """Where a row is, for messages.
+    """Location of a row, as a string for error messages.
 
     Args:
-        words: That say so.
-        file: That has it.
-        line: Its line, or of Parquet its row, counted from 1.
+        description: The location as a phrase, such as "line 3 of 'corpus.jsonl'".
+        file: File that contains the row.
+        line: Line of the row, or for Parquet its number, counted from 1.
     """
 
     file: Path
     line: int
 
-    def __new__(cls, words: str, file: Path, line: int) -> "RowPlace":
-        place = super().__new__(cls, words)
-        place.file, place.line = file, line
-        return place
+    def __new__(cls, description: str, file: Path, line: int) -> "RowPlace":
+        location = super().__new__(cls, description)
+        location.file, location.line = file, line
+        return location
 
-    def __getnewargs__(self) -> tuple[str, Path, int]:  # type: ignore[override]  # a str says what pickle makes it of by words alone
+    def __getnewargs__(self) -> tuple[str, Path, int]:  # type: ignore[override]  # `str` declares that pickle passes the text only
         return str(self), self.file, self.line
 
 
 def rows_of(path: Path, encoding: str = "utf-8") -> Iterator[tuple[RowPlace, Any]] | None:
-    """The rows of a file of JSON lines or Parquet, each with where it is, for messages; None if it is plain text.
+    """Return an iterator over the rows of JSON lines or Parquet, each after its location; None for plain text.
 
     Args:
-        path: The file.
-        encoding: Of JSON lines. Default: `"utf-8"`.
+        path: Path of the file.
+        encoding: Encoding of JSON lines. Default: `"utf-8"`.
 
     Raises:
-        DocumentError: When read, as `parquet_rows` and `json_line_rows`.
+        DocumentError: During iteration, if `parquet_rows` or `json_line_rows` cannot read the file.
     """
     suffix, compression = endings(path)
     if suffix == ".parquet" and not compression:
@@ -50,33 +50,34 @@ def rows_of(path: Path, encoding: str = "utf-8") -> Iterator[tuple[RowPlace, Any
     return None
 
 
-def text_of_row(row: Any, column: str, place: str) -> str:
-    """The text of one row.
+def text_of_row(row: Any, column: str, location: str) -> str:
+    """Return the text of one row.
 
     Args:
-        row: A mapping from columns to values, if all is well.
-        column: The column that holds the text.
-        place: Where the row is, for messages.
+        row: Mapping from columns to values. Anything else is an error.
+        column: Column that holds the text.
+        location: Location of the row, for error messages.
 
     Raises:
-        DocumentError: If the row has no such column, or no text in it.
+        DocumentError: If the row lacks the column, or has no text in it.
     """
     if not isinstance(row, dict) or column not in row:
-        found = f"only {', '.join(map(str, row))}" if isinstance(row, dict) else f"a {type(row).__name__}"
-        raise DocumentError(f"{place} has no {column!r}, {found}; set column to the one that holds the text.")
+        description = f"only {', '.join(map(str, row))}" if isinstance(row, dict) else f"a {type(row).__name__}"
+        raise DocumentError(f"{location} has no {column!r}, {description}; set column to the one that holds the text.")
     if not isinstance(row[column], str):
-        raise DocumentError(f"{place} has a {type(row[column]).__name__} under {column!r}; expected text.")
+        raise DocumentError(f"{location} has a {type(row[column]).__name__} under {column!r}; expected text.")
     return row[column]
 
 
 def value_of_row(row: Any, column: str) -> Any:
-    """Return what a row has in a column, of its own or within its `metadata`; None where it has nothing.
+    """Return the value of a column in a row or, failing that, in the row's `metadata`; None if neither has a value.
 
-    Pipelines of datatrove keep what they find out about a document in a mapping of that name, and write it as one column.
+    Pipelines of datatrove keep their results about a document in a mapping, which they write as a column named
+    `metadata`.
 
     Args:
-        row: A mapping from columns to values, if all is well.
-        column: Its name.
+        row: Mapping from columns to values. Anything else has no value.
+        column: Name of the column.
     """
     if not isinstance(row, dict):
         return None
@@ -85,12 +86,12 @@ def value_of_row(row: Any, column: str) -> Any:
 
 
 def has_column(path: str | Path, column: str, encoding: str = "utf-8") -> bool:
-    """Whether a row of a file, or of the files of a folder, has a column; plain text has none.
+    """Return whether any row of a file, or of a folder's files, has a value in a column. Plain text has no columns.
 
     Args:
-        path: As in `find_files`.
-        column: Its name.
-        encoding: Of JSON lines. Default: `"utf-8"`.
+        path: A file or a folder, as in `find_files`.
+        column: Name of the column.
+        encoding: Encoding of JSON lines. Default: `"utf-8"`.
 
     Raises:
         DocumentError: If a file cannot be read.
@@ -101,16 +102,16 @@ def has_column(path: str | Path, column: str, encoding: str = "utf-8") -> bool:
 
 
 def parquet_rows(path: Path) -> Iterator[tuple[RowPlace, Any]]:
-    """The rows of a Parquet file, each with where it is, for messages.
+    """Yield the rows of a Parquet file, each after its location.
 
     Args:
-        path: The file.
+        path: Path of the file.
 
     Raises:
-        DocumentError: If it cannot be read, or `datasets` is not installed.
+        DocumentError: If the file cannot be read, or `datasets` is not installed.
     """
-    place = f"file {str(path)!r}"
-    datasets = import_datasets(place)
+    file = f"file {str(path)!r}"
+    datasets = import_datasets(file)
     try:
         rows = datasets.load_dataset("parquet", data_files=str(path), split="train", streaming=True)
         for number, row in enumerate(rows, start=1):
@@ -118,32 +119,32 @@ def parquet_rows(path: Path) -> Iterator[tuple[RowPlace, Any]]:
     except DocumentError:
         raise
     except (OSError, ValueError, RuntimeError) as error:
-        raise DocumentError(f"{place} is no readable Parquet: {first_line(error)}. Write it again.") from error
+        raise DocumentError(f"{file} is no readable Parquet: {first_line(error)}. Write it again.") from error
 
 
 def json_line_rows(path: Path, encoding: str) -> Iterator[tuple[RowPlace, Any]]:
-    """The rows of a file of JSON lines, each with where it is, for messages.
+    """Yield the rows of a file of JSON lines, each after its location.
 
     Args:
-        path: The file.
-        encoding: Of its text.
+        path: Path of the file.
+        encoding: Encoding of the file.
 
     Raises:
-        DocumentError: If it cannot be read, or a line is not JSON.
+        DocumentError: If the file cannot be read, or a line is not JSON.
     """
     number = 0
     try:
         with open_file(path) as stream, io.TextIOWrapper(stream, encoding=codec_of(encoding), newline="\n") as lines:
             for number, line in enumerate(lines, start=1):
                 if line.strip():
-                    place = RowPlace(f"line {number} of {str(path)!r}", path, number)
-                    yield place, _parse(line, place)
+                    location = RowPlace(f"line {number} of {str(path)!r}", path, number)
+                    yield location, _parse(line, location)
     except UnicodeDecodeError as error:
         raise not_text(path, encoding, f"{error.reason} after line {number}") from error
 
 
-def _parse(line: str, place: str) -> Any:
+def _parse(line: str, location: str) -> Any:
     try:
         return parse_json(line)
     except ValueError as error:
-        raise DocumentError(f"{place} is not JSON: {error}. Expected one object per line.") from error
+        raise DocumentError(f"{location} is not JSON: {error}. Expected one object per line.") from error

@@ -1,4 +1,4 @@
-"""The text of a file, decompressed if its name says so."""
+"""The text of a file, which is decompressed if its name says so."""
 
 import codecs
 import contextlib
@@ -15,13 +15,13 @@ from midus_hf.documents.text_files import COMPRESSIONS, endings
 
 
 def codec_of(encoding: str) -> str:
-    """Python's name of an encoding, such that a byte order mark is no text.
+    """Return Python's name of an encoding; for UTF-8, of the variant that drops a byte order mark.
 
     Args:
-        encoding: Any of its names.
+        encoding: Any name of the encoding.
 
     Raises:
-        DocumentError: If there is none of that name.
+        DocumentError: If Python does not know the name.
     """
     try:
         name = codecs.lookup(encoding).name
@@ -31,28 +31,28 @@ def codec_of(encoding: str) -> str:
 
 
 def read_text(path: Path, encoding: str) -> str:
-    """The text of a file, decompressed if its name says so.
+    """Return the text of a file, decompressed if the file's name says so.
 
     Args:
-        path: The file.
-        encoding: Of its text.
+        path: Path of the file.
+        encoding: Encoding of the text.
 
     Raises:
-        DocumentError: If it cannot be read, or is not text in this encoding.
+        DocumentError: If the file cannot be read, or is not text in this encoding.
     """
     try:
         with open_file(path) as stream:
             text = stream.read().decode(codec_of(encoding))
     except UnicodeDecodeError as error:
         raise not_text(path, encoding, f"{error.reason} at byte {error.start}") from error
-    if "\0" in text:  # which passes for UTF-8
+    if "\0" in text:  # zero bytes are valid UTF-8, but no text
         raise not_text(path, encoding, "it has zero bytes")
     return text
 
 
 @contextlib.contextmanager
 def open_file(path: Path) -> Iterator[BinaryIO]:
-    """The bytes of a file, decompressed if its name says so."""
+    """Open the bytes of a file, decompressed if the file's name says so."""
     compression = endings(path)[1]
     try:
         with _open_compressed(path, compression) if compression else path.open("rb") as stream:
@@ -70,13 +70,13 @@ def _open_compressed(path: Path, compression: str) -> Any:
     if compression == ".gz":
         return gzip.open(path)
     import_datasets(f"file {str(path)!r}")
-    import pyarrow  # which datasets brings; Python's own zstd came with 3.14
+    import pyarrow  # a dependency of datasets; Python itself has zstd only since 3.14
 
     return io.BufferedReader(pyarrow.input_stream(str(path), compression=COMPRESSIONS[compression]))
 
 
 def not_text(path: Path, encoding: str, reason: str) -> DocumentError:
-    """What is raised of a file that is not text in its encoding."""
+    """Return the error for a file that is not text in its encoding."""
     return DocumentError(
         f"file {str(path)!r} is not text in {encoding}: {reason}. Take it out, convert it, or set encoding."
     )

@@ -1,4 +1,4 @@
-"""Which files hold text, by their names: one, or those of a folder, compressed or not."""
+"""Names of files that hold text, compressed or not, and the search for them in a folder."""
 
 import collections
 import os
@@ -7,22 +7,22 @@ from pathlib import Path
 from midus_hf.documents.document_error import DocumentError
 
 FOLDER_SUFFIXES = (".txt", ".md", ".jsonl", ".parquet")
-"""Endings of the files that are read from a folder; all but the last also with one of `COMPRESSIONS` after them."""
+"""Endings of the files that are read from a folder. All but the last may be followed by one of `COMPRESSIONS`."""
 
 COMPRESSIONS = {".gz": "gzip", ".zst": "zstd"}
-"""What an ending says of how a file is compressed."""
+"""Compression formats by the ending of a file's name."""
 
 _ENDINGS_NAMED = 5
 
 
 def find_files(path: str | Path) -> list[Path]:
-    """The files to read: `path` itself, or those of the folder `path` that hold text, in the order of their paths.
+    """Return the files to read: `path` itself, or the text files in the folder `path`, in the order of their paths.
 
     Args:
         path: A file or a folder.
 
     Raises:
-        DocumentError: If the path is empty or does not exist, or is a folder without such files.
+        DocumentError: If the path is empty or does not exist, or is a folder without text files.
     """
     if path == "":
         raise DocumentError("text is ''; expected a file or a folder.")
@@ -40,10 +40,10 @@ def find_files(path: str | Path) -> list[Path]:
 
 
 def describe_files(path: str | Path) -> str | None:
-    """One line on how many files of a folder are read, and of what kinds the others are; None if `path` is no folder.
+    """Return one line on how many files of a folder are read, and which kinds are not; None if `path` is not a folder.
 
     Args:
-        path: As in `find_files`.
+        path: A file or a folder, as in `find_files`.
     """
     path = Path(path).expanduser()
     if not path.is_dir():
@@ -60,23 +60,23 @@ def describe_files(path: str | Path) -> str | None:
 
 
 def endings(path: Path) -> tuple[str, str]:
-    """The ending of a file's name, and the one behind it that says how it is compressed, as in `(".jsonl", ".gz")`.
+    """Split off the ending of a file's name, and the ending after it that names a compression: `(".jsonl", ".gz")`.
 
     Args:
-        path: The file, which need not exist.
+        path: Path of the file, which need not exist.
 
     Returns:
-        Both may be empty.
+        Both endings. Either may be empty.
     """
     compression = path.suffix if path.suffix in COMPRESSIONS else ""
     return Path(path.name.removesuffix(compression)).suffix, compression
 
 
 def is_text_name(path: Path) -> bool:
-    """Whether a folder's file of this name is read.
+    """Return whether a file of this name is read if it lies in a folder.
 
     Args:
-        path: The file, which need not exist.
+        path: Path of the file, which need not exist.
     """
     suffix, compression = endings(path)
     if compression:
@@ -85,27 +85,27 @@ def is_text_name(path: Path) -> bool:
 
 
 def is_compressed(path: Path) -> bool:
-    """Whether the text in a file takes more room than the file.
+    """Return whether a file's text takes more space than the file: whether the file is compressed, or Parquet.
 
     Args:
-        path: The file.
+        path: Path of the file.
     """
     suffix, compression = endings(path)
     return bool(compression) or suffix == ".parquet"
 
 
 def walk_files(folder: Path) -> list[Path]:
-    """All files below a folder, without what is hidden, and the linked folders, which are not entered.
+    """Return all files below a folder, sorted, without hidden ones. Linked folders are returned like files and not entered.
 
     Args:
-        folder: An existing one.
+        folder: An existing folder.
     """
-    found: list[Path] = []
-    for place, subfolders, names in os.walk(folder):
+    files: list[Path] = []
+    for folder_path, subfolders, names in os.walk(folder):
         subfolders[:] = [name for name in subfolders if not name.startswith(".")]
-        linked = [name for name in subfolders if Path(place, name).is_symlink()]
-        found += [Path(place, name) for name in (*names, *linked) if not name.startswith(".")]
-    return sorted(found)
+        linked = [name for name in subfolders if Path(folder_path, name).is_symlink()]
+        files += [Path(folder_path, name) for name in (*names, *linked) if not name.startswith(".")]
+    return sorted(files)
 
 
 def _is_read(path: Path) -> bool:
