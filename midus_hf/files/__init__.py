@@ -1,1 +1,3 @@
-"""How anything lands on the disk: whole or not at all, under locks, and in the place of nothing that a person put there."""
+"""Writing to the disk: files and folders appear complete or not at all, under locks, and never replace what a person
+put there.
+"""

@@ -1,7 +1,8 @@
-"""Which files lie in the folder of a checkpoint, by kind: what they are called and who writes them, declared once for all who ask.
+"""The files in a checkpoint's folder, by kind: their names and who writes them, declared in one place.
 
-A kind is a tuple of patterns, paths from the folder with `/` between their parts. Within a part `*` stands for anything, `#` for a
-number and `@` for letters, digits and underscores. What is hidden is matched by patterns alone that begin with a dot.
+A kind is a tuple of patterns. A pattern is a path relative to the folder, with `/` between its parts. Within a part,
+`*` stands for anything, `#` for a number and `@` for letters, digits and underscores. Hidden names match only patterns
+that begin with a dot.
 """
 
 import re
@@ -16,7 +17,7 @@ from midus_hf.files.whole_files import unfinished_name
 Kind = tuple[str, ...]
 
 CONFIG_FILE = "config.json"
-"""The file without which no folder is a model."""
+"""The file that every model's folder has."""
 
 SINGLE_FILE, INDEX_FILE = "model.safetensors", "model.safetensors.index.json"
 RECORD_FILE, CARD_FILE = "upscale.json", "README.md"
@@ -25,29 +26,31 @@ RUN_CONFIG, RUN_LOG = "train_config.yaml", "log.jsonl"
 EVENTS_FOLDER = "runs"
 
 PARTIAL_MODEL = ".partial_model"
-"""Where a run writes the trained model before it is moved into the output: the one folder that is a run's own, with all in it."""
+"""Folder in which a run writes the trained model before it is moved into the output. The run owns everything in this folder."""
 
 DOWNLOADS = Path(".cache", "huggingface")
-"""Where the hub's client keeps notes about what it downloaded into a folder; all in it is its own."""
+"""Folder in which the hub's client keeps notes about its downloads. The client owns everything in this folder."""
 
 CHECKPOINT_NAME = re.compile(r"checkpoint-(\d+)")
-"""What a Trainer calls the folder of a checkpoint to resume from."""
+"""Name that a Trainer gives to the folder of a checkpoint to resume from."""
 
 TRAINER_STATE = "trainer_state.json"
-"""What a Trainer writes last of a checkpoint."""
+"""The last file of a checkpoint that a Trainer writes."""
 
 MANIFEST_FILE = "manifest.json"
-"""What a run writes last of a checkpoint, when all else of it is on the disk: sizes and digests of its other files."""
+"""The last file of a checkpoint that a run writes, when all others are on the disk: their sizes and digests."""
 
 BEGUN_CHECKPOINT = f".{MANIFEST_FILE}.begun"
-"""The file that a checkpoint has from its beginning until its manifest is there, and again from when its removal begins."""
+"""File that marks a checkpoint as incomplete: from its first file until its manifest is written, and again from the
+start of its removal.
+"""
 
 BLOCK_STATES = "block_states"
-"""The folder of a checkpoint that has a folder with the state of the blocks of each bank, by its number."""
+"""Folder of a checkpoint with one numbered folder per bank, for the state of the bank's blocks."""
 
 
 def _unfinished(kind: Kind) -> Kind:
-    """What `whole_file` calls files of a kind while they are written, and the journal of SQLite beside them."""
+    """Return the names of files of a kind while `whole_file` writes them, and the names of SQLite's journals beside them."""
     return tuple(
         f"{folder}{slash}{unfinished_name(name, '@')}{end}"
         for folder, slash, name in (pattern.rpartition("/") for pattern in kind)
@@ -56,12 +59,12 @@ def _unfinished(kind: Kind) -> Kind:
 
 
 WEIGHTS: Kind = (SINGLE_FILE, "model-#-of-#.safetensors", INDEX_FILE)
-"""Weights as `save_pretrained` and `upscale` call them. Shards of other names are those that an index names: `indexed_weights`."""
+"""Weights, as named by `save_pretrained` and `upscale`. Shards with other names are found through an index: `indexed_weights`."""
 
 PARTS_OF_WEIGHTS: Kind = tuple(
     f"{part}{number}.safetensors" for part in ("trained", "frozen") for number in ("", "-#-of-#")
 )
-"""Weights in a checkpoint of a run whose frozen ones are shared with other checkpoints; its index names them."""
+"""Weights in a checkpoint of a run that shares its frozen weights with other checkpoints. The checkpoint's index names them."""
 
 CONFIG: Kind = (CONFIG_FILE, "generation_config.json")
 """Written by `save_pretrained` and `upscale`."""
@@ -72,10 +75,10 @@ TOKENIZER: Kind = (
     *("chat_template.jinja", "chat_template.json", f"{TEMPLATES_FOLDER}/*.jinja"),
     *("processor_config.json", "preprocessor_config.json"),
 )
-"""Written by `save_pretrained` of tokenizers and processors: names that a library chose."""
+"""Written by `save_pretrained` of tokenizers and processors, under names chosen by a library."""
 
 TERMS: Kind = ("LICENSE*", "LICENCE*", "COPYING*", "NOTICE*", "USE_POLICY*")
-"""Under which a model may be used, carried on by all that is made of it: by `upscale`, `strip`, edits and training."""
+"""The terms of use of a model. `upscale`, `strip`, edits and training copy them to every model that they make from it."""
 
 TRAVELLING: Kind = (
     *TOKENIZER,
@@ -92,16 +95,17 @@ TRAVELLING: Kind = (
     *("generation_config.json", "SYSTEM_PROMPT*"),
     *TERMS,
 )
-"""What belongs to a model beside its weights and config, as authors of bases call it: copied by `upscale`, `strip` and edits.
+"""Files beside weights and config that belong to a model, as authors of bases name them. `upscale`, `strip` and edits copy them.
 
-It is wider than `TOKENIZER`: what is of this kind alone is only theirs where they have written the whole folder.
+This kind is wider than `TOKENIZER`. A file that only this kind matches counts as written by one of these commands only
+in a folder that the command has written as a whole.
 """
 
 CODE: Kind = ("modeling_midus.py",)
-"""The code that a model loads with where this package is not installed, written with its config."""
+"""The code with which a model loads where this package is not installed, written with the model's config."""
 
 RECORD: Kind = (RECORD_FILE,)
-"""What was done to the base, written by `upscale`, `strip` and edits, and carried on by training."""
+"""Record of what was done to the base, written by `upscale`, `strip` and edits, and copied by training."""
 
 CARD: Kind = (CARD_FILE,)
 """The model card, written by `upscale`, edits and training, and by libraries that train."""
@@ -112,16 +116,16 @@ BANKS: Kind = tuple(
 """Blocks that texts fetch, written by `upscale`, edits of banks and training."""
 
 ARGUMENTS: Kind = ("training_args.bin",)
-"""What `Trainer.save_model` puts beside a model."""
+"""Written by `Trainer.save_model` beside a model."""
 
 STATE: Kind = (TRAINER_STATE,)
-"""What `Trainer.save_state` puts beside a model, and every checkpoint has."""
+"""Written by `Trainer.save_state` beside a model, and part of every checkpoint."""
 
 MANIFEST: Kind = (MANIFEST_FILE,)
-"""By which a checkpoint of a run is known to be whole."""
+"""The file that shows that a run's checkpoint is complete."""
 
 ADAPTERS: Kind = ("adapter_model.safetensors", "adapter_config.json")
-"""What PEFT writes instead of weights. A run merges them at its end, so that checkpoints alone have them."""
+"""Written by PEFT instead of weights. A run merges adapters at its end, so only checkpoints have them."""
 
 _STATES_OF_BLOCKS: Kind = tuple(
     f"{BLOCK_STATES}/*/{name}" for name in ("touched.json", "level-#.safetensors", "level-#-#.safetensors", BANK_AUDIT)
@@ -134,62 +138,64 @@ RESUMED: Kind = (
     *("global_step*/*", "latest", "zero_to_fp32.py"),  # by DeepSpeed
     *_STATES_OF_BLOCKS,
 )
-"""What a Trainer needs to go on, in a checkpoint beside its model: optimizer, schedule, random state, state of blocks."""
+"""Files beside the model that a Trainer needs to resume from a checkpoint: optimizer, schedule, random state, block states."""
 
 RUN: Kind = (RUN_CONFIG, RUN_LOG)
-"""The options and the log of a run, written into its output by `midus train` and `midus sft`."""
+"""Options and log of a run, written into its output by `midus train` and `midus sft`."""
 
 EVENTS: Kind = (f"{EVENTS_FOLDER}/events.out.tfevents.*", f"{EVENTS_FOLDER}/*/events.out.tfevents.*")
-"""Written into the output of a run for TensorBoard."""
+"""Written for TensorBoard into the output of a run."""
 
 UNFINISHED_RUN: Kind = _unfinished(RUN)
-"""What a run that was killed leaves of its own files."""
+"""Unfinished options and logs that a killed run leaves behind."""
 
 _JOURNAL_OF_AUDIT = f"{BANK_AUDIT}-journal"
-"""Of an audit that is changed where it lies."""
+"""Name of SQLite's journal beside an audit that is being changed."""
 
 UNFINISHED_MANIFEST: Kind = (BEGUN_CHECKPOINT, *_unfinished(MANIFEST))
-"""What a checkpoint has that was begun and not finished."""
+"""Files of a checkpoint that was begun and not finished."""
 
 UNFINISHED_BANKS: Kind = (*_unfinished(BANKS), f"{BANKS_FOLDER}/*/{_JOURNAL_OF_AUDIT}")
-"""The same of banks."""
+"""Unfinished files of banks that a killed run leaves behind."""
 
 UNFINISHED_STATES: Kind = (*_unfinished(_STATES_OF_BLOCKS), f"{BLOCK_STATES}/*/{_JOURNAL_OF_AUDIT}")
-"""The same of the state of blocks."""
+"""Unfinished files of block states that a killed run leaves behind."""
 
 HUB: Kind = (".gitattributes",)
-"""What the hub adds to a repository, and its client brings along."""
+"""Files that the hub adds to a repository, and that its client downloads with the rest."""
 
 _WILD = {"*": ".*", "#": "[0-9]+", "@": "[A-Za-z0-9_]+"}
 
 
 def is_of(path: str | PurePath, *kinds: Kind) -> bool:
-    """Whether files of some kinds are called so.
+    """Return whether the name of a file fits one of several kinds.
 
     Args:
-        path: Relative to the folder of the checkpoint.
-        kinds: Of which one suffices.
+        path: Path of the file relative to the folder of the checkpoint.
+        kinds: The kinds, of which one has to fit.
     """
     parts = PurePath(path).parts
     return any(_fits(parts, pattern) for pattern in chain(*kinds))
 
 
 def globs(kind: Kind) -> list[str]:
-    """The patterns of a kind for `Path.glob` and the hub's client, which know no numbers: some match more.
+    """Return the patterns of a kind for `Path.glob` and the hub's client.
+
+    These have no pattern for numbers, so some of the returned patterns match more than the kind.
 
     Args:
-        kind: Of files.
+        kind: The kind of files.
     """
     return [pattern.replace("#", "*").replace("@", "*") for pattern in kind]
 
 
 def indexed_weights(folder: Path) -> frozenset[str]:
-    """Names of the shards, beside it, that a folder's index of weights names; none where it has no sound one.
+    """Return the names of shards in a folder's index of weights, without names that lead to other folders.
 
-    `strip` and edits leave a base's shards their names, whatever these are.
+    Without a valid index, the result is empty. `strip` and edits keep the names of a base's shards, whatever these are.
 
     Args:
-        folder: Of a checkpoint.
+        folder: Folder of a checkpoint.
     """
     try:
         named = set(parse_json((folder / INDEX_FILE).read_text(encoding="utf-8"))["weight_map"].values())

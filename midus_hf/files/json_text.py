@@ -1,18 +1,18 @@
-"""JSON of files that people hand over, in which any fault is a `ValueError`."""
+"""Parsing JSON files that people provide, in which every fault becomes a `ValueError`."""
 
 import json
 from typing import Any
 
 
 def parse_json(text: str | bytes) -> Any:
-    """Return what JSON text says.
+    """Return the value of JSON text.
 
     Args:
-        text: The text; bytes in UTF-8.
+        text: The text; bytes are decoded as UTF-8.
 
     Raises:
-        ValueError: If the text is not JSON, or is nested more deeply than Python can read (`json.loads` raises `RecursionError`
-            there, which no reader of files expects).
+        ValueError: If the text is not JSON, or is nested more deeply than Python can read. (For the latter,
+            `json.loads` raises `RecursionError`, which callers do not expect.)
     """
     try:
         return json.loads(text)

@@ -1,4 +1,4 @@
-"""Locks on files and folders, which go with the process that holds them, however it ends."""
+"""Locks on files and folders, which end at the latest with the process that holds them."""
 
 import contextlib
 import errno
@@ -11,28 +11,29 @@ from collections.abc import Iterator
 from pathlib import Path
 
 _NO_LOCKS = {errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS}
-"""What file systems say that have no locks, such as some of networks."""
+"""Errors of file systems without locks, such as some network file systems."""
 
 _HELD: "weakref.WeakSet[Lock]" = weakref.WeakSet()
-"""All locks of this process."""
+"""All locks that this process holds."""
 
 _OUTPUTS_HELD: "weakref.WeakSet[Lock]" = weakref.WeakSet()
-"""Of the outputs that runs of this process hold."""
+"""Locks on the outputs of runs of this process."""
 
 _TRIES, _SECONDS_BETWEEN = 20, 0.05
 
 
 class Lock:
-    """A lock on a file or folder that is there, until it is released, forgotten, or the process ends.
+    """Lock on an existing file or folder, until it is released, garbage-collected, or the process ends.
 
-    Processes that are forked do not have it: one that outlives its parent would keep what nobody writes locked.
+    Forked processes do not inherit the lock. Otherwise a child that outlives its parent would keep a file locked that
+    nobody writes.
 
     Args:
-        path: Of the file or folder, which is not changed.
-        shared: Whether others may share it. Default: false, nobody else has one.
+        path: Path of the file or folder, which is not changed.
+        shared: Whether several locks on the path may be held at once, all of them shared. Default: false.
 
     Raises:
-        BlockingIOError: If somebody else holds it, in this process or in another one.
+        BlockingIOError: If this process or another one holds a conflicting lock.
         OSError: If there is nothing at the path, or its file system has no locks.
     """
 
@@ -47,30 +48,30 @@ class Lock:
         _HELD.add(self)
 
     def is_on(self, path: Path) -> bool:
-        """Whether it is on what lies at a path now: folders move, and their locks with them."""
+        """Return whether the lock is on what lies at a path now. If a locked folder is moved, its lock moves along."""
         try:
             return self._closing.alive and os.path.samestat(os.fstat(self._descriptor), os.stat(path))
         except OSError:
             return False
 
     def release(self) -> None:
-        """Let others have it; again does nothing."""
+        """Release the lock, unless it was released before."""
         self._closing()
 
 
 def lock_or_warn(path: Path, output: Path) -> Lock | None:
-    """Lock what is written for an output; where the file system has no locks a line on standard error says that nothing guards it.
+    """Lock a file or folder of an output, or warn on standard error that its file system has no locks.
 
     Args:
-        path: Of the file or folder that is locked.
-        output: Which the line names.
+        path: Path of the file or folder to lock.
+        output: Output that the warning names.
 
     Returns:
-        The lock; None where there are none.
+        The lock; None if the file system has no locks.
 
     Raises:
-        BlockingIOError: If somebody else holds it.
-        OSError: If there is nothing at the path, or locking it fails otherwise.
+        BlockingIOError: If somebody else holds the lock.
+        OSError: If there is nothing at the path, or locking fails for another reason.
     """
     try:
         return Lock(path)
@@ -83,21 +84,23 @@ def lock_or_warn(path: Path, output: Path) -> Lock | None:
 
 
 def has_no_locks(error: OSError) -> bool:
-    """Whether an error of `Lock` says that the file system has no locks, and not that somebody holds one."""
+    """Return whether an error of `Lock` means that the file system has no locks, not that somebody holds one."""
     return error.errno in _NO_LOCKS
 
 
 @contextlib.contextmanager
 def alone(path: Path) -> Iterator[int]:
-    """Wait until no other process holds a file or folder, and hold it, together with processes that inherit the descriptor.
+    """Wait until no other process holds a file or folder, and hold it while the context lasts.
 
-    Where the file system has no locks nobody waits.
+    On a file system without locks, nobody waits.
 
     Args:
-        path: It is there.
+        path: Path of an existing file or folder.
 
     Yields:
-        The descriptor. A process that is started with it holds the lock as well until it ends, unlike a child of who holds a `Lock`.
+        The file descriptor. Unlike a `Lock`, the lock is shared by a child process that inherits the descriptor, until
+        the
+        child ends.
     """
     descriptor = os.open(path, os.O_RDONLY)
     try:
@@ -120,19 +123,20 @@ os.register_at_fork(after_in_child=_forget_in_child)
 
 
 def hold_output(output: Path) -> Lock | None:
-    """Hold the output of a run until the lock is released, forgotten, or the process ends; one process of a run does.
+    """Lock the output of a run, and return the lock; only one process of a run calls this.
 
-    A process trains once at a time: a run that was prepared and not ended in it gives way to its next one.
+    The lock lasts until it is released, garbage-collected, or the process ends. A process trains only once at a time.
+    If it holds the output already, for a run that was prepared but not finished, the existing lock is returned.
 
     Args:
-        output: A folder.
+        output: Folder of the output.
 
     Returns:
-        The lock. None where the file system has no locks: there nobody is refused.
+        The lock; None, so that nobody is refused, if the file system has no locks.
 
     Raises:
-        ValueError: If another process holds it.
-        OSError: If there is no such folder, or locking it fails.
+        ValueError: If another process holds the output.
+        OSError: If the folder does not exist, or locking fails.
     """
     mine = _lock_of_this_process(output)
     if mine is not None:
@@ -141,7 +145,7 @@ def hold_output(output: Path) -> Lock | None:
         try:
             lock = lock_or_warn(output, output)
         except BlockingIOError:
-            time.sleep(_SECONDS_BETWEEN)  # who only looks has it for a moment (`check_not_held`)
+            time.sleep(_SECONDS_BETWEEN)  # `check_not_held` in another process holds the lock for a moment
         else:
             if lock is not None:
                 _OUTPUTS_HELD.add(lock)
@@ -150,13 +154,13 @@ def hold_output(output: Path) -> Lock | None:
 
 
 def check_not_held(output: Path) -> None:
-    """See that no other process holds an output; all processes of a run may look, before one of them holds it.
+    """Check that no other process holds an output. All processes of a run may check, before one of them locks the output.
 
     Args:
-        output: A folder; it need not exist.
+        output: Folder of the output, which need not exist.
 
     Raises:
-        ValueError: If one does.
+        ValueError: If another process holds the output.
     """
     if _lock_of_this_process(output) is not None:
         return

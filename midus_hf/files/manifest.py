@@ -1,4 +1,4 @@
-"""Manifests: the names, sizes and digests of a folder's files, by which damage is known before the files are believed."""
+"""Manifests: names, sizes and digests of a folder's files, which reveal damage before the files are used."""
 
 import hashlib
 from collections.abc import Callable, Iterable, Mapping
@@ -7,14 +7,14 @@ from typing import TypedDict
 
 
 class FileEntry(TypedDict):
-    """What a manifest holds of one file."""
+    """Entry of a manifest for one file."""
 
     bytes: int
     sha256: str
 
 
 Manifest = dict[str, FileEntry]
-"""By the path of each file relative to its folder, with `/` between the parts."""
+"""Entries by the path of each file relative to the manifest's folder, with `/` between the parts."""
 
 
 def describe_files(folder: Path, paths: Iterable[Path]) -> Manifest:
@@ -36,21 +36,22 @@ def describe_files(folder: Path, paths: Iterable[Path]) -> Manifest:
 def first_damage(folder: Path, manifest: Mapping[str, FileEntry]) -> str | None:
     """Return one line about the first file that differs from its entry in the manifest, or None if every file agrees.
 
-    Names and sizes of all files are compared before any file is read. Files that the manifest does not name are ignored.
+    Names and sizes of all files are compared before any file is read. Files that the manifest does not name are
+    ignored.
 
     Args:
         folder: The folder of the files.
-        manifest: As `describe_files` returned it, or as JSON gave it back.
+        manifest: A manifest from `describe_files`, which may have been written to JSON and read again.
     """
     return first_misfit(folder, manifest) or _first_line(folder, manifest, _other_contents)
 
 
 def first_misfit(folder: Path, manifest: Mapping[str, FileEntry]) -> str | None:
-    """Return one line about the first file that is missing or has another size than its entry says, or None; no file is read.
+    """Return one line about the first file that is missing or differs in size from its entry, or None. No file is read.
 
     Args:
         folder: The folder of the files.
-        manifest: As for `first_damage`.
+        manifest: A manifest from `describe_files`, as for `first_damage`.
     """
     return _first_line(folder, manifest, _other_size)
 

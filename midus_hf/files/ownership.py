@@ -1,4 +1,4 @@
-"""Which folders `--overwrite` may delete: what this package wrote, and nothing that a person put beside it."""
+"""Decides which folders `--overwrite` may delete: only folders in which this package wrote everything."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -29,27 +29,27 @@ from midus_hf.files.checkpoint_files import (
 from midus_hf.files.json_text import parse_json
 
 CONFIG_KEY = "upscale"
-"""The entry of a config that remembers how the model was made."""
+"""Entry of a config that describes how the model was made."""
 
 STRIPPED_KEY = "stripped"
-"""The entry of a record that says that the new parts were taken out."""
+"""Entry of a record that says that the new parts were removed."""
 
 _KINDS: tuple[Kind, ...] = (
-    *(WEIGHTS, CONFIG, TRAVELLING, CODE, RECORD, CARD, BANKS),  # by upscale, strip and edits
+    *(WEIGHTS, CONFIG, TRAVELLING, CODE, RECORD, CARD, BANKS),  # written by upscale, strip and edits
     *(
         ARGUMENTS,
         STATE,
         RUN,
-    ),  # by those that trained it since; checkpoints to resume from are not among it: they are a run
+    ),  # written by later training; checkpoints to resume from are left out, since they belong to a run
     HUB,
 )
 
 
 def check_replaceable(folder: Path) -> None:
-    """Check that nothing of a person's is lost with a folder: that it is empty, or a checkpoint of ours and no more.
+    """Check that a folder may be deleted: that it is empty, or holds a checkpoint of this package and nothing else.
 
     Raises:
-        ValueError: If it is not; names what would be lost.
+        ValueError: If files of a person would be lost. The message names them.
     """
     if not folder.is_dir() or (
         any(folder.iterdir()) and not any((folder / f).exists() for f in (CONFIG_FILE, RECORD_FILE))
@@ -73,7 +73,7 @@ def check_replaceable(folder: Path) -> None:
 
 
 def is_replaceable(folder: Path) -> bool:
-    """Whether `check_replaceable` lets a folder pass."""
+    """Return whether `check_replaceable` accepts a folder."""
     try:
         check_replaceable(folder)
     except ValueError:
@@ -82,38 +82,40 @@ def is_replaceable(folder: Path) -> bool:
 
 
 def foreign_files(folder: Path) -> list[str]:
-    """What a folder holds that no checkpoint has, sorted; a folder that does not belong there stands for all in it."""
+    """Return the paths in a folder that do not belong to a checkpoint, sorted. A foreign folder is one path, without
+    its contents.
+    """
     weights = indexed_weights(folder)
 
     def belongs(path: Path) -> bool:
         name = path.relative_to(folder)
         return path.is_file() and (is_of(name, *_KINDS) or str(name) in weights)
 
-    found: list[str] = []
+    foreign: list[str] = []
     for path in folder.iterdir():
         if path.is_dir() and path.name in (TEMPLATES_FOLDER, DOWNLOADS.parts[0]):
             inside = (inner for inner in path.iterdir() if not belongs(inner) and not _is_download(inner, folder))
-            found += [_name(inner, folder) for inner in inside]
+            foreign += [_name(inner, folder) for inner in inside]
         elif path.is_dir() and path.name == BANKS_FOLDER:
-            found += [_name(inner, folder) for inner in path.rglob("*") if inner.is_file() and not belongs(inner)]
+            foreign += [_name(inner, folder) for inner in path.rglob("*") if inner.is_file() and not belongs(inner)]
         elif not belongs(path):
-            found.append(_name(path, folder))
-    return sorted(found)
+            foreign.append(_name(path, folder))
+    return sorted(foreign)
 
 
 def is_record(record: Any) -> bool:
-    """Whether the content of an `upscale.json` is what `upscale` or `strip` writes there."""
+    """Return whether the content of an `upscale.json` was written by `upscale` or `strip`."""
     return isinstance(record, dict) and "midus_hf" in record and ("plan" in record or STRIPPED_KEY in record)
 
 
 def has_config_entry(config: Mapping[str, Any]) -> bool:
-    """Whether a config has the entry that `upscale` writes."""
+    """Return whether a config has the entry that `upscale` writes."""
     entry = config.get(CONFIG_KEY)
     return isinstance(entry, dict) and {"method", "plan", "base_config", "new_layers"} <= entry.keys()
 
 
 def code_files(folder: Path) -> list[Path]:
-    """The code that a checkpoint carries along, sorted."""
+    """Return the paths of the code that a checkpoint carries, sorted."""
     return sorted(path for path in folder.glob("*.py") if path.is_file() and is_of(path.name, CODE))
 
 
@@ -122,7 +124,7 @@ def _name(path: Path, folder: Path) -> str:
 
 
 def _is_download(path: Path, folder: Path) -> bool:
-    """Whether the hub's client keeps its notes there about what it downloaded."""
+    """Return whether a path is the folder in which the hub's client keeps notes about its downloads."""
     return path.relative_to(folder) == DOWNLOADS and path.is_dir()
 
 

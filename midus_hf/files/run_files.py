@@ -1,4 +1,4 @@
-"""Which folder is a run's, by the options in it, and which of its files a run has written, by their names: no others are removed."""
+"""Recognises the folder of a run by the options in it, and the files that a run wrote by their names. Only these are removed."""
 
 import contextlib
 import os
@@ -44,10 +44,10 @@ from midus_hf.files.checkpoint_files import (
 RUN_MARK = (
     "# The options of the run that wrote this folder, which a later run may overwrite (midus train, midus sft).\n"
 )
-"""The first line of a run's options in its output, by which the folder is known as a run's."""
+"""First line of the options in a run's output, which marks the folder as a run's."""
 
 ACCOMPANYING = (*RECORD, *CARD, *TERMS)
-"""What a trained model carries on from the one it came from: its record, its card, its terms."""
+"""Files that a trained model takes over from the model it was trained from: record, card and terms."""
 
 _MODEL = (WEIGHTS, CONFIG, TOKENIZER, CODE, BANKS, ACCOMPANYING, ARGUMENTS, UNFINISHED_BANKS)
 _OUTPUT = (*_MODEL, RUN, EVENTS, UNFINISHED_RUN)
@@ -56,14 +56,14 @@ _CHECKPOINT = (*_MODEL, PARTS_OF_WEIGHTS, ADAPTERS, STATE, MANIFEST, RESUMED, UN
 _FOLDERS = (PARTIAL_MODEL, EVENTS_FOLDER, TEMPLATES_FOLDER, BANKS_FOLDER)
 
 _VOUCHING = (MANIFEST_FILE, TRAINER_STATE, CONFIG_FILE, BANK_DESCRIPTION)
-"""With these something is whole, so they are removed first, in this order."""
+"""Files that mark something as complete. They are removed first, in this order."""
 
 _TELLING = (BEGUN_CHECKPOINT, INDEX_FILE, RUN_CONFIG)
-"""By these a checkpoint is known as one that is not whole, and other files as a run's, so they are removed last."""
+"""Files that mark a checkpoint as incomplete, or other files as a run's. They are removed last."""
 
 
 def is_of_a_run(output: Path) -> bool:
-    """Whether a run of ours has begun to write a folder: whether the options there are such as only runs write them."""
+    """Return whether a run has begun to write a folder: whether the options there begin with the mark of a run."""
     try:
         with (output / RUN_CONFIG).open("rb") as file:
             return file.read(len(RUN_MARK.encode())) == RUN_MARK.encode()
@@ -72,12 +72,12 @@ def is_of_a_run(output: Path) -> bool:
 
 
 def foreign_files(output: str | os.PathLike) -> list[str]:
-    """What no run has written into its output: paths relative to it, in order; a folder ends in a slash.
+    """Return the paths in a run's output that no run wrote, in order and relative to the output; folders end in a slash.
 
-    Links are never a run's.
+    Links never count as written by a run.
 
     Args:
-        output: The folder of a run.
+        output: Folder of the run.
     """
     output = Path(output)
     shards = indexed_weights(output)
@@ -95,26 +95,26 @@ def foreign_files(output: str | os.PathLike) -> list[str]:
 
 
 def is_of_checkpoint(path: str | os.PathLike) -> bool:
-    """Whether a run calls a file of its checkpoints so.
+    """Return whether a file's name is one that runs use in their checkpoints.
 
     Args:
-        path: Relative to the folder of the checkpoint.
+        path: Path of the file relative to the folder of the checkpoint.
     """
     return is_of(Path(path), *_CHECKPOINT)
 
 
 def remove_written(output: str | os.PathLike, path: str | os.PathLike) -> bool:
-    """Remove what a run has written at a path, and folders that it leaves empty; what cannot be removed stays.
+    """Remove the files that a run wrote at a path, and folders that become empty. Files that cannot be removed stay.
 
-    The manifest of a checkpoint becomes the mark of one that is not whole before anything else of the checkpoint is removed, and the
-    mark goes last: what a process leaves that ends in between is believed by nobody.
+    Before anything else of a checkpoint is removed, its manifest is renamed to the mark of an incomplete checkpoint.
+    The mark is removed last, so a checkpoint whose removal was interrupted is never taken for a complete one.
 
     Args:
-        output: The folder of the run, which is never removed itself.
-        path: It, or something in it; it need not exist.
+        output: Folder of the run, which itself is never removed.
+        path: The output, or a path inside it, which need not exist.
 
     Returns:
-        Whether nothing is left there.
+        Whether nothing is left at the path.
     """
     return _remove(Path(path), Path(output), indexed_weights(Path(output)))
 
@@ -148,7 +148,7 @@ def _is_folder(path: Path) -> bool:
 
 
 def _is_ours(path: Path, output: Path, shards: Collection[str]) -> bool:
-    """Whether a run writes a file of this name in this place, and not in another that a link leads to."""
+    """Return whether a run writes a file of this name at this path. A path through a link is never a run's."""
     parts = path.relative_to(output).parts
     if any(output.joinpath(*parts[:depth]).is_symlink() for depth in range(1, len(parts) + 1)):
         return False

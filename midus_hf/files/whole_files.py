@@ -1,4 +1,4 @@
-"""Files that appear whole or not at all, whenever a process ends and whenever the power fails."""
+"""Files that appear complete or not at all, even if a process is killed or the power fails."""
 
 import contextlib
 import ctypes
@@ -13,40 +13,40 @@ from pathlib import Path
 from midus_hf.files.locks import Lock, has_no_locks
 
 _KEEP_SIZE, _PUNCH_HOLE = 1, 2
-"""Of Linux's fallocate: the file stays as long as it is, and bytes become a hole."""
+"""Flags of Linux's fallocate: keep the size of the file, and turn a range of bytes into a hole."""
 _COPIED_AT_ONCE = 2**24
 _UNIQUE = re.compile("[0-9a-f]{8}")
 _JOURNAL = "-journal"
-"""What SQLite appends to the name of a database for the file by which it takes a change back."""
+"""Suffix of the journal that SQLite writes beside a database, to undo an interrupted change."""
 
 
 def unfinished_name(name: str, unique: str) -> str:
-    """Return what a file or folder is called while it is written: a name that nobody but this package gives.
+    """Return the name of a file or folder while it is being written, in a form that only this package uses.
 
     Args:
-        name: The name that the file or folder gets when it is complete.
-        unique: What tells this attempt from others; 8 random hexadecimal digits.
+        name: Final name of the file or folder.
+        unique: String that tells this attempt from others; 8 random hexadecimal digits.
     """
     return f".{name}.midus-{unique}.partial"
 
 
 def new_unfinished_path(path: Path) -> Path:
-    """Return a path beside another one, of a name under which something may be written that is to be moved there."""
+    """Return a new path beside `path`, at which to write what is then moved to `path`."""
     return path.with_name(unfinished_name(path.name, secrets.token_hex(4)))
 
 
 def unfinished_paths(path: Path) -> list[Path]:
-    """Return the files and folders beside a path that were to be moved there, by processes that were killed or are at work."""
+    """Return the unfinished files and folders beside a path, left by killed processes or in use by running ones."""
     before, _, after = unfinished_name(path.name, "*").rpartition("*")
     beside = (one for one in path.parent.iterdir() if one.name.startswith(before) and one.name.endswith(after))
     return [one for one in beside if _UNIQUE.fullmatch(one.name[len(before) : -len(after)])]
 
 
 def sync(path: Path) -> None:
-    """Force a file, or the entries of a folder, to the disk.
+    """Flush a file, or the entries of a folder, to the disk.
 
     Args:
-        path: Of the file or folder.
+        path: Path of the file or folder.
     """
     descriptor = os.open(path, os.O_RDONLY)
     try:
@@ -57,15 +57,17 @@ def sync(path: Path) -> None:
 
 @contextlib.contextmanager
 def whole_file(path: Path) -> Iterator[Path]:
-    """Write a file beside its place, and move it there when it is complete and on the disk.
+    """Write a file under a temporary name, and move it to its path when it is complete and on the disk.
+
+    A process holds a lock on its temporary file. A file left by a killed process is removed when the same file is
+    written again, unless the file system has no locks, since then nobody can tell whether its process is still running.
 
     Args:
-        path: Of the file, in a folder that exists; one that is there is replaced.
+        path: Path of the file, in an existing folder. An existing file is replaced.
 
     Yields:
-        Where to write: an empty file in the same folder, under a name as `unfinished_name` gives it. After an error nothing is left
-        there. What a killed process left is removed by the next one that writes the same file: a process that is still at work
-        holds a lock on what it writes. Where the file system has no locks, nobody can tell, and nothing is removed.
+        Path of an empty file in the same folder, to write to, named by `unfinished_name`. The file is removed after an
+        error.
     """
     _remove_abandoned(path)
     partial, lock = _begin(path)
@@ -82,7 +84,7 @@ def _remove_abandoned(path: Path) -> None:
     for partial in unfinished_paths(path):
         if partial.is_symlink() or not partial.is_file():
             continue
-        with contextlib.suppress(OSError):  # another process holds it, or is faster
+        with contextlib.suppress(OSError):  # another process is writing the file, or has just removed it
             lock = Lock(partial)
             partial.with_name(partial.name + _JOURNAL).unlink(missing_ok=True)
             partial.unlink()
@@ -90,14 +92,14 @@ def _remove_abandoned(path: Path) -> None:
 
 
 def _begin(path: Path) -> tuple[Path, Lock | None]:
-    """Make an empty file that is to be moved to a path, and lock it; no lock where the file system has none."""
+    """Create an empty file that is to be moved to a path, and lock it. Without locks in the file system, the lock is None."""
     while True:
         partial = new_unfinished_path(path)
         os.close(os.open(partial, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o666))
         try:
             lock = Lock(partial)
         except (BlockingIOError, FileNotFoundError):
-            continue  # another process took it for one that was abandoned, in the moment before it was locked
+            continue  # before the lock was taken, another process took the file for an abandoned one
         except OSError as error:
             if has_no_locks(error):
                 return partial, None
@@ -109,15 +111,15 @@ def _begin(path: Path) -> tuple[Path, Lock | None]:
 
 
 def link_or_copy(source: Path, path: Path) -> None:
-    """Give a file that nobody changes in place another name, or copy it where the file system has no links between the two.
+    """Link `path` to a file that is never changed in place, or copy the file if the file system cannot link to `path`.
 
     Args:
         source: The file, which is only ever replaced as a whole.
-        path: The other name; a file that is there is replaced.
+        path: Path of the hard link. An existing file is replaced.
     """
     linked = new_unfinished_path(path)
     try:
-        os.link(os.path.realpath(source), linked)  # the hub's cache has symbolic links, which mean nothing elsewhere
+        os.link(os.path.realpath(source), linked)  # symbolic links of the hub's cache would break elsewhere
     except OSError:
         with whole_file(path) as partial:
             copy_with_holes(source, partial)
@@ -125,14 +127,14 @@ def link_or_copy(source: Path, path: Path) -> None:
     try:
         put_in_place(linked, path)
     finally:
-        linked.unlink(missing_ok=True)  # a link that is moved onto a link of the same file stays
+        linked.unlink(missing_ok=True)  # renaming a hard link to another link of the same file leaves both
 
 
 def have_own_file(path: Path) -> None:
-    """Give a path a copy of its file if that has other names too: what is then written to it in place does not reach these.
+    """Replace a file that has several hard links by a copy, so that writing to it in place does not change the other links.
 
     Args:
-        path: Of a file that is about to be written in place. Nothing is done if there is no file.
+        path: Path of a file that is about to be written in place. Without a file, nothing is done.
 
     Raises:
         OSError: If the copy cannot be written.
@@ -143,14 +145,14 @@ def have_own_file(path: Path) -> None:
 
 
 def copy_with_holes(source: Path, path: Path) -> None:
-    """Copy the contents of a file; holes stay holes where the system tells them from zeros.
+    """Copy the contents of a file. Holes stay holes if the system can tell them from zeros.
 
     Args:
-        source: The file.
-        path: Where to write; a file that is there is overwritten.
+        source: Path of the file.
+        path: Path of the copy; an existing file is overwritten.
 
     Raises:
-        OSError: If one cannot be read, or the other cannot be written.
+        OSError: If the file cannot be read or the copy cannot be written.
     """
     with source.open("rb", buffering=0) as read, path.open("wb", buffering=0) as written:
         size = os.fstat(read.fileno()).st_size
@@ -165,7 +167,7 @@ def copy_with_holes(source: Path, path: Path) -> None:
 
 
 def _next_data(descriptor: int, start: int, size: int) -> tuple[int, int]:
-    """Return where the next bytes of a file that are no hole begin and end; both are its size if there are none."""
+    """Return the start and end of the next bytes of a file that are not a hole; `(size, size)` if there are none."""
     if not hasattr(os, "SEEK_DATA"):
         return start, size
     try:
@@ -176,12 +178,14 @@ def _next_data(descriptor: int, start: int, size: int) -> tuple[int, int]:
 
 
 def punch_hole(descriptor: int, start: int, count: int) -> None:
-    """Give the room of bytes that are zeros back to the disk, where the system and the file system can; nothing else changes.
+    """Return the disk space of a range of zero bytes to the file system, if the system and the file system can.
+
+    The contents and the size of the file stay the same.
 
     Args:
-        descriptor: Of a file that is open for writing.
-        start: The first byte.
-        count: How many.
+        descriptor: Descriptor of a file that is open for writing.
+        start: First byte of the range.
+        count: Number of bytes.
     """
     fallocate = getattr(ctypes.CDLL(None), "fallocate", None) if sys.platform == "linux" else None
     if fallocate is not None:
@@ -189,11 +193,11 @@ def punch_hole(descriptor: int, start: int, count: int) -> None:
 
 
 def put_in_place(written: Path, path: Path) -> None:
-    """Give a file that is complete its place, which is on the disk afterwards, as the file is before.
+    """Move a complete file to its path. The file reaches the disk before the move, and the move before this returns.
 
     Args:
-        written: The file, on the file system of its place.
-        path: Its place; a file that is there is replaced.
+        written: The file, on the same file system as `path`.
+        path: Final path; an existing file is replaced.
     """
     sync(written)
     os.replace(written, path)
@@ -201,13 +205,17 @@ def put_in_place(written: Path, path: Path) -> None:
 
 
 def move_into_place(source: Path, target: Path, last: Collection[str], clear: Callable[[Path], object]) -> None:
-    """Move all that a folder holds into another one, what vouches for the rest when the rest is there, and on the disk.
+    """Move everything in a folder into another folder. Files that mark the rest as complete are moved last.
+
+    All other files are on the disk by then.
 
     Args:
-        source: The folder, complete, on the file system of the other; gone afterwards.
+        source: The complete folder, on the same file system as `target`; removed afterwards.
         target: The other folder. Files of the same names are replaced.
-        last: Names of files that vouch for those beside them. Those in `target` go before anything else changes there.
-        clear: Removes what may be removed of a folder in `target` that is to be replaced. What it leaves stays there.
+        last: Names of files that mark the files beside them as complete. In `target` they are removed before anything
+            else changes.
+        clear: Function that removes what may be removed from a folder in `target` that is to be replaced. Files that it
+            leaves are kept.
     """
     for path in source.rglob("*"):
         if not path.is_symlink():
@@ -222,15 +230,15 @@ def _move(source: Path, target: Path, last: Collection[str], clear: Callable[[Pa
             (target / path.name).unlink(missing_ok=True)
     sync(target)
     for path in paths:
-        place = target / path.name
+        destination = target / path.name
         if path.name in last:
             sync(target)
-        if _is_folder(path) and _is_folder(place):
-            clear(place)
-        if _is_folder(path) and _is_folder(place):
-            _move(path, place, last, clear)
+        if _is_folder(path) and _is_folder(destination):
+            clear(destination)
+        if _is_folder(path) and _is_folder(destination):
+            _move(path, destination, last, clear)
         else:
-            os.replace(path, place)
+            os.replace(path, destination)
     sync(target)
     source.rmdir()
 

@@ -1,4 +1,4 @@
-"""A folder that appears whole: built beside its place under another name, and moved there only when it is complete."""
+"""A folder that appears complete or not at all: it is built under another name and moved to its path when complete."""
 
 import contextlib
 import errno
@@ -15,17 +15,17 @@ from midus_hf.files.locks import Lock, lock_or_warn
 from midus_hf.files.whole_files import new_unfinished_path, sync, unfinished_paths
 
 _FILE_TOO_LARGE = frozenset({errno.EFBIG, errno.EINVAL, errno.ENOSPC})
-"""What file systems say; the last is said by those that have no holes."""
+"""Errors of file systems for files that are too large; `ENOSPC` comes from those without holes."""
 
 
 @dataclass(frozen=True)
 class Replacing:
-    """What may take the place of what, and in whose words it is refused.
+    """Rules for replacing an existing folder.
 
     Args:
-        by: Who writes the folder, as messages call it.
-        check: Raises `ValueError` if something of a person's would be lost with a folder.
-        error: What is raised for people. Default: `ValueError`.
+        by: Name of the command that writes the folder, for messages.
+        check: Function that raises `ValueError` if a person's files would be lost with the folder.
+        error: Type of the errors that are raised for people. Default: `ValueError`.
     """
 
     by: str
@@ -34,32 +34,35 @@ class Replacing:
 
     @property
     def mark(self) -> str:
-        """The file in the folder that a run works in: by it the next run to the same place knows that the folder may be removed."""
+        """Name of the file that marks a run's working folder, so that the next run with the same output may remove the folder."""
         return f".written-by-{self.by}"
 
 
 class _HeldByAnotherRun(Exception):
-    """Another run works in the folder."""
+    """Signal that another run is working in the folder."""
 
 
 class WholeFolder:
-    """A folder that appears whole or not at all, also when the process is killed.
+    """Folder that appears complete or not at all, even if the process is killed.
 
-    All work goes on in `.NAME.partial`, a folder that has a file of ours, the mark, from its first moment to its last. The output is
-    made in it as `output`. An output that is to be replaced is moved into it, as `replaced`, for the moment between two renames, and
-    moved back by the next run should the process be killed in that moment. Whatever else a killed run left there is removed
-    by the next run to the same output; a run that is still alive holds a lock on it. A folder of that name that has no mark is a
-    person's: it is refused and stays as it is.
+    A run works in the folder `.NAME.partial`, which contains a mark of this package from its creation to its removal.
+    The output is built inside it as `output`. An existing output that is replaced is moved into it as `replaced`, for
+    the moment between two renames; if the process is killed in that moment, the next run moves it back. The next run
+    with the same output also removes everything else that a killed run left in the folder. A running process holds a
+    lock on the folder. A folder `.NAME.partial` without the mark belongs to a person: it is left unchanged, and the run
+    is refused.
 
-    Where the file system has no locks the work goes on, and a line on standard error says that nothing guards the folder.
+    If the file system has no locks, the run continues, and a line on standard error warns that nothing guards the
+    folder.
 
     Args:
-        path: The output. A link stands for what it points to.
-        replacing: What it may take the place of.
-        overwrite: Whether an existing folder may be replaced, if `replacing` lets it pass.
+        path: The output. A link is followed.
+        replacing: Rules for replacing an existing output.
+        overwrite: Whether an existing folder may be replaced if `replacing` accepts it. Default: false.
 
     Raises:
-        ValueError: If the output exists, cannot be written, or is being written by another run: as `replacing` says.
+        ValueError: If the output exists and may not be replaced, cannot be written, or is being written by another run.
+            The type of the error is `replacing.error`.
     """
 
     def __init__(self, path: Path, replacing: Replacing, overwrite: bool = False):
@@ -74,7 +77,7 @@ class WholeFolder:
         self._check()
 
     def _recover(self) -> None:
-        """Put an output back that a run moved aside without putting another one in its place."""
+        """Move a replaced output back if no new output was put at its path."""
         if self._replaced.exists() and not os.path.lexists(self.path):
             self._replaced.rename(self.path)
 
@@ -100,10 +103,10 @@ class WholeFolder:
             )
 
     def check_space(self, num_bytes: int) -> None:
-        """Check that the disk has room for `num_bytes`.
+        """Check that the disk has room for `num_bytes` bytes.
 
         Raises:
-            ValueError: If it has not.
+            ValueError: If the disk has too little room.
         """
         free = self.free_bytes()
         if free < num_bytes:
@@ -114,18 +117,18 @@ class WholeFolder:
 
     @property
     def disk(self) -> Path:
-        """The nearest folder around the output that there is."""
+        """The nearest existing folder above the output."""
         return next(parent for parent in self.path.parents if parent.exists())
 
     def free_bytes(self) -> int:
-        """Room on the disk for the output, what a killed run left of it included."""
+        """Return the number of free bytes on the output's disk, counting as free what a killed run left of the output."""
         free = shutil.disk_usage(self.disk).free
         if self.partial.exists():
             free += sum(file.stat().st_blocks * 512 for file in self.partial.rglob("*") if file.is_file())
         return free
 
     def can_hold_file(self, num_bytes: int) -> bool:
-        """Whether the file system takes a file of that size that is one hole; tried with a file that has no name."""
+        """Return whether the file system accepts a file of this size, tested with an unnamed file that is a single hole."""
         try:
             with tempfile.TemporaryFile(dir=self.disk) as file:
                 file.truncate(num_bytes)
@@ -141,7 +144,7 @@ class WholeFolder:
         self._take_lock()
         try:
             self._recover()
-            self._check()  # again, now that no other run can change what it sees
+            self._check()  # checked in the constructor too, but only now can no other run interfere
             self._clear_workplace()
             for folder in unfinished_paths(self.path):
                 if folder.is_dir() and not folder.is_symlink():
@@ -168,21 +171,21 @@ class WholeFolder:
             raise
 
     def _make_workplace(self) -> None:
-        """Make the folder that the work goes on in, which has its mark when it gets its name."""
+        """Create the working folder. It gets its name only after its mark, so it never exists without the mark."""
         made = new_unfinished_path(self.path)
         made.mkdir()
         try:
             (made / self._replacing.mark).touch()
             made.rename(self._workplace)
         except FileNotFoundError:
-            raise _HeldByAnotherRun from None  # a run that has the lock by now has cleared it away
+            raise _HeldByAnotherRun from None  # a run that now has the lock has removed the unfinished folder
         except OSError:
             shutil.rmtree(made, ignore_errors=True)
             if not os.path.lexists(self._workplace):
                 raise
 
     def _locked(self) -> Lock | None:
-        """The lock on the folder that the work goes on in; None, and a line that says so, where the file system has none."""
+        """Lock the working folder, and return the lock; without locks in the file system, warn and return None."""
         try:
             lock = lock_or_warn(self._workplace, self.path)
         except (BlockingIOError, FileNotFoundError):
@@ -200,14 +203,14 @@ class WholeFolder:
             self._lock.release()
 
     def commit(self) -> None:
-        """Force the folder's files to the disk and put it in its place.
+        """Flush the folder's files to the disk and move the folder to its path.
 
         Raises:
-            ValueError: If what is at its place has become something that may not be replaced.
+            ValueError: If something that may not be replaced has appeared at the path.
         """
         for file in (*self.partial.rglob("*"), self.partial):
             sync(file)
-        self._check()  # again, since the work may have taken hours
+        self._check()  # once more, since the work may have taken hours
         if self.path.exists():
             self.path.rename(self._replaced)
         self.partial.rename(self.path)
@@ -227,7 +230,11 @@ class WholeFolder:
         return folder.is_dir() and not folder.is_symlink() and (folder / self._replacing.mark).is_file()
 
     def _clear_workplace(self) -> None:
-        """Delete all but the mark; what was replaced first loses the name by which the next run would take it for whole."""
+        """Delete everything in the working folder except the mark.
+
+        A replaced output is renamed before it is deleted, so that the next run cannot take the partly deleted rest for
+        a complete output.
+        """
         deleted = self._workplace / "deleted"
         for path in self._workplace.iterdir():
             if path not in (self._workplace / self._replacing.mark, self._replaced):
@@ -237,7 +244,7 @@ class WholeFolder:
             shutil.rmtree(deleted)
 
     def _remove_workplace(self) -> None:
-        """Delete the folder that the work went on in, which goes by a name of ours alone once it has no mark."""
+        """Delete the working folder. It is renamed first, since without its mark it must not keep its name."""
         with contextlib.suppress(OSError):
             self._clear_workplace()
             empty = new_unfinished_path(self.path)
