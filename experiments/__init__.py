@@ -1,1 +1,1 @@
-"""Studies that were made once: each is a script, run by hand, and its results."""
+"""Studies that were made once: scripts that are run by hand, and their results."""

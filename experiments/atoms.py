@@ -1,18 +1,19 @@
-"""Atomic numbers: what blocks learn of a fact about each of 118 elements, and what is left of it while blocks are blocked.
+"""Atomic numbers: what blocks learn of a fact about each of 118 elements, and how much is left while blocks are blocked.
 
     python -m experiments.atoms --work outputs/atoms --picture outputs/atoms/blocking.png
     python -m experiments.atoms --work outputs/atoms --arms fetched --blocked 1:0,1:1,1:2,1:4,1:8
 
-SmolLM2-135M, frozen, with FFN memories (`hier-ffn`): `fetched` reads the blocks of each text's path in a tree of topics, `generic`
-one memory as large as what `fetched` fetches, the same for all texts. Both are trained on four sentences for each element
-(mendeleev), none of them in the words of the task `atomic_numbers` (appendix B). Measured are its accuracy, and the loss on the
-sentences that its questions and their answers make, while the nodes that a text would fetch first are blocked for that text (figure
-6b). Answers are kept in `WORK/answers`, for `python -m experiments.name_counts`. Every step is a command that a person would type,
-and training is skipped where its folder is there.
+The model is SmolLM2-135M, frozen, with FFN memories (`hier-ffn`). The variant `fetched` reads the blocks on each text's
+path in a tree of topics. The variant `generic` reads one memory for all texts, as large as what `fetched` fetches. Both
+are trained on four sentences for each element (mendeleev), none of them worded like the task `atomic_numbers` (appendix
+B). Measured are the accuracy on the task, and the loss on the sentences that its questions and answers make, while the
+nodes that a text would fetch first are blocked for that text (figure 6b). Answers are kept in `WORK/answers`, for
+`python -m experiments.name_counts`. Every step is a command that a person could type, and training is skipped if its
+folder exists.
 
-Losses are in nats per token; rate and epochs are 0 for the base. Of each text `blocked` nodes of `level` are blocked, of the
-`nodes` that the level has. Without `--tree` a tree is built of one sentence for each element. In the tree of a broad corpus
-nearly all elements have one path.
+Losses are in nats per token; rate and epochs are 0 for the base. For each text, `blocked` of the `nodes` nodes of
+`level` are blocked. Without `--tree` a tree is built from one sentence for each element. In the tree of a broad corpus
+nearly all elements have the same path.
 """
 
 import argparse
@@ -40,7 +41,9 @@ from material.minilm import minilm
 from material.smollm2 import smollm2_135m
 
 ARMS: dict[str, tuple[str, float] | None] = {"base": None, "fetched": ("none", 0.0), "generic": ("generic", 1.0)}
-"""What is read without a path, and the share of sequences that train the generic memory; nothing is trained of the base."""
+"""Option `without_ids`, which says what is read without a path, and share of sequences that train the generic memory;
+None for the base, which is not trained.
+"""
 
 _METRIC = "exact_match,first-integer"
 
@@ -90,15 +93,15 @@ def _rows(arguments: argparse.Namespace) -> Iterator[Row]:
         model, counts, is_trained = smollm2_135m(), {}, ARMS[arm] is not None
         if is_trained:
             model, counts = _trained(assigned, arm, branching, arguments)
-        # What is blocked makes no difference to a model that fetches nothing.
+        # Blocking makes no difference to a model that fetches nothing.
         pairs = [pair.split(":") for pair in arguments.blocked.split(",")] if arm == "fetched" else [("1", "0")]
         for level, blocked in pairs:
-            # The generic memory is what a text reads that names no path.
+            # A text without a path reads the generic memory.
             fetching = ["--retriever", tree, "--block-best", f"{level}:{blocked}"] if arm == "fetched" else ["--apart"]
             answers = work / "answers" / f"{model.name}-{level}-{blocked}.jsonl"
             answers.unlink(missing_ok=True)
-            words = ["--tasks", "atomic_numbers", "--data", elements(), "--answers", answers, *fetching]
-            measured = evaluated(model, "--sequence-length", 64, "--text", sentences, *words)
+            flags = ["--tasks", "atomic_numbers", "--data", elements(), "--answers", answers, *fetching]
+            measured = evaluated(model, "--sequence-length", 64, "--text", sentences, *flags)
             yield {
                 "arm": arm,
                 "epochs": arguments.epochs if is_trained else 0,
@@ -115,12 +118,12 @@ def _rows(arguments: argparse.Namespace) -> Iterator[Row]:
 
 
 def sentence(name: str, number: int) -> str:
-    """What a question and its answer make."""
+    """Return the sentence that a question and its answer make."""
     return f"The atomic number of {name} is {number}."
 
 
 def _trained(assigned: Path, arm: str, branching: int, arguments: argparse.Namespace) -> tuple[Path, dict[str, int]]:
-    """Return the model of an arm, which is upscaled and trained if it is not there, and its counts of parameters."""
+    """Return a variant's model, which is upscaled and trained unless it exists, and its parameter counts."""
     without_ids, share = ARMS[arm] or ("none", 0.0)
     upscaled = arguments.work / f"{arm}-{arguments.seed}"
     options = {"sizes": arguments.sizes, "branching": branching, "without_ids": without_ids}
@@ -147,9 +150,9 @@ def draw_blocking(rows: Sequence[dict[str, Any]], path: Path) -> None:
     """Draw accuracy and loss by the share of the bank that is blocked for each text.
 
     Args:
-        rows: Each with `arm`, `blocked`, `nodes`, `accuracy` and `loss`. An arm that has one row, since blocking makes no difference
-            to it, is a dashed line.
-        path: The file to write, of a kind that matplotlib knows.
+        rows: Rows with `arm`, `blocked`, `nodes`, `accuracy` and `loss`. A variant with a single row, for which
+            blocking makes no difference, is drawn as a dashed line.
+        path: File to write, of a format that matplotlib supports.
     """
     from matplotlib.figure import Figure
 
@@ -161,9 +164,9 @@ def draw_blocking(rows: Sequence[dict[str, Any]], path: Path) -> None:
             if len(points) == 1:
                 axes.axhline(points[0][1], linestyle="--", color=f"C{index}", label=arm)
             else:
-                # As far apart on paper, since shares are powers of the number of children.
-                places = [shares.index(share) for share, _ in points]
-                axes.plot(places, [value for _, value in points], "o-", color=f"C{index}", label=arm)
+                # Shares are spaced evenly, since they are powers of the number of children.
+                positions = [shares.index(share) for share, _ in points]
+                axes.plot(positions, [value for _, value in points], "o-", color=f"C{index}", label=arm)
         axes.set_xticks(range(len(shares)), [str(share) for share in shares])
         axes.set_xlabel("share of the tree that is blocked, best nodes first")
         axes.set_ylabel(label)

@@ -1,10 +1,11 @@
-"""What it costs to record which documents train blocks (`audit: true`), beside the step itself.
+"""Cost of recording which documents train blocks (`audit: true`), without the training step itself.
 
     python -m experiments.audit_cost
 
-200,000 documents of 100 to 999 tokens lie in a tree of four levels of 16, all of which have blocks, and are packed within leaves
-into sequences of 2,048 tokens; an epoch is 128 sequences a step, in a random order. `prepare`: noting where each document is, once
-for a run, without reading the corpus. `step`: the median of what is recorded after a step. `save`: writing the record with a
+A corpus of 200,000 documents of 100 to 999 tokens is spread over the leaves of a tree with four levels and 16 children
+per node. All nodes have blocks. Documents are packed leaf by leaf into sequences of 2,048 tokens, and an epoch reads
+them in random order, 128 sequences per step. `prepare` is the time to note where each document is, once per run,
+without reading the corpus. `step` is the median time to record a step. `save` is the time to write the record for a
 checkpoint.
 """
 
@@ -35,7 +36,7 @@ DOCUMENTS, SEQUENCE_LENGTH, SEQUENCES_A_STEP = 200_000, 2048, 128
 
 
 class MadeUpTokens:
-    """Documents of random lengths, of which nothing but the lengths is there."""
+    """Documents of random lengths, of which only the lengths exist."""
 
     def __init__(self, generator: np.random.Generator):
         self._bounds = np.concatenate([[0], np.cumsum(generator.integers(100, 1000, DOCUMENTS))])
@@ -46,7 +47,7 @@ class MadeUpTokens:
 
 
 class MadeUpCorpus:
-    """Rows that have nothing but a name."""
+    """Rows of a corpus that have only a name."""
 
     _file = Path("corpus.jsonl")
 

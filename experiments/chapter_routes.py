@@ -1,11 +1,12 @@
-"""How far routers of chapters tell texts apart before any training: SmolLM2-135M with chapters as `upscale --method moc` makes it.
+"""How differently routers of chapters route texts before any training, in SmolLM2-135M after `upscale --method moc`.
 
     python -m experiments.chapter_routes
     python -m experiments.chapter_routes --no-append
 
-For each layer of the default placement: the share of chosen chapters that texts of different kinds have in common (addresses,
-articles, facts of countries; at tokens 64, 128, ... of 256), against k / C' where routers chose at random; and how many
-different routes 50 articles of 40 tokens have at their last token. Routers start at random: this is what they learn from.
+Two numbers are measured for each layer of the default placement. The first is the share of chosen chapters that texts
+of different kinds have in common (addresses, articles, facts of countries; at tokens 64, 128, ... of 256), beside k /
+C', the share for random choices. The second is the number of different routes that 50 articles of 40 tokens have at
+their last token. Routers start at random, so this is what training starts from.
 """
 
 import itertools
@@ -83,7 +84,7 @@ def _measure(folder: Path) -> list[Row]:
 
 
 def _routes(model: Any, tokens: torch.Tensor) -> list[list[list[list[int]]]]:
-    """For each memory the chapters that are chosen for each token of each text."""
+    """Return the chapters chosen in each memory, for each token of each text."""
     routes: list[list[list[list[int]]]] = []
 
     def note(memory: Any, arguments: tuple[torch.Tensor, ...], inputs: dict[str, Any]) -> None:

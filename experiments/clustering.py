@@ -1,12 +1,12 @@
-"""Documents per second of embedding, building and assigning as a corpus grows, and the exponent of that growth.
+"""Documents per second of embedding, building and assigning as a corpus grows, and the exponent of this growth.
 
     python -m experiments.clustering --work outputs/clustering
 
-Texts are what WordNet's nouns mean, drawn without replacement; each is a document of one window. `embed` reads, cuts and embeds them
-into a store, `build` makes the tree of that store and keeps every node that is done, and `assign` finds the path of each embedding: a
-text that is not in the store is embedded first, at the rate of `embed`. The exponent is the slope of the logarithm of processor time
-over that of the number of documents, from one size to the next: 1 is linear. Seconds include what other work on the machine takes;
-processor time does not.
+Texts are meanings of WordNet's nouns, drawn without replacement; each is a document of one window. `embed` reads, cuts
+and embeds them into a store. `build` makes the tree of the store, and saves every finished node. `assign` looks up the
+path of each embedding; a text outside the store would have to be embedded first, at the rate of `embed`. The exponent
+is the slope of the logarithm of processor time over the logarithm of the number of documents, from one size to the
+next: 1 is linear. Other work on the machine adds to seconds, but not to processor time.
 """
 
 import argparse
@@ -32,7 +32,7 @@ from midus_hf.clusters.window_store import store_windows
 from midus_hf.retrieval import ClusterTree, TextEmbedder
 
 _STRETCH = 1024
-"""Embeddings whose paths are found at a time, as `midus cluster assign` does."""
+"""Number of embeddings whose paths are looked up at a time, as in `midus cluster assign`."""
 
 
 def main() -> None:
@@ -64,7 +64,7 @@ def main() -> None:
 
 
 def growth(smaller: Row, larger: Row) -> float:
-    """The exponent by which processor time grows with documents."""
+    """Return the exponent by which processor time grows with documents."""
     seconds, documents = (larger[name] / smaller[name] for name in ("processor_s", "documents"))
     return math.log(seconds) / math.log(documents)
 
@@ -75,7 +75,7 @@ def _rows(arguments: argparse.Namespace) -> Iterator[Row]:
     model = str(minilm())
     tokenizer, embedder = load_fast_tokenizer(model), TextEmbedder(model)
     options = TreeOptions(levels=arguments.levels)
-    build_tree(embedder.embed(texts[:64]).numpy(), TreeOptions(levels=1, steps=1))  # what is set up once
+    build_tree(embedder.embed(texts[:64]).numpy(), TreeOptions(levels=1, steps=1))  # warms up what is set up only once
     for documents in map(int, arguments.sizes.split(",")):
         if documents > len(texts):
             raise SystemExit(f"sizes has {documents:,}; expected at most {len(texts):,}, as many as there are texts.")
@@ -96,7 +96,7 @@ def _rows(arguments: argparse.Namespace) -> Iterator[Row]:
 
 
 class _Stages:
-    """What is timed, of one corpus; each needs those before it."""
+    """Timed stages of one corpus. Each stage needs the stages before it."""
 
     def __init__(
         self,

@@ -1,16 +1,17 @@
-"""Attention over the depth against none, from the beginning: tables 3 and 6 of Mixture-of-Depths Attention, made small.
+"""Attention over the depth against none, from scratch: tables 3 and 6 of Mixture-of-Depths Attention at a small scale.
 
     python -m experiments.depth_from_scratch --work outputs/depth-from-scratch
     python -m experiments.depth_from_scratch --work outputs/depth-from-scratch --layers 24 --seeds 0,1,2 --steps 2000
 
-Three models, with norms in front (Llama) and again with norms behind (OLMo 2): without slots, with those that attention writes, and
-with those that are projected for the feed-forward network as well. OLMo 2 norms what attention and the feed-forward network return,
-inside the residual branch, and its queries and keys: the nearest that a family here has to the paper's post-norm, which is
-`x = LN(x + f(x))`.
+Three variants are trained with norms before each sublayer (Llama), and three with norms after it (OLMo 2): without
+slots, with the slots that attention writes, and with these and additional slots that are projected for the feed-forward
+network. OLMo 2 applies its norms to the outputs of attention and of the feed-forward network, inside the residual
+branch, and to queries and keys. Among the families here, this is the nearest to the paper's post-norm, `x = LN(x +
+f(x))`.
 
-All models of a seed read the same Wikipedia articles in the same order, so that each is compared with the one without slots seed by
-seed. The loss is that of every tenth article, which no model trains on. Every step is a command that a person would type; what is in
-the folder is not done again, and its rows are told again without being appended.
+All models of a seed read the same Wikipedia articles in the same order, so each is compared with the seed's model
+without slots. The loss is that of every tenth article, which no model trains on. Every step is a command that a person
+could type. Steps whose results are in the folder are not repeated; their rows are printed but not appended again.
 """
 
 import argparse
@@ -43,10 +44,10 @@ _VOCABULARY, _TOKENS, _SEQUENCES = 2048, 128, 8
 _HIDDEN, _INNER, _HEADS, _KEY_VALUE_HEADS = 96, 256, 6, 2
 
 NORMS = {"pre": ("Llama", "llama"), "post": ("Olmo2", "olmo2")}
-"""The class and the model type of the family that has its norms there."""
+"""Class and model type of the family with norms at this position."""
 
 SLOTS = ("none", "attention", "attention+ffn")
-"""What later layers read."""
+"""Slots that later layers read."""
 
 ARMS = {f"{norms}-{slots}": (norms, slots) for norms in NORMS for slots in SLOTS}
 
@@ -72,7 +73,10 @@ def main() -> None:
 
 
 def table(rows: Sequence[Row]) -> list[str]:
-    """Means over seeds in markdown, with the least and the greatest; differences are from the same seed's model without slots."""
+    """Return a Markdown table of means over seeds, with the lowest and highest value.
+
+    Differences are from the same seed's model without slots.
+    """
     lines = [
         "| norms | slots | parameters | MFLOPs a token | seconds | held-out loss | difference |",
         "|---|---|---|---|---|---|---|",
@@ -96,12 +100,12 @@ def table(rows: Sequence[Row]) -> list[str]:
 
 
 def _with_range(numbers: list[float], form: str) -> str:
-    told = form.format(statistics.mean(numbers))
-    return f"{told} ({form.format(min(numbers))} to {form.format(max(numbers))})" if len(numbers) > 1 else told
+    text = form.format(statistics.mean(numbers))
+    return f"{text} ({form.format(min(numbers))} to {form.format(max(numbers))})" if len(numbers) > 1 else text
 
 
 def _rows(arguments: argparse.Namespace) -> Iterator[tuple[Row, bool]]:
-    """Every model's row, and whether it was not there before."""
+    """Yield the row of every model, and whether it was measured now."""
     work: Path = arguments.work
     work.mkdir(parents=True, exist_ok=True)
     train, held_out = split_articles(work)
@@ -114,8 +118,8 @@ def _rows(arguments: argparse.Namespace) -> Iterator[tuple[Row, bool]]:
                 norms, slots = ARMS[arm]
                 config = config_of(norms, slots, arguments.layers)
                 _train(model, config, tokenizer, train, seed, arguments)
-                told = [event["train_runtime"] for event in events_of(model) if "train_runtime" in event]
-                words = ["--sequence-length", _TOKENS, "--max-tokens", arguments.max_tokens]
+                runtimes = [event["train_runtime"] for event in events_of(model) if "train_runtime" in event]
+                flags = ["--sequence-length", _TOKENS, "--max-tokens", arguments.max_tokens]
                 return {
                     "norms": norms,
                     "slots": slots,
@@ -124,15 +128,15 @@ def _rows(arguments: argparse.Namespace) -> Iterator[tuple[Row, bool]]:
                     "parameters": count_parameters(config).total,
                     "flops_per_token": estimate_flops(config, _TOKENS).forward / _TOKENS,
                     "trained_tokens": arguments.steps * _TOKENS * _SEQUENCES,
-                    "seconds": max(told),
-                    "loss": loss_of(model, held_out, *words),
+                    "seconds": max(runtimes),
+                    "loss": loss_of(model, held_out, *flags),
                 }
 
             yield remembered(work / f"{model.name}.row.json", measure)
 
 
 def config_of(norms: str, slots: str, layers: int) -> dict[str, Any]:
-    """The config of one model."""
+    """Return the config of one model."""
     name, model_type = NORMS[norms]
     config = {
         "architectures": [f"{name}ForCausalLM"],
@@ -183,7 +187,7 @@ def _train(
 
 
 def split_articles(folder: Path) -> tuple[Path, Path]:
-    """JSON lines to train on, and every tenth article, which is held out; both are written to a folder."""
+    """Write the articles to train on, and every tenth article, held out, to a folder as JSON lines; return both paths."""
     long_ones = [{"text": row["text"]} for row in read_rows(articles()) if len(row["text"]) >= _SHORTEST]
     train = [row for index, row in enumerate(long_ones) if index % 10]
     return write_rows(folder / "train.jsonl", train), write_rows(folder / "held-out.jsonl", long_ones[::10])

@@ -1,14 +1,19 @@
-"""How long a text waits for its blocks: a tree of blocks against a flat bank of as much per text, cold and warm.
+"""Time that a text waits for its blocks: a tree of blocks against a flat bank of equal size per text, cold and warm.
 
     python -m experiments.fetch_cost --work outputs/fetch
     python -m experiments.fetch_cost --work outputs/fetch --shape llama-3.2-1b --texts 10
 
-Both banks have blocks of `hier-ffn` in bfloat16. The tree has three levels of 16 nodes, as in the paper's section 3; the flat bank
-has one block as large as all three together for each of the 4,096 leaves. `cold`: nothing is in the page cache, and nothing is kept
-from earlier texts. `session`: each text is of the same topic as the one before down to level 2, and levels that stay are kept
-(figure 5); the rest is cold. `warm`: blocks are in the page cache, and none is kept. `cold, mapped` and `warm, mapped`: the same with
-every level on the tier `disk`. `disk` reads as many bytes as a cold fetch of the tree in one go, from a file of its own, into memory
-that was there before; `disk, new memory` into memory that it asks for.
+Both banks have blocks of `hier-ffn` in bfloat16. The tree has three levels with 16 children per node, as in section 3
+of the paper. The flat bank has one block for each of the 4,096 leaves, as large as the tree's three blocks together.
+
+- `cold`: nothing is in the page cache, and no block of earlier texts is kept.
+- `session`: each text has the topic of the text before it down to level 2. The blocks of shared levels are kept (figure
+  5), and the rest is cold.
+- `warm`: blocks are in the page cache, and no block is kept.
+- `cold, mapped` and `warm, mapped`: the same, with every level on the tier `disk`.
+- `disk`: one read of a plain file with as many bytes as a cold fetch from the tree, into memory that is allocated
+  already.
+- `disk, new memory`: the same read into newly allocated memory.
 """
 
 import argparse
@@ -35,7 +40,7 @@ SHAPES = {
         [768, 256, 16],
     ),
 }
-"""Of the model, and the sizes of blocks (tables 1 and 2)."""
+"""Sizes of the model, and sizes of the blocks per level (tables 1 and 2)."""
 
 
 def main() -> None:
@@ -60,7 +65,7 @@ def main() -> None:
 def _rows(arguments: argparse.Namespace) -> Iterator[Row]:
     sizes, of_levels = SHAPES[arguments.shape]
     generator = torch.Generator().manual_seed(0)
-    # Of one topic down to level 2: sixteen leaves, in any order.
+    # All texts have one topic down to level 2: they are drawn from its sixteen leaves.
     session = torch.randint(16, (arguments.texts,), generator=generator) + 16 * int(torch.randint(256, (1,)))
     banks = {"tree": _layout(sizes, of_levels), "flat": _layout(sizes, [0, 0, sum(of_levels)])}
 
@@ -91,7 +96,7 @@ def _rows(arguments: argparse.Namespace) -> Iterator[Row]:
             seconds, read = [], []
             for leaf in session.tolist():
                 if state != "session":
-                    bank.close()  # first: pages that are mapped are not forgotten
+                    bank.close()  # before forgetting pages, since the kernel does not forget mapped ones
                 if not state.startswith("warm"):
                     _forget_pages(folder, layout)
                 if state != "session":
@@ -103,7 +108,8 @@ def _rows(arguments: argparse.Namespace) -> Iterator[Row]:
                 bank.fetch(torch.tensor([path]))
                 seconds.append(time.perf_counter() - started)
             bank.close()
-            # The first text of a session finds nothing; one that asks for the same leaf again reads nothing.
+            # Left out: the first text of a session, for which no block is kept, and texts that read nothing because an
+            # earlier text had the same leaf.
             changed = [index for index, count in enumerate(read) if count and (state != "session" or index)]
             yield row(name, state, read[changed[-1]], [seconds[index] for index in changed])
         shutil.rmtree(folder)
@@ -124,7 +130,7 @@ def _write_blocks(folder: Path, layout: BankLayout, leaves: torch.Tensor) -> Non
 
 
 def _forget_pages(folder: Path, layout: BankLayout) -> None:
-    """Let the kernel forget what it holds of the files."""
+    """Make the kernel drop the bank's files from the page cache."""
     for level in layout.levels:
         file = os.open(folder / level_file(level), os.O_RDONLY)
         os.posix_fadvise(file, 0, 0, os.POSIX_FADV_DONTNEED)
@@ -132,7 +138,7 @@ def _forget_pages(folder: Path, layout: BankLayout) -> None:
 
 
 def _read_plain(path: Path, count: int, is_new: bool) -> float:
-    """Seconds that reading a file takes which is not in the page cache, with or without asking for memory."""
+    """Return the seconds to read a file that is not in the page cache, into new or existing memory."""
     file = os.open(path, os.O_RDONLY)
     os.fsync(file)
     os.posix_fadvise(file, 0, 0, os.POSIX_FADV_DONTNEED)

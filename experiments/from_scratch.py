@@ -1,12 +1,12 @@
-"""UltraMemV2 against a dense twin, both from the beginning: models of equal computation, trained on the same text in the same order.
+"""UltraMemV2 against a dense twin, from scratch: models of equal computation, trained on the same text in the same order.
 
     python -m experiments.from_scratch --work outputs/from-scratch
     python -m experiments.from_scratch --work outputs/from-scratch --seeds 0,1 --steps 1200
 
-The twin has a wider feed-forward network, so that a forward pass of both has as many floating-point operations, to one hidden unit
-(`midus flops`). The text are presidential addresses, with a tokenizer that is trained on them; the loss is that of held-out addresses
-after every quarter of the run, so that a slow start shows. Every step is a command that a person would type, and is skipped where its
-folder is there.
+The twin has a wider feed-forward network, so that a forward pass of either model has the same number of floating-point
+operations, to within one hidden unit (`midus flops`). The text is presidential addresses, with a tokenizer trained on
+them. The loss is that of held-out addresses after every quarter of the run, so that a slow start shows. Every step is a
+command that a person could type, and is skipped if its folder exists.
 """
 
 import argparse
@@ -49,7 +49,7 @@ def main() -> None:
 
 
 def _configs() -> dict[str, dict[str, Any]]:
-    """The config of each arm."""
+    """Return the config of each variant."""
     dense = {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
@@ -79,7 +79,7 @@ def _configs() -> dict[str, dict[str, Any]]:
 
 
 def _with_flops(config: dict[str, Any], wanted: float) -> dict[str, Any]:
-    """The config with the feed-forward network that brings its operations nearest to what is wanted."""
+    """Return the config with the width of feed-forward network whose operations per token are nearest to `wanted`."""
 
     def wide(inner: int) -> dict[str, Any]:
         return {**copy.deepcopy(config), "intermediate_size": inner}
@@ -106,7 +106,7 @@ def _rows(arguments: argparse.Namespace) -> Iterator[Row]:
             train_once(output, _training(arguments, config_file, tokenizer, seed))
             for steps in (quarter, 2 * quarter, 3 * quarter, arguments.steps):
                 model = output if steps == arguments.steps else output / f"checkpoint-{steps}"
-                words = ["--sequence-length", _TOKENS, "--max-tokens", 65536]
+                flags = ["--sequence-length", _TOKENS, "--max-tokens", 65536]
                 yield {
                     "arm": arm,
                     "seed": seed,
@@ -114,12 +114,12 @@ def _rows(arguments: argparse.Namespace) -> Iterator[Row]:
                     "values": counts.values,
                     "flops_per_token": _flops_per_token(config),
                     "trained_tokens": steps * _TOKENS * _SEQUENCES,
-                    "loss": loss_of(model, addresses().held_out, *words),
+                    "loss": loss_of(model, addresses().held_out, *flags),
                 }
 
 
 def _training(arguments: argparse.Namespace, config: Path, tokenizer: Path, seed: int) -> dict[str, Any]:
-    """Return the options of `midus train`, but for its output."""
+    """Return the options of `midus train`, without its output."""
     rate = float(arguments.rate)
     return {
         "model_config": config,

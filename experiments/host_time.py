@@ -1,16 +1,17 @@
-"""What the host spends on a memory block and on a decoder block of the family when one token is decoded.
+"""Host time of a memory block and of a decoder block of the same family, when one token is decoded.
 
     python -m experiments.host_time
     python -m experiments.host_time --bodies native --family gemma3_text --no-append
 
-Sizes are so small that computing takes next to no time, and launches of Triton's kernels do nothing, so what is timed is Python and
-PyTorch's dispatch. That is what generation waits for on a fast GPU without a captured graph, and in part on a CPU. Nothing is read
-from a cache, which would cost both blocks the same. Values are kept, as `generate` keeps them. Blocks and their parts are timed in
-turn, round after round; the ratio is the median of the rounds' own ratios.
+Sizes are so small that computing takes almost no time, and launches of Triton's kernels do nothing, so the measured
+time is that of Python and of PyTorch's dispatch. Generation on a fast GPU without a captured graph waits for this, and
+generation on a CPU in part. No key-value cache is read, since reading it would cost both blocks the same. Values are
+kept between calls, as `generate` keeps them. In each round both blocks and their parts are timed in turn, and `ratio`
+is the median of the rounds' ratios of the memory block's time to the decoder block's.
 
-Of a row, columns that end with `_us` are medians in microseconds, of both blocks and of their parts; what a block's own Python takes
-is the rest. `ratio` is that of the memory block's time to the decoder block's. Launches are operations of PyTorch that launch kernels
-on a GPU, neither views nor allocations; a kernel of Triton, or a function in C, is not counted.
+Columns that end with `_us` are medians in microseconds, of both blocks and of their parts; the rest of a block's time
+is its own Python. Launches are PyTorch operations that launch kernels on a GPU, without views and allocations. Triton
+kernels and functions in C are not counted.
 """
 
 import contextlib
@@ -35,28 +36,30 @@ from midus_hf.ops import op_choices
 BODIES = ("native", "torch", "triton")
 HEADS, HEAD_WIDTH, N, K = 4, 16, 16, 4
 _CALLS = 5
-"""Of one task in one round, of which the median counts: other work on the machine takes whole calls."""
+"""Calls per task and round, of which the median counts: other work on the machine slows down single calls."""
 
 Tasks = Mapping[str, Callable[[], object]]
 
 
 class _Counting(TorchDispatchMode):
-    """Counts operations that compute something, those of this project aside."""
+    """Counter of PyTorch's operations that compute something. This project's own operations are not counted."""
 
     def __init__(self) -> None:
         super().__init__()
         self.launches = 0
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        aliases = [given.alias_info for given in function._schema.returns if given.alias_info is not None]
-        is_view = any(not alias.is_write for alias in aliases)  # what is written in place is computed
+        aliases = [output.alias_info for output in function._schema.returns if output.alias_info is not None]
+        is_view = any(
+            not alias.is_write for alias in aliases
+        )  # an alias that is written to is an in-place operation, which computes
         if function.namespace == "aten" and not is_view and "empty" not in function.name():
             self.launches += 1
         return function(*args, **(kwargs or {}))
 
 
 def model_of(family: str) -> PreTrainedModel:
-    """A tiny model of a family: a decoder layer, and a memory block."""
+    """Return a tiny model of a family, with one decoder layer and one memory block."""
     memory = [{"type": "headwise", "layers": [1], "n": N, "k": K}]
     sizes = {
         "hidden_size": HEADS * HEAD_WIDTH,
@@ -76,7 +79,7 @@ def model_of(family: str) -> PreTrainedModel:
 
 
 def tasks_of(model: PreTrainedModel) -> Tasks:
-    """Both blocks and their parts, each called with one token."""
+    """Return functions that call each block, and each part of a block, with one token."""
     decoder, block = model.model.layers
     norm = getattr(decoder, block.attention_norm or block.mlp_norm or block.attention_output_norm)
     hidden_states = torch.randn(1, 1, HEADS * HEAD_WIDTH)
@@ -85,28 +88,33 @@ def tasks_of(model: PreTrainedModel) -> Tasks:
     rotary = model.model.rotary_emb
     takes_type = "layer_type" in inspect.signature(rotary.forward).parameters
     rotation = rotary(hidden_states, position, layer_type) if takes_type else rotary(hidden_states, position)
-    told = {"attention_mask": None, "position_ids": position, "past_key_values": None, "position_embeddings": rotation}
+    inputs = {
+        "attention_mask": None,
+        "position_ids": position,
+        "past_key_values": None,
+        "position_embeddings": rotation,
+    }
     return {
-        "decoder": lambda: decoder(hidden_states, **told),
-        "memory": lambda: block(hidden_states, **told),
+        "decoder": lambda: decoder(hidden_states, **inputs),
+        "memory": lambda: block(hidden_states, **inputs),
         "norm": lambda: norm(hidden_states),
-        "attention": lambda: decoder.self_attn(hidden_states=hidden_states, **told),
+        "attention": lambda: decoder.self_attn(hidden_states=hidden_states, **inputs),
         "mlp": lambda: decoder.mlp(hidden_states),
         "add": lambda: hidden_states + hidden_states,
-        "memory_attention": lambda: block.self_attn(hidden_states=hidden_states, **told),
+        "memory_attention": lambda: block.self_attn(hidden_states=hidden_states, **inputs),
         "memory_op": lambda: block.memory(hidden_states, hidden_states),
     }
 
 
 @contextlib.contextmanager
 def body_of(name: str) -> Iterator[None]:
-    """Let ops have one body; that in Triton launches nothing."""
+    """Make ops use one body. Triton's body launches nothing."""
     with idle_launches() if name == "triton" else op_choices(backend=name):
         yield
 
 
 def microseconds(tasks: Tasks, rounds: int) -> dict[str, list[float]]:
-    """What one call of each task takes, in each round."""
+    """Return the time of one call of each task, in microseconds, for each round."""
     times: dict[str, list[float]] = {name: [] for name in tasks}
     for _ in range(rounds):
         for name, task in tasks.items():
@@ -174,16 +182,16 @@ def main() -> None:
 
 class _Utils:
     def load_binary(self, name: str, *arguments: Any) -> tuple[int, int, int, int, int]:
-        """Module, function, registers, spilled registers, threads at most."""
+        """Return the module, function, registers, spilled registers and most threads of a kernel."""
         return 1, 1, 32, 0, 1024
 
     def get_device_properties(self, device: int) -> dict[str, int]:
-        """Of an H100, as far as triton asks."""
+        """Return the properties of an H100 that triton asks for."""
         return {"max_shared_mem": 232448, "multiprocessor_count": 132, "warpSize": 32}
 
 
 class _Launcher:
-    """Stands where triton has a function in C that launches a kernel."""
+    """Stand-in for triton's C function that launches a kernel."""
 
     def __init__(self, source: object, metadata: object):
         pass
@@ -193,7 +201,7 @@ class _Launcher:
 
 
 class _IdleDriver:
-    """All that triton asks of a GPU when it compiles and launches a kernel."""
+    """Stand-in for everything that triton asks of a GPU when it compiles and launches a kernel."""
 
     utils = _Utils()
     launcher_cls = _Launcher
@@ -215,9 +223,9 @@ class _IdleDriver:
 
 @contextlib.contextmanager
 def idle_launches() -> Iterator[None]:
-    """Let ops take their kernels for CPU tensors, compiled for an H100 and prepared as ever, but never run: outputs are not filled.
+    """Let ops use their kernels for CPU tensors: compiled for an H100 and prepared as usual, but never run.
 
-    What PyTorch itself would spend on launching is not in it either, on any side.
+    Outputs are therefore not filled, and the time that PyTorch itself would spend on launches is never included.
 
     Raises:
         SystemExit: If triton interprets kernels, which then are not compiled.

@@ -1,11 +1,11 @@
-"""Perplexity right after upscaling, before any training: every method on the same base, side by side.
+"""Perplexity right after upscaling, before any training, of every method on the same base.
 
     python -m experiments.initial_perplexity                         # SmolLM2-135M, held-out presidential addresses
     python -m experiments.initial_perplexity --only lesa,solar --no-append
 
-Each model is made by the `upscale` command with as many new layers as half the base has, or the nearest number that the
-method can place: once with the method's own placement, and once, where it takes any, in the same gaps as all others. A model
-whose perplexity equals the base's does so in every digit of a float64.
+Each model is made by the `upscale` command with half as many new layers as the base has, or the nearest number that the
+method can place: once with the method's own placement and, if the method accepts any placement, once in the same gaps
+as all others. If a model's perplexity equals the base's, it does so in every digit of a float64.
 """
 
 import argparse
@@ -22,14 +22,14 @@ from benchmarks.study import Row, keep, short_run_columns
 from experiments.steps import results_of, run_command, study
 
 SAME_GAPS = "top-heavy"
-"""The last K gaps: every method that inserts layers can fill them, and the papers of most dense ones do."""
+"""The last K gaps. Every method that inserts layers can fill them, as the papers of most dense methods do."""
 ITS_OWN = "its own"
-"""Of a method that orders the layers itself."""
+"""Placement of a method that orders the layers itself."""
 
 
 @dataclass(frozen=True)
 class Variant:
-    """One method with its options."""
+    """A method with its options."""
 
     name: str
     method: str
@@ -58,13 +58,13 @@ VARIANTS = [
 
 @dataclass(frozen=True)
 class Measure:
-    """What perplexity is measured on.
+    """Base, text and size of the measurement.
 
     Args:
         base: Folder of the base.
         text: A text, or a folder of texts.
-        max_tokens: Tokens to predict.
-        sequence_length: Tokens of a window.
+        max_tokens: Number of tokens to predict.
+        sequence_length: Tokens per window.
     """
 
     base: Path
@@ -73,11 +73,11 @@ class Measure:
     sequence_length: int
 
     def perplexity(self, folder: Path, change: Callable[[Any], None] = lambda model: None) -> tuple[Any, Any]:
-        """The result and the model.
+        """Return the perplexity result and the model.
 
         Args:
-            folder: Of the model.
-            change: Done to it before.
+            folder: Folder of the model.
+            change: Function that changes the model before the measurement. Default: no change.
         """
         from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -98,7 +98,7 @@ class Measure:
 
 
 def add_measure(parser: argparse.ArgumentParser) -> None:
-    """Options of what is measured."""
+    """Add the options of `Measure`."""
     parser.add_argument("--base", help="folder of a base (default: SmolLM2-135M from the package registries)")
     parser.add_argument("--text", help="a text, or a folder of texts (default: held-out presidential addresses)")
     parser.add_argument("--max-tokens", type=int, default=8192, help="tokens to predict (default: 8192)")
@@ -106,7 +106,7 @@ def add_measure(parser: argparse.ArgumentParser) -> None:
 
 
 def measure_of(arguments: argparse.Namespace) -> Measure:
-    """What the options of `add_measure` say; the default base and text are fetched."""
+    """Return the `Measure` of the options of `add_measure`. The default base and text are downloaded."""
     base, text = arguments.base, arguments.text
     if base is None:
         from material.smollm2 import smollm2_135m
@@ -120,17 +120,17 @@ def measure_of(arguments: argparse.Namespace) -> Measure:
 
 
 def upscaled(base: Path, output: Path, method: str, options: tuple[str, ...], *further: str) -> tuple[dict, dict]:
-    """Run the command; what it printed, and the record it left.
+    """Run `upscale`; return the JSON that it printed and the record that it wrote.
 
     Args:
         base: Folder of the base.
         output: Folder to make.
-        method: The method's name.
-        options: Of the method, as `name=value`.
+        method: Name of the method.
+        options: Options of the method, as `name=value`.
         further: Other arguments of the command.
     """
-    words = [*(word for option in options for word in ("--set", option)), *further]
-    printed = run_command("upscale", "--base", base, "--method", method, "--output", output, "--json", *words)
+    flags = [*(word for option in options for word in ("--set", option)), *further]
+    printed = run_command("upscale", "--base", base, "--method", method, "--output", output, "--json", *flags)
     return json.loads(printed), json.loads((output / "upscale.json").read_text())
 
 
@@ -181,7 +181,7 @@ def _rows(measure: Measure, variants: list[Variant], work: Path) -> Iterator[Row
 
 
 def _placements(method: str) -> list[tuple[str, bool]]:
-    """Placements to try, and whether each is the method's own."""
+    """Return the placements to measure, each with whether it is the method's own."""
     from upscalers.methods.contract import get_method
 
     own = get_method(method).default_placement

@@ -1,11 +1,12 @@
-"""LESA's weight of the norm loss: perplexity right after upscaling, over weights, seeds and where norms come from.
+"""Weight of the norm loss in LESA: perplexity right after upscaling, by weight, seed and origin of the norms.
 
     python -m experiments.lesa_norm_weight
     python -m experiments.lesa_norm_weight --weights 0,5e-4 --seeds 0 --no-append
 
-Base, text and windows are those of `initial_perplexity.py`. What is predicted does not depend on the norms, so each model is
-made once with the norms of layer 0; for `mean` the norms that `avg-deus` gives the same layers, the means of the neighbours',
-are put in their place. `norm_ratio` and `cosine_to_mean` are means over all predicted matrices.
+Base, text and windows are the same as in `initial_perplexity.py`. LESA's predictions do not depend on the norms, so
+each model is made once, with the norms of layer 0. For `mean`, these are replaced by the norms that `avg-deus` gives
+the same layers: the means of the neighbours' norms. `norm_ratio` and `cosine_to_mean` are means over all predicted
+matrices.
 """
 
 import shutil
@@ -36,8 +37,8 @@ def main() -> None:
         for row in _rows(measure, weights, seeds, norms, Path(work)):
             rows.append(row)
             keep(row, results_of("lesa_norm_weight", arguments), run)
-            told = f"{row['norm_weight']:g}, seed {row['seed']}, {row['norm_init']}: {row['perplexity']:.4f}"
-            print(told, file=sys.stderr)
+            line = f"{row['norm_weight']:g}, seed {row['seed']}, {row['norm_init']}: {row['perplexity']:.4f}"
+            print(line, file=sys.stderr)
     print(_table(rows))
 
 
@@ -66,7 +67,7 @@ def _rows(
 
 
 def _mean_norms(base: Path, work: Path) -> dict[str, Any]:
-    """The norms of new layers that are means of their neighbours', by their full name."""
+    """Return the norms of new layers as means of their neighbours' norms, by full tensor name."""
     from safetensors.torch import load_file
 
     _, record = upscaled(base, work / "means", "avg-deus", (), "--no-verify")
@@ -94,9 +95,12 @@ def _table(rows: Sequence[Row]) -> str:
         cells = [f"{weight:g}"]
         of_weight = [row for row in rows if row["norm_weight"] == weight]
         for norm_init in ("layer0", "mean"):
-            found = [row["perplexity"] for row in of_weight if row["norm_init"] == norm_init]
-            if found:
-                cells += [f"{statistics.median(found):,.2f}", f"{min(found):,.2f} to {max(found):,.2f}"]
+            perplexities = [row["perplexity"] for row in of_weight if row["norm_init"] == norm_init]
+            if perplexities:
+                cells += [
+                    f"{statistics.median(perplexities):,.2f}",
+                    f"{min(perplexities):,.2f} to {max(perplexities):,.2f}",
+                ]
             else:
                 cells += ["", ""]
         cells += [f"{_mean(of_weight, name):.3f}" for name in ("norm_ratio", "cosine_to_mean")]

@@ -1,13 +1,13 @@
-"""How often names occur in a corpus, and how accuracy goes with it.
+"""How often names occur in a corpus, and how accuracy depends on it.
 
     python -m experiments.name_counts --corpus glosses.jsonl --questions "$(python -m material elements)/atomic_numbers.jsonl" \\
         --output counts.json
     python -m experiments.name_counts --counts counts.json --answers answers.jsonl
 
-The first command reads a corpus once, document by document, and counts what stands in each question's `names`, as whole words, in
-lower and upper case; a corpus may be several files and folders. The second puts questions into bins of equal size, the
-rarest first, and gives the accuracy of each model in each bin (figure 1): answers are what `midus eval --answers` wrote.
-As in the paper, words count that mean something else, such as the verb *lead*.
+The first command reads a corpus once, document by document, and counts the `names` of each question as whole words in
+lower or upper case. A corpus may be several files and folders. The second command puts questions into bins of equal
+size, the rarest first, and prints the accuracy of each model in each bin (figure 1). Answers are files that `midus eval
+--answers` wrote. As in the paper, words with another meaning count too, such as the verb *lead*.
 """
 
 import argparse
@@ -54,24 +54,24 @@ def count_names(documents: Iterable[str], names: dict[str, list[str]]) -> dict[s
     """Count names in documents, which are read once.
 
     Args:
-        documents: Texts.
-        names: Of each thing that is counted, all that it goes by, each of them a word or several.
+        documents: Texts of the documents.
+        names: All names of each thing to count. A name is one word or several.
 
     Returns:
-        How often any name of each occurs, as whole words, in whatever case.
+        The number of times that any name of each thing occurs, as whole words, in lower or upper case.
     """
     owner = {alias.lower(): name for name, aliases in names.items() for alias in aliases}
-    # Longer names first: of two that begin alike, the longer is what stands there.
+    # Longer names come first: if a name begins with another name, the longer one is meant.
     pattern = re.compile(rf"\b(?:{'|'.join(map(re.escape, sorted(owner, key=len, reverse=True)))})\b", re.IGNORECASE)
-    counts = collections.Counter(owner[found.lower()] for text in documents for found in pattern.findall(text))
+    counts = collections.Counter(owner[match.lower()] for text in documents for match in pattern.findall(text))
     return {name: counts[name] for name in names}
 
 
 def bins_of(counts: dict[str, int], number: int) -> list[list[str]]:
-    """Bins of as equal sizes as can be, the rarest names first; equally frequent ones stay in their order.
+    """Return bins of names, as equal in size as possible, rarest names first. Equally frequent names keep their order.
 
     Raises:
-        ValueError: If there are more bins than names, or none.
+        ValueError: If there are more bins than names, or no bins.
     """
     if not 1 <= number <= len(counts):
         raise ValueError(f"bins is {number}; expected 1 to {len(counts)}, the number of names.")
@@ -81,15 +81,15 @@ def bins_of(counts: dict[str, int], number: int) -> list[list[str]]:
 
 
 def accuracies(answers: Iterable[dict[str, Any]], bins: list[list[str]], metric: str) -> dict[str, list[float]]:
-    """The mean of a metric in each bin, by model.
+    """Return the mean of a metric in each bin, by model.
 
     Args:
-        answers: Rows of `midus eval --answers` whose questions have a `name`; others are passed over.
-        bins: Of names.
-        metric: Of the scores.
+        answers: Rows of `midus eval --answers`. Questions without a `name` are skipped.
+        bins: Bins of names.
+        metric: Name of the metric in the scores.
 
     Raises:
-        ValueError: If a bin has no answers of a model, a model has two of one name, or there are none at all.
+        ValueError: If a bin has no answers of a model, a model has two answers for one name, or there are no answers.
     """
     scores: dict[str, dict[str, float]] = {}
     for row in answers:
@@ -98,7 +98,7 @@ def accuracies(answers: Iterable[dict[str, Any]], bins: list[list[str]], metric:
             if name in scores.setdefault(model, {}):
                 raise ValueError(f"answers of {model} have {name} twice; give those of one evaluation of each model.")
             scores[model][name] = row["scores"][metric]
-    found: dict[str, list[float]] = {}
+    means: dict[str, list[float]] = {}
     for model, of_model in scores.items():
         for names in bins:
             held = [of_model[name] for name in names if name in of_model]
@@ -106,21 +106,21 @@ def accuracies(answers: Iterable[dict[str, Any]], bins: list[list[str]], metric:
                 raise ValueError(
                     f"answers of {model} have none of {names[0]} to {names[-1]}; give those of all questions."
                 )
-            found.setdefault(model, []).append(sum(held) / len(held))
-    if not found:
+            means.setdefault(model, []).append(sum(held) / len(held))
+    if not means:
         raise ValueError(
             f"answers have no {metric} of questions with a name; expected what midus eval --answers wrote."
         )
-    return found
+    return means
 
 
-def bin_table(counts: dict[str, int], bins: list[list[str]], found: dict[str, list[float]]) -> str:
-    """A table of Markdown, a row for each bin."""
-    heads = [Path(model).name for model in found]
-    lines = [f"| times in the corpus | names | {' | '.join(heads)} |", "|---" * (2 + len(found)) + "|"]
+def bin_table(counts: dict[str, int], bins: list[list[str]], means: dict[str, list[float]]) -> str:
+    """Return a Markdown table with a row per bin."""
+    heads = [Path(model).name for model in means]
+    lines = [f"| times in the corpus | names | {' | '.join(heads)} |", "|---" * (2 + len(means)) + "|"]
     for index, names in enumerate(bins):
         span = f"{counts[names[0]]:,} to {counts[names[-1]]:,}"
-        lines.append(f"| {span} | {len(names)} | {' | '.join(f'{rates[index]:.3f}' for rates in found.values())} |")
+        lines.append(f"| {span} | {len(names)} | {' | '.join(f'{rates[index]:.3f}' for rates in means.values())} |")
     return "\n".join(lines)
 
 

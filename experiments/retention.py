@@ -1,17 +1,18 @@
-"""What chapters and dense layers keep: a domain is learned, then the model is fine-tuned on chats, and both are measured again.
+"""What chapters and dense layers retain: a model learns a domain, is fine-tuned on chats, and is measured after each stage.
 
     python -m experiments.retention --work outputs/retention
     python -m experiments.retention --work outputs/retention --seeds 0,1,2 --rates 1e-3,3e-4
 
-SmolLM2-135M with Mixture of Chapters, and with four blocks of LLaMA-Pro, each behind seven or eight layers, which have as many new
-parameters (14.1 M, within 0.3 %). The new parameters alone are trained on presidential addresses. Each model is then fine-tuned whole
-on chats, the one with chapters three times: with its bank at the same rate as everything else, at a tenth of it, and frozen (the
-paper's appendix A.4.4). Measured after each stage are the loss on held-out addresses, the loss on Wikipedia articles, which neither
-stage trains on, and two sets of questions. Every step is a command that a person would type, and is skipped where its folder is
-there: a run goes on where it stopped.
+Two models are made from SmolLM2-135M: one with Mixture of Chapters, and one with four blocks of LLaMA-Pro, each
+inserted after seven or eight layers. Both have the same number of new parameters (14.1 M, within 0.3 %). First only the
+new parameters are trained, on presidential addresses. Then each model is fine-tuned on chats as a whole; the model with
+chapters three times: with its bank at the same learning rate as everything else, at a tenth of this rate, and frozen
+(appendix A.4.4 of the paper). After each stage the loss on held-out addresses, the loss on Wikipedia articles, which
+neither stage trains on, and accuracies on two sets of questions are measured. Every step is a command that a person
+could type, and is skipped if its folder exists; an interrupted run is resumed.
 
-Of a row `stage` is `base`, `continued` or `tuned`, `bank` what fine-tuning does with the bank, and `rate` that of the first stage.
-Losses are in nats per token, accuracies normalised by length.
+In a row, `stage` is `base`, `continued` or `tuned`, `bank` says how fine-tuning treats the bank, and `rate` is the
+learning rate of the first stage. Losses are in nats per token, and accuracies are normalised by length.
 """
 
 import argparse
@@ -36,7 +37,7 @@ ARMS: dict[str, list[str]] = {
     "moc": ["--set layers=7", "--set memory_tokens=7552", "--set chapters=118"],
     "llama-pro": ["--placement 7,16,24,33"],
 }
-"""Methods, and what `upscale` is told beside them."""
+"""Methods, and further arguments of `upscale` for each."""
 
 BANKS: dict[str, dict[str, Any]] = {
     "equal": {},
@@ -86,8 +87,8 @@ def _rows(arguments: argparse.Namespace) -> Iterator[Row]:
     for arm in arguments.arms.split(","):
         for seed in map(int, arguments.seeds.split(",")):
             upscaled = work / f"{arm}-{seed}"
-            words = " ".join(ARMS[arm]).split()
-            trained = upscale_once(upscaled, smollm2_135m(), arm, seed, *words)["trainable"]
+            flags = " ".join(ARMS[arm]).split()
+            trained = upscale_once(upscaled, smollm2_135m(), arm, seed, *flags)["trainable"]
             for rate in arguments.rates.split(","):
                 continued = work / f"{upscaled.name}-{rate}"
                 options = {

@@ -1,16 +1,17 @@
-"""What 10 % of memory costs a model that serves, and one that trains: against the anchor alone, in turns in one process.
+"""Cost of 10 % of memory in serving and training: a model with memory against the anchor without, in turns in one process.
 
     python -m experiments.serving_cost --work outputs/serving
     python -m experiments.serving_cost --work outputs/serving --device cuda --dtype bfloat16
 
-The anchor is SmolLM2-135M as transformers has it (`material.smollm2`); beside it stands the same model with `hier-ffn`, of whose
-blocks a text fetches 10 % of the anchor's parameters, in three levels of 16 nodes.
+The anchor is SmolLM2-135M as it is in transformers (`material.smollm2`). The model with memory is the anchor with
+`hier-ffn`: a text fetches blocks with 10 % of the anchor's parameters, from three levels with 16 children per node.
 
-`generate`: tokens that follow a prompt, greedily, with blocks that wait on the device: for one text, for several that read one path,
-and for several of which each reads another. `train`: a step of the frozen anchor with blocks that were fetched before, forward,
-backward and update, where each sequence reads another path; and the same with the anchor's gradients, as co-training has it. The
-anchor's own pass is forward and backward with all its gradients. A ratio is the median over rounds of what the anchor took then; with
-it are its 20th and 80th percentile.
+`generate` times greedy generation after a prompt, with blocks that are kept on the device: for one text, for several
+texts with one path, and for several texts with different paths. `train` times a training step of the frozen anchor with
+blocks that were fetched before (forward, backward and update), in which each sequence has a different path; and the
+same with gradients of the anchor, as in co-training. The anchor's own pass is forward and backward with all its
+gradients. `ratio` is the median over rounds of the time with memory divided by the anchor's, given with its 20th and
+80th percentiles.
 """
 
 import argparse
@@ -31,19 +32,19 @@ from experiments.steps import results_of, study
 from upscalers.runs.upscale import upscale
 
 SIZES = [196, 52, 12]
-"""Hidden units of the blocks of each level: in SmolLM2-135M, 13.5 million parameters for a text."""
+"""Hidden units of the blocks of each level. In SmolLM2-135M, they make 13.5 million parameters per text."""
 
 BRANCHING = 16
 CLOCKS = {"wall": time.perf_counter, "processor": time.process_time}
 Tasks = tuple[Callable[[], Any], Callable[[], Any]]
-"""What the anchor does, and what the model with memory does."""
+"""Functions that run the anchor and the model with memory."""
 
 STEP = {"lr": 1e-4, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 1e-3}
 
 
 @dataclass(frozen=True)
 class Models:
-    """The anchor, and the same with memory."""
+    """The anchor and the same model with memory."""
 
     anchor: Any
     memory: Any
@@ -51,11 +52,11 @@ class Models:
 
     @property
     def fetched(self) -> int:
-        """Parameters that a text fetches."""
+        """Number of parameters that a text fetches."""
         return sum(layout.fetched for layout in self.memory.banks.layouts.values())
 
     def paths(self, rows: int, which: str) -> torch.Tensor:
-        """`[B, 3]`: of one leaf, or of leaves that share nothing."""
+        """Return paths `[B, 3]`, all to one leaf, or to leaves whose paths share no node."""
         blocks = next(iter(self.memory.banks.layouts.values())).blocks
         depth = len(blocks.levels)
         leaves = [0 if which == "one" else row % BRANCHING * BRANCHING ** (depth - 1) for row in range(rows)]
@@ -121,7 +122,7 @@ def _rows(models: Models, arguments: argparse.Namespace) -> Iterator[Row]:
 
 
 def _generating(models: Models, arguments: argparse.Namespace, batch: int, which: str) -> Tasks:
-    """What generates with the anchor, and with memory."""
+    """Return functions that generate with the anchor and with memory."""
     tokens = _tokens(models, batch, arguments.prompt, arguments.device)
     settings = {
         "max_new_tokens": arguments.new,
@@ -135,14 +136,14 @@ def _generating(models: Models, arguments: argparse.Namespace, batch: int, which
         model.eval().requires_grad_(False)
     paths = models.paths(batch, which)
 
-    def generate(model: Any, **given: Any) -> Any:
-        return model.generate(tokens, attention_mask=mask, **settings, **given)
+    def generate(model: Any, **inputs: Any) -> Any:
+        return model.generate(tokens, attention_mask=mask, **settings, **inputs)
 
     return lambda: generate(models.anchor), lambda: generate(models.memory, memory_ids=paths)
 
 
 def _training(models: Models, arguments: argparse.Namespace, everything: bool) -> Tasks:
-    """The anchor's forward and backward pass, and a step with memory."""
+    """Return functions for the anchor's forward and backward pass, and for a training step with memory."""
     tokens = _tokens(models, arguments.sequences, arguments.length, arguments.device)
     paths = models.paths(arguments.sequences, "each its own")
     models.memory.open_banks(models.folder)
@@ -150,9 +151,9 @@ def _training(models: Models, arguments: argparse.Namespace, everything: bool) -
     models.anchor.train().requires_grad_(True)
     models.memory.train().requires_grad_(everything)
 
-    def both_passes(model: Any, **given: Any) -> None:
+    def both_passes(model: Any, **inputs: Any) -> None:
         model.zero_grad(set_to_none=True)
-        model(tokens, labels=tokens, use_cache=False, **given).loss.backward()
+        model(tokens, labels=tokens, use_cache=False, **inputs).loss.backward()
 
     def step() -> None:
         both_passes(models.memory, memory_ids=paths)
@@ -168,7 +169,7 @@ def _tokens(models: Models, batch: int, length: int, device: str) -> torch.Tenso
 
 
 def _row(models: Models, arguments: argparse.Namespace, shape: tuple[str, str, int, int], tasks: Tasks) -> Row:
-    """Both in turns; the order changes from round to round, and the first round is not counted."""
+    """Time both tasks in turns, in alternating order. The first round is not counted."""
     taken: tuple[list[float], list[float]] = ([], [])
     for number in range(arguments.rounds + 1):
         order = (0, 1) if number % 2 else (1, 0)

@@ -1,4 +1,4 @@
-"""A tokenizer for small models that are trained from the beginning."""
+"""A tokenizer for small models that are trained from scratch."""
 
 from collections.abc import Iterable
 from pathlib import Path
@@ -8,7 +8,9 @@ from transformers import PreTrainedTokenizerFast
 
 
 def small_tokenizer(folder: Path, texts: Iterable[str], vocabulary: int) -> Path:
-    """A byte-level BPE tokenizer of some texts, which is trained if the folder has none; token 0 ends a text."""
+    """Return the folder of a byte-level BPE tokenizer, which is trained on the texts if the folder has none. Token 0
+    ends a text.
+    """
     if not (folder / "tokenizer.json").is_file():
         tokenizer = Tokenizer(models.BPE())
         tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)

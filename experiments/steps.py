@@ -1,4 +1,4 @@
-"""Steps of studies: commands that a person would type, what they are told, and where results lie."""
+"""Steps that studies share: commands that a person could type, their options, and where results are stored."""
 
 import argparse
 import json
@@ -25,7 +25,7 @@ FROM_NOTHING = {
     "bf16": False,
     "logging_steps": 20,
 }
-"""What `midus train` is told of small models that are trained from the beginning."""
+"""Options of `midus train` for small models that are trained from scratch."""
 
 OF_BLOCKS = {
     "value_schedule": "fixed",
@@ -35,13 +35,18 @@ OF_BLOCKS = {
     "document_mask": True,
     "bf16": False,
 }
-"""What it is told where the blocks of a bank are trained, and nothing else."""
+"""Options of `midus train` for runs that train only the blocks of a bank."""
 
 
 def study(
     description: str | None, work: str | None = "models, which a later run goes on with"
 ) -> argparse.ArgumentParser:
-    """Return the command line of a study, with `--work`, a folder for what is named; None for a study that needs no folder."""
+    """Return the command line of a study, with an option `--work` for a folder, unless `work` is None.
+
+    Args:
+        description: Description of the study, for `--help`.
+        work: Contents of the folder, for `--help`. Default: models that a later run can continue.
+    """
     parser = command_line(description)
     if work is not None:
         parser.add_argument("--work", type=Path, required=True, help=f"folder for {work}")
@@ -49,18 +54,18 @@ def study(
 
 
 def results_of(name: str, arguments: argparse.Namespace) -> Path | None:
-    """Return the CSV of a study, or None where `--no-append` says that nothing is kept."""
+    """Return the path of a study's CSV, or None if `--no-append` is given."""
     return None if arguments.no_append else _RESULTS / f"{name}.csv"
 
 
-def run_command(command: Any, *words: Any) -> str:
-    """Run a command of this environment, which is told on standard error; returns what it printed.
+def run_command(command: Any, *arguments: Any) -> str:
+    """Run a command of this environment, print it on standard error, and return what it printed on standard output.
 
     Raises:
-        SystemExit: If its status is not 0.
+        SystemExit: If the command's exit status is not 0.
     """
     program, *names = command.split()
-    line = [str(_BIN / program), *names, *map(str, words)]
+    line = [str(_BIN / program), *names, *map(str, arguments)]
     print(f"$ {shlex.join(line)}", file=sys.stderr, flush=True)
     done = subprocess.run(line, stdout=subprocess.PIPE, text=True)
     if done.returncode:
@@ -68,28 +73,28 @@ def run_command(command: Any, *words: Any) -> str:
     return done.stdout
 
 
-def run_once(output: Path, *words: Any) -> None:
-    """Run what writes the model `output`, if it is not there; training that was interrupted goes on.
+def run_once(output: Path, *arguments: Any) -> None:
+    """Run the command that writes the model `output`, unless the model exists. Interrupted training is resumed.
 
-    What a training run began and saved no checkpoint of is begun again.
+    A training run that was interrupted before its first checkpoint begins anew.
     """
     if (output / "config.json").is_file():
         return
     began = (output / "train_config.yaml").is_file()
     going_on = "resume_from_checkpoint=auto" if any(output.glob("checkpoint-*")) else "overwrite_output_dir=true"
-    run_command(*words, *([going_on] if began else []))
+    run_command(*arguments, *([going_on] if began else []))
 
 
 def train_once(
     output: Path, options: Mapping[str, Any], command: str = "midus train", recipe: Path | None = None
 ) -> None:
-    """Train the model `output`, if it is not there.
+    """Train the model `output`, unless it exists.
 
     Args:
-        output: Folder of the model; what the run is told lies beside it.
-        options: Of the run.
-        command: Default: `midus train`.
-        recipe: A file of options that these replace. Default: none.
+        output: Folder of the model. Without `recipe`, the options are written to a file beside it.
+        options: Options of the run.
+        command: Command that trains. Default: `midus train`.
+        recipe: File of options, which `options` override. Default: none.
     """
     keys = {**options, "output": output}
     if recipe is None:
@@ -100,30 +105,30 @@ def train_once(
         run_once(output, command, recipe, *(f"{key}={value}" for key, value in keys.items()))
 
 
-def upscale_once(output: Path, base: Path, method: str, seed: int, *words: Any, **options: Any) -> dict[str, int]:
-    """Upscale a base, if that is not done; return the counts of parameters that `upscale` wrote down."""
-    words = (*words, *(word for name, value in options.items() for word in ("--set", f"{name}={value}")))
-    run_once(output, "upscale", "--base", base, "--method", method, *words, "--seed", seed, "--output", output)
+def upscale_once(output: Path, base: Path, method: str, seed: int, *flags: Any, **options: Any) -> dict[str, int]:
+    """Upscale a base, unless the output exists, and return the parameter counts that `upscale` recorded."""
+    flags = (*flags, *(word for name, value in options.items() for word in ("--set", f"{name}={value}")))
+    run_once(output, "upscale", "--base", base, "--method", method, *flags, "--seed", seed, "--output", output)
     return json.loads((output / "upscale.json").read_text(encoding="utf-8"))["parameters"]
 
 
-def evaluated(model: Path, *words: Any) -> dict[str, Any]:
-    """Return what `midus eval --json` tells of a model."""
-    return json.loads(run_command("midus eval", model, "--json", *words))["models"][0]
+def evaluated(model: Path, *flags: Any) -> dict[str, Any]:
+    """Return the result of `midus eval --json` for a model."""
+    return json.loads(run_command("midus eval", model, "--json", *flags))["models"][0]
 
 
-def loss_of(model: Path, text: Path, *words: Any) -> float:
-    """Return the loss of a text, in nats per token."""
-    return math.log(evaluated(model, "--text", text, *words)["perplexity"]["perplexity"])
+def loss_of(model: Path, text: Path, *flags: Any) -> float:
+    """Return the loss of a model on a text, in nats per token."""
+    return math.log(evaluated(model, "--text", text, *flags)["perplexity"]["perplexity"])
 
 
 def events_of(run: Path) -> list[dict[str, Any]]:
-    """Return what a training run logged."""
+    """Return the events that a training run logged."""
     return read_rows(run / "log.jsonl")
 
 
 def remembered(file: Path, measure: Callable[[], Row]) -> tuple[Row, bool]:
-    """Return a row, measured if the file is not there, which then holds it; and whether it was measured."""
+    """Return the row in a file, and whether it was measured now. Without the file, the row is measured and stored."""
     is_new = not file.is_file()
     if is_new:
         file.write_text(json.dumps(measure()), encoding="utf-8")
@@ -136,6 +141,6 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
 
 
 def write_rows(path: Path, rows: list[dict[str, Any]]) -> Path:
-    """Write a file of JSON lines; returns its path."""
+    """Write a file of JSON lines, and return its path."""
     path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
     return path

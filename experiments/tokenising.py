@@ -1,9 +1,10 @@
-"""How long a run waits for the tokens of its corpus: tokenised in memory, at the first start, and at a later one.
+"""Time that a run waits for the tokens of its corpus: tokenised in memory, at the first start, and at a later start.
 
     python -m experiments.tokenising               # SmolLM2's tokenizer, presidential addresses ten times over
 
-Every start is a process of its own; imports are not counted. Processor time is that of all processes, and says more than
-seconds where other work shares the machine. Memory is what no file backs: pages of a map may be dropped at any time.
+Each start is a separate process, and imports are not counted. Processor time is that of all processes; it says more
+than seconds if other work shares the machine. Memory is only memory without a file behind it, since pages of a mapped
+file can be dropped at any time.
 """
 
 import argparse
@@ -54,14 +55,14 @@ def _rows(work: Path, copies: int) -> Iterator[Row]:
         shutil.copytree(addresses().train, text / str(copy))
     size = sum(path.stat().st_size for path in text.rglob("*.txt"))
     for start in STARTS:
-        words = map(str, ("--measure", start, smollm2_135m(), text, work / "cache"))
-        command = [sys.executable, "-m", "experiments.tokenising", *words]
+        flags = map(str, ("--measure", start, smollm2_135m(), text, work / "cache"))
+        command = [sys.executable, "-m", "experiments.tokenising", *flags]
         measured = json.loads(subprocess.run(command, check=True, stdout=subprocess.PIPE).stdout)
         yield {"start": start, "text_bytes": size, **measured}
 
 
 def measure(start: str, model: str, text: str, cache: str) -> dict:
-    """Make or open the tokens of a text, and say how long it took and what they hold."""
+    """Tokenise a text or open its cached tokens, and return the time and memory that this took."""
     import datasets  # noqa: F401 - not counted
 
     from midus_hf.training.data import training_data

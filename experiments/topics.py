@@ -1,14 +1,14 @@
-"""What a bank learns of facts: meanings of nouns are read once, by blocks of their topic, by a generic memory, or not at all.
+"""What a bank learns of facts: meanings of nouns, read once by blocks of their topic, by a generic memory, or not at all.
 
     python -m experiments.topics --work outputs/topics --tree outputs/glosses-tree
     python -m experiments.topics --work outputs/topics --glosses 40000 --rates 1e-3,3e-4
 
-SmolLM2-135M, frozen, with FFN memories (`hier-ffn`): `fetched` reads the blocks of each text's path in a tree of topics,
-`generic` one memory as large as what `fetched` fetches, the same for all texts. Both are trained on meanings of nouns (WordNet),
-each once. Measured are the losses on meanings that were trained on, on others, and on Wikipedia articles, a document at a time,
-with the blocks of its path; losses are in nats per token, and `rate` is 0 for the base. Every step is a command that a person
-would type, and is skipped where its folder is there. Without `--tree` the tree is built first, which takes about a quarter of an
-hour on one core.
+The model is SmolLM2-135M, frozen, with FFN memories (`hier-ffn`). The variant `fetched` reads the blocks on each text's
+path in a tree of topics. The variant `generic` reads one memory for all texts, as large as what `fetched` fetches. Both
+are trained on meanings of nouns (WordNet), each read once. The losses are measured on meanings that were trained on, on
+other meanings, and on Wikipedia articles, one document at a time, with the blocks on its path. Losses are in nats per
+token, and `rate` is 0 for the base. Every step is a command that a person could type, and is skipped if its folder
+exists. Without `--tree` the tree is built first, which takes about a quarter of an hour on one core.
 """
 
 import argparse
@@ -24,7 +24,7 @@ from material.minilm import minilm
 from material.smollm2 import smollm2_135m
 
 ARMS = {"fetched": ("none", 0.0), "generic": ("generic", 1.0)}
-"""What is read without a path, and the share of sequences that train the generic memory."""
+"""Option `without_ids`, which says what is read without a path, and share of sequences that train the generic memory."""
 
 _HELD_OUT = 10
 
@@ -59,15 +59,15 @@ def _rows(arguments: argparse.Namespace) -> Iterator[Row]:
     work.mkdir(parents=True, exist_ok=True)
     tree = arguments.tree or work / "tree"
     if not (tree / "tree.json").is_file():
-        words = ["--corpus", glosses(), *_embedding(), "--levels", 3, "--output", tree]
-        run_command("midus cluster", "build", *words)
+        flags = ["--corpus", glosses(), *_embedding(), "--levels", 3, "--output", tree]
+        run_command("midus cluster", "build", *flags)
     train, held_out = _assigned(work, tree, arguments.glosses)
     texts = {"trained_loss": train, "held_out_loss": held_out, "articles_loss": articles()}
 
     def row(model: Path, arm: str, rate: float, seed: int, counts: dict[str, int]) -> Row:
-        # The generic memory is what a text reads that names no path.
+        # A text without a path reads the generic memory.
         fetching = ["--retriever", tree] if arm != "generic" else ["--apart"]
-        words = ["--sequence-length", 256, "--max-tokens", arguments.max_tokens, *fetching]
+        flags = ["--sequence-length", 256, "--max-tokens", arguments.max_tokens, *fetching]
         return {
             "arm": arm,
             "glosses": arguments.glosses,
@@ -75,7 +75,7 @@ def _rows(arguments: argparse.Namespace) -> Iterator[Row]:
             "seed": seed,
             "fetched_parameters": counts.get("fetched", 0),
             "bank_parameters": counts.get("bank", 0),
-            **{name: loss_of(model, text, *words) for name, text in texts.items()},
+            **{name: loss_of(model, text, *flags) for name, text in texts.items()},
         }
 
     yield row(smollm2_135m(), "base", 0.0, 0, {})
@@ -102,14 +102,14 @@ def _rows(arguments: argparse.Namespace) -> Iterator[Row]:
 
 
 def _assigned(work: Path, tree: Path, count: int) -> tuple[Path, Path]:
-    """Meanings with their paths: most to train on, every tenth held out."""
+    """Assign paths to a sample of meanings; return the files to train on and, with every tenth meaning, held out."""
     train, held_out = (work / f"{name}-{count}.jsonl" for name in ("train", "held-out"))
     if not held_out.is_file():
         every = glosses().read_text(encoding="utf-8").splitlines(keepends=True)
         chosen, assigned = work / f"glosses-{count}.jsonl", work / f"assigned-{count}.jsonl"
         chosen.write_text("".join(every[index * len(every) // count] for index in range(count)), encoding="utf-8")
-        words = ["--corpus", chosen, "--output", assigned, "--overwrite", *_embedding()]
-        run_command("midus cluster", "assign", "--tree", tree, *words)
+        flags = ["--corpus", chosen, "--output", assigned, "--overwrite", *_embedding()]
+        run_command("midus cluster", "assign", "--tree", tree, *flags)
         lines = assigned.read_text(encoding="utf-8").splitlines(keepends=True)
         train.write_text("".join(line for number, line in enumerate(lines) if number % _HELD_OUT), encoding="utf-8")
         held_out.write_text("".join(lines[::_HELD_OUT]), encoding="utf-8")
