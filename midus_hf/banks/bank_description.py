@@ -17,7 +17,6 @@ def describe(layout: BankLayout, seed: int) -> dict[str, Any]:
     """Return the description of a new bank, which no tree has trained yet.
 
     Args:
-        layout: Layout of the bank.
         seed: Seed of the initial values of blocks that were never written.
     """
     return {"format": _FORMAT, "layout": layout.to_dict(), "seed": seed, "tree": None}

@@ -18,11 +18,7 @@ GENERIC = -1
 
 
 class BlockReader(ABC):
-    """Interface for reading blocks of a tree: each row of a batch fetches one block per level.
-
-    Args:
-        layout: Layout of the bank.
-    """
+    """Interface for reading blocks of a tree: each row of a batch fetches one block per level."""
 
     trains: bool = False
     """Whether a fetch with gradients enabled belongs to an autograd graph, and therefore serves one pass only."""

@@ -14,10 +14,7 @@ def initial_block(layout: BankLayout, level: int, index: int, seed: int, dtype: 
     read.
 
     Args:
-        layout: Layout of the bank.
         level: Level of the block, counted from 1.
-        index: Index of the block's record within the level.
-        seed: Seed of the bank.
         dtype: Dtype of the result. The random numbers are drawn in float32.
     """
     digest = hashlib.sha256(f"{seed}/{layout.memory_type}/{level}/{index}".encode()).digest()

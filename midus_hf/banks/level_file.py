@@ -41,7 +41,6 @@ class LevelFile:
     there, the records of that page are refused.
 
     Args:
-        path: Path of the file.
         num_records: Expected number of records.
         numel: Expected number of elements per record.
         writable: Whether records will be written. If the file has other names (hard links), the file is first replaced
@@ -165,7 +164,6 @@ class LevelFile:
         """Return the pending read of a record, or None if the record was never written or was deleted.
 
         Args:
-            index: Index of the record.
             mapped: Whether the record may be memory-mapped instead of copied. A mapped record takes no memory itself,
                 and shows what others write to the file. Ignored if the file is writable. Default: false.
 

@@ -42,7 +42,6 @@ class MemoryBank(BlockReader):
     the last fetch.
 
     Args:
-        folder: Folder of the bank.
         layout: Layout that the model's config implies.
         writable: Whether blocks will be written. Nobody else can write to the bank then. Default: false.
         cache_bytes: Bytes of recently read blocks to keep in memory; replaces `memory_bytes` of `tiers`. Default: None,
@@ -108,12 +107,7 @@ class MemoryBank(BlockReader):
         return MemoryBank, (self.folder.absolute(), self.layout, False, None, self.tiers)
 
     def block(self, level: int, index: int) -> torch.Tensor:
-        """Return the record of a block, `[numel]`, on the CPU. Callers must not change the record.
-
-        Args:
-            level: Level of the block, counted from 1.
-            index: Node within the level. The index after the last node is the generic memory's.
-        """
+        """Return the record of a block, as `BlockReader.block`."""
         tier: Tier = "disk" if self.tiers.of_level(level) == "disk" else "memory"
         return self._block(level, index, self._counts[tier], None if tier == "disk" else self._memory)
 
@@ -212,9 +206,7 @@ class MemoryBank(BlockReader):
         self._drop(level, index)
 
     def forget(self, level: int, index: int) -> None:
-        """Delete a block: its bytes are overwritten on the disk, and the block again starts as an unwritten one, which
-        adds zero.
-        """
+        """Delete a block: overwrite its bytes on the disk. The block starts again as an unwritten block, which adds zero."""
         assert self._writable, "the bank was opened to be read"
         self._files[level].forget(index)
         self._drop(level, index)
@@ -307,7 +299,6 @@ class MemoryBank(BlockReader):
         """Copy the files of the tree that trained the blocks into a folder, and remove another tree's files from the folder.
 
         Args:
-            folder: Folder of a bank.
             tree_folder: Folder with the tree's files. Default: this bank's folder, which may have none.
         """
         source = self.folder if tree_folder is None else tree_folder
@@ -366,7 +357,6 @@ def create_bank(folder: str | os.PathLike, layout: BankLayout, dtype: torch.dtyp
 
     Args:
         folder: Folder of the bank, which is created if missing.
-        layout: Layout of the bank.
         dtype: Dtype in which blocks are stored.
         seed: Seed of the blocks' initial values.
     """

@@ -26,8 +26,9 @@ class ReadingThreads:
         return self._process
 
     def submit(self, work: Callable[..., Any], *arguments: Any) -> Future:
-        """Let a thread call `work`. `work` must refer neither to this object nor to its owner, or they would never be
-        collected.
+        """Let a thread call `work`.
+
+        `work` must refer neither to this object nor to its owner, since neither could then be garbage-collected.
         """
         if self._pool is None or self._process != os.getpid():
             if self._end is not None:

@@ -37,7 +37,6 @@ class ReadsUnderWay:
         """Let threads read the blocks that are not under way yet.
 
         Args:
-            keys: Level and index of the blocks.
             prepared: Function that returns the pending read of a block.
             ahead: Whether the reads are ahead of any fetch, and therefore limited to `room`. Default: true.
 
@@ -60,7 +59,6 @@ class ReadsUnderWay:
         """Remove and return the read of a block, and return whether the read was begun ahead of the fetch.
 
         Args:
-            key: Level and index of the block.
             checksum: Checksum that the file now has for the block. A read that began with another checksum is
                 discarded.
 
@@ -84,9 +82,7 @@ class ReadsUnderWay:
         self.drop(list(self._of_this_process()))
 
     def _of_this_process(self) -> collections.OrderedDict[BlockKey, _UnderWay]:
-        """Return the reads of this process. After a fork, the parent's reads are dropped, since its threads are not
-        here to finish them.
-        """
+        """Return the reads of this process. A forked process drops its parent's reads, which would never finish there."""
         if self._process != os.getpid():
             self._reads.clear()
             self._process = os.getpid()

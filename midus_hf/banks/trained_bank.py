@@ -157,9 +157,7 @@ class TrainedBank(BlockReader):
         return [self._states[key].master for key in sorted(self._states) if self._states[key].master.grad is not None]
 
     def average_gradients(self) -> None:
-        """Replace gradients by their mean over all processes, for every block that any process fetched. All processes
-        must call this.
-        """
+        """Average the gradients of every block that any process fetched over all processes, which must all call this."""
         own = sorted(key for key, state in self._states.items() if state.master.grad is not None)
         of_all: list[list[tuple[int, int]]] = [[] for _ in range(dist.get_world_size())]
         dist.all_gather_object(of_all, own)
@@ -175,7 +173,6 @@ class TrainedBank(BlockReader):
         """Update the blocks that have a gradient, as `torch.optim.AdamW` would after only the steps that fetched them.
 
         Args:
-            lr: The learning rate.
             betas: Decay rates of the mean of gradients and of the mean of squared gradients.
             eps: Number added to the square root in the denominator, to keep it from zero.
             weight_decay: Decoupled weight decay, applied only to the blocks that are updated.
