@@ -64,9 +64,6 @@ class TreeOptions:
         """Return a warning that a corpus cannot fill the tree's leaves, with a tree that it could fill; None if it can fill them.
 
         A node is split into at most one cluster for every two windows, so a leaf needs at least two windows.
-
-        Args:
-            windows: Number of windows of the corpus.
         """
         leaves = self.branching**self.levels
         if windows >= 2 * leaves:
@@ -105,8 +102,8 @@ def build_tree(
     """Cluster rows into a tree.
 
     Each node is clustered by `kmeans`, and then each of its members is assigned to the child with the nearest centroid.
-    Since this is greedy descent, clusters can be larger than the ones that EM has balanced. A node with fewer than `2 *
-    branching` members gets one cluster for every two members, and a node with fewer than 4 members gets a single child.
+    Since this is greedy descent, clusters can be larger than the ones that EM has balanced. A node with fewer than
+    `2 * branching` members gets one cluster for every two members, and a node with fewer than 4 gets a single child.
     Children without members have no data, and no path leads to them. Random choices at a node depend only on the seed
     and the node.
 
@@ -114,7 +111,6 @@ def build_tree(
         embeddings: Rows `[N, c]`, float16 or float32: an array, a memory map, or `JoinedRows`. Rows are read in
             stretches, and divided by their lengths as they are read. Beside the rows being read, 34 bytes per row are
             held in memory.
-        options: Options of the tree.
         origin: Origin to record in the tree. Default: only the seed.
         progress: Called with the number of rows that were just assigned at a level, which sum to N per level. Default:
             None.
@@ -160,7 +156,6 @@ def cluster_level(
 
     Args:
         embeddings: Rows `[N, c]`, as in `build_tree`.
-        options: Options of the tree.
         level: Level of the children, from 1.
         nodes: The node of each row in the level above, `[N]`, int64.
         finished: Results of an interrupted run, as in `build_tree`. Default: None.

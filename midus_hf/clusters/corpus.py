@@ -72,9 +72,6 @@ class Window:
 def read_corpus(corpus: Corpus) -> Iterator[Document]:
     """Read the documents of a corpus one after the other, without the blank ones.
 
-    Args:
-        corpus: Location and format of the documents.
-
     Raises:
         DocumentError: If `find_files` or `iterate_documents` cannot read the corpus, labels are wanted from a file
             without columns, or a row lacks a label.
@@ -91,9 +88,6 @@ def read_corpus(corpus: Corpus) -> Iterator[Document]:
 
 def read_rows(corpus: Corpus) -> Iterator[Document]:
     """Read the documents that `read_corpus` reads, with their rows and without labels.
-
-    Args:
-        corpus: Location and format of the documents.
 
     Raises:
         DocumentError: If the corpus cannot be read, as in `read_corpus`, or a row has a column named like one that

@@ -138,8 +138,7 @@ class FinishedNodes:
         return nodes.astype(np.int64) if len(nodes) == self._rows else None
 
     def finish_level(self, level: int, nodes: np.ndarray) -> None:
-        """Store the node of each row at a level. The file of the level above, which follows from this one, and all
-        parts are deleted.
+        """Store the node of each row at a level, and delete what follows from it: the level's parts, and the level above.
 
         Args:
             level: The level, from 1.

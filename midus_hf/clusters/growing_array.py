@@ -12,7 +12,6 @@ class GrowingArray:
     """Array on disk to which rows are appended. `numpy.load` can read or memory-map the file.
 
     Args:
-        path: Path of the file.
         dtype: Dtype of the elements.
         width: Width c of rows `[c]`. Default: None; rows are single numbers.
         rows: Number of existing rows to keep; 0 creates the file anew. Default: 0.

@@ -66,7 +66,6 @@ def balanced(assigned: np.ndarray, num_clusters: int, rng: np.random.Generator) 
 
     Args:
         assigned: The cluster of each sample, `[n]`, int64.
-        num_clusters: Number of clusters.
         rng: Generator that draws the assignments to move.
 
     Returns:

@@ -128,7 +128,6 @@ def sample_texts(corpus: Corpus, numbers: Sequence[int]) -> dict[int, str]:
     """Return the beginnings of documents, by number, each on one line. The corpus is read up to the last of these documents.
 
     Args:
-        corpus: Location and format of the documents.
         numbers: Numbers of documents, as in `Document`.
 
     Raises:
@@ -179,7 +178,6 @@ def node_table(nodes: Sequence[NodeReport], level: int, texts: Mapping[int, str]
 
     Args:
         nodes: Reports from `node_reports`.
-        level: Level of the nodes.
         texts: Beginnings of the documents, from `sample_texts`.
     """
     table = _table(f"Nodes of level {level}")

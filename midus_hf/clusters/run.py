@@ -140,7 +140,6 @@ def cluster_level_from_embeddings(embeddings: Path, output: Path, level: int, op
         embeddings: Folder of embeddings, as in `build_from_embeddings`.
         output: Folder of the tree.
         level: The level, from 1. Windows must be assigned to the nodes of the level above.
-        options: Options of the tree.
 
     Raises:
         ValueError: In the cases of `build_from_embeddings`; if the tree lacks the level, or windows are not assigned in

@@ -25,7 +25,6 @@ def task_folder(folder: Path, rank: int) -> Path:
 
     Args:
         folder: Folder of all tasks.
-        rank: Number of the task.
     """
     return folder / f"{rank:05d}"
 
@@ -122,7 +121,6 @@ class JoinedRows:
         """Map an array of a task.
 
         Args:
-            rank: Number of the task.
             name: `"embeddings"`, `"documents"` or `"labels"`.
 
         Raises:

@@ -51,9 +51,7 @@ def store_windows(
 
     Args:
         folder: Folder of windows, which is created.
-        corpus: Location and format of the documents.
         tokenizer: Tokenizer that cuts windows, from `load_fast_tokenizer`.
-        embedder: Embeds the windows.
         window_tokens: Tokens per window. Default: 2048.
         dtype: Dtype in which embeddings are stored, `"float16"` or `"float32"`. Default: `"float32"`.
 
@@ -79,9 +77,6 @@ def store_windows(
 
 def open_windows(folder: Path) -> StoredWindows:
     """Open the windows that `store_windows` or `join_shards` wrote.
-
-    Args:
-        folder: Folder of windows.
 
     Raises:
         ValueError: If there are no windows, or not all of them.

@@ -72,7 +72,6 @@ def windows_request(
 
     Args:
         tokenizer: Tokenizer that cuts windows.
-        embedder: Embeds the windows.
         window_tokens: Tokens per window.
         dtype: Dtype in which embeddings are stored, `"float16"` or `"float32"`.
 
@@ -117,7 +116,6 @@ class WindowWriter:
     """Writer that embeds the windows of documents into a folder, and resumes after an interruption.
 
     Args:
-        folder: Folder of windows.
         request: Everything that embeddings depend on: the result of `windows_request`, and what identifies the
             documents.
         keep_sources: Whether to record which file of rows each window comes from. Default: false.
@@ -144,7 +142,6 @@ class WindowWriter:
         Args:
             documents: All documents, starting with the first.
             tokenizer: Tokenizer that cuts windows.
-            embedder: Embeds the windows.
             progress: Called with the number of windows that were just embedded. Default: None.
 
         Yields:
@@ -218,9 +215,6 @@ class WindowWriter:
 def only_run(folder: Path) -> Iterator[None]:
     """Lock a folder for writing while the context lasts. The folder is created.
 
-    Args:
-        folder: Folder of windows.
-
     Raises:
         ValueError: If another run is writing to the folder.
     """
@@ -241,9 +235,6 @@ def only_run(folder: Path) -> Iterator[None]:
 def read_record(folder: Path) -> WindowRecord | None:
     """Return the record of a folder of windows, or None if the folder has no record.
 
-    Args:
-        folder: Folder of windows.
-
     Raises:
         ValueError: If the record was altered or is incomplete.
     """
@@ -259,12 +250,7 @@ def read_record(folder: Path) -> WindowRecord | None:
 
 
 def write_record(folder: Path, record: WindowRecord) -> None:
-    """Replace the record of a folder of windows. A reader sees either the old or the new record.
-
-    Args:
-        folder: Folder of windows.
-        record: The new record.
-    """
+    """Replace the record of a folder of windows. A reader sees either the old or the new record."""
     with whole_file(folder / _RECORD) as partial:
         partial.write_text(json.dumps(vars(record), indent=2) + "\n", encoding="utf-8")
 
