@@ -54,12 +54,9 @@ class FetchingPipeline:
 
         Returns:
             For each prompt `{"generated_text", "memory_ids", "seconds", "tiers"}`. `memory_ids` is the path. `seconds`
-            has the
-            time to `retrieve` the paths of all prompts, and to `fetch` and `generate` for the prompt's batch. `tiers`
-            has the
-            counts of the batch's fetch in each tier of the bank, `{"hits", "misses", "ahead", "read_bytes",
-            "held_bytes"}` as in
-            `TierStatistics`.
+            has the time to `retrieve` the paths of all prompts, and to `fetch` and `generate` for the prompt's batch.
+            `tiers` has the counts of the batch's fetch in each tier of the bank: `{"hits", "misses", "ahead",
+            "read_bytes", "held_bytes"}` as in `TierStatistics`.
 
         Raises:
             ValueError: If `blocked` leaves no path, or `batch_size` is less than 1.

@@ -91,8 +91,7 @@ class ClusterTree:
         return fingerprint_of(self.branching, self.centroids)
 
     def paths(self, embeddings: torch.Tensor, blocked: Sequence[tuple[int, int]] = ()) -> torch.Tensor:
-        """Return the path of each embedding, by greedy descent: at each level to the child with the nearest centroid by
-        L2 distance.
+        """Return the path of each embedding by greedy descent: at each level to the child with the nearest centroid (L2).
 
         Children from which no leaf can be reached are left out, because they or all leaves below them are blocked or
         without data; the next best sibling is taken. Among children that are equally near in float32, the first is

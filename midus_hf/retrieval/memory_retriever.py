@@ -21,7 +21,6 @@ class MemoryRetriever:
     texts of all topics.
 
     Args:
-        tree: Tree of topics.
         embedder: Embedder with the model that the tree was built with.
         min_similarity: Least `ClusterTree.similarity` of texts that get a path in the tree; -1 gives every text a path.
             Default: the tree's own, and -1 if the tree has none.
@@ -138,7 +137,6 @@ def paths_near_topics(
 
     Args:
         tree: Tree of the paths.
-        embeddings: Embeddings `[N, c]`.
         paths: Paths of the embeddings, from `ClusterTree.paths`.
         min_similarity: Least similarity, as in `MemoryRetriever`. None for no limit.
     """
@@ -156,7 +154,6 @@ def paths_without_best(
     instead, and so on.
 
     Args:
-        tree: Tree of topics.
         embeddings: Embeddings `[N, c]`, finite, of any float dtype.
         level: Level of the blocked nodes, from 1.
         count: Number of nodes that are blocked for each embedding, 0 or more.

@@ -112,7 +112,6 @@ def write_tree(folder: str | Path, contents: TreeContents) -> None:
 
     Args:
         folder: Folder of the files, which is created.
-        contents: Contents of the tree.
     """
     folder = Path(folder).expanduser()
     folder.mkdir(parents=True, exist_ok=True)
@@ -173,9 +172,6 @@ def folder_of_tree(folder: Path) -> Path:
     """Return the folder with a tree's files: the folder itself, or a model's first bank that has them.
 
     All banks of a model have the same tree.
-
-    Args:
-        folder: Folder of a tree or of a model.
     """
     if (folder / RECORD_FILE).exists():
         return folder
