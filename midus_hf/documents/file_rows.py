@@ -36,7 +36,6 @@ def rows_of(path: Path, encoding: str = "utf-8") -> Iterator[tuple[RowPlace, Any
     """Return an iterator over the rows of JSON lines or Parquet, each after its location; None for plain text.
 
     Args:
-        path: Path of the file.
         encoding: Encoding of JSON lines. Default: `"utf-8"`.
 
     Raises:
@@ -77,7 +76,6 @@ def value_of_row(row: Any, column: str) -> Any:
 
     Args:
         row: Mapping from columns to values. Anything else has no value.
-        column: Name of the column.
     """
     if not isinstance(row, dict):
         return None
@@ -90,7 +88,6 @@ def has_column(path: str | Path, column: str, encoding: str = "utf-8") -> bool:
 
     Args:
         path: A file or a folder, as in `find_files`.
-        column: Name of the column.
         encoding: Encoding of JSON lines. Default: `"utf-8"`.
 
     Raises:
@@ -103,9 +100,6 @@ def has_column(path: str | Path, column: str, encoding: str = "utf-8") -> bool:
 
 def parquet_rows(path: Path) -> Iterator[tuple[RowPlace, Any]]:
     """Yield the rows of a Parquet file, each after its location.
-
-    Args:
-        path: Path of the file.
 
     Raises:
         DocumentError: If the file cannot be read, or `datasets` is not installed.
@@ -124,10 +118,6 @@ def parquet_rows(path: Path) -> Iterator[tuple[RowPlace, Any]]:
 
 def json_line_rows(path: Path, encoding: str) -> Iterator[tuple[RowPlace, Any]]:
     """Yield the rows of a file of JSON lines, each after its location.
-
-    Args:
-        path: Path of the file.
-        encoding: Encoding of the file.
 
     Raises:
         DocumentError: If the file cannot be read, or a line is not JSON.

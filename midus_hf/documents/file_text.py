@@ -33,10 +33,6 @@ def codec_of(encoding: str) -> str:
 def read_text(path: Path, encoding: str) -> str:
     """Return the text of a file, decompressed if the file's name says so.
 
-    Args:
-        path: Path of the file.
-        encoding: Encoding of the text.
-
     Raises:
         DocumentError: If the file cannot be read, or is not text in this encoding.
     """

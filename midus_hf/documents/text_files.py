@@ -85,11 +85,7 @@ def is_text_name(path: Path) -> bool:
 
 
 def is_compressed(path: Path) -> bool:
-    """Return whether a file's text takes more space than the file: whether the file is compressed, or Parquet.
-
-    Args:
-        path: Path of the file.
-    """
+    """Return whether a file's text takes more space than the file: whether the file is compressed, or Parquet."""
     suffix, compression = endings(path)
     return bool(compression) or suffix == ".parquet"
 
