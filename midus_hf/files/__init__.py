@@ -1,3 +1,1 @@
-"""Writing to the disk: files and folders appear complete or not at all, under locks, and never replace what a person
-put there.
-"""
+"""Writing to the disk: files and folders appear complete or not at all, under locks, and never replace a person's files."""

@@ -41,9 +41,7 @@ MANIFEST_FILE = "manifest.json"
 """The last file of a checkpoint that a run writes, when all others are on the disk: their sizes and digests."""
 
 BEGUN_CHECKPOINT = f".{MANIFEST_FILE}.begun"
-"""File that marks a checkpoint as incomplete: from its first file until its manifest is written, and again from the
-start of its removal.
-"""
+"""File that marks a checkpoint as incomplete, until its manifest is written and again from the start of its removal."""
 
 BLOCK_STATES = "block_states"
 """Folder of a checkpoint with one numbered folder per bank, for the state of the bank's blocks."""
@@ -172,7 +170,6 @@ def is_of(path: str | PurePath, *kinds: Kind) -> bool:
 
     Args:
         path: Path of the file relative to the folder of the checkpoint.
-        kinds: The kinds, of which one has to fit.
     """
     parts = PurePath(path).parts
     return any(_fits(parts, pattern) for pattern in chain(*kinds))
@@ -182,9 +179,6 @@ def globs(kind: Kind) -> list[str]:
     """Return the patterns of a kind for `Path.glob` and the hub's client.
 
     These have no pattern for numbers, so some of the returned patterns match more than the kind.
-
-    Args:
-        kind: The kind of files.
     """
     return [pattern.replace("#", "*").replace("@", "*") for pattern in kind]
 
@@ -193,9 +187,6 @@ def indexed_weights(folder: Path) -> frozenset[str]:
     """Return the names of shards in a folder's index of weights, without names that lead to other folders.
 
     Without a valid index, the result is empty. `strip` and edits keep the names of a base's shards, whatever these are.
-
-    Args:
-        folder: Folder of a checkpoint.
     """
     try:
         named = set(parse_json((folder / INDEX_FILE).read_text(encoding="utf-8"))["weight_map"].values())

@@ -63,7 +63,6 @@ def lock_or_warn(path: Path, output: Path) -> Lock | None:
     """Lock a file or folder of an output, or warn on standard error that its file system has no locks.
 
     Args:
-        path: Path of the file or folder to lock.
         output: Output that the warning names.
 
     Returns:
@@ -99,8 +98,7 @@ def alone(path: Path) -> Iterator[int]:
 
     Yields:
         The file descriptor. Unlike a `Lock`, the lock is shared by a child process that inherits the descriptor, until
-        the
-        child ends.
+        the child ends.
     """
     descriptor = os.open(path, os.O_RDONLY)
     try:
@@ -127,9 +125,6 @@ def hold_output(output: Path) -> Lock | None:
 
     The lock lasts until it is released, garbage-collected, or the process ends. A process trains only once at a time.
     If it holds the output already, for a run that was prepared but not finished, the existing lock is returned.
-
-    Args:
-        output: Folder of the output.
 
     Returns:
         The lock; None, so that nobody is refused, if the file system has no locks.

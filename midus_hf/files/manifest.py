@@ -40,7 +40,6 @@ def first_damage(folder: Path, manifest: Mapping[str, FileEntry]) -> str | None:
     ignored.
 
     Args:
-        folder: The folder of the files.
         manifest: A manifest from `describe_files`, which may have been written to JSON and read again.
     """
     return first_misfit(folder, manifest) or _first_line(folder, manifest, _other_contents)
@@ -50,7 +49,6 @@ def first_misfit(folder: Path, manifest: Mapping[str, FileEntry]) -> str | None:
     """Return one line about the first file that is missing or differs in size from its entry, or None. No file is read.
 
     Args:
-        folder: The folder of the files.
         manifest: A manifest from `describe_files`, as for `first_damage`.
     """
     return _first_line(folder, manifest, _other_size)

@@ -82,9 +82,7 @@ def is_replaceable(folder: Path) -> bool:
 
 
 def foreign_files(folder: Path) -> list[str]:
-    """Return the paths in a folder that do not belong to a checkpoint, sorted. A foreign folder is one path, without
-    its contents.
-    """
+    """Return the paths in a folder that no checkpoint has, sorted. A foreign folder is listed without its contents."""
     weights = indexed_weights(folder)
 
     def belongs(path: Path) -> bool:

@@ -43,11 +43,7 @@ def unfinished_paths(path: Path) -> list[Path]:
 
 
 def sync(path: Path) -> None:
-    """Flush a file, or the entries of a folder, to the disk.
-
-    Args:
-        path: Path of the file or folder.
-    """
+    """Flush a file, or the entries of a folder, to the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
