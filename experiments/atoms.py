@@ -1,4 +1,4 @@
-"""Atomic numbers: what blocks learn of a fact about each of 118 elements, and how much is left while blocks are blocked.
+"""Atomic numbers: what blocks learn of a fact about each of 118 elements, and how much remains while blocks are blocked.
 
     python -m experiments.atoms --work outputs/atoms --picture outputs/atoms/blocking.png
     python -m experiments.atoms --work outputs/atoms --arms fetched --blocked 1:0,1:1,1:2,1:4,1:8
@@ -41,8 +41,9 @@ from material.minilm import minilm
 from material.smollm2 import smollm2_135m
 
 ARMS: dict[str, tuple[str, float] | None] = {"base": None, "fetched": ("none", 0.0), "generic": ("generic", 1.0)}
-"""Option `without_ids`, which says what is read without a path, and share of sequences that train the generic memory;
-None for the base, which is not trained.
+"""Option `without_ids` and share of sequences that train the generic memory; None for the base, which is not trained.
+
+`without_ids` says what a text without a path reads.
 """
 
 _METRIC = "exact_match,first-integer"

@@ -4,8 +4,8 @@
     python -m experiments.chapter_routes --no-append
 
 Two numbers are measured for each layer of the default placement. The first is the share of chosen chapters that texts
-of different kinds have in common (addresses, articles, facts of countries; at tokens 64, 128, ... of 256), beside k /
-C', the share for random choices. The second is the number of different routes that 50 articles of 40 tokens have at
+of different kinds have in common (addresses, articles, facts of countries; at tokens 64, 128, ... of 256). For random
+choices the share would be k / C'. The second is the number of different routes that 50 articles of 40 tokens have at
 their last token. Routers start at random, so this is what training starts from.
 """
 

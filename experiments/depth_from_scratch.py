@@ -6,8 +6,8 @@
 Three variants are trained with norms before each sublayer (Llama), and three with norms after it (OLMo 2): without
 slots, with the slots that attention writes, and with these and additional slots that are projected for the feed-forward
 network. OLMo 2 applies its norms to the outputs of attention and of the feed-forward network, inside the residual
-branch, and to queries and keys. Among the families here, this is the nearest to the paper's post-norm, `x = LN(x +
-f(x))`.
+branch, and to queries and keys. Among the families here, this is the nearest to the paper's post-norm, which is
+`x = LN(x + f(x))`.
 
 All models of a seed read the same Wikipedia articles in the same order, so each is compared with the seed's model
 without slots. The loss is that of every tenth article, which no model trains on. Every step is a command that a person

@@ -6,8 +6,8 @@
 
 The first command reads a corpus once, document by document, and counts the `names` of each question as whole words in
 lower or upper case. A corpus may be several files and folders. The second command puts questions into bins of equal
-size, the rarest first, and prints the accuracy of each model in each bin (figure 1). Answers are files that `midus eval
---answers` wrote. As in the paper, words with another meaning count too, such as the verb *lead*.
+size, the rarest first, and prints the accuracy of each model in each bin (figure 1). Answers are files written by
+`midus eval --answers`. As in the paper, words with another meaning count too, such as the verb *lead*.
 """
 
 import argparse

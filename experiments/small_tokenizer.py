@@ -8,9 +8,7 @@ from transformers import PreTrainedTokenizerFast
 
 
 def small_tokenizer(folder: Path, texts: Iterable[str], vocabulary: int) -> Path:
-    """Return the folder of a byte-level BPE tokenizer, which is trained on the texts if the folder has none. Token 0
-    ends a text.
-    """
+    """Return the folder of a byte-level BPE tokenizer, trained on the texts unless it exists. Token 0 ends a text."""
     if not (folder / "tokenizer.json").is_file():
         tokenizer = Tokenizer(models.BPE())
         tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)

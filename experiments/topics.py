@@ -24,7 +24,7 @@ from material.minilm import minilm
 from material.smollm2 import smollm2_135m
 
 ARMS = {"fetched": ("none", 0.0), "generic": ("generic", 1.0)}
-"""Option `without_ids`, which says what is read without a path, and share of sequences that train the generic memory."""
+"""Option `without_ids` (what a text without a path reads), and share of sequences that train the generic memory."""
 
 _HELD_OUT = 10
 
