@@ -162,9 +162,10 @@ class BankAudit:
         return set(self._database.execute("select level, block from unrecorded"))
 
     def totals(self) -> Iterator[tuple[Block, bool, int, int, int]]:
-        """Yield each trained block's key, whether the block was deleted since, and its documents, sequences and tokens.
+        """Yield the totals of each trained block, in ascending order.
 
-        Blocks come in ascending order.
+        An item holds the block, whether the block was deleted since, and its numbers of documents, sequences and
+        tokens.
         """
         rows = self._database.execute(
             "select level, block, deleted, count(*), sum(sequences), sum(tokens) from trained group by level, block, deleted "

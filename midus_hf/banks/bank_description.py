@@ -46,7 +46,7 @@ def check_same_tree(own: str | None, other: str | None, whose: str, remedy: str)
     Args:
         own: Fingerprint of the tree whose paths trained the bank; None if unknown.
         other: Fingerprint of the tree that is to be used with the bank; None if unknown.
-        whose: The name, in the error message, of the thing that has the other tree.
+        whose: Owner of the other tree, as the error message names it.
         remedy: Last sentence of the error message.
 
     Returns:

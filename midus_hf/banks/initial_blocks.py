@@ -10,8 +10,7 @@ from midus_hf.config.fetched_blocks import BankLayout
 def initial_block(layout: BankLayout, level: int, index: int, seed: int, dtype: torch.dtype) -> torch.Tensor:
     """Return the initial record of a block, `[numel]`.
 
-    The record depends only on the seed, the memory type, the level and the index, not on the order in which blocks are
-    read.
+    The same seed gives the same bytes, in whatever order blocks are read.
 
     Args:
         level: Level of the block, counted from 1.

@@ -339,7 +339,10 @@ class MemoryBank(BlockReader):
 
 @contextlib.contextmanager
 def _nobody_writes(folder: Path | None) -> Iterator[bool]:
-    """Keep others from writing to a bank; yield false if there is no bank or somebody is writing, and true without locks."""
+    """Keep others from writing to a bank, and yield true; yield false if there is no bank, or somebody is writing.
+
+    Without locks in the file system, yield true.
+    """
     try:
         held = None if folder is None else Lock(folder / BANK_DESCRIPTION, shared=True)
     except OSError as error:

@@ -157,7 +157,7 @@ class TrainedBank(BlockReader):
         return [self._states[key].master for key in sorted(self._states) if self._states[key].master.grad is not None]
 
     def average_gradients(self) -> None:
-        """Average the gradients of every block that any process fetched over all processes, which must all call this."""
+        """Average gradients over all processes, for every block that any process fetched. All processes must call this."""
         own = sorted(key for key, state in self._states.items() if state.master.grad is not None)
         of_all: list[list[tuple[int, int]]] = [[] for _ in range(dist.get_world_size())]
         dist.all_gather_object(of_all, own)
@@ -170,7 +170,7 @@ class TrainedBank(BlockReader):
 
     @torch.no_grad()
     def step(self, lr: float, betas: tuple[float, float], eps: float, weight_decay: float) -> None:
-        """Update the blocks that have a gradient, as `torch.optim.AdamW` would after only the steps that fetched them.
+        """Update the blocks that have a gradient, as `torch.optim.AdamW` would if it saw only the steps that fetched them.
 
         Args:
             betas: Decay rates of the mean of gradients and of the mean of squared gradients.
