@@ -28,7 +28,7 @@ _DOCUMENTS = 256
 
 
 class EmbedWindows(PipelineStep):
-    """Pipeline step that embeds the windows of each task's documents into a folder per task. No step can follow.
+    """Pipeline step that embeds the windows of each task's documents into a folder per task. It must be the last step.
 
     An interrupted task resumes with the stretch of windows that it was at, and its files end with the same bytes, if it
     gets the same documents again: the number of tasks and the previous steps must be the same. Other documents are

@@ -88,7 +88,7 @@ class JoinedRows:
 
     @cached_property
     def runs(self) -> list[_Run]:
-        """Consecutive windows, in the joined order."""
+        """All windows as runs of consecutive windows, in the joined order."""
         runs = []
         for rank, record in enumerate(self.records):
             begins = [*record.sources, [None, record.windows]]
