@@ -57,8 +57,8 @@ class MemoryRetriever:
         Args:
             texts: N texts, of which the first `embedder.max_tokens` tokens are read.
             blocked: Pairs of level and node that no path may take, as in `ClusterTree.paths`. Default: none.
-            block_best: A level and a number of nodes: at this level, each text is denied this many nodes that it would
-                take first. Default: None; no nodes are denied.
+            block_best: Pair of a level and a count. For each text, the `count` nodes of the level that the text would
+                take first are blocked. Default: None; no nodes are blocked.
 
         Returns:
             The node at each level, `[N, p]`, int64; -1 at every level if the text is blank or near no topic.
