@@ -60,13 +60,12 @@ def describe_files(path: str | Path) -> str | None:
 
 
 def endings(path: Path) -> tuple[str, str]:
-    """Split off the ending of a file's name, and the ending after it that names a compression: `(".jsonl", ".gz")`.
+    """Return the ending of a file's name, and the ending after it that names a compression, such as `(".jsonl", ".gz")`.
+
+    Either may be empty.
 
     Args:
         path: Path of the file, which need not exist.
-
-    Returns:
-        Both endings. Either may be empty.
     """
     compression = path.suffix if path.suffix in COMPRESSIONS else ""
     return Path(path.name.removesuffix(compression)).suffix, compression
