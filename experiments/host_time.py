@@ -5,9 +5,9 @@
 
 Sizes are so small that computing takes almost no time, and launches of Triton's kernels do nothing, so the measured
 time is that of Python and of PyTorch's dispatch. Generation on a fast GPU without a captured graph waits for this, and
-generation on a CPU in part. No key-value cache is read, since reading it would cost both blocks the same. Values are
-kept between calls, as `generate` keeps them. In each round both blocks and their parts are timed in turn, and `ratio`
-is the median of the rounds' ratios of the memory block's time to the decoder block's.
+so in part does generation on a CPU. No key-value cache is read, since reading it would cost both blocks the same.
+Values are kept between calls, as `generate` keeps them. In each round both blocks and their parts are timed in turn,
+and `ratio` is the median of the rounds' ratios of the memory block's time to the decoder block's.
 
 Columns that end with `_us` are medians in microseconds, of both blocks and of their parts; the rest of a block's time
 is its own Python. Launches are PyTorch operations that launch kernels on a GPU, without views and allocations. Triton

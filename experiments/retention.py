@@ -110,7 +110,7 @@ def _rows(arguments: argparse.Namespace) -> Iterator[Row]:
 
 
 def _fine_tuning(model: Path, bank: str, seed: int, arguments: argparse.Namespace) -> dict[str, Any]:
-    """Return the options of `midus sft`, which trains a whole model on chats, but for its output."""
+    """Return the options of `midus sft` for training a whole model on chats, without the output."""
     options: dict[str, Any] = {
         "model": model,
         "data": chats().train,
