@@ -1,4 +1,4 @@
-"""What the command shows on a terminal: progress on standard error, tables on standard output."""
+"""Output of the commands on a terminal: progress on standard error, tables on standard output."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -15,10 +15,12 @@ from upscalers.tensors.measurements import summary_table
 
 
 class Console:
-    """A progress bar for the stage that goes on, and others for what is done beside it; silent where nobody watches.
+    """Progress bars on standard error: one for the current stage, and one for each task that runs beside it.
+
+    Nothing is drawn if standard error is not a terminal.
 
     Args:
-        command: What warnings are told as. Default: `"upscale"`.
+        command: Name of the command, printed in front of warnings. Default: `"upscale"`.
     """
 
     def __init__(self, command: str = "upscale") -> None:
@@ -29,7 +31,7 @@ class Console:
         self._tasks: dict[str, rich_progress.TaskID] = {}
 
     def start(self) -> None:
-        """Show the bar."""
+        """Start the display of progress bars."""
         self._bar = rich_progress.Progress(
             rich_progress.SpinnerColumn(),
             rich_progress.TextColumn("{task.description}"),
@@ -43,29 +45,29 @@ class Console:
         self._bar.start()
 
     def stage(self, name: str, num_steps: int, unit: str = "steps") -> None:
-        """Begin the bar anew, under another name."""
+        """Reset the bar of the current stage to 0 of `num_steps`, and show `name` beside the bar."""
         if self._bar:
             if self._task is None:
                 self._task = self._bar.add_task(name, total=num_steps, unit=unit)
             self._bar.reset(self._task, description=name, total=num_steps, unit=unit)
 
     def advance(self, num_steps: int = 1) -> None:
-        """Move the bar."""
+        """Advance the bar of the current stage."""
         if self._bar and self._task is not None:
             self._bar.advance(self._task, num_steps)
 
     def begin(self, task: str, num_steps: int) -> None:
-        """Show another bar."""
+        """Add a bar for a task that runs beside the stage."""
         if self._bar:
             self._tasks[task] = self._bar.add_task(f"  {task}", total=num_steps, unit="steps")
 
     def step(self, task: str, num_steps: int = 1) -> None:
-        """Move it."""
+        """Advance the bar of a task; do nothing for a task that is not shown."""
         if self._bar and task in self._tasks:
             self._bar.advance(self._tasks[task], num_steps)
 
     def end(self, task: str) -> None:
-        """Take it away."""
+        """Remove the bar of a task."""
         if self._bar and task in self._tasks:
             self._bar.remove_task(self._tasks.pop(task))
 
@@ -78,13 +80,13 @@ class Console:
         self._console.print(message, markup=False, highlight=False, soft_wrap=True)
 
     def finish(self) -> None:
-        """Take the bar away."""
+        """Stop the display of progress bars, which removes the bars."""
         if self._bar:
             self._bar.stop()
 
 
 class _Amount(rich_progress.ProgressColumn):
-    """How far a bar has come, in bytes or in another unit."""
+    """Column that shows how much of a bar's total is done, in bytes or in another unit."""
 
     def render(self, task: rich_progress.Task) -> Text:
         done, total, unit = task.completed, task.total or 0, task.fields["unit"]
@@ -101,12 +103,12 @@ def _table(*columns: str) -> Table:
 
 
 def _add(table: Table, *cells: str, style: str | None = None) -> None:
-    """Add a row of plain text: brackets in names are no markup."""
+    """Add a row of plain text, so that brackets in names are not read as markup."""
     table.add_row(*map(Text, cells), style=style)
 
 
 def print_report(report: UpscaleReport, dry_run: bool) -> None:
-    """The summary of an upscaling."""
+    """Print the summary of an upscaling."""
     counts = report.parameters
     table = _table("", report.method)
     rows = {
@@ -151,7 +153,7 @@ def _identity(report: UpscaleReport) -> str:
 
 
 def print_measurements(measurements: list[dict[str, Any]]) -> None:
-    """What solvers found out, one line per kind of tensor: mean over the new layers, and the lowest and highest of them."""
+    """Print what solvers measured, one row per kind of tensor: mean, lowest and highest value over the new layers."""
     if measurements:
         header, *rows = summary_table(measurements)
         table = _table(*header)
@@ -161,7 +163,7 @@ def print_measurements(measurements: list[dict[str, Any]]) -> None:
 
 
 def print_methods(described: list[dict[str, Any]]) -> None:
-    """Methods and their options."""
+    """Print methods and their options."""
     for method in described:
         table = _table(method["name"], method["summary"])
         _add(table, "identity", _starts_as(method))
@@ -192,7 +194,7 @@ def _yaml(value: Any) -> str:
 
 
 def print_inspection(inspection: dict[str, Any]) -> None:
-    """What was done to a checkpoint."""
+    """Print what was done to a checkpoint."""
     if "method" not in inspection:
         table = _table("", "stripped")
         _add_stripped(table, inspection["stripped"])
@@ -239,9 +241,12 @@ def _add_stripped(table: Table, stripped: dict[str, Any]) -> None:
     _add(table, "", f"its weights {_confirmation(stripped, 'were')}")
 
 
-def _confirmation(told: dict[str, Any], verb: str) -> str:
-    """Whether weights that `strip` gave back are the base's, or were then: they may be trained afterwards."""
-    confirmed, differing = told.get("base_confirmed"), told.get("differing_tensors")
+def _confirmation(record: dict[str, Any], verb: str) -> str:
+    """Return whether the weights that `strip` wrote equal the base's, as text.
+
+    `verb` is "were" where the weights may have been trained since, else "are".
+    """
+    confirmed, differing = record.get("base_confirmed"), record.get("differing_tensors")
     if confirmed is None:
         return f"{verb} not known to be the base's: it was upscaled before a digest of the base was recorded"
     if confirmed:
@@ -250,7 +255,7 @@ def _confirmation(told: dict[str, Any], verb: str) -> str:
 
 
 def print_stripped(result: dict[str, Any]) -> None:
-    """What was taken out, and whether the base is left."""
+    """Print what `strip` took out, and whether the weights left equal the base's."""
     removed = _removed(result["removed_layer_indices"], result["removed_memories"])
     RichConsole().print(
         f"{result['output']}: {result['model_type']} with {result['num_layers']} layers; took out {removed}. "
@@ -260,16 +265,16 @@ def print_stripped(result: dict[str, Any]) -> None:
 
 
 def print_shuffled(result: dict[str, Any]) -> None:
-    """Which memories were shuffled, and whether the model computes what it did."""
+    """Print which memories were shuffled, and whether the model computes the same as before."""
     ending = (
         "all are zero, so that the model computes what it did" if result["same_function"] else "no row where it was"
     )
-    words = f"rows of {result['tables']} tables of values of {', '.join(result['memories'])} shuffled by seed {result['seed']}"
-    RichConsole().print(f"{result['output']}: {words}; {ending}.", markup=False, soft_wrap=True)
+    summary = f"rows of {result['tables']} tables of values of {', '.join(result['memories'])} shuffled by seed {result['seed']}"
+    RichConsole().print(f"{result['output']}: {summary}; {ending}.", markup=False, soft_wrap=True)
 
 
 def _removed(layers: Sequence[int], memories: Sequence[str]) -> str:
-    """What `strip` took out: layers of their own, and memories that were attached to layers of the base."""
+    """Return as text what `strip` took out: inserted layers, and memories that were attached to layers of the base."""
     parts = [
         f"{one if len(names) == 1 else many} {', '.join(map(str, names))}"
         for names, one, many in ((layers, "layer", "layers"), (memories, "memory", "memories"))
