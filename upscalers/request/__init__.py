@@ -1,1 +1,1 @@
-"""What a person asks for: options, sizes, errors, progress."""
+"""Requests and answers: options, sizes, errors, progress."""

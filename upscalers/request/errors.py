@@ -8,25 +8,27 @@ _LONGEST_REASON = 400
 
 
 class RequestError(ValueError):
-    """The request cannot be carried out as it was made. The message gives the value, what was expected, the remedy."""
+    """Error for a request that cannot be carried out. The message gives the value, what was expected, and the remedy."""
 
 
 class MethodError(RuntimeError):
-    """A method does not keep to its contract: its author's error, whatever was requested. Nothing was written."""
+    """Error for a method that breaks its contract: a mistake of the method's author, whatever was requested. Nothing
+    was written.
+    """
 
 
 class VerificationError(RuntimeError):
-    """The result is not what the method promises."""
+    """Error for a result that does not do what the method promises."""
 
 
 def one_line(error: BaseException) -> str:
-    """What another library says, in one line of readable length."""
+    """Return another library's error message as one line of at most 400 characters."""
     return textwrap.shorten(str(error), _LONGEST_REASON, placeholder=" ...")
 
 
 @contextlib.contextmanager
 def refusing_requests() -> Iterator[None]:
-    """What is refused as a value within is refused as a request: its message becomes that of a `RequestError`."""
+    """Turn a `ValueError` raised inside the block into a `RequestError` with the same message."""
     try:
         yield
     except RequestError:

@@ -1,4 +1,4 @@
-"""Options of methods and runs, as a person requests them."""
+"""Options of methods and runs, as people request them."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -10,7 +10,7 @@ _SEEDS = 2**63
 
 
 def parse_options(options_class: type, values: Mapping[str, Any], what: str) -> Any:
-    """Read options as `midus_hf.config.options.read_options` does; what that refuses is a request that cannot be carried out.
+    """Read options as `midus_hf.config.options.read_options` does, but refuse values with `RequestError`.
 
     Raises:
         RequestError: If a key is unknown or a value is refused.
@@ -20,13 +20,13 @@ def parse_options(options_class: type, values: Mapping[str, Any], what: str) -> 
 
 
 def check_seed(seed: Any) -> None:
-    """See that a seed is one.
+    """Check that a seed is a whole number from 0 to 2^63 - 1.
 
     Args:
-        seed: What the person gave.
+        seed: Value that the person passed, of any type.
 
     Raises:
-        RequestError: If it is no whole number from 0 to 2^63 - 1.
+        RequestError: If the seed is no integer, or out of range.
     """
     if type(seed) is not int:
         raise RequestError(f"seed is {seed!r}; expected an integer.")

@@ -1,4 +1,4 @@
-"""Progress of an upscaling, as its engine tells it."""
+"""Progress of an upscaling: the interface that shows progress, and a version that shows nothing."""
 
 import contextlib
 from collections.abc import Iterator
@@ -6,39 +6,39 @@ from typing import Protocol
 
 
 class Progress(Protocol):
-    """Whoever shows progress: one stage after the other, and tasks beside them."""
+    """Interface for showing progress: stages that follow each other, and tasks that run beside the stages."""
 
     def start(self) -> None:
-        """The work begins."""
+        """Start showing progress, when the work begins."""
 
     def stage(self, name: str, num_steps: int, unit: str = "steps") -> None:
-        """The next stage begins, of so many steps; `"bytes"` is a unit too."""
+        """Begin the next stage, which has `num_steps` steps; `unit` may be `"bytes"`."""
 
     def advance(self, num_steps: int = 1) -> None:
-        """So many more steps of the stage are done."""
+        """Count `num_steps` more steps of the stage as done."""
 
     def begin(self, task: str, num_steps: int) -> None:
-        """A task of so many steps begins, beside whatever else goes on."""
+        """Begin a task of `num_steps` steps that runs beside the stage and other tasks."""
 
     def step(self, task: str, num_steps: int = 1) -> None:
-        """So many more steps of a task are done."""
+        """Count `num_steps` more steps of a task as done."""
 
     def end(self, task: str) -> None:
-        """A task is done."""
+        """End a task."""
 
     def warn(self, message: str) -> None:
-        """Something that a person should know."""
+        """Show a warning."""
 
     def note(self, message: str) -> None:
-        """Something that a person will want to see."""
+        """Show a message that a person will want to see."""
 
     def finish(self) -> None:
-        """All is done."""
+        """Stop showing progress, when all work is done or has failed."""
 
 
 @contextlib.contextmanager
 def shown(progress: Progress) -> Iterator[None]:
-    """Show progress for as long as the work takes, however it ends."""
+    """Show progress inside the block, and stop showing progress when the block ends or raises."""
     progress.start()
     try:
         yield
@@ -47,12 +47,12 @@ def shown(progress: Progress) -> Iterator[None]:
 
 
 def begin_writing(progress: Progress, num_bytes: int, num_shards: int) -> None:
-    """The stage in which tensors are written."""
+    """Begin the stage in which tensors are written."""
     progress.stage(f"writing {num_shards} shard{'s' * (num_shards > 1)}", num_bytes, "bytes")
 
 
 class NoProgress:
-    """Shows nothing."""
+    """Progress that shows nothing."""
 
     def start(self) -> None: ...
 
