@@ -1,1 +1,1 @@
-"""What the machine has: processors and free memory."""
+"""Resources of the machine: processors and free memory."""

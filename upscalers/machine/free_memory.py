@@ -1,4 +1,4 @@
-"""How much memory can still be taken."""
+"""Memory that this process can still allocate."""
 
 import contextlib
 import os
@@ -7,10 +7,13 @@ from pathlib import Path
 
 
 def available_bytes(root: Path = Path("/")) -> int:
-    """What the machine has free, or less where the container or a limit on the process's address space allows less.
+    """Return the bytes of memory that this process can still take.
+
+    This is the machine's available memory, or less where the container's limit or the limit on the process's address
+    space leaves less.
 
     Args:
-        root: Folder of `proc` and `sys`, where the kernel says so. Default: the machine's.
+        root: Folder that holds the kernel's `proc` and `sys`. Default: `/`.
     """
     available = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     with contextlib.suppress(OSError):
@@ -21,7 +24,7 @@ def available_bytes(root: Path = Path("/")) -> int:
         group = root / "sys/fs/cgroup"
         limit, used = (int((group / name).read_text()) for name in ("memory.max", "memory.current"))
         of_files = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())["inactive_file"]
-        available = min(available, max(0, limit - used + int(of_files)))  # what files take is given back on demand
+        available = min(available, max(0, limit - used + int(of_files)))  # the kernel frees these pages on demand
     limit, _ = resource.getrlimit(resource.RLIMIT_AS)
     if limit != resource.RLIM_INFINITY:
         with contextlib.suppress(OSError):

@@ -1,10 +1,10 @@
-"""How many processors there are to work with."""
+"""Number of processors that work can use."""
 
 import os
 
 
 def num_processors() -> int:
-    """Processors that this process may use."""
+    """Return the number of processors that this process may use."""
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
