@@ -1,8 +1,8 @@
-"""The families of base models, as far as surgery on their tensors needs to know them.
+"""Families of base models, with the facts that surgery on their tensors needs.
 
-A name such as `post_attention_layernorm` means different things in different families, so what a tensor does is looked
-up here, by role, and never guessed from its name. Everything is read from the raw `config.json`: planning an upscaling
-loads neither torch nor transformers.
+A name such as `post_attention_layernorm` means different things in different families. The role of a tensor is
+therefore looked up here and never guessed from the tensor's name. Everything is read from the raw `config.json`, so
+planning an upscaling loads neither torch nor transformers.
 """
 
 from collections.abc import Callable
@@ -23,10 +23,10 @@ class LayerTensor:
     """One tensor of a layer.
 
     Args:
-        role: What it does: `query`, `key`, `value`, `output_projection`, `query_norm`, `key_norm`, `gate`, `up`, `down`;
-            the norms in front of attention and feed-forward network, `attention_norm` and `mlp_norm`; the norms behind
-            them, `attention_output_norm` and `mlp_output_norm`; or `memory`.
-        shape: As `config.json` implies it.
+        role: What the tensor does: `query`, `key`, `value`, `output_projection`, `query_norm`, `key_norm`, `gate`,
+            `up`, `down`; the norms in front of attention and feed-forward network, `attention_norm` and `mlp_norm`;
+            the norms behind them, `attention_output_norm` and `mlp_output_norm`; or `memory`.
+        shape: Shape that `config.json` implies.
     """
 
     role: str
@@ -35,16 +35,18 @@ class LayerTensor:
 
 @dataclass(frozen=True, kw_only=True)
 class Family(FamilyTraits):
-    """One family: what sets it apart from Llama, and how the types of its layers follow from a config.
+    """One family: how the family differs from Llama, and how the attention types of its layers follow from a config.
 
     Args:
-        model_type: As `config.json` says.
-        class_name: What the classes that host memory are called after: `Midus{class_name}ForCausalLM`; None where there
-            are none, so that only methods that add layers of the family's own kind apply.
-        layer_types: The types that layers have when the config does not list them; None if the family has no types.
-        period: After how many layers those types repeat. Default: 1, they need not.
-        implying: The config values from which given types, and no others, would follow, as far as values decide that.
-            Default: none do.
+        model_type: `model_type` in `config.json`.
+        class_name: Middle part of the names of the classes that host memory, `Midus{class_name}ForCausalLM`. None
+            where the family has no classes that host memory, so that only methods that add layers of the family's own
+            kind apply.
+        layer_types: Returns the types that layers have if the config does not list types. None if the family has no
+            types.
+        period: Returns the number of layers after which the types repeat. Default: 1, for types that need not repeat.
+        implying: Returns the config values from which exactly the given types would follow, as far as config values
+            decide the types. Default: no values.
     """
 
     model_type: str
@@ -55,31 +57,31 @@ class Family(FamilyTraits):
 
     @property
     def hosts_memory(self) -> bool:
-        """Whether there are classes of this family that host memory."""
+        """True if there are classes of this family that host memory."""
         return self.class_name is not None
 
     def get(self, config: Config, key: str) -> Any:
-        """The value of `key`, with the family's default where the config does not have the key."""
+        """Return the value of `key`, or the family's default where the config does not have the key."""
         return config.get(key, self.defaults.get(key))
 
     def num_heads(self, config: Config) -> int:
-        """H, query heads."""
+        """Return H, the number of query heads."""
         return _positive(config, "num_attention_heads")
 
     def num_key_value_heads(self, config: Config) -> int:
-        """K/V heads; as many as query heads where neither config nor family says."""
+        """Return the number of key/value heads: the number of query heads where neither config nor family gives one."""
         if self.get(config, "num_key_value_heads") is None:
             return self.num_heads(config)
         return _positive({**self.defaults, **config}, "num_key_value_heads")
 
     def head_dim(self, config: Config) -> int:
-        """d, width of a head; D / H where neither config nor family says."""
+        """Return d, the width of a head, which is D / H where neither config nor family gives one."""
         if self.get(config, "head_dim") is None:
             return _positive(config, "hidden_size") // self.num_heads(config)
         return _positive({**self.defaults, **config}, "head_dim")
 
     def sizes(self, config: Config) -> ModelSizes:
-        """The sizes that memories are built for."""
+        """Return the sizes that memories are built for."""
         return ModelSizes(
             hidden_size=_positive(config, "hidden_size"),
             num_heads=self.num_heads(config),
@@ -91,11 +93,17 @@ class Family(FamilyTraits):
         )
 
     def tie_word_embeddings(self, config: Config) -> bool:
-        """Whether the language head is the embedding."""
+        """Return whether the language head is tied to the embedding."""
         return bool(self.get(config, "tie_word_embeddings"))
 
     def resolved_layer_types(self, config: Config) -> list[str] | None:
-        """The type of each layer, listed or implied; None if the family has no types."""
+        """Return the type of each layer, listed in the config or implied by the family.
+
+        Return None if the family has no types.
+
+        Raises:
+            RequestError: If `layer_types` in the config is no list of names.
+        """
         if self.layer_types is None:
             return None
         listed = config.get("layer_types")
@@ -109,9 +117,10 @@ class Family(FamilyTraits):
         return listed
 
     def period_of(self, config: Config) -> int | None:
-        """p: after how many layers the attention types repeat, from the first layer on.
+        """Return p, the number of layers after which the attention types repeat, counted from the first layer.
 
-        1 where a layer of any type may stand anywhere, or all are alike; None where the listed types do not repeat.
+        The period is 1 where a layer of any type may stand anywhere, or where all types are alike. It is None where
+        the types that the config lists do not repeat.
         """
         types = self.resolved_layer_types(config)
         if types is None or self.layer_types is None:
@@ -126,7 +135,7 @@ class Family(FamilyTraits):
         return next(repeated, None)
 
     def layer_tensors(self, config: Config) -> dict[str, LayerTensor]:
-        """The tensors of one decoder layer, by their name within the layer."""
+        """Return roles and shapes of the tensors of one decoder layer, by their name within the layer."""
         hidden, inner, d = (
             _positive(config, "hidden_size"),
             _positive(config, "intermediate_size"),
@@ -169,7 +178,7 @@ class Family(FamilyTraits):
         return tensors
 
     def outer_tensors(self, config: Config) -> dict[str, Shape]:
-        """The tensors outside the layers, by full name."""
+        """Return the shapes of the tensors outside the layers, by full name."""
         hidden, vocabulary = _positive(config, "hidden_size"), _positive(config, "vocab_size")
         tensors: dict[str, Shape] = {"model.embed_tokens.weight": (vocabulary, hidden), "model.norm.weight": (hidden,)}
         if not self.tie_word_embeddings(config):
@@ -177,7 +186,7 @@ class Family(FamilyTraits):
         return tensors
 
     def tied_tensors(self, config: Config) -> dict[str, Shape]:
-        """The tensors that a checkpoint may hold although they only repeat others, by full name."""
+        """Return the shapes, by full name, of tensors that a checkpoint may hold although they only repeat others."""
         if not self.tie_word_embeddings(config):
             return {}
         return {"lm_head.weight": self.outer_tensors(config)["model.embed_tokens.weight"]}
@@ -186,16 +195,16 @@ class Family(FamilyTraits):
 NORM_ROLES = frozenset(
     {"attention_norm", "mlp_norm", "attention_output_norm", "mlp_output_norm", "query_norm", "key_norm"}
 )
-"""The norms, whose gain is 1 + weight in families with `unit_offset_norms`."""
+"""Roles of the norms, whose gain is 1 + weight in families with `unit_offset_norms`."""
 
 MATRIX_ROLES = ("query", "key", "value", "output_projection", "gate", "up", "down")
-"""The projections of a layer, in the order they are used."""
+"""Roles of the projections of a layer, in the order in which the layer uses them."""
 
 ATTENTION_ROLES = frozenset({"query", "key", "value", "query_norm", "key_norm", "attention_norm"})
-"""What attention without its output projection needs, and the norm in front of it."""
+"""Roles of what attention needs without its output projection, and of the norm in front of attention."""
 
 ATTENTION_OUTPUT_ROLES = frozenset({"output_projection", "attention_output_norm"})
-"""What follows the heads of an attention, up to the residual stream."""
+"""Roles of what follows the heads of an attention, up to the residual stream."""
 
 
 def _positive(config: Config, key: str) -> int:
@@ -265,7 +274,7 @@ FAMILIES: dict[str, Family] = {
 
 
 def register_family(family: Family) -> Family:
-    """Enter a family under its `model_type`, for upscaling and for what counts parameters and operations.
+    """Register a family under its `model_type`, for upscaling and for counting parameters and operations.
 
     Raises:
         ValueError: If the type is taken.
@@ -277,10 +286,12 @@ def register_family(family: Family) -> Family:
 
 
 def family_of(config: Config) -> Family:
-    """The family that a config belongs to, whether or not it already hosts memory.
+    """Return the family of the model that a config describes, whether or not the model already hosts memory.
 
     Raises:
-        RequestError: If it belongs to none, or is quantised, a mixture of experts, or needs code of its own.
+        RequestError: If no family has the config's model type, or the model is quantised, is a mixture of experts,
+            shares keys and values between layers, predicts several tokens ahead, reads images, or brings code of its
+            publisher.
     """
     model_type = config.get("model_type")
     if not isinstance(model_type, str):

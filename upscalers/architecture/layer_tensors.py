@@ -1,4 +1,4 @@
-"""The tensors that the layers of a model have, by its raw config: those of its family, and those of its memories."""
+"""Tensors that a model has according to its raw config: tensors of its family, and tensors of its memories."""
 
 from midus_hf.config.memory_entries import NO_MEMORIES, Memories, base_digest, inserted_options, read_memories
 from midus_hf.config.memory_types import InsertedOptions
@@ -7,7 +7,7 @@ from upscalers.request.errors import refusing_requests
 
 
 def memories_of(family: Family, config: Config) -> Memories:
-    """The memories of a model.
+    """Return the memories that a model's config lists.
 
     Raises:
         RequestError: If the config's `memory` list is malformed, or does not fit the model.
@@ -19,18 +19,18 @@ def memories_of(family: Family, config: Config) -> Memories:
 
 
 def kept_roles(options: InsertedOptions) -> frozenset[str]:
-    """The roles of a layer's tensors that a block with this memory keeps."""
+    """Return the roles of the layer tensors that a block with this memory keeps."""
     return ATTENTION_ROLES | ATTENTION_OUTPUT_ROLES if options.keeps_output_projection else ATTENTION_ROLES
 
 
 def expected_layer(family: Family, config: Config, memories: Memories, layer: int) -> dict[str, LayerTensor]:
-    """Roles and shapes of a layer's tensors, by their name within the layer.
+    """Return roles and shapes of a layer's tensors, by their name within the layer.
 
     Args:
         family: The family of the model.
-        config: Its raw config.
-        memories: Its memories.
-        layer: Index of the layer.
+        config: Raw config of the model.
+        memories: The memories of the model.
+        layer: Index of the layer, from 0.
     """
     tensors = family.layer_tensors(config)
     entry = memories.inserted.get(layer)
@@ -42,7 +42,7 @@ def expected_layer(family: Family, config: Config, memories: Memories, layer: in
 
 
 def expected_outer(family: Family, config: Config, memories: Memories) -> dict[str, Shape]:
-    """Shapes of the tensors outside the layers, by full name: the family's own, and tables that layers share."""
+    """Return the shapes of the tensors outside the layers, by full name: the family's, and tables that layers share."""
     with refusing_requests():
         tables = {f"model.{name}": tensor.shape for name, tensor in memories.table_tensors().items()}
     return family.outer_tensors(config) | tables
