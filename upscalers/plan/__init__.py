@@ -1,1 +1,1 @@
-"""Where layers go, and what the config says of them."""
+"""Layer plans, placements of new layers, and the config that follows from a plan."""

@@ -1,11 +1,11 @@
-"""Attention types that runtimes derive from a layer's index: whether a plan keeps them."""
+"""Check whether a plan keeps the attention types that some runtimes derive from a layer's index."""
 
 from upscalers.architecture.families import Config, Family
 from upscalers.checkpoint.base_model import BaseModel
 
 
 def keeps_pattern(base: BaseModel) -> bool:
-    """Whether the base's layers have the types that its family implies from their index."""
+    """Return whether the base's layers have the types that the family implies from their index."""
     family = base.family
     return family.layer_types is not None and family.resolved_layer_types(base.config) == family.layer_types(
         base.config
@@ -13,7 +13,10 @@ def keeps_pattern(base: BaseModel) -> bool:
 
 
 def implying_its_types(family: Family, config: Config) -> Config:
-    """The config, with values from which the family implies the types that it lists, where there are such values."""
+    """Return the config with values from which the family implies the types that the config lists.
+
+    Return the config unchanged where the family implies the listed types already, or where no values imply them.
+    """
     if family.layer_types is None or family.layer_types(config) == config["layer_types"]:
         return config
     implying = {**config, **family.implying(config["layer_types"])}
@@ -21,14 +24,14 @@ def implying_its_types(family: Family, config: Config) -> Config:
 
 
 def pattern_concern(base: BaseModel, config: Config, remedy: str) -> str | None:
-    """The warning about layers that a runtime misreads if it goes by the index; None where there are none.
+    """Return a warning if a runtime that goes by the layer index would misread layers of the result, else None.
 
-    A model with memory has a model type of its own, which no such runtime reads.
+    A model with memory has a model type that no runtime of this kind reads, so it needs no warning.
 
     Args:
-        base: The base.
-        config: The raw config of the result.
-        remedy: What helps, a sentence.
+        base: The base checkpoint.
+        config: Raw config of the result.
+        remedy: A sentence that says what helps; it ends the warning.
     """
     family = base.family
     if config["model_type"] != family.model_type or family.layer_types is None or not keeps_pattern(base):

@@ -1,4 +1,4 @@
-"""The config of the upscaled model: what it says of each layer follows the plan."""
+"""Config of the upscaled model: all per-layer values follow the plan."""
 
 import copy
 from typing import Any
@@ -11,10 +11,10 @@ from upscalers.plan.plan import Base, Plan
 from upscalers.request.errors import RequestError
 
 PER_LAYER_KEYS = frozenset({"layer_types", "mlp_layer_types", "no_rope_layers"})
-"""Lists with one entry per layer, at the top of a config or inside its mappings: they follow the plan."""
+"""Names of lists with one entry per layer, at the top of a config or inside its mappings: their entries follow the plan."""
 
 LAYER_INDEX_KEYS = frozenset({"mlp_only_layers", "moe_layers", "full_attn_idxs"})
-"""Lists of layer indices: they are translated."""
+"""Names of lists of layer indices: each index becomes the indices that the layer has after the plan."""
 
 NOT_PER_LAYER_KEYS = frozenset(
     {
@@ -23,24 +23,26 @@ NOT_PER_LAYER_KEYS = frozenset(
         "memory", "upscale",
     }
 )  # fmt: skip
-"""What has nothing to do with the base's layers whatever its length, or is brought up to date on its own."""
+"""Names of values that do not describe the base's layers even if as long as the layers, or that other code updates."""
 
 
 def follow_plan(base: BaseModel, plan: Plan) -> Config:
-    """The raw config of the base with everything that it says of single layers carried to the new layers.
+    """Return the base's config with every per-layer value carried over to the layers of the plan.
 
     Args:
-        base: The base.
-        plan: The plan. A new layer shares the type of the layer whose attention it takes.
+        base: The base checkpoint.
+        plan: The layer plan. A new layer gets the type of the base layer whose attention the new layer takes.
 
     Returns:
-        A new config with `num_hidden_layers` and every per-layer list brought up to date. Types that the base leaves
-        implied are written out, since what its family would imply from the index is wrong after an insertion; values that
-        imply them are set so that they imply these, where they can.
+        A new config with `num_hidden_layers` and every per-layer list brought up to date. Attention types that the base
+        leaves implied are written out, since after an insertion the family would imply wrong types from the index. If
+        the base lists no other types than the family implies, the config values that imply types are changed to imply
+        the new types, where some values do.
 
     Raises:
-        RequestError: If a list as long as the model has layers, or a mapping by layer index, stands anywhere in the config
-            and nobody said what it means.
+        RequestError: If the config holds, at any depth, an undeclared list as long as the model has layers or an
+            undeclared mapping by layer index; if a declared list does not fit the number of layers; or if the plan
+            repeats, changes or leaves out layers that a memory needs once.
     """
     config = copy.deepcopy(base.config)
     layer_types = base.family.resolved_layer_types(config)
@@ -54,7 +56,10 @@ def follow_plan(base: BaseModel, plan: Plan) -> Config:
 
 
 def _followed_layers(base: BaseModel, plan: Plan, entry: MemoryEntry) -> dict[str, list[int]]:
-    """Where the upscaled model has a memory of the base: wherever it has a layer that has it."""
+    """Return the `layers` and, for a memory that skips layers, the `into` of a base memory in the upscaled model.
+
+    A memory stays with every copy of each layer that has it in the base.
+    """
     taken = [
         (index, layer.index)
         for index, layer in enumerate(plan.layers)
@@ -78,13 +83,13 @@ def _followed_layers(base: BaseModel, plan: Plan, entry: MemoryEntry) -> dict[st
 
 
 class _Followed:
-    """Values of a config after a plan."""
+    """Values of a config, brought up to date for a plan."""
 
     def __init__(self, plan: Plan):
         self._sources, self._num_layers = plan.sources, plan.num_base_layers
 
     def mapping(self, values: Config, path: str) -> Config:
-        """A mapping with every value under it brought up to date; `path` leads to it from the top of the config."""
+        """Return a mapping with all values brought up to date; `path` leads to the mapping from the top of the config."""
         return {key: self._value(key, value, f"{path}.{key}" if path else str(key)) for key, value in values.items()}
 
     def _value(self, key: str, value: Any, path: str) -> Any:

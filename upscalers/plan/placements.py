@@ -1,4 +1,4 @@
-"""Placement policies: at which indices of the upscaled model the new layers stand (MIDUS, appendix D)."""
+"""Placement policies: the indices of the new layers in the upscaled model (MIDUS, appendix D)."""
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -7,18 +7,21 @@ from midus_hf.config.wording import near_matches
 from upscalers.request.errors import RequestError
 
 Policy = Callable[[int, int, int | None], list[int]]
-"""`(L, K, p) -> K ascending indices`; p is the period of the base's attention types, None where they do not repeat."""
+"""Function `(L, K, p) -> K ascending indices`; p is the period of the base's attention types, or None if they do not
+repeat.
+"""
 
 
 @dataclass(frozen=True)
 class Placement:
-    """A policy, and how many new layers it has by default.
+    """A policy, and the number of new layers that the policy has by default.
 
     Args:
-        policy: Gives the indices, or refuses.
-        preferred: `(L, p) ->` numbers of new layers, the best first: the first that the policy takes is the default.
-        default: What the default is, in words.
-        whole_periods: Whether new layers come in whole periods, each made from layers of its own phase.
+        policy: Function that returns the indices, or raises `RequestError` if it cannot place that many layers.
+        preferred: Function `(L, p) -> numbers of new layers`, the best first. The first number that the policy accepts
+            is the default.
+        default: Description of the default number, for messages.
+        whole_periods: Whether new layers come in whole periods, each new layer made from layers of the same phase.
     """
 
     policy: Policy
@@ -43,10 +46,11 @@ def register_placement(
     """Register a policy `(L, K, p) -> K ascending indices` under a name.
 
     Args:
-        name: That `--placement` takes.
-        preferred: As `Placement` has it. Default: from half the layers down.
-        default: As `Placement` has it; `{num_layers}` and `{period}` are filled in.
-        whole_periods: As `Placement` has it. Default: False.
+        name: Name that `--placement` takes.
+        preferred: Numbers of new layers to try by default, as in `Placement`. Default: from half of the layers down to
+            1.
+        default: Description of the default number, as in `Placement`; `{num_layers}` and `{period}` are filled in.
+        whole_periods: Whether new layers come in whole periods. Default: False.
 
     Raises:
         ValueError: If the name is taken.
@@ -62,13 +66,15 @@ def register_placement(
 
 
 def place(placement: str, num_layers: int, num_new_layers: int | None, period: int | None = 1) -> list[int]:
-    """Resolve a policy's name, or an explicit list, to indices.
+    """Return the indices of new layers that a policy's name, or an explicit list, stands for.
 
     Args:
         placement: Name of a policy, or indices joined by commas.
-        num_layers: L, layers of the base.
-        num_new_layers: K. Default: L / 2 or the nearest to it that the policy takes, or as many as the explicit list has.
-        period: After how many layers the attention types of the base repeat; None where they do not. Default: 1.
+        num_layers: L, number of layers of the base.
+        num_new_layers: K, number of new layers. Default: the first of the policy's preferred numbers that the policy
+            accepts, L / 2 or near it; for an explicit list, the length of the list.
+        period: Number of layers after which the attention types of the base repeat; None where they do not. Default:
+            1.
 
     Returns:
         Indices of the new layers in the upscaled model.
@@ -100,18 +106,20 @@ def place(placement: str, num_layers: int, num_new_layers: int | None, period: i
 
 
 def in_whole_periods(placement: str) -> bool:
-    """Whether a policy of this name places whole periods."""
+    """Return whether a placement of this name places whole periods."""
     return placement in PLACEMENTS and PLACEMENTS[placement].whole_periods
 
 
 def default_remark(placement: str, num_layers: int, num_new_layers: int, period: int | None = 1) -> str | None:
-    """Why a policy has so many new layers by default, where that is not half of them; None otherwise.
+    """Return why a policy's default number of new layers is not half of the base layers.
+
+    Return None where the default is half, or where the placement is an explicit list.
 
     Args:
         placement: Name of a policy, or an explicit list, which has no default.
-        num_layers: L, layers of the base.
-        num_new_layers: K, what the default was.
-        period: As for `place`. Default: 1.
+        num_layers: L, number of layers of the base.
+        num_new_layers: K, number of new layers that the policy chose by default.
+        period: Number of layers after which the attention types repeat; None where they do not. Default: 1.
     """
     if placement not in PLACEMENTS or 2 * num_new_layers == num_layers:
         return None
@@ -153,7 +161,7 @@ def _stride(name: str, num_layers: int, num_new_layers: int) -> int:
     "distributed", default="the largest divisor of the {num_layers} base layers that is at most half of them"
 )
 def distributed(num_layers: int, num_new_layers: int, _period: int | None = 1) -> list[int]:
-    """One new layer before the last layer of each of K equal groups: the default of MIDUS (equation 10)."""
+    """Place one new layer before the last layer of each of K equal groups: the default of MIDUS (equation 10)."""
     stride = _stride("distributed", num_layers, num_new_layers)
     return [group * (stride + 1) + stride - 1 for group in range(num_new_layers)]
 
@@ -162,14 +170,14 @@ def distributed(num_layers: int, num_new_layers: int, _period: int | None = 1) -
     "llama-pro", default="the largest divisor of the {num_layers} base layers that is at most half of them"
 )
 def llama_pro(num_layers: int, num_new_layers: int, _period: int | None = 1) -> list[int]:
-    """One new layer after each of K equal groups (LLaMA-Pro; MIDUS, equation 9)."""
+    """Place one new layer after each of K equal groups (LLaMA-Pro; MIDUS, equation 9)."""
     stride = _stride("llama-pro", num_layers, num_new_layers)
     return [(group + 1) * stride + group for group in range(num_new_layers)]
 
 
 @register_placement("top-heavy")
 def top_heavy(num_layers: int, num_new_layers: int, _period: int | None = 1) -> list[int]:
-    """One new layer in each of the last K gaps between base layers (OpT-DeUS, LESA)."""
+    """Place one new layer in each of the last K gaps between base layers (OpT-DeUS, LESA)."""
     if num_new_layers > num_layers - 1:
         raise RequestError(
             f"num-new-layers is {num_new_layers}; placement top-heavy fits at most {num_layers - 1}, one in each gap "
@@ -180,7 +188,7 @@ def top_heavy(num_layers: int, num_new_layers: int, _period: int | None = 1) -> 
 
 @register_placement("bottom-heavy")
 def bottom_heavy(num_layers: int, num_new_layers: int, _period: int | None = 1) -> list[int]:
-    """One new layer before each of the first K base layers."""
+    """Place one new layer before each of the first K base layers."""
     if num_new_layers > num_layers:
         raise RequestError(
             f"num-new-layers is {num_new_layers}; placement bottom-heavy fits at most {num_layers}, one before each "
@@ -203,10 +211,10 @@ def _multiples_nearest_to_half(num_layers: int, period: int | None) -> Iterable[
     whole_periods=True,
 )
 def whole_periods(num_layers: int, num_new_layers: int, period: int | None = 1) -> list[int]:
-    """p new layers in a row before the last period of each of K / p groups of periods, as equal as they can be.
+    """Place p new layers in a row before the last period of each of K / p groups of periods of about equal size.
 
-    Every layer, old or new, stands at an index that implies its attention type. Where all types are alike p is 1, and
-    this is `distributed`, but for any K up to L.
+    Every layer, old or new, stands at an index that implies the layer's attention type. Where all types are alike, p
+    is 1, and this is `distributed` generalised to any K up to L.
     """
     if period is None:
         raise RequestError(
@@ -226,7 +234,7 @@ def whole_periods(num_layers: int, num_new_layers: int, period: int | None = 1) 
             f"num-new-layers is {num_new_layers}; placement whole-periods needs a multiple of {period}, after which attention "
             f"types repeat, up to {valid[-1]}. Choose {' or '.join(map(str, _nearest(valid, num_new_layers)))}."
         )
-    # The end of each group is rounded up, so that with a period to spare the first group has two at least.
+    # Group ends are rounded up: if there are more periods than groups, the first group has at least two periods.
     ends = [-(-(group + 1) * num_periods // num_groups) for group in range(num_groups)]
     starts = [(end - 1 + group) * period for group, end in enumerate(ends)]
     return [start + phase for start in starts for phase in range(period)]

@@ -1,4 +1,4 @@
-"""The layer plan: an ordered list, one entry per output layer, that says where each layer comes from."""
+"""Layer plan: an ordered list with one entry per output layer that says where the layer comes from."""
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
@@ -24,11 +24,14 @@ class New:
     """An inserted layer.
 
     Args:
-        previous: The last base layer of its phase before it; None where there is none.
-        next: The first base layer of its phase after it; None where there is none.
-        sources: The base layers that it is made from, the one whose attention it takes first. Default: none yet.
-        coefficients: One per source, where it is their linear combination. Default: none.
-        period: p: layers whose indices differ by a multiple of it have the same phase. Default: 1, any two layers have.
+        previous: The last base layer of the same phase before the new layer; None if there is none.
+        next: The first base layer of the same phase after the new layer; None if there is none.
+        sources: The base layers that the new layer is made from; the first provides the attention. Default: not
+            decided yet.
+        coefficients: One coefficient per source, if the new layer is a linear combination of its sources. Default:
+            none.
+        period: p. Layers whose indices differ by a multiple of p have the same phase. Default: 1, so that all layers
+            do.
     """
 
     previous: int | None
@@ -39,7 +42,7 @@ class New:
 
     @property
     def place(self) -> str:
-        """Where it stands, in words."""
+        """The new layer's position between base layers, in words."""
         neighbours = [f"base {index}" for index in (self.previous, self.next) if index is not None]
         if not neighbours:
             return "on its own"
@@ -48,12 +51,12 @@ class New:
 
 @dataclass(frozen=True)
 class Plan:
-    """What every layer of the upscaled model is made from.
+    """The origin of every layer of the upscaled model.
 
     Args:
         layers: One entry per output layer.
-        num_base_layers: L, layers of the base.
-        new_memories: Names of the memories that are attached to layers. Default: none.
+        num_base_layers: L, number of layers of the base.
+        new_memories: Names of the memories that the upscaling attaches to layers. Default: none.
     """
 
     layers: tuple[Base | New, ...]
@@ -62,12 +65,12 @@ class Plan:
 
     @property
     def num_layers(self) -> int:
-        """L + K, layers of the upscaled model."""
+        """L + K, number of layers of the upscaled model."""
         return len(self.layers)
 
     @cached_property
     def kept_indices(self) -> dict[int, int]:
-        """Where each base layer stands in the upscaled model, the first time where it stands there twice."""
+        """Index of each kept base layer in the upscaled model; for a repeated base layer, the index of its first copy."""
         kept: dict[int, int] = {}
         for index, layer in enumerate(self.layers):
             if isinstance(layer, Base):
@@ -76,19 +79,21 @@ class Plan:
 
     @cached_property
     def new_indices(self) -> list[int]:
-        """Indices in the upscaled model of what the base does not have: inserted layers, and repeats of base layers."""
+        """Indices in the upscaled model of layers that the base lacks: inserted layers, and repeats of base layers."""
         kept = set(self.kept_indices.values())
         return [index for index in range(self.num_layers) if index not in kept]
 
     @property
     def renumbers(self) -> bool:
-        """Whether a layer of the base has another number in the upscaled model, so that adapters made for the base miss it."""
+        """True if some base layer has another index in the upscaled model or is dropped, so that the base's adapters
+        do not fit.
+        """
         return any(layer != number for layer, number in self.kept_indices.items()) or bool(self.dropped_layers)
 
     def owns(self, name: str) -> bool:
-        """Whether a tensor of the upscaled model, by its full name, is new: the base does not have it, and `strip` takes it away.
+        """Return whether a tensor of the upscaled model, by full name, is new, so that `strip` removes it.
 
-        It is if its layer is new, or if it belongs to a memory that is attached, in whatever layer or at the model.
+        A tensor is new if its layer is new, or if it belongs to a new attached memory, within a layer or at the model.
         """
         match = _LAYER_TENSOR.match(name)
         if match and int(match["layer"]) in self.new_indices:
@@ -98,29 +103,31 @@ class Plan:
 
     @property
     def in_whole_periods(self) -> bool:
-        """Whether new layers stand in whole periods, beside layers of their own phase."""
+        """True if new layers stand in whole periods, beside layers of the same phase."""
         return any(isinstance(layer, New) and layer.period > 1 for layer in self.layers)
 
     @property
     def dropped_layers(self) -> list[int]:
-        """Base layers that the upscaled model does not have as they were."""
+        """Base layers that the upscaled model does not contain unchanged."""
         return sorted(set(range(self.num_base_layers)) - self.kept_indices.keys())
 
     @property
     def sources(self) -> list[int]:
-        """For each layer of the upscaled model, the base layer whose attention it has."""
+        """The base layer that each layer of the upscaled model takes its attention from."""
         return [layer.index if isinstance(layer, Base) else layer.sources[0] for layer in self.layers]
 
     def describe(self, index: int) -> str:
-        """Where layer `index` of the upscaled model comes from, in words."""
+        """Return where layer `index` of the upscaled model comes from, as text."""
         layer = self.layers[index]
         if isinstance(layer, Base):
             return f"base {layer.index}{'' if self.kept_indices[layer.index] == index else ', repeated'}"
         return f"new, {layer.place}, made from {' and '.join(map(str, sorted(layer.sources)))}"
 
     def to_list(self) -> list[dict[str, Any]]:
-        """The plan as plain data: `{"base": i}`, or `{"previous": i, "next": j, "sources": [...]}` and perhaps
-        `"coefficients"` and `"period"`, per layer.
+        """Return the plan as plain data, one dict per layer.
+
+        A base layer is `{"base": i}`. A new layer is `{"previous": i, "next": j, "sources": [...]}`, with
+        `"coefficients"` if there are any and `"period"` if it is more than 1.
         """
         return [
             {"base": layer.index}
@@ -139,7 +146,7 @@ class Plan:
     def from_list(
         cls, layers: Iterable[Mapping[str, Any]], num_base_layers: int, new_memories: Iterable[str] = ()
     ) -> "Plan":
-        """Read what `to_list` wrote; the names of attached memories stand beside it."""
+        """Read the list that `to_list` returned; the names of attached memories are passed separately."""
         return cls(
             tuple(
                 Base(layer["base"])
@@ -159,13 +166,14 @@ class Plan:
 
 
 def insertion_plan(num_base_layers: int, new_indices: Sequence[int], period: int = 1) -> Plan:
-    """Plan the insertion of new layers at given indices of the upscaled model.
+    """Return the plan that inserts new layers at given indices of the upscaled model.
 
     Args:
-        num_base_layers: L, layers of the base.
+        num_base_layers: L, number of layers of the base.
         new_indices: Ascending indices into the L + K layers of the upscaled model.
-        period: p: the neighbours of a new layer are the nearest base layers whose index differs from its own by a multiple
-            of it. Default: 1, the nearest of all.
+        period: p. The neighbours of a new layer are the nearest base layers whose index in the base differs from the
+            new layer's index by a multiple of p. Default: 1, so that the neighbours are the nearest base layers of
+            all.
 
     Raises:
         RequestError: If the indices are not ascending, or out of range.
