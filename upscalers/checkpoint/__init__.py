@@ -1,1 +1,1 @@
-"""Checkpoints as they lie in folders, on the hub and in files: what is read, byte by byte."""
+"""Checkpoints in folders, on the hub and in files, down to their bytes."""

@@ -1,4 +1,4 @@
-"""Banks beside a checkpoint: blocks that texts fetch, a folder per memory."""
+"""Banks of blocks beside a checkpoint: one folder per memory, holding the blocks that texts fetch."""
 
 import contextlib
 import hashlib
@@ -12,19 +12,20 @@ from upscalers.request.errors import RequestError
 
 
 def bank_files(folder: Path) -> set[Path]:
-    """The files of banks that a checkpoint has."""
-    found = (folder / BANKS_FOLDER).glob("*/*")
-    return {path for path in found if path.is_file() and is_of(path.relative_to(folder), BANKS)}
+    """Return the files of a checkpoint's banks."""
+    candidates = (folder / BANKS_FOLDER).glob("*/*")
+    return {path for path in candidates if path.is_file() and is_of(path.relative_to(folder), BANKS)}
 
 
 def create_banks(folder: Path, layouts: Mapping[str, BankLayout], dtype: str, seed: int) -> None:
-    """Make banks whose blocks were never written, which take four bytes of the disk for each block.
+    """Create banks whose blocks were never written. An unwritten block takes four bytes of the disk.
 
     Args:
-        folder: Of the checkpoint.
-        layouts: By the name of the memory.
-        dtype: torch's name of the dtype that blocks are stored in.
-        seed: What blocks start as; those of each memory as others, since two of one type that start alike would learn alike.
+        folder: Folder of the checkpoint.
+        layouts: Layout of each bank, by the name of its memory.
+        dtype: Name of the torch dtype that blocks are stored in, such as `"bfloat16"`.
+        seed: Seed of the blocks' initial values. Each memory derives a different seed from it, since two memories of
+            one type that start alike would learn alike.
     """
     import torch
 
@@ -44,16 +45,17 @@ def carry_banks(
     layouts: Mapping[str, BankLayout],
     deleted: Mapping[str, Collection[tuple[int, int]]] | None = None,
 ) -> None:
-    """Copy banks from one checkpoint to another; what was never written takes no room there either.
+    """Copy banks from one checkpoint to another; blocks that were never written take no room in the copy either.
 
     Args:
-        source: Of the checkpoint that has them.
-        folder: Of the other.
-        layouts: By the name of the memory.
-        deleted: Level and index of blocks that are not carried along, and are said to be deleted. Default: none.
+        source: Folder of the checkpoint that has the banks.
+        folder: Folder of the checkpoint that gets the copies.
+        layouts: Layout of each bank, by the name of its memory.
+        deleted: Level and index of the blocks to delete, by the name of the memory: they are not copied, and the copy
+            records them as deleted. Default: none.
 
     Raises:
-        RequestError: If one is absent or not the model's, or a block is not what was written.
+        RequestError: If a bank is absent or another model's, or a block on the disk is not what was written.
     """
     if not layouts:
         return
@@ -69,11 +71,11 @@ def carry_banks(
 
 
 def tie_banks(folder: Path, layouts: Mapping[str, BankLayout]) -> None:
-    """Let the descriptions of banks name the layers and the base of the model that the banks lie beside now.
+    """Update the descriptions of banks, so that they name the layers and the base of the model beside the banks.
 
     Args:
-        folder: Of the checkpoint.
-        layouts: That its config implies, by the name of the memory.
+        folder: Folder of the checkpoint.
+        layouts: Layout of each bank that the checkpoint's config implies, by the name of its memory.
     """
     if not layouts:
         return
@@ -86,5 +88,5 @@ def tie_banks(folder: Path, layouts: Mapping[str, BankLayout]) -> None:
 
 
 def bytes_of_banks(folder: Path, names: Collection[str]) -> int:
-    """What banks of a checkpoint take of the disk, by the names of their memories."""
+    """Return the bytes of disk that the banks of the memories in `names` take."""
     return sum(path.stat().st_blocks * 512 for path in bank_files(folder) if path.parent.name in names)

@@ -1,4 +1,4 @@
-"""The base checkpoint: its config, its family, and where each of its tensors lies."""
+"""The base checkpoint: its config, its family, and the position of each of its tensors."""
 
 import os
 import re
@@ -36,11 +36,12 @@ class BaseModel:
     """A checkpoint as upscaling sees it.
 
     Args:
-        folder: Where it lies.
+        folder: Folder of the checkpoint.
         config: The raw `config.json`.
-        family: The family it belongs to.
-        tensors: Every tensor, by full name. Only planned, without files, where the folder has none but `config.json`.
-        unexpected: Names that the architecture does not have; they are carried along.
+        family: The family that the model belongs to.
+        tensors: Every tensor, by full name. If the folder has no weights, the tensors are planned from the config and
+            have no files.
+        unexpected: Names of stored tensors that the architecture does not have; they are copied to the result.
     """
 
     folder: Path
@@ -51,22 +52,22 @@ class BaseModel:
 
     @property
     def num_layers(self) -> int:
-        """L."""
+        """L, the number of layers."""
         return self.config["num_hidden_layers"]
 
     @cached_property
     def prefix(self) -> str:
-        """What stands in front of `layers.` in tensor names."""
+        """Prefix of `layers.` in tensor names: `"model."` or nothing."""
         return _PREFIX if any(name.startswith(_PREFIX) for name in self.tensors) else ""
 
     @cached_property
     def dtype(self) -> str:
-        """The dtype of most weights, by the container's name."""
+        """The dtype of most weights by bytes, as safetensors names it."""
         return dtype_of_most(self.tensors.values())
 
     @cached_property
     def memories(self) -> Memories:
-        """The memories that earlier upscalings gave it."""
+        """The memories that earlier upscalings gave the model."""
         return memories_of(self.family, self.config)
 
     @cached_property
@@ -79,19 +80,21 @@ class BaseModel:
         return layers
 
     def layer_names(self, layer: int) -> dict[str, str]:
-        """Full names of a layer's tensors, by their name within the layer."""
+        """Return the full names of a layer's tensors, by their name within the layer."""
         return self._names_by_layer[layer]
 
     def outer_names(self) -> Iterator[str]:
-        """Names of the tensors that belong to no layer, in the order they are stored."""
+        """Return the names of the tensors that belong to no layer, in the order in which they are stored."""
         own = {name for layer in self._names_by_layer for name in layer.values()}
         return (name for name in self.tensors if name not in own)
 
     @cached_property
     def repeated_names(self) -> frozenset[str]:
-        """Names of the tensors that only repeat others: a head that is tied to the embedding, and stored all the same.
+        """Names of tensors that only repeat other tensors: a stored head that is tied to the embedding and has the
+        same bytes.
 
-        One of other values is a parameter of its own, whatever the config says: transformers does not tie it.
+        A stored head with other values is a parameter in its own right even if the config ties it: transformers does
+        not tie it.
         """
         embedding = f"{self.prefix}embed_tokens.weight"
         return frozenset(
@@ -101,18 +104,18 @@ class BaseModel:
         )
 
     def uncounted_names(self) -> set[str]:
-        """Names of the tensors that are no parameters of their own: a tied head, buffers, what the family does not have."""
+        """Return the names of tensors that do not count as parameters: tied heads, buffers, and unexpected tensors."""
         layers = range(self.num_layers)
         buffers = {self.new_name(layer, name) for layer in layers for name in self.memories.buffers(layer)}
         buffers |= {self.prefix + name for name in self.memories.table_buffers()}
         return {*self.repeated_names, *self.unexpected, *buffers}
 
     def layer_tensors(self, layer: int) -> dict[str, LayerTensor]:
-        """Roles and shapes of a layer's tensors, by their name within the layer."""
+        """Return roles and shapes of a layer's tensors, by their name within the layer."""
         return expected_layer(self.family, self.config, self.memories, layer)
 
     def new_name(self, layer: int, name: str) -> str:
-        """The full name of a tensor of output layer `layer`."""
+        """Return the full name of a tensor of output layer `layer`."""
         return f"{self.prefix}layers.{layer}.{name}"
 
 
@@ -120,7 +123,7 @@ def read_config(folder: Path) -> Config:
     """Read `config.json`.
 
     Raises:
-        RequestError: If it is missing, or is no JSON object.
+        RequestError: If the file is missing, or is no JSON object.
     """
     path = folder / "config.json"
     if not path.is_file():
@@ -131,10 +134,10 @@ def read_config(folder: Path) -> Config:
 
 
 def read_config_file(path: Path) -> Config:
-    """Read a config, whatever its file is called.
+    """Read a config from a file of any name.
 
     Raises:
-        RequestError: If it cannot be read, or is no JSON object.
+        RequestError: If the file cannot be read, or is no JSON object.
     """
     try:
         config = parse_json(path.read_text(encoding="utf-8"))
@@ -148,14 +151,14 @@ def read_config_file(path: Path) -> Config:
 
 
 def open_base(folder: Path, needs_weights: bool = True) -> BaseModel:
-    """Open a checkpoint folder and check that it is complete.
+    """Open a checkpoint folder and check that the checkpoint is complete.
 
     Args:
-        folder: A Hugging Face checkpoint.
-        needs_weights: Whether a folder with nothing but `config.json` is refused. Default: True.
+        folder: Folder of a Hugging Face checkpoint.
+        needs_weights: Whether to refuse a folder without weights. Default: True.
 
     Raises:
-        RequestError: If the base cannot be upscaled, says why and what helps.
+        RequestError: If the base cannot be upscaled. The message says why and what helps.
     """
     config = read_config(folder)
     family = family_of(config)
@@ -224,7 +227,7 @@ def _expected_tensors(family: Family, config: Config) -> dict[str, tuple[int, ..
 
 
 def _stored_as_integers(family: Family, config: Config) -> dict[str, str]:
-    """What the memories of a config store as integers: the dtype by full name."""
+    """Return the dtype of each tensor that a memory of the config stores as integers, by full name."""
     memories = memories_of(family, config)
     tensors = {f"{_PREFIX}{name}": tensor for name, tensor in memories.table_tensors().items()}
     for layer in range(config["num_hidden_layers"]):
@@ -252,12 +255,12 @@ def _stored_tensors(folder: Path, needs_weights: bool) -> dict[str, StoredTensor
 
 
 def pickled_message(base: str, file: str, with_tokenizer: bool = True) -> str:
-    """What to say of a base whose weights are pickled: that they are never loaded, and how to convert them.
+    """Return the message about a base with pickled weights: they are never loaded, and this is how to convert them.
 
     Args:
         base: A folder or a hub id.
-        file: One of its pickled files.
-        with_tokenizer: Whether it has a tokenizer, which is saved as well. Default: True.
+        file: Name of a pickled file of the base.
+        with_tokenizer: Whether the base has a tokenizer, which the conversion saves as well. Default: True.
     """
     classes = {"M": "AutoModelForCausalLM", "T": "AutoTokenizer"} if with_tokenizer else {"M": "AutoModelForCausalLM"}
     imported = ", ".join(f"{name} as {letter}" for letter, name in classes.items())
@@ -292,6 +295,6 @@ def _indexed_tensors(folder: Path, index_path: Path, needs_weights: bool) -> dic
             f"{index_path.name} places {absent[0]} in {weight_map[absent[0]]}, which does not hold it "
             f"({len(absent)} such tensors). Download or save the base again."
         )
-    # What the index forgets is in the files all the same, and transformers loads it.
+    # transformers also loads tensors that the files hold but the index omits.
     forgotten = {name: tensor for header in headers.values() for name, tensor in header.items()}
     return {**forgotten, **{name: headers[str(file)][name] for name, file in weight_map.items()}}

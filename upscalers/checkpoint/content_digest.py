@@ -1,4 +1,4 @@
-"""A digest of a checkpoint's weights that says nothing of its files: what `strip` gives back is confirmed by it."""
+"""Digests of a checkpoint's weights that do not depend on its files; `strip` confirms the base's weights by them."""
 
 import hashlib
 import threading
@@ -16,30 +16,33 @@ _MOST_WAITING_BYTES = 4 << 30
 
 
 def weight_names(model: BaseModel) -> dict[str, str]:
-    """Names of a checkpoint's tensors, as stored, each with its name for a digest, which has no `model.` in front.
+    """Return the name of each weight of a checkpoint in a digest, by its stored name. Digest names omit `model.` in
+    front.
 
-    Left out is what transformers does not save again: a tied head, and what the architecture does not have.
+    Tensors that transformers does not save again are left out: a tied head, and tensors unknown to the architecture.
     """
     left_out = {*model.repeated_names, *model.unexpected}
     return {name: name.removeprefix(model.prefix) for name in model.tensors if name not in left_out}
 
 
 def content_sha256(digests: Mapping[str, str]) -> str:
-    """The SHA-256 of a whole checkpoint, from the digests of its tensors by name, whatever their order."""
+    """Return the SHA-256 of a whole checkpoint from the digests of its tensors by name, in whatever order they come."""
     lines = (f"{name}:{digest}\n" for name, digest in sorted(digests.items()))
     return hashlib.sha256("".join(lines).encode()).hexdigest()
 
 
 class TensorDigests:
-    """Computes the SHA-256 of tensors in threads of its own, for hashing gives the interpreter free.
+    """Computes the SHA-256 of tensors in several threads, which run in parallel because hashing releases the
+    interpreter's lock.
 
-    Each covers dtype, shape and bytes. Until `begin`, tensors wait, as many as the machine may still hold in memory after
-    they were copied: where there are few processors, imports and copying come first. Enter it before the first tensor;
-    leaving it stops what is still being read.
+    A digest covers dtype, shape and bytes. Until `begin` is called, tensors wait, so that with few processors imports
+    and copying come first. At most 4 GiB wait, which the machine may still hold in memory after copying; the first
+    ones beyond that are hashed at once. Enter the context before the first tensor. Leaving the context stops the
+    reading of tensors.
 
     Args:
         tensors: The tensors of a checkpoint, by full name.
-        names: Those to read, by full name, and what each is called in the result.
+        names: Name in the result of each tensor to read, by full name.
     """
 
     def __init__(self, tensors: Mapping[str, StoredTensor], names: Mapping[str, str]):
@@ -57,9 +60,9 @@ class TensorDigests:
         return self
 
     def add(self, name: str) -> None:
-        """Take a tensor on, by its full name, best when something else has just read its bytes from the disk.
+        """Queue a tensor by its full name, best right after other code has read its bytes from the disk.
 
-        What is not wanted, or was taken on already, is passed over.
+        Tensors that are not in `names`, or were queued before, are ignored.
         """
         if name in self._names and name not in self._taken:
             self._taken.add(name)
@@ -69,7 +72,7 @@ class TensorDigests:
                 self._submit_next()
 
     def begin(self) -> None:
-        """Let nothing wait any longer."""
+        """Start hashing all waiting tensors, and from now on each tensor that is added."""
         self._begun = True
         while self._waiting:
             self._submit_next()
@@ -80,7 +83,7 @@ class TensorDigests:
         self._futures[name] = self._pool.submit(self._digest, self._tensors[name])
 
     def finish(self) -> dict[str, str]:
-        """The digests of all tensors, by the names of the result, sorted.
+        """Return the digests of all tensors, by their name in the result, sorted.
 
         Raises:
             OSError: If a file cannot be read, or ends early.

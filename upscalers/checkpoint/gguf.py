@@ -1,4 +1,4 @@
-"""GGUF files as bases."""
+"""Conversion of GGUF files to checkpoints."""
 
 from pathlib import Path
 from typing import Any
@@ -11,8 +11,8 @@ def convert_gguf(path: Path, folder: Path, config_only: bool = False) -> None:
 
     Args:
         path: The `.gguf` file.
-        folder: An existing folder to write the checkpoint to.
-        config_only: Write only `config.json`, from the file's header. Default: False.
+        folder: An existing folder that the checkpoint is written to.
+        config_only: Whether to write only `config.json`, from the file's header. Default: False.
 
     Raises:
         RequestError: If the gguf package is missing, or transformers cannot read the file.
@@ -38,7 +38,7 @@ def convert_gguf(path: Path, folder: Path, config_only: bool = False) -> None:
             f"transformers cannot read {path.name} ({type(error).__name__}: {one_line(error)}). Download it again, or give "
             "the safetensors checkpoint it was made from."
         ) from None
-    # The loader dequantises but leaves its quantiser behind, with which the model refuses to be saved.
+    # The loader leaves its quantiser on the dequantised model, and a model with a quantiser refuses to be saved.
     for attribute in ("hf_quantizer", "quantization_method", "is_quantized"):
         if hasattr(model, attribute):
             delattr(model, attribute)

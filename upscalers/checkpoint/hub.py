@@ -1,4 +1,4 @@
-"""Sharing a checkpoint on the hub."""
+"""Upload of a checkpoint to the hub."""
 
 import shlex
 from collections.abc import Mapping
@@ -11,10 +11,10 @@ _LOG_IN = "Log in with 'hf auth login', with a token that may write."
 
 
 def check_repo_id(repo_id: str) -> None:
-    """Check that the hub could have a repository of this name.
+    """Check that the hub allows a repository of this name.
 
     Raises:
-        RequestError: If it could not.
+        RequestError: If the name is not allowed.
     """
     from huggingface_hub.errors import HFValidationError
     from huggingface_hub.utils import validate_repo_id
@@ -26,20 +26,20 @@ def check_repo_id(repo_id: str) -> None:
 
 
 def check_write_access(repo_id: str, private: bool) -> str:
-    """Check, before work begins, that the result can be uploaded: login, and the right to write.
+    """Check, before work begins, that the result can be uploaded: that the account is logged in and may write.
 
-    A repository that exists is asked for directly. For one that is to be made, the account and its token are looked at, as
-    far as the hub tells: what it does not tell is no reason to refuse.
+    For a repository that exists, the hub itself says whether the account may write. For a new repository, the roles of
+    the account and its token are checked as far as the hub reveals them; unknown roles are no reason to refuse.
 
     Args:
-        repo_id: With its owner or without; the account's own one is meant then.
-        private: Whether the repository shall be a private one.
+        repo_id: Repository with or without its owner; without an owner, the account owns it.
+        private: Whether the repository is to be private.
 
     Returns:
         The repository with its owner.
 
     Raises:
-        RequestError: If it cannot be uploaded to.
+        RequestError: If the result cannot be uploaded there.
     """
     from huggingface_hub import HfApi, constants
     from huggingface_hub.errors import GatedRepoError, HfHubHTTPError
@@ -63,7 +63,7 @@ def check_write_access(repo_id: str, private: bool) -> str:
                 f"push-to-hub is {repository!r}, which {account['name']} may not write to with this token; "
                 f"expected a repository of your own. {_LOG_IN}"
             ) from None
-        if status not in (401, 404):  # both mean that there is none that this account can see
+        if status not in (401, 404):  # both mean that this account sees no repository of this name
             raise RequestError(_unreachable(repository, error)) from None
     except Exception as error:
         raise RequestError(_unreachable(repository, error)) from None
@@ -102,7 +102,11 @@ def _unreachable(repo_id: str, error: Exception) -> str:
 
 
 def _check_may_create(account: Mapping[str, Any], repository: str) -> None:
-    """Whether the account may make a repository, by its token's role and its role in the organisation."""
+    """Check that the account may create a repository, by its token's role and its role in the organisation.
+
+    Raises:
+        RequestError: If the account may not.
+    """
     owner = repository.partition("/")[0]
     token = (account.get("auth") or {}).get("accessToken") or {}
     if token.get("role") == "read":
@@ -119,7 +123,7 @@ def _check_may_create(account: Mapping[str, Any], repository: str) -> None:
         )
     if account.get("type", "user") != "user" or owner.casefold() == account["name"].casefold():
         return
-    # The hub takes names in any case.
+    # The hub ignores upper and lower case in names.
     organisations = {str(org.get("name")): org.get("roleInOrg") for org in account.get("orgs") or []}
     roles = {name.casefold(): role for name, role in organisations.items()}
     if owner.casefold() not in roles:
@@ -140,12 +144,12 @@ def _grants_writing(scope: Mapping[str, Any], owner: str, repository: str) -> bo
 
 
 def push_folder(folder: Path, repository: str, private: bool) -> str:
-    """Create the repository if need be and upload the folder in one commit.
+    """Create the repository if need be, and upload the folder in one commit.
 
     Args:
-        folder: A complete checkpoint.
-        repository: Such as `"me/llama-3.2-1b-hml"`.
-        private: Whether a new repository shall be a private one; otherwise its owner's default holds.
+        folder: Folder of a complete checkpoint.
+        repository: Repository with its owner, such as `"me/llama-3.2-1b-hml"`.
+        private: Whether a new repository is private. False leaves this to the owner's default.
 
     Returns:
         The address of the commit.
@@ -159,5 +163,5 @@ def push_folder(folder: Path, repository: str, private: bool) -> str:
 
 
 def upload_command(folder: Path, repository: str, private: bool) -> str:
-    """What a person types to upload a folder that `push_folder` failed to."""
+    """Return the shell command that uploads a folder, for a person to type after `push_folder` failed."""
     return shlex.join(["hf", "upload", repository, str(folder), *(["--private"] if private else [])])

@@ -1,7 +1,7 @@
-"""The safetensors container: a length, a JSON header, and bytes.
+"""The safetensors file format: a length, a JSON header, and bytes.
 
-The safetensors library writes a file only from tensors that are all in memory. Shards are written here as a stream, one
-tensor at a time, and read by position, so that no shard is ever held whole.
+The safetensors library writes a file only from tensors that are all in memory. This module writes shards as a stream,
+one tensor at a time, and reads tensors by position, so that no shard is ever held whole.
 """
 
 import errno
@@ -24,7 +24,7 @@ ITEM_BYTES = {
 }  # fmt: skip
 TORCH_NAMES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 INTEGER_NAMES = {"I8": "int8", "U8": "uint8"}
-"""Of what memories store as integers."""
+"""Integer dtypes that memories store tensors in: torch's name by the name in safetensors."""
 SAFETENSORS_NAMES = {torch_name: name for name, torch_name in TORCH_NAMES.items()}
 _METADATA = "__metadata__"
 _LONGEST_HEADER = 100_000_000
@@ -34,13 +34,13 @@ _NOT_IN_KERNEL = frozenset({errno.EXDEV, errno.EINVAL, errno.ENOSYS, errno.EOPNO
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """Where a tensor lies.
+    """Position of a tensor in a file.
 
     Args:
-        dtype: The container's name of it, such as `"BF16"`.
-        shape: As stored.
-        file: The file that holds it; None for a tensor that is only planned.
-        start: Position of its first byte in the file.
+        dtype: Dtype as safetensors names it, such as `"BF16"`.
+        shape: Shape as stored.
+        file: The file that holds the tensor; None for a tensor that is only planned.
+        start: Position of the tensor's first byte in the file.
     """
 
     dtype: str
@@ -50,12 +50,13 @@ class StoredTensor:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of its data."""
+        """Number of bytes of the tensor's data."""
         return math.prod(self.shape) * ITEM_BYTES[self.dtype]
 
 
 def holds_the_same(left: StoredTensor, right: StoredTensor) -> bool:
-    """Whether two stored tensors have the same dtype, shape and bytes; reads no more than that takes.
+    """Return whether two stored tensors have the same dtype, shape and bytes, reading no further than the first
+    difference.
 
     Raises:
         OSError: If a file cannot be read.
@@ -74,7 +75,7 @@ def holds_the_same(left: StoredTensor, right: StoredTensor) -> bool:
 
 
 def read_header(file: Path) -> dict[str, StoredTensor]:
-    """Read which tensors a file holds, and check that all their bytes are there.
+    """Read the dtype, shape and position of each tensor of a file, and check that all their bytes are there.
 
     Raises:
         RequestError: If the file is truncated, or is no safetensors file.
@@ -113,7 +114,7 @@ def read_header(file: Path) -> dict[str, StoredTensor]:
 
 
 def read_metadata(file: Path) -> dict[str, str]:
-    """Read what a file says of itself; nothing where it says nothing.
+    """Read the metadata of a file; an empty dict if it has none.
 
     Raises:
         RequestError: If the file is truncated, or is no safetensors file.
@@ -123,7 +124,7 @@ def read_metadata(file: Path) -> dict[str, str]:
 
 
 def _read_json(file: Path) -> tuple[dict[str, Any], int]:
-    """The header, and the position of the data behind it."""
+    """Return the header, and the position of the data behind the header."""
     size = file.stat().st_size
     with file.open("rb") as stream:
         prefix = stream.read(8)
@@ -148,15 +149,15 @@ def _corrupt(file: Path, reason: str) -> RequestError:
 def layout(
     tensors: Sequence[tuple[str, str, tuple[int, ...]]], metadata: Mapping[str, str] | None = None
 ) -> tuple[bytes, dict[str, int]]:
-    """Lay out a file.
+    """Lay out a safetensors file.
 
     Args:
         tensors: Name, dtype and shape of each tensor, in any order.
-        metadata: What the file says of itself, beside that it is torch's. Default: nothing.
+        metadata: Metadata of the file, beside `{"format": "pt"}`. Default: none.
 
     Returns:
         The bytes in front of the data, and the position of each tensor in the file. Wider dtypes come first, so that
-        every tensor is aligned to its item.
+        every tensor is aligned to the size of its items.
     """
     header: dict[str, object] = {_METADATA: {"format": "pt", **(metadata or {})}}
     offsets: dict[str, int] = {}
@@ -173,7 +174,14 @@ def layout(
 
 
 def copy_bytes(source: int, source_start: int, target: int, target_start: int, num_bytes: int) -> None:
-    """Copy a range between two open files inside the kernel, or through a buffer where it cannot.
+    """Copy a range between two open files inside the kernel, or through a buffer where the kernel cannot.
+
+    Args:
+        source: File descriptor to read from.
+        source_start: Position of the first byte to read.
+        target: File descriptor to write to.
+        target_start: Position of the first byte to write.
+        num_bytes: Number of bytes to copy.
 
     Raises:
         OSError: If the source ends early or the target is full.
@@ -200,7 +208,7 @@ def copy_bytes(source: int, source_start: int, target: int, target_start: int, n
 
 
 def write_all(target: int, data: bytes | memoryview, start: int) -> None:
-    """Write all of `data` at a position."""
+    """Write all of `data` at the position `start` of a file descriptor."""
     view = memoryview(data)
     while view:
         written = os.pwrite(target, view, start)
@@ -212,15 +220,15 @@ class _Sized(Protocol):
 
     @property
     def dtype(self) -> str:
-        """The container's name of its dtype."""
+        """Dtype of the tensor, as safetensors names it."""
 
     @property
     def num_bytes(self) -> int:
-        """Its size."""
+        """Number of bytes of the tensor's data."""
 
 
 def dtype_of_most(tensors: Iterable[_Sized]) -> str:
-    """The dtype that most bytes of some tensors have, of those that torch computes in, by the container's name."""
+    """Return the floating-point dtype that most bytes of the tensors have, as safetensors names it."""
     sizes: Counter[str] = Counter()
     for tensor in tensors:
         if tensor.dtype in TORCH_NAMES:

@@ -1,4 +1,4 @@
-"""Where a base comes from: a folder, a hub id, or a GGUF file."""
+"""Source of a base: a folder, a hub id, or a GGUF file."""
 
 import contextlib
 import glob
@@ -35,8 +35,8 @@ class Source:
     """A base that lies in a folder.
 
     Args:
-        name: As the person gave it, without a hub revision.
-        folder: Where it lies.
+        name: Name as the person gave it, without a hub revision.
+        folder: Folder with the base's files.
         revision: The commit of a hub repository; None for local bases.
     """
 
@@ -46,19 +46,21 @@ class Source:
 
     @property
     def label(self) -> str:
-        """What records call the base: its hub id, or the last part of its path, which is nobody else's business."""
+        """Name of the base in records: its hub id, or only the last part of a local path, so that records reveal no
+        folders.
+        """
         return self.name if self.revision is not None else Path(self.name).expanduser().resolve().name
 
 
 def name_and_revision(base: str, revision: str | None = None) -> tuple[str, str | None]:
-    """What a base is called, and which of its revisions is meant.
+    """Return the name of a base, and the revision that is meant.
 
     Args:
         base: A folder, a `.gguf` file, a hub id, or a hub id with a revision, `owner/name@revision`.
-        revision: A branch, tag or commit, where it is given apart. Default: None.
+        revision: A branch, tag or commit, if it is given separately. Default: None.
 
     Returns:
-        The name without a revision, and the revision; None where nobody named one.
+        The name without a revision, and the revision; None where no revision is named.
 
     Raises:
         RequestError: If a local base is given a revision, or a hub base two different ones.
@@ -83,15 +85,15 @@ def name_and_revision(base: str, revision: str | None = None) -> tuple[str, str 
 
 @contextlib.contextmanager
 def resolve_source(base: str, revision: str | None = None, config_only: bool = False) -> Iterator[Source]:
-    """Bring the base into a folder for as long as it is needed.
+    """Bring the base into a folder, and keep it there for as long as the context is open.
 
     Args:
-        base: A folder, a `.gguf` file, or a hub id, with or without `@revision`.
+        base: A folder, a `.gguf` file, a `config.json`, or a hub id, with or without `@revision`.
         revision: A branch, tag or commit of a hub repository. Default: its main branch.
         config_only: Whether `config.json` suffices. Default: False.
 
     Raises:
-        RequestError: If there is no such base.
+        RequestError: If there is no base of this name.
     """
     name, revision = name_and_revision(base, revision)
     path = Path(name).expanduser()
@@ -115,21 +117,21 @@ def resolve_source(base: str, revision: str | None = None, config_only: bool = F
 
 
 def copy_travelling_files(folder: Path, target: Path) -> None:
-    """Copy what belongs to a model beside its weights and config: tokenizer, chat templates, generation config, licence."""
+    """Copy a model's files beside weights and config: tokenizer, chat templates, generation config, licence."""
     for file in travelling_files(folder):
-        place = target / file.relative_to(folder)
-        place.parent.mkdir(exist_ok=True)
-        shutil.copyfile(file, place)
+        copy = target / file.relative_to(folder)
+        copy.parent.mkdir(exist_ok=True)
+        shutil.copyfile(file, copy)
 
 
 def travelling_files(folder: Path) -> list[Path]:
-    """What a folder holds of that, sorted."""
-    found = {file for pattern in globs(TRAVELLING) for file in folder.glob(pattern)}
-    return sorted(file for file in found if file.is_file() and not file.name.startswith("."))
+    """Return the files that `copy_travelling_files` copies from a folder, sorted."""
+    matches = {file for pattern in globs(TRAVELLING) for file in folder.glob(pattern)}
+    return sorted(file for file in matches if file.is_file() and not file.name.startswith("."))
 
 
 def _download(name: str, revision: str | None, config_only: bool) -> Path:
-    """Fetch config and index first, then the rest of one copy of the model: no second one in another layout."""
+    """Fetch config and index first, then the rest of one copy of the model, leaving out copies in other formats."""
     travelling = globs(TRAVELLING)
     below = [pattern for pattern in travelling if "/" in pattern]
     folder = _fetch(
@@ -137,10 +139,10 @@ def _download(name: str, revision: str | None, config_only: bool) -> Path:
     )
     if config_only:
         return folder
-    commit = folder.name  # from now on the same one, wherever the branch moves meanwhile
+    commit = folder.name  # so that all files are of one commit even if the branch moves meanwhile
     wanted = (CONFIG_FILE, *travelling, "adapter_config.json", SINGLE_FILE)
     _fetch(name, commit, wanted, ignored=_ANY_FOLDER)
-    if not (folder / SINGLE_FILE).is_file():  # which transformers would choose where there are both
+    if not (folder / SINGLE_FILE).is_file():  # transformers prefers the single file where both exist
         if not (folder / INDEX_FILE).is_file():
             _explain_missing_weights(name, commit)
         _fetch(name, commit, (CONFIG_FILE, *map(glob.escape, sorted(indexed_weights(folder)))))
@@ -148,7 +150,7 @@ def _download(name: str, revision: str | None, config_only: bool) -> Path:
 
 
 def _fetch(name: str, revision: str | None, wanted: Iterable[str], ignored: str | None = None) -> Path:
-    """Files of a repository, by patterns; those that it does not have are passed over."""
+    """Fetch the files of a repository that match the patterns; patterns without a match are ignored."""
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import (
         GatedRepoError,
@@ -181,7 +183,7 @@ def _unreachable(name: str) -> str:
 
 
 def _explain_missing_weights(name: str, revision: str) -> None:
-    """Say which weights a repository without those of transformers has instead."""
+    """Raise the error that says which weights a repository has instead of the weights that transformers loads."""
     from huggingface_hub import HfApi
 
     try:

@@ -1,4 +1,4 @@
-"""The tokenizer of an upscaled model reads text as the base's does."""
+"""Check that the tokenizer of an upscaled model reads text as the base's does."""
 
 import json
 from collections.abc import Iterable
@@ -12,24 +12,25 @@ _TEXT = "The 1st of 2,048 naïve   tests:\n\tit's x=3.14 — “quoted”, 東�
 
 
 def has_tokenizer(names: Iterable[str]) -> bool:
-    """Whether a checkpoint of files with these names has a tokenizer."""
+    """Return whether a checkpoint with files of these names has a tokenizer."""
     return not {*_FILES}.isdisjoint(names)
 
 
 def keep_tokenizer_class(base_folder: Path, folder: Path) -> bool:
-    """Name the tokenizer class in the upscaled folder, where `AutoTokenizer` would otherwise choose another one.
+    """Name the tokenizer class in the upscaled folder where `AutoTokenizer` would otherwise choose another class.
 
-    It chooses by `model_type` for some families, whatever the files say, and a new `model_type` is not among them.
+    For some families `AutoTokenizer` chooses by `model_type`, whatever the files say, and a new `model_type` is
+    unknown to it.
 
     Args:
-        base_folder: The base.
-        folder: The upscaled checkpoint, config and tokenizer files in their place.
+        base_folder: Folder of the base.
+        folder: Folder of the upscaled checkpoint, in which config and tokenizer files are already written.
 
     Returns:
         Whether `tokenizer_config.json` was changed.
 
     Raises:
-        VerificationError: If a text becomes other ids even so.
+        VerificationError: If a text becomes other ids nevertheless.
     """
     if not has_tokenizer(path.name for path in folder.iterdir() if path.is_file()):
         return False
@@ -39,7 +40,7 @@ def keep_tokenizer_class(base_folder: Path, folder: Path) -> bool:
         base = AutoTokenizer.from_pretrained(base_folder, local_files_only=True)
         expected = base(_TEXT)["input_ids"]
     except Exception:
-        return False  # The base's own tokenizer does not work: it travels as it is.
+        return False  # The base's own tokenizer does not load or run: its files are copied unchanged.
     changed = False
     if type(AutoTokenizer.from_pretrained(folder, local_files_only=True)) is not type(base):
         path = folder / TOKENIZER_CONFIG
