@@ -1,1 +1,1 @@
-"""How tensors are made: recipes, solvers, and the writer that streams them."""
+"""The making of tensors: recipes, solvers, and the writer that streams tensors."""

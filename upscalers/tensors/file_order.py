@@ -1,22 +1,22 @@
-"""The order in which tensors are stored: embeddings first, then the layers, then what follows them."""
+"""Order in which tensors are stored: embeddings first, then the layers, then the tensors that follow the layers."""
 
 from collections.abc import Iterable
 from typing import Protocol, TypeVar
 
 
 class Named(Protocol):
-    """What has the full name of a tensor."""
+    """Anything that has the full name of a tensor."""
 
     @property
     def name(self) -> str:
-        """The name."""
+        """Full name of the tensor."""
 
 
 Tensor = TypeVar("Tensor", bound=Named)
 
 
 def in_file_order(outer: Iterable[Tensor], layers: Iterable[Tensor]) -> list[Tensor]:
-    """Put tensors outside the layers around those of the layers, as a model uses them.
+    """Put the tensors outside the layers around the tensors of the layers, in the order in which a model uses them.
 
     Args:
         outer: The tensors outside the layers.
@@ -28,5 +28,5 @@ def in_file_order(outer: Iterable[Tensor], layers: Iterable[Tensor]) -> list[Ten
 
 
 def is_embedding(name: str) -> bool:
-    """Whether a tensor outside the layers, by its full name, stands in front of them."""
+    """Return whether a tensor outside the layers, by its full name, stands in front of the layers."""
     return "embed_tokens" in name

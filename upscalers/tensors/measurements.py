@@ -1,4 +1,4 @@
-"""What solvers found out about the tensors they made, in short."""
+"""Summary of what solvers measured about the tensors they made."""
 
 from collections.abc import Sequence
 
@@ -8,11 +8,13 @@ _NOT_NUMBERS = ("layer", "tensor")
 
 
 def summary_table(measurements: Sequence[Measurement], with_seconds: bool = True) -> list[list[str]]:
-    """A header and one row per kind of tensor: for each number its mean, and in brackets its lowest and highest value.
+    """Return a table with a header and one row per kind of tensor.
+
+    A cell has the mean of a number and, in brackets, its lowest and highest value.
 
     Args:
-        measurements: Of each tensor.
-        with_seconds: Whether seconds are a column, summed: they differ from run to run. Default: true.
+        measurements: One measurement per tensor that a solver made; at least one.
+        with_seconds: Whether to show seconds, summed. Seconds differ from run to run. Default: True.
     """
     left_out = (*_NOT_NUMBERS, *(() if with_seconds else ("seconds",)))
     columns = [key for key in measurements[0] if key not in left_out]

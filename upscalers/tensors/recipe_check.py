@@ -1,4 +1,4 @@
-"""The one check of what a method returns, before anything is written: every tensor of the result, and no other."""
+"""Check of the recipes that a method returns, before anything is written: one for every tensor of the result, no others."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -18,21 +18,22 @@ _LISTED = 3
 def check_recipes(
     method: str, base: BaseModel, plan: Plan, config: Config, layers: Sequence[Recipes], outer: Recipes
 ) -> None:
-    """Compare recipes with what the family's table expects of the new config.
+    """Compare recipes with the tensors that the family's table expects of the new config.
 
-    Every tensor must be there, of the right shape, and what is copied or combined must do in the base what it does in the
-    result. Copies of tensors that the architecture does not have are let through.
+    Every tensor must have a recipe of the right shape, and a tensor that is copied or combined must have the same role
+    in the base as in the result. Copies of tensors that the architecture does not have are accepted.
 
     Args:
-        method: Its name, for messages.
-        base: The base.
-        plan: The plan.
+        method: Name of the method, for messages.
+        base: The base checkpoint.
+        plan: The method's layer plan.
         config: The raw config of the result.
         layers: For each output layer, recipes by the name within the layer.
         outer: Recipes of the tensors outside the layers, by full name.
 
     Raises:
-        MethodError: With the method, the layer, the tensor, what it gave and what was expected.
+        MethodError: If a recipe is missing, wrong or superfluous. The message names the method, the layer, the tensor,
+            what the method gave and what was expected.
     """
     for what, number in (
         ("a config with num_hidden_layers =", config.get("num_hidden_layers")),
@@ -58,7 +59,7 @@ def check_recipes(
 
 @dataclass(frozen=True)
 class _Origin:
-    """What a base tensor is: its name within its layer and its role; a tensor outside the layers is its own role."""
+    """Name of a base tensor within its layer, and its role; outside the layers, the role is the tensor's name."""
 
     name: str
     role: str | None
@@ -121,7 +122,7 @@ def _check_recipe(
             raise MethodError(
                 f"{what} is made from {source}, whose role is {origin.role or 'unknown'}; expected {expected.role}."
             )
-        if expected.role == "memory" and origin.name != name:  # the role that many tensors share
+        if expected.role == "memory" and origin.name != name:  # many tensors share this role
             raise MethodError(f"{what} is made from {source}; expected the same tensor of another memory.")
 
 

@@ -1,4 +1,4 @@
-"""Recipes: how one output tensor comes to be."""
+"""Recipes: how to make one output tensor."""
 
 import hashlib
 from abc import ABC, abstractmethod
@@ -14,29 +14,29 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Recipe(ABC):
-    """How one output tensor comes to be.
+    """A way to make one output tensor.
 
     Args:
-        shape: Of the output.
+        shape: Shape of the output tensor.
     """
 
     shape: tuple[int, ...]
 
     @abstractmethod
     def build(self, read: "ReadTensor") -> "torch.Tensor":
-        """Make the tensor, in float32 or more, or the dtype of its source; it is cast once, when it is written.
+        """Make the tensor, in float32 or wider, or in the dtype of its source; the writer casts the tensor once.
 
         Args:
-            read: Reads a tensor of the base by its full name.
+            read: Function that reads a tensor of the base by its full name.
         """
 
 
 @dataclass(frozen=True)
 class Copy(Recipe):
-    """The bytes of a base tensor.
+    """Recipe that copies the bytes of a base tensor.
 
     Args:
-        source: Full name in the base.
+        source: Full name of the tensor in the base.
     """
 
     source: str
@@ -47,10 +47,10 @@ class Copy(Recipe):
 
 @dataclass(frozen=True)
 class Fill(Recipe):
-    """One value everywhere.
+    """Recipe that fills the tensor with one value.
 
     Args:
-        value: The value.
+        value: The value of every element.
     """
 
     value: float
@@ -63,18 +63,18 @@ class Fill(Recipe):
 
 @dataclass(frozen=True)
 class Combine(Recipe):
-    """A linear combination of base tensors, `constant + sum_i c_i x_i`, element by element.
+    """Recipe for a linear combination of base tensors, `constant + sum_i c_i x_i`, element by element.
 
     Args:
-        terms: Full names in the base, each with its coefficient.
-        constant: Added everywhere. Default: 0.
+        terms: Full names of the tensors x_i in the base, each with its coefficient c_i.
+        constant: Number added to every element. Default: 0.
     """
 
     terms: tuple[tuple[str, float], ...]
     constant: float = 0.0
 
     def combine(self, *values: "torch.Tensor") -> "torch.Tensor":
-        """Combine the sources, or the same stretch of each; float32, or float64 where a source is."""
+        """Combine the sources, or the same part of each source, in float32, or in float64 if any source is float64."""
         import torch
 
         dtype = torch.float64 if any(value.dtype == torch.float64 for value in values) else torch.float32
@@ -90,11 +90,11 @@ class Combine(Recipe):
 
 @dataclass(frozen=True)
 class Initialise(Recipe):
-    """A fresh tensor, random or not.
+    """Recipe for a fresh tensor, random or not.
 
     Args:
-        initialiser: Fills a float32 tensor in place, drawing from the generator.
-        seed: The same seed, the same bytes, whatever else is built.
+        initialiser: Function that fills a float32 tensor in place, drawing random numbers from the generator.
+        seed: Seed of the generator. The same seed gives the same bytes, whatever other tensors are made.
     """
 
     initialiser: Callable[["torch.Tensor", "torch.Generator"], None]
@@ -109,6 +109,6 @@ class Initialise(Recipe):
 
 
 def tensor_seed(seed: int, name: str) -> int:
-    """A seed of its own for every tensor, from the seed of the run and the tensor's full name."""
+    """Return a separate seed for each tensor, made from the seed of the run and the tensor's full name."""
     digest = hashlib.sha256(f"{seed}:{name}".encode()).digest()
     return int.from_bytes(digest[:8], "little") >> 1

@@ -1,4 +1,4 @@
-"""Tensors put together from rows of others: what they hold is moved, never computed."""
+"""Recipes that put a tensor together from rows of other tensors, moving values without computing any."""
 
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -13,12 +13,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class RowRange:
-    """Successive rows of a tensor.
+    """A range of successive rows of a tensor.
 
     Args:
-        source: Full name of the tensor that they are rows of; None for rows of zeros.
-        first: Index of the first of them.
-        count: How many.
+        source: Full name of the tensor that has the rows; None for rows of zeros.
+        first: Index of the first row.
+        count: Number of rows.
     """
 
     source: str | None
@@ -28,10 +28,10 @@ class RowRange:
 
 @dataclass(frozen=True)
 class Rows(Recipe):
-    """Ranges of rows, one below the other; an entry of a vector is a row.
+    """Recipe that stacks ranges of rows on top of each other. In a vector, every element is a row.
 
     Args:
-        ranges: From above to below; they make up the output.
+        ranges: The ranges from top to bottom, which together make up the output.
     """
 
     ranges: tuple[RowRange, ...]
@@ -41,7 +41,7 @@ class Rows(Recipe):
 
     @property
     def sources(self) -> tuple[str, ...]:
-        """Full names of the tensors that rows are taken from, each once."""
+        """Full names of the tensors that rows are taken from, each name once."""
         return tuple(dict.fromkeys(rows.source for rows in self.ranges if rows.source is not None))
 
     def build(self, read: "ReadTensor") -> "torch.Tensor":

@@ -1,4 +1,4 @@
-"""Solvers: tensors that have to be made together, and the crew that makes them side by side."""
+"""Solvers, which make several tensors together, and a function that runs solvers in parallel."""
 
 import tempfile
 import threading
@@ -20,18 +20,19 @@ if TYPE_CHECKING:
     from upscalers.tensors.recipes import ReadTensor
 
 Measurement = dict[str, Any]
-"""What a solver found out about one tensor: `{"layer": index, "tensor": name, ...}` and numbers."""
+"""Numbers that a solver measured about one tensor: `{"layer": index, "tensor": name, ...}`."""
 
 
 @dataclass(frozen=True)
 class Workplace:
-    """What a solver works with.
+    """Tools that a solver works with.
 
     Args:
-        read: Reads a tensor of the base by its full name; any thread may call it.
-        scratch: A folder for temporary files, gone when the work is done; no two solvers that work at once have the same.
-        progress: Told of every step.
-        cancelled: Set when another solver failed, or a person gave up.
+        read: Function that reads a tensor of the base by its full name. Any thread may call it.
+        scratch: Folder for temporary files, removed when the work is done. Solvers that run in parallel have different
+            folders.
+        progress: Display that is told of every step.
+        cancelled: Event that is set when another solver failed or a person interrupted the run. Default: a new event.
     """
 
     read: "ReadTensor"
@@ -40,7 +41,7 @@ class Workplace:
     cancelled: threading.Event = field(default_factory=threading.Event)
 
     def step(self, task: str, num_steps: int = 1) -> None:
-        """Tell of steps done.
+        """Report steps of a task as done.
 
         Raises:
             Cancelled: If the work is to stop.
@@ -49,52 +50,53 @@ class Workplace:
         self.progress.step(task, num_steps)
 
     def check(self) -> None:
-        """Stop here if the work is to stop; a solver calls this, or `step`, often.
+        """Stop here if the work is to stop. A solver calls `check`, or `step`, often.
 
         Raises:
-            Cancelled: If it is.
+            Cancelled: If the work is to stop.
         """
         if self.cancelled.is_set():
             raise Cancelled
 
 
 class Cancelled(Exception):
-    """A solver was told to stop."""
+    """Exception that ends a solver that was told to stop."""
 
 
 class Solver(ABC):
-    """Makes several tensors that depend on each other, or on the same long computation.
+    """Maker of several tensors that depend on each other, or on the same long computation.
 
     Args:
-        label: What progress calls it; no other solver of the run has it.
+        label: Name of the solver in progress displays; each solver of a run has a different label.
     """
 
     work_bytes: int
-    """Most memory that its matrices take at once, in bytes."""
+    """The most memory, in bytes, that the solver's matrices take at once."""
     scratch_bytes: int = 0
-    """Most that it writes into the scratch folder, in bytes."""
+    """The most bytes that the solver writes into the scratch folder. Default: 0."""
     workers: int | None = None
-    """Most solvers that may work at once. Default: as many as processors and free memory allow."""
+    """The most solvers that may run in parallel. Default: as many as processors and free memory allow."""
     threads: int | None = None
-    """Threads that it computes with. Default: its share of the processors, so that results may differ in the last bits
-    from one machine to another."""
+    """Number of threads that the solver computes with. Default: its share of the processors, so that results may
+    differ in the last bits between machines.
+    """
 
     def __init__(self, label: str):
         self.label = label
         self.measurements: list[Measurement] = []
 
     @abstractmethod
-    def solve(self, place: Workplace) -> "Iterator[tuple[str, torch.Tensor]]":
-        """Yield each tensor under its key, in any order."""
+    def solve(self, workplace: Workplace) -> "Iterator[tuple[str, torch.Tensor]]":
+        """Yield each tensor with its key, in any order."""
 
 
 @dataclass(frozen=True)
 class Solved(Recipe):
-    """A tensor that a solver makes.
+    """Recipe for a tensor that a solver makes.
 
     Args:
-        solver: Makes it, with others.
-        key: Its name among them.
+        solver: The solver that makes this tensor together with others.
+        key: The tensor's key among the tensors that the solver yields.
     """
 
     solver: Solver
@@ -106,17 +108,17 @@ class Solved(Recipe):
 
 def solve_all(
     solvers: Sequence[Solver],
-    place: Workplace,
+    workplace: Workplace,
     write: "Callable[[Solver, str, torch.Tensor], None]",
 ) -> None:
-    """Run solvers side by side, as many at once as `num_workers` says, and hand over every tensor as it is made.
+    """Run solvers in parallel, as many at once as `num_workers` returns, and write every tensor as soon as it is made.
 
-    Those with the largest matrices begin, so that none of them is left alone at the end.
+    The solvers with the largest matrices start first, so that none of them runs alone at the end.
 
     Args:
-        solvers: To run; no two have the same label.
-        place: What they work with; each has a folder of its own inside its scratch folder.
-        write: Takes each tensor; called by one thread at a time.
+        solvers: The solvers to run; each has a different label.
+        workplace: Tools that the solvers work with. Each solver gets a separate folder inside its scratch folder.
+        write: Function that takes each tensor, called by one thread at a time.
     """
     import torch
 
@@ -128,20 +130,20 @@ def solve_all(
     lock = threading.Lock()
 
     def run(solver: Solver) -> None:
-        if place.cancelled.is_set():
+        if workplace.cancelled.is_set():
             return
         torch.set_num_threads(solver.threads or share)
         try:
             with tempfile.TemporaryDirectory(
-                dir=place.scratch
-            ) as own:  # whatever its files are called, it is alone here
-                for key, tensor in solver.solve(replace(place, scratch=Path(own))):
+                dir=workplace.scratch
+            ) as own:  # so that files of two solvers may have the same name
+                for key, tensor in solver.solve(replace(workplace, scratch=Path(own))):
                     with lock:
                         write(solver, key, tensor)
         except Cancelled:
             pass
         except BaseException:
-            place.cancelled.set()  # here already, or this thread would begin the next one
+            workplace.cancelled.set()  # set before this thread takes the next solver from the pool
             raise
 
     largest_first = sorted(solvers, key=lambda solver: -solver.work_bytes)
@@ -153,7 +155,7 @@ def solve_all(
                 for future in done:
                     future.result()
             except BaseException:
-                place.cancelled.set()
+                workplace.cancelled.set()
                 pool.shutdown(wait=False, cancel_futures=True)
                 raise
     finally:
@@ -161,7 +163,11 @@ def solve_all(
 
 
 def num_workers(solvers: Sequence[Solver]) -> int:
-    """How many solvers work at once: one per processor, unless half of the free memory or the solvers' own limit is less."""
+    """Return how many solvers run in parallel.
+
+    If any solver has a limit of its `workers`, the lowest limit decides. Otherwise one solver runs per processor, or
+    fewer where their matrices would take more than half of the free memory.
+    """
     limits = [solver.workers for solver in solvers if solver.workers is not None]
     if limits:
         return max(1, min(*limits, len(solvers)))

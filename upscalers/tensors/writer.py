@@ -1,4 +1,4 @@
-"""Execute recipes: stream tensors from the base's shards into new ones."""
+"""Writer that executes recipes: it streams tensors from the base's shards into new shards."""
 
 import contextlib
 import json
@@ -38,9 +38,9 @@ class OutputTensor:
     """One tensor to write.
 
     Args:
-        name: Full name.
-        recipe: How it comes to be.
-        dtype: The container's name of the dtype it is written in.
+        name: Full name of the tensor.
+        recipe: Recipe that makes the tensor.
+        dtype: Dtype that the tensor is written in, as safetensors names it.
     """
 
     name: str
@@ -49,18 +49,18 @@ class OutputTensor:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of its data."""
+        """Number of bytes of the tensor's data."""
         return StoredTensor(self.dtype, self.recipe.shape).num_bytes
 
 
 @dataclass(frozen=True)
 class Written:
-    """What was done.
+    """Summary of what a writer did.
 
     Args:
-        bytes_read: From the base.
-        bytes_written: To the output, headers included.
-        measurements: What solvers found out about the tensors they made, in the order of the tensors.
+        bytes_read: Bytes read from the base.
+        bytes_written: Bytes written to the output, headers included.
+        measurements: What solvers measured about the tensors they made, sorted by layer.
     """
 
     bytes_read: int
@@ -69,7 +69,7 @@ class Written:
 
 
 def split_shards(tensors: Sequence[OutputTensor], max_shard_bytes: int) -> dict[str, list[OutputTensor]]:
-    """Assign tensors, in order, to as few files as the limit allows; a larger tensor has a file of its own."""
+    """Assign tensors, in order, to as few files as `max_shard_bytes` allows; a larger tensor gets a separate file."""
     shards: list[list[OutputTensor]] = [[]]
     size = 0
     for tensor in tensors:
@@ -84,19 +84,19 @@ def split_shards(tensors: Sequence[OutputTensor], max_shard_bytes: int) -> dict[
 
 
 class CheckpointWriter:
-    """Write a checkpoint's tensors, holding at most what one recipe reads.
+    """Writes the tensors of a checkpoint, holding in memory at most what one recipe reads.
 
-    Tensors that are copied as they are, or put together from rows, go from file to file inside the kernel. The others
-    follow after all copies, so that whatever they need imported can be imported meanwhile: first those that stand alone,
-    then those that solvers make together.
+    Tensors that are copied unchanged, or put together from rows, go from file to file inside the kernel. All other
+    tensors follow after the copies, so that libraries can be imported meanwhile: first tensors with a recipe that
+    needs no solver, then tensors that solvers make together.
 
     Args:
         sources: The base's tensors, by full name.
-        scan: Whether to look at every value that is copied and refuse what is not finite.
-        before_building: Called once, when all that can be copied without torch is copied and more is to be made. Default:
-            nothing.
-        progress: Told of every step. Default: silent.
-        copied: Called with the name of each base tensor that was just copied. Default: nothing.
+        scan: Whether to look at every copied value, and refuse values that are not finite.
+        before_building: Function called once, after all tensors that can be copied without torch, if any tensors are
+            left. Default: does nothing.
+        progress: Display that is told of every step. Default: silent.
+        copied: Function called with the name of each base tensor right after it was copied. Default: does nothing.
     """
 
     def __init__(
@@ -119,15 +119,15 @@ class CheckpointWriter:
     def write(
         self, folder: Path, shards: dict[str, list[OutputTensor]], metadata: Mapping[str, str] | None = None
     ) -> Written:
-        """Write all shards, and the index unless there is a single file of the name that needs none.
+        """Write all shards, and the index unless a single shard has the name that needs no index.
 
         Args:
             folder: An existing folder.
-            shards: As `split_shards` gives them.
-            metadata: As for `layout`, of every file. Default: nothing.
+            shards: Tensors by file name, as `split_shards` returns them.
+            metadata: Metadata of every file beside `{"format": "pt"}`. Default: none.
 
         Raises:
-            RequestError: If a value is NaN, or does not fit the output's dtype.
+            RequestError: If a value is refused as NaN or infinite, or does not fit the output's dtype.
             OSError: If reading or writing fails.
         """
         bytes_written = 0
@@ -145,7 +145,7 @@ class CheckpointWriter:
                     bytes_written += num_bytes
                     for tensor in tensors:
                         if isinstance(tensor.recipe, Fill) and tensor.recipe.value == 0:
-                            self._progress.advance(tensor.num_bytes)  # the file is zero where nothing was written
+                            self._progress.advance(tensor.num_bytes)  # a hole in the file reads as zeros
                         elif self._goes_through_kernel(tensor):
                             self._copy_in_kernel(tensor, target, starts[tensor.name])
                         else:
@@ -211,7 +211,7 @@ class CheckpointWriter:
 
     def _copy_rows(self, ranges: Sequence[RowRange], row_bytes: int, target: int, start: int) -> None:
         for rows in ranges:
-            if rows.source is not None:  # the file is zero where nothing was written
+            if rows.source is not None:  # a hole in the file reads as zeros
                 source = self._sources[rows.source]
                 assert 0 <= rows.first <= rows.first + rows.count <= source.shape[0], (rows, source.shape)
                 assert source.num_bytes == row_bytes * source.shape[0], (rows, source.shape)
@@ -253,7 +253,7 @@ class CheckpointWriter:
         self._progress.advance(tensor.num_bytes)
 
     def _read(self, name: str) -> "torch.Tensor":
-        """A whole tensor that something is computed from; any thread may ask."""
+        """Read a whole tensor to compute with, and refuse a tensor that is not finite. Any thread may call this."""
         import torch
 
         source = self._sources[name]
@@ -304,7 +304,7 @@ class CheckpointWriter:
 
 @dataclass(frozen=True)
 class _Placed:
-    """A tensor that is still to be made, and where its bytes belong."""
+    """A tensor that is still to be made, with the file and position that its bytes belong to."""
 
     tensor: OutputTensor
     file: Path
