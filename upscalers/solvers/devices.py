@@ -1,4 +1,4 @@
-"""The device that a solver computes on."""
+"""Checks of the device that a solver computes on, and of packages that solvers need."""
 
 from midus_hf.config.usable_device import usable_device
 from upscalers.request.errors import RequestError
@@ -8,11 +8,11 @@ def check_device(device: str, precision: str = "float64") -> None:
     """Refuse a device that torch does not have here, or that cannot compute in a precision.
 
     Args:
-        device: As torch names it.
-        precision: A dtype's name.
+        device: Name of the device in torch, such as `"cuda:0"`.
+        precision: Name of a dtype. Default: `"float64"`.
 
     Raises:
-        RequestError: With what there is.
+        RequestError: If the device cannot be used. The message lists the devices that can.
     """
     try:
         usable_device(device, precision)
@@ -21,16 +21,16 @@ def check_device(device: str, precision: str = "float64") -> None:
 
 
 def check_package(module: str, package: str, what: str, extra: str) -> None:
-    """Refuse to go on without a package.
+    """Check that a package is installed.
 
     Args:
-        module: What is imported.
-        package: Its name for people.
-        what: What needs it.
-        extra: The extra of this distribution that brings it.
+        module: Name that the package is imported by.
+        package: Name of the package for people.
+        what: The feature that needs the package, as the subject of the message.
+        extra: Extra of the midus-hf distribution that installs the package.
 
     Raises:
-        RequestError: If it is not installed.
+        RequestError: If the package is not installed.
     """
     import importlib.util
 
@@ -39,5 +39,9 @@ def check_package(module: str, package: str, what: str, extra: str) -> None:
 
 
 def workers_on(device: str, workers: int | None) -> int | None:
-    """Most solvers that may work at once: what a person said, else one on an accelerator, whose memory they would share."""
+    """Return the most solvers that may run in parallel: `workers` if given, else 1 on an accelerator and no limit on a
+    CPU.
+
+    Solvers on one accelerator would share its memory.
+    """
     return 1 if workers is None and not device.startswith("cpu") else workers

@@ -1,4 +1,4 @@
-"""Matching whole attention heads of two layers, with the key/value head that several query heads share."""
+"""Matching of the attention heads of two layers in whole groups: a key/value head with the query heads that share it."""
 
 import torch
 
@@ -6,19 +6,20 @@ import torch
 def match_heads(
     source: dict[str, torch.Tensor], target: dict[str, torch.Tensor], num_key_value_heads: int, head_dim: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The permutation of heads with the least total distance that keeps query heads with their key/value head.
+    """Return the permutation of heads with the least total distance that keeps query heads with their key/value head.
 
-    Groups are matched by the Frobenius distance of their key, value and query heads, query heads only within their group;
-    no head is permuted inside, so that rotary pairs and dot products stay as they are.
+    Groups are matched by the Frobenius distance of their key, value and query heads, and query heads are matched only
+    within their group. Rows within a head are not permuted, so that rotary pairs and dot products stay as they are.
 
     Args:
-        source: Roles `query` [H d, D], `key` [G d, D] and `value` [G d, D], for G key/value heads.
-        target: The same of the other layer.
-        num_key_value_heads: G.
-        head_dim: d.
+        source: Projections by role, for G key/value heads: `query` [H d, D], `key` [G d, D] and `value` [G d, D].
+        target: Projections of the other layer, with the same roles and shapes.
+        num_key_value_heads: G, number of key/value heads.
+        head_dim: d, width of a head.
 
     Returns:
-        For each row of the target's queries [H d], and of its keys and values [G d], the source row that stands for it.
+        For each row of the target's queries [H d], and for each row of its keys and values [G d], the index of the
+        source row that takes its place.
     """
     from scipy.optimize import linear_sum_assignment
 
@@ -39,7 +40,7 @@ def match_heads(
             distances = torch.cdist(source_queries[one], target_queries[other]).cpu()
             rows, columns = map(torch.from_numpy, linear_sum_assignment(distances.numpy()))
             cost[one, other] += distances[rows, columns].sum()
-            within[one, other] = rows[columns.argsort()]  # for each query head of the target its source
+            within[one, other] = rows[columns.argsort()]  # source head for each query head of the target
     source_groups, target_groups = linear_sum_assignment(cost.numpy())
     source_of = dict(zip(target_groups.tolist(), source_groups.tolist(), strict=True))
 

@@ -1,4 +1,4 @@
-"""A small network that predicts a layer's coordinates from those of the layers on both sides (LESA, section 3)."""
+"""A small network that predicts a layer's coordinates from the coordinates of the layers on both sides (LESA, section 3)."""
 
 import itertools
 import math
@@ -13,15 +13,15 @@ from upscalers.solvers.shared_basis import RowFile
 
 @dataclass(frozen=True)
 class PredictorTraining:
-    """How a predictor is trained.
+    """Settings for training a predictor.
 
     Args:
-        hidden_size: Of both hidden layers.
-        epochs: Passes over all rows.
-        batch_size: Rows per step.
-        learning_rate: Of AdamW.
-        weight_decay: Of AdamW.
-        norm_weight: lambda: weight of the norm loss; the mean squared error has 1 - lambda.
+        hidden_size: Width of both hidden layers.
+        epochs: Number of passes over all rows.
+        batch_size: Number of rows per step.
+        learning_rate: Learning rate of AdamW.
+        weight_decay: Weight decay of AdamW.
+        norm_weight: lambda, the weight of the norm loss; the weight of the mean squared error is 1 - lambda.
     """
 
     hidden_size: int
@@ -33,12 +33,13 @@ class PredictorTraining:
 
 
 class LayerPredictor(nn.Module):
-    """Two hidden layers with ReLU: `[V_previous | V_next]` [rows, 2 in] to `V` [rows, in], each row on its own.
+    """Network with two hidden layers and ReLU that maps `[V_previous | V_next]` [rows, 2 in] to `V` [rows, in], row by
+    row.
 
     Args:
-        width: in.
-        hidden_size: Of both hidden layers.
-        generator: Draws the initial weights, as `nn.Linear` would.
+        width: in, the width of a row of `V`.
+        hidden_size: Width of both hidden layers.
+        generator: Random generator of the initial weights, which are distributed as in `nn.Linear`.
     """
 
     def __init__(self, width: int, hidden_size: int, generator: torch.Generator):
@@ -53,12 +54,12 @@ class LayerPredictor(nn.Module):
             nn.init.uniform_(linear.bias, -bound, bound, generator=generator)
 
     def forward(self, neighbours: torch.Tensor) -> torch.Tensor:
-        """[rows, 2 in] -> [rows, in]."""
+        """Map rows of both neighbours [rows, 2 in] to rows of the layer between them [rows, in]."""
         return self.layers(neighbours)
 
 
 def num_steps(num_rows: int, num_layers: int, training: PredictorTraining) -> int:
-    """Optimizer steps that `train_predictor` takes."""
+    """Return the number of optimizer steps that `train_predictor` takes."""
     return training.epochs * math.ceil(num_rows * (num_layers - 2) / training.batch_size)
 
 
@@ -72,17 +73,18 @@ def train_predictor(
     device: str,
     done: Callable[[], None] = lambda: None,
 ) -> LayerPredictor:
-    """Train on every row of every layer that has neighbours: the row of layers l - 1 and l + 1 predicts that of l.
+    """Train a predictor on every row of every inner layer: the rows of layers l - 1 and l + 1 predict the row of layer
+    l.
 
     Args:
-        rows: Coordinates of all layers.
-        num_rows: r.
-        num_layers: L, at least 3.
-        width: in.
-        training: How.
-        generator: Draws initial weights and the order of rows.
-        device: Where.
-        done: Called after each step.
+        rows: File with the coordinates of all layers.
+        num_rows: r, rows per layer.
+        num_layers: L, number of layers, at least 3.
+        width: in, the width of a row.
+        training: Settings of the training.
+        generator: Random generator for the initial weights and the order of rows.
+        device: Name of the device in torch.
+        done: Function called after each step. Default: does nothing.
     """
     predictor = LayerPredictor(width, training.hidden_size, generator).to(device)
     optimizer = torch.optim.AdamW(
@@ -104,9 +106,9 @@ def train_predictor(
 
 
 def predictor_loss(predicted: torch.Tensor, target: torch.Tensor, norm_weight: float) -> torch.Tensor:
-    """`(1 - lambda) MSE + lambda (|predicted|_F - |target|_F)^2` over a batch [rows, in].
+    """Return `(1 - lambda) MSE + lambda (|predicted|_F - |target|_F)^2` over a batch [rows, in].
 
-    Without the second term predictions of rows that cannot be predicted shrink towards zero.
+    Without the second term, predictions of rows that cannot be predicted would shrink towards zero.
     """
     norm_error = (predicted.norm() - target.norm()).square()
     return (1 - norm_weight) * nn.functional.mse_loss(predicted, target) + norm_weight * norm_error
@@ -115,16 +117,16 @@ def predictor_loss(predicted: torch.Tensor, target: torch.Tensor, norm_weight: f
 def predict(
     predictor: LayerPredictor, rows: RowFile, num_rows: int, width: int, previous: int, following: int, device: str
 ) -> torch.Tensor:
-    """Coordinates [r, in] of a layer between two others; float32.
+    """Return the predicted coordinates [r, in], float32, of a layer between two others.
 
     Args:
-        predictor: Trained.
-        rows: Coordinates of all layers.
-        num_rows: r.
-        width: in.
-        previous: The layer before.
-        following: The layer after.
-        device: Where.
+        predictor: A trained predictor.
+        rows: File with the coordinates of all layers.
+        num_rows: r, rows per layer.
+        width: in, the width of a row.
+        previous: Index of the layer before.
+        following: Index of the layer after.
+        device: Name of the device in torch.
     """
     predicted = torch.empty(num_rows, width, device=device)
     with torch.no_grad():

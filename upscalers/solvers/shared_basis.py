@@ -1,4 +1,4 @@
-"""One basis for the same matrix of all layers: the singular vectors of the layers side by side, without ever joining them."""
+"""A basis shared by the same matrix of all layers: singular vectors of the joined matrices, computed without joining them."""
 
 import os
 from collections.abc import Callable, Sequence
@@ -10,19 +10,19 @@ import numpy
 import torch
 
 SINGULAR_GUARD = 1e-6
-"""Directions whose singular value is below this share of the largest are left out: dividing by it would be noise."""
+"""Smallest singular value that is kept, as a share of the largest: dividing by a smaller one would amplify noise."""
 
 
 @dataclass(frozen=True)
 class SharedBasis:
     """The economy singular value decomposition `[W_0 | W_1 | ...] = U diag(S) V^T` of L matrices [out, in].
 
-    Layer l is `W_l = U diag(S) V_l` with `V_l` [r, in] its part of `V^T` (LESA, section 3).
+    Layer l is `W_l = U diag(S) V_l`, where `V_l` [r, in] is the layer's part of `V^T` (LESA, section 3).
 
     Args:
         vectors: U [out, r], float64.
         values: S [r], descending, float64.
-        num_left_out: Directions under the guard.
+        num_left_out: Number of directions left out because their singular value is below `SINGULAR_GUARD`.
     """
 
     vectors: torch.Tensor
@@ -30,25 +30,26 @@ class SharedBasis:
     num_left_out: int
 
     def coordinates(self, matrix: torch.Tensor) -> torch.Tensor:
-        """`V_l = diag(1 / S) U^T W_l` [r, in] of a matrix [out, in]; float64."""
+        """Return the coordinates `V_l = diag(1 / S) U^T W_l` [r, in], float64, of a matrix [out, in]."""
         return (self.vectors.mT @ matrix) / self.values[:, None]
 
     def matrix(self, coordinates: torch.Tensor) -> torch.Tensor:
-        """`U diag(S) V` [out, in] of coordinates [r, in], in their dtype."""
+        """Return the matrix `U diag(S) V` [out, in] of coordinates V [r, in], in the dtype of the coordinates."""
         return (self.vectors * self.values).to(coordinates.dtype) @ coordinates
 
 
 def shared_basis(
     num_layers: int, matrix_of: Callable[[int], torch.Tensor], done: Callable[[], None] = lambda: None
 ) -> SharedBasis:
-    """Decompose through the Gram matrix `sum_l W_l W_l^T` [out, out], one layer in memory at a time.
+    """Decompose through the Gram matrix `sum_l W_l W_l^T` [out, out], with one layer in memory at a time.
 
-    Signs of singular vectors are arbitrary and differ between libraries; here the largest entry of each is positive.
+    Signs of singular vectors are arbitrary and differ between libraries, so here the largest entry of each vector, by
+    absolute value, is made positive.
 
     Args:
-        num_layers: L.
-        matrix_of: Gives W_l [out, in], float64.
-        done: Called after each layer, and after the decomposition.
+        num_layers: L, number of layers.
+        matrix_of: Function that returns W_l [out, in], float64, for a layer index l.
+        done: Function called after each layer, and after the decomposition. Default: does nothing.
     """
     gram, width = None, 0
     for layer in range(num_layers):
@@ -72,15 +73,16 @@ def shared_basis(
 
 
 class RowFile:
-    """Coordinates of all layers in a file, so that rows can be drawn at random without holding them in memory.
+    """File with the coordinates of all layers, from which random rows are read without holding the coordinates in
+    memory.
 
-    A row of consecutive layers lies in one piece: the file is [r, L, in], float32.
+    The file is [r, L, in], float32, so that one row of consecutive layers lies in one piece.
 
     Args:
-        path: The file; it is removed at the end.
-        num_rows: r.
-        num_layers: L.
-        width: in.
+        path: Path of the file. Leaving the context removes the file.
+        num_rows: r, rows per layer.
+        num_layers: L, number of layers.
+        width: in, the width of a row.
     """
 
     def __init__(self, path: Path, num_rows: int, num_layers: int, width: int):
@@ -105,11 +107,11 @@ class RowFile:
             _write(self._file, data[index].data.cast("B"), self._offset(index, layer))
 
     def read(self, places: Sequence[tuple[int, int]], num_layers: int) -> torch.Tensor:
-        """Read pieces [len(places), num_layers, in].
+        """Read pieces [len(places), num_layers, in], float32.
 
         Args:
-            places: Row and first layer of each.
-            num_layers: Consecutive layers of each.
+            places: Row and first layer of each piece.
+            num_layers: Number of consecutive layers in each piece.
         """
         data = numpy.empty((len(places), num_layers, self._width), dtype=numpy.float32)
         for piece, (row, layer) in zip(data, places, strict=True):

@@ -1,4 +1,4 @@
-"""Transport between the rows of two matrices: which neurons of one stand for which of the other."""
+"""Transport between the rows of two matrices: which neurons of one matrix stand for which neurons of the other."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -7,7 +7,7 @@ from typing import Literal
 import torch
 
 _ABSORB = {torch.float32: 1e30, torch.float64: 1e100}
-"""How large scalings may grow before they are absorbed into the potentials, well within the range of the dtype."""
+"""Size that scalings may reach before the solver absorbs them into the potentials, well within the range of the dtype."""
 _STRETCH = 500
 
 
@@ -16,12 +16,13 @@ class Transport:
     """A plan T [n, m] between n source rows and m target rows.
 
     Args:
-        matrix: T [n, m]; None where the plan is a permutation.
-        permutation: For each target row its one source row [m]; None where the plan is spread out.
-        scale: What every entry is multiplied by.
-        iterations: Of the solver.
-        residual: L1 distance of the plan's marginals from uniform ones, both sides together.
-        effective_sources: exp(entropy) of a column, mean over columns: how many source rows a target row draws on.
+        matrix: T [n, m]; None if the plan is a permutation.
+        permutation: The one source row of each target row [m]; None if the plan is spread out.
+        scale: Factor on every entry of the plan.
+        iterations: Number of iterations that the solver took.
+        residual: L1 distance of the plan's marginals from uniform marginals, summed over both sides.
+        effective_sources: Number of source rows that a target row draws on: exp(entropy) of a column, mean over
+            columns.
     """
 
     matrix: torch.Tensor | None
@@ -32,14 +33,14 @@ class Transport:
     effective_sources: float
 
     def rows(self, values: torch.Tensor) -> torch.Tensor:
-        """`T^T values`: source rows [n, ...] carried to the target's [m, ...]."""
+        """Return `T^T values`: source rows [n, ...] carried to the target's rows [m, ...]."""
         if self.permutation is not None:
             return values[self.permutation] * self.scale
         assert self.matrix is not None
         return (self.matrix.mT @ values) * self.scale
 
     def columns(self, values: torch.Tensor) -> torch.Tensor:
-        """`values T`: source columns [..., n] carried to the target's [..., m]."""
+        """Return `values T`: source columns [..., n] carried to the target's columns [..., m]."""
         if self.permutation is not None:
             return values[..., self.permutation] * self.scale
         assert self.matrix is not None
@@ -55,20 +56,22 @@ def sinkhorn(
     plan_scale: Literal["barycentric", "raw"],
     check: Callable[[], None] = lambda: None,
 ) -> Transport:
-    """Entropic optimal transport between uniform distributions over rows; the cost is their Euclidean distance.
+    """Compute entropic optimal transport between uniform distributions over rows, with their Euclidean distance as
+    cost.
 
     The solver is POT's log-stabilised Sinkhorn. It starts from the row and column minima of the cost as potentials, so
-    that no row of its kernel underflows however far apart the rows are.
+    that no row of its kernel underflows, however far apart the rows are.
 
     Args:
-        source: [n, c], float32 or float64.
-        target: [m, c].
-        regularization: Of the entropy, in units of distance.
+        source: Source rows [n, c], float32 or float64.
+        target: Target rows [m, c], in the dtype of `source`.
+        regularization: Weight of the entropy, in units of distance.
         tolerance: Largest L1 violation of the marginals.
-        max_iterations: After which it stops all the same.
-        plan_scale: `"barycentric"`: columns sum to one, so that each target row is a mean of source rows. `"raw"`: the
-            plan's mass is one in all.
-        check: Called every few hundred iterations; what it raises ends the work. Default: nothing.
+        max_iterations: Number of iterations after which the solver stops, whatever the violation.
+        plan_scale: `"barycentric"` scales columns to sum to one, so that each target row is a mean of source rows.
+            With `"raw"`, all entries of the plan sum to one.
+        check: Function called every few hundred iterations; an exception that it raises ends the work. Default: does
+            nothing.
     """
     import ot
 
@@ -79,9 +82,9 @@ def sinkhorn(
     column_potential = (cost - row_potential[:, None]).min(dim=0).values  # [m]
     plan: torch.Tensor | None = None
     potentials, iterations, error = (row_potential, column_potential), 0, float("inf")
-    while iterations < max_iterations and error > tolerance / m**0.5:  # POT measures in L2
+    while iterations < max_iterations and error > tolerance / m**0.5:  # POT measures the error in L2
         check()
-        plan = None  # not two at once
+        plan = None  # free the old plan first, so that no two plans are in memory
         plan, log = ot.bregman.sinkhorn_stabilized(
             source_mass,
             target_mass,
@@ -113,12 +116,13 @@ def sinkhorn(
 
 
 def assignment(source: torch.Tensor, target: torch.Tensor, plan_scale: Literal["barycentric", "raw"]) -> Transport:
-    """The permutation of rows with the least total Euclidean distance (the exact plan, without entropy).
+    """Compute the permutation of rows with the least total Euclidean distance (the exact plan, without entropy).
 
     Args:
-        source: [n, c].
-        target: [n, c].
-        plan_scale: As for `sinkhorn`.
+        source: Source rows [n, c].
+        target: Target rows [n, c].
+        plan_scale: `"barycentric"` makes each target row a source row. With `"raw"`, all entries of the plan sum to
+            one.
     """
     from scipy.optimize import linear_sum_assignment
 
@@ -137,7 +141,7 @@ def assignment(source: torch.Tensor, target: torch.Tensor, plan_scale: Literal["
 
 
 def _effective_sources(plan: torch.Tensor, column_sums: torch.Tensor | None) -> float:
-    """exp(entropy) of the columns, each divided by its sum where they do not sum to one already; chunked over columns."""
+    """Return the mean over columns of exp(entropy), in chunks; columns are first divided by `column_sums`, if given."""
     total = 0.0
     for first in range(0, plan.shape[1], 1024):
         columns = plan[:, first : first + 1024]
