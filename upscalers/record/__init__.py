@@ -1,1 +1,1 @@
-"""What is written down of an upscaling: provenance, card, report."""
+"""Records of an upscaling: provenance, model card, report."""

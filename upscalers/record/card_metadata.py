@@ -1,4 +1,4 @@
-"""The metadata of a model card: what the base's card says that still holds, and what is new."""
+"""Metadata of a model card: what still holds of the base's card, and what is new."""
 
 from typing import Any
 from urllib.parse import urlsplit
@@ -19,19 +19,19 @@ _FORMATS_AND_RUNTIMES = frozenset(
         "quantized", "rust", "safetensors", "tensorflow", "text-generation-inference", "tf", "tgi", "transformers", "vllm",
     }
 )  # fmt: skip
-"""Tags that tell in which files a model comes and what runs it, which a new checkpoint does not inherit."""
+"""Tags for file formats and runtimes of a model, which a new checkpoint does not inherit."""
 
 
 def base_metadata(base: Source, progress: Progress) -> dict[str, Any]:
-    """What the base's model card says of its licence, languages, tags and own base.
+    """Return the licence, languages, tags and own base that the base's model card names.
 
     Args:
-        base: With or without a card. One that cannot be read is passed over with a warning.
-        progress: Told of the warning.
+        base: A base with or without a card. A card that cannot be read gives an empty result and a warning.
+        progress: Display that shows the warning.
 
     Returns:
-        Of `license`, `license_name`, `license_link`, `language`, `tags` and `base_model` those that the card has, as
-        `ModelCardData` takes them.
+        The values of `license`, `license_name`, `license_link`, `language`, `tags` and `base_model` that the card has,
+        by these names, as `ModelCardData` takes them.
     """
     from huggingface_hub.repocard import REGEX_YAML_BLOCK, ModelCard
 
@@ -53,17 +53,18 @@ def base_metadata(base: Source, progress: Progress) -> dict[str, Any]:
     carried["license_link"] = [_absolute_link(link, base) for link in carried["license_link"]]
     carried["base_model"] = [name for name in carried["base_model"] if _is_hub_id(name)]
     carried["tags"] = [tag for tag in carried["tags"] if tag.lower() not in _FORMATS_AND_RUNTIMES and ":" not in tag]
-    # One word stays one word: the hub takes lists for some keys only.
-    return {key: words if len(words) > 1 or key == "tags" else words[0] for key, words in carried.items() if words}
+    # A single entry is not wrapped in a list: the hub takes lists for some keys only.
+    return {key: texts if len(texts) > 1 or key == "tags" else texts[0] for key, texts in carried.items() if texts}
 
 
 def front_matter(base: Source, carried: dict[str, Any], tags: list[str]) -> str:
-    """The YAML block of an upscaled model's card, between its rules.
+    """Return the YAML block at the top of an upscaled model's card, between its `---` lines.
 
     Args:
-        base: A hub repository is named as the base; for a folder, what its own card names.
-        carried: From `base_metadata`.
-        tags: The new ones.
+        base: The base. A hub repository is named as the base model; for a local base, the base models that its card
+            names are used.
+        carried: Metadata from `base_metadata`.
+        tags: New tags, put in front of the base's.
     """
     from huggingface_hub import ModelCardData
 
@@ -84,7 +85,7 @@ def front_matter(base: Source, carried: dict[str, Any], tags: list[str]) -> str:
 
 
 def licence_section(carried: dict[str, Any]) -> list[str]:
-    """The lines of a card that say which licence holds; none where the base's card names none."""
+    """Return the lines of a card that name the licence; none if the base's card names none."""
     names = _words(carried.get("license_name") or carried.get("license"))
     if not names:
         return []
@@ -93,14 +94,14 @@ def licence_section(carried: dict[str, Any]) -> list[str]:
 
 
 def _words(value: Any) -> list[str]:
-    """A text or a list of texts as a list. YAML takes Norwegian's code, no, for false."""
+    """Return the texts of a text or a list, without blank ones; `no`, Norwegian, is restored, which YAML reads as false."""
     entries = value if isinstance(value, list) else [value]
-    words = ["no" if entry is False else entry for entry in entries]
-    return [word.strip() for word in words if isinstance(word, str) and word.strip()]
+    texts = ["no" if entry is False else entry for entry in entries]
+    return [text.strip() for text in texts if isinstance(text, str) and text.strip()]
 
 
 def _absolute_link(link: str, base: Source) -> str:
-    """A link to a file of the base's repository that does not travel, as it is found from elsewhere; others as they are."""
+    """Return a link to a file that stays in the base's repository as an absolute address; other links unchanged."""
     if base.revision is None or urlsplit(link).scheme or (base.folder / link).is_file():
         return link
     return f"https://huggingface.co/{base.label}/blob/{base.revision}/{link.removeprefix('./')}"

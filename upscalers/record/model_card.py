@@ -1,4 +1,4 @@
-"""The model card of an upscaled checkpoint."""
+"""Text of the model card of an upscaled checkpoint."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -36,14 +36,24 @@ def model_card(
     carried: dict[str, Any],
     repository: str | None,
 ) -> str:
-    """The text of `README.md`: metadata, how to load it, what to know, the plan as a table, the counts, licence, what to cite.
+    """Return the text of `README.md`.
+
+    The text has metadata, how to load the model, what to know before use, the parameter counts, how to make the model
+    again, the plan as a table, measurements, the licence, and what to cite.
 
     Args:
-        memories: Those of the upscaled model.
-        concerns: What a person should know of the result, as the run warned of it.
-        carried: What holds of the base's metadata, from `base_metadata`.
-        repository: Where it will be uploaded to; None where that is not known. The folder's name is left out, so that
-            the same request gives the same bytes wherever the output lies.
+        method: The method that upscaled the base.
+        base: Source of the base.
+        plan: The layer plan.
+        config: Config of the upscaled model.
+        memories: Memories of the upscaled model.
+        counts: Parameter counts of base and result.
+        request: The recipe that makes the model again.
+        concerns: What a person should know about the result: the warnings of the run.
+        measurements: What solvers measured about the tensors they made.
+        carried: What still holds of the base's metadata, from `base_metadata`.
+        repository: Repository that the model will be uploaded to; None if unknown. The output folder is never named,
+            so that the same request gives the same bytes wherever the output lies.
     """
     base_name = base.label
     needs_code = config["model_type"].startswith("midus_")
@@ -56,8 +66,8 @@ def model_card(
     )
     described = [describe_layer(plan, memories, index) for index in range(plan.num_layers)]
     rows = [
-        f"| **{index}** | **{words}** |" if index in plan.new_indices else f"| {index} | {words} |"
-        for index, words in enumerate(described)
+        f"| **{index}** | **{description}** |" if index in plan.new_indices else f"| {index} | {description} |"
+        for index, description in enumerate(described)
     ]
     measured = _measured(measurements) if measurements else []
     return "\n".join(

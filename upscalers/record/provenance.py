@@ -1,4 +1,4 @@
-"""Provenance: what was done to a checkpoint, in its config and in `upscale.json`."""
+"""Provenance: the record of what was done to a checkpoint, in its config and in `upscale.json`."""
 
 import dataclasses
 import hashlib
@@ -23,17 +23,18 @@ SHUFFLES_KEY = "shuffles"
 
 
 def config_entry(method: Method, base: BaseModel, plan: Plan, seed: int, memories: Memories) -> Config:
-    """What the config of an upscaled model remembers: enough to train the right layers and to strip them again.
+    """Return the config entry of an upscaled model: what training the right layers and `strip` need to know.
 
-    It stays with the model when it is saved after training, which `upscale.json` does not. A model of which a memory looks at
-    later tokens is said to be not `causal`, so that nobody compares its perplexity with others'.
+    The entry stays with the model when the model is saved after training, unlike `upscale.json`. If a memory of the
+    model looks at later tokens, the entry has `causal: False`, so that nobody compares the model's perplexity with
+    other models'.
 
     Args:
-        method: With its options.
-        base: The base.
-        plan: Of the layers.
-        seed: Of everything random.
-        memories: Those of the upscaled model.
+        method: The method with its options.
+        base: The base checkpoint.
+        plan: The layer plan.
+        seed: Seed of everything random.
+        memories: Memories of the upscaled model.
     """
     return {
         "method": method.name,
@@ -50,12 +51,19 @@ def config_entry(method: Method, base: BaseModel, plan: Plan, seed: int, memorie
 
 
 def paper_entry(method: Method | type[Method]) -> dict[str, str] | None:
-    """The paper of a method; None where it has none."""
+    """Return title and reference of a method's paper; None if it has none."""
     return None if method.paper is None else {"title": method.paper.title, "reference": method.paper.reference}
 
 
 def base_record(base: BaseModel, name: str, revision: str | None, digests: dict[str, str]) -> dict[str, Any]:
-    """What identifies the base, the digest of each of its weights, and how its files were laid out."""
+    """Return the record of the base: its name, the digest of each of its weights, and the layout of its files.
+
+    Args:
+        base: The base checkpoint, with files.
+        name: Name of the base in records.
+        revision: The commit of a hub repository; None for local bases.
+        digests: SHA-256 of each weight, by its name in digests.
+    """
     files: dict[str, list[tuple[int, str]]] = {}
     digest = hashlib.sha256()
     for tensor_name, tensor in base.tensors.items():
@@ -78,7 +86,11 @@ def write_record(folder: Path, record: dict[str, Any]) -> None:
 
 
 def read_record(folder: Path) -> dict[str, Any] | None:
-    """Read `upscale.json`; None where it is gone, as after further training."""
+    """Read `upscale.json`; None if the file is missing, as after further training, or holds no JSON object.
+
+    Raises:
+        RequestError: If the file is not JSON.
+    """
     path = folder / RECORD_FILE
     if not path.is_file():
         return None
@@ -90,7 +102,7 @@ def read_record(folder: Path) -> dict[str, Any] | None:
 
 
 def read_config_entry(config: Config, folder: Path) -> Config:
-    """The config's entry.
+    """Return the entry that `upscale` wrote into the config.
 
     Raises:
         RequestError: If the model was not made by `upscale`.
@@ -103,10 +115,10 @@ def read_config_entry(config: Config, folder: Path) -> Config:
 
 
 def read_plan(entry: Config, model: BaseModel) -> Plan:
-    """The plan of a config's entry.
+    """Return the plan in a config's entry.
 
     Raises:
-        RequestError: If it is not a plan of this model.
+        RequestError: If the plan is malformed, or not a plan of this model.
     """
     try:
         memories = tuple(entry.get("new_memories", ()))

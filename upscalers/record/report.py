@@ -1,4 +1,4 @@
-"""What an upscaling did, or would do."""
+"""Report of what an upscaling did, or would do."""
 
 import dataclasses
 from dataclasses import dataclass
@@ -10,12 +10,12 @@ class ParameterCounts:
     """Numbers of parameters; a tied language head counts once.
 
     Args:
-        base: Of the base.
-        new: In the checkpoint, that the base does not have.
-        total: In the checkpoint.
-        trainable: That the method trains.
-        fetched: That each text fetches from new banks beside the checkpoint; None where there are none.
-        bank: Of new banks, the generic memory not included; None where there are none.
+        base: Parameters of the base.
+        new: Parameters of the checkpoint that the base does not have.
+        total: Parameters of the checkpoint.
+        trainable: Parameters that the method trains, including new banks.
+        fetched: Parameters that each text fetches from new banks beside the checkpoint; None without new banks.
+        bank: Parameters of new banks, without the generic memory; None without new banks.
     """
 
     base: int
@@ -28,7 +28,7 @@ class ParameterCounts:
 
 @dataclass(frozen=True)
 class Bytes:
-    """Bytes read from the base and written to the output."""
+    """Number of bytes read from the base, and of bytes written to the output."""
 
     read: int
     written: int
@@ -36,12 +36,13 @@ class Bytes:
 
 @dataclass(frozen=True)
 class Identity:
-    """Whether the result computes what the base computes.
+    """Result of checking whether the upscaled model computes what the base computes.
 
     Args:
-        checked: `"logits"`: both models' logits on a fixed batch; `"blocks"`: each new block on random hidden states;
-            None: not checked.
-        max_abs_diff: The largest difference seen; 0.0 where the method promises identity.
+        checked: What was compared: `"logits"` for both models' logits on a fixed batch, `"blocks"` for each new block
+            on random hidden states, None for nothing.
+        max_abs_diff: The largest absolute difference seen, 0.0 if the method promises identity; None if nothing was
+            compared.
     """
 
     checked: str | None
@@ -50,25 +51,26 @@ class Identity:
 
 @dataclass(frozen=True)
 class UpscaleReport:
-    """What was done. `to_dict` gives the object that `--json` prints, which is all of it but the last four fields.
+    """Report of an upscaling. `to_dict` returns what `--json` prints, which is all but the last four fields.
 
     Args:
         method: Name of the method.
-        base: As the person gave it.
-        output: The folder; None for a dry run without one.
-        model_type: Of the upscaled model.
-        num_layers: L + K.
-        new_layer_indices: In the upscaled model.
-        parameters: Counts.
-        bytes: Volumes; for a dry run, the output's size and nothing read.
-        identity: What was verified.
-        seconds: Wall time, without the program's start.
-        peak_rss_bytes: The process's largest resident memory.
-        promises_identity: Whether the method, with its options, promises that the result computes what the base computes.
-        kl_divergence: From the base's next-token distribution to the result's, mean over tokens, in nats; None where
-            logits were not compared.
-        measurements: What solvers found out about each tensor that they made; empty for methods without solvers.
-        renumbers_layers: Whether layers of the base have other numbers in the upscaled model.
+        base: The base as the person gave it.
+        output: The output folder; None for a dry run without one.
+        model_type: Model type of the upscaled model.
+        num_layers: L + K, number of layers of the upscaled model.
+        new_layer_indices: Indices of the new layers in the upscaled model.
+        parameters: Parameter counts of base and result.
+        bytes: Bytes read and written. For a dry run, the size of the output, and 0 bytes read.
+        identity: Result of the check against the base.
+        seconds: Wall time in seconds, without the start of the program.
+        peak_rss_bytes: Largest resident memory of the process, in bytes.
+        promises_identity: Whether the method, with its options, promises that the result computes what the base
+            computes.
+        kl_divergence: KL divergence from the base's next-token distribution to the result's, mean over tokens, in
+            nats; None if logits were not compared.
+        measurements: What solvers measured about each tensor they made; empty for methods without solvers.
+        renumbers_layers: Whether layers of the base have other indices in the upscaled model.
     """
 
     method: str
@@ -88,7 +90,7 @@ class UpscaleReport:
     renumbers_layers: bool
 
     def to_dict(self) -> dict[str, Any]:
-        """The report as plain data, as `--json` prints it; `upscale.json` has the rest as well."""
+        """Return the report as plain data, as `--json` prints it; `upscale.json` holds the other fields too."""
         values = dataclasses.asdict(self)
         values["parameters"] = {name: count for name, count in values["parameters"].items() if count is not None}
         return {key: value for key, value in values.items() if key not in _NOT_PRINTED}
@@ -98,12 +100,12 @@ _NOT_PRINTED = ("promises_identity", "kl_divergence", "measurements", "renumbers
 
 
 class PushError(RuntimeError):
-    """The checkpoint is whole, but not on the hub.
+    """Error for an upload that failed: the checkpoint is complete, but not on the hub.
 
     Args:
         message: What happened, and how to upload the folder.
-        report: What was done until then.
-        interrupted: Whether a person broke the upload off.
+        report: Report of the upscaling.
+        interrupted: Whether a person interrupted the upload.
     """
 
     def __init__(self, message: str, report: UpscaleReport, interrupted: bool):
