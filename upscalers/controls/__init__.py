@@ -1,1 +1,1 @@
-"""Controls of a memory that are made of a trained checkpoint."""
+"""Null controls of memories, made from a trained checkpoint."""

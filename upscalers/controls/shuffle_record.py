@@ -1,4 +1,4 @@
-"""What a checkpoint says of its rows having been shuffled: in its config, in `upscale.json`, in its model card."""
+"""Record of a shuffle of rows: in the config, in `upscale.json`, in the model card."""
 
 import copy
 from typing import Any
@@ -8,19 +8,20 @@ from upscalers.architecture.families import Config
 from upscalers.record.provenance import SHUFFLES_KEY
 
 Shuffle = dict[str, Any]
-"""`{"seed", "version", "memories", "same_function"}`."""
+"""Record of one shuffle: `{"seed", "version", "memories", "same_function"}`."""
 
 _HEADING = "## Shuffled rows of values"
 
 
 def shuffled_config(config: Config, shuffle: Shuffle) -> Config:
-    """The config afterwards.
+    """Return the config with the shuffle recorded.
 
-    That of a base with memory says of its own memories the same, since `strip` gives it back with its rows as they are.
+    If the base is an upscaled model too, its config, which `strip` restores, records the shuffle of the base's own
+    memories as well: `strip` leaves their rows shuffled.
 
     Args:
-        config: The raw config before it.
-        shuffle: What is recorded.
+        config: The raw config before the shuffle.
+        shuffle: The record of the shuffle.
     """
     config = copy.deepcopy(config)
     names = {entry.get("name", entry["type"]) for entry in config.get("memory") or []}
@@ -33,11 +34,13 @@ def shuffled_config(config: Config, shuffle: Shuffle) -> Config:
 
 
 def shuffled_record(record: dict[str, Any], shuffle: Shuffle) -> dict[str, Any]:
-    """The content of `upscale.json` afterwards: it no longer says that the model computes what the base does, if it may not.
+    """Return the content of `upscale.json` with the shuffle recorded.
+
+    Unless all shuffled values are zero, the result no longer says that the model computes what its base computes.
 
     Args:
-        record: Before it.
-        shuffle: What is recorded.
+        record: Content of `upscale.json` before the shuffle.
+        shuffle: The record of the shuffle.
     """
     changed = {**record, SHUFFLES_KEY: [*(record.get(SHUFFLES_KEY) or []), shuffle]}
     if not shuffle["same_function"]:
@@ -46,7 +49,7 @@ def shuffled_record(record: dict[str, Any], shuffle: Shuffle) -> dict[str, Any]:
 
 
 def shuffled_card(card: str, shuffle: Shuffle) -> str:
-    """A model card with what was done at its end."""
+    """Return a model card with a line about the shuffle at its end."""
     memories = ", ".join(shuffle["memories"])
     end = (
         "Every value is zero, so that the model computes what it did."

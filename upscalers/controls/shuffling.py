@@ -1,4 +1,4 @@
-"""The control `shuffled-addresses`: a trained checkpoint whose rows of values stand in each other's places."""
+"""The null control `shuffled-addresses`: a trained checkpoint with its rows of values in another order."""
 
 import importlib.metadata
 import os
@@ -30,26 +30,28 @@ _CHUNK_BYTES = 1 << 22
 def shuffle(
     model: str | Path, output: str | Path, seed: int = 0, overwrite: bool = False, progress: Progress | None = None
 ) -> dict[str, Any]:
-    """Permute the rows of all tables of values, so that what a memory finds is not what it looked for.
+    """Permute the rows of all tables of values, so that a selected slot yields the value of another slot.
 
-    All tables of one memory in one layer, or that layers share as one, have the same order where they have as many rows: a slot's
-    pre-value stays with its value. No row stays where it was. One table is in memory at a time.
+    All tables of one memory in one layer, or in one table that layers share, get the same order if they have the same
+    number of rows, so that a slot's pre-value stays with its value. No row stays where it was. One table is in memory
+    at a time.
 
     Args:
         model: A checkpoint with memory, trained or not: a folder or a hub id.
         output: The folder to make.
-        seed: Of the orders. Default: 0.
-        overwrite: As for `upscale`. Default: False.
-        progress: Told of every step. Default: silent.
+        seed: Seed of the orders, from 0 to 2^63 - 1. Default: 0.
+        overwrite: Whether to replace an existing checkpoint, under the conditions of `upscale`. Default: False.
+        progress: Display that is told of every step. Default: silent.
 
     Returns:
-        `{"model", "output", "seed", "memories", "same_function", "tables", "bytes_written", "seconds"}`: the names of memories,
-        inserted ones by their type; whether all their values are zero, so that the model computes what it did; and how many tables
+        `{"model", "output", "seed", "memories", "same_function", "tables", "bytes_written", "seconds"}`. `memories`
+        has the names of the shuffled memories; an inserted memory is named by its type. `same_function` is whether
+        all their values are zero, so that the model computes the same as before. `tables` is the number of tables that
         were shuffled.
 
     Raises:
-        RequestError: If the seed is no number from 0, the model was not made by `upscale` or has no rows of values, or the output
-            cannot be made.
+        RequestError: If the seed is out of range, the model was not made by `upscale` or has no rows of values, or the
+            output cannot be made.
     """
     check_seed(seed)
     started = time.perf_counter()
@@ -69,7 +71,7 @@ def shuffle(
             progress.warn(
                 "some of the memories belong to the base of this upscaling: what strip gives back will be shuffled too."
             )
-        told: Shuffle = {
+        shuffled: Shuffle = {
             "seed": seed,
             "version": importlib.metadata.version("midus-hf"),
             "memories": list(dict.fromkeys(tables.values())),
@@ -86,16 +88,16 @@ def shuffle(
             write_siblings(
                 source.folder,
                 partial,
-                shuffled_config(config, told),
-                lambda record: shuffled_record(record, told),
-                lambda card: shuffled_card(card, told),
+                shuffled_config(config, shuffled),
+                lambda record: shuffled_record(record, shuffled),
+                lambda card: shuffled_card(card, shuffled),
             )
             open_base(partial)
             folder.commit()
     return {
         "model": str(model),
         "output": str(output),
-        **{key: value for key, value in told.items() if key != "version"},
+        **{key: value for key, value in shuffled.items() if key != "version"},
         "tables": len(tables),
         "bytes_written": done.bytes_written,
         "seconds": time.perf_counter() - started,
@@ -103,30 +105,30 @@ def shuffle(
 
 
 def _tables(model: BaseModel) -> Iterator[tuple[str, str]]:
-    """The full name of each table of values with several rows, and what its memory is called."""
+    """Yield the full name of each table of values with several rows, and the name of its memory."""
     for entry in model.memories.entries:
         memory = entry.name or entry.type
         within = f"{ATTACHED}.{entry.name}" if entry.is_attached else INSERTED
-        places = [
+        owners = [
             (model.new_name(layer, within), entry.tensors_at(layer, model.memories.sizes)) for layer in entry.layers
         ]
         if entry.is_attached:
             shared = f"{model.prefix}{TABLES}.{entry.name}"
             tables = enumerate(model.memories.tables(entry.name))
-            places += [(f"{shared}.{number}", of_table.tensors) for number, of_table in tables]
-        for place, tensors in places:
+            owners += [(f"{shared}.{number}", of_table.tensors) for number, of_table in tables]
+        for owner, tensors in owners:
             for name, tensor in tensors.items():
                 if num_value_rows(tensor) > 1:
-                    yield f"{place}.{name}", memory
+                    yield f"{owner}.{name}", memory
 
 
 def _permuted(model: BaseModel, name: str, seed: int) -> OutputTensor:
-    stored, place = model.tensors[name], name.removeprefix(model.prefix).rpartition(".")[0]
-    return OutputTensor(name, PermutedRows(stored.shape, name, tensor_seed(seed, place)), stored.dtype)
+    stored, owner = model.tensors[name], name.removeprefix(model.prefix).rpartition(".")[0]
+    return OutputTensor(name, PermutedRows(stored.shape, name, tensor_seed(seed, owner)), stored.dtype)
 
 
 def _holds_anything(tensor: StoredTensor) -> bool:
-    """Whether a stored tensor has a byte that is not zero."""
+    """Return whether a stored tensor has a byte that is not zero."""
     assert tensor.file is not None
     with tensor.file.open("rb", buffering=0) as file:
         file.seek(tensor.start, os.SEEK_SET)
@@ -148,12 +150,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class PermutedRows(Recipe):
-    """The rows of a table, the dimension before the last, in another order: none stays where it was.
+    """Recipe that reorders the rows of a table, its dimension before the last, so that no row stays where it was.
 
     Args:
-        source: Full name of the table, which has two rows or more. Where it has more dimensions, all that stand in front have the
-            same order.
-        seed: The same seed and number of rows, the same order.
+        source: Full name of the table, which has at least two rows. If the table has more than two dimensions, the
+            rows have the same order at every index of the dimensions in front.
+        seed: Seed of the order. The same seed and number of rows give the same order.
     """
 
     source: str
@@ -164,11 +166,11 @@ class PermutedRows(Recipe):
 
 
 def row_order(rows: int, seed: int) -> "torch.Tensor":
-    """For each place `[rows]`, which row comes to it: one random cycle through all of them.
+    """Return the row that comes to each position, `[rows]`, int64: one random cycle through all rows.
 
     Args:
-        rows: How many, two or more.
-        seed: Of the cycle.
+        rows: Number of rows, at least two.
+        seed: Seed of the cycle.
     """
     import torch
 
