@@ -1,1 +1,1 @@
-"""Edits of a checkpoint's banks: blocks listed, deleted, exported, imported, and runs merged."""
+"""Edits of a checkpoint's banks: listing, deleting, exporting and importing blocks, and merging runs."""

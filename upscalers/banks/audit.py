@@ -1,4 +1,4 @@
-"""What has trained the blocks of a bank: told by block, and by document."""
+"""Record of the documents that trained the blocks of a bank, by block or by document."""
 
 import contextlib
 import sqlite3
@@ -23,23 +23,25 @@ def audit(
     by_document: bool = False,
     memory: str | None = None,
 ) -> dict[str, Any]:
-    """Tell which documents were in the sequences that fetched blocks while these trained.
+    """Return the documents in the sequences that fetched blocks while the blocks trained.
 
     Args:
         model: A checkpoint with a bank whose training was recorded: a folder or a hub id.
-        blocks: Each `LEVEL:NODE`: to tell the documents of these alone. Default: all.
-        subtree: Whether those of the nodes below are told as well. Default: false.
-        by_document: Whether to tell documents where no block is named. Default: false, blocks with their sums.
-        memory: Name of one of several memories. Default: the only one.
+        blocks: Blocks to report the documents of, each `LEVEL:NODE`. Default: no blocks, to report all.
+        subtree: Whether to include the blocks of all nodes below the given ones. Default: False.
+        by_document: Whether to report documents even if `blocks` is empty. Default: False, to report blocks with their
+            sums.
+        memory: Name of the memory, needed if the model has several with a bank. Default: the only one.
 
     Returns:
-        `{"model", "memory", "blocks"}` or, of documents, `{"model", "memory", "documents"}`. `blocks` has `{"block", "deleted",
-        "documents", "sequences", "tokens", "whole"}` for each block, once more for what trained it before it was deleted; `whole`
-        is whether nothing else trained it, of which there is no record. `documents` has `{"file", "digest", "line", "id", "blocks"}`
-        for each document, and `blocks` of it `{"block", "deleted", "sequences", "tokens"}`.
+        `{"model", "memory", "blocks"}`, or `{"model", "memory", "documents"}` for documents. `blocks` has `{"block",
+        "deleted", "documents", "sequences", "tokens", "whole"}` for each block, and one more entry for what trained a
+        block before it was deleted. `whole` is whether the record is complete, that is, nothing unrecorded trained the
+        block. `documents` has `{"file", "digest", "line", "id", "blocks"}` for each document, where `blocks` has
+        `{"block", "deleted", "sequences", "tokens"}` for each block.
 
     Raises:
-        RequestError: If a node is not there, or the bank has no record.
+        RequestError: If a node does not exist, or the bank has no record.
     """
     with resolve_source(str(model)) as source:
         name, layout = find_layout(source.folder, memory)
@@ -49,35 +51,35 @@ def audit(
                 raise RequestError(
                     f"the bank in {source.folder} has no {BANK_AUDIT}; expected one, of a run that was given audit: true."
                 )
-            told = {"model": str(model), "memory": name}
+            report = {"model": str(model), "memory": name}
             if chosen is None and not by_document:
-                return told | {"blocks": _blocks(record, layout)}
-            return told | {"documents": _documents(record, layout, chosen)}
+                return report | {"blocks": _blocks(record, layout)}
+            return report | {"documents": _documents(record, layout, chosen)}
 
 
 def _blocks(record: "BankAudit", layout: BankLayout) -> list[dict[str, Any]]:
-    unrecorded, told = record.unrecorded(), {}
+    unrecorded, rows = record.unrecorded(), {}
     for block, deleted, *sums in record.totals():
-        told[block, deleted] = (*sums, deleted or block not in unrecorded)
-    told = {(block, False): (0, 0, 0, False) for block in unrecorded} | told
+        rows[block, deleted] = (*sums, deleted or block not in unrecorded)
+    rows = {(block, False): (0, 0, 0, False) for block in unrecorded} | rows
     names = ("documents", "sequences", "tokens", "whole")
     return [
         {
             "block": written_node(block, layout),
             "deleted": deleted,
-            **dict(zip(names, told[block, deleted], strict=True)),
+            **dict(zip(names, rows[block, deleted], strict=True)),
         }
-        for block, deleted in sorted(told)
+        for block, deleted in sorted(rows)
     ]
 
 
 def _documents(record: "BankAudit", layout: BankLayout, blocks: Sequence[Node] | None) -> list[dict[str, Any]]:
-    told: dict[tuple[str, str, int], dict[str, Any]] = {}
+    rows: dict[tuple[str, str, int], dict[str, Any]] = {}
     for each in record.trained(blocks):
         document = each.document
-        place = (document.file, document.digest, document.line)
-        of_document = told.setdefault(
-            place,
+        key = (document.file, document.digest, document.line)
+        of_document = rows.setdefault(
+            key,
             {
                 "file": document.file,
                 "digest": document.digest,
@@ -94,19 +96,19 @@ def _documents(record: "BankAudit", layout: BankLayout, blocks: Sequence[Node] |
                 "tokens": each.tokens,
             }
         )
-    return [told[place] for place in sorted(told)]
+    return [rows[key] for key in sorted(rows)]
 
 
 @contextlib.contextmanager
 def record_of(folder: Path, make: bool = False) -> Iterator["BankAudit | None"]:
-    """The record of what trained the blocks of a bank, closed afterwards; None if it has none.
+    """Open the record of what trained the blocks of a bank, and close it afterwards; yield None if there is no record.
 
     Args:
-        folder: Of the bank.
-        make: Whether to make one that knows nothing, where there is none. Default: false.
+        folder: Folder of the bank.
+        make: Whether to create an empty record if there is none. Default: False.
 
     Raises:
-        RequestError: If it is damaged.
+        RequestError: If the record is damaged.
     """
     from midus_hf.banks.audit import BankAudit
     from midus_hf.banks.level_file import BankError

@@ -1,4 +1,4 @@
-"""Blocks in a file of their own, with what they fit."""
+"""Files with blocks of a bank and a description of the bank that the blocks fit."""
 
 import json
 from collections.abc import Iterator, Mapping
@@ -20,12 +20,13 @@ _KEY = "midus_blocks"
 
 @dataclass(frozen=True)
 class BlockFile:
-    """A safetensors file with a tensor for each block, `LEVEL.NODE`, the layout of their bank, and the tree it was trained with.
+    """A safetensors file with one tensor per block, named `LEVEL.NODE`, the layout of their bank, and a tree's
+    fingerprint.
 
     Args:
-        path: Where it lies.
-        nodes: Whose blocks it has, ascending.
-        tree: Fingerprint of the tree by whose paths the blocks were trained; None if nobody knows it.
+        path: Path of the file.
+        nodes: Nodes whose blocks the file holds, ascending.
+        tree: Fingerprint of the tree whose paths the blocks were trained with; None if unknown.
     """
 
     path: Path
@@ -36,13 +37,13 @@ class BlockFile:
     def write(
         cls, path: Path, layout: BankLayout, tree: str | None, blocks: Mapping[Node, "torch.Tensor"]
     ) -> "BlockFile":
-        """Make one.
+        """Write a file of blocks.
 
         Args:
-            path: Where to.
-            layout: Of the bank that they are from.
-            tree: As in the class.
-            blocks: Records `[numel]`.
+            path: Path of the file.
+            layout: Layout of the bank that the blocks are from.
+            tree: Fingerprint of the tree whose paths the blocks were trained with; None if unknown.
+            blocks: Record `[numel]` of each block, by node.
         """
         from safetensors.torch import save_file
 
@@ -53,32 +54,33 @@ class BlockFile:
 
     @classmethod
     def read(cls, path: Path, layout: BankLayout) -> "BlockFile":
-        """Open one.
+        """Open a file of blocks and check that the blocks fit a bank.
 
         Args:
-            path: Where it lies.
-            layout: Of the bank that its blocks are to fit.
+            path: Path of the file.
+            layout: Layout of the bank that the blocks must fit.
 
         Raises:
-            RequestError: If it is none, or of a model with other sizes, other layers or another base.
+            RequestError: If the file is no file of blocks, or is of a model with other sizes, other layers or another
+                base.
         """
         from safetensors import SafetensorError, safe_open
 
         try:
             with safe_open(path, "pt") as file:
-                found: Any = parse_json((file.metadata() or {})[_KEY])
+                description: Any = parse_json((file.metadata() or {})[_KEY])
                 pairs = [tuple(map(int, name.split("."))) for name in file.keys()]
         except (OSError, SafetensorError, KeyError, ValueError) as error:
             raise RequestError(f"{path} is no file of blocks that midus edit blocks export wrote ({error}).") from None
-        difference = layout.difference(found)
+        difference = layout.difference(description)
         if difference is not None:
             raise RequestError(
                 f"{path} has blocks of another model: {difference}. Export them from a model that began from the same weights."
             )
-        return cls(path, tuple(sorted((level, index) for level, index in pairs)), found.get("tree"))
+        return cls(path, tuple(sorted((level, index) for level, index in pairs)), description.get("tree"))
 
     def records(self) -> Iterator[tuple[Node, "torch.Tensor"]]:
-        """Each node, and the record of its block."""
+        """Yield each node and the record of its block."""
         from safetensors import safe_open
 
         with safe_open(self.path, "pt") as file:

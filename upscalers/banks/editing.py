@@ -1,4 +1,4 @@
-"""Edits of a bank: another checkpoint, all else of which is the same bytes."""
+"""Edits of a bank: each writes another checkpoint, in which all other bytes stay the same."""
 
 import shutil
 import time
@@ -25,13 +25,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class BankRequest:
-    """What every edit of a bank is told.
+    """The request that all edits of a bank share.
 
     Args:
         model: A checkpoint with a bank, trained or not: a folder or a hub id.
         output: The folder to make.
-        memory: Name of one of several memories. Default: the only one.
-        overwrite: As for `upscale`. Default: False.
+        memory: Name of the memory, needed if the model has several with a bank. Default: the only one.
+        overwrite: Whether to replace an existing checkpoint, under the conditions of `upscale`. Default: False.
     """
 
     model: str | Path
@@ -41,21 +41,23 @@ class BankRequest:
 
 
 def delete(request: BankRequest, nodes: Sequence[str], subtree: bool = False) -> dict[str, Any]:
-    """Let blocks be as if they were never written: what they learned is gone, and they add zero.
+    """Delete blocks, so that they are as if they were never written: they add zero, and what they learned is gone.
 
-    Nothing of them is in any file of the output: not in the bank, into which they are not copied, nor in states to resume training
-    from, which are left out with the checkpoints that have them, nor in files that `export` wrote into the folder.
+    No file of the output holds any of the deleted blocks. They are not copied into the bank. States to resume training
+    from are left out with the checkpoints that hold them. The blocks are also removed from files that `export` wrote
+    into the folder.
 
     Args:
-        request: From what to what.
-        nodes: Each `LEVEL:NODE`.
-        subtree: Whether those below are deleted as well. Default: false.
+        request: The checkpoint to read and the folder to make.
+        nodes: Nodes whose blocks are deleted, each `LEVEL:NODE`.
+        subtree: Whether to delete the blocks of all nodes below as well. Default: False.
 
     Returns:
-        `{"command", "model", "output", "memory", "blocks", "seconds"}`; `blocks` those that had been written.
+        `{"command", "model", "output", "memory", "blocks", "seconds"}`, where `blocks` has the deleted blocks that had
+        been written.
 
     Raises:
-        RequestError: If a node is not there, or the output cannot be made.
+        RequestError: If a node does not exist, or the output cannot be made.
     """
 
     deleted: list[Node] = []
@@ -74,14 +76,14 @@ def delete(request: BankRequest, nodes: Sequence[str], subtree: bool = False) ->
 
 
 def import_blocks(request: BankRequest, file: str | Path) -> dict[str, Any]:
-    """Put blocks that `export` wrote in their places, those of the same nodes.
+    """Write the blocks of a file that `export` wrote into the bank, at the same nodes.
 
     Args:
-        request: From what to what.
-        file: That `export` wrote.
+        request: The checkpoint to read and the folder to make.
+        file: A file that `export` wrote.
 
     Returns:
-        As `delete`; `blocks` those that were put in their places.
+        The same keys as from `delete`, where `blocks` has the imported blocks.
 
     Raises:
         RequestError: If the blocks are of another model or tree, or the output cannot be made.
@@ -103,7 +105,7 @@ def import_blocks(request: BankRequest, file: str | Path) -> dict[str, Any]:
         for (level, index), record in blocks.records():
             bank.write(level, index, record)
         with record_of(bank.folder) as audit:
-            if audit is not None:  # what these blocks were before is gone, and the file does not say what trained them
+            if audit is not None:  # the old blocks are gone, and the file does not say what trained the new ones
                 audit.delete(blocks.nodes)
                 audit.add_unrecorded(blocks.nodes)
         return list(blocks.nodes)
@@ -118,17 +120,22 @@ def edit_bank(
     check: Callable[[BankLayout], Any],
     examine: Callable[["MemoryBank"], list[Node]] = lambda bank: [],
 ) -> dict[str, Any]:
-    """Write the checkpoint that an edit of its bank makes of another one.
+    """Write a copy of a checkpoint with an edit applied to one of its banks.
 
     Args:
-        command: What the edit is called.
-        request: From what to what.
-        edit: Changes a bank, which is its own; returns the blocks that it changed.
-        check: Refuses what is asked before anything is written.
-        examine: Looks at the bank that is read, before anything is written; returns the blocks that are deleted. Default: none are.
+        command: Name of the edit in the result.
+        request: The checkpoint to read and the folder to make.
+        edit: Function that changes the copy of the bank and returns the nodes of the changed blocks.
+        check: Function that raises an error for a bad request, called with the layout of the bank before anything is
+            written.
+        examine: Function that looks at the original bank before anything is written, and returns the nodes of blocks
+            that are not copied. Default: returns none.
+
+    Returns:
+        `{"command", "model", "output", "memory", "blocks", "seconds"}`, where `blocks` has the changed blocks.
 
     Raises:
-        RequestError: If the memory is not there, or the output cannot be made.
+        RequestError: If the memory does not exist, or the output cannot be made.
     """
     from midus_hf.banks.bank_description import write_description
 
@@ -144,10 +151,10 @@ def edit_bank(
         folder.check_space(sum(path.stat().st_size for path in files) + bytes_of_banks(source.folder, memories.banks))
         with folder as partial:
             for path in files:
-                place = partial / path.relative_to(source.folder)
-                place.parent.mkdir(parents=True, exist_ok=True)
-                if not (deleted and _copied_without(path, place, layout, deleted)):
-                    shutil.copyfile(path, place)
+                target = partial / path.relative_to(source.folder)
+                target.parent.mkdir(parents=True, exist_ok=True)
+                if not (deleted and _copied_without(path, target, layout, deleted)):
+                    shutil.copyfile(path, target)
             carry_banks(source.folder, partial, memories.banks, {name: deleted})
             with open_bank(partial, name, layout, writable=True) as bank:
                 changed = edit(bank)
@@ -165,7 +172,7 @@ def edit_bank(
 
 
 def _files_beside_banks(folder: Path) -> list[Path]:
-    """Return the files of a checkpoint but those of its banks and those that a run resumes from: these have blocks of their own."""
+    """Return the files of a checkpoint that hold no blocks: neither files of banks nor states that a run resumes from."""
     files = [path for path in sorted(folder.rglob("*")) if path.is_file()]
     is_resumed = any(is_of(path.relative_to(folder), RESUMED) for path in files)
     kept = []
@@ -180,8 +187,11 @@ def _files_beside_banks(folder: Path) -> list[Path]:
     return kept
 
 
-def _copied_without(path: Path, place: Path, layout: BankLayout, deleted: Collection[Node]) -> bool:
-    """Copy a file of blocks of a bank without some of them; false, and nothing is done, if it is no such file or has none of them."""
+def _copied_without(path: Path, target: Path, layout: BankLayout, deleted: Collection[Node]) -> bool:
+    """Copy a file of blocks without the deleted blocks.
+
+    Return False, and copy nothing, if the file is no file of blocks or holds none of them.
+    """
     try:
         blocks = BlockFile.read(path, layout)
     except RequestError:
@@ -190,7 +200,7 @@ def _copied_without(path: Path, place: Path, layout: BankLayout, deleted: Collec
         return False
     kept = {node: record for node, record in blocks.records() if node not in deleted}
     if kept:
-        BlockFile.write(place, layout, blocks.tree, kept)
+        BlockFile.write(target, layout, blocks.tree, kept)
     return True
 
 
@@ -201,20 +211,20 @@ def _written(bank: "MemoryBank") -> list[Node]:
 def export(
     model: str | Path, nodes: Sequence[str], output: str | Path, subtree: bool = False, memory: str | None = None
 ) -> dict[str, Any]:
-    """Write blocks to a file of their own, those of the nodes that were written.
+    """Write the blocks of nodes, as far as they were ever written, to a separate file.
 
     Args:
         model: A checkpoint with a bank: a folder or a hub id.
-        nodes: Each `LEVEL:NODE`.
+        nodes: Nodes whose blocks are exported, each `LEVEL:NODE`.
         output: The file to make.
-        subtree: Whether those below are exported as well. Default: false.
-        memory: Name of one of several memories. Default: the only one.
+        subtree: Whether to export the blocks of all nodes below as well. Default: False.
+        memory: Name of the memory, needed if the model has several with a bank. Default: the only one.
 
     Returns:
-        `{"command", "model", "output", "memory", "blocks"}`.
+        `{"command", "model", "output", "memory", "blocks"}`, where `blocks` has the exported blocks.
 
     Raises:
-        RequestError: If a node is not there, none of them was written, or the file exists.
+        RequestError: If a node does not exist, none of the blocks was ever written, or the file exists.
     """
     path = Path(output).expanduser()
     if path.exists():

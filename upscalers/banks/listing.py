@@ -1,4 +1,4 @@
-"""What a bank holds."""
+"""Listing of the levels and blocks of a bank."""
 
 from pathlib import Path
 from typing import Any
@@ -9,16 +9,17 @@ from upscalers.checkpoint.source import resolve_source
 
 
 def list_bank(model: str | Path, memory: str | None = None) -> dict[str, Any]:
-    """The levels of a bank, and which of their blocks were written.
+    """Return the levels of a bank, and which of their blocks were written.
 
     Args:
         model: A checkpoint with a bank: a folder or a hub id.
-        memory: Name of one of several memories. Default: the only one.
+        memory: Name of the memory, needed if the model has several with a bank. Default: the only one.
 
     Returns:
-        `{"model", "memory", "type", "branching", "fetched", "bank", "levels"}`, `levels` with `{"level", "nodes", "parameters",
-        "written", "generic", "bytes_on_disk"}` for each that has blocks: `parameters` of one block, `written` the nodes whose blocks
-        were, `generic` whether the generic memory's was.
+        `{"model", "memory", "type", "branching", "fetched", "bank", "levels"}`. `levels` has `{"level", "nodes",
+        "parameters", "written", "generic", "bytes_on_disk"}` for each level with blocks: `parameters` is the number of
+        one block, `written` has the nodes whose blocks were written, and `generic` is whether the block of the generic
+        memory was written.
 
     Raises:
         RequestError: If there is no bank.

@@ -1,4 +1,4 @@
-"""Runs that trained different blocks of one bank, put together (hierarchical memories, appendix A.2)."""
+"""Merging of runs that trained different blocks of one bank (hierarchical memories, appendix A.2)."""
 
 import contextlib
 from collections.abc import Collection, Mapping, Sequence
@@ -21,18 +21,20 @@ _BYTES_AT_ONCE = 1 << 24
 
 
 def merge(request: BankRequest, runs: Sequence[str | Path]) -> dict[str, Any]:
-    """Give a model the blocks that runs have trained from it, each its own part of the tree, the model itself frozen.
+    """Write a model with the blocks that several runs trained from it.
+
+    Each run trained a different part of the tree, with the model itself frozen.
 
     Args:
-        request: The model that all runs began from, and where to.
+        request: The model that all runs began from, and the folder to make.
         runs: Folders of the trained models.
 
     Returns:
-        As `editing.delete`; `blocks` those that a run has changed.
+        The same keys as from `editing.delete`, where `blocks` has the blocks that a run changed.
 
     Raises:
-        RequestError: If a run has another model or tree, if its weights are not those that it began from, or two runs have
-            trained one block.
+        RequestError: If a run has another model or tree, a run changed weights outside the bank, or two runs trained
+            the same block.
     """
     from midus_hf.banks.bank_description import check_same_tree
 
@@ -42,8 +44,8 @@ def merge(request: BankRequest, runs: Sequence[str | Path]) -> dict[str, Any]:
 
     def check(layout: BankLayout) -> None:
         for folder in folders:
-            found = find_layout(folder, request.memory)[1]
-            if found.to_dict() != layout.to_dict():
+            layout_of_run = find_layout(folder, request.memory)[1]
+            if layout_of_run.to_dict() != layout.to_dict():
                 raise RequestError(
                     f"{folder} has another memory than {request.model}; expected runs that began from it."
                 )
@@ -79,12 +81,12 @@ def merge(request: BankRequest, runs: Sequence[str | Path]) -> dict[str, Any]:
 
 
 def _merge_records(bank: "MemoryBank", start: Collection[Node], trained_by: Mapping[Node, Path]) -> None:
-    """Let a bank know what has trained each block, as far as the runs know.
+    """Merge the records of what trained each block, as far as the runs have records.
 
     Args:
-        bank: With the blocks of the runs.
-        start: The blocks that were trained before.
-        trained_by: The folder of the bank that a block is from.
+        bank: The bank with the blocks of the runs.
+        start: Nodes of the blocks that were trained before the runs.
+        trained_by: Folder of the bank that each changed block is from.
     """
     of_run: dict[Path, list[Node]] = {}
     for node, folder in trained_by.items():
@@ -112,9 +114,13 @@ def _nodes(bank: "MemoryBank") -> list[Node]:
 
 
 def _check_weights(model: Path, run: Path) -> None:
-    """Compare tensors, since their files may lie in another order."""
-    expected, found = open_base(model).tensors, open_base(run).tensors
-    if expected.keys() != found.keys() or not all(_are_same(expected[name], found[name]) for name in expected):
+    """Check that both checkpoints have the same tensors, wherever they lie in the files.
+
+    Raises:
+        RequestError: If a tensor differs.
+    """
+    expected, trained = open_base(model).tensors, open_base(run).tensors
+    if expected.keys() != trained.keys() or not all(_are_same(expected[name], trained[name]) for name in expected):
         raise RequestError(
             f"the weights of {run} are not those of {model}; expected runs in which the model was frozen (trainable: new), so that "
             "blocks of one fit the others."

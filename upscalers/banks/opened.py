@@ -1,4 +1,4 @@
-"""The banks of a checkpoint that is looked at or edited."""
+"""Opening of a checkpoint's banks for reading and editing."""
 
 import contextlib
 from collections.abc import Iterator
@@ -14,14 +14,14 @@ if TYPE_CHECKING:
 
 
 def find_layout(folder: Path, memory: str | None) -> tuple[str, BankLayout]:
-    """The name of a memory that fetches blocks, and the layout of its bank.
+    """Return the name of a memory that fetches blocks, and the layout of its bank.
 
     Args:
-        folder: Of the checkpoint.
-        memory: Its name; None where there is one.
+        folder: Folder of the checkpoint.
+        memory: Name of the memory; None for the only one.
 
     Raises:
-        RequestError: If there is none, or several and none is named.
+        RequestError: If the model has no memory of this name, or several and `memory` is None.
     """
     banks = open_base(folder, needs_weights=False).memories.banks
     if not banks:
@@ -40,10 +40,16 @@ def find_layout(folder: Path, memory: str | None) -> tuple[str, BankLayout]:
 
 @contextlib.contextmanager
 def open_bank(folder: Path, name: str, layout: BankLayout, writable: bool = False) -> Iterator["MemoryBank"]:
-    """The bank of a memory, closed afterwards.
+    """Open the bank of a memory, and close the bank afterwards.
+
+    Args:
+        folder: Folder of the checkpoint.
+        name: Name of the memory.
+        layout: Layout of the bank.
+        writable: Whether blocks can be written. Default: False.
 
     Raises:
-        RequestError: If it is absent, damaged, or another model's.
+        RequestError: If the bank is absent, damaged, or another model's.
     """
     from midus_hf.banks.level_file import BankError
     from midus_hf.banks.memory_bank import MemoryBank
