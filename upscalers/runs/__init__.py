@@ -1,1 +1,1 @@
-"""The verbs: upscale, strip, inspect, and how their results are verified."""
+"""Runs of upscale, strip and inspect, and the verification of their results."""

@@ -1,4 +1,4 @@
-"""Whether an upscaled checkpoint holds the weights of its base, byte for byte."""
+"""Comparison of the weights of an upscaled checkpoint with its base's, byte for byte."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,7 +17,13 @@ from upscalers.tensors.writer import OutputTensor
 
 @dataclass(frozen=True)
 class BaseComparison:
-    """Whether the weights are the base's, byte for byte, and how many tensors are not; None where it is not known."""
+    """Result of comparing weights with the base's, byte for byte.
+
+    Args:
+        confirmed: Whether all weights are the base's; None if unknown.
+        differing: Number of tensors that differ; None if unknown.
+        total: Number of tensors that were compared; 0 if no digest of the base is known.
+    """
 
     confirmed: bool | None
     differing: int | None
@@ -25,12 +31,12 @@ class BaseComparison:
 
     @property
     def told(self) -> dict[str, Any]:
-        """As reports have it."""
+        """The result under the keys that reports use: `base_confirmed` and `differing_tensors`."""
         return {"base_confirmed": self.confirmed, "differing_tensors": self.differing}
 
     @property
     def warning(self) -> str:
-        """What a person is told if they are not."""
+        """Warning for a person if the weights are not the base's."""
         which = "the weights are" if self.differing is None else f"{self.differing} of {self.total} tensors are"
         return (
             f"{which} not the base's, byte for byte: trained since it was upscaled, or cast. Where the base itself is needed, go "
@@ -39,12 +45,13 @@ class BaseComparison:
 
 
 def compare_with_base(digests: dict[str, str], entry: Config, record: dict[str, Any]) -> BaseComparison:
-    """What digests of weights tell.
+    """Compare digests of weights with the base's.
 
     Args:
-        digests: Of those that are the base's, by their names; none where no digest of the base is known.
-        entry: Of the config, that `upscale` wrote.
-        record: Of `upscale.json`.
+        digests: SHA-256 of each weight that came from the base, by its name in digests; empty if no digest of the base
+            is known.
+        entry: The entry that `upscale` wrote into the config.
+        record: Content of `upscale.json`, which may be empty.
     """
     if not digests:
         return BaseComparison(None, None, 0)
@@ -59,7 +66,7 @@ def compare_with_base(digests: dict[str, str], entry: Config, record: dict[str, 
 
 
 def digested_names(model: BaseModel, tensors: list[OutputTensor]) -> dict[str, str]:
-    """Where each weight of the base stands in the upscaled model, and its name for the base's digest."""
+    """Return the name of each base weight in digests, by the name of the tensor that holds it in the upscaled model."""
     weights = weight_names(model)
     return {
         tensor.recipe.source: tensor.name.removeprefix(model.prefix)
@@ -69,7 +76,7 @@ def digested_names(model: BaseModel, tensors: list[OutputTensor]) -> dict[str, s
 
 
 def base_tensors(model: BaseModel, plan: Plan) -> list[OutputTensor]:
-    """The tensors of the base, as an upscaled checkpoint holds them, in the order of the base's layers."""
+    """Return the tensors of the base that an upscaled checkpoint holds, in the order of the base's layers."""
 
     def carried(name: str, source: str) -> OutputTensor:
         return OutputTensor(name, Copy(model.tensors[source].shape, source), model.tensors[source].dtype)
@@ -85,15 +92,15 @@ def base_tensors(model: BaseModel, plan: Plan) -> list[OutputTensor]:
 
 
 def keeps_base(model: str | Path) -> bool | None:
-    """Whether the layers of the base are all in a checkpoint, with the weights that they had before it was upscaled.
+    """Return whether a checkpoint holds all layers of its base with the weights that they had before the upscaling.
 
-    Its weights are read once.
+    This reads the checkpoint's weights once.
 
     Args:
         model: A folder or hub id.
 
     Returns:
-        None where it was upscaled before digests were recorded.
+        True or False; None if the model was upscaled before digests were recorded.
 
     Raises:
         RequestError: If the model was not made by `upscale`.

@@ -1,4 +1,4 @@
-"""Check of new layers and memories one layer at a time: each computes what the base computes there."""
+"""Check of new layers and memories, one layer at a time: each computes what the base computes in the same position."""
 
 import zlib
 from collections.abc import Mapping
@@ -21,19 +21,19 @@ _BATCH, _TOKENS = 2, 16
 
 
 class _PassedBy(torch.nn.Module):
-    """Stands in the place of a layer that is not looked at."""
+    """Stand-in for a layer that is not checked."""
 
     def forward(self, hidden_states: torch.Tensor, **kwargs: Any) -> torch.Tensor:
-        """Give the residual stream on as it is."""
+        """Return the residual stream unchanged."""
         return hidden_states
 
 
 class _Given(torch.nn.Module):
-    """A layer, and in front of it what earlier layers, which are passed by, would give it.
+    """A layer that gets random values for the inputs that it would take from earlier layers, which are skipped.
 
     Args:
-        layer: Of the model.
-        memories: Of the model.
+        layer: A layer of the model.
+        memories: Memories of the model.
         new: Names of the memories that the base does not have.
     """
 
@@ -43,12 +43,14 @@ class _Given(torch.nn.Module):
         self._memories, self._new = memories, new
 
     def forward(self, hidden_states: torch.Tensor, *, memory_inputs: Any, **kwargs: Any) -> torch.Tensor:
-        """Run the layer on random numbers that follow from what they stand for, and so are the same in base and upscaled model.
+        """Run the layer with random inputs from earlier layers.
 
-        What a new memory gives as zero is zero, and so it must be where this layer gives it.
+        The seed of each input follows from the memory, the layer and the part that it stands for, so that the input is
+        the same in the base and in the upscaled model. Inputs that a new memory promises to leave zero are zero, and
+        what this layer passes on for them must be zero as well.
 
         Raises:
-            VerificationError: If it is not.
+            VerificationError: If the layer passes on values other than zero there.
         """
         batch, tokens, _ = hidden_states.shape
         for carried in self.layer.takes:
@@ -73,12 +75,12 @@ class _Given(torch.nn.Module):
 
 
 class _Layers:
-    """The layers of a model, to be run one at a time: all others are passed by, and have no weights.
+    """The layers of a model, to be run one at a time, while all other layers are skipped and hold no weights.
 
     Args:
-        config: As transformers reads it.
-        model: Opened; the upscaled model's tensors may be those that were just written.
-        dtype: To run in.
+        config: Config of the model, as transformers reads it.
+        model: The opened checkpoint; the tensors of the upscaled model may have just been written.
+        dtype: Torch dtype to run in.
         new_memories: Names of the memories that the base does not have. Default: none.
 
     Raises:
@@ -105,7 +107,7 @@ class _Layers:
             self._stack.layers[index] = _PassedBy()
 
     def output(self, index: int, hidden_states: torch.Tensor) -> torch.Tensor:
-        """What a layer makes of hidden states `[B, T, D]`."""
+        """Return the output of a layer for hidden states `[B, T, D]`, with the same shape."""
         layer = self._layers[index]
         tables = {
             f"{self._model.prefix}{TABLES}.{entry.name}.{number}.": self._stack.memory_tables[entry.name][str(number)]
@@ -115,7 +117,9 @@ class _Layers:
         }
         try:
             state = self._state(self._model.new_name(index, ""))
-            own = self._model.layer_tensors(index)  # a layer of the base may hold more, which is carried along
+            own = self._model.layer_tensors(
+                index
+            )  # a layer of the base may hold further tensors, which upscaling copies
             layer.load_state_dict({name: state[name] for name in own if name in state}, assign=True)
             for prefix, shared_tables in tables.items():
                 shared_tables.load_state_dict(self._state(prefix), assign=True)
@@ -128,8 +132,8 @@ class _Layers:
         )
         try:
             with torch.no_grad():
-                asked = inputs_of_memories(self._stack, self._path, hidden_states)
-                return self._stack.eval()(inputs_embeds=hidden_states, use_cache=False, **asked).last_hidden_state
+                inputs = inputs_of_memories(self._stack, self._path, hidden_states)
+                return self._stack.eval()(inputs_embeds=hidden_states, use_cache=False, **inputs).last_hidden_state
         except VerificationError:
             raise
         except Exception as error:
@@ -144,8 +148,8 @@ class _Layers:
 
     def _state(self, prefix: str) -> dict[str, torch.Tensor]:
         return {
-            name.removeprefix(prefix): read_tensor(place, self._dtype)
-            for name, place in self._model.tensors.items()
+            name.removeprefix(prefix): read_tensor(stored, self._dtype)
+            for name, stored in self._model.tensors.items()
             if name.startswith(prefix)
         }
 
@@ -159,21 +163,22 @@ def check_blocks(
     dtype: str,
     progress: Progress,
 ) -> None:
-    """Check each layer that is new or has a new memory on random hidden states, bit for bit, with one layer in memory at a time.
+    """Check, bit for bit, each layer that is new or has a new memory on random hidden states, one layer in memory at a
+    time.
 
-    A new layer maps them to themselves; a layer to which memory was attached gives what the base's layer gives.
+    A new layer must return its input. A layer with a new attached memory must return what the base's layer returns.
 
     Args:
-        folder: The upscaled checkpoint.
-        config: Its raw config.
-        base: The base.
-        plan: Where its layers come from.
-        tensors: Its tensors, by full name.
-        dtype: The container's name of the dtype to run in.
-        progress: Told of every layer.
+        folder: Folder of the upscaled checkpoint.
+        config: Raw config of the upscaled checkpoint.
+        base: The base checkpoint.
+        plan: The layer plan.
+        tensors: Tensors of the upscaled checkpoint, by full name.
+        dtype: Dtype to run in, as safetensors names it.
+        progress: Display that is told of every layer.
 
     Raises:
-        RequestError: If transformers cannot build a layer from the config, or not run it.
+        RequestError: If transformers cannot build a layer from the config, or cannot run it.
         VerificationError: If a layer computes anything else.
     """
     upscaled = BaseModel(folder, config, base.family, dict(tensors))
@@ -211,7 +216,7 @@ def check_blocks(
 
 
 def _adding_where_it_reads(config: Any) -> Any:
-    """The config with memories that add where they read, if they skip layers: the others are passed by."""
+    """Return the config with each memory that skips layers changed to add where it reads: other layers do not run here."""
     values = config.to_dict()
     values.pop("auto_map", None)
     if "memory" in values:

@@ -1,10 +1,10 @@
-"""The code that a checkpoint carries along, for a checkpoint that lies there already."""
+"""Code that lies beside a checkpoint which exists already."""
 
 from pathlib import Path
 
 
 def write_code_of(folder: Path) -> None:
-    """Write the code that a checkpoint's config names beside it, so that it loads without this package."""
+    """Write the code that a checkpoint's config needs into its folder, so that the checkpoint loads without this package."""
     from transformers import AutoConfig
 
     import midus_hf  # noqa: F401 - registers the classes

@@ -1,4 +1,4 @@
-"""What all edits of a checkpoint have in common: the tensors in their files, and what lies beside the weights."""
+"""Steps that all edits of a checkpoint share: sorting tensors into the old files, and writing files beside the weights."""
 
 import json
 from collections.abc import Callable, Mapping, Sequence
@@ -16,11 +16,11 @@ from upscalers.tensors.writer import OutputTensor
 
 
 def edited_shards(model: BaseModel, edited: Mapping[str, Sequence[OutputTensor]]) -> dict[str, list[OutputTensor]]:
-    """The tensors of the result in the files that they were in, in their order.
+    """Return the tensors of the result, in the files and the order in which the edited model stores them.
 
     Args:
-        model: That is edited.
-        edited: By the name of each tensor that does not stay as it is, what is written in its place.
+        model: The checkpoint that is edited.
+        edited: Tensors to write instead of a tensor, by the name of each tensor that does not stay as it is.
     """
     shards: dict[str, list[OutputTensor]] = {}
     for name, stored in sorted(model.tensors.items(), key=lambda item: (str(item[1].file), item[1].start)):
@@ -37,14 +37,15 @@ def write_siblings(
     edit_record: Callable[[dict[str, Any]], dict[str, Any]],
     edit_card: Callable[[str], str],
 ) -> None:
-    """Write what lies beside the weights: what knows of the edit as it is now, all else as it was.
+    """Write the files beside the weights: record and card are updated, config and code are new, and the others are
+    copied.
 
     Args:
-        folder: Of the checkpoint that is edited.
-        partial: Of the result.
-        config: Of the result.
-        edit_record: Makes the record of the result, `upscale.json`, of that which there was.
-        edit_card: Makes its model card of that which there was.
+        folder: Folder of the checkpoint that is edited.
+        partial: Folder of the result.
+        config: Config of the result.
+        edit_record: Function that turns the content of the old `upscale.json` into the new content.
+        edit_card: Function that turns the text of the old model card into the new text.
     """
     copy_travelling_files(folder, partial)
     (partial / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
@@ -53,5 +54,7 @@ def write_siblings(
         write_record(partial, edit_record(record))
     if card.is_file():
         (partial / CARD_FILE).write_text(edit_card(card.read_text(encoding="utf-8")), encoding="utf-8")
-    if config.get("auto_map") or code_files(folder):  # the code is that of the options, which the edit may change
+    if config.get("auto_map") or code_files(
+        folder
+    ):  # which code is needed depends on options that the edit may change
         write_code_of(partial)

@@ -1,4 +1,4 @@
-"""Telling what was done to a checkpoint."""
+"""Inspection of what was done to a checkpoint."""
 
 import math
 from pathlib import Path
@@ -12,21 +12,22 @@ from upscalers.record.provenance import EDITS_KEY, SHUFFLES_KEY, read_config_ent
 
 
 def inspect_checkpoint(model: str | Path) -> dict[str, Any]:
-    """Read provenance, plan and memory of a checkpoint that `upscale` or `strip` wrote.
+    """Return provenance, plan and memory of a checkpoint that `upscale` or `strip` wrote.
 
     Args:
         model: A folder or hub id; its `config.json` is enough.
 
     Returns:
-        `{"model", "method", "base", "options", "seed", "trainable", "causal", "model_type", "memory", "parameters", "layers",
-        "measurements"}`, `parameters` with `fetched` and `bank` as well where texts fetch blocks, `layers` with `{"index", "new",
-        "from", "parameters"}` per layer. Where chapters were edited, `"chapter_edits"` has the edits, and where
-        rows of values were shuffled, `"shuffles"` has each time. What `strip` gave back has
-        `"stripped"` as well, `{"model", "method", "removed_layers", "base_confirmed", "differing_tensors"}`, and where no
-        upscaling is left in it, beside that nothing but `{"model", "model_type", "num_layers", "parameters"}`.
+        `{"model", "method", "base", "options", "seed", "trainable", "causal", "model_type", "memory", "parameters",
+        "layers", "measurements"}`. `parameters` has `total` and `new`, and where texts fetch blocks also `fetched` and
+        `bank`. `layers` has `{"index", "new", "from", "parameters"}` per layer. Where chapters were edited,
+        `"chapter_edits"` lists the edits; where rows of values were shuffled, `"shuffles"` lists the shuffles. A
+        result of `strip` also has `"stripped"`: `{"model", "method", "removed_layers", "base_confirmed",
+        "differing_tensors"}`. If the stripped model holds no earlier upscaling, the other keys are only `{"model",
+        "model_type", "num_layers", "parameters"}`.
 
     Raises:
-        RequestError: If the model was made by neither.
+        RequestError: If neither command made the model.
     """
     with resolve_source(str(model), config_only=True) as source:
         config = read_config(source.folder)

@@ -1,4 +1,4 @@
-"""One upscaling that was decided on: its config, its tensors, what they count, and how the result will be checked."""
+"""One upscaling that was decided on: its config, tensors, parameter counts, and the check of the result."""
 
 import math
 from dataclasses import dataclass
@@ -32,16 +32,16 @@ class Job:
     """Everything that is decided before the first byte is written.
 
     Args:
-        method: With its options.
-        base: Opened.
-        source: Where the base came from.
-        plan: Of the layers.
-        seed: Of everything random.
-        dtype: Of the output; `"auto"` keeps the base's.
-        repository: Where it will be uploaded to. Default: None, nowhere.
+        method: The method with its options.
+        base: The opened base checkpoint.
+        source: Source of the base.
+        plan: The layer plan.
+        seed: Seed of everything random.
+        dtype: Name of the output's dtype in torch; `"auto"` keeps the base's.
+        repository: Repository that the result will be uploaded to. Default: None, no upload.
 
     Raises:
-        MethodError: If the method does not keep to its contract.
+        MethodError: If the method breaks its contract.
     """
 
     method: Method
@@ -57,7 +57,7 @@ class Job:
 
     @cached_property
     def config(self) -> Config:
-        """The raw config of the upscaled model, as far as it is known before anything is written."""
+        """The raw config of the upscaled model, as far as the config is known before anything is written."""
         config = self.method.config(self.base, self.plan)
         memories = memories_of(self.base.family, config)
         config[CONFIG_KEY] = config_entry(self.method, self.base, self.plan, self.seed, memories)
@@ -68,14 +68,14 @@ class Job:
 
     @cached_property
     def concerns(self) -> list[str]:
-        """What a person should know of the result, before the work begins and whenever the model is used."""
+        """Facts that a person should know about the result, before the work begins and whenever the model is used."""
         remedy = self.method.pattern_remedy(self.base, self.plan)
         pattern = pattern_concern(self.base, self.config, remedy)
         return [*self.method.concerns(self.base, self.plan), *([pattern] if pattern else [])]
 
     @cached_property
     def layers(self) -> list[dict[str, Recipe]]:
-        """For each layer, a recipe for each of its tensors by its name within the layer."""
+        """Recipes of each layer's tensors, by their name within the layer."""
         return self.method.recipes(self.base, self.plan, self.seed)
 
     @cached_property
@@ -101,18 +101,18 @@ class Job:
         return in_file_order(outer, layers)
 
     def _dtype_of(self, index: int, name: str, recipe: Recipe) -> str:
-        """A copy keeps its dtype; what is made has that of the same tensor in the layer it is made from."""
+        """Return the dtype of a tensor in the output: a copy's from its source, any other's from its layer's source."""
         if isinstance(recipe, Copy):
             return self.cast(self.base.tensors[recipe.source].dtype)
         source = self.base.layer_names(self.plan.sources[index]).get(name)
         return self.cast(self.base.dtype if source is None else self.base.tensors[source].dtype)
 
     def cast(self, dtype: str) -> str:
-        """The container's name of the dtype that a tensor of the base has in the output."""
+        """Return the dtype that a tensor of the base has in the output, as safetensors names both dtypes."""
         return dtype if self.dtype == "auto" or dtype not in TORCH_NAMES else SAFETENSORS_NAMES[self.dtype]
 
     def counts(self) -> ParameterCounts:
-        """Numbers of parameters; buffers are none."""
+        """Return the numbers of parameters, without buffers."""
         uncounted, memories = self.base.uncounted_names(), memories_of(self.base.family, self.config)
         base = sum(math.prod(tensor.shape) for name, tensor in self.base.tensors.items() if name not in uncounted)
         layers = range(self.plan.num_layers)
@@ -139,31 +139,33 @@ class Job:
 
     @cached_property
     def new_banks(self) -> dict[str, BankLayout]:
-        """The banks that the upscaled model has and the base has not, by the name of their memory."""
+        """Layout of each bank that the upscaled model has and the base does not, by the name of its memory."""
         banks = memories_of(self.base.family, self.config).banks
         return {name: layout for name, layout in banks.items() if name in self.plan.new_memories}
 
     def scratch_bytes(self) -> int:
-        """Room on the disk that solvers need while they work."""
+        """Return the bytes of disk that solvers need while they work."""
         solvers = {tensor.recipe.solver for tensor in self.tensors if isinstance(tensor.recipe, Solved)}
         return sum(solver.scratch_bytes for solver in solvers)
 
     def compares_logits(self, verify: bool | None, progress: Progress) -> bool:
-        """Decide how the result will be checked, by the memory that is free, before anything is written.
+        """Decide before anything is written, from the free memory, how the result will be checked.
 
         Args:
-            verify: True insists on comparing both models' logits, False does not want it, None leaves it to the memory.
-            progress: Told of what is done instead.
+            verify: True insists on comparing both models' logits, False skips the comparison, and None compares if the
+                free memory suffices.
+            progress: Display that is told which check is made instead.
 
         Returns:
-            Whether logits are compared. Otherwise each new block is checked alone, where identity is promised.
+            Whether logits are compared. Otherwise each new block is checked alone, if identity is promised.
 
         Raises:
-            RequestError: If a person insists, and the free memory does not suffice.
+            RequestError: If `verify` is True and the free memory does not suffice, or torch and transformers cannot be
+                loaded.
         """
         if verify is False:
             return False
-        progress.stage("loading libraries", 1)  # what they leave of the memory is known only afterwards
+        progress.stage("loading libraries", 1)  # the free memory is known only once they are loaded
         import_slow_modules()
         progress.advance()
         from upscalers.runs.verify import comparison_bytes
@@ -171,7 +173,7 @@ class Job:
         new = {tensor.name: StoredTensor(tensor.dtype, tensor.recipe.shape) for tensor in self.tensors}
         dtype = self.cast(self.base.dtype)
         needed = comparison_bytes(self.base.tensors, new, self.base.config, dtype)
-        # A path of blocks, drawn in float32, cast, and kept.
+        # The blocks of one path: drawn in float32, then cast, then kept.
         banks = memories_of(self.base.family, self.config).banks
         needed += sum(layout.fetched for layout in banks.values()) * (ITEM_BYTES["F32"] + 2 * ITEM_BYTES[dtype])
         free = available_bytes()

@@ -1,4 +1,4 @@
-"""The output folder of whatever writes a checkpoint."""
+"""Output folder of all commands that write a checkpoint."""
 
 import os
 from pathlib import Path
@@ -13,16 +13,17 @@ REPLACING = Replacing("upscale", check_replaceable, RequestError)
 
 
 class OutputFolder(WholeFolder):
-    """A `WholeFolder` that takes the place of a checkpoint of ours and of nothing else, and lies apart from the base.
+    """A `WholeFolder` that replaces only checkpoints that this package wrote, and lies apart from the base.
 
     Args:
-        path: The output, `~` allowed. A link stands for what it points to.
-        base: The base folder, which must neither contain the output nor lie inside it; None if there is none.
-        overwrite: Whether an existing checkpoint may be replaced, if `check_replaceable` lets it pass.
+        path: Path of the output; `~` is expanded, and a link stands for its target.
+        base: The base folder, which must neither contain the output nor lie inside it; None if there is none. Default:
+            None.
+        overwrite: Whether an existing checkpoint may be replaced, if `check_replaceable` allows that. Default: False.
 
     Raises:
-        RequestError: If the output has no name, exists, lies inside the base or around it, cannot be written, or is being written by
-            another run.
+        RequestError: If the output has no name, exists, lies inside the base or around it, cannot be written, or is
+            being written by another run.
     """
 
     def __init__(self, path: str | Path, base: Path | None = None, overwrite: bool = False):
@@ -43,10 +44,10 @@ class OutputFolder(WholeFolder):
         super()._check()
 
     def flush(self, progress: Progress) -> None:
-        """Force what has been written so far to the disk; what is written afterwards is left to `commit`.
+        """Force all files written so far to the disk; later writes are left to `commit`.
 
         Args:
-            progress: Told of every byte that is on the disk.
+            progress: Display that is told of the bytes that are on the disk.
         """
         sizes = {file: file.stat().st_size for file in self.partial.rglob("*")}
         progress.stage("waiting for the disk", sum(sizes.values()), "bytes")

@@ -6,10 +6,10 @@ from upscalers.request.errors import RequestError, one_line
 
 
 def import_slow_modules() -> None:
-    """Import what checking a result needs.
+    """Import the modules that checking a result needs.
 
     Raises:
-        RequestError: If it cannot be imported, as where memory is short.
+        RequestError: If they cannot be imported, for example because memory is short.
     """
     try:
         import upscalers.runs.streamed_model  # noqa: F401 - brings torch, transformers and the classes of midus_hf
@@ -21,6 +21,6 @@ def import_slow_modules() -> None:
 
 
 def import_early() -> None:
-    """Import while bytes are copied, so that checking can begin at once; whoever needs what did not load will say so."""
+    """Import slow modules while bytes are copied, so that checking can begin at once; a failure is left to the first use."""
     with contextlib.suppress(RequestError):
         import_slow_modules()

@@ -1,4 +1,4 @@
-"""A model that runs with the weights of one module in memory, read from the checkpoint's files when the module is called."""
+"""A model that runs with the weights of one module in memory, reading them from the files when the module is called."""
 
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -16,17 +16,18 @@ _NAMED = 3
 
 
 class StreamedModel:
-    """A checkpoint's language model, whole and exact, that never holds more weights than one module has.
+    """A checkpoint's language model, complete and exact, that holds the weights of one module at a time.
 
-    Everything it computes is the family's own forward pass; accelerate gives each module its weights and takes them away.
+    The forward pass is the family's own; accelerate loads the weights of each module before its call and drops them
+    after.
 
     Args:
-        folder: The checkpoint's, for its config.
-        tensors: Its tensors, by full name, as their files hold them.
-        dtype: To run in.
+        folder: Folder of the checkpoint, for its config.
+        tensors: Tensors of the checkpoint, by full name, with their positions in files.
+        dtype: Torch dtype to run in.
 
     Raises:
-        VerificationError: If a tensor that the class has is not among them, or has another shape.
+        VerificationError: If `tensors` lacks a tensor that the model class has, or has the tensor with another shape.
     """
 
     def __init__(self, folder: Path, tensors: Mapping[str, StoredTensor], dtype: torch.dtype):
@@ -48,15 +49,15 @@ class StreamedModel:
         )
 
     def logits(self, tokens: torch.Tensor, see: Callable[[int, torch.Tensor], None]) -> torch.Tensor:
-        """Run the model.
+        """Run the model and return its logits.
 
         Args:
-            tokens: `[B, T]`.
-            see: Called with 0 and the residual stream `[B, T, D]` in front of the first layer, then with i and what it is
-                behind the i-th.
+            tokens: Token ids, `[B, T]`, int64.
+            see: Function called with 0 and the residual stream `[B, T, D]` in front of the first layer, then with i
+                and the residual stream behind the i-th layer, counted from 1.
 
         Returns:
-            `[B, T, V]`.
+            Logits `[B, T, V]`.
         """
         layers = self._model.model.layers
         handles = [layers[0].register_forward_pre_hook(lambda _, inputs: see(0, inputs[0]))]
@@ -64,20 +65,20 @@ class StreamedModel:
             handles.append(layer.register_forward_hook(lambda *call, number=number: see(number, _stream(call[-1]))))
         try:
             with torch.no_grad():
-                asked = inputs_of_memories(self._model.model, self._path, tokens)
-                return self._model(tokens, use_cache=False, **asked).logits
+                inputs = inputs_of_memories(self._model.model, self._path, tokens)
+                return self._model(tokens, use_cache=False, **inputs).logits
         finally:
             for handle in handles:
                 handle.remove()
 
 
 def _stream(output: torch.Tensor | tuple[torch.Tensor, ...]) -> torch.Tensor:
-    """The residual stream behind a layer, which some layers give with what they carry to later ones."""
+    """Return the residual stream behind a layer; some layers return it with values that they pass to later layers."""
     return output if isinstance(output, torch.Tensor) else output[0]
 
 
 def path_of_last_leaf(config: Any) -> tuple[int, ...] | None:
-    """The path of the last leaf of the tree that memories fetch blocks by; None where none do."""
+    """Return the path to the last leaf of the tree that memories fetch blocks by; None if no memory fetches blocks."""
     banks = config.memories().banks if getattr(config, "memory", None) else {}
     for layout in banks.values():
         return layout.blocks.path(layout.blocks.nodes(layout.num_levels) - 1)
@@ -85,22 +86,22 @@ def path_of_last_leaf(config: Any) -> tuple[int, ...] | None:
 
 
 def inputs_of_memories(stack: Any, path: tuple[int, ...] | None, tokens: torch.Tensor) -> dict[str, torch.Tensor]:
-    """What memories of a model ask of a pass beside its tokens; nothing where there are none that ask.
+    """Return the inputs that a model's memories need beside the tokens; empty if they need none.
 
     Args:
         stack: The model's stack of layers.
-        path: Whose blocks all rows fetch; None where nothing is fetched.
-        tokens: `[B, T, ...]`, ids or hidden states, of which the first half is taken for a prompt.
+        path: The path whose blocks all rows fetch; None if nothing is fetched.
+        tokens: Token ids or hidden states, `[B, T, ...]`; the first half counts as the prompt.
     """
     batch, length = tokens.shape[:2]
-    asked = {} if path is None else {"memory_ids": torch.tensor([path] * batch)}
+    inputs = {} if path is None else {"memory_ids": torch.tensor([path] * batch)}
     if "prompt_mask" in getattr(stack, "memory_input_names", ()):
-        asked["prompt_mask"] = (torch.arange(length) < length // 2).expand(batch, -1)  # [B, T]
-    return asked
+        inputs["prompt_mask"] = (torch.arange(length) < length // 2).expand(batch, -1)  # [B, T]
+    return inputs
 
 
 class _StoredWeights(Mapping[str, torch.Tensor]):
-    """Tensors by the names that the model has for them, read anew each time they are asked for."""
+    """Tensors by their names in the model, read again at each access."""
 
     def __init__(self, places: dict[str, StoredTensor]):
         self._places = places
@@ -115,35 +116,42 @@ class _StoredWeights(Mapping[str, torch.Tensor]):
         return len(self._places)
 
 
-def read_tensor(place: StoredTensor, dtype: torch.dtype | None = None) -> torch.Tensor:
-    """Read a stored tensor; what is stored as integers stays so.
+def read_tensor(stored: StoredTensor, dtype: torch.dtype | None = None) -> torch.Tensor:
+    """Read a stored tensor, and cast it unless it is stored as integers.
+
+    The tensor is read, not mapped: a mapping takes address space for a whole file, and a matrix product may round
+    differently if its factors lie at another alignment.
 
     Args:
-        place: Where it is.
-        dtype: To cast it to. Default: that which it is stored in.
-
-    It is read, not mapped: a mapping takes address space for a whole file, and a product may round otherwise where its
-    factors lie at another alignment.
+        stored: Position of the tensor in its file.
+        dtype: Torch dtype to cast to. Default: the dtype that the tensor is stored in.
 
     Raises:
         OSError: If the file ends early.
     """
-    assert place.file is not None
+    assert stored.file is not None
     names = TORCH_NAMES | INTEGER_NAMES
-    tensor = torch.empty(place.shape, dtype=getattr(torch, names[place.dtype]))
+    tensor = torch.empty(stored.shape, dtype=getattr(torch, names[stored.dtype]))
     unread = tensor.view(-1).view(torch.uint8).numpy().data
-    with place.file.open("rb", buffering=0) as file:
-        file.seek(place.start)
+    with stored.file.open("rb", buffering=0) as file:
+        file.seek(stored.start)
         while unread:
             num_bytes = file.readinto(unread)
             if not num_bytes:
-                raise OSError(f"{place.file.name} ended {len(unread)} bytes early")
+                raise OSError(f"{stored.file.name} ended {len(unread)} bytes early")
             unread = unread[num_bytes:]
-    return tensor if dtype is None or place.dtype in INTEGER_NAMES else tensor.to(dtype)
+    return tensor if dtype is None or stored.dtype in INTEGER_NAMES else tensor.to(dtype)
 
 
 def _places(model: Any, tensors: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:
-    """Where each parameter and buffer of the model is stored: by its name, without the stack's prefix, or as what it is tied to."""
+    """Return the stored tensor of each parameter and buffer of the model.
+
+    A tensor is looked up by its name, with and without the stack's prefix, and by the names of tensors that it is tied
+    to.
+
+    Raises:
+        VerificationError: If a tensor is missing or has another shape.
+    """
     held = model.state_dict(keep_vars=True)
     names_of: dict[int, list[str]] = {}
     for name, tensor in held.items():
@@ -152,13 +160,13 @@ def _places(model: Any, tensors: Mapping[str, StoredTensor]) -> dict[str, Stored
     for name, tensor in held.items():
         tied = (name, *names_of[id(tensor)])
         known = (known for other in tied for known in (other, other.removeprefix(f"{model.base_model_prefix}.")))
-        place = next((tensors[other] for other in known if other in tensors), None)
-        if place is None:
+        stored = next((tensors[other] for other in known if other in tensors), None)
+        if stored is None:
             wrong.append(name)
-        elif place.shape != tuple(tensor.shape):
-            wrong.append(f"{name} as {list(tensor.shape)}, which is {list(place.shape)}")
+        elif stored.shape != tuple(tensor.shape):
+            wrong.append(f"{name} as {list(tensor.shape)}, which is {list(stored.shape)}")
         else:
-            places[name] = place
+            places[name] = stored
     if wrong:
         raise VerificationError(
             f"the model loads without {', '.join(wrong[:_NAMED])}; expected every tensor in its place."
@@ -167,7 +175,9 @@ def _places(model: Any, tensors: Mapping[str, StoredTensor]) -> dict[str, Stored
 
 
 def _fill_buffers_outside_checkpoints(model: Any) -> None:
-    """Give rotary frequencies and the like their values as transformers does when it loads: by the family's own initialiser."""
+    """Fill buffers that checkpoints do not hold, such as rotary frequencies, as transformers does: by the family's
+    initialiser.
+    """
     for module in model.modules():
         names = [name for name in module._non_persistent_buffers_set if module._buffers[name] is not None]
         for name in names:

@@ -1,4 +1,4 @@
-"""Taking the new layers out again."""
+"""Removal of the new layers and memories of an upscaled checkpoint."""
 
 import importlib.metadata
 import json
@@ -31,23 +31,25 @@ def strip(
 ) -> dict[str, Any]:
     """Write the base that a checkpoint was upscaled from: its config, and the bytes of its tensors.
 
-    What training changed in base layers stays changed; what `--dtype` cast stays cast. Either is found by the digest of
-    the base that the config holds, and said. A small `upscale.json` beside it says what it was stripped from.
+    What training changed in base layers stays changed, and what `--dtype` cast stays cast. The digest of the base in
+    the config reveals both, and the result reports them. A small `upscale.json` beside the weights says what the base
+    was stripped from.
 
     Args:
         model: An upscaled checkpoint, trained or not.
         output: The folder to make.
-        overwrite: As for `upscale`. Default: False.
-        progress: Told of every step. Default: silent.
+        overwrite: Whether to replace an existing checkpoint, under the conditions of `upscale`. Default: False.
+        progress: Display that is told of every step. Default: silent.
 
     Returns:
         `{"model", "output", "model_type", "num_layers", "removed_layer_indices", "removed_memories", "base_confirmed",
-        "differing_tensors", "bytes_written", "seconds"}`. `base_confirmed` says whether the weights are the base's, byte for byte;
-        None where the model was upscaled before that was recorded. `differing_tensors` is how many are not; None where that is
-        not known.
+        "differing_tensors", "bytes_written", "seconds"}`. `base_confirmed` is whether the weights are the base's, byte
+        for byte; None if the model was upscaled before digests were recorded. `differing_tensors` is the number of
+        tensors that differ; None if unknown.
 
     Raises:
-        RequestError: If the model was not made by `upscale`, or the output cannot be made.
+        RequestError: If the model was not made by `upscale`, the upscaling dropped base layers, or the output cannot
+            be made.
     """
     started = time.perf_counter()
     progress = progress or NoProgress()
@@ -73,7 +75,7 @@ def strip(
             writer = CheckpointWriter(opened.tensors, scan=False, progress=progress, copied=digests.add)
             written = writer.write(partial, shards)
             carry_banks(source.folder, partial, kept)
-            folder.flush(progress)  # which takes as long as the digests, and no processor
+            folder.flush(progress)  # runs beside the digests: it takes about as long, and no processor
             progress.stage("checking what was written", 1)
             copy_travelling_files(source.folder, partial)
             _restore_tokenizer_config(partial, record)
@@ -105,7 +107,7 @@ def strip(
 
 
 def _base_config(entry: Config, tensors: list[OutputTensor], progress: Progress) -> Config:
-    """The base's config; its dtype follows the tensors where these were cast."""
+    """Return the base's config, with the dtype of the tensors if these were cast."""
     config, dtype = entry["base_config"], TORCH_NAMES[dtype_of_most(tensors)]
     base_dtype = entry.get("base_dtype", dtype)
     if dtype == base_dtype:
@@ -115,7 +117,7 @@ def _base_config(entry: Config, tensors: list[OutputTensor], progress: Progress)
 
 
 def _restore_tokenizer_config(folder: Path, record: dict[str, Any]) -> None:
-    """Undo what `keep_tokenizer_class` changed."""
+    """Undo the change that `keep_tokenizer_class` made."""
     if "tokenizer_config" not in record:
         return
     text = record["tokenizer_config"]
@@ -126,7 +128,7 @@ def _restore_tokenizer_config(folder: Path, record: dict[str, Any]) -> None:
 
 
 def _base_shards(tensors: list[OutputTensor], record: dict[str, Any]) -> dict[str, list[OutputTensor]]:
-    """The base's own files where the record still knows them, else as few as the usual limit allows."""
+    """Assign tensors to the base's files if the record has them, else to as few files as the default limit allows."""
     files = _recorded_files(record)
     by_name: Callable[[str], OutputTensor] = {tensor.name: tensor for tensor in tensors}.__getitem__
     recorded = [name for names in files.values() for name in names]
@@ -136,7 +138,7 @@ def _base_shards(tensors: list[OutputTensor], record: dict[str, Any]) -> dict[st
 
 
 def _recorded_files(record: dict[str, Any]) -> dict[str, list[str]]:
-    """Which tensors each file of the base held; nothing where the record does not say so soundly."""
+    """Return the names of the tensors in each file of the base; empty if the record has no sound list of them."""
     base = record.get("base")
     files = base.get("files") if isinstance(base, dict) else None
     if not isinstance(files, dict):

@@ -1,4 +1,4 @@
-"""One upscaling from request to report."""
+"""Run of one upscaling, from request to report."""
 
 import contextlib
 import re
@@ -52,35 +52,39 @@ def upscale(
     """Upscale a checkpoint.
 
     Args:
-        base: A folder, a `.gguf` file or a hub id, `"owner/name"` or `"owner/name@revision"`. For a dry run a folder with
-            nothing but `config.json` will do.
+        base: A folder, a `.gguf` file or a hub id, `"owner/name"` or `"owner/name@revision"`. For a dry run, a folder
+            with only a `config.json` suffices.
         method: Name of a method.
-        output: The folder to make; needed unless `dry_run`.
-        num_new_layers: K. Default: half the layers of the base, or the nearest that the placement takes.
+        output: The folder to make; needed unless `dry_run`. Default: None.
+        num_new_layers: K, number of new layers. Default: half the layers of the base, or the nearest number that the
+            placement allows.
         placement: `distributed`, `top-heavy`, `bottom-heavy`, `llama-pro`, `whole-periods`, or indices, `"1,4,7"` or
             `[1, 4, 7]`. Default: the method's own.
-        options: The method's options.
-        seed: Of everything random. Default: 0.
-        dtype: `auto` keeps the base's. Default: `"auto"`.
-        max_shard_size: Such as `"5GB"`, or bytes. Default: `"5GB"`.
-        dry_run: Only say what would be done. Default: False.
-        verify: True refuses NaN and infinite values in the base and compares both models' logits, layer by layer in the memory of one
-            module; False checks each new block alone, where identity is promised. None is True, but checks new blocks where the
-            free memory does not suffice for the comparison, and says so. Default: None.
-        allow_nan: Let NaN and infinite values in the base pass. Default: False.
-        overwrite: Replace an existing checkpoint, if `upscale` or `strip` wrote it and nothing else is beside it. Default: False.
+        options: The method's options. Default: none.
+        seed: Seed of everything random. Default: 0.
+        dtype: Dtype of the output: `auto`, `float32`, `bfloat16` or `float16`. Default: `"auto"`, the base's.
+        max_shard_size: Largest size of a weight file, such as `"5GB"`, or a number of bytes. Default: `"5GB"`.
+        dry_run: Whether to only report what would be done. Default: False.
+        verify: True refuses NaN and infinite values in the base and compares both models' logits, layer by layer, in
+            the memory that one module takes. False checks each new block alone, where identity is promised. None acts
+            as True, but checks new blocks, with a warning, if the free memory does not suffice for the comparison.
+            Default: None.
+        allow_nan: Whether to allow NaN and infinite values in the base. Default: False.
+        overwrite: Whether to replace an existing checkpoint, if `upscale` or `strip` wrote it and nothing else is
+            beside it. Default: False.
         push_to_hub: A repository to upload the result to. Default: None.
-        private: Make that repository a private one. Default: False, its owner's default.
+        private: Whether to make a new repository private; an existing one must be private. Default: False, the owner's
+            default.
         revision: A branch, tag or commit of a base on the hub. Default: its main branch.
-        progress: Told of every step. Default: silent.
+        progress: Display that is told of every step. Default: silent.
 
     Returns:
-        The report.
+        The report of the upscaling.
 
     Raises:
         RequestError: If the request cannot be carried out; nothing was written.
-        MethodError: If the method does not keep to its contract; nothing was written.
-        VerificationError: If the result is not what the method promises; nothing is left.
+        MethodError: If the method breaks its contract; nothing was written.
+        VerificationError: If the result does not do what the method promises; nothing is left.
         OSError: If reading or writing fails; nothing is left.
         PushError: If the upload fails; the output is complete, and the error has the report.
     """
@@ -108,7 +112,7 @@ def upscale(
     if output is not None:
         OutputFolder(output, local if local.is_dir() else None, overwrite)
     if not dry_run and not local.is_dir():
-        # Before a download or a conversion, which take long, see that the request fits the base's config.
+        # Downloads and conversions take long, so check first that the request fits the base's config.
         with resolve_source(base_name, revision, config_only=True) as source:
             _planned(chosen, open_base(source.folder, needs_weights=False), num_new_layers, placement)
             revision = source.revision
@@ -191,7 +195,7 @@ def _planned(method: Method, base: BaseModel, num_new_layers: int | None, placem
 
 
 def _peak_rss_bytes() -> int:
-    # Linux counts in getrusage what the parent process held when it started this one.
+    # On Linux, getrusage includes the memory that the parent process held when it forked this one.
     with contextlib.suppress(OSError):
         for line in Path("/proc/self/status").read_text().splitlines():
             if line.startswith("VmHWM:"):
@@ -205,7 +209,7 @@ _SIZE = re.compile(r"^(\d+(?:\.\d+)?)\s*([A-Za-z]*)$")
 
 
 def parse_size(size: str | int) -> int:
-    """Bytes of `"5GB"`, `"500MB"` or a plain number.
+    """Return the bytes of a size such as `"5GB"`, `"500MB"` or a plain number.
 
     Raises:
         RequestError: If it is no positive size.
@@ -217,21 +221,21 @@ def parse_size(size: str | int) -> int:
 
 
 def check_room_for_banks(folder: OutputFolder, layouts: Mapping[str, BankLayout], item_bytes: int) -> list[str]:
-    """Refuse banks that the file system cannot hold even as holes, and tell of those that may outgrow the disk.
+    """Refuse banks that the file system cannot hold even as sparse files, and warn of banks that may outgrow the disk.
 
-    A bank larger than the disk is no fault by itself: its blocks take room when they are written, and of a large tree training
-    may fetch few.
+    A bank larger than the disk is no fault by itself: its blocks take room only when they are written, and training
+    may fetch few blocks of a large tree.
 
     Args:
-        folder: That will have them.
-        layouts: By the name of the memory.
-        item_bytes: Of an element of a block.
+        folder: Output folder that will hold the banks.
+        layouts: Layout of each bank, by the name of its memory.
+        item_bytes: Bytes per element of a block.
 
     Returns:
-        What a person should know, a sentence or two for each bank that the disk has no room for as a whole.
+        A warning of one or two sentences for each bank that is larger than the free disk.
 
     Raises:
-        RequestError: If a level is larger than a file can be.
+        RequestError: If the file of a level would be larger than a file can be.
     """
     concerns, free = [], f"{folder.disk} has {folder.free_bytes() / 1e9:,.2f} GB free"
     for name, layout in layouts.items():

@@ -21,20 +21,21 @@ from upscalers.tensors.file_order import is_embedding
 _BATCH, _TOKENS = 2, 64
 _ROWS_AT_ONCE = 16
 _NAMED = 3
-# What `comparison_bytes` allows for: a module's weights, and as much for how matrix products arrange them; both models'
-# logits, and what computing and comparing them takes; what a layer computes, in hidden states of float32; and what checking
-# config and tokenizer and the threads' stacks and heaps take until then, which is up to 0.2 GB of address space.
+# `comparison_bytes` allows for a module's weights twice, since matrix products rearrange them; for four times the logits,
+# since both models' logits are held, computed and compared; for the intermediates of a layer, as a number of float32 hidden
+# states; and for checking config and tokenizer and for stacks and heaps of threads, up to 0.2 GB of address space.
 _COPIES_OF_WEIGHTS, _COPIES_OF_LOGITS, _WIDTHS_OF_A_LAYER = 2, 4, 64
 _REST_OF_RUN_BYTES = 200_000_000
 
 
 @dataclass(frozen=True)
 class LogitDifference:
-    """How far two models' predictions are apart.
+    """Difference between two models' predictions.
 
     Args:
         max_abs_diff: The largest absolute difference between logits.
-        kl_divergence: From the first's next-token distribution to the second's, mean over tokens, in nats.
+        kl_divergence: KL divergence from the first model's next-token distribution to the second's, mean over tokens,
+            in nats.
     """
 
     max_abs_diff: float
@@ -44,13 +45,15 @@ class LogitDifference:
 def comparison_bytes(
     base: Mapping[str, StoredTensor], new: Mapping[str, StoredTensor], config: Config, dtype: str
 ) -> int:
-    """Memory that a run takes at most which ends with `compare_logits`, beside what the process holds before it writes.
+    """Return the most memory, in bytes, that a run takes which ends with `compare_logits`.
+
+    Memory that the process holds before the run writes is not included.
 
     Args:
         base: The base's tensors, by full name.
-        new: The upscaled model's; they need not be written yet.
-        config: The base's.
-        dtype: The container's name of the dtype to run in.
+        new: The upscaled model's tensors, by full name; they may be unwritten yet.
+        config: Raw config of the base.
+        dtype: Dtype to run in, as safetensors names it.
     """
     modules: Counter[str] = Counter()
     tables = 0
@@ -79,24 +82,24 @@ def compare_logits(
     identity: bool,
     progress: Progress,
 ) -> LogitDifference:
-    """Run both models on a fixed batch, each with the weights of one module in memory at a time.
+    """Run both models on a fixed batch, with the weights of one module in memory at a time, and compare their logits.
 
     Args:
-        base: The base.
-        folder: The upscaled model.
-        tensors: Its tensors, by full name.
-        plan: Where its layers come from.
-        dtype: The container's name of the dtype to run in.
-        identity: Whether the method promises equality; hidden states are then compared behind every layer as well.
-        progress: Told of every layer.
+        base: The base checkpoint.
+        folder: Folder of the upscaled model.
+        tensors: Tensors of the upscaled model, by full name.
+        plan: The layer plan.
+        dtype: Dtype to run in, as safetensors names it.
+        identity: Whether the method promises equality; if so, hidden states are compared behind every layer as well.
+        progress: Display that is told of every layer.
 
     Returns:
-        The difference between their predictions.
+        The difference between the models' predictions.
 
     Raises:
         RequestError: If transformers cannot run the base.
-        VerificationError: If a tensor was not loaded as saved, transformers cannot run the result, or identity is promised
-            and a hidden state or a logit differs; says where the models part.
+        VerificationError: If a tensor was not loaded as saved, transformers cannot run the result, or identity is
+            promised and a hidden state or a logit differs. The message names the first layer that differs.
     """
     torch_dtype = getattr(torch, TORCH_NAMES[dtype])
     generator = torch.Generator().manual_seed(0)
@@ -111,8 +114,8 @@ def compare_logits(
             progress.advance()
 
     def follow(number: int, hidden: torch.Tensor) -> None:
-        # What is not finite spreads with each attention that reads it, a new layer's earlier than the base's own: there only
-        # predictions can be compared.
+        # Each attention spreads NaN and infinite values to later tokens, and a new layer spreads them before the base's next
+        # layer does. If the base has any, only predictions can be compared.
         if identity and base_is_finite and not partings:
             expected = hidden_states[counterparts[number]]
             if not _are_same(expected, hidden):
@@ -144,22 +147,22 @@ def compare_logits(
     if identity and (partings or not equal):
         what = "hidden states" if equal else "logits"
         difference = partings[0][1] if equal else _largest_difference(base_logits, new_logits)
-        place = _place(partings[0][0] if partings else None, base, tensors, plan, torch_dtype)
+        position = _place(partings[0][0] if partings else None, base, tensors, plan, torch_dtype)
         raise VerificationError(
             f"the upscaled model's {what} differ from the base's by up to {difference:g}; expected a difference of exactly 0. "
-            f"They part {place}."
+            f"They part {position}."
         )
-    found = (
+    difference_of_models = (
         LogitDifference(0.0, 0.0)
         if equal
         else LogitDifference(_largest_difference(base_logits, new_logits), _divergence(base_logits, new_logits))
     )
     progress.advance()
-    return found
+    return difference_of_models
 
 
 def _counterparts(plan: Plan) -> list[int]:
-    """In front of each layer and behind the last, how many base layers the residual stream has passed."""
+    """Return how many base layers the residual stream has passed in front of each layer, and behind the last."""
     passed = [0]
     for layer in plan.layers:
         passed.append(layer.index + 1 if isinstance(layer, Base) else passed[-1])
@@ -184,28 +187,31 @@ def _divergence(left: torch.Tensor, right: torch.Tensor) -> float:
 
 
 def _rows(left: torch.Tensor, right: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Corresponding rows of two tensors of the same shape, a few at once."""
+    """Yield corresponding rows of two tensors of the same shape, a few rows at a time."""
     return zip(left.flatten(0, -2).split(_ROWS_AT_ONCE), right.flatten(0, -2).split(_ROWS_AT_ONCE), strict=True)
 
 
 def _place(
     number: int | None, base: BaseModel, tensors: Mapping[str, StoredTensor], plan: Plan, dtype: torch.dtype
 ) -> str:
-    """Where two models part, in words: in the layer of that number, counted from 1, in front of all, or behind them (None)."""
+    """Return, as text, where two models first differ.
+
+    `number` counts layers from 1; 0 means in front of all layers, and None behind all.
+    """
     if number:
         layer = plan.layers[number - 1]
-        words = f"in layer {number - 1} ({plan.describe(number - 1)})"
+        position = f"in layer {number - 1} ({plan.describe(number - 1)})"
         if not isinstance(layer, Base):
-            return words
+            return position
         names = base.layer_names(layer.index)
         pairs = {base.new_name(number - 1, name): source for name, source in names.items()}
     else:
-        words = "in the embedding" if number == 0 else "behind the last layer"
+        position = "in the embedding" if number == 0 else "behind the last layer"
         pairs = {name: name for name in base.outer_names() if is_embedding(name) == (number == 0)}
     different = _different(pairs, base, tensors, dtype)
     if not different:
-        return f"{words}, though its tensors are the base's"
-    return f"{words}: {', '.join(different[:_NAMED])} {'are' if different[1:] else 'is'} not what the base has"
+        return f"{position}, though its tensors are the base's"
+    return f"{position}: {', '.join(different[:_NAMED])} {'are' if different[1:] else 'is'} not what the base has"
 
 
 def _different(

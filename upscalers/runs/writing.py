@@ -1,4 +1,4 @@
-"""Writing what was decided: tensors, config, verification, provenance, and the folder in its place."""
+"""Writing of a decided job: tensors, config, verification, provenance, and the move of the folder to its final path."""
 
 import copy
 import json
@@ -31,13 +31,14 @@ from upscalers.tensors.writer import CheckpointWriter, OutputTensor, split_shard
 
 @dataclass(frozen=True)
 class Outcome:
-    """What came of a job.
+    """Results of a job that was carried out.
 
     Args:
         identity: What was verified.
         volume: Bytes read and written.
-        kl_divergence: As `UpscaleReport` has it.
-        measurements: What solvers found out.
+        kl_divergence: KL divergence from the base's next-token distribution to the result's, mean over tokens, in
+            nats. Default: None, not compared.
+        measurements: What solvers measured about each tensor they made. Default: none.
     """
 
     identity: Identity
@@ -51,12 +52,12 @@ class Writing:
     """The writing of one job.
 
     Args:
-        job: What was decided.
-        folder: To make.
-        max_shard_bytes: The largest size of a file.
-        scan: Whether NaN in the base is refused.
-        compares_logits: Whether both models' logits are compared; otherwise each new block is checked alone.
-        progress: Told of every step.
+        job: The decided upscaling.
+        folder: The output folder.
+        max_shard_bytes: The largest size of a weight file, in bytes.
+        scan: Whether to refuse NaN and infinite values in the base.
+        compares_logits: Whether to compare both models' logits; otherwise each new block is checked alone.
+        progress: Display that is told of every step.
     """
 
     job: Job
@@ -67,17 +68,17 @@ class Writing:
     progress: Progress
 
     def run(self) -> Outcome:
-        """Write, verify, and put the folder in its place.
+        """Write and verify the result, and move the folder to its final path.
 
         Raises:
-            RequestError: If NaN is refused or transformers cannot read the result; nothing is left of it.
-            VerificationError: If the result is not what the method promises; nothing is left of it.
+            RequestError: If NaN is refused or transformers cannot read the result; nothing of the result is left.
+            VerificationError: If the result does not do what the method promises; nothing of the result is left.
         """
         job, progress = self.job, self.progress
         imports = threading.Thread(target=import_early, daemon=True)
         imports.start()
         shards = split_shards(job.tensors, self.max_shard_bytes)
-        # Where base layers were dropped, `strip` has nothing to give back that could be confirmed.
+        # If base layers were dropped, `strip` refuses, so that no digest is needed to confirm what it writes.
         digested = TensorDigests(job.base.tensors, {} if job.plan.dropped_layers else weight_names(job.base))
         with self.folder as partial, digested as digests:
             config = copy.deepcopy(job.config)
@@ -86,7 +87,7 @@ class Writing:
 
             def before_building() -> None:
                 digests.begin()
-                imports.join()  # two threads must not import transformers at once: its lazy modules do not stand it
+                imports.join()  # transformers' lazy modules break if two threads import them at once
 
             writer = CheckpointWriter(
                 job.base.tensors,
@@ -105,7 +106,7 @@ class Writing:
                 progress.advance()
             record = self._write_siblings(partial, config)
             identity, kl_divergence = self._verify(partial, shards, config)
-            self.folder.flush(progress)  # which takes as long as the digests, and no processor
+            self.folder.flush(progress)  # runs beside the digests: it takes about as long, and no processor
             progress.stage("recording what was done", 1)
             volume = Bytes(written.bytes_read, written.bytes_written)
             outcome = Outcome(identity, volume, kl_divergence, tuple(written.measurements))
@@ -115,7 +116,7 @@ class Writing:
         return outcome
 
     def _write_banks(self, partial: Path) -> None:
-        """Make the banks of new memories, and carry those of the base along."""
+        """Create the banks of new memories, and copy the banks of the base."""
         job = self.job
         if job.new_banks:
             create_banks(partial, job.new_banks, TORCH_NAMES[job.cast(job.base.dtype)], job.seed)
@@ -123,11 +124,13 @@ class Writing:
         self._tie_banks(partial, job.config)
 
     def _tie_banks(self, partial: Path, config: Config) -> None:
-        """Let banks name their layers, which may have moved, and the base of the upscaled model as far as its config knows it."""
+        """Update the descriptions of banks with their layers, which may have moved, and the base's digest, if the
+        config has one.
+        """
         tie_banks(partial, memories_of(self.job.base.family, config).banks)
 
     def _write_siblings(self, partial: Path, config: Config) -> dict[str, Any]:
-        """Write what lies beside the weights; returns what `strip` must know of it to undo it."""
+        """Write the files beside the weights, and return what `strip` must know to undo changes to them."""
         self.progress.stage("checking config and tokenizer", 2)
         copy_travelling_files(self.job.source.folder, partial)
         validated = _validated(partial)
@@ -147,7 +150,7 @@ class Writing:
     def _verify(
         self, partial: Path, shards: dict[str, list[OutputTensor]], config: Config
     ) -> tuple[Identity, float | None]:
-        """Check the result; returns what was found, and the divergence where logits were compared."""
+        """Check the result, and return what was checked, and the KL divergence if logits were compared."""
         from upscalers.runs.block_check import check_blocks
         from upscalers.runs.verify import compare_logits
 
@@ -155,8 +158,8 @@ class Writing:
         dtype, promised = job.cast(job.base.dtype), job.method.promises_identity
         tensors = {name: tensor for file in shards for name, tensor in read_header(partial / file).items()}
         if self.compares_logits:
-            found = compare_logits(job.base, partial, tensors, job.plan, dtype, promised, self.progress)
-            return Identity("logits", found.max_abs_diff), found.kl_divergence
+            difference = compare_logits(job.base, partial, tensors, job.plan, dtype, promised, self.progress)
+            return Identity("logits", difference.max_abs_diff), difference.kl_divergence
         if not promised:
             return Identity(None, None), None
         check_blocks(partial, config, job.base, job.plan, tensors, dtype, self.progress)
@@ -172,7 +175,7 @@ class Writing:
             entry[DIGEST_KEY] = content_sha256(digests)
             _write_config(partial, config)
             self._tie_banks(partial, config)
-        # Where a local base lies is nobody else's business, so a recipe names a base of the hub alone.
+        # A recipe names only bases on the hub: the path of a local base is private.
         hub_base = {"base": job.source.label, "revision": job.source.revision}
         request = {
             **({} if job.source.revision is None else hub_base),
@@ -219,7 +222,7 @@ def _write_config(partial: Path, config: Config) -> None:
 
 
 def _validated(folder: Path) -> Any:
-    """Let transformers construct the config, which checks what this package does not know of."""
+    """Return the config as transformers constructs it, which checks values that this package does not know."""
     from transformers import AutoConfig
 
     import midus_hf  # noqa: F401 - registers the classes
