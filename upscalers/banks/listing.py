@@ -18,8 +18,8 @@ def list_bank(model: str | Path, memory: str | None = None) -> dict[str, Any]:
     Returns:
         `{"model", "memory", "type", "branching", "fetched", "bank", "levels"}`. `levels` has `{"level", "nodes",
         "parameters", "written", "generic", "bytes_on_disk"}` for each level with blocks: `parameters` is the number of
-        one block, `written` has the nodes whose blocks were written, and `generic` is whether the block of the generic
-        memory was written.
+        parameters per block, `written` has the nodes whose blocks were written, and `generic` is whether the block of
+        the generic memory was written.
 
     Raises:
         RequestError: If there is no bank.
