@@ -165,8 +165,8 @@ def solve_all(
 def num_workers(solvers: Sequence[Solver]) -> int:
     """Return how many solvers run in parallel.
 
-    If any solver has a limit of its `workers`, the lowest limit decides. Otherwise one solver runs per processor, or
-    fewer where their matrices would take more than half of the free memory.
+    If any solver sets `workers`, the lowest of these limits decides. Otherwise one solver runs per processor, or fewer
+    where their matrices would take more than half of the free memory.
     """
     limits = [solver.workers for solver in solvers if solver.workers is not None]
     if limits:
