@@ -1,1 +1,1 @@
-"""Chapters of a checkpoint's memory: listed, edited, taken out into files and put into other models."""
+"""Chapters of a checkpoint's memory: listing, editing, export to files and import into other models."""

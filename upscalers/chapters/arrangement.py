@@ -1,4 +1,4 @@
-"""What an edit makes of a memory's chapters: for each place, which chapter stands there afterwards."""
+"""Arrangement of a memory's chapters after an edit: the origin of the chapter in each position."""
 
 import dataclasses
 from collections.abc import Mapping, Sequence
@@ -17,7 +17,7 @@ class Own:
     """A chapter of the model that is edited.
 
     Args:
-        number: Its number there.
+        number: Number of the chapter before the edit.
     """
 
     number: int
@@ -28,24 +28,24 @@ class Imported:
     """A chapter from a file.
 
     Args:
-        place: Its place among those of the file.
+        place: Position of the chapter in the file, from 0.
     """
 
     place: int
 
 
 Origin = Own | Imported | None
-"""Where a chapter comes from; None: it is zero."""
+"""Origin of a chapter; None for a chapter of zeros."""
 
 
 @dataclass(frozen=True)
 class Arrangement:
-    """Where the chapters of an edited memory come from.
+    """Origins of the chapters of an edited memory.
 
     Args:
-        rows: Of memory tokens, for each chapter.
-        routers: Of what routers have for it.
-        shared_chapters: S afterwards.
+        rows: Origin of each chapter's memory tokens.
+        routers: Origin of each chapter's router weights and biases.
+        shared_chapters: S, number of shared chapters after the edit.
     """
 
     rows: tuple[Origin, ...]
@@ -53,7 +53,7 @@ class Arrangement:
     shared_chapters: int
 
     def options(self, options: ChaptersOptions) -> ChaptersOptions:
-        """The options that the memory has afterwards."""
+        """Return the options that the memory has after the edit."""
         chapters = len(self.rows)
         return dataclasses.replace(
             options,
@@ -64,13 +64,13 @@ class Arrangement:
 
 
 def unchanged(options: ChaptersOptions) -> Arrangement:
-    """Every chapter where it is."""
+    """Return the arrangement that leaves every chapter in its position."""
     own: tuple[Origin, ...] = tuple(map(Own, range(options.chapters)))
     return Arrangement(own, own, options.shared_chapters)
 
 
 def zeroed(options: ChaptersOptions, numbers: Sequence[int]) -> Arrangement:
-    """Chapters whose rows are zero; their routers stay."""
+    """Return the arrangement that sets the rows of chapters to zero, and leaves their routers."""
     rows: list[Origin] = list(unchanged(options).rows)
     for number in numbers:
         rows[number] = None
@@ -78,10 +78,10 @@ def zeroed(options: ChaptersOptions, numbers: Sequence[int]) -> Arrangement:
 
 
 def swapped(options: ChaptersOptions, numbers: Sequence[int], with_router: bool) -> Arrangement:
-    """Two chapters that stand in one another's place.
+    """Return the arrangement that exchanges two chapters.
 
     Raises:
-        RequestError: If the numbers are not two.
+        RequestError: If `numbers` does not name two chapters.
     """
     if len(numbers) != 2:
         raise RequestError(f"chapters is {written(numbers)!r}; expected the two that are swapped, such as 3,7.")
@@ -93,10 +93,10 @@ def swapped(options: ChaptersOptions, numbers: Sequence[int], with_router: bool)
 
 
 def pruned(options: ChaptersOptions, numbers: Sequence[int]) -> Arrangement:
-    """All chapters but these.
+    """Return the arrangement without the chapters in `numbers`.
 
     Raises:
-        RequestError: If fewer are left than the router chooses.
+        RequestError: If fewer routed chapters are left than the router chooses.
     """
     kept = sorted({*range(options.chapters)} - {*numbers})
     shared = sum(number < options.shared_chapters for number in kept)
@@ -110,15 +110,15 @@ def pruned(options: ChaptersOptions, numbers: Sequence[int]) -> Arrangement:
 
 
 def replaced(options: ChaptersOptions, numbers: Sequence[int]) -> Arrangement:
-    """Chapters of a file in the places of these, the first in the first."""
+    """Return the arrangement with chapters of a file in place of the chapters in `numbers`, in the same order."""
     own: list[Origin] = list(unchanged(options).rows)
-    for place, number in enumerate(numbers):
-        own[number] = Imported(place)
+    for position, number in enumerate(numbers):
+        own[number] = Imported(position)
     return Arrangement(tuple(own), tuple(own), options.shared_chapters)
 
 
 def appended(options: ChaptersOptions, count: int) -> Arrangement:
-    """The first chapters of a file behind the model's own."""
+    """Return the arrangement with the first `count` chapters of a file behind the model's own."""
     longer = (*unchanged(options).rows, *map(Imported, range(count)))
     return Arrangement(longer, longer, options.shared_chapters)
 
@@ -126,13 +126,14 @@ def appended(options: ChaptersOptions, count: int) -> Arrangement:
 def recipes(
     memory: ChapterMemory, banks: Sequence[Bank], arrangement: Arrangement, imported: Bank | None = None
 ) -> Mapping[str, Recipe]:
-    """Recipes of the tensors that an edit changes, by full name.
+    """Return recipes of the tensors that an edit changes, by full name.
 
     Args:
-        memory: That is edited.
-        banks: Those of its banks that are.
-        arrangement: What they become.
-        imported: The names that the tensors of the file have; its layers are those of each bank, in order. Default: no file.
+        memory: The memory that is edited.
+        banks: The banks of the memory that are edited.
+        arrangement: Arrangement of the chapters after the edit.
+        imported: Names of the file's tensors; its layers correspond to the layers of each bank, in order. Default: no
+            file.
     """
     before, made = unchanged(memory.options), {}
 
@@ -141,26 +142,26 @@ def recipes(
         made[name] = Rows((len(origins) * rows, *width), _ranges(origins, rows, name, file_name))
 
     for bank in banks:
-        file = imported or bank  # without a file nothing is asked of it
+        file = imported or bank  # without a file no arrangement takes names from here
         if arrangement.rows != before.rows:
             for name, file_name in zip(bank.rows, file.rows, strict=True):
                 make(name, arrangement.rows, memory.options.chapter_tokens, file_name)
         if arrangement.routers != before.routers:
-            for place in range(len(bank.layers)):
-                make(bank.router_weights[place], arrangement.routers, 1, file.router_weights[place])
-                make(bank.router_biases[place], arrangement.routers, 1, file.router_biases[place])
+            for position in range(len(bank.layers)):
+                make(bank.router_weights[position], arrangement.routers, 1, file.router_weights[position])
+                make(bank.router_biases[position], arrangement.routers, 1, file.router_biases[position])
     return made
 
 
 def _ranges(origins: Sequence[Origin], rows: int, own: str, imported: str) -> tuple[RowRange, ...]:
-    """The rows of chapters of so many rows, what follows one another in its source in one range."""
+    """Return the row ranges of chapters with `rows` rows each, joining ranges that follow each other in their source."""
     ranges: list[RowRange] = []
     for origin in origins:
         match origin:
             case Own(number):
                 following = RowRange(own, number * rows, rows)
-            case Imported(place):
-                following = RowRange(imported, place * rows, rows)
+            case Imported(position):
+                following = RowRange(imported, position * rows, rows)
             case None:
                 following = RowRange(None, 0, rows)
         if ranges and _continues(following, ranges[-1]):

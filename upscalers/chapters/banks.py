@@ -1,4 +1,4 @@
-"""The banks of a checkpoint's memory of chapters, and the routers that open them."""
+"""Banks of a checkpoint's memory of chapters, and the routers that open chapters."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,14 +12,14 @@ from upscalers.request.errors import RequestError
 
 @dataclass(frozen=True)
 class Bank:
-    """One bank, and the routers of the layers that read it.
+    """One bank, and the routers of the layers that read the bank.
 
     Args:
-        number: Among the banks of its memory.
-        layers: Indices of those layers.
-        rows: Full names of the tensors that have a row for each memory token, in the order of `row_names`.
-        router_weights: Full names, one per layer: a row for each chapter.
-        router_biases: Full names, one per layer: an entry for each chapter.
+        number: Number of the bank among the banks of its memory, from 0.
+        layers: Indices of the layers that read the bank.
+        rows: Full names of the tensors with a row per memory token, in the order of `row_names`.
+        router_weights: Full names of router weights, one tensor per layer with a row per chapter.
+        router_biases: Full names of router biases, one tensor per layer with an entry per chapter.
     """
 
     number: int
@@ -34,9 +34,9 @@ class ChapterMemory:
     """A memory of chapters in a checkpoint.
 
     Args:
-        model: The checkpoint.
-        entry: Of its config's `memory` list.
-        options: Of the entry.
+        model: The opened checkpoint.
+        entry: Entry of the memory in the config's `memory` list.
+        options: Options in the entry.
     """
 
     model: BaseModel
@@ -45,12 +45,12 @@ class ChapterMemory:
 
     @property
     def name(self) -> str:
-        """What its tensors and its entry are called by."""
+        """Name of the memory in its config entry and its tensors."""
         return self.entry.name
 
     @cached_property
     def banks(self) -> tuple[Bank, ...]:
-        """Its banks; where layers share none, each layer has one."""
+        """Banks of the memory; if layers do not share banks, each layer has one."""
         tables = self.model.memories.tables(self.name)
         if tables:
             shared = f"{self.model.prefix}{TABLES}.{self.name}"
@@ -62,10 +62,10 @@ class ChapterMemory:
         )
 
     def chosen_banks(self, number: int | None) -> tuple[Bank, ...]:
-        """The bank of a number, or all of them for None.
+        """Return the bank of a number, or all banks for None.
 
         Raises:
-            RequestError: If there is no such bank.
+            RequestError: If there is no bank of this number.
         """
         if number is None:
             return self.banks
@@ -89,64 +89,64 @@ class ChapterMemory:
 
 
 STORED_INTEGERS = {8: "I8", 4: "U8"}
-"""The container's name of what rows of integers are stored as, by their bits."""
+"""Dtype of integer rows, as safetensors names it, by the number of bits."""
 
 
 def row_names(bank_bits: int | None) -> tuple[str, ...]:
-    """Names of the tensors of a bank that have a row for each memory token, or for its first factor.
+    """Return the names of a bank's tensors that have a row per memory token, or the first factor of a row.
 
     Args:
-        bank_bits: As the options have it.
+        bank_bits: Bits per number of a rounded bank, 8 or 4; None for a bank that is not rounded.
     """
     return ("bank",) if bank_bits is None else ("bank_integers", "bank_scales")
 
 
 def find_memories(model: BaseModel) -> dict[str, ChapterMemory]:
-    """The memories of chapters that a checkpoint has, by name.
+    """Return the memories of chapters that a checkpoint has, by name.
 
     Raises:
-        RequestError: If it has none.
+        RequestError: If the checkpoint has none.
     """
-    found = {
+    memories = {
         name: ChapterMemory(model, entry, entry.options)
         for name, entry in model.memories.attached.items()
         if isinstance(entry.options, ChaptersOptions)
     }
-    if not found:
+    if not memories:
         raise RequestError(
             f"{model.folder} has no memory of type 'chapters'; expected a model with one. Make it with 'upscale --method moc'."
         )
-    return found
+    return memories
 
 
 def find_memory(model: BaseModel, name: str | None) -> ChapterMemory:
-    """The memory of chapters of that name, or for None the only one.
+    """Return the memory of chapters of a name, or the only one for None.
 
     Raises:
-        RequestError: If there is none, or nothing says which of several.
+        RequestError: If there is none of this name, or several and `name` is None.
     """
-    found = find_memories(model)
-    if name is None and len(found) > 1:
+    memories = find_memories(model)
+    if name is None and len(memories) > 1:
         raise RequestError(
-            f"the model has several memories of chapters, {', '.join(found)}; expected one of them. Pass --memory NAME."
+            f"the model has several memories of chapters, {', '.join(memories)}; expected one of them. Pass --memory NAME."
         )
-    if name is not None and name not in found:
+    if name is not None and name not in memories:
         raise RequestError(
-            f"memory is {name!r}; expected the name of a memory of chapters, of which the model has: {', '.join(found)}."
+            f"memory is {name!r}; expected the name of a memory of chapters, of which the model has: {', '.join(memories)}."
         )
-    return next(iter(found.values())) if name is None else found[name]
+    return next(iter(memories.values())) if name is None else memories[name]
 
 
 def check_all(verb: str, memory: ChapterMemory, banks: Sequence[Bank]) -> None:
-    """Check that an edit of what all banks of a memory have in common is one of all.
+    """Check that an edit covers all banks of a memory, since the edit changes sizes that the banks share.
 
     Args:
-        verb: What the edit does, for the message.
-        memory: That is edited.
-        banks: Those of its banks that are.
+        verb: Verb for the edit, for the message.
+        memory: The memory that is edited.
+        banks: The banks of the memory that are edited.
 
     Raises:
-        RequestError: If there are others.
+        RequestError: If the memory has other banks.
     """
     if len(banks) < len(memory.banks):
         raise RequestError(

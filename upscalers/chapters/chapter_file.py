@@ -1,4 +1,4 @@
-"""Chapters in a file of their own: rows of the bank, what each layer's router has for them, and what they fit."""
+"""Files of chapters: rows of the bank, router weights and biases of each layer, and the sizes that the chapters fit."""
 
 import hashlib
 import json
@@ -13,7 +13,7 @@ from upscalers.request.errors import RequestError
 
 METADATA_KEY = "midus_chapters"
 DIGEST_KEY = "midus_chapters_sha256"
-"""What a file's metadata calls the SHA-256 of the whole file, which is taken with zeros in the place of its digits."""
+"""Metadata key of the SHA-256 of the whole file, which is computed with zeros in place of the digest itself."""
 
 _NO_DIGEST = "0" * 64
 _DIGEST_PLACE = f'"{DIGEST_KEY}":"'.encode()
@@ -22,12 +22,12 @@ _ROWS_AT_ONCE = 2**14
 
 
 def router_weight(layer: int) -> str:
-    """The name of what a layer's router has of weights."""
+    """Return the name of the tensor with a layer's router weights."""
     return f"layers.{layer}.router_weight"
 
 
 def router_bias(layer: int) -> str:
-    """The name of what a layer's router has of biases."""
+    """Return the name of the tensor with a layer's router biases."""
     return f"layers.{layer}.router_bias"
 
 
@@ -36,13 +36,13 @@ class ChapterFile:
     """A file of chapters that `export` wrote.
 
     Args:
-        path: Where it lies.
-        tensors: Its tensors, by name.
-        chapters: The numbers that its chapters had.
+        path: Path of the file.
+        tensors: Tensors of the file, by name.
+        chapters: Numbers that the chapters had in the model.
         chapter_tokens: T, rows per chapter.
-        layers: The layers that read the bank that they are from.
-        bank_rank: As the options of their memory had it.
-        bank_bits: Likewise.
+        layers: Indices of the layers that read the chapters' bank in the model.
+        bank_rank: Option `bank_rank` of the memory in the model.
+        bank_bits: Option `bank_bits` of the memory in the model.
     """
 
     path: Path
@@ -54,11 +54,11 @@ class ChapterFile:
     bank_bits: int | None
 
     def sources(self) -> dict[str, StoredTensor]:
-        """Its tensors, by names that no tensor of a model has."""
+        """Return the tensors, by names that no tensor of a model has."""
         return {self._source(name): tensor for name, tensor in self.tensors.items()}
 
     def bank(self) -> Bank:
-        """Those names, as a bank has them."""
+        """Return the names that `sources` gives to the tensors, as a bank."""
         return Bank(
             0,
             self.layers,
@@ -68,10 +68,10 @@ class ChapterFile:
         )
 
     def check_fits(self, memory: ChapterMemory, bank: Bank) -> None:
-        """Check that its chapters are of the sizes of a bank.
+        """Check that the chapters have the sizes of a bank.
 
         Raises:
-            RequestError: If they are not.
+            RequestError: If a size differs.
         """
         sizes = {
             "rows per chapter": (self.chapter_tokens, memory.options.chapter_tokens),
@@ -81,10 +81,10 @@ class ChapterFile:
             "layers": (len(self.layers), len(bank.layers)),
             "hidden_size": (self._hidden_size, memory.model.tensors[bank.router_weights[0]].shape[1]),
         }
-        for what, (found, expected) in sizes.items():
-            if found != expected:
+        for what, (actual, expected) in sizes.items():
+            if actual != expected:
                 raise RequestError(
-                    f"{self.path.name} has {what} = {_said(found)}; expected {_said(expected)}, as bank {bank.number} of memory "
+                    f"{self.path.name} has {what} = {_said(actual)}; expected {_said(expected)}, as bank {bank.number} of memory "
                     f"{memory.name!r} has. Export from a model of the same sizes."
                 )
 
@@ -103,16 +103,16 @@ class ChapterFile:
 def metadata(
     memory: ChapterMemory, bank: Bank, chapters: tuple[int, ...], source: str, version: str
 ) -> dict[str, str]:
-    """What a file of chapters says of itself.
+    """Return the metadata of a file of chapters, with zeros as the digest.
 
     Args:
-        memory: That they are from.
-        bank: That they are from.
-        chapters: Their numbers.
-        source: What the model is called.
-        version: Of this package.
+        memory: The memory that the chapters are from.
+        bank: The bank that the chapters are from.
+        chapters: Numbers of the chapters.
+        source: Name of the model in records.
+        version: Version of this package.
     """
-    told = {
+    description = {
         "chapters": list(chapters),
         "chapter_tokens": memory.options.chapter_tokens,
         "layers": list(bank.layers),
@@ -123,31 +123,33 @@ def metadata(
         "source": source,
         "midus_hf": version,
     }
-    return {METADATA_KEY: json.dumps(told), DIGEST_KEY: _NO_DIGEST}
+    return {METADATA_KEY: json.dumps(description), DIGEST_KEY: _NO_DIGEST}
 
 
 def seal(path: Path) -> None:
-    """Put the digest of a file into its metadata, where `metadata` left the place for it."""
-    digest, place = _digest(path)
+    """Write the digest of a file into its metadata, over the zeros that `metadata` put there."""
+    digest, position = _digest(path)
     with path.open("r+b") as file:
-        file.seek(place)
+        file.seek(position)
         file.write(digest.encode())
 
 
 def _digest(path: Path) -> tuple[str, int]:
-    """Return the digest that a file should say of itself, and the position of the one that it says."""
+    """Return the digest that belongs into a file, and the position in the file of the digest that stands there."""
     with path.open("rb") as file:
         length = file.read(8)
         header = file.read(int.from_bytes(length, "little"))
-        place = header.index(_DIGEST_PLACE) + len(_DIGEST_PLACE)
-        digest = hashlib.sha256(length + header[:place] + _NO_DIGEST.encode() + header[place + len(_NO_DIGEST) :])
+        position = header.index(_DIGEST_PLACE) + len(_DIGEST_PLACE)
+        digest = hashlib.sha256(
+            length + header[:position] + _NO_DIGEST.encode() + header[position + len(_NO_DIGEST) :]
+        )
         while block := file.read(_AT_ONCE):
             digest.update(block)
-    return digest.hexdigest(), len(length) + place
+    return digest.hexdigest(), len(length) + position
 
 
 def is_chapter_file(path: Path) -> bool:
-    """Whether a file is one that `export` wrote."""
+    """Return whether `export` wrote a file."""
     try:
         return METADATA_KEY in read_metadata(path)
     except (OSError, RequestError):
@@ -158,7 +160,7 @@ def open_chapter_file(path: Path) -> ChapterFile:
     """Open a file of chapters.
 
     Raises:
-        RequestError: If there is no such file, or it is no sound one that `export` wrote.
+        RequestError: If the file does not exist, or is no sound file that `export` wrote.
     """
     if not path.is_file():
         raise RequestError(f"{path} is no file; expected one that 'midus edit chapters export' wrote.")
@@ -166,10 +168,10 @@ def open_chapter_file(path: Path) -> ChapterFile:
     if text is None:
         raise RequestError(f"{path.name} holds no chapters; expected a file that 'midus edit chapters export' wrote.")
     try:
-        told: dict[str, Any] = parse_json(text)
-        chapters, layers = tuple(told["chapters"]), tuple(told["layers"])
-        of_bank = (told["memory"].get(name) for name in ("bank_rank", "bank_bits"))
-        file = ChapterFile(path, tensors, chapters, told["chapter_tokens"], layers, *of_bank)
+        description: dict[str, Any] = parse_json(text)
+        chapters, layers = tuple(description["chapters"]), tuple(description["layers"])
+        of_bank = (description["memory"].get(name) for name in ("bank_rank", "bank_bits"))
+        file = ChapterFile(path, tensors, chapters, description["chapter_tokens"], layers, *of_bank)
         sound = _is_sound(file)
     except (ValueError, TypeError, KeyError, AttributeError, IndexError):
         sound = False
@@ -181,20 +183,20 @@ def open_chapter_file(path: Path) -> ChapterFile:
     return file
 
 
-def _check_contents(file: ChapterFile, told: str | None) -> None:
-    """Compare a file with its digest, and see that all of its numbers are finite.
+def _check_contents(file: ChapterFile, recorded: str | None) -> None:
+    """Compare a file with its recorded digest, and check that all of its numbers are finite.
 
     Raises:
-        RequestError: If it was altered, or a number is none.
+        RequestError: If the file was altered, or a number is not finite.
     """
     try:
-        digest = None if told is None else _digest(file.path)[0]
+        digest = None if recorded is None else _digest(file.path)[0]
     except ValueError:  # its header has the digest, but not as `export` writes it
         digest = None
-    if digest is None or digest != told:
-        found = "has no digest" if told is None else "is not what was exported: its digest differs"
+    if digest is None or digest != recorded:
+        problem = "has no digest" if recorded is None else "is not what was exported: its digest differs"
         raise RequestError(
-            f"{file.path.name} {found}; expected a file as 'midus edit chapters export' writes it. Export it again."
+            f"{file.path.name} {problem}; expected a file as 'midus edit chapters export' writes it. Export it again."
         )
     import torch
     from safetensors import safe_open
@@ -210,7 +212,7 @@ def _check_contents(file: ChapterFile, told: str | None) -> None:
 
 
 def _is_sound(file: ChapterFile) -> bool:
-    """Whether its tensors are what its metadata says."""
+    """Return whether the tensors of a file are as its metadata describes them."""
     count = len(file.chapters)
     hidden_size = file.tensors[router_weight(file.layers[0])].shape[1]
     expected: dict[str, tuple[int, ...]] = {

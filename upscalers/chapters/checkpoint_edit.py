@@ -1,4 +1,4 @@
-"""One edit of a checkpoint's chapters: another checkpoint, whose other tensors and files are the same bytes."""
+"""Edits of a checkpoint's chapters: each writes another checkpoint, in which all other tensors and files stay the same."""
 
 import copy
 import importlib.metadata
@@ -26,15 +26,15 @@ from upscalers.tensors.writer import CheckpointWriter, OutputTensor
 
 @dataclass(frozen=True)
 class EditRequest:
-    """What every edit of a checkpoint is told.
+    """The request that all edits of chapters share.
 
     Args:
         model: A checkpoint with chapters, trained or not: a folder or a hub id.
         output: The folder to make.
-        memory: Name of one of several memories of chapters. Default: the only one.
-        bank: Number of one of several banks. Default: all.
-        overwrite: As for `upscale`. Default: False.
-        progress: Told of every step. Default: silent.
+        memory: Name of the memory, needed if the model has several memories of chapters. Default: the only one.
+        bank: Number of the bank to edit. Default: all banks.
+        overwrite: Whether to replace an existing checkpoint, under the conditions of `upscale`. Default: False.
+        progress: Display that is told of every step. Default: silent.
     """
 
     model: str | Path
@@ -50,11 +50,11 @@ class Decided:
     """An edit that was decided on.
 
     Args:
-        options: That the memory has afterwards.
-        numbers: Of the chapters, as they are recorded.
-        tensors: By the name of each tensor that does not stay as it is, what is written in its place.
-        asked: What else is recorded. Default: nothing.
-        sources: Tensors from elsewhere that recipes read. Default: none.
+        options: Options of the memory after the edit.
+        numbers: Numbers of the edited chapters, for the record.
+        tensors: Tensors to write instead of a tensor, by the name of each tensor that does not stay as it is.
+        asked: Further details of the request, for the record. Default: none.
+        sources: Tensors that recipes read from other files, by name. Default: none.
     """
 
     options: ChaptersOptions
@@ -67,19 +67,19 @@ class Decided:
 def edit_checkpoint(
     command: str, request: EditRequest, decide: Callable[[ChapterMemory, Sequence[Bank]], Decided]
 ) -> dict[str, Any]:
-    """Write the checkpoint that an edit makes of another one.
+    """Write a copy of a checkpoint with an edit applied to its chapters.
 
     Args:
-        command: What the edit is called.
-        request: From what to what.
-        decide: Decides, for a memory and those of its banks that are edited, what becomes of them.
+        command: Name of the edit in the record.
+        request: The checkpoint to read, the folder to make, and the banks to edit.
+        decide: Function that decides on the edit, from the memory and the banks of the memory that are edited.
 
     Returns:
-        `{"command", "model", "output", "memory", "banks", "chapters", "chapters_before", "chapters_after", "bytes_written",
-        "seconds"}`, `chapters` a list of numbers.
+        `{"command", "model", "output", "memory", "banks", "chapters", "chapters_before", "chapters_after",
+        "bytes_written", "seconds"}`, where `chapters` is a list of numbers.
 
     Raises:
-        RequestError: If the memory or the bank is not there, or the output cannot be made.
+        RequestError: If the memory or the bank does not exist, or the output cannot be made.
     """
     started = time.perf_counter()
     progress = request.progress or NoProgress()
@@ -135,25 +135,25 @@ def edit_checkpoint(
 
 
 Edit = dict[str, Any]
-"""`{"command", "chapters", "version", "memory", "banks"}`, chapters as people write them, and what else was asked for."""
+"""Record of an edit: `{"command", "chapters", "version", "memory", "banks"}`, and further details of the request."""
 
 _EDITED = ("memory_tokens", "chapters", "shared_chapters", "bank_bits")
-"""The options that follow an edit."""
+"""Names of the options that an edit may change."""
 
 _HEADING = "## Edited chapters"
 
 
 def edited_config(config: Config, memory: str, options: ChaptersOptions, edit: Edit) -> Config:
-    """The config after an edit.
+    """Return the config after an edit, with the edit recorded.
 
-    Where the memory belongs to the base of an upscaling, that base's config in the record says the same, so that `strip` gives
-    back a model whose config fits its tensors.
+    If the memory belongs to the base of an upscaling, the base's config in the entry of that upscaling is changed as
+    well, so that `strip` writes a model whose config fits its tensors.
 
     Args:
-        config: The raw config before it.
+        config: The raw config before the edit.
         memory: Name of the memory.
-        options: That it has afterwards.
-        edit: What is recorded.
+        options: Options of the memory after the edit.
+        edit: The record of the edit.
     """
     config = copy.deepcopy(config)
     for entry in config.get("memory") or []:
@@ -167,13 +167,13 @@ def edited_config(config: Config, memory: str, options: ChaptersOptions, edit: E
 
 
 def edited_card(card: str, edit: Edit) -> str:
-    """A model card with one more edit at its end."""
-    asked = ", ".join(f"{key} {_said(value)}" for key, value in edit.items() if key not in ("command", "version"))
-    line = f"- `midus edit chapters {edit['command']}` of midus_hf {edit['version']}: {asked}\n"
+    """Return a model card with a line about the edit at its end."""
+    changes = ", ".join(f"{key} {_said(value)}" for key, value in edit.items() if key not in ("command", "version"))
+    line = f"- `midus edit chapters {edit['command']}` of midus_hf {edit['version']}: {changes}\n"
     if _HEADING in card:
         return f"{card.rstrip()}\n{line}"
-    told = "What stands above tells of the upscaling, its numbers included. Since then:"
-    return f"{card.rstrip()}\n\n{_HEADING}\n\n{told}\n\n{line}"
+    heading = "What stands above tells of the upscaling, its numbers included. Since then:"
+    return f"{card.rstrip()}\n\n{_HEADING}\n\n{heading}\n\n{line}"
 
 
 def _said(value: Any) -> str:

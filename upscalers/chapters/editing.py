@@ -1,4 +1,4 @@
-"""The edits of chapters that move rows: setting them to zero, swapping, pruning, importing."""
+"""Edits that move rows of chapters: setting to zero, swapping, pruning, importing."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -14,18 +14,18 @@ from upscalers.tensors.writer import OutputTensor
 
 
 def zero(request: EditRequest, chapters: str) -> dict[str, Any]:
-    """Set the rows of chapters to zero. Routers still open them, and attention still gives them a share.
+    """Set the rows of chapters to zero. Routers still open these chapters, and attention still gives them a share.
 
     Args:
-        request: From what to what.
-        chapters: Such as `"3,7-9"`.
+        request: The checkpoint to read, the folder to make, and the banks to edit.
+        chapters: Numbers of the chapters, such as `"3,7-9"`.
 
     Returns:
-        `{"command", "model", "output", "memory", "banks", "chapters", "chapters_before", "chapters_after", "bytes_written",
-        "seconds"}`, `chapters` a list of numbers.
+        `{"command", "model", "output", "memory", "banks", "chapters", "chapters_before", "chapters_after",
+        "bytes_written", "seconds"}`, where `chapters` is a list of numbers.
 
     Raises:
-        RequestError: If a chapter, the memory or the bank is not there, or the output cannot be made.
+        RequestError: If a chapter, the memory or the bank does not exist, or the output cannot be made.
     """
 
     def arrange(memory: ChapterMemory, banks: Sequence[Bank]) -> Decided:
@@ -39,16 +39,16 @@ def swap(request: EditRequest, chapters: str, with_router: bool = False) -> dict
     """Exchange the rows of two chapters.
 
     Args:
-        request: From what to what.
-        chapters: The two, such as `"3,7"`.
-        with_router: Whether what routers have for them is exchanged as well. The model then computes what it did, if both are
-            routed or both are shared. Default: False.
+        request: The checkpoint to read, the folder to make, and the banks to edit.
+        chapters: Numbers of the two chapters, such as `"3,7"`.
+        with_router: Whether to exchange the chapters' router weights and biases as well. The model then computes the
+            same as before, if both chapters are routed or both are shared. Default: False.
 
     Returns:
-        As `zero`.
+        The same keys as from `zero`.
 
     Raises:
-        RequestError: As `zero`; if the chapters are not two.
+        RequestError: As for `zero`, or if `chapters` does not name two.
     """
 
     def arrange(memory: ChapterMemory, banks: Sequence[Bank]) -> Decided:
@@ -60,17 +60,18 @@ def swap(request: EditRequest, chapters: str, with_router: bool = False) -> dict
 
 
 def prune(request: EditRequest, chapters: str) -> dict[str, Any]:
-    """Take chapters out, with what routers have for them. Those behind move up.
+    """Remove chapters with their router weights and biases. The chapters behind them move up.
 
     Args:
-        request: From what to what.
-        chapters: Such as `"3,7-9"`; shared ones may be among them.
+        request: The checkpoint to read and the folder to make.
+        chapters: Numbers of the chapters, such as `"3,7-9"`; shared chapters may be among them.
 
     Returns:
-        As `zero`.
+        The same keys as from `zero`.
 
     Raises:
-        RequestError: As `zero`; if fewer chapters would be left than the router chooses, or only some banks are named.
+        RequestError: As for `zero`, or if fewer routed chapters would be left than the router chooses, or the request
+            names one of several banks.
     """
 
     def arrange(memory: ChapterMemory, banks: Sequence[Bank]) -> Decided:
@@ -84,19 +85,21 @@ def prune(request: EditRequest, chapters: str) -> dict[str, Any]:
 def import_file(
     request: EditRequest, file: str | Path, into: str | None = None, append: bool = False
 ) -> dict[str, Any]:
-    """Put the chapters of a file in the places of others, or behind them as new ones, with what routers have for them.
+    """Replace chapters with the chapters of a file, or append these as new ones, with their router weights and biases.
 
     Args:
-        request: From what to what.
-        file: That `export` wrote.
-        into: The places, such as `"3,4"`, one for each of the file's chapters. Default: the numbers that they had.
-        append: Put them behind the model's own, as routed ones. Default: False.
+        request: The checkpoint to read, the folder to make, and the banks to edit.
+        file: A file that `export` wrote.
+        into: Numbers of the chapters to replace, such as `"3,4"`, one for each chapter of the file. Default: the
+            numbers that the file's chapters had in their model.
+        append: Whether to append the chapters behind the model's own, as routed ones. Default: False.
 
     Returns:
-        As `zero`; `chapters` are the places.
+        The same keys as from `zero`, where `chapters` has the numbers of the imported chapters in the result.
 
     Raises:
-        RequestError: As `zero`; if sizes or numbers differ, or only some banks are named for an append.
+        RequestError: As for `zero`, or if sizes or the number of chapters differ, or an append names one of several
+            banks.
     """
     if into is not None and append:
         raise RequestError(f"into is {into!r} and append is given; expected one of them.")
@@ -112,8 +115,8 @@ def import_file(
         else:
             numbers = _places(opened, into, chapters)
             arrangement = replaced(memory.options, numbers)
-        asked = {"file": opened.path.name, "append": append}
-        return _decided(memory, banks, arrangement, numbers, asked, opened)
+        details = {"file": opened.path.name, "append": append}
+        return _decided(memory, banks, arrangement, numbers, details, opened)
 
     return edit_checkpoint("import", request, arrange)
 
@@ -123,17 +126,19 @@ def _decided(
     banks: Sequence[Bank],
     arrangement: Arrangement,
     numbers: tuple[int, ...],
-    asked: Mapping[str, Any] | None = None,
+    details: Mapping[str, Any] | None = None,
     file: ChapterFile | None = None,
 ) -> Decided:
-    """An edit that arranges chapters anew, some of them from a file if there is one."""
+    """Return the edit that arranges chapters anew, some of them from `file` if given."""
     made = recipes(memory, banks, arrangement, file.bank() if file else None)
     tensors = {name: [OutputTensor(name, recipe, memory.model.tensors[name].dtype)] for name, recipe in made.items()}
-    return Decided(arrangement.options(memory.options), numbers, tensors, asked or {}, file.sources() if file else {})
+    return Decided(
+        arrangement.options(memory.options), numbers, tensors, details or {}, file.sources() if file else {}
+    )
 
 
 def _places(file: ChapterFile, into: str | None, num_chapters: int) -> tuple[int, ...]:
-    """Where the chapters of a file go."""
+    """Return the numbers that the chapters of a file get in the result."""
     if into is not None:
         numbers = parse_numbers(into, num_chapters, "into")
         if len(numbers) != len(file.chapters):

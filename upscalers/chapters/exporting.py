@@ -1,4 +1,4 @@
-"""Taking chapters out of a checkpoint into a file."""
+"""Export of chapters from a checkpoint into a file."""
 
 import importlib.metadata
 import os
@@ -28,44 +28,44 @@ def export(
     bank: int | None = None,
     overwrite: bool = False,
 ) -> dict[str, Any]:
-    """Write chapters of one bank, and what the routers of its layers have for them, into one file.
+    """Write chapters of one bank, with the router weights and biases of the bank's layers, into one file.
 
     Args:
-        model: A checkpoint with chapters.
-        chapters: Such as `"3,7-9"`.
+        model: A checkpoint with chapters: a folder or a hub id.
+        chapters: Numbers of the chapters, such as `"3,7-9"`.
         output: The file to make, which ends in `.safetensors`.
-        memory: Name of one of several memories of chapters. Default: the only one.
-        bank: Number of one of several banks. Default: the only one.
-        overwrite: Replace a file of chapters. Default: False.
+        memory: Name of the memory, needed if the model has several memories of chapters. Default: the only one.
+        bank: Number of the bank, needed if the memory has several. Default: the only one.
+        overwrite: Whether to replace an existing file of chapters. Default: False.
 
     Returns:
         `{"command", "model", "output", "memory", "bank", "chapters", "bytes_written"}`.
 
     Raises:
-        RequestError: If a chapter, the memory or the bank is not there, or the file cannot be made.
+        RequestError: If a chapter, the memory or the bank does not exist, or the file cannot be made.
     """
     file = Path(output).expanduser()
     _check_output(file, overwrite)
     with resolve_source(str(model)) as source:
         opened = open_base(source.folder)
-        found = find_memory(opened, memory)
-        banks = found.chosen_banks(bank)
+        source_memory = find_memory(opened, memory)
+        banks = source_memory.chosen_banks(bank)
         if len(banks) > 1:
             raise RequestError(
-                f"memory {found.name!r} has {len(banks)} banks; expected one of them to export from. Pass --bank N."
+                f"memory {source_memory.name!r} has {len(banks)} banks; expected one of them to export from. Pass --bank N."
             )
-        numbers = parse_numbers(chapters, found.options.chapters)
-        told = metadata(found, banks[0], numbers, source.label, importlib.metadata.version("midus-hf"))
+        numbers = parse_numbers(chapters, source_memory.options.chapters)
+        description = metadata(source_memory, banks[0], numbers, source.label, importlib.metadata.version("midus-hf"))
         with tempfile.TemporaryDirectory(prefix=f".{file.name}.", dir=file.parent) as folder:
-            shards = {SINGLE_FILE: _tensors(found, banks[0], numbers)}
-            written = CheckpointWriter(opened.tensors, scan=False).write(Path(folder), shards, told)
+            shards = {SINGLE_FILE: _tensors(source_memory, banks[0], numbers)}
+            written = CheckpointWriter(opened.tensors, scan=False).write(Path(folder), shards, description)
             seal(Path(folder, SINGLE_FILE))
             put_in_place(Path(folder, SINGLE_FILE), file)
     return {
         "command": "export",
         "model": str(model),
         "output": str(output),
-        "memory": found.name,
+        "memory": source_memory.name,
         "bank": banks[0].number,
         "chapters": list(numbers),
         "bytes_written": written.bytes_written,

@@ -1,4 +1,4 @@
-"""Telling which chapters a checkpoint has."""
+"""Listing of a checkpoint's chapters."""
 
 import dataclasses
 import math
@@ -19,31 +19,31 @@ if TYPE_CHECKING:
 def list_chapters(
     model: str | Path, memory: str | None = None, bank: int | None = None, progress: Progress | None = None
 ) -> dict[str, Any]:
-    """Read what the banks of a checkpoint hold, one chapter in memory at a time.
+    """Return what the banks of a checkpoint hold, reading one chapter at a time.
 
     Args:
-        model: A checkpoint with chapters.
-        memory: Name of one of several memories of chapters. Default: all.
-        bank: Number of one of several banks. Default: all.
-        progress: Told of every chapter. Default: silent.
+        model: A checkpoint with chapters: a folder or a hub id.
+        memory: Name of one memory of chapters. Default: all memories.
+        bank: Number of one bank. Default: all banks.
+        progress: Display that is told of every chapter. Default: silent.
 
     Returns:
-        `{"model", "memories", "edits"}`. Each memory has its name, its site, its options, T as `chapter_tokens` and its `banks`,
-        each with its `bank` number, the `layers` that read it, `row_norms`, the mean norm of the rows of each chapter, and
-        `router_biases`, by layer, of each chapter.
+        `{"model", "memories", "edits"}`. Each memory has its name, its site, its options, T as `chapter_tokens`, and
+        its `banks`. Each bank has its number as `bank`, the `layers` that read it, `row_norms` with the mean norm of
+        the rows per chapter, and `router_biases` with the biases per chapter, by layer.
 
     Raises:
-        RequestError: If the model has no such memory or bank.
+        RequestError: If the model has no memory or bank of this name or number.
     """
     progress = progress or NoProgress()
     with resolve_source(str(model)) as source:
         opened = open_base(source.folder)
-        found = find_memories(opened) if memory is None else {memory: find_memory(opened, memory)}
-        chosen = {name: one.chosen_banks(bank) for name, one in found.items()}
+        by_name = find_memories(opened) if memory is None else {memory: find_memory(opened, memory)}
+        chosen = {name: one.chosen_banks(bank) for name, one in by_name.items()}
         with shown(progress):
-            total = sum(found[name].options.chapters * len(banks) for name, banks in chosen.items())
+            total = sum(by_name[name].options.chapters * len(banks) for name, banks in chosen.items())
             progress.stage("reading chapters", total, "chapters")
-            memories = [_described(found[name], banks, progress) for name, banks in chosen.items()]
+            memories = [_described(by_name[name], banks, progress) for name, banks in chosen.items()]
         entry = opened.config[CONFIG_KEY] if has_config_entry(opened.config) else {}
         return {"model": str(model), "memories": memories, "edits": entry.get(EDITS_KEY) or []}
 
@@ -77,7 +77,7 @@ def _described_bank(memory: ChapterMemory, bank: Bank, progress: Progress) -> di
 
 
 def _rows(memory: ChapterMemory, bank: Bank, number: int) -> "torch.Tensor":
-    """The rows of a chapter, of float32 or more."""
+    """Return the rows of a chapter, in float32 or wider."""
     import torch
 
     from midus_hf.ops.chapters.quantisation import dequantise_rows
@@ -95,5 +95,5 @@ def _rows(memory: ChapterMemory, bank: Bank, number: int) -> "torch.Tensor":
 
 
 def _number(value: float) -> float | None:
-    """A number as JSON has it: None for what is not finite."""
+    """Return a number as JSON has it, with None for NaN and infinity."""
     return value if math.isfinite(value) else None

@@ -9,15 +9,15 @@ _RANGE = re.compile(r"(\d+)(?:-(\d+))?")
 
 
 def parse_numbers(text: str, num_chapters: int, option: str = "chapters") -> tuple[int, ...]:
-    """Read numbers and ranges of chapters or layers, in the order that they are named in.
+    """Return the numbers in a list of numbers and ranges of chapters or layers, in the order in which they are named.
 
     Args:
-        text: Such as `"3,7-9"`, which is 3, 7, 8 and 9.
-        num_chapters: C, the chapters there are, or layers.
-        option: What messages call it. Default: `"chapters"`.
+        text: A list such as `"3,7-9"`, which stands for 3, 7, 8 and 9.
+        num_chapters: C, the number of chapters, or of layers.
+        option: Name of the option in messages. Default: `"chapters"`.
 
     Raises:
-        RequestError: If it is no such list, names one twice, or one that there is not.
+        RequestError: If the text is no list of this form, names a number twice, or names a number of C or more.
     """
     numbers: list[int] = []
     for part in text.split(","):
@@ -35,7 +35,7 @@ def parse_numbers(text: str, num_chapters: int, option: str = "chapters") -> tup
 
 
 def written(numbers: Sequence[int]) -> str:
-    """Numbers as `parse_numbers` reads them, neighbours as ranges."""
+    """Return numbers in the form that `parse_numbers` reads, with successive numbers as ranges."""
     ranges: list[tuple[int, int]] = []
     for number in numbers:
         if ranges and number == ranges[-1][1] + 1:

@@ -1,4 +1,4 @@
-"""Rounding the banks of a checkpoint to integers, which take less room and no longer train."""
+"""Rounding of a checkpoint's banks to integers, which take less room and can no longer be trained."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -21,12 +21,12 @@ _ROWS_AT_ONCE = 1 << 12
 
 @dataclass(frozen=True)
 class _Rounded(Recipe):
-    """What a table of rows becomes when these are rounded: their integers, or their scales.
+    """Recipe for one of the two parts of a rounded table: the integers or the scales of its rows.
 
     Args:
-        source: Full name of the table.
-        bits: Of each integer.
-        part: Which of the two.
+        source: Full name of the table in the model.
+        bits: Bits per integer, 8 or 4.
+        part: `"integers"` or `"scales"`.
     """
 
     source: str
@@ -38,23 +38,26 @@ class _Rounded(Recipe):
 
         from midus_hf.ops.chapters.quantisation import quantise_rows
 
-        place = ("integers", "scales").index(self.part)
-        return torch.cat([quantise_rows(rows, self.bits)[place] for rows in read(self.source).split(_ROWS_AT_ONCE)])
+        part_index = ("integers", "scales").index(self.part)
+        return torch.cat(
+            [quantise_rows(rows, self.bits)[part_index] for rows in read(self.source).split(_ROWS_AT_ONCE)]
+        )
 
 
 def quantise(request: EditRequest, bits: int = 8) -> dict[str, Any]:
-    """Round all rows of all banks of a memory to integers with a scale each; the nearest is taken.
+    """Round all rows of all banks of a memory to the nearest integers, with one scale per row.
 
     Args:
-        request: From what to what.
-        bits: 8 or 4. Default: 8.
+        request: The checkpoint to read and the folder to make.
+        bits: Bits per integer, 8 or 4. Default: 8.
 
     Returns:
-        As `zero`; `chapters` are all of them.
+        The same keys as from `zero`, where `chapters` has all chapters.
 
     Raises:
-        RequestError: If the bits are neither, the rows are integers already, too odd to be put two to a byte or not finite, only
-            some banks are named, or the output cannot be made.
+        RequestError: If the bits are neither 8 nor 4; if the rows are rounded already, have an odd width with 4 bits,
+            or hold a number that is not finite; if the request names one of several banks; or if the output cannot be
+            made.
     """
     if bits not in STORED_INTEGERS:
         raise RequestError(f"bits is {bits}; expected {' or '.join(map(str, STORED_INTEGERS))}.")

@@ -1,4 +1,4 @@
-"""What `midus edit chapters` shows on a terminal."""
+"""Terminal output of `midus edit chapters`."""
 
 import statistics
 from collections.abc import Sequence
@@ -12,14 +12,14 @@ from rich.text import Text
 from upscalers.chapters.numbers import written
 
 _MOST_CHAPTERS, _MOST_LAYERS = 64, 4
-"""Beyond as many chapters a bank is summarised, and beyond as many layers their biases are."""
+"""Most chapters that are listed one by one, and most layers whose biases are; with more, tables show a summary."""
 
 
 def print_chapters(listed: dict[str, Any]) -> None:
-    """The banks of a checkpoint.
+    """Print the banks of a checkpoint.
 
     Args:
-        listed: From `list_chapters`.
+        listed: Result of `list_chapters`.
     """
     console = Console()
     for memory in listed["memories"]:
@@ -37,17 +37,17 @@ def print_chapters(listed: dict[str, Any]) -> None:
 
 
 def print_edit(result: dict[str, Any]) -> None:
-    """What an edit did.
+    """Print what an edit did.
 
     Args:
-        result: From an edit or from `export`.
+        result: Result of an edit or of `export`.
     """
     numbers = written(result["chapters"])
-    words = f"{result['output']}: {result['command']}, chapters {numbers} of memory {result['memory']}"
+    summary = f"{result['output']}: {result['command']}, chapters {numbers} of memory {result['memory']}"
     if "banks" in result:
-        words += f", bank{'s' * (len(result['banks']) > 1)} {written(result['banks'])}"
-        words += f"; {result['chapters_after']} chapters, before {result['chapters_before']}"
-    Console().print(Text(words), soft_wrap=True)
+        summary += f", bank{'s' * (len(result['banks']) > 1)} {written(result['banks'])}"
+        summary += f"; {result['chapters_after']} chapters, before {result['chapters_before']}"
+    Console().print(Text(summary), soft_wrap=True)
 
 
 def _headline(memory: dict[str, Any]) -> dict[str, str]:
@@ -78,7 +78,7 @@ def _all_chapters(memory: dict[str, Any], bank: dict[str, Any]) -> Table:
 
 
 def _summary(bank: dict[str, Any]) -> Table:
-    """Norms and biases over all chapters, for a bank with too many to list."""
+    """Return a table of norms and biases over all chapters, for a bank with too many chapters to list."""
     table = _table("over all chapters", "lowest", "median", "highest")
     biases: dict[int, list[float | None]] = bank["router_biases"]
     rows = {"row norm": bank["row_norms"], **{f"bias {layer}": of_layer for layer, of_layer in biases.items()}}
