@@ -1,4 +1,4 @@
-"""Copies of layers that add less to the residual stream than the originals."""
+"""Method `attenuated-copy`: copies of layers that add less to the residual stream than the originals."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -16,7 +16,7 @@ _HALF_THE_POWER = 0.5**0.5
 
 @dataclass
 class AttenuatedCopyOptions:
-    """By how much a copy is attenuated."""
+    """Options of `attenuated-copy`: factors that attenuate a copy."""
 
     scale: Any = option(
         None,
@@ -32,7 +32,7 @@ class AttenuatedCopyOptions:
 
 @register_method("attenuated-copy")
 class AttenuatedCopy(DenseMethod):
-    """Duplicates evenly spaced layers with chosen tensors scaled, as users of passthrough merges do by hand."""
+    """Copies of evenly spaced layers with chosen tensors scaled, as people make them by hand with passthrough merges."""
 
     summary = "copies of evenly spaced layers, with a scale on chosen roles"
     paper = None
@@ -44,7 +44,7 @@ class AttenuatedCopy(DenseMethod):
         check_roles(base, self.scale(base), "scale")
 
     def scale(self, base: BaseModel) -> dict[str, float]:
-        """Factors by role."""
+        """Return the factors by role."""
         if self.options.scale is not None:
             return self.options.scale
         if base.family.output_norms:

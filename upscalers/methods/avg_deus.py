@@ -1,4 +1,4 @@
-"""Avg-DeUS: the mean of the layers on both sides."""
+"""Method `avg-deus`: new layers that are the mean of the layers on both sides."""
 
 from upscalers.checkpoint.base_model import BaseModel
 from upscalers.methods.contract import OPT_DEUS, register_method
@@ -9,7 +9,7 @@ from upscalers.tensors.recipes import Recipe
 
 @register_method("avg-deus")
 class AvgDeus(FusionMethod):
-    """Every tensor of a new layer is the mean of its neighbours' (the averaging baseline of OpT-DeUS)."""
+    """New layers with each tensor the mean of its neighbours' tensors (the averaging baseline of OpT-DeUS)."""
 
     summary = "new layers are the mean of the layers on both sides"
     paper = OPT_DEUS

@@ -1,4 +1,4 @@
-"""What an upscaling method says of itself, and the table of methods."""
+"""The contract of an upscaling method, and the table of methods."""
 
 from abc import ABC
 from collections.abc import Callable, Sequence
@@ -21,12 +21,12 @@ METHODS: dict[str, type["Method"]] = {}
 
 @dataclass(frozen=True)
 class Paper:
-    """Where a method comes from.
+    """The paper that a method comes from.
 
     Args:
-        title: Of the paper.
+        title: Title of the paper.
         reference: arXiv id, or venue.
-        bibtex: To cite it.
+        bibtex: BibTeX entry for citing the paper.
     """
 
     title: str
@@ -36,27 +36,27 @@ class Paper:
 
 @dataclass
 class NoOptions:
-    """For a method that leaves nothing to choose."""
+    """Options of a method that leaves nothing to choose."""
 
 
 class Method(ABC):
-    """A plan, and a recipe for each tensor that the plan asks for.
+    """An upscaling method: a plan, and a recipe for each tensor that the plan needs.
 
-    A subclass says what is true of every run in class attributes, and overrides what differs from plain insertion.
+    A subclass states facts about every run in class attributes, and overrides what differs from plain insertion.
     """
 
     name: ClassVar[str]
     summary: ClassVar[str]
-    """One line."""
+    """One line that describes the method."""
     paper: ClassVar[Paper | None]
-    """None for what users do without one."""
+    """The paper of the method; None for a common practice without a paper."""
     options_class: ClassVar[type] = NoOptions
     identity: ClassVar[bool]
     """Whether, with the default options, the upscaled model computes exactly what the base computes."""
     trainable: ClassVar[Literal["new", "all"]] = "new"
-    """What the paper trains afterwards."""
+    """The part of the model that the paper trains after upscaling."""
     default_placement: ClassVar[str | None] = "distributed"
-    """None for a method that orders the layers itself, or adds none."""
+    """Placement used if none is requested; None for a method that orders the layers itself, or adds none."""
     adds_layers: ClassVar[bool] = True
     """Whether the upscaled model is deeper than the base."""
 
@@ -65,13 +65,14 @@ class Method(ABC):
 
     @classmethod
     def check_declaration(cls, name: str) -> None:
-        """Refuse a class whose attributes do not say what it does.
+        """Refuse a class whose attributes do not declare what it does.
 
         Args:
-            name: That it is to be registered under.
+            name: Name that the class is to be registered under.
 
         Raises:
-            ValueError: With the attribute, what was expected and what helps.
+            ValueError: If an attribute is missing or wrong. The message names the attribute, what was expected, and
+                the remedy.
         """
         if not isinstance(getattr(cls, "identity", None), bool):
             raise ValueError(
@@ -81,35 +82,36 @@ class Method(ABC):
 
     @property
     def promises_identity(self) -> bool:
-        """Whether, with these options, the upscaled model computes exactly what the base computes."""
+        """True if, with these options, the upscaled model computes exactly what the base computes."""
         return self.identity
 
     @property
     def trained(self) -> Literal["new", "all"]:
-        """What is trained afterwards, with these options."""
+        """The part of the model that is trained after upscaling, with these options."""
         return self.trainable
 
     def check(self, base: BaseModel) -> None:  # noqa: B027 - most methods take any base
         """Refuse a base that the method cannot upscale.
 
         Raises:
-            RequestError: With the reason and what helps.
+            RequestError: If the base is refused. The message gives the reason and the remedy.
         """
 
     def check_machine(self) -> None:  # noqa: B027 - most methods need nothing special
-        """Refuse to start where a package or device is missing; a dry run does not ask.
+        """Refuse to start if a package or device is missing. A dry run skips this check.
 
         Raises:
-            RequestError: With what is missing and how to get it.
+            RequestError: If one is missing. The message says how to get it.
         """
 
     def plan(self, base: BaseModel, num_new_layers: int | None, placement: str | None) -> Plan:
-        """The layer plan.
+        """Return the layer plan.
 
         Args:
-            base: The base.
-            num_new_layers: K. Default: half the layers of the base, or the nearest that the placement takes.
-            placement: Policy or indices. Default: the method's own.
+            base: The base checkpoint.
+            num_new_layers: K, number of new layers. None stands for half the layers of the base, or the nearest number
+                that the placement allows.
+            placement: Name of a placement policy, or indices joined by commas. None stands for the method's default.
         """
         policy = self._policy(placement)
         period = base.family.period_of(base.config)
@@ -128,57 +130,57 @@ class Method(ABC):
         return self.default_placement if placement is None else placement
 
     def default_remark(self, base: BaseModel, plan: Plan, placement: str | None) -> str | None:
-        """Why there are so many new layers where the request did not say how many; None where they are half the base's.
+        """Return why the default number of new layers is not half of the base's; None if it is half.
 
         Args:
-            base: The base.
-            plan: Made without a number of new layers.
-            placement: As requested.
+            base: The base checkpoint.
+            plan: A plan made without a requested number of new layers.
+            placement: Placement as requested; None for the method's default.
         """
         period = base.family.period_of(base.config)
         return default_remark(self._policy(placement), base.num_layers, len(plan.new_indices), period)
 
     def sources(self, base: BaseModel, layer: New, index: int, number: int) -> tuple[int, ...]:
-        """The base layers that a new layer is made from, the one whose attention and attention type it takes first.
+        """Return the base layers that a new layer is made from. The first provides the attention and its type.
 
         Args:
-            base: The base.
-            layer: The new layer, so far without sources.
-            index: Its index in the upscaled model.
-            number: How many new layers stand before it.
+            base: The base checkpoint.
+            layer: The new layer, as yet without sources.
+            index: Index of the new layer in the upscaled model.
+            number: Number of new layers before this one.
         """
         source = layer.next if layer.next is not None else layer.previous
         assert source is not None
         return (source,)
 
     def placement_request(self, plan: Plan) -> dict[str, Any]:
-        """What a request must say of placement to get this plan again."""
+        """Return the part of a request about placement that gives this plan again."""
         if plan.in_whole_periods:
             return {"placement": "whole-periods", "num_new_layers": len(plan.new_indices)}
         return {"placement": plan.new_indices}
 
     def pattern_remedy(self, base: BaseModel, plan: Plan) -> str:
-        """What keeps every layer at an index that implies its attention type, a sentence."""
+        """Return a sentence that says how to keep every layer at an index that implies its attention type."""
         return "Pass --placement whole-periods to keep the pattern."
 
     def concerns(self, base: BaseModel, plan: Plan) -> list[str]:
-        """What a person should know before the work begins; shown as warnings, and listed in the model card."""
+        """Return what a person should know before the work begins, for warnings and the model card."""
         return []
 
     def review(self, measurements: Sequence[Measurement]) -> list[str]:
-        """What a person should know after solvers did their work; shown as warnings.
+        """Return warnings about what solvers measured.
 
         Raises:
-            RequestError: If the result is to be refused; nothing is left of it.
+            RequestError: If the result is to be refused; nothing of the result is left.
         """
         return []
 
     def config(self, base: BaseModel, plan: Plan) -> Config:
-        """The raw config of the upscaled model."""
+        """Return the raw config of the upscaled model."""
         return follow_plan(base, plan)
 
     def recipes(self, base: BaseModel, plan: Plan, seed: int) -> list[dict[str, Recipe]]:
-        """For each output layer, a recipe for each of its tensors by its name within the layer."""
+        """Return, for each output layer, a recipe for each of its tensors by the name within the layer."""
         return [
             self.copied_layer(base, layer.index)
             if isinstance(layer, Base)
@@ -187,16 +189,19 @@ class Method(ABC):
         ]
 
     def outer_recipes(self, base: BaseModel, plan: Plan, seed: int) -> dict[str, Recipe]:
-        """A recipe for each tensor outside the layers, by full name."""
+        """Return a recipe for each tensor outside the layers, by full name."""
         return {name: Copy(base.tensors[name].shape, name) for name in base.outer_names()}
 
     @staticmethod
     def copied_layer(base: BaseModel, layer: int) -> dict[str, Recipe]:
-        """Recipes that take a base layer over as it is."""
+        """Return recipes that copy a base layer unchanged."""
         return {name: Copy(base.tensors[source].shape, source) for name, source in base.layer_names(layer).items()}
 
     def new_layer_recipes(self, base: BaseModel, layer: New, index: int, seed: int) -> dict[str, Recipe]:
-        """A recipe for each tensor of the new layer `index`, by its name within the layer; needed where a plan has new layers."""
+        """Return a recipe for each tensor of the new layer `index`, by its name within the layer.
+
+        A method whose plans have new layers overrides this.
+        """
         raise TypeError(f"{type(self).__name__} does not say what new layers are made from.")
 
 
@@ -204,8 +209,8 @@ def register_method(name: str) -> Callable[[type[Method]], type[Method]]:
     """Register a method under the name that `--method` takes.
 
     Raises:
-        ValueError: If the name is not lower case words joined by hyphens, or is taken, or if the class does not say what it
-            does.
+        ValueError: If the name is taken or is not lower-case words joined by hyphens, or if an attribute of the class
+            is missing or wrong.
     """
     if name in METHODS:
         raise ValueError(f"method {name!r} is already registered; choose another name.")
@@ -232,10 +237,10 @@ def load_offered_methods() -> None:
 
 
 def get_method(name: str) -> type[Method]:
-    """The method of that name.
+    """Return the method of a name.
 
     Raises:
-        RequestError: If there is none; names near matches.
+        RequestError: If there is none. The message lists similar names.
     """
     import upscalers.methods  # noqa: F401 - fills the table
 

@@ -1,4 +1,4 @@
-"""What dense methods share: a new layer is a whole decoder block of the family's own kind."""
+"""Base classes and helpers of dense methods, whose new layers are whole decoder blocks of the family's own kind."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -22,7 +22,7 @@ IDENTITY_HELP = (
 
 @dataclass
 class FusionOptions:
-    """How the layers on both sides of a new one are brought together."""
+    """Options of methods that fuse the layers on both sides of a new layer."""
 
     identity: IdentityInit = option("none", IDENTITY_HELP)
     neighbours: Literal["adjacent", "same_type"] = option(
@@ -34,7 +34,7 @@ class FusionOptions:
 
 
 class DenseMethod(Method):
-    """Inserts blocks that the family's own classes run: the upscaled model is saved as the native architecture."""
+    """Method that inserts blocks of the family's own classes, so that the result is saved as the native architecture."""
 
     @classmethod
     def check_declaration(cls, name: str) -> None:
@@ -49,7 +49,7 @@ class DenseMethod(Method):
 
     @property
     def identity_init(self) -> IdentityInit:
-        """The option `identity`; for a method without it, `"auto"` where the class promises identity, else `"none"`."""
+        """The option `identity`; for a method without the option, `"auto"` if the class promises identity, else `"none"`."""
         return getattr(self.options, "identity", "auto" if self.identity else "none")
 
     @property
@@ -64,10 +64,11 @@ class DenseMethod(Method):
             )
 
     def identity_fills(self, base: BaseModel) -> dict[str, float]:
-        """The roles that are filled with one value so that a block is the identity, and the value.
+        """Return the value that fills all tensors of a role, by role, for each role that makes a block the identity.
 
-        Zero projections are the identity everywhere. Behind them a norm has derivative 1 / sqrt(eps) at zero, so where
-        the family has such norms it is their gains that are zeroed: the first training step stays small.
+        Zero projections make a block the identity in every family. But the derivative of a norm at zero is 1 /
+        sqrt(eps). In families with norms behind the projections, the gains of these norms are zeroed instead, which
+        keeps the first training step small.
         """
         if self.identity_init == "none":
             return {}
@@ -86,16 +87,16 @@ class DenseMethod(Method):
         }
 
     def tensor_recipe(self, base: BaseModel, layer: New, name: str, role: str) -> Recipe:
-        """The recipe of one tensor of a new layer, unless the identity fills it. Default: a copy of the first source."""
+        """Return the recipe of a tensor of a new layer that the identity does not fill. By default, copy the first source."""
         source = base.layer_names(layer.sources[0])[name]
         return Copy(base.tensors[source].shape, source)
 
 
 def whole_layer(base: BaseModel, layer: int, index: int) -> int:
-    """The base layer, which a new one is made from.
+    """Return `layer`, the base layer that new layer `index` is made from, if it is a whole decoder layer.
 
     Raises:
-        RequestError: If it is a memory block, which has no feed-forward network.
+        RequestError: If the base layer is a memory block, which has no feed-forward network.
     """
     if layer in base.memories.inserted:
         raise RequestError(
@@ -106,7 +107,7 @@ def whole_layer(base: BaseModel, layer: int, index: int) -> int:
 
 
 class FusionMethod(DenseMethod):
-    """Makes each new block from the base layers on both sides of it; its options are `FusionOptions`."""
+    """Method that makes each new block from the base layers on both sides; its options are or extend `FusionOptions`."""
 
     default_placement = "top-heavy"
 
@@ -119,15 +120,16 @@ class FusionMethod(DenseMethod):
 
 
 def layer_before(base: BaseModel, layer: New, index: int) -> int:
-    """The base layer before a new one, or the one after where there is none: what a copy is made from.
+    """Return the base layer that a copy is made from: the one before the new layer, or after it if there is none
+    before.
 
     Args:
-        base: The base.
+        base: The base checkpoint.
         layer: The new layer.
-        index: Its index in the upscaled model.
+        index: Index of the new layer in the upscaled model.
 
     Raises:
-        RequestError: If it is a memory block.
+        RequestError: If the base layer is a memory block.
     """
     source = layer.previous if layer.previous is not None else layer.next
     assert source is not None
@@ -135,16 +137,16 @@ def layer_before(base: BaseModel, layer: New, index: int) -> int:
 
 
 def both_neighbours(base: BaseModel, layer: New, index: int, same_type: bool = False) -> tuple[int, int]:
-    """The base layers on both sides of a new one, the next first.
+    """Return the base layers on both sides of a new layer, the one after it first.
 
     Args:
-        base: The base.
+        base: The base checkpoint.
         layer: The new layer.
-        index: Its index in the upscaled model.
-        same_type: Whether to look back further, for a layer of the next one's attention type.
+        index: Index of the new layer in the upscaled model.
+        same_type: Whether to look further back for a layer with the attention type of the next layer. Default: False.
 
     Raises:
-        RequestError: If there is none on a side, or none of that type.
+        RequestError: If there is no base layer on a side, or none of that type, or one is a memory block.
     """
     if layer.previous is None or layer.next is None:
         side = "before" if layer.previous is None else "after"
@@ -168,7 +170,7 @@ def both_neighbours(base: BaseModel, layer: New, index: int, same_type: bool = F
 
 
 def mixed_types(base: BaseModel, plan: Plan) -> list[int]:
-    """The new layers whose sources attend in different ways."""
+    """Return the indices of new layers whose sources have different attention types."""
     types = base.family.resolved_layer_types(base.config)
     if types is None:
         return []
@@ -180,12 +182,13 @@ def mixed_types(base: BaseModel, plan: Plan) -> list[int]:
 
 
 def mixed_types_concern(base: BaseModel, plan: Plan, remedy: str) -> list[str]:
-    """The warning about new layers whose sources attend in different ways, if there are any.
+    """Return a list with a warning about new layers whose sources have different attention types; empty if there are
+    none.
 
     Args:
-        base: The base.
-        plan: The plan.
-        remedy: What helps, a sentence.
+        base: The base checkpoint.
+        plan: The layer plan.
+        remedy: A sentence that says what helps; it ends the warning.
     """
     mixed = mixed_types(base, plan)
     if not mixed:
@@ -197,10 +200,10 @@ def mixed_types_concern(base: BaseModel, plan: Plan, remedy: str) -> list[str]:
 
 
 def strict_or_warnings(concerns: list[str], strict: bool) -> list[str]:
-    """The concerns, as they are.
+    """Return the concerns unchanged, or refuse the first one if `strict`.
 
     Raises:
-        RequestError: The first of them, if `strict`.
+        RequestError: If `strict`, and there is a concern.
     """
     if concerns and strict:
         raise RequestError(f"{concerns[0]} It is an error since strict is set.")
@@ -208,14 +211,14 @@ def strict_or_warnings(concerns: list[str], strict: bool) -> list[str]:
 
 
 def combination(base: BaseModel, name: str, role: str, terms: Sequence[tuple[int, float]]) -> Combine:
-    """A linear combination of one tensor of several base layers.
+    """Return the recipe for a linear combination of the same tensor of several base layers.
 
     Norms are combined by their gains, which are 1 + weight in some families.
 
     Args:
-        base: The base.
-        name: The tensor's name within the layer.
-        role: Its role.
+        base: The base checkpoint.
+        name: Name of the tensor within the layer.
+        role: Role of the tensor.
         terms: Base layers with their coefficients.
     """
     sources = tuple((base.layer_names(layer)[name], coefficient) for layer, coefficient in terms)
@@ -225,5 +228,5 @@ def combination(base: BaseModel, name: str, role: str, terms: Sequence[tuple[int
 
 
 def mean(base: BaseModel, name: str, role: str, sources: Sequence[int]) -> Combine:
-    """The mean of one tensor over several base layers."""
+    """Return the recipe for the mean of the same tensor of several base layers."""
     return combination(base, name, role, [(layer, 1.0 / len(sources)) for layer in sources])

@@ -1,4 +1,4 @@
-"""Hierarchical memories: methods whose memory a text fetches from a bank beside the checkpoint, so that no tensor is new."""
+"""Hierarchical memories: methods with a bank beside the checkpoint, from which texts fetch blocks, and no new tensors."""
 
 from midus_hf.config.memories.hierarchical import (
     HierFFNOptions,
@@ -12,9 +12,11 @@ from upscalers.methods.memory_methods import AttachedMemoryMethod
 
 
 class FetchedMemoryMethod(AttachedMemoryMethod):
-    """Lets layers of the base compute with blocks that each text fetches, one per level of a tree of topics.
+    """Method that lets layers of the base compute with blocks that each text fetches, one per level of a tree of
+    topics.
 
-    The bank is made beside the checkpoint, its blocks never written: it takes four bytes for each block until it is trained.
+    The bank is made beside the checkpoint without writing blocks: until a block is trained, it takes four bytes of the
+    disk.
     """
 
     paper = HIERARCHICAL_MEMORIES
@@ -24,7 +26,7 @@ class FetchedMemoryMethod(AttachedMemoryMethod):
 
 @register_method("hier-ffn")
 class HierFFN(FetchedMemoryMethod):
-    """Texts fetch hidden units that widen every feed-forward network."""
+    """Fetched hidden units that widen every feed-forward network."""
 
     summary = (
         "hidden units of every feed-forward network, fetched for a text from a bank by its topic (identity at start)"
@@ -34,7 +36,7 @@ class HierFFN(FetchedMemoryMethod):
 
 @register_method("hier-kv")
 class HierKV(FetchedMemoryMethod):
-    """Texts fetch keys and values that every token attends to beside the sequence."""
+    """Fetched keys and values that every token attends to beside the sequence."""
 
     summary = (
         "keys and values beside those of the sequence, fetched for a text from a bank by its topic (identity at start)"
@@ -44,7 +46,7 @@ class HierKV(FetchedMemoryMethod):
 
 @register_method("hier-lora-ffn")
 class HierLoraFFN(FetchedMemoryMethod):
-    """Texts fetch low-rank factors that are added to the projections of the feed-forward networks."""
+    """Fetched low-rank factors that are added to the projections of the feed-forward networks."""
 
     summary = "low-rank factors of every feed-forward network, fetched for a text from a bank by its topic (identity at start)"
     memory_options = HierLoraFFNOptions
@@ -52,7 +54,7 @@ class HierLoraFFN(FetchedMemoryMethod):
 
 @register_method("hier-lora-qk")
 class HierLoraQK(FetchedMemoryMethod):
-    """Texts fetch low-rank factors that are added to the query and key projections."""
+    """Fetched low-rank factors that are added to the query and key projections."""
 
     summary = "low-rank factors of query and key projections, fetched for a text from a bank by its topic (identity at start)"
     memory_options = HierLoraQKOptions
@@ -60,7 +62,7 @@ class HierLoraQK(FetchedMemoryMethod):
 
 @register_method("hier-lora-vo")
 class HierLoraVO(FetchedMemoryMethod):
-    """Texts fetch low-rank factors that are added to the value and output projections."""
+    """Fetched low-rank factors that are added to the value and output projections."""
 
     summary = "low-rank factors of value and output projections, fetched for a text from a bank by its topic (identity at start)"
     memory_options = HierLoraVOOptions

@@ -1,4 +1,4 @@
-"""LESA: new layers predicted from their neighbours by networks trained on the base's own layers."""
+"""LESA: new layers predicted from their neighbours by networks that are trained on the base's own layers."""
 
 import time
 from collections import Counter
@@ -23,15 +23,15 @@ if TYPE_CHECKING:
     from upscalers.solvers.layer_predictor import PredictorTraining
 
 _COLLAPSED = 0.5
-"""Below this share of their neighbours' norm predictions count as collapsed."""
+"""Norm, as a share of the neighbours' norm, below which a prediction counts as collapsed."""
 _UNRELATED = 0.1
-"""Below this cosine to their neighbours' mean predictions count as unrelated to them; either neighbour has about 0.7."""
+"""Cosine to the neighbours' mean below which a prediction counts as unrelated; a neighbour itself has about 0.7."""
 _HIDDEN_NORMS = frozenset({"attention_norm", "mlp_norm", "attention_output_norm", "mlp_output_norm"})
 
 
 @dataclass
 class LesaOptions(FusionOptions):
-    """How the predictors are trained, and what predicts nothing."""
+    """Options of `lesa`: the training of predictors, and the source of tensors that are not predicted."""
 
     presets: ClassVar[dict[str, dict[str, Any]]] = {
         "release": {
@@ -76,9 +76,10 @@ class LesaOptions(FusionOptions):
 
 @register_method("lesa")
 class Lesa(FusionMethod):
-    """The layers' matrices of one kind share a basis; in it a network predicts a layer from the two around it.
+    """New layers whose matrices a network predicts from the two layers around them, in a basis that all layers share.
 
-    It is trained on neighbours two layers apart and applied to neighbours one apart. Biases are means of the neighbours'.
+    Each kind of matrix has a basis and a network. The network is trained on base layers that are two apart, with the
+    layer between them as the target, and applied to adjacent base layers. Biases are means of the neighbours' biases.
     """
 
     summary = "new layers are predicted from the layers on both sides by networks trained on the base's layers"
@@ -158,7 +159,7 @@ class Lesa(FusionMethod):
 
 
 def _worst(measurements: Sequence[Measurement], key: str) -> str:
-    """The lowest value of each matrix, in words."""
+    """Return the lowest value of each matrix, as text."""
     lowest: dict[str, float] = {}
     for row in measurements:
         lowest[row["tensor"]] = min(row[key], lowest.get(row["tensor"], row[key]))
@@ -166,20 +167,21 @@ def _worst(measurements: Sequence[Measurement], key: str) -> str:
 
 
 class MatrixPrediction(Solver):
-    """Predicts one matrix [out, in] of every new layer.
+    """Solver that predicts one matrix [out, in] of every new layer.
 
-    Peak memory: the Gram matrix and its decomposition, five [out, out] matrices in float64, or later the basis with five
-    [out, in] ones, `8 max(5 out^2, 2 out^2 + 5 out in)` bytes. All layers' coordinates, `4 L out in` bytes, lie in a
-    temporary file beside the output.
+    Peak memory is `8 max(5 out^2, 2 out^2 + 5 out in)` bytes: the Gram matrix and its decomposition take five [out,
+    out] matrices in float64, and later the basis takes two of them beside five [out, in] matrices. All layers'
+    coordinates, `4 L out in` bytes, lie in a temporary file beside the output.
 
     Args:
-        base: The base.
-        name: The matrix's name within a layer.
-        label: What progress and measurements call it: its role, or its name where a layer has several of that role.
-        shape: out, in.
-        gaps: For each new layer, by its index, the base layers before and after it.
-        seed: Of the run.
-        options: Of the method.
+        base: The base checkpoint.
+        name: Name of the matrix within a layer.
+        label: Name of the matrix in progress and measurements: its role, or its name if a layer has several matrices
+            of the role.
+        shape: out and in.
+        gaps: The base layers before and after each new layer, by the index of the new layer.
+        seed: Seed of the run.
+        options: Options of the method.
     """
 
     def __init__(
@@ -200,11 +202,9 @@ class MatrixPrediction(Solver):
         self.work_bytes = 8 * max(5 * self._out**2, 2 * self._out**2 + 5 * self._out * self._in)
         self.scratch_bytes = 4 * len(self._sources) * self._out * self._in
         self.workers = workers_on(options.device, options.workers)
-        self.threads = (
-            1  # the same seed gives the same bytes, whatever else runs and however many processors there are
-        )
+        self.threads = 1  # so that the same seed gives the same bytes on any number of processors
 
-    def solve(self, place: Workplace) -> "Iterator[tuple[str, torch.Tensor]]":
+    def solve(self, workplace: Workplace) -> "Iterator[tuple[str, torch.Tensor]]":
         import torch
 
         from upscalers.solvers.layer_predictor import num_steps, predict, train_predictor
@@ -212,15 +212,15 @@ class MatrixPrediction(Solver):
 
         started = time.perf_counter()
         num_layers, training = len(self._sources), self._training()
-        place.progress.begin(
+        workplace.progress.begin(
             self.label, 2 * num_layers + 1 + num_steps(self._out, num_layers, training) + len(self._gaps)
         )
 
         def done() -> None:
-            place.step(self.label)
+            workplace.step(self.label)
 
         def matrix_of(layer: int) -> torch.Tensor:
-            return place.read(self._sources[layer]).to(self._options.device, torch.float64)
+            return workplace.read(self._sources[layer]).to(self._options.device, torch.float64)
 
         basis = shared_basis(num_layers, matrix_of, done)
         num_rows = len(basis.values)
@@ -228,7 +228,7 @@ class MatrixPrediction(Solver):
             raise RequestError(
                 f"{self._sources[0]} and its like are zero in every layer; lesa has nothing to learn from. Use another base."
             )
-        with RowFile(place.scratch / f"{self.label}.rows", num_rows, num_layers, self._in) as rows:
+        with RowFile(workplace.scratch / f"{self.label}.rows", num_rows, num_layers, self._in) as rows:
             for layer in range(num_layers):
                 rows.write_layer(layer, basis.coordinates(matrix_of(layer)))
                 done()
@@ -250,7 +250,7 @@ class MatrixPrediction(Solver):
                 done()
         for row in self.measurements:
             row["seconds"] = (time.perf_counter() - started) / len(self.measurements)
-        place.progress.end(self.label)
+        workplace.progress.end(self.label)
 
     def _training(self) -> "PredictorTraining":
         from upscalers.solvers.layer_predictor import PredictorTraining

@@ -1,4 +1,4 @@
-"""New layers as linear combinations of any layers of the base."""
+"""Method `linear-combination`: new layers as linear combinations of any layers of the base."""
 
 import re
 from dataclasses import dataclass, replace
@@ -25,7 +25,7 @@ _LAYER = re.compile(r"^(?:(?P<index>-?\d+)|(?P<side>previous|next)\s*(?P<offset>
 
 @dataclass
 class LinearCombinationOptions:
-    """Which layers a new one is combined from."""
+    """Options of `linear-combination`: the base layers that new layers are combined from."""
 
     coefficients: Any = option(
         {"previous": 0.5, "next": 0.5},
@@ -58,7 +58,9 @@ class LinearCombinationOptions:
 
 @register_method("linear-combination")
 class LinearCombination(DenseMethod):
-    """Each tensor of a new layer is `sum_j c_j W_j` over base layers j, with given coefficients (as LiGO learns them)."""
+    """New layers with each tensor `sum_j c_j W_j` over base layers j, with coefficients that a person gives (LiGO
+    learns them).
+    """
 
     summary = "new layers are linear combinations of any base layers, with given coefficients"
     paper = None
@@ -68,10 +70,10 @@ class LinearCombination(DenseMethod):
 
     def plan(self, base: BaseModel, num_new_layers: int | None, placement: str | None) -> Plan:
         plan = super().plan(base, num_new_layers, placement)
-        given = self.options.coefficients
-        if isinstance(given, list) and len(given) != len(plan.new_indices):
+        mappings = self.options.coefficients
+        if isinstance(mappings, list) and len(mappings) != len(plan.new_indices):
             raise RequestError(
-                f"coefficients lists {len(given)} mappings for {len(plan.new_indices)} new layers; expected one for each, or a "
+                f"coefficients lists {len(mappings)} mappings for {len(plan.new_indices)} new layers; expected one for each, or a "
                 "single mapping for all."
             )
         layers = list(plan.layers)
@@ -87,9 +89,9 @@ class LinearCombination(DenseMethod):
         return tuple(sorted(terms, key=lambda source: (-abs(terms[source]), source != layer.next, source)))
 
     def _terms(self, base: BaseModel, layer: New, index: int, number: int) -> dict[int, float]:
-        """Base layers and their coefficients; a layer that is named twice has the sum."""
-        given = self.options.coefficients
-        mapping = given[min(number, len(given) - 1)] if isinstance(given, list) else given
+        """Return the coefficient of each base layer; coefficients of a layer that is named twice are summed."""
+        coefficients = self.options.coefficients
+        mapping = coefficients[min(number, len(coefficients) - 1)] if isinstance(coefficients, list) else coefficients
         terms: dict[int, float] = {}
         for name, coefficient in mapping.items():
             source = _resolved(name, layer)
@@ -117,7 +119,7 @@ class LinearCombination(DenseMethod):
 
 
 def _resolved(name: int | str, layer: New) -> int | None:
-    """The base layer that a name means beside a new layer; None where there is no layer on that side."""
+    """Return the base layer that a name stands for beside a new layer; None if there is no layer on that side."""
     match = _LAYER.match(str(name))
     assert match
     if match["index"]:

@@ -11,14 +11,14 @@ from upscalers.plan.plan import New
 
 @dataclass
 class LlamaProOptions:
-    """How a copy is made the identity."""
+    """Options of `llama-pro`: how a copy becomes the identity."""
 
     identity: IdentityInit = option("auto", IDENTITY_HELP)
 
 
 @register_method("llama-pro")
 class LlamaPro(DenseMethod):
-    """Block expansion (section 3.2): after each group of layers its last one again, as the identity."""
+    """Block expansion (section 3.2): a copy of the last layer of each group behind the group, made the identity."""
 
     summary = "block expansion: copies of evenly spaced layers, made the identity"
     paper = LLAMA_PRO

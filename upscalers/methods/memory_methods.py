@@ -1,4 +1,4 @@
-"""What methods share that give a model memory, attached to layers of the base or inserted in layers of its own."""
+"""Base classes of methods that add a memory: attached to layers of the base, or inserted in new layers."""
 
 import re
 from abc import abstractmethod
@@ -21,7 +21,7 @@ _SPAN = 1
 
 
 class HostedMemoryMethod(Method):
-    """A method whose result is a model of the family that hosts memory, with one more entry in its `memory` list."""
+    """Method whose result is a model of the family that hosts memory, with one more entry in its `memory` list."""
 
     def check(self, base: BaseModel) -> None:
         if not base.family.hosts_memory:
@@ -32,7 +32,7 @@ class HostedMemoryMethod(Method):
 
     @abstractmethod
     def entry(self, base: BaseModel, plan: Plan) -> MemoryEntry:
-        """The entry that is added to the config's `memory` list."""
+        """Return the entry that is added to the config's `memory` list."""
 
     def config(self, base: BaseModel, plan: Plan) -> Config:
         config = super().config(base, plan)
@@ -43,22 +43,22 @@ class HostedMemoryMethod(Method):
 
 
 def initialised(tensor: DeclaredTensor, full_name: str, seed: int) -> Recipe:
-    """The recipe of a new tensor of a memory: what its declaration says that it starts as; zeros are a hole in the file."""
+    """Return the recipe that gives a new tensor of a memory its declared initial values; zeros become a hole in the file."""
     if tensor.initial == ZEROS:
         return Fill(tensor.shape, 0.0)
     return Initialise(tensor.shape, tensor.initial.fill, tensor_seed(seed, full_name))
 
 
 class AttachedMemoryMethod(HostedMemoryMethod):
-    """Attaches a memory to layers of the base, which are otherwise taken over as they are.
+    """Method that attaches a memory to layers of the base, which otherwise stay unchanged.
 
-    A subclass names the options of its memory type in `memory_options`. Its own options are those, and where the memory goes:
-    `layers`, `site` and, for the site `skip`, `span`.
+    A subclass names the options of its memory type in `memory_options`. The method's options are these and the
+    position of the memory: `layers`, `site` and, for memory types with the site `skip`, `span`.
     """
 
     memory_options: ClassVar[type[MemoryOptions]]
     default_layers: ClassVar[Any] = "all"
-    """As the option `layers`."""
+    """Default of the option `layers`."""
     default_placement = None
     adds_layers = False
 
@@ -105,10 +105,11 @@ class AttachedMemoryMethod(HostedMemoryMethod):
         return MemoryEntry(self._memory(), site, layers, name, into)
 
     def layers(self, base: BaseModel) -> tuple[int, ...]:
-        """Indices of the layers that have the memory.
+        """Return the indices of the layers that get the memory.
 
         Raises:
-            RequestError: If the option `layers` names none, or one that the base does not have or that is a memory block.
+            RequestError: If the option `layers` names no layer, a layer that the base does not have, or a memory
+                block.
         """
         own = _own_layers(base)
         chosen = self.options.layers
@@ -133,7 +134,7 @@ class AttachedMemoryMethod(HostedMemoryMethod):
         )
 
     def _skips(self, base: BaseModel, layers: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Those layers that have another `span` layers behind them, and these."""
+        """Return the layers that have another layer `span` layers behind them, and these other layers."""
         own = _own_layers(base)
         span = self.options.span
         if span < 0:
@@ -164,24 +165,24 @@ class AttachedMemoryMethod(HostedMemoryMethod):
         return recipes
 
     def _memory(self) -> MemoryOptions:
-        """The options of the memory type alone."""
+        """Return the options of the memory type without the options of its position."""
         values = {field.name: getattr(self.options, field.name) for field in fields(self.memory_options)}
         with refusing_requests():
             return self.memory_options(**values)
 
 
 def _own_layers(base: BaseModel) -> list[int]:
-    """The layers that have a feed-forward network: all but those that were inserted for a memory."""
+    """Return the layers that have a feed-forward network: all but the layers that were inserted for a memory."""
     return [layer for layer in range(base.num_layers) if layer not in base.memories.inserted]
 
 
 def _attached_sites(memory_options: type[MemoryOptions]) -> list[Site]:
-    """The sites of a memory type in layers that there are."""
+    """Return the sites at which a memory type can be attached to existing layers."""
     return [site for site in memory_options.sites if site != "inserted"]
 
 
 def _with_places(memory_options: type[MemoryOptions], default_layers: Any) -> type[MemoryOptions]:
-    """The options of a memory type, and where the memory goes."""
+    """Return a class with the options of a memory type and the position of the memory."""
     sites = _attached_sites(memory_options)
     places: list[tuple[str, Any, Any]] = [
         (
@@ -208,7 +209,10 @@ def _with_places(memory_options: type[MemoryOptions], default_layers: Any) -> ty
 
 
 class InsertedMemoryMethod(HostedMemoryMethod):
-    """Inserts `M(x) = x + Mem(Attn'(LN(x)))`; attention and norm are copied from the next layer (MIDUS, section 4.1)."""
+    """Method that inserts `M(x) = x + Mem(Attn'(LN(x)))` (MIDUS, section 4.1).
+
+    Attention and norm are copied from the next layer.
+    """
 
     paper = MIDUS
     identity = True
@@ -221,8 +225,10 @@ class InsertedMemoryMethod(HostedMemoryMethod):
             self.options.check(base.family.sizes(base.config))
 
     def sources(self, base: BaseModel, layer: New, index: int, number: int) -> tuple[int, ...]:
-        """The next base layer of its phase that has all that the block keeps, or the nearest before it: memory blocks may lack
-        some.
+        """Return the base layer of the same phase whose attention the new block copies.
+
+        This is the first layer behind the new block that has all tensors which the block keeps, or else the nearest
+        before it. Memory blocks of an earlier upscaling may lack some of them.
         """
         wanted = {
             tensor.role

@@ -1,4 +1,4 @@
-"""MIDUS with head-wise memory, the paper's own, and with the memories that the paper compares it with."""
+"""MIDUS with the paper's own head-wise memory, and with the memories that the paper compares it with."""
 
 from midus_hf.config.memories.headwise import HeadwiseOptions
 from midus_hf.config.memories.linear import LinearOptions
@@ -9,7 +9,7 @@ from upscalers.methods.memory_methods import InsertedMemoryMethod
 
 @register_method("midus-hml")
 class MidusHml(InsertedMemoryMethod):
-    """Each attention head asks a memory of its own (section 4.2)."""
+    """Blocks with a separate memory for each attention head (section 4.2)."""
 
     summary = "memory blocks: attention of the next layer, then a product-key memory per head (identity at start)"
     options_class = HeadwiseOptions
@@ -17,7 +17,7 @@ class MidusHml(InsertedMemoryMethod):
 
 @register_method("midus-linear")
 class MidusLinear(InsertedMemoryMethod):
-    """Heads compare their query with a key per slot and share values of full width (equations 4 and 5, section 5.2)."""
+    """Blocks whose heads compare their query with one key per slot and share full-width values (eq. 4 and 5, section 5.2)."""
 
     summary = "memory blocks: attention of the next layer, then a key per slot over shared values (identity at start)"
     options_class = LinearOptions
@@ -25,7 +25,7 @@ class MidusLinear(InsertedMemoryMethod):
 
 @register_method("midus-pkm")
 class MidusPkm(InsertedMemoryMethod):
-    """Heads have product keys of their own and share values of full width, which are summed (sections 4.2 and 5.2)."""
+    """Blocks whose heads have separate product keys and share full-width values, which are summed (sections 4.2 and 5.2)."""
 
     summary = "memory blocks: attention of the next layer, then product keys over shared values (identity at start)"
     options_class = ProductKeyOptions

@@ -10,7 +10,7 @@ from upscalers.request.errors import RequestError
 
 @register_method("moc")
 class MixtureOfChapters(AttachedMemoryMethod):
-    """Layers read, by cross-attention, chapters of a bank that a router chooses for their tokens."""
+    """Cross-attention of layers to chapters of a bank, which a router chooses for their tokens."""
 
     summary = (
         "a bank of memory tokens in chapters, read by cross-attention in a quarter of the layers (identity at start)"

@@ -1,4 +1,4 @@
-"""Mixture-of-Depths Attention: heads that also read what earlier layers wrote at their own position."""
+"""Mixture-of-Depths Attention: heads that also read what earlier layers wrote at the same position."""
 
 from midus_hf.config.memories.depth_attention import DepthAttentionOptions
 from upscalers.checkpoint.base_model import BaseModel
@@ -9,7 +9,7 @@ from upscalers.request.errors import RequestError, refusing_requests
 
 @register_method("moda")
 class MoDA(AttachedMemoryMethod):
-    """Every head reads the sequence and keys and values that earlier layers wrote at its position."""
+    """Attention heads that read the sequence, and also keys and values that earlier layers wrote at the same position."""
 
     summary = "heads that also read, at their own position, what earlier layers wrote (identity at start)"
     paper = MODA

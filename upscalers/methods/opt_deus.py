@@ -1,4 +1,6 @@
-"""OpT-DeUS: the layers on both sides, the previous one's neurons matched to the next one's by optimal transport."""
+"""OpT-DeUS: fusion of the layers on both sides, the previous layer's neurons matched to the next one's by optimal
+transport.
+"""
 
 import time
 from collections.abc import Generator, Iterator, Sequence
@@ -33,7 +35,7 @@ _WEAK = 0.3
 
 @dataclass
 class OptDeusOptions(FusionOptions):
-    """How neurons are matched and fused."""
+    """Options of `opt-deus`: how neurons are matched and fused."""
 
     presets: ClassVar[dict[str, dict[str, Any]]] = {
         "release": {"plan_scale": "raw", "regularization": 0.06, "mlp_t_in": "o_proj", "solver": "sinkhorn"}
@@ -76,7 +78,7 @@ class OptDeusOptions(FusionOptions):
 
 @register_method("opt-deus")
 class OptDeus(FusionMethod):
-    """Each matrix of a new block is `(T^T W_previous + W_next) / 2`, T the transport plan between their rows.
+    """New layers with each matrix `(T^T W_previous + W_next) / 2`, where T is the transport plan between the rows.
 
     The output projection's plan also maps the inputs of the feed-forward network, which reads what attention wrote.
     """
@@ -116,7 +118,7 @@ class OptDeus(FusionMethod):
                     f"most {self.options.tolerance:g}. Raise max_iterations, tolerance or regularization."
                 )
         ordered = sorted(measurements, key=lambda row: -row["norm_ratio"])
-        weak = {row["tensor"]: row for row in ordered if row["norm_ratio"] < _WEAK}  # the weakest layer of each
+        weak = {row["tensor"]: row for row in ordered if row["norm_ratio"] < _WEAK}  # the weakest layer per role
         if weak and self.options.plan_scale == "barycentric" and not self.options.norm_preserving:
             listed = ", ".join(f"{role} {row['norm_ratio']:.2g}" for role, row in weak.items())
             concerns.append(
@@ -131,17 +133,17 @@ def _layers(rows: list[Measurement]) -> str:
 
 
 class BlockFusion(Solver):
-    """Fuses the layers on both sides of one new block.
+    """Solver that fuses the layers on both sides of one new block.
 
-    Peak memory, with n rows of the largest matrix, D the hidden size and 8 bytes (4 in float32) per number: six n x n
-    matrices of the transport problem and four n x D ones, `b (6 n^2 + 4 n D)`.
+    Peak memory is `b (6 n^2 + 4 n D)` bytes, for n rows of the largest matrix, hidden size D, and b = 8 bytes per
+    number (4 in float32): six n x n matrices of the transport problem, and four n x D matrices.
 
     Args:
-        base: The base.
-        layer: The new layer; its sources are the next and the previous base layer.
-        index: Its index in the upscaled model.
-        filled: Roles that the identity fills: they are not made, and solved only where others need their plan.
-        options: Of the method.
+        base: The base checkpoint.
+        layer: The new layer; its sources are the next and the previous base layer, in this order.
+        index: Index of the new layer in the upscaled model.
+        filled: Roles that the identity fills. Their tensors are not made; their plan is solved only if others need it.
+        options: Options of the method.
     """
 
     def __init__(self, base: BaseModel, layer: New, index: int, filled: frozenset[str], options: OptDeusOptions):
@@ -162,50 +164,53 @@ class BlockFusion(Solver):
         self.work_bytes = itemsize * (6 * rows * rows + 4 * rows * base.config["hidden_size"])
         self.workers = workers_on(options.device, options.workers)
 
-    def solve(self, place: Workplace) -> "Iterator[tuple[str, torch.Tensor]]":
-        place.progress.begin(self.label, len(MATRIX_ROLES) - ("down" in self._filled) + 1)
-        query_rows = yield from self._attention(place)
-        previous, following = self._pair(place, "output_projection")
+    def solve(self, workplace: Workplace) -> "Iterator[tuple[str, torch.Tensor]]":
+        workplace.progress.begin(self.label, len(MATRIX_ROLES) - ("down" in self._filled) + 1)
+        query_rows = yield from self._attention(workplace)
+        previous, following = self._pair(workplace, "output_projection")
         if query_rows is not None:
-            previous = previous[:, query_rows]  # its inputs follow the heads
-        residual = self._transport("output_projection", previous, following, place)
+            previous = previous[:, query_rows]  # the inputs of the output projection follow the heads
+        residual = self._transport("output_projection", previous, following, workplace)
         if "output_projection" not in self._filled:
-            yield from self._fused("output_projection", residual, place, previous, following)
-        yield from self._mlp_norm(residual, place)
+            yield from self._fused("output_projection", residual, workplace, previous, following)
+        yield from self._mlp_norm(residual, workplace)
         for role in ("gate", "up"):
-            previous, following = self._pair(place, role)
+            previous, following = self._pair(workplace, role)
             carried = residual.columns(previous)
             if self._options.mlp_t_in == "residual_mean":
                 carried = (carried + previous) / 2
-            plan = self._transport(role, carried, following, place, previous)
-            yield from self._fused(role, plan, place, carried, following, previous)
-            del plan  # before the next is made
+            plan = self._transport(role, carried, following, workplace, previous)
+            yield from self._fused(role, plan, workplace, carried, following, previous)
+            del plan  # free the plan before the next one is made
         if "down" not in self._filled:
-            previous, following = self._pair(place, "down")
+            previous, following = self._pair(workplace, "down")
             yield from self._fused(
-                "down", self._transport("down", previous, following, place), place, previous, following
+                "down", self._transport("down", previous, following, workplace), workplace, previous, following
             )
-        place.progress.end(self.label)
+        workplace.progress.end(self.label)
 
-    def _attention(self, place: Workplace) -> "Generator[tuple[str, torch.Tensor], None, torch.Tensor | None]":
-        """Query, key and value; returns the source row of each query row where whole heads were matched."""
-        plans = self._head_plans(place) if self._options.head_aware else {}
+    def _attention(self, workplace: Workplace) -> "Generator[tuple[str, torch.Tensor], None, torch.Tensor | None]":
+        """Yield the tensors of query, key and value.
+
+        Return the source row of each query row if whole heads were matched, else None.
+        """
+        plans = self._head_plans(workplace) if self._options.head_aware else {}
         for role in ("query", "key", "value"):
-            previous, following = self._pair(place, role)
-            plan = plans[role] if plans else self._transport(role, previous, following, place)
-            yield from self._fused(role, plan, place, previous, following)
+            previous, following = self._pair(workplace, role)
+            plan = plans[role] if plans else self._transport(role, previous, following, workplace)
+            yield from self._fused(role, plan, workplace, previous, following)
             norm = f"self_attn.{role[0]}_norm.weight"
             if norm in self.made:
-                one, other = self._read(place, norm)
+                one, other = self._read(workplace, norm)
                 yield norm, ((self._barycentric(plan, one) + other) / 2).cpu()
         return plans["query"].permutation if plans else None
 
-    def _head_plans(self, place: Workplace) -> "dict[str, Transport]":
+    def _head_plans(self, workplace: Workplace) -> "dict[str, Transport]":
         from upscalers.solvers.head_groups import match_heads
         from upscalers.solvers.transport import Transport
 
         started = time.perf_counter()
-        pairs = {role: self._pair(place, role) for role in ("query", "key", "value")}
+        pairs = {role: self._pair(workplace, role) for role in ("query", "key", "value")}
         source, target = ({role: pair[side] for role, pair in pairs.items()} for side in (0, 1))
         queries, keys = match_heads(source, target, self._key_value_heads, self._head_dim)
         seconds = (time.perf_counter() - started) / 3
@@ -214,19 +219,19 @@ class BlockFusion(Solver):
             scale = 1.0 if self._options.plan_scale == "barycentric" else 1 / len(rows)
             plans[role] = Transport(None, rows, scale, 1, 0.0, 1.0)
             self._measure(role, plans[role], source[role], source[role], seconds)
-            place.step(self.label)
+            workplace.step(self.label)
         return plans
 
-    def _pair(self, place: Workplace, role: str) -> "tuple[torch.Tensor, torch.Tensor]":
-        """The previous and the next layer's matrix of a role."""
-        return self._read(place, self._name(role))
+    def _pair(self, workplace: Workplace, role: str) -> "tuple[torch.Tensor, torch.Tensor]":
+        """Return the previous and the next layer's matrix of a role."""
+        return self._read(workplace, self._name(role))
 
-    def _read(self, place: Workplace, name: str) -> "tuple[torch.Tensor, torch.Tensor]":
+    def _read(self, workplace: Workplace, name: str) -> "tuple[torch.Tensor, torch.Tensor]":
         import torch
 
         dtype = getattr(torch, self._options.precision)
         previous, following = (
-            place.read(names[name]).to(self._options.device, dtype) for names in (self._previous, self._next)
+            workplace.read(names[name]).to(self._options.device, dtype) for names in (self._previous, self._next)
         )
         return previous, following
 
@@ -235,10 +240,12 @@ class BlockFusion(Solver):
         role: str,
         source: "torch.Tensor",
         target: "torch.Tensor",
-        place: Workplace,
+        workplace: Workplace,
         original: "torch.Tensor | None" = None,
     ) -> "Transport":
-        """The plan between rows; `original` is the source before its inputs were mapped, for what is measured."""
+        """Compute and measure the plan between rows; `original` is the source before its inputs were mapped, for the
+        measurement.
+        """
         from upscalers.solvers.transport import assignment, sinkhorn
 
         options, started = self._options, time.perf_counter()
@@ -252,10 +259,10 @@ class BlockFusion(Solver):
                 options.tolerance,
                 options.max_iterations,
                 options.plan_scale,
-                place.check,
+                workplace.check,
             )
         self._measure(role, plan, source, source if original is None else original, time.perf_counter() - started)
-        place.step(self.label)
+        workplace.step(self.label)
         return plan
 
     def _measure(
@@ -278,12 +285,12 @@ class BlockFusion(Solver):
         self,
         role: str,
         plan: "Transport",
-        place: Workplace,
+        workplace: Workplace,
         source: "torch.Tensor",
         following: "torch.Tensor",
         original: "torch.Tensor | None" = None,
     ) -> "Iterator[tuple[str, torch.Tensor]]":
-        """The mean of matched and next rows; `original` is the source before its inputs were mapped."""
+        """Yield the mean of matched and next rows; `original` is the source before its inputs were mapped."""
         matched = plan.rows(source)
         if self._options.norm_preserving:
             wanted = self._barycentric(plan, (source if original is None else original).norm(dim=1))
@@ -291,22 +298,25 @@ class BlockFusion(Solver):
         yield self._name(role), ((matched + following) / 2).cpu()
         bias = self._name(role, "bias")
         if bias in self.made:
-            one, other = self._read(place, bias)
+            one, other = self._read(workplace, bias)
             carried = one if self._options.plan_scale == "raw" else plan.rows(one)
             yield bias, ((carried + other) / 2).cpu()
 
-    def _mlp_norm(self, residual: "Transport", place: Workplace) -> "Iterator[tuple[str, torch.Tensor]]":
-        """The norm in front of the feed-forward network reads the residual stream: half mapped, half not."""
+    def _mlp_norm(self, residual: "Transport", workplace: Workplace) -> "Iterator[tuple[str, torch.Tensor]]":
+        """Yield the norm in front of the feed-forward network.
+
+        The norm reads the residual stream, so the previous layer's gain is half mapped and half unchanged.
+        """
         name = next((name for name, tensor in self.made.items() if tensor.role == "mlp_norm"), None)
         if name is not None:
-            previous, following = (gain + self._gain_offset for gain in self._read(place, name))
+            previous, following = (gain + self._gain_offset for gain in self._read(workplace, name))
             mapped = (residual.columns(previous) + previous) / 2
             yield name, ((mapped + following) / 2 - self._gain_offset).cpu()
-        place.step(self.label)
+        workplace.step(self.label)
 
     @staticmethod
     def _barycentric(plan: "Transport", values: "torch.Tensor") -> "torch.Tensor":
-        """Values of the source rows, averaged by the plan whatever its scale."""
+        """Return values of the source rows averaged by the plan, whatever the plan's scale."""
         import torch
 
         return plan.rows(values) / plan.rows(torch.ones_like(values))

@@ -1,4 +1,4 @@
-"""Scaling the tensors of a layer by role."""
+"""Scaling of a layer's tensors by role."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -12,19 +12,19 @@ from upscalers.request.errors import RequestError
 from upscalers.tensors.recipes import Recipe
 
 OTHERS = "others"
-"""The key of a scale that stands for every role it does not name."""
+"""Key of a scale that stands for every role that the scale does not name."""
 SCALE_TYPE = "a mapping of roles, or others, to numbers"
 
 
 def read_scale(scale: Any, what: str) -> dict[str, float]:
-    """Factors by role, from what a person gave.
+    """Return the factors by role of a scale that a person passed.
 
     Args:
-        scale: A mapping.
-        what: What it is called in messages.
+        scale: A mapping of roles to numbers.
+        what: Name of the scale in messages.
 
     Raises:
-        RequestError: If it is no mapping of names to finite numbers.
+        RequestError: If the scale is no mapping of names to finite numbers.
     """
     if not isinstance(scale, dict) or not all(isinstance(role, str) for role in scale):
         raise RequestError(f"{what} is {scale!r}; expected a mapping of roles to numbers, such as {{down: 0.5}}.")
@@ -41,7 +41,7 @@ def check_roles(base: BaseModel, scale: Mapping[str, float], what: str) -> None:
     """Refuse roles that no tensor of the base's layers has.
 
     Raises:
-        RequestError: With the roles there are.
+        RequestError: If a role is unknown. The message lists the roles, or similar ones.
     """
     roles = {tensor.role for tensor in base.family.layer_tensors(base.config).values()}
     expected = [*sorted(roles), OTHERS]
@@ -64,7 +64,7 @@ _NORM_BEHIND = {
 
 
 def without_effect(base: BaseModel, scale: Mapping[str, float]) -> list[str]:
-    """Warnings about factors that change nothing, because a norm follows their tensors."""
+    """Return warnings about factors that change nothing because a norm follows the scaled tensors."""
     roles = {tensor.role for tensor in base.family.layer_tensors(base.config).values()}
     return [
         f"scale.{role} changes nothing in {base.family.model_type}: a norm follows. Scale {norm} instead."
@@ -74,7 +74,7 @@ def without_effect(base: BaseModel, scale: Mapping[str, float]) -> list[str]:
 
 
 def scaled_layer(base: BaseModel, layer: int, scale: Mapping[str, float]) -> dict[str, Recipe]:
-    """Recipes for a base layer with each tensor times the factor of its role; norms by their gains."""
+    """Return recipes for a base layer with each tensor times the factor of its role; norms are scaled by their gains."""
     return {
         name: combination(base, name, tensor.role, [(layer, scale.get(tensor.role, scale.get(OTHERS, 1.0)))])
         for name, tensor in base.family.layer_tensors(base.config).items()

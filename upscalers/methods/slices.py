@@ -1,4 +1,4 @@
-"""Any order of the base's layers, slice by slice, each with a scale."""
+"""Method `slices`: slices of the base's layers in any order, each with a scale."""
 
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -28,13 +28,13 @@ class Slice:
 
     @property
     def is_verbatim(self) -> bool:
-        """Whether its layers are taken over as they are."""
+        """True if the layers are taken over unchanged."""
         return all(factor == 1 for factor in self.scale.values())
 
 
 @dataclass
 class SlicesOptions:
-    """The slices."""
+    """Options of `slices`: the slices, and what is trained."""
 
     slices: Any = option(
         None,
@@ -51,20 +51,20 @@ class SlicesOptions:
                 f"slices is {self.slices!r}; expected a list such as [{{layers: [0, 12]}}, {{layers: [4, 16]}}]. Give it in a "
                 "--config file under options, or with --set."
             )
-        if not all(isinstance(given, dict) for given in self.slices):
+        if not all(isinstance(mapping, dict) for mapping in self.slices):
             raise RequestError(
                 "slices holds something that is no mapping; expected {layers: [first, end]} in each place."
             )
         self.parsed()
 
     def parsed(self) -> list[Slice]:
-        """The slices, checked."""
-        return [parse_options(Slice, given, "a slice") for given in self.slices]
+        """Return the slices, checked."""
+        return [parse_options(Slice, mapping, "a slice") for mapping in self.slices]
 
 
 @register_method("slices")
 class Slices(DenseMethod):
-    """Stacks slices of the base in a given order: every passthrough merge of one model."""
+    """Slices of the base stacked in a given order, which covers every passthrough merge of a single model."""
 
     summary = "slices of the base in any order, repeated, left out or scaled by role"
     paper = None
@@ -78,20 +78,20 @@ class Slices(DenseMethod):
         return self.options.trainable
 
     def check(self, base: BaseModel) -> None:
-        for given in self.options.parsed():
-            first, end = given.layers
+        for piece in self.options.parsed():
+            first, end = piece.layers
             if not 0 <= first < end <= base.num_layers:
                 raise RequestError(
-                    f"a slice has layers = {given.layers}; expected 0 <= first < end <= {base.num_layers}, the number of base "
+                    f"a slice has layers = {piece.layers}; expected 0 <= first < end <= {base.num_layers}, the number of base "
                     "layers. The end is not included."
                 )
-            check_roles(base, given.scale, "the scale of a slice")
+            check_roles(base, piece.scale, "the scale of a slice")
 
     def plan(self, base: BaseModel, num_new_layers: int | None, placement: str | None) -> Plan:
         for name, value in (("num-new-layers", num_new_layers), ("placement", placement)):
             if value is not None:
                 raise RequestError(f"{name} is {value!r}, but slices say which layers there are; expected none.")
-        order = [(layer, given.is_verbatim) for given in self.options.parsed() for layer in range(*given.layers)]
+        order = [(layer, piece.is_verbatim) for piece in self.options.parsed() for layer in range(*piece.layers)]
         layers: list[Base | New] = []
         for index, (source, is_verbatim) in enumerate(order):
             if is_verbatim:
@@ -123,15 +123,15 @@ class Slices(DenseMethod):
         return f"Slices keep the pattern where every layer moves by a multiple of {period}."
 
     def concerns(self, base: BaseModel, plan: Plan) -> list[str]:
-        found = (concern for given in self.options.parsed() for concern in without_effect(base, given.scale))
-        return list(dict.fromkeys(found))
+        warnings = (concern for piece in self.options.parsed() for concern in without_effect(base, piece.scale))
+        return list(dict.fromkeys(warnings))
 
     def placement_request(self, plan: Plan) -> dict[str, Any]:
         return {}
 
     def recipes(self, base: BaseModel, plan: Plan, seed: int) -> list[dict[str, Recipe]]:
         return [
-            self.copied_layer(base, layer) if given.is_verbatim else scaled_layer(base, layer, given.scale)
-            for given in self.options.parsed()
-            for layer in range(*given.layers)
+            self.copied_layer(base, layer) if piece.is_verbatim else scaled_layer(base, layer, piece.scale)
+            for piece in self.options.parsed()
+            for layer in range(*piece.layers)
         ]

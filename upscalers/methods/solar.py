@@ -1,4 +1,4 @@
-"""SOLAR: two overlapping stacks of the base's layers, one on the other."""
+"""SOLAR: two overlapping stacks of the base's layers, one on top of the other."""
 
 from typing import Any
 
@@ -11,9 +11,9 @@ from upscalers.request.errors import RequestError
 
 @register_method("solar")
 class Solar(DenseMethod):
-    """Depthwise stacking (section 2): a copy without its last m layers, then a copy without its first m.
+    """Depthwise stacking (section 2): a copy of the base without its last m layers, then a copy without its first m.
 
-    The result has s = 2 (L - m) layers. Nothing is new but the order, and everything is trained.
+    The result has s = 2 (L - m) layers. Only the order is new, and everything is trained.
     """
 
     summary = "depthwise stacking: the base without its last layers, then the base without its first"

@@ -10,7 +10,7 @@ from upscalers.request.errors import RequestError
 
 @register_method("ultramem-v2")
 class UltraMemV2(AttachedMemoryMethod):
-    """Every feed-forward network has a memory beside it, which retrieves slots of a large table."""
+    """Memories beside every feed-forward network that retrieve slots of a large table."""
 
     summary = "a large value table beside every feed-forward network, retrieved by Tucker-decomposed keys (identity at start)"
     paper = ULTRAMEM_V2
