@@ -1,10 +1,10 @@
-"""Measure how large this repository is, and what a checkpoint carries of it.
+"""Measure the size of this repository, and of the code that a checkpoint carries.
 
     python scripts/house.py                                      a table
     python scripts/house.py --json                               the same as JSON, with the names behind each count
     python scripts/house.py --against scripts/house-before.json  two columns: that file's numbers, and today's
 
-Lines are those of tracked Python files, blank ones and comments included; `scripts/house.py` and `scripts/pin*.py` do not count.
+All lines of tracked Python files count, including blank lines and comments, except `scripts/house.py` and `scripts/pin*.py`.
 """
 
 import argparse
@@ -24,7 +24,7 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 OWN = tuple(f"scripts/{name}.py" for name in ("house", "pin", "pin_cases", "pin_models", "pin_carried"))
-"""They go when what they measure is done."""
+"""Scripts that are not measured, since they will be deleted when the work that they measure is done."""
 
 LARGEST_ROOM, SMALL_FILE, RUN = 18, 60, 6
 GOALS = {
@@ -37,13 +37,15 @@ GOALS = {
     "carried lines: moc": "at most 1,200",
     "carried lines: moda": "at most 1,200",
 }
-"""What is wanted, by measure; no other checkpoint shall carry more than 2,500 lines."""
+"""Goals by measure. In addition, no checkpoint of a method that is not listed shall carry more than 2,500 lines."""
 
 
 def tracked(*patterns: str) -> list[str]:
-    """Return the tracked files of these patterns that are there, as paths from the root."""
-    told = subprocess.run(["git", "ls-files", "-z", *patterns], cwd=ROOT, capture_output=True, text=True, check=True)
-    return [name for name in told.stdout.split("\0") if name and name not in OWN and (ROOT / name).is_file()]
+    """Return the tracked files that match the patterns and exist, as paths from the root."""
+    listing = subprocess.run(
+        ["git", "ls-files", "-z", *patterns], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    return [name for name in listing.stdout.split("\0") if name and name not in OWN and (ROOT / name).is_file()]
 
 
 def text(name: str) -> str:
@@ -52,19 +54,19 @@ def text(name: str) -> str:
 
 
 def lines_of(names: Iterable[str]) -> int:
-    """Return the lines of files together."""
+    """Return the number of lines of all files together."""
     return sum(len(text(name).splitlines()) for name in names)
 
 
 def installed(names: Iterable[str]) -> list[str]:
-    """Return those files that a wheel installs: those of the packages that `pyproject.toml` lists."""
+    """Return the files that a wheel installs: files of the packages that `pyproject.toml` lists."""
     project = tomllib.loads(text("pyproject.toml"))
     patterns = project["tool"]["setuptools"]["packages"]["find"]["include"]
     return [name for name in names if any(fnmatch(PurePosixPath(name).parts[0], pattern) for pattern in patterns)]
 
 
 def rooms(names: Iterable[str]) -> dict[str, int]:
-    """Return the folders with many files side by side, and how many these are, the largest first."""
+    """Return the number of files per folder, for folders with more than `LARGEST_ROOM` files, the largest first."""
     counts = Counter(str(PurePosixPath(name).parent) for name in names)
     return {room: count for room, count in counts.most_common() if count > LARGEST_ROOM}
 
@@ -76,10 +78,10 @@ def module_of(name: str) -> str:
 
 
 def imports_of(name: str, modules: dict[str, str]) -> Iterator[str]:
-    """Yield the files that a file imports, anywhere in it.
+    """Yield the files that a file imports, anywhere in its code.
 
     Args:
-        name: Of the file.
+        name: Path of the file from the root.
         modules: Files by the name by which they are imported.
     """
     package = module_of(name).split(".")
@@ -91,28 +93,28 @@ def imports_of(name: str, modules: dict[str, str]) -> Iterator[str]:
             parents = package[: len(package) - node.level + 1] if node.level else []
             source = ".".join([*parents, *([node.module] if node.module else [])])
             for alias in node.names:
-                found = modules.get(f"{source}.{alias.name}") or modules.get(source)
-                if found:
-                    yield found
+                imported = modules.get(f"{source}.{alias.name}") or modules.get(source)
+                if imported:
+                    yield imported
 
 
 def small_files(names: list[str]) -> dict[str, str]:
-    """Return the small files that one other file imports, by name with that other."""
+    """Return the small files that exactly one other file imports, each with its importer."""
     modules = {module_of(name): name for name in names}
     importers: dict[str, set[str]] = defaultdict(set)
     for name in names:
         for imported in imports_of(name, modules):
             importers[imported].add(name)
-    found = {}
+    importer_of = {}
     for name in names:
         others = importers[name] - {name}
         if len(others) == 1 and not name.endswith(("__init__.py", "__main__.py")) and lines_of([name]) <= SMALL_FILE:
-            found[name] = others.pop()
-    return found
+            importer_of[name] = others.pop()
+    return importer_of
 
 
 def repeated(names: Iterable[str]) -> list[str]:
-    """Return the pairs of places in two files where six lines or more are equal, of each as `file:line file:line lines`.
+    """Return pairs of places in two files with six or more equal lines, each as `file:line file:line lines`.
 
     Indentation and blank lines do not count, nor do lines of import statements and lines without a letter.
     """
@@ -123,13 +125,13 @@ def repeated(names: Iterable[str]) -> list[str]:
             places[tuple(line for _, line in lines[start : start + RUN])].append((name, start))
     equal = {
         pair
-        for found in places.values()
-        for pair in itertools.combinations(found, 2)
-        if pair[0][0] != pair[1][0]  # other files
+        for equal_places in places.values()
+        for pair in itertools.combinations(equal_places, 2)
+        if pair[0][0] != pair[1][0]  # only pairs of different files
     }
     runs = []
     for (first, start), (second, other) in sorted(equal):
-        if ((first, start - 1), (second, other - 1)) not in equal:  # where a run begins
+        if ((first, start - 1), (second, other - 1)) not in equal:  # a run of equal lines begins here
             length = RUN
             while ((first, start + length - RUN + 1), (second, other + length - RUN + 1)) in equal:
                 length += 1
@@ -138,7 +140,7 @@ def repeated(names: Iterable[str]) -> list[str]:
 
 
 def _code(name: str) -> Iterator[tuple[int, str]]:
-    """Yield the numbers and texts of the lines of a file that may be repeated."""
+    """Yield number and text of each line of a file that may count as repeated."""
     imports: set[int] = set()
     for node in ast.walk(ast.parse(text(name))):
         if isinstance(node, ast.Import | ast.ImportFrom):
@@ -149,7 +151,7 @@ def _code(name: str) -> Iterator[tuple[int, str]]:
 
 
 def carried() -> dict[str, tuple[int, int]]:
-    """Return the files and the lines of code in the checkpoint that each method makes of a tiny Llama, by its defaults."""
+    """Return files and lines of code in the checkpoint that each method makes of a tiny Llama by default."""
     sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
     os.environ |= {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
     from tiny import save_tiny_model
@@ -159,20 +161,20 @@ def carried() -> dict[str, tuple[int, int]]:
     from upscalers.runs.upscale import upscale
 
     logging.disable_progress_bar()
-    found = {}
+    sizes = {}
     with tempfile.TemporaryDirectory(prefix="house-") as temporary:
         base = save_tiny_model("llama", Path(temporary, "base"))
         for method in METHODS:
-            options = METHODS[method] if method == "slices" else {}  # which has no defaults
+            options = METHODS[method] if method == "slices" else {}  # slices has no defaults
             output = Path(temporary, method)
             upscale(base=base, method=method, output=output, options=options, verify=False)
             sources = [path.read_text() for path in output.glob("*.py")]
-            found[method] = len(sources), sum(len(source.splitlines()) for source in sources)
-    return found
+            sizes[method] = len(sources), sum(len(source.splitlines()) for source in sources)
+    return sizes
 
 
 def measured() -> dict[str, Any]:
-    """Return numbers by measure, and the names behind some of them."""
+    """Return the numbers by measure, and the names behind some of them."""
     every = tracked("*.py")
     source = [name for name in every if not name.startswith("tests/")]
     packages, tests = installed(source), [name for name in every if name.startswith("tests/")]
@@ -202,7 +204,7 @@ def measured() -> dict[str, Any]:
 
 
 def print_table(now: dict[str, Any], before: dict[str, Any] | None) -> None:
-    """Print a row per measure: what was, if that is known, what is, and what is wanted."""
+    """Print a row per measure: the earlier number, if known, the number now, and the goal."""
     names = list(now["numbers"]) + [name for name in (before or now)["numbers"] if name not in now["numbers"]]
     width = max(map(len, names))
     print(f"{'':{width}}  {'before  ' if before else ''}{'now':>6}  goal")

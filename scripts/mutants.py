@@ -47,7 +47,7 @@ FOLDERS = [
 OPS = "tests/ops --ignore=tests/ops/kernels/test_offline_compilation.py"
 
 NEAREST = {
-    "midus_hf/ops": f"{OPS} -k 'not triton'",  # which Triton's interpreter runs slowly
+    "midus_hf/ops": f"{OPS} -k 'not triton'",  # Triton's interpreter runs those tests slowly
     "midus_hf/ops/gather/triton/bucket_sums.py": f"{OPS} -k triton",
     "midus_hf/ops/product_key/triton/gradients.py": f"{OPS} -k triton",
     "midus_hf/ops/headwise/triton/exact.py": f"{OPS} -k triton",
@@ -68,7 +68,7 @@ NEAREST = {
     "upscalers/chapters": "tests/upscalers/chapters",
     "upscalers": "tests/upscalers --ignore=tests/upscalers/test_interruption.py --ignore=tests/upscalers/dense",
 }
-"""The tests that judge a file: those of its longest prefix."""
+"""Tests that judge the files of a folder; the entry with the longest matching path decides."""
 
 NEAREST_TO_UPSCALERS = {
     "attention_pattern": "whole_periods placements",
@@ -109,10 +109,10 @@ NEAREST_TO_UPSCALERS = {
     "verify": "verification streamed_model memory_use",
     "writer": "safetensors_format checkpoint_layouts identity every_method",
 }
-"""The tests in `tests/upscalers` that judge a file of `upscalers` by its name, the nearest first: `test_NAME.py`, or a folder."""
+"""Tests in `tests/upscalers` by the name of the file they judge, the nearest first: `test_NAME.py`, or a folder."""
 
 NOISE = "core/ReplaceBinaryOperator_BitOr"
-"""Operators left out: they change type annotations."""
+"""Prefix of operators to leave out, because they change type annotations."""
 
 
 def main() -> None:
@@ -143,7 +143,7 @@ def main() -> None:
 
 
 def copy_repository(target: Path) -> None:
-    """Copy what git tracks, and what it does not ignore, as it stands in the working tree."""
+    """Copy the working tree's files that git tracks or does not ignore."""
     listed = subprocess.run(
         ["git", "ls-files", "--cached", "--others", "--exclude-standard", "-z"],
         cwd=REPOSITORY,
@@ -158,7 +158,7 @@ def copy_repository(target: Path) -> None:
 
 
 def source_files(paths: list[str]) -> list[Path]:
-    """The Python files at `paths`, those of folders in the order of their names."""
+    """Return the Python files at `paths`, with files of a folder sorted by name."""
     files = [file for path in map(Path, paths) for file in (sorted(path.rglob("*.py")) if path.is_dir() else [path])]
     missing = [str(file) for file in files if not file.is_file()]
     if missing or not files:
@@ -169,7 +169,7 @@ def source_files(paths: list[str]) -> list[Path]:
 
 
 def nearest_tests(file: Path) -> str:
-    """Arguments for pytest; tests of the file's own name, where there are any, come first, to notice what they can."""
+    """Return arguments for pytest, starting with a test file named after `file`, if there is one, to fail early."""
     if file.is_relative_to("upscalers") and file.stem in NEAREST_TO_UPSCALERS:
         return " ".join(map(_engine_test, NEAREST_TO_UPSCALERS[file.stem].split()))
     prefixes = [prefix for prefix in NEAREST if file.is_relative_to(prefix)]
@@ -191,7 +191,7 @@ def _engine_test(name: str) -> str:
 
 
 def sampled(file: Path, size: int, seed: int) -> list[MutationSpec]:
-    """That many of a file's mutations, the same ones for the same seed, in the order of the file."""
+    """Return `size` mutations of a file, the same ones for the same seed, in the order of the file."""
     with use_db(":memory:", mode=WorkDB.Mode.create) as database:
         init([file], database, operator_cfgs={})
         mutations = [mutation for item in database.work_items for mutation in item.mutations]

@@ -1,12 +1,12 @@
-"""Pin what every method makes of every family: digests of files, configs and logits, compared with those that are committed.
+"""Pin the result of every method for every family: digests of files, configs and logits, compared with committed ones.
 
     python scripts/pin.py                     compute everything again, and name what differs from scripts/pinned.json
     python scripts/pin.py --write             write scripts/pinned.json
-    python scripts/pin.py --carried           load checkpoints by the code that they carry, where the package cannot be imported
-    python scripts/pin.py --only 'llama moc'  those cases alone whose name has the pattern (a regular expression) in it
+    python scripts/pin.py --carried           load checkpoints by the code that they carry, without importing the package
+    python scripts/pin.py --only 'llama moc'  only cases whose name contains the pattern, a regular expression
 
-A case is a tiny random base of a family and one method or several, applied one after the other. Everything is computed in float32 by
-one thread, so a digest is the same on every run on one kind of processor; another kind may round otherwise.
+A case is a tiny random base of a family and one or more methods, applied one after the other. Everything is computed in
+float32 by one thread, so a digest is the same on every run on one kind of processor; another kind may round otherwise.
 """
 
 import argparse
@@ -52,7 +52,7 @@ def digest_of_file(path: Path) -> str:
 
 
 def without_versions(content: Any) -> Any:
-    """Return a config without versions and without what names files of code."""
+    """Return a config without versions and without the names of code files."""
     if isinstance(content, list):
         return [without_versions(each) for each in content]
     if isinstance(content, dict):
@@ -62,23 +62,26 @@ def without_versions(content: Any) -> Any:
 
 
 def pinned(case: Case) -> dict[str, Any]:
-    """Compute the digests of a case."""
+    """Return the digests of a case."""
     with tempfile.TemporaryDirectory(prefix="pin-", dir=scratch()) as temporary:
         folder = Path(temporary)
         checkpoint = made(case, folder)
-        found: dict[str, Any] = {"config": digest_of_file(checkpoint / "config.json")}
+        digests: dict[str, Any] = {"config": digest_of_file(checkpoint / "config.json")}
         for path in [*checkpoint.glob("*.safetensors"), *(checkpoint / "memory_bank").glob("*/*.*")]:
-            found[str(path.relative_to(checkpoint))] = digest_of_file(path)
+            digests[str(path.relative_to(checkpoint))] = digest_of_file(path)
         model = loaded(checkpoint)
-        given = inputs(case)
-        found["birth"] = digest_of(logits(model, given))
+        arguments = inputs(case)
+        digests["birth"] = digest_of(logits(model, arguments))
         train(model, case, folder)
-        found |= {"trained": digest_of(logits(model, given)), "generated": digest_of(generated(model, given))}
-        return dict(sorted(found.items()))
+        digests |= {
+            "trained": digest_of(logits(model, arguments)),
+            "generated": digest_of(generated(model, arguments)),
+        }
+        return dict(sorted(digests.items()))
 
 
 def machine() -> dict[str, str]:
-    """Return what bits depend on: processor, vector instructions and versions."""
+    """Return the facts that bits depend on: processor, vector instructions and versions."""
     import torch
     import transformers
 
@@ -94,28 +97,28 @@ def machine() -> dict[str, str]:
 def computed(
     function: Callable[[Any], dict[str, Any]], parts: dict[str, Any], processes: int
 ) -> tuple[dict[str, dict[str, Any]], dict[str, str]]:
-    """Call a function in several processes, and show a bar.
+    """Call a function on each part in several processes, and show a progress bar.
 
     Returns:
-        What it returned for each part, in the order of parts, and what was raised for others, both by name.
+        Results by name, in the order of `parts`, and errors by name, for parts that raised one.
     """
     from tqdm import tqdm
 
-    found, failed = {}, {}
+    results, failed = {}, {}
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(processes, mp_context=context, initializer=prepare) as pool:
         waiting = {pool.submit(function, part): name for name, part in parts.items()}
         for future in tqdm(as_completed(waiting), total=len(parts), disable=None):
             try:
-                found[waiting[future]] = future.result()
+                results[waiting[future]] = future.result()
             except Exception as error:
                 failed[waiting[future]] = f"{type(error).__name__}: {error}"
-    return {name: found[name] for name in parts if name in found}, failed
+    return {name: results[name] for name in parts if name in results}, failed
 
 
-def write(found: dict[str, dict[str, Any]], about: dict[str, str]) -> None:
+def write(cases: dict[str, dict[str, Any]], about: dict[str, str]) -> None:
     """Write the file of digests, one line per case."""
-    lines = ",\n".join(f"  {json.dumps(name)}: {json.dumps(digests)}" for name, digests in found.items())
+    lines = ",\n".join(f"  {json.dumps(name)}: {json.dumps(digests)}" for name, digests in cases.items())
     PINNED.write_text(f'{{"machine": {json.dumps(about)}, "cases": {{\n{lines}\n}}}}\n')
 
 
@@ -137,49 +140,50 @@ def main() -> int:
     if options.carried:
         return compare_carried(cases, known, options.processes, options.per_process)
     started = time.perf_counter()
-    found, failed = computed(pinned, {str(case): case for case in cases}, options.processes)
+    results, failed = computed(pinned, {str(case): case for case in cases}, options.processes)
     seconds = time.perf_counter() - started
     for name, reason in failed.items():
         print(f"{name}: {reason}")
     if options.write:
         names = [str(case) for case in all_cases()]
-        every = (known["cases"] if options.only else {}) | found
+        every = (known["cases"] if options.only else {}) | results
         write({name: every[name] for name in names if name in every}, machine())
-        print(f"{len(found)} cases written in {seconds:.0f} s, {len(failed)} failed")
+        print(f"{len(results)} cases written in {seconds:.0f} s, {len(failed)} failed")
         return 1 if failed else 0
-    return 1 if report(found, known, len(cases), seconds) or failed else 0
+    return 1 if report(results, known, len(cases), seconds) or failed else 0
 
 
-def report(found: dict[str, dict[str, Any]], known: dict[str, Any], wanted: int, seconds: float) -> bool:
-    """Print which cases differ from those that are known, and return whether any does."""
+def report(results: dict[str, dict[str, Any]], known: dict[str, Any], wanted: int, seconds: float) -> bool:
+    """Print which cases differ from the known ones, and return whether any case differs."""
     differing = 0
-    for name, digests in found.items():
+    for name, digests in results.items():
         before = known["cases"].get(name, {})
         changed = [part for part in sorted({*digests, *before}) if digests.get(part) != before.get(part)]
         differing += bool(changed)
         if changed:
             print(f"{name}: {', '.join(changed)} differ" if before else f"{name}: is not in {PINNED.name}")
-    if not differing and len(found) == wanted:
+    if not differing and len(results) == wanted:
         print(f"all {wanted} cases agree ({seconds:.0f} s)")
         return False
-    print(f"{differing} of {wanted} cases differ, {wanted - len(found)} failed ({seconds:.0f} s)")
+    print(f"{differing} of {wanted} cases differ, {wanted - len(results)} failed ({seconds:.0f} s)")
     warn_of_machine(known)
     return bool(differing)
 
 
 def warn_of_machine(known: dict[str, Any]) -> None:
-    """Say so where digests were made on another machine."""
+    """Print a warning if the digests were made on another machine."""
     if machine() != known["machine"]:
         print(f"bits may differ: they were pinned on {known['machine']}, and this is {machine()}")
 
 
 def compare_carried(cases: list[Case], known: dict[str, Any], processes: int, per_process: int) -> int:
-    """Print what checkpoints compute by the code that they carry, and return the exit status."""
+    """Print whether checkpoints compute the same with the code that they carry, and return the exit status."""
     groups = [cases[start : start + per_process] for start in range(0, len(cases), per_process)]
     compare = partial(carried, cold=per_process == 1)
-    found, failed = computed(compare, {str(number): group for number, group in enumerate(groups)}, processes)
-    rows = [row for group in found.values() for row in group["rows"]]
-    exact = {str(case): not case.from_scratch for case in cases}  # others compute with what is not zero from the start
+    results, failed = computed(compare, {str(number): group for number, group in enumerate(groups)}, processes)
+    rows = [row for group in results.values() for row in group["rows"]]
+    # Memories from scratch are not zero, and the carried code may round what they compute differently.
+    exact = {str(case): not case.from_scratch for case in cases}
     wrong = 0
     print("load  base  first forward  files  lines  case")
     for row in rows:

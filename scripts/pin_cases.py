@@ -1,4 +1,4 @@
-"""The cases of `scripts/pin.py`: every method on every family, options that change code, methods one after the other."""
+"""Cases of `scripts/pin.py`: every method on every family, options that change code, and methods one after the other."""
 
 import json
 from collections.abc import Iterator
@@ -6,10 +6,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 FAMILIES = ("llama", "qwen2", "qwen3", "gemma2", "gemma3", "mistral", "olmo2")
-"""All that methods take."""
+"""All families that methods accept."""
 
 FEW_FAMILIES = ("llama", "gemma3")
-"""Those of variants: one without and one with norms behind attention and feed-forward network, and with sliding windows."""
+"""Families of variants: one without and one with norms behind attention and feed-forward network, and sliding windows."""
 
 Step = tuple[str, dict[str, Any]]
 """A method and its options."""
@@ -17,16 +17,16 @@ Step = tuple[str, dict[str, Any]]
 
 @dataclass(frozen=True)
 class Case:
-    """What is pinned.
+    """A model that is pinned.
 
     Args:
-        family: Of the base.
-        name: Of the case within the family.
-        steps: Methods with their options, of which each takes what the one before it made.
-        base: Fields of the base's config that differ from those of `tests/tiny.py`.
-        from_scratch: Whether the last output's config alone is taken, of which a new model is made.
-        changes: Of that config's only memory.
-        by_trainer: Whether a `MemoryTrainer` makes the three steps, instead of a loop.
+        family: Family of the base.
+        name: Name of the case within the family.
+        steps: Methods with their options; each upscales the result of the one before.
+        base: Fields of the base's config that differ from `tests/tiny.py`. Default: none.
+        from_scratch: Whether to make a new model from the last result's config, without its weights. Default: False.
+        changes: Changes of the only memory in that config. Default: none.
+        by_trainer: Whether a `MemoryTrainer` makes the three steps, instead of a loop. Default: False.
     """
 
     family: str
@@ -42,7 +42,7 @@ class Case:
 
     @property
     def fetches(self) -> bool:
-        """Whether texts fetch blocks by ids that a forward pass takes."""
+        """True if texts fetch blocks by ids that a forward pass takes."""
         return any("branching" in options and "without_ids" not in options for _, options in self.steps)
 
 
@@ -69,7 +69,7 @@ METHODS: dict[str, dict[str, Any]] = {
     "solar": {},
     "ultramem-v2": {"n": 8, "k": 4},
 }
-"""Every method, with small sizes; every family has each of them."""
+"""Options of every method, with small sizes. Every family has a case for each method."""
 
 VARIANTS: dict[str, list[dict[str, Any]]] = {
     "avg-deus": [{"identity": "auto"}, {"identity": "zero_out_proj"}, {"neighbours": "same_type"}],
@@ -146,7 +146,7 @@ VARIANTS: dict[str, list[dict[str, Any]]] = {
         {"addressing": "random"},
     ],
 }
-"""Options that change what a checkpoint needs or computes, by method, beside those of `METHODS`."""
+"""Options, by method, that change what a checkpoint needs or computes; they are added to those in `METHODS`."""
 
 STACKS = [
     ("llama-pro", "midus-hml"),
@@ -158,7 +158,7 @@ STACKS = [
     ("hier-lora-vo", "midus-linear"),
     ("solar", "ultramem-v2", "moc", "moda"),
 ]
-"""Methods one after the other."""
+"""Methods that are applied one after the other."""
 
 FROM_SCRATCH: list[Step] = [
     ("midus-hml", {}),
@@ -172,10 +172,10 @@ FROM_SCRATCH: list[Step] = [
     ("ultramem-v2", {"zero": "none"}),
     ("ultramem-v2", {"zero": "none", "key_pairs": 2, "rank": 3, "share": "ring:2"}),
 ]
-"""Models that are made of a config alone: that of a method's output, with these changes of its memory."""
+"""Models made from a config alone: the config of a method's result, with these changes of its memory."""
 
 BY_TRAINER = ("llama-pro", "midus-hml", "midus-linear", "midus-pkm", "moc", "moda", "solar", "ultramem-v2")
-"""Methods whose default is also trained by `MemoryTrainer`, as blocks of `hier-*` always are, which are no parameters."""
+"""Methods whose default is also trained by `MemoryTrainer`. (`hier-*` always is: its blocks are no parameters.)"""
 
 
 def all_cases() -> Iterator[Case]:
@@ -186,7 +186,7 @@ def all_cases() -> Iterator[Case]:
     for family in FEW_FAMILIES:
         for method, variants in VARIANTS.items():
             for changes in variants:
-                # Only heads that are together as wide as the hidden state have a residual to add to.
+                # An inner residual needs heads that are together as wide as the hidden state.
                 base = {"head_dim": 8} if method == "midus-hml" and "inner_residual" in changes else {}
                 step = (method, {**METHODS[method], **changes})
                 yield Case(family, f"{method} {_words(changes)}", (step,), base, by_trainer=method.startswith("hier-"))

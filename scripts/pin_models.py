@@ -1,4 +1,4 @@
-"""What `scripts/pin.py` computes with tiny models, in processes of one thread that import this project or cannot."""
+"""Computations of `scripts/pin.py` with tiny models, in processes of one thread with or without this project."""
 
 import contextlib
 import copy
@@ -51,7 +51,7 @@ def made(case: Case, folder: Path) -> Path:
 
 
 def made_from_scratch(source: Path, case: Case, folder: Path) -> Path:
-    """Save a new model of a checkpoint's config, whose memory differs by what the case says, and return its folder."""
+    """Save a new model of a checkpoint's config with the case's changes of its memory, and return the model's folder."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -65,14 +65,14 @@ def made_from_scratch(source: Path, case: Case, folder: Path) -> Path:
 
 
 def loaded(folder: Path, **options: Any) -> Any:
-    """Return the model of a folder, in eval mode; `options` are those of `from_pretrained`."""
+    """Return the model of a folder, in eval mode. `options` go to `from_pretrained`."""
     from transformers import AutoModelForCausalLM
 
     return AutoModelForCausalLM.from_pretrained(folder, dtype="float32", local_files_only=True, **options).eval()
 
 
 def inputs(case: Case) -> dict[str, Any]:
-    """Return the arguments of a forward pass: tokens `[2, 24]`, and which blocks both texts fetch where they fetch any."""
+    """Return the arguments of a forward pass: tokens `[2, 24]`, and the blocks that both texts fetch if they fetch any."""
     import torch
     from tiny import prompt
 
@@ -80,27 +80,27 @@ def inputs(case: Case) -> dict[str, Any]:
     return {"input_ids": prompt(), **ids}
 
 
-def logits(model: Any, given: dict[str, Any]) -> Any:
-    """Return the logits `[2, 24, vocabulary]` of fixed tokens; what is drawn is drawn from one seed."""
+def logits(model: Any, arguments: dict[str, Any]) -> Any:
+    """Return the logits `[2, 24, vocabulary]` of fixed tokens. Random numbers come from a fixed seed."""
     import torch
 
     torch.manual_seed(11)
     with torch.no_grad():
-        return model(**given).logits
+        return model(**arguments).logits
 
 
-def generated(model: Any, given: dict[str, Any]) -> Any:
+def generated(model: Any, arguments: dict[str, Any]) -> Any:
     """Return the logits `[2, 4, vocabulary]` of four tokens that are generated with a cache."""
     import torch
 
     torch.manual_seed(12)
     settings = {"max_new_tokens": 4, "min_new_tokens": 4, "do_sample": False, "pad_token_id": 0}
-    output = model.generate(**given, **settings, output_logits=True, return_dict_in_generate=True)
+    output = model.generate(**arguments, **settings, output_logits=True, return_dict_in_generate=True)
     return torch.stack(output.logits, 1)
 
 
 def train(model: Any, case: Case, folder: Path) -> None:
-    """Train three steps what the method says that trains, with AdamW; the model is in eval mode afterwards."""
+    """Train what the method trains for three steps with AdamW, and leave the model in eval mode."""
     import torch
 
     from midus_hf.training.optim.freezing import set_trainable
@@ -128,7 +128,7 @@ def train(model: Any, case: Case, folder: Path) -> None:
         }
         rows = [{name: value[row] for name, value in batch.items()} for row in range(2)]
         arguments = TrainingArguments(str(folder / "run"), per_device_train_batch_size=2, **settings, **quiet)
-        with contextlib.redirect_stdout(io.StringIO()):  # which the Trainer prints a summary to
+        with contextlib.redirect_stdout(io.StringIO()):  # the Trainer prints a summary there
             MemoryTrainer(model, arguments, train_dataset=rows).train()
     else:
         model.train()
@@ -142,11 +142,11 @@ def train(model: Any, case: Case, folder: Path) -> None:
 
 def digest(*parts: bytes | str) -> str:
     """Return the first 24 hexadecimal digits of the SHA-256 of some parts."""
-    found = hashlib.sha256()
+    sha256 = hashlib.sha256()
     for part in parts:
         part = part.encode() if isinstance(part, str) else part
-        found.update(f"{len(part)}:".encode() + part)
-    return found.hexdigest()[:24]
+        sha256.update(f"{len(part)}:".encode() + part)
+    return sha256.hexdigest()[:24]
 
 
 def digest_of(tensor: Any) -> str:
@@ -158,5 +158,5 @@ def digest_of(tensor: Any) -> str:
 
 
 def scratch() -> str | None:
-    """Return the folder for temporary files: in memory where there is one."""
+    """Return the folder for temporary files, in memory if possible; None for the default folder."""
     return "/dev/shm" if Path("/dev/shm").is_dir() else None

@@ -53,7 +53,7 @@ MODULES = {
     "midus_hf.clusters.assigning": ["document_paths"],
     "midus_hf.clusters.report": ["level_reports", "node_reports"],
 }
-"""What is documented: of each module these names, or those of its `__all__`."""
+"""What is documented: the listed names of each module, or all names of its `__all__`."""
 
 WIDTH = 100
 HEAD = """# Reference
@@ -70,11 +70,11 @@ class Documented:
     """A public name.
 
     Args:
-        name: As it is imported.
-        signature: How it is called; of a constant its type.
-        summary: The first paragraph of its docstring.
-        arguments: What the docstring says of each argument.
-        methods: Public methods of a class, which are documented the same way.
+        name: Name by which it is imported.
+        signature: Signature of a function or class; name and type of a constant.
+        summary: The first paragraph of the docstring.
+        arguments: The docstring's description of each argument.
+        methods: Public methods of a class, documented the same way.
     """
 
     name: str
@@ -85,7 +85,7 @@ class Documented:
 
 
 def public_names(module: str) -> list[str]:
-    """The names of a module's `__all__`."""
+    """Return the names in a module's `__all__`."""
     for node in _parse(module).body:
         if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__":
             return ast.literal_eval(node.value)
@@ -93,10 +93,10 @@ def public_names(module: str) -> list[str]:
 
 
 def document(module: str, name: str) -> Documented:
-    """What the source says of a name, wherever it is defined.
+    """Return what the source says about a name, wherever the name is defined.
 
     Raises:
-        ValueError: If the module neither defines nor imports it, or it has no docstring.
+        ValueError: If the module neither defines nor imports the name, or the name has no docstring.
     """
     node, docstring = _definition(module, name)
     if not docstring:
@@ -105,14 +105,14 @@ def document(module: str, name: str) -> Documented:
     if isinstance(node, ast.ClassDef):
         for method in node.body:
             text = ast.get_docstring(method) if isinstance(method, ast.FunctionDef) else None
-            # What only extends a method of a library needs no place of its own.
+            # A method that only extends a library's method is not listed.
             if text and not method.name.startswith("_") and not text.startswith("As `"):
                 methods.append(_documented(method.name, method, text))
     return _documented(name, node, docstring, methods)
 
 
 def render() -> str:
-    """The page."""
+    """Return the text of the page."""
     parts = [HEAD]
     for module, names in MODULES.items():
         parts.append(f"\n## {module}\n")
@@ -146,10 +146,10 @@ def _signature(name: str, node: Definition) -> str:
         return f"{name}: {ast.unparse(node.annotation)}"
     returns = ""
     if isinstance(node, ast.ClassDef):
-        given = _parameters_of_class(node)
-        if given is None:
+        of_class = _parameters_of_class(node)
+        if of_class is None:
             return f"class {name}({', '.join(map(ast.unparse, node.bases))})"
-        parameters = given
+        parameters = of_class
     else:
         parameters = _parameters(node.args)
         if node.returns is not None:
@@ -161,7 +161,7 @@ def _signature(name: str, node: Definition) -> str:
 
 
 def _parameters_of_class(node: ast.ClassDef) -> list[str] | None:
-    """Those of `__init__`, or the fields of a dataclass; None where a class has neither."""
+    """Return the parameters of `__init__`, or the fields of a dataclass; None if a class has neither."""
     for member in node.body:
         if isinstance(member, ast.FunctionDef) and member.name == "__init__":
             return _parameters(member.args)
@@ -173,22 +173,22 @@ def _parameters_of_class(node: ast.ClassDef) -> list[str] | None:
 def _parameters(arguments: ast.arguments) -> list[str]:
     positional = arguments.posonlyargs + arguments.args
     without_default = len(positional) - len(arguments.defaults)
-    found = []
+    parameters = []
     for number, argument in enumerate(positional):
         default = arguments.defaults[number - without_default] if number >= without_default else None
         if argument.arg != "self":
-            found.append(_parameter(argument, default))
+            parameters.append(_parameter(argument, default))
     if arguments.vararg is not None:
-        found.append("*" + _parameter(arguments.vararg, None))
+        parameters.append("*" + _parameter(arguments.vararg, None))
     elif arguments.kwonlyargs:
-        found.append("*")
-    found += [
+        parameters.append("*")
+    parameters += [
         _parameter(argument, default)
         for argument, default in zip(arguments.kwonlyargs, arguments.kw_defaults, strict=True)
     ]
     if arguments.kwarg is not None:
-        found.append("**" + _parameter(arguments.kwarg, None))
-    return found
+        parameters.append("**" + _parameter(arguments.kwarg, None))
+    return parameters
 
 
 def _parameter(argument: ast.arg, default: ast.expr | None) -> str:
@@ -196,7 +196,7 @@ def _parameter(argument: ast.arg, default: ast.expr | None) -> str:
 
 
 def _definition(module: str, name: str) -> tuple[Definition, str | None]:
-    """Where a name is defined, followed through imports, and its docstring."""
+    """Return the definition of a name, followed through imports, and its docstring."""
     tree = _parse(module)
     for node, behind in zip(tree.body, [*tree.body[1:], None], strict=True):
         if isinstance(node, (ast.FunctionDef, ast.ClassDef)) and node.name == name:
