@@ -1,1 +1,1 @@
-"""What a config implies: names, shapes and roles of tensors."""
+"""Names, shapes and roles of tensors that a config implies."""

@@ -69,13 +69,13 @@ class Family(FamilyTraits):
         return _positive(config, "num_attention_heads")
 
     def num_key_value_heads(self, config: Config) -> int:
-        """Return the number of key/value heads: the number of query heads where neither config nor family gives one."""
+        """Return the number of key/value heads; if neither config nor family gives one, the number of query heads."""
         if self.get(config, "num_key_value_heads") is None:
             return self.num_heads(config)
         return _positive({**self.defaults, **config}, "num_key_value_heads")
 
     def head_dim(self, config: Config) -> int:
-        """Return d, the width of a head, which is D / H where neither config nor family gives one."""
+        """Return d, the width of a head; if neither config nor family gives one, D / H."""
         if self.get(config, "head_dim") is None:
             return _positive(config, "hidden_size") // self.num_heads(config)
         return _positive({**self.defaults, **config}, "head_dim")
@@ -340,7 +340,7 @@ def family_of(config: Config) -> Family:
         with refusing_requests():
             load_offered("upscalers.families")
     if native_type not in FAMILIES:
-        # No near match is offered: under the name of another architecture a base may load and compute something else.
+        # No similar name is suggested: under another architecture's name, a base may load and compute something else.
         raise RequestError(
             f"model_type {model_type!r} is not supported; expected one of: {', '.join(FAMILIES)}. A family is added "
             "(CONTRIBUTING.md), not renamed: as another one it may load and still be a different model."

@@ -13,7 +13,7 @@ _NODE = re.compile(r"([1-9]\d*):(\d+|generic)")
 
 
 def parse_nodes(names: Sequence[str], layout: BankLayout, subtree: bool = False) -> list[Node]:
-    """Return the blocks that a person names, ascending.
+    """Return the nodes with blocks that a person names, ascending.
 
     Args:
         names: Names of nodes, each `LEVEL:NODE` or `LEVEL:generic`.

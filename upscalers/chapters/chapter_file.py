@@ -135,7 +135,7 @@ def seal(path: Path) -> None:
 
 
 def _digest(path: Path) -> tuple[str, int]:
-    """Return the digest that belongs into a file, and the position in the file of the digest that stands there."""
+    """Return the digest that a file should contain, and the position in the file of the digest that it does contain."""
     with path.open("rb") as file:
         length = file.read(8)
         header = file.read(int.from_bytes(length, "little"))

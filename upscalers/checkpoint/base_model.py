@@ -90,8 +90,7 @@ class BaseModel:
 
     @cached_property
     def repeated_names(self) -> frozenset[str]:
-        """Names of tensors that only repeat other tensors: a stored head that is tied to the embedding and has the
-        same bytes.
+        """Names of tensors that only repeat others: a stored head that is tied to the embedding and equals its bytes.
 
         A stored head with other values is a parameter in its own right even if the config ties it: transformers does
         not tie it.
@@ -239,7 +238,7 @@ def _stored_as_integers(family: Family, config: Config) -> dict[str, str]:
 
 def _stored_tensors(folder: Path, needs_weights: bool) -> dict[str, StoredTensor] | None:
     single = folder / SINGLE_FILE
-    if single.is_file():  # before the index, as transformers chooses where there are both
+    if single.is_file():  # transformers prefers the single file where both exist
         return read_header(single)
     index_path = folder / INDEX_FILE
     if index_path.is_file():

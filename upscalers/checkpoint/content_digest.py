@@ -32,8 +32,7 @@ def content_sha256(digests: Mapping[str, str]) -> str:
 
 
 class TensorDigests:
-    """Computes the SHA-256 of tensors in several threads, which run in parallel because hashing releases the
-    interpreter's lock.
+    """Threads that compute the SHA-256 of tensors, in parallel because hashing releases the interpreter's lock.
 
     A digest covers dtype, shape and bytes. Until `begin` is called, tensors wait, so that with few processors imports
     and copying come first. At most 4 GiB wait, which the machine may still hold in memory after copying; the first

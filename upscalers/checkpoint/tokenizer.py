@@ -1,4 +1,4 @@
-"""Check that the tokenizer of an upscaled model reads text as the base's does."""
+"""Tokenizer of an upscaled model, which must read text as the base's does."""
 
 import json
 from collections.abc import Iterable

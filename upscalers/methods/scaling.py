@@ -47,7 +47,7 @@ def check_roles(base: BaseModel, scale: Mapping[str, float], what: str) -> None:
     expected = [*sorted(roles), OTHERS]
     for role in scale:
         if role not in expected:
-            # A role that only other families have is no misspelling of one of this family's.
+            # A role of other families is not misspelt, so list this family's roles instead of similar names.
             of_others = role in NORM_ROLES | {*MATRIX_ROLES}
             hint = f"Expected one of: {', '.join(expected)}." if of_others else near_matches(role, expected)
             raise RequestError(

@@ -1,4 +1,4 @@
-"""Check whether a plan keeps the attention types that some runtimes derive from a layer's index."""
+"""Attention types that some runtimes derive from a layer's index, and checks of whether a plan keeps them."""
 
 from upscalers.architecture.families import Config, Family
 from upscalers.checkpoint.base_model import BaseModel

@@ -77,7 +77,7 @@ def front_matter(base: Source, carried: dict[str, Any], tags: list[str]) -> str:
         library_name="transformers",
         pipeline_tag="text-generation",
         base_model=base_model,
-        # Of the four relations that the hub knows (adapter, finetune, merge, quantized) the one that changes weights.
+        # The hub knows four relations (adapter, finetune, merge, quantized); finetune is the one that changes weights.
         base_model_relation="finetune" if base_model else None,
         tags=[*tags, *carried.get("tags", [])],
     )

@@ -136,7 +136,7 @@ def _bank(counts: ParameterCounts) -> list[str]:
 
 
 def _measured(measurements: Sequence[Measurement]) -> list[str]:
-    header, *rows = summary_table(measurements, with_seconds=False)  # the same request gives the same card
+    header, *rows = summary_table(measurements, with_seconds=False)  # so that the same request gives the same card
     lines = [header, ["---"] * len(header), *rows]
     return [
         "## What was measured while making the new layers",

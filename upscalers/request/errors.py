@@ -12,9 +12,7 @@ class RequestError(ValueError):
 
 
 class MethodError(RuntimeError):
-    """Error for a method that breaks its contract: a mistake of the method's author, whatever was requested. Nothing
-    was written.
-    """
+    """Error for a method that breaks its contract: its author's mistake, not the request's. Nothing was written."""
 
 
 class VerificationError(RuntimeError):

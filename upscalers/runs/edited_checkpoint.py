@@ -37,7 +37,7 @@ def write_siblings(
     edit_record: Callable[[dict[str, Any]], dict[str, Any]],
     edit_card: Callable[[str], str],
 ) -> None:
-    """Write the files beside the weights: record and card are updated, config and code are new, and the others are
+    """Write the files beside the weights: the record and the card are edited, config and code written, and the others
     copied.
 
     Args:

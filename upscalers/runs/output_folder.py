@@ -27,7 +27,7 @@ class OutputFolder(WholeFolder):
     """
 
     def __init__(self, path: str | Path, base: Path | None = None, overwrite: bool = False):
-        if path == "":  # which would stand for the folder that the command was started in
+        if path == "":  # an empty path would stand for the current folder
             raise RequestError("output is ''; expected the folder to make. Pass --output DIR.")
         self._base = base
         super().__init__(Path(path).expanduser(), REPLACING, overwrite)

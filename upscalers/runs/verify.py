@@ -61,7 +61,7 @@ def comparison_bytes(
         for name, tensor in tensors.items():
             cast = 0 if tensor.dtype == dtype else math.prod(tensor.shape) * ITEM_BYTES[dtype]
             modules[f"{model} {name.rpartition('.')[0]}"] += tensor.num_bytes + cast
-            if name.removeprefix("model.").startswith(f"{TABLES}."):  # held for the whole pass
+            if name.removeprefix("model.").startswith(f"{TABLES}."):  # in memory for the whole pass
                 tables += tensor.num_bytes + cast
     tokens, hidden = _BATCH * _TOKENS, config["hidden_size"]
     logits = tokens * config["vocab_size"] * ITEM_BYTES[dtype]

@@ -122,7 +122,7 @@ def _check_recipe(
             raise MethodError(
                 f"{what} is made from {source}, whose role is {origin.role or 'unknown'}; expected {expected.role}."
             )
-        if expected.role == "memory" and origin.name != name:  # many tensors share this role
+        if expected.role == "memory" and origin.name != name:  # one role for all tensors of memories
             raise MethodError(f"{what} is made from {source}; expected the same tensor of another memory.")
 
 

@@ -84,7 +84,7 @@ def split_shards(tensors: Sequence[OutputTensor], max_shard_bytes: int) -> dict[
 
 
 class CheckpointWriter:
-    """Writes the tensors of a checkpoint, holding in memory at most what one recipe reads.
+    """Writer of a checkpoint's tensors that holds in memory at most what one recipe reads.
 
     Tensors that are copied unchanged, or put together from rows, go from file to file inside the kernel. All other
     tensors follow after the copies, so that libraries can be imported meanwhile: first tensors with a recipe that
