@@ -9,7 +9,7 @@ FAMILIES = ("llama", "qwen2", "qwen3", "gemma2", "gemma3", "mistral", "olmo2")
 """All families that methods accept."""
 
 FEW_FAMILIES = ("llama", "gemma3")
-"""Families of variants: one without and one with norms behind attention and feed-forward network, and sliding windows."""
+"""Families of variants: llama, and gemma3, which has sliding windows and norms behind attention and feed-forward network."""
 
 Step = tuple[str, dict[str, Any]]
 """A method and its options."""

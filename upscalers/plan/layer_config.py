@@ -14,7 +14,7 @@ PER_LAYER_KEYS = frozenset({"layer_types", "mlp_layer_types", "no_rope_layers"})
 """Names of lists with one entry per layer, at the top of a config or inside its mappings: their entries follow the plan."""
 
 LAYER_INDEX_KEYS = frozenset({"mlp_only_layers", "moe_layers", "full_attn_idxs"})
-"""Names of lists of layer indices: each index becomes the indices that the layer has after the plan."""
+"""Names of lists of layer indices: each index is replaced by the indices that the layer has in the upscaled model."""
 
 NOT_PER_LAYER_KEYS = frozenset(
     {
@@ -23,7 +23,7 @@ NOT_PER_LAYER_KEYS = frozenset(
         "memory", "upscale",
     }
 )  # fmt: skip
-"""Names of values that do not describe the base's layers even if as long as the layers, or that other code updates."""
+"""Names of values that do not describe single layers of the base, whatever their length, or that other code updates."""
 
 
 def follow_plan(base: BaseModel, plan: Plan) -> Config:
