@@ -1,6 +1,6 @@
-"""What configs say of memories, readable without torch and transformers: types, options, tensors, sites.
+"""Read memories from configs without importing torch or transformers: types, options, tensors and sites.
 
-Beside it, what all rooms share: options in YAML, what other packages offer, devices, words of refusals.
+The package also holds what all other packages share: options in YAML, plugins, devices and phrases of error messages.
 
 Importing this package registers every type of memory.
 """

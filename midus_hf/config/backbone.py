@@ -1,4 +1,4 @@
-"""What a raw `config.json` says of its backbone: the sizes, and what is peculiar to the family, as far as counting needs them."""
+"""Read the backbone from a raw `config.json`: the sizes and the traits of its family that counting needs."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -13,15 +13,17 @@ MEMORY_PREFIX = "midus_"
 
 @dataclass(frozen=True, kw_only=True)
 class FamilyTraits:
-    """What sets a family apart from Llama.
+    """Differences between a family and Llama.
 
     Args:
-        defaults: What absent config values mean, `silu` and no biases aside.
-        bias_keys: The config keys that give biases to projections; other families ignore the same keys.
+        defaults: Values of config keys that a config leaves out. Without one, the activation is `silu` and biases are
+            off.
+        bias_keys: Config keys that give biases to projections. A family ignores the keys that are not listed.
         qkv_bias: Whether queries, keys and values have biases whatever the config says.
-        query_key_norm: Whether queries and keys are normalised: a head at a time, or all heads together (`"whole"`).
-        input_norms: Whether a norm stands in front of attention and feed-forward network.
-        output_norms: Whether a norm follows attention and feed-forward network.
+        query_key_norm: `"head"` if queries and keys are normalised per head, `"whole"` if over all heads together.
+            Default: None, they are not normalised.
+        input_norms: Whether a norm precedes attention and the feed-forward network.
+        output_norms: Whether a norm follows attention and the feed-forward network.
         unit_offset_norms: Whether norms multiply by 1 + weight instead of the weight.
         scales_embedding: Whether embeddings are multiplied by a number.
     """
@@ -63,7 +65,8 @@ FAMILY_TRAITS: dict[str, FamilyTraits] = {
     "mistral": FamilyTraits(defaults={"num_key_value_heads": 8}, bias_keys=frozenset()),
     "olmo2": FamilyTraits(query_key_norm="whole", input_norms=False, output_norms=True),
 }
-"""By `model_type`. Every family that can be upscaled is here; `upscalers.architecture.families` enters those of other packages."""
+"""Traits by `model_type`, for every family that can be upscaled. `upscalers.architecture.families` adds the families of
+other packages."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,16 +74,16 @@ class Backbone:
     """A decoder without its memories.
 
     Args:
-        sizes: As memories are built for.
-        vocabulary: V, tokens that there are.
-        traits: Of its family.
+        sizes: Sizes that memories are built for.
+        vocabulary: V, the number of tokens in the vocabulary.
+        traits: Traits of the family.
         attention_bias: Whether queries, keys and values have biases.
-        output_bias: Whether the output projection of attention has one.
+        output_bias: Whether the output projection of attention has a bias.
         mlp_bias: Whether the feed-forward network has biases.
-        activation: Of the feed-forward network, which is gated.
-        caps_scores: Whether attention scores are capped softly, by a tanh.
-        caps_logits: Whether logits are.
-        tied: Whether the language head is the embedding.
+        activation: Name of the activation in the gated feed-forward network, such as `"silu"`.
+        caps_scores: Whether a tanh caps attention scores softly.
+        caps_logits: Whether a tanh caps logits softly.
+        tied: Whether the language head and the embedding share one matrix.
     """
 
     sizes: ModelSizes
@@ -96,20 +99,20 @@ class Backbone:
 
     @property
     def query_width(self) -> int:
-        """H * d, of all query heads together."""
+        """H * d, the width of all query heads together."""
         return self.sizes.num_heads * self.sizes.head_dim
 
     @property
     def key_width(self) -> int:
-        """Of all key heads together, and of all value heads."""
+        """Width of all key heads together, which is also the width of all value heads."""
         return self.sizes.num_key_value_heads * self.sizes.head_dim
 
 
 def read_backbone(config: Config) -> Backbone:
-    """Read the backbone of a config, with the family's default where the config does not have a key.
+    """Read the backbone of a config. A key that the config leaves out has the family's default.
 
     Raises:
-        ValueError: If the family is unknown, or a size absent or no positive integer.
+        ValueError: If the family is unknown, or if a size is missing or not a positive integer.
     """
     model_type = config.get("model_type")
     traits = FAMILY_TRAITS.get(model_type.removeprefix(MEMORY_PREFIX)) if isinstance(model_type, str) else None

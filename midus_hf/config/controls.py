@@ -1,6 +1,6 @@
-"""Null controls: a memory beside which another stands that is the same but for its addressing.
+"""Null controls: variants of a memory that differ from the memory in how slots are addressed.
 
-A memory that does no better than its controls learned nothing from where it looks.
+A memory that does no better than its controls gained nothing from learning which slots to read.
 """
 
 from collections.abc import Mapping
@@ -12,19 +12,20 @@ from midus_hf.config.memory_types import DeclaredControl, MemoryOptions
 from midus_hf.config.model_sizes import ModelSizes
 
 Control = DeclaredControl | Literal["frozen-addresses", "shuffled-addresses"]
-"""`frozen-addresses`: what makes values trains, and nothing else. `shuffled-addresses`: after training, rows of values stand in
-each other's places. Others are in `DeclaredControl`."""
+"""Name of a control. `frozen-addresses`: only the tensors that make values train. `shuffled-addresses`: the rows of
+values are permuted after training. `DeclaredControl` explains the others."""
 
 
 @dataclass(frozen=True)
 class Change:
-    """What makes a control of a memory: one of these.
+    """Change that turns a memory into a control. Exactly one of the three fields is set.
 
     Args:
-        options: Of its entry in the config, in the place of others. Default: none.
-        trainable: Roles, as `midus train` takes them for `trainable`. Default: what trains anyway.
-        shuffled: Names of the tensors, within a layer's memory or a table, whose rows `upscale shuffle` permutes when training
-            is over. Default: none.
+        options: Options of the memory's config entry that take new values. Default: none.
+        trainable: Roles that train, in the form of `midus train`'s option `trainable`. Default: empty, the roles that
+            train anyway.
+        shuffled: Names of the tensors, within a layer's memory or a table, whose rows `upscale shuffle` permutes after
+            training. Default: none.
     """
 
     options: Mapping[str, Any] = field(default_factory=dict)
@@ -35,16 +36,18 @@ class Change:
 def controls_of(
     options: MemoryOptions, sizes: ModelSizes, layers: tuple[int, ...] | None = None
 ) -> dict[Control, Change]:
-    """The controls that a memory has, and what makes each.
+    """Return the controls of a memory by name, each with the change that makes it.
 
-    `frozen-addresses` and `shuffled-addresses` follow from the roles of what the options declare, for a type of another package too.
-    Frozen addresses need values, something else that trains, and no projection that is frozen at zero, behind which the memory
-    would never add anything. Shuffled ones need values with a row for each of several slots.
+    `frozen-addresses` and `shuffled-addresses` follow from the roles of the declared tensors, also for types of other
+    packages. `frozen-addresses` needs values, a parameter of a role outside `value_roles`, and no projection that would
+    be frozen at zero, because the memory could then never add anything. `shuffled-addresses` needs values with two or
+    more rows.
 
     Args:
-        options: Of the memory.
-        sizes: Of the model.
-        layers: Those that have the memory, ascending, by which tables are shared. Default: all.
+        options: Options of the memory.
+        sizes: Sizes of the model.
+        layers: Indices of the layers that have the memory, ascending; they decide how tables are shared. Default: all
+            layers.
     """
     shared = options.tables(sizes, tuple(range(sizes.num_layers)) if layers is None else layers)
     tensors = {**options.tensors(sizes), **{name: tensor for one in shared for name, tensor in one.tensors.items()}}
@@ -63,12 +66,12 @@ def controls_of(
 
 
 def num_value_rows(tensor: DeclaredTensor) -> int:
-    """How many rows of values a tensor has, one per slot; 0 if it holds none."""
+    """Return the number of rows of values in a tensor, one per slot; 0 if the tensor holds no values."""
     return tensor.shape[-2] if tensor.role == "value" and len(tensor.shape) > 1 else 0
 
 
 def _trained_alone(options: MemoryOptions, tensors: Mapping[str, DeclaredTensor]) -> tuple[Role, ...]:
-    """The roles that train where addresses are frozen; none where that is no control."""
+    """Return the roles that train in the control `frozen-addresses`; empty if the memory does not have this control."""
     roles = {tensor.role for tensor in tensors.values()} - {"buffer"}
     frozen = [tensor for tensor in tensors.values() if tensor.role not in options.value_roles]
     is_cut_off = any(tensor.role == "projection" and tensor.initial == ZEROS for tensor in frozen)

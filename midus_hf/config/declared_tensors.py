@@ -1,4 +1,4 @@
-"""Tensors as declarations name them: shape, role, and what they start as."""
+"""Declarations of tensors: shape, role and initial values."""
 
 import math
 from collections.abc import Callable
@@ -9,24 +9,24 @@ if TYPE_CHECKING:
     import torch
 
 Role = Literal["key", "value", "transform", "projection", "norm", "gate", "router", "buffer"]
-"""What a tensor of a memory is.
+"""Purpose of a tensor in a memory.
 
-`key`: compared with queries. `value`: what is retrieved, a row for each slot in the dimension before the last. `transform`:
-makes values from others. `projection`: any other linear map. `norm`: gain or bias of a norm. `gate`: scales what a memory
-returns. `router`: chooses parts of a memory. `buffer`: no parameter.
+`key`: is compared with queries. `value`: holds what is retrieved, one row per slot in the dimension before the last.
+`transform`: makes values from other values. `projection`: any other linear map. `norm`: gain or bias of a norm. `gate`:
+scales the memory's output. `router`: chooses parts of a memory. `buffer`: not a parameter.
 """
 
 
 class Initial(Protocol):
-    """What a tensor starts as."""
+    """Initial values of a tensor."""
 
     def fill(self, tensor: "torch.Tensor", generator: "torch.Generator | None" = None) -> None:
-        """Fill `tensor` in place; the same generator, the same bytes."""
+        """Fill `tensor` in place. Generators in equal states give equal bytes."""
 
 
 @dataclass(frozen=True)
 class Constant:
-    """One value everywhere."""
+    """The same value in every element."""
 
     value: float
 
@@ -36,7 +36,7 @@ class Constant:
 
 @dataclass(frozen=True)
 class Uniform:
-    """Uniform between `-bound` and `bound`."""
+    """Uniform distribution between `-bound` and `bound`."""
 
     bound: float
 
@@ -46,7 +46,7 @@ class Uniform:
 
 @dataclass(frozen=True)
 class Normal:
-    """Normal with mean zero and standard deviation `std`."""
+    """Normal distribution with mean zero and standard deviation `std`."""
 
     std: float
 
@@ -56,22 +56,22 @@ class Normal:
 
 @dataclass(frozen=True)
 class TruncatedNormal:
-    """Normal with mean zero and standard deviation `std`, cut off at two standard deviations."""
+    """Normal distribution with mean zero and standard deviation `std`, cut off at two standard deviations."""
 
     std: float
 
     def fill(self, tensor: "torch.Tensor", generator: "torch.Generator | None" = None) -> None:
-        # By the inverse of its distribution function, so that every number takes one draw.
+        # The inverse of the distribution function takes exactly one draw per element.
         tensor.uniform_(-_WITHIN_TWO, _WITHIN_TWO, generator=generator).erfinv_().mul_(self.std * math.sqrt(2))
 
 
 _WITHIN_TWO = math.erf(math.sqrt(2))
-"""Share of a normal distribution that lies within two standard deviations."""
+"""Share of a normal distribution within two standard deviations of the mean."""
 
 
 @dataclass(frozen=True)
 class WhenFilled:
-    """What `make` returns for `arguments`, asked for when a tensor is filled: for an initial that takes long to work out."""
+    """Initial values from `make(*arguments)`, which is called only when a tensor is filled because the call takes long."""
 
     make: Callable[..., Initial]
     arguments: tuple[Any, ...]
@@ -88,10 +88,9 @@ class DeclaredTensor:
     """One tensor of a memory.
 
     Args:
-        shape: Its shape.
-        role: What it is.
-        initial: What it starts as.
-        dtype: Of a buffer that is stored as integers. Default: that of the model.
+        role: Purpose of the tensor, as `Role` lists them.
+        initial: Values that the tensor starts with.
+        dtype: Integer dtype of a buffer. Default: empty, the dtype of the model.
     """
 
     shape: tuple[int, ...]

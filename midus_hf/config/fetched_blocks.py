@@ -1,4 +1,4 @@
-"""Parameters that texts fetch from a bank beside the checkpoint: how large the blocks are, and how each lies in one record."""
+"""Banks of a checkpoint, from which texts fetch blocks of parameters: the sizes of blocks and their layout in records."""
 
 import math
 from collections.abc import Mapping
@@ -8,39 +8,41 @@ from typing import Any, Literal
 from midus_hf.config.declared_tensors import DeclaredTensor
 
 BANKS_FOLDER = "memory_bank"
-"""The folder beside a checkpoint that has a folder for the bank of each memory, by its name."""
+"""Folder in a checkpoint that holds one folder per bank, named after the bank's memory."""
 
 BANK_DESCRIPTION = "bank.json"
-"""The file of a bank that tells it from others."""
+"""File that tells a bank apart from the banks of other models."""
 
 BANK_AUDIT = "audit.sqlite3"
-"""The file of a bank that tells which documents trained its blocks; not every bank has it."""
+"""File that records which documents trained the blocks of a bank. A bank may lack this file."""
 
 TREE_FILES = ("tree.safetensors", "tree.json")
-"""The files of a tree of topics, the one that vouches for the other last. A bank that was trained with a tree has a copy of it."""
+"""Files of a tree of topics. The second is written last and holds the fingerprint of the first. A bank that was trained
+with a tree has copies of both."""
 
 TREE_COLUMN = "memory_tree"
-"""The column of documents that have paths which holds the fingerprint of the tree by which the paths were found."""
+"""Column of documents with paths: the fingerprint of the tree that gave the paths."""
 
 _CHECKSUM_BYTES = 4
-"""What each record of a bank has beside its block."""
+"""Size of the checksum that a record stores beside its block."""
 
 
 def level_file(level: int) -> str:
-    """What the file of a level is called, counted from 1."""
+    """Return the file name of a level, counted from 1."""
     return f"level-{level}.safetensors"
 
 
 @dataclass(frozen=True)
 class FetchedBlocks:
-    """The blocks of a memory of which each text fetches one per level of a tree (hierarchical memories, section 2.1).
+    """Blocks of a memory. A text fetches one block per level of a tree (hierarchical memories, section 2.1).
 
     Args:
         branching: k, children of each node of the tree; level l, counted from 1, has `k ** l` nodes.
-        levels: For each level the tensors that one block has in one layer, by name; none where a level has no blocks.
-        without_ids: What a text reads that names no blocks: nothing, or those of the generic memory. Default: nothing.
-        joined_along: By name, the dimension of a tensor along which the blocks of several levels make one block that computes the
-            same. Default: they do not.
+        levels: For each level, the tensors by name that one block has in one layer; empty for a level without blocks.
+        without_ids: Blocks for a text that comes without block ids: none, or the blocks of the generic memory. Default:
+            none.
+        joined_along: For each tensor by name, the dimension along which blocks of several levels can be concatenated
+            into one block that computes the same. Default: empty, blocks cannot be joined.
     """
 
     branching: int
@@ -49,24 +51,24 @@ class FetchedBlocks:
     joined_along: Mapping[str, int] = field(default_factory=dict)
 
     def nodes(self, level: int) -> int:
-        """Nodes of a level, counted from 1, each of which has a block."""
+        """Return the number of nodes of a level, counted from 1. Each node has a block, unless the level has no blocks."""
         return self.branching**level
 
     def path(self, leaf: int) -> tuple[int, ...]:
-        """The node of each level on the way to a leaf."""
+        """Return the nodes on the way to a leaf: one per level, the leaf itself last."""
         depth = len(self.levels)
         return tuple(leaf // self.branching ** (depth - level) for level in range(1, depth + 1))
 
 
 @dataclass(frozen=True)
 class BlockPlace:
-    """Where a tensor lies in the record of a block.
+    """Position of a tensor in the record of a block.
 
     Args:
-        layer: Of the model.
-        name: Of the tensor.
-        start: Elements in front of it.
-        tensor: Its declaration.
+        layer: Index of the layer in the model.
+        name: Name of the tensor within the block.
+        start: Number of elements in front of the tensor.
+        tensor: Declaration of the tensor.
     """
 
     layer: int
@@ -76,22 +78,22 @@ class BlockPlace:
 
     @property
     def numel(self) -> int:
-        """Elements of the tensor."""
+        """Number of elements in the tensor."""
         return math.prod(self.tensor.shape)
 
 
 @dataclass(frozen=True)
 class BankLayout:
-    """How the bank of a memory lies in files: a record per block, which has the tensors of all layers.
+    """Layout of a memory's bank in files: one record per block, with the tensors of all layers.
 
-    Beside the blocks of the tree each level has one more, the last, which belongs to the generic memory: what texts read that fetch
-    none of their own (section 4).
+    The last record of each level is one more block, of the generic memory. A text without block ids can read the generic
+    memory (section 4).
 
     Args:
-        memory_type: Of the memory.
-        layers: That have it, ascending.
-        blocks: Of each layer.
-        base: SHA-256 of the weights that the model was upscaled from, as its config has it. Default: nobody knows it.
+        memory_type: Type of the memory, as in the config.
+        layers: Indices of the layers that have the memory, ascending.
+        blocks: Blocks that each layer has.
+        base: SHA-256 of the weights that the model was upscaled from, from its config. Default: None, unknown.
     """
 
     memory_type: str
@@ -101,7 +103,7 @@ class BankLayout:
     levels: list[int] = field(init=False, repr=False, compare=False)
     """The levels that have blocks, counted from 1."""
     records: dict[int, tuple[BlockPlace, ...]] = field(init=False, repr=False, compare=False)
-    """Where tensors lie in a record, for each level that has blocks: layer by layer."""
+    """Positions of the tensors in a record, layer by layer, for each level that has blocks."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "levels", [level for level, tensors in enumerate(self.blocks.levels, 1) if tensors])
@@ -109,38 +111,38 @@ class BankLayout:
 
     @property
     def num_levels(self) -> int:
-        """p, levels of the tree, those without blocks included."""
+        """p, the number of levels of the tree, including levels without blocks."""
         return len(self.blocks.levels)
 
     def record_numel(self, level: int) -> int:
-        """s_l, elements of the record of a block."""
-        return sum(place.numel for place in self.records[level])
+        """Return s_l, the number of elements in the record of a block."""
+        return sum(block_place.numel for block_place in self.records[level])
 
     def num_records(self, level: int) -> int:
-        """Records of a level: one per node, and that of the generic memory, the last."""
+        """Return the number of records of a level: one per node, and the record of the generic memory."""
         return self.blocks.nodes(level) + 1
 
     def file_bytes(self, level: int, item_bytes: int) -> int:
-        """Bytes of a level's file once all of its blocks were written, without the file's header.
+        """Return the bytes of a level's file once all blocks are written, without the file's header.
 
         Args:
-            level: Counted from 1.
-            item_bytes: Of an element of a block.
+            level: Level of the tree, counted from 1.
+            item_bytes: Bytes per element of a block.
         """
         return self.num_records(level) * (_CHECKSUM_BYTES + self.record_numel(level) * item_bytes)
 
     @property
     def fetched(self) -> int:
-        """Parameters that a text fetches, `|R(x; W)|`."""
+        """Number of parameters that a text fetches, `|R(x; W)|`."""
         return sum(map(self.record_numel, self.levels))
 
     @property
     def bank(self) -> int:
-        """Parameters of all blocks, `|W|`, the generic memory not included."""
+        """Number of parameters in all blocks, `|W|`, without the generic memory."""
         return sum(self.record_numel(level) * self.blocks.nodes(level) for level in self.levels)
 
     def to_dict(self) -> dict[str, Any]:
-        """As plain data, to tell the bank of one model from that of another."""
+        """Return the layout as plain data, which tells the banks of different models apart."""
         return {
             "type": self.memory_type,
             "layers": list(self.layers),
@@ -151,18 +153,18 @@ class BankLayout:
             ],
         }
 
-    def difference(self, found: Any) -> str | None:
-        """Return the first thing in which the plain data of another layout differ from this layout's; None if they fit.
+    def difference(self, data: Any) -> str | None:
+        """Return the first difference between another layout and this one, in words; None if they fit.
 
-        A base that one of the two does not know is not compared.
+        Bases are compared only if both layouts know theirs.
 
         Args:
-            found: What `to_dict` gave for the other layout.
+            data: The other layout as plain data, from `to_dict`.
         """
-        if not isinstance(found, dict):
-            return f"its layout is {found!r}"
+        if not isinstance(data, dict):
+            return f"its layout is {data!r}"
         for key, value in self.to_dict().items():
-            other = found.get(key)
+            other = data.get(key)
             if other == value or (key == "base" and None in (other, value)):
                 continue
             if key == "base":

@@ -1,24 +1,27 @@
-"""What tells the installed package from the module of code that a checkpoint carries."""
+"""Marks for code that differs between the installed package and the module of code that a checkpoint carries."""
 
 from collections.abc import Callable
 from typing import TypeVar
 
 INSTALLED: bool = True
-"""Whether this is the installed package. `midus_hf.carried` reads it as false: the code that it writes has what branches do then."""
+"""True in the installed package. `midus_hf.carried` takes this for false when it writes the code of a checkpoint, and
+keeps only the branches that then run."""
 
 Definition = TypeVar("Definition")
 
 
 def not_carried(definition: Definition) -> Definition:
-    """Return a class, a method or a function as it is; the code that a checkpoint carries is written without it."""
+    """Return a class, method or function unchanged. The code that a checkpoint carries leaves out what is marked so."""
     return definition
 
 
 def needed_for(*needs: str) -> Callable[[Definition], Definition]:
-    """Return a decorator that leaves a class or a method as it is; a checkpoint's code has it only if its memories need one of these.
+    """Return a decorator that leaves a class or method unchanged.
+
+    A checkpoint carries the class or method only if its memories have one of the needs.
 
     Args:
-        needs: Names of fields of `midus_hf.memory.needs.Needs`.
+        needs: Names of fields or properties of `midus_hf.memory.needs.Needs`.
     """
 
     def decorate(definition: Definition) -> Definition:
@@ -28,5 +31,5 @@ def needed_for(*needs: str) -> Callable[[Definition], Definition]:
 
 
 def used_by_libraries(definition: Definition) -> Definition:
-    """Return a class as it is; a checkpoint's code has all of its members, which libraries use though they know nothing of it."""
+    """Return a class unchanged. A checkpoint carries all of its members, since libraries call members that no code here calls."""
     return definition

@@ -21,11 +21,11 @@ from midus_hf.config.model_sizes import ModelSizes
 from midus_hf.config.options import read_options
 
 BASE_DIGEST = "base_sha256"
-"""The key of a config's `upscale` entry that holds the SHA-256 of the weights which the model was upscaled from."""
+"""Key in a config's `upscale` entry: the SHA-256 of the weights that the model was upscaled from."""
 
 INSERTED, ATTACHED, TABLES = "memory", "memories", "memory_tables"
-"""What the names of tensors begin with: of an inserted memory and of attached ones, within their layer, each with its name; and of
-tables that layers share, within the stack of layers, each with the name of its memory and a number."""
+"""First part of tensor names. Within a layer: `memory` for an inserted memory, `memories.NAME` for an attached one.
+Within the stack of layers: `memory_tables.NAME.NUMBER` for the tables that layers share."""
 
 
 @dataclass(frozen=True)
@@ -33,11 +33,13 @@ class MemoryEntry:
     """One entry of a config's `memory` list.
 
     Args:
-        options: Of its type.
-        site: Where the memory sits in its layers.
-        layers: Indices of the layers that have it, ascending.
-        name: What its tensors are called by where it is attached to layers; unique in a model. Empty where it is inserted.
-        into: For the site `skip`, the layer behind which each of `layers` adds to the residual stream.
+        options: Options of the memory, of the class of its type.
+        site: Position of the memory in its layers.
+        layers: Indices of the layers that have the memory, ascending.
+        name: Name of an attached memory in the names of its tensors, unique in a model. Default: empty, for an inserted
+            memory.
+        into: For the site `skip`, one index for each of `layers`: the layer after which the memory adds to the residual
+            stream. Default: empty, for every other site.
     """
 
     options: MemoryOptions
@@ -48,21 +50,21 @@ class MemoryEntry:
 
     @property
     def type(self) -> str:
-        """The type of memory."""
+        """Type of the memory."""
         return self.options.type
 
     @property
     def is_attached(self) -> bool:
-        """Whether it is attached to layers, rather than having layers of its own."""
+        """True if the memory is attached to layers of the base, False if layers were inserted for the memory."""
         return self.site != "inserted"
 
     def tensors_at(self, layer: int, sizes: ModelSizes) -> dict[str, DeclaredTensor]:
-        """The tensors that it has in one of its layers."""
+        """Return the tensors by name that the memory has in one of its layers."""
         return self.options.tensors_at(sizes, self.layers.index(layer), len(self.layers))
 
     @not_carried
     def to_dict(self) -> dict[str, Any]:
-        """The entry as a config has it, every option written out."""
+        """Return the entry in the form of a config, with every option written out."""
         return {
             "type": self.type,
             **({"name": self.name} if self.is_attached else {}),
@@ -75,12 +77,12 @@ class MemoryEntry:
 
 @dataclass(frozen=True)
 class Memories:
-    """Every memory of a model.
+    """All memories of a model.
 
     Args:
-        entries: In the order of the config.
-        sizes: Of the model.
-        base: SHA-256 of the weights that the model was upscaled from; None where the config does not have it.
+        entries: One entry per memory, in the order of the config.
+        sizes: Sizes of the model.
+        base: SHA-256 of the weights that the model was upscaled from. Default: None, unknown.
     """
 
     entries: tuple[MemoryEntry, ...]
@@ -89,29 +91,29 @@ class Memories:
 
     @property
     def inserted(self) -> dict[int, MemoryEntry]:
-        """The entry of each layer that was inserted for a memory, by its index."""
+        """Entries by layer index, for the layers that were inserted for a memory."""
         return {layer: entry for entry in self.entries if not entry.is_attached for layer in entry.layers}
 
     @property
     def attached(self) -> dict[str, MemoryEntry]:
-        """The entries of memories that are attached to layers, by their name."""
+        """Entries of the attached memories, by name."""
         return {entry.name: entry for entry in self.entries if entry.is_attached}
 
     @property
     @not_carried
     def reads_ahead(self) -> bool:
-        """Whether one of them makes what a token gets depend on later tokens: then the model is not causal."""
+        """True if a memory lets a token depend on later tokens. The model is then not causal."""
         return any(entry.options.reads_ahead for entry in self.entries)
 
     @property
     @not_carried
     def reads_prompts(self) -> bool:
-        """Whether one of them has to be told which tokens are a prompt."""
+        """True if a memory needs to know which tokens are a prompt."""
         return any(entry.options.reads_prompts for entry in self.entries)
 
     @property
     def carry(self) -> bool:
-        """Whether layers give something for later ones."""
+        """True if a layer passes tensors on to later layers."""
         return any(
             entry.into or entry.options.gives(index, len(entry.layers))
             for entry in self.attached.values()
@@ -119,11 +121,11 @@ class Memories:
         )
 
     def attached_to(self, layer: int) -> list[MemoryEntry]:
-        """The entries of the memories that are attached to a layer, in the order of the config."""
+        """Return the entries of the memories that are attached to a layer, in the order of the config."""
         return [entry for entry in self.attached.values() if layer in entry.layers]
 
     def layer_tensors(self, layer: int) -> dict[str, DeclaredTensor]:
-        """The tensors that memories have in a layer, by their name within the layer."""
+        """Return the tensors of all memories in a layer, by their name within the layer."""
         tensors: dict[str, DeclaredTensor] = {}
         if layer in self.inserted:
             own = self.inserted[layer].tensors_at(layer, self.sizes)
@@ -134,14 +136,14 @@ class Memories:
         return tensors
 
     def tables(self, name: str) -> tuple[SharedTables, ...]:
-        """The tables that the layers of an attached memory share."""
+        """Return the tables that the layers of an attached memory share."""
         entry = self.attached[name]
         return entry.options.tables(self.sizes, entry.layers)
 
     @property
     @needed_for("banks")
     def banks(self) -> dict[str, BankLayout]:
-        """How the bank of each memory lies in files that fetches blocks from one, by the name of the memory."""
+        """Layouts of the banks, by the name of the memory that fetches blocks from the bank."""
         fetched = {name: entry.options.fetched(self.sizes) for name, entry in self.attached.items()}
         return {
             name: BankLayout(self.attached[name].type, self.attached[name].layers, blocks, self.base)
@@ -150,7 +152,7 @@ class Memories:
         }
 
     def table_tensors(self) -> dict[str, DeclaredTensor]:
-        """The tensors of all tables, by their name within the stack of layers that holds them."""
+        """Return the tensors of all tables, by their name within the stack of layers."""
         return {
             f"{TABLES}.{name}.{number}.{tensor_name}": tensor
             for name in self.attached
@@ -159,50 +161,51 @@ class Memories:
         }
 
     def buffers(self, layer: int) -> set[str]:
-        """Those of `layer_tensors` that are buffers and no parameters."""
+        """Return the names of the buffers among `layer_tensors`."""
         return {name for name, tensor in self.layer_tensors(layer).items() if tensor.role == "buffer"}
 
     def table_buffers(self) -> set[str]:
-        """Those of `table_tensors` that are buffers and no parameters."""
+        """Return the names of the buffers among `table_tensors`."""
         return {name for name, tensor in self.table_tensors().items() if tensor.role == "buffer"}
 
     def free_name(self, memory_type: str) -> str:
-        """A name for another attached memory: its type, with a number where that is taken."""
+        """Return an unused name for one more attached memory: its type, or its type and a number if the type is taken."""
         names = (memory_type, *(f"{memory_type}-{number}" for number in range(2, len(self.attached) + 3)))
         return next(name for name in names if name not in self.attached)
 
 
 NO_MEMORIES = Memories((), ModelSizes(hidden_size=0, num_heads=1))
-"""Those of a model without memory, whatever its sizes."""
+"""Memories of a model without memory. The sizes in it mean nothing."""
 
 
 def inserted_options(entry: MemoryEntry) -> InsertedOptions:
-    """The options of an entry whose site is `inserted`."""
+    """Return the options of an entry whose site is `inserted`."""
     assert isinstance(entry.options, InsertedOptions)
     return entry.options
 
 
 def base_digest(upscale_entry: Any) -> str | None:
-    """Return the SHA-256 of the weights that a model was upscaled from.
+    """Return the SHA-256 of the weights that a model was upscaled from, or None if the config does not hold the SHA-256.
 
     Args:
-        upscale_entry: What the model's config has under `upscale`; None or anything else where it has no such entry.
+        upscale_entry: Value of the key `upscale` in the model's config. None or any other value is allowed.
     """
     digest = upscale_entry.get(BASE_DIGEST) if isinstance(upscale_entry, Mapping) else None
     return digest if isinstance(digest, str) else None
 
 
 def memories_of(config: Any) -> Memories:
-    """Read the `memory` list of a config as it is now.
+    """Read the current `memory` list of a config.
 
-    A model reads its config by this function and not by a method of the config: a serving engine may send the config to another
-    process by value, and the classes that the config has there are copies of those that the code of the model tests for.
+    This is a function and not a method of the config, because a serving engine may pickle the config by value to
+    another process: the methods there return instances of copied classes, and the `isinstance` tests in the model's
+    code fail on them.
 
     Args:
-        config: Of transformers, of a family that hosts memory.
+        config: Config object of transformers, of a family that hosts memory.
 
     Raises:
-        ValueError: If the list is not one that `read_memories` takes.
+        ValueError: If `read_memories` refuses the list.
     """
     return read_memories(config.memory, ModelSizes.of(config), base_digest(getattr(config, "upscale", None)))
 
@@ -211,15 +214,15 @@ def read_memories(entries: Any, sizes: ModelSizes, base: str | None = None) -> M
     """Read the `memory` list of a config.
 
     Args:
-        entries: `[{"type": ..., "layers": [...], ...}, ...]`, or None for a model without memory. An entry may leave out its
-            `site`, which is then the usual one of its type, its `name`, which is then its type, and options, which then have
-            their defaults.
-        sizes: Of the model.
-        base: As in `Memories`. Default: None.
+        entries: `[{"type": ..., "layers": [...], ...}, ...]`, or None for a model without memory. An entry may leave
+            out `site` (default: the first site of the type), `name` (default: the type) and any option.
+        sizes: Sizes of the model.
+        base: SHA-256 of the weights that the model was upscaled from. Default: None, unknown.
 
     Raises:
-        ValueError: If it is no list of mappings, a type, a site or an option is unknown or a value refused, layers are absent,
-            repeated, out of range or taken, a name is taken, or the memory does not fit the model.
+        ValueError: If `entries` is not a list of mappings; if a type, site or option is unknown or a value is refused;
+            if layers are missing, repeated, out of range or taken; if a name is taken; or if a memory does not fit the
+            model.
     """
     if INSTALLED and not isinstance(entries, list | None):
         raise ValueError(f"memory is {entries!r}; expected a list of entries, one per memory.")
@@ -296,8 +299,8 @@ def _read_entry(values: Any, sizes: ModelSizes) -> MemoryEntry:
         placing.add("name")
     if site == "skip":
         placing.add("into")
-    given = {key: value for key, value in values.items() if key not in placing}
-    options = read_options(options_class, given, f"memory entry of type {memory_type!r}")
+    option_values = {key: value for key, value in values.items() if key not in placing}
+    options = read_options(options_class, option_values, f"memory entry of type {memory_type!r}")
     name = "" if site == "inserted" else values.get("name", memory_type)
     if INSTALLED:
         _check_place(values, options, name, sizes)
@@ -305,10 +308,10 @@ def _read_entry(values: Any, sizes: ModelSizes) -> MemoryEntry:
 
 
 def check_entry(values: Any) -> None:
-    """Refuse an entry whose type or site there is not.
+    """Check that an entry is a mapping with a known type and a site that the type can take.
 
     Raises:
-        ValueError: If there is none.
+        ValueError: If the entry is anything else.
     """
     if not isinstance(values, Mapping):
         raise ValueError(
@@ -327,7 +330,7 @@ def check_entry(values: Any) -> None:
 
 
 def _check_place(values: Mapping[str, Any], options: MemoryOptions, name: Any, sizes: ModelSizes) -> None:
-    """Refuse a memory that does not fit the model, layers that it cannot be in, or a name that it cannot have."""
+    """Refuse a memory that does not fit the model, or an entry with wrong layers or a wrong name."""
     memory_type, site = options.type, values.get("site", options.sites[0])
     options.check(sizes)
     layers = _read_layers(memory_type, "layers", values, sizes.num_layers)

@@ -1,4 +1,4 @@
-"""What a type of memory is: its options, its tensors, the sites it can take; and the table of types."""
+"""The base class of memory types, which declares options, tensors and sites, and the table of registered types."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
@@ -11,176 +11,163 @@ from midus_hf.config.model_sizes import ModelSizes
 from midus_hf.config.plugins import is_same_class, load_offered
 
 Site = Literal["inserted", "beside-ffn", "inside-ffn", "inside-attention", "behind-attention", "behind-layer", "skip"]
-"""Where a memory sits.
+"""Position of a memory in a model.
 
-`inserted`: it has a decoder layer of its own, and reads what the attention there gives. Every other site is in a layer of the
-base, to which the memory is attached. `beside-ffn`: it reads what the feed-forward network (FFN) reads, and adds to what that
-gives, in front of the norm behind it where a family has one. `inside-ffn`: it changes what the projections of the FFN give.
-`inside-attention`: it changes what the projections of the attention give, or what its heads read. `behind-attention` and
-`behind-layer`: it reads the residual stream there and adds to it. `skip`: it reads what the FFN of one layer reads, and adds to the
-residual stream behind another.
+`inserted`: the memory has its own decoder layer, and reads the output of the attention in that layer. At every other
+site the memory is attached to a layer of the base. `beside-ffn`: it reads the input of the feed-forward network (FFN)
+and adds to the FFN's output, before the norm that follows in some families. `inside-ffn`: it changes the outputs of the
+FFN's projections. `inside-attention`: it changes the outputs of the attention's projections, or what the heads read.
+`behind-attention` and `behind-layer`: it reads the residual stream at that point and adds to it. `skip`: it reads the
+input of one layer's FFN and adds to the residual stream after another layer.
 """
 
 SITES: tuple[Site, ...] = get_args(Site)
 ROLES: tuple[Role, ...] = get_args(Role)
 
 DeclaredControl = Literal["one-row", "random-slots"]
-"""A memory with its addressing taken away by its options. `one-row`: it has a single row, per head where heads have rows of their
-own, so that there is nothing to choose. `random-slots`: what it reads is drawn for each token, whatever the token holds."""
+"""Name of a control that options make. `one-row`: the memory has a single row, or one per head where each head has
+rows, so no choice is left. `random-slots`: the rows that a token reads are drawn at random, whatever the token
+holds."""
 
 
 @dataclass(kw_only=True)
 class MemoryOptions:
-    """What one may choose of a type of memory, and what follows from that.
+    """Options of a type of memory, with the tensors and costs that follow from the options.
 
-    A subclass is registered under the `type` that entries of a config's `memory` list call it by. Its fields are
-    made with `midus_hf.config.options.option` and have defaults. `__post_init__` refuses values out of range, `check` a model that
-    the memory does not fit.
+    A subclass is registered under the `type` that entries of a config's `memory` list name. Its fields are made with
+    `midus_hf.config.options.option` and have defaults. `__post_init__` refuses values out of range; `check` refuses a
+    model that the memory does not fit. Methods that take `index` and `count` describe one layer: `index` counts from 0
+    among the `count` layers that have the memory.
     """
 
     type: ClassVar[str]
     sites: ClassVar[tuple[Site, ...]] = ()
-    """The sites that the memory can take, its usual one first."""
+    """Sites that the memory can take, the default first."""
     attends: ClassVar[bool] = False
-    """Whether a memory inside attention attends in its place, to what earlier layers wrote as well."""
+    """Whether the memory replaces the layer's attention by one that also reads what earlier layers wrote."""
     controls: ClassVar[Mapping[DeclaredControl, Mapping[str, Any]]] = {}
-    """The controls that options make of it, each by the options that take the place of others.
-    `midus_hf.config.controls.controls_of` adds those that follow from roles."""
+    """Controls that options make, each with the options that it sets. `midus_hf.config.controls.controls_of` adds the
+    controls that follow from roles."""
     value_roles: ClassVar[tuple[Role, ...]] = ("value", "transform")
-    """Roles of the tensors that make what is retrieved: they train where addresses are frozen."""
+    """Roles of the tensors that make the retrieved values. These tensors train in the control `frozen-addresses`."""
 
     narrows_start: ClassVar[bool] = False
-    """Whether a model that has the memory, and is built from a config, draws the projections by which its layers write to the
-    residual stream with `1 / sqrt(2 L)` of the deviation of all others, L its layers: the output projection of attention and the
-    down projection of feed-forward networks. What a checkpoint holds stays as it is."""
+    """Whether the projections that write to the residual stream start narrower in a model that is built from a config:
+    the output projection of attention and the down projection of feed-forward networks then have `1 / sqrt(2 L)` times
+    the standard deviation of all other projections, L the number of layers. A checkpoint's tensors stay as they are."""
 
     @property
     def reads_ahead(self) -> bool:
-        """Whether what a token gets depends on later tokens: then the model is not causal. Default: false."""
+        """True if a token depends on later tokens. The model is then not causal. Default: False."""
         return False
 
     @property
     def reads_prompts(self) -> bool:
-        """Whether passes have to say which tokens are a prompt: plain text is all prompt, and read ahead. Default: false."""
+        """True if forward passes must say which tokens are a prompt. Default: False.
+
+        Plain text counts as prompt. A token of a prompt depends on later tokens of the prompt.
+        """
         return False
 
     @not_carried
     def check(self, sizes: ModelSizes) -> None:
-        """Refuse a model that the memory does not fit.
+        """Refuse a model that the memory does not fit. Default: every model fits.
 
         Raises:
-            ValueError: With the size, what was expected and what helps.
+            ValueError: If the memory does not fit; names the size, the expected size and a remedy.
         """
 
     def tensors(self, sizes: ModelSizes) -> dict[str, DeclaredTensor]:
-        """The tensors of the memory in one layer, by their name within it, in the order that they are stored.
+        """Return the tensors of the memory in one layer, by their name within the memory, in the order of storage.
 
-        `weight` of a linear layer is declared as `name.weight`; every other name has no dot.
+        The weight of a linear layer is declared as `NAME.weight`; every other name has no dot.
         """
         raise TypeError(f"{type(self).__name__} does not say which tensors it has.")
 
     def tensors_at(self, sizes: ModelSizes, index: int, count: int) -> dict[str, DeclaredTensor]:
-        """Those of `tensors` that one of its layers has. Default: all.
-
-        Args:
-            sizes: Of the model.
-            index: Of the layer, among those that have the memory.
-            count: How many layers have it.
-        """
+        """Return the subset of `tensors` that one layer has. Default: all tensors."""
         return self.tensors(sizes)
 
     @not_carried
     def check_layers(self, layers: tuple[int, ...]) -> None:
-        """Refuse layers that the memory cannot be in together.
+        """Refuse a choice of layers that does not work together. Default: every choice works.
 
         Args:
-            layers: Those that have the memory, ascending.
+            layers: Indices of the layers that have the memory, ascending.
 
         Raises:
-            ValueError: With the layers, what was expected and what helps.
+            ValueError: If the choice does not work; names the layers, what was expected and a remedy.
         """
 
     @needed_for("carries")
     def gives(self, index: int, count: int) -> tuple[str, ...]:
-        """What one of its layers gives for later ones, tensors by name. Default: nothing.
-
-        Args:
-            index: Of the layer, among those that have the memory.
-            count: How many layers have it.
-        """
+        """Return the names of the tensors that one layer passes on to later layers. Default: none."""
         return ()
 
     @not_carried
     def given_shape(self, name: str, sizes: ModelSizes, index: int, batch: int, tokens: int) -> tuple[int, ...]:
-        """The shape of what one of its layers gives for later ones.
+        """Return the shape of a tensor that one layer passes on to later layers.
 
         Args:
-            name: One of those that it `gives`.
-            sizes: Of the model.
-            index: Of the layer, among those that have the memory.
-            batch: Rows of a pass.
-            tokens: Tokens of a row.
+            name: A name that `gives` returns for the layer.
+            sizes: Sizes of the model.
+            index: Number of the layer among the layers that have the memory, from 0.
+            batch: B, sequences in the batch.
+            tokens: T, tokens per sequence.
         """
         raise AssertionError(f"memory type {self.type!r} gives no {name!r}")
 
     @not_carried
     def starts_at_zero(self, name: str) -> bool:
-        """Whether what layers give for later ones is zero until the memory is trained, whatever they read. Default: no.
+        """Return whether a tensor that layers pass on is zero for every input before training. Default: False.
 
         Args:
-            name: One of those that they give.
+            name: A name that `gives` returns.
         """
         return False
 
     @needed_for("carries")
     def takes(self, index: int) -> tuple[tuple[int, str], ...]:
-        """What one of its layers takes of what earlier ones gave: the index of the giver, and the name. Default: nothing.
-
-        Args:
-            index: Of the layer, among those that have the memory.
-        """
+        """Return the tensors that one layer takes from earlier layers, as pairs (index of the earlier layer, name). Default: none."""
         return ()
 
     @needed_for("tables")
     def tables(self, sizes: ModelSizes, layers: tuple[int, ...]) -> tuple["SharedTables", ...]:
-        """The tables that layers share, which live once, at the model. Default: none.
+        """Return the tables that layers share. The model holds each table once. Default: none.
 
         Args:
-            sizes: Of the model.
-            layers: Those that have the memory, ascending. What is shared by which of them follows from their order alone.
+            sizes: Sizes of the model.
+            layers: Indices of the layers that have the memory, ascending. Only their order decides which layers share a
+                table.
         """
         return ()
 
     @needed_for("banks")
     def fetched(self, sizes: ModelSizes) -> FetchedBlocks | None:
-        """What each text fetches for a layer from a bank beside the checkpoint. Default: nothing."""
+        """Return the blocks that each text fetches for a layer from the checkpoint's bank. Default: None, no blocks."""
         return None
 
     @not_carried
     def values_read(self, sizes: ModelSizes) -> int | None:
-        """How many numbers of its values one token reads in one layer. Default: None, all of them.
-
-        Args:
-            sizes: Of the model.
-        """
+        """Return the number of elements of the values that one token reads in one layer. Default: None, all elements."""
         return None
 
     @not_carried
     def flops(self, sizes: ModelSizes, batch: int, tokens: int, index: int, count: int) -> dict[str, int]:
-        """Floating-point operations of the memory in one layer and forward pass, its part of the residual stream included.
+        """Count the floating-point operations of the memory in one layer and forward pass, its residual adds included.
 
         Args:
-            sizes: Of the model.
-            batch: B, sequences.
-            tokens: T, tokens of each.
-            index: Of the layer, among those that have the memory.
-            count: How many layers have it.
+            sizes: Sizes of the model.
+            batch: B, sequences in the batch.
+            tokens: T, tokens per sequence.
+            index: Number of the layer among the layers that have the memory, from 0.
+            count: Number of layers that have the memory.
 
         Returns:
-            Operations by the name of what they are for. `midus_hf.config.flops.rules` has their prices.
+            Operations by the name of their purpose. `midus_hf.config.flops.rules` has the prices.
 
         Raises:
-            ValueError: If the type of memory does not say.
+            ValueError: If the type of memory does not override this method.
         """
         raise ValueError(
             f"memory of type {self.type!r} does not say how many operations it takes; expected a method flops of "
@@ -190,11 +177,11 @@ class MemoryOptions:
 
 @dataclass(frozen=True)
 class SharedTables:
-    """Tables that live at the model.
+    """Tables that several layers read and the model holds once.
 
     Args:
-        layers: Those that read them.
-        tensors: By name, as `MemoryOptions.tensors` has them.
+        layers: Indices of the layers that read the tables.
+        tensors: Declarations by name, with names as in `MemoryOptions.tensors`.
     """
 
     layers: tuple[int, ...]
@@ -203,45 +190,46 @@ class SharedTables:
 
 @dataclass(kw_only=True)
 class InsertedOptions(MemoryOptions):
-    """Options of a memory that has a decoder layer of its own, and reads what the attention in front gives."""
+    """Options of a memory with its own decoder layers, in which the memory reads the output of the attention."""
 
     @property
     def keeps_output_projection(self) -> bool:
-        """Whether the attention in front keeps its output projection, and the norm behind it."""
+        """True if the attention in front keeps its output projection and the norm that follows it."""
         return False
 
     @property
     def adds_block_input(self) -> bool:
-        """Whether the block's input is added to the attention output that the memory reads."""
+        """True if the block's input is added to the attention output that the memory reads."""
         return False
 
     def read_width(self, sizes: ModelSizes) -> int:
-        """Width of what the memory reads: D behind an output projection, H * d without one."""
+        """Return the width of the memory's input: D after an output projection, H * d without one."""
         return sizes.hidden_size if self.keeps_output_projection else sizes.num_heads * sizes.head_dim
 
 
 MEMORY_TYPES: dict[str, type[MemoryOptions]] = {}
-"""The types that are registered; what other packages offer is among them once it was asked for."""
+"""Options classes of the registered types, by type. Types of other packages are added when `known_type` meets an unknown name."""
 
 Options = TypeVar("Options", bound=MemoryOptions)
 
 
 def known_type(name: object) -> bool:
-    """Whether there is a type of memory of this name, here or offered by another package."""
+    """Return whether a type of memory has this name, here or in another package."""
     if name not in MEMORY_TYPES:
         load_offered("midus_hf.config.memories")
     return name in MEMORY_TYPES
 
 
 def register_memory_type(name: str) -> Callable[[type[Options]], type[Options]]:
-    """Register the options of a type of memory under the `type` that configs call it by.
+    """Return a decorator that registers the options of a type of memory under the `type` that configs name.
 
     Args:
         name: Lower case words joined by hyphens.
 
     Raises:
-        ValueError: If the name is of another form, or taken by another class, or if what the class declares cannot be built:
-            a site that there is not, an option without a default, a name or role of a tensor.
+        ValueError: If the name has another form or belongs to another class, or if the class declares something wrong:
+            an unknown site, an option without a default, an unknown role, a control that cannot be built, a wrong name
+            of an option or tensor.
     """
     if not is_name(name) or name != name.lower():
         raise ValueError(
@@ -264,11 +252,11 @@ _WORDS_OF_MODULES = frozenset(
     "apply bfloat16 buffers children clear compile cpu cuda double eval float forward half ipu items keys modules mtia "
     "parameters pop to train training type update values xpu".split()
 )
-"""What a torch container of modules has for attributes: no module in it can have one of these names."""
+"""Attributes of torch's containers of modules. A module in a container cannot have one of these names."""
 
 
 def is_name(name: str) -> bool:
-    """Whether a memory can be called so: words joined by hyphens, and no attribute of a torch container of modules."""
+    """Return whether a memory can have this name: words joined by hyphens, and no attribute of a torch container of modules."""
     return name.replace("-", "").isalnum() and name not in _WORDS_OF_MODULES
 
 
@@ -278,7 +266,7 @@ _SAMPLE = ModelSizes(hidden_size=64, num_heads=4, intermediate_size=128, num_lay
 
 
 def sample_tensors(options_class: type[MemoryOptions]) -> list[tuple[str, DeclaredTensor]]:
-    """What a memory with default options declares for layers of some model and for its tables: to look at names and roles."""
+    """Return the tensors that default options declare for a layer and for tables of an example model, to check names and roles."""
     options = options_class()
     tables = options.tables(_SAMPLE, tuple(range(_SAMPLE.num_layers)))
     return [*options.tensors(_SAMPLE).items(), *(item for shared in tables for item in shared.tensors.items())]
@@ -331,7 +319,7 @@ def _check_declaration(name: str, cls: type[MemoryOptions]) -> None:
 
 
 def _check_control(name: str, cls: type[MemoryOptions], control: str, changes: Mapping[str, Any]) -> None:
-    """Refuse a control that there is not, or one whose options the type does not take."""
+    """Refuse an unknown control, or one whose options the type does not have or refuses."""
     if control not in get_args(DeclaredControl):
         raise ValueError(
             f"memory type {name!r} declares the control {control!r}; expected one of {', '.join(get_args(DeclaredControl))}."

@@ -1,4 +1,4 @@
-"""The sizes of a model that memories are built for."""
+"""Sizes of the model that a memory is built for."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -7,7 +7,7 @@ from typing import Any
 
 @dataclass(frozen=True, kw_only=True)
 class ModelSizes:
-    """Sizes of a model, as its config has them.
+    """Sizes of a model, from its config.
 
     Args:
         hidden_size: D, the width of the residual stream.
@@ -15,8 +15,8 @@ class ModelSizes:
         head_dim: d, the width of one head. Default: D / H.
         num_key_value_heads: Key and value heads of each attention. Default: H.
         intermediate_size: Hidden units of each feed-forward network. Default: 0, unknown.
-        num_layers: L, memory blocks included. Default: 0, unknown.
-        activation: Of the gated feed-forward network, by transformers' name. Default: `"silu"`.
+        num_layers: L, the number of layers, memory blocks included. Default: 0, unknown.
+        activation: Name that transformers has for the activation of the gated feed-forward network. Default: `"silu"`.
     """
 
     hidden_size: int
@@ -35,7 +35,7 @@ class ModelSizes:
 
     @classmethod
     def of(cls, config: Any) -> "ModelSizes":
-        """The sizes that a config of transformers has."""
+        """Return the sizes in a config of transformers."""
         return cls(
             hidden_size=config.hidden_size,
             num_heads=config.num_attention_heads,
@@ -48,5 +48,5 @@ class ModelSizes:
 
 
 def activation_of(config: Mapping[str, Any]) -> str:
-    """The activation of the feed-forward network that a raw config names; families call the key by two names."""
+    """Return the activation of the feed-forward network in a raw config, whose key depends on the family; else `"silu"`."""
     return config.get("hidden_activation") or config.get("hidden_act") or "silu"

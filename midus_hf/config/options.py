@@ -1,4 +1,4 @@
-"""Options: dataclasses that are read from YAML and JSON, and refuse what they do not know."""
+"""Read options, which are dataclasses, from the values of YAML or JSON, and refuse unknown keys and wrong types."""
 
 import copy
 import dataclasses
@@ -23,7 +23,7 @@ _TYPE_NAMES = {
     type(None): "null",
 }
 _EXPONENT = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)[eE][+-]?\d+")
-"""A number that YAML takes for text, since it has no point or no sign: `1e-4`."""
+"""Number with an exponent. YAML reads the number as text if its point or the sign of its exponent is missing, as in `1e-4`."""
 
 
 def read_options(
@@ -34,18 +34,18 @@ def read_options(
     prefix: str = "",
     how_to_set: str = "set it",
 ) -> Options:
-    """Fill an options dataclass.
+    """Return an options dataclass with the values of a mapping.
 
-    A field may itself be a dataclass, for which a mapping stands, or a scalar: the value of its first field. A dataclass may have
-    `presets`, a class attribute: values of several options under one name. The key `preset` chooses one; options that are
-    given as well win.
+    A field may itself be a dataclass; its value is then a mapping, or a scalar for its first field. A dataclass may
+    have a class attribute `presets`: the values of several options under one name. The key `preset` chooses a preset;
+    options in `values` override the options of the preset.
 
     Args:
-        options_class: The dataclass; its `__post_init__` may raise ValueError for values out of range.
-        values: What the person gave, as YAML or JSON has it.
-        what: Whose options they are, for messages.
-        prefix: What stands before a key in messages. Default: nothing.
-        how_to_set: What to do about an option that must be given, for messages; `{key}` is filled in. Default: `"set it"`.
+        options_class: The dataclass. Its `__post_init__` may raise ValueError for values out of range.
+        values: Values by key, as a YAML or JSON parser returns them.
+        what: Owner of the options, for messages.
+        prefix: Text in front of each key in messages. Default: empty.
+        how_to_set: Advice on a required option that is missing, for messages; `{key}` is filled in. Default: `"set it"`.
 
     Raises:
         ValueError: If a key is unknown or missing, or a value has the wrong type.
@@ -83,8 +83,8 @@ def read_options(
             if typing.get_origin(alternative) is dict and isinstance(value, Mapping):
                 _, item_hint = typing.get_args(alternative)
                 return {name: read(item_hint, item, f"{key}.{name}") for name, item in value.items()}
-            found, converted = _converted(alternative, value)
-            if found:
+            accepted, converted = _converted(alternative, value)
+            if accepted:
                 if converted == "":
                     raise ValueError(f"{key} is ''; expected a value. Fill it in, or leave it out.")
                 return converted
@@ -94,7 +94,7 @@ def read_options(
 
 
 def _preset(presets: Mapping[str, dict[str, Any]], values: Mapping[str, Any]) -> dict[str, Any]:
-    """The values of the preset that is asked for."""
+    """Return the values of the preset that `values` chooses; empty if `values` chooses none."""
     name = values.get("preset") if presets else None
     if name is not None and name not in list(presets):
         raise ValueError(f"preset is {name!r}; expected one of: {', '.join(presets)}.")
@@ -102,7 +102,7 @@ def _preset(presets: Mapping[str, dict[str, Any]], values: Mapping[str, Any]) ->
 
 
 def _numbers_of(value: Any) -> list[float] | None:
-    """Return the numbers of a line such as `768,256,16,0`, which a command line has in place of a list; None if it is none."""
+    """Return the numbers of a text such as `768,256,16,0`, which stands for a list on a command line; None for other values."""
     if not isinstance(value, str) or "," not in value:
         return None
     numbers = [finite_number(word.strip()) for word in value.split(",")]
@@ -110,7 +110,7 @@ def _numbers_of(value: Any) -> list[float] | None:
 
 
 def _converted(alternative: Any, value: Any) -> tuple[bool, Any]:
-    """Whether one alternative of a type takes a value, and what becomes of it."""
+    """Return whether one alternative of a type accepts a value, and the converted value."""
     if alternative is Any:
         return True, value
     if typing.get_origin(alternative) is typing.Literal:
@@ -127,7 +127,7 @@ def _converted(alternative: Any, value: Any) -> tuple[bool, Any]:
 
 
 def describe_options(options_class: type) -> list[dict[str, Any]]:
-    """Name, type, default and meaning of every option."""
+    """Return the name, type, default and help of every option, as `name`, `type`, `default` and `help`."""
     hints = typing.get_type_hints(options_class)
     described = [
         {
@@ -156,12 +156,12 @@ def describe_options(options_class: type) -> list[dict[str, Any]]:
 
 
 def option(default: Any, help: str, type: str = "") -> Any:
-    """A dataclass field with a default and a line that explains it to people.
+    """Return a dataclass field with a default and a help text.
 
     Args:
-        default: The default; a list or mapping is copied for every use.
-        help: What the option means.
-        type: What values it takes, in words, where its annotation does not say. Default: the annotation's words.
+        default: Default of the field. A list or mapping is copied for every instance.
+        help: Meaning of the option.
+        type: Accepted values in words. Default: empty, the words that follow from the annotation.
     """
     metadata = {"help": help, "type": type}
     if isinstance(default, list | dict):
@@ -170,7 +170,7 @@ def option(default: Any, help: str, type: str = "") -> Any:
 
 
 def finite_number(value: Any) -> float | None:
-    """A number, also from text, since YAML takes `1e-4`, which has no point, for text; None where it is no finite one."""
+    """Convert a value to a finite number, or return None. Text counts too, since YAML reads `1e-4`, without a point, as text."""
     if isinstance(value, bool) or not isinstance(value, int | float | str):
         return None
     try:
@@ -181,7 +181,7 @@ def finite_number(value: Any) -> float | None:
 
 
 def alternatives_of(hint: Any) -> tuple[Any, ...]:
-    """The types of a union, or the one type."""
+    """Return the types of a union, or a tuple of the one type."""
     return typing.get_args(hint) if typing.get_origin(hint) in (types.UnionType, typing.Union) else (hint,)
 
 
@@ -190,7 +190,7 @@ def _default(field: dataclasses.Field) -> Any:
 
 
 def _expected(alternatives: tuple[Any, ...]) -> str:
-    """What values are taken, for a message."""
+    """Describe the accepted values, for a message."""
     if len(alternatives) == 1 and typing.get_origin(alternatives[0]) is typing.Literal:
         return f"one of: {', '.join(map(str, typing.get_args(alternatives[0])))}"
     takes_numbers = any(
@@ -200,7 +200,7 @@ def _expected(alternatives: tuple[Any, ...]) -> str:
 
 
 def _listed_type(hint: Any) -> str:
-    """What values a type takes, in a table of options."""
+    """Describe the values that a type accepts, for a table of options."""
     if typing.get_origin(hint) is typing.Literal:
         return " | ".join(map(str, typing.get_args(hint)))
     alternatives = alternatives_of(hint)
@@ -208,7 +208,7 @@ def _listed_type(hint: Any) -> str:
 
 
 def _type_name(hint: Any) -> str:
-    """What values a type takes, in words."""
+    """Describe the values that a type accepts, for a sentence."""
     if typing.get_origin(hint) in (types.UnionType, typing.Union):
         return " or ".join(map(_type_name, typing.get_args(hint)))
     if typing.get_origin(hint) is typing.Literal:

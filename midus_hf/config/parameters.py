@@ -1,4 +1,4 @@
-"""How many parameters a model has, from its config alone."""
+"""Count the parameters of a model from its config alone."""
 
 import math
 from collections.abc import Iterable, Mapping
@@ -12,14 +12,15 @@ from midus_hf.config.memory_entries import inserted_options, read_memories
 
 @dataclass(frozen=True)
 class ParameterCounts:
-    """Parameters of a model by what they belong to; tied ones count once.
+    """Numbers of parameters by the part of the model. A tied matrix counts once.
 
     Args:
-        backbone: All that is no memory.
-        values: What memories retrieve: their banks.
-        memory: What memories have besides.
-        embeddings: Of the backbone, the embedding of tokens and the head, if that has a matrix of its own.
-        read: Of the values, those that one token reads, in all layers together: a row that several layers share counts for each.
+        backbone: Parameters outside memories.
+        values: Parameters of memories with the role `value`, which are what memories retrieve.
+        memory: All other parameters of memories.
+        embeddings: The part of `backbone` in the embedding of tokens and, unless it is tied, in the language head.
+        read: Elements of values that one token reads, summed over layers: a row that several layers share counts for
+            each layer.
     """
 
     backbone: int
@@ -30,12 +31,12 @@ class ParameterCounts:
 
     @property
     def total(self) -> int:
-        """All of them."""
+        """Number of all parameters."""
         return self.backbone + self.values + self.memory
 
     @property
     def activated(self) -> int:
-        """What one token is computed with: all but the values that it does not read."""
+        """Number of parameters that one token uses: all parameters but the values that the token does not read."""
         return self.backbone + self.memory + self.read
 
 
@@ -46,7 +47,7 @@ def count_parameters(config: Mapping[str, Any]) -> ParameterCounts:
         config: The raw `config.json`.
 
     Raises:
-        ValueError: As `read_backbone` and `read_memories`.
+        ValueError: If `read_backbone` or `read_memories` refuses the config.
     """
     backbone = read_backbone(config)
     sizes = backbone.sizes
@@ -72,7 +73,7 @@ def count_parameters(config: Mapping[str, Any]) -> ParameterCounts:
 
 
 def _attention(backbone: Backbone, keeps_output: bool) -> int:
-    """Of attention and its norms, with or without its output projection and the norm behind that."""
+    """Count the parameters of attention and its norms, with or without the output projection and the norm that follows it."""
     hidden, query, key, d = (
         backbone.sizes.hidden_size,
         backbone.query_width,
@@ -89,7 +90,7 @@ def _attention(backbone: Backbone, keeps_output: bool) -> int:
 
 
 def _feed_forward(backbone: Backbone) -> int:
-    """Of a feed-forward network and its norms."""
+    """Count the parameters of a feed-forward network and its norms."""
     hidden, inner = backbone.sizes.hidden_size, backbone.sizes.intermediate_size
     norms = backbone.traits.input_norms + backbone.traits.output_norms
     return 3 * hidden * inner + (2 * inner + hidden if backbone.mlp_bias else 0) + norms * hidden

@@ -1,4 +1,4 @@
-"""What other packages offer: methods, memories and families, by their entry points."""
+"""Plugins: methods, memories and families of other packages, found by their entry points."""
 
 import warnings
 from importlib.metadata import EntryPoint, entry_points
@@ -7,16 +7,16 @@ _loaded: set[tuple[str, str]] = set()
 
 
 def load_offered(group: str, refuse: bool = True) -> None:
-    """Import what installed packages offer under a group of entry points, each once; importing it registers it.
+    """Import the plugins under a group of entry points, each once. The import registers the plugin.
 
     Args:
         group: `midus_hf.config.memories` (options of memory types), `midus_hf.memories` (their modules), `midus_hf.families`,
             `upscalers.methods` or `upscalers.families`.
-        refuse: Whether something that cannot be imported is an error; if not, it is a warning, and the others are imported.
-            Default: true.
+        refuse: Whether a plugin that cannot be imported is an error. If not, a warning is given and the other plugins
+            are imported. Default: True.
 
     Raises:
-        ValueError: If something that is offered cannot be imported; names it and its package.
+        ValueError: If a plugin cannot be imported; names the plugin and its package.
     """
     for offered in entry_points(group=group):
         if (group, offered.value) not in _loaded:
@@ -31,7 +31,7 @@ def load_offered(group: str, refuse: bool = True) -> None:
 
 
 def is_same_class(first: type, second: type) -> bool:
-    """Whether two classes have one definition, which may have run twice, as the cell of a notebook does."""
+    """Return whether two classes have the same definition, which may have run twice, as in a notebook."""
     return (first.__module__, first.__qualname__) == (second.__module__, second.__qualname__)
 
 

@@ -1,15 +1,15 @@
-"""The device that a person asks for: whether PyTorch can compute on it here."""
+"""Choose the device to compute on, and test that PyTorch can use this device."""
 
 
 def usable_device(name: str | None, precision: str = "float32") -> str:
-    """The device to compute on, which is tried, so that what cannot be used is refused before anything is loaded.
+    """Return the device to compute on, after a test that it works, so that a wrong device is refused before a model loads.
 
     Args:
-        name: As PyTorch names it. None: the first GPU, else the CPU.
+        name: PyTorch's name of the device. None: the first GPU, or the CPU without a GPU.
         precision: Name of the dtype to compute in. Default: `"float32"`.
 
     Raises:
-        ValueError: If PyTorch does not have it here, or it cannot compute so.
+        ValueError: If PyTorch cannot use the device here, or the device cannot compute in this dtype.
     """
     import torch
 

@@ -1,11 +1,11 @@
-"""Words that refusals share."""
+"""Phrases that several error messages share."""
 
 import difflib
 from collections.abc import Iterable, Sequence
 
 
 def near_matches(word: str, known: Iterable[str]) -> str:
-    """A sentence that names the known words nearest to `word`, or all of them if none is near."""
+    """Return a sentence that names up to three known words similar to `word`, or all known words if none is similar."""
     known = list(known)
     near = difflib.get_close_matches(word, known, n=3, cutoff=0.5)
     if near:
@@ -14,11 +14,6 @@ def near_matches(word: str, known: Iterable[str]) -> str:
 
 
 def first_few(names: Sequence[str], most: int = 4) -> str:
-    """The first of some names, and how many there are beyond them.
-
-    Args:
-        names: What to tell.
-        most: How many to name. Default: 4.
-    """
+    """Return the first `most` names, default 4, and the number of names beyond them, such as `a, b, c, d and 2 more`."""
     beyond = len(names) - most
     return ", ".join(names[:most]) + (f" and {beyond} more" if beyond > 0 else "")

@@ -1,4 +1,4 @@
-"""Read a dataclass of options from YAML and from `key=value` words, and refuse whatever it does not know."""
+"""Read a dataclass of options from YAML and from `key=value` overrides, and refuse unknown keys and wrong types."""
 
 import dataclasses
 import typing
@@ -17,27 +17,28 @@ def read_config(cls: type[Options], path: str | Path, overrides: Iterable[str] =
     """Read `cls` from a YAML file.
 
     Args:
-        cls: A dataclass; a field may itself be a dataclass, for which a scalar may stand: the value of its first field.
-        path: The YAML file, one mapping of keys.
-        overrides: Words `key=value`, or `outer.inner=value`, that replace what the file says, or add to a mapping in it; of two
-            words for one key the last wins. Values are YAML.
+        cls: A dataclass. A field may itself be a dataclass; its value may then be a scalar for its first field.
+        path: The YAML file, which holds one mapping.
+        overrides: Texts `key=value` or `outer.inner=value`, whose values are YAML. Each replaces a value of the file,
+            or adds a key to a mapping in the file. Of two overrides for one key the last wins. Default: none.
 
     Raises:
-        ValueError: If the file is absent or no mapping, a key is unknown, missing or there twice, or a value has the wrong type.
+        ValueError: If the file is missing or not a mapping; if a key is unknown, missing or present twice; if a value
+            has the wrong type; or if an override cannot be applied.
     """
     return from_mapping(cls, with_overrides(cls, read_mapping(path), overrides))
 
 
 def with_overrides(cls: type, values: dict[str, Any], overrides: Iterable[str]) -> dict[str, Any]:
-    """The values of a mapping, replaced and added to by words.
+    """Apply overrides to a mapping in place, and return the mapping.
 
     Args:
-        cls: The dataclass that they are for.
-        values: Its fields by name; changed in place.
-        overrides: As in `read_config`.
+        cls: The dataclass that the mapping will fill.
+        values: Values of the dataclass's fields by name; changed in place.
+        overrides: Texts `key=value`, see `read_config`.
 
     Raises:
-        ValueError: If a word sets nothing.
+        ValueError: If an override has no `=` or no key, is not YAML, or names a key of a value that has no keys.
     """
     for override in overrides:
         _apply_override(cls, values, override)
@@ -45,13 +46,10 @@ def with_overrides(cls: type, values: dict[str, Any], overrides: Iterable[str]) 
 
 
 def read_mapping(path: str | Path) -> dict[str, Any]:
-    """Read the keys and values of a YAML file; an empty file has none.
-
-    Args:
-        path: The file.
+    """Read the mapping in a YAML file. An empty file gives an empty mapping.
 
     Raises:
-        ValueError: If the file is absent, not YAML or no mapping, or has a key twice.
+        ValueError: If the file is missing, not YAML or not a mapping, or has a key twice.
     """
     path = Path(path)
     try:
@@ -74,11 +72,7 @@ def read_mapping(path: str | Path) -> dict[str, Any]:
 
 
 def from_mapping(cls: type[Options], values: Mapping[str, Any]) -> Options:
-    """Build the dataclass `cls` from a mapping, converting each value to the type of its field.
-
-    Args:
-        cls: A dataclass.
-        values: Its fields by name.
+    """Build the dataclass `cls` from a mapping of field names to values, converting each value to the type of its field.
 
     Raises:
         ValueError: If a key is unknown or missing, or a value has the wrong type.
@@ -121,7 +115,10 @@ def _apply_override(cls: type, values: dict[str, Any], override: str) -> None:
 
 
 def _first_key(values: Mapping[str, Any], path: str) -> tuple[str, str]:
-    """The first key of a path, and what follows it: the longest that is there, since names may have dots, else what a dot ends."""
+    """Split a path into its first key and the rest.
+
+    Names may have dots: the first key is the longest one that `values` has, or what stands before the first dot.
+    """
     parts = path.split(".")
     known = [size for size in range(1, len(parts) + 1) if ".".join(parts[:size]) in values]
     size = max(known, default=1)
@@ -129,24 +126,21 @@ def _first_key(values: Mapping[str, Any], path: str) -> tuple[str, str]:
 
 
 def _hint_within(kind: Any, name: str) -> Any:
-    """The type of a key of a dataclass, of a mapping or of what may be anything; None if there is no such key."""
+    """Return the type hint of a key in a dataclass, a mapping or `Any`; None if a dataclass does not have the key."""
     if dataclasses.is_dataclass(kind):
         return typing.get_type_hints(kind).get(name)
     return typing.get_args(kind)[1] if typing.get_origin(kind) is dict else kind
 
 
 class GivenTwice(ValueError):
-    """A key that has two values; the message follows the name of what holds it."""
+    """Error of a key that stands twice in one mapping. The message continues a sentence that names the holder of the mapping."""
 
 
 def read_yaml(text: str) -> Any:
-    """Return what a text of YAML holds: mappings, lists, text, numbers, truth values, None.
-
-    Args:
-        text: The YAML.
+    """Parse a YAML text into mappings, lists, strings, numbers, booleans and None.
 
     Raises:
-        yaml.YAMLError: If it is no YAML.
+        yaml.YAMLError: If the text is not YAML.
         GivenTwice: If a mapping has a key twice.
     """
     reader = yaml.SafeLoader(text)
@@ -154,7 +148,7 @@ def read_yaml(text: str) -> Any:
         document = reader.get_single_node()
         if document is None:
             return None
-        # Before anything is constructed, since merges (`<<`) then put keys of one mapping into others.
+        # This must come before construction, because construction copies keys of merged mappings (`<<`) into other mappings.
         _refuse_keys_given_twice(reader, document, set())
         return reader.construct_document(document)
     finally:
@@ -164,7 +158,7 @@ def read_yaml(text: str) -> Any:
 def _refuse_keys_given_twice(reader: yaml.SafeLoader, node: yaml.Node, seen: set[int]) -> None:
     if id(node) in seen or not isinstance(node, yaml.CollectionNode):
         return
-    seen.add(id(node))  # an alias comes by again
+    seen.add(id(node))  # an alias refers to the same node again
     values: dict[Any, yaml.Node] = {}
     for child in node.value:
         key_node, value_node = child if isinstance(node, yaml.MappingNode) else (None, child)

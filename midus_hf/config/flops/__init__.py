@@ -1,1 +1,1 @@
-"""How many floating-point operations a model needs, by the counting rules of Mixture of Chapters (appendix A.2)."""
+"""Count the floating-point operations of a model by the rules of Mixture of Chapters (appendix A.2)."""

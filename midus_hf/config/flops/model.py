@@ -1,8 +1,8 @@
-"""How many floating-point operations a model takes for a batch, from its config alone.
+"""Count the floating-point operations of a model for a batch, from its config alone.
 
-Counted as in Mixture of Chapters, appendix A.2, for every family: attention as if every token attended to every token, so neither
-causal masks nor sliding windows make it less. What is made once for all layers, such as rotary angles, is not counted, nor are
-lookups in tables.
+Every family is counted as in Mixture of Chapters, appendix A.2. Attention counts as if every token attended to every
+token, whatever causal masks or sliding windows hide. Work done once for all layers, such as rotary angles, is not
+counted, and neither are lookups in tables.
 """
 
 from collections import Counter
@@ -24,16 +24,17 @@ from midus_hf.config.flops.rules import (
 from midus_hf.config.memory_entries import inserted_options, read_memories
 
 SOFT_CAP = TANH + 2
-"""Of capping numbers softly, per number: a division, a tanh, a product."""
+"""Price of capping a number softly: a division, a tanh and a product."""
 
 
 @dataclass(frozen=True)
 class ModelFlops:
-    """Operations of one forward pass, by the name of what they are for.
+    """Floating-point operations of one forward pass, by the name of the part of the model.
 
     Args:
-        layers: Of each layer. What a memory does has the memory's name, or its type where it is inserted, in front.
-        outside: Of the embedding, the head and the loss.
+        layers: Operations by part, for each layer. A memory's parts are named `NAME: PART`, or `TYPE: PART` if it is
+            inserted.
+        outside: Operations by part of the embedding, the final norm, the language head and the loss.
     """
 
     layers: tuple[dict[str, int], ...]
@@ -41,7 +42,7 @@ class ModelFlops:
 
     @property
     def parts(self) -> dict[str, int]:
-        """Of all layers together, and of what is outside of them."""
+        """Operations by part, summed over all layers, with the parts outside of layers."""
         summed: Counter[str] = Counter()
         for parts in (*self.layers, self.outside):
             summed.update(parts)
@@ -49,31 +50,31 @@ class ModelFlops:
 
     @property
     def forward(self) -> int:
-        """Of the forward pass."""
+        """Operations of the forward pass."""
         return sum(self.parts.values())
 
     @property
     def backward(self) -> int:
-        """Of the backward pass, where everything trains and nothing is recomputed: twice the forward pass."""
+        """Operations of the backward pass, twice the forward pass: all parameters train, and nothing is recomputed."""
         return 2 * self.forward
 
     @property
     def total(self) -> int:
-        """Of both."""
+        """Operations of the forward and the backward pass."""
         return self.forward + self.backward
 
 
 def estimate_flops(config: Mapping[str, Any], tokens: int, batch: int = 1) -> ModelFlops:
-    """Count what a model computes.
+    """Count the floating-point operations of a model.
 
     Args:
         config: The raw `config.json`.
-        tokens: T, tokens of each sequence.
-        batch: B, sequences. Default: 1.
+        tokens: T, tokens per sequence.
+        batch: B, sequences in the batch. Default: 1.
 
     Raises:
-        ValueError: As `read_backbone` and `read_memories`; if tokens or sequences are fewer than 1; if the activation has no
-            price; if a memory does not say what it computes.
+        ValueError: If `read_backbone` or `read_memories` refuses the config; if tokens or batch is below 1; if the
+            activation has no price; or if a memory does not say what it computes.
     """
     for name, value in (("sequence length", tokens), ("batch", batch)):
         if value < 1:
@@ -99,7 +100,7 @@ def estimate_flops(config: Mapping[str, Any], tokens: int, batch: int = 1) -> Mo
 
 
 def _layer(backbone: Backbone, batch: int, tokens: int) -> dict[str, int]:
-    """A layer of the base, its residual adds included."""
+    """Count the operations of a layer of the base, its residual adds included."""
     hidden, inner, rows = backbone.sizes.hidden_size, backbone.sizes.intermediate_size, batch * tokens
     if backbone.activation not in ACTIVATIONS:
         raise ValueError(
@@ -118,13 +119,13 @@ def _layer(backbone: Backbone, batch: int, tokens: int) -> dict[str, int]:
 
 
 def _attention(backbone: Backbone, batch: int, tokens: int, keeps_output: bool) -> dict[str, int]:
-    """Attention and the norms in front of it, inside and behind.
+    """Count the operations of attention and of the norms before, inside and after attention.
 
     Args:
-        backbone: Of the model.
-        batch: B.
-        tokens: T.
-        keeps_output: Whether it has its output projection, and the norm behind that.
+        backbone: Backbone of the model.
+        batch: B, sequences in the batch.
+        tokens: T, tokens per sequence.
+        keeps_output: Whether attention has its output projection and the norm that follows it.
     """
     sizes, rows = backbone.sizes, batch * tokens
     query, key = backbone.query_width, backbone.key_width

@@ -1,4 +1,4 @@
-"""Types of memory, one per file. Importing this package registers all of them."""
+"""Types of memory, one per file. Importing this package registers all types."""
 
 import importlib
 import pkgutil

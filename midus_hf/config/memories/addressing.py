@@ -1,4 +1,4 @@
-"""What slots are retrieved by: what a token holds, or nothing that it holds."""
+"""The option `addressing`: slots are retrieved by the content of a token, or at random."""
 
 from collections.abc import Mapping
 from typing import Any, Literal
@@ -11,4 +11,4 @@ ADDRESSING_HELP = (
     "length of its own, so that addresses say nothing: a control"
 )
 RANDOM_SLOTS: Mapping[DeclaredControl, Mapping[str, Any]] = {"random-slots": {"addressing": "random"}}
-"""The control of every memory that has the option."""
+"""Control of every memory that has the option `addressing`."""

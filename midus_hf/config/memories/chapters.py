@@ -1,4 +1,4 @@
-"""Mixture of Chapters: a bank of latent memory tokens, of which a router opens some chapters (section 5)."""
+"""Mixture of Chapters: a bank of latent memory tokens in chapters, some of which a router opens (section 5)."""
 
 import math
 import re
@@ -36,7 +36,7 @@ PAPER = {
     "normalise": True,
     "share": "all",
 }
-"""Table 5 of the paper."""
+"""Options of the paper's table 5."""
 
 
 _STD = 0.02
@@ -46,10 +46,10 @@ _FIRST_CHUNK = 8
 @register_memory_type("chapters")
 @dataclass(kw_only=True)
 class ChaptersOptions(MemoryOptions):
-    """Size of the bank, how chapters are chosen, and how what they hold is mixed.
+    """Size of the bank, choice of chapters, and attention to memory tokens.
 
-    The output projection starts at zero, so that the memory adds zero; everything else is as the release starts it. The router
-    has a logit for shared chapters as well, as the release has, which takes part in its losses only where `balance` is `released`.
+    The output projection starts at zero, so that the memory adds zero; all other tensors start as in the release. As in
+    the release, the router also has logits for shared chapters. They enter its losses only if `balance` is `released`.
     """
 
     sites = ("behind-attention", "behind-layer")
@@ -57,7 +57,7 @@ class ChaptersOptions(MemoryOptions):
         "one-row": {"memory_tokens": 1, "chapters": 1, "shared_chapters": 0, "k": 1},
         **RANDOM_SLOTS,
     }
-    # The output projection starts at zero, so that nothing would be added without it; it has the role of the other projections.
+    # The output projection starts at zero and must train, or nothing is ever added; its role covers the other projections too.
     value_roles = ("value", "transform", "projection")
     presets: ClassVar[dict[str, dict[str, Any]]] = {
         "paper": PAPER,
@@ -68,7 +68,7 @@ class ChaptersOptions(MemoryOptions):
             "k": 2,
             "routing": "sequence",
             "routed_scale": 1.0,
-            "normalise": False,  # the release does only where there are shared chapters
+            "normalise": False,  # the release normalises only if there are shared chapters
             "bank_rank": 256,
             "router_z_loss_coef": 0.0,
         },
@@ -176,33 +176,33 @@ class ChaptersOptions(MemoryOptions):
 
     @property
     def routed_chapters(self) -> int:
-        """Chapters that the router chooses among."""
+        """Number of chapters that the router chooses among."""
         return self.chapters - self.shared_chapters
 
     @property
     def first_tokens(self) -> int:
-        """Tokens of the first stretch of a document, where routing is by chunk."""
+        """Number of tokens in the first stretch of a document, for routing by chunk."""
         return min(_FIRST_CHUNK, self.chunk_size) if self.first_chunk is None else self.first_chunk
 
     @property
     def chapter_tokens(self) -> int:
-        """T, memory tokens per chapter."""
+        """T, the number of memory tokens per chapter."""
         return self.memory_tokens // self.chapters
 
     def width(self, sizes: ModelSizes) -> int:
-        """Width of memory tokens, and of the attention that reads them."""
+        """Return the width of memory tokens, which is also the width of the attention that reads them."""
         return self.bank_width or sizes.hidden_size
 
     def row_width(self, sizes: ModelSizes) -> int:
-        """Elements of a row of the bank."""
+        """Return the number of elements per row of the bank."""
         return self.bank_rank or self.width(sizes)
 
     def num_heads(self, sizes: ModelSizes) -> int:
-        """Query heads."""
+        """Return the number of query heads."""
         return self.heads or sizes.num_heads
 
     def num_kv_heads(self, sizes: ModelSizes) -> int:
-        """Key and value heads."""
+        """Return the number of key and value heads."""
         return self.kv_heads or self.num_heads(sizes)
 
     @not_carried
@@ -249,7 +249,7 @@ class ChaptersOptions(MemoryOptions):
         return tuple(SharedTables(group, self.bank(sizes)) for group in groups)
 
     def bank(self, sizes: ModelSizes) -> dict[str, DeclaredTensor]:
-        """The tensors that hold the memory tokens."""
+        """Return the tensors that hold the memory tokens."""
         row_width = self.row_width(sizes)
         tensors = {"bank": DeclaredTensor((self.memory_tokens, row_width), "value", Normal(_STD))}
         if self.bank_bits is not None:
@@ -270,13 +270,14 @@ class ChaptersOptions(MemoryOptions):
 
     @not_carried
     def flops(self, sizes: ModelSizes, batch: int, tokens: int, index: int, count: int) -> dict[str, int]:
-        """As `MemoryOptions.flops`; for routing `sequence`, and `prompt` alike, to the unit what the paper counts.
+        """Count the operations as `MemoryOptions.flops` does.
 
-        Each sequence's memory tokens are weighed, normalised and projected for it alone. Where stretches or tokens choose, their
-        choices overlap: each memory token that is read is normalised and projected once, the whole bank at most, and weights scale
-        scores and what is summed by them. Pooling of stretches is a running sum, divided where one begins. A factored bank is
-        multiplied out once per layer, and one of integers is scaled where it is read. The losses of the router count as the paper
-        has them; making weights of its probabilities does not.
+        For routing `sequence` and `prompt` the count is the paper's: memory tokens are weighted, normalised and
+        projected for each sequence anew. With `chunk` and `token`, choices overlap: each memory token that is read is
+        normalised and projected once, at most the whole bank, and weights scale scores and weighted sums instead.
+        Chunks are pooled by a running sum, divided once per chunk. A factored bank is multiplied out once per layer, a
+        quantised bank is scaled where it is read. The router's losses count as in the paper; turning its probabilities
+        into weights does not count.
         """
         hidden, width, heads, rows = sizes.hidden_size, self.width(sizes), self.num_heads(sizes), batch * tokens
         chunks = math.ceil(tokens / self.chunk_size) + (self.first_tokens < min(tokens, self.chunk_size))
@@ -310,13 +311,13 @@ class ChaptersOptions(MemoryOptions):
         }
 
     def _neighbours(self) -> int | None:
-        """K of `every:K`."""
+        """Return K of `every:K`; None for other values of `share`."""
         every = re.fullmatch(r"every:([1-9]\d*)", self.share)
         return int(every[1]) if every else None
 
 
 def _nearest_divisors(number: int, wanted: int) -> list[int]:
-    """The divisors of a number just below and just above what was wanted."""
+    """Return the nearest divisors of a number below and above the wanted divisor."""
     divisors = [
         divisor
         for small in range(1, math.isqrt(number) + 1)

@@ -1,4 +1,4 @@
-"""Mixture-of-depths attention (MoDA): heads that also read what earlier layers wrote at their own position (section 2)."""
+"""Mixture-of-depths attention (MoDA): heads also read what earlier layers wrote at the same position (section 2)."""
 
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
@@ -13,16 +13,16 @@ from midus_hf.config.options import option
 _STD = 0.02
 
 SlotSource = Literal["attention", "ffn"]
-"""What wrote a slot: attention, its own keys and values or others of the same input, or a projection of what the feed-forward
-network reads."""
+"""Origin of a slot. `attention`: the keys and values of attention, or other projections of the same input. `ffn`:
+projections of the feed-forward network's input."""
 
 
 class Slot(NamedTuple):
-    """A key and a value per key/value head and token, which a layer writes for later ones.
+    """Key and value per key/value head and token that a layer writes for later layers.
 
     Args:
-        writer: Index of the layer that writes it, among those that have the memory.
-        source: What wrote it.
+        writer: Number of the layer that writes the slot, from 0 among the layers that have the memory.
+        source: Origin of the slot.
     """
 
     writer: int
@@ -32,7 +32,7 @@ class Slot(NamedTuple):
 @register_memory_type("depth-attention")
 @dataclass(kw_only=True)
 class DepthAttentionOptions(MemoryOptions):
-    """Which slots layers write, which of them later layers read, and how that is joined with what is read of the sequence."""
+    """Slots that layers write, slots that later layers read, and the way in which heads join the depth with the sequence."""
 
     sites = ("inside-attention",)
     attends = True
@@ -69,27 +69,27 @@ class DepthAttentionOptions(MemoryOptions):
 
     @property
     def sources(self) -> tuple[SlotSource, ...]:
-        """What writes slots in every layer, in the order that they are written."""
+        """Origins of the slots that every layer writes, in the order of writing."""
         attention: tuple[SlotSource, ...] = ("attention",) if self.attention_slots != "none" else ()
         return (*attention, "ffn") if self.ffn_slots else attention
 
     @property
     def projected(self) -> tuple[SlotSource, ...]:
-        """Those of `sources` that have projections of their own."""
+        """Origins in `sources` whose keys and values have separate projections."""
         return tuple(source for source in self.sources if source == "ffn" or self.attention_slots == "projected")
 
     def num_read(self, index: int) -> int:
-        """How many slots a layer reads."""
+        """Return the number of slots that a layer reads per token."""
         written = len(self.sources) * index
         return min(written, self.slots) if self.slots else written
 
     def slots_read(self, index: int) -> tuple[Slot, ...]:
-        """The slots that a layer reads of those that others wrote, from the oldest to the newest."""
+        """Return the slots of earlier layers that a layer reads, from the oldest to the newest."""
         written = [Slot(layer, source) for layer in range(index) for source in self.sources]
         return tuple(written[-self.slots :] if self.slots else written)
 
     def is_read(self, slot: Slot, count: int) -> bool:
-        """Whether one of `count` layers reads a slot."""
+        """Return whether any of `count` layers reads a slot."""
         return slot.writer + 1 < count and slot in self.slots_read(slot.writer + 1)
 
     def takes(self, index: int) -> tuple[tuple[int, str], ...]:
@@ -137,11 +137,11 @@ class DepthAttentionOptions(MemoryOptions):
         return tensors
 
     def _initial(self, part: str) -> Initial:
-        """What a projection starts as: where the depth is added, it is nothing while values are zero."""
+        """Return the initial values of a projection. With `joining` `added`, zero values make the depth add zero at the start."""
         return ZEROS if self.joining == "added" and part == "value" else Normal(_STD)
 
     def tensors_at(self, sizes: ModelSizes, index: int, count: int) -> dict[str, DeclaredTensor]:
-        """Those of `tensors` that are used: the first layer reads nothing, and of the last nothing is read."""
+        """Return the tensors that a layer uses: the first layer reads no slots, and no layer reads the last layer's slots."""
         unread = tuple(f"{source}_" for source in self.sources if not self.is_read(Slot(index, source), count))
         return {
             name: tensor

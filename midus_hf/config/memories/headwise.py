@@ -20,8 +20,9 @@ from midus_hf.config.options import option
 class HeadwiseOptions(RetrievalOptions):
     """Size and kind of the memory of each head.
 
-    Values start at zero, so that the memory returns zero. Everything else starts non-zero, so that gradients reach the
-    values: the paper gives the values alone. Transforms are normal with variance 1 / v, which keeps the scale of a value.
+    Values start at zero, so that the memory returns zero. Keys and transforms start non-zero, so that gradients reach
+    the values; the paper states the start of the values only. Transforms are normal with variance 1 / v, which keeps
+    the scale of a value.
     """
 
     controls = {"one-row": {"n": 1, "k": 1}, **RANDOM_SLOTS}
@@ -65,9 +66,10 @@ class HeadwiseOptions(RetrievalOptions):
 
     @not_carried
     def flops(self, sizes: ModelSizes, batch: int, tokens: int, index: int, count: int) -> dict[str, int]:
-        """As `MemoryOptions.flops`.
+        """Count the operations as `MemoryOptions.flops` does.
 
-        A transform is applied to what each token retrieves, or once to each row of the bank where rows are fewer, as the op does.
+        Like the op, this applies transforms to the retrieved sum of each token, or to each row of the bank if rows are
+        fewer.
         """
         rows, width = batch * tokens, sizes.hidden_size // sizes.num_heads
         transformed = min(rows, self.n * self.n) * sizes.num_heads if self.values == "expanded" else 0

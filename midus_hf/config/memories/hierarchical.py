@@ -19,9 +19,9 @@ _MOST_LEAVES = 2**63
 
 @dataclass(kw_only=True)
 class HierarchicalOptions(MemoryOptions):
-    """How large blocks are, and what a text reads that fetches none.
+    """Sizes of blocks, and the memory of a text that comes without block ids.
 
-    A block starts so that it adds zero: one factor of every product is zero, the other is random (appendix I).
+    A block adds zero at the start: of the two factors of every product, one is zero and the other random (appendix I).
     """
 
     sizes: list[int] = option(
@@ -49,14 +49,14 @@ class HierarchicalOptions(MemoryOptions):
 
     @property
     def fetched_size(self) -> int:
-        """r_1 + ... + r_p, the size of what a text fetches."""
+        """r_1 + ... + r_p, the size of all blocks that a text fetches."""
         return sum(self.sizes)
 
     def tensors(self, sizes: ModelSizes) -> dict[str, DeclaredTensor]:
         return {}
 
     def block(self, sizes: ModelSizes, size: int) -> dict[str, DeclaredTensor]:
-        """The tensors that a block of a size has in one layer."""
+        """Return the tensors that a block of `size` has in one layer."""
         raise TypeError(f"{type(self).__name__} does not say which tensors a block has.")
 
     def fetched(self, sizes: ModelSizes) -> FetchedBlocks:
@@ -96,7 +96,7 @@ class HierFFNOptions(HierarchicalOptions):
 
 @dataclass(kw_only=True)
 class HierLoraOptions(HierarchicalOptions):
-    """LoRA memories: `alpha * B A x` is added to what a projection gives, A of rank r, B zero at the start (appendix I)."""
+    """LoRA memories: `alpha * B A x` is added to a projection's output, with A of rank r and B zero at the start (appendix I)."""
 
     alpha: float = option(2.0, "what the product of both factors is multiplied by")
 
@@ -107,14 +107,14 @@ class HierLoraOptions(HierarchicalOptions):
             raise ValueError(f"alpha is {self.alpha!r}; expected a number above 0.")
 
     def projections(self, sizes: ModelSizes) -> dict[str, tuple[int, int]]:
-        """Width that each adapted projection reads, and width that it gives, by its role."""
+        """Return the input and output width of each adapted projection, by the projection's name."""
         raise TypeError(f"{type(self).__name__} does not say which projections it adapts.")
 
     def block(self, sizes: ModelSizes, size: int) -> dict[str, DeclaredTensor]:
         tensors: dict[str, DeclaredTensor] = {}
         roles: tuple[Role, Role] = ("key", "value")
         for name, (inputs, outputs) in self.projections(sizes).items():
-            # Kaiming's uniform distribution with a = sqrt(5), as LoRA's first factor has it.
+            # Kaiming's uniform distribution with a = sqrt(5), like the first factor in LoRA.
             tensors[f"{name}_down"] = DeclaredTensor((size, inputs), roles[0], Uniform(inputs**-0.5))
             tensors[f"{name}_up"] = DeclaredTensor((outputs, size), roles[1], ZEROS)
         return tensors
@@ -178,7 +178,7 @@ class HierLoraFFNOptions(HierLoraOptions):
 class HierKVOptions(HierarchicalOptions):
     """KV memories: every head also attends to r keys and values, without positions and without a causal mask (figure 17).
 
-    They have as many heads as the model's keys and values, so `2 * r * K * d` parameters per layer.
+    The memory has K heads, as many as the model has key/value heads, so `2 * r * K * d` parameters per layer.
     """
 
     sites = ("inside-attention",)

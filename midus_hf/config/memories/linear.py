@@ -1,4 +1,4 @@
-"""Linear, or flat, memory, which MIDUS compares its own with: a key per slot and head, values that all heads read."""
+"""Linear, or flat, memory, a baseline of MIDUS: a key per slot and head, and values that all heads read."""
 
 from dataclasses import dataclass
 
@@ -37,7 +37,7 @@ class LinearOptions(SharedValueOptions):
 
     @not_carried
     def flops(self, sizes: ModelSizes, batch: int, tokens: int, index: int, count: int) -> dict[str, int]:
-        """As `MemoryOptions.flops`: every query is compared with every key of its head."""
+        """Count the operations as `MemoryOptions.flops` does. Every query is compared with every key of its head."""
         rows, queries = batch * tokens, batch * tokens * sizes.num_heads
         return {
             **self.projection_and_values_flops(sizes, rows),

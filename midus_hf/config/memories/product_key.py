@@ -1,4 +1,4 @@
-"""Product-key memory (PKM), which MIDUS compares its own with: sub-keys per head, values that all heads read."""
+"""Product-key memory (PKM), a baseline of MIDUS: sub-keys per head, and values that all heads read."""
 
 from dataclasses import dataclass
 
@@ -40,7 +40,7 @@ class ProductKeyOptions(SharedValueOptions):
 
     @not_carried
     def flops(self, sizes: ModelSizes, batch: int, tokens: int, index: int, count: int) -> dict[str, int]:
-        """As `MemoryOptions.flops`."""
+        """Count the operations as `MemoryOptions.flops` does."""
         rows = batch * tokens
         return {
             **self.projection_and_values_flops(sizes, rows),

@@ -1,4 +1,4 @@
-"""What memories that retrieve slots have in common: how many slots, the norm of queries, a gate."""
+"""Options that all slot-retrieving memories share: the number of slots, the norm of queries, and a gate."""
 
 import math
 from collections.abc import Mapping
@@ -23,9 +23,9 @@ INNER_RESIDUAL_HELP = "whether the block's input is added to the attention outpu
 
 @dataclass(kw_only=True)
 class RetrievalOptions(InsertedOptions):
-    """Options of every memory that retrieves slots. Norms start as plain normalisation, gates half open.
+    """Options of every memory that retrieves slots. Norms start with gain 1 and bias 0, gates start half open.
 
-    A batch norm whose gain is frozen uses its running statistics and leaves them as they are.
+    A batch norm with a frozen gain uses its running statistics and does not update them.
     """
 
     sites = ("inserted",)
@@ -64,11 +64,11 @@ class RetrievalOptions(InsertedOptions):
             )
 
     def query_width(self, sizes: ModelSizes) -> int:
-        """Width of each head's query: its share of what the memory reads."""
+        """Return the width of each head's query: the head's share of the memory's input."""
         return self.read_width(sizes) // sizes.num_heads
 
     def norm_and_gate(self, sizes: ModelSizes) -> dict[str, DeclaredTensor]:
-        """The tensors of the norm in front of the keys and of the gate behind the values."""
+        """Return the tensors of the query norm and of the gate."""
         tensors: dict[str, DeclaredTensor] = {}
         if self.query_norm != "none":
             shape = (sizes.num_heads, self.query_width(sizes))
@@ -85,9 +85,9 @@ class RetrievalOptions(InsertedOptions):
 
     @not_carried
     def norm_and_gate_flops(self, sizes: ModelSizes, rows: int) -> dict[str, int]:
-        """Operations on tokens besides the choice of slots and the sum of their values.
+        """Count all operations on tokens but the choice of slots and the sum of values.
 
-        The norm of queries has one price, whether its statistics are those of a layer, a batch, or kept.
+        The query norm has one price, whether its statistics come from features, from a batch or from running statistics.
         """
         queries, gates = rows * sizes.num_heads, sizes.num_heads if self.gate == "head" else 1
         gate = linear(rows, self.read_width(sizes), gates, bias=True) + rows * (gates * SIGMOID + sizes.hidden_size)
@@ -103,8 +103,8 @@ class RetrievalOptions(InsertedOptions):
         """Refuse a size below one, or a `k` above it.
 
         Args:
-            name: The option that bounds `k`.
-            what: What it counts, for the message.
+            name: Name of the option that bounds `k`.
+            what: Singular noun for what the option counts, for the message.
         """
         size = getattr(self, name)
         if size < 1:
@@ -114,7 +114,7 @@ class RetrievalOptions(InsertedOptions):
 
     @not_carried
     def check_halves(self, sizes: ModelSizes) -> None:
-        """Refuse a model whose heads give queries that product keys cannot halve."""
+        """Refuse a model whose queries have an odd width, which product keys cannot halve."""
         width = self.query_width(sizes)
         if width % 2:
             name = "hidden_size / num_attention_heads" if self.keeps_output_projection else "head_dim"

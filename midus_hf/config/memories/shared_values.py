@@ -1,4 +1,4 @@
-"""What the memories share that MIDUS compares head-wise memory with: one table of values for all heads."""
+"""Options that the baselines of MIDUS's head-wise memory share: one table of values for all heads."""
 
 import math
 from dataclasses import dataclass
@@ -15,8 +15,8 @@ from midus_hf.config.options import option
 class SharedValueOptions(RetrievalOptions):
     """Options of a memory whose heads read the same values of full width: `RetrievalOptions` with other defaults.
 
-    The attention in front keeps its output projection, the block's input is added to it (MIDUS, equation 6), and
-    queries are batch-normalised (section 5.2).
+    The attention in front keeps its output projection, the block's input is added to the projection's output (MIDUS,
+    equation 6), and queries are batch-normalised (section 5.2).
     """
 
     query_norm: QueryNorm = option("batch", QUERY_NORM_HELP)
@@ -37,7 +37,7 @@ class SharedValueOptions(RetrievalOptions):
         return sizes.num_heads * self.k * sizes.hidden_size
 
     def projection_and_values(self, sizes: ModelSizes, slots: int) -> dict[str, DeclaredTensor]:
-        """The projection of queries, which keeps the scale of its input, and values, which start at zero."""
+        """Declare the query projection, which keeps the scale of its input, and the values, which start at zero."""
         hidden = sizes.hidden_size
         return {
             "query_projection.weight": DeclaredTensor((hidden, hidden), "projection", Normal(1.0 / math.sqrt(hidden))),
@@ -46,7 +46,7 @@ class SharedValueOptions(RetrievalOptions):
 
     @not_carried
     def projection_and_values_flops(self, sizes: ModelSizes, rows: int) -> dict[str, int]:
-        """Operations that make queries, and sum the values that they retrieve."""
+        """Count the operations of the query projection and of the weighted sum of values."""
         hidden = sizes.hidden_size
         return {
             "query projection": linear(rows, hidden, hidden),

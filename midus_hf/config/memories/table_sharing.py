@@ -1,4 +1,4 @@
-"""Which value tables the layers of a memory read (UltraMemV2, appendix E.5)."""
+"""Sharing of value tables between the layers of a memory (UltraMemV2, appendix E.5)."""
 
 import re
 from dataclasses import dataclass
@@ -10,13 +10,14 @@ EXPECTED = "none, all, noring:G, ring:G or block:G, such as ring:4"
 
 @dataclass(frozen=True)
 class TableSharing:
-    """How the layers of a memory share value tables, of which each layer brings one.
+    """Rule by which layers share value tables. Each layer brings one table, unless the kind is `all`.
 
     Args:
-        kind: `none`: a layer reads its own. `all`: there is one for all. `noring`: a layer reads its own and those of its nearest
-            neighbours, fewer on one side at the ends. `ring`: the same, where the first layer follows the last. `block`: G
-            neighbours read all their tables, and no others.
-        group: G, tables that each layer reads. Default: 1.
+        kind: `none`: a layer reads its own table. `all`: all layers read one table. `noring`: a layer reads its own
+            table and the tables of its nearest neighbours; at the ends of the model more of them are on one side.
+            `ring`: the same, but the first layer counts as the neighbour of the last. `block`: every G neighbours read
+            the G tables of all of them.
+        group: G, the number of tables that each layer reads. Default: 1.
     """
 
     kind: str
@@ -24,10 +25,10 @@ class TableSharing:
 
     @classmethod
     def read(cls, share: str) -> "TableSharing":
-        """The sharing that an option names.
+        """Parse the option `share`, such as `ring:4`.
 
         Raises:
-            ValueError: If it names none.
+            ValueError: If the option has another form.
         """
         if share in ("none", "all"):
             return cls(share)
@@ -37,10 +38,13 @@ class TableSharing:
         return cls(match[1], int(match[2]))
 
     def blocks(self, num_layers: int) -> list[range]:
-        """The layers, by their number among those that have the memory, that read parts of one stored table.
+        """Return the blocks of layers that read parts of one stored table.
+
+        Layers are numbered from 0 among the layers that have the memory.
 
         Raises:
-            ValueError: If a group has more layers than there are, or blocks of it do not fill them.
+            ValueError: If G is larger than the number of layers, or if blocks of G layers do not divide the layers
+                evenly.
         """
         if self.kind == "none":
             return []
@@ -58,15 +62,17 @@ class TableSharing:
         return [range(first, first + self.group) for first in range(0, num_layers, self.group)]
 
     def stored(self, num_layers: int) -> int:
-        """Tables that are stored as one where `num_layers` read parts of it."""
+        """Return the number of tables that are stored as one table for a block of `num_layers` layers."""
         return 1 if self.kind == "all" else num_layers
 
     def first(self, layer: int, stored: int) -> int:
-        """The first of the tables that a layer reads, among those stored with its own; the others follow, the first behind the last.
+        """Return the number of the first table that a layer reads, among the tables stored as one.
+
+        The layer also reads the next G - 1 tables. After the last table comes the first again.
 
         Args:
-            layer: Its number among the layers that have the memory.
-            stored: Tables that are stored as one.
+            layer: Number of the layer, from 0 among the layers that have the memory.
+            stored: Number of tables stored as one.
         """
         before = layer - (self.group - 1) // 2
         if self.kind == "noring":

@@ -1,4 +1,4 @@
-"""UltraMemV2: Tucker-decomposed retrieval of the slots of a large value table, beside every feed-forward network."""
+"""UltraMemV2: Tucker-decomposed retrieval from a large value table, beside every feed-forward network."""
 
 import math
 from dataclasses import dataclass
@@ -27,22 +27,23 @@ Zero = Literal["values", "projection", "none"]
 
 _MOST_SLOTS = 2**31 - 1
 _MOST_ON_A_SIDE = 128
-"""Section 4.1: more rows and columns than these make the grid of their scores too large."""
+"""Default limit of `side_k`: with more rows and columns the grid of their scores becomes too large (section 4.1)."""
 
 
 @register_memory_type("ultramem")
 @dataclass(kw_only=True)
 class UltraMemOptions(MemoryOptions):
-    """Size of the table, how slots are scored, and what becomes of their values (sections 3.1 to 3.5, appendices B and E).
+    """Size of the table, scoring of slots, and use of values (sections 3.1 to 3.5, appendices B and E).
 
-    A layer that reads g value tables of n * n rows has h sets of sqrt(g) n row keys and h of as many column keys. Each of the h * h
-    pairs of sets is a virtual block with a slot for every row that the layer reads.
+    A layer that reads g value tables of n * n rows has h sets of sqrt(g) * n row keys, rounded down, and h sets of as
+    many column keys. Each of the h * h pairs of sets is a virtual block with one slot for every row that the layer
+    reads.
     """
 
     sites = ("beside-ffn", "skip")
     controls = {"one-row": {"n": 1, "key_pairs": 1, "k": 1, "side_k": None, "share": "none"}, **RANDOM_SLOTS}
-    value_roles = ("value",)  # the core, its one transform, mixes scores
-    narrows_start = True  # equation 21 counts on feed-forward networks of equation 20
+    value_roles = ("value",)  # the core has the role "transform" but mixes scores
+    narrows_start = True  # equation 21 assumes feed-forward networks that start as in equation 20
     presets: ClassVar[dict[str, dict[str, Any]]] = {
         "memory-plus": {
             "n": 1024,
@@ -146,7 +147,7 @@ class UltraMemOptions(MemoryOptions):
 
     @property
     def sharing(self) -> TableSharing:
-        """How layers share value tables."""
+        """Rule by which layers share value tables."""
         return TableSharing.read(self.share)
 
     @property
@@ -156,59 +157,60 @@ class UltraMemOptions(MemoryOptions):
 
     @property
     def side(self) -> int:
-        """Rows, and columns, that the first stage keeps."""
+        """Number of rows, and of columns, that the first stage keeps."""
         if self.scoring == "sum":
             return self.k
         return min(self.k, _MOST_ON_A_SIDE, self.keys) if self.side_k is None else self.side_k
 
     @property
     def num_virtual_slots(self) -> int:
-        """Slots that a head chooses among."""
+        """Number of slots that a head chooses among."""
         return (self.key_pairs * self.keys) ** 2
 
     @property
     def num_rows(self) -> int:
-        """Rows of value tables that a layer reads."""
+        """Number of rows of value tables that a layer reads."""
         return self.keys**2
 
     def unread_rows(self, num_layers: int) -> int:
-        """Rows of value tables that none of `num_layers` reads.
+        """Return the number of rows of value tables that none of `num_layers` layers reads.
 
-        Keys are as many on either side, so of G tables, G no square number, a layer leaves the last few rows out. In a ring these are
-        among the first of another layer's; elsewhere the last layer, or every layer of a block, leaves out the same.
+        Row keys and column keys are equally many, so a layer that reads G tables skips the last few rows unless G is a
+        square. In a ring, other layers read these rows as their first rows. Otherwise no layer reads the last rows of a
+        stored table.
         """
         left_out = self.sharing.group * self.n**2 - self.num_rows
         return 0 if self.sharing.kind == "ring" else left_out * len(self.sharing.blocks(num_layers))
 
     @property
     def num_projected(self) -> int:
-        """Sums of values that have a projection each."""
+        """Number of sums of values that have separate projections."""
         return self.key_pairs**2 if self.projections == "per-block" else 1
 
     @property
     def has_losses(self) -> bool:
-        """Whether the model adds a loss of this memory to its own."""
+        """True if the model adds losses of this memory to its own loss."""
         return self.balance_coef > 0 or self.penalty_coef > 0
 
     def width(self, name: str, sizes: ModelSizes) -> int:
-        """A width in numbers: of `key_width`, `value_width` or `pre_value_width`.
+        """Return the number of features that `key_width`, `value_width` or `pre_value_width` stands for.
 
         Raises:
-            ValueError: If it is no number of features.
+            ValueError: If the option gives no whole number of features in its range.
         """
-        asked, least = getattr(self, name), 0 if name == "pre_value_width" else 1
+        setting, least = getattr(self, name), 0 if name == "pre_value_width" else 1
         try:
-            width = asked if isinstance(asked, int) else Fraction(asked) * sizes.hidden_size
+            width = setting if isinstance(setting, int) else Fraction(setting) * sizes.hidden_size
         except (ValueError, ZeroDivisionError):
             raise ValueError(
-                f"{name} is {asked!r}; expected a number, or a fraction of the hidden size such as 3/16."
+                f"{name} is {setting!r}; expected a number, or a fraction of the hidden size such as 3/16."
             ) from None
-        if isinstance(asked, int) and width < least:
-            raise ValueError(f"{name} is {asked}; expected {least} or more.")
-        width_limit = width if isinstance(asked, int) else sizes.hidden_size
+        if isinstance(setting, int) and width < least:
+            raise ValueError(f"{name} is {setting}; expected {least} or more.")
+        width_limit = width if isinstance(setting, int) else sizes.hidden_size
         if not least <= width <= width_limit or width != int(width):
             raise ValueError(
-                f"{name} is {asked} of hidden_size = {sizes.hidden_size}, which is {float(width):g}; expected a whole number "
+                f"{name} is {setting} of hidden_size = {sizes.hidden_size}, which is {float(width):g}; expected a whole number "
                 f"from {least} to the hidden size. Give the number itself."
             )
         return int(width)
@@ -271,7 +273,7 @@ class UltraMemOptions(MemoryOptions):
         )
 
     def value_initial(self, sizes: ModelSizes) -> Initial:
-        """What the rows of value tables are drawn from, where they do not start at zero (equation 21)."""
+        """Return the distribution of rows of value tables that do not start at zero (equation 21)."""
         slots = (1 if self.weights == "softmax" else self.k) * self.heads
         widths = self.width("value_width", sizes), self.width("pre_value_width", sizes)
         hidden = sizes.hidden_size
@@ -288,7 +290,10 @@ class UltraMemOptions(MemoryOptions):
 
     @not_carried
     def flops(self, sizes: ModelSizes, batch: int, tokens: int, index: int, count: int) -> dict[str, int]:
-        """As `MemoryOptions.flops`; keys are normalised once per pass, and the leading vectors of cores are not counted."""
+        """Count the operations as `MemoryOptions.flops` does.
+
+        Keys are normalised once per pass. Finding the leading singular vectors of cores does not count.
+        """
         rows, hidden, key_width = batch * tokens, sizes.hidden_size, self.width("key_width", sizes)
         value_width, pre_width = self.width("value_width", sizes), self.width("pre_value_width", sizes)
         vectors, pairs, slots = self.heads * self.rank, self.heads * self.key_pairs**2, rows * self.heads * self.k
@@ -317,11 +322,11 @@ class UltraMemOptions(MemoryOptions):
 
     @property
     def _first_choice(self) -> tuple[int, int, int, int, int]:
-        """What `best_scores` takes."""
+        """Arguments of `best_scores`."""
         return self.keys, self.key_pairs, self.rank, self.side, self.k
 
     def _value_tables(self, sizes: ModelSizes, tables: int) -> dict[str, DeclaredTensor]:
-        """As many tables, stored as one."""
+        """Declare a number of tables that are stored as one."""
         rows, pre_width = tables * self.n**2, self.width("pre_value_width", sizes)
         drawn = self.value_initial(sizes)
         initial: Initial = ZEROS if self.zero == "values" else drawn

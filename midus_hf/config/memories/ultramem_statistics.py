@@ -1,4 +1,5 @@
-"""What the cores of a Tucker-decomposed retrieval start as, and what the scores of the best slots then come to (UltraMemV2, B.2)."""
+"""Start of a Tucker-decomposed retrieval (UltraMemV2, appendix B.2): initial cores, the scores of the best slots that
+follow from them, and gains and values that suit these scores."""
 
 import heapq
 import math
@@ -14,7 +15,7 @@ if TYPE_CHECKING:
     import torch
 
 _CANDIDATES, _FEWEST, _MOST = 1 << 16, 4, 64
-"""Candidates that are scored in all trials together, and bounds of these: means of many choices need few trials."""
+"""Candidates to score in all trials together, and the bounds of the number of trials: a mean of many candidates needs few trials."""
 
 
 @dataclass(frozen=True)
@@ -29,25 +30,25 @@ class UniformCores:
 
 
 class ScoreStatistics(NamedTuple):
-    """Mean and variance of the scores of the k best slots, where scores of single keys are standard normal."""
+    """Mean and variance of the scores of the k best slots, if scores of single keys are standard normal."""
 
     mean: float
     variance: float
 
 
 MEASURED: dict[tuple[int, int, int, int, int], ScoreStatistics] = {}
-"""What `best_scores` measured in this process, by its arguments."""
+"""Results of `best_scores` in this process, by its arguments."""
 
 
 def best_scores(n: int, key_pairs: int, rank: int, side: int, k: int) -> ScoreStatistics:
-    """Draw scores of keys and cores, retrieve as the memory does, and measure what was retrieved; the same at every call.
+    """Measure the scores of the k best slots: draw scores and cores, the same at every call, and retrieve as the memory does.
 
     Args:
-        n: Keys of each set.
-        key_pairs: h, sets of row keys, and of column keys.
-        rank: r.
-        side: Rows, and columns, that the first stage chooses.
-        k: Slots that the second stage chooses.
+        n: Number of keys per set.
+        key_pairs: h, the number of sets of row keys, and of column keys.
+        rank: r, the rank of the cores.
+        side: Number of rows, and of columns, that the first stage chooses.
+        k: Number of slots that the second stage chooses.
     """
     sizes = (n, key_pairs, rank, side, k)
     if sizes not in MEASURED:
@@ -75,11 +76,11 @@ def _measured(n: int, key_pairs: int, rank: int, side: int, k: int) -> ScoreStat
 
 
 def gain_of_norms(key_width: int, *first_choice: int) -> Constant:
-    """Of queries and keys, by which the mean score of the best slots starts at one (appendix B.2).
+    """Return the gain of the norms of queries and keys with which the best slots' mean score starts at one (appendix B.2).
 
     Args:
-        key_width: D_k.
-        first_choice: As `best_scores` takes.
+        key_width: D_k, the width of keys.
+        first_choice: Arguments of `best_scores`.
     """
     return Constant((key_width * _score_scale(best_scores(*first_choice))) ** -0.25)
 
@@ -87,7 +88,7 @@ def gain_of_norms(key_width: int, *first_choice: int) -> Constant:
 def values_of_scores(
     slots: int, width: int, pre_width: int, layers: int, inner: float, hidden: int, *first_choice: int
 ) -> Normal:
-    """What values are drawn from where scores weigh them: arguments as `value_std` and `best_scores` take them."""
+    """Return the distribution of values that scores weigh, with the arguments of `value_std` and then of `best_scores`."""
     scores = best_scores(*first_choice)
     mean_square = (scores.mean**2 + scores.variance) / _score_scale(scores) ** 2
     return Normal(value_std(mean_square, slots, width, pre_width, layers, inner, hidden))
@@ -96,17 +97,17 @@ def values_of_scores(
 def value_std(
     mean_square: float, slots: int, width: int, pre_width: int, layers: int, inner: float, hidden: int
 ) -> float:
-    """sigma_V, by which the memory's output starts with the variance that the feed-forward network's has (equation 21).
+    """Return sigma_V, with which the memory's output starts with the variance of the feed-forward network's output (equation 21).
 
-    Without pre-values it follows from the same derivation.
+    The formula without pre-values follows from the same derivation.
 
     Args:
-        mean_square: Of weights.
-        slots: That a token reads.
-        width: D_v.
-        pre_width: D_p; 0 without pre-values.
-        layers: Of the model.
-        inner: Width of its feed-forward networks over `hidden`.
+        mean_square: Mean of the squared weights.
+        slots: Number of slots that a token reads.
+        width: D_v, the width of values.
+        pre_width: D_p, the width of pre-values; 0 without pre-values.
+        layers: Number of layers of the model.
+        inner: Width of the feed-forward networks divided by `hidden`.
         hidden: Width of the model.
     """
     summed = slots * mean_square * width * layers
@@ -116,7 +117,7 @@ def value_std(
 
 
 def _score_scale(scores: ScoreStatistics) -> float:
-    """What scores are divided by: their mean, unless so many slots are chosen that it is below their deviation."""
+    """Return the divisor of scores: their mean, or 1 if so many slots are chosen that the mean is below 1."""
     return max(scores.mean, 1.0)
 
 
@@ -125,7 +126,7 @@ def _normals(draw: random.Random, count: int) -> list[float]:
 
 
 def _core(draw: random.Random, rank: int) -> tuple[list[list[float]], list[float], list[float]]:
-    """A core as `UniformCore` draws it, and the singular vectors of its largest singular value, which is one."""
+    """Draw a core as `UniformCores` does; return the core and the singular vectors of its largest singular value, which is 1."""
     core = [[draw.random() for _ in range(rank)] for _ in range(rank)]
     right = [1.0] * rank
     for _ in range(64):
