@@ -1,4 +1,4 @@
-"""Tables and plots from the tracked results, and from nothing else: the same CSV files, the same bytes."""
+"""Tables and plots from the tracked results alone: equal CSV files give equal bytes."""
 
 import argparse
 from pathlib import Path
@@ -11,7 +11,11 @@ IMAGES = ROOT / "docs" / "images"
 
 
 def sections(results: Path) -> dict[str, str]:
-    """The generated sections, by the name in their markers."""
+    """Return the generated sections in Markdown, by the name in their markers.
+
+    Args:
+        results: Folder of the CSV files.
+    """
     from benchmarks.depth_cost.shapes import FILE as DEPTH_FILE
     from benchmarks.report.depth_tables import depth_section
     from benchmarks.report.goals import goals_table
@@ -28,10 +32,10 @@ def sections(results: Path) -> dict[str, str]:
 
 
 def with_sections(document: str, generated: dict[str, str]) -> str:
-    """The document with each section between `<!-- NAME: generated -->` and `<!-- NAME: end -->` replaced.
+    """Replace each section of a document, between `<!-- NAME: generated -->` and `<!-- NAME: end -->`.
 
     Raises:
-        ValueError: If a marker is missing or stands in the wrong order.
+        ValueError: If a marker is missing or the markers are in the wrong order.
     """
     for name, text in generated.items():
         begin, end = f"<!-- {name}: generated -->\n", f"<!-- {name}: end -->"
@@ -46,7 +50,7 @@ def with_sections(document: str, generated: dict[str, str]) -> str:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Write the tables into the document, and draw the plots."""
+    """Write the tables into the document and draw the plots; return 0."""
     document = arguments.document.read_text(encoding="utf-8")
     arguments.document.write_text(with_sections(document, sections(arguments.results)), encoding="utf-8")
     if not arguments.no_plots:

@@ -1,4 +1,4 @@
-"""Tables of attention over the depth: what is to be reached, and what each way to join takes."""
+"""Tables of attention over the depth: the goals, and the time of each way to join the depth with the sequence."""
 
 from benchmarks.depth_cost.shapes import JOINED, PAPER, Shape
 from benchmarks.report.rows import Record, groups, having, newest, origin, short, table
@@ -6,16 +6,16 @@ from benchmarks.report.rows import Record, groups, having, newest, origin, short
 _SHAPE = ("tokens", "group", "slots")
 _CASE = ("device", "dtype", *_SHAPE)
 _SPEEDS = {Shape(65536, 8, 64): 0.98, Shape(4096, 8, 64): 0.85, Shape(16384, 8, 256): 0.90}
-"""Of FlashAttention's own, that attention to sequence and depth shall have at least."""
+"""Goals: least speed of attention to sequence and depth, as a share of FlashAttention's speed on the sequence alone."""
 _MOST_BOUNDS = 1.5
-"""Times its bound that the depth alone may take at most."""
+"""Goal: most time of the depth alone, as a multiple of its bound."""
 
 
 def depth_section(rows: list[Record]) -> str:
-    """Goals, which are for a GPU, then a table for each device and dtype."""
-    found = newest(rows, *_CASE)
-    parts = [_goals([row for row in found if row["device"] != "cpu"])]
-    for _, of_device in groups(found, "device", "dtype").items():
+    """Return the table of goals, all of which are for a GPU, and a table per device and dtype."""
+    latest = newest(rows, *_CASE)
+    parts = [_goals([row for row in latest if row["device"] != "cpu"])]
+    for _, of_device in groups(latest, "device", "dtype").items():
         parts.append(_table(of_device))
     return "\n\n".join(parts)
 
@@ -49,13 +49,13 @@ def _goal(text: str, measured: str, is_reached: bool) -> list[str]:
 
 
 def _shapes(rows: list[Record], shape: Shape) -> list[list[Record]]:
-    """Rows of a shape, by device and dtype."""
+    """Return the rows of a shape, one list per device and dtype."""
     of_shape = having(rows, tokens=shape.tokens, group=shape.group, slots=shape.slots)
     return list(groups(of_shape, "device", "dtype").values())
 
 
 def _table(rows: list[Record]) -> str:
-    """Of each shape the sequence, and what is joined: its time, and what of FlashAttention's speed it has."""
+    """Return a table with the time of each way at each shape, and its speed as a share of FlashAttention's."""
     has_wall = any(row["wall_ms"] for row in rows)
     header = ["tokens x group x slots", "what", "ms", *(["host, ms", "wall, ms"] if has_wall else [])]
     header += ["of FlashAttention's speed", "paper's, A100", "error", "kernel"]
@@ -64,9 +64,9 @@ def _table(rows: list[Record]) -> str:
         shape = Shape(*map(int, sizes))
         for row in of_shape:
             times = [row["median_ms"], *([row["host_ms"], row["wall_ms"]] if has_wall else [])]
-            told = [short(value) if value else "" for value in times]
-            told[0] = told[0] or row["status"]
-            lines.append([str(shape), row["what"], *told, *_ratios(shape, row, of_shape), _error(row), row["kernel"]])
+            cells = [short(value) if value else "" for value in times]
+            cells[0] = cells[0] or row["status"]
+            lines.append([str(shape), row["what"], *cells, *_ratios(shape, row, of_shape), _error(row), row["kernel"]])
     return f"### Depth on {rows[0]['device']}, {rows[0]['dtype']}\n\n{_origin(rows)}\n\n{table(header, lines)}"
 
 

@@ -1,4 +1,4 @@
-"""What this project sets itself to reach, and what was measured of it."""
+"""Goals of this project for speed, and the newest measurements of each goal."""
 
 import operator
 from collections.abc import Callable
@@ -10,13 +10,13 @@ from benchmarks.report.rows import Record, groups, having
 from benchmarks.tracked import threads
 
 CAPTURED = ("graph", "compiled")
-"""How a token is generated where the GPU alone decides how long it takes."""
+"""Decodings whose time per token depends on the GPU alone, not on the host."""
 _ONE_RUN = ("date", "device")
 
 
 @dataclass(frozen=True)
 class Measurement:
-    """A ratio of two rows of one run, the worst one where a goal covers several cases."""
+    """Ratio of two rows of one run; the worst ratio if a goal covers several cases."""
 
     ratio: float
     commit: str
@@ -27,11 +27,11 @@ class Goal:
     """A bound on a ratio.
 
     Args:
-        text: What is to be reached.
+        text: The goal in words.
         backend: `"cpu"` or `"cuda"`.
-        bound: Of the ratio.
-        at_least: Whether the ratio shall be as large as the bound; else as small.
-        measure: Finds the newest ratio, from the rows of ops and of models; None where there is none.
+        bound: Bound of the ratio.
+        at_least: True if the ratio must reach the bound, False if it must not exceed the bound.
+        measure: Returns the newest ratio from the rows of ops and of models, or None if the ratio was not measured.
     """
 
     text: str
@@ -42,28 +42,30 @@ class Goal:
 
 
 def goals_table(ops: list[Record], models: list[Record]) -> str:
-    """All goals with what was measured, from the rows of both CSV files."""
+    """Return a table of all goals with their measurements, from the rows of `ops.csv` and `model.csv`."""
     lines = ["| goal | measured | reached | commit |", "|---|---:|---|---|"]
     backends = {row["backend"] for row in (*ops, *models)}
     for goal in goals():
-        found = goal.measure(having(ops, backend=goal.backend), having(models, backend=goal.backend))
-        if found is None:
+        measurement = goal.measure(having(ops, backend=goal.backend), having(models, backend=goal.backend))
+        if measurement is None:
             missing = "not measured (no GPU)" if goal.backend == "cuda" and "cuda" not in backends else "not measured"
             lines.append(f"| {goal.text} | {missing} | | |")
             continue
-        reached = (operator.ge if goal.at_least else operator.le)(found.ratio, goal.bound)
-        lines.append(f"| {goal.text} | {found.ratio:.2f} | {'yes' if reached else 'no'} | {found.commit} |")
+        reached = (operator.ge if goal.at_least else operator.le)(measurement.ratio, goal.bound)
+        lines.append(
+            f"| {goal.text} | {measurement.ratio:.2f} | {'yes' if reached else 'no'} | {measurement.commit} |"
+        )
     return "\n".join(lines)
 
 
 def goals() -> list[Goal]:
-    """In the order in which they are shown."""
-    found = []
+    """Return all goals in the order of the table."""
+    listed = []
     for shape, forward in (("llama-3.2-1b", 2.0), ("llama-3.1-8b", 1.8)):
         where = f"H200, HML op of {shape}, 32,768 tokens"
         case = {"shape": shape, "tokens": 32768, "dtype": "bfloat16"}
         for mode, bound in (("forward", forward), ("backward", 2.2)):
-            found.append(
+            listed.append(
                 Goal(
                     f"{where}: {mode} at most {bound} times the roofline",
                     "cuda",
@@ -74,42 +76,42 @@ def goals() -> list[Goal]:
             )
         for others, name, bound in ((("naive",), "naive", 10.0), (COMPILED, "the strongest compiled rival", 3.0)):
             text = f"{where}: forward and backward at least {bound:g} times as fast as {name}"
-            found.append(
+            listed.append(
                 Goal(text, "cuda", bound, True, partial(_op_ratio, mode="forward+backward", others=others, case=case))
             )
     for base, bound in (("llama-3.1-8b", 1.3), ("llama-3.2-1b", 1.25)):
         text = f"H200: {base} with HML generates at least {bound} times the tokens/s of LLaMA-Pro, with a captured or compiled step"
-        found.append(Goal(text, "cuda", bound, True, partial(_generation_ratio, base=base, decodings=CAPTURED)))
+        listed.append(Goal(text, "cuda", bound, True, partial(_generation_ratio, base=base, decodings=CAPTURED)))
         text = f"H200: {base} with HML generates at least as many tokens/s as with LLaMA-Pro, with `generate`"
-        found.append(Goal(text, "cuda", 1.0, True, partial(_generation_ratio, base=base, decodings=("eager",))))
+        listed.append(Goal(text, "cuda", 1.0, True, partial(_generation_ratio, base=base, decodings=("eager",))))
     for base in ("llama-3.1-8b", "llama-3.2-1b"):
         text = f"H200: a training step of {base} with HML takes at most 0.8 of OpT-DeUS's, both top-heavy"
-        found.append(Goal(text, "cuda", 0.8, False, partial(_step_ratio, base=base)))
-    found += [goal for count in (1, 2) for goal in _goals_of_the_op_on_a_cpu(threads(count))]
+        listed.append(Goal(text, "cuda", 0.8, False, partial(_step_ratio, base=base)))
+    listed += [goal for count in (1, 2) for goal in _goals_of_the_op_on_a_cpu(threads(count))]
     text = "CPU: smollm2-135m with HML generates at least as many tokens/s as with LLaMA-Pro"
-    found.append(Goal(text, "cpu", 1.0, True, partial(_generation_ratio, base="smollm2-135m", decodings=("eager",))))
-    return found
+    listed.append(Goal(text, "cpu", 1.0, True, partial(_generation_ratio, base="smollm2-135m", decodings=("eager",))))
+    return listed
 
 
 def _goals_of_the_op_on_a_cpu(counted: str) -> list[Goal]:
-    """Those of one number of threads, such as `"2 threads"`."""
+    """Return the goals of the HML op on a CPU for one number of threads, such as `"2 threads"`."""
     where, case = f"CPU, {counted}, HML op of smollm2-135m", {"shape": "smollm2-135m", "dtype": "float32"}
-    found = []
+    listed = []
     many = partial(_op_ratio, others=("naive",), case={**case, "tokens": 4096}, counted=counted)
     one = partial(_op_ratio, others=("torch",), case={**case, "tokens": 1}, counted=counted)
     for mode in ("forward", "backward"):
         text = f"{where}, 4,096 tokens: {mode} at least 4 times as fast as naive"
-        found.append(Goal(text, "cpu", 4.0, True, partial(many, mode=mode)))
+        listed.append(Goal(text, "cpu", 4.0, True, partial(many, mode=mode)))
     text = f"{where}, one token: forward at least as fast as PyTorch's operations"
-    found.append(Goal(text, "cpu", 1.0, True, partial(one, mode="forward")))
+    listed.append(Goal(text, "cpu", 1.0, True, partial(one, mode="forward")))
     for mode in ("forward", "backward"):
         text = f"{where}, 4,096 tokens: {mode} in bfloat16 at most 1.5 times as long as in float32"
-        found.append(Goal(text, "cpu", 1.5, False, partial(_bfloat16_ratio, mode=mode, counted=counted)))
-    return found
+        listed.append(Goal(text, "cpu", 1.5, False, partial(_bfloat16_ratio, mode=mode, counted=counted)))
+    return listed
 
 
 def _over_roofline(ops: list[Record], models: list[Record], mode: str, case: dict) -> Measurement | None:
-    """The largest of the newest run, over popularities."""
+    """Return the largest ratio to the roofline in the newest run, over popularities."""
     rows = having(ops, op="headwise_memory", provider=OURS, mode=mode, status="ok", **case)
     rows = _of_whole_runs([row for row in rows if row["roofline_us"]])
     if not rows:
@@ -122,19 +124,19 @@ def _over_roofline(ops: list[Record], models: list[Record], mode: str, case: dic
 def _op_ratio(
     ops: list[Record], models: list[Record], mode: str, others: tuple[str, ...], case: dict, counted: str = ""
 ) -> Measurement | None:
-    """How many times as long the fastest of other providers takes: the smallest of the newest run, over popularities."""
+    """Return the time of the fastest other provider over ours: the smallest ratio in the newest run, over popularities."""
     rows = _of_threads(having(ops, op="headwise_memory", mode=mode, status="ok", **case), counted)
     of_others = [row for row in rows if row["provider"] in others]
     theirs = [
-        min(found, key=lambda row: float(row["median_ms"]))
-        for found in groups(of_others, *_ONE_RUN, "popularity").values()
+        min(of_case, key=lambda row: float(row["median_ms"]))
+        for of_case in groups(of_others, *_ONE_RUN, "popularity").values()
     ]
     ours = having(rows, provider=OURS)
     return _newest_ratio(_of_whole_runs(theirs), _of_whole_runs(ours), "median_ms", ("popularity",), min)
 
 
 def _bfloat16_ratio(ops: list[Record], models: list[Record], mode: str, counted: str) -> Measurement | None:
-    """How many times as long ours takes in bfloat16 as in float32: the largest of the newest run, over popularities."""
+    """Return our time in bfloat16 over our time in float32: the largest ratio in the newest run, over popularities."""
     case = {"shape": "smollm2-135m", "tokens": 4096, "provider": OURS, "mode": mode, "status": "ok"}
     rows = _of_threads(having(ops, op="headwise_memory", **case), counted)
     half, single = (_of_whole_runs(having(rows, dtype=dtype)) for dtype in ("bfloat16", "float32"))
@@ -142,12 +144,15 @@ def _bfloat16_ratio(ops: list[Record], models: list[Record], mode: str, counted:
 
 
 def _of_threads(rows: list[Record], counted: str) -> list[Record]:
-    """Rows of machines whose description ends so."""
+    """Return the rows whose machine's description ends with `counted`, the number of threads in words."""
     return [row for row in rows if row["machine"].endswith(counted)]
 
 
 def _of_whole_runs(rows: list[Record]) -> list[Record]:
-    """Rows of runs that timed every popularity, which of one token is one: an easier one alone must not replace a worse result."""
+    """Return the rows of runs that timed both popularities, since a run of the easier one must not replace a worse result.
+
+    For one token both popularities are the same, so every run counts.
+    """
     seen: dict[str, set[str]] = {}
     for row in rows:
         seen.setdefault(row["date"], set()).add(row["popularity"])
@@ -157,7 +162,7 @@ def _of_whole_runs(rows: list[Record]) -> list[Record]:
 def _generation_ratio(
     ops: list[Record], models: list[Record], base: str, decodings: tuple[str, ...]
 ) -> Measurement | None:
-    """Tokens/s of HML over those of LLaMA-Pro, each with its own placement and whichever decoding is its fastest."""
+    """Return the tokens/s of HML over the tokens/s of LLaMA-Pro, each with its own placement and its fastest decoding."""
     rows = having(models, base=base, phase="generate", batch=1, status="ok")
     rows = [row for row in rows if row["decoding"] in decodings]
     ours = having(rows, method="midus-hml", placement="distributed")
@@ -166,14 +171,14 @@ def _generation_ratio(
 
 
 def _fastest(rows: list[Record]) -> list[Record]:
-    """Of each run and point the row of most tokens/s."""
+    """Return the row of most tokens/s of each run and point."""
     return [
-        max(found, key=lambda row: float(row["tokens_per_s"])) for found in groups(rows, *_ONE_RUN, *_POINT).values()
+        max(of_run, key=lambda row: float(row["tokens_per_s"])) for of_run in groups(rows, *_ONE_RUN, *_POINT).values()
     ]
 
 
 def _step_ratio(ops: list[Record], models: list[Record], base: str) -> Measurement | None:
-    """Seconds of a step of HML over those of OpT-DeUS, both top-heavy; the largest where several sizes were run."""
+    """Return the seconds of a step of HML over the seconds of OpT-DeUS, both top-heavy: the largest ratio over sizes."""
     rows = having(models, base=base, phase="train", placement="top-heavy")
     return _newest_ratio(having(rows, method="midus-hml"), having(rows, method="opt-deus"), "seconds", _POINT, max)
 
@@ -188,7 +193,7 @@ def _newest_ratio(
     point: tuple[str, ...],
     worst: Callable[[list[float]], float],
 ) -> Measurement | None:
-    """The worst ratio at equal points, of the newest run that has any."""
+    """Return the worst ratio of `above` to `below` at equal points in the newest run that has both; None without one."""
     key = (*_ONE_RUN, *point)
     divisors = {tuple(row[name] for name in key): float(row[column]) for row in having(below, status="ok")}
     by_date: dict[str, list[tuple[float, str]]] = {}
@@ -198,5 +203,5 @@ def _newest_ratio(
             by_date.setdefault(row["date"], []).append((float(row[column]) / divisor, row["commit"]))
     if not by_date:
         return None
-    found = by_date[max(by_date)]
-    return Measurement(worst([ratio for ratio, _ in found]), found[0][1])
+    ratios = by_date[max(by_date)]
+    return Measurement(worst([ratio for ratio, _ in ratios]), ratios[0][1])

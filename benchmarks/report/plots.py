@@ -1,4 +1,4 @@
-"""Plots, from the rows alone; the same rows give the same bytes."""
+"""Plots from the rows of results alone; equal rows give equal bytes."""
 
 from pathlib import Path
 from typing import Any
@@ -7,32 +7,32 @@ from benchmarks.report.rows import Record, groups, having, newest, over_rounds
 from benchmarks.tracked import read
 
 Image = tuple[str, str, list[Record]]
-"""File name, what it shows in words, and its rows."""
+"""File name, title and rows of a plot."""
 _STYLE = {"svg.hashsalt": "benchmarks", "svg.fonttype": "none", "font.size": 9, "axes.spines.top": False}
 _METADATA = {"Date": None, "Creator": None}
 
 
 def op_image(rows: list[Record]) -> list[Image]:
-    """One plot a device of head-wise memory at its most tokens, from the newest run of each."""
+    """Return one plot of head-wise memory per backend, at the largest number of tokens, from the newest run per device."""
     images = []
     timed = [row for row in having(rows, op="headwise_memory", status="ok") if row["mode"] == "forward+backward"]
-    for (backend,), found in groups(newest(timed, "backend", "device"), "backend").items():
-        most = max(int(row["tokens"]) for row in found)
-        chosen = having(found, tokens=most)
+    for (backend,), of_backend in groups(newest(timed, "backend", "device"), "backend").items():
+        most = max(int(row["tokens"]) for row in of_backend)
+        chosen = having(of_backend, tokens=most)
         images.append((f"bench-ops-{backend}.svg", f"Time of head-wise memory by provider ({backend})", chosen))
     return images
 
 
 def model_images(rows: list[Record]) -> list[Image]:
-    """Prefill beside LLaMA-Pro, and steps by batch and by length, for each base and kind of device."""
+    """Return the plots per base and backend: prefill against LLaMA-Pro, training steps by batch, training steps by length."""
     images = []
-    for (backend, base), found in groups(having(rows, status="ok"), "backend", "base").items():
-        prefill = newest(having(found, phase="prefill", batch=1), "device", "dtype")
+    for (backend, base), of_base in groups(having(rows, status="ok"), "backend", "base").items():
+        prefill = newest(having(of_base, phase="prefill", batch=1), "device", "dtype")
         has_reference = bool(having(prefill, method="llama-pro"))
         if has_reference and len({row["length"] for row in prefill}) > 1:
             alternative = f"Prefill time beside LLaMA-Pro's, {base} ({backend})"
             images.append((f"bench-prefill-{base}-{backend}.svg", alternative, prefill))
-        steps = newest(having(found, phase="train"), "device", "dtype")
+        steps = newest(having(of_base, phase="train"), "device", "dtype")
         for column, fixed in (("batch", "length"), ("length", "batch")):
             if not steps:
                 continue
@@ -44,14 +44,11 @@ def model_images(rows: list[Record]) -> list[Image]:
 
 
 def draw(results: Path, images: Path) -> list[Path]:
-    """Draw every plot that there are rows for.
+    """Draw every plot that the results have rows for, and return the paths of the plots.
 
     Args:
         results: Folder of the CSV files.
-        images: Folder to write to.
-
-    Returns:
-        The paths written.
+        images: Folder of the plots; it is made.
     """
     import matplotlib
 
@@ -80,10 +77,10 @@ def draw(results: Path, images: Path) -> list[Path]:
 def _bars(axes: Any, rows: list[Record]) -> None:
     cases = groups(rows, "shape", "popularity")
     providers = list(groups(rows, "provider"))
-    for place, ((shape, popularity), found) in enumerate(cases.items()):
-        by_provider = {row["provider"]: float(row["median_ms"]) for row in found}
+    for number, ((shape, popularity), of_case) in enumerate(cases.items()):
+        by_provider = {row["provider"]: float(row["median_ms"]) for row in of_case}
         measured = [(index, by_provider[name]) for index, (name,) in enumerate(providers) if name in by_provider]
-        positions = [index + (place - (len(cases) - 1) / 2) * 0.8 / len(cases) for index, _ in measured]
+        positions = [index + (number - (len(cases) - 1) / 2) * 0.8 / len(cases) for index, _ in measured]
         heights = [height for _, height in measured]
         axes.bar(positions, heights, 0.8 / len(cases), label=f"{shape}, {popularity}")
     axes.set_xticks(range(len(providers)), [name for (name,) in providers], rotation=20)
@@ -93,12 +90,12 @@ def _bars(axes: Any, rows: list[Record]) -> None:
 
 def _beside_reference(axes: Any, rows: list[Record]) -> None:
     reference = {row["length"]: float(row["seconds"]) for row in having(rows, method="llama-pro")}
-    for (method, placement), found in groups(rows, "method", "placement").items():
+    for (method, placement), of_model in groups(rows, "method", "placement").items():
         if method in ("llama-pro", "opt-deus", "solar") or placement == "top-heavy":
-            continue  # the same architecture as LLaMA-Pro, or the same layers in another place
+            continue  # these have the architecture of LLaMA-Pro, or the layers of another variant in other positions
         points = [
             (int(row["length"]), 1e3 * (float(row["seconds"]) - reference[row["length"]]))
-            for row in found
+            for row in of_model
             if row["length"] in reference
         ]
         axes.plot(*zip(*sorted(points), strict=True), marker="o", label=method)
@@ -110,8 +107,8 @@ def _beside_reference(axes: Any, rows: list[Record]) -> None:
 
 
 def _lines(axes: Any, rows: list[Record], column: str) -> None:
-    for (method, placement), found in groups(rows, "method", "placement").items():
-        points = sorted((int(row[column]), float(row["seconds"])) for row in found)
+    for (method, placement), of_model in groups(rows, "method", "placement").items():
+        points = sorted((int(row[column]), float(row["seconds"])) for row in of_model)
         axes.plot(*zip(*points, strict=True), marker="o", label=f"{method} {placement}".strip())
     axes.set_xscale("log", base=2)
     axes.set_xlabel(column)

@@ -1,4 +1,4 @@
-"""Choosing rows: what is compared comes from one run, and always from the newest that has it."""
+"""Choose rows of results. Compared rows come from one run, the newest run that has all of them."""
 
 import statistics
 from collections.abc import Callable, Iterable
@@ -11,12 +11,12 @@ _ONE_POINT = ("date", "device", *SUBJECT)
 
 
 def having(rows: Iterable[Record], **values: object) -> list[Record]:
-    """Rows with these values, compared as text."""
+    """Return the rows that have the values, compared as text."""
     return [row for row in rows if all(row[name] == str(value) for name, value in values.items())]
 
 
 def newest(rows: Iterable[Record], *group: str) -> list[Record]:
-    """Of each group of rows, by the columns named, those of its newest run; in the order they stand."""
+    """Return the rows of the newest run of each group, in the order of `rows`; columns named in `group` make the groups."""
     rows = list(rows)
     latest: dict[tuple[str, ...], str] = {}
     for row in rows:
@@ -26,7 +26,7 @@ def newest(rows: Iterable[Record], *group: str) -> list[Record]:
 
 
 def groups(rows: Iterable[Record], *columns: str) -> dict[tuple[str, ...], list[Record]]:
-    """Rows by the values of these columns, in the order in which they first stand."""
+    """Group rows by the values of columns, in the order of first occurrence."""
     grouped: dict[tuple[str, ...], list[Record]] = {}
     for row in rows:
         grouped.setdefault(tuple(row[name] for name in columns), []).append(row)
@@ -34,20 +34,20 @@ def groups(rows: Iterable[Record], *columns: str) -> dict[tuple[str, ...], list[
 
 
 def over_rounds(rows: Iterable[Record]) -> list[Record]:
-    """Rows of models, one for all rounds of a run at a point: medians of what was measured, and the largest peak.
+    """Summarise the rounds of a run at each point in one row: medians of measurements, and the largest peak.
 
-    A round that had no success stands for all of them.
+    If a round failed or ran out of memory, its row stands for all rounds.
     """
     summed = []
-    for found in groups(rows, *_ONE_POINT).values():
-        trouble = next((row for row in found if row["status"] != "ok"), None)
+    for of_point in groups(rows, *_ONE_POINT).values():
+        trouble = next((row for row in of_point if row["status"] != "ok"), None)
         if trouble is not None:
             summed.append(trouble)
             continue
-        row = {**found[0], "rounds": str(sum(int(one["rounds"]) for one in found))}
+        row = {**of_point[0], "rounds": str(sum(int(one["rounds"]) for one in of_point))}
         for name in _MEDIANS:
-            row[name] = _of_all(found, name, statistics.median)
-        row["peak_gb"] = _of_all(found, "peak_gb", max)
+            row[name] = _of_all(of_point, name, statistics.median)
+        row["peak_gb"] = _of_all(of_point, "peak_gb", max)
         summed.append(row)
     return summed
 
@@ -58,7 +58,7 @@ def _of_all(rows: list[Record], name: str, over: Callable[[list[float]], float])
 
 
 def short(value: str) -> str:
-    """A number with about three digits."""
+    """Round a number to about three digits."""
     number = float(value)
     if number >= 100:
         return f"{number:,.0f}"
@@ -66,13 +66,13 @@ def short(value: str) -> str:
 
 
 def table(header: list[str], lines: Iterable[list[str]]) -> str:
-    """In Markdown; all columns but the first to the right."""
+    """Return a table in Markdown, with all columns but the first aligned to the right."""
     rows = [header, ["---"] + ["---:"] * (len(header) - 1), *lines]
     return "\n".join("| " + " | ".join(cells) + " |" for cells in rows)
 
 
 def origin(rows: Iterable[Record]) -> str:
-    """Where rows come from, in words: device or machine, commits, days, versions."""
+    """Return the origin of rows in words: machine and device, commits, days, versions."""
     rows = list(rows)
 
     def all_of(name: str) -> str:

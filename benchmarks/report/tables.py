@@ -7,11 +7,11 @@ NOTHING = "Nothing measured yet."
 CASE = ("device", "op", "shape", "tokens", "popularity", "dtype")
 _COLUMNS = ["case and provider", "forward, ms", "backward, ms", "both, ms", "peak, MB", "error", "of roofline"]
 _GPU_COLUMNS = {"host, ms": "host_ms", "wall, ms": "wall_ms", "launches": "launches"}
-"""By their heading; on a CPU there is the wall time alone."""
+"""Further columns for a GPU, by their heading. On a CPU the wall time is the only time."""
 
 
 def op_section(rows: list[Record]) -> str:
-    """A table for each device and op, its cases one after the other."""
+    """Return a table per device and op, with all cases of the op."""
     if not rows:
         return NOTHING
     parts = []
@@ -24,8 +24,8 @@ def op_section(rows: list[Record]) -> str:
             lines.append(
                 [f"**{shape}, {int(tokens):,} token{plural}, {popularity}, {dtype}**"] + [""] * (len(header) - 1)
             )
-            for (provider,), found in groups(of_case, "provider").items():
-                by_mode = {row["mode"]: row for row in found}
+            for (provider,), of_provider in groups(of_case, "provider").items():
+                by_mode = {row["mode"]: row for row in of_provider}
                 lines.append(_line(provider, by_mode) + [_by_pass(by_mode, name) for name in further.values()])
         parts.append(f"### `{op}` on {device}\n\n{origin(of_op)}\n\n{table(header, lines)}")
     parts += [f"![{alternative}](images/{name})" for name, alternative, _ in op_image(rows)]
@@ -33,7 +33,7 @@ def op_section(rows: list[Record]) -> str:
 
 
 def _line(provider: str, by_mode: dict[str, Record]) -> list[str]:
-    if "" in by_mode:  # the gate refused it
+    if "" in by_mode:  # the provider is not timed because it disagrees with float64
         refused = by_mode[""]
         return [provider, refused["status"], "", "", "", _error(refused), ""]
     times = [_time(by_mode.get(mode)) for mode in ("forward", "backward", "forward+backward")]
@@ -43,11 +43,11 @@ def _line(provider: str, by_mode: dict[str, Record]) -> list[str]:
 
 
 def _by_pass(by_mode: dict[str, Record], column: str) -> str:
-    """Forward and backward, side by side."""
-    found = [by_mode[mode][column] for mode in ("forward", "backward") if mode in by_mode and by_mode[mode][column]]
+    """Return a column's values of the forward and the backward pass, joined by a comma."""
+    values = [by_mode[mode][column] for mode in ("forward", "backward") if mode in by_mode and by_mode[mode][column]]
     if column == "roofline_fraction":
-        return ", ".join(f"{float(value):.0%}" for value in found)
-    return ", ".join(value if column == "launches" else short(value) for value in found)
+        return ", ".join(f"{float(value):.0%}" for value in values)
+    return ", ".join(value if column == "launches" else short(value) for value in values)
 
 
 def _time(row: Record | None) -> str:
@@ -61,28 +61,30 @@ def _error(row: Record) -> str:
 
 
 RUN = ("device", "base", "dtype", "phase", "decoding")
-"""The newest run is chosen for each of these."""
+"""Columns that name a case; tables show the newest run of each case."""
 _SETTING = ("batch", "accumulation", "length", "new_tokens")
 
 
 def model_section(rows: list[Record]) -> str:
-    """For each device and base what the paper's tables 4 and 12 show, then other decodings, sizes and where time goes.
+    """Return the tables of models per device, base and dtype.
+
+    The first shows what the paper's tables 4 and 12 show. The others are by decoding, by size, and of where time goes.
 
     Args:
-        rows: Of models, one for all rounds.
+        rows: Rows of `model.csv`, summed over rounds by `over_rounds`.
     """
     if not rows:
         return NOTHING
     parts = []
-    for (device, base, dtype), found in groups(newest(rows, *RUN), "device", "base", "dtype").items():
-        parts.append(f"### {base} in {dtype} on {device}\n\n{origin(found)}\n\n{_overview(found)}")
-        parts += [*_decodings(found), *_by_size(found), *_where_time_goes(found)]
+    for (device, base, dtype), of_base in groups(newest(rows, *RUN), "device", "base", "dtype").items():
+        parts.append(f"### {base} in {dtype} on {device}\n\n{origin(of_base)}\n\n{_overview(of_base)}")
+        parts += [*_decodings(of_base), *_by_size(of_base), *_where_time_goes(of_base)]
     parts += [f"![{alternative}](images/{name})" for name, alternative, _ in model_images(rows)]
     return "\n\n".join(parts)
 
 
 def first_point(rows: list[Record], phase: str) -> list[Record]:
-    """Rows at the setting that a run measured first, which is its main one: `generate` itself where it was measured."""
+    """Return a phase's rows at the main setting of a run, which is measured first. Decoding `eager` comes before others."""
     of_phase = having(rows, phase=phase)
     if not of_phase:
         return []
@@ -103,9 +105,9 @@ def _overview(rows: list[Record]) -> str:
         "tokens/s",
     ]
     lines = []
-    for key, found in groups(rows, "method", "placement").items():
+    for key, of_model in groups(rows, "method", "placement").items():
         step, tokens = (_of(measured, key) for measured in (training, generating))
-        counts = [f"{int(found[0][name]) / 1e6:,.1f}" for name in _COUNTS]
+        counts = [f"{int(of_model[0][name]) / 1e6:,.1f}" for name in _COUNTS]
         cells = [
             _cell(step, "peak_gb"),
             _cell(step, "seconds"),
@@ -129,7 +131,7 @@ _COUNTS = ("new_parameters", "trained_parameters", "total_parameters")
 
 
 def _decodings(rows: list[Record]) -> list[str]:
-    """Tokens/s by decoding and batch, where there is more than one."""
+    """Return a table of tokens/s by decoding and batch; empty if only one of these was measured."""
     generated = having(rows, phase="generate")
     points = list(groups(generated, "decoding", "batch"))
     if len(points) < 2:
@@ -140,7 +142,7 @@ def _decodings(rows: list[Record]) -> list[str]:
 
 
 def _by_size(rows: list[Record]) -> list[str]:
-    """Seconds by batch and length, of phases that have more than one."""
+    """Return tables of seconds by batch and length, for phases that were measured at more than one size."""
     tables = []
     for title, phase in (
         ("Seconds of a prefill, by batch x prompt length", "prefill"),
@@ -156,7 +158,7 @@ def _by_size(rows: list[Record]) -> list[str]:
 
 
 def _where_time_goes(rows: list[Record]) -> list[str]:
-    """Of everything that a GPU did: the clock, the host, the kernels, and how many of them."""
+    """Return a table of a GPU's times: the clock, the host, the kernels, and the number of kernels; empty on a CPU."""
     lines = []
     for row in rows:
         if row["host_s"]:
@@ -171,16 +173,16 @@ def _where_time_goes(rows: list[Record]) -> list[str]:
 def _matrix(
     rows: list[Record], columns: tuple[str, str], points: list[tuple[str, ...]], header: list[str], value: str
 ) -> str:
-    """One value of each model, by the points that these columns make."""
+    """Return a table of one value, with a line per model and a column per point of `points`."""
     lines = []
-    for key, found in groups(rows, "method", "placement").items():
-        by_point = {tuple(row[name] for name in columns): row for row in reversed(found)}
+    for key, of_model in groups(rows, "method", "placement").items():
+        by_point = {tuple(row[name] for name in columns): row for row in reversed(of_model)}
         lines.append([_name(key), *(_cell(by_point.get(point), value) for point in points)])
     return table(["method (placement)", *header], lines)
 
 
 def _rounds(rows: list[Record]) -> str:
-    """How many rounds stand behind rows, in words."""
+    """Return the number of rounds that rows summarise, in words."""
     counts = sorted({int(row["rounds"]) for row in rows})
     if counts == [1]:
         return "one round"
