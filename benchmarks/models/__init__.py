@@ -1,1 +1,1 @@
-"""Whole models, base and upscaled, with random weights: memory, training steps, generation, prefill."""
+"""Benchmarks of whole models with random weights, base and upscaled: memory, training steps, generation, prefill."""

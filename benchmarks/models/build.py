@@ -1,4 +1,4 @@
-"""Models of real sizes with random weights, from a config alone."""
+"""Build models of real sizes with random weights, from a config alone."""
 
 import json
 import tempfile
@@ -19,19 +19,19 @@ from upscalers.request.options import parse_options
 
 BASE = "base"
 OWN_ORDER = ""
-"""The placement of a method that orders the layers itself or adds none, and of the base."""
+"""Placement of the base, and of a method that orders the layers itself or adds none."""
 
 
 @dataclass(frozen=True)
 class Variant:
-    """One model of the comparison.
+    """Model of the comparison.
 
     Args:
         method: Name of an upscaling method, or `"base"`.
-        placement: Of its new layers.
-        config: Raw `config.json`.
-        plan: Of its layers, which says what the base does not have.
-        trained: `"new"` layers alone, or `"all"`.
+        placement: Placement of the new layers; empty if the method takes none.
+        config: Config as in `config.json`.
+        plan: Plan of the layers, which knows the tensors that the base does not have.
+        trained: `"new"` if only new parameters train, or `"all"`.
     """
 
     method: str
@@ -42,7 +42,7 @@ class Variant:
 
     @property
     def name(self) -> str:
-        """For people."""
+        """Name of the model in messages."""
         return f"{self.method} ({self.placement})" if self.placement else self.method
 
     @property
@@ -52,19 +52,19 @@ class Variant:
 
     @property
     def architecture(self) -> str:
-        """Equal for models whose layers are of the same kinds, as many of each: they read and generate alike."""
+        """Text that is equal for models with equal numbers of layers of each kind, which read and generate alike."""
         memory = [{**entry, "layers": len(entry["layers"])} for entry in self.config.get("memory") or []]
         return json.dumps({**self.config, "memory": memory}, sort_keys=True)
 
 
 def read_base(base: str) -> tuple[str, dict[str, Any]]:
-    """Name and raw config of a base.
+    """Read the name and the raw config of a base.
 
     Args:
-        base: One of the configs kept here, or the path of a `config.json`.
+        base: Name of a config in `CONFIGS`, or path of a `config.json`.
 
     Raises:
-        SystemExit: If there is no such config.
+        SystemExit: If the config does not exist.
     """
     path = CONFIGS / f"{base}.json"
     if not path.is_file():
@@ -77,7 +77,7 @@ def read_base(base: str) -> tuple[str, dict[str, Any]]:
 
 
 def shrunk(config: dict[str, Any]) -> dict[str, Any]:
-    """The config of a model of the same kind that is as small as it can be, for a rehearsal."""
+    """Return the config of a tiny model of the same kind, for a rehearsal."""
     heads, key_value_heads = (min(2, config[name]) for name in ("num_attention_heads", "num_key_value_heads"))
     return {
         **config,
@@ -94,33 +94,33 @@ def shrunk(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def variants(config: dict[str, Any], methods: list[str], placements: list[str] | None) -> list[Variant]:
-    """Every method at every placement that it takes, each once.
+    """Return a variant for every method and placement, each once.
 
     Args:
         config: Raw config of the base.
-        methods: Names; `"base"` for the base itself.
-        placements: For methods that take one. Default: the method's own, and for memory top-heavy as well, where
-            OpT-DeUS puts its layers.
+        methods: Names of methods; `"base"` for the base itself.
+        placements: Placements for methods that take one. None: the method's own placement, and also `top-heavy` for
+            memory methods, because OpT-DeUS puts its layers there.
 
     Raises:
-        RequestError: If a method or placement is unknown or cannot be had.
+        RequestError: If a method or placement is unknown or does not work for the base.
     """
-    found: dict[tuple[str, str], Variant] = {}
+    by_name: dict[tuple[str, str], Variant] = {}
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "config.json").write_text(json.dumps(config), encoding="utf-8")
         base = open_base(Path(folder), needs_weights=False)
         for name in methods:
             for placement in _placements(name, placements):
                 variant = _variant(base, name, placement)
-                found[variant.method, variant.placement] = variant
-    return list(found.values())
+                by_name[variant.method, variant.placement] = variant
+    return list(by_name.values())
 
 
 def build(variant: Variant, dtype: str, device: str) -> PreTrainedModel:
-    """A model with random weights; memories hold random values, so that no work is spared.
+    """Build a model with random weights. Memories hold random values, because zero values might save work.
 
     Args:
-        variant: Which model.
+        variant: Model to build.
         dtype: Name of a torch dtype.
         device: `"cpu"` or `"cuda"`.
     """
@@ -139,7 +139,7 @@ def build(variant: Variant, dtype: str, device: str) -> PreTrainedModel:
 
 
 def set_trained(model: PreTrainedModel, variant: Variant) -> list[torch.nn.Parameter]:
-    """Let what the method trains have gradients, and nothing else; returns it."""
+    """Give gradients to the parameters that the method trains, and to no others; return these parameters."""
     model.requires_grad_(variant.trained == "all")
     for parameter in new_parameters(model, variant):
         parameter.requires_grad_(True)
@@ -147,7 +147,7 @@ def set_trained(model: PreTrainedModel, variant: Variant) -> list[torch.nn.Param
 
 
 def new_parameters(model: PreTrainedModel, variant: Variant) -> list[torch.nn.Parameter]:
-    """What the base does not have: new layers, and memory that was attached."""
+    """Return the parameters that the base does not have: new layers and attached memory."""
     return [parameter for name, parameter in model.named_parameters() if variant.plan.owns(name)]
 
 

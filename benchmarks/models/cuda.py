@@ -1,4 +1,4 @@
-"""What benchmarks of models ask of CUDA beyond `benchmarks.timing`."""
+"""CUDA calls for benchmarks of models, beyond the calls in `benchmarks.timing`."""
 
 from collections.abc import Callable
 
@@ -6,16 +6,16 @@ import torch
 
 
 def held_bytes() -> int:
-    """What tensors on the GPU hold now."""
+    """Return the bytes that tensors on the GPU hold now."""
     return torch.cuda.memory_allocated()
 
 
 def captured(step: Callable[[], object], warm_up: int) -> Callable[[], None]:
-    """Capture a call in a CUDA graph; returns its replay.
+    """Capture a call in a CUDA graph; return the function that replays the graph.
 
     Args:
-        step: Reads and writes the same tensors at every call, and waits for nothing.
-        warm_up: Calls made before, so that nothing is compiled or allocated once within the capture.
+        step: The call. It must read and write the same tensors every time, and wait for nothing.
+        warm_up: Number of calls before the capture, so that compilation and one-time allocation are over.
     """
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())

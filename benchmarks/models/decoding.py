@@ -1,4 +1,4 @@
-"""Greedy generation: as `generate` does it, or a step at a time through a cache of fixed size."""
+"""Greedy generation, by `generate` or step by step with a cache of fixed size."""
 
 import contextlib
 import time
@@ -13,16 +13,16 @@ from benchmarks.timing import synchronize
 from midus_hf.memory.kept_values import KeptValues, kept_values
 
 WARM_UP = 3
-"""Steps before any that is looked at; the first one compiles."""
+"""Steps before the first measured step. The first of these compiles."""
 
 
 def generate(model: PreTrainedModel, prompt: torch.Tensor, new_tokens: int) -> torch.Tensor:
-    """Greedy generation as users run it; returns prompts and tokens.
+    """Generate greedily as users do; return prompts and generated tokens, `[batch, length + new_tokens]`.
 
     Args:
-        model: Without a token that ends a sequence, else fewer may be generated.
+        model: A model without a token that ends sequences, which would stop generation early.
         prompt: Tokens, `[batch, length]`.
-        new_tokens: Generated, of each sequence.
+        new_tokens: Tokens to generate per sequence.
     """
     return model.generate(
         prompt,
@@ -35,15 +35,15 @@ def generate(model: PreTrainedModel, prompt: torch.Tensor, new_tokens: int) -> t
 
 @dataclass
 class StaticDecoding:
-    """Generation behind a prompt that was read, through a cache of fixed size.
+    """Generation after a prompt that was read, with a cache of fixed size.
 
     Args:
         step: Puts the next token of each sequence into `token`.
         token: The last token of each sequence, `[batch, 1]`.
-        cache: Where keys and values are.
-        held_bytes: What the cache and expanded values hold.
-        compile_s: Seconds that compiling took; None where nothing is compiled.
-        steps: Taken so far.
+        cache: Cache of keys and values.
+        held_bytes: Bytes of the cache and of expanded values.
+        compile_s: Seconds that compilation took; None if nothing is compiled.
+        steps: Number of steps taken so far.
     """
 
     step: Callable[[], None]
@@ -54,7 +54,7 @@ class StaticDecoding:
     steps: int
 
     def take(self, steps: int) -> None:
-        """Generate as many tokens of each sequence."""
+        """Generate `steps` tokens per sequence."""
         for _ in range(steps):
             self.step()
         self.steps += steps
@@ -64,20 +64,20 @@ class StaticDecoding:
 def static_decoding(
     model: PreTrainedModel, prompt: torch.Tensor, most_steps: int, *, compiled: bool, device: str
 ) -> Iterator[StaticDecoding]:
-    """Read a prompt and prepare the step behind it: on a GPU it is captured in a CUDA graph and replayed.
+    """Read a prompt and prepare the next steps, which replay a CUDA graph on a GPU and are plain calls on a CPU.
 
-    Capture, compilation and every step take place with values of memories kept, as `generate` keeps them.
+    As in `generate`, the values that memories derive from their weights are kept while the context lasts.
 
     Args:
-        model: On the device.
+        model: Model on the device.
         prompt: Tokens, `[batch, length]`.
-        most_steps: That will be taken; the cache has room for no more.
-        compiled: Whether the step is compiled first, as one graph; on a CPU it is called as it is.
+        most_steps: Largest number of steps; the cache has room for no more.
+        compiled: Whether the step is compiled first, as one graph.
         device: `"cpu"` or `"cuda"`.
 
     Raises:
-        RuntimeError: If a compiled step would be compiled a second time, or if the cache does not hold every token of
-            the steps taken when the context is left, so that something else was timed.
+        RuntimeError: If a compiled step would be compiled a second time; or at the end of the context, if the cache
+            does not hold one token per step, so that something else was timed.
     """
     with contextlib.ExitStack() as stack:
         stack.enter_context(kept_values(model))
@@ -90,7 +90,7 @@ def static_decoding(
 
         warm_up, compile_s = WARM_UP, None
         if compiled:
-            # What is compiled for one model would count against the limit of the next and hold its weights.
+            # Without a reset, this compilation would count against the next model's limit and keep this model's weights.
             stack.callback(torch._dynamo.reset)
             step = torch.compile(step, fullgraph=True, dynamic=False)
             began = time.perf_counter()

@@ -1,11 +1,11 @@
-"""The settings that models are measured at."""
+"""Settings at which models are measured."""
 
 import argparse
 from dataclasses import dataclass
 from pathlib import Path
 
 CONFIGS = Path(__file__).parent / "configs"
-"""Folder of the config.json of each base that goes by a name, called as the base is."""
+"""Folder of the configs of bases with a name, one `NAME.json` each."""
 
 METHODS = ["base", "llama-pro", "opt-deus", "midus-hml", "midus-pkm", "midus-linear", "moc", "solar"]
 PHASES = ["train", "generate", "prefill"]
@@ -14,15 +14,15 @@ DECODINGS = ["eager", "graph", "compiled"]
 
 @dataclass(frozen=True)
 class Point:
-    """One setting that is measured.
+    """Setting of one measurement.
 
     Args:
         phase: `"train"`, `"generate"` or `"prefill"`.
-        batch: Sequences of an optimizer step, or in a forward pass.
-        accumulation: Forward passes of an optimizer step; 1 in other phases.
-        length: Tokens of a sequence or prompt.
-        new_tokens: Generated, of each sequence. Default: 0.
-        decoding: `"eager"`, `"graph"` or `"compiled"` where tokens are generated. Default: "".
+        batch: Sequences per optimizer step, or per forward pass in other phases.
+        accumulation: Forward passes per optimizer step; 1 in other phases.
+        length: Tokens per sequence or prompt.
+        new_tokens: Tokens to generate per sequence. Default: 0.
+        decoding: `"eager"`, `"graph"` or `"compiled"` if tokens are generated. Default: `""`.
     """
 
     phase: str
@@ -34,7 +34,7 @@ class Point:
 
     @property
     def tokens(self) -> int:
-        """That the measured time is spent on: those generated, or those read; of all sequences."""
+        """Number of tokens that the measured time covers, generated or else read, of all sequences."""
         return self.batch * (self.new_tokens if self.phase == "generate" else self.length)
 
     def __str__(self) -> str:
@@ -45,16 +45,16 @@ class Point:
 
 
 def points(arguments: argparse.Namespace, base: str, device: str) -> tuple[list[Point], list[Point]]:
-    """The main points, measured in every round, and those by size, measured once.
+    """Return the main points, which are measured in every round, and points of further sizes, which are measured once.
 
     Args:
-        arguments: Of the command line.
-        base: Name of the base, by which the default batch goes.
+        arguments: Parsed arguments of the command line.
+        base: Name of the base, which decides the default batch.
         device: `"cpu"` or `"cuda"`.
 
     Raises:
-        SystemExit: If a phase or decoding is unknown or cannot be had on the device, or a batch is no multiple of the
-            passes that it is spread over.
+        SystemExit: If a phase or decoding is unknown, if the device cannot do a decoding, or if a batch is not a
+            multiple of the accumulation.
     """
     gpu = device == "cuda"
     _check(arguments, gpu)

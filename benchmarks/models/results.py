@@ -1,4 +1,4 @@
-"""Rows of model.csv, a measurement each, and what a run has measured already."""
+"""Rows of model.csv, one per measurement, and the measurements that a run already has."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from benchmarks.tracked import Run
 
-if TYPE_CHECKING:  # reports, which know rows by these columns, do without PyTorch
+if TYPE_CHECKING:  # reports import this module for its columns, and must run without PyTorch
     from benchmarks.recorded import Recorded
 
 FILE = "model.csv"
@@ -23,26 +23,25 @@ SUBJECT = (
     "length",
     "new_tokens",
 )
-"""What is measured once a round, by its columns."""
+"""Columns that identify what is measured once per round."""
 
 
 @dataclass(frozen=True)
 class Row(Run):
-    """One line of the results: a model at one point, measured once.
+    """Row of `model.csv`: a model at one point, measured once.
 
     Args:
-        round: Which visit of the model it was, from 1.
+        round: Number of the round, from 1.
         status: `"ok"`, `"out of memory"` or `"failed"`; only `"ok"` has times.
-        seconds: Of an optimizer step, of one generation or of one prefill, by the clock, until the device was done.
-        host_s: Until everything was issued; of a GPU alone.
-        device_s: That kernels kept the GPU busy, of a run's first measurement: counted from a few tokens, or from one
-            prefill; not known of training.
-        launches: Kernels a generated token, or a prefill, counted likewise.
-        tokens_per_s: Tokens of all sequences.
-        peak_gb: What tensors held at most, weights included; on a CPU of a run's first measurement alone.
-        rounds: Rounds that the row stands for. Always 1, but in rows from before each round had its own, which are
-            medians.
-        error: The first line of what went wrong.
+        seconds: Wall time of an optimizer step, a generation or a prefill, until the device was done.
+        host_s: Wall time until all work was issued; on a GPU only.
+        device_s: Time that kernels kept the GPU busy, extrapolated from a few tokens or measured in one prefill. Only a
+            run's first measurement has it, and training never.
+        launches: Kernels per generated token or per prefill, counted in the same profile.
+        tokens_per_s: Tokens of all sequences per second.
+        peak_gb: Peak of the memory of tensors in GB, weights included. On a CPU only a run's first measurement has it.
+        rounds: Rounds that the row stands for: 1, except in old rows, which are medians over rounds.
+        error: The error's type and first line; empty if the status is `"ok"`.
     """
 
     backend: str
@@ -75,15 +74,15 @@ Subject = tuple[str, ...]
 
 
 def subject_of(values: Mapping[str, Any]) -> Subject:
-    """What a row, or its values, is about."""
+    """Return the subject of a row: its values in the columns of `SUBJECT`, as text."""
     return tuple(str(values[name]) for name in SUBJECT)
 
 
 class Measurements:
-    """What a run has measured, of which each measurement is kept as soon as it is made.
+    """Measurements of a run, each stored as soon as it is made.
 
     Args:
-        record: Of the run; what it has already counts.
+        record: Record of the run. Rows that it already has count as measured.
     """
 
     def __init__(self, record: "Recorded"):
@@ -97,15 +96,15 @@ class Measurements:
         return sum(map(len, self._rounds.values()))
 
     def settles(self, subject: Subject, number: int) -> bool:
-        """Whether there is nothing to measure in this round: it was, or an earlier round had no success."""
+        """Return whether a round needs no measurement: the subject was measured in it, or failed in any round."""
         return subject in self._failed or number in self._rounds.get(subject, ())
 
     def is_first(self, subject: Subject) -> bool:
-        """Whether nothing is known of it."""
+        """Return whether the subject was never measured."""
         return subject not in self._rounds
 
     def add(self, row: Row) -> None:
-        """Keep a measurement."""
+        """Store a measurement."""
         self._record.append(row)
         self._note(dataclasses.asdict(row))
 

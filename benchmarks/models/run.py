@@ -1,4 +1,4 @@
-"""Measure models in turn, round after round, each built anew and freed again."""
+"""Measure models in turns, round after round; each model is built anew and then freed."""
 
 import argparse
 import dataclasses
@@ -26,7 +26,7 @@ class _Counts:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Measure what the command line asks for; returns 1 if something failed for want of anything but memory."""
+    """Measure what the command line requests; return 1 if a measurement failed for any reason but too little memory, else 0."""
     with chosen_device(arguments) as device:
         return _run(arguments, device)
 
@@ -58,16 +58,16 @@ def _run(arguments: argparse.Namespace, device: str) -> int:
 
 
 class _Bench:
-    """All models of one base.
+    """Measurements of all models of one base.
 
     Args:
-        record: The run.
-        measurements: What need not be measured again.
-        base: Name.
-        chosen: The models.
-        dtype: Of their weights.
-        deadline: By `time.perf_counter`, after which no measurement is begun; None for never.
-        profiles: Whether kernels are written down.
+        record: Record of the run.
+        measurements: Measurements that the run already has, which are not repeated.
+        base: Name of the base.
+        chosen: Models to measure.
+        dtype: Name of the dtype of their weights.
+        deadline: Time of `time.perf_counter` after which no measurement begins; None for no limit.
+        profiles: Whether kernels are stored in `profile.csv`.
     """
 
     def __init__(
@@ -86,7 +86,7 @@ class _Bench:
         self.failures = 0
 
     def measure(self, wanted: list[Point], rounds: int) -> None:
-        """Visit every model in each round, measuring in turn the points that are not measured yet."""
+        """Build every model in each round, and measure the points that have no measurement yet."""
         for number in range(1, rounds + 1):
             for variant, own_points in self._without_twins(wanted):
                 left = [p for p in own_points if not self.measurements.settles(self._subject(variant, p), number)]
@@ -99,7 +99,11 @@ class _Bench:
                 release_memory(self.device)
 
     def _without_twins(self, wanted: list[Point]) -> Iterator[tuple[Variant, list[Point]]]:
-        """The points of each model; where nothing trains, of the first of those that differ only in where layers stand."""
+        """Yield each model with its points.
+
+        Models that differ only in the positions of layers read and generate alike, so only the first of them is
+        measured there.
+        """
         first: dict[str, Variant] = {}
         for variant in self.chosen:
             first.setdefault(variant.architecture, variant)
@@ -160,7 +164,7 @@ class _Bench:
         return self._row(variant, point, number, measured=measured)
 
     def _failure(self, variant: Variant, point: Point, number: int, error: Exception) -> Row:
-        """Too little memory is a finding, anything else a failure."""
+        """Return the row of a failed measurement. Too little memory is a result; any other error counts as a failure."""
         status = status_of(error)
         self.failures += status == "failed"
         say(f"{self.base}  {variant.name:26} {point}: {status}: {in_words(error)}")
@@ -177,19 +181,19 @@ class _Bench:
         error: str = "",
     ) -> Row:
         counts = self.counts.get(variant.name, _Counts())
-        found: dict[str, Any] = dataclasses.asdict(measured) if measured is not None else {}
+        values: dict[str, Any] = dataclasses.asdict(measured) if measured is not None else {}
         return Row(
             **dataclasses.asdict(self.record.run),
             backend=self.device,
             **self._values(variant, point),
             round=number,
             status=status,
-            seconds=_rounded(found.get("seconds"), 5),
-            host_s=_rounded(found.get("host_s"), 5),
-            device_s=_rounded(found.get("device_s"), 5),
-            launches=_rounded(found.get("launches"), 1),
+            seconds=_rounded(values.get("seconds"), 5),
+            host_s=_rounded(values.get("host_s"), 5),
+            device_s=_rounded(values.get("device_s"), 5),
+            launches=_rounded(values.get("launches"), 1),
             tokens_per_s=None if measured is None else round(point.tokens / measured.seconds, 2),
-            peak_gb=_rounded(found.get("peak_bytes"), 3, 1e9),
+            peak_gb=_rounded(values.get("peak_bytes"), 3, 1e9),
             rounds=1,
             new_parameters=counts.new,
             trained_parameters=counts.trained,
