@@ -1,4 +1,4 @@
-"""Times what reads the depth, shape after shape, and writes rows as soon as it has them."""
+"""Time attention to the depth at one shape after the other, and write each row as soon as it is measured."""
 
 import argparse
 from dataclasses import asdict, dataclass
@@ -15,21 +15,21 @@ from benchmarks.timing import Task
 from benchmarks.tracked import Run
 
 _TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 2e-2}
-"""Of the error of what reads both, by dtype."""
+"""Largest accepted error of a way that reads sequence and depth, by dtype."""
 
 
 @dataclass(frozen=True)
 class Row(Run):
-    """One thing that was timed of one shape; both passes, medians in milliseconds, of the device alone on a GPU.
+    """Row of `depth_cost.csv`: one way at one shape, forward and backward pass, medians in milliseconds.
 
     Args:
-        what: As in `WHATS`.
-        status: "ok", "refused" by float64, "out of memory" or "failed".
-        error: Against float64, of what reads both.
-        kernel: What torch chose for the sequence, if it did.
-        median_ms: Of the device on a GPU, of the clock on a CPU.
-        host_ms: Until all was issued, on a GPU.
-        wall_ms: Until all was done, on a GPU.
+        what: Name of the way, see `WHATS` and `JOINED`.
+        status: "ok", "refused" if the way disagrees with float64, "out of memory" or "failed".
+        error: Error against float64 of a way that reads sequence and depth. Default: None.
+        kernel: Kernel that torch chose for the sequence. Default: None, torch did not choose.
+        median_ms: Time of the device on a GPU, wall time on a CPU.
+        host_ms: Time until the host had issued all work, on a GPU. Default: None, on a CPU.
+        wall_ms: Time until all work was done, on a GPU. Default: None, on a CPU.
     """
 
     dtype: str
@@ -46,7 +46,7 @@ class Row(Run):
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Measure what the command line asks for; returns 1 if something was wrong or failed."""
+    """Measure what the command line requests; return 1 if a result was wrong or a measurement failed, else 0."""
     with chosen_device(arguments) as device:
         return _run(arguments, device)
 
@@ -58,10 +58,10 @@ def _run(arguments: argparse.Namespace, device: str) -> int:
 
 
 class Bench:
-    """Measures shapes, and keeps rows as soon as it has them.
+    """Measurements of shapes, whose rows are stored as soon as they are measured.
 
     Args:
-        arguments: Of the command line.
+        arguments: Parsed arguments of the command line.
         device: `"cpu"` or `"cuda"`.
     """
 
@@ -77,7 +77,7 @@ class Bench:
         }
 
     def measure(self, shape: Shape) -> None:
-        """Time what has no row yet."""
+        """Time the ways at a shape that have no row yet."""
         before = {what: self.there.get(self._key(shape, what)) for what in self.whats}
         self.record.troubles += [
             f"{shape} {what}: {status} before" for what, status in before.items() if status in ("refused", "failed")
@@ -134,8 +134,8 @@ class Bench:
         most = _TOLERANCE[self.dtype]
         if error is None or error <= most:
             return True
-        found = f"differs from float64 by {error:.2e} (RMS ratio); at most {most:.0e} is right"
-        self.record.trouble(f"{shape} {what}: {found}. It is not timed.")
+        finding = f"differs from float64 by {error:.2e} (RMS ratio); at most {most:.0e} is right"
+        self.record.trouble(f"{shape} {what}: {finding}. It is not timed.")
         self.record.append(self._row(shape, what, "refused", error=error))
         return False
 

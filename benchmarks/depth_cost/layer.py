@@ -1,4 +1,4 @@
-"""One layer that reads the depth: what is timed of it, and what is right."""
+"""A layer that reads the depth: the calls to time, and the right results."""
 
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -19,12 +19,12 @@ Forward = Callable[[], torch.Tensor]
 
 
 class Layer:
-    """Random heads of one layer, and what is timed of them.
+    """Random heads of one layer, and the calls that are timed on them.
 
     Args:
-        shape: Sizes.
+        shape: Numbers of tokens, query heads per key/value head, and slots.
         device: `"cpu"` or `"cuda"`.
-        dtype: Of all heads.
+        dtype: Dtype of all heads.
     """
 
     def __init__(self, shape: Shape, device: str, dtype: torch.dtype):
@@ -42,17 +42,17 @@ class Layer:
 
     @property
     def leaves(self) -> dict[str, list[torch.Tensor]]:
-        """What gradients flow to, of the sequence, of the depth and of both."""
+        """Tensors that get gradients, by what is read: the sequence, the depth or both."""
         sequence, slots = [self.query, self.key, self.value], [*self.keys, *self.values]
         return {"sequence": sequence, "depth": [self.query, *slots], "both": [*sequence, *slots]}
 
     def sequence(self, way: str) -> SequenceHeads:
-        """Attention to the sequence, as a model has it."""
+        """Return attention to the sequence as in a model, by one of transformers' attention functions, such as `"sdpa"`."""
         module = SimpleNamespace(is_causal=True, num_key_value_groups=self.shape.group, training=True)
         mask = None
         if way == "flex_attention":
             tokens = self.shape.tokens
-            compiled = torch.compile(create_block_mask)  # which never has all pairs of tokens in memory
+            compiled = torch.compile(create_block_mask)  # compiled, it never holds all pairs of tokens in memory
             made = compiled if self.device == "cuda" else create_block_mask
             mask = made(lambda b, h, t, s: t >= s, None, None, tokens, tokens, device=self.device)
         own = ALL_ATTENTION_FUNCTIONS[way]
@@ -60,24 +60,24 @@ class Layer:
         return SequenceHeads(module, own, way, self.query, self.key, self.value, mask, arguments)
 
     def alone(self) -> torch.Tensor:
-        """What heads read of the sequence, by the kernel that torch chooses."""
+        """Attend to the sequence alone, by the kernel that torch chooses."""
         heads = self.sequence("sdpa")
         return heads.own(heads.module, heads.query, heads.key, heads.value, None, **heads.arguments)[0].transpose(1, 2)
 
     def depth(self) -> torch.Tensor:
-        """What heads read of the depth."""
+        """Attend to the depth alone."""
         return depth_attention(self.query, self.keys, self.values, self.scaling)[0]
 
     def merged(self, sequence: SequenceHeads) -> torch.Tensor:
-        """What they read of both, one after the other."""
+        """Attend to the sequence, then to the depth, and join both results."""
         return sequence.joined(Depth(self.query, self.keys, self.values, self.scaling))[0].transpose(1, 2)
 
     def fused(self) -> torch.Tensor:
-        """What they read of both, by one kernel."""
+        """Attend to sequence and depth in one kernel."""
         return fused_attention(self.query, self.key, self.value, self.keys, self.values, self.scaling, True)
 
     def forward(self, what: str) -> Forward:
-        """The forward pass of what is timed by this name."""
+        """Return the forward pass of a way, by its name in `WHATS` or `JOINED`."""
         if what == "merged-flex":
             flex = self.sequence("flex_attention")
             return lambda: self.merged(flex)
@@ -92,7 +92,7 @@ class Layer:
         return ways[what]
 
     def task(self, what: str) -> Task:
-        """Both passes of what is timed by this name; of the bound, a copy of all slots."""
+        """Return the task that runs both passes of a way; for `bound`, a copy of all slots."""
         if what == "bound":
             source = torch.empty(2 * self.shape.slots, *self.key.shape, dtype=self.key.dtype, device=self.device)
             target = torch.empty_like(source)
@@ -103,43 +103,44 @@ class Layer:
 
     @property
     def copies(self) -> float:
-        """What the depth must read and write in both passes, of what a copy of all slots reads and writes."""
+        """Bytes that the depth must read and write in both passes, over the bytes that a copy of all slots reads and writes."""
         slots, heads = 2 * self.shape.slots * KV_HEADS, KV_HEADS * self.shape.group
-        forward = slots + 2 * heads  # queries and what they read
-        backward = 2 * slots + 4 * heads  # the same, and the gradients of all
+        forward = slots + 2 * heads  # slots, queries and the output
+        backward = 2 * slots + 4 * heads  # the same and their gradients
         return (forward + backward) / (2 * slots)
 
     @property
     def chosen_kernel(self) -> str:
-        """Of attention to the sequence, as torch chooses it."""
-        given = (self.query, self.key, self.value, None, 0.0, True)
-        return SDPBackend(torch._fused_sdp_choice(*given, scale=self.scaling, enable_gqa=True)).name
+        """Name of the kernel that torch chooses for attention to the sequence."""
+        arguments = (self.query, self.key, self.value, None, 0.0, True)
+        return SDPBackend(torch._fused_sdp_choice(*arguments, scale=self.scaling, enable_gqa=True)).name
 
     def error(self, what: str) -> float:
-        """The largest ratio of an error's root mean square to what is right, of one of those that read both.
+        """Return the largest RMS ratio, error to right result, of a way that reads both; infinity for NaN.
 
-        What is right is computed in float64 for the first, the middle and the last token: what is read there, the gradients of the
-        queries and slots, which no other token has a part in, and of the last key and value, which the last token alone reads.
+        The right results are computed in float64 for the first, the middle and the last token: the output, the
+        gradients of queries and slots, to which no other token contributes, and the gradients of the last key and
+        value, which only the last token reads.
         """
         tokens = sorted({0, self.shape.tokens // 2, self.shape.tokens - 1})
         expected = self._exact(tokens)
         output = self.forward(what)()
         of_query, of_key, of_value, *of_slots = torch.autograd.grad(output, self.leaves["both"], self.upstream)
-        found = [output.detach(), of_query, of_key[:, :, -1:], of_value[:, :, -1:]]
-        found += [torch.stack(part) for part in (of_slots[: self.shape.slots], of_slots[self.shape.slots :])]
+        computed = [output.detach(), of_query, of_key[:, :, -1:], of_value[:, :, -1:]]
+        computed += [torch.stack(part) for part in (of_slots[: self.shape.slots], of_slots[self.shape.slots :])]
         worst = 0.0
-        for ours, right in zip(found, expected, strict=True):
+        for ours, right in zip(computed, expected, strict=True):
             ours = ours if ours.shape[-2] == right.shape[-2] else ours[..., tokens, :]
             ratio = ((ours.double() - right).norm() / right.norm()).item()
             worst = max(worst, ratio) if ratio == ratio else float("inf")
         return worst
 
     def _exact(self, tokens: list[int]) -> list[torch.Tensor]:
-        """In float64, at these tokens: what is read, and the gradients that they alone make; the last must be there."""
+        """Compute in float64 the output at `tokens`, the last of all included, and the gradients that only these tokens make."""
         group, last = self.shape.group, self.shape.tokens - 1
 
-        def wide(tensor: torch.Tensor, places: list[int]) -> torch.Tensor:
-            return tensor.detach()[..., places, :].double().requires_grad_()
+        def wide(tensor: torch.Tensor, positions: list[int]) -> torch.Tensor:
+            return tensor.detach()[..., positions, :].double().requires_grad_()
 
         def together(slots: list[torch.Tensor]) -> torch.Tensor:
             return torch.stack([wide(slot, tokens).detach() for slot in slots]).requires_grad_()  # [n, 1, K, t, d]
@@ -151,11 +152,11 @@ class Layer:
             for part, end in zip((self.key, self.value), ends, strict=True)
         )
         rows = []
-        for place, token in enumerate(tokens):
-            asked = query[:, :, place].unflatten(1, (KV_HEADS, group))  # [1, K, G, d]
-            keys = torch.cat([key[:, :, : token + 1], slots[0][:, :, :, place].movedim(0, 2)], dim=2)
-            values = torch.cat([value[:, :, : token + 1], slots[1][:, :, :, place].movedim(0, 2)], dim=2)
-            rows.append(((asked @ keys.mT * self.scaling).softmax(-1) @ values).flatten(1, 2))
+        for index, token in enumerate(tokens):
+            queries = query[:, :, index].unflatten(1, (KV_HEADS, group))  # [1, K, G, d]
+            keys = torch.cat([key[:, :, : token + 1], slots[0][:, :, :, index].movedim(0, 2)], dim=2)
+            values = torch.cat([value[:, :, : token + 1], slots[1][:, :, :, index].movedim(0, 2)], dim=2)
+            rows.append(((queries @ keys.mT * self.scaling).softmax(-1) @ values).flatten(1, 2))
         output = torch.stack(rows, dim=2)  # [1, H, t, d]
         along = self.upstream[:, :, tokens].double()
         gradients = torch.autograd.grad(output, [query, *ends, *slots], along)
@@ -163,7 +164,7 @@ class Layer:
 
 
 def _by_flash(forward: Forward) -> Forward:
-    """The same where torch must choose FlashAttention."""
+    """Return the same forward pass, in which torch must choose FlashAttention."""
 
     def chosen() -> torch.Tensor:
         with sdpa_kernel(SDPBackend.FLASH_ATTENTION):

@@ -1,4 +1,4 @@
-"""Sizes of one layer that reads the depth, and what the paper measured of them (MoDA, tables 2 and 7)."""
+"""Sizes of a layer that reads the depth, and the paper's measurements at these sizes (MoDA, tables 2 and 7)."""
 
 import argparse
 from dataclasses import dataclass
@@ -10,14 +10,14 @@ WHATS = {
     "cpu": ("sequence", "merged", "depth", "bound"),
     "cuda": ("sequence", "usual", "merged", "merged-flash", "fused", "depth", "bound"),
 }
-"""What is timed, by device, where nothing else is asked for."""
+"""Ways that are timed by default, by device."""
 JOINED = ("merged", "merged-flash", "merged-flex", "fused")
-"""Those that read both."""
+"""Ways that read sequence and depth."""
 
 
 @dataclass(frozen=True)
 class Shape:
-    """Tokens of a text, query heads for each head of keys and values, slots of the depth."""
+    """Numbers of tokens in a text, of query heads per key/value head, and of slots of the depth."""
 
     tokens: int
     group: int
@@ -41,8 +41,8 @@ PAPER = {
     Shape(16384, 16, 64): (233.700, 244.900),
     Shape(16384, 32, 64): (467.107, 480.767),
 }
-"""Milliseconds of the sequence alone and with the depth, on an A100 (table 2); of one shape table 7 has no sequence alone. Those that
-goals are set for come first."""
+"""Milliseconds of the sequence alone and with the depth, on an A100 (table 2). One shape has no time of the sequence
+alone (table 7). Shapes that have goals come first."""
 
 DEFAULT_SHAPES = {
     "cpu": (Shape(2048, 2, 32),),
@@ -52,23 +52,31 @@ DEFAULT_SHAPES = {
 
 
 def shapes(text: str) -> tuple[Shape, ...]:
-    """Read shapes as the command line has them."""
-    found = []
+    """Parse shapes of the command line, such as `4096x8x64,16384x8x256`.
+
+    Raises:
+        argparse.ArgumentTypeError: If a shape has another form.
+    """
+    parsed = []
     for part in text.split(","):
         sizes = part.split("x")
         if len(sizes) != 3 or not all(size.isdecimal() and int(size) for size in sizes):
             raise argparse.ArgumentTypeError(
                 f"{part!r} is no shape; expected tokens x group x slots, as in 4096x8x64."
             )
-        found.append(Shape(*map(int, sizes)))
-    return tuple(found)
+        parsed.append(Shape(*map(int, sizes)))
+    return tuple(parsed)
 
 
 def whats(text: str) -> tuple[str, ...]:
-    """Read what shall be timed, as the command line has it."""
+    """Parse the names of ways on the command line, joined by commas.
+
+    Raises:
+        argparse.ArgumentTypeError: If a name is unknown.
+    """
     known = dict.fromkeys((*WHATS["cuda"], *JOINED))
-    asked = tuple(text.split(","))
-    for name in asked:
+    names = tuple(text.split(","))
+    for name in names:
         if name not in known:
             raise argparse.ArgumentTypeError(f"{name!r} is not timed; expected some of {', '.join(known)}.")
-    return asked
+    return names
