@@ -1,1 +1,1 @@
-"""Everything that a lent GPU is asked, in the order of what it teaches, into one folder."""
+"""All measurements on a lent GPU, the most informative first, with results in one folder."""

@@ -1,14 +1,15 @@
-"""Which kernel computes attention that is joined with the depth, and whether it is the one that torch runs by itself, bit for bit.
+"""Check which kernel computes attention that is joined with the depth, and that its bits are the bits of torch's own kernel.
 
     python -m benchmarks.gpu.attention_kernels --device cuda --results FOLDER
 
-Each case is attention of one layer. Outside of a graph the kernel must be the one that torch chooses, its output the same bits with
-and without a gradient; in a graph of `torch.compile` it must be the one that static facts name. What it reads, its logarithm of the
-sum of exponentials and its gradients must agree with float64. A case that does not hold ends the command with status 1.
+Each case is attention of one layer. Outside of a graph, the kernel must be the one that torch chooses, and its output
+must equal torch's bit for bit, with and without a gradient. In a graph of `torch.compile`, the kernel must be the one
+that static facts name. The output, the logarithm of the sum of exponentials and the gradients must agree with float64.
+If a case fails, the command ends with status 1.
 
-A row has the names of the kernel that is `expected` and of the one that was `taken`, a `status`, "ok" or what is wrong, the largest
-error of the logarithms (`lse_error`), and the worst `error` of the output and the gradients of query, key and value: its root mean
-square for that of what is right.
+A row names the kernel that is `expected` and the kernel that was `taken`. Its `status` is "ok" or says what is wrong,
+`lse_error` is the largest error of the logarithms, and `error` is the worst RMS ratio, error to right result, of the
+output and the gradients of query, key and value.
 """
 
 import sys
@@ -30,19 +31,19 @@ _TOKENS = {"cuda": 520, "cpu": 40, "rehearsal": 5}
 _HEADS, _WIDTH = 8, 64
 _LSE_TOLERANCE = 1e-3
 _TOLERANCE = {torch.bfloat16: 2e-2, torch.float32: 1e-4}
-"""Of the root mean square of an error, for that of what is right."""
+"""Largest accepted RMS ratio of an error to the right result, by dtype."""
 
 
 @dataclass(frozen=True)
 class Case:
-    """One way in which a layer calls attention.
+    """Way in which a layer calls attention.
 
     Args:
-        name: In rows.
-        in_graph: The kernel that a graph takes on a GPU; None outside of a graph, where torch chooses.
-        kv_heads: Heads of keys and values.
-        is_masked: Whether a mask of truth values hides some keys, as of padded texts; else queries read no later key.
-        is_decoding: Whether one query reads all keys.
+        name: Name of the case in rows.
+        in_graph: Kernel that a compiled graph takes on a GPU. Default: None, no graph, where torch chooses.
+        kv_heads: Number of key/value heads. Default: 8, as many as query heads.
+        is_masked: Whether a boolean mask also hides keys of padding. Default: False.
+        is_decoding: Whether one query reads all keys. Default: False, queries read no later key.
     """
 
     name: str
@@ -63,9 +64,9 @@ CASES = (
 )
 
 
-def main(words: list[str] | None = None) -> int:
-    """Try each case, print, and append to `attention_kernels.csv`; returns 1 if one does not hold."""
-    arguments = device_command(__doc__).parse_args(words)
+def main(argv: list[str] | None = None) -> int:
+    """Try each case, print, and append to `attention_kernels.csv`; return 1 if a case fails, else 0."""
+    arguments = device_command(__doc__).parse_args(argv)
     prepare_device(arguments)
     with chosen_device(arguments) as device:
         tokens = _TOKENS["rehearsal" if arguments.rehearse else device]
@@ -81,32 +82,32 @@ def main(words: list[str] | None = None) -> int:
 def _tried(case: Case, device: str, tokens: int) -> dict[str, Any]:
     call, gradient = _call(case, device, tokens)
     chosen = SDPBackend(torch._fused_sdp_choice(*call[:6], scale=call.scale, enable_gqa=call.enable_gqa)).name
-    # A pretended GPU has the kernel of the CPU, whose graphs take it as well.
+    # A pretended GPU takes the CPU's kernel, also in graphs.
     expected = chosen if case.in_graph is None or not call.query.is_cuda else case.in_graph
-    found: dict[str, Any] = {"case": case.name, "expected": expected, "taken": "none", "status": "ok"}
-    found |= {"lse_error": None, "error": None}
+    row: dict[str, Any] = {"case": case.name, "expected": expected, "taken": "none", "status": "ok"}
+    row |= {"lse_error": None, "error": None}
     try:
         both_ways = _both_ways if case.in_graph is None else torch.compile(_both_ways, fullgraph=True)
         name, output, lse, *gradients = both_ways(call, gradient)
-        found["taken"] = name
+        row["taken"] = name
         exact_lse, *exact = _exact(call, gradient)
-        found["lse_error"] = (lse.double() - exact_lse).abs().max().item()
-        found["error"] = max(
+        row["lse_error"] = (lse.double() - exact_lse).abs().max().item()
+        row["error"] = max(
             ((ours.double() - right).norm() / right.norm()).item()
             for ours, right in zip((output, *gradients), exact, strict=True)
         )
-        found["status"] = _status(case, call, found, output)
+        row["status"] = _status(case, call, row, output)
     except Exception as error:
-        found["status"] = in_words(error)
-    return found
+        row["status"] = in_words(error)
+    return row
 
 
-def _status(case: Case, call: Call, found: dict[str, Any], output: torch.Tensor) -> str:
-    if found["taken"] != found["expected"]:
+def _status(case: Case, call: Call, row: dict[str, Any], output: torch.Tensor) -> str:
+    if row["taken"] != row["expected"]:
         return "another kernel"
-    if not found["lse_error"] <= _LSE_TOLERANCE:
+    if not row["lse_error"] <= _LSE_TOLERANCE:
         return "wrong divisor"
-    if not found["error"] <= _TOLERANCE[call.query.dtype]:
+    if not row["error"] <= _TOLERANCE[call.query.dtype]:
         return "wrong numbers"
     if case.in_graph is None:
         for wants in (True, False):
@@ -131,13 +132,13 @@ def _call(case: Case, device: str, tokens: int) -> tuple[Call, torch.Tensor]:
     mask = None
     if case.is_masked:
         mask = torch.ones(queries, tokens, dtype=torch.bool, device=device).tril().expand(2, 1, -1, -1).clone()
-        mask[1, :, 2:, 0] = False  # a text that is padded in front
+        mask[1, :, 2:, 0] = False  # the second text has padding in front
     causal = not (case.is_masked or case.is_decoding)
     return Call(query, key, value, mask, 0.0, causal, enable_gqa=case.kv_heads < _HEADS), gradient
 
 
 def _both_ways(call: Call, gradient: torch.Tensor) -> tuple[Any, ...]:
-    """The name of the kernel, and what it gives."""
+    """Run both passes; return the kernel's name, the output, the logarithms and the gradients of query, key and value."""
     kernel = kernel_of(call)
     if kernel is None:
         raise RuntimeError("no kernel tells by what its softmax divides")
@@ -150,7 +151,7 @@ def _both_ways(call: Call, gradient: torch.Tensor) -> tuple[Any, ...]:
 
 
 def _exact(call: Call, gradient: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """The logarithms, what is read, and the gradients of query, key and value, in float64."""
+    """Compute in float64 the logarithms, the output, and the gradients of query, key and value."""
     leaves = [part.double().requires_grad_() for part in call[:3]]
     query, key, value = leaves
     group = query.shape[1] // key.shape[1]

@@ -1,4 +1,4 @@
-"""What a device can do at most, to set beside what is measured: bytes copied and bfloat16 products a second.
+"""Measure the ceilings of a device, to compare measurements with: bytes copied and bfloat16 operations per second.
 
 python -m benchmarks.gpu.ceilings --device cuda --results FOLDER
 """
@@ -15,11 +15,14 @@ from benchmarks.tracked import append, this_run
 
 FILE = "ceilings.csv"
 _SIZES = {"cuda": (1 << 32, 8192), "cpu": (1 << 26, 512), "rehearsal": (1 << 10, 8)}
-"""Bytes that are copied, and rows and columns of the matrices."""
+"""Bytes read and written by the copy, and the number of rows and columns of the matrices."""
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Measure, print, and append to `ceilings.csv`, whose `per_second` counts bytes read and written, or operations."""
+    """Measure, print, and append to `ceilings.csv`; return 0.
+
+    The column `per_second` counts bytes read and written, or operations.
+    """
     chosen = device_command(__doc__).parse_args(arguments)
     prepare_device(chosen)
     with chosen_device(chosen) as device:
@@ -36,8 +39,8 @@ def main(arguments: list[str] | None = None) -> int:
         rows = []
         for what, timing in interleaved(tasks, device, seconds=2.0).items():
             per_second = 1e3 * work[what] / timing.median_ms
-            told = {"what": what, "median_ms": round(timing.median_ms, 4), "per_second": per_second}
-            rows.append({**asdict(this), **told})
+            measured = {"what": what, "median_ms": round(timing.median_ms, 4), "per_second": per_second}
+            rows.append({**asdict(this), **measured})
             print(f"{what}: {per_second:.3g} a second", file=sys.stderr)
     if not chosen.no_append:
         append(rows, chosen.results / FILE)

@@ -1,4 +1,4 @@
-"""Run the steps one after the other, each with its log and its limit."""
+"""Run the steps one after the other, each with a log and a time limit."""
 
 import argparse
 import contextlib
@@ -16,12 +16,16 @@ from benchmarks.gpu.summary import write_summary
 
 LOG = "log.txt"
 _LAST_LINES = 15
-"""Of what a step printed, kept for the summary."""
+"""Number of a step's last printed lines in the summary."""
 ROOT = Path(__file__).parent.parent.parent
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Run what the command line asks for; returns 1 if a step failed or was ended."""
+    """Run the steps that the command line names; return 1 if a step failed or ran out of time, else 0.
+
+    Raises:
+        SystemExit: If a step is unknown.
+    """
     for name in arguments.steps:
         if name not in (*STEPS, *FURTHER_STEPS):
             raise SystemExit(f"step is {name!r}; expected some of {', '.join((*STEPS, *FURTHER_STEPS))}.")
@@ -36,12 +40,12 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def run_step(step: Step, out: Path, seconds: float) -> Done:
-    """Run one step; what it prints is shown as it comes, and appended to `log.txt`.
+    """Run one step. Its output is shown at once and appended to `log.txt`.
 
     Args:
-        step: What to run.
+        step: Step to run.
         out: Folder of the log.
-        seconds: After which it is ended, with all processes that it began.
+        seconds: Time limit, after which the step and all its child processes are killed.
     """
     print(f"{step.name}: {' '.join(step.command)}", file=sys.stderr, flush=True)
     began = time.monotonic()
@@ -82,6 +86,6 @@ def run_step(step: Step, out: Path, seconds: float) -> Done:
 
 
 def _kill(process: subprocess.Popen) -> None:
-    """End a process and those that it began, which are a group of their own."""
+    """End a process and its children, which form their own process group."""
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)

@@ -1,4 +1,4 @@
-"""The steps: what each runs, and in how long."""
+"""The steps of measurements on a GPU: their commands and time limits."""
 
 import sys
 from dataclasses import dataclass
@@ -8,20 +8,20 @@ STEPS = ["ceilings", "tests", "attention", "ops", "depth", "1b", "8b"]
 FURTHER_STEPS = ["compiled", "sizes", "tiles"]
 METHODS = "base,llama-pro,opt-deus,midus-hml"
 SECONDS = 540
-"""That one step may take, if nothing else is said."""
+"""Default time limit of a step."""
 
 _MARGIN_SECONDS = 60
-"""Between the last case that a step begins and its end."""
+"""Time between the start of a step's last case and the step's time limit."""
 
 
 @dataclass(frozen=True)
 class Step:
-    """One process.
+    """Step of the measurements, which runs as one process.
 
     Args:
-        name: As on the command line.
-        command: What is run, in the root of the repository.
-        teaches: What is known afterwards.
+        name: Name of the step on the command line.
+        command: Command that runs in the root of the repository.
+        teaches: Question that the results answer, for people.
     """
 
     name: str
@@ -31,13 +31,13 @@ class Step:
 
 @dataclass(frozen=True)
 class Done:
-    """How a step ended.
+    """End of a step.
 
     Args:
-        step: Which one.
-        status: Its exit status; None where its time was up.
-        seconds: That it took.
-        last_lines: Of what it printed, blank ones left out.
+        step: The step that ended.
+        status: Exit status; None if the step ran out of time.
+        seconds: Time that the step took.
+        last_lines: Last lines that the step printed, without blank lines.
     """
 
     step: Step
@@ -47,19 +47,19 @@ class Done:
 
 
 def steps(out: Path, seconds: int, rehearse: bool) -> list[Step]:
-    """All of them, in the order of what they teach.
+    """Return all steps, the most informative first.
 
     Args:
         out: Folder of the results.
-        seconds: That a step may take.
+        seconds: Time limit of a step.
         rehearse: Whether the GPU is pretended.
     """
     budget = str(max(seconds - _MARGIN_SECONDS, seconds // 2))
     device = ["--rehearse"] if rehearse else ["--device", "cuda"]
     common = [*device, "--resume", "--profile", "--budget", budget, "--results", str(out)]
 
-    def model(base: str, *words: str) -> list[str]:
-        return [*_python("benchmarks", "model", "--base", base, *words), *common]
+    def model(base: str, *options: str) -> list[str]:
+        return [*_python("benchmarks", "model", "--base", base, *options), *common]
 
     quick = ["--seconds", "0"] if rehearse else []
     main = f"--methods {METHODS} --rounds 2".split()
@@ -104,10 +104,10 @@ def steps(out: Path, seconds: int, rehearse: bool) -> list[Step]:
 
 _NOT_FOR_THE_DEVICE = [
     *("-p", "no:cacheprovider", "--ignore", "tests/ops/kernels/test_offline_compilation.py"),
-    # Where hypothesis is not installed, the tests that need it shall keep no kernel from being tested.
+    # Without hypothesis, test files that import it fail to load, and all other tests must still run.
     "--continue-on-collection-errors",
 ]
 
 
-def _python(module: str, *words: str) -> list[str]:
-    return [sys.executable, "-m", module, *words]
+def _python(module: str, *arguments: str) -> list[str]:
+    return [sys.executable, "-m", module, *arguments]

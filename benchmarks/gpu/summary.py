@@ -1,4 +1,4 @@
-"""One page of what the steps found, made anew after each."""
+"""Summary of all steps on one page, written anew after each step."""
 
 from pathlib import Path
 
@@ -9,7 +9,7 @@ from benchmarks.tracked import read
 
 FILE = "summary.md"
 _HOTTEST = 8
-"""Kernels that are shown of a profile."""
+"""Number of kernels that are shown per profile."""
 
 
 def write_summary(out: Path, done: list[Done], rehearsed: bool = False) -> None:
@@ -17,8 +17,8 @@ def write_summary(out: Path, done: list[Done], rehearsed: bool = False) -> None:
 
     Args:
         out: Folder of the CSV files and logs.
-        done: The steps that were run; rows of earlier calls are shown as well.
-        rehearsed: Whether the GPU was pretended. Default: false.
+        done: Steps that were run. Rows of earlier calls are shown as well.
+        rehearsed: Whether the GPU was pretended. Default: False.
     """
     made = sections(out)
     parts = [
@@ -73,15 +73,15 @@ def _attention(rows: list[Record]) -> str:
 
 
 def _profiles(rows: list[Record]) -> str:
-    """Of each profile the kernels that took longest, with their share of all."""
+    """Return a table of the slowest kernels of each profile, with their share of the profile's time."""
     if not rows:
         return "Not profiled."
     lines = []
-    for (_, subject), found in groups(rows, "benchmark", "subject").items():
-        total = sum(float(row["device_us"]) for row in found)
-        launches = sum(int(row["launches"]) for row in found)
+    for (_, subject), of_profile in groups(rows, "benchmark", "subject").items():
+        total = sum(float(row["device_us"]) for row in of_profile)
+        launches = sum(int(row["launches"]) for row in of_profile)
         lines.append([f"**{subject}**", f"**{launches:,}**", f"**{short(str(total))}**", ""])
-        for row in sorted(found, key=lambda row: -float(row["device_us"]))[:_HOTTEST]:
+        for row in sorted(of_profile, key=lambda row: -float(row["device_us"]))[:_HOTTEST]:
             share = f"{float(row['device_us']) / total:.0%}" if total else ""
             lines.append([f"`{row['kernel'][:80]}`", row["launches"], short(row["device_us"]), share])
     return table(["profile and kernel", "launches", "us", "share"], lines)
