@@ -1,1 +1,1 @@
-"""Speed, memory and accuracy, measured; results are rows of tracked CSV files, and tables are made from those alone."""
+"""Benchmarks of speed, memory and accuracy. Results are rows of tracked CSV files, and all tables are made from these files."""

@@ -18,22 +18,26 @@ from benchmarks.report import DOCUMENT, IMAGES
 from benchmarks.tracked import RESULTS
 
 TILES = Path(__file__).resolve().parents[1] / "midus_hf" / "ops" / "dispatch" / "tiles.json"
-"""The table that kernels read. It is named here since importing ops imports Triton, which a rehearsal first tells to interpret."""
+"""The table that kernels read. Its path stands here, since importing it from ops would import Triton before a rehearsal
+can set `TRITON_INTERPRET`."""
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run one of the benchmarks; returns its exit status."""
+    """Run one of the benchmarks and return its exit status."""
     chosen = command_line().parse_args(arguments)
     if "rehearse" in chosen and "results" in chosen:
         prepare_device(chosen)
     elif chosen.command == "kernels":
         os.environ.pop("TRITON_INTERPRET", None)  # kernels that are interpreted cannot be compiled
-    # What a command imports is imported when it runs: `report` runs where torch is not installed.
+    # A command's module is imported only when the command runs, so that `report` runs without torch.
     return importlib.import_module(chosen.module).run(chosen)
 
 
 def command_line() -> argparse.ArgumentParser:
-    """Return the command line of all benchmarks; `module` of what it parses has a function `run` that takes the rest."""
+    """Return the command line of all benchmarks.
+
+    The parsed arguments have `module`, the name of the module whose function `run` takes the arguments.
+    """
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
     for add in (_add_gpu, _add_ops, _add_model, _add_tiles, _add_kernels, _add_report):

@@ -1,16 +1,19 @@
-"""What a layer of Mixture of Chapters costs: time against its sizes and routings, and the memory of a step with the paper's bank.
+"""Cost of a layer of Mixture of Chapters: time by sizes and routings, and memory of a step with the paper's bank.
 
     python -m benchmarks.chapter_cost
     python -m benchmarks.chapter_cost --device cuda --dtype bfloat16
     python -m benchmarks.chapter_cost --only bank --no-append
 
-Every figure of one axis stands beside the same layer with the sizes in the middle, timed in turns; those of `layout` beside routing
-by chunk on plain rows: `packed` are rows of documents of 32 to 224 tokens, `left-padded` rows of which half have padding in front.
-`bank` takes one training step of the paper's layer (262,208 memory tokens of width 768, 4,097 chapters, k = 64) and compares the peak
-with the release's way of choosing: `torch.gather` on a bank that is expanded over the batch. `layers` takes a step of four such
-layers that share the bank, with the gradient of the whole bank and with that of the rows that were read.
+Each value of an axis is timed in turns with the middle layer, which has the settings of `MIDDLE`. On the axis `layout`,
+all layers route by chunk, and the middle layer reads plain rows; `packed` rows hold documents of 32 to 224 tokens, and
+half of the `left-padded` rows have padding in front.
 
-Times are medians in milliseconds; `against_middle` is the ratio of both passes to those of the layer with the sizes in the middle.
+`bank` runs one training step of the paper's layer (262,208 memory tokens of width 768, 4,097 chapters, k = 64) and
+compares its peak memory with the release's way of choosing chapters: `torch.gather` on a bank that is expanded over the
+batch. `layers` runs a step of four layers of the paper's sizes that share the bank, once with the gradient of the whole
+bank and once with the gradient of the rows that were read.
+
+Times are medians in milliseconds; `against_middle` divides the time of both passes by the middle layer's.
 """
 
 import argparse
@@ -76,7 +79,7 @@ def _told(name: str, digits: int = 1) -> Cell:
 
 
 def _rows(part: str, arguments: argparse.Namespace) -> Iterator[Row]:
-    """Yield the rows of a part, one of `PARTS`, each with every column that rows of other parts have."""
+    """Yield the rows of a part, one of `PARTS`. Every row has the columns of all parts."""
     of_part = {"bank": _bank, "layers": _layers}.get(part)
     dtype = getattr(torch, arguments.dtype)
     rows = _axis(part, arguments, dtype) if of_part is None else of_part(arguments.device, dtype)
@@ -86,7 +89,7 @@ def _rows(part: str, arguments: argparse.Namespace) -> Iterator[Row]:
 
 
 def _axis(axis: str, arguments: argparse.Namespace, dtype: torch.dtype) -> Iterator[Row]:
-    """The layers of an axis, each in turns with the one in the middle."""
+    """Yield a row for each value of an axis, timed in turns with the middle layer."""
     middle = {**MIDDLE, "routing": "chunk"} if axis == "layout" else MIDDLE
     for value in AXES[axis]:
         settings = {**middle, axis: value}
@@ -111,7 +114,7 @@ def _axis(axis: str, arguments: argparse.Namespace, dtype: torch.dtype) -> Itera
 def _passes(
     settings: dict[str, Any], device: str, dtype: torch.dtype
 ) -> tuple[Callable[[Any], object], Callable[[Any], object]]:
-    """The forward pass of a layer without gradients, and both passes."""
+    """Return two calls: a layer's forward pass without gradients, and its forward and backward pass."""
     options = ChaptersOptions(
         memory_tokens=settings["chapters"] * settings["chapter_tokens"],
         chapters=settings["chapters"],
@@ -137,7 +140,7 @@ def _passes(
 
 
 def _places(layout: str, tokens: int, device: str) -> TokenPlaces:
-    """Where the tokens of rows of a layout stand."""
+    """Return the documents and the padding of a batch in a layout."""
     if layout == "plain":
         return TokenPlaces()
     marks = torch.zeros(BATCH, tokens, dtype=torch.bool)
@@ -153,7 +156,7 @@ def _places(layout: str, tokens: int, device: str) -> TokenPlaces:
 
 
 def _bank(device: str, dtype: torch.dtype) -> Iterator[Row]:
-    """The peak of both passes of the paper's layer beside its weights, and of the release's way."""
+    """Yield two rows of peak memory beyond the weights: both passes of the paper's layer, and the release's way of choosing."""
     options = ChaptersOptions(**{**PAPER, "share": "none"})
     sizes = ModelSizes(hidden_size=768, num_heads=12)
     memory = build_memory(options, sizes).to(device, dtype)
@@ -163,7 +166,7 @@ def _bank(device: str, dtype: torch.dtype) -> Iterator[Row]:
         return memory(hidden_states).sum().backward()
 
     def expanded() -> object:
-        """Only the choice and its gradient: what comes behind is the same for both."""
+        """Choose chapters as the release does, and backpropagate. Later work is the same in both ways and left out."""
         chosen = memory.route(hidden_states).chosen.flatten(1)  # [B, k]
         tokens = chosen[..., None] * options.chapter_tokens + torch.arange(options.chapter_tokens, device=device)
         index = tokens.flatten(1)[..., None].expand(-1, -1, sizes.hidden_size)
@@ -190,7 +193,7 @@ def _of_paper(axis: str, options: ChaptersOptions, sizes: ModelSizes, peak: int)
 
 
 def _layers(device: str, dtype: torch.dtype) -> Iterator[Row]:
-    """The peak of both passes of four layers of the paper that share a bank, beside their weights."""
+    """Yield two rows of peak memory beyond the weights: both passes of four layers, with dense and with sparse gradients."""
     options, sizes = ChaptersOptions(**PAPER), ModelSizes(hidden_size=768, num_heads=12)
     (shared,) = options.tables(sizes, tuple(range(BANK_LAYERS)))
     tables = MemoryTables(shared.tensors).to(device, dtype)

@@ -1,4 +1,4 @@
-"""The device of a benchmark."""
+"""Choose the device of a benchmark, and check that it still works."""
 
 import argparse
 import contextlib
@@ -11,7 +11,7 @@ from benchmarks.pretended_gpu import pretended_gpu
 
 @contextlib.contextmanager
 def chosen_device(arguments: argparse.Namespace) -> Iterator[str]:
-    """`"cpu"` or `"cuda"`, as the options of `add_device` say, there while the context lasts."""
+    """Yield `"cpu"` or `"cuda"`, as the options of `add_device` choose; a pretended GPU exists while the context lasts."""
     if arguments.rehearse:
         with pretended_gpu():
             yield "cuda"
@@ -20,18 +20,18 @@ def chosen_device(arguments: argparse.Namespace) -> Iterator[str]:
 
 
 def require_working(device: str) -> None:
-    """Ask a device to compute, after something failed on it.
+    """Check that a device still computes after an error.
 
-    A read outside its memory, and a capture that broke off, spoil a GPU for the whole process: whatever is asked of it
-    from then on fails as well, and its rows would keep a run that goes on from measuring it.
+    A read outside of memory or a broken capture spoils a GPU for the whole process: every later call fails as well, and
+    the rows of these failures would keep a resumed run from measuring the cases.
 
     Raises:
-        SystemExit: If the device computes no more.
+        SystemExit: If the device can no longer compute.
     """
     if device != "cuda":
         return
     try:
-        torch.randint(2, (1,), device=device).item()  # a broken capture is known by its random numbers
+        torch.randint(2, (1,), device=device).item()  # after a broken capture, random numbers fail
     except RuntimeError as error:
         first_line = (str(error).splitlines() or [""])[0]
         raise SystemExit(f"the GPU is of no more use to this process ({first_line}); go on with --resume.") from None

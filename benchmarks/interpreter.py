@@ -1,4 +1,4 @@
-"""Triton's interpreter without a fault that keeps kernels from running in it, and without work that it repeats at every call."""
+"""Mend Triton's interpreter: a fault that keeps kernels from running, and work that is repeated at every call."""
 
 import contextlib
 import inspect
@@ -11,10 +11,12 @@ from midus_hf.ops.dispatch.triton import HAS_TRITON, triton
 
 @contextlib.contextmanager
 def mended_interpreter() -> Iterator[None]:
-    """Give 3.6's interpreter the indices of 3.7's, and any version's a memory of where triton's operations are.
+    """Patch Triton's interpreter while the context lasts; without Triton, do nothing.
 
-    3.6 takes `int` of an array `[1]`, which numpy 2.4 and newer refuse. All search the whole of `triton.language` for operations
-    and put others in their place, at every call that a kernel makes of a function, where they have long been.
+    Version 3.6 converts an array `[1]` by `int`, which numpy 2.4 and newer refuse, so the conversion of version 3.7 is
+    used. All versions search the whole of `triton.language` for operations and replace them whenever a kernel calls a
+    function, also when the operations are replaced already. Here the search runs once, and replacement once per kernel
+    launch.
     """
     if not HAS_TRITON:
         yield
@@ -24,7 +26,7 @@ def mended_interpreter() -> Iterator[None]:
     patch_tensor, is_operation = interpreter._patch_lang_tensor, triton.language.core.is_builtin
     patch_language, languages = interpreter._patch_lang, (triton.language, triton.language.core)
     operations: dict[object, list[str]] = {}
-    replaced: list[object] = []  # modules whose operations have been replaced for the kernel that runs
+    replaced: list[object] = []  # modules whose operations are replaced for the running kernel
 
     def patched_tensor(tensor: object, scope: object) -> None:
         patch_tensor(tensor, scope)
@@ -36,13 +38,13 @@ def mended_interpreter() -> Iterator[None]:
             operations[owner] = [name for name, member in inspect.getmembers(owner) if is_operation(member)]
         for name in operations[owner]:
             member = getattr(owner, name)
-            if is_operation(member):  # not so where the caller has replaced it already
+            if is_operation(member):  # false if the calling function has replaced it already
                 interpreter._patch_attr(owner, name, member, builder, scope)
 
     def patched_language(function: Any) -> Any:
         seen = [module for module in languages if any(value is module for value in function.__globals__.values())]
         if all(module in replaced for module in seen):
-            return interpreter._LangPatchScope()  # with nothing to restore: the kernel that runs does that
+            return interpreter._LangPatchScope()  # restores nothing: the scope of the running kernel does
         scope = patch_language(function)
         if not replaced:
             restore = scope.restore

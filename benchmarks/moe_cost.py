@@ -1,20 +1,22 @@
-"""Feed-forward network and UltraMemV2 against a mixture of experts of the same size: bytes read and time, by batch size (figure 5).
+"""Compare a layer with UltraMemV2 to a mixture of experts of the same size: bytes read and time by batch size (figure 5).
 
     python -m benchmarks.moe_cost
     python -m benchmarks.moe_cost --shapes 227m-1.2b --passes forward --seconds 10
     python -m benchmarks.moe_cost --device cuda --dtype bfloat16 --shapes 1b-7b
 
-One layer decodes one token of each sequence. The shapes are those of the paper's table 7: a network of width D with its memory, and
-Transformers' OLMoE block with 64 experts, 8 for a token, which have nearly as many parameters, in all and for a token. Bytes are
-those of the weights that the batch reads, each once: of all experts that a token of the batch chose, and of all rows that one
-retrieved. Inputs and weights are random, so experts and rows are chosen nearly evenly. Experts are computed by each way that
-Transformers has, and the fastest counts; `batched_mm`, which copies the experts of each token, is left out where the copies would
-take more than a gigabyte. What the memory derives from its weights alone is kept, as `generate` keeps it.
+One layer decodes one token of each sequence. The shapes come from the paper's table 7: a feed-forward network of width
+D with its memory, and Transformers' OLMoE block with 64 experts, 8 per token. Both have nearly equal numbers of
+parameters, in all and per token. Bytes count the weights that the batch reads, each once: all experts that any token
+chose, and all rows that any token retrieved. Inputs and weights are random, so experts and rows are chosen nearly
+evenly. Transformers has several ways to compute experts; the fastest counts. `batched_mm` copies the experts of each
+token and is left out if the copies need more than a gigabyte. Values that the memory derives from its weights alone are
+kept between calls, as in `generate`.
 
-Of both passes, the second has gradients of all weights and of the input, as training computes them. Gradients of tables are
-sparse, of the rows that were read, as with `sparse_values`; nothing is kept, and bytes are those of the first pass. `eager` is left
-out, where each expert has a gradient as large as that of all. Each row is written, whatever it shows; times are medians in
-milliseconds, of runs in turns, and `experts` is the fastest way for these.
+With passes `both`, the backward pass computes the gradients of all weights and of the input, as in training. Gradients
+of tables are sparse and cover the rows that were read, as with `sparse_values`. No values are kept, and bytes are the
+forward pass's. `eager` is left out, because its gradient of each expert is as large as the weights of all experts.
+Every result is written, good or bad. Times are medians in milliseconds of runs in turns, and `experts` names the
+fastest way for this row.
 """
 
 import argparse
@@ -41,14 +43,14 @@ MOE_RESULTS = RESULTS / "moe_cost.csv"
 EXPERTS, CHOSEN = 64, 8
 PASSES = ("forward", "both")
 WAYS = ("eager", "grouped_mm", "batched_mm")
-"""Of Transformers, to compute experts."""
+"""Transformers' ways to compute experts."""
 _MOST_COPIED = 1 << 30
 BATCHES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 
 
 @dataclass(frozen=True)
 class Shape:
-    """Sizes of one row of table 7; `inner` and `expert` are hidden units of the network and of each expert."""
+    """Sizes in one row of table 7. `inner` and `expert` are the hidden units of the feed-forward network and of each expert."""
 
     hidden: int
     layers: int
@@ -69,7 +71,7 @@ SHAPES = {
 
 
 class UltraMemLayer(nn.Module):
-    """A feed-forward network with a memory beside it."""
+    """Feed-forward network with an UltraMemV2 memory beside it."""
 
     def __init__(self, shape: Shape):
         super().__init__()
@@ -84,11 +86,11 @@ class UltraMemLayer(nn.Module):
         self.memory: Any = build_memory(UltraMemOptions(**shape.memory, zero="none"), sizes)
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        """`[B, 1, D]` to the same."""
+        """Compute the layer's output, `[B, 1, D]`."""
         return self.mlp(hidden_states) + self.memory(hidden_states)
 
     def bytes_read(self, hidden_states: torch.Tensor) -> int:
-        """Of all weights but rows that nobody retrieves."""
+        """Count the bytes of all weights but the rows that no token retrieves."""
         _, rows = self.memory.retrieve(hidden_states)
         tables = {name: value for name, value in self.named_parameters() if name.endswith("value_table")}
         others = sum(value.nbytes for name, value in self.named_parameters() if name not in tables)
@@ -114,16 +116,16 @@ class MoeLayer(nn.Module):
             nn.init.normal_(parameter, std=0.02)
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        """`[B, 1, D]` to the same."""
+        """Compute the block's output, `[B, 1, D]`."""
         return self.block(hidden_states)
 
     def computed_by(self, way: str, hidden_states: torch.Tensor) -> torch.Tensor:
-        """As `forward`, in one of `WAYS`."""
+        """Compute the block's output, `[B, 1, D]`, by one of `WAYS`."""
         self.config._experts_implementation = way
         return self(hidden_states)
 
     def bytes_read(self, hidden_states: torch.Tensor) -> int:
-        """Of the router and of all experts that a token chose."""
+        """Count the bytes of the router and of all experts that any token chose."""
         chosen = len(self.block.gate(hidden_states.flatten(0, 1))[2].unique())
         experts = sum(parameter.nbytes for parameter in self.block.experts.parameters())
         return sum(parameter.nbytes for parameter in self.block.gate.parameters()) + experts * chosen // EXPERTS
@@ -194,7 +196,7 @@ def _measured(layers: dict[str, Any], arguments: argparse.Namespace, passes: str
 
 
 def ways_of(moe: MoeLayer, batch: int, passes: str) -> tuple[str, ...]:
-    """Those of `WAYS` that a batch has room and time for: with `eager`, each expert has a gradient as large as that of all."""
+    """Return the ways among `WAYS` for a batch: `batched_mm` only if its copies fit, `eager` only without a backward pass."""
     experts = sum(parameter.nbytes for parameter in moe.block.experts.parameters())
     copied = experts // EXPERTS * CHOSEN * batch
     left_out = {"batched_mm"} if copied > _MOST_COPIED else set()

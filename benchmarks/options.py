@@ -1,4 +1,4 @@
-"""Options that commands share: the device, where rows go, and how a run that was cut off goes on."""
+"""Options that commands share: the device, the folder of results, and the resumption of a run."""
 
 import argparse
 import os
@@ -8,7 +8,7 @@ from benchmarks.tracked import RESULTS
 
 
 def device_command(description: str | None) -> argparse.ArgumentParser:
-    """Return the command line of a script that has the device of `add_device` and the results of `add_results`."""
+    """Return the command line of a script, with the options of `add_device` and `add_results`."""
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_device(parser)
     add_results(parser)
@@ -16,7 +16,7 @@ def device_command(description: str | None) -> argparse.ArgumentParser:
 
 
 def add_device(parser: argparse.ArgumentParser) -> None:
-    """Add `--device` and `--rehearse`: a CPU, a GPU, or a GPU that is pretended."""
+    """Add `--device` and `--rehearse`: a CPU, a GPU, or a pretended GPU."""
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
     parser.add_argument(
         "--rehearse",
@@ -27,10 +27,10 @@ def add_device(parser: argparse.ArgumentParser) -> None:
 
 
 def prepare_device(arguments: argparse.Namespace) -> None:
-    """Do what must be done before kernels are imported: triton interprets those of a rehearsal.
+    """Make Triton interpret the kernels of a rehearsal. This must run before kernels are imported.
 
     Raises:
-        SystemExit: If rows of a rehearsal would be kept beside measured ones.
+        SystemExit: If the rows of a rehearsal would be stored beside measured rows.
     """
     if arguments.rehearse:
         if arguments.results == RESULTS:
@@ -41,7 +41,7 @@ def prepare_device(arguments: argparse.Namespace) -> None:
 
 
 def add_resumption(parser: argparse.ArgumentParser, what: str) -> None:
-    """Options on when a run ends, before which measurement, and on going on with it."""
+    """Add `--budget`, a time limit after which no further `what` begins, and `--resume`."""
     parser.add_argument("--budget", type=float, help=f"seconds after which no further {what} is begun")
     parser.add_argument(
         "--resume",
@@ -51,16 +51,16 @@ def add_resumption(parser: argparse.ArgumentParser, what: str) -> None:
 
 
 def add_results(parser: argparse.ArgumentParser) -> None:
-    """Options on where rows go."""
+    """Add `--results`, the folder of the CSV, and `--no-append`."""
     parser.add_argument("--results", type=Path, default=RESULTS, help="folder of the CSV (default: the tracked one)")
     parser.add_argument("--no-append", action="store_true", help="print, leave the CSV alone")
 
 
 def words(text: str) -> list[str]:
-    """Joined by commas."""
+    """Split a list of words that is joined by commas."""
     return [word.strip() for word in text.split(",") if word.strip()]
 
 
 def numbers(text: str) -> list[int]:
-    """Joined by commas."""
+    """Split a list of whole numbers that is joined by commas."""
     return [int(word) for word in words(text)]

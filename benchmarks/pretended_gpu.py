@@ -1,8 +1,8 @@
-"""A GPU that is not there, so that what a lent one will be asked is asked before.
+"""Pretend a GPU, so that code for a GPU runs once before it runs on a real one.
 
-What is asked of `"cuda"` is done on the CPU: tensors have real values, kernels run in triton's interpreter. What PyTorch says
-of a GPU (events, streams, graphs, memory) has a stand-in; that of a captured graph notes what was called within, and calls
-it again. Sizes should be tiny, and times mean nothing.
+The CPU does all work for `"cuda"`: tensors have real values, and kernels run in Triton's interpreter. PyTorch's GPU
+objects (events, streams, graphs, memory) have stand-ins; the stand-in of a captured graph records the calls within and
+repeats them. Sizes should be tiny, and times mean nothing.
 """
 
 import contextlib
@@ -22,15 +22,15 @@ from benchmarks import profile, timing
 from benchmarks.interpreter import mended_interpreter
 
 NAME = "pretended NVIDIA H200"
-"""Of the device, in rows as well; the roofline of an H200 is known by it."""
+"""Name of the device, also in rows. It must name an H200, whose roofline is known."""
 
 
 @contextlib.contextmanager
 def pretended_gpu() -> Iterator[None]:
-    """Pretend that there is a GPU while the context lasts.
+    """Pretend a GPU while the context lasts.
 
-    `torch.compile` does nothing within: it would be told of a CPU. This project's ops run the kernels that they would run on
-    a GPU, if `TRITON_INTERPRET` was set before they were imported.
+    `torch.compile` does nothing meanwhile, because it would see a CPU. This project's ops run the kernels that they
+    would run on a GPU, if `TRITON_INTERPRET` was set before the ops were imported.
     """
     from midus_hf.ops import op_choices
     from midus_hf.ops.dispatch.triton import HAS_TRITON
@@ -45,7 +45,7 @@ def pretended_gpu() -> Iterator[None]:
 
 
 class _OnTheCpu(TorchFunctionMode):
-    """Whatever is asked for `"cuda"` is asked for the CPU."""
+    """Mode that moves every PyTorch call for `"cuda"` to the CPU."""
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return function(*map(_moved, args), **{name: _moved(value) for name, value in (kwargs or {}).items()})
@@ -62,7 +62,7 @@ class _Generator(torch.Generator):
 
 
 class _Event:
-    """A moment, by the clock."""
+    """Event that records the time of the clock."""
 
     def __init__(self, enable_timing: bool = False):
         self.time = 0.0
@@ -89,7 +89,7 @@ class _Stream:
 
 
 class _Graph:
-    """What was called while it was captured, on the tensors that it was called on."""
+    """Calls that were made during a capture, with the tensors that they were made on."""
 
     def __init__(self) -> None:
         self.calls: list[tuple[Any, Any, Any, Any]] = []
@@ -104,9 +104,9 @@ class _Graph:
 
 
 class _Capture(TorchDispatchMode):
-    """Notes calls, and takes back what they wrote: a capture runs nothing.
+    """Mode that records calls and undoes their writes at its end, because a capture runs nothing.
 
-    Values that the host asks for end it with an error, as they would on a GPU.
+    A call by which the host waits for a value raises RuntimeError, as on a GPU.
     """
 
     def __init__(self, graph: _Graph):
@@ -136,7 +136,7 @@ class _Capture(TorchDispatchMode):
 
 
 def _stand_ins() -> list[tuple[Any, str, Any]]:
-    """What is replaced: the owner, the name and what stands there instead."""
+    """Return what to replace, as triples (owner, name of the attribute, stand-in)."""
     is_capturing = False
 
     @contextlib.contextmanager

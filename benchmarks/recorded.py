@@ -1,4 +1,4 @@
-"""A run that keeps what it measures as soon as it is measured, goes on where it was cut off, and tells what went wrong."""
+"""A run that stores each measurement at once, resumes where an earlier run stopped, and reports failures."""
 
 import sys
 import time
@@ -16,53 +16,60 @@ Case = TypeVar("Case")
 
 
 class Recorded:
-    """The rows of a run, and its troubles.
+    """Rows and failures of a run.
 
     Args:
-        run: What all rows share.
+        run: Columns that all rows share.
         device: `"cpu"` or `"cuda"`.
-        results: Folder of the CSV; None to keep nothing.
+        results: Folder of the CSV; None to store nothing.
         file: Name of the CSV.
-        goes_on: Whether the run was begun before. Default: false.
+        goes_on: Whether to resume an earlier run. Default: False.
     """
 
     def __init__(self, run: Run, device: str, results: Path | None, file: str, goes_on: bool = False):
         self.run, self.device, self.results, self.file = run, device, results, file
         self.troubles: list[str] = []
         self.before: list[dict[str, str]] = self.rows() if goes_on else []
-        """Rows that a run has which goes on."""
+        """Rows that a resumed run already has."""
         self.profiled: set[str] = set()
-        """Subjects of the profiles that it has."""
+        """Subjects of the profiles that a resumed run already has."""
         if goes_on and results is not None:
             self.profiled |= {row["subject"] for row in rows_of(run, results / PROFILE_FILE)}
 
     @classmethod
     def begun(cls, device: str, results: Path | None, file: str, resume: bool) -> "Recorded":
-        """Begin a run; one that shall go on is the newest in the CSV that is like it, if there is one."""
+        """Begin a run, or resume the newest run in the CSV with equal commit, machine, device and versions.
+
+        Args:
+            device: `"cpu"` or `"cuda"`.
+            results: Folder of the CSV; None to store nothing.
+            file: Name of the CSV.
+            resume: Whether to resume. Without a matching run a new one begins.
+        """
         run = this_run(device)
         if device == "cuda":
-            # A profiler leaves something behind that slows every later launch a little: all rows shall have it alike.
+            # After a profile every later launch is a little slower, so one runs first and all rows are slowed alike.
             kernels(lambda: None, device)
         if not resume or results is None:
             return cls(run, device, results, file)
         return cls(resumed(run, results / file), device, results, file, goes_on=True)
 
     def rows(self) -> list[dict[str, str]]:
-        """Return those that the run has."""
+        """Return the rows that the run has in its CSV, as text."""
         return [] if self.results is None else rows_of(self.run, self.results / self.file)
 
     def append(self, *rows: Any) -> None:
-        """Keep rows."""
+        """Append rows to the CSV, if the run stores any."""
         if self.results is not None:
             append(rows, self.results / self.file)
 
     def measure_all(self, cases: Sequence[Case], measure: Callable[[Case], None], budget: float | None) -> int:
-        """Measure one case after the other while there is time; returns 1 if something was wrong or failed.
+        """Measure one case after the other while time is left; return 1 if a result was wrong or a measurement failed, else 0.
 
         Args:
-            cases: What is measured, most important first.
-            measure: Measures one of them.
-            budget: Seconds after which no further one is begun; None for all.
+            cases: Cases to measure, most important first.
+            measure: Function that measures a case.
+            budget: Seconds after which no further case begins; None for no limit.
         """
         began = time.perf_counter()
         for number, case in enumerate(cases):
@@ -74,7 +81,7 @@ class Recorded:
         return self.ended()
 
     def ended(self) -> int:
-        """Tell all troubles once more; returns 1 if there were any."""
+        """Report all failures once more; return 1 if any was recorded, else 0."""
         for trouble in self.troubles:
             say(f"FAILED {trouble}")
         return 1 if self.troubles else 0
@@ -82,13 +89,16 @@ class Recorded:
     def timed(
         self, what: str, tasks: Mapping[str, Task], seconds: float, failed: Callable[[str, Exception], None]
     ) -> dict[str, Timing]:
-        """Times of all tasks in turn; where one of them fails, as what just fitted into memory may, of each by itself.
+        """Time all tasks in turns. If a task fails, for example because memory runs out, time each task alone.
 
         Args:
-            what: All of them, in words.
-            tasks: By name.
-            seconds: For all of them together.
-            failed: Is told the name and the error of a task that fails by itself.
+            what: Name of all tasks together, for messages.
+            tasks: Tasks by name.
+            seconds: Time for all tasks together.
+            failed: Called with the name and the error of a task that fails alone.
+
+        Returns:
+            Timings by name, of the tasks that succeeded.
         """
         if not tasks:
             return {}
@@ -108,40 +118,38 @@ class Recorded:
     def profile(
         self, benchmark: str, subject: str, run: Callable[[], list[KernelTime]], is_kept: bool = True
     ) -> list[KernelTime]:
-        """Profile a run, keep what it launched, and return that.
-
-        Where no profile can be taken nothing is kept or returned: times are good without it.
+        """Profile a run, store its kernels and return them. If profiling fails, return an empty list.
 
         Args:
-            benchmark: As in `write_profile`.
-            subject: What is profiled, in words.
-            run: Returns the kernels.
-            is_kept: Whether they are written down. Default: true.
+            benchmark: Name of the benchmark, such as `"ops"` or `"model"`.
+            subject: Name of the profiled work, for people.
+            run: Function that profiles and returns the kernels.
+            is_kept: Whether to store the kernels. Default: True.
         """
         try:
-            found = run()
+            kernel_times = run()
         except Exception as error:
             say(f"{subject}: no profile, {in_words(error)}")
             return []
         if is_kept and self.results is not None:
-            write_profile(self.run, self.results, benchmark, subject, found)
-        return found
+            write_profile(self.run, self.results, benchmark, subject, kernel_times)
+        return kernel_times
 
     def trouble(self, message: str) -> None:
-        """Note that something was wrong or failed."""
+        """Record and print a wrong result or a failure."""
         self.troubles.append(message)
         say(message)
 
     def failed(self, subject: str, error: Exception, row_of: Callable[[str], Any]) -> None:
-        """Record what could not run: too little memory is a finding, anything else a failure.
+        """Record work that could not run. Too little memory is a result; any other error counts as a failure.
 
         Args:
-            subject: What that is, in words.
-            error: Why.
-            row_of: Makes its row, of the status.
+            subject: Name of the work, for messages.
+            error: Error that ended the work.
+            row_of: Function that makes a row from the status.
 
         Raises:
-            SystemExit: If the device is lost.
+            SystemExit: If the device can no longer compute.
         """
         status = status_of(error)
         if status == "failed":
@@ -152,45 +160,54 @@ class Recorded:
         self.recover(error)
 
     def recover(self, error: BaseException) -> None:
-        """Give back what an error holds, and see that the device still computes.
+        """Free the memory that an error holds, and check that the device still computes.
 
         Raises:
-            SystemExit: If it does not.
+            SystemExit: If the device can no longer compute.
         """
         for one in _chain(error):
-            one.__traceback__ = None  # it holds the tensors of the frames it went through
+            one.__traceback__ = None  # a traceback holds the tensors of its frames
         require_working(self.device)
         release_memory(self.device)
 
 
 def status_of(error: BaseException) -> str:
-    """Return `"out of memory"` or `"failed"`; compilers and captures raise errors of their own where memory ran out."""
+    """Return `"out of memory"` if an error or one of its causes says so, else `"failed"`.
+
+    The causes count because compilers and captures raise their own errors when memory runs out.
+    """
     return "out of memory" if any(map(is_out_of_memory, _chain(error))) else "failed"
 
 
 def in_words(error: BaseException) -> str:
-    """Return the type of an error, and the first line of what it says."""
+    """Return the type of an error and the first line of its message."""
     return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
 
 
 def say(message: str) -> None:
-    """Tell whoever watches."""
+    """Print a message to stderr at once."""
     print(message, file=sys.stderr, flush=True)
 
 
-def require_known(asked: Sequence[str] | None, known: Any, what: str, expected: str = "one") -> None:
-    """See that all that is asked for is known.
+def require_known(names: Sequence[str] | None, known: Any, what: str, expected: str = "one") -> None:
+    """Check that all names are known.
+
+    Args:
+        names: Names to check; None for none.
+        known: Collection of known names.
+        what: Singular noun for a name, for the message.
+        expected: Word in front of the known names in the message. Default: `"one"`.
 
     Raises:
-        SystemExit: If it is not.
+        SystemExit: If a name is unknown.
     """
-    for name in asked or ():
+    for name in names or ():
         if name not in known:
             raise SystemExit(f"{what} is {name!r}; expected {expected} of {', '.join(known)}.")
 
 
 def _chain(error: BaseException | None) -> Iterator[BaseException]:
-    """Yield an error and those that it came from."""
+    """Yield an error and the errors that caused it."""
     seen: set[int] = set()
     while error is not None and id(error) not in seen:
         seen.add(id(error))

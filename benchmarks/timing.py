@@ -1,4 +1,4 @@
-"""Time and memory of one call, on a CPU or a GPU."""
+"""Measure the time and memory of a call, on a CPU or a GPU."""
 
 import gc
 import math
@@ -11,34 +11,36 @@ from typing import Any
 import torch
 
 _FLUSHED_BYTES = 1 << 29
-"""Written between runs on a GPU: more than any level of its caches."""
+"""Bytes written between runs on a GPU to flush its caches: more than any cache holds."""
 
 _CYCLES_PER_MS = 3_000_000
-"""Of a clock that no GPU reaches, so that the device never sleeps less than it is told to."""
+"""Cycles per millisecond of a clock that is faster than any GPU's, so that the device never sleeps for too short a time."""
 
 _SLEEP_MARGIN = 3.0
-"""A sleep lasts so many times what the host needed to issue the same call just before."""
+"""Length of a sleep over the time that the host just needed to issue the same call."""
 
 _SHORTEST_SLEEP_MS = 0.2
 
 _LONGEST_SLEEP_MS = 150.0
-"""A call that keeps the host for longer waits for the device, and no sleep outlasts that."""
+"""Longest sleep. A call that keeps the host busy for longer waits for the device, so no sleep could outlast the host."""
 
 _FEWEST_ROUNDS = 5
 
 _SLEEPS = 2
-"""Of growing length, until one outlasts the host. None does where a call waits for the device on its way."""
+"""Sleeps to try, each longer than the last, until one outlasts the host. None does if the call waits for the device."""
 
 
 @dataclass(frozen=True)
 class Lap:
-    """Milliseconds of one run.
+    """Times of one run, in milliseconds.
 
     Args:
-        ms: On a GPU the time of the device alone; on a CPU the wall time.
-        host_ms: On a GPU until everything was issued, by a clock that nobody made wait; None on a CPU.
-        wall_ms: On a GPU from an idle device to the end of all that was issued; None on a CPU.
-        queued: Whether everything was issued before the device began; if not, `ms` has waiting for the host in it.
+        ms: Time of the device alone on a GPU, wall time on a CPU.
+        host_ms: Wall time until all work was issued, on a GPU whose host never waits for a sleeping device. Default:
+            None, on a CPU.
+        wall_ms: Wall time from an idle device to the end of all work, on a GPU. Default: None, on a CPU.
+        queued: Whether all work was issued before the device began. If not, `ms` includes waiting for the host.
+            Default: True.
     """
 
     ms: float
@@ -49,16 +51,16 @@ class Lap:
 
 @dataclass(frozen=True)
 class Timing:
-    """Milliseconds over all runs.
+    """Times over all runs of a task, in milliseconds.
 
     Args:
-        median_ms: Of the device alone on a GPU, of the wall time on a CPU.
-        p20_ms: Its 20th percentile.
-        p80_ms: Its 80th percentile.
-        runs: How many there were.
-        host_ms: Median time of the host, on a GPU. Default: None, as on a CPU.
-        wall_ms: Median wall time, on a GPU. Default: None, as on a CPU, where it would repeat `median_ms`.
-        queued: Whether the device had no host to wait for, in all runs. Default: true.
+        median_ms: Median time of the device alone on a GPU, median wall time on a CPU.
+        p20_ms: 20th percentile of the same time.
+        p80_ms: 80th percentile of the same time.
+        runs: Number of runs.
+        host_ms: Median time until all work was issued, on a GPU. Default: None, on a CPU.
+        wall_ms: Median wall time, on a GPU. Default: None, on a CPU, where `median_ms` is the wall time.
+        queued: Whether the device never waited for the host, in any run. Default: True.
     """
 
     median_ms: float
@@ -88,11 +90,11 @@ class Timing:
 
 @dataclass(frozen=True)
 class Task:
-    """What is timed.
+    """Call to time.
 
     Args:
-        run: Called with what `prepare` returned.
-        prepare: Called before each run, outside the measurement. Default: nothing.
+        run: The call. It gets the result of `prepare`.
+        prepare: Preparation before each run, which is not timed. Default: does nothing and returns None.
     """
 
     run: Callable[[Any], object]
@@ -100,12 +102,12 @@ class Task:
 
 
 class Stopwatch:
-    """Times calls on one device.
+    """Stopwatch for calls on one device.
 
-    A GPU runs what the host has issued. Where issuing takes longer than running, CUDA events around a call time the host;
-    so two runs are timed there. One begins on an idle device and is timed by the clock. In the other the device sleeps
-    first, for longer than the host just needed, so that all launches of the call are queued up when its events begin.
-    Both begin with flushed caches.
+    A GPU runs work that the host issues. If issuing takes longer than running, CUDA events around a call measure the
+    host. Therefore each lap on a GPU runs twice, with flushed caches. The first run begins on an idle device and is
+    timed by the clock. In the second run the device first sleeps, for longer than the host just needed, so that all
+    launches of the call are queued before its events begin.
 
     Args:
         device: `"cpu"` or `"cuda"`.
@@ -130,7 +132,7 @@ class Stopwatch:
         return Lap(device_ms, host_ms, wall_ms, queued)
 
     def _from_idle(self, task: Task) -> tuple[float, float]:
-        """Milliseconds until a run has been issued, and until it has ended, by the clock."""
+        """Run a task on an idle device; return the wall time in milliseconds until it was issued, and until it ended."""
         state = task.prepare()
         if self.flushed is not None:
             self.flushed.zero_()
@@ -143,7 +145,7 @@ class Stopwatch:
 
     @staticmethod
     def _behind_sleep(task: Task, flushed: torch.Tensor, sleep_ms: float) -> tuple[float, bool]:
-        """Milliseconds of a run on the device, and whether all of it had been issued when the device began."""
+        """Run a task behind a sleep; return its milliseconds on the device, and whether all of it was queued during the sleep."""
         state = task.prepare()
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         flushed.zero_()
@@ -159,19 +161,19 @@ class Stopwatch:
 def interleaved(
     tasks: Mapping[str, Task], device: str, *, seconds: float, fewest: int | None = None, most: int = 100
 ) -> dict[str, Timing]:
-    """Time tasks in turn, round after round, so that what disturbs one disturbs all.
+    """Time tasks in turns, round after round, so that a disturbance hits all tasks alike; return the timings by name.
 
     Args:
-        tasks: By name.
+        tasks: Tasks by name.
         device: `"cpu"` or `"cuda"`.
-        seconds: Time for all of them together; it decides how many rounds there are.
-        fewest: Rounds at least. Default: 5.
-        most: Rounds at most. Default: 100.
+        seconds: Time for all tasks together, which decides the number of rounds.
+        fewest: Least number of rounds. Default: 5.
+        most: Largest number of rounds. Default: 100.
     """
     stopwatch = Stopwatch(device)
     began = time.perf_counter()
     for task in tasks.values():
-        stopwatch.lap(task)  # warms up, and says how long a round takes
+        stopwatch.lap(task)  # warms up, and measures the length of a round
     taken = time.perf_counter() - began
     fewest = _FEWEST_ROUNDS if fewest is None else fewest
     rounds = min(most, max(fewest, int(seconds / max(taken, 1e-6)) - 1))
@@ -183,16 +185,16 @@ def interleaved(
 
 
 def synchronize(device: str) -> None:
-    """Wait until a GPU has run all that was issued to it; nothing on a CPU."""
+    """Wait until a GPU has run all issued work; on a CPU, do nothing."""
     if device == "cuda":
         torch.cuda.synchronize()
 
 
 def peak_bytes(run: Callable[[], object], device: str) -> int:
-    """The most bytes that tensors held at once while `run` ran, beyond those held before.
+    """Return the peak of the bytes that tensors held during `run`, beyond the bytes held before.
 
-    On a GPU as its allocator counts them; on a CPU by the record that PyTorch's profiler keeps of allocations, so
-    neither the interpreter nor libraries that allocate for themselves are counted.
+    A GPU's allocator counts the bytes. On a CPU, PyTorch's profiler records allocations, so memory of the interpreter
+    and of libraries with their own allocators does not count.
     """
     gc.collect()
     if device == "cuda":
@@ -217,14 +219,14 @@ def peak_bytes(run: Callable[[], object], device: str) -> int:
 
 
 def release_memory(device: str) -> None:
-    """Give back what no tensor holds."""
+    """Free the memory that no tensor holds."""
     gc.collect()
     if device == "cuda":
         torch.cuda.empty_cache()
 
 
 def percentile(ordered: list[float], percent: float) -> float:
-    """Of ascending numbers, with linear interpolation."""
+    """Return a percentile of ascending numbers, with linear interpolation; `percent` is between 0 and 100."""
     position = (len(ordered) - 1) * percent / 100
     low = math.floor(position)
     high = min(low + 1, len(ordered) - 1)
@@ -232,5 +234,5 @@ def percentile(ordered: list[float], percent: float) -> float:
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an allocation failed, on a GPU or on a CPU."""
+    """Return whether an error says that an allocation failed, on a GPU or on a CPU."""
     return isinstance(error, torch.OutOfMemoryError | MemoryError) or "can't allocate memory" in str(error)

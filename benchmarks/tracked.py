@@ -1,4 +1,4 @@
-"""Results that are tracked: rows of a CSV, and what identifies the run they come from."""
+"""Tracked results: rows of a CSV, and the columns that identify their run."""
 
 import csv
 import hashlib
@@ -17,16 +17,16 @@ MACHINE = f"{platform.machine()} {os.cpu_count()} cores"
 
 @dataclass(frozen=True)
 class Run:
-    """What all rows of one run share.
+    """Columns that all rows of one run share.
 
     Args:
-        date: When it began, to the second; rows of one run have the same.
-        commit: As `commit`.
-        machine: Processor and number of cores; behind them, where a CPU is measured, how many threads PyTorch has.
-        device: The GPU's name, or "cpu".
-        torch: Version.
-        triton: Version, or nothing where it is not installed.
-        transformers: Version.
+        date: Time at which the run began, to the second, in ISO format.
+        commit: Commit of the code, from the function `commit`.
+        machine: Processor and number of cores; if a CPU is measured, also PyTorch's number of threads.
+        device: Name of the GPU, or `"cpu"`.
+        torch: Version of PyTorch.
+        triton: Version of Triton; empty if Triton is not installed.
+        transformers: Version of transformers.
     """
 
     date: str
@@ -39,14 +39,14 @@ class Run:
 
 
 def commit() -> str:
-    """The commit that is checked out, marked `-dirty` where files other than results and docs differ.
+    """Return the commit that is checked out, with `-dirty` if files other than results and docs differ.
 
-    Where there is no git, as on a machine that was sent the files alone, what `BENCH_COMMIT` says, or a digest of the
-    code: a run goes on with rows of the same code alone.
+    Without git, as on a machine that got only the files, return the environment variable `BENCH_COMMIT`, or a digest of
+    the code, so that a run resumes only rows of the same code.
     """
     try:
         described = _git("describe", "--always")
-        # Rows of an earlier benchmark and what is generated from them change nothing that is measured.
+        # Rows of earlier benchmarks, and documents made from them, do not change what is measured.
         results = [f":(top,exclude){folder}" for folder in ("benchmarks/results", "experiments/results", "docs")]
         changed = _git("status", "--porcelain", "--", ":/", *results)
     except FileNotFoundError:
@@ -57,7 +57,7 @@ def commit() -> str:
 
 
 def _digest() -> str:
-    """Of the code that is measured, and that measures."""
+    """Return a digest of the code that is measured and of the code that measures."""
     root, digest = RESULTS.parent.parent, hashlib.sha256()
     for folder in ("benchmarks", "midus_hf", "upscalers"):
         for path in sorted((root / folder).rglob("*.py")):
@@ -75,11 +75,7 @@ def _git(*arguments: str) -> str:
 
 
 def this_run(device: str) -> Run:
-    """Describe the run that begins now.
-
-    Args:
-        device: `"cpu"` or `"cuda"`.
-    """
+    """Describe a run that begins now on `device`, `"cpu"` or `"cuda"`."""
     import torch
     import transformers
 
@@ -101,25 +97,25 @@ def this_run(device: str) -> Run:
 
 
 def threads(count: int) -> str:
-    """How a machine's description ends where a CPU is measured."""
+    """Return the number of threads in words, which ends a machine's description if a CPU is measured."""
     return f"{count} thread{'s' * (count > 1)}"
 
 
 def resumed(this: Run, results: Path) -> Run:
-    """The newest run of a CSV with the same commit, machine, device and versions, to go on with; else `this`."""
-    found = [
+    """Return the newest run in a CSV with the commit, machine, device and versions of `this`; `this` if the CSV has none."""
+    dates = [
         row["date"] for row in read(results) if all(row[name] == value for name, value in _sameness(this).items())
     ]
-    return replace(this, date=max(found)) if found else this
+    return replace(this, date=max(dates)) if dates else this
 
 
 def rows_of(this: Run, results: Path) -> list[dict[str, str]]:
-    """What a CSV holds of one run, as text."""
+    """Return the rows that a CSV has of one run, as text."""
     return [row for row in read(results) if all(row[name] == value for name, value in asdict(this).items())]
 
 
 def append(rows: Sequence[Any], results: Path) -> None:
-    """Append rows, dataclasses or mappings, to a CSV, with a header if it is new.
+    """Append rows, dataclasses or mappings, to a CSV. A new file gets a header.
 
     Raises:
         ValueError: If the CSV has other columns.
@@ -131,10 +127,10 @@ def append(rows: Sequence[Any], results: Path) -> None:
     columns = list(values[0])
     is_new = not results.exists()
     if not is_new:
-        found = results.open(newline="").readline().strip().split(",")
-        if sorted(found) != sorted(columns):
-            raise ValueError(f"{results} has the columns {found}; expected {columns}. Move it away, or convert it.")
-        columns = found
+        header = results.open(newline="").readline().strip().split(",")
+        if sorted(header) != sorted(columns):
+            raise ValueError(f"{results} has the columns {header}; expected {columns}. Move it away, or convert it.")
+        columns = header
     with results.open("a", newline="") as stream:
         writer = csv.DictWriter(stream, fieldnames=columns)
         if is_new:
@@ -143,7 +139,7 @@ def append(rows: Sequence[Any], results: Path) -> None:
 
 
 def read(results: Path) -> list[dict[str, str]]:
-    """The rows of a CSV, as text; none where there is no such file."""
+    """Read the rows of a CSV as text; an absent file has no rows."""
     if not results.exists():
         return []
     with results.open(newline="") as stream:

@@ -1,13 +1,13 @@
-"""Speed and memory of `upscale`, beside a plain copy of the output and beside mergekit.
+"""Measure the speed and memory of `upscale`, beside a plain copy of the output and beside mergekit.
 
     python benchmarks/upscale.py                                  # a synthetic 4 GB checkpoint, midus-hml
     python benchmarks/upscale.py --methods midus-hml,llama-pro,solar,avg-deus --mergekit OTHER_VENV/bin/mergekit-yaml
     python benchmarks/upscale.py --methods opt-deus,lesa --gigabytes 2.1 --rounds 1       # as large as Llama-3.2-1B
 
-Every tool runs as a process of its own. Each round times a dry run (start-up), the run itself and `cp -r` of the output
-with a sync, one after the other, so that the ratio compares what ran under the same conditions. mergekit's rows are
-passthrough recipes equal to llama-pro (slices of one layer with zeroed projections) and to solar. Methods that solve for
-their tensors give a row a kind of matrix as well, in `solvers.csv`.
+Every tool runs in its own process. Each round times a dry run (start-up), the run itself and `cp -r` of the output with
+a sync, one after the other, so that the ratio compares runs under the same conditions. mergekit's rows are passthrough
+recipes equal to llama-pro (slices of one layer with zeroed projections) and to solar. A method that solves for its
+tensors also gives one row per kind of matrix, in `solvers.csv`.
 """
 
 import argparse
@@ -29,11 +29,11 @@ UPSCALE_RESULTS = RESULTS / "upscale.csv"
 SOLVER_RESULTS = RESULTS / "solvers.csv"
 
 Row = dict[str, Any]
-"""One line of the results; times in seconds, medians over the rounds. Kinds of matrices are solved side by side."""
+"""Row of results: times in seconds, medians over the rounds. Several kinds of matrices are solved at the same time."""
 
 
 def make_checkpoint(folder: Path, gigabytes: float, shard_gigabytes: float = 1.0) -> None:
-    """Write a sharded bfloat16 Llama of about `gigabytes`, with finite random weights, shard by shard."""
+    """Write a bfloat16 Llama of about `gigabytes` GB with finite random weights, in shards of about `shard_gigabytes` GB."""
     import torch
     from safetensors.torch import save_file
 
@@ -86,7 +86,7 @@ def make_checkpoint(folder: Path, gigabytes: float, shard_gigabytes: float = 1.0
 
 
 def mergekit_recipe(method: str, base: Path, layers: int) -> dict | None:
-    """The passthrough merge that gives what a method gives with its defaults; None where there is none."""
+    """Return the recipe of a passthrough merge that equals a method with its default options; None if no recipe does."""
     if method == "solar":
         left_out = layers // 4
         ranges = [[0, layers - left_out], [left_out, layers]]
@@ -105,7 +105,11 @@ def mergekit_recipe(method: str, base: Path, layers: int) -> dict | None:
 
 
 def timed(command: list[str]) -> tuple[float, float]:
-    """Run a process to its end; wall seconds and the peak of its resident memory in GB."""
+    """Run a process to its end; return its wall time in seconds and its peak of resident memory in GB.
+
+    Raises:
+        SystemExit: If the process fails.
+    """
     os.sync()
     started = time.perf_counter()
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
@@ -132,7 +136,7 @@ def bench(
     output: Path,
     rounds: int,
 ) -> Row:
-    """Time a command that makes `output`, its start-up, its imports alone and a copy of what it made, in turn."""
+    """Time in turns a command that writes `output`, its start-up, its imports alone and a copy of the output."""
     times: dict[str, list[float]] = {"start_up": [], "imports": [], "wall": [], "copy": [], "peak": []}
     for _ in range(rounds):
         shutil.rmtree(output, ignore_errors=True)
@@ -182,13 +186,13 @@ def _of_run(method: str, base: Path) -> Row:
 
 
 def solver_rows(method: str, base: Path, output: Path) -> list[Row]:
-    """Seconds by kind of matrix, as `upscale.json` has them; none for methods without solvers."""
+    """Return a row per kind of matrix with the seconds from `upscale.json`; none for methods without solvers."""
     measurements = json.loads((output / "upscale.json").read_text())["measurements"]
     rows = []
     for tensor in dict.fromkeys(row["tensor"] for row in measurements):
         seconds = [row["seconds"] for row in measurements if row["tensor"] == tensor]
-        told = {"tensor": tensor, "layers": len(seconds), "seconds": round(sum(seconds), 1)}
-        rows.append({**_of_run(method, base), **told})
+        solved = {"tensor": tensor, "layers": len(seconds), "seconds": round(sum(seconds), 1)}
+        rows.append({**_of_run(method, base), **solved})
     return rows
 
 
@@ -209,7 +213,7 @@ def main() -> None:
     rows: list[Row] = []
     with tempfile.TemporaryDirectory(dir=arguments.folder) as work:
         base, output = Path(work) / "base", Path(work) / "output"
-        # In a process of its own: a child's peak memory counts from what its parent held when it was forked.
+        # A separate process makes the base, because a child's peak memory starts at what its parent held at the fork.
         making = [sys.executable, __file__, "--gigabytes", str(arguments.gigabytes), "--only-make", str(base)]
         subprocess.run(making, check=True)
         layers = json.loads((base / "config.json").read_text())["num_hidden_layers"]
