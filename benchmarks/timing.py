@@ -145,7 +145,7 @@ class Stopwatch:
 
     @staticmethod
     def _behind_sleep(task: Task, flushed: torch.Tensor, sleep_ms: float) -> tuple[float, bool]:
-        """Run a task behind a sleep; return its milliseconds on the device, and whether all of it was queued during the sleep."""
+        """Run a task behind a sleep; return its milliseconds on the device, and whether every launch was queued during the sleep."""
         state = task.prepare()
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         flushed.zero_()
