@@ -11,7 +11,7 @@ Definition = TypeVar("Definition")
 
 
 def not_carried(definition: Definition) -> Definition:
-    """Return a class, method or function unchanged. The code that a checkpoint carries leaves out what is marked so."""
+    """Return a class, method or function unchanged. The code that a checkpoint carries does not have the definition."""
     return definition
 
 

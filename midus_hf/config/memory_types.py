@@ -44,7 +44,7 @@ class MemoryOptions:
     sites: ClassVar[tuple[Site, ...]] = ()
     """Sites that the memory can take, the default first."""
     attends: ClassVar[bool] = False
-    """Whether the memory replaces the layer's attention by one that also reads what earlier layers wrote."""
+    """True if the memory replaces the layer's attention by an attention that also reads what earlier layers wrote."""
     controls: ClassVar[Mapping[DeclaredControl, Mapping[str, Any]]] = {}
     """Controls that options make, each with the options that it sets. `midus_hf.config.controls.controls_of` adds the
     controls that follow from roles."""
@@ -52,7 +52,7 @@ class MemoryOptions:
     """Roles of the tensors that make the retrieved values. These tensors train in the control `frozen-addresses`."""
 
     narrows_start: ClassVar[bool] = False
-    """Whether the projections that write to the residual stream start narrower in a model that is built from a config:
+    """True if the projections that write to the residual stream start narrower in a model that is built from a config:
     the output projection of attention and the down projection of feed-forward networks then have `1 / sqrt(2 L)` times
     the standard deviation of all other projections, L the number of layers. A checkpoint's tensors stay as they are."""
 

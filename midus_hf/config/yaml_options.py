@@ -133,7 +133,7 @@ def _hint_within(kind: Any, name: str) -> Any:
 
 
 class GivenTwice(ValueError):
-    """Error of a key that stands twice in one mapping. The message continues a sentence that names the holder of the mapping."""
+    """Error for a key that occurs twice in a mapping. Its message continues a sentence that begins with a file or an override."""
 
 
 def read_yaml(text: str) -> Any:

@@ -236,7 +236,7 @@ class UltraMemOptions(MemoryOptions):
         keys = DeclaredTensor(
             (self.heads, self.key_pairs, self.keys, self.rank, key_width),
             "key",
-            Normal(key_width**-0.5) if self.scoring == "tucker" else Uniform((2 * key_width) ** -0.5),  # as Memory+
+            Normal(key_width**-0.5) if self.scoring == "tucker" else Uniform((2 * key_width) ** -0.5),  # as in Memory+
         )
         tensors = {
             "query_projection.weight": projection(2 * self.heads * self.rank * key_width, hidden),
