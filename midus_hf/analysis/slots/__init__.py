@@ -1,1 +1,1 @@
-"""Count which slots memories retrieve, and which blocks texts fetch."""
+"""Usage of slots by memories and of blocks by texts, and the tokens that slots stand for."""

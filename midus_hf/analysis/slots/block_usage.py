@@ -1,4 +1,4 @@
-"""How often each block of a model's banks is fetched: usage, as of slots."""
+"""Usage of blocks: how often texts fetch each block of a model's banks."""
 
 import contextlib
 from collections.abc import Iterator, Mapping
@@ -15,11 +15,11 @@ from midus_hf.config.fetched_blocks import BankLayout
 
 
 class BankLevel(NamedTuple):
-    """A level of the tree that a bank has blocks for.
+    """A level of the topic tree for which a bank holds blocks.
 
     Args:
-        memory: By whose name the bank goes.
-        level: Counted from 1.
+        memory: Name of the memory that the bank belongs to.
+        level: Level of the tree, counted from 1.
     """
 
     memory: str
@@ -30,10 +30,10 @@ class BankLevel(NamedTuple):
 
 
 class BlockUsage:
-    """Counts of tokens that were read with each block.
+    """Number of tokens that were read with each block.
 
     Args:
-        layouts: Of the banks, by the name of the memory.
+        layouts: Layout of each bank, by the name of its memory.
     """
 
     def __init__(self, layouts: Mapping[str, BankLayout]):
@@ -42,44 +42,44 @@ class BlockUsage:
             for name, layout in layouts.items()
             for level in layout.levels
         }
-        """Tokens by block, `[1, nodes]`, int64, by level; the generic memory's are in `generic_tokens`."""
+        """Tokens per block, `[1, nodes]`, int64, for each level. Tokens of the generic memory are in `generic_tokens` instead."""
         self.generic_tokens = 0
-        """Tokens of rows that fetched the generic memory."""
+        """Number of tokens in rows that fetched the generic memory."""
 
     def count(self, paths: torch.Tensor, tokens: torch.Tensor) -> None:
-        """Add rows.
+        """Add the rows of a batch to the counts.
 
         Args:
-            paths: `[B, p]`, integers, by which rows fetched; -1 throughout for the generic memory.
-            tokens: `[B]`, int64, that each row has.
+            paths: Path by which each row fetched its blocks, `[B, p]`, integers; -1 throughout for the generic memory.
+            tokens: Number of tokens in each row, `[B]`, int64.
         """
         paths, tokens = paths.cpu().long(), tokens.cpu()
         of_tree = paths[:, 0] != GENERIC
         self.generic_tokens += int(tokens[~of_tree].sum())
-        for place, counts in self.counts.items():
-            counts[0].scatter_add_(0, paths[of_tree, place.level - 1], tokens[of_tree])
+        for bank_level, counts in self.counts.items():
+            counts[0].scatter_add_(0, paths[of_tree, bank_level.level - 1], tokens[of_tree])
 
     def summary(self) -> dict[BankLevel, MemoryUsage]:
-        """What the counts come to, by level."""
+        """Return the usage of the blocks of each level."""
         return summarise(self.counts)
 
 
 def bank_layouts(model: nn.Module) -> dict[str, BankLayout]:
-    """The layouts of the banks that a model's texts fetch blocks from, by the name of the memory; none of another model.
+    """Return the layouts of the banks from which a model fetches blocks, by the name of the memory; empty without a bank.
 
     Args:
-        model: A causal language model, compiled or not, or what accelerate or PEFT has wrapped around one.
+        model: A causal language model. It may be compiled, or wrapped by accelerate or PEFT.
     """
     banks = getattr(decoder_of(model), "own_banks", None)
     return {} if banks is None else dict(banks.layouts)
 
 
 def usage_by_rows(layouts: Mapping[str, BankLayout], rows: TextRows) -> BlockUsage:
-    """What rows of a text fetch when a model reads them: their paths tell it, so nothing is computed.
+    """Count the tokens of a text per block that its rows would fetch. The rows' paths name the blocks, so no model runs.
 
     Args:
-        layouts: From `bank_layouts`.
-        rows: With paths.
+        layouts: Layouts of the model's banks, as `bank_layouts` returns them.
+        rows: Text whose `paths` are not None.
     """
     paths = rows.fetched_by(0, len(rows.rows))
     assert paths is not None, "rows fetch by paths"
@@ -92,14 +92,14 @@ def usage_by_rows(layouts: Mapping[str, BankLayout], rows: TextRows) -> BlockUsa
 def record_block_usage(model: nn.Module) -> Iterator[BlockUsage]:
     """Count, while the context is open, how many tokens are read with each block of each bank.
 
-    A row of a pass fetches one block per level, for all its tokens; padding does not count. What `torch.compile` has compiled,
-    of this model or another, runs uncompiled while the context is open.
+    Each row of a forward pass fetches one block per level for all of its tokens. Padding is not counted. While the context is
+    open, compiled models run uncompiled, this one and all others.
 
     Args:
-        model: As for `bank_layouts`. Its decoder has a hook more while the context is open.
+        model: A model as in `bank_layouts`. Its decoder has an additional hook while the context is open.
 
     Raises:
-        ValueError: If the model has no bank; within the context, if a pass brings blocks that were fetched before.
+        ValueError: If the model has no bank; within the context, if a forward pass is called with `memory_blocks`.
     """
     layouts = bank_layouts(model)
     if not layouts:
@@ -110,27 +110,27 @@ def record_block_usage(model: nn.Module) -> Iterator[BlockUsage]:
     num_levels = max(layout.num_levels for layout in layouts.values())
     without_ids = any(layout.blocks.without_ids == "generic" for layout in layouts.values())
 
-    def count(decoder: nn.Module, arguments: tuple[Any, ...], given: dict[str, Any], output: Any) -> None:
-        if given.get("memory_blocks") is not None:
+    def count(decoder: nn.Module, arguments: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+        if kwargs.get("memory_blocks") is not None:
             raise ValueError(
                 "memory_blocks is given, which does not tell of which nodes blocks are; expected memory_ids while usage is recorded."
             )
-        paths = given.get("memory_ids")
+        paths = kwargs.get("memory_ids")
         if paths is None and not without_ids:
             return
-        tokens = arguments[0] if arguments else given.get("input_ids")
-        tokens = given["inputs_embeds"] if tokens is None else tokens
+        tokens = arguments[0] if arguments else kwargs.get("input_ids")
+        tokens = kwargs["inputs_embeds"] if tokens is None else tokens
         paths = torch.full((len(tokens), num_levels), GENERIC) if paths is None else paths
-        usage.count(paths, _lengths(tokens, given.get("attention_mask")))
+        usage.count(paths, _lengths(tokens, kwargs.get("attention_mask")))
 
     with held_hooks() as hold:
-        hold(decoder_of(model).register_forward_hook(count, with_kwargs=True))  # after what it refuses
+        hold(decoder_of(model).register_forward_hook(count, with_kwargs=True))  # counts only what the decoder accepts
         yield usage
 
 
 def _lengths(tokens: torch.Tensor, mask: Any) -> torch.Tensor:
-    """Tokens of each row, `[B]`, without padding where a mask of two dimensions tells it."""
+    """Return the number of tokens per row, `[B]`; padding is excluded if the mask has two dimensions."""
     rows, width = tokens.shape[:2]
     if isinstance(mask, torch.Tensor) and mask.dim() == 2:
-        return (mask[:, -width:] != 0).sum(-1)  # of a cached pass it has what was read before as well
+        return (mask[:, -width:] != 0).sum(-1)  # with a cache, the mask covers earlier passes too
     return torch.full((rows,), width)

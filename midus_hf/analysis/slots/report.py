@@ -1,4 +1,4 @@
-"""The usage of slots, chapters and blocks for people to look at: tables, JSON, CSV and pictures."""
+"""Usage of slots, chapters and blocks as tables, JSON, CSV and pictures."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -14,37 +14,37 @@ from midus_hf.analysis.table_of_words import TableOfWords, csv_text
 from midus_hf.analysis.watched_models import MemoryPlace
 
 _MOST_SHOWN = 3
-"""Blocks of a level that tables name."""
+"""Number of blocks per level that tables name."""
 
 
 def usage_table(memories: Mapping[MemoryPlace, MemoryUsage]) -> Table:
-    """A row per memory.
+    """Return a table with one row per memory.
 
     Args:
-        memories: From `Usage.summary`.
+        memories: Usage of each memory, as `Usage.summary` returns it.
     """
     table = Table(title="Slots retrieved")
     for name in ("layer", "used", "perplexity / N", "largest share"):
         table.add_column(name, justify="right")
-    for place, usage in memories.items():
-        table.add_row(str(place), f"{usage.used:.1%}", f"{usage.perplexity:.1%}", f"{usage.largest:.2%}")
+    for memory_place, usage in memories.items():
+        table.add_row(str(memory_place), f"{usage.used:.1%}", f"{usage.perplexity:.1%}", f"{usage.largest:.2%}")
     return table
 
 
-def blocks_table(found: Mapping[str, BlockUsage]) -> TableOfWords:
-    """A row per text and level.
+def blocks_table(usages: Mapping[str, BlockUsage]) -> TableOfWords:
+    """Return a table with one row per text and level, and one per text that fetched the generic memory.
 
     Args:
-        found: By text.
+        usages: Usage of each text, by the text's name.
     """
     rows = []
-    for text, usage in found.items():
-        for place, of_level in usage.summary().items():
-            (counts,) = usage.counts[place]
+    for text, usage in usages.items():
+        for bank_level, of_level in usage.summary().items():
+            (counts,) = usage.counts[bank_level]
             rows.append(
                 [
                     text,
-                    str(place),
+                    str(bank_level),
                     f"{len(counts):,}",
                     f"{int((counts == 0).sum()):,}",
                     f"{of_level.used:.1%}",
@@ -67,26 +67,26 @@ def _most_fetched(counts: torch.Tensor) -> list[tuple[int, float]]:
 
 
 def as_json(usage: BlockUsage) -> dict[str, Any]:
-    """All numbers, for other programs, by memory and level; of blocks those that were fetched."""
-    found: dict[str, Any] = {}
-    for place, of_level in usage.summary().items():
-        (counts,) = usage.counts[place]
-        of_memory = found.setdefault(place.memory, {"generic_tokens": usage.generic_tokens, "levels": {}})
-        of_memory["levels"][str(place.level)] = {
+    """Return all numbers for other programs, per memory and level. `tokens` lists only blocks that were fetched."""
+    memories: dict[str, Any] = {}
+    for bank_level, of_level in usage.summary().items():
+        (counts,) = usage.counts[bank_level]
+        of_memory = memories.setdefault(bank_level.memory, {"generic_tokens": usage.generic_tokens, "levels": {}})
+        of_memory["levels"][str(bank_level.level)] = {
             **vars(of_level),
             "blocks": len(counts),
             "never_fetched": int((counts == 0).sum()),
             "tokens": {str(block): int(counts[block]) for block in counts.nonzero().flatten().tolist()},
         }
-    return found
+    return memories
 
 
-def as_csv(found: Mapping[str, BlockUsage]) -> str:
-    """A line per text and block, those that were never fetched included."""
+def as_csv(usages: Mapping[str, BlockUsage]) -> str:
+    """Return a CSV file with one line per text and block, including blocks that were never fetched."""
     lines = [
-        [text, place.memory, place.level, block, tokens, tokens / total]
-        for text, usage in found.items()
-        for place, (counts,) in usage.counts.items()
+        [text, bank_level.memory, bank_level.level, block, tokens, tokens / total]
+        for text, usage in usages.items()
+        for bank_level, (counts,) in usage.counts.items()
         for total in [max(1, int(counts.sum()))]
         for block, tokens in enumerate(counts.tolist())
     ]
@@ -94,42 +94,42 @@ def as_csv(found: Mapping[str, BlockUsage]) -> str:
 
 
 def usage_curves(counts: Mapping[Place, torch.Tensor]) -> dict[Place, torch.Tensor]:
-    """How often the slots of each memory are retrieved, in multiples of the mean, most retrieved first.
+    """Return how often the slots of each memory are retrieved, in multiples of the mean, most retrieved first.
 
     Args:
-        counts: `[H, N]`, int64, by memory, or `[1, N]` by level of a bank.
+        counts: Retrievals `[H, N]`, int64, per memory, or fetches `[1, N]` per level of a bank.
 
     Returns:
-        `[N]`, float64, by memory: sorted for each head, then the mean over heads, so 1 throughout where all slots are
-        retrieved equally often; 0 throughout where none was.
+        `[N]`, float64, per memory or level: the counts are sorted per head, then averaged over heads. All values are 1 if all
+        slots are retrieved equally often, and 0 if no slot was retrieved.
     """
     curves = {}
-    for place, of_memory in counts.items():
+    for key, of_memory in counts.items():
         wide = of_memory.double().cpu()
         mean = wide.mean(-1, keepdim=True).clamp(min=1 / wide.shape[-1])
-        curves[place] = (wide / mean).sort(-1, descending=True).values.mean(0)
+        curves[key] = (wide / mean).sort(-1, descending=True).values.mean(0)
     return curves
 
 
 def draw_usage(counts: Mapping[MemoryPlace | BankLevel, torch.Tensor], path: Path) -> None:
-    """Draw a curve per memory, from dark for the first layer to light for the last, then one per level of a bank. Needs matplotlib.
+    """Draw one curve per memory or level of a bank, coloured from dark (first) to light (last). Needs matplotlib.
 
     Args:
-        counts: As in `usage_curves`.
-        path: The file to write, of a kind in `midus_hf.analysis.pictures.PICTURE_SUFFIXES`.
+        counts: Retrievals per memory or fetches per level, in the shapes of `usage_curves`.
+        path: File to write. Its suffix is one of `midus_hf.analysis.pictures.PICTURE_SUFFIXES`.
     """
     from matplotlib import colormaps
 
     figure = new_figure(7.5, 4.2, layout=None)
     axes = figure.subplots()
     curves = {
-        str(place) if isinstance(place, BankLevel) else f"layer {place}": curve
-        for place, curve in usage_curves(counts).items()
+        str(key) if isinstance(key, BankLevel) else f"layer {key}": curve
+        for key, curve in usage_curves(counts).items()
     }
     shades = [0.9 * number / max(1, len(curves) - 1) for number in range(len(curves))]
     draw_curves(axes, curves, [{"color": colormaps["viridis"](shade)} for shade in shades])
     axes.set_xlim(0, 1)
-    kinds = {isinstance(place, BankLevel) for place in counts}
+    kinds = {isinstance(key, BankLevel) for key in counts}
     what = {frozenset({False}): "slots of a head", frozenset({True}): "blocks of a level"}
     read = what.get(frozenset(kinds), "slots, or blocks of a level")
     axes.set_xlabel(f"{read}, most {'fetched' if kinds == {True} else 'retrieved'} first")
@@ -139,18 +139,18 @@ def draw_usage(counts: Mapping[MemoryPlace | BankLevel, torch.Tensor], path: Pat
     figure.savefig(path)
 
 
-def draw_blocks(found: Mapping[str, BlockUsage]) -> bytes:
-    """A panel per level with a curve per text, as PNG: how often its blocks are fetched, most fetched first. Needs matplotlib."""
-    curves = {text: usage_curves(usage.counts) for text, usage in found.items()}
-    places = list(next(iter(curves.values())))
-    figure = new_figure(1 + 3.6 * len(places), 3.4)
-    panels = figure.subplots(1, len(places), squeeze=False)[0]
-    for axes, place in zip(panels, places, strict=True):
-        of_level = {text: of_text[place] for text, of_text in curves.items()}
+def draw_blocks(usages: Mapping[str, BlockUsage]) -> bytes:
+    """Return a PNG of how often blocks are fetched, most fetched first: a panel per level, a curve per text. Needs matplotlib."""
+    curves = {text: usage_curves(usage.counts) for text, usage in usages.items()}
+    levels = list(next(iter(curves.values())))
+    figure = new_figure(1 + 3.6 * len(levels), 3.4)
+    panels = figure.subplots(1, len(levels), squeeze=False)[0]
+    for axes, bank_level in zip(panels, levels, strict=True):
+        of_level = {text: of_text[bank_level] for text, of_text in curves.items()}
         num_blocks = len(next(iter(of_level.values())))
         draw_curves(axes, of_level, [{"marker": "." if num_blocks < 40 else ""}] * len(of_level))
         axes.set_xlim(0, 1.02)
-        axes.set_title(f"{place}, {num_blocks:,} blocks", fontsize=9)
+        axes.set_title(f"{bank_level}, {num_blocks:,} blocks", fontsize=9)
         axes.set_xlabel("blocks, most fetched first", fontsize=8)
     panels[0].set_ylabel("tokens, in multiples of the mean", fontsize=8)
     panels[-1].legend(frameon=False, fontsize="small")

@@ -1,4 +1,4 @@
-"""Which tokens of the vocabulary the values of a memory's slots are nearest to, by the model's own head."""
+"""Tokens of the vocabulary that the values of a memory's slots are nearest to, read through the model's own head."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -26,12 +26,13 @@ class NearSlot:
     """The tokens nearest to what a slot adds.
 
     Args:
-        head: That reads it; None where it adds the same whichever head does.
-        slot: Its number.
-        part: Which of the projections that it may be read through; None where there is one.
-        share: Of the lookups of the head, or of all heads, that fall on it; None where usage is not known.
-        norm: Of what it adds.
-        tokens: With the highest logits. Empty where it adds zero.
+        head: Index of the head that reads the slot; None if the slot adds the same through every head and no head was chosen.
+        slot: Index of the slot.
+        part: Index of the projection that the slot is read through; None if the memory has one projection.
+        share: Share of lookups that fall on the slot: lookups of `head`, or of all heads if `head` is None. None if usage is
+            not known.
+        norm: Euclidean norm of what the slot adds.
+        tokens: Tokens with the highest logits; empty if the slot adds zero.
     """
 
     head: int | None
@@ -43,26 +44,27 @@ class NearSlot:
 
 
 def memory_of_slots(model: nn.Module, layer: int, name: str | None = None) -> HostedMemory:
-    """The memory of a layer that retrieves slots and adds their values.
+    """Return the memory of a layer that retrieves slots and adds their values.
 
     Args:
-        model: A causal language model whose decoder has `layers`, compiled or not, or what accelerate or PEFT has wrapped around one.
+        model: A causal language model whose decoder has `layers`. It may be compiled, or wrapped by accelerate or PEFT.
         layer: Index of the decoder layer.
-        name: Of one of several memories of the layer. Default: the only one.
+        name: Name of the memory, if the layer has several. Default: the only one.
 
     Raises:
-        ValueError: If the model has none, the layer none or several, or it is offloaded.
+        ValueError: If the model or the layer has no memory whose slots add values, if no memory of the layer has the name, if
+            several are left to choose from, or if a memory of the layer is offloaded.
     """
-    found = memories_of_slots(model)
-    if not found:
+    hosts = memories_of_slots(model)
+    if not hosts:
         model_type = bare_model(model).config.model_type
         raise ValueError(
             f"this {model_type} model has no memory whose slots add values; expected one upscaled with memory of one of "
             f"the types: {', '.join(types_whose_slots_add())}."
         )
-    here = [hosted for hosted in found if hosted.layer == layer]
+    here = [hosted for hosted in hosts if hosted.layer == layer]
     if not here:
-        with_slots = ", ".join(map(str, dict.fromkeys(hosted.layer for hosted in found)))
+        with_slots = ", ".join(map(str, dict.fromkeys(hosted.layer for hosted in hosts)))
         raise ValueError(f"layer is {layer}; expected one with a memory of slots: {with_slots}.")
     here = whole_and_named(here, name)
     if len(here) > 1:
@@ -72,11 +74,7 @@ def memory_of_slots(model: nn.Module, layer: int, name: str | None = None) -> Ho
 
 
 def memories_of_slots(model: nn.Module) -> list[HostedMemory]:
-    """Return all memories that retrieve slots and add their values, in the order of layers.
-
-    Args:
-        model: As for `memory_of_slots`.
-    """
+    """Return all memories of a model that retrieve slots and add their values, in the order of layers."""
     return hosted_memories(model, AddsSlots)
 
 
@@ -93,25 +91,26 @@ def slot_tokens(
     top: int = 10,
     memory: str | None = None,
 ) -> list[NearSlot]:
-    """Read what slots add, were each all that is read and the last thing that is added: a probe, and no proof.
+    """Return the tokens nearest to what each slot adds. This is a probe, not a proof.
 
-    What a slot adds goes the way of the memory's output to the residual stream, then through the model's final norm and its head
-    (`VocabularyHead`). Left out are what depends on the token that reads: its weight, which in memory of type ultramem may be
-    negative, gates and pre-values, and the residual stream that it is added to.
+    Each slot is treated as the only one that is read, and as the last addition to the residual stream. What the slot adds takes
+    the path of the memory's output to the residual stream, then the model's final norm and head (`VocabularyHead`). Everything
+    that depends on the reading token is left out: the slot's weight (which may be negative in memory of type ultramem), gates,
+    pre-values, and the residual stream itself.
 
     Args:
-        model: As for `memory_of_slots`.
-        tokenizer: Of the model.
+        model: A model as in `memory_of_slots`.
+        tokenizer: The model's tokenizer.
         layer: Index of the decoder layer.
-        head: One of several. Default: all.
-        slots: Their numbers. Default: the most used ones.
-        usage: From `record_usage`, of this model. Default: not known; then `slots` are given.
-        most: Slots that are read, if none are given. Default: 10.
+        head: Index of a head of the memory. Default: all heads.
+        slots: Indices of the slots to read. Default: the most used slots, according to `usage`.
+        usage: Usage of this model, recorded by `record_usage`. Default: not known; `slots` is required then.
+        most: Number of slots to read if `slots` is None. Default: 10.
         top: Tokens per slot. Default: 10.
-        memory: Name of one of several memories of the layer. Default: the only one.
+        memory: Name of the memory, if the layer has several. Default: the only one.
 
     Raises:
-        ValueError: As `memory_of_slots`; if there is no such head or slot, or a number is less than 1.
+        ValueError: For the reasons of `memory_of_slots`; if `head` or a slot does not exist; if `most` or `top` is less than 1.
     """
     check_top(top)
     if most < 1:
@@ -155,7 +154,7 @@ def slot_tokens(
 
 
 def _shares(counts: torch.Tensor, head: int | None, by_head: bool) -> torch.Tensor:
-    """Shares of lookups: `[H, N]` of each head where heads add something else, otherwise `[1, N]`, of one head or of all."""
+    """Return the share of lookups per slot: `[H, N]` if heads add different values, else `[1, N]` for one head or all."""
     if not by_head:
         counts = counts.sum(0, keepdim=True) if head is None else counts[head : head + 1]
     wide = counts.double().cpu()
@@ -163,19 +162,19 @@ def _shares(counts: torch.Tensor, head: int | None, by_head: bool) -> torch.Tens
 
 
 def _most_used(shares: torch.Tensor, rows: Sequence[int], most: int) -> list[tuple[int, int]]:
-    """Rows of heads and slots, the most used first; those that are never used are left out."""
+    """Return pairs of a row of `rows` and a slot, most used first; slots that are never used are left out."""
     used = shares[list(rows)] if len(shares) > 1 else shares
     best = used.flatten().topk(min(most, used.numel()))
-    places = [
-        divmod(place, used.shape[-1])
-        for place, share in zip(best.indices.tolist(), best.values.tolist(), strict=True)
+    pairs = [
+        divmod(flat_index, used.shape[-1])
+        for flat_index, share in zip(best.indices.tolist(), best.values.tolist(), strict=True)
         if share
     ]
-    return [(rows[row], slot) for row, slot in places]
+    return [(rows[row], slot) for row, slot in pairs]
 
 
-def slots_table(near: Sequence[NearSlot], place: MemoryPlace) -> TableOfWords:
-    """The tokens nearest to each slot."""
+def slots_table(near: Sequence[NearSlot], memory_place: MemoryPlace) -> TableOfWords:
+    """Return a table of the tokens nearest to each slot."""
     rows = [
         [
             "" if of_slot.head is None else str(of_slot.head),
@@ -186,5 +185,5 @@ def slots_table(near: Sequence[NearSlot], place: MemoryPlace) -> TableOfWords:
         ]
         for of_slot in near
     ]
-    title = f"Tokens nearest to what slots add in layer {place} (a probe, no proof)"
+    title = f"Tokens nearest to what slots add in layer {memory_place} (a probe, no proof)"
     return TableOfWords(title, ["head", "slot", "used", "norm", "tokens"], rows)

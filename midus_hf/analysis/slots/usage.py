@@ -1,4 +1,4 @@
-"""How often each slot of a model's memories is retrieved."""
+"""Usage of slots: how often a model's memories retrieve each slot."""
 
 import contextlib
 import dataclasses
@@ -22,18 +22,18 @@ from midus_hf.memory.registry import MEMORY_MODULES
 from midus_hf.ops.dispatch.private_torch import is_in_backward
 
 Place = TypeVar("Place", bound=Hashable)
-"""What is counted apart: a memory, or a level of a bank."""
+"""A key under which retrievals are counted: a memory, or a level of a bank."""
 
 
 @dataclasses.dataclass(frozen=True)
 class MemoryUsage:
-    """How the heads of one memory share their lookups among their slots; all 0 if there was no lookup.
+    """Summary of how one memory's lookups spread over its slots; all fields are 0 if there was no lookup.
 
     Args:
-        used: Share of the slots, of all heads, that were retrieved at all.
-        perplexity: `exp(entropy) / N` of a head's distribution of lookups over its N slots, the mean over heads: 1 if
-            all slots are retrieved equally often, 1 / N if it is always the same.
-        largest: Share of a head's lookups that fall on one slot, the largest of all slots and heads.
+        used: Share of the slots of all heads that were retrieved at least once.
+        perplexity: `exp(entropy) / N` of a head's distribution of lookups over its N slots, averaged over heads: 1 if all
+            slots are retrieved equally often, 1 / N if every lookup retrieves the same slot.
+        largest: Largest share of a head's lookups that falls on a single slot, over all heads.
     """
 
     used: float
@@ -45,30 +45,30 @@ class Usage:
     """Counts of retrieved slots.
 
     Args:
-        counts: How often each head has retrieved each slot, `[H, N]`, int64, by memory.
+        counts: Number of times that each head retrieved each slot, `[H, N]`, int64, per memory.
     """
 
     def __init__(self, counts: dict[MemoryPlace, torch.Tensor]):
         self.counts = counts
         self._paused = False
 
-    def count(self, place: MemoryPlace, slots: torch.Tensor) -> None:
-        """Add retrievals; nothing waits for the device.
+    def count(self, memory_place: MemoryPlace, slots: torch.Tensor) -> None:
+        """Add retrievals to the counts, without waiting for the device.
 
         Args:
-            place: The memory.
-            slots: `[..., H, k]`, int64.
+            memory_place: Place of the memory that retrieved the slots.
+            slots: Retrieved slots, `[..., H, k]`, int64.
         """
-        counts = self.counts[place]
+        counts = self.counts[memory_place]
         chosen = slots.flatten(0, -3).transpose(0, 1).flatten(1).to(counts.device)  # [H, S * k]
         counts.scatter_add_(1, chosen, counts.new_ones(()).expand_as(chosen))
 
     def summary(self) -> dict[MemoryPlace, MemoryUsage]:
-        """What the counts come to, by memory."""
+        """Return the usage of each memory's slots."""
         return summarise(self.counts)
 
     def reset(self) -> None:
-        """Start again at zero."""
+        """Set all counts to zero."""
         for counts in self.counts.values():
             counts.zero_()
 
@@ -83,12 +83,12 @@ class Usage:
 
 
 def summarise(counts: Mapping[Place, torch.Tensor]) -> dict[Place, MemoryUsage]:
-    """What counts of retrieved slots, opened chapters or fetched blocks come to.
+    """Return the usage per memory or level, from counts of retrieved slots, opened chapters or fetched blocks.
 
     Args:
-        counts: `[H, N]`, int64, by memory, or `[1, N]` by level of a bank.
+        counts: Counts `[H, N]`, int64, per memory, or `[1, N]` per level of a bank.
     """
-    return {place: _summarise_memory(of_memory) for place, of_memory in counts.items()}
+    return {key: _summarise_memory(of_memory) for key, of_memory in counts.items()}
 
 
 def _summarise_memory(counts: torch.Tensor) -> MemoryUsage:
@@ -109,17 +109,17 @@ def _summarise_memory(counts: torch.Tensor) -> MemoryUsage:
 def record_usage(model: nn.Module, training_only: bool = False) -> Iterator[Usage]:
     """Count, while the context is open, the slots that each memory of a model retrieves.
 
-    Every token counts that a memory reads, padding included, and once: what activation checkpointing computes again
-    does not. Selection is done twice, so forward passes take longer. What `torch.compile` has compiled, of this model
-    or another, runs uncompiled while the context is open: compiled code does not call a hook that came after it.
+    Every token that a memory reads counts once, including padding; activation checkpointing does not count it again. Slots are
+    selected a second time for the count, so forward passes take longer. While the context is open, compiled models run
+    uncompiled, this one and all others: compiled code does not call hooks that were added after compilation.
 
     Args:
-        model: A causal language model whose decoder has `layers`, compiled or not, or what accelerate or PEFT has
-            wrapped around one. Its memory modules have a hook more while the context is open, and nothing else.
-        training_only: Whether what a memory reads in eval mode is left out. Default: false.
+        model: A causal language model whose decoder has `layers`. It may be compiled, or wrapped by accelerate or PEFT. Its
+            memory modules have an additional hook while the context is open; nothing else changes.
+        training_only: Whether to ignore what a memory reads in eval mode. Default: False.
 
     Raises:
-        ValueError: If the model has no memory that retrieves slots, or one whose parameters are offloaded.
+        ValueError: If the model has no memory that retrieves slots, or if the parameters of one are offloaded.
     """
     hosts = hosted_memories(model, RetrievesSlots)
     if not hosts:
@@ -140,32 +140,34 @@ def record_usage(model: nn.Module, training_only: bool = False) -> Iterator[Usag
 
 
 def uncounted_memories(model: nn.Module) -> dict[str, list[int]]:
-    """The layers of those memories that retrieve no slots, by their type: `record_usage` has nothing to count there.
+    """Return the layers with memories that retrieve no slots, by type of memory. `record_usage` counts nothing there.
 
     Args:
-        model: As `record_usage` takes it.
+        model: A model as in `record_usage`.
     """
     layers: dict[str, list[int]] = {}
     for layer, block in enumerate(decoder_of(model).layers):
         for module in block.modules():
-            memory_type = getattr(module, "memory_type", None)  # of the code that a checkpoint brought as well
+            memory_type = getattr(
+                module, "memory_type", None
+            )  # a name, since a checkpoint's own code has other classes
             if isinstance(memory_type, str) and not isinstance(module, RetrievesSlots):
                 layers.setdefault(memory_type, []).append(layer)
     return layers
 
 
 def types_with_slots() -> list[str]:
-    """Return the sorted names of the registered types whose memories are a `RetrievesSlots`, those of other packages included."""
+    """Return the sorted names of registered types of memory that retrieve slots, including types from other packages."""
     return _types_with("retrieve")
 
 
 def types_whose_slots_add() -> list[str]:
-    """Return the sorted names of the registered types whose memories are an `AddsSlots`."""
+    """Return the sorted names of registered types of memory whose slots add values (`AddsSlots`)."""
     return _types_with("slot_outputs")
 
 
 def counted_types() -> list[str]:
-    """Return the sorted names of the registered types of which `midus look usage` counts something: slots, chapters or blocks."""
+    """Return the sorted names of registered types of memory for which `midus look usage` counts slots, chapters or blocks."""
     fetching = [name for name, module in MEMORY_MODULES.items() if "fetched" in module.asks]
     return sorted({*types_with_slots(), *_types_with("attention_mass"), *fetching})
 
@@ -182,17 +184,17 @@ def _no_counts(memory: Any) -> torch.Tensor:
 
 
 def _counter(
-    usage: Usage, place: MemoryPlace, training_only: bool
+    usage: Usage, memory_place: MemoryPlace, training_only: bool
 ) -> Callable[[Any, tuple[torch.Tensor, ...], torch.Tensor], None]:
-    """A forward hook that counts what a memory has retrieved.
+    """Return a forward hook that counts the slots that a memory has retrieved.
 
-    It runs after the forward pass, so that the weights that autocast keeps were cast for the pass, with a gradient.
+    A pre-hook would retrieve without a gradient first, and autocast would reuse those casts of the weights in the pass.
     """
 
     def count(memory: Any, arguments: tuple[torch.Tensor, ...], output: torch.Tensor) -> None:
         if not (is_in_backward() or usage._paused) and (memory.training or not training_only):
             with torch.no_grad():
                 _, slots = memory.retrieve(arguments[0])
-                usage.count(place, slots)
+                usage.count(memory_place, slots)
 
     return count
