@@ -1,1 +1,1 @@
-"""Count which chapters texts read, and measure what a model computes without one."""
+"""Which chapters texts read, and what a model computes without a chapter."""

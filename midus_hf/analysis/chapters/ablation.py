@@ -1,4 +1,4 @@
-"""What texts lose without a chapter: a map of causes, where shares of reads are one of correlations."""
+"""Ablation: the loss of texts without a chapter. It shows causes, where the share of reads shows correlations only."""
 
 import contextlib
 import random
@@ -21,13 +21,13 @@ Mode = Literal["zero", "swap-random", "drop"]
 
 @dataclass(frozen=True)
 class AblatedChapter:
-    """What a model loses without one chapter.
+    """Change of the loss when one chapter is ablated.
 
     Args:
-        chapter: Its number.
-        read_share: Share of the tokens of all texts that read it, the mean over the layers that are changed.
-        swapped_with: The chapter that stood in its place, where mode is `swap-random`.
-        effects: By text.
+        chapter: Number of the chapter, from 0.
+        read_share: Share of the tokens of all texts that read the chapter, averaged over the changed layers.
+        swapped_with: Number of the chapter that took its place in mode `swap-random`; None in other modes.
+        effects: Change of the loss of each text, by the text's name.
     """
 
     chapter: int
@@ -38,15 +38,15 @@ class AblatedChapter:
 
 @dataclass(frozen=True)
 class Ablation:
-    """What a model loses without each of some chapters.
+    """Losses of texts without each of several chapters.
 
     Args:
-        mode: What was done to them.
+        mode: Kind of change that was made to the chapters.
         memory: Name of the memory.
-        layers: That were changed.
-        losses: Of each text as the model is, in nats per predicted token.
-        tokens: That were predicted of each text.
-        chapters: In the order of their numbers.
+        layers: Indices of the changed layers.
+        losses: Loss of each text with the unchanged model, in nats per predicted token.
+        tokens: Number of predicted tokens of each text.
+        chapters: Results per chapter, in ascending order of the chapters' numbers.
     """
 
     mode: Mode
@@ -70,27 +70,27 @@ def ablate(
     seed: int = 0,
     progress: Callable[[int, int], None] | None = None,
 ) -> Ablation:
-    """Measure the loss on texts without each chapter, one after another, and compare it with the loss as it is.
+    """Measure the loss of texts without each chapter, one chapter at a time, and compare it with the unchanged model's loss.
 
-    A chapter that no token reads in the layers that are changed is not tried where that cannot change anything: the effect is
-    exactly 0.
+    If no token reads a chapter in the changed layers, the ablation cannot change anything: the effect is set to exactly 0
+    without a measurement. In mode `swap-random` this requires that no token reads the chapter's partner either.
 
     Args:
-        model: Put in eval mode for the while; parameters are as before afterwards.
-        texts: From `text_rows`.
-        chapters: Numbers of those that are tried. Default: all, but for `drop` the routed ones.
-        layers: Indices of the layers that do without. Default: all that read chapters.
-        mode: `zero` puts zeros in the place of its rows, `swap-random` exchanges its rows with those of another chapter of its kind,
-            and `drop` lets routers open the next best one. Default: `"zero"`.
-        top: Try the so many most read ones of them alone. Default: all.
-        memory: Name of one of several memories of chapters. Default: the only one.
+        model: A causal language model with chapters. It is in eval mode during the measurement; its parameters are restored.
+        texts: Texts, as `text_rows` returns them.
+        chapters: Numbers of the chapters to ablate. Default: all chapters; in mode `drop`, all routed chapters.
+        layers: Indices of the layers to change. Default: all layers that read chapters.
+        mode: `zero` replaces a chapter's rows by zeros, `swap-random` exchanges the rows with a random chapter of the same kind
+            (shared or routed), and `drop` makes routers open the next best chapter. Default: `"zero"`.
+        top: Ablate only this number of `chapters`, the most read ones. Default: all.
+        memory: Name of the memory, if the model has several memories of chapters. Default: the only one.
         batch_size: Rows per forward pass. Default: 4.
-        seed: Of the choice for `swap-random`. Default: 0.
-        progress: Called with the tokens read so far, and of all. Default: none.
+        seed: Seed of the random choice in mode `swap-random`. Default: 0.
+        progress: Called with the number of tokens read so far and the total number. Default: none.
 
     Raises:
-        ValueError: As `hosts_of` and `close_chapters`; if the mode is unknown, `top` is less than 1, or a chapter has none to be
-            swapped with.
+        ValueError: For the reasons of `hosts_of`, `zero_chapters` and `close_chapters`; if the mode is unknown, if `top` is less
+            than 1, or if there is no chapter of the same kind to swap a chapter with.
     """
     if mode not in get_args(Mode):
         raise ValueError(f"mode is {mode!r}; expected one of: {', '.join(get_args(Mode))}.")
@@ -116,13 +116,14 @@ def ablate(
         return swap_in_layers(model, chapter, partners[chapter], changed, memory=name)
 
     if chapters:
-        with intervention(chapters[0]):  # what is refused is refused before anything is measured
+        with intervention(chapters[0]):  # raises for a bad request before anything is measured
             pass
     tokens_each = sum(text.num_tokens for text in texts)
-    told = adding(progress, tokens_each * (1 + min(len(chapters), top or len(chapters))))
+    advance = adding(progress, tokens_each * (1 + min(len(chapters), top or len(chapters))))
     with record_chapters(model, name) as records:
         usual = {
-            text.name: read_rows(model, text, batch_size=batch_size, records=records, progress=told) for text in texts
+            text.name: read_rows(model, text, batch_size=batch_size, records=records, progress=advance)
+            for text in texts
         }
     shares = _read_shares(records, name, changed)
     most_read = sorted(chapters, key=lambda chapter: -shares[chapter])[:top]
@@ -130,12 +131,12 @@ def ablate(
     for chapter in sorted(most_read):
         if shares[chapter] == 0 and (mode != "swap-random" or shares[partners[chapter]] == 0):
             effects = {text.name: Effect(0.0, 0.0 if len(text.rows) > 1 else None) for text in texts}
-            told(tokens_each)
+            advance(tokens_each)
         else:
             with intervention(chapter):
                 effects = {
                     text.name: effect_between(
-                        usual[text.name], read_rows(model, text, batch_size=batch_size, progress=told)
+                        usual[text.name], read_rows(model, text, batch_size=batch_size, progress=advance)
                     )
                     for text in texts
                 }
@@ -151,7 +152,7 @@ def ablate(
 
 
 def _partners(chapters: Sequence[int], num_shared: int, num_chapters: int, seed: int) -> dict[int, int]:
-    """For each chapter another one, shared or routed as it is."""
+    """Choose for each chapter another chapter of the same kind, shared or routed."""
     choice = random.Random(seed)
     partners = {}
     for chapter in chapters:
@@ -167,7 +168,7 @@ def _partners(chapters: Sequence[int], num_shared: int, num_chapters: int, seed:
 
 
 def _read_shares(records: ChapterRecords, name: str, layers: Sequence[int]) -> list[float]:
-    """Share of the tokens of all texts that read each chapter, the mean over layers."""
+    """Return the share of the tokens of all texts that read each chapter, averaged over layers."""
     counts = [of_text[MemoryPlace(layer, name)] for of_text in records.counts.values() for layer in layers]
     reads = torch.stack([of_place.reads.cpu() for of_place in counts]).sum(0)
     return (reads / torch.stack([of_place.sums["tokens"].cpu() for of_place in counts]).sum()).tolist()

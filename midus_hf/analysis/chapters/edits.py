@@ -1,4 +1,4 @@
-"""What a model computes without a chapter: its parameters are changed for as long as a context is open."""
+"""Edits of chapters that last as long as a context is open: parameters are changed, then restored."""
 
 import contextlib
 from collections.abc import Iterator, Mapping, Sequence
@@ -13,34 +13,34 @@ from midus_hf.analysis.chapters.memories import one_memory
 from midus_hf.analysis.watched_models import decoder_of, innermost
 
 BANK_ROWS = ("bank", "bank_integers", "bank_scales")
-"""What the tensors of a bank are called that have a row for each memory token."""
+"""Names of the bank's tensors that have one row per memory token."""
 
 
 @contextlib.contextmanager
 def zero_chapters(
     model: nn.Module, chapters: Sequence[int], *, memory: str | None = None, bank: int | None = None
 ) -> Iterator[None]:
-    """Set the rows of chapters to zero while the context is open; then they are as before, bit for bit.
+    """Set the rows of chapters to zero while the context is open. Afterwards the rows are restored, bit for bit.
 
-    Routers still open these chapters, and attention still gives them a share, so what is measured is what their contents do.
+    Routers still open the chapters, and attention still gives them a share, so a measurement shows what their contents do.
 
     Args:
-        model: A causal language model with chapters, compiled or not, or what accelerate or PEFT has wrapped around one. Its
-            parameters must not be trained within.
-        chapters: Their numbers.
-        memory: Name of one of several memories of chapters. Default: the only one.
-        bank: Number of one of several banks. Default: all.
+        model: A causal language model with chapters. It may be compiled, or wrapped by accelerate or PEFT. Its parameters must
+            not be trained while the context is open.
+        chapters: Numbers of the chapters, each once.
+        memory: Name of the memory, if the model has several memories of chapters. Default: the only one.
+        bank: Number of the bank, if the memory has several banks. Default: all banks.
 
     Raises:
-        ValueError: If the model has no such memory, bank or chapter, or its parameters are offloaded, sharded, or in use by
-            `kept_values`.
+        ValueError: If the model has no chapters or several memories to choose from; if the memory, bank or chapter does not
+            exist; if a chapter is repeated; if parameters are offloaded, sharded, or in use by `kept_values`.
     """
-    found = _find(model, memory, bank)
-    numbers = _checked(chapters, found)
-    with restored(found.banks, found.rows_of(numbers)):
-        for parameter in found.banks:
+    edited = _find(model, memory, bank)
+    numbers = _checked(chapters, edited)
+    with restored(edited.banks, edited.rows_of(numbers)):
+        for parameter in edited.banks:
             with torch.no_grad():
-                parameter[found.rows_of(numbers).to(parameter.device)] = 0
+                parameter[edited.rows_of(numbers).to(parameter.device)] = 0
         yield
 
 
@@ -54,26 +54,25 @@ def swap_chapters(
     memory: str | None = None,
     bank: int | None = None,
 ) -> Iterator[None]:
-    """Exchange the rows of two chapters while the context is open; then they are as before, bit for bit.
+    """Exchange the rows of two chapters while the context is open. Afterwards the rows are restored, bit for bit.
+
+    Arguments that are not listed mean the same as in `zero_chapters`.
 
     Args:
-        model: As for `zero_chapters`.
-        first: The number of one.
-        second: The number of the other.
-        with_router: Whether what routers have for them is exchanged as well. The model then computes what it did, if both are
-            routed or both are shared. Default: False.
-        memory: As for `zero_chapters`.
-        bank: As for `zero_chapters`.
+        first: Number of one chapter.
+        second: Number of the other chapter.
+        with_router: Whether to exchange the chapters' router weights and biases as well. If both chapters are routed, or both
+            are shared, the model then computes the same as before. Default: False.
 
     Raises:
-        ValueError: As `zero_chapters`.
+        ValueError: For the reasons of `zero_chapters`.
     """
-    found = _find(model, memory, bank)
-    numbers = _checked([first, second], found)
-    routers = found.routers if with_router else []
-    rows, places = found.rows_of(numbers), torch.tensor(numbers)
-    with restored(found.banks, rows), restored(routers, places):
-        for parameters, places_of in ((found.banks, rows), (routers, places)):
+    edited = _find(model, memory, bank)
+    numbers = _checked([first, second], edited)
+    routers = edited.routers if with_router else []
+    rows, places = edited.rows_of(numbers), torch.tensor(numbers)
+    with restored(edited.banks, rows), restored(routers, places):
+        for parameters, places_of in ((edited.banks, rows), (routers, places)):
             for parameter in parameters:
                 with torch.no_grad():
                     taken = places_of.to(parameter.device)
@@ -83,7 +82,7 @@ def swap_chapters(
 
 @runtime_checkable
 class _DeclaresTensors(Protocol):
-    """What a bank that layers share is in, also where a checkpoint brought its code."""
+    """A module that holds a bank which layers share. A checkpoint that carries its code has another class for it."""
 
     declared: Mapping[str, Any]
 
@@ -91,13 +90,13 @@ class _DeclaresTensors(Protocol):
 
 
 @dataclass(frozen=True)
-class _Found:
-    """The parameters of a memory of chapters in a model.
+class _EditedTensors:
+    """Tensors of a memory of chapters that may be edited.
 
     Args:
-        options: Of the memory.
-        banks: What the banks that are edited have of rows: parameters, or buffers where they are integers.
-        routers: Weights and biases of the routers of the layers that read these.
+        options: Options of the memory.
+        banks: Tensors of the banks with a row per memory token: parameters, or buffers if they hold integers.
+        routers: Weights and biases of the routers in the layers that read the banks.
     """
 
     options: Any
@@ -105,13 +104,13 @@ class _Found:
     routers: list[torch.Tensor]
 
     def rows_of(self, numbers: Sequence[int]) -> torch.Tensor:
-        """Indices of the rows of chapters, one chapter after the other."""
+        """Return the indices of the chapters' rows, one chapter after another."""
         size = self.options.chapter_tokens
         return (torch.tensor(numbers)[:, None] * size + torch.arange(size)).flatten()
 
 
-def _find(model: nn.Module, memory: str | None, bank: int | None) -> _Found:
-    hosts = one_memory(model, memory, whole=False)  # of what is offloaded, the parameter is told
+def _find(model: nn.Module, memory: str | None, bank: int | None) -> _EditedTensors:
+    hosts = one_memory(model, memory, whole=False)  # `_parameter` refuses offloading and names the tensor
     name, options = hosts[0].name, hosts[0].module.options
     decoder = decoder_of(model)
     tables = decoder.config.memories().tables(name)
@@ -129,7 +128,7 @@ def _find(model: nn.Module, memory: str | None, bank: int | None) -> _Found:
         raise ValueError(
             f"kept_values keeps what memory {name!r} derives from its bank; expected to be outside of it. Open kept_values within."
         )
-    return _Found(
+    return _EditedTensors(
         options,
         [_parameter(module, row) for module in holders for row in BANK_ROWS if row in module.declared],
         [_parameter(module, role) for module in readers for role in ("router_weight", "router_bias")],
@@ -137,10 +136,10 @@ def _find(model: nn.Module, memory: str | None, bank: int | None) -> _Found:
 
 
 def _parameter(module: Any, name: str) -> torch.Tensor:
-    """A parameter or buffer that is there, whole, to be changed.
+    """Return a parameter or buffer of a module.
 
     Raises:
-        ValueError: If it is not.
+        ValueError: If the tensor is offloaded or sharded.
     """
     parameter = module.declared_tensor(name)
     if parameter.device.type == "meta":
@@ -150,16 +149,16 @@ def _parameter(module: Any, name: str) -> torch.Tensor:
     return parameter
 
 
-def _checked(chapters: Sequence[int], found: _Found) -> list[int]:
-    """Numbers of chapters that there are, each once.
+def _checked(chapters: Sequence[int], edited: _EditedTensors) -> list[int]:
+    """Return the numbers of chapters as a list.
 
     Raises:
-        ValueError: If they are not.
+        ValueError: If a chapter does not exist or is repeated.
     """
     numbers = list(chapters)
-    unknown = [number for number in numbers if type(number) is not int or not 0 <= number < found.options.chapters]
+    unknown = [number for number in numbers if type(number) is not int or not 0 <= number < edited.options.chapters]
     if unknown:
-        raise ValueError(f"chapter is {unknown[0]!r}; expected a number from 0 to {found.options.chapters - 1}.")
+        raise ValueError(f"chapter is {unknown[0]!r}; expected a number from 0 to {edited.options.chapters - 1}.")
     if len(set(numbers)) < len(numbers):
         raise ValueError(f"chapters is {numbers}; expected each once.")
     return numbers
@@ -167,7 +166,7 @@ def _checked(chapters: Sequence[int], found: _Found) -> list[int]:
 
 @contextlib.contextmanager
 def restored(parameters: Sequence[torch.Tensor], rows: torch.Tensor) -> Iterator[None]:
-    """Put rows of parameters back as they are now, however the context ends."""
+    """Restore the present values of rows of parameters when the context ends, also after an error."""
     before = [parameter.detach()[rows.to(parameter.device)].clone() for parameter in parameters]
     try:
         yield

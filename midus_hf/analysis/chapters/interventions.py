@@ -1,4 +1,4 @@
-"""What a model computes where some of its layers read other chapters than they hold, or do not open them."""
+"""Interventions in some layers: they read other chapters than they hold, or do not open chapters, while a context is open."""
 
 import contextlib
 from collections.abc import Collection, Iterator
@@ -16,16 +16,17 @@ from midus_hf.analysis.watched_models import HostedMemory, held_hooks
 def zero_in_layers(
     model: nn.Module, chapter: int, layers: Collection[int], *, memory: str | None = None
 ) -> Iterator[None]:
-    """Let some layers read zeros in the place of a chapter while the context is open; others that share the bank read it as it is.
+    """Let some layers read zeros in place of a chapter while the context is open; other layers read the bank unchanged.
 
     Args:
-        model: As for `memories_of_chapters`. Its memories have a hook more while the context is open; parameters stay.
-        chapter: Its number.
+        model: A model as in `memories_of_chapters`. Its memories have an additional hook while the context is open; its
+            parameters are not changed.
+        chapter: Number of the chapter.
         layers: Indices of decoder layers.
-        memory: Name of one of several memories of chapters. Default: the only one.
+        memory: Name of the memory, if the model has several memories of chapters. Default: the only one.
 
     Raises:
-        ValueError: As `one_memory`, or if there is no such chapter or layer.
+        ValueError: For the reasons of `one_memory`; if the chapter does not exist, or a layer does not read chapters.
     """
 
     def zeroed(by_chapter: torch.Tensor) -> torch.Tensor:
@@ -41,17 +42,16 @@ def zero_in_layers(
 def swap_in_layers(
     model: nn.Module, first: int, second: int, layers: Collection[int], *, memory: str | None = None
 ) -> Iterator[None]:
-    """Let some layers read each of two chapters where the other is opened while the context is open.
+    """Exchange two chapters in some layers while the context is open: where a router opens one, the layer reads the other.
+
+    Arguments that are not listed mean the same as in `zero_in_layers`.
 
     Args:
-        model: As for `zero_in_layers`.
-        first: The number of one.
-        second: The number of the other.
-        layers: As for `zero_in_layers`.
-        memory: As for `zero_in_layers`.
+        first: Number of one chapter.
+        second: Number of the other chapter.
 
     Raises:
-        ValueError: As `zero_in_layers`.
+        ValueError: For the reasons of `zero_in_layers`.
     """
 
     def swapped(by_chapter: torch.Tensor) -> torch.Tensor:
@@ -67,16 +67,16 @@ def swap_in_layers(
 def close_chapters(
     model: nn.Module, chapters: Collection[int], *, layers: Collection[int] | None = None, memory: str | None = None
 ) -> Iterator[None]:
-    """Let routers not open chapters while the context is open: they open the next best in their place, as after `prune`.
+    """Keep routers from opening chapters while the context is open. They open the next best chapters instead, as after `prune`.
 
     Args:
-        model: As for `zero_in_layers`. Biases of its routers are changed while the context is open.
-        chapters: Their numbers, all of them routed.
-        layers: Whose routers. Default: all.
-        memory: As for `zero_in_layers`.
+        model: A model as in `memories_of_chapters`. Biases of its routers are changed while the context is open.
+        chapters: Numbers of the chapters, all of them routed.
+        layers: Indices of the layers whose routers are changed. Default: all layers that read chapters.
+        memory: Name of the memory, if the model has several memories of chapters. Default: the only one.
 
     Raises:
-        ValueError: As `zero_in_layers`; if a chapter is shared, or fewer routed chapters than k would be left.
+        ValueError: For the reasons of `zero_in_layers`; if a chapter is shared, or fewer than k routed chapters would be left.
     """
     hosts = hosts_of(model, chapters, layers, memory)
     numbers = sorted(set(chapters))
@@ -102,16 +102,16 @@ def close_chapters(
 def hosts_of(
     model: nn.Module, chapters: Collection[int], layers: Collection[int] | None, memory: str | None
 ) -> list[HostedMemory]:
-    """The layers of a memory that are meant.
+    """Return one memory of chapters in each of the requested layers.
 
     Args:
-        model: As for `memories_of_chapters`.
-        chapters: Numbers that must be chapters of theirs.
-        layers: Their indices. Default: all.
-        memory: Name of one of several memories of chapters. Default: the only one.
+        model: A model as in `memories_of_chapters`.
+        chapters: Numbers of chapters, which are checked to exist.
+        layers: Indices of decoder layers; None for all layers that read chapters.
+        memory: Name of the memory; None for the only one.
 
     Raises:
-        ValueError: As `one_memory`, or if there is no such chapter or layer.
+        ValueError: For the reasons of `one_memory`; if a chapter does not exist, or a layer does not read chapters.
     """
     hosts = {hosted.layer: hosted for hosted in one_memory(model, memory)}
     num_chapters = next(iter(hosts.values())).module.num_chapters
@@ -126,16 +126,16 @@ def hosts_of(
 
 @contextlib.contextmanager
 def _rows_edited(hosts: list[HostedMemory], edit: Any) -> Iterator[None]:
-    """Call memories with edited copies `[C, M, ...]` of what their bank has by chapter."""
+    """Call memories with edited copies of their bank's tensors; `edit` takes and returns them as `[C, M, ...]`."""
 
-    def replace(module: Any, arguments: Any, given: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-        tables = dict(given.get("tables") or {})
+    def replace(module: Any, arguments: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        tables = dict(kwargs.get("tables") or {})
         for name in BANK_ROWS:
             if name in module.bank_names:
                 table = tables[name] if name in tables else getattr(module, name)
                 by_chapter = table.unflatten(0, (module.num_chapters, -1))
                 tables[name] = edit(by_chapter).flatten(0, 1)
-        return arguments, {**given, "tables": tables}
+        return arguments, {**kwargs, "tables": tables}
 
     with held_hooks() as hold:
         for hosted in hosts:

@@ -1,4 +1,4 @@
-"""The memories of chapters of a model."""
+"""The memories of a model that read chapters."""
 
 from torch import nn
 
@@ -7,16 +7,15 @@ from midus_hf.memory.protocols import ReadsChapters
 
 
 def memories_of_chapters(model: nn.Module, name: str | None = None, *, whole: bool = True) -> list[HostedMemory]:
-    """Return the memories of a model that read chapters, by layer.
+    """Return the memories of a model that read chapters, in the order of layers.
 
     Args:
-        model: A causal language model whose decoder has `layers`, compiled or not, or what accelerate or PEFT has wrapped around
-            one.
-        name: Of one of several memories of chapters. Default: all.
-        whole: Whether to refuse memories that are offloaded. Default: true.
+        model: A causal language model whose decoder has `layers`. It may be compiled, or wrapped by accelerate or PEFT.
+        name: Name of the memory. Default: memories of all names.
+        whole: Whether to refuse memories that are offloaded. Default: True.
 
     Raises:
-        ValueError: If there is none, or none of that name, or one is offloaded.
+        ValueError: If no memory reads chapters or has the name, or if a memory is offloaded and `whole` is true.
     """
     hosts = hosted_memories(model, ReadsChapters)
     if not hosts:
@@ -28,15 +27,13 @@ def memories_of_chapters(model: nn.Module, name: str | None = None, *, whole: bo
 
 
 def one_memory(model: nn.Module, name: str | None = None, *, whole: bool = True) -> list[HostedMemory]:
-    """Return the layers of one memory of chapters.
+    """Return one memory of chapters, once for each layer that it is in. Arguments are as in `memories_of_chapters`.
 
     Args:
-        model: As for `memories_of_chapters`.
-        name: Of the memory. Default: the only one.
-        whole: As for `memories_of_chapters`.
+        name: Name of the memory. Default: the only one.
 
     Raises:
-        ValueError: As `memories_of_chapters`, and if there are several and none is named.
+        ValueError: For the reasons of `memories_of_chapters`; if there are memories of several names and `name` is None.
     """
     hosts = memories_of_chapters(model, name, whole=whole)
     names = dict.fromkeys(hosted.name for hosted in hosts)

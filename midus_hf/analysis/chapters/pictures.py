@@ -1,4 +1,4 @@
-"""Pictures of what chapters are read for and what they do, as PNG. All of them need matplotlib."""
+"""Pictures of which texts read which chapters and what chapters do, as PNG. All functions need matplotlib."""
 
 import math
 from collections.abc import Sequence
@@ -11,10 +11,10 @@ from midus_hf.analysis.pictures import HEAT, as_png, label_some, new_figure
 
 
 def draw_shares(stats: Sequence[ChapterStats]) -> bytes:
-    """The share of each text's tokens that read each routed chapter: a panel per text, a row per layer.
+    """Return a PNG of the share of each text's tokens that read each routed chapter: a panel per text, a row per layer.
 
     Args:
-        stats: Of one memory.
+        stats: Statistics of one memory, per layer.
     """
     maps = {
         text: [of_layer.texts[text].read_shares[of_layer.shared_chapters :] for of_layer in stats]
@@ -29,27 +29,27 @@ def draw_shares(stats: Sequence[ChapterStats]) -> bytes:
 
 
 def draw_specialisation(stats: Sequence[ChapterStats]) -> bytes:
-    """How much more each text reads each routed chapter than the mean text, as powers of 2: a panel per text, a row per layer.
+    """Return a PNG of log2 of each routed chapter's lift (`ChapterStats.lifts`): a panel per text, a row per layer.
 
     Args:
-        stats: Of one memory, with lifts.
+        stats: Statistics of one memory, per layer, with lifts.
     """
     most = max(1.0, math.log2(len(stats[0].lifts)))
     maps = {
         f"{text}: log2 of the lift of a chapter": [
             [math.nan if lift is None else math.log2(max(lift, 2**-most)) for lift in of_layer.lifts[text]]
             for of_layer in stats
-        ]  # what is no number stays blank
+        ]  # NaN stays blank in the picture
         for text in stats[0].lifts
     }
     return _panels(maps, stats, {"cmap": "RdBu_r", "vmin": -most, "vmax": most})
 
 
 def draw_entropies(stats: Sequence[ChapterStats]) -> bytes:
-    """The entropy of each layer's router on each text, and the greatest that there could be.
+    """Return a PNG of the entropy of each layer's router on each text, with a line at the greatest possible entropy.
 
     Args:
-        stats: Of one memory.
+        stats: Statistics of one memory, per layer.
     """
     texts = list(stats[0].texts)
     figure = new_figure(max(6.0, 0.35 * len(stats) * len(texts)), 3.6, layout=None)
@@ -68,10 +68,10 @@ def draw_entropies(stats: Sequence[ChapterStats]) -> bytes:
 
 
 def draw_ablation(ablation: Ablation) -> bytes:
-    """What each text loses without each chapter, in thousandths of a nat: a row per text.
+    """Return a PNG of how much each text's loss grows without each chapter, in 1/1000 nat per token: a row per text.
 
     Args:
-        ablation: Of one chapter at least.
+        ablation: Result for at least one chapter.
     """
     texts = list(ablation.losses)
     effects = [[1000 * row.effects[text].difference for row in ablation.chapters] for text in texts]
@@ -88,7 +88,7 @@ def draw_ablation(ablation: Ablation) -> bytes:
 
 
 def _panels(maps: dict[str, list[list[float]]], stats: Sequence[ChapterStats], colours: dict[str, Any]) -> bytes:
-    """Heat maps `[layers, C - S]`, one below another, with one scale of colours."""
+    """Return a PNG of heat maps `[layers, C - S]`, given by title, one below another with the same colour scale."""
     shared, layers = stats[0].shared_chapters, len(stats)
     figure = new_figure(9, len(maps) * (1.1 + 0.16 * layers) + 0.4)
     panels = figure.subplots(len(maps), squeeze=False)[:, 0]

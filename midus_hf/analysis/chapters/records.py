@@ -1,4 +1,4 @@
-"""What the tokens of texts read of chapters, recorded while a model reads these texts."""
+"""Records of which chapters the tokens of texts read, taken while a model reads the texts."""
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -14,34 +14,34 @@ from midus_hf.ops.dispatch.private_torch import is_in_backward
 
 
 class ChapterCounts:
-    """What the tokens of one text read in one memory: sums over tokens, float64.
+    """Sums over the tokens of one text of what they read in one memory, float64.
 
     Args:
-        num_chapters: C, shared ones included.
-        num_shared: S.
-        device: Where the memory computes.
+        num_chapters: C, the number of chapters, including shared chapters.
+        num_shared: S, the number of shared chapters, which come first.
+        device: Device on which the memory computes.
     """
 
     SUMS = (
         "tokens",
-        "unguided",  # tokens whose chapters were chosen by nothing, as those of the first chunk are
-        "entropy",  # of the router, over the other tokens
-        "within", "pairs_within",  # overlap of neighbouring stretches, and how many were compared
-        "between", "pairs_between",  # overlap of rows of different documents, likewise
-        "to_attention", "to_residual",  # norm of what is added, relative to what attention adds and to what is read
+        "unguided",  # tokens whose router input is zero, as in the first chunk
+        "entropy",  # of the router, summed over guided tokens
+        "within", "pairs_within",  # overlap of neighbouring stretches, and the number of pairs
+        "between", "pairs_between",  # overlap of rows of different documents, and the number of pairs
+        "to_attention", "to_residual",  # norm of the memory's output over that of attention's output, and of its input
     )  # fmt: skip
 
     def __init__(self, num_chapters: int, num_shared: int, device: torch.device):
         self.num_shared, self.k = num_shared, 0
         self.reads = torch.zeros(num_chapters, dtype=torch.float64, device=device)
-        self.guided_reads = torch.zeros_like(self.reads)  # where there was something to choose by
+        self.guided_reads = torch.zeros_like(self.reads)  # reads of guided tokens only
         self.mass = torch.zeros_like(self.reads)
         self.sums = {name: self.reads.new_zeros(()) for name in self.SUMS}
         self._last_row: tuple[int, torch.Tensor] | None = None
 
     @classmethod
     def total(cls, parts: Sequence["ChapterCounts"]) -> "ChapterCounts":
-        """The counts of several texts, added up."""
+        """Return the sum of the counts of several texts."""
         whole = cls(len(parts[0].reads), parts[0].num_shared, parts[0].reads.device)
         for part in parts:
             whole.k = part.k
@@ -53,12 +53,12 @@ class ChapterCounts:
         return whole
 
     def add_routing(self, routing: Routing, documents: Sequence[int], real: torch.Tensor | None) -> None:
-        """Add which chapters the tokens of a batch read.
+        """Add the chapters that the tokens of a batch read.
 
         Args:
-            routing: Of the batch.
-            documents: The document of each row.
-            real: `[B, T]`, false for padding. Default: no token is padding.
+            routing: Routing of the batch.
+            documents: Number of the document that each row belongs to.
+            real: `[B, T]`, false for padding. None: no token is padding.
         """
         of_token = routing.pooled.stretches.of_token  # [B, T]
         tokens = torch.ones_like(of_token, dtype=torch.float64) if real is None else real.double()
@@ -78,9 +78,9 @@ class ChapterCounts:
         """Add how attention is shared among chapters.
 
         Args:
-            chapters: `[B, T, n]`, that each token reads.
-            mass: `[B, T, n]`, of each token.
-            real: `[B, T]`, false for padding. Default: no token is padding.
+            chapters: Chapters that each token reads, `[B, T, n]`.
+            mass: Share of the token's attention that each chapter gets, `[B, T, n]`.
+            real: `[B, T]`, false for padding. None: no token is padding.
         """
         wide = mass.double() if real is None else mass.double() * real.unsqueeze(-1)
         self.mass.scatter_add_(0, chapters.flatten(), wide.flatten())
@@ -88,21 +88,21 @@ class ChapterCounts:
     def add_norms(
         self, added: torch.Tensor, attention: torch.Tensor, read: torch.Tensor, real: torch.Tensor | None
     ) -> None:
-        """Add how long what the memory adds is, relative to what attention adds and to what is read, all `[B, T, D]`."""
+        """Add the norm of the memory's output over that of attention's output, and of its input `read`; all `[B, T, D]`."""
         norms = added.double().norm(dim=-1)
         for name, other in (("to_attention", attention), ("to_residual", read)):
             ratio = norms / other.double().norm(dim=-1).clamp(min=torch.finfo(torch.float32).tiny)
             self.sums[name] += (ratio if real is None else ratio * real).sum()
 
     def _reads_of_rows(self, chosen: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
-        """How many tokens `[B, T]`, of which each reads chapters `[B, T, k]`, read each chapter, `[B, C]`, by row."""
+        """Return the number of tokens per row that read each chapter, `[B, C]`; `chosen` is `[B, T, k]`, `tokens` `[B, T]`."""
         rows = self.reads.new_zeros(len(tokens), len(self.reads))
         rows.scatter_add_(1, chosen.flatten(1), tokens.repeat_interleave(self.k, dim=1))
         rows[:, : self.num_shared] = tokens.sum(1, keepdim=True)
         return rows
 
     def _compare_stretches(self, chosen: torch.Tensor, of_token: torch.Tensor, guided: torch.Tensor) -> None:
-        """Compare the chapters `[N, k]` of stretches that follow each other, where guided tokens `[B, T]` of two do."""
+        """Compare the chapters `[N, k]` of neighbouring stretches, if the tokens `[B, T]` at their border are guided."""
         follows = (of_token[:, 1:] != of_token[:, :-1]) & (guided[:, 1:] > 0) & (guided[:, :-1] > 0)
         before, behind = chosen[of_token[:, :-1][follows]], chosen[of_token[:, 1:][follows]]  # [P, k]
         same = (behind[:, :, None] == before[:, None, :]).any(-1).sum(-1).double()
@@ -110,7 +110,7 @@ class ChapterCounts:
         self.sums["pairs_within"] += len(same)
 
     def _compare_rows(self, shares: torch.Tensor, documents: Sequence[int]) -> None:
-        """Compare the share of tokens `[B, C]` that read each chapter with that of the row before; a row of zeros has none."""
+        """Compare each row's shares `[B, C]` with the previous row's, if the documents differ and neither row is all zeros."""
         for document, row in zip(documents, shares[:, self.num_shared :], strict=True):
             if self._last_row is not None and self._last_row[0] != document:
                 before = self._last_row[1]
@@ -122,56 +122,57 @@ class ChapterCounts:
 
 
 class ChapterRecords:
-    """What was recorded, by text and place.
+    """Counts of what was read, per text and per place of a memory.
 
     Args:
-        found: The memories that are recorded.
+        hosts: Memories to record.
     """
 
-    def __init__(self, found: Sequence[HostedMemory]):
-        self._found = {hosted.place: hosted for hosted in found}
+    def __init__(self, hosts: Sequence[HostedMemory]):
+        self._hosts = {hosted.place: hosted for hosted in hosts}
         self.counts: dict[str, dict[MemoryPlace, ChapterCounts]] = {}
         self._reading: tuple[str, Sequence[int]] = ("", ())
 
     def begin(self, text: str, documents: Sequence[int]) -> None:
-        """Say what the next forward pass reads.
+        """Announce what the next forward pass reads.
 
         Args:
-            text: Its name.
-            documents: The document of each row of the batch.
+            text: Name of the text.
+            documents: Number of the document that each row of the batch belongs to.
         """
         self._reading = (text, documents)
 
-    def at(self, place: MemoryPlace) -> tuple[ChapterCounts, Sequence[int]]:
-        """The counts of a memory for the text that is read now, and the document of each row of the batch."""
+    def at(self, memory_place: MemoryPlace) -> tuple[ChapterCounts, Sequence[int]]:
+        """Return a memory's counts for the text that is being read, and the document of each row of the batch."""
         text, documents = self._reading
         of_text = self.counts.setdefault(text, {})
-        if place not in of_text:
-            hosted = self._found[place]
+        if memory_place not in of_text:
+            hosted = self._hosts[memory_place]
             device = next(hosted.memory.parameters()).device
-            of_text[place] = ChapterCounts(hosted.module.num_chapters, hosted.module.num_shared, device)
-        return of_text[place], documents
+            of_text[memory_place] = ChapterCounts(hosted.module.num_chapters, hosted.module.num_shared, device)
+        return of_text[memory_place], documents
 
 
 @contextlib.contextmanager
 def record_chapters(model: nn.Module, memory: str | None = None) -> Iterator[ChapterRecords]:
-    """Record, while the context is open, which chapters each memory of a model reads, and how attention is shared among them.
+    """Record, while the context is open, which chapters each memory reads and how attention is shared among them.
 
-    Routing and the scores of attention are computed a second time beside the forward pass, which gives what it gave before.
-    Code that `torch.compile` has made runs uncompiled while the context is open. Before each pass `ChapterRecords.begin` says
-    what it reads.
+    Call `ChapterRecords.begin` before each forward pass to announce what the pass reads. Routing and attention scores are
+    computed a second time for the record; the output of the forward pass does not change. Compiled models run uncompiled while
+    the context is open.
 
     Args:
-        model: As for `memories_of_chapters`. Its memories and attentions have hooks more while the context is open.
-        memory: Name of one of several memories of chapters. Default: all.
+        model: A model as in `memories_of_chapters`. Its memories and attention modules have additional hooks while the context
+            is open.
+        memory: Name of the memory. Default: memories of all names.
 
     Raises:
-        ValueError: As `memories_of_chapters`.
+        ValueError: For the reasons of `memories_of_chapters`.
     """
-    found = memories_of_chapters(model, memory)
-    records = ChapterRecords(found)
+    hosts = memories_of_chapters(model, memory)
+    records = ChapterRecords(hosts)
     with held_hooks() as hold:
-        for hosted in found:
+        for hosted in hosts:
             attention: list[torch.Tensor] = []
             hold(_behind_attention(hosted.block).register_forward_hook(_keeper(attention)))
             before, behind = _recorder(records, hosted.place, attention)
@@ -182,13 +183,13 @@ def record_chapters(model: nn.Module, memory: str | None = None) -> Iterator[Cha
 
 
 def _behind_attention(block: Any) -> nn.Module:
-    """The module that gives what attention adds to the residual stream."""
+    """Return the module whose output is what attention adds to the residual stream."""
     norm = block.attention_output_norm
     return block.self_attn if norm is None else getattr(block, norm)
 
 
 def _keeper(kept: list[torch.Tensor]) -> Callable[..., None]:
-    """A forward hook that keeps what a module has just given."""
+    """Return a forward hook that keeps a module's latest output."""
 
     def keep(module: nn.Module, arguments: Any, output: Any) -> None:
         kept[:] = [(output[0] if isinstance(output, tuple) else output).detach()]
@@ -197,24 +198,24 @@ def _keeper(kept: list[torch.Tensor]) -> Callable[..., None]:
 
 
 def _recorder(
-    records: ChapterRecords, place: MemoryPlace, attention: Sequence[torch.Tensor]
+    records: ChapterRecords, memory_place: MemoryPlace, attention: Sequence[torch.Tensor]
 ) -> tuple[Callable[..., None], Callable[..., None]]:
-    """Hooks before and behind a memory's forward. Routing is found before it, since the pass changes the state of a cache."""
+    """Return a pre-hook and a hook for a memory. The pre-hook routes, since the forward pass changes the state of the cache."""
     routings: list[Routing] = []
 
-    def before(memory: Any, arguments: tuple[torch.Tensor, ...], given: dict[str, Any]) -> None:
-        routing = routing_of(memory, arguments, given)
+    def before(memory: Any, arguments: tuple[torch.Tensor, ...], kwargs: dict[str, Any]) -> None:
+        routing = routing_of(memory, arguments, kwargs)
         routings[:] = [] if routing is None else [routing]
 
-    def behind(memory: Any, arguments: tuple[torch.Tensor, ...], given: dict[str, Any], output: torch.Tensor) -> None:
+    def behind(memory: Any, arguments: tuple[torch.Tensor, ...], kwargs: dict[str, Any], output: torch.Tensor) -> None:
         if not routings:
             return
         read, routing = arguments[0], routings.pop()
-        real = None if given.get("tokens") is None else given["tokens"].real
-        counts, documents = records.at(place)
+        real = None if kwargs.get("tokens") is None else kwargs["tokens"].real
+        counts, documents = records.at(memory_place)
         with torch.no_grad():
             counts.add_routing(routing, documents, real)
-            chapters, mass = memory.attention_mass(read, routing, tables=given.get("tables"))
+            chapters, mass = memory.attention_mass(read, routing, tables=kwargs.get("tables"))
             counts.add_mass(chapters, mass, real)
             counts.add_norms(output, attention[0].to(output.device), read, real)
 
@@ -222,14 +223,14 @@ def _recorder(
 
 
 @torch.no_grad()
-def routing_of(memory: Any, arguments: tuple[torch.Tensor, ...], given: Mapping[str, Any]) -> Routing | None:
-    """Return which chapters a memory opens in a pass; None where a pass repeats another for the backward pass, or reads no token.
+def routing_of(memory: Any, arguments: tuple[torch.Tensor, ...], kwargs: Mapping[str, Any]) -> Routing | None:
+    """Return the routing of a memory's forward pass; None for a pass that activation checkpointing repeats or without tokens.
 
     Args:
-        memory: Of chapters.
-        arguments: Of its forward pass.
-        given: Of its forward pass, by keyword.
+        memory: Memory that reads chapters.
+        arguments: Positional arguments of the forward pass.
+        kwargs: Keyword arguments of the forward pass.
     """
     if is_in_backward() or not arguments[0].numel():
         return None
-    return memory.route(arguments[0], **{name: given.get(name) for name in ("tokens", "state", "prompt_mask")})
+    return memory.route(arguments[0], **{name: kwargs.get(name) for name in ("tokens", "state", "prompt_mask")})

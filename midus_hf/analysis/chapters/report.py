@@ -1,4 +1,4 @@
-"""What was found of chapters, as files in a folder: a page, pictures, JSON and CSV."""
+"""Results about chapters as files in a folder: a page, pictures, JSON and CSV."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -23,9 +23,9 @@ def write_stats(folder: Path, report: Mapping[str, Any], stats: Sequence[Chapter
     """Write `stats.json`, `stats.csv`, a PNG per picture and `report.html`. Needs matplotlib.
 
     Args:
-        folder: Made if it is not there.
-        report: What `stats.json` holds.
-        stats: From `chapter_stats`.
+        folder: Folder to write into. It is created if it does not exist.
+        report: Content of `stats.json`.
+        stats: Statistics, as `chapter_stats` returns them.
     """
     rows = [
         [of_layer.layer, of_layer.memory, name, chapter, share, mass, lift]
@@ -46,17 +46,17 @@ def write_stats(folder: Path, report: Mapping[str, Any], stats: Sequence[Chapter
             pictures[f"{memory}: specialisation"] = draw_specialisation(of_memory)
     tables = [table for table in (reading_table(stats), typical_table(stats)) if table.rows]
     _write_folder(folder, "stats", report, csv_text(head, rows), pictures)
-    words = [_texts(report["model"], report["texts"]), _HOW_TO_READ]
-    write_page(folder / "report.html", "What chapters are read", words, tables, pictures)
+    paragraphs = [_texts(report["model"], report["texts"]), _HOW_TO_READ]
+    write_page(folder / "report.html", "What chapters are read", paragraphs, tables, pictures)
 
 
 def write_ablation(folder: Path, report: Mapping[str, Any], ablation: Ablation) -> None:
     """Write `ablation.json`, `ablation.csv`, `ablation.png` and `report.html`. Needs matplotlib.
 
     Args:
-        folder: Made if it is not there.
-        report: What `ablation.json` holds.
-        ablation: From `ablate`.
+        folder: Folder to write into. It is created if it does not exist.
+        report: Content of `ablation.json`.
+        ablation: Result, as `ablate` returns it.
     """
     rows = [
         [row.chapter, row.swapped_with, row.read_share, text, effect.difference, effect.standard_error]
@@ -66,9 +66,9 @@ def write_ablation(folder: Path, report: Mapping[str, Any], ablation: Ablation) 
     head = ["chapter", "swapped_with", "read_share", "text", "difference", "standard_error"]
     pictures = {"ablation": draw_ablation(ablation)}
     _write_folder(folder, "ablation", report, csv_text(head, rows), pictures)
-    words = [_texts(report["model"], report["texts"])]
+    paragraphs = [_texts(report["model"], report["texts"])]
     title = "What texts lose without a chapter"
-    write_page(folder / "report.html", title, words, [ablation_table(ablation)], pictures)
+    write_page(folder / "report.html", title, paragraphs, [ablation_table(ablation)], pictures)
 
 
 def _texts(model: str, texts: Mapping[str, Mapping[str, Any]]) -> str:
@@ -79,7 +79,7 @@ def _texts(model: str, texts: Mapping[str, Mapping[str, Any]]) -> str:
 def _write_folder(
     folder: Path, name: str, report: Mapping[str, Any], table: str, pictures: Mapping[str, bytes]
 ) -> None:
-    """Write JSON and CSV of a name, and pictures by what they show."""
+    """Write `{name}.json`, `{name}.csv` and the pictures, which are named after what they show."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / f"{name}.json").write_text(json.dumps(report, indent=2, allow_nan=False) + "\n", encoding="utf-8")
     (folder / f"{name}.csv").write_text(table, encoding="utf-8", newline="\r\n")

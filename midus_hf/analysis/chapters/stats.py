@@ -1,4 +1,4 @@
-"""What records of chapters come to: how evenly they are read, how steadily, and which texts each is read for."""
+"""Statistics of records of chapters: how evenly and how steadily chapters are read, and by which texts."""
 
 import math
 from collections.abc import Mapping
@@ -13,27 +13,28 @@ _MOST_TYPICAL = 5
 
 @dataclass(frozen=True)
 class TextReading:
-    """What the tokens of a text read in one memory.
+    """Statistics of what the tokens of a text read in one memory.
 
     Args:
-        tokens: Of the text.
-        unguided_share: Share of the tokens whose chapters were chosen by nothing, as those of the first chunk of a row are. They are
-            left out of entropy, stability and what texts are told apart by, since all of them read alike.
-        read_shares: `[C]`, share of the tokens that read each chapter; 1 for shared ones.
-        entropy: Of the router's distribution over routed chapters, in nats, the mean over tokens. None if nothing
-            guides any.
-        effective_chapters: `exp` of the entropy of how reads are shared among routed chapters: as many chapters, read equally
-            often, would be as even.
+        tokens: Number of tokens of the text.
+        unguided_share: Share of unguided tokens, for which the router has nothing to choose by, as in the first chunk of a row.
+            Unguided tokens all read alike, so entropy, stability and the comparison of texts leave them out.
+        read_shares: Share of tokens that read each chapter, `[C]`; 1 for shared chapters.
+        entropy: Entropy of the router's distribution over routed chapters, in nats, averaged over guided tokens. None if no
+            token is guided.
+        effective_chapters: `exp` of the entropy of the reads' distribution over routed chapters: the number of chapters that,
+            read equally often, would be as even.
         dead_chapters: Chapters that no token reads.
-        stability_within: Overlap of the chapters of one stretch with those of the next, their common chapters over all of theirs,
-            the mean over neighbouring stretches. None if no row has two.
-        stability_between: The same of rows of different documents, each chapter weighed by the share of a row's tokens that read
-            it. None if there is one document.
-        attention_mass: `[C]`, share of attention that goes to each chapter, the mean over query heads and tokens.
-        shared_mass: Of shared chapters together.
-        routed_mass: Of routed chapters together.
-        added_to_attention: Norm of what the memory adds to a token over that of what self-attention adds, the mean over tokens.
-        added_to_residual: The same over that of the residual stream that the memory reads.
+        stability_within: Overlap of the chapters of neighbouring stretches (chapters in both over chapters in either), averaged
+            over pairs. A stretch is a run of tokens that are routed together. None if no row has two guided stretches.
+        stability_between: Overlap of the chapters of consecutive rows of different documents, each chapter weighed by the share
+            of a row's tokens that read the chapter, averaged over pairs. None if there is only one document.
+        attention_mass: Share of attention that goes to each chapter, `[C]`, averaged over query heads and tokens.
+        shared_mass: Share of attention that goes to all shared chapters together.
+        routed_mass: Share of attention that goes to all routed chapters together.
+        added_to_attention: Norm of the memory's output over the norm of self-attention's output, averaged over tokens.
+        added_to_residual: Norm of the memory's output over the norm of the residual stream that the memory reads, averaged over
+            tokens.
     """
 
     tokens: int
@@ -53,12 +54,12 @@ class TextReading:
 
 @dataclass(frozen=True)
 class TypicalChapter:
-    """A chapter that is read more for one text than for the others.
+    """A chapter that one text reads more than the other texts do.
 
     Args:
-        chapter: Its number.
-        read_share: Share of the text's tokens that read it.
-        lift: How much more of this text's reads it has than of the mean text's.
+        chapter: Number of the chapter, from 0.
+        read_share: Share of the text's tokens that read the chapter.
+        lift: The chapter's share of this text's reads, divided by the mean of that share over all texts.
     """
 
     chapter: int
@@ -68,23 +69,23 @@ class TypicalChapter:
 
 @dataclass(frozen=True)
 class ChapterStats:
-    """What was read in one memory of one layer.
+    """Statistics of one memory in one layer.
 
     Args:
         layer: Index of the decoder layer.
-        memory: Its name.
-        chapters: C, shared ones included.
-        shared_chapters: S.
-        k: Chapters that the router chooses.
-        greatest_entropy: That the router's could be, log (C - S).
-        texts: By name.
-        overall: Of all tokens of all texts.
-        mutual_information: Between the text and the routed chapter that is read, in nats, where every text weighs the same. None
-            for one text, or if a text has no token whose chapters were chosen by something.
-        greatest_information: That it could be, the logarithm of the number of texts. None for one text.
-        lifts: For each text, `[C - S]`, how much more of its reads each routed chapter has than of the mean text's. None where no
-            text reads it. Empty where `mutual_information` is None.
-        typical: For each text its most typical chapters, those that add most to the information first.
+        memory: Name of the memory.
+        chapters: C, the number of chapters, including shared chapters.
+        shared_chapters: S, the number of shared chapters.
+        k: Number of routed chapters that the router chooses.
+        greatest_entropy: Greatest possible entropy of the router, log (C - S), in nats.
+        texts: Statistics of each text, by the text's name.
+        overall: Statistics over all tokens of all texts.
+        mutual_information: Mutual information of the text and the routed chapter that is read, in nats; all texts weigh the
+            same. None for a single text, or if a text has no guided tokens.
+        greatest_information: Greatest possible mutual information, the logarithm of the number of texts. None for a single text.
+        lifts: For each text, the lift of each routed chapter, `[C - S]`: the chapter's share of the text's reads, divided by the
+            mean of that share over all texts. None for a chapter that no text reads. Empty if `mutual_information` is None.
+        typical: For each text, at most 5 typical chapters, in descending order of what they add to the mutual information.
     """
 
     layer: int
@@ -102,15 +103,15 @@ class ChapterStats:
 
 
 def chapter_stats(records: ChapterRecords) -> list[ChapterStats]:
-    """What records come to, by layer.
+    """Return the statistics of each memory in each layer, in the order of layers.
 
     Args:
-        records: Of texts that have been read.
+        records: Records of texts that a model has read.
     """
-    places = sorted({place for of_text in records.counts.values() for place in of_text})
+    places = sorted({key for of_text in records.counts.values() for key in of_text})
     return [
-        _of_memory(*place, {text: of_text[place] for text, of_text in records.counts.items() if place in of_text})
-        for place in places
+        _of_memory(*key, {text: of_text[key] for text, of_text in records.counts.items() if key in of_text})
+        for key in places
     ]
 
 
@@ -159,7 +160,7 @@ def _of_text(counts: ChapterCounts) -> TextReading:
 def _specialisation(
     counts: Mapping[str, ChapterCounts],
 ) -> tuple[float | None, dict[str, list[float | None]], dict[str, list[TypicalChapter]]]:
-    """Mutual information between text and routed chapter, lifts, and what is typical of each text."""
+    """Return the mutual information of text and routed chapter, and the lifts and typical chapters of each text."""
     if len(counts) < 2 or not all(of_text.guided_reads.any() for of_text in counts.values()):
         return None, {}, {}
     shares_of_texts = [_shares(of_text.guided_reads, of_text.num_shared) for of_text in counts.values()]
@@ -178,15 +179,15 @@ def _specialisation(
             if value > 0
         ]
     is_read = given_text.any(0).tolist()
-    told = {
+    lifts_of_texts = {
         text: [value if known else None for value, known in zip(of_text, is_read, strict=True)]
         for text, of_text in zip(counts, lift.tolist(), strict=True)
     }
-    return max(0.0, information.sum(1).mean().item()), told, typical
+    return max(0.0, information.sum(1).mean().item()), lifts_of_texts, typical
 
 
 def _shares(reads: torch.Tensor, num_shared: int) -> torch.Tensor:
-    """Share of the reads of routed chapters that each has, `[C - S]`, on the CPU."""
+    """Return each routed chapter's share of all reads of routed chapters, `[C - S]`, on the CPU."""
     routed = reads[num_shared:].cpu()
     return routed / routed.sum()
 

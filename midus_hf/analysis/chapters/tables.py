@@ -1,4 +1,4 @@
-"""What was found of chapters, as tables of words: for a terminal and for a page."""
+"""Results about chapters as tables of words, for a terminal and for a page."""
 
 from collections.abc import Sequence
 
@@ -10,7 +10,7 @@ from midus_hf.analysis.table_of_words import TableOfWords
 
 
 def reading_table(stats: Sequence[ChapterStats]) -> TableOfWords:
-    """How the chapters of each memory and layer are read, over all texts."""
+    """Return a table of how chapters are read over all texts, one row per memory and layer."""
     head = ["layer", "entropy", "effective", "dead", "within", "between", "shared", "/ attn", "/ resid", "info"]
     rows = [
         [
@@ -35,7 +35,7 @@ def reading_table(stats: Sequence[ChapterStats]) -> TableOfWords:
 
 
 def typical_table(stats: Sequence[ChapterStats], most_layers: int | None = None) -> TableOfWords:
-    """The chapters most typical of each text, layers with most information first: all of them, or so many."""
+    """Return a table of the chapters most typical of each text, for the `most_layers` layers with the most information."""
     ordered = sorted(stats, key=lambda of_layer: -(of_layer.mutual_information or 0))[:most_layers]
     rows = [
         [
@@ -50,7 +50,7 @@ def typical_table(stats: Sequence[ChapterStats], most_layers: int | None = None)
 
 
 def ablation_table(ablation: Ablation) -> TableOfWords:
-    """What each text loses without each chapter, the greatest loss first."""
+    """Return a table of each text's change in loss without each chapter, in descending order of the greatest change."""
     texts = list(ablation.losses)
     ordered = sorted(ablation.chapters, key=lambda row: -max(effect.difference for effect in row.effects.values()))
     rows = [["as it is", "", *(f"{ablation.losses[text]:.5f}" for text in texts)]]
@@ -63,7 +63,7 @@ def ablation_table(ablation: Ablation) -> TableOfWords:
 
 
 def nearest_table(near: Sequence[NearChapter]) -> TableOfWords:
-    """The tokens nearest to each chapter."""
+    """Return a table of the tokens nearest to each chapter."""
     rows = []
     for of_chapter in near:
         name, layer = str(of_chapter.chapter), str(of_chapter.layer)
@@ -75,7 +75,7 @@ def nearest_table(near: Sequence[NearChapter]) -> TableOfWords:
 
 
 def where(of_layer: ChapterStats, stats: Sequence[ChapterStats]) -> str:
-    """The layer, and the name of the memory if there are several."""
+    """Return the label of a layer: its index, and the name of its memory if `stats` covers several memories."""
     several = len({other.memory for other in stats}) > 1
     return f"{of_layer.layer} {of_layer.memory}" if several else str(of_layer.layer)
 

@@ -1,4 +1,4 @@
-"""Which tokens of the vocabulary memory tokens are nearest to, by the way from a bank to the model's own head."""
+"""Tokens of the vocabulary that memory tokens are nearest to, on the path from a bank to the model's own head."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -19,10 +19,10 @@ class NearChapter:
 
     Args:
         layer: Index of the decoder layer, whose projections were used.
-        chapter: Its number.
-        norm: Of what the memory would add for one memory token, the mean over those of the chapter.
-        tokens: Those with the highest logits, the mean over the memory tokens of the chapter. Empty where all of them add zero.
-        rows: The same of each memory token alone, if asked for.
+        chapter: Number of the chapter, from 0.
+        norm: Norm of what the memory would add for one memory token, averaged over the chapter's memory tokens.
+        tokens: Tokens with the highest logits, averaged over the chapter's memory tokens. Empty if all of them add zero.
+        rows: Tokens with the highest logits for each memory token alone. Empty unless `each_row` was true.
     """
 
     layer: int
@@ -42,23 +42,23 @@ def nearest_tokens(
     each_row: bool = False,
     memory: str | None = None,
 ) -> list[NearChapter]:
-    """Read what memory tokens would add, were each attended to alone and the last thing that is added: a probe, and no proof.
+    """Return the tokens nearest to what each chapter's memory tokens would add. This is a probe, not a proof.
 
-    What a memory token adds goes through the model's final norm and its head. Later layers change what is added and react to it,
-    attention mixes many memory tokens, and the residual stream that they are added to is left out here: names of tokens suggest
-    what a chapter is about, and `ablate` shows what it does.
+    Each memory token is treated as the only one that is attended to, and as the last addition to the residual stream: what it
+    adds goes through the model's final norm and head. The probe leaves out the residual stream itself, and that attention mixes
+    many memory tokens and later layers react. So the tokens suggest what a chapter is about; `ablate` shows what it does.
 
     Args:
-        model: As for `memories_of_chapters`.
-        tokenizer: Of the model.
-        chapters: Their numbers. Default: all.
-        layers: Indices of decoder layers. Default: all that read chapters.
+        model: A model as in `memories_of_chapters`.
+        tokenizer: The model's tokenizer.
+        chapters: Numbers of the chapters. Default: all chapters.
+        layers: Indices of decoder layers. Default: all layers that read chapters.
         top: Tokens per chapter. Default: 10.
-        each_row: Whether to tell those of each memory token as well. Default: false.
-        memory: Name of one of several memories of chapters. Default: the only one.
+        each_row: Whether to return the nearest tokens of each memory token as well. Default: False.
+        memory: Name of the memory, if the model has several memories of chapters. Default: the only one.
 
     Raises:
-        ValueError: As `hosts_of`, or if `top` is less than 1.
+        ValueError: For the reasons of `hosts_of`; if `top` is less than 1.
     """
     check_top(top)
     hosts = hosts_of(model, chapters or (), layers, memory)

@@ -1,4 +1,4 @@
-"""How often each routed chapter of a model's memories is opened: usage, as of slots."""
+"""Usage of chapters: how often a model's memories open each routed chapter."""
 
 import contextlib
 from collections.abc import Iterator
@@ -17,16 +17,16 @@ from midus_hf.analysis.watched_models import held_hooks
 def record_chapter_usage(model: nn.Module) -> Iterator[Usage]:
     """Count, while the context is open, how many tokens open each routed chapter of each memory.
 
-    Padding does not count, and shared chapters, which every token reads, are left out. Routing is done twice. What `torch.compile`
-    has compiled, of this model or another, runs uncompiled while the context is open.
+    Padding is not counted. Shared chapters are left out, since every token reads them. Routing is computed a second time for the
+    count. While the context is open, compiled models run uncompiled, this one and all others.
 
     Args:
-        model: As for `memories_of_chapters`. Its memories have a hook more while the context is open.
+        model: A model as in `memories_of_chapters`. Its memories have an additional hook while the context is open.
 
     Raises:
-        ValueError: As `memories_of_chapters`.
+        ValueError: For the reasons of `memories_of_chapters`.
     """
-    found = memories_of_chapters(model)
+    hosts = memories_of_chapters(model)
     usage = Usage(
         {
             hosted.place: torch.zeros(
@@ -35,11 +35,11 @@ def record_chapter_usage(model: nn.Module) -> Iterator[Usage]:
                 dtype=torch.int64,
                 device=next(hosted.memory.parameters()).device,
             )
-            for hosted in found
+            for hosted in hosts
         }
     )
     with held_hooks() as hold:
-        for hosted in found:
+        for hosted in hosts:
             for module in hosted.modules:
                 hook = _counter(usage.counts[hosted.place][0], hosted.module.num_shared)
                 hold(module.register_forward_pre_hook(hook, with_kwargs=True))
@@ -47,10 +47,10 @@ def record_chapter_usage(model: nn.Module) -> Iterator[Usage]:
 
 
 def _counter(counts: torch.Tensor, num_shared: int) -> Any:
-    """A hook in front of the forward pass, which changes the state that routing goes by."""
+    """Return a pre-hook that counts opened chapters. It runs before the forward pass changes the state that routing reads."""
 
-    def count(memory: Any, arguments: tuple[torch.Tensor, ...], given: dict[str, Any]) -> None:
-        routing = routing_of(memory, arguments, given)
+    def count(memory: Any, arguments: tuple[torch.Tensor, ...], kwargs: dict[str, Any]) -> None:
+        routing = routing_of(memory, arguments, kwargs)
         if routing is not None:
             tokens = routing.pooled.counts.to(torch.int64).unsqueeze(-1).expand_as(routing.chosen)  # [B, U, k]
             counts.scatter_add_(0, (routing.chosen - num_shared).flatten().to(counts.device), tokens.flatten())
