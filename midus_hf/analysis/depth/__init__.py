@@ -1,1 +1,1 @@
-"""Measure what heads read of the depth."""
+"""Measurements of what heads read of the depth."""

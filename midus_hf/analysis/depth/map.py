@@ -1,4 +1,4 @@
-"""What each token of one text reads of each key and slot, in one head (figure 5 of Mixture-of-Depths Attention)."""
+"""Map of one head: what each token of a text reads of each key and slot (figure 5 of Mixture-of-Depths Attention)."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -12,14 +12,14 @@ from midus_hf.analysis.watched_models import evaluating
 
 @dataclass(frozen=True)
 class DepthMap:
-    """The shares of one head: what values are multiplied with.
+    """Attention shares of one head: the weights that values are multiplied with, float64, on the CPU.
 
     Args:
         layer: Index of the decoder layer.
-        head: Number of the head.
-        sequence: `[T, T]`, of each key of the sequence.
-        depth: `[T, m]`, of each slot.
-        slots: The slots.
+        head: Index of the head.
+        sequence: Share of each key of the sequence, `[T, T]`, a row per token.
+        depth: Share of each slot, `[T, m]`, a row per token.
+        slots: Slots that the columns of `depth` stand for.
     """
 
     layer: int
@@ -30,28 +30,29 @@ class DepthMap:
 
 
 def depth_map(model: Any, tokens: torch.Tensor, layer: int, head: int, memory: str | None = None) -> DepthMap:
-    """Let a model read a text, and say what one head reads of it.
+    """Let a model read a text, and return the shares that one head gives to keys and slots.
 
     Args:
-        model: As for `readers_of_depth`; put in eval mode for the while.
-        tokens: `[T]`, ids.
+        model: A model as in `readers_of_depth`. It is in eval mode while it reads.
+        tokens: Token ids of the text, `[T]`.
         layer: Index of the decoder layer.
-        head: Number of the head.
-        memory: Name of one of several memories that read the depth. Default: all.
+        head: Index of the head.
+        memory: Name of the memory that reads the depth. Default: memories of all names.
 
     Raises:
-        ValueError: As `readers_of_depth`, if there is no such head, or the model's attention does not say what its masks are.
+        ValueError: For the reasons of `readers_of_depth`; if the head does not exist; if the model's attention does not say what
+            its masks are.
     """
     (of_layer,) = readers_of_depth(model, memory, [layer])
     check_head(of_layer, head)
-    found: list[DepthMap] = []
+    maps: list[DepthMap] = []
 
     def keep(reader: DepthReader, call: DepthCall) -> None:
         if reader.place == of_layer.place:
             of_slots, of_sequence = (part[0, head].double() for part in call.shares())  # [T, m] and [T]
-            sequence = call.given["sequence"].shares(head)[0].double() * of_sequence[:, None]
-            found.append(DepthMap(layer, head, sequence.cpu(), of_slots.cpu(), reader.slots))
+            sequence = call.kwargs["sequence"].shares(head)[0].double() * of_sequence[:, None]
+            maps.append(DepthMap(layer, head, sequence.cpu(), of_slots.cpu(), reader.slots))
 
     with evaluating(model), watch_depth(model, memory, keep):
         model(input_ids=tokens[None].to(model.device), use_cache=False)
-    return found[0]
+    return maps[0]

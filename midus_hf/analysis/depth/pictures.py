@@ -1,4 +1,4 @@
-"""Pictures of what heads read of the depth, as PNG. All of them need matplotlib."""
+"""Pictures of what heads read of the depth, as PNG. All functions need matplotlib."""
 
 import math
 from collections.abc import Callable, Iterable, Sequence
@@ -12,7 +12,7 @@ from midus_hf.analysis.pictures import HEAT, as_png, label_some, new_figure
 _WIDTH = 12.0
 _COLUMNS = 2
 _BOUNDARY = {"color": "#d62728", "linestyle": "--", "linewidth": 1}
-"""Between the sequence and the depth."""
+"""Style of the line between the sequence and the depth."""
 
 _LEGEND = "seq: the sequence; 2a: what attention of layer 2 wrote; 2f: what was projected from the input of its feed-forward network"
 
@@ -21,8 +21,8 @@ class Part(NamedTuple):
     """Part of a picture.
 
     Args:
-        height: In inches.
-        draw: Draws it on a figure.
+        height: Height in inches.
+        draw: Function that draws the part on a figure.
     """
 
     height: float
@@ -30,11 +30,11 @@ class Part(NamedTuple):
 
 
 def depth_parts(readings: Sequence[DepthReading], of_head: DepthMap | None = None) -> dict[str, Part]:
-    """Return the parts of a picture of what is read of the depth, by what they show.
+    """Return the parts of a picture of what heads read of the depth, by the title of each part.
 
     Args:
-        readings: From `depth_readings`.
-        of_head: From `depth_map`. Default: none is drawn.
+        readings: Readings, as `depth_readings` returns them.
+        of_head: Map of one head, as `depth_map` returns it. Default: no map is drawn.
     """
     parts = {"Layers by layers": _writers_part(readings), "Heads by slots": _heads_part(readings)}
     if of_head is not None:
@@ -43,7 +43,7 @@ def depth_parts(readings: Sequence[DepthReading], of_head: DepthMap | None = Non
 
 
 def draw_parts(parts: Iterable[Part]) -> bytes:
-    """Draw parts of a picture, one below another."""
+    """Return a PNG of parts of a picture, one below another."""
     parts = list(parts)
     heights = [part.height for part in parts]
     figure = new_figure(_WIDTH, sum(heights))
@@ -54,7 +54,7 @@ def draw_parts(parts: Iterable[Part]) -> bytes:
 
 
 def _writers_part(readings: Sequence[DepthReading]) -> Part:
-    """What each layer reads of each earlier one, the mean over heads: a map per kind of slot, a row per reader."""
+    """Return the part that shows what layers read of earlier layers, averaged over heads: a map per kind of slot."""
     slots = list(dict.fromkeys(slot for reading in readings for slot in reading.slots))
     by_source: dict[str, list[ReadSlot]] = {}
     for slot in slots:
@@ -81,7 +81,7 @@ def _writers_part(readings: Sequence[DepthReading]) -> Part:
 
 
 def _heads_part(readings: Sequence[DepthReading]) -> Part:
-    """What each head reads of the sequence and of each slot: a map per layer, a row per head."""
+    """Return the part that shows what each head reads of the sequence and of each slot: a map per layer, a row per head."""
     lines = math.ceil(len(readings) / _COLUMNS)
 
     def draw(figure: Any) -> None:
@@ -105,7 +105,7 @@ def _heads_part(readings: Sequence[DepthReading]) -> Part:
 
 
 def _map_part(of_head: DepthMap) -> Part:
-    """What each token reads of each key of the sequence and each slot, in one head."""
+    """Return the part that shows what each token reads of each key of the sequence and each slot, in one head."""
 
     def draw(figure: Any) -> None:
         tokens, slots = of_head.depth.shape
@@ -125,7 +125,7 @@ def _map_part(of_head: DepthMap) -> Part:
 
 
 def _norm(most: float = 1) -> Any:
-    """Of colours: by the root of a share, for one of many slots has little of what there is."""
+    """Return a scale of colours by the square root of a share, so that the small shares of many slots can be seen."""
     from matplotlib.colors import PowerNorm
 
     return PowerNorm(0.5, vmin=0, vmax=most)

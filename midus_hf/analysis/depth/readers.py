@@ -1,4 +1,4 @@
-"""Which layers of a model read the depth, which slots each of them reads, and what their memories are called with in a pass."""
+"""Readers of the depth: the layers that read it, the slots that each layer reads, and the calls of their memories in a pass."""
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -26,8 +26,8 @@ class ReadSlot(NamedTuple):
     """A slot that a layer reads.
 
     Args:
-        layer: Index of the decoder layer that wrote it.
-        source: What wrote it: `attention` or `ffn`.
+        layer: Index of the decoder layer that wrote the slot.
+        source: Part of the layer that the slot comes from: `attention` or `ffn`.
     """
 
     layer: int
@@ -39,11 +39,11 @@ class ReadSlot(NamedTuple):
 
 @dataclass(frozen=True)
 class DepthReader(HostedMemory):
-    """A layer that reads the depth: its `layer`, the `name` that the memory is attached by, the `memory`, and what it reads.
+    """A layer that reads the depth, with its memory. The other fields are described in `HostedMemory`.
 
     Args:
-        slots: What it reads, from the oldest slot to the newest.
-        num_heads: H.
+        slots: Slots that the layer reads, from the oldest to the newest.
+        num_heads: H, the number of query heads.
     """
 
     slots: tuple[ReadSlot, ...]
@@ -53,36 +53,36 @@ class DepthReader(HostedMemory):
 def readers_of_depth(
     model: nn.Module, memory: str | None = None, layers: Sequence[int] | None = None
 ) -> list[DepthReader]:
-    """The layers of a model that read the depth, in their order.
+    """Return the layers of a model that read the depth, in the order of layers.
 
     Args:
-        model: A causal language model whose decoder has `layers`, compiled or not, or what accelerate or PEFT has wrapped around
-            one.
-        memory: Name of one of several memories that read the depth. Default: all.
-        layers: Some of them. Default: all.
+        model: A causal language model whose decoder has `layers`. It may be compiled, or wrapped by accelerate or PEFT.
+        memory: Name of the memory that reads the depth. Default: memories of all names.
+        layers: Indices of the decoder layers to return. Default: all layers that read the depth.
 
     Raises:
-        ValueError: If there is none, or none of that name, a layer reads no depth, or one is offloaded.
+        ValueError: If no memory reads the depth or has the name, if one of `layers` does not read the depth, or if a memory is
+            offloaded.
     """
     num_heads = bare_model(model).config.get_text_config().num_attention_heads
-    found = [
+    readers = [
         DepthReader(**vars(hosted), slots=_slots_of(depth), num_heads=num_heads)
         for hosted in hosted_memories(model, AttendsToDepth)
         if (depth := getattr(hosted.block, "depth", None)) is not None and depth.slots and depth.name == hosted.name
     ]
-    if not found:
+    if not readers:
         model_type = bare_model(model).config.model_type
         raise ValueError(
             f"this {model_type} model has no memory that reads the depth; expected one upscaled with method 'moda'."
         )
-    found = whole_and_named(found, memory)
+    readers = whole_and_named(readers, memory)
     if layers is None:
-        return found
-    there = [reader.layer for reader in found]
+        return readers
+    there = [reader.layer for reader in readers]
     for layer in layers:
         if layer not in there:
             raise ValueError(f"layer is {layer}; expected one that reads the depth: {', '.join(map(str, there))}.")
-    return [reader for reader in found if reader.layer in layers]
+    return [reader for reader in readers if reader.layer in layers]
 
 
 def _slots_of(depth: Any) -> tuple[ReadSlot, ...]:
@@ -90,25 +90,25 @@ def _slots_of(depth: Any) -> tuple[ReadSlot, ...]:
 
 
 class DepthCall(NamedTuple):
-    """One attention to the sequence and the depth.
+    """One call of a memory that attends to the sequence and the depth.
 
     Args:
-        memory: That attends.
-        query: `[B, H, T, d]`.
-        given: What it is called with beside queries, by keyword.
+        memory: The memory module that is called.
+        query: Queries, `[B, H, T, d]`.
+        kwargs: Keyword arguments of the call.
         real: `[B, T]`, false for padding; None if no token is padding.
     """
 
     memory: Any
     query: torch.Tensor
-    given: Mapping[str, Any]
+    kwargs: Mapping[str, Any]
     real: torch.Tensor | None
 
     def shares(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return what each slot gets, `[B, H, T, n]`, and what the sequence gets, `[B, H, T]`, as `joint_shares` does."""
-        sequence, gate = self.given["sequence"], self.memory.gate
+        """Return the share of each slot, `[B, H, T, n]`, and the share of the sequence, `[B, H, T]`, as `joint_shares` does."""
+        sequence, gate = self.kwargs["sequence"], self.memory.gate
         return joint_shares(
-            *(self.query, self.given["keys"], sequence.log_sum(), sequence.scaling, sequence.softcap),
+            *(self.query, self.kwargs["keys"], sequence.log_sum(), sequence.scaling, sequence.softcap),
             *(None if gate is None else gate[:, None], self.memory.is_added),
         )
 
@@ -120,27 +120,27 @@ Watcher = Callable[[DepthReader, DepthCall], None]
 def watch_depth(
     model: nn.Module, memory: str | None, watcher: Callable[[DepthReader, DepthCall], None]
 ) -> Iterator[None]:
-    """Call a function behind each attention to the depth, without gradients, while the context is open.
+    """Call a function after each attention to the depth, without gradients, while the context is open.
 
     Args:
-        model: As for `readers_of_depth`. It has hooks more while the context is open.
-        memory: Name of one of several memories that read the depth; None for all.
-        watcher: What is called.
+        model: A model as in `readers_of_depth`. It has additional hooks while the context is open.
+        memory: Name of the memory that reads the depth; None for memories of all names.
+        watcher: Function that is called with the reader and the call of its memory.
 
     Raises:
-        ValueError: As `readers_of_depth`.
+        ValueError: For the reasons of `readers_of_depth`.
     """
     real: list[torch.Tensor | None] = [None]
 
-    def before(decoder: Any, arguments: tuple[Any, ...], given: dict[str, Any]) -> None:
-        real[0] = _real_tokens(arguments, given)
+    def before(decoder: Any, arguments: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        real[0] = _real_tokens(arguments, kwargs)
 
     def behind_of(reader: DepthReader) -> Callable[..., None]:
-        def behind(memory: Any, arguments: tuple[Any, ...], given: dict[str, Any], output: Any) -> None:
-            if "sequence" not in given or not arguments[0].numel() or is_in_backward():
+        def behind(memory: Any, arguments: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+            if "sequence" not in kwargs or not arguments[0].numel() or is_in_backward():
                 return
             with torch.no_grad():
-                watcher(reader, DepthCall(memory, arguments[0], given, real[0]))
+                watcher(reader, DepthCall(memory, arguments[0], kwargs, real[0]))
 
         return behind
 
@@ -153,9 +153,9 @@ def watch_depth(
         yield
 
 
-def _real_tokens(arguments: tuple[Any, ...], given: Mapping[str, Any]) -> torch.Tensor | None:
-    """`[B, T]`, which tokens of a pass are no padding; None if all are."""
-    named = {**dict(zip(("input_ids", "attention_mask"), arguments, strict=False)), **given}
+def _real_tokens(arguments: tuple[Any, ...], kwargs: Mapping[str, Any]) -> torch.Tensor | None:
+    """Return which tokens of a pass are not padding, `[B, T]`; None if no token is padding."""
+    named = {**dict(zip(("input_ids", "attention_mask"), arguments, strict=False)), **kwargs}
     tokens = named.get("input_ids")
     tokens = named["inputs_embeds"] if tokens is None else tokens
     mask = named.get("token_mask")

@@ -1,4 +1,4 @@
-"""What was recorded of attention to the depth, as shares: by layer and head, and of each writer by each reader."""
+"""Shares of recorded attention to the depth, per layer and head, and per layer that writes."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -9,17 +9,17 @@ from midus_hf.analysis.depth.records import DepthRecords
 
 @dataclass(frozen=True)
 class DepthReading:
-    """How the heads of a layer share their attention out, the mean over tokens.
+    """Shares of attention in one layer, averaged over tokens.
 
     Args:
         layer: Index of the decoder layer.
         memory: Name of the memory.
-        tokens: That were read.
-        heads: Numbers of the heads.
-        gates: c of each head; 1 where there is none.
-        slots: What is read of the depth.
-        shares: Of each slot, for each head: what its value is multiplied with.
-        sequence_shares: Of the sequence, for each head.
+        tokens: Number of tokens that were read.
+        heads: Indices of the heads.
+        gates: Gate c of each head; 1 for a memory without gates.
+        slots: Slots that the layer reads.
+        shares: For each head, the share of each slot: the weight that its value is multiplied with.
+        sequence_shares: For each head, the share of the sequence.
     """
 
     layer: int
@@ -33,49 +33,49 @@ class DepthReading:
 
     @property
     def depth_shares(self) -> list[float]:
-        """Share of the depth, for each head."""
+        """Share of the depth per head: the sum over slots."""
         return [sum(of_head) for of_head in self.shares]
 
     @property
     def mean_depth_share(self) -> float:
-        """Share of the depth, the mean over heads."""
+        """Share of the depth, averaged over heads."""
         return _mean(self.depth_shares)
 
     @property
     def mean_sequence_share(self) -> float:
-        """Share of the sequence, the mean over heads."""
+        """Share of the sequence, averaged over heads."""
         return _mean(self.sequence_shares)
 
     @property
     def most_depth(self) -> tuple[int, float]:
-        """The head that reads most of the depth, and its share."""
-        most = max(range(len(self.heads)), key=lambda place: self.depth_shares[place])
+        """Index of the head that reads most of the depth, and its share of the depth."""
+        most = max(range(len(self.heads)), key=lambda index: self.depth_shares[index])
         return self.heads[most], self.depth_shares[most]
 
     @property
     def mean_shares(self) -> list[float]:
-        """Share of each slot, the mean over heads."""
-        return [_mean([of_head[place] for of_head in self.shares]) for place in range(len(self.slots))]
+        """Share of each slot, averaged over heads."""
+        return [_mean([of_head[index] for of_head in self.shares]) for index in range(len(self.slots))]
 
     def share_of(self, slot: ReadSlot) -> float | None:
-        """Share of a slot, the mean over heads; None if the layer does not read it."""
+        """Return the share of a slot, averaged over heads; None if the layer does not read the slot."""
         return self.mean_shares[self.slots.index(slot)] if slot in self.slots else None
 
     def share_of_source(self, source: str) -> float:
-        """Share of all slots of one kind, the mean over heads."""
+        """Return the share of all slots of one source together, averaged over heads."""
         return sum(share for slot, share in zip(self.slots, self.mean_shares, strict=True) if slot.source == source)
 
 
 @dataclass(frozen=True)
 class WriterReading:
-    """What all layers together read of one slot.
+    """Shares that layers give to one slot.
 
     Args:
-        slot: The slot.
-        readers: How many layers may read it.
-        mean_share: The mean over these layers, and their heads.
-        most_layer: The one that reads most of it.
-        most_share: Share that it reads.
+        slot: Slot that the layers read.
+        readers: Number of layers that may read the slot.
+        mean_share: Share of the slot, averaged over these layers and their heads.
+        most_layer: Index of the layer that reads most of the slot.
+        most_share: Share of the slot in that layer, averaged over heads.
     """
 
     slot: ReadSlot
@@ -86,24 +86,24 @@ class WriterReading:
 
 
 def depth_readings(records: DepthRecords) -> list[DepthReading]:
-    """Shares of what was recorded, by layer.
+    """Return the shares of each recorded layer.
 
     Args:
-        records: From `record_depth`.
+        records: Records that `record_depth` has taken.
 
     Raises:
-        ValueError: If nothing was read.
+        ValueError: If a recorded layer has read no token.
     """
     readings = []
-    for place, sums in records.sums.items():
+    for memory_place, sums in records.sums.items():
         tokens = int(sums.tokens.item())
         if not tokens:
             raise ValueError(
-                f"layer {place} has read no token; expected a forward pass. Run the model in the context of record_depth."
+                f"layer {memory_place} has read no token; expected a forward pass. Run the model in the context of record_depth."
             )
         readings.append(
             DepthReading(
-                *(place.layer, place.name, tokens, sums.heads, sums.gates.tolist(), sums.reader.slots),
+                *(memory_place.layer, memory_place.name, tokens, sums.heads, sums.gates.tolist(), sums.reader.slots),
                 shares=(sums.shares / sums.tokens).tolist(),
                 sequence_shares=(sums.of_sequence / sums.tokens).tolist(),
             )
@@ -112,18 +112,18 @@ def depth_readings(records: DepthRecords) -> list[DepthReading]:
 
 
 def writers(readings: Sequence[DepthReading]) -> list[WriterReading]:
-    """What is read of each slot, most read ones first.
+    """Return the shares that layers give to each slot, the most read slots first.
 
     Args:
-        readings: Of one memory.
+        readings: Readings of one memory.
     """
-    found = []
+    slot_readings = []
     for slot in dict.fromkeys(slot for reading in readings for slot in reading.slots):
         shares = {reading.layer: reading.share_of(slot) for reading in readings}
         read = {layer: share for layer, share in shares.items() if share is not None}
         most = max(read, key=lambda layer: read[layer])
-        found.append(WriterReading(slot, len(read), _mean(list(read.values())), most, read[most]))
-    return sorted(found, key=lambda writer: -writer.mean_share)
+        slot_readings.append(WriterReading(slot, len(read), _mean(list(read.values())), most, read[most]))
+    return sorted(slot_readings, key=lambda writer: -writer.mean_share)
 
 
 def _mean(values: Sequence[float]) -> float:

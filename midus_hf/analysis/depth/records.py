@@ -1,4 +1,4 @@
-"""How attention is shared between the sequence and the slots of the depth, recorded while a model reads texts."""
+"""Records of how attention is shared between the sequence and the slots of the depth, taken while a model reads texts."""
 
 import contextlib
 from collections.abc import Iterator, Mapping, Sequence
@@ -11,11 +11,11 @@ from midus_hf.analysis.watched_models import MemoryPlace
 
 
 class DepthSums:
-    """What the heads of one layer read of the depth: sums over tokens, float64.
+    """Sums over tokens of the shares of one layer's heads, float64.
 
     Args:
-        reader: The layer.
-        heads: Those that are recorded.
+        reader: The layer that reads the depth.
+        heads: Indices of the heads to record.
     """
 
     def __init__(self, reader: DepthReader, heads: Sequence[int]):
@@ -23,10 +23,10 @@ class DepthSums:
         self.tokens = torch.zeros((), dtype=torch.float64)
         self.shares = torch.zeros(len(self.heads), len(reader.slots), dtype=torch.float64)  # [heads, m]
         self.of_sequence = torch.zeros(len(self.heads), dtype=torch.float64)
-        self.gates = torch.ones(len(self.heads), dtype=torch.float64)  # c, as it was last
+        self.gates = torch.ones(len(self.heads), dtype=torch.float64)  # c, in the latest pass
 
     def add(self, call: DepthCall) -> None:
-        """Add the tokens of a pass."""
+        """Add the tokens of a pass to the sums."""
         shares, of_sequence = call.shares()
         real, gate = call.real, call.memory.gate
         device = shares.device
@@ -44,10 +44,10 @@ class DepthSums:
 
 
 class DepthRecords:
-    """What was recorded, by place.
+    """Sums that were recorded, per place of a memory.
 
     Args:
-        sums: Of each layer that is recorded.
+        sums: Sums of each recorded layer, by the place of its memory.
     """
 
     def __init__(self, sums: Mapping[MemoryPlace, DepthSums]):
@@ -62,20 +62,20 @@ def record_depth(
     layers: Sequence[int] | None = None,
     heads: Sequence[int] | None = None,
 ) -> Iterator[DepthRecords]:
-    """Record, while the context is open, how each head shares its attention out between the sequence and the slots of the depth.
+    """Record, while the context is open, how each head divides its attention between the sequence and the slots of the depth.
 
-    Shares are what `joint_attention` multiplies with, the gate included. They are computed beside the forward pass, which gives what
-    it gave before, and added up over the tokens that are no padding: nothing of the size of the text is kept. Code that
-    `torch.compile` has made runs uncompiled while the context is open.
+    A share is the weight that `joint_attention` multiplies a value with, including the gate. Shares are computed beside the
+    forward pass, whose output does not change. They are summed over all tokens but padding, so the size of the records does not
+    grow with the text. Compiled models run uncompiled while the context is open.
 
     Args:
-        model: As for `readers_of_depth`. It has hooks more while the context is open.
-        memory: Name of one of several memories that read the depth. Default: all.
-        layers: That are recorded. Default: all that read the depth.
-        heads: That are recorded. Default: all.
+        model: A model as in `readers_of_depth`. It has additional hooks while the context is open.
+        memory: Name of the memory that reads the depth. Default: memories of all names.
+        layers: Indices of the layers to record. Default: all layers that read the depth.
+        heads: Indices of the heads to record. Default: all heads.
 
     Raises:
-        ValueError: As `readers_of_depth`, and if there is no such head.
+        ValueError: For the reasons of `readers_of_depth`; if a head does not exist.
     """
     readers = readers_of_depth(model, memory, layers)
     for reader in readers:
@@ -92,10 +92,10 @@ def record_depth(
 
 
 def check_head(reader: DepthReader, head: int) -> None:
-    """See that a layer has a head.
+    """Check that a layer has a head.
 
     Raises:
-        ValueError: If it has none of that number.
+        ValueError: If `head` is not an index of the layer's heads.
     """
     if not 0 <= head < reader.num_heads:
         raise ValueError(

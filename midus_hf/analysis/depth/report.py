@@ -1,4 +1,4 @@
-"""What was found of attention to the depth, as tables of words, as what JSON holds, and as one page."""
+"""Results about attention to the depth as tables of words, as JSON and as one page."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -11,7 +11,7 @@ from midus_hf.analysis.page import write_page
 from midus_hf.analysis.table_of_words import TableOfWords
 
 _MOST_SLOTS = 3
-"""Which are named of each layer."""
+"""Number of slots per layer that the table names."""
 
 _HOW_TO_READ = (
     "Each head joins what it reads of the sequence with what it reads of slots of the depth; shares are what it multiplies values "
@@ -21,7 +21,7 @@ _HOW_TO_READ = (
 
 
 def layers_table(readings: Sequence[DepthReading]) -> TableOfWords:
-    """What each layer reads of the depth, of which kind, and from where most."""
+    """Return a table of what each layer reads of the depth: the shares per kind of slot, and the slots that are read most."""
     sources = list(dict.fromkeys(slot.source for reading in readings for slot in reading.slots))
     rows = []
     for reading in readings:
@@ -42,8 +42,8 @@ def layers_table(readings: Sequence[DepthReading]) -> TableOfWords:
     return TableOfWords("Shares of the depth and of the sequence, the mean over tokens and heads", head_row, rows)
 
 
-def writers_table(found: Sequence[WriterReading], most: int | None = None) -> TableOfWords:
-    """Which slots later layers read most: all of them, or so many."""
+def writers_table(slot_readings: Sequence[WriterReading], most: int | None = None) -> TableOfWords:
+    """Return a table of the slots that later layers read most, `most` at most. Default: all slots."""
     rows = [
         [
             str(writer.slot),
@@ -51,13 +51,13 @@ def writers_table(found: Sequence[WriterReading], most: int | None = None) -> Ta
             f"{writer.mean_share:.2%}",
             f"{writer.most_share:.2%} ({writer.most_layer})",
         ]
-        for writer in found[:most]
+        for writer in slot_readings[:most]
     ]
     return TableOfWords("Slots that are read most", ["slot", "layers", "share", "largest (layer)"], rows)
 
 
-def as_json(readings: Sequence[DepthReading], found: Sequence[WriterReading]) -> dict[str, Any]:
-    """The same and all that there is, in words, numbers, lists and dictionaries."""
+def as_json(readings: Sequence[DepthReading], slot_readings: Sequence[WriterReading]) -> dict[str, Any]:
+    """Return everything in both kinds of readings as dictionaries and lists for JSON."""
     return {
         "layers": [
             {
@@ -81,7 +81,7 @@ def as_json(readings: Sequence[DepthReading], found: Sequence[WriterReading]) ->
                 "most_layer": writer.most_layer,
                 "most_share": writer.most_share,
             }
-            for writer in found
+            for writer in slot_readings
         ],
     }
 
@@ -90,20 +90,20 @@ def write_depth_page(
     path: Path,
     report: Mapping[str, Any],
     readings: Sequence[DepthReading],
-    found: Sequence[WriterReading],
+    slot_readings: Sequence[WriterReading],
     of_head: DepthMap | None = None,
 ) -> None:
-    """Write a page that needs no other file. Needs matplotlib.
+    """Write a page of HTML that needs no other file. Needs matplotlib.
 
     Args:
-        path: The file.
-        report: What was read by which model: `model`, and `text` with its `path`, `tokens` and `loss`.
-        readings: From `depth_readings`.
-        found: From `writers`.
-        of_head: From `depth_map`. Default: none is drawn.
+        path: File to write.
+        report: The model and the text that it read: `model`, and `text` with its `path`, `tokens` and `loss`.
+        readings: Readings, as `depth_readings` returns them.
+        slot_readings: Readings of slots, as `writers` returns them.
+        of_head: Map of one head, as `depth_map` returns it. Default: no map is drawn.
     """
     text = report["text"]
     read = f"{report['model']} read {text['path']} ({text['tokens']:,} tokens, loss {text['loss']:.4f})."
     pictures = {shows: draw_parts([part]) for shows, part in depth_parts(readings, of_head).items()}
-    tables = [table for table in (layers_table(readings), writers_table(found)) if table.rows]
+    tables = [table for table in (layers_table(readings), writers_table(slot_readings)) if table.rows]
     write_page(path, "What heads read of the depth", [read, _HOW_TO_READ], tables, pictures)
