@@ -1,1 +1,1 @@
-"""Measure what added parts do, and how far predictions moved."""
+"""Measurements of what added parts do, and of how far predictions moved."""

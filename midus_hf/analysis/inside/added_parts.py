@@ -1,4 +1,4 @@
-"""Which parts of a model were added to its base, and the model without some of them, for as long as a context is open."""
+"""The parts that were added to a model's base, and contexts in which the model computes without some of them."""
 
 import contextlib
 from collections.abc import Iterable, Iterator
@@ -19,11 +19,11 @@ class Part:
     """A part of a model that can be switched off.
 
     Args:
-        kind: `block`: a layer that was inserted for a memory; `layer`: one of the family's own kind that was inserted; `memory`: what
-            is attached to layers; `depth`: what their heads read of the depth; `base`: a layer of the base.
+        kind: `block`: a layer that was inserted for a memory; `layer`: an inserted layer of the family's own kind; `memory`: a
+            memory that is attached to layers; `depth`: the reading of the depth by a layer's heads; `base`: a layer of the base.
         layers: Indices of the decoder layers.
-        memory: Name that a memory is attached by; empty for layers. Default: empty.
-        bank: Which of the tables that layers share, where that is what the part is. Default: none.
+        memory: Name of the attached memory; empty for layers. Default: empty.
+        bank: Number of the bank, if the part is a bank that several layers share. Default: None.
     """
 
     kind: Kind
@@ -42,14 +42,14 @@ class Part:
 
 @dataclass(frozen=True)
 class AddedParts:
-    """What was added to a base.
+    """Parts that were added to a base, and the layers of the base.
 
     Args:
-        parts: One by one, in the order of layers.
-        banks: Those of several layers that read one bank, together; the same layers are in `parts` as well.
-        base: The layers of the base.
-        whole_base: Whether the model without all parts computes what its base does, as far as weights are the base's: it has all
-            layers of the base, in their order.
+        parts: Added parts one by one, in the order of layers.
+        banks: For each bank that several layers read, one part with all these layers. `parts` has the layers one by one as well.
+        base: Layers of the base.
+        whole_base: Whether the model has all layers of its base, in their order. If so, and if the base's weights are unchanged,
+            the model without all added parts computes the same as the base.
     """
 
     parts: tuple[Part, ...]
@@ -59,10 +59,10 @@ class AddedParts:
 
 
 def added_parts(model: nn.Module) -> AddedParts:
-    """What the last upscaling added to a model; all of its memories where nothing is recorded.
+    """Return the parts that the last upscaling added to a model, or all memories if the config has no record of an upscaling.
 
     Args:
-        model: A causal language model whose decoder has `layers`, compiled or not, or what accelerate or PEFT has wrapped around one.
+        model: A causal language model whose decoder has `layers`. It may be compiled, or wrapped by accelerate or PEFT.
 
     Raises:
         ValueError: If nothing was added.
@@ -96,7 +96,7 @@ def added_parts(model: nn.Module) -> AddedParts:
 
 
 def _kind_attached(block: Any, name: str) -> Kind | None:
-    """What a memory is in a layer; None where it does nothing there but write for later layers."""
+    """Return the kind of part that a memory is in a layer; None if the memory only writes for later layers there."""
     depth = getattr(block, "depth", None)
     if depth is None or depth.name != name:
         return "memory"
@@ -116,14 +116,14 @@ def _has_whole_base(record: dict[str, Any]) -> bool:
 def switched_off(model: nn.Module, parts: Iterable[Part]) -> Iterator[None]:
     """Let a model compute without some of its parts while the context is open.
 
-    A layer passes the residual stream on as it came. A memory is passed by, as one that fetches is where nothing was fetched; heads
-    that read the depth read the sequence alone. What such a layer writes for others stays: slots of the depth, what a memory that
-    skips layers gives. No parameter changes; modules have hooks more while the context is open. What `torch.compile` has
-    compiled, of this model or another, runs uncompiled meanwhile.
+    A layer passes the residual stream on unchanged. A memory is skipped, like a fetching memory for which nothing was fetched.
+    Heads that read the depth read the sequence alone. What a layer writes for other layers is kept: slots of the depth, and the
+    output of a memory that skips layers. Parameters do not change; modules have additional hooks while the context is open, and
+    compiled models run uncompiled, this one and all others.
 
     Args:
-        model: As for `added_parts`.
-        parts: From `added_parts`.
+        model: A model as in `added_parts`.
+        parts: Parts to switch off, as `added_parts` returns them.
     """
     blocks = decoder_of(model).layers
     with contextlib.ExitStack() as passed_by, held_hooks() as hold:
@@ -141,7 +141,7 @@ def switched_off(model: nn.Module, parts: Iterable[Part]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _passed_by(block: Any, name: str) -> Iterator[None]:
-    """A layer looks up where its memories sit in every pass; without a site there is nothing to read."""
+    """Take a memory out of a layer's `sites`, which every pass looks up, so that the layer skips the memory."""
     before = block.sites
     block.sites = {other: site for other, site in before.items() if other != name}
     try:
@@ -150,15 +150,15 @@ def _passed_by(block: Any, name: str) -> Iterator[None]:
         block.sites = before
 
 
-def _residual_alone(layer: Any, arguments: tuple[Any, ...], given: dict[str, Any], output: Any) -> Any:
-    """What the layer was given, and what it gives for later layers as it is."""
-    residual = arguments[0] if arguments else given["hidden_states"]
+def _residual_alone(layer: Any, arguments: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
+    """Return a layer's input in place of its output. What else the layer outputs, for later layers, is unchanged."""
+    residual = arguments[0] if arguments else kwargs["hidden_states"]
     return (residual, *output[1:]) if isinstance(output, tuple) else residual
 
 
-def _sequence_alone(memory: Any, arguments: tuple[Any, ...], given: dict[str, Any], output: Any) -> Any:
-    """What heads give where they attend; a slot that is written is left as it is."""
-    if "sequence" not in given:
+def _sequence_alone(memory: Any, arguments: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
+    """Return the output of heads that read the sequence alone. The output of a call that writes a slot is unchanged."""
+    if "sequence" not in kwargs:
         return output
-    read, weights = given["sequence"].alone()
+    read, weights = kwargs["sequence"].alone()
     return read, weights

@@ -1,4 +1,4 @@
-"""How far what a model predicts has moved from what its base predicts."""
+"""Drift: how far a model's predictions have moved from the predictions of its base."""
 
 import heapq
 from collections.abc import Callable, Iterator, Sequence
@@ -14,25 +14,25 @@ from midus_hf.analysis.text_rows import TextRows, inputs_of
 from midus_hf.analysis.watched_models import evaluating
 
 LogitsOfBase = Callable[[Sequence[torch.Tensor]], torch.Tensor]
-"""Given rows of token ids `[T]`, the logits `[B, T, V]` of the base."""
+"""A function that takes rows of token ids `[T]` and returns the base's logits, `[B, T, V]`."""
 
 _POSITIONS = 256
-"""Whose distributions are held in float32 at a time: 256 MB for a vocabulary of 128,000, twice."""
+"""Positions whose distributions are held in float32 at a time: 131 MB for each tensor, with a vocabulary of 128,000."""
 _FEWEST = 16
-"""Tokens that a row counts as having at least, where rows are ranked: the mean of a few tokens is large by chance."""
+"""Least number of predictions that the ranking divides by: the mean of a few predictions is large by chance."""
 
 
 @dataclass(frozen=True)
 class MovedRow:
-    """A row of a text, and how far each prediction in it moved.
+    """A row of a text, with how far each prediction in the row moved.
 
     Args:
-        document: Number of the document that it is of.
-        ids: Its tokens, `[T]`.
-        divergence: KL(base || model) of each prediction, `[T - 1]`, float64, in nats: of tokens 1 to T - 1.
-        base_choice: The token that the base finds likeliest, `[T - 1]`.
-        choice: The token that the model finds likeliest, `[T - 1]`.
-        loss_change: Of each token, `[T - 1]`, float64: loss of the model less that of the base.
+        document: Number of the document that the row belongs to.
+        ids: Token ids of the row, `[T]`.
+        divergence: KL(base || model) of each prediction, of tokens 1 to T - 1, `[T - 1]`, float64, in nats.
+        base_choice: Id of the token that the base finds likeliest, `[T - 1]`, int64.
+        choice: Id of the token that the model finds likeliest, `[T - 1]`, int64.
+        loss_change: Loss of the model minus loss of the base per token, `[T - 1]`, float64, in nats.
     """
 
     document: int
@@ -44,30 +44,30 @@ class MovedRow:
 
     @property
     def mean(self) -> float:
-        """Divergence per prediction."""
+        """Mean divergence per prediction."""
         return self.divergence.double().mean().item()
 
     @property
     def rank(self) -> float:
-        """What rows are ranked by: the mean, of a short row as if its other predictions had not moved."""
+        """Mean divergence by which rows are ranked. A short row counts as 16 predictions, the missing ones as unmoved."""
         return (self.divergence.double().sum() / max(len(self.divergence), _FEWEST)).item()
 
 
 @dataclass(frozen=True)
 class TextDrift:
-    """How far predictions of a text moved.
+    """Drift of the predictions of one text.
 
     Args:
-        text: Its name.
-        tokens: That were predicted.
-        divergence: KL(base || model), the mean over predictions, in nats.
-        divergence_error: Its standard error, from how it varies over rows. None for one row.
-        changed: Share of predictions whose likeliest token is another one.
-        changed_error: Its standard error, likewise.
-        base_loss: Of the base, in nats per token.
-        loss: Of the model.
-        loss_effect: The difference.
-        worst: Rows that moved farthest, the farthest first.
+        text: Name of the text.
+        tokens: Number of predicted tokens.
+        divergence: KL(base || model), averaged over predictions, in nats.
+        divergence_error: Standard error of `divergence`, from its variation over rows. None for one row.
+        changed: Share of predictions whose likeliest token differs from the base's.
+        changed_error: Standard error of `changed`, from its variation over rows. None for one row.
+        base_loss: Loss of the base, in nats per token.
+        loss: Loss of the model, in nats per token.
+        loss_effect: Difference `loss - base_loss`, with its standard error.
+        worst: Rows that moved farthest, in descending order of `MovedRow.rank`.
     """
 
     text: str
@@ -83,10 +83,12 @@ class TextDrift:
 
 
 def base_within(model: PreTrainedModel) -> LogitsOfBase:
-    """The base as what a model computes without all that was added to it; weights of the base must be as they were.
+    """Return the logits of the base as a function that runs the model without its added parts.
+
+    The logits are the base's only if the base's weights in the model are unchanged.
 
     Raises:
-        ValueError: If nothing was added, or layers of the base are not there.
+        ValueError: If nothing was added to the model, or if layers of the base are missing.
     """
     added = added_parts(model)
     if not added.whole_base:
@@ -102,14 +104,14 @@ def base_within(model: PreTrainedModel) -> LogitsOfBase:
 
 
 def other_base(model: PreTrainedModel, base: PreTrainedModel) -> LogitsOfBase:
-    """A base that is a model of its own.
+    """Return the logits of the base as a function that runs a separate base model.
 
     Args:
-        model: That is compared with it.
-        base: In eval mode.
+        model: The model that is compared with the base.
+        base: The base model, in eval mode.
 
     Raises:
-        ValueError: If the two do not predict as many tokens.
+        ValueError: If the vocabularies of the two models differ in size.
     """
     sizes = [each.config.get_text_config().vocab_size for each in (model, base)]
     if sizes[0] != sizes[1]:
@@ -130,22 +132,22 @@ def drift(
     batch_size: int = 4,
     progress: Callable[[int], None] | None = None,
 ) -> list[TextDrift]:
-    """Compare what a model predicts of texts with what its base predicts.
+    """Compare a model's predictions of texts with the predictions of its base.
 
-    Distributions are compared in float32 at least, each from a log-softmax of its own, and summed in float64. Of a text only what is
-    told of it is kept, so it may be as long as there is time for.
+    Both distributions are computed by log-softmax in float32 at least, and sums are float64. Only a few sums per row and the
+    rows that moved farthest are kept, so a text may be of any length.
 
     Args:
-        model: Put in eval mode for the while.
-        logits_of_base: From `base_within` or `other_base`.
-        texts: From `text_rows`.
-        most_shown: Rows that are kept whole. Default: 5.
+        model: The model. It is in eval mode during the comparison.
+        logits_of_base: Logits of the base, from `base_within` or `other_base`.
+        texts: Texts, as `text_rows` returns them.
+        most_shown: Number of rows per text that are kept whole. Default: 5.
         batch_size: Rows per forward pass. Default: 4.
-        progress: Called with the tokens of each pass. Default: none.
+        progress: Called with the number of tokens of each pass. Default: none.
 
     Raises:
         ValueError: If `batch_size` or `most_shown` is less than 1.
-        RuntimeError: If what is predicted is not a finite number.
+        RuntimeError: If a divergence or loss is not finite.
     """
     for name, value in (("batch_size", batch_size), ("most_shown", most_shown)):
         if value < 1:
@@ -203,7 +205,7 @@ def _of_text(
 
 
 def _compared(rows: Sequence[torch.Tensor], logits: torch.Tensor, of_base: torch.Tensor) -> Iterator[torch.Tensor]:
-    """Of each row `[6, T - 1]`: divergence, whether the choice changed, loss of the base, loss, choice of the base, choice."""
+    """Yield per row, `[6, T - 1]`: divergence, whether the choice changed, base's loss, loss, base's choice, choice."""
     for row, own, base in zip(rows, logits, of_base.to(logits.device), strict=True):
         targets = row[1:].to(own.device)
         parts = [

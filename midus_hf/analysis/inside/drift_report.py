@@ -1,4 +1,4 @@
-"""What was found of how far predictions moved: tables, JSON, and pages with the passages that moved farthest."""
+"""Results about drift: tables, JSON, and pages with the passages whose predictions moved farthest."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -16,7 +16,7 @@ from midus_hf.analysis.slots.report import blocks_table, draw_blocks
 from midus_hf.analysis.table_of_words import TableOfWords, with_error
 
 _MOST_TOKENS, _CONTEXT = 3, 8
-"""Which are told of a row on a terminal, and how many tokens stand in front of each."""
+"""Number of tokens per row that a terminal shows, and number of tokens shown in front of each."""
 
 _HOW_TO_READ = (
     "KL(base || model) tells how far the distribution over the next token moved from the base's, whatever the next token is; the "
@@ -32,8 +32,8 @@ _OF_VALUES = (
 )
 
 
-def drift_table(found: Sequence[TextDrift]) -> TableOfWords:
-    """A row per text."""
+def drift_table(drifts: Sequence[TextDrift]) -> TableOfWords:
+    """Return a table of the drift, with a row per text."""
     head = ["text", "tokens", "KL(base || model)", "first choice changed", "loss of base", "of model", "change"]
     rows = [
         [
@@ -45,39 +45,39 @@ def drift_table(found: Sequence[TextDrift]) -> TableOfWords:
             f"{of_text.loss:.5f}",
             of_text.loss_effect.words,
         ]
-        for of_text in found
+        for of_text in drifts
     ]
     return TableOfWords("How far predictions moved from the base's (nats per token)", head, rows)
 
 
-def moved_table(found: Sequence[TextDrift], tokenizer: PreTrainedTokenizerBase) -> TableOfWords:
-    """The rows that moved farthest, and the tokens in them whose predictions did; none where nothing moved."""
+def moved_table(drifts: Sequence[TextDrift], tokenizer: PreTrainedTokenizerBase) -> TableOfWords:
+    """Return a table of the rows that moved farthest, and of the tokens in them that moved most; empty if nothing moved."""
     rows = []
-    for of_text in found:
+    for of_text in drifts:
         for row in of_text.worst:
             if row.divergence.any():
-                place = f"{of_text.text} {row.document}"
+                label = f"{of_text.text} {row.document}"
                 rows += [
-                    [place if first else "", f"{row.mean:.4f}" if first else "", *words]
-                    for first, words in _moved_most(row, tokenizer)
+                    [label if first else "", f"{row.mean:.4f}" if first else "", *cells]
+                    for first, cells in _moved_most(row, tokenizer)
                 ]
     head = ["document", "KL", "behind", "base", "model", "KL there"]
     return TableOfWords("What moved farthest", head, rows)
 
 
 def _moved_most(row: MovedRow, tokenizer: PreTrainedTokenizerBase) -> list[tuple[bool, list[str]]]:
-    """For each of the predictions that moved most, whether it is the first, and what stands in front, choices, divergence."""
+    """Return, per prediction that moved most, whether it is the first, and cells: context, both choices, divergence."""
     best = row.divergence.topk(min(_MOST_TOKENS, len(row.divergence)))
     lines = []
-    for number, (place, value) in enumerate(zip(best.indices.tolist(), best.values.tolist(), strict=True)):
-        front = " ".join(_decoded(tokenizer, row.ids[max(0, place + 1 - _CONTEXT) : place + 1].tolist()).split())
-        choices = [repr(_decoded(tokenizer, [int(choice[place])])) for choice in (row.base_choice, row.choice)]
+    for number, (position, value) in enumerate(zip(best.indices.tolist(), best.values.tolist(), strict=True)):
+        front = " ".join(_decoded(tokenizer, row.ids[max(0, position + 1 - _CONTEXT) : position + 1].tolist()).split())
+        choices = [repr(_decoded(tokenizer, [int(choice[position])])) for choice in (row.base_choice, row.choice)]
         lines.append((number == 0, [f"... {front}", *choices, f"{value:.3f}"]))
     return lines
 
 
-def as_json(found: Sequence[TextDrift], tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
-    """All numbers of texts, and of the rows that moved farthest."""
+def as_json(drifts: Sequence[TextDrift], tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
+    """Return all numbers of texts and of the rows that moved farthest, for other programs."""
     return {
         of_text.text: {
             "tokens": of_text.tokens,
@@ -95,36 +95,41 @@ def as_json(found: Sequence[TextDrift], tokenizer: PreTrainedTokenizerBase) -> d
                     "divergence": row.mean,
                     "tokens": [
                         {
-                            "token": _decoded(tokenizer, [int(row.ids[place + 1])]),
-                            "divergence": float(row.divergence[place]),
-                            "loss_change": float(row.loss_change[place]),
-                            "base_choice": _decoded(tokenizer, [int(row.base_choice[place])]),
-                            "choice": _decoded(tokenizer, [int(row.choice[place])]),
+                            "token": _decoded(tokenizer, [int(row.ids[position + 1])]),
+                            "divergence": float(row.divergence[position]),
+                            "loss_change": float(row.loss_change[position]),
+                            "base_choice": _decoded(tokenizer, [int(row.base_choice[position])]),
+                            "choice": _decoded(tokenizer, [int(row.choice[position])]),
                         }
-                        for place in range(len(row.divergence))
+                        for position in range(len(row.divergence))
                     ],
                 }
                 for row in of_text.worst
             ],
         }
-        for of_text in found
+        for of_text in drifts
     }
 
 
 def write_drift_page(
-    path: Path, report: Mapping[str, Any], found: Sequence[TextDrift], tokenizer: PreTrainedTokenizerBase
+    path: Path, report: Mapping[str, Any], drifts: Sequence[TextDrift], tokenizer: PreTrainedTokenizerBase
 ) -> None:
-    """Write a page that needs no other file.
+    """Write a page of HTML that needs no other file.
 
     Args:
-        path: The file.
-        report: What was compared: `model` and `base`.
-        found: From `drift`.
-        tokenizer: Of the model.
+        path: File to write.
+        report: Names of the compared models: `model` and `base`.
+        drifts: Drift of each text, as `drift` returns it.
+        tokenizer: The model's tokenizer.
     """
     what = f"{report['model']} compared with {report['base']}."
     write_page(
-        path, "How far predictions moved", [what, _HOW_TO_READ], [drift_table(found)], {}, _passages(found, tokenizer)
+        path,
+        "How far predictions moved",
+        [what, _HOW_TO_READ],
+        [drift_table(drifts)],
+        {},
+        _passages(drifts, tokenizer),
     )
 
 
@@ -137,47 +142,47 @@ def write_inside_page(
     fetched: Mapping[str, BlockUsage],
     tokenizer: PreTrainedTokenizerBase,
 ) -> None:
-    """Write a page that needs no other file. Needs matplotlib.
+    """Write a page of HTML that needs no other file. Needs matplotlib.
 
     Args:
-        path: The file.
-        compared: `model` and `base`.
-        effects: From `layer_effects`.
-        moved: From `drift`.
-        values: From `slots_table`, of each memory that has slots.
-        fetched: By text, from `usage_by_rows`; empty where nothing is fetched.
-        tokenizer: Of the model.
+        path: File to write.
+        compared: Names of the compared models: `model` and `base`.
+        effects: Effects of the parts, as `layer_effects` returns them.
+        moved: Drift of each text, as `drift` returns it.
+        values: A table of `slots_table` for each memory that has slots.
+        fetched: Block usage of each text, as `usage_by_rows` returns it; empty if the model fetches nothing.
+        tokenizer: The model's tokenizer.
     """
     what = f"{compared['model']} compared with {compared['base']}."
     paragraphs = [what, _OF_PARTS, _HOW_TO_READ, *([_OF_VALUES] if values else [])]
     tables = [drift_table(moved), layers_table(effects), moved_table(moved, tokenizer), *values, blocks_table(fetched)]
-    told = [table for table in tables if table.rows]
+    shown = [table for table in tables if table.rows]
     pictures = {"Loss without each part": draw_layers(effects)}
     if fetched:
         pictures["How often blocks are fetched"] = draw_blocks(fetched)
-    write_page(path, "Inside what was added", paragraphs, told, pictures, _passages(moved, tokenizer))
+    write_page(path, "Inside what was added", paragraphs, shown, pictures, _passages(moved, tokenizer))
 
 
-def _passages(found: Sequence[TextDrift], tokenizer: PreTrainedTokenizerBase) -> dict[str, Sequence[ColouredToken]]:
-    """The rows that moved farthest, coloured by how far each prediction in them moved, by what they are."""
+def _passages(drifts: Sequence[TextDrift], tokenizer: PreTrainedTokenizerBase) -> dict[str, Sequence[ColouredToken]]:
+    """Return the rows that moved farthest, by title; tokens are coloured by how far their prediction moved."""
     return {
         f"{of_text.text}, document {row.document}: KL {row.mean:.4f} ({number} of {len(of_text.worst)})": _passage(
             row, tokenizer
         )
-        for of_text in found
+        for of_text in drifts
         for number, row in enumerate(of_text.worst, start=1)
     }
 
 
 def _passage(row: MovedRow, tokenizer: PreTrainedTokenizerBase) -> list[ColouredToken]:
     tokens = [ColouredToken(_decoded(tokenizer, [int(row.ids[0])]))]
-    for place, value in enumerate(row.divergence.tolist()):
+    for position, value in enumerate(row.divergence.tolist()):
         of_base, of_model = (
-            repr(_decoded(tokenizer, [int(choice[place])])) for choice in (row.base_choice, row.choice)
+            repr(_decoded(tokenizer, [int(choice[position])])) for choice in (row.base_choice, row.choice)
         )
-        hint = f"KL {value:.3f}, loss {float(row.loss_change[place]):+.3f}; base {of_base}, model {of_model}"
+        hint = f"KL {value:.3f}, loss {float(row.loss_change[position]):+.3f}; base {of_base}, model {of_model}"
         strength = 1 - math.exp(-max(value, 0.0))
-        tokens.append(ColouredToken(_decoded(tokenizer, [int(row.ids[place + 1])]), strength, hint))
+        tokens.append(ColouredToken(_decoded(tokenizer, [int(row.ids[position + 1])]), strength, hint))
     return tokens
 
 

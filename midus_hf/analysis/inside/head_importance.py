@@ -1,4 +1,4 @@
-"""How much the heads of attention matter for the answers of a task (MIDUS, equation 20; Bansal et al. 2023)."""
+"""Importance of attention heads for the answers of a task (MIDUS, equation 20; Bansal et al. 2023)."""
 
 import contextlib
 from collections.abc import Callable, Iterable, Iterator
@@ -20,8 +20,8 @@ class Answer(NamedTuple):
     """A prompt and its answer.
 
     Args:
-        ids: Token ids `[T]` of both, int64.
-        prompt_tokens: How many of them are the prompt's, from 1 to T - 1.
+        ids: Token ids of the prompt and the answer, `[T]`, int64.
+        prompt_tokens: Number of tokens of the prompt, from 1 to T - 1.
     """
 
     ids: torch.Tensor
@@ -30,16 +30,16 @@ class Answer(NamedTuple):
 
 @dataclass(frozen=True)
 class HeadImportance:
-    """What was found of a model.
+    """Importance of the heads of a model.
 
     Args:
-        layers: Indices of the layers whose heads were measured, ascending: those with an output projection.
-        base_layers: The index of each in the base, as far as the config records what the base was; else its own.
-        signed: `[L, H]`, float64: the mean over answers of `sum_t a_h . dLoss/da_h` (equation 20).
-        absolute: `[L, H]`, float64: the mean over tokens of `|a_h . dLoss/da_h|` (Bansal et al.). Of the last layer only the tokens
-            that predict the answer have a gradient, and only they count.
-        answers: How many there were.
-        loss: Mean of the loss of an answer, in nats.
+        layers: Indices of the measured layers, ascending: all layers whose attention has an output projection.
+        base_layers: Index in the base of each measured layer, if the config records the base's layers; otherwise its own index.
+        signed: Mean over answers of `sum_t a_h . dLoss/da_h`, `[L, H]`, float64 (equation 20).
+        absolute: Mean over tokens of `|a_h . dLoss/da_h|`, `[L, H]`, float64 (Bansal et al.). In the last layer only the tokens
+            that predict the answer have a gradient, and only these tokens count.
+        answers: Number of answers.
+        loss: Mean loss per answer, in nats.
     """
 
     layers: list[int]
@@ -50,10 +50,10 @@ class HeadImportance:
     loss: float
 
     def variances(self, absolute: bool = True) -> torch.Tensor:
-        """The variance over the heads of each layer, `[L]` (figure 4c).
+        """Return the variance over the heads of each layer, `[L]` (figure 4c).
 
         Args:
-            absolute: Of which form. Default: the absolute one.
+            absolute: Whether to use `absolute` instead of `signed`. Default: True.
         """
         return (self.absolute if absolute else self.signed).var(dim=1, correction=0)
 
@@ -61,16 +61,16 @@ class HeadImportance:
 def head_importance(
     model: PreTrainedModel, answers: Iterable[Answer], progress: Callable[[], Any] | None = None
 ) -> HeadImportance:
-    """Measure how much heads matter for answers: by the product of what a head gives and the gradient of the loss into it.
+    """Measure how much heads matter for answers, by the product of each head's output and its gradient of the loss.
 
-    What a head gives is its share of what the output projection of attention reads, whatever attention computed it. The loss of an
-    answer is the sum over its tokens, so that no score depends on which answers stand beside one another. The model is not
-    changed: gradients are taken into activations, not into weights.
+    A head's output is its part of the input of attention's output projection, whichever attention computed it. The loss of an
+    answer is summed over the answer's tokens, so that scores do not depend on how answers are put together. The model is not
+    changed: gradients are taken with respect to activations, not weights.
 
     Args:
         model: A causal language model, in eval mode.
-        answers: One or more.
-        progress: Called after each answer. Default: nothing is.
+        answers: Answers to measure, one or more.
+        progress: Called without arguments after each answer. Default: none.
 
     Raises:
         ValueError: If there is no answer, an answer has no token or no prompt, or no layer has an output projection.
@@ -118,23 +118,23 @@ def head_importance(
 
 
 def _output_projections(model: PreTrainedModel) -> dict[int, nn.Module]:
-    """The output projection of the attention of each layer that has one; inserted memories read heads without."""
+    """Return attention's output projection per layer. Inserted memories that read heads without a projection are left out."""
     layers: Any = model.get_decoder().layers
-    found = {
+    projections = {
         index: layer.self_attn.o_proj
         for index, layer in enumerate(layers)
         if isinstance(getattr(getattr(layer, "self_attn", None), "o_proj", None), nn.Module)
     }
-    if not found:
+    if not projections:
         raise ValueError(
             f"no layer of this {model.config.model_type} model has an output projection; expected a decoder with some."
         )
-    return found
+    return projections
 
 
 @contextlib.contextmanager
 def _frozen(model: nn.Module) -> Iterator[None]:
-    """Weights take no gradient within."""
+    """Freeze all weights while the context is open."""
     training = [parameter for parameter in model.parameters() if parameter.requires_grad]
     for parameter in training:
         parameter.requires_grad_(False)
@@ -157,10 +157,10 @@ def task_answers(
     """Yield each question of some tasks with its right answer, as the harness would score it, without worked examples.
 
     Args:
-        model: Whose tokens they are.
-        tokenizer: Its own.
-        tasks: Of choices, or of what is written.
-        limit: Questions per task, the first ones. Default: all.
+        model: The model that will answer.
+        tokenizer: The model's tokenizer.
+        tasks: Tasks of multiple choice or of generated text.
+        limit: Number of questions per task, from the first on. Default: all.
 
     Raises:
         ModuleNotFoundError: If lm-eval, which is an extra, is not installed.
@@ -181,7 +181,7 @@ def task_answers(
 
 
 def _right_answer(name: str, task: Any, document: Any) -> str:
-    """With the space in front that stands between a prompt and its answer."""
+    """Return the right answer of a question, with the delimiter in front that separates a prompt from its answer."""
     target = task.doc_to_target(document)
     if task.OUTPUT_TYPE == "multiple_choice":
         if not isinstance(target, int) or target < 0:

@@ -1,4 +1,4 @@
-"""What texts lose without each part that was added to a model, one part at a time, and without all of them."""
+"""Effects on the loss of texts when a model computes without an added part, one part at a time, and without all of them."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -13,12 +13,12 @@ from midus_hf.analysis.text_rows import RowLosses, TextRows, adding, read_rows
 
 @dataclass(frozen=True)
 class PartEffect:
-    """A model without a part of it.
+    """Losses of a model without one of its parts.
 
     Args:
-        part: What was switched off; None for all that was added.
-        losses: Of each text without it, in nats per predicted token.
-        effects: By text: these losses minus those of the model as it is.
+        part: The part that was switched off; None for all added parts together.
+        losses: Loss of each text without the part, in nats per predicted token.
+        effects: For each text, the loss without the part minus the loss of the unchanged model.
     """
 
     part: Part | None
@@ -27,21 +27,21 @@ class PartEffect:
 
     @property
     def name(self) -> str:
-        """What tables call it."""
+        """Name of the part in tables."""
         return "all of them" if self.part is None else str(self.part)
 
 
 @dataclass(frozen=True)
 class LayerEffects:
-    """A model without each of its parts.
+    """Losses of a model without each of its parts.
 
     Args:
-        losses: Of each text as the model is, in nats per predicted token.
-        tokens: That were predicted of each text.
-        parts: That were added, in the order of layers; behind them banks that several layers read.
-        without_all: The model without all that was added.
-        base: Layers of the base, if they were asked for.
-        whole_base: Whether `without_all` is the base, as far as its weights are the base's.
+        losses: Loss of each text with the unchanged model, in nats per predicted token.
+        tokens: Number of predicted tokens of each text.
+        parts: Effects of the added parts, in the order of layers, then of banks that several layers read.
+        without_all: Effect of all added parts together.
+        base: Effects of the base's layers; empty unless `with_base` was true.
+        whole_base: Whether `without_all` is the loss of the base, if the base's weights are unchanged.
     """
 
     losses: dict[str, float]
@@ -53,7 +53,7 @@ class LayerEffects:
 
     @property
     def rows(self) -> list[PartEffect]:
-        """All of them."""
+        """Effects of the added parts, of all of these together, and of the base's layers, in this order."""
         return [*self.parts, self.without_all, *self.base]
 
 
@@ -65,19 +65,20 @@ def layer_effects(
     batch_size: int = 4,
     progress: Callable[[int, int], None] | None = None,
 ) -> LayerEffects:
-    """Measure the loss on texts without each part that was added, and compare it with the loss as it is.
+    """Measure the loss of texts without each added part, and compare it with the loss of the unchanged model.
 
-    Layers in front of the first that a part is of compute what they do with it, so they compute once for each batch.
+    Layers before the first layer of a part compute the same with and without the part. They run once per batch if `can_share`
+    allows it.
 
     Args:
-        model: As for `added_parts`; put in eval mode for the while.
-        texts: From `text_rows`.
-        with_base: Whether to leave out each layer of the base as well. Default: false.
+        model: A model as in `added_parts`. It is in eval mode during the measurement.
+        texts: Texts, as `text_rows` returns them.
+        with_base: Whether to switch off each layer of the base as well. Default: False.
         batch_size: Rows per forward pass. Default: 4.
-        progress: Called with the tokens read so far, and of all. Default: none.
+        progress: Called with the number of tokens read so far and the total number. Default: none.
 
     Raises:
-        ValueError: As `added_parts` and `read_rows`.
+        ValueError: For the reasons of `added_parts` and `read_rows`.
     """
     added = added_parts(model)
     several = [*added.parts, *added.banks]
@@ -88,7 +89,7 @@ def layer_effects(
         *((part, (part,)) for part in of_base),
     ]
     total = sum(text.num_tokens for text in texts) * (2 + len(several) + len(of_base))
-    told = adding(progress, total)
+    advance = adding(progress, total)
     usual: dict[str, RowLosses] = {}
     changed: list[dict[str, RowLosses]] = [{} for _ in variants]
     starts = [
@@ -99,13 +100,13 @@ def layer_effects(
         of_changed: list[list[RowLosses]] = [[] for _ in variants]
         for batch in text.batches(batch_size):
             with kept_outputs(model, {start - 1 for start in starts if start}) as kept:
-                of_usual.append(read_rows(model, batch, batch_size=batch_size, progress=told))
-            for (_, parts), start, found in zip(variants, starts, of_changed, strict=True):
+                of_usual.append(read_rows(model, batch, batch_size=batch_size, progress=advance))
+            for (_, parts), start, of_variant in zip(variants, starts, of_changed, strict=True):
                 with starting_at(model, start, kept), switched_off(model, parts):
-                    found.append(read_rows(model, batch, batch_size=batch_size, progress=told))
+                    of_variant.append(read_rows(model, batch, batch_size=batch_size, progress=advance))
         usual[text.name] = RowLosses.joined(of_usual)
-        for losses, found in zip(changed, of_changed, strict=True):
-            losses[text.name] = RowLosses.joined(found)
+        for losses, of_variant in zip(changed, of_changed, strict=True):
+            losses[text.name] = RowLosses.joined(of_variant)
     rows = [
         PartEffect(
             part,

@@ -1,4 +1,4 @@
-"""What was found of the parts that were added to a model: a table, JSON, CSV, and a picture."""
+"""Results about the parts that were added to a model: a table, JSON, CSV, and a picture."""
 
 from typing import Any
 
@@ -10,25 +10,27 @@ _COLUMNS = ["part", "kind", "memory", "layers", "text", "loss", "difference", "s
 _WIDTH, _HEIGHT_OF_ROW = 4.5, 0.24
 
 
-def layers_table(found: LayerEffects) -> TableOfWords:
-    """A row per part: the loss without it, less the loss as it is."""
-    texts = list(found.losses)
-    rows = [["none", *(f"{found.losses[text]:.5f}" for text in texts)]]
-    rows += [[row.name, *(row.effects[text].words for text in texts)] for row in found.rows]
-    last = "loss of the base's layers" if found.whole_base else "loss of what is left"
-    rows.append([last, *(f"{found.without_all.losses[text]:.5f}" for text in texts)])
+def layers_table(layer_effects: LayerEffects) -> TableOfWords:
+    """Return a table with a row per part: the loss without the part minus the loss of the unchanged model."""
+    texts = list(layer_effects.losses)
+    rows = [["none", *(f"{layer_effects.losses[text]:.5f}" for text in texts)]]
+    rows += [[row.name, *(row.effects[text].words for text in texts)] for row in layer_effects.rows]
+    last = "loss of the base's layers" if layer_effects.whole_base else "loss of what is left"
+    rows.append([last, *(f"{layer_effects.without_all.losses[text]:.5f}" for text in texts)])
     title = "Loss without a part, less loss as it is (nats per token)"
     return TableOfWords(title, ["without", *texts], rows)
 
 
-def as_json(found: LayerEffects) -> dict[str, Any]:
-    """All numbers, for other programs."""
+def as_json(layer_effects: LayerEffects) -> dict[str, Any]:
+    """Return all numbers, for other programs."""
     return {
-        "texts": {name: {"tokens": found.tokens[name], "loss": loss} for name, loss in found.losses.items()},
-        "parts": [_row_of_json(row) for row in found.parts],
-        "without_all": _row_of_json(found.without_all),
-        "base": [_row_of_json(row) for row in found.base],
-        "without_all_is_the_base": found.whole_base,
+        "texts": {
+            name: {"tokens": layer_effects.tokens[name], "loss": loss} for name, loss in layer_effects.losses.items()
+        },
+        "parts": [_row_of_json(row) for row in layer_effects.parts],
+        "without_all": _row_of_json(layer_effects.without_all),
+        "base": [_row_of_json(row) for row in layer_effects.base],
+        "without_all_is_the_base": layer_effects.whole_base,
     }
 
 
@@ -44,24 +46,24 @@ def _of_part(row: PartEffect) -> dict[str, Any]:
     return {"part": row.name, "kind": kind, "memory": row.part.memory, "layers": list(row.part.layers)}
 
 
-def as_csv(found: LayerEffects) -> str:
-    """A line per part and text."""
+def as_csv(layer_effects: LayerEffects) -> str:
+    """Return a CSV file with a line per part and text."""
     lines: list[list[Any]] = []
-    for row in found.rows:
+    for row in layer_effects.rows:
         part, kind, memory, layers = _of_part(row).values()
-        words = [part, kind, memory, " ".join(map(str, layers))]
+        cells = [part, kind, memory, " ".join(map(str, layers))]
         for text, effect in row.effects.items():
-            lines.append([*words, text, row.losses[text], effect.difference, effect.standard_error])
+            lines.append([*cells, text, row.losses[text], effect.difference, effect.standard_error])
     return csv_text(_COLUMNS, lines)
 
 
-def draw_layers(found: LayerEffects) -> bytes:
-    """A bar per part, in a panel for each text, as PNG: how much is lost without it. Needs matplotlib."""
+def draw_layers(layer_effects: LayerEffects) -> bytes:
+    """Return a PNG of how much the loss grows without each part: a panel per text, a bar per part. Needs matplotlib."""
     colours = {"all": "#888888", "base": "#9bb7d4"}
-    rows = found.rows
-    figure = new_figure(2 + _WIDTH * len(found.losses), 1.2 + _HEIGHT_OF_ROW * len(rows))
-    panels = figure.subplots(1, len(found.losses), sharey=True, squeeze=False)[0]
-    for axes, (text, loss) in zip(panels, found.losses.items(), strict=True):
+    rows = layer_effects.rows
+    figure = new_figure(2 + _WIDTH * len(layer_effects.losses), 1.2 + _HEIGHT_OF_ROW * len(rows))
+    panels = figure.subplots(1, len(layer_effects.losses), sharey=True, squeeze=False)[0]
+    for axes, (text, loss) in zip(panels, layer_effects.losses.items(), strict=True):
         effects = [row.effects[text] for row in rows]
         axes.barh(
             range(len(rows)),
@@ -70,8 +72,8 @@ def draw_layers(found: LayerEffects) -> bytes:
             color=[colours.get(_of_part(row)["kind"], "#c44e52") for row in rows],
             ecolor="#333333",
         )
-        if found.base:  # a layer of the base may cost a hundred times as much as one that was added
-            of_added = [abs(row.effects[text].difference) for row in (*found.parts, found.without_all)]
+        if layer_effects.base:  # a layer of the base may cost a hundred times as much as one that was added
+            of_added = [abs(row.effects[text].difference) for row in (*layer_effects.parts, layer_effects.without_all)]
             axes.set_xscale("symlog", linthresh=max(*of_added, 1e-3))
         axes.axvline(0, color="#333333", linewidth=0.8)
         axes.set_title(f"{text}: loss {loss:.4f} as it is", fontsize=9)

@@ -1,4 +1,4 @@
-"""What a change of a model does to its loss on a text."""
+"""Effect of a change of a model on its loss on a text."""
 
 import math
 from dataclasses import dataclass
@@ -11,11 +11,11 @@ from midus_hf.analysis.text_rows import RowLosses
 
 @dataclass(frozen=True)
 class Effect:
-    """What an intervention does to the loss on a text.
+    """Effect of an intervention on the loss of a text.
 
     Args:
-        difference: Loss with it minus loss without, in nats per predicted token.
-        standard_error: Of the difference, from how it varies over rows. None for one row.
+        difference: Loss with the intervention minus loss without it, in nats per predicted token.
+        standard_error: Standard error of the difference, from its variation over rows. None for one row.
     """
 
     difference: float
@@ -23,26 +23,28 @@ class Effect:
 
     @property
     def words(self) -> str:
-        """The difference with its error, as a table tells it."""
+        """Difference and standard error as text for a table."""
         return with_error(f"{self.difference:+.5f}", self.standard_error)
 
 
 def effect_between(usual: RowLosses, changed: RowLosses) -> Effect:
-    """The difference of losses per token.
+    """Return the difference of two losses per token, changed minus usual, with its standard error.
 
     Args:
-        usual: Of the model as it is.
-        changed: On the same rows.
+        usual: Losses of the unchanged model.
+        changed: Losses of the changed model on the same rows.
     """
     return Effect(*ratio_with_error(changed.sums - usual.sums, usual.tokens))
 
 
 def ratio_with_error(sums: torch.Tensor, tokens: torch.Tensor) -> tuple[float, float | None]:
-    """A mean per token, and its standard error: that of a ratio over rows that were drawn at random. None for one row.
+    """Return a mean per token and its standard error, or None instead of the error for one row.
+
+    The error is the standard error of a ratio of sums over rows that were drawn at random.
 
     Args:
-        sums: `[R]`, float64, of each row.
-        tokens: `[R]`, of each row.
+        sums: Sum over the tokens of each row, `[R]`, float64.
+        tokens: Number of tokens of each row, `[R]`.
     """
     counts = tokens.double()
     mean = (sums.sum() / counts.sum()).item()

@@ -1,4 +1,4 @@
-"""Passes of a model over the same rows that differ from some layer on: the layers before it compute once."""
+"""Passes of a model over the same rows that differ only from some layer on: the layers before that layer compute once."""
 
 import contextlib
 from collections.abc import Iterable, Iterator, Mapping
@@ -11,21 +11,23 @@ from midus_hf.analysis.watched_models import decoder_of, held_hooks
 
 
 def can_share(model: nn.Module) -> bool:
-    """Whether all that a layer reads of earlier ones is the residual stream; not where layers carry something else to later ones.
+    """Return whether layers read nothing of earlier layers but the residual stream, so that passes can share earlier layers.
 
     Args:
-        model: A causal language model whose decoder has `layers`, compiled or not, or what accelerate or PEFT has wrapped around one.
+        model: A causal language model whose decoder has `layers`. It may be compiled, or wrapped by accelerate or PEFT.
     """
     return not any(getattr(block, "takes", ()) or getattr(block, "gives", ()) for block in _layers(model))
 
 
 @contextlib.contextmanager
 def kept_outputs(model: nn.Module, layers: Iterable[int]) -> Iterator[dict[int, Any]]:
-    """Keep what some layers give in the pass that runs while the context is open, by layer; what is compiled runs uncompiled.
+    """Keep the outputs of some layers in the pass that runs while the context is open, by index of the layer.
+
+    Compiled models run uncompiled while the context is open.
 
     Args:
-        model: As for `can_share`.
-        layers: Their indices.
+        model: A model as in `can_share`.
+        layers: Indices of the layers whose outputs are kept.
     """
     blocks = _layers(model)
     kept: dict[int, Any] = {}
@@ -44,26 +46,26 @@ def kept_outputs(model: nn.Module, layers: Iterable[int]) -> Iterator[dict[int, 
 
 @contextlib.contextmanager
 def starting_at(model: nn.Module, layer: int, kept: Mapping[int, Any]) -> Iterator[None]:
-    """While the context is open, passes over the rows of another pass compute from a layer on: those before it give what it got.
+    """Start passes at a layer while the context is open: earlier layers return the kept output of another pass.
 
     Args:
-        model: As for `can_share`; it can.
-        layer: The first that computes; 0 for all.
-        kept: From `kept_outputs` of the other pass, with the layer in front.
+        model: A model for which `can_share` is true.
+        layer: Index of the first layer that computes; 0 if all layers compute.
+        kept: Outputs that `kept_outputs` kept in a pass over the same rows, with the output of layer `layer - 1`.
     """
     if layer == 0:
         yield
         return
     output = kept[layer - 1]
 
-    def given(*arguments: Any, **by_name: Any) -> Any:
+    def return_kept(*arguments: Any, **by_name: Any) -> Any:
         return output
 
     skipped = _layers(model)[:layer]
     before = [block.__dict__.get("forward") for block in skipped]
     try:
         for block in skipped:
-            block.forward = given
+            block.forward = return_kept
         with torch.compiler.set_stance("force_eager"):
             yield
     finally:
