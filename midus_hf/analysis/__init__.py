@@ -1,2 +1,2 @@
-"""What the memories of a model do: which slots they retrieve and how evenly, what a text loses without a chapter or
-without what was added, how far predictions moved, and what heads read of the depth."""
+"""Analyses of a model with memories: which slots are retrieved and how evenly, how the loss of a text grows without a
+chapter or an added part, how far predictions moved, and what heads read of the depth."""

@@ -1,4 +1,4 @@
-"""One page of HTML that needs no other file."""
+"""Pages of HTML that need no other file."""
 
 import base64
 from collections.abc import Iterable, Mapping, Sequence
@@ -56,9 +56,9 @@ class ColouredToken(NamedTuple):
     """A token of a passage.
 
     Args:
-        text: As it is read.
-        strength: Of its colour, from 0 to 1.
-        hint: What is told where it is pointed at; empty for nothing.
+        text: Text of the token.
+        strength: Strength of the colour, from 0 to 1. Default: 0.
+        hint: Text that appears when the reader points at the token. A token without a hint has no colour. Default: empty.
     """
 
     text: str
@@ -74,15 +74,15 @@ def write_page(
     pictures: Mapping[str, bytes],
     passages: Mapping[str, Sequence[ColouredToken]] | None = None,
 ) -> None:
-    """Write a page.
+    """Write a page of HTML with paragraphs, tables, pictures and passages, in this order.
 
     Args:
-        path: The file.
-        title: Of the page.
-        paragraphs: Of text.
-        tables: Behind them.
-        pictures: PNG, by what they show, behind the tables.
-        passages: Of a text, by what they show, behind the pictures. Default: none.
+        path: File to write.
+        title: Title of the page.
+        paragraphs: Paragraphs of plain text.
+        tables: Tables, each under its title.
+        pictures: Pictures as PNG, by their headings.
+        passages: Passages of coloured tokens, by their headings. Default: none.
     """
     page = jinja2.Environment(autoescape=True, trim_blocks=True, keep_trailing_newline=True).from_string(_PAGE)
     written = page.render(

@@ -1,4 +1,4 @@
-"""What pictures of models, trees and comparisons are made with. All of it needs matplotlib."""
+"""Tools for pictures of models, trees and comparisons. All functions need matplotlib."""
 
 import io
 import math
@@ -9,45 +9,45 @@ if TYPE_CHECKING:
     import torch
 
 PICTURE_SUFFIXES = (".png", ".svg", ".pdf")
-"""Of files that a picture may be drawn into."""
+"""Suffixes of files that a picture may be drawn into."""
 
 HEAT = {"aspect": "auto", "interpolation": "nearest"}
-"""How maps of numbers are drawn: as wide as there is room for, a patch per number."""
+"""Arguments of `imshow` for maps of numbers, which fill the axes with one patch per number."""
 
 
 def new_figure(width: float, height: float, layout: Literal["constrained"] | None = "constrained") -> Any:
-    """Return an empty figure of so many inches; without a `layout` what is drawn keeps the margins that matplotlib begins with."""
+    """Return an empty figure, with width and height in inches. Without a `layout` it has matplotlib's default margins."""
     from matplotlib.figure import Figure
 
     return Figure(figsize=(width, height), dpi=120, layout=layout)
 
 
 def as_png(figure: Any, tight: bool = True) -> bytes:
-    """Return a picture as PNG, `tight` around what is drawn."""
+    """Return a figure as PNG; `tight` cuts empty margins off."""
     stream = io.BytesIO()
     figure.savefig(stream, format="png", bbox_inches="tight" if tight else None)
     return stream.getvalue()
 
 
 def label_some(ticks: Callable[..., Any], names: Sequence[str], most: int = 16) -> None:
-    """Write names beside an axis, so many at most.
+    """Label an axis with names, or with some of them if there are many.
 
     Args:
-        ticks: `set_xticks` or `set_yticks` of the axes.
-        names: From the first place on.
-        most: How many of them, evenly spread. Default: 16.
+        ticks: The method `set_xticks` or `set_yticks` of the axes.
+        names: Names of positions 0, 1, 2 and so on.
+        most: Greatest number of names that are shown, evenly spread. Default: 16.
     """
     step = math.ceil(len(names) / most)
     ticks(range(0, len(names), step), names[::step], fontsize="small")
 
 
 def draw_curves(axes: Any, curves: "Mapping[str, torch.Tensor]", styles: Sequence[Mapping[str, Any]]) -> None:
-    """Draw how often each of some things is used, the most used first, in multiples of the mean.
+    """Draw curves of how often things are used, most used first, in multiples of the mean.
 
     Args:
-        axes: To draw on.
-        curves: `[N]` in multiples of the mean, descending, by what the legend calls each.
-        styles: Of the line of each.
+        axes: Axes to draw on.
+        curves: Curves `[N]` in multiples of the mean, descending, by their names in the legend.
+        styles: Style of each curve's line, as keyword arguments of `plot`.
     """
     for (label, curve), style in zip(curves.items(), styles, strict=True):
         ranks = [rank / len(curve) for rank in range(1, len(curve) + 1)]

@@ -1,4 +1,4 @@
-"""Tables whose cells are words, for a terminal, a page or Markdown, and tables of numbers as CSV."""
+"""Tables of text for a terminal, a page or Markdown, and tables of numbers as CSV."""
 
 import csv
 import io
@@ -7,12 +7,12 @@ from typing import Any, NamedTuple
 
 
 class TableOfWords(NamedTuple):
-    """A table.
+    """A table whose cells are text.
 
     Args:
-        title: What it shows.
-        head: Words above its columns.
-        rows: Its cells.
+        title: Title of the table.
+        head: Headings of the columns.
+        rows: Cells of each row.
     """
 
     title: str
@@ -20,13 +20,13 @@ class TableOfWords(NamedTuple):
     rows: list[list[str]]
 
 
-def with_error(words: str, error: float | None, form: str = "{:.5f}") -> str:
-    """Return words for a number with its standard error, which is written in a form; alone if there is none."""
-    return words if error is None else f"{words} ± {form.format(error)}"
+def with_error(value: str, error: float | None, form: str = "{:.5f}") -> str:
+    """Return a number's text with its standard error, which `form` formats; the text alone if the error is None."""
+    return value if error is None else f"{value} ± {form.format(error)}"
 
 
 def csv_text(head: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
-    """Return the text of a CSV file: its head, and a line per row."""
+    """Return the text of a CSV file: the headings, then a line per row."""
     stream = io.StringIO()
     writer = csv.writer(stream, lineterminator="\n")
     writer.writerow(head)

@@ -1,4 +1,4 @@
-"""Texts as rows of tokens, and what a model reads and loses on them."""
+"""Texts as rows of tokens, and a model's losses on the rows."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -17,13 +17,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class TextRows:
-    """A text as rows, each a document or a part of one.
+    """A text as rows of tokens. Each row is a document or a part of a document.
 
     Args:
-        name: Of the text.
-        rows: Token ids `[T]` of each.
-        documents: The number of the document that each is of.
-        paths: `[documents, p]`, int64, by which the rows of each document fetch blocks. Default: nothing is fetched.
+        name: Name of the text.
+        rows: Token ids of each row, `[T]`.
+        documents: Number of the document that each row belongs to.
+        paths: Path by which the rows of each document fetch blocks, `[documents, p]`, int64. Default: nothing is fetched.
     """
 
     name: str
@@ -33,11 +33,11 @@ class TextRows:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens of all rows."""
+        """Number of tokens in all rows together."""
         return sum(map(len, self.rows))
 
     def batches(self, batch_size: int) -> list["TextRows"]:
-        """The same in parts of so many rows, the last of which may have fewer.
+        """Return the text in batches of `batch_size` rows; the last batch may have fewer rows.
 
         Raises:
             ValueError: If `batch_size` is less than 1.
@@ -48,22 +48,17 @@ class TextRows:
         return [replace(self, rows=self.rows[part], documents=self.documents[part]) for part in parts]
 
     def fetched_by(self, first: int, count: int) -> torch.Tensor | None:
-        """The paths of some rows, `[count, p]`; None where nothing is fetched.
-
-        Args:
-            first: The first of them.
-            count: How many.
-        """
+        """Return the paths of `count` rows, `[count, p]`, from row `first` on; None if nothing is fetched."""
         return None if self.paths is None else self.paths[self.documents[first : first + count]]
 
 
 @dataclass(frozen=True)
 class RowLosses:
-    """What a model loses on the rows of a text.
+    """Losses of a model on the rows of a text.
 
     Args:
-        sums: `[R]`, float64, negative log-likelihood of each row, in nats.
-        tokens: `[R]`, int64, that are predicted in each: all but its first.
+        sums: Negative log-likelihood of each row, `[R]`, float64, in nats.
+        tokens: Number of predicted tokens in each row, `[R]`, int64: all tokens but the first.
     """
 
     sums: torch.Tensor
@@ -71,12 +66,12 @@ class RowLosses:
 
     @property
     def mean(self) -> float:
-        """Per predicted token."""
+        """Loss per predicted token, in nats."""
         return (self.sums.sum() / self.tokens.sum()).item()
 
     @classmethod
     def joined(cls, parts: "Sequence[RowLosses]") -> "RowLosses":
-        """Those of the parts of a text, as of the text."""
+        """Return the losses on a text from the losses on its parts."""
         return cls(torch.cat([part.sums for part in parts]), torch.cat([part.tokens for part in parts]))
 
 
@@ -89,21 +84,22 @@ def text_rows(
     sequence_length: int | None = None,
     max_tokens: int | None = None,
 ) -> TextRows:
-    """Tokenize documents one by one, cut long ones into rows, and put rows of about one length together.
+    """Tokenize documents one by one, and cut long documents into rows. Rows are sorted by length, the longest first.
 
-    A row begins with the tokenizer's BOS token if the tokenizer writes one by itself. Otherwise the order is random, and always
-    the same.
+    A row begins with the tokenizer's BOS token if the tokenizer writes one by itself. Rows of equal length are in a random
+    order, which is the same on every run.
 
     Args:
-        name: Of the text.
-        documents: Of the text.
-        tokenizer: Of the model.
-        longest: Tokens that the model was made for. Default: not known.
-        sequence_length: Tokens of a row at most. Default: 1024, or `longest` if that is less.
-        max_tokens: Choose rows at random that have at most so many tokens together, but one in any case. Default: all.
+        name: Name of the text.
+        documents: Documents of the text.
+        tokenizer: The model's tokenizer.
+        longest: Longest input that the model was made for, in tokens. Default: not known.
+        sequence_length: Greatest number of tokens per row. Default: 1024, or `longest` if that is less.
+        max_tokens: Greatest number of tokens in all rows together. Rows are chosen at random, and one row is always kept.
+            Default: all rows.
 
     Raises:
-        ValueError: If an option is out of range, or no document has two tokens.
+        ValueError: If an option is out of range, or if no row has two tokens.
     """
     if sequence_length is None:
         sequence_length = min(DEFAULT_SEQUENCE_LENGTH, longest or DEFAULT_SEQUENCE_LENGTH)
@@ -128,7 +124,7 @@ def text_rows(
     order = torch.randperm(len(numbered), generator=torch.Generator().manual_seed(0)).tolist()
     chosen: list[tuple[int, torch.Tensor]] = []
     left = max_tokens
-    for row in (numbered[place] for place in order):
+    for row in (numbered[index] for index in order):
         if left is not None and chosen and len(row[1]) > left:
             break
         chosen.append(row)
@@ -145,18 +141,18 @@ def read_rows(
     records: "ChapterRecords | None" = None,
     progress: Callable[[int], None] | None = None,
 ) -> RowLosses:
-    """Let a model read a text.
+    """Let a model read a text, and return its losses.
 
     Args:
-        model: Put in eval mode for the while.
-        text: From `text_rows`.
+        model: A causal language model. It is in eval mode while it reads.
+        text: The text, as `text_rows` returns it.
         batch_size: Rows per forward pass. Default: 4.
-        records: Told what each pass reads. Default: none.
-        progress: Called with the tokens of each pass. Default: none.
+        records: Records to which each pass is announced. Default: none.
+        progress: Called with the number of tokens of each pass. Default: none.
 
     Raises:
         ValueError: If `batch_size` is less than 1.
-        RuntimeError: If the likelihood of the text is not a finite number.
+        RuntimeError: If the loss of a row is not finite.
     """
     batches = text.batches(batch_size)
     sums: list[torch.Tensor] = []
@@ -181,29 +177,31 @@ def read_texts(
     records: "ChapterRecords | None" = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> dict[str, RowLosses]:
-    """Let a model read texts one after another, and return the losses of each by its name.
+    """Let a model read texts one after another, and return the losses of each text, by the text's name.
 
     Args:
-        model: As for `read_rows`.
-        texts: From `text_rows`.
+        model: A causal language model. It is in eval mode while it reads.
+        texts: Texts, as `text_rows` returns them.
         batch_size: Rows per forward pass. Default: 4.
-        records: Told what each pass reads. Default: none.
-        progress: Called with the tokens read so far, and of all. Default: none.
+        records: Records to which each pass is announced. Default: none.
+        progress: Called with the number of tokens read so far and the total number. Default: none.
 
     Raises:
-        ValueError: As `read_rows`.
-        RuntimeError: As `read_rows`.
+        ValueError: For the reasons of `read_rows`.
+        RuntimeError: For the reasons of `read_rows`.
     """
-    told = adding(progress, sum(text.num_tokens for text in texts))
-    return {text.name: read_rows(model, text, batch_size=batch_size, records=records, progress=told) for text in texts}
+    advance = adding(progress, sum(text.num_tokens for text in texts))
+    return {
+        text.name: read_rows(model, text, batch_size=batch_size, records=records, progress=advance) for text in texts
+    }
 
 
 def adding(show: Callable[[int, int], None] | None, total: int) -> Callable[[int], None]:
-    """Return what takes how many tokens each pass read, and shows how many were read so far.
+    """Return a function that takes the number of tokens of each pass, adds them up and shows the progress.
 
     Args:
-        show: Called with the tokens that were read, and all. None for nothing.
-        total: Tokens that there are to read.
+        show: Called with the number of tokens read so far and `total`. None: nothing is shown.
+        total: Number of tokens to read.
     """
     done = 0
 
@@ -219,30 +217,30 @@ def adding(show: Callable[[int, int], None] | None, total: int) -> Callable[[int
 def inputs_of(
     model: PreTrainedModel, rows: Sequence[torch.Tensor], paths: torch.Tensor | None = None
 ) -> dict[str, Any]:
-    """What a model is called with for a batch of rows, by keyword: without a cache, padded on the right.
+    """Return keyword arguments for a forward pass over a batch of rows, padded on the right, without a cache.
 
     Args:
         model: A causal language model.
-        rows: Token ids `[T]` of each.
-        paths: `[B, p]`, by which each fetches blocks. Default: nothing is fetched.
+        rows: Token ids of each row, `[T]`.
+        paths: Path by which each row fetches blocks, `[B, p]`. Default: nothing is fetched.
     """
     inputs = torch.nn.utils.rnn.pad_sequence(list(rows), batch_first=True).to(model.device)
     lengths = torch.tensor([len(row) for row in rows], device=model.device)
     mask = torch.arange(inputs.shape[1], device=model.device) < lengths[:, None]
-    given: dict[str, Any] = {"input_ids": inputs, "use_cache": False}
+    kwargs: dict[str, Any] = {"input_ids": inputs, "use_cache": False}
     if not bool(mask.all()):
-        given["attention_mask"] = mask.long()
+        kwargs["attention_mask"] = mask.long()
     if "prompt_mask" in getattr(decoder_of(model), "memory_input_names", ()):
-        given["prompt_mask"] = mask  # a row is a prompt as a whole
+        kwargs["prompt_mask"] = mask  # the whole row is the prompt
     if paths is not None:
-        given["memory_ids"] = paths
-    return given
+        kwargs["memory_ids"] = paths
+    return kwargs
 
 
 def _row_sums(
     model: PreTrainedModel, rows: Sequence[torch.Tensor], paths: torch.Tensor | None
 ) -> Iterator[torch.Tensor]:
-    """The summed loss of each row of a batch."""
+    """Yield the summed loss of each row of a batch."""
     logits = model(**inputs_of(model, rows, paths)).logits
     for row, of_row in zip(rows, logits, strict=True):
         predicted = of_row[: len(row) - 1].to(torch.promote_types(of_row.dtype, torch.float32))

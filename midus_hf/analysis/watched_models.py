@@ -1,4 +1,4 @@
-"""A model that is watched: its memories by place, hooks that are removed afterwards, and eval mode for as long as it lasts."""
+"""Tools to watch a model: memories by their place, hooks that are removed afterwards, and eval mode while a context is open."""
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
@@ -11,11 +11,11 @@ from torch import nn
 
 
 class MemoryPlace(NamedTuple):
-    """A layer, and which of its memories.
+    """Place of a memory in a model.
 
     Args:
         layer: Index of the decoder layer.
-        name: That the memory is attached by; empty where the layer was inserted for it.
+        name: Name of the attached memory; empty if the layer was inserted for the memory. Default: empty.
     """
 
     layer: int
@@ -27,14 +27,14 @@ class MemoryPlace(NamedTuple):
 
 @dataclass(frozen=True)
 class HostedMemory:
-    """A memory in a layer.
+    """A memory with the layer that hosts it.
 
     Args:
         layer: Index of the decoder layer.
-        name: That the memory is attached by; empty where the layer was inserted for it.
+        name: Name of the attached memory; empty if the layer was inserted for the memory.
         block: The decoder layer.
-        memory: The memory, or what PEFT has wrapped around it.
-        modules: The memory itself, and every copy of it that PEFT has made, the newest last: one of them is called.
+        memory: The memory as the layer calls it, which may be a wrapper of PEFT.
+        modules: The memory itself, then all copies that PEFT has made, the newest last. A pass calls one of them.
     """
 
     layer: int
@@ -45,22 +45,22 @@ class HostedMemory:
 
     @property
     def place(self) -> MemoryPlace:
-        """The layer and the name."""
+        """Layer and name of the memory."""
         return MemoryPlace(self.layer, self.name)
 
     @property
     def module(self) -> Any:
-        """The memory itself; where PEFT has copied it, the newest copy."""
+        """The memory itself; if PEFT has copied the memory, the newest copy."""
         return self.modules[-1]
 
 
 def bare_model(model: nn.Module) -> Any:
-    """Return the causal language model that compilation or accelerate has wrapped; what PEFT has wrapped is returned as it is."""
+    """Return a causal language model without the wrappers of compilation and accelerate; wrappers of PEFT stay."""
     return extract_model_from_parallel(model, keep_torch_compile=False)
 
 
 def decoder_of(model: nn.Module) -> Any:
-    """Return the decoder of a causal language model, compiled or not, or of what accelerate or PEFT has wrapped around one."""
+    """Return the decoder of a causal language model, which may be compiled, or wrapped by accelerate or PEFT."""
     return bare_model(model).get_decoder()
 
 
@@ -68,8 +68,8 @@ def hosted_memories(model: nn.Module, kind: type) -> list[HostedMemory]:
     """Return the memories of a model that are of a kind, in the order of layers.
 
     Args:
-        model: A causal language model whose decoder has `layers`, compiled or not, or what accelerate or PEFT has wrapped around one.
-        kind: What a memory is told by: a protocol of `midus_hf.memory.protocols`.
+        model: A causal language model whose decoder has `layers`. It may be compiled, or wrapped by accelerate or PEFT.
+        kind: Protocol of `midus_hf.memory.protocols` that the memories implement.
     """
     return [
         HostedMemory(layer, name, block, memory, modules)
@@ -86,11 +86,11 @@ def _memories_of(block: Any) -> Iterator[tuple[str, nn.Module]]:
 
 
 def innermost(memory: nn.Module, kind: type) -> tuple[nn.Module, ...]:
-    """Return the memory itself and every copy of it that PEFT has made; a wrapper, which has what it wraps, is none of them.
+    """Return the memory itself and all copies that PEFT has made, without PEFT's wrappers around them.
 
     Args:
-        memory: In its layer, as a layer calls it.
-        kind: What a memory is told by: a protocol of `midus_hf.memory.protocols`.
+        memory: The memory as its layer calls it.
+        kind: Protocol of `midus_hf.memory.protocols` that the memory implements.
     """
     matching = [module for module in memory.modules() if isinstance(module, kind)]
     return tuple(
@@ -104,10 +104,10 @@ H = TypeVar("H", bound=HostedMemory)
 
 
 def whole_and_named(hosts: Sequence[H], name: str | None) -> list[H]:
-    """Return what `named` does of memories that are all there.
+    """Check that no memory is offloaded, and return the memories that have a name, as `named` does.
 
     Raises:
-        ValueError: If one is offloaded, or none has the name.
+        ValueError: If a memory is offloaded, or if no memory has the name.
     """
     for hosted in hosts:
         check_on_device(hosted.memory, hosted.layer)
@@ -115,14 +115,14 @@ def whole_and_named(hosts: Sequence[H], name: str | None) -> list[H]:
 
 
 def named(hosts: Sequence[H], name: str | None) -> list[H]:
-    """Return the memories of one name, or all of them.
+    """Return the memories that have a name.
 
     Args:
-        hosts: One or more.
-        name: Of the memory; None for any.
+        hosts: Memories to choose from, one or more.
+        name: Name of the memories; None for all.
 
     Raises:
-        ValueError: If none has the name.
+        ValueError: If no memory has the name.
     """
     names = dict.fromkeys(hosted.name for hosted in hosts)
     if name is not None and name not in names:
@@ -131,14 +131,14 @@ def named(hosts: Sequence[H], name: str | None) -> list[H]:
 
 
 def check_on_device(memory: nn.Module, layer: int | MemoryPlace) -> None:
-    """See that a memory has its parameters.
+    """Check that the parameters of a memory are on a device.
 
     Args:
-        memory: The memory.
-        layer: Where it is, for the message.
+        memory: Memory to check.
+        layer: Layer or place of the memory, for the message.
 
     Raises:
-        ValueError: If one is offloaded.
+        ValueError: If a parameter is offloaded.
     """
     if any(parameter.device.type == "meta" for parameter in memory.parameters()):
         raise ValueError(
@@ -148,10 +148,10 @@ def check_on_device(memory: nn.Module, layer: int | MemoryPlace) -> None:
 
 @contextlib.contextmanager
 def held_hooks() -> Iterator[Callable[[Any], object]]:
-    """Hold hooks until the context ends: it gives a function that takes the handle of each, and removes them then.
+    """Yield a function that takes the handles of hooks, and remove these hooks when the context ends.
 
-    What `torch.compile` has compiled, of any model, runs uncompiled while the context is open: compiled code does not call a hook
-    that came after it.
+    All compiled models run uncompiled while the context is open, since compiled code does not call hooks that were added after
+    compilation.
     """
     with contextlib.ExitStack() as handles, torch.compiler.set_stance("force_eager"):
         yield lambda handle: handles.callback(handle.remove)
