@@ -1,4 +1,4 @@
-"""Questions that are asked behind a document: retrieval-augmented generation, which memories are compared with."""
+"""Questions behind documents: retrieval-augmented generation, with which memories are compared."""
 
 import copy
 from collections.abc import Callable, Sequence
@@ -13,18 +13,18 @@ from midus_hf.retrieval.nearest_documents import NearestDocuments
 from midus_hf.retrieval.passages import cut_into_passages
 
 DocumentFinder = Callable[[Sequence[str]], list[str]]
-"""The document of each question."""
+"""A function that takes questions and returns the document of each question."""
 
 
 def nearest_documents(settings: EvaluationSettings, embedder: TextEmbedder) -> NearestDocuments:
     """Read and embed the documents that questions are asked behind.
 
     Args:
-        settings: Which they are, and how they are cut.
-        embedder: Of documents and questions.
+        settings: Settings that name the documents and say how to cut them.
+        embedder: Embedding model of documents and questions.
 
     Raises:
-        ValueError: If documents cannot be read, or there are none.
+        ValueError: If documents cannot be read, or if there are none.
     """
     assert settings.documents is not None, "there are documents"
     documents = read_documents(settings.documents, settings.column, settings.encoding)
@@ -35,12 +35,13 @@ def nearest_documents(settings: EvaluationSettings, embedder: TextEmbedder) -> N
 
 
 def behind_documents(requests: Sequence[Any], questions: Sequence[str], find_documents: DocumentFinder) -> list[Any]:
-    """Requests of the harness, each with the document of its question and an empty line in front of its context.
+    """Return requests of the harness with the document of each question and an empty line in front of their contexts.
 
     Args:
-        requests: Whose first argument is a context. An empty one stays empty: it asks how likely an answer is without the question.
-        questions: Of each request, by which its document is found.
-        find_documents: Finds them.
+        requests: Requests whose first argument is a context. An empty context stays empty: the request asks how likely an answer
+            is without the question.
+        questions: Question of each request, by which the document is found.
+        find_documents: Function that finds the documents.
     """
     changed = []
     for request, document in zip(requests, find_documents(questions), strict=True):

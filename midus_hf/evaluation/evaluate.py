@@ -1,4 +1,4 @@
-"""Evaluate checkpoints one after the other, with the same settings."""
+"""Evaluation of checkpoints, one after the other, with the same settings."""
 
 import contextlib
 import dataclasses
@@ -31,14 +31,14 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True)
 class _Finders:
-    """What finds the paths by which models that fetch blocks do so, None where they fetch nothing; and documents for questions.
+    """Functions that find paths, for models that fetch blocks, and documents, for questions.
 
     Args:
-        of_text: By documents of the text.
-        of_tasks: By what tasks ask.
-        tree: That paths are found by. Default: rows have them.
-        written: The paths that rows have. Default: they are found.
-        find_documents: Finds the document that a question is asked behind. Default: nothing does.
+        of_text: Finds the path of each document of the text. Default: the text fetches nothing.
+        of_tasks: Finds the path of each question of a task. Default: questions fetch nothing.
+        tree: Tree by which paths are found. Default: paths are not found by a tree.
+        written: Paths that the rows of the text hold. Default: rows hold no paths.
+        find_documents: Finds the document that a question is asked behind. Default: questions are asked without documents.
     """
 
     of_text: PathFinder | None = None
@@ -49,35 +49,35 @@ class _Finders:
 
 
 class EvaluationInterrupted(KeyboardInterrupt):
-    """An evaluation was interrupted.
+    """Interruption of an evaluation.
 
     Args:
-        report: As `evaluate` returns it, of the models that were finished.
-        words: What was finished and what was not, for a person to read.
+        report: Report of the finished models, as `evaluate` returns it.
+        message: Text for a person that says what was finished and what was not.
     """
 
-    def __init__(self, report: dict[str, Any], words: str):
-        super().__init__(words)
+    def __init__(self, report: dict[str, Any], message: str):
+        super().__init__(message)
         self.report = report
 
 
 def evaluate(models: list[str], settings: EvaluationSettings, quiet: bool = False) -> dict[str, Any]:
-    """Measure models. The request is checked, as far as it can be, before the first one is loaded.
+    """Evaluate models, and return a report. As much as possible is checked before the first model is loaded.
 
     Args:
-        models: Folders or hub ids.
-        settings: What to measure.
-        quiet: Whether to hide the harness's own progress bars. Default: false.
+        models: Folders or hub ids of the models.
+        settings: What to measure, and how.
+        quiet: Whether to hide the harness's own progress bars. Default: False.
 
     Returns:
         `{"models": [...], "settings": {...}}`; each model is `{"model", "model_type", "parameters", "causal", "perplexity",
-        "tasks", "seconds"}`, where `causal` is false if a memory tells tokens of plain text of later ones, `perplexity` has
-        the fields of `PerplexityResult` or is None, and `tasks` maps the name of a task to its metrics.
+        "tasks", "seconds"}`. `causal` is false if a memory gives tokens of plain text information about later tokens,
+        `perplexity` has the fields of `PerplexityResult` or is None, and `tasks` maps the name of each task to its metrics.
 
     Raises:
-        ValueError: If the request is wrong.
-        ModuleNotFoundError: If tasks are asked for and lm-eval is not installed.
-        EvaluationInterrupted: If it is interrupted while a model is measured.
+        ValueError: If a model, a file, a task or another part of the request cannot be used.
+        ModuleNotFoundError: If tasks are requested and lm-eval is not installed.
+        EvaluationInterrupted: If the evaluation is interrupted while a model is measured.
     """
     for model in models:
         check_model_name("model", model)
@@ -104,7 +104,7 @@ def evaluate(models: list[str], settings: EvaluationSettings, quiet: bool = Fals
         find_paths = functools.partial(retriever.paths, blocked=blocked, block_best=best)
         retriever.paths_of(
             torch.zeros(1, retriever.tree.width), blocked, best
-        )  # that such nodes, and so many, are there
+        )  # raises if nodes to block do not exist
         finders = _Finders(find_paths, find_paths, retriever.tree)
     if settings.documents is not None:
         from midus_hf.evaluation.beside_documents import nearest_documents
@@ -121,15 +121,15 @@ def evaluate(models: list[str], settings: EvaluationSettings, quiet: bool = Fals
             try:
                 _measure(current, documents, tasks, settings, device, quiet, finders, write_answer)
             except KeyboardInterrupt:
-                words = _interruption(measured, current)
-                raise EvaluationInterrupted(_report(measured, settings), words) from None
+                message = _interruption(measured, current)
+                raise EvaluationInterrupted(_report(measured, settings), message) from None
             measured.append(current)
     return _report(measured, settings)
 
 
 @contextlib.contextmanager
 def _answers_file(name: str | None) -> Iterator[Callable[[dict[str, Any]], Any] | None]:
-    """What writes an answer to a file that is there from the beginning, so that it can be refused; None without one."""
+    """Yield a function that writes an answer to a file; None without a file. The file is made first, to refuse it early."""
     if name is None:
         yield None
         return
@@ -143,7 +143,7 @@ def _answers_file(name: str | None) -> Iterator[Callable[[dict[str, Any]], Any] 
         with stream:
             yield lambda row: print(json.dumps(row, ensure_ascii=False, default=str), file=stream)
     finally:
-        if not Path(name).stat().st_size:  # nothing was answered; the same command can be given again
+        if not Path(name).stat().st_size:  # nothing was answered, so the same command can be run again
             Path(name).unlink()
 
 
@@ -152,12 +152,12 @@ def _report(measured: list[dict[str, Any]], settings: EvaluationSettings) -> dic
 
 
 def _interruption(measured: list[dict[str, Any]], current: dict[str, Any]) -> str:
-    """What was finished, and what is known already of the model at which it was interrupted."""
+    """Return a message that names the finished models, and the perplexity of the interrupted model if it is known."""
     finished = ", ".join(model["model"] for model in measured) or "no model"
-    words = f"interrupted at {current['model']}; finished: {finished}"
+    message = f"interrupted at {current['model']}; finished: {finished}"
     if current.get("perplexity") is not None:
-        words += f"; the perplexity of {current['model']} is {current['perplexity']['perplexity']:.4f}"
-    return words
+        message += f"; the perplexity of {current['model']} is {current['perplexity']['perplexity']:.4f}"
+    return message
 
 
 def _measure(
@@ -170,7 +170,7 @@ def _measure(
     finders: _Finders,
     write_answer: Callable[[dict[str, Any]], Any] | None,
 ) -> None:
-    """Fill in what is measured of the model that `measured` names, as soon as it is known."""
+    """Measure the model that `measured` names, and add each result to `measured` as soon as it is known."""
     started, name = time.perf_counter(), measured["model"]
     model, tokenizer = _load(name, settings.dtype, device, settings.trust_remote_code)
     if not fetches_blocks(model):
@@ -224,13 +224,13 @@ def _measure(
 
 
 def _reads_ahead(model: PreTrainedModel) -> bool:
-    """Whether a memory of the model tells tokens of plain text of later ones."""
+    """Return whether a memory of the model gives tokens of plain text information about later tokens."""
     memories = model.config.memories() if hasattr(model.config, "memories") else None
     return memories is not None and (memories.reads_ahead or memories.reads_prompts)
 
 
 def _written_paths(settings: EvaluationSettings, column: str) -> DocumentPaths:
-    """The paths that rows of the text have, in the order of its documents."""
+    """Return the paths that rows of the text hold, in the order of its documents."""
     assert settings.text is not None, "paths are those of a text"
     rows = document_rows(find_files(settings.text), settings.column, settings.encoding)
     return read_paths(rows, column)

@@ -1,4 +1,4 @@
-"""Evaluation of models whose texts fetch blocks from a bank: by the path of what is asked, or of a whole document."""
+"""Evaluation of models whose texts fetch blocks from a bank, by the path of a question or of a whole document."""
 
 import contextlib
 import itertools
@@ -9,16 +9,16 @@ import torch
 from torch import nn
 
 PathFinder = Callable[[Sequence[str]], torch.Tensor]
-"""The path of each of N texts in a tree of topics, `[N, p]`, int64."""
+"""A function that takes N texts and returns their paths in a tree of topics, `[N, p]`, int64."""
 
 
 @contextlib.contextmanager
 def fetching(model: nn.Module, path: Sequence[int]) -> Iterator[None]:
-    """Within it every row of every pass of a model fetches the blocks of one path, whoever calls the model.
+    """Let every row of every forward pass fetch the blocks of one path while the context is open, whoever calls the model.
 
     Args:
-        model: Whose memories fetch blocks.
-        path: The node of each level.
+        model: Model whose texts fetch blocks.
+        path: Node at each level of the tree.
     """
 
     def add_ids(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
@@ -34,7 +34,7 @@ def fetching(model: nn.Module, path: Sequence[int]) -> Iterator[None]:
 
 
 def fetches_blocks(model: Any) -> bool:
-    """Whether the texts of a model fetch blocks."""
+    """Return whether the texts of a model fetch blocks."""
     return bool(getattr(model, "banks", None) and model.banks.layouts)
 
 
@@ -45,17 +45,14 @@ def by_path(
     model: nn.Module,
     run: Callable[[list[Any]], list[Any]],
 ) -> list[Any]:
-    """Run what has one path together, with its blocks.
+    """Run items with the same path together, with the blocks of that path, and return the results in the order of the items.
 
     Args:
-        items: What is run.
-        texts: That paths are found by, one per item.
-        find_paths: Finds them.
-        model: That runs.
-        run: Gives a result for each of some items.
-
-    Returns:
-        The results, in the order of the items.
+        items: Items to run.
+        texts: Text of each item, by which its path is found.
+        find_paths: Function that finds the paths.
+        model: Model that `run` calls.
+        run: Function that takes some of the items and returns a result for each.
     """
     different = list(dict.fromkeys(texts))
     path_of = dict(zip(different, map(tuple, find_paths(different).tolist()), strict=True))
@@ -65,25 +62,26 @@ def by_path(
     results: list[Any] = [None] * len(items)
     for path, indices in members.items():
         with fetching(model, path):
-            found = run([items[index] for index in indices])
-        for index, result in zip(indices, found, strict=True):
+            of_path = run([items[index] for index in indices])
+        for index, result in zip(indices, of_path, strict=True):
             results[index] = result
     return results
 
 
 def question_of(task: Any, doc: dict[str, Any]) -> str:
-    """What a task of the harness asks of a document, without worked examples: by it blocks are fetched (appendix B).
+    """Return the question that a task asks about a document, without worked examples. It decides which blocks are fetched.
 
-    Of tasks whose choices are contexts, it is what all choices have in common, and what follows them.
+    This follows appendix B of hierarchical memories. If a task's choices are contexts, the question is the beginning that all
+    choices share, and the text that follows the choices.
 
     Args:
-        task: Of lm-evaluation-harness.
-        doc: One of its documents.
+        task: Task of lm-evaluation-harness.
+        doc: Document of the task.
     """
     text = task.doc_to_text(doc)
     if isinstance(text, str):
         return text
-    columns = zip(*map(str, task.doc_to_choice(doc)), strict=False)  # as long as the shortest choice
+    columns = zip(*map(str, task.doc_to_choice(doc)), strict=False)  # ends with the shortest choice
     shared = "".join(column[0] for column in itertools.takewhile(lambda column: len(set(column)) == 1, columns))
     target = task.doc_to_target(doc)
     return " ".join(part.strip() for part in (shared, target) if isinstance(part, str) and part.strip())

@@ -1,4 +1,4 @@
-"""lm-evaluation-harness on models of this package. Importing it registers the model type `midus` with the harness."""
+"""lm-evaluation-harness on models of this package. Importing this module registers the model type `midus` with the harness."""
 
 import contextlib
 import difflib
@@ -29,19 +29,21 @@ from midus_hf.saved_models import check_ids
 
 @register_model("midus")
 class MidusLM(HFLM):
-    """The harness's `hf` for models of this package, which load without `trust_remote_code`.
+    """The harness's model type `hf` for models of this package, which load without `trust_remote_code`.
 
     Args:
         pretrained: A folder, a hub id, or a model.
-        progress: Called with the rows of each forward pass, or of what is generated. Default: nothing is.
-        retriever: A tree of topics, as `midus cluster build` makes it, or what finds paths: blocks are fetched by the path of
-            what is asked. Default: none, and nothing is fetched by a path.
-        questions: What a request asks, by which its path and its document are found. Default: its context.
-        find_documents: Finds a document for each question, which its context then begins with. Default: contexts are as they are.
-        **kwargs: As for `hf`.
+        progress: Called with the number of rows of each forward pass, and of each batch that is generated. Default: none.
+        retriever: Folder of a tree of topics, as `midus cluster build` makes it, or a function that finds paths. A question
+            fetches blocks by its path. Default: none, and nothing is fetched by a path.
+        questions: Function that returns the question of a request, by which the path and the document are found. Default: the
+            question is the request's context.
+        find_documents: Function that finds a document for each question, which is put in front of the context. Default: contexts
+            are unchanged.
+        **kwargs: Further arguments of `hf`.
 
     Raises:
-        ValueError: If there is a retriever, and the model fetches no blocks, or by a tree of another shape.
+        ValueError: If `retriever` is given and the model fetches no blocks, or if the model's bank does not fit the tree.
     """
 
     def __init__(
@@ -57,8 +59,8 @@ class MidusLM(HFLM):
         super().__init__(pretrained, **{"backend": "causal", **kwargs})
         tree: ClusterTree | None = None
         if isinstance(retriever, str):
-            found = MemoryRetriever.load(retriever)
-            tree, retriever = found.tree, found.paths
+            memory_retriever = MemoryRetriever.load(retriever)
+            tree, retriever = memory_retriever.tree, memory_retriever.paths
         self._find_paths, self._find_documents = retriever, find_documents
         self._questions = questions or (lambda request: request.args[0])
         if self._find_paths is not None and not fetches_blocks(self.model):
@@ -69,18 +71,18 @@ class MidusLM(HFLM):
             check_tree(tree, self.model)
 
     def loglikelihood(self, requests: list[Any], *args: Any, **kwargs: Any) -> list[Any]:
-        """As the harness's, with the document and the blocks of what each request asks."""
+        """Return the harness's log-likelihoods, with the document and the blocks of each request's question."""
         run = super().loglikelihood
         return self._asked(requests, lambda some: run(some, *args, **kwargs))
 
     def loglikelihood_rolling(self, requests: list[Any], *args: Any, **kwargs: Any) -> list[Any]:
-        """As the harness's, with the blocks of each whole text."""
+        """Return the harness's rolling log-likelihoods, with the blocks of each whole text."""
         run = super().loglikelihood_rolling
         texts = [request.args[0] for request in requests]
         return self._with_blocks(requests, texts, lambda some: run(some, *args, **kwargs))
 
     def generate_until(self, requests: list[Any], *args: Any, **kwargs: Any) -> list[Any]:
-        """As the harness's, with the document and the blocks of what each request asks."""
+        """Return the texts that the harness generates, with the document and the blocks of each request's question."""
         run = super().generate_until
         return self._asked(requests, lambda some: run(some, *args, **kwargs))
 
@@ -115,14 +117,14 @@ class Tasks:
     """Tasks to run, found by name before any model is loaded.
 
     Args:
-        names: With `data`, a local task goes by its short name or with the prefix `midus_`. Every other name, and
-            every name without `data`, is looked up in `include_path` and then among the harness's own tasks, whose
-            questions come from the hub.
-        data: Folder with the questions of the local tasks.
-        include_path: Folder with task files of the caller.
+        names: Names of the tasks. With `data`, a local task is named by its short name or with the prefix `midus_`. All other
+            names are looked up in `include_path`, then among the harness's own tasks, whose questions come from the hub.
+        data: Folder with the questions of the local tasks. Default: no local tasks.
+        include_path: Folder with task files of the caller. Default: none.
 
     Raises:
-        ValueError: If a name is unknown (near matches are named), repeated, or its questions are missing.
+        ValueError: If `include_path` is not a folder, if a name is unknown (the message names near matches) or repeated, or if
+            the questions of a task are missing.
     """
 
     def __init__(self, names: list[str], data: str | Path | None = None, include_path: str | Path | None = None):
@@ -132,7 +134,7 @@ class Tasks:
         others = [name for name in names if name.removeprefix(PREFIX) not in local]
         self.manager = _task_manager(others, include_path)
         self.names: dict[str, str] = {}
-        """The name in the harness of every task, by the name it was asked for."""
+        """Name of each task in the harness, by the name in the request."""
         self.specs: list[str | dict[str, Any]] = []
         for name in names:
             short = name.removeprefix(PREFIX)
@@ -164,30 +166,32 @@ class Tasks:
         find_documents: DocumentFinder | None = None,
         tell_answer: Callable[[dict[str, Any]], Any] | None = None,
     ) -> dict[str, dict[str, Any]]:
-        """Score a model.
+        """Score a model on the tasks.
 
         Args:
-            model: In eval mode, on its device.
-            tokenizer: Its tokenizer.
-            num_fewshot: Worked examples before a question. Default: what the task says, else 0.
-            limit: Questions per task, the first ones. Default: all.
-            batch_size: Requests per forward pass.
-            max_length: Longest input in tokens. Default: what the model was made for.
-            seed: Of the choice of examples and the bootstrap.
-            progress: As in `MidusLM`.
-            quiet: Whether to hide the harness's own progress bars. Default: false.
-            find_paths: By which questions fetch blocks; it sees them without worked examples. Default: nothing is fetched.
-            find_documents: Finds a document for each question, seen likewise, which then stands in front of it and of its worked
-                examples, with an empty line between. What is too long for the model is cut at its beginning. Default: nothing is.
-            tell_answer: Called with each question, once for each filter of its task: `{"task", "filter", "question", "target",
-                "answer", "scores"}`, where `question` is the row of the task, `answer` what the filter left of each of its
-                requests (a pair of log-likelihood and whether it is the likeliest, or what was written), and `scores` every
-                metric; with `find_documents` also `"document"`. Default: nothing is.
+            model: The model, in eval mode, on its device.
+            tokenizer: The model's tokenizer.
+            num_fewshot: Number of worked examples before a question. Default: the task's own number, else 0.
+            limit: Number of questions per task, from the first on. Default: all.
+            batch_size: Requests per forward pass. Default: 4.
+            max_length: Longest input, in tokens. Default: the longest that the model was made for.
+            seed: Seed for the choice of worked examples and for the bootstrap. Default: 0.
+            progress: Called with the number of rows of each batch, as in `MidusLM`. Default: none.
+            quiet: Whether to hide the harness's own progress bars. Default: False.
+            find_paths: Function that finds the paths by which questions fetch blocks. It gets questions without worked examples.
+                Default: nothing is fetched.
+            find_documents: Function that finds a document for each question. It gets questions without worked examples. The
+                document is put in front of the worked examples and the question, with an empty line between. An input that is
+                too long for the model is cut at its beginning. Default: no documents.
+            tell_answer: Called for each question and each filter of its task with `{"task", "filter", "question", "target",
+                "answer", "scores"}`, and with `find_documents` also `"document"`. `question` is the row of the task, `answer`
+                what the filter left of each request (generated text, or a pair: the log-likelihood, and whether the answer is
+                the likeliest), and `scores` has every metric. Default: none.
 
         Returns:
-            By the name asked for (a group also brings its members), every metric of the task as the harness names it
-            (`acc`, `acc_stderr`, `acc_norm`), `num_fewshot` and `num_questions`. A metric is None where it came out as
-            no finite number, and text where it is no number at all; a standard error that is not known is left out.
+            For each name in the request (a group also brings its members), every metric of the task under the harness's name
+            (`acc`, `acc_stderr`, `acc_norm`), `num_fewshot` and `num_questions`. A metric is None if its value is not finite,
+            and text if its value is not a number. Unknown standard errors are left out.
         """
         question_in = self._questions()
         with without_bars() if quiet else contextlib.nullcontext(), _without_environment_report():
@@ -233,21 +237,21 @@ class Tasks:
         return scores
 
     def built(self) -> dict[str, Any]:
-        """The harness's own tasks, members of groups included, by their names there."""
+        """Return the harness's task objects by their names in the harness, including members of groups."""
         return dict(_flat(get_task_dict(self.specs, self.manager)))
 
     def _questions(self) -> Callable[[str, dict[str, Any]], str]:
-        """What a task, by its name in the harness, asks of a document, without worked examples."""
+        """Return a function from a task's name in the harness and a document to the question, without worked examples."""
         built = functools.cache(self.built)
         return lambda name, doc: question_of(built()[name], doc)
 
 
 @contextlib.contextmanager
 def _without_environment_report() -> Iterator[None]:
-    """Keep the harness from looking at where it runs, which nobody reads.
+    """Keep the harness from reporting its environment, since nobody reads the report.
 
-    It lists installed packages, compilers and drivers, which takes seconds, and asks git for the commit of the current folder, which
-    says `fatal: not a git repository` where there is none.
+    The report lists installed packages, compilers and drivers, which takes seconds. It also asks git for the commit of the
+    current folder, and git prints `fatal: not a git repository` outside of a repository.
     """
     with contextlib.ExitStack() as stack:
         for name in ("add_env_info", "get_git_commit_hash"):
@@ -256,7 +260,7 @@ def _without_environment_report() -> Iterator[None]:
 
 
 def _flat(tasks: Mapping[Any, Any]) -> Iterator[tuple[str, Any]]:
-    """The tasks of groups, and of groups within them, by their names."""
+    """Yield the names and tasks of groups and of groups within groups."""
     for name, task in tasks.items():
         if isinstance(task, Mapping):
             yield from _flat(task)
@@ -265,7 +269,7 @@ def _flat(tasks: Mapping[Any, Any]) -> Iterator[tuple[str, Any]]:
 
 
 def _answer(sample: dict[str, Any]) -> dict[str, Any]:
-    """What `tell_answer` is told of a sample of the harness."""
+    """Return what `tell_answer` gets of a sample of the harness, without the task and the document."""
     return {
         "filter": sample["filter"],
         "question": sample["doc"],
@@ -276,12 +280,12 @@ def _answer(sample: dict[str, Any]) -> dict[str, Any]:
 
 
 def _is_standard_error(metric: str) -> bool:
-    """Whether a name such as `acc_stderr` or `acc_stderr,strict` is that of a standard error."""
+    """Return whether a name is the name of a standard error, such as `acc_stderr` or `acc_stderr,strict`."""
     return metric.partition(",")[0].endswith("_stderr")
 
 
 def _plain(value: Any) -> float | int | str | None:
-    """What JSON can hold of a metric, which a task of the caller's may give as anything."""
+    """Return a metric as JSON can hold it: a finite number, None or text. A caller's own task may return any type."""
     value = value.item() if getattr(value, "ndim", None) == 0 else value
     if isinstance(value, (int, float)):
         return value if math.isfinite(value) else None
@@ -289,7 +293,7 @@ def _plain(value: Any) -> float | int | str | None:
 
 
 def _task_manager(names: list[str], include_path: str | Path | None) -> TaskManager:
-    """The manager of the least tasks that has all the names, if there is one: finding the harness's own takes long."""
+    """Return the smallest task manager that has all names, if one has; it takes long to find the harness's own tasks."""
     paths = None if include_path is None else str(include_path)
     manager = TaskManager(include_path=paths, include_defaults=False)
     missing = set(names) - set(manager.all_tasks)

@@ -1,6 +1,6 @@
-"""The tasks of `tasks/*.yaml`: lm-evaluation-harness tasks whose questions lie in a local folder.
+"""Local tasks (`tasks/*.yaml`): tasks of lm-evaluation-harness whose questions are in a local folder.
 
-A task file names its data as `${DATA}/piqa.jsonl`; the folder is put in when the task is used.
+A task file names its data as `${DATA}/piqa.jsonl`; the folder replaces `${DATA}` when the task is loaded.
 """
 
 import re
@@ -15,11 +15,11 @@ from midus_hf.files.json_text import parse_json
 PREFIX = "midus_"
 _FOLDER = Path(__file__).parent / "tasks"
 _FACTS = "facts"
-"""The task whose rows a person writes."""
+"""Name of the task whose rows a person writes."""
 
 
 def local_task_names() -> list[str]:
-    """The short names of the local tasks: `boolq`, `piqa` and so on. lm-eval knows them as `midus_boolq`."""
+    """Return the short names of the local tasks, such as `boolq`. lm-eval knows this task as `midus_boolq`."""
     return sorted(path.stem for path in _FOLDER.glob("*.yaml"))
 
 
@@ -27,15 +27,16 @@ def load_local_task(name: str, data: str | Path) -> dict[str, Any]:
     """Read a local task.
 
     Args:
-        name: Short name.
-        data: Folder that holds `NAME.jsonl`: a row per question, with `question`, `choices`, `gold`; of atomic numbers, an element
-            with its `name` and its `number`; of facts, a `question` and its `answers`, a list of texts each of which is right.
+        name: Short name of the task.
+        data: Folder that holds `NAME.jsonl`, with a row per question: `question`, `choices` and `gold`. A row of atomic numbers
+            has the `name` and `number` of an element; a row of facts has a `question` and its `answers`, a list of texts, each
+            of which is right.
 
     Returns:
-        A task configuration that lm-eval takes as it is.
+        A task configuration that lm-eval accepts.
 
     Raises:
-        ValueError: If the folder does not hold the questions, or a row of facts is none.
+        ValueError: If the folder does not hold the questions, or if a row of facts has no usable question and answers.
     """
     data = Path(data).resolve()
     if not (data / f"{name}.jsonl").is_file():
@@ -54,13 +55,14 @@ def load_local_task(name: str, data: str | Path) -> dict[str, Any]:
 
 
 def write_local_tasks(folder: str | Path, data: str | Path) -> list[Path]:
-    """Write those local tasks whose questions a folder holds, with the folder put in, for `lm_eval --include_path FOLDER`.
+    """Write the files of local tasks, for `lm_eval --include_path FOLDER`, and return their paths.
 
-    Returns:
-        The files written.
+    Args:
+        folder: Folder to write the files into. It is created if it does not exist.
+        data: Folder with questions, which the files name. Tasks whose questions are not in it are left out.
 
     Raises:
-        ValueError: If the folder holds the questions of none.
+        ValueError: If `data` holds the questions of no local task.
     """
     folder = Path(folder)
     held = [name for name in local_task_names() if _asks(Path(data) / f"{name}.jsonl", name)]
@@ -77,7 +79,7 @@ def write_local_tasks(folder: str | Path, data: str | Path) -> list[Path]:
 
 
 def _asks(path: Path, name: str) -> bool:
-    """Whether a file holds the questions of a task; one of facts may hold texts that say them, as that of elements does."""
+    """Return whether a file holds the questions of a task. A file of facts may hold texts that state the facts instead."""
     if not path.is_file() or name != _FACTS:
         return path.is_file()
     with path.open(encoding="utf-8") as file:
@@ -86,7 +88,7 @@ def _asks(path: Path, name: str) -> bool:
 
 
 def _check_facts(path: Path, config: dict[str, Any]) -> None:
-    """Refuse rows that cannot be asked, and answers that nothing that is written could equal."""
+    """Refuse rows that are no question with answers, and answers that no generated text could equal."""
     (first_clause, *_), ignored = config["filter_list"][0]["filter"], config["metric_list"][0]["regexes_to_ignore"]
 
     def compared(answer: str) -> str:

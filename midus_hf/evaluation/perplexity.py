@@ -19,17 +19,17 @@ DOCUMENT_SEPARATOR = "\n\n"
 
 @dataclasses.dataclass(frozen=True)
 class PerplexityResult:
-    """How well a model predicts a text.
+    """Measures of how well a model predicts a text.
 
     Args:
         perplexity: `exp` of the mean negative log-likelihood per token. Comparable between models of one tokenizer.
         bits_per_byte: Negative log2-likelihood per byte of UTF-8. Comparable between tokenizers.
-        bits_per_character: The same per character.
-        tokens: Predicted tokens.
-        sequence_length: Longest input of the model, in tokens.
-        stride: Tokens predicted per window.
+        bits_per_character: Negative log2-likelihood per character.
+        tokens: Number of predicted tokens.
+        sequence_length: Greatest number of tokens per window.
+        stride: Number of tokens predicted per window.
         seconds: Wall time of the forward passes.
-        tokens_per_second: Tokens fed to the model per second.
+        tokens_per_second: Number of tokens fed to the model per second.
     """
 
     perplexity: float
@@ -44,7 +44,7 @@ class PerplexityResult:
 
 @dataclasses.dataclass(frozen=True)
 class _Text:
-    """A text as tokens, and what each token covers of it: the counts sum up to the whole text."""
+    """A text as tokens, with the number of characters and bytes that each token covers; the sums cover the whole text."""
 
     ids: torch.Tensor  # [N]
     characters: torch.Tensor  # [N]
@@ -53,7 +53,10 @@ class _Text:
 
 @dataclasses.dataclass(frozen=True)
 class _Window:
-    """Targets `[start, end)` are given to the model; those from `first` on are counted. It is of one document, if they are apart."""
+    """A window of targets `[start, end)`, of which targets from `first` on are counted.
+
+    `document` is the number of the window's document if documents are kept apart.
+    """
 
     start: int
     first: int
@@ -63,17 +66,17 @@ class _Window:
 
 @dataclasses.dataclass(frozen=True)
 class PreparedText:
-    """A text as `measure` takes it, made by `prepare_text`.
+    """A text that `prepare_text` has prepared for `measure`.
 
     Args:
-        lead: Token before each target, `[N]`.
+        lead: First input of a window that begins at each target, `[N]`: the token before the target, or BOS.
         targets: Tokens to predict, `[N]`.
-        characters: Characters that each target covers, `[N]`.
-        utf8_bytes: Bytes of UTF-8 that each target covers, `[N]`.
-        windows: What is given to the model at a time.
-        sequence_length: As in `perplexity`.
-        stride: As in `perplexity`.
-        documents: The documents that windows are of, where each has windows of its own. Default: they are laid end to end.
+        characters: Number of characters that each target covers, `[N]`.
+        utf8_bytes: Number of bytes of UTF-8 that each target covers, `[N]`.
+        windows: Windows of targets, each an input of the model.
+        sequence_length: Greatest number of tokens per window.
+        stride: Number of tokens predicted per window.
+        documents: Documents that the windows belong to, if documents are kept apart. Default: documents are laid end to end.
     """
 
     lead: torch.Tensor
@@ -87,7 +90,7 @@ class PreparedText:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens that are predicted."""
+        """Number of tokens that are predicted."""
         return sum(window.end - window.first for window in self.windows)
 
 
@@ -107,34 +110,31 @@ def perplexity(
 ) -> PerplexityResult:
     """Measure the perplexity of a model on documents.
 
-    The documents are tokenized one by one without special tokens, each followed by a blank line, and laid end to end.
-    Windows of the result are given to the model, and every token is predicted once, from at most `sequence_length`
-    tokens before it. A window begins with the tokenizer's BOS token if the tokenizer writes one by itself (Llama,
-    Gemma); if it does not (Qwen, SmolLM), with the token before the window, and the first token of all is not
-    predicted. Log-likelihoods are computed in float32 or better and summed in float64. The result is the same on
-    every run.
+    Documents are tokenized one by one without special tokens, and laid end to end with a blank line between them. The model is
+    given windows of this text and predicts every token once, from at most `sequence_length` tokens before it. If the tokenizer
+    writes a BOS token by itself (Llama, Gemma), each window begins with the BOS token. If it does not (Qwen, SmolLM), a window
+    begins with the token before the window, and the very first token is not predicted. Log-likelihoods are computed in float32
+    or better and summed in float64. The result is the same on every run.
 
     Args:
-        model: Put in eval mode for the while.
-        tokenizer: A fast one, which knows the place of each token in the text.
-        documents: At least `sequence_length` tokens together.
-        sequence_length: Tokens of a window. Default: 1024, or the longest the model was made for if that is shorter.
+        model: A causal language model. It is in eval mode during the measurement.
+        tokenizer: A fast tokenizer, which knows the offsets of each token in the text.
+        documents: Documents with at least `sequence_length` tokens to predict together; with `apart`, one token is enough.
+        sequence_length: Tokens per window. Default: 1024, or the longest that the model was made for if that is shorter.
         stride: Tokens predicted per window; the rest of the window is context. Default: `sequence_length`, no overlap.
-        max_tokens: Predict at most so many tokens, in whole windows spread evenly over the text. Default: all.
-        batch_size: Windows per forward pass. It changes nothing but speed, memory, and the last bits of a float.
-        device: Where to move the model first. Default: where it is.
-        progress: Called with the number of tokens predicted so far, and of all.
-        apart: Whether windows end where a document ends, and the next one is predicted without it. Default: false.
-        find_paths: By the path of the whole document each window of it fetches blocks; needs `apart`. Default: nothing is
-            fetched.
-
-    Returns:
-        The measures.
+        max_tokens: Greatest number of tokens to predict, in whole windows spread evenly over the text. Default: all.
+        batch_size: Windows per forward pass. It changes only speed, memory, and the last bits of floats. Default: 4.
+        device: Device that the model is moved to first. Default: the model stays where it is.
+        progress: Called with the number of tokens predicted so far and the total number. Default: none.
+        apart: Whether documents are kept apart: windows end where a document ends, and the next document is predicted without
+            it. Default: False.
+        find_paths: Function that finds the path of each whole document, by which all windows of the document fetch blocks. It
+            needs `apart`. Default: nothing is fetched.
 
     Raises:
-        ValueError: If an option is out of range, the text is too short or has an id that the model does not embed, or the tokenizer
-            is not a fast one.
-        RuntimeError: If the likelihood of the text is not a finite number.
+        ValueError: If an option is out of range, if the text is too short or has an id that the model does not embed, or if the
+            tokenizer is not a fast one.
+        RuntimeError: If the perplexity is not finite.
     """
     if batch_size < 1:
         raise ValueError(f"batch_size is {batch_size}; expected at least 1.")
@@ -164,17 +164,13 @@ def prepare_text(
 ) -> PreparedText:
     """Tokenize documents and lay out windows as `perplexity` does, so that they can be measured more than once.
 
+    Arguments that are not listed mean the same as in `perplexity`.
+
     Args:
-        tokenizer: As in `perplexity`.
-        documents: As in `perplexity`.
-        config: Of the models that will be measured.
-        sequence_length: As in `perplexity`.
-        stride: As in `perplexity`.
-        max_tokens: As in `perplexity`.
-        apart: As in `perplexity`. Default: false.
+        config: Config of the models that will be measured.
 
     Raises:
-        ValueError: As `perplexity`.
+        ValueError: If an option is out of range, if the text is too short, or if the tokenizer is not a fast one.
     """
     limit = getattr(config.get_text_config(), "max_position_embeddings", None)
     if sequence_length is None:
@@ -211,18 +207,16 @@ def measure(
     progress: Callable[[int, int], None] | None = None,
     find_paths: PathFinder | None = None,
 ) -> PerplexityResult:
-    """Measure the perplexity of a model on a text that is laid out already.
+    """Measure the perplexity of a model on a prepared text.
+
+    Arguments that are not listed mean the same as in `perplexity`.
 
     Args:
-        model: As in `perplexity`.
-        text: From `prepare_text`.
-        batch_size: As in `perplexity`.
-        progress: As in `perplexity`.
-        find_paths: As in `perplexity`, of a text that was prepared apart. Default: nothing is fetched.
+        text: Text, as `prepare_text` returns it. With `find_paths`, the text must be prepared with `apart`.
 
     Raises:
         ValueError: If the text has an id that the model does not embed.
-        RuntimeError: If the likelihood of the text is not a finite number.
+        RuntimeError: If the perplexity is not finite.
     """
     check_ids(int(max(text.lead.max(), text.targets.max())), model.config.get_text_config().vocab_size)
     assert find_paths is None or text.documents, "documents that are laid end to end have no path of their own"
@@ -281,8 +275,8 @@ def _check_options(sequence_length: int, stride: int, max_tokens: int | None, li
 
 
 def automatic_bos(tokenizer: PreTrainedTokenizerBase) -> int | None:
-    """The id that the tokenizer puts before a text by itself, if it is the BOS token."""
-    first = tokenizer("a").input_ids[:1]  # empty where the vocabulary has nothing for the letter
+    """Return the id of the BOS token if the tokenizer puts this token before a text by itself, else None."""
+    first = tokenizer("a").input_ids[:1]  # empty if the vocabulary has no token for the letter
     return first[0] if first and first[0] == tokenizer.bos_token_id else None
 
 
@@ -299,7 +293,7 @@ def _tokenize(tokenizer: PreTrainedTokenizerBase, documents: Iterable[str]) -> _
         if not encoded.input_ids:
             continue
         ids += encoded.input_ids
-        # A token reaches from the end of the one before it to its own end, and the last one to the end of the text.
+        # A token covers the text from the end of the token before it to its own end; the last token covers the rest.
         ends = [end for _, end in encoded.offset_mapping]
         ends[-1] = len(text)
         bytes_before: Sequence[int] = range(len(text) + 1)
@@ -314,7 +308,7 @@ def _tokenize(tokenizer: PreTrainedTokenizerBase, documents: Iterable[str]) -> _
 def _prepare_apart(
     tokenizer: PreTrainedTokenizerBase, documents: list[str], sequence_length: int, stride: int, max_tokens: int | None
 ) -> PreparedText:
-    """As `prepare_text`, with windows of each document alone; windows of equal length follow one another."""
+    """Prepare a text with separate windows for each document, sorted by length so that equal windows share batches."""
     bos = automatic_bos(tokenizer)
     parts: list[tuple[torch.Tensor, ...]] = []
     windows: list[_Window] = []
@@ -348,13 +342,13 @@ def _windows(num_targets: int, sequence_length: int, stride: int) -> list[_Windo
 
 
 def _spread(windows: list[_Window], stride: int, max_tokens: int | None) -> list[_Window]:
-    """As many windows as there may be tokens, spread evenly over all."""
+    """Return the windows that `max_tokens` allows, spread evenly over all windows."""
     kept = len(windows) if max_tokens is None else min(len(windows), max_tokens // stride)
     return [windows[index * len(windows) // kept] for index in range(kept)]
 
 
 def _batches(windows: list[_Window], batch_size: int) -> Iterable[list[_Window]]:
-    """Batches of consecutive windows of one length, so that no padding is needed."""
+    """Yield batches of consecutive windows of equal length, so that no padding is needed."""
     for _, group in itertools.groupby(windows, key=lambda window: window.end - window.start):
         same_length = list(group)
         for begin in range(0, len(same_length), batch_size):

@@ -1,4 +1,4 @@
-"""Libraries that keep to themselves what nobody needs to read: advice, chatter and their progress bars."""
+"""Contexts that hide what libraries write and nobody needs to read: advice, chatter and progress bars."""
 
 import contextlib
 import io
@@ -12,9 +12,9 @@ from midus_hf.library_bars import without_library_bars
 
 @contextlib.contextmanager
 def quiet_libraries() -> Iterator[None]:
-    """Hide warnings, logs below errors, transformers' bars and what is printed on standard output.
+    """Hide warnings, logs below errors, bars of transformers and all standard output while the context is open.
 
-    Errors that are raised or logged come through, and so do downloads' bars on standard error.
+    Errors that are raised or logged still appear, and so do bars of downloads on standard error.
     """
     before = logging.root.manager.disable
     with contextlib.redirect_stdout(io.StringIO()), warnings.catch_warnings():
@@ -29,7 +29,7 @@ def quiet_libraries() -> Iterator[None]:
 
 @contextlib.contextmanager
 def without_bars() -> Iterator[None]:
-    """Hide all that is written to standard error, such as bars that cannot be turned off, but errors that are logged."""
+    """Hide standard error, such as bars that cannot be turned off, while the context is open. Logged errors still appear."""
     handler = logging.StreamHandler(sys.stderr)
     handler.setLevel(logging.ERROR)
     logging.root.addHandler(handler)

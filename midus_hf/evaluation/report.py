@@ -1,4 +1,4 @@
-"""The table that people read: one row per measure, one column per model."""
+"""An evaluation's report as a table: one row per measure, one column per model."""
 
 from typing import Any
 
@@ -10,10 +10,10 @@ _ABOUT_THE_TASK = ("num_fewshot", "num_questions")
 
 
 def comparison_table(report: dict[str, Any]) -> Table:
-    """Lay out what `evaluate` returned.
+    """Return a table of the report that `evaluate` returned.
 
-    Every metric of a task has a row, with its standard error beside it where that is known. Below stand documents that questions were
-    asked behind, and models that are not causal, since their perplexity is none to compare.
+    Each metric of a task has a row, which shows its standard error if the error is known. The caption names the documents that
+    questions were asked behind, and the models that are not causal, whose perplexity cannot be compared.
     """
     models = report["models"]
     table = Table(title="Evaluation")
@@ -48,7 +48,7 @@ def comparison_table(report: dict[str, Any]) -> Table:
 
 
 def _is_error_of_another(metric: str, scores: dict[str, Any]) -> bool:
-    """Whether this is the standard error of a metric that has a row."""
+    """Return whether a metric is the standard error of another metric in `scores`, which has its own row."""
     name, comma, filter_name = metric.partition(",")
     return name.endswith("_stderr") and f"{name.removesuffix('_stderr')}{comma}{filter_name}" in scores
 

@@ -1,4 +1,4 @@
-"""What an evaluation measures and how, from the command line or a YAML file."""
+"""Settings of an evaluation, from the command line or a YAML file."""
 
 import dataclasses
 import re
@@ -10,44 +10,47 @@ from midus_hf.config.yaml_options import from_mapping, read_mapping
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class EvaluationSettings:
-    """What to measure and how. Every key is also an option of `midus eval`. Paths are relative to where it runs.
+    """Settings of an evaluation. Each key is also an option of `midus eval`. Paths are relative to the current folder.
 
     Args:
         text: File or folder to measure perplexity on, of the kinds that `read_documents` reads. Default: none.
-        column: The column, or JSON key, of JSON lines and Parquet that holds the text, and documents. Default: `text`.
-        encoding: Encoding of plain text and JSON lines, of text and documents. Default: `utf-8`.
-        sequence_length: Tokens of a window of the text. Default: 1024, or what the model was made for.
+        column: Column, or JSON key, that holds the text in JSON lines and Parquet, for `text` and `documents`. Default: `text`.
+        encoding: Encoding of plain text and JSON lines, for `text` and `documents`. Default: `utf-8`.
+        sequence_length: Tokens per window of the text. Default: 1024, or the longest that the model was made for if shorter.
         stride: Tokens predicted per window. Default: `sequence_length`.
-        max_tokens: Tokens of the text to predict, spread evenly over it. Default: all.
-        apart: Whether windows of the text end where a document ends. Default: false; true where there are a retriever or paths.
-        retriever: A tree of topics, as `midus cluster build` makes it: models that fetch blocks do so by the path of a whole
-            document, or of what a task asks; others are measured alike without. Default: none.
-        path_column: The column, or JSON key, of JSON lines and Parquet that holds the path of each document of the text, as
-            `midus cluster assign` writes it: models that fetch blocks do so by it, as their training does; others are measured alike
-            without. Windows end where documents do. Default: none.
-        blocked: Nodes whose blocks are never fetched, nor any below them, each as `LEVEL:NODE`: the next best is. Default: none.
-        block_best: `LEVEL:COUNT`: of this level that many nodes, those that a text would fetch first, are blocked for that text
-            (figure 6b). Default: none.
+        max_tokens: Greatest number of tokens to predict, spread evenly over the text. Default: all.
+        apart: Whether windows of the text end where a document ends. Default: False. It is always true with `retriever` or
+            `path_column`.
+        retriever: Folder of a tree of topics, as `midus cluster build` makes it. Models that fetch blocks do so by the path of a
+            whole document, or of a task's question; other models are measured in the same way without blocks. Default: none.
+        path_column: Column, or JSON key, that holds the path of each document in JSON lines and Parquet, as `midus cluster
+            assign` writes it. Models that fetch blocks do so by this path, as in training; other models are measured in the same
+            way without blocks. Windows end where documents end. Default: none.
+        blocked: Nodes, each as `LEVEL:NODE`, whose blocks are never fetched, nor the blocks of nodes below them. The next best
+            node is fetched instead. Default: none.
+        block_best: `LEVEL:COUNT`. For each text, the first COUNT nodes of this level that it would fetch are blocked (figure
+            6b). Default: none.
         tasks: Tasks of lm-evaluation-harness. Default: none.
-        data: Folder with the questions of the local tasks. Default: none, every task is lm-eval's own.
-        documents: File or folder, of the kinds that `text` may be: each question of a task is asked behind the document that is
-            nearest to it (hierarchical memories, appendix H). Default: none.
-        passage_tokens: Documents are cut into passages of at most so many tokens of the embedding model, at ends of lines where that
-            is possible. Default: they stay whole.
-        embedding_model: Folder or hub id of a sentence-transformers model, by which documents are near. Default: that of `retriever`.
+        data: Folder with the questions of the local tasks. Default: none, and every task is lm-eval's own.
+        documents: File or folder of documents, of the same kinds as `text`. Each question of a task is asked behind the nearest
+            document (hierarchical memories, appendix H). Default: none.
+        passage_tokens: Greatest number of tokens, in the embedding model's tokens, of passages into which documents are cut, at
+            ends of lines if possible. Default: documents stay whole.
+        embedding_model: Folder or hub id of a sentence-transformers model, which decides which document is nearest. Default: the
+            model of `retriever`.
         include_path: Folder with more task files. Default: none.
-        answers: File of JSON lines that is written, a line for each question and model: what was asked, expected and answered.
-            Default: none.
-        num_fewshot: Worked examples before a question. Default: what the task says, else 0.
-        limit: Questions per task. Default: all.
+        answers: File of JSON lines to write, with a line per question and model: the question, the expected answer and the
+            model's answer. Default: none.
+        num_fewshot: Worked examples before a question. Default: the task's own number, else 0.
+        limit: Number of questions per task, from the first on. Default: all.
         batch_size: Windows or requests per forward pass. Default: 4.
-        dtype: What the weights are loaded as: `auto` (as saved), `float32`, `bfloat16` or `float16`. Default: `auto`.
-        device: Such as `cpu` or `cuda:0`. Default: the first GPU if there is one.
-        trust_remote_code: Whether to run code that comes with a checkpoint. Models of this package need none.
-        seed: Of the choice of worked examples. Default: 0.
+        dtype: Dtype to load weights in: `auto` (as saved), `float32`, `bfloat16` or `float16`. Default: `auto`.
+        device: Device to run on, such as `cpu` or `cuda:0`. Default: the first GPU if there is one, else the CPU.
+        trust_remote_code: Whether to run code that comes with a checkpoint. Models of this package need none. Default: False.
+        seed: Seed for the choice of worked examples. Default: 0.
 
     Raises:
-        ValueError: If there is nothing to measure, or an option is out of range or without what it belongs to.
+        ValueError: If there is nothing to measure, if an option is out of range, or if an option that it depends on is missing.
     """
 
     text: str | None = None
@@ -124,43 +127,40 @@ class EvaluationSettings:
 
     @property
     def blocked_nodes(self) -> list[tuple[int, int]]:
-        """`blocked` as pairs of a level, counted from 1, and a node."""
-        return [_pair(words) for words in self.blocked]
+        """The nodes of `blocked` as pairs of a level, counted from 1, and a node."""
+        return [_pair(text) for text in self.blocked]
 
     @property
     def best_nodes_blocked(self) -> tuple[int, int] | None:
-        """`block_best` as a level, counted from 1, and a number of nodes."""
+        """The level of `block_best`, counted from 1, and the number of nodes to block; None if `block_best` is None."""
         return None if self.block_best is None else _pair(self.block_best)
 
 
-def _pair(words: str) -> tuple[int, int]:
-    first, _, second = words.partition(":")
+def _pair(text: str) -> tuple[int, int]:
+    first, _, second = text.partition(":")
     return int(first), int(second)
 
 
 def check_dtype(dtype: str) -> None:
-    """See that weights can be loaded as this dtype.
-
-    Args:
-        dtype: As in `EvaluationSettings`.
+    """Check that weights can be loaded in a dtype.
 
     Raises:
-        ValueError: If they cannot.
+        ValueError: If the dtype is not `auto`, `float32`, `bfloat16` or `float16`.
     """
     if dtype not in ("auto", "float32", "bfloat16", "float16"):
         raise ValueError(f"dtype is {dtype!r}; expected auto, float32, bfloat16 or float16.")
 
 
 def read_settings(path: str | Path | None, overrides: dict[str, Any]) -> EvaluationSettings:
-    """Read settings from a YAML file and put what is given beside it on top.
+    """Read settings from a YAML file, and replace some of them.
 
     Args:
-        path: A mapping from keys of `EvaluationSettings` to values. None: only the overrides count.
-        overrides: Settings that are not None replace those of the file.
+        path: YAML file that maps keys of `EvaluationSettings` to values. None: only the overrides count.
+        overrides: Settings by key. A value that is not None replaces the file's value.
 
     Raises:
         ValueError: If the file cannot be read, or has an unknown key or a value of the wrong type.
     """
     values = {} if path is None else read_mapping(path)
-    given = {key: value for key, value in overrides.items() if value is not None}
-    return from_mapping(EvaluationSettings, {**values, **given})
+    replacements = {key: value for key, value in overrides.items() if value is not None}
+    return from_mapping(EvaluationSettings, {**values, **replacements})
