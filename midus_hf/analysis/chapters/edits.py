@@ -56,13 +56,14 @@ def swap_chapters(
 ) -> Iterator[None]:
     """Exchange the rows of two chapters while the context is open. Afterwards the rows are restored, bit for bit.
 
-    Arguments that are not listed mean the same as in `zero_chapters`.
-
     Args:
+        model: A model as in `zero_chapters`.
         first: Number of one chapter.
         second: Number of the other chapter.
         with_router: Whether to exchange the chapters' router weights and biases as well. If both chapters are routed, or both
             are shared, the model then computes the same as before. Default: False.
+        memory: Name of the memory, if the model has several memories of chapters. Default: the only one.
+        bank: Number of the bank, if the memory has several banks. Default: all banks.
 
     Raises:
         ValueError: For the reasons of `zero_chapters`.

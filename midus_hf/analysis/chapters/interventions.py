@@ -44,11 +44,12 @@ def swap_in_layers(
 ) -> Iterator[None]:
     """Exchange two chapters in some layers while the context is open: where a router opens one, the layer reads the other.
 
-    Arguments that are not listed mean the same as in `zero_in_layers`.
-
     Args:
+        model: A model as in `zero_in_layers`.
         first: Number of one chapter.
         second: Number of the other chapter.
+        layers: Indices of decoder layers.
+        memory: Name of the memory, if the model has several memories of chapters. Default: the only one.
 
     Raises:
         ValueError: For the reasons of `zero_in_layers`.

@@ -84,8 +84,7 @@ class TextDrift:
 
 def base_within(model: PreTrainedModel) -> LogitsOfBase:
     """Return the logits of the base as a function that runs the model without its added parts.
-
-    The logits are the base's only if the base's weights in the model are unchanged.
+    The base's weights must be unchanged.
 
     Raises:
         ValueError: If nothing was added to the model, or if layers of the base are missing.
