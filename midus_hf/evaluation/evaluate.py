@@ -102,9 +102,8 @@ def evaluate(models: list[str], settings: EvaluationSettings, quiet: bool = Fals
         retriever = MemoryRetriever.load(settings.retriever, device=device)
         blocked, best = settings.blocked_nodes, settings.best_nodes_blocked
         find_paths = functools.partial(retriever.paths, blocked=blocked, block_best=best)
-        retriever.paths_of(
-            torch.zeros(1, retriever.tree.width), blocked, best
-        )  # raises if nodes to block do not exist
+        # Raises before a model is loaded if nodes to block do not exist.
+        retriever.paths_of(torch.zeros(1, retriever.tree.width), blocked, best)
         finders = _Finders(find_paths, find_paths, retriever.tree)
     if settings.documents is not None:
         from midus_hf.evaluation.beside_documents import nearest_documents

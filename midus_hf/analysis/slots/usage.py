@@ -148,9 +148,7 @@ def uncounted_memories(model: nn.Module) -> dict[str, list[int]]:
     layers: dict[str, list[int]] = {}
     for layer, block in enumerate(decoder_of(model).layers):
         for module in block.modules():
-            memory_type = getattr(
-                module, "memory_type", None
-            )  # a name, since a checkpoint's own code has other classes
+            memory_type = getattr(module, "memory_type", None)  # also of classes that a checkpoint carries
             if isinstance(memory_type, str) and not isinstance(module, RetrievesSlots):
                 layers.setdefault(memory_type, []).append(layer)
     return layers
