@@ -17,14 +17,14 @@ _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 
 
 def check_model_name(key: str, name: str) -> None:
-    """See that a name stands for a saved model: a folder with a config, or an id that the Hub or its cache here has.
+    """Check that a name stands for a saved model: a folder with a config, or an id that the Hub or its cache here has.
 
     Args:
         key: What a person calls the name: a key of a file, or an argument.
         name: A folder or a Hub id.
 
     Raises:
-        ValueError: If there is no such folder and no such id, or what is there is an adapter of PEFT or a GGUF file.
+        ValueError: If neither a folder nor an id has this name, or the folder holds an adapter of PEFT or a GGUF file.
     """
     path = Path(name).expanduser()
     if path.is_dir():

@@ -105,8 +105,7 @@ def document(module: str, name: str) -> Documented:
     if isinstance(node, ast.ClassDef):
         for method in node.body:
             text = ast.get_docstring(method) if isinstance(method, ast.FunctionDef) else None
-            # A method that only extends a library's method is not listed.
-            if text and not method.name.startswith("_") and not text.startswith("As `"):
+            if text and not method.name.startswith("_"):
                 methods.append(_documented(method.name, method, text))
     return _documented(name, node, docstring, methods)
 

@@ -229,10 +229,10 @@ class MemoryModel(HostsMemory):
                     value = kwargs.pop(name, None) if name not in arguments else arguments[name]
                     if value is not None:
                         of_pass[name] = value
-                brought["given"] = of_pass
+                brought["arguments"] = of_pass
             if self.needs.banks:
                 brought["fetched"] = self._blocks_of_pass(
-                    tokens, **{name: brought["given"].pop(name, None) for name in (IDS, BLOCKS)}
+                    tokens, **{name: brought["arguments"].pop(name, None) for name in (IDS, BLOCKS)}
                 )
             if self.needs.tables:
                 brought["tables"] = self._shared_tables()

@@ -34,7 +34,7 @@ class MemoryInputs:
     may run before one backward pass, and activation checkpointing repeats a layer with the same inputs.
 
     Args:
-        given: Keyword arguments of the model's forward that memories take. Default: none.
+        arguments: Keyword arguments of the model's forward that memories take. Default: none.
         tables: For each attached memory, by name, the tables of each layer that shares tables, by index. Default: none.
         tokens: Padding and documents. Default: no padding, one document per row.
         states: States of the sequences, by memory and layer. Default: sequences begin here, and no state is kept.
@@ -44,14 +44,14 @@ class MemoryInputs:
 
     def __init__(
         self,
-        given: Mapping[str, Any] | None = None,
+        arguments: Mapping[str, Any] | None = None,
         tables: Mapping[str, Mapping[int, Mapping[str, torch.Tensor]]] | None = None,
         tokens: TokenPlaces | None = None,
         states: Mapping[tuple[str, int], MemoryState] | None = None,
         reports: RouterReports | None = None,
         fetched: Mapping[str, FetchedBatch] | None = None,
     ):
-        self._given, self._tables = given or {}, tables or {}
+        self._arguments, self._tables = arguments or {}, tables or {}
         self._tokens, self._states, self._reports = tokens, states or {}, reports
         self._fetched = fetched or {}
         self._carried: dict[Carried, torch.Tensor | None] = {}
@@ -64,7 +64,7 @@ class MemoryInputs:
             name: Name of an attached memory; empty for an inserted memory.
             layer: Index of the memory's layer.
         """
-        inputs = {key: self._given[key] for key in memory_class.inputs if key in self._given}
+        inputs = {key: self._arguments[key] for key in memory_class.inputs if key in self._arguments}
         if layer in self._tables.get(name, {}):
             inputs["tables"] = self._tables[name][layer]
         if "tokens" in memory_class.asks:
@@ -84,7 +84,7 @@ class MemoryInputs:
     def to(self, device: Any, non_blocking: bool = False) -> "MemoryInputs":
         """Return the inputs on another device; accelerate calls this before a layer if layers are on several devices."""
         moved = copy.copy(self)  # all copies share the tensors that layers carry
-        for name in ("_given", "_tables", "_tokens", "_fetched"):
+        for name in ("_arguments", "_tables", "_tokens", "_fetched"):
             setattr(moved, name, _moved(getattr(self, name), device, non_blocking))
         return moved
 

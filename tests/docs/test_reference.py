@@ -21,7 +21,7 @@ def test_names_can_be_imported_as_they_are_listed(module):
 def test_arguments_are_those_of_the_signature():
     kept = document("midus_hf.memory", "kept_values")
     assert kept.signature == "kept_values(model: nn.Module) -> Iterator[None]"
-    assert kept.arguments == {"model": "A model, a part of one, or a wrapper of one."}
+    assert kept.arguments == {"model": "A model, a part of a model, or a wrapper around a model."}
     assert list(document("midus_hf.training", "set_trainable").arguments) == ["model", "trainable", "frozen"]
     assert document("upscalers", "RequestError").signature == "class RequestError(ValueError)"
     assert [method.name for method in document("midus_hf.analysis.slots.usage", "Usage").methods] == [

@@ -28,10 +28,10 @@ class Imported:
     """A chapter from a file.
 
     Args:
-        place: Position of the chapter in the file, from 0.
+        position: Position of the chapter in the file, from 0.
     """
 
-    place: int
+    position: int
 
 
 Origin = Own | Imported | None

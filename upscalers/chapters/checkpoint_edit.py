@@ -53,14 +53,14 @@ class Decided:
         options: Options of the memory after the edit.
         numbers: Numbers of the edited chapters, for the record.
         tensors: Tensors to write instead of a tensor, by the name of each tensor that does not stay as it is.
-        asked: Further details of the request, for the record. Default: none.
+        details: Further details of the request, for the record. Default: none.
         sources: Tensors that recipes read from other files, by name. Default: none.
     """
 
     options: ChaptersOptions
     numbers: tuple[int, ...]
     tensors: Mapping[str, Sequence[OutputTensor]]
-    asked: Mapping[str, Any] = field(default_factory=dict)
+    details: Mapping[str, Any] = field(default_factory=dict)
     sources: Mapping[str, StoredTensor] = field(default_factory=dict)
 
 
@@ -100,7 +100,7 @@ def edit_checkpoint(
             "version": importlib.metadata.version("midus-hf"),
             "memory": memory.name,
             "banks": [bank.number for bank in banks],
-            **decided.asked,
+            **decided.details,
         }
         shards = edited_shards(opened, decided.tensors)
         num_bytes = sum(tensor.num_bytes for tensors in shards.values() for tensor in tensors)
