@@ -1,1 +1,1 @@
-"""What ops share: the choice between their bodies, how these are called, tiles of kernels and the library of compiled C."""
+"""Code that all ops share: the choice of a body, calls of registered ops, tiles of kernels, the library of compiled C."""

@@ -1,6 +1,6 @@
-"""Registration of ops with torch, and when a registered op may be passed by.
+"""Registration of ops with torch, and tests for whether a call may bypass the registered op.
 
-What registration adds to a call takes longer than a decoding step's work.
+The overhead of a registered op takes longer than the work of a decoding step.
 """
 
 from collections.abc import Callable
@@ -11,24 +11,20 @@ from midus_hf.ops.dispatch.private_torch import calls_are_seen
 
 
 def custom_op(name: str) -> Callable[[Callable], torch.library.CustomOpDef]:
-    """Return a decorator that registers a function as `midus_hf::name`, so that a compiled graph holds it as one node.
-
-    Args:
-        name: Of the op.
-    """
+    """Return a decorator that registers a function as `midus_hf::name`, so that a compiled graph holds it as one node."""
     return torch.library.custom_op(f"midus_hf::{name}", mutates_args=())
 
 
 def nobody_watches() -> bool:
-    """Return whether no gradient is recorded, no graph is traced, and nothing stands between calls and what they compute.
+    """Return whether no gradient is recorded, no graph is traced, and nothing intercepts calls.
 
-    Modes of dispatch (fake tensors, counters of operations) and transforms of `torch.func` see registered ops alone.
+    Dispatch modes (fake tensors, counters of operations) and transforms of `torch.func` intercept registered ops only.
     """
     return not (torch.is_grad_enabled() or torch.compiler.is_compiling() or calls_are_seen())
 
 
 def are_plain(*tensors: torch.Tensor) -> bool:
-    """Whether tensors have memory of their own that C and kernels can read: those of a subclass may stand for others."""
+    """Return whether C and kernels can read the memory of all tensors; a subclass of `Tensor` may only stand for other tensors."""
     return all(type(tensor) in _PLAIN for tensor in tensors)
 
 

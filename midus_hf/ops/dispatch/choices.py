@@ -13,22 +13,24 @@ from midus_hf.ops.dispatch.triton import HAS_TRITON, interprets_kernels
 BACKENDS = ("auto", "reference", "torch", "native", "triton")
 
 NATIVE_DTYPES = (torch.float32, torch.bfloat16)
-"""What compiled C computes with."""
+"""Dtypes that compiled C computes with."""
 
 NO_NATIVE_BODY = "the op has no body in C"
 
 
 @dataclasses.dataclass(frozen=True)
 class OpChoices:
-    """What ops do where their caller leaves it to `"auto"`.
+    """Choices that an op follows if its caller leaves them to `"auto"`.
 
     Args:
-        backend: `"reference"`, the contract, written to be read; `"torch"`, vectorised; `"native"`, compiled C for float32 and
-            bfloat16 on a CPU where an op has it, else `"torch"`; `"triton"`, kernels for CUDA tensors. Default: `"auto"`, kernels on
-            GPUs from compute capability 8.0 on, C on a CPU where a compiler built it, else `"torch"`.
-        exact: Whether kernels that select product keys of half precision compare all 32 bits of their scores. Otherwise the last
-            ceil(log2(n)) say which sub-key a score is of, for n up to 128 and k up to 8: sub-keys and slots whose scores are closer
-            than that, for n = 64 within 2^-17 of their size, may be taken for each other. Default: false.
+        backend: The body that an op runs. `"reference"` is the contract, written to be read; `"torch"` is vectorised;
+            `"native"` is compiled C for float32 and bfloat16 on a CPU, and `"torch"` for ops without a body in C;
+            `"triton"` runs kernels for CUDA tensors. Default: `"auto"`: kernels on GPUs from compute capability 8.0 on,
+            C on a CPU for which a compiler built it, `"torch"` elsewhere.
+        exact: Whether kernels compare all 32 bits of a score when they select product keys of half precision. If false,
+            and n is at most 128 and k at most 8, the last ceil(log2(n)) bits of a score are replaced by the number of
+            its sub-key: two sub-keys or slots may be swapped if only these bits tell their scores apart, which for
+            n = 64 means scores within 2^-17 of their size. Default: false.
     """
 
     backend: str = "auto"
@@ -46,15 +48,16 @@ _standing = OpChoices()
 
 @contextlib.contextmanager
 def op_choices(**changes: Any) -> Iterator[None]:
-    """Choose for all ops called within, where their caller leaves it to `"auto"`; for the whole process, not one thread.
+    """Change the choices of all ops that are called in the `with` block and leave them to `"auto"`.
 
-    What a gradient does is chosen when the forward pass runs. Gradients of tables are summed in a fixed order by every backend.
+    The change holds for the whole process, not for one thread. The gradient of a call follows the choices of its
+    forward pass. Every backend sums gradients of tables in a fixed order.
 
     Args:
-        changes: Fields of `OpChoices`.
+        changes: Fields of `OpChoices` and their new values.
 
     Raises:
-        ValueError: If there is no such choice.
+        ValueError: If a field cannot have its new value.
     """
     global _standing
     before = _standing
@@ -70,17 +73,19 @@ def resolve(
 ) -> str:
     """Return the name of the body that an op runs: `"reference"`, `"torch"`, `"native"` or `"triton"`.
 
-    While a graph is traced nothing is built, and `"native"` is what the op runs if it can then.
+    While a graph is traced, the C library is not built: `"native"` then stands for an op that uses the library if there
+    is one when the graph runs.
 
     Args:
-        backend: As in `OpChoices`.
-        tensor: One of the op's, for its device and dtype. Kernels do not compute in float64.
-        refusal: What kernels cannot take of this call's sizes, and what they expect. Default: they take it.
-        native_refusal: What compiled C cannot take of them, likewise; None where it takes them. Default: the op has none, and
-            `"torch"` stands in for it.
+        backend: The choice of the op's caller, one of `BACKENDS`.
+        tensor: An argument of the op, whose device and dtype decide. Kernels do not compute in float64.
+        refusal: Why kernels refuse the sizes of this call, and which they expect. Default: None, kernels take the
+            sizes.
+        native_refusal: Why compiled C refuses the sizes; None if it takes them. Default: the op has no body in C, and
+            `"torch"` runs instead of `"native"`.
 
     Raises:
-        ValueError: If there is no such choice, or kernels or C are asked for where they cannot run.
+        ValueError: If `backend` is none of `BACKENDS`, or names kernels or C for a call that they cannot run.
     """
     if backend not in BACKENDS:
         OpChoices(backend)  # raises
@@ -134,11 +139,11 @@ def _check_native(tensor: torch.Tensor, refusal: str | None) -> None:
 
 
 def chosen_exact() -> bool:
-    """Whether kernels that select product keys of half precision compare all 32 bits of their scores."""
+    """Return whether kernels compare all 32 bits of a score when they select product keys of half precision."""
     return _standing.exact
 
 
 def _multiplies(tensor: torch.Tensor) -> bool:
-    """Whether the tensor's GPU has what kernels multiply with: bfloat16 and TF32, from compute capability 8.0 on."""
+    """Return whether the tensor's GPU multiplies bfloat16 and TF32, as it does from compute capability 8.0 on."""
     capable = torch.version.hip is not None or torch.cuda.get_device_capability(tensor.device) >= (8, 0)
     return capable and tensor.dtype != torch.float64

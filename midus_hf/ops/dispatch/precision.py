@@ -1,4 +1,4 @@
-"""Dtypes that ops insist on."""
+"""Dtypes in which ops compute and store."""
 
 import contextlib
 import functools
@@ -9,24 +9,29 @@ _NOTHING = contextlib.nullcontext()
 
 
 def without_autocast(device_type: str) -> contextlib.AbstractContextManager:
-    """A context in which `torch.autocast` does not lower matrix products to half precision.
+    """Return a context in which `torch.autocast` does not lower matrix products to half precision.
 
     Args:
-        device_type: Of the tensors that are multiplied; `"meta"`, which computes nothing, has no autocast to disable.
+        device_type: Device type of the tensors that are multiplied. `"meta"` computes nothing and has no autocast to
+            disable.
     """
     # By name, not by `torch.amp.is_autocast_available`, which Dynamo of torch 2.11 cannot trace.
     if device_type == "meta" or not (torch.compiler.is_compiling() or torch.is_autocast_enabled(device_type)):
-        return _NOTHING  # a context of autocast costs as much as some ten operations on a GPU
+        return _NOTHING  # entering an autocast context takes as long as some ten operations on a GPU
     return torch.autocast(device_type, enabled=False)
 
 
 def narrowest_integer(bound: int) -> torch.dtype:
-    """The narrowest of int16, int32 and int64 that holds `bound`: less to store, and faster to sort."""
+    """Return the narrowest of int16, int32 and int64 that holds `bound`: narrow integers take less room and sort faster."""
     return next(dtype for dtype in (torch.int16, torch.int32, torch.int64) if bound <= torch.iinfo(dtype).max)
 
 
 def shared_dtype(*tensors: torch.Tensor) -> torch.dtype:
-    """In which kernels read all of them; where they differ under autocast, in its own, as PyTorch's attention does."""
+    """Return the dtype in which kernels read all of the tensors.
+
+    If their dtypes differ under autocast, the result is the dtype of autocast, as in PyTorch's attention; otherwise it
+    is the dtype that all of theirs promote to.
+    """
     dtypes = {tensor.dtype for tensor in tensors}
     device = tensors[0].device.type
     if len(dtypes) > 1 and torch.is_autocast_enabled(device):

@@ -1,7 +1,7 @@
-"""What this package uses of torch that torch does not promise to keep: seen in torch 2.11, 2.12 and 2.13.
+"""Private functions of torch that this package uses, which torch does not promise to keep: seen in torch 2.11, 2.12 and 2.13.
 
-No other file of the package names a private function of the module `torch`. Each has a fallback for a torch that lacks it, which
-gives the same results and is slower.
+No other file of the package names a private function of the module `torch`. Each function here has a fallback for a
+torch that lacks the private one; the fallback gives the same results more slowly.
 """
 
 from typing import Any
@@ -11,12 +11,12 @@ from torch.autograd import forward_ad
 
 
 def _of(module: Any, name: str) -> Any:
-    """Return what a module has by a name, or None."""
+    """Return the attribute `name` of a module, or None."""
     return getattr(module, name, None)
 
 
 def _aten(name: str) -> Any:
-    """Return an operator of torch, or None."""
+    """Return the operator `torch.ops.aten.NAME`, or None."""
     return getattr(torch.ops.aten, name, None)
 
 
@@ -29,13 +29,14 @@ _tracing = _of(torch._C, "_get_tracing_state")
 _KNOWS_WATCHERS = None not in (_modes, _is_included, _before_dispatch, _transform, _tracing) and hasattr(
     forward_ad, "_current_level"
 )
-"""`PreDispatch` is included where modes of a stack of its own trace what is called, before autograd has seen it."""
+"""Whether torch has all that `calls_are_seen` asks. `PreDispatch` is included while modes trace calls before autograd
+sees them; these modes are not on the stack that `_modes` measures."""
 
 
 def calls_are_seen() -> bool:
-    """Return whether something stands between calls and what they compute: modes of dispatch, transforms of `torch.func`, tracers.
+    """Return whether something intercepts calls: dispatch modes, transforms of `torch.func` or tracers.
 
-    Fallback: yes, so that registered ops are never passed by.
+    Fallback: true, so that registered ops are never bypassed.
     """
     if not _KNOWS_WATCHERS:
         return True
@@ -49,9 +50,10 @@ def calls_are_seen() -> bool:
 
 
 def is_transformed() -> bool:
-    """Return whether a transform of `torch.func` or differentiation in forward mode goes on, for which registered ops have no rule.
+    """Return whether a transform of `torch.func` or forward-mode differentiation is active; registered ops have no rule for either.
 
-    A graph that is traced has none: what it holds is differentiated backward. Fallback: no, and torch refuses what has no rule.
+    While a graph is traced the answer is false: a graph is differentiated backward. Fallback: false, so that torch
+    raises an error for ops without a rule.
     """
     if torch.compiler.is_compiling() or not _KNOWS_WATCHERS:
         return False
@@ -62,9 +64,9 @@ _graph_task = _of(torch._C, "_current_graph_task_id")
 
 
 def is_in_backward() -> bool:
-    """Return whether a backward pass runs, as activation checkpointing repeats a forward pass within it.
+    """Return whether a backward pass runs, within which activation checkpointing repeats forward passes.
 
-    Fallback: no, so that what a forward pass counts is counted twice where it is repeated.
+    Fallback: false, so that counters of a forward pass count a repeated pass twice.
     """
     return not torch.compiler.is_compiling() and _graph_task is not None and _graph_task() != -1
 
@@ -73,10 +75,10 @@ _static = _of(torch._dynamo, "mark_static_address") if hasattr(torch, "_dynamo")
 
 
 def keep_address(tensor: torch.Tensor, guard: bool = True) -> None:
-    """Let captured graphs read a tensor where it lies, as they read parameters. Fallback: each replay copies the tensor.
+    """Let captured graphs read a tensor at its address, as they read parameters. Fallback: each replay copies the tensor.
 
     Args:
-        tensor: That stays where it is.
+        tensor: A tensor whose address will not change.
         guard: Whether compiled code is compiled anew for another tensor. Default: true.
     """
     if _static is not None:
@@ -95,7 +97,7 @@ def chosen_attention(
     scale: float | None,
     enable_gqa: bool,
 ) -> int | None:
-    """Return the number of the backend that `scaled_dot_product_attention` takes for a call without dropout, as in `SDPBackend`.
+    """Return the backend that `scaled_dot_product_attention` chooses for a call without dropout, as a number of `SDPBackend`.
 
     Fallback: None.
     """
@@ -104,8 +106,8 @@ def chosen_attention(
     return _chosen_attention(query, key, value, attn_mask, 0.0, is_causal, scale=scale, enable_gqa=enable_gqa)
 
 
-# The operators that `scaled_dot_product_attention` calls, which tell the divisor of their softmax. Fallback: None, and the divisor is
-# computed by a product of queries and keys of its own.
+# The operators that `scaled_dot_product_attention` calls; each returns the divisor of its softmax too. Fallback: None, and
+# the divisor is computed from a separate product of queries and keys.
 CPU_ATTENTION = _aten("_scaled_dot_product_flash_attention_for_cpu")
 CPU_ATTENTION_BACKWARD = _aten("_scaled_dot_product_flash_attention_for_cpu_backward")
 FLASH_ATTENTION = _aten("_scaled_dot_product_flash_attention")
@@ -118,28 +120,28 @@ EFFICIENT_ATTENTION_BACKWARD = _aten("_scaled_dot_product_efficient_attention_ba
 _bag_weights_backward = _aten("_embedding_bag_per_sample_weights_backward")
 
 _MOST_GATHERED = 1 << 24
-"""Elements of rows that the fallback gathers at a time: 64 MB in float32."""
+"""Elements of gathered rows that the fallback holds at a time: 64 MB in float32."""
 
 
 def products_with_bags(
     gradient: torch.Tensor, rows: torch.Tensor, places: torch.Tensor, bags: torch.Tensor
 ) -> torch.Tensor:
-    """Return `<gradient[bags[i]], rows[places[i]]>`: the gradient of the weights of `embedding_bag` in mode "sum".
+    """Return `<gradient[bags[i]], rows[places[i]]>` for each i: the gradient of the weights of `embedding_bag` in mode "sum".
 
     Fallback: rows are gathered, some at a time.
 
     Args:
-        gradient: `[S, v]`, contiguous.
-        rows: `[R, v]`, in the dtype of the gradient.
-        places: `[N]`, int64.
-        bags: `[N]`, int64.
+        gradient: Gradient of the output of each bag, `[S, v]`, contiguous.
+        rows: The table, `[R, v]`, in the dtype of the gradient.
+        places: Row number of each weight, `[N]`, int64.
+        bags: Bag number of each weight, `[N]`, int64.
 
     Returns:
         `[N]`, in the dtype of the gradient.
     """
     if _bag_weights_backward is not None:
-        starts = torch.zeros(1, dtype=torch.int64, device=places.device)  # which bag a row is in, `bags` says
+        starts = torch.zeros(1, dtype=torch.int64, device=places.device)  # a dummy: `bags` tells the bag of each row
         return _bag_weights_backward(gradient, rows, places, starts, bags, 0)
     stretch = max(1, _MOST_GATHERED // max(1, rows.shape[1]))
     pairs = zip(places.split(stretch), bags.split(stretch), strict=True)
-    return torch.cat([(rows[place] * gradient[bag]).sum(-1) for place, bag in pairs])
+    return torch.cat([(rows[row_numbers] * gradient[bag]).sum(-1) for row_numbers, bag in pairs])

@@ -1,8 +1,8 @@
-"""Tiles of kernels: how much one of its programs takes at a time, by a rule, or as measured on the device.
+"""Tiles of kernels: how much one program takes at a time, by a rule or as measured on the device.
 
-A rule knows what is computed, in a few whole numbers and truth values, so what the rule says is kept. Nothing is searched when a
-kernel is first needed: `python -m benchmarks tiles` tries the few candidates that a rule allows, and writes those that were faster
-into `tiles.json`, where they stand by the device's name.
+A rule computes a tile from a shape: a few integers and booleans. Results are cached. Nothing is searched when a kernel
+is first needed: `python -m benchmarks tiles` tries the few candidates that a rule allows, and writes the faster ones
+into `tiles.json` under the name of the device.
 """
 
 import functools
@@ -14,22 +14,22 @@ from typing import Any
 import torch
 
 Changes = Mapping[str, int]
-"""What differs from the rule, by the name of a kernel's parameter or of an option of the compiler."""
+"""Values that replace those of a rule, by the name of a kernel's parameter or of a compiler option."""
 Tile = dict[str, Any]
-"""Parameters of a kernel and options of the compiler."""
+"""Parameters of a kernel and compiler options, by name."""
 Rule = Callable[..., Tile]
 Measured = dict[str, dict[str, dict[tuple[Any, ...], Changes]]]
-"""By device, kernel and shape: what differs from the rule."""
+"""Changes to the rule's tile, by device, kernel and shape."""
 
 TABLE = Path(__file__).with_name("tiles.json")
-"""The tiles that were measured to be the fastest."""
+"""File of the tiles that were measured to be the fastest."""
 
 TILES: dict[str, "Tiles"] = {}
-"""By kernel."""
+"""Tiles by the name of their kernel."""
 
 
 def measured_tiles(table: Path) -> Measured:
-    """Return the tiles of a table: by device and kernel a list of objects with a `shape` and `changes`."""
+    """Return the tiles of a JSON file, which has per device and kernel a list of objects with a `shape` and `changes`."""
     devices = json.loads(table.read_text(encoding="utf-8"))
     return {
         device: {kernel: {tuple(tile["shape"]): tile["changes"] for tile in of} for kernel, of in kernels.items()}
@@ -41,17 +41,17 @@ MEASURED = measured_tiles(TABLE)
 
 
 def tiles(kernel: str, **limits: tuple[int, int]) -> Callable[[Rule], "Tiles"]:
-    """Register the rule of a kernel.
+    """Return a decorator that registers the rule of a kernel and turns the rule into `Tiles`.
 
-    The rule is called with changes, then with the numbers of a shape; it returns the tile with these changes in it, and
-    what follows from them.
+    The rule is called with changes, then with the numbers of a shape. It returns a tile that contains the changes and
+    all that follows from them.
 
     Args:
-        kernel: Its name.
-        limits: What may be changed, by powers of two, and the least and the most of it.
+        kernel: Name of the kernel.
+        limits: Per parameter that may be changed, its least and its greatest value; candidates differ by powers of two.
 
     Raises:
-        ValueError: If the kernel has a rule.
+        ValueError: If the kernel already has a rule.
     """
     if kernel in TILES:
         raise ValueError(f"kernel {kernel!r} already has tiles; choose another name.")
@@ -67,9 +67,9 @@ class Tiles:
     """The tiles of a kernel, called with a device and the numbers of a shape.
 
     Args:
-        kernel: Its name.
-        rule: As in `tiles`.
-        limits: As in `tiles`.
+        kernel: Name of the kernel.
+        rule: Function from changes and the numbers of a shape to a tile.
+        limits: Least and greatest value of each parameter that may be changed.
     """
 
     def __init__(self, kernel: str, rule: Rule, limits: Mapping[str, tuple[int, int]]):
@@ -77,7 +77,7 @@ class Tiles:
         self.known: dict[tuple[Any, ...], Tile] = {}
 
     def __call__(self, device: torch.device, *shape: Any) -> Tile:
-        """Return the tile for a shape on a device, which must not be changed."""
+        """Return the tile for a shape on a device. The tile is cached: do not change it."""
         known = self.known.get((device, shape))
         if known is None:
             measured = MEASURED.get(_name_of(device), {}).get(self.kernel, {})

@@ -1,6 +1,6 @@
-"""Triton where it is installed, and what launching a kernel needs beside the kernel.
+"""Triton if it is installed, and what a launch needs besides the kernel.
 
-Where Triton is absent, its names let kernels be defined, though not run.
+Without Triton, stand-ins for its names let kernels be defined, but not run.
 """
 
 import contextlib
@@ -19,7 +19,7 @@ except ImportError:
     HAS_TRITON = False
 
     class _Absent:
-        """Stands for a module whose decorators leave functions alone."""
+        """Stand-in for a module whose decorators leave functions as they are."""
 
         constexpr: Any = None
 
@@ -31,27 +31,27 @@ except ImportError:
 
 
 def interprets_kernels() -> bool:
-    """Whether triton's interpreter runs kernels on CPU tensors."""
+    """Return whether Triton's interpreter runs kernels on CPU tensors."""
     return os.environ.get("TRITON_INTERPRET") == "1"
 
 
 def power_of_two(number: int) -> int:
-    """The smallest power of two that is at least `number`, which must be positive."""
+    """Return the smallest power of two that is at least `number`, which must be positive."""
     return 1 << (number - 1).bit_length()
 
 
 def quotient_above(number: int, divisor: int) -> int:
-    """`number / divisor`, rounded up; `triton.cdiv`, which kernels may call as well, takes the host 2 us."""
+    """Return `number / divisor`, rounded up. `triton.cdiv`, made for kernels too, takes the host 2 us per call."""
     return -(-number // divisor)
 
 
 def on_device_of(tensor: torch.Tensor) -> contextlib.AbstractContextManager:
-    """A context in which kernels are launched on the tensor's device."""
+    """Return a context in which kernels are launched on the tensor's device."""
     return torch.cuda.device(tensor.device) if tensor.is_cuda else contextlib.nullcontext()
 
 
 def multiprocessors(tensor: torch.Tensor) -> int:
-    """How many the tensor's device has: as many as an H200 where it is no GPU."""
+    """Return how many multiprocessors the tensor's device has; for a CPU, the 132 of an H200."""
     return _multiprocessors(tensor.device) if tensor.is_cuda else 132
 
 
@@ -61,18 +61,28 @@ def _multiprocessors(device: torch.device) -> int:
 
 
 def precise_product() -> str:
-    """How `tl.dot` multiplies float32 to nearly float32: three products on tensor cores, or none where there is no such way."""
+    """Return the `input_precision` with which `tl.dot` multiplies float32 to nearly the precision of float32.
+
+    This is `"tf32x3"`, three products on tensor cores, and `"ieee"`, without tensor cores, on AMD GPUs.
+    """
     return "ieee" if torch.version.hip else "tf32x3"
 
 
 def wide_ranged_product() -> str:
-    """How `tl.dot` multiplies what exceeds the range of float16, to about its precision: as TF32, which not every AMD GPU has."""
+    """Return the `input_precision` with which `tl.dot` multiplies numbers beyond the range of float16, to about its precision.
+
+    This is `"tf32"`, and `"ieee"` on AMD GPUs, not all of which have TF32.
+    """
     return "ieee" if torch.version.hip else "tf32"
 
 
 @triton.jit
 def product(first, second, PRECISION: tl.constexpr):
-    """A matrix product accumulated in float32: in the dtype of `second`, or in float32 where `PRECISION` says how."""
+    """Return a matrix product, accumulated in float32.
+
+    Factors have the dtype of `second` if `PRECISION` is None; otherwise they are float32, and `PRECISION` is their
+    `input_precision`.
+    """
     if PRECISION is None:
         return tl.dot(first.to(second.dtype), second)
     else:
@@ -80,5 +90,9 @@ def product(first, second, PRECISION: tl.constexpr):
 
 
 def product_precision(tensor: torch.Tensor) -> str | None:
-    """As `product` takes it: none for half precision, which tensor cores multiply as it is, and the interpreter does not."""
+    """Return the `PRECISION` that `product` takes for a tensor.
+
+    This is None for half precision, which tensor cores multiply as it is. The interpreter cannot, and multiplies
+    float32.
+    """
     return precise_product() if tensor.dtype == torch.float32 or interprets_kernels() else None

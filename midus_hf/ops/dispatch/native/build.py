@@ -1,6 +1,6 @@
-"""Build the library of compiled ops from the C files of all ops: for wheels, or at first use into a folder of the user.
+"""Build the library of compiled ops from the C files of all ops, for wheels or, at first use, into a folder of the user.
 
-`setup.py` runs this file by itself, without PyTorch: it imports nothing beyond Python's own library.
+`setup.py` runs this file alone, without PyTorch, so the file imports only Python's standard library.
 """
 
 import hashlib
@@ -28,40 +28,40 @@ VARIANTS = {
     "avx2": ("-mavx2", "-mfma"),
     "baseline": (),
 }
-"""Further flags by set of instructions; processors other than x86-64 have the baseline alone."""
+"""Further compiler flags per instruction set. Processors other than x86-64 have only the baseline."""
 
 X86 = ("x86_64", "amd64")
-"""What x86-64 is called, in small letters."""
+"""Names of x86-64, in lower case."""
 
 CACHE_VARIABLE = "MIDUS_NATIVE_CACHE"
-"""Names the folder of libraries in the environment, or says `off`."""
+"""Environment variable with the folder of built libraries, or `off`."""
 
 _SOURCES = Path(__file__).parents[2]
 _COMPILERS = ("cc", "gcc", "clang")
-"""Looked for in this order where `CC` names none."""
+"""Compilers that are tried in this order if `CC` is not set."""
 
 _SECONDS = 120
 _DIGEST_BYTES = hashlib.sha256().digest_size
 
 
 class NotBuilt(Exception):
-    """There is no library; says why, and what to do."""
+    """Error that says why there is no library, and what to do."""
 
 
 def is_off() -> bool:
-    """Return whether the environment says to do without the library."""
+    """Return whether the environment turns the library off."""
     return os.environ.get(CACHE_VARIABLE, "").lower() == "off"
 
 
 def built_library(variant: str) -> Path:
-    """Return the library for this machine, which is built if it is not there.
+    """Return the path of the library for this machine, and build the library first if it is missing.
 
-    The library's name is a digest of all that it depends on: sources, compiler, flags and machine. Behind the library's code lies a
-    digest of that code, so that a file that was cut short, on which the operating system's loader may crash, is found out and built
+    The file's name is a digest of all that the library depends on: sources, compiler, flags and machine. The file ends
+    with a digest of its code: a truncated file, on which the operating system's loader may crash, is detected and built
     anew.
 
     Args:
-        variant: The set of instructions, one of `VARIANTS`.
+        variant: Instruction set, a key of `VARIANTS`.
 
     Raises:
         NotBuilt: If there are no sources or no compiler, the compiler fails, or the folder cannot be written.
@@ -71,8 +71,8 @@ def built_library(variant: str) -> Path:
         raise NotBuilt(f"there are no C files in {_SOURCES}; install midus_hf again")
     compiler = _compiler()
     version = _run([*compiler, "--version"])
-    words = (*compiler, version, *FLAGS, *VARIANTS[variant], platform.machine(), platform.system())
-    digest = hashlib.sha256("\0".join(words).encode())
+    dependencies = (*compiler, version, *FLAGS, *VARIANTS[variant], platform.machine(), platform.system())
+    digest = hashlib.sha256("\0".join(dependencies).encode())
     for path in sources:
         digest.update(f"\0{path.relative_to(_SOURCES).as_posix()}\0".encode() + path.read_bytes())
     folder = _folder()
@@ -92,8 +92,8 @@ def compile_library(library: Path, variant: str) -> None:
     """Compile the C files into `library`.
 
     Args:
-        library: The file to write, in a folder that is there.
-        variant: The set of instructions, one of `VARIANTS`.
+        library: File to write, in an existing folder.
+        variant: Instruction set, a key of `VARIANTS`.
 
     Raises:
         NotBuilt: If there is no compiler, or the compiler fails.
@@ -125,20 +125,20 @@ def _folder() -> Path:
 
 
 def _compiler() -> list[str]:
-    """Return the words that a call of the compiler begins with."""
+    """Return the start of the compiler's command line: the program, and the arguments that `CC` adds."""
     try:
         named = shlex.split(os.environ.get("CC", ""))
     except ValueError as error:
         raise NotBuilt(f"CC is {os.environ['CC']!r} ({error}); install gcc or clang, or set CC") from None
-    words = named or [name for name in _COMPILERS if shutil.which(name)][:1]
-    if not words or shutil.which(words[0]) is None:
+    command = named or [name for name in _COMPILERS if shutil.which(name)][:1]
+    if not command or shutil.which(command[0]) is None:
         missing = f"CC is {named[0]!r}, which is not there" if named else "there is no C compiler"
         raise NotBuilt(f"{missing}; install gcc or clang")
-    return words
+    return command
 
 
 def _build_whole(library: Path, variant: str) -> None:
-    """Compile in a new folder beside the library, so that processes that do so at once do not meet."""
+    """Compile in a temporary folder beside the library and move the file into place, so that processes can build at the same time."""
     with tempfile.TemporaryDirectory(dir=library.parent, prefix=".building-") as folder:
         made = Path(folder) / "native.so"
         compile_library(made, variant)
@@ -151,7 +151,7 @@ def _build_whole(library: Path, variant: str) -> None:
 
 
 def _run(command: list[str]) -> str:
-    """Return what a compiler prints.
+    """Run a compiler and return its standard output.
 
     Raises:
         NotBuilt: If the compiler fails.

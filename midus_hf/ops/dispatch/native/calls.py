@@ -1,6 +1,6 @@
-"""How the library is called: C's structures as bytes, what C asks of tensors, and what its answers mean.
+"""Calls of the C library: C's structures as bytes, tensors in a layout that C reads, and errors for the statuses that C returns.
 
-Structures are packed field by field, not built of `ctypes.Structure`: that takes longer than a decoding step's lookup.
+Structures are packed field by field: filling a `ctypes.Structure` takes longer than the lookup of a decoding step.
 """
 
 import struct
@@ -14,12 +14,12 @@ from midus_hf.ops.dispatch.native.library import native_library
 
 
 def _structure(addresses: str, numbers: str, more: str = "") -> struct.Struct:
-    """Return a structure of pointers, zero for none, and of 64-bit integers, in this order; `more` are codes of further fields."""
+    """Return a structure of named pointers (0 for none), then named 64-bit integers; `more` are format codes of further fields."""
     return struct.Struct(f"@{len(addresses.split())}P{len(numbers.split())}q{more}")
 
 
 _OWN = "32x"
-"""Room for the fields that C fills in its own copy: `struct tables` and the number of groups of heads."""
+"""Format code of the fields that C fills in its own copy: `struct tables` and the number of groups of heads."""
 
 LOOKUP_CALL = _structure(
     "query row_keys column_keys bank transform residual output slots weights",
@@ -52,22 +52,23 @@ GATHERS_CALL = _structure(
 """`struct gathers` in `gather/native.c`."""
 
 DEPTH_CALL = struct.Struct("@P3qP3q5P8qdd24x")
-"""`struct depth` in `depth/native.c`: of query and gradient the address and the strides of texts, heads and tokens; the addresses of
-slots, output, lse, lse_gradient and into_query; texts, heads, kv_heads, tokens, width, count, narrow, threads; scaling, softcap."""
+"""`struct depth` in `depth/native.c`: address of the query, its strides for texts, heads and tokens, then the same of
+the gradient; addresses of slots, output, lse, lse_gradient and into_query; texts, heads, kv_heads, tokens, width,
+count, narrow, threads; scaling, softcap."""
 
 _FEWEST_SHARED = 512
-"""Tokens times heads from which on threads are started: starting them takes as long as computing some hundreds."""
+"""Least product of tokens and heads for which threads are started: starting them takes as long as computing some hundreds of rows."""
 
 _OUTSIDE = 2
-"""What C returns of slots that a table does not have."""
+"""Status that C returns if a slot lies outside its table."""
 
 
 def run(name: str, call: bytes) -> None:
-    """Call a function of the library.
+    """Call a function of the library with a packed structure.
 
     Raises:
-        MemoryError: If there is none for its scratch.
-        IndexError: If slots reach outside of their table.
+        MemoryError: If C cannot allocate its scratch memory.
+        IndexError: If a slot lies outside its table.
     """
     library: Any = native_library()
     assert library is not None
@@ -79,7 +80,7 @@ def run(name: str, call: bytes) -> None:
 
 
 def refuse_places(tensors: Mapping[str, torch.Tensor | None]) -> NoReturn:
-    """Refuse tensors of which some have no memory that C can read: reading them would end the process."""
+    """Raise a `ValueError` that names a tensor outside the CPU's memory: C would crash the process by reading it."""
     name, device = next(
         (name, tensor.device) for name, tensor in tensors.items() if tensor is not None and not tensor.is_cpu
     )
@@ -89,20 +90,20 @@ def refuse_places(tensors: Mapping[str, torch.Tensor | None]) -> NoReturn:
 
 
 def address(tensor: torch.Tensor | None) -> int:
-    """Return where C finds the tensor's numbers; 0 for none."""
+    """Return the address of the tensor's first element; 0 for None."""
     return 0 if tensor is None else tensor.data_ptr()
 
 
 def with_rows(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the tensor with its last dimension in one piece; the other dimensions may lie as they do."""
+    """Return the tensor with a contiguous last dimension; other dimensions may have any strides."""
     return tensor if tensor.stride(-1) == 1 or tensor.shape[-1] == 1 else tensor.contiguous()
 
 
 def gradient_rows(gradient: torch.Tensor) -> torch.Tensor:
-    """Return the gradient with its last dimension in one piece, in a dtype that C reads."""
+    """Return the gradient with a contiguous last dimension, in a dtype that C reads."""
     return with_rows(gradient if gradient.dtype in NATIVE_DTYPES else gradient.float())
 
 
 def threads_for(rows: int) -> int:
-    """Return how many threads work on so many tokens times heads."""
+    """Return how many threads work on `rows` rows, the product of tokens and heads."""
     return 1 if rows < _FEWEST_SHARED else torch.get_num_threads()

@@ -1,4 +1,4 @@
-"""The library of compiled bodies, loaded when it is first needed; None where PyTorch has to do without."""
+"""The library of compiled bodies, loaded when it is first needed; None if it can be neither found nor built."""
 
 import ctypes
 import platform
@@ -26,10 +26,10 @@ _missing: str | None = None
 
 
 def native_library() -> ctypes.CDLL | None:
-    """Return the library, None where there is none.
+    """Return the library, or None if there is none.
 
-    The first call of a process loads the library, having built it where it was not there, or warns once that it cannot. Never to be
-    called while a graph is traced: the call looks at files and starts a compiler.
+    The first call of a process builds the library if it is missing and loads it, or warns once that this failed. Do not
+    call this function while a graph is traced: it reads files and starts a compiler.
     """
     if _library is None and _missing is None:
         with _loading:
@@ -39,13 +39,13 @@ def native_library() -> ctypes.CDLL | None:
 
 
 def why_missing() -> str | None:
-    """Return why there is no library and what to do; None where there is one."""
+    """Return why there is no library and what to do about it; None if there is one."""
     native_library()
     return _missing
 
 
 def variant() -> str:
-    """Return the widest set of instructions that this processor has, as PyTorch tells it: one of `VARIANTS`."""
+    """Return the widest instruction set of this processor according to PyTorch: a key of `VARIANTS`."""
     capability = torch.backends.cpu.get_cpu_capability()
     if platform.machine().lower() not in X86:
         return "baseline"
@@ -81,6 +81,6 @@ def _open(path: Path) -> ctypes.CDLL:
 
 
 def _packaged() -> Path | None:
-    """Return the library that was built into a wheel, for this processor."""
+    """Return the path of the library for this processor that the wheel contains, or None."""
     path = Path(__file__).with_name(f"native_{variant()}.so")
     return path if path.is_file() else None
