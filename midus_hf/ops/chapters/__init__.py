@@ -1,1 +1,1 @@
-"""Attention to the chapters that were chosen for tokens (Mixture of Chapters)."""
+"""Attention from tokens to the chapters that are chosen for them (Mixture of Chapters)."""

@@ -1,4 +1,4 @@
-"""Cross-attention from tokens to those chapters of a memory that were chosen for them."""
+"""Cross-attention from tokens to the chapters of a memory that are chosen for them."""
 
 import torch
 from torch.utils.checkpoint import checkpoint
@@ -10,10 +10,10 @@ from midus_hf.ops.dispatch.choices import resolve
 from midus_hf.ops.dispatch.precision import without_autocast
 
 _MOST_GATHERED = 1 << 25
-"""Elements of keys that are gathered at a time: 128 MB in float32."""
+"""Most elements of keys that are gathered at a time: 128 MB in float32."""
 
 _FEWEST_TOGETHER = 16
-"""Queries that read the same chapters, from which on gathering for all of them beats sorting tokens by chapter."""
+"""Least number of queries with the same chapters for which gathering keys is faster than sorting tokens by chapter."""
 
 
 def chapter_attention(
@@ -28,29 +28,31 @@ def chapter_attention(
 ) -> torch.Tensor:
     """Attend to the memory tokens of chosen chapters, all in one softmax (Mixture of Chapters, equation 4).
 
-    The queries of a row are cut into U equal stretches, each of which reads the same n chapters: U = 1 where a whole sequence does,
-    U = T where each token has its own. There is no position and no mask: every chosen memory token is read.
+    The T tokens of a row of the batch are cut into U stretches of equal length. All tokens of a stretch read the same n
+    chapters: with U = 1 a whole sequence shares its chapters, with U = T each token has its own. There is no position
+    and no mask: every memory token of a chosen chapter is read.
 
-    Scores are accumulated in float32 at least. Where stretches are long, the keys of a stretch are gathered, some stretches at a
-    time and again in the backward pass; where they are short, tokens are sorted by chapter instead, so that the keys of a chapter
-    meet all of its tokens at once and no tensor has a key per token. The latter is done by kernels under `"triton"`, in the same
-    order at every run; the former by torch's own attention on every backend but the reference.
+    Scores are accumulated in float32 at least. For long stretches, the keys of each stretch are gathered, some
+    stretches at a time, and gathered again in the backward pass; torch's own attention computes this on every backend
+    but the reference. For short stretches, tokens are sorted by chapter instead: the keys of a chapter meet all of its
+    tokens at once, and no tensor holds keys per token. Under `"triton"`, kernels compute this, in the same order at
+    every run.
 
     Args:
         query: `[B, T, H, d]`, floating point.
         keys: `[C, M, K, d]`, M memory tokens per chapter, cast to the dtype of `query`; K divides H.
-        values: As `keys`.
-        chapters: `[B, U, n]`, int64, from 0 to C - 1; U divides T.
-        scales: `[B, U, n]`, what the keys and values of a chapter are multiplied by. Default: 1.
-        biases: `[B, U, n]`, what is added to the attention logits of a chapter. Default: 0.
-        backend: As in `OpChoices`. Default: `"auto"`, which takes PyTorch where kernels refuse the sizes.
+        values: `[C, M, K, d]`, cast to the dtype of `query`.
+        chapters: Numbers of the chapters that each stretch reads, `[B, U, n]`, int64, from 0 to C - 1; U divides T.
+        scales: Factors of the keys and values of a chapter, `[B, U, n]`. Default: 1.
+        biases: Summands of the attention logits of a chapter, `[B, U, n]`. Default: 0.
+        backend: Body to run, as in `OpChoices`. Default: `"auto"`, which takes PyTorch for sizes that kernels refuse.
 
     Returns:
         `[B, T, H, d]`, in the dtype of `query`.
 
     Raises:
-        ValueError: If shapes disagree; if kernels are asked for where tokens are sorted, and a head is wider than 256 or there are
-            more than 2^30 pairs of a token and a chapter for all heads together.
+        ValueError: If shapes disagree, or if `"triton"` is chosen, tokens are to be sorted, and heads are wider than
+            256 or there are more than 2^30 pairs of a token and a chapter, counted once per head.
     """
     _check_shapes(query, keys, values, chapters, scales, biases)
     batch, tokens, heads, width = query.shape
@@ -84,7 +86,7 @@ def chapter_attention(
 
 
 def fewest_together() -> int:
-    """Queries that read the same chapters, from which on `chapter_attention` gathers keys for all of them at once."""
+    """Return the least number of queries with the same chapters for which `chapter_attention` gathers keys."""
     return _FEWEST_TOGETHER
 
 
@@ -96,7 +98,7 @@ def _gathered(
     scales: torch.Tensor | None,
     biases: torch.Tensor | None,
 ) -> torch.Tensor:
-    """As the contract, some stretches at a time, by torch's own attention."""
+    """Compute `chapter_attention` of stretches by torch's own attention, some stretches at a time."""
     per_stretch = chapters.shape[1] * keys[0].numel()
     together = max(1, _MOST_GATHERED // per_stretch)
     parts = [
@@ -146,7 +148,7 @@ def _attend_at_once(
 
 
 def _rows(table: torch.Tensor, chapters: torch.Tensor) -> torch.Tensor:
-    """Whole chapters `[S, n, M * K * d]` of a table `[C, M, K, d]`."""
+    """Return whole chapters `[S, n, M * K * d]` of a table `[C, M, K, d]`."""
     return torch.nn.functional.embedding(chapters, table.flatten(1))
 
 
@@ -185,5 +187,5 @@ def _check_shapes(
 
 
 def _cuts(tokens: int, stretches: int) -> bool:
-    """Whether tokens can be cut into so many stretches of equal length."""
+    """Return whether `tokens` tokens can be cut into `stretches` stretches of equal length."""
     return tokens % stretches == 0 if stretches else tokens == 0

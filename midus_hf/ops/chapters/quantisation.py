@@ -1,25 +1,26 @@
-"""Tables whose rows are stored as small integers, each with a scale of its own."""
+"""Tables whose rows are stored as small integers, with one scale per row."""
 
 import torch
 
 _LARGEST = {8: 127, 4: 7}
-"""The largest integer of each width, which the largest element of a row becomes."""
+"""Largest integer per number of bits; the element of a row with the largest magnitude becomes this integer or its negative."""
 
 _LEAST_SCALE = 1e-8
 
 
 def quantise_rows(table: torch.Tensor, bits: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Round each row to integers between plus and minus the largest: absmax quantisation, symmetric.
+    """Round each row of a table to integers from -127 to 127 or from -7 to 7: symmetric absmax quantisation.
 
     Args:
-        table: `[N, W]`, floating point; W is even where two integers share a byte.
-        bits: 8 or 4.
+        table: `[N, W]`, floating point; W is even for 4 bits.
+        bits: Bits per integer, 8 or 4.
 
     Returns:
-        `[N, W]`, int8, or `[N, W / 2]`, uint8, which holds the element of an even index in its low half; and scales `[N]`, float32.
+        Integers and scales. Integers are `[N, W]`, int8, or for 4 bits `[N, W / 2]`, uint8, with the element of the
+        even index in the low half of a byte. Scales are `[N]`, float32.
 
     Raises:
-        ValueError: If `bits` is neither, or the width is odd.
+        ValueError: If `bits` is neither 8 nor 4, or W is odd for 4 bits.
     """
     largest = _largest_of(bits)
     wide = table.float()
@@ -36,19 +37,19 @@ def quantise_rows(table: torch.Tensor, bits: int) -> tuple[torch.Tensor, torch.T
 
 
 def dequantise_rows(integers: torch.Tensor, scales: torch.Tensor, bits: int, dtype: torch.dtype) -> torch.Tensor:
-    """The rows that integers and scales stand for.
+    """Return the rows that integers and scales stand for.
 
     Args:
-        integers: `[..., W]`, int8, or `[..., W / 2]`, uint8.
-        scales: `[...]`.
-        bits: 8 or 4.
-        dtype: Of the result, in which integers are multiplied by scales.
+        integers: `[..., W]`, int8, or for 4 bits `[..., W / 2]`, uint8.
+        scales: One scale per row, `[...]`.
+        bits: Bits per integer, 8 or 4.
+        dtype: Dtype of the result, in which integers are multiplied by scales.
 
     Returns:
         `[..., W]`.
 
     Raises:
-        ValueError: If `bits` is neither.
+        ValueError: If `bits` is neither 8 nor 4.
     """
     _largest_of(bits)
     if bits == 4:

@@ -1,4 +1,4 @@
-"""Cross-attention from tokens to the chapters that were chosen for them (Mixture of Chapters, equation 4)."""
+"""Cross-attention from tokens to the chapters that are chosen for them (Mixture of Chapters, equation 4)."""
 
 import math
 
@@ -18,12 +18,12 @@ def chapter_attention(
     """Attend to the memory tokens of chosen chapters, all in one softmax.
 
     Args:
-        query: `[B, T, H, d]`, floating point; the tokens of a row are cut into U equal stretches.
+        query: `[B, T, H, d]`, floating point; the T tokens are cut into U stretches of equal length.
         keys: `[C, M, K, d]`, M memory tokens per chapter, cast to the dtype of `query`; K divides H.
-        values: As `keys`.
-        chapters: `[B, U, n]`, int64, the chapters that each stretch reads; U divides T.
-        scales: `[B, U, n]`, what the keys and values of a chapter are multiplied by. Default: 1.
-        biases: `[B, U, n]`, what is added to the attention logits of a chapter. Default: 0.
+        values: `[C, M, K, d]`, cast to the dtype of `query`.
+        chapters: Chapters that each stretch reads, `[B, U, n]`, int64; U divides T.
+        scales: Factors of the keys and values of a chapter, `[B, U, n]`. Default: 1.
+        biases: Summands of the attention logits of a chapter, `[B, U, n]`. Default: 0.
 
     Returns:
         `[B, T, H, d]`, in the dtype of `query`.
@@ -36,7 +36,7 @@ def chapter_attention(
         by_stretch = query.reshape(-1, query.shape[1] // chapters.shape[1], *query.shape[2:])  # [S, Q, H, d]
         keys, values = (
             tensor.to(query.dtype).to(score_dtype)[chapters.reshape(-1, chosen)] for tensor in (keys, values)
-        )  # [S, n, M, K, d]; many stretches may read a chapter, whose gradient is summed in float32
+        )  # [S, n, M, K, d]; widened before indexing, so that gradients of stretches with the same chapter are summed in float32
         if scales is not None:
             scale = scales.reshape(-1, chosen).to(score_dtype)[:, :, None, None, None]
             keys, values = keys * scale, values * scale

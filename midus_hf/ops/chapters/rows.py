@@ -1,4 +1,4 @@
-"""Rows of a bank whose gradient is of these rows alone, and how attention is shared among chapters."""
+"""Chapters of a bank with sparse gradients, and the shares of chapters in attention."""
 
 import math
 from typing import Any
@@ -8,16 +8,16 @@ import torch
 from midus_hf.ops.dispatch.precision import without_autocast
 
 _MOST_AT_ONCE = 1 << 24
-"""Elements of keys and scores that are held at a time: 64 MB each in float32."""
+"""Most elements of keys, and of scores, that are held at a time: 64 MB each in float32."""
 
 
 def chapter_rows(bank: torch.Tensor, chapters: torch.Tensor, chapter_tokens: int) -> torch.Tensor:
-    """Gather whole chapters; the gradient of the bank is a sparse tensor of the rows that were read.
+    """Gather whole chapters. The gradient of the bank is a sparse tensor of the rows that were read.
 
     Args:
-        bank: `[N_m, W]`.
-        chapters: `[C']`, int64, none of them twice.
-        chapter_tokens: M.
+        bank: Memory tokens, `[N_m, W]`, chapter after chapter.
+        chapters: Chapter numbers, `[C']`, int64, without repetition.
+        chapter_tokens: Memory tokens per chapter, M.
 
     Returns:
         `[C', M, W]`.
@@ -27,10 +27,10 @@ def chapter_rows(bank: torch.Tensor, chapters: torch.Tensor, chapter_tokens: int
 
 
 def with_one_gradient(bank: torch.Tensor) -> torch.Tensor:
-    """The same bank for several readers, of whose gradients the sum is made dense.
+    """Return the same bank for several readers, and make the sum of their gradients dense.
 
-    Autograd adds sparse gradients as rows. Without this there would be a gradient as large as the bank for each reader, of which a
-    backward pass holds several at once.
+    Autograd adds the sparse gradients of the readers as rows, and this function makes the sum dense once. Without it
+    each reader would give a gradient as large as the bank, and a backward pass would hold several of them at once.
     """
     return _OneGradient.apply(bank)
 
@@ -69,19 +69,19 @@ def chapter_mass(
     scales: torch.Tensor | None = None,
     biases: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """The share of each chapter in the softmax of `chapter_attention`, the mean over query heads.
+    """Return the share of each chapter in the softmax of `chapter_attention`, averaged over query heads.
 
-    Some stretches are computed at a time, so no tensor has a key per token of the batch.
+    Some stretches are computed at a time, so no tensor holds keys for each token of the batch.
 
     Args:
         query: `[B, T, H, d]`, floating point.
         keys: `[C, M, K, d]`; K divides H.
-        chapters: `[B, U, n]`, int64, from 0 to C - 1; U divides T.
-        scales: `[B, U, n]`, what the keys of a chapter are multiplied by. Default: 1.
-        biases: `[B, U, n]`, what is added to the attention logits of a chapter. Default: 0.
+        chapters: Chapters that each stretch reads, `[B, U, n]`, int64, from 0 to C - 1; U divides T.
+        scales: Factors of the keys of a chapter, `[B, U, n]`. Default: 1.
+        biases: Summands of the attention logits of a chapter, `[B, U, n]`. Default: 0.
 
     Returns:
-        `[B, T, n]`, float32 at least; those of a token add up to 1.
+        `[B, T, n]`, float32 at least; the n shares of a token add up to 1.
     """
     batch, tokens, heads, width = query.shape
     stretches, chosen = chapters.shape[1:]
@@ -117,7 +117,7 @@ def _mass(
     scales: torch.Tensor | None,
     biases: torch.Tensor | None,
 ) -> torch.Tensor:
-    """Shares `[S, Q, n]` of the chapters `[S, n]` of stretches of queries `[S, Q, H, d]`."""
+    """Return the shares `[S, Q, n]` of chapters `[S, n]` for stretches of queries `[S, Q, H, d]`."""
     wide = torch.promote_types(query.dtype, torch.float32)
     chosen_keys = keys[chapters].to(wide)  # [S, n, M, K, d]
     grouped = query.to(wide).unflatten(2, (keys.shape[2], -1))  # [S, Q, K, G, d]

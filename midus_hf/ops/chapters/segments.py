@@ -1,4 +1,4 @@
-"""Cross-attention of single tokens, sorted by the chapters that they read."""
+"""Cross-attention of tokens that read different chapters: pairs of a token and a chapter are sorted by chapter."""
 
 import math
 from typing import Any, NamedTuple, Optional
@@ -10,16 +10,16 @@ from midus_hf.ops.chapters.triton.gradients import triton_segment_gradients
 from midus_hf.ops.dispatch.calling import custom_op
 
 _ROWS = 32
-"""Tokens that meet the keys of a chapter in one matrix product."""
+"""Rows per block: the tokens that one matrix product multiplies with the keys of a chapter."""
 
 
 class Segments(NamedTuple):
-    """Pairs of a token and a chapter, sorted by chapter and padded so that each block of rows has one.
+    """Pairs of a token and a chapter, sorted by chapter, with padding so that each block of rows has one chapter.
 
     Args:
-        token_of_row: `[R]`, int64; 0 for padding.
-        chapter_of_block: `[R / _ROWS]`, int64.
-        row_of_pair: `[N * n]`, int64, where each pair stands.
+        token_of_row: Token of each row, `[R]`, int64; 0 for padding.
+        chapter_of_block: Chapter of each block, `[R / _ROWS]`, int64.
+        row_of_pair: Row of each pair, `[N * n]`, int64.
     """
 
     token_of_row: torch.Tensor
@@ -37,18 +37,18 @@ def segment_attention(
     *,
     backend: str = "torch",
 ) -> torch.Tensor:
-    """Each token over the memory tokens of its own chapters, in one softmax.
+    """Attend from each token to the memory tokens of the token's chapters, in one softmax.
 
-    Every pair of a token and a chapter gives an output and the log-sum-exp of its scores; the outputs of a token's pairs are
-    then weighted by the softmax over those, which is the same as one softmax over all.
+    Every pair of a token and a chapter gives an output and the log-sum-exp of its scores. The outputs of a token's
+    pairs are then weighted by the softmax over their log-sum-exps, which equals one softmax over all memory tokens.
 
     Args:
         query: `[N, H, d]`.
         keys: `[C, M, K, d]`, in the dtype of `query`.
-        values: As `keys`.
-        chapters: `[N, n]`, int64.
-        scales: `[N, n]`. Default: 1.
-        biases: `[N, n]`. Default: 0.
+        values: `[C, M, K, d]`, in the dtype of `query`.
+        chapters: Chapters that each token reads, `[N, n]`, int64.
+        scales: Factors of the keys and values of a chapter, `[N, n]`. Default: 1.
+        biases: Summands of the attention logits of a chapter, `[N, n]`. Default: 0.
         backend: `"torch"` or `"triton"`. Default: `"torch"`.
 
     Returns:
@@ -87,14 +87,14 @@ def segment_attention(
 
 
 def sort_by_chapter(chapters: torch.Tensor, num_chapters: int) -> Segments:
-    """Give every pair of a token and a chapter a row, such that no block of rows has two chapters.
+    """Assign a row to every pair of a token and a chapter, so that no block of rows has two chapters.
 
-    The number of rows depends on shapes alone, so nothing waits for the device: `N * n` rounded up to whole blocks, and a
-    block more for each chapter.
+    The number of rows depends on shapes only, so that nothing waits for the device: it is `N * n`, rounded up to whole
+    blocks, and one more block per chapter, or per pair if pairs are fewer.
 
     Args:
-        chapters: `[N, n]`, int64.
-        num_chapters: C.
+        chapters: Chapters that each token reads, `[N, n]`, int64.
+        num_chapters: Number of chapters in the memory, C.
     """
     tokens, num_chosen = chapters.shape
     pairs = tokens * num_chosen
@@ -119,13 +119,13 @@ def sort_by_chapter(chapters: torch.Tensor, num_chapters: int) -> Segments:
 
 
 def _of_blocks(table: torch.Tensor, chapter_of_block: torch.Tensor) -> torch.Tensor:
-    """The memory tokens `[blocks, K, M, d]` of each block's chapter."""
+    """Return the memory tokens `[blocks, K, M, d]` of each block's chapter."""
     rows = torch.nn.functional.embedding(chapter_of_block, table.flatten(1))
     return rows.view(-1, *table.shape[1:]).transpose(1, 2)
 
 
 def _per_row(of_pair: torch.Tensor, segments: Segments) -> torch.Tensor:
-    """What each row has, `[blocks, _ROWS]`, of what each pair has, `[N, n]`; 0 for padding."""
+    """Return the numbers of pairs, `[N, n]`, in the rows of the pairs, `[blocks, _ROWS]`; 0 for padding."""
     rows = of_pair.new_zeros(len(segments.token_of_row))
     return rows.index_put((segments.row_of_pair,), of_pair.flatten()).view(-1, _ROWS)
 
@@ -139,10 +139,11 @@ def segment_attention_op(
     scales: Optional[torch.Tensor],  # noqa: UP045 - torch.library reads this form alone
     biases: Optional[torch.Tensor],  # noqa: UP045
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """`segment_attention` by kernels, with scales and biases in float32.
+    """Compute `segment_attention` by kernels, with scales and biases in float32.
 
-    The output, and for the gradient the log-sum-exps `[N, H]` of tokens, pairs in the order of their chapters `[N * n]`, and where
-    chapters begin among them `[C + 1]`.
+    Returns:
+        The output, and for the gradient the log-sum-exp of each token and head `[N, H]`, the pairs sorted by chapter
+        `[N * n]`, and the index of each chapter's first pair among these `[C + 1]`.
     """
     return triton_segments(query, keys, values, chapters, scales, biases)
 
@@ -174,15 +175,15 @@ def segment_gradients_op(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return gradients of query, keys, values, scales and biases.
 
-    Empty are those of query, scales and biases where `wants_rows` is false, those of keys and values where `wants_tables` is, and
-    those of scales and biases that there are not.
+    Gradients of query, scales and biases are empty tensors if `wants_rows` is false, gradients of keys and values if
+    `wants_tables` is false, and gradients of scales or biases also if the call had none.
     """
     reading = SegmentReading(output, log_sums, order, offsets)
-    found = triton_segment_gradients(
+    gradients = triton_segment_gradients(
         gradient, query, keys, values, (scales, biases), reading, wants_rows, wants_tables
     )
     into_query, into_keys, into_values, into_scales, into_biases = (
-        query.new_empty(0) if part is None else part for part in found
+        query.new_empty(0) if part is None else part for part in gradients
     )
     return into_query, into_keys, into_values, into_scales, into_biases
 
@@ -223,10 +224,10 @@ def _save(ctx: Any, inputs: tuple, output: tuple) -> None:
 
 def _differentiate(ctx: Any, gradient: torch.Tensor, *_: Any) -> tuple:
     query, keys, values, _, scales, biases = ctx.needs_input_grad
-    found = segment_gradients_op(gradient, *ctx.saved_tensors, query or scales or biases, keys or values)
+    gradients = segment_gradients_op(gradient, *ctx.saved_tensors, query or scales or biases, keys or values)
     wanted = (query, keys, values, scales, biases)
     into_query, into_keys, into_values, *rest = (
-        part if wants else None for part, wants in zip(found, wanted, strict=True)
+        part if wants else None for part, wants in zip(gradients, wanted, strict=True)
     )
     return into_query, into_keys, into_values, None, *rest
 

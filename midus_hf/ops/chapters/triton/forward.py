@@ -1,11 +1,11 @@
-"""Kernels of cross-attention to chapters, where every token has chapters of its own: the forward pass.
+"""Kernels of cross-attention to chapters if every token reads its own chapters: the forward pass.
 
-Pairs of a token and a chapter that it reads are sorted by chapter. A program takes some pairs of one chapter, and one query head:
-it reads their queries from where they stand, and the chapter's memory tokens a stretch at a time, by an online softmax. Another
-kernel merges what each token read of its chapters.
+Pairs of a token and one of its chapters are sorted by chapter. A program takes some pairs of one chapter and one query
+head: it reads the queries of the pairs at their addresses, and the chapter's memory tokens a stretch at a time, with an
+online softmax. Another kernel merges the outputs of each token's pairs.
 
-Shapes: N tokens, n chapters of each, H query heads, K heads of keys and values; `BP` pairs of a program, `BM` memory tokens of a
-stretch, `DP` the power of two at or above the width of a head, at least 16.
+Sizes: N tokens, n chapters per token, H query heads, K heads of keys and values; `BP` pairs per program, `BM` memory
+tokens per stretch, `DP` the power of two at or above the width of a head, at least 16.
 """
 
 import math
@@ -26,22 +26,23 @@ from midus_hf.ops.dispatch.triton import (
 )
 
 _MOST_WIDTH = 256
-"""Of a head: tiles of 16 rows of more would not fit where they are multiplied."""
+"""Largest width of a head: a tile of 16 wider rows would not fit into shared memory, from which it is multiplied."""
 
 _MOST_ROWS = 1 << 30
-"""Pairs times query heads: they are numbered by 32-bit integers."""
+"""Most pairs times query heads: they are numbered by 32-bit integers."""
 
 
 LARGEST_TILE = 64
-"""Pairs, or memory tokens."""
+"""Most pairs per program, and most memory tokens per stretch."""
 
 
 class Blocks(NamedTuple):
-    """Which pairs each program takes, in blocks of one chapter each.
+    """Blocks of pairs, one per program and head; all pairs of a block have the same chapter.
 
     Args:
-        chapter_of_block: `[blocks]`, int32; C where there is nothing to do, as the number of blocks depends on shapes alone.
-        last_blocks: `[C]`, int32, blocks of each chapter and of those before it.
+        chapter_of_block: Chapter of each block, `[blocks]`, int32; C for blocks without pairs. The number of blocks
+            depends on shapes only.
+        last_blocks: Number of blocks up to and including each chapter, `[C]`, int32.
     """
 
     chapter_of_block: torch.Tensor
@@ -50,17 +51,17 @@ class Blocks(NamedTuple):
 
 @triton.jit
 def pairs_of_block(order, offsets, last_blocks, block, chapter, BP: tl.constexpr):
-    """The pairs [BP] of a block of this chapter, and which of them there are."""
+    """Return the numbers of the pairs [BP] of a block of this chapter, and a mask of the pairs that exist."""
     first, end = tl.load(offsets + chapter), tl.load(offsets + chapter + 1)
     number = tl.cdiv(end - first, BP) - tl.load(last_blocks + chapter) + block  # among the blocks of the chapter
-    place = first + number * BP + tl.arange(0, BP)
-    valid = place < end
-    return tl.load(order + place, mask=valid, other=0), valid
+    index = first + number * BP + tl.arange(0, BP)
+    valid = index < end
+    return tl.load(order + index, mask=valid, other=0), valid
 
 
 @triton.jit
 def head_rows(rows, row, valid, WIDTH: tl.constexpr, DP: tl.constexpr):
-    """Rows [BP, DP] of a tensor of rows of WIDTH."""
+    """Load rows [BP, DP] of a tensor whose rows have WIDTH numbers; 0 for invalid rows and beyond WIDTH."""
     dims = tl.arange(0, DP)
     mask = valid[:, None] & (dims < WIDTH)[None, :]
     return tl.load(rows + row[:, None] * WIDTH + dims[None, :], mask=mask, other=0.0)
@@ -71,7 +72,7 @@ def memory_rows(
     table, chapter, start, kv_head, kv_heads, MEMORY: tl.constexpr, WIDTH: tl.constexpr, BM: tl.constexpr,
     DP: tl.constexpr,
 ):  # fmt: skip
-    """Memory tokens `start` to `start + BM` of a chapter, of one head: [BM, DP] of a table [C, M, K, d]."""
+    """Load memory tokens `start` to `start + BM` of a chapter for one head, [BM, DP], from a table [C, M, K, d]."""
     memory = start + tl.arange(0, BM)
     row = (chapter.to(tl.int64) * MEMORY + memory) * kv_heads + kv_head
     return head_rows(table, row, memory < MEMORY, WIDTH, DP)
@@ -84,13 +85,13 @@ def chapter_forward_kernel(
     SCALED: tl.constexpr, GROUP: tl.constexpr, MEMORY: tl.constexpr, WIDTH: tl.constexpr, PRECISION: tl.constexpr,
     BP: tl.constexpr, BM: tl.constexpr, DP: tl.constexpr,
 ):  # fmt: skip
-    """What each pair reads [N * n, H, d], and the log-sum-exp of its scores [N * n, H]."""
+    """Write the output of each pair [N * n, H, d] and the log-sum-exp of its scores [N * n, H]."""
     block, head = tl.program_id(0) // heads, tl.program_id(0) % heads
     chapter = tl.load(chapter_of_block + block)
     if chapter == chapters:
         return
     pair, valid = pairs_of_block(order, offsets, last_blocks, block, chapter, BP)
-    asked = head_rows(query, (pair // chosen).to(tl.int64) * heads + head, valid, WIDTH, DP)
+    query_rows = head_rows(query, (pair // chosen).to(tl.int64) * heads + head, valid, WIDTH, DP)
     factor = tl.zeros([BP], tl.float32) + temperature
     if SCALED:
         factor *= tl.load(scales + pair, mask=valid, other=0.0)
@@ -99,7 +100,7 @@ def chapter_forward_kernel(
     read = tl.zeros([BP, DP], tl.float32)
     for start in range(0, MEMORY, BM):
         key = memory_rows(keys, chapter, start, head // GROUP, heads // GROUP, MEMORY, WIDTH, BM, DP)
-        scores = product(asked, tl.trans(key), PRECISION) * factor[:, None]  # [BP, BM]
+        scores = product(query_rows, tl.trans(key), PRECISION) * factor[:, None]  # [BP, BM]
         scores = tl.where((start + tl.arange(0, BM) < MEMORY)[None, :], scores, float("-inf"))
         above = tl.maximum(highest, tl.max(scores, axis=1))
         shares = tl.exp(scores - above[:, None])
@@ -118,7 +119,7 @@ def chapter_forward_kernel(
 
 @triton.jit
 def sum_of_pair(pair_sums, biases, pair, head, heads, valid, BIASED: tl.constexpr):
-    """The log-sum-exp of the scores of pairs, with the bias of their chapter."""
+    """Load the log-sum-exp of the scores of pairs, and add the bias of their chapter."""
     log_sum = tl.load(pair_sums + pair * heads + head, mask=valid, other=0.0)
     if BIASED:
         log_sum += tl.load(biases + pair, mask=valid, other=0.0)
@@ -130,21 +131,24 @@ def chapter_merge_kernel(
     pair_outputs, pair_sums, scales, biases, output, log_sums, rows, chosen, heads,
     SCALED: tl.constexpr, BIASED: tl.constexpr, WIDTH: tl.constexpr, BR: tl.constexpr, DP: tl.constexpr,
 ):  # fmt: skip
-    """Output [N, H, d] and log-sum-exp [N, H] of each token, from those of its pairs; BR tokens and heads a program."""
+    """Merge outputs and log-sum-exps of pairs into the output [N, H, d] and log-sum-exp [N, H] of each token.
+
+    A program takes BR rows of a token and a head.
+    """
     row = tl.program_id(0).to(tl.int64) * BR + tl.arange(0, BR)
     valid = row < rows
     first, head = row // heads * chosen, row % heads
     highest = tl.full([BR], float("-inf"), tl.float32)
-    for place in range(chosen):
-        highest = tl.maximum(highest, sum_of_pair(pair_sums, biases, first + place, head, heads, valid, BIASED))
+    for choice in range(chosen):
+        highest = tl.maximum(highest, sum_of_pair(pair_sums, biases, first + choice, head, heads, valid, BIASED))
     total = tl.zeros([BR], tl.float32)
     merged = tl.zeros([BR, DP], tl.float32)
-    for place in range(chosen):
-        weight = tl.exp(sum_of_pair(pair_sums, biases, first + place, head, heads, valid, BIASED) - highest)
+    for choice in range(chosen):
+        weight = tl.exp(sum_of_pair(pair_sums, biases, first + choice, head, heads, valid, BIASED) - highest)
         total += weight
         if SCALED:
-            weight *= tl.load(scales + first + place, mask=valid, other=0.0)
-        part = head_rows(pair_outputs, (first + place) * heads + head, valid, WIDTH, DP)
+            weight *= tl.load(scales + first + choice, mask=valid, other=0.0)
+        part = head_rows(pair_outputs, (first + choice) * heads + head, valid, WIDTH, DP)
         merged += weight[:, None] * part.to(tl.float32)
     dims = tl.arange(0, DP)
     there = output + row[:, None] * WIDTH + dims[None, :]
@@ -154,13 +158,13 @@ def chapter_merge_kernel(
 
 
 class SegmentReading(NamedTuple):
-    """What tokens read of their chapters, and what the gradient needs of that.
+    """Output of attention to chapters, and the intermediate results that the gradient needs.
 
     Args:
-        output: `[N, H, d]`.
-        log_sums: `[N, H]`, the logarithm of the sum of the exponentials of scores.
-        order: `[N * n]`, pairs of a token and a chapter by chapter, as `sorted_pairs` has them.
-        offsets: `[C + 1]`, where chapters begin among these.
+        output: `[N, H, d]`, in the dtype of the query.
+        log_sums: Logarithm of the sum of the exponentials of scores, `[N, H]`, float32.
+        order: Pairs of a token and a chapter sorted by chapter, `[N * n]`, int32, from `sorted_pairs`.
+        offsets: Index of each chapter's first pair in `order`, `[C + 1]`, int32.
     """
 
     output: torch.Tensor
@@ -177,7 +181,7 @@ def triton_segments(
     scales: torch.Tensor | None,
     biases: torch.Tensor | None,
 ) -> SegmentReading:
-    """Return what tokens read of their chapters; arguments as those of `segment_attention`."""
+    """Compute `segment_attention` by kernels, with the same arguments."""
     query, keys, values = query.contiguous(), keys.contiguous(), values.contiguous()
     (tokens, heads, width), (num_chapters, memory_tokens, kv_heads, _) = query.shape, keys.shape
     chosen = chapters.shape[1]
@@ -207,7 +211,7 @@ def triton_segments(
 
 
 def segment_refusal(heads: int, width: int, pairs: int) -> str | None:
-    """What the kernels cannot take of these sizes, and what they expect; None where they take them."""
+    """Return why the kernels refuse these sizes, and which they expect; None if they take them."""
     if width > _MOST_WIDTH:
         return f"heads are {width} wide; expected {_MOST_WIDTH} or less"
     if pairs * heads > _MOST_ROWS:
@@ -216,14 +220,15 @@ def segment_refusal(heads: int, width: int, pairs: int) -> str | None:
 
 
 def sorted_pairs(chapters: torch.Tensor, num_chapters: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Pairs sorted by chapter, and where those of each chapter begin.
+    """Sort the pairs of a token and a chapter by chapter.
 
     Args:
-        chapters: `[N, n]`; pair `t * n + j` is of token t.
-        num_chapters: C.
+        chapters: Chapters that each token reads, `[N, n]`; pair `t * n + j` is token t's with its chapter j.
+        num_chapters: Number of chapters in the memory, C.
 
     Returns:
-        `[N * n]`, int32, pairs in the order of their chapters, and of tokens where these are equal; `[C + 1]`, int32.
+        The pairs `[N * n]`, int32, by chapter and, within a chapter, by token; and the index of each chapter's first
+        pair among them `[C + 1]`, int32.
     """
     narrow = narrowest_integer(num_chapters)
     of_pair, order = chapters.flatten().to(narrow).sort(stable=True)
@@ -232,12 +237,12 @@ def sorted_pairs(chapters: torch.Tensor, num_chapters: int) -> tuple[torch.Tenso
 
 
 def blocks_of(offsets: torch.Tensor, pairs: int, size: int) -> Blocks:
-    """Cut the pairs of each chapter into blocks of at most `size`; nothing waits for the device.
+    """Cut the pairs of each chapter into blocks, without waiting for the device.
 
     Args:
-        offsets: `[C + 1]`, from `sorted_pairs`.
-        pairs: N * n.
-        size: Pairs of a block.
+        offsets: Index of each chapter's first pair, `[C + 1]`, from `sorted_pairs`.
+        pairs: Number of pairs, N * n.
+        size: Most pairs of a block.
     """
     last_blocks = ((offsets.diff() + size - 1) // size).cumsum(0, dtype=torch.int32)
     read = min(len(last_blocks), pairs)
@@ -246,8 +251,9 @@ def blocks_of(offsets: torch.Tensor, pairs: int, size: int) -> Blocks:
 
 
 def chapter_shape(query: torch.Tensor, pairs: int, num_chapters: int, memory_tokens: int) -> tuple[int, int, int, int]:
-    """What tiles depend on: DP, bytes of an element, and as powers of two the pairs that a chapter may be expected to have, and its
-    memory tokens, as far as a tile has room for them.
+    """Return the numbers that tiles depend on: DP, bytes per element, expected pairs per chapter and memory tokens per chapter.
+
+    The last two are rounded up to a power of two between 16 and the largest tile.
     """
     dims, element = max(16, power_of_two(query.shape[-1])), query.element_size()
     expected = quotient_above(pairs, num_chapters)
@@ -256,7 +262,7 @@ def chapter_shape(query: torch.Tensor, pairs: int, num_chapters: int, memory_tok
 
 
 def chapter_tile(changes: Changes, dims: int, element: int, pairs: int, memory_tokens: int) -> Tile:
-    """Sizes of a program: as many pairs as a chapter may be expected to have, but no tile of rows above 16 KB."""
+    """Return the sizes of a program: as many pairs as a chapter is expected to have, with tiles of rows up to 16 KB."""
     most = min(LARGEST_TILE, (16 << 10) // (dims * element))
     return {"BP": min(most, pairs), "BM": min(most, memory_tokens), "DP": dims, "num_warps": 4, **changes}
 

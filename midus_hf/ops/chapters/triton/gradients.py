@@ -1,10 +1,11 @@
-"""Kernels of cross-attention to chapters, where every token has chapters of its own: the gradients.
+"""Kernels of cross-attention to chapters if every token reads its own chapters: the gradients.
 
-Shares of attention are computed again from the log-sum-exp of each token. No gradient is added to by more than one program: those
-of a query are summed over its pairs, those of memory tokens over the pairs of their chapter, in the order of the tokens, and where
-these are many over splits of them, in their order.
+Shares of attention are computed again from the log-sum-exp of each token. No two programs add to the same gradient. The
+gradient of a query is summed over its pairs. The gradient of a memory token is summed over the pairs of its chapter, in
+the order of the tokens; the pairs of a chapter with many are split, and the sums of the splits are added in their
+order.
 
-Names of sizes as in `forward.py`.
+Sizes have the names of `forward.py`.
 """
 
 import math
@@ -25,17 +26,17 @@ from midus_hf.ops.dispatch.tiles import Changes, Tile, tiles
 from midus_hf.ops.dispatch.triton import on_device_of, product, product_precision, quotient_above, tl, triton
 
 _FEWEST_OF_SPLIT = 512
-"""Pairs of a chapter that one program sums, where there are so many."""
+"""Least number of pairs per split of a chapter, which one program sums."""
 
 _SPLIT_PROGRAMS = 2048
-"""Programs that a pass over all pairs is split into, where chapters alone do not give as many: their sums are held apart."""
+"""Number of programs that splitting a pass over all pairs aims for. Each split of a chapter has separate partial sums."""
 
 
 @triton.jit
 def chapter_products_kernel(
     gradient, output, products, rows, WIDTH: tl.constexpr, BR: tl.constexpr, DP: tl.constexpr
 ):  # fmt: skip
-    """`<gradient, output>` of each token and head, [N * H]: what the mean of the gradients of its shares is."""
+    """Write `<gradient, output>` of each token and head, [N * H]: the mean gradient of its shares, weighted by the shares."""
     row = tl.program_id(0).to(tl.int64) * BR + tl.arange(0, BR)
     upstream = head_rows(gradient, row, row < rows, WIDTH, DP).to(tl.float32)
     read = head_rows(output, row, row < rows, WIDTH, DP).to(tl.float32)
@@ -46,11 +47,11 @@ def chapter_products_kernel(
 def weights_of_pairs(
     scales, biases, log_sums, products, pair, row, valid, SCALED: tl.constexpr, BIASED: tl.constexpr, BP: tl.constexpr
 ):  # fmt: skip
-    """Of each pair [BP] its scale, what is added to its scores to get logarithms of shares, and the mean gradient of shares."""
+    """Return three numbers per pair [BP]: scale, summand that turns scores into logarithms of shares, mean gradient of shares."""
     scale = tl.full([BP], 1.0, tl.float32)
     if SCALED:
         scale = tl.load(scales + pair, mask=valid, other=0.0)
-    shift = -tl.load(log_sums + row, mask=valid, other=float("inf"))  # pairs that are not there have shares of zero
+    shift = -tl.load(log_sums + row, mask=valid, other=float("inf"))  # makes shares of missing pairs zero
     if BIASED:
         shift += tl.load(biases + pair, mask=valid, other=0.0)
     return scale, shift, tl.load(products + row, mask=valid, other=0.0)
@@ -64,14 +65,14 @@ def chapter_pair_gradient_kernel(
     SCALED: tl.constexpr, BIASED: tl.constexpr, GROUP: tl.constexpr, MEMORY: tl.constexpr, WIDTH: tl.constexpr,
     PRECISION: tl.constexpr, BP: tl.constexpr, BM: tl.constexpr, DP: tl.constexpr,
 ):  # fmt: skip
-    """Gradients by pair of the query [N * n, H, d], and by pair and head of scales and biases [N * n, H], where there are any."""
+    """Write the gradient of the query per pair [N * n, H, d], and of scales and biases, if any, per pair and head [N * n, H]."""
     block, head = tl.program_id(0) // heads, tl.program_id(0) % heads
     chapter = tl.load(chapter_of_block + block)
     if chapter == chapters:
         return
     pair, valid = pairs_of_block(order, offsets, last_blocks, block, chapter, BP)
     row = (pair // chosen).to(tl.int64) * heads + head
-    asked = head_rows(query, row, valid, WIDTH, DP)
+    query_rows = head_rows(query, row, valid, WIDTH, DP)
     upstream = head_rows(gradient, row, valid, WIDTH, DP)
     scale, shift, mean = weights_of_pairs(scales, biases, log_sums, products, pair, row, valid, SCALED, BIASED, BP)
     into_query = tl.zeros([BP, DP], tl.float32)
@@ -80,7 +81,7 @@ def chapter_pair_gradient_kernel(
     for start in range(0, MEMORY, BM):
         key = memory_rows(keys, chapter, start, head // GROUP, heads // GROUP, MEMORY, WIDTH, BM, DP)
         value = memory_rows(values, chapter, start, head // GROUP, heads // GROUP, MEMORY, WIDTH, BM, DP)
-        unscaled = product(asked, tl.trans(key), PRECISION) * temperature  # [BP, BM]
+        unscaled = product(query_rows, tl.trans(key), PRECISION) * temperature  # [BP, BM]
         shares = tl.exp(unscaled * scale[:, None] + shift[:, None])
         shares = tl.where((start + tl.arange(0, BM) < MEMORY)[None, :], shares, 0.0)
         into_shares = product(upstream, tl.trans(value), PRECISION)
@@ -103,7 +104,10 @@ def chapter_pair_gradient_kernel(
 
 @triton.jit
 def splits_of_chapter(offsets, chapter, size):
-    """The first slot for partial sums of a chapter, and its splits; slots do not overlap where chapters have two splits or more."""
+    """Return a chapter's first slot for partial sums, and its number of splits.
+
+    Slots of chapters with two splits or more do not overlap.
+    """
     first, end = tl.load(offsets + chapter), tl.load(offsets + chapter + 1)
     return first // size * 2, tl.cdiv(end - first, size)
 
@@ -116,9 +120,10 @@ def chapter_table_gradient_kernel(
     SCALED: tl.constexpr, BIASED: tl.constexpr, GROUP: tl.constexpr, MEMORY: tl.constexpr, WIDTH: tl.constexpr,
     PRECISION: tl.constexpr, BP: tl.constexpr, BM: tl.constexpr, DP: tl.constexpr,
 ):  # fmt: skip
-    """Gradients of BM memory tokens of one head from a split of the pairs of their chapter.
+    """Write the gradients of BM memory tokens of one head, summed over a split of the pairs of their chapter.
 
-    They go to the tables [C, M, K, d] where the chapter has one split, else, in float32, to `partial` [slots, 2, M, K, d].
+    If the chapter has one split, they are written to the tables [C, M, K, d], else, in float32, to `partial`
+    [slots, 2, M, K, d].
     """
     kv_heads = heads // GROUP
     block, kv_head = tl.program_id(0) // kv_heads, tl.program_id(0) % kv_heads
@@ -136,21 +141,21 @@ def chapter_table_gradient_kernel(
     into_value = tl.zeros([BM, DP], tl.float32)
     for head in range(kv_head * GROUP, (kv_head + 1) * GROUP):
         for stretch in range(first, end, BP):
-            place = stretch + tl.arange(0, BP)
-            valid = place < end
-            pair = tl.load(order + place, mask=valid, other=0)
+            index = stretch + tl.arange(0, BP)
+            valid = index < end
+            pair = tl.load(order + index, mask=valid, other=0)
             row = (pair // chosen).to(tl.int64) * heads + head
-            asked = head_rows(query, row, valid, WIDTH, DP)
+            query_rows = head_rows(query, row, valid, WIDTH, DP)
             upstream = head_rows(gradient, row, valid, WIDTH, DP)
             scale, shift, mean = weights_of_pairs(
                 scales, biases, log_sums, products, pair, row, valid, SCALED, BIASED, BP
             )
-            unscaled = product(key, tl.trans(asked), PRECISION) * temperature  # [BM, BP]
+            unscaled = product(key, tl.trans(query_rows), PRECISION) * temperature  # [BM, BP]
             shares = tl.exp(unscaled * scale[None, :] + shift[None, :])
             into_value += product(shares * scale[None, :], upstream, PRECISION)
             into_shares = product(value, tl.trans(upstream), PRECISION)
             into_scores = shares * (into_shares * scale[None, :] - mean[None, :])
-            into_key += product(into_scores * scale[None, :], asked, PRECISION)
+            into_key += product(into_scores * scale[None, :], query_rows, PRECISION)
     into_key *= temperature
     memory, dims = start + tl.arange(0, BM), tl.arange(0, DP)
     mask = (memory < MEMORY)[:, None] & (dims < WIDTH)[None, :]
@@ -170,20 +175,20 @@ def chapter_table_gradient_kernel(
 def chapter_split_sums_kernel(
     partial, offsets, into_keys, into_values, table, size, BV: tl.constexpr
 ):  # fmt: skip
-    """Sums over the splits of a chapter, in their order, of BV elements of both its tables; nothing where there is one split."""
+    """Sum BV elements of both gradient tables over the splits of a chapter, in their order; do nothing for a single split."""
     chapter = tl.program_id(0)
     slot, splits = splits_of_chapter(offsets, chapter, size)
     if splits <= 1:
         return
-    place = tl.program_id(1) * BV + tl.arange(0, BV)
-    mask = place < table
+    element = tl.program_id(1) * BV + tl.arange(0, BV)
+    mask = element < table
     keys = tl.zeros([BV], tl.float32)
     values = tl.zeros([BV], tl.float32)
     for split in range(splits):
-        there = partial + (slot + split).to(tl.int64) * 2 * table + place
+        there = partial + (slot + split).to(tl.int64) * 2 * table + element
         keys += tl.load(there, mask=mask, other=0.0)
         values += tl.load(there + table, mask=mask, other=0.0)
-    there = chapter.to(tl.int64) * table + place
+    there = chapter.to(tl.int64) * table + element
     tl.store(into_keys + there, keys.to(into_keys.dtype.element_ty), mask=mask)
     tl.store(into_values + there, values.to(into_values.dtype.element_ty), mask=mask)
 
@@ -198,17 +203,17 @@ def triton_segment_gradients(
     wants_rows: bool,
     wants_tables: bool,
 ) -> tuple[torch.Tensor | None, ...]:
-    """Return gradients of query, keys, values, scales and biases, None for what there is not or is not wanted.
+    """Return gradients of query, keys, values, scales and biases, with None for tensors that are missing or not wanted.
 
     Args:
-        gradient: `[N, H, d]`, of the output.
-        query: As the forward pass got it, like `keys` and `values`.
-        keys: `[C, M, K, d]`.
-        values: `[C, M, K, d]`.
-        weighing: Scales and biases, `[N, n]` each.
-        reading: What the forward pass returned.
+        gradient: Gradient of the loss with respect to the output, `[N, H, d]`.
+        query: Query of the forward pass, `[N, H, d]`.
+        keys: Keys of the forward pass, `[C, M, K, d]`.
+        values: Values of the forward pass, `[C, M, K, d]`.
+        weighing: Scales and biases, `[N, n]` each, or None.
+        reading: Result of the forward pass.
         wants_rows: Whether gradients of query, scales and biases are wanted.
-        wants_tables: Whether those of keys and values are.
+        wants_tables: Whether gradients of keys and values are wanted.
     """
     (scales, biases), (output, log_sums, order, offsets) = weighing, reading
     gradient, query, keys, values = (tensor.contiguous() for tensor in (gradient, query, keys, values))
@@ -219,7 +224,7 @@ def triton_segment_gradients(
     shape = chapter_shape(query, len(order), num_chapters, memory_tokens)
     pair_tile, table_tile = _pair_tile(query.device, *shape), _table_tile(query.device, *shape)
     extra = tuple(products if of_pair is None else of_pair.contiguous() for of_pair in (scales, biases))
-    given = (gradient, query, keys, values, *extra, log_sums, products, order, offsets)
+    inputs = (gradient, query, keys, values, *extra, log_sums, products, order, offsets)
     numbers = (num_chapters, chosen, heads, 1 / math.sqrt(width))
     constants = {
         "SCALED": scaled,
@@ -243,7 +248,14 @@ def triton_segment_gradients(
             ]
             blocks = blocks_of(offsets, len(order), pair_tile["BP"])
             chapter_pair_gradient_kernel[(len(blocks.chapter_of_block) * heads,)](
-                *given, blocks.last_blocks, blocks.chapter_of_block, by_pair, *sums, *numbers, **constants, **pair_tile
+                *inputs,
+                blocks.last_blocks,
+                blocks.chapter_of_block,
+                by_pair,
+                *sums,
+                *numbers,
+                **constants,
+                **pair_tile,
             )
             into_query = by_pair.sum(1)
             into_scales, into_biases = (
@@ -257,7 +269,7 @@ def triton_segment_gradients(
             partial = torch.empty(slots, 2, table, dtype=torch.float32, device=query.device)
             splits = blocks_of(offsets, len(order), size)
             chapter_table_gradient_kernel[(len(splits.chapter_of_block) * kv_heads, stretches)](
-                *given, splits.last_blocks, splits.chapter_of_block, into_keys, into_values, partial,
+                *inputs, splits.last_blocks, splits.chapter_of_block, into_keys, into_values, partial,
                 *numbers, size, **constants, **table_tile,
             )  # fmt: skip
             if slots:
@@ -268,7 +280,7 @@ def triton_segment_gradients(
 
 
 def _gradient_tile(changes: Changes, dims: int, element: int, pairs: int, memory_tokens: int) -> Tile:
-    """As the forward pass has it; registers hold two sums of rows and their terms, of wide rows those of twice as many threads."""
+    """Return the tile of the forward pass, with 8 warps for wide rows: registers hold two sums of rows and their terms."""
     warps = {"num_warps": 8 if dims * element > 128 else 4}
     return chapter_tile(warps | dict(changes), dims, element, pairs, memory_tokens)
 
@@ -282,6 +294,6 @@ _table_tile = tiles("chapter_table_gradient_kernel", BP=(16, LARGEST_TILE), BM=(
 
 
 def _pairs_of_split(pairs: int, programs: int) -> int:
-    """Pairs that one program sums, a multiple of any tile, where each of so many splits has so many programs."""
+    """Return how many pairs a split has, a multiple of any tile, if each split takes `programs` programs."""
     splits = max(1, _SPLIT_PROGRAMS // programs)
     return max(_FEWEST_OF_SPLIT, -(-pairs // (splits * 64)) * 64)
