@@ -1,4 +1,4 @@
-"""Attention over the depth by matrix products, a few tokens at a time."""
+"""Attention to the depth by matrix products, a few tokens at a time."""
 
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -8,28 +8,29 @@ import torch
 from midus_hf.ops.depth.inputs import DepthInputs, DepthReading
 
 _NUMBERS = 2**20
-"""Of the keys of a stretch of tokens, which are copied together while they are multiplied, and stay in the caches of a CPU."""
+"""Most elements of a stretch's keys, which are copied together: while they are multiplied, a CPU's caches hold them."""
 _FEWEST = 16
-"""Tokens of a stretch, however many slots they have."""
+"""Fewest tokens of a stretch, however many slots there are."""
 
 
 def batched_depth_attention(inputs: DepthInputs) -> tuple[torch.Tensor, torch.Tensor]:
-    """Compute what `depth_attention` returns, with a product of matrices for each token and key/value head.
+    """Compute `depth_attention` with a matrix product per token and key/value head.
 
-    The slots of a stretch of tokens are copied together; of all tokens nothing of the size of all slots is made, forward or back.
+    Slots are copied together for one stretch of tokens at a time: neither pass makes a tensor of the size of all slots
+    of all tokens.
     """
     query, keys, values, scaling, softcap = inputs
     return _Batched.apply(query, scaling, softcap, len(keys), *keys, *values)
 
 
 def batched_reading(inputs: DepthInputs) -> DepthReading:
-    """Compute what `batched_depth_attention` returns."""
+    """Compute the results of `batched_depth_attention`, without autograd."""
     query, keys, values, scaling, softcap = inputs
     wide, kv_heads = torch.promote_types(query.dtype, torch.float32), keys[0].shape[1]
     reads, sums = [], []
     for rows in _stretches(keys):
-        asked = _by_token(query, rows, kv_heads).to(wide)
-        scores = _scores(asked, _together(keys, rows, wide), scaling, softcap)
+        queries = _by_token(query, rows, kv_heads).to(wide)
+        scores = _scores(queries, _together(keys, rows, wide), scaling, softcap)
         lse = scores.logsumexp(-1)
         shares = (scores - lse.unsqueeze(-1)).exp()
         reads.append(_by_head(shares @ _together(values, rows, wide)).to(query.dtype))
@@ -38,18 +39,18 @@ def batched_reading(inputs: DepthInputs) -> DepthReading:
 
 
 def batched_gradients(inputs: DepthInputs, reading: DepthReading, gradient: DepthReading) -> list[torch.Tensor]:
-    """Compute the gradients of the query, of keys and of values, from what was read and the gradient of that."""
+    """Compute the gradients of the query, of keys and of values from the results of the forward pass and their gradients."""
     query, keys, values, scaling, softcap = inputs
     (read, lse), (of_read, of_lse) = reading, gradient
     wide, kv_heads = lse.dtype, keys[0].shape[1]
-    # A score's gradient is its share times: what its value adds along the gradient, less the mean of that, and the sum's own.
+    # Gradient of a score: its share * (<gradient, value> - <gradient, output> + gradient of the log-sum-exp).
     mean = (of_read.to(wide) * read.to(wide)).sum(-1) - of_lse  # [B, H, T]
     of_query = []
     of_keys, of_values = ([torch.empty_like(slot) for slot in part] for part in (keys, values))
     for rows in _stretches(keys):
-        asked, along = (_by_token(part, rows, kv_heads).to(wide) for part in (query, of_read))
+        queries, along = (_by_token(part, rows, kv_heads).to(wide) for part in (query, of_read))
         keys_here = _together(keys, rows, wide)
-        scores = _scores(asked, keys_here, scaling, softcap)
+        scores = _scores(queries, keys_here, scaling, softcap)
         shares = (scores - _by_token(lse, rows, kv_heads).unsqueeze(-1)).exp()  # [B, t, K, G, n]
         added = along @ _together(values, rows, wide).transpose(-1, -2)
         of_scores = shares * (added - _by_token(mean, rows, kv_heads).unsqueeze(-1)) * scaling
@@ -57,7 +58,7 @@ def batched_gradients(inputs: DepthInputs, reading: DepthReading, gradient: Dept
             of_scores = of_scores * (1 - (scores / softcap).square())
         of_query.append(_by_head(of_scores @ keys_here))
         for into, of_slots in (
-            (of_keys, of_scores.transpose(-1, -2) @ asked),
+            (of_keys, of_scores.transpose(-1, -2) @ queries),
             (of_values, shares.transpose(-1, -2) @ along),
         ):
             for slot, of_slot in zip(into, of_slots.unbind(-2), strict=True):
@@ -68,27 +69,27 @@ def batched_gradients(inputs: DepthInputs, reading: DepthReading, gradient: Dept
 def _stretches(keys: Sequence[torch.Tensor]) -> Iterator[slice]:
     batch, kv_heads, tokens, width = keys[0].shape
     step = max(_FEWEST, _NUMBERS // max(1, batch * kv_heads * width * len(keys)))
-    for start in range(0, max(1, tokens), step):  # of no tokens there is one stretch, of none
+    for start in range(0, max(1, tokens), step):  # no tokens give one empty stretch
         yield slice(start, min(start + step, tokens))
 
 
 def _by_token(heads: torch.Tensor, rows: slice, kv_heads: int) -> torch.Tensor:
-    """`[B, H, T, ...]` of a stretch as `[B, t, K, H / K, ...]`."""
+    """Return a stretch of `[B, H, T, ...]` as `[B, t, K, H / K, ...]`."""
     return heads[:, :, rows].transpose(1, 2).unflatten(2, (kv_heads, -1))
 
 
 def _by_head(tokens: torch.Tensor) -> torch.Tensor:
-    """`[B, t, K, G, ...]` as `[B, H, t, ...]`."""
+    """Return `[B, t, K, G, ...]` as `[B, H, t, ...]`."""
     return tokens.flatten(2, 3).transpose(1, 2)
 
 
 def _together(slots: Sequence[torch.Tensor], rows: slice, dtype: torch.dtype) -> torch.Tensor:
-    """Slots of a stretch, `[B, t, K, n, d]`."""
+    """Stack the slots of a stretch to `[B, t, K, n, d]`."""
     return torch.stack([slot[:, :, rows].transpose(1, 2) for slot in slots], dim=-2).to(dtype)
 
 
 def _scores(query: torch.Tensor, keys: torch.Tensor, scaling: float, softcap: float | None) -> torch.Tensor:
-    """`[B, t, K, G, n]`."""
+    """Return the scores of each slot, `[B, t, K, G, n]`."""
     scores = (query @ keys.transpose(-1, -2)) * scaling
     return scores if softcap is None else softcap * torch.tanh(scores / softcap)
 

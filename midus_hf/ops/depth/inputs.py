@@ -1,4 +1,4 @@
-"""What every body of attention to the depth takes."""
+"""Arguments and results that all bodies of attention to the depth share."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -11,10 +11,10 @@ class DepthInputs(NamedTuple):
 
     Args:
         query: `[B, H, T, d]`.
-        keys: n of `[B, K, T, d]`, from 1; K divides H.
-        values: n of `[B, K, T, d]`.
-        scaling: By what scores are multiplied.
-        softcap: What no score exceeds; None if scores are not capped.
+        keys: Key of each of n slots, `[B, K, T, d]`; n is 1 or more, and K divides H.
+        values: Value of each slot, `[B, K, T, d]`.
+        scaling: Factor of scores.
+        softcap: Bound c of scores in `c * tanh(score / c)`; None for no bound.
     """
 
     query: torch.Tensor
@@ -25,11 +25,11 @@ class DepthInputs(NamedTuple):
 
 
 class DepthReading(NamedTuple):
-    """What heads read of the depth, or the gradient of it.
+    """Result of attention to the depth, or the gradient of this result.
 
     Args:
         output: `[B, H, T, d]`.
-        lse: `[B, H, T]`, the logarithm of the sum of the exponentials of scores.
+        lse: Logarithm of the sum of the exponentials of scores, `[B, H, T]`.
     """
 
     output: torch.Tensor
@@ -37,11 +37,11 @@ class DepthReading(NamedTuple):
 
 
 class Wanted(NamedTuple):
-    """Which gradients are wanted.
+    """Choice of the gradients to compute.
 
     Args:
-        query: Whether that of the query is.
-        slots: Whether those of keys and values are.
+        query: Whether the gradient of the query is wanted. Default: true.
+        slots: Whether the gradients of keys and values are wanted. Default: true.
     """
 
     query: bool = True
@@ -49,5 +49,5 @@ class Wanted(NamedTuple):
 
 
 def new_by_token(heads: torch.Tensor) -> torch.Tensor:
-    """Return a new tensor `[B, H, T, d]` that lies in memory token by token, as C and kernels write theirs."""
+    """Return an uninitialised tensor `[B, H, T, d]` that is laid out in memory as `[B, T, H, d]`, as C and kernels write."""
     return heads.new_empty(heads.transpose(1, 2).shape).transpose(1, 2)

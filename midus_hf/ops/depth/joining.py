@@ -13,16 +13,16 @@ from midus_hf.ops.depth.sequence_lse import sequence_lse
 
 
 class Depth(NamedTuple):
-    """What heads read of the depth, and how much of it.
+    """Slots of the depth, the queries that read them, and how `joint_attention` weighs the result.
 
     Args:
-        query: `[B, H, T, d]`, what is compared with the slots.
-        keys: n of `[B, K, T, d]`.
-        values: n of `[B, K, T, d]`.
-        scaling: By what scores are multiplied.
-        softcap: What no score exceeds; None if they are not capped.
-        gate: `[H]`, c of `joint_attention`; None for 1.
-        added: Whether heads read 1 - c of the depth besides.
+        query: Query that is compared with the keys of the slots, `[B, H, T, d]`.
+        keys: Key of each of n slots, `[B, K, T, d]`.
+        values: Value of each slot, `[B, K, T, d]`.
+        scaling: Factor of scores.
+        softcap: Bound c of scores in `c * tanh(score / c)`. Default: None, no bound.
+        gate: c of `joint_attention` per query head, `[H]`. Default: None, which stands for 1.
+        added: Whether `joint_attention` adds (1 - c) times what heads read of the depth. Default: false.
     """
 
     query: torch.Tensor
@@ -34,23 +34,23 @@ class Depth(NamedTuple):
     added: bool = False
 
     def read(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Return what heads read `[B, H, T, d]`, its logarithms of sums of exponentials, and c, both `[B, H, T]`."""
+        """Return what heads read `[B, H, T, d]`, the logarithms of their sums of exponentials `[B, H, T]`, and c `[B, H, T]`."""
         read, lse = depth_attention(self.query, self.keys, self.values, self.scaling, self.softcap)
         gate = lse.new_ones(read.shape[1]) if self.gate is None else self.gate
         return read, lse, gate[:, None].expand_as(lse)
 
 
 def joined_attention(call: Call, depth: Depth) -> torch.Tensor:
-    """Return what heads read of the sequence and the depth (`joint_attention`), by torch's attention and that to the depth in turn.
+    """Compute attention to the depth, then torch's attention to the sequence, and join them as `joint_attention` does.
 
     Args:
-        call: Of attention to the sequence. transformers may give a single token's query heads that share a key head as if they were
-            tokens.
+        call: Call of attention to the sequence. For a single token, transformers may pass the query heads that share a
+            key head as if they were tokens.
         depth: Slots of the same positions.
 
     Returns:
-        As the query of the call, `[B, H, T, d]`: what torch's own attention gives where c is 0, bit for bit, plus what is read of the
-        depth if that is added.
+        `[B, H, T, d]`, in the shape of the call's query. If c is 0, this is the output of torch's own attention bit for
+        bit, plus what heads read of the depth if `depth.added`.
     """
     shape = call.query.shape
     read, *rows = depth.read()
@@ -73,16 +73,17 @@ def joined(
 ) -> torch.Tensor:
     """Join what heads read of the depth with what a kernel reads of the sequence, as `joint_attention` does.
 
-    The kernel's own gradient is told another output and another divisor than its own, with which it is the gradient of its part:
-    where c is 1 those of the softmax over both.
+    In the backward pass, the kernel's backward operator gets another output and another divisor than its forward
+    operator returned, so that it computes gradients of the joined output. If c is 1, these are the output and the
+    divisor of the softmax over both.
 
     Args:
-        kernel: That torch would run.
-        call: Of attention to the sequence.
-        depth: `[B, H, T, d]`, what heads read of the depth.
-        depth_lse: `[B, H, T]`, its logarithm of the sum of exponentials.
-        gate: `[B, H, T]`, c.
-        added: Whether heads read 1 - c of the depth besides.
+        kernel: Kernel that torch would run for the call.
+        call: Call of attention to the sequence.
+        depth: What heads read of the depth, `[B, H, T, d]`.
+        depth_lse: Logarithm of the sum of exponentials of the depth, `[B, H, T]`.
+        gate: c of `joint_attention`, `[B, H, T]`.
+        added: Whether (1 - c) times what heads read of the depth is added.
 
     Returns:
         `[B, H, T, d]`, in the dtype of the query.
@@ -126,7 +127,7 @@ class _Joined(torch.autograd.Function):
         of_sequence, of_depth = parts_of_both(sequence_lse, depth_lse, gate, added)
         wide = of_sequence.dtype
         output = of_sequence.unsqueeze(-1) * sequence.to(wide) + of_depth.unsqueeze(-1) * depth.to(wide)
-        # Where `to` does nothing, torch.compile of torch 2.11 loses the gradient of what it returns.
+        # If `to` has nothing to convert, torch.compile of torch 2.11 loses the gradient of its result.
         output = output if output.dtype == query.dtype else output.to(query.dtype)
         tensors = [part for part in extra if isinstance(part, torch.Tensor)]
         ctx.save_for_backward(query, key, value, mask, depth, depth_lse, sequence, sequence_lse, gate, *tensors)
@@ -148,12 +149,13 @@ class _Joined(torch.autograd.Function):
         read, of_output_wide = depth.to(wide), of_output.to(wide)
         apart = read - sequence.to(wide)
         along = (of_output_wide * apart).sum(-1)  # [B, H, T], the gradient of c w
-        # The gradient of a score is its weight times: what its value adds, less the mean of that, and less what the score takes
-        # from the depth, c w (1 - w) along. The kernel computes that if its output is moved, and its divisor is of what is left.
+        # With p the weight of a key in the softmax over the sequence and g the gradient of the output, the gradient of a score is
+        # p * (of_sequence * (<g, value> - <g, sequence>) - c w (1 - w) along): the last term is what the score takes from the depth.
+        # The kernel computes this from a moved output, and from a divisor with which its weights are p * of_sequence.
         moved = (in_softmax * rest / of_sequence).unsqueeze(-1)
-        told = (sequence.to(wide) + moved * apart).to(sequence.dtype)
+        moved_output = (sequence.to(wide) + moved * apart).to(sequence.dtype)
         of_query, of_key, of_value = ctx.kernel.backward(
-            call, of_output, told, sequence_lse - of_sequence.log(), *extra
+            call, of_output, moved_output, sequence_lse - of_sequence.log(), *extra
         )
         into_depth = (of_depth.unsqueeze(-1) * of_output_wide).to(depth.dtype)
         into_lse = along * in_softmax * rest

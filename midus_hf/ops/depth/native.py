@@ -1,7 +1,7 @@
-"""The compiled body of attention over the depth, for float32 and bfloat16 on a CPU.
+"""The compiled body of attention to the depth, for float32 and bfloat16 on a CPU.
 
-Shapes as in `depth_attention`. Each number is computed by one thread, from its own token alone: neither the number of threads nor the
-other tokens of a call change its bits.
+Shapes are as in `depth_attention`. One thread computes each number, from the number's token only: neither the number of
+threads nor the other tokens of a call change a bit.
 """
 
 from array import array
@@ -14,7 +14,7 @@ from midus_hf.ops.dispatch.native.calls import DEPTH_CALL, address, refuse_place
 
 
 def native_reading(inputs: DepthInputs) -> DepthReading:
-    """Read the slots of the depth: see `depth_attention`. All tensors have one dtype, float32 or bfloat16.
+    """Compute `depth_attention` in C. All tensors have one dtype, float32 or bfloat16.
 
     Raises:
         ValueError: If a tensor is not on the CPU.
@@ -28,13 +28,15 @@ def native_reading(inputs: DepthInputs) -> DepthReading:
 def native_gradients(
     inputs: DepthInputs, reading: DepthReading, gradient: DepthReading, wanted: Wanted
 ) -> list[torch.Tensor]:
-    """Return the gradients of query, keys and values: empty for a query that is not wanted, and none for slots that are not.
+    """Return the gradients of query, keys and values, in a list.
+
+    If the query's gradient is not wanted, an empty tensor stands for it; unwanted gradients of slots are left out.
 
     Args:
-        inputs: Of the forward pass.
-        reading: What the forward pass returned.
-        gradient: Of what it returned.
-        wanted: Which gradients are computed.
+        inputs: Arguments of the forward pass.
+        reading: Result of the forward pass.
+        gradient: Gradient of the loss with respect to that result.
+        wanted: Choice of the gradients to compute.
     """
     query = inputs.query
     into_query = new_by_token(query) if wanted.query else None
@@ -92,5 +94,5 @@ def _run(
 
 
 def _heads(tensor: torch.Tensor) -> tuple[int, ...]:
-    """Return what C's `struct heads` says of a tensor `[B, H, T, d]` whose rows lie in one piece."""
+    """Return the fields of C's `struct heads` for a tensor `[B, H, T, d]` with contiguous rows: address and three strides."""
     return address(tensor), *tensor.stride()[:3]

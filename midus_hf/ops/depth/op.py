@@ -1,4 +1,4 @@
-"""Attention of each token to keys and values of its own position, and its union with attention to the sequence (MoDA)."""
+"""Attention of each token to the keys and values of its position, and its union with attention to the sequence (MoDA)."""
 
 from collections.abc import Sequence
 from typing import Any, Optional
@@ -26,27 +26,27 @@ def depth_attention(
     *,
     backend: str = "auto",
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attend to the slots of the depth: each token to keys and values of its own, in a softmax over n of them.
+    """Attend from each token to the n slots of the token's position, in one softmax.
 
-    Nothing of the size of all slots is made or kept for the gradient. Kernels read slots where they lie; tensors of several dtypes
-    alone are copied into one. Query head h reads key/value head h // (H / K).
+    No tensor of the size of all slots is made or kept for the gradient. Kernels read slots in place; slots are copied
+    only to convert their dtype, if dtypes differ. Query head h reads key/value head h // (H / K).
 
     Args:
         query: `[B, H, T, d]`, floating point.
-        keys: n of `[B, K, T, d]`, from 1; K divides H.
-        values: n of `[B, K, T, d]`.
-        scaling: By what scores are multiplied.
-        softcap: What no score exceeds, c in `c * tanh(score / c)`. Default: scores are as they are.
-        backend: As in `OpChoices`; `"reference"` reads one slot after another, `"torch"` copies those of few tokens together,
-            and `"native"` is compiled C.
-            Default: `"auto"`.
+        keys: Key of each of n slots, `[B, K, T, d]`; n is 1 or more, and K divides H.
+        values: Value of each slot, `[B, K, T, d]`.
+        scaling: Factor of scores.
+        softcap: Bound c of scores in `c * tanh(score / c)`. Default: None, no bound.
+        backend: Body to run, as in `OpChoices`: `"reference"` reads one slot after another, `"torch"` copies the slots
+            of a few tokens together, `"native"` is compiled C, and `"triton"` runs kernels. Default: `"auto"`.
 
     Returns:
-        What each head reads, `[B, H, T, d]`, in the dtype of `query`, and the logarithm of the sum of the exponentials of its scores,
-        `[B, H, T]`, float32 at least. Gradients flow through both.
+        What each head reads, `[B, H, T, d]`, in the dtype of `query`, and the logarithm of the sum of the exponentials
+        of its scores, `[B, H, T]`, float32 at least. Gradients flow through both.
 
     Raises:
-        ValueError: If there are no slots, shapes disagree, or kernels are asked for where they cannot run.
+        ValueError: If there are no slots, shapes disagree, or `backend` names kernels or C for a call that they cannot
+            run.
     """
     _check(query, keys, values)
     dtype = shared_dtype(query, *keys, *values)
@@ -60,7 +60,7 @@ def depth_attention(
         else:
             read, lse = depth_attention_op(*inputs, body)
         return read.to(query.dtype), lse
-    if body == "torch" and not torch.compiler.is_compiling():  # a compiler fuses the other one
+    if body == "torch" and not torch.compiler.is_compiling():  # a compiler fuses `_DepthAttention`
         return batched_depth_attention(DepthInputs(query, keys, values, scaling, softcap))
     return _DepthAttention.apply(query, scaling, softcap, len(keys), *keys, *values)
 
@@ -74,20 +74,20 @@ def joint_shares(
     gate: torch.Tensor | None = None,
     added: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Say what `joint_attention` multiplies the value of each slot with, and what it multiplies what is read of the sequence with.
+    """Return the factors with which `joint_attention` weighs the value of each slot, and what heads read of the sequence.
 
     Args:
         query: `[B, H, T, d]`.
-        keys: n of `[B, K, T, d]`, from 1; K divides H.
-        sequence_lse: `[B, H, T]`, as for `joint_attention`.
-        scaling: By what scores are multiplied.
-        softcap: As for `depth_attention`.
-        gate: As for `joint_attention`.
-        added: As for `joint_attention`.
+        keys: Key of each of n slots, `[B, K, T, d]`; n is 1 or more, and K divides H.
+        sequence_lse: Logarithm of the sum of exponentials of the sequence, `[B, H, T]`.
+        scaling: Factor of scores.
+        softcap: Bound c of scores in `c * tanh(score / c)`. Default: None, no bound.
+        gate: c of `joint_attention`, `[B, H, T]` or broadcastable to it. Default: 1.
+        added: Whether `joint_attention` adds (1 - c) times what heads read of the depth. Default: false.
 
     Returns:
-        Shares of slots `[B, H, T, n]`, and the share of the sequence `[B, H, T]`, float32 at least. They add up to 1, or to 2 - c if
-        the depth is added. No gradient flows through them.
+        Shares of slots `[B, H, T, n]`, and the share of the sequence `[B, H, T]`, float32 at least. They add up to 1,
+        or to 2 - c if `added`. No gradient flows through them.
     """
     with torch.no_grad():
         scores = depth_scores(query, keys, scaling, softcap)
@@ -109,12 +109,12 @@ def _check(query: torch.Tensor, keys: Sequence[torch.Tensor], values: Sequence[t
 
 
 def _grouped(heads: torch.Tensor, kv_heads: int) -> torch.Tensor:
-    """`[B, H, T, d]` as `[B, K, H / K, T, d]`."""
+    """Return `[B, H, T, d]` as `[B, K, H / K, T, d]`."""
     return heads.unflatten(1, (kv_heads, -1))
 
 
 class _DepthAttention(torch.autograd.Function):
-    """`depth_attention`, whose gradient computes scores once more rather than keep what they were computed from."""
+    """Autograd function of `depth_attention` that computes scores again in the backward pass instead of keeping intermediates."""
 
     @staticmethod
     def forward(
@@ -129,7 +129,7 @@ class _DepthAttention(torch.autograd.Function):
             for share, value in zip(shares.unbind(-1), values, strict=True)
         )
         read = read.flatten(1, 2)
-        # Where `to` does nothing, torch.compile of torch 2.11 loses the gradient of what it returns.
+        # If `to` has nothing to convert, torch.compile of torch 2.11 loses the gradient of its result.
         read = read if read.dtype == query.dtype else read.to(query.dtype)
         ctx.save_for_backward(query, read, lse, *slots)
         ctx.scaling, ctx.softcap, ctx.count = scaling, softcap, count
@@ -144,7 +144,7 @@ class _DepthAttention(torch.autograd.Function):
         scores = depth_scores(query, keys, ctx.scaling, ctx.softcap)
         shares = _grouped((scores - lse.unsqueeze(-1)).exp(), kv_heads)  # [B, K, G, T, n]
         grouped, of_read = _grouped(query.to(wide), kv_heads), of_read.to(wide)
-        # A score's gradient is its share times: what its value adds along the gradient, less the mean of that, and the sum's own.
+        # Gradient of a score: its share * (<gradient, value> - <gradient, output> + gradient of the log-sum-exp).
         mean = _grouped((of_read * read.to(wide)).sum(-1) - of_lse, kv_heads)  # [B, K, G, T]
         of_read = _grouped(of_read, kv_heads)
         slopes = None if ctx.softcap is None else _grouped(1 - (scores / ctx.softcap).square(), kv_heads)
@@ -169,7 +169,7 @@ def depth_attention_op(
     softcap: Optional[float],  # noqa: UP045 - torch.library reads this form alone
     backend: str,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Compute `depth_attention` by kernels or in C; by PyTorch where a graph was traced for C that cannot be built here."""
+    """Compute `depth_attention` by kernels or in C; by PyTorch if a graph was traced for C but C cannot be built here."""
     inputs = DepthInputs(query, keys, values, scaling, softcap)
     if backend == "triton":
         return triton_depth_attention(inputs)
@@ -200,7 +200,7 @@ def depth_gradients_op(
     wants_slots: bool,
     backend: str,
 ) -> list[torch.Tensor]:
-    """Return gradients of query, keys and values: empty for a query that is not wanted, and none for slots that are not."""
+    """Return gradients of query, keys and values in a list, as `native_gradients` does."""
     inputs, wanted = DepthInputs(query, keys, values, scaling, softcap), Wanted(wants_query, wants_slots)
     reading, of_reading = DepthReading(output, lse), DepthReading(gradient, lse_gradient)
     if backend == "triton":
@@ -220,7 +220,7 @@ def _(  # type: ignore[no-untyped-def]
 
 
 def _laid_by_token(heads: torch.Tensor) -> torch.Tensor:
-    """Return numbers `[B, H, T, ...]` as they lie where C writes them, which a graph counts on."""
+    """Return `[B, H, T, ...]` in the memory layout `[B, T, H, ...]` in which C writes, since a graph relies on it."""
     return heads.transpose(1, 2).contiguous().transpose(1, 2)
 
 

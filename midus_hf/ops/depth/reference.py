@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from midus_hf.ops.dispatch.precision import without_autocast
 
 _LARGEST_EXPONENT = 80.0
-"""Of e, short of the largest number of float32: a row that may read nothing of the sequence reads the depth alone."""
+"""Largest exponent of e, within float32: a row that reads nothing of the sequence then reads the depth only."""
 
 
 def depth_attention(
@@ -19,18 +19,18 @@ def depth_attention(
     scaling: float,
     softcap: float | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attend to the slots of the depth: each token to keys and values of its own, in a softmax over n of them.
+    """Attend from each token to the n slots of the token's position, in one softmax.
 
     Args:
         query: `[B, H, T, d]`, floating point.
-        keys: n of `[B, K, T, d]`, from 1; K divides H.
-        values: n of `[B, K, T, d]`.
-        scaling: By what scores are multiplied.
-        softcap: What no score exceeds, c in `c * tanh(score / c)`. Default: scores are as they are.
+        keys: Key of each of n slots, `[B, K, T, d]`; n is 1 or more, and K divides H.
+        values: Value of each slot, `[B, K, T, d]`.
+        scaling: Factor of scores.
+        softcap: Bound c of scores in `c * tanh(score / c)`. Default: None, no bound.
 
     Returns:
-        What heads read, `[B, H, T, d]`, in the dtype of `query`, and the logarithm of the sum of the exponentials of scores,
-        `[B, H, T]`, float32 at least.
+        What heads read, `[B, H, T, d]`, in the dtype of `query`, and the logarithm of the sum of the exponentials of
+        scores, `[B, H, T]`, float32 at least.
     """
     with without_autocast(query.device.type):
         scores = depth_scores(query, keys, scaling, softcap)
@@ -43,7 +43,7 @@ def depth_attention(
 def depth_scores(
     query: torch.Tensor, keys: Sequence[torch.Tensor], scaling: float, softcap: float | None
 ) -> torch.Tensor:
-    """Return the score of each slot, `[B, H, T, n]`, float32 at least; arguments as those of `depth_attention`."""
+    """Return the score of each slot, `[B, H, T, n]`, float32 at least, with the arguments of `depth_attention`."""
     wide = torch.promote_types(query.dtype, torch.float32)
     grouped = query.to(wide).unflatten(1, (keys[0].shape[1], -1))  # [B, K, G, T, d]
     scores = torch.stack([(grouped * key.to(wide).unsqueeze(2)).sum(-1) for key in keys], dim=-1) * scaling
@@ -52,12 +52,12 @@ def depth_scores(
 
 
 def joined_attention(call: Any, depth: Any) -> torch.Tensor:
-    """Return what heads read of the sequence and the depth, `[B, H, T, d]` as the query of the call (`joint_attention`).
+    """Return what heads read of the sequence and the depth (`joint_attention`), in the shape of the call's query, `[B, H, T, d]`.
 
-    transformers may give a single token's query heads that share a key head as if they were tokens.
+    For a single token, transformers may pass the query heads that share a key head as if they were tokens.
 
     Args:
-        call: Of attention to the sequence, a `Call`.
+        call: Call of attention to the sequence, a `Call`.
         depth: Slots of the same positions, a `Depth`.
     """
     shape = call.query.shape
@@ -82,18 +82,18 @@ def joint_attention(
 ) -> torch.Tensor:
     """Join what heads read of the sequence, o_S, with what they read of the depth, o_D (section 2.3).
 
-    With S and D the two sums of exponentials, `w = D / (S + D)` is the share of the depth in one softmax over both. A gate c leads
-    from the sequence alone to that softmax: `(1 - c w) o_S + c w o_D`, or, if the depth is added,
-    `(1 - c w) o_S + (1 - c + c w) o_D`. At c = 0 the first is o_S, bit for bit, and the second `o_S + o_D`; at c = 1 both are the
-    softmax over both, as in the paper.
+    With S and D the two sums of exponentials, `w = D / (S + D)` is the share of the depth in one softmax over both. A
+    gate c leads from the sequence alone to this softmax: `(1 - c w) o_S + c w o_D`, or, if `added`,
+    `(1 - c w) o_S + (1 - c + c w) o_D`. At c = 0 the first is o_S, bit for bit, and the second `o_S + o_D`; at c = 1
+    both are the softmax over both, as in the paper.
 
     Args:
-        sequence: `[B, H, T, d]`, what heads read of the sequence.
-        sequence_lse: `[B, H, T]`, its logarithm of the sum of exponentials.
-        depth: `[B, H, T, d]`, what they read of the depth.
-        depth_lse: `[B, H, T]`.
-        gate: `[B, H, T]` or what can be expanded to it, c, from 0 to 1. Default: 1, as in the paper.
-        added: Whether heads read 1 - c of the depth besides. Default: no.
+        sequence: o_S, `[B, H, T, d]`.
+        sequence_lse: Logarithm of S, `[B, H, T]`.
+        depth: o_D, `[B, H, T, d]`.
+        depth_lse: Logarithm of D, `[B, H, T]`.
+        gate: c, from 0 to 1, `[B, H, T]` or broadcastable to it. Default: 1, as in the paper.
+        added: Whether (1 - c) o_D is added. Default: false.
 
     Returns:
         `[B, H, T, d]`, in the dtype of `sequence`.
@@ -107,14 +107,7 @@ def joint_attention(
 def parts_of_both(
     sequence_lse: torch.Tensor, depth_lse: torch.Tensor, gate: torch.Tensor | None, added: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return what `joint_attention` multiplies o_S and o_D with, both `[B, H, T]`.
-
-    Args:
-        sequence_lse: `[B, H, T]`.
-        depth_lse: `[B, H, T]`.
-        gate: c, as for `joint_attention`; None for 1.
-        added: As for `joint_attention`.
-    """
+    """Return the factors of o_S and o_D in `joint_attention`, both `[B, H, T]`, with the arguments of `joint_attention`."""
     share, rest = shares_of_both(sequence_lse, depth_lse)
     if gate is None:
         return rest, share
@@ -127,7 +120,7 @@ def shares_of_both(sequence_lse: torch.Tensor, depth_lse: torch.Tensor) -> tuple
     """Return the shares of the depth and of the sequence in one softmax over both: w and 1 - w, both `[B, H, T]`.
 
     Args:
-        sequence_lse: `[B, H, T]`, minus infinity where a row reads nothing of the sequence.
+        sequence_lse: `[B, H, T]`, minus infinity for rows that read nothing of the sequence.
         depth_lse: `[B, H, T]`.
     """
     ratio = (depth_lse - sequence_lse).clamp(max=_LARGEST_EXPONENT).exp()
@@ -147,10 +140,11 @@ def sequence_lse(
     Args:
         query: `[B, H, T, d]`, floating point.
         key: `[B, K, S, d]`; K divides H.
-        mask: Broadcastable to `[B, H, T, S]`: true where a query reads, or what is added to scores. Default: every key is read.
-        is_causal: Whether query t reads keys up to t alone.
-        scaling: By what scores are multiplied.
-        softcap: What no score exceeds, c in `c * tanh(score / c)`. Default: scores are as they are.
+        mask: Broadcastable to `[B, H, T, S]`: boolean, true for keys that a query reads, or added to scores; None to
+            read every key.
+        is_causal: Whether query t reads only keys up to t.
+        scaling: Factor of scores.
+        softcap: Bound c of scores in `c * tanh(score / c)`. Default: None, no bound.
     """
     wide = torch.promote_types(query.dtype, torch.float32)
     grouped = query.to(wide).unflatten(1, (key.shape[1], -1))  # [B, K, G, T, d]

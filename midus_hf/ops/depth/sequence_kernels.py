@@ -1,9 +1,9 @@
-"""The kernels of torch for attention to a sequence that tell by what their softmax divides, and which of them runs for a call.
+"""The kernels of torch for attention to a sequence that return the divisor of their softmax, and which of them runs for a call.
 
-Each is the very operator that `scaled_dot_product_attention` calls, with the arguments that it calls it with, so that what comes out
-is the same bit for bit; and its backward operator, which takes output and divisor as arguments. What operators take for granted of
-these, because they wrote them (how they lie in memory, what stands behind the last row), is made so here. Signatures and layouts are
-those of torch 2.11 to 2.13.
+The forward operator of each kernel is the one that `scaled_dot_product_attention` calls. It is called with the same
+arguments, so its output is the same bit for bit. The backward operator takes output and divisor as arguments, and
+assumes properties that they have when the forward operator wrote them: their memory layout, and what stands behind the
+last row. The functions here give other tensors these properties. Signatures and layouts hold for torch 2.11 to 2.13.
 """
 
 from collections.abc import Callable
@@ -17,17 +17,18 @@ from midus_hf.ops.dispatch import private_torch
 
 
 class Call(NamedTuple):
-    """A call of `scaled_dot_product_attention`, as torch takes it.
+    """Arguments of a call of `scaled_dot_product_attention`.
 
     Args:
         query: `[B, H, T, d]`.
         key: `[B, K, S, d]`.
         value: `[B, K, S, d]`.
-        attn_mask: True where a query reads, or what is added to scores. Default: every key is read.
-        dropout_p: Of attention weights.
-        is_causal: Whether query t reads keys up to t alone.
-        scale: By what scores are multiplied; None for 1 / sqrt(d).
-        enable_gqa: Whether K is less than H.
+        attn_mask: Boolean mask, true for keys that a query reads, or numbers that are added to scores. Default: None,
+            every key is read.
+        dropout_p: Probability with which attention weights are dropped. Default: 0.
+        is_causal: Whether query t reads only keys up to t. Default: false.
+        scale: Factor of scores. Default: None, which stands for 1 / sqrt(d).
+        enable_gqa: Whether K is less than H. Default: false.
     """
 
     query: torch.Tensor
@@ -41,20 +42,22 @@ class Call(NamedTuple):
 
     @property
     def scaling(self) -> float:
-        """By what scores are multiplied."""
+        """Factor of scores, a number also if `scale` is None."""
         return self.query.shape[-1] ** -0.5 if self.scale is None else self.scale
 
 
 class Kernel(NamedTuple):
-    """A kernel of torch that tells by what its softmax divides.
+    """A kernel of torch that returns the divisor of its softmax.
 
     Args:
-        forward: Given a call whose mask is added to scores, the output, the logarithm of the sum of exponentials `[B, H, T]`, minus
-            infinity where a row reads nothing, and what `backward` needs besides: tensors and numbers.
-        backward: Given a call, the gradient of the output, output and logarithm of a softmax that has the keys of the call among
-            others, and what `forward` gave besides: the gradients of query, key and value.
-        name: What torch calls it among its kernels, as in `torch.nn.attention.SDPBackend`.
-        excluded: What is added to scores of keys that a mask of truth values leaves out.
+        forward: Function of a call whose mask, if any, is added to scores. It returns the output; the logarithm of the
+            sum of exponentials `[B, H, T]`, minus infinity for rows that read nothing; and the further tensors and
+            numbers that `backward` needs.
+        backward: Function of a call, the gradient of the output, output and logarithm of a softmax over the keys of the
+            call and possibly others, and the further results of `forward`. It returns the gradients of query, key and
+            value.
+        name: torch's name of the kernel, a member of `torch.nn.attention.SDPBackend`.
+        excluded: Number that is added to the scores of keys that a boolean mask leaves out. Default: minus infinity.
     """
 
     forward: Callable[[Call], tuple[torch.Tensor, torch.Tensor, tuple[Any, ...]]]
@@ -64,16 +67,16 @@ class Kernel(NamedTuple):
 
 
 def kernel_of(call: Call) -> Kernel | None:
-    """Return the kernel that computes a call and tells by what its softmax divides; None if none does.
+    """Return the kernel that torch chooses for a call, if this kernel returns the divisor of its softmax; else None.
 
-    It is the kernel that torch chooses for the call, so that joining nothing to what it reads changes no bit. While `torch.compile`
-    traces a graph torch cannot be asked, and static facts decide: on a CPU its one kernel; on a GPU FlashAttention for half precision
-    without mask, else the memory-efficient kernel where each query head has a key head of its own. So a graph may have another kernel
-    than the same call outside of it (torch prefers cuDNN on Hopper), and both agree up to rounding; and what `sdpa_kernel` allows is
-    not heard while a graph is traced.
+    Because torch would run the same kernel, joining nothing to its output changes no bit. While `torch.compile` traces
+    a graph, torch cannot be asked, and static facts decide: on a CPU its only kernel; on a GPU FlashAttention for half
+    precision without mask, else the memory-efficient kernel if there are as many key heads as query heads. A graph may
+    therefore run another kernel than the same call outside of a graph (torch prefers cuDNN on Hopper); both agree up to
+    rounding. The choice of `sdpa_kernel` is ignored while a graph is traced.
 
     Args:
-        call: As torch takes it. One with dropout, or with a mask that wants a gradient, is left to torch.
+        call: A call with dropout, or with a mask that requires a gradient, has no kernel here and is left to torch.
     """
     if call.dropout_p or (call.attn_mask is not None and call.attn_mask.requires_grad):
         return None
@@ -92,13 +95,13 @@ def kernel_of(call: Call) -> Kernel | None:
 
 
 _WIDTHS = 8
-"""Of whose multiples kernels of CUDA take heads of half precision; torch pads others, and calls them with other tensors."""
+"""Divisor of the widths of half-precision heads that CUDA kernels take; torch pads other heads, and so passes other tensors."""
 _WIDEST = 256
-"""Heads that FlashAttention takes."""
+"""Largest width of a head that FlashAttention takes."""
 
 
 def _static_choice(call: Call) -> str | None:
-    """Choose a kernel by what a graph knows of a call before it runs."""
+    """Return the name of a kernel chosen by facts that are known while a graph is traced, or None."""
     query, key, value, mask = call[:4]
     if query.device.type == "cpu":
         return "FLASH_ATTENTION"
@@ -191,7 +194,8 @@ def _cudnn_backward(
     seed: torch.Tensor,
     offset: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    # Plans of cuDNN are kept by how query, key and value lie, and hold for the layout in which the first such call had the others.
+    # cuDNN caches plans by the layout of query, key and value. A cached plan assumes that the other tensors are laid out as in the
+    # call for which it was made.
     return private_torch.CUDNN_ATTENTION_BACKWARD(
         _laid_out_as(written, of_output),
         call.query,
@@ -230,14 +234,16 @@ def _efficient_backward(
     offset: torch.Tensor,
     bias: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    behind = sums[:, :, call.query.shape[2] :]  # the kernel reads them, and counts on the infinity that it wrote there
+    behind = sums[
+        :, :, call.query.shape[2] :
+    ]  # the kernel reads this padding and relies on the infinity that it wrote there
     of_query, of_key, of_value, _ = private_torch.EFFICIENT_ATTENTION_BACKWARD(
         _laid_out_as(written, of_output),
         call.query,
         call.key,
         call.value,
         bias,
-        _laid_out_as(written, output),  # it takes rows of heads for adjacent
+        _laid_out_as(written, output),  # the kernel assumes that the rows of heads are adjacent
         torch.cat([_finite_or_unread(lse), behind], dim=2),
         seed,
         offset,
@@ -250,16 +256,16 @@ def _efficient_backward(
 
 
 _ONE_LENGTH = (None, None)
-"""Where texts of several lengths begin in queries and keys: nowhere, since all have one."""
+"""Offsets of texts of several lengths in queries and keys: None, since all texts have one length."""
 
 
 def _lengths(call: Call) -> tuple[int, int]:
-    """Return how many queries and keys a text has."""
+    """Return the number of queries and of keys of a text."""
     return call.query.shape[2], call.key.shape[2]
 
 
 def _aligned_bias(mask: torch.Tensor, call: Call) -> torch.Tensor:
-    """Return the mask `[B, H, T, S]` with rows that begin at multiples of 8 numbers, as torch hands it to the efficient kernel."""
+    """Return the mask `[B, H, T, S]` with rows that begin at multiples of 8 elements, as torch passes it to the efficient kernel."""
     if mask.stride(-1) != 1 or any(stride % _WIDTHS for stride in mask.stride()[:-1]):
         keys = mask.shape[-1]
         mask = F.pad(mask, (0, _WIDTHS - keys % _WIDTHS))[..., :keys]
@@ -267,19 +273,19 @@ def _aligned_bias(mask: torch.Tensor, call: Call) -> torch.Tensor:
 
 
 def _of_rows_that_read(lse: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
-    """Return logarithms `[B, H, T]` that are minus infinity, not 0 as kernels have it, where a mask leaves out every key of a row."""
+    """Return logarithms `[B, H, T]` with minus infinity, instead of the 0 of kernels, for rows whose mask leaves out every key."""
     if mask is None:
         return lse
     return lse.masked_fill((mask == float("-inf")).all(-1), float("-inf"))
 
 
 def _finite_or_unread(lse: torch.Tensor) -> torch.Tensor:
-    """Return logarithms with which the gradient of a row that reads nothing is zero: its weights are `exp(-inf - inf)`."""
+    """Return logarithms with infinity for rows that read nothing: weights `exp(-inf - inf)` make the gradients of these rows 0."""
     return lse.masked_fill(lse == float("-inf"), float("inf"))
 
 
 def _laid_out_as(written: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
-    """Return the tensor as it lies in memory where a kernel wrote it."""
+    """Return the tensor in the memory layout of `written`, copied if its strides differ."""
     return tensor if tensor.stride() == written.stride() else torch.empty_like(written).copy_(tensor)
 
 
@@ -287,10 +293,10 @@ _KERNELS = {
     ("cpu", "FLASH_ATTENTION"): Kernel(_cpu_forward, _cpu_backward, "FLASH_ATTENTION"),
     ("cuda", "FLASH_ATTENTION"): Kernel(_flash_forward, _flash_backward, "FLASH_ATTENTION"),
     ("cuda", "EFFICIENT_ATTENTION"): Kernel(_efficient_forward, _efficient_backward, "EFFICIENT_ATTENTION"),
-    # torch's own remedy for cuDNN, which makes no number of a row that is minus infinity throughout
+    # cuDNN returns NaN for a row that is minus infinity throughout; torch itself adds this number instead.
     ("cuda", "CUDNN_ATTENTION"): Kernel(_cudnn_forward, _cudnn_backward, "CUDNN_ATTENTION", excluded=-65504.0),
 }
-"""By the type of the device and torch's name."""
+"""Kernels by device type and torch's name of the kernel."""
 
 
 def _has(device: str, name: str) -> bool:

@@ -1,11 +1,11 @@
-"""The logarithm of the sum that a softmax over the sequence divides by, where attention itself does not tell."""
+"""The logarithm of the divisor of a softmax over the sequence, for calls whose attention kernel does not return it."""
 
 from typing import Any
 
 import torch
 
 _CHUNK = 256
-"""Queries whose scores are there at once."""
+"""Queries whose scores are held at once."""
 
 
 def sequence_lse(
@@ -16,22 +16,23 @@ def sequence_lse(
     scaling: float,
     softcap: float | None = None,
 ) -> torch.Tensor:
-    """The logarithm of the sum of the exponentials of each query's scores.
+    """Return the logarithm of the sum of the exponentials of each query's scores.
 
-    Scores are computed for a few queries at once, and again for the gradient, so that nothing of the size of all scores is kept.
-    Scores of half precision are never rounded to it: their products are summed, capped and masked in float32, as the kernels of
-    attention do that this sum stands beside.
+    Scores are computed for a few queries at a time, and again for the gradient, so that no tensor holds all scores.
+    With inputs of half precision, products are summed, capped and masked in float32 and never rounded to half
+    precision, as in the attention kernels whose output is combined with this sum.
 
     Args:
         query: `[B, H, T, d]`, floating point.
         key: `[B, K, S, d]`; K divides H.
-        mask: Broadcastable to `[B, H, T, S]`: true where a query reads, or what is added to scores. Default: every key is read.
-        is_causal: Whether query t reads keys up to t alone.
-        scaling: By what scores are multiplied.
-        softcap: What no score exceeds, c in `c * tanh(score / c)`. Default: scores are as they are.
+        mask: Broadcastable to `[B, H, T, S]`: boolean, true for keys that a query reads, or added to scores; None to
+            read every key.
+        is_causal: Whether query t reads only keys up to t.
+        scaling: Factor of scores.
+        softcap: Bound c of scores in `c * tanh(score / c)`. Default: None, no bound.
 
     Returns:
-        `[B, H, T]`, float32 at least; minus infinity where a query reads nothing.
+        `[B, H, T]`, float32 at least; minus infinity for queries that read nothing.
     """
     return _SequenceLse.apply(query, key, mask, is_causal, scaling, softcap)
 
@@ -44,13 +45,12 @@ def sequence_weights(
     scaling: float,
     softcap: float | None = None,
 ) -> torch.Tensor:
-    """What each query reads of each key, in the softmax over the sequence alone: all of it at once, to look at.
+    """Return the attention weights of the softmax over the sequence alone, with the arguments of `sequence_lse`.
 
-    Args:
-        query: As for `sequence_lse`, and the others as well.
+    All weights are computed at once, for inspection.
 
     Returns:
-        `[B, H, T, S]`, float32 at least; zero where a query reads nothing. No gradient flows through them.
+        `[B, H, T, S]`, float32 at least; zero for queries that read nothing. No gradient flows through the weights.
     """
     with torch.no_grad():
         rows = slice(0, query.shape[2])
@@ -59,14 +59,14 @@ def sequence_weights(
 
 
 def _factor(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the tensor as `_product` multiplies it: widened to float32 where products of its own dtype would be rounded to that."""
+    """Return the tensor in the dtype in which `_product` multiplies it: half precision is widened to float32, except on CUDA."""
     if tensor.is_cuda and tensor.dtype in (torch.bfloat16, torch.float16) and torch.version.hip is None:
-        return tensor  # CUDA multiplies half precision into float32 by itself
+        return tensor  # CUDA's matrix product of half precision can return float32
     return tensor.to(torch.promote_types(tensor.dtype, torch.float32))
 
 
 def _product(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
-    """Return the product of matrices `[B, K, m, n]` and `[B, K, n, p]`, both as `_factor` returns them, in float32 at least."""
+    """Return the product of matrices `[B, K, m, n]` and `[B, K, n, p]`, both from `_factor`, in float32 at least."""
     if left.dtype in (torch.bfloat16, torch.float16):
         return torch.bmm(left.flatten(0, 1), right.flatten(0, 1), out_dtype=torch.float32).unflatten(0, left.shape[:2])
     return left @ right
@@ -85,9 +85,9 @@ def _scores(
     softcap: float | None,
     rows: slice,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return scores `[B, K, G, t, S]` of some queries, capped and masked, and as they were before the mask.
+    """Return the scores `[B, K, G, t, S]` of some queries twice: capped and masked, and capped only.
 
-    The key is as `_factor` returns it, so that it is widened once for all rows.
+    The key comes from `_factor`, so that it is widened once for all rows.
     """
     heads, kv_heads = query.shape[1], key.shape[1]
     few = query[:, :, rows]

@@ -1,11 +1,12 @@
-"""Kernels of attention over the depth: the forward pass, and where slots lie.
+"""Kernels of attention to the depth: the forward pass, and the table of slot addresses.
 
-Slots are tensors of their own, read where they are: a table on the device says at which addresses, sorted by strides into runs. A
-program takes one token and one head of keys and values: its group of query heads meets BS slots at once in a matrix product, by an
-online softmax. What is read twice is the queries and the table alone, so memory sets the pace.
+Slots are separate tensors that are read in place. A table on the device has their addresses, sorted into runs of slots
+with the same strides. A program takes one token and one head of keys and values: matrix products multiply its group of
+query heads with BS slots at once, in an online softmax. Only the queries and the table are read more than once, so
+memory bandwidth bounds the speed.
 
-Shapes: B texts, H query heads, K heads of keys and values, T tokens, n slots, R runs of slots; `GP` the power of two at or above
-H / K, at least 16; `DP` that of the width of a head.
+Sizes: B texts, H query heads, K heads of keys and values, T tokens, n slots, R runs of slots; `GP` the power of two at
+or above H / K, and `DP` the power of two at or above the width of a head, both at least 16.
 """
 
 from collections.abc import Sequence
@@ -18,32 +19,34 @@ from midus_hf.ops.dispatch.tiles import Changes, Tile, tiles
 from midus_hf.ops.dispatch.triton import on_device_of, power_of_two, product, product_precision, tl, triton
 
 _MOST_WIDTH = 256
-"""Of a head: tiles of 16 rows of more would not fit where they are multiplied."""
+"""Largest width of a head: a tile of 16 wider rows would not fit into shared memory, from which it is multiplied."""
 
 _MOST_GROUP = 64
-"""Query heads of one head of keys and values: a program holds what all of them read."""
+"""Most query heads per head of keys and values: a program holds the outputs of all of them."""
 
 _MOST_PROGRAMS = (1 << 31) - 1
-"""Of one launch."""
+"""Most programs of one launch."""
 
 _RUN_NUMBERS = 7
-"""Of each run in the table: where its slots end, and strides in bytes of texts, heads and tokens, of keys and of values."""
+"""Numbers per run in the table: the end of its slots, then the strides in bytes of texts, heads and tokens, of keys and of values."""
 
 _MOST_AT_ONCE = 64
-"""Slots that are read at once."""
+"""Most slots that are read at once."""
 
 _VECTOR_BYTES = 16
-"""Of the widest load of one thread, which must begin at a multiple of them."""
+"""Bytes of the widest load of one thread, whose address must be a multiple of this."""
 
 
 class SlotTable(NamedTuple):
-    """Where slots lie.
+    """Addresses and strides of slots, for kernels.
 
     Args:
-        numbers: `[R * 7 + c * n]`, int64: runs, then addresses of keys, of values, and of whatever else each slot has.
-        runs: R.
-        unit: A number of bytes that every row begins at a multiple of: 16, which one thread loads at once, or an element's.
-        slots: The tensors, which must outlive the launch.
+        numbers: `[R * 7 + c * n]`, int64: the runs, then the addresses of the c tensors of each slot: keys, values and
+            others.
+        runs: Number of runs, R.
+        unit: Bytes of which the address of every row is a multiple: 16, which one thread loads at once, or the size of
+            an element.
+        slots: The tensors of keys and values, which must outlive the launch.
     """
 
     numbers: torch.Tensor
@@ -54,7 +57,7 @@ class SlotTable(NamedTuple):
 
 @triton.jit
 def program_place(tokens, kv_heads):
-    """The text, token and head of keys and values that this program takes; heads lie next to one another."""
+    """Return the text, token and head of keys and values that this program takes; heads vary fastest."""
     program = tl.program_id(0)
     text_and_token = program // kv_heads
     text, token = text_and_token // tokens, text_and_token % tokens
@@ -63,7 +66,7 @@ def program_place(tokens, kv_heads):
 
 @triton.jit
 def group_tile(heads, offset, stride, GROUP: tl.constexpr, WIDTH: tl.constexpr, GP: tl.constexpr, DP: tl.constexpr):
-    """Rows of the query heads of a group [GP, DP]."""
+    """Load the rows of a group's query heads [GP, DP]."""
     rows, dims = tl.arange(0, GP), tl.arange(0, DP)
     mask = (rows < GROUP)[:, None] & (dims < WIDTH)[None, :]
     return tl.load(heads + offset + rows[:, None] * stride + dims[None, :], mask=mask, other=0.0)
@@ -73,7 +76,7 @@ def group_tile(heads, offset, stride, GROUP: tl.constexpr, WIDTH: tl.constexpr, 
 def store_group_tile(
     tile, heads, offset, GROUP: tl.constexpr, WIDTH: tl.constexpr, GP: tl.constexpr, DP: tl.constexpr
 ):  # fmt: skip
-    """Write rows of the query heads of a group, which lie next to one another."""
+    """Write the rows of a group's query heads, which are contiguous."""
     rows, dims = tl.arange(0, GP), tl.arange(0, DP)
     mask = (rows < GROUP)[:, None] & (dims < WIDTH)[None, :]
     tl.store(heads + offset + rows[:, None] * WIDTH + dims[None, :], tile.to(heads.dtype.element_ty), mask=mask)
@@ -81,7 +84,7 @@ def store_group_tile(
 
 @triton.jit
 def run_of_table(run, text, head, token):
-    """Where the slots of a run end, and how far from their addresses the rows of keys and of values of a token and head are."""
+    """Return the end of a run's slots, and for a token and head the offsets in bytes of rows from addresses of keys and of values."""
     key = text * tl.load(run + 1) + head * tl.load(run + 2) + token * tl.load(run + 3)
     value = text * tl.load(run + 4) + head * tl.load(run + 5) + token * tl.load(run + 6)
     return tl.load(run).to(tl.int32), key, value
@@ -89,16 +92,18 @@ def run_of_table(run, text, head, token):
 
 @triton.jit
 def slot_rows(addresses, slot, there, offset, like, WIDTH: tl.constexpr, UNIT: tl.constexpr, DP: tl.constexpr):
-    """Pointers to rows of slots [BS, DP], and which of them there are."""
+    """Return pointers to rows of slots [BS, DP], and a mask of those within the run and the width."""
     dims = tl.arange(0, DP)
     row = tl.load(addresses + slot, mask=there, other=0) + offset
-    first = tl.multiple_of(row.to(tl.pointer_type(like.dtype.element_ty)), [UNIT])  # of numbers it would be forgotten
+    first = tl.multiple_of(
+        row.to(tl.pointer_type(like.dtype.element_ty)), [UNIT]
+    )  # the hint would be lost on an integer
     return first[:, None] + dims[None, :], there[:, None] & (dims < WIDTH)[None, :]
 
 
 @triton.jit
 def capped(scores, softcap):
-    """`softcap * tanh(scores / softcap)`."""
+    """Return `softcap * tanh(scores / softcap)`."""
     return softcap * (1 - 2 / (tl.exp(2 * scores / softcap) + 1))
 
 
@@ -109,10 +114,10 @@ def depth_forward_kernel(
     CAPPED: tl.constexpr, UNIT: tl.constexpr, GROUP: tl.constexpr, WIDTH: tl.constexpr, PRECISION: tl.constexpr,
     GP: tl.constexpr, DP: tl.constexpr, BS: tl.constexpr,
 ):  # fmt: skip
-    """What each head reads [B, T, H, d], and the log-sum-exp of its scores [B, T, H]."""
+    """Write what each head reads [B, T, H, d], and the log-sum-exp of its scores [B, T, H]."""
     text, token, kv_head = program_place(tokens, kv_heads)
     head = kv_head * GROUP
-    asked = group_tile(
+    queries = group_tile(
         query, text * text_stride + token * token_stride + head * head_stride, head_stride, GROUP, WIDTH, GP, DP
     )
     keys = table + runs * 7
@@ -130,7 +135,7 @@ def depth_forward_kernel(
             key = tl.load(rows, mask=mask, other=0.0)
             rows, mask = slot_rows(values, slot, there, value_offset, query, WIDTH, UNIT, DP)
             value = tl.load(rows, mask=mask, other=0.0)
-            scores = product(asked, tl.trans(key), PRECISION) * scaling  # [GP, BS]
+            scores = product(queries, tl.trans(key), PRECISION) * scaling  # [GP, BS]
             if CAPPED:
                 scores = capped(scores, softcap)
             scores = tl.where(there[None, :], scores, float("-inf"))
@@ -148,7 +153,10 @@ def depth_forward_kernel(
 
 
 def triton_depth_attention(inputs: DepthInputs) -> DepthReading:
-    """Return what heads read, `[B, H, T, d]`, and log-sum-exps `[B, H, T]`, float32; both lie in memory token by token."""
+    """Compute `depth_attention` by a kernel: output `[B, H, T, d]` and log-sum-exps `[B, H, T]`, float32.
+
+    Both are laid out in memory token by token.
+    """
     query, keys, values, scaling, softcap = inputs
     query = last_dense(query)
     (texts, heads, tokens, width), kv_heads = query.shape, keys[0].shape[1]
@@ -169,12 +177,12 @@ def triton_depth_attention(inputs: DepthInputs) -> DepthReading:
 def slot_table(
     keys: Sequence[torch.Tensor], values: Sequence[torch.Tensor], *others: Sequence[torch.Tensor]
 ) -> SlotTable:
-    """Say where slots lie.
+    """Build the table of slot addresses on the device of the slots.
 
     Args:
-        keys: n of `[B, K, T, d]`.
-        values: As `keys`.
-        others: What else each slot has; such tensors are all laid out alike.
+        keys: Key of each of n slots, `[B, K, T, d]`.
+        values: Value of each slot, `[B, K, T, d]`.
+        others: Further sequences of one tensor per slot, all of which have the same memory layout.
     """
     keys, values = ([last_dense(slot) for slot in slots] for slots in (keys, values))
     size = keys[0].element_size()
@@ -195,25 +203,25 @@ def slot_table(
 
 
 def last_dense(tensor: torch.Tensor) -> torch.Tensor:
-    """A tensor, copied if numbers of one row are not next to one another."""
+    """Return the tensor with contiguous rows, copied if they are not."""
     return tensor if tensor.stride(-1) == 1 or tensor.shape[-1] == 1 else tensor.contiguous()
 
 
 def depth_shape(query: torch.Tensor, kv_heads: int, slots: int) -> tuple[int, int, int, int]:
-    """What tiles depend on: GP, DP, bytes of an element, and the power of two at or above n, up to the largest tile."""
+    """Return the numbers that tiles depend on: GP, DP, bytes per element, and the power of two at or above n, from 16 to 64."""
     group, width = query.shape[1] // kv_heads, query.shape[-1]
     slots_at_once = max(16, min(_MOST_AT_ONCE, power_of_two(slots)))
     return max(16, power_of_two(group)), max(16, power_of_two(width)), query.element_size(), slots_at_once
 
 
 def depth_tile(changes: Changes, group: int, dims: int, element: int, slots: int, tile_bytes: int = 16 << 10) -> Tile:
-    """Sizes of a program: of the rows of the slots that are read at once, at most `tile_bytes`."""
+    """Return the sizes of a program: 16 or more slots are read at once, with rows of `tile_bytes` at most if there are more."""
     return {
         "GP": group,
         "DP": dims,
         "BS": min(slots, max(16, tile_bytes // (dims * element))),
         "num_warps": 4,
-        "num_stages": 1,  # most programs have one round of slots: others hide what it waits for, if they find place
+        "num_stages": 1,  # most programs have one round of slots; other resident programs hide its waiting for memory
         **changes,
     }
 
@@ -222,7 +230,7 @@ _tile = tiles("depth_forward_kernel", BS=(16, _MOST_AT_ONCE), num_warps=(1, 8))(
 
 
 def depth_refusal(query: torch.Tensor, keys: Sequence[torch.Tensor]) -> str | None:
-    """What the kernels cannot take of these tensors, and what they expect; None where they take them."""
+    """Return why the kernels refuse these tensors, and what they expect; None if they take them."""
     (texts, heads, tokens, width), kv_heads = query.shape, keys[0].shape[1]
     if width > _MOST_WIDTH:
         return f"heads are {width} wide; expected {_MOST_WIDTH} or less"
@@ -234,32 +242,32 @@ def depth_refusal(query: torch.Tensor, keys: Sequence[torch.Tensor]) -> str | No
 
 
 _MOST_A_LAUNCH = 256
-"""Numbers that one launch writes: 2 KB of arguments, of the 4 KB that any GPU takes."""
+"""Most numbers that one launch writes: they are 2 KB of the 4 KB of arguments that any GPU takes."""
 
 _FEWEST_A_LAUNCH = 16
-"""Few numbers are padded to as many: the kernel is compiled for each power of two in between."""
+"""Fewest numbers that one launch writes, after padding: the kernel is compiled for each power of two from here to the most."""
 
 _ABOVE = 1 << 62
-"""Added to what is passed. Triton compiles anew for a whole number that is 1, or even 16-fold, or fits into 32 bits: odd numbers of
-64 bits are all alike."""
+"""Summand of passed numbers. Triton compiles a kernel anew for an integer that is 1, or a multiple of 16, or fits into
+32 bits; odd 64-bit integers need no new compilation."""
 
 
 @triton.jit
 def write_numbers_kernel(numbers, into, COUNT: tl.constexpr):
-    """Numbers of a tuple, doubled and raised by 2^62 + 1, as they were: [COUNT]."""
-    for place in tl.static_range(COUNT):
-        tl.store(into + place, (numbers[place] - 4611686018427387905) // 2)
+    """Write the numbers [COUNT] of a tuple, in which n is passed as 2 n + 2^62 + 1."""
+    for index in tl.static_range(COUNT):
+        tl.store(into + index, (numbers[index] - 4611686018427387905) // 2)
 
 
 def device_numbers(numbers: Sequence[int], like: torch.Tensor) -> torch.Tensor:
-    """Numbers where a tensor is, without waiting for its device.
+    """Write numbers to the device of a tensor, without waiting for the device.
 
     Args:
-        numbers: Between -2^60 and 2^60, one or more.
-        like: On the device.
+        numbers: One or more integers between -2^60 and 2^60.
+        like: A tensor on the device.
 
     Returns:
-        `[n]`, int64.
+        The n numbers, `[n]`, int64.
     """
     sizes = [min(_MOST_A_LAUNCH, len(numbers) - start) for start in range(0, len(numbers), _MOST_A_LAUNCH)]
     padded = (len(sizes) - 1) * _MOST_A_LAUNCH + max(_FEWEST_A_LAUNCH, power_of_two(sizes[-1]))

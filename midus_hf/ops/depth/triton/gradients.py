@@ -1,9 +1,9 @@
-"""Kernel of attention over the depth: all gradients, in one launch.
+"""Kernel of attention to the depth: all gradients, in one launch.
 
-A row of a slot is read by one program alone, that of its token and head, so its gradient is written once, and nothing is added up
-between programs. Shares are computed again from the log-sum-exp.
+Only one program, that of its token and head, reads a row of a slot. So the gradient of the row is written once, and no
+sums cross programs. Shares are computed again from the log-sum-exp.
 
-Names of sizes as in `forward.py`.
+Sizes have the names of `forward.py`.
 """
 
 from functools import partial
@@ -27,7 +27,7 @@ from midus_hf.ops.dispatch.tiles import tiles
 from midus_hf.ops.dispatch.triton import on_device_of, product, product_precision, tl, triton
 
 _TILE_BYTES = 4 << 10
-"""Of the slots that are read at once: with twice as many a program takes up to 255 registers a thread, and few run side by side."""
+"""Bytes of the slots that are read at once: with twice as many, a thread takes up to 255 registers, and few programs run together."""
 
 _tile = tiles("depth_gradient_kernel", BS=(16, 64), num_warps=(1, 8))(partial(depth_tile, tile_bytes=_TILE_BYTES))
 
@@ -40,18 +40,20 @@ def depth_gradient_kernel(
     GROUP: tl.constexpr, WIDTH: tl.constexpr, PRECISION: tl.constexpr,
     GP: tl.constexpr, DP: tl.constexpr, BS: tl.constexpr,
 ):  # fmt: skip
-    """Gradients of the query [B, T, H, d], and of each key and value [B, T, K, d]."""
+    """Write the gradients of the query [B, T, H, d], and of each key and value [B, T, K, d]."""
     text, token, kv_head = program_place(tokens, kv_heads)
     head = kv_head * GROUP
-    asked = group_tile(
+    queries = group_tile(
         query, text * text_stride + token * token_stride + head * head_stride, head_stride, GROUP, WIDTH, GP, DP
     )
     row = (text * tokens + token) * kv_heads * GROUP + head
     upstream = group_tile(gradient, row * WIDTH, WIDTH, GROUP, WIDTH, GP, DP)
     read = group_tile(output, row * WIDTH, WIDTH, GROUP, WIDTH, GP, DP)
     members = tl.arange(0, GP)
-    log_sum = tl.load(lse + row + members, mask=members < GROUP, other=float("inf"))  # shares of no head are zero
-    # A score's gradient is its share times: what its value adds along the gradient, less the mean of that, and the sum's own.
+    log_sum = tl.load(
+        lse + row + members, mask=members < GROUP, other=float("inf")
+    )  # makes shares of padding heads zero
+    # Gradient of a score: its share * (<gradient, value> - <gradient, output> + gradient of the log-sum-exp).
     mean = tl.sum(upstream.to(tl.float32) * read.to(tl.float32), axis=1)
     mean -= tl.load(lse_gradient + row + members, mask=members < GROUP, other=0.0)
     keys = table + runs * 7
@@ -71,7 +73,7 @@ def depth_gradient_kernel(
             key = tl.load(rows, mask=mask, other=0.0)
             rows, mask = slot_rows(values, slot, there, value_offset, query, WIDTH, UNIT, DP)
             value = tl.load(rows, mask=mask, other=0.0)
-            scores = product(asked, tl.trans(key), PRECISION) * scaling  # [GP, BS]
+            scores = product(queries, tl.trans(key), PRECISION) * scaling  # [GP, BS]
             slopes = scaling
             if CAPPED:
                 scores = capped(scores, softcap)
@@ -82,7 +84,7 @@ def depth_gradient_kernel(
             if WANTS_QUERY:
                 into_asked += product(into_scores, key, PRECISION)
             if WANTS_SLOTS:
-                into_key = product(tl.trans(into_scores), asked, PRECISION)  # [BS, DP]
+                into_key = product(tl.trans(into_scores), queries, PRECISION)  # [BS, DP]
                 rows, mask = slot_rows(into_keys, slot, there, into_offset, query, WIDTH, UNIT, DP)
                 tl.store(rows, into_key.to(query.dtype.element_ty), mask=mask)
                 into_value = product(tl.trans(shares), upstream, PRECISION)
@@ -96,7 +98,7 @@ def depth_gradient_kernel(
 def triton_depth_gradients(
     inputs: DepthInputs, reading: DepthReading, gradient: DepthReading, wanted: Wanted
 ) -> list[torch.Tensor]:
-    """Return gradients of query, keys and values, which lie in memory token by token; see `native_gradients`."""
+    """Return gradients as `native_gradients` does, laid out in memory token by token."""
     query, keys, values, scaling, softcap = inputs
     query = last_dense(query)
     (texts, heads, tokens, width), kv_heads = query.shape, keys[0].shape[1]
