@@ -1,1 +1,1 @@
-"""Weighted sums of table rows, and products with them."""
+"""Weighted sums of table rows, and products of vectors with table rows."""

@@ -1,9 +1,9 @@
-"""Rows of a table whose columns are spread over processes: each reads for all of them, and gets its own together.
+"""Rows of a table whose columns are spread over processes.
 
-A process holds `v / P` columns of every row, for P processes. It learns which rows the others read, sums its columns for their
-tokens, and sends every process what is of that one's tokens (Memory Layers at Scale, section 3.2; UltraMem, section 3.3). All
-processes of a group call the same functions in the same order; their numbers of tokens may differ. The gradient of a table is the
-sum over the tokens of all processes.
+Each of P processes holds `v / P` columns of every row. A process gathers the slots of all processes, sums its columns
+for the tokens of all of them, and sends every process the sums of that process's tokens (Memory Layers at Scale,
+section 3.2; UltraMem, section 3.3). All processes of a group call the same functions in the same order; their numbers
+of tokens may differ. The gradient of a table is the sum over the tokens of all processes.
 """
 
 from typing import Any
@@ -19,14 +19,14 @@ from midus_hf.ops.gather.weighted import weighted_gather
 def sharded_weighted_gather(
     bank: torch.Tensor, slots: torch.Tensor, weights: torch.Tensor, group: "dist.ProcessGroup", **options: Any
 ) -> torch.Tensor:
-    """As `weighted_gather` of a table of which this process holds some columns.
+    """Compute `weighted_gather` of a table of which this process holds some columns.
 
     Args:
-        bank: `[R, v / P]`, this process's columns.
-        slots: `[..., m]`, int64, of this process's tokens.
-        weights: `[..., m]`, floating point.
+        bank: This process's columns, `[R, v / P]`.
+        slots: Slots of this process's tokens, `[..., m]`, int64.
+        weights: Weights of the slots, `[..., m]`, floating point.
         group: The processes that hold the columns, in order of their ranks.
-        options: What `weighted_gather` takes by name.
+        options: Keyword arguments of `weighted_gather`.
 
     Returns:
         `[..., v]`, the dtype of `bank`.
@@ -51,16 +51,16 @@ def sharded_parted_gather(
     group: "dist.ProcessGroup",
     **options: Any,
 ) -> torch.Tensor:
-    """As `parted_gather` of a table of which this process holds some columns.
+    """Compute `parted_gather` of a table of which this process holds some columns.
 
     Args:
-        bank: `[R, v / P]`, this process's columns.
-        slots: `[..., m]`, int64, of this process's tokens.
-        weights: `[..., m]`, floating point.
-        parts: `[..., m]`, int64.
-        num_parts: Sums of each token.
+        bank: This process's columns, `[R, v / P]`.
+        slots: Slots of this process's tokens, `[..., m]`, int64.
+        weights: Weights of the slots, `[..., m]`, floating point.
+        parts: Part of each slot, `[..., m]`, int64.
+        num_parts: Sums per token.
         group: The processes that hold the columns, in order of their ranks.
-        options: What `parted_gather` takes by name.
+        options: Keyword arguments of `parted_gather`.
 
     Returns:
         `[..., num_parts, v]`, the dtype of `bank`.
@@ -79,14 +79,14 @@ def sharded_parted_gather(
 def sharded_gathered_products(
     vectors: torch.Tensor, bank: torch.Tensor, slots: torch.Tensor, group: "dist.ProcessGroup", **options: Any
 ) -> torch.Tensor:
-    """As `gathered_products` with a table of which this process holds some columns.
+    """Compute `gathered_products` with a table of which this process holds some columns.
 
     Args:
-        vectors: `[..., v]`, of this process's tokens, floating point, cast to the dtype of `bank`.
-        bank: `[R, v / P]`, this process's columns.
-        slots: `[..., m]`, int64.
+        vectors: Vectors of this process's tokens, `[..., v]`, floating point, cast to the dtype of `bank`.
+        bank: This process's columns, `[R, v / P]`.
+        slots: Slots of this process's tokens, `[..., m]`, int64.
         group: The processes that hold the columns, in order of their ranks.
-        options: What `gathered_products` takes by name.
+        options: Keyword arguments of `gathered_products`.
 
     Returns:
         `[..., m]`, float32, or float64 for a float64 bank.
@@ -110,7 +110,7 @@ def sharded_gathered_products(
 
 
 def _padding(count: int, device: torch.device, group: "dist.ProcessGroup") -> int:
-    """How many tokens this process has fewer than the one that has most."""
+    """Return how many tokens this process lacks compared with the process that has most."""
     most = torch.tensor([count], device=device)
     dist.all_reduce(most, dist.ReduceOp.MAX, group)
     return int(most) - count
@@ -121,12 +121,12 @@ def _padded(rows: torch.Tensor, padding: int) -> torch.Tensor:
 
 
 def _padded_slots(slots: torch.Tensor, padding: int) -> torch.Tensor:
-    """Padding reads what the last token reads, so that no other row counts as read."""
+    """Return the slots, padded by repeating the slots of the last token, so that no other row counts as read."""
     return torch.cat([slots, slots[-1:].expand(padding, -1)]) if padding else slots
 
 
 class _AllGather(torch.autograd.Function):
-    """`[S, ...]` of each process to `[P * S, ...]` in all; gradients are summed."""
+    """Gathering of `[S, ...]` of each process into `[P * S, ...]` in all processes; gradients are summed."""
 
     @staticmethod
     def forward(ctx: Any, part: torch.Tensor, group: "dist.ProcessGroup") -> torch.Tensor:  # type: ignore[override]
@@ -141,7 +141,7 @@ class _AllGather(torch.autograd.Function):
 
 
 class _ReduceScatter(torch.autograd.Function):
-    """The sum of `[P * S, ...]` over processes, of which each gets its `[S, ...]`."""
+    """Sum of `[P * S, ...]` over processes, of which each process gets its `[S, ...]`."""
 
     @staticmethod
     def forward(ctx: Any, whole: torch.Tensor, group: "dist.ProcessGroup") -> torch.Tensor:  # type: ignore[override]
@@ -156,7 +156,7 @@ class _ReduceScatter(torch.autograd.Function):
 
 
 class _AllToAll(torch.autograd.Function):
-    """`[P * S, ...]` of which the p-th `[S, ...]` goes to process p, which puts them in order of who sent them."""
+    """Exchange of `[P * S, ...]`: the p-th `[S, ...]` goes to process p, which orders what it receives by the sender's rank."""
 
     @staticmethod
     def forward(ctx: Any, parts: torch.Tensor, group: "dist.ProcessGroup") -> torch.Tensor:  # type: ignore[override]

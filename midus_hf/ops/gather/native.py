@@ -1,6 +1,7 @@
-"""The compiled bodies of the three sums behind gathering, for float32 and bfloat16 on a CPU; shapes as in `gather/row_sums.py`.
+"""The compiled bodies of the three sums behind gathering, for float32 and bfloat16 on a CPU.
 
-Each result is written by one thread alone, in the order of entries: the number of threads changes no bit.
+Shapes are as in `gather/row_sums.py`. One thread writes each result, in the order of entries: the number of threads
+changes no bit.
 """
 
 import torch
@@ -41,13 +42,13 @@ def native_row_sums(gradient: torch.Tensor, slots: torch.Tensor, weights: torch.
 def native_bank_gradient(
     gradient: torch.Tensor, slots: torch.Tensor, weights: torch.Tensor, bank_shape: torch.Size
 ) -> torch.Tensor:
-    """Return the gradient of a bank, float32: that of each row is summed in the order of tokens and heads.
+    """Return the gradient of a bank, float32. The gradient of each row is summed in the order of tokens and heads.
 
     Args:
-        gradient: `[S, H, v]`, of what was gathered.
+        gradient: Gradient of the loss with respect to the gathered sums, `[S, H, v]`.
         slots: `[S, H, k]`, integers of 2, 4 or 8 bytes.
         weights: `[S, H, k]`, float32.
-        bank_shape: `[N, v]` of a bank that heads share, or `[H, N, v]`.
+        bank_shape: `[N, v]` for a bank that heads share, or `[H, N, v]`.
     """
     tokens, heads, k = slots.shape
     rows, width = bank_shape[-2:]
@@ -94,7 +95,7 @@ def _gather(name: str, bank: torch.Tensor, slots: torch.Tensor, factors: torch.T
 
 
 def _integers(slots: torch.Tensor) -> torch.Tensor:
-    """Return slots as C reads them: of 2, 4 or 8 bytes."""
+    """Return slots in a dtype that C reads: integers of 2, 4 or 8 bytes."""
     return slots if slots.dtype in (torch.int16, torch.int32) else slots.long()
 
 

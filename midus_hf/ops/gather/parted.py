@@ -1,4 +1,4 @@
-"""Weighted sums of table rows, several for each token: one for each part that its slots are divided into."""
+"""Weighted sums of table rows, several per token: the slots of a token are divided into parts, and each part has a sum."""
 
 from typing import Any
 
@@ -24,18 +24,19 @@ def parted_gather(
 ) -> torch.Tensor:
     """Sum rows of a table by parts, `out[..., p] = sum over m with parts[..., m] == p of weights[..., m] * bank[slots[..., m]]`.
 
-    That is what UltraMemV2 needs where each virtual block has a projection of its own (equation 9). Each row is read once, and no
-    tensor holds the rows of all tokens. Sums are accumulated in float32 at least, in the order of slots. PyTorch computes it on
-    every device.
+    UltraMemV2 needs this if each virtual block has its own projection (equation 9). Each row is read once, and no
+    tensor holds the rows of all tokens. Sums are accumulated in float32 at least, in the order of slots. PyTorch
+    computes this op on every device.
 
     Args:
         bank: `[R, v]`, floating point.
         slots: `[..., m]`, int64, `0 <= slot < R`.
         weights: `[..., m]`, floating point.
         parts: `[..., m]`, int64, `0 <= part < P`.
-        num_parts: P.
-        sparse_gradient: As in `weighted_gather`. Default: false.
-        backend: `"reference"` for the contract, by PyTorch's own differentiation. Default: `"auto"`.
+        num_parts: Sums per token, P.
+        sparse_gradient: Whether the gradient of `bank` is a coalesced sparse tensor of the rows that were read.
+            Default: false.
+        backend: `"reference"` for the contract, which PyTorch differentiates. Default: `"auto"`.
 
     Returns:
         `[..., P, v]`, the dtype of `bank`.
@@ -52,8 +53,8 @@ def parted_gather(
     if backend == "reference":
         return reference(bank, slots, weights, parts, num_parts, sparse_gradient)
     leading, m = slots.shape[:-1], slots.shape[-1]
-    given = (bank, slots.reshape(-1, m), weights.reshape(-1, m), parts.reshape(-1, m), num_parts)
-    output = _SparsePartedGather.apply(*given) if sparse_gradient else parted_gather_op(*given)
+    arguments = (bank, slots.reshape(-1, m), weights.reshape(-1, m), parts.reshape(-1, m), num_parts)
+    output = _SparsePartedGather.apply(*arguments) if sparse_gradient else parted_gather_op(*arguments)
     return output.reshape(*leading, num_parts, bank.shape[-1])
 
 
@@ -61,7 +62,7 @@ def parted_gather(
 def parted_gather_op(
     bank: torch.Tensor, slots: torch.Tensor, weights: torch.Tensor, parts: torch.Tensor, num_parts: int
 ) -> torch.Tensor:
-    """`[R, v]` and three of `[S, m]` to `[S, P, v]`."""
+    """Compute `parted_gather` of `[R, v]` and three tensors `[S, m]`, to `[S, P, v]`."""
     wide_rows, places = widened(bank, slots)
     sums = _bag_sums(wide_rows, places.flatten(), weights, _bags(parts, num_parts), len(slots) * num_parts)
     return sums.to(bank.dtype).view(len(slots), num_parts, bank.shape[1])
@@ -76,7 +77,7 @@ def _(bank, slots, weights, parts, num_parts):  # type: ignore[no-untyped-def]
 def parted_gather_backward_op(
     gradient: torch.Tensor, bank: torch.Tensor, slots: torch.Tensor, weights: torch.Tensor, parts: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Gradients of bank and weights for a gradient `[S, P, v]`."""
+    """Return gradients of bank and weights for a gradient `[S, P, v]`."""
     bags = _bags(parts, gradient.shape[1])
     into_bank = _row_sums(gradient, slots, weights, bags, len(bank)).to(bank.dtype)
     return into_bank, _weight_gradients(gradient, bank, slots, bags).to(weights.dtype)
@@ -100,7 +101,7 @@ parted_gather_op.register_autograd(_differentiate, setup_context=_save)
 
 
 class _SparsePartedGather(torch.autograd.Function):
-    """The op with a row-sparse gradient, which a registered op cannot return."""
+    """Autograd function of the op with a row-sparse gradient, which a registered op cannot return."""
 
     @staticmethod
     def forward(  # type: ignore[override]
@@ -120,7 +121,7 @@ class _SparsePartedGather(torch.autograd.Function):
 
 
 def _bags(parts: torch.Tensor, num_parts: int) -> torch.Tensor:
-    """The sum that each slot belongs to, of `S * P`: `[S * m]`."""
+    """Return the number of the sum, out of `S * P`, that each slot belongs to: `[S * m]`."""
     first = torch.arange(len(parts), device=parts.device).unsqueeze(-1) * num_parts
     return (first + parts).flatten()
 
@@ -128,7 +129,7 @@ def _bags(parts: torch.Tensor, num_parts: int) -> torch.Tensor:
 def _bag_sums(
     rows: torch.Tensor, places: torch.Tensor, weights: torch.Tensor, bags: torch.Tensor, num_bags: int
 ) -> torch.Tensor:
-    """Sums of `weights * rows[places]` by bags, all three `[N]`, in their order: `[num_bags, v]`."""
+    """Sum `weights * rows[places]` per bag, in their order: `[num_bags, v]`; weights, places and bags are `[N]`."""
     sorted_bags, order = bags.to(narrowest_integer(num_bags)).sort(stable=True)
     starts = torch.searchsorted(sorted_bags, torch.arange(num_bags, device=bags.device, dtype=sorted_bags.dtype))
     scales = weights.flatten().to(rows.dtype)[order]
@@ -138,7 +139,7 @@ def _bag_sums(
 def _row_sums(
     gradient: torch.Tensor, slots: torch.Tensor, weights: torch.Tensor, bags: torch.Tensor, num_rows: int
 ) -> torch.Tensor:
-    """What rows `[num_rows, v]` get of a gradient `[S, P, v]`: a bag for each row, of the sums that it is in."""
+    """Return the gradient of rows `[num_rows, v]` for a gradient `[S, P, v]`: each row is a bag of the sums that it is part of."""
     wide = torch.promote_types(gradient.dtype, torch.float32)
     return _bag_sums(gradient.flatten(0, 1).to(wide), bags, weights, slots.flatten(), num_rows)
 
@@ -146,7 +147,7 @@ def _row_sums(
 def _weight_gradients(
     gradient: torch.Tensor, bank: torch.Tensor, slots: torch.Tensor, bags: torch.Tensor
 ) -> torch.Tensor:
-    """Products `[S, m]` of each slot's row with the gradient of its sum."""
+    """Return the products `[S, m]` of each slot's row with the gradient of the slot's sum."""
     wide_rows, places = widened(bank, slots)
     wide = gradient.flatten(0, 1).to(wide_rows.dtype).contiguous()
     return products_with_bags(wide, wide_rows, places.flatten(), bags).view(slots.shape)

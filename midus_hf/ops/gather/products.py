@@ -1,4 +1,4 @@
-"""Products of a vector with table rows: what a memory makes of pre-values (PEER)."""
+"""Products of a vector with table rows, which memories with pre-values compute (PEER)."""
 
 from typing import Any
 
@@ -20,14 +20,16 @@ def gathered_products(
 ) -> torch.Tensor:
     """Multiply each vector with rows of a table, `out[..., m] = <vectors, bank[slots[..., m]]>` (UltraMemV2, equation 15: `P x`).
 
-    No tensor holds the gathered rows of all vectors where the body fuses them. Sums are accumulated in float32 at least.
+    Bodies that fuse gathering and multiplication hold no tensor of the gathered rows of all vectors. Sums are
+    accumulated in float32 at least.
 
     Args:
         vectors: `[..., v]`, floating point, cast to the dtype of `bank`.
         bank: `[R, v]`, floating point.
         slots: `[..., m]`, int64, `0 <= slot < R`.
-        sparse_gradient: As in `weighted_gather`. Default: false.
-        backend: As in `OpChoices`. Default: `"auto"`.
+        sparse_gradient: Whether the gradient of `bank` is a coalesced sparse tensor of the rows that were read.
+            Default: false.
+        backend: Body to run, as in `OpChoices`. Default: `"auto"`.
 
     Returns:
         `[..., m]`, float32, or float64 for a float64 bank.
@@ -60,7 +62,7 @@ def gathered_products(
 
 @custom_op("gathered_products")
 def gathered_products_op(vectors: torch.Tensor, bank: torch.Tensor, slots: torch.Tensor, backend: str) -> torch.Tensor:
-    """Multiply `[S, v]` with rows of `[R, v]` at `[S, m]`, to `[S, m]`; the name of the body is resolved."""
+    """Multiply `[S, v]` with the rows `[S, m]` of `[R, v]`, to `[S, m]`; `backend` is a resolved name."""
     return weight_gradients(vectors, bank, slots, backend)
 
 
@@ -77,7 +79,7 @@ def gathered_products_backward_op(
     slots: torch.Tensor,
     backend: str,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Gradients of vectors and bank for a gradient `[S, m]`."""
+    """Return gradients of vectors and bank for a gradient `[S, m]`."""
     into_bank = row_sums(vectors, slots, gradient, len(bank), backend).to(bank.dtype)
     return weighted_rows(bank, slots, gradient, backend).to(vectors.dtype), into_bank
 
@@ -103,7 +105,7 @@ gathered_products_op.register_autograd(_differentiate, setup_context=_save)
 
 
 class _SparseGatheredProducts(torch.autograd.Function):
-    """The op with a row-sparse gradient, which a registered op cannot return."""
+    """Autograd function of the op with a row-sparse gradient, which a registered op cannot return."""
 
     @staticmethod
     def forward(  # type: ignore[override]

@@ -1,4 +1,4 @@
-"""What memories do with rows of large tables: weighted sums of them, and products with them."""
+"""Weighted sums of rows of large tables, and products of vectors with these rows."""
 
 import torch
 import torch.nn.functional as F
@@ -31,7 +31,7 @@ def gathered_products(
         vectors: `[..., v]`, floating point, cast to the dtype of `bank`.
         bank: `[R, v]`, floating point.
         slots: `[..., m]`, int64, `0 <= slot < R`.
-        sparse_gradient: As in `weighted_gather`. Default: false.
+        sparse_gradient: Whether the gradient of `bank` is a sparse tensor. Default: false.
 
     Returns:
         `[..., m]`, float32, or float64 for a float64 bank.
@@ -56,8 +56,8 @@ def parted_gather(
         slots: `[..., m]`, int64, `0 <= slot < R`.
         weights: `[..., m]`, floating point.
         parts: `[..., m]`, int64, `0 <= part < P`.
-        num_parts: P.
-        sparse_gradient: As in `weighted_gather`. Default: false.
+        num_parts: Sums per token, P.
+        sparse_gradient: Whether the gradient of `bank` is a sparse tensor. Default: false.
 
     Returns:
         `[..., P, v]`, the dtype of `bank`.
@@ -69,7 +69,7 @@ def parted_gather(
 
 
 def _rows(bank: torch.Tensor, slots: torch.Tensor, sparse_gradient: bool) -> torch.Tensor:
-    """Rows of a table in float32 at least: the gradient of a row that thousands of tokens hit is summed so."""
+    """Return rows in float32 at least, so that the gradients of a row that thousands of tokens read are summed in float32."""
     wide = torch.promote_types(bank.dtype, torch.float32)
     if torch.is_grad_enabled() and bank.requires_grad:
         return F.embedding(slots, bank.to(wide), sparse=sparse_gradient)

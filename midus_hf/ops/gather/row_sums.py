@@ -1,6 +1,6 @@
-"""The three sums behind gathering: of rows by weight, of gradients by row, and of products by weight.
+"""The three sums behind gathering: weighted rows per token, weighted gradients per row, and products per weight.
 
-Rows and weights are flat here, `[S, m]` slots into a table `[R, v]`. All sums are in float32 at least.
+Slots and weights are flat here: `[S, m]` slots into a table `[R, v]`. All sums are in float32 at least.
 """
 
 import torch
@@ -13,11 +13,11 @@ from midus_hf.ops.gather.native import native_gathered_products, native_row_sums
 from midus_hf.ops.gather.triton.rows import triton_row_sums, triton_weight_gradients, triton_weighted_rows
 
 _MOST_COLUMNS_IN_C = 64
-"""Wider rows PyTorch sums as fast, or faster: it sorts what hits them, and writes each row once."""
+"""Widest rows that C sums. PyTorch sums wider rows as fast or faster: it sorts entries by row, and writes each row once."""
 
 
 def weighted_rows(bank: torch.Tensor, slots: torch.Tensor, weights: torch.Tensor, backend: str) -> torch.Tensor:
-    """`sum_m weights[s, m] * bank[slots[s, m]]`: `[S, v]`, the dtype of `bank`."""
+    """Return `sum_m weights[s, m] * bank[slots[s, m]]`: `[S, v]`, the dtype of `bank`."""
     if backend == "triton":
         return triton_weighted_rows(bank, slots, weights)
     if backend == "native" and native_library() is not None:
@@ -31,14 +31,15 @@ def weighted_rows(bank: torch.Tensor, slots: torch.Tensor, weights: torch.Tensor
 def row_sums(
     gradient: torch.Tensor, slots: torch.Tensor, weights: torch.Tensor, num_rows: int, backend: str
 ) -> torch.Tensor:
-    """`sum over (s, m) with slots[s, m] == r of weights[s, m] * gradient[s]`: `[num_rows, v]`, float32 at least.
+    """Return `sum over (s, m) with slots[s, m] == r of weights[s, m] * gradient[s]`: `[num_rows, v]`, float32 at least.
 
     Args:
-        gradient: `[S, v]`.
-        slots: `[S, m]`.
-        weights: `[S, m]`.
-        num_rows: R.
-        backend: `"torch"`, `"native"` or `"triton"`; a graph may have been traced for C that cannot be built here.
+        gradient: Gradient of the sum of each token, `[S, v]`.
+        slots: Rows that each token reads, `[S, m]`.
+        weights: Weights of these rows, `[S, m]`.
+        num_rows: Rows of the table, R.
+        backend: `"torch"`, `"native"` or `"triton"`. PyTorch stands in for `"native"` if a graph was traced for C but C
+            cannot be built here.
     """
     if backend == "triton":
         return triton_row_sums(gradient, slots, weights, num_rows)
@@ -48,7 +49,7 @@ def row_sums(
     wide = torch.promote_types(gradient.dtype, torch.float32)
     sorted_slots, order = slots.flatten().to(narrowest_integer(num_rows)).sort(stable=True)
     starts = torch.searchsorted(sorted_slots, torch.arange(num_rows, device=slots.device, dtype=sorted_slots.dtype))
-    return F.embedding_bag(  # a bag per row: the tokens that hit it, in their order
+    return F.embedding_bag(  # one bag per row: the tokens that read the row, in their order
         order // slots.shape[1],
         gradient.to(wide),
         starts,
@@ -58,7 +59,7 @@ def row_sums(
 
 
 def weight_gradients(gradient: torch.Tensor, bank: torch.Tensor, slots: torch.Tensor, backend: str) -> torch.Tensor:
-    """`<gradient[s], bank[slots[s, m]]>`: `[S, m]`, float32 at least."""
+    """Return `<gradient[s], bank[slots[s, m]]>`: `[S, m]`, float32 at least."""
     if backend == "triton":
         return triton_weight_gradients(gradient, bank, slots)
     if backend == "native" and native_library() is not None:
@@ -70,10 +71,10 @@ def weight_gradients(gradient: torch.Tensor, bank: torch.Tensor, slots: torch.Te
 
 
 def widened(bank: torch.Tensor, slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Rows in float32 at least, and where in them each slot's row lies, `[S, m]`.
+    """Return rows in float32 at least, and the index among them of each slot's row, `[S, m]`.
 
-    A half-precision bank of which few rows are read, as in decoding, is gathered first: copying all of it would take a
-    hundred times as long. The sums over either have the same order, so the same bits.
+    If few rows of a half-precision bank are read, as in decoding, only these rows are copied: copying the whole bank
+    would take a hundred times as long. Sums over either have the same order, and so the same bits.
     """
     wide = torch.promote_types(bank.dtype, torch.float32)
     if bank.dtype == wide or slots.numel() >= len(bank):

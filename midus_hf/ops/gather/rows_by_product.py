@@ -1,10 +1,10 @@
-"""Weighted sums of table rows as a matrix product: a matrix that has the weights of all rows, times the whole table.
+"""Weighted sums of table rows as a matrix product: a matrix of the weights of all rows, times the whole table.
 
-Every token is multiplied with every row, which is many times the work of reading the few that it asks for. But tensor cores do this
-work at a rate at which rows cannot be read: where heads read much of a small table of wide rows, the product is done sooner. And its
-gradients are two more products, without a sort of what was read.
+The product multiplies every token with every row, which is many times the work of reading the few rows that a token
+needs. But tensor cores multiply rows much faster than memory delivers them: if tokens read much of a small table of
+wide rows, the product takes less time. Its gradients are two more products, and need no sort of the slots.
 
-Shapes: S tokens with m slots each, R rows of width v.
+Sizes: S tokens with m slots each, R rows of width v.
 """
 
 import torch
@@ -13,31 +13,34 @@ from midus_hf.ops.dispatch.precision import without_autocast
 from midus_hf.ops.gather.triton.rows import triton_spread_weights
 
 _MOST_ELEMENTS = 1 << 26
-"""Of the matrix of weights held at a time: 128 MB in half precision, and twice that of the gradient of it."""
+"""Most elements of the matrix of weights that are held at a time: 128 MB in half precision, and twice that for its gradient."""
 
 _LEAST_READS = 4
-"""Reads of each row, on average, that are worth reading all of them."""
+"""Least average number of reads per row for which multiplying with all rows can pay."""
 
 
 def product_takes_less(tokens: int, m: int, num_rows: int, width: int) -> bool:
-    """Whether the product is expected to take less than two thirds of the time on an H100 or H200, in bfloat16.
+    """Return whether the product is expected to take less than two thirds of the time of reading rows.
 
-    Of a token and column, reading takes 2 m bytes at 5.5 TB/s, which is what their second-level cache gives, and the product 2 R
-    operations at 600 TFLOP/s; a weight is written and read at 4 TB/s, and takes its kernel 1.3 ps at least, compiled: 0.36 m
-    against 0.0033 R (1 + 700 / v) ps. None of this was measured.
+    The estimate is for bfloat16 on an H100 or H200. Per token and column, reading takes 2 m bytes at the 5.5 TB/s of
+    the second-level cache, and the product 2 R operations at 600 TFLOP/s. A weight is written and read at 4 TB/s, and
+    takes its compiled kernel 1.3 ps at least. In all, reading takes 0.36 m ps and the product 0.0033 R (1 + 700 / v)
+    ps. None of this was measured.
 
     Args:
-        tokens: S.
+        tokens: Number of tokens, S.
         m: Slots that a token reads.
-        num_rows: R.
-        width: v.
+        num_rows: Rows of the table, R.
+        width: Width of a row, v.
     """
     is_read_often = tokens * m >= _LEAST_READS * num_rows
     return is_read_often and num_rows * (width + 700) <= 72 * m * width
 
 
 def product_of_rows(bank: torch.Tensor, slots: torch.Tensor, weights: torch.Tensor, backend: str) -> torch.Tensor:
-    """`sum_m weights[s, m] * bank[slots[s, m]]`: `[S, v]`, the dtype of `bank`, to which the sums of weights are rounded.
+    """Return `sum_m weights[s, m] * bank[slots[s, m]]`: `[S, v]`, the dtype of `bank`.
+
+    The weights of a token at one row are added and rounded to the dtype of `bank` before the product.
 
     Raises:
         IndexError: On a CPU, if a slot is no row of the bank.
@@ -55,7 +58,7 @@ def product_of_rows(bank: torch.Tensor, slots: torch.Tensor, weights: torch.Tens
 def gradients_of_product(
     gradient: torch.Tensor, bank: torch.Tensor, slots: torch.Tensor, weights: torch.Tensor, backend: str
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Of the bank `[R, v]` and of the weights `[S, m]`, float32 at least, for a gradient `[S, v]`."""
+    """Return the gradients of the bank `[R, v]` and of the weights `[S, m]`, float32 at least, for a gradient `[S, v]`."""
     stretch = _tokens_at_a_time(len(bank))
     wide = torch.promote_types(bank.dtype, torch.float32)
     into_bank, into_weights = torch.zeros(bank.shape, dtype=wide, device=bank.device), []
@@ -73,7 +76,7 @@ def _tokens_at_a_time(num_rows: int) -> int:
 def _spread(
     slots: torch.Tensor, weights: torch.Tensor, num_rows: int, dtype: torch.dtype, backend: str
 ) -> torch.Tensor:
-    """`[S, num_rows]`, the weights of a token at the rows that it reads."""
+    """Return `[S, num_rows]`, the weights of each token at the rows that the token reads, and 0 elsewhere."""
     if backend == "triton":
         return triton_spread_weights(slots, weights, num_rows, dtype)
     wide = torch.promote_types(dtype, torch.float32)
@@ -82,7 +85,7 @@ def _spread(
 
 
 def _wide_product(first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
-    """A matrix product summed, and returned, in float32 at least."""
+    """Return a matrix product that is summed in float32 at least, in that dtype."""
     wide = torch.promote_types(first.dtype, torch.float32)
     if first.is_cuda and first.dtype != wide and not torch.version.hip:
         return torch.mm(first, second, out_dtype=wide)

@@ -1,4 +1,4 @@
-"""Weighted sums of table rows: what every memory does with the slots it retrieved."""
+"""Weighted sums of table rows, which every memory computes from the slots that it retrieved."""
 
 from typing import Any
 
@@ -21,15 +21,16 @@ def weighted_gather(
 ) -> torch.Tensor:
     """Sum rows of a table, `out = sum_m weights[..., m] * bank[slots[..., m]]` (MIDUS, equation 14).
 
-    Sums are accumulated in float32 at least, those of gradients as well: thousands of tokens may hit one row.
+    Sums are accumulated in float32 at least. So are sums of gradients, since thousands of tokens may read one row.
 
     Args:
         bank: `[R, v]`, floating point; with `sparse_gradient` also `[..., v]`, whose R rows are numbered in order.
         slots: `[..., m]`, int64, `0 <= slot < R`.
         weights: `[..., m]`, floating point.
-        sparse_gradient: Whether the gradient of `bank` is a coalesced sparse tensor of the rows that were hit, for tables
-            of which a batch hits few; `v` is its one dense dimension. It waits for the device to count them. Default: false.
-        backend: As in `OpChoices`. Default: `"auto"`.
+        sparse_gradient: Whether the gradient of `bank` is a coalesced sparse tensor of the rows that were read, with
+            `v` as its only dense dimension: for tables of which a batch reads few rows. Counting the rows waits for the
+            device. Default: false.
+        backend: Body to run, as in `OpChoices`. Default: `"auto"`.
 
     Returns:
         `[..., v]`, the dtype of `bank`.
@@ -60,15 +61,12 @@ def weighted_gather(
 def weighted_gather_op(
     bank: torch.Tensor, slots: torch.Tensor, weights: torch.Tensor, backend: str, gathering: str = "auto"
 ) -> torch.Tensor:
-    """Sum rows of `[R, v]` at `[S, m]`, weighed with `[S, m]`, to `[S, v]`; the name of the body is resolved.
+    """Compute `weighted_gather` of a table `[R, v]` with slots `[S, m]` and weights `[S, m]`, to `[S, v]`.
 
     Args:
-        bank: `[R, v]`.
-        slots: `[S, m]`.
-        weights: `[S, m]`.
-        backend: `"torch"`, `"native"` or `"triton"`.
-        gathering: `"rows"`, as they are read, or a `"product"` of the whole bank with a matrix of all weights. Default: `"auto"`, the
-            product where it is expected to take less.
+        backend: Resolved name of the body: `"torch"`, `"native"` or `"triton"`.
+        gathering: `"rows"` to read the rows, or `"product"` to multiply the whole bank with a matrix of all weights.
+            Default: `"auto"`, the product if it is expected to take less time.
     """
     return _sums(bank, slots, weights, backend, gathering)
 
@@ -95,7 +93,7 @@ def weighted_gather_backward_op(
     backend: str,
     gathering: str,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Gradients of bank and weights for a gradient `[S, v]`."""
+    """Return gradients of bank and weights for a gradient `[S, v]`."""
     if multiplies_all(bank, slots, backend, gathering):
         into_bank, into_weights = gradients_of_product(gradient, bank, slots, weights, backend)
         return into_bank.to(bank.dtype), into_weights.to(weights.dtype)
@@ -122,7 +120,10 @@ weighted_gather_op.register_autograd(_differentiate, setup_context=_save)
 
 
 def multiplies_all(bank: torch.Tensor, slots: torch.Tensor, backend: str, gathering: str = "auto") -> bool:
-    """Whether these rows are summed by a product: decided where sizes are known, and alike for output and gradient."""
+    """Return whether rows are summed by a product with the whole bank.
+
+    The registered ops call this function when they run, since sizes are known then; output and gradient decide alike.
+    """
     if gathering != "auto":
         return gathering == "product"
     is_on_nvidia = bank.is_cuda and not torch.version.hip
@@ -131,7 +132,7 @@ def multiplies_all(bank: torch.Tensor, slots: torch.Tensor, backend: str, gather
 
 
 class _SparseWeightedGather(torch.autograd.Function):
-    """The op with a row-sparse gradient, which a registered op cannot return."""
+    """Autograd function of the op with a row-sparse gradient, which a registered op cannot return."""
 
     @staticmethod
     def forward(  # type: ignore[override]

@@ -1,11 +1,11 @@
-"""Tucker-decomposed query-key retrieval (TDQKR): the k best of all pairs of keys, where a small core mixes their scores."""
+"""Tucker-decomposed query-key retrieval (TDQKR): the k best pairs of a row and a column key, whose scores a small core mixes."""
 
 import torch
 
 from midus_hf.ops.product_key.selection import largest
 
 _MOST_SCORES = 1 << 24
-"""Scores of pairs held at a time: 64 MB in float32."""
+"""Most scores of pairs that are held at a time: 64 MB in float32."""
 _SQUARINGS = 8
 _TINY = 1e-30
 
@@ -21,19 +21,21 @@ def tucker_topk(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Find, for every head, k pairs of a row and a column key with large scores (UltraMemV2, equations 6, 7, 10 and 11).
 
-    The pair of row i of set a and column j of set b has the score `row_scores[a, i] @ core[a, b] @ column_scores[b, j]`. In a first
-    stage `side` rows and `side` columns are kept for each pair of sets, by the scores that are left where the core is taken for its
-    leading singular value: `row_scores @ row_vector` and `column_scores @ column_vector`. The second stage scores all pairs of those
-    exactly. With rank 1, or a core of rank 1 and `side >= k`, and none but positive leading scores, it finds the best of all.
+    The pair of row i of set a and column j of set b has the score
+    `row_scores[a, i] @ core[a, b] @ column_scores[b, j]`. The first stage approximates each core by its leading
+    singular value, and keeps for each pair of sets the `side` rows and the `side` columns with the largest leading
+    scores, `row_scores @ row_vector` and `column_scores @ column_vector`. The second stage scores all pairs of the kept
+    rows and columns exactly. These are the k best of all pairs if cores have rank 1, `side >= k` and all leading scores
+    are positive.
 
     Args:
-        row_scores: `[..., H, h, n, r]`, scores of the keys of each set and rank, floating point.
-        column_scores: `[..., H, h, n, r]`.
-        core: `[H, h, h, r, r]`.
-        row_vector: `[H, h, h, r]`, the leading left singular vector of each core.
-        column_vector: `[H, h, h, r]`, the leading right one.
-        k: Slots chosen, `1 <= k <= h * h * side * side`.
-        side: `1 <= side <= n`.
+        row_scores: Scores of the row keys of each set and rank, `[..., H, h, n, r]`, floating point.
+        column_scores: Scores of the column keys of each set and rank, `[..., H, h, n, r]`.
+        core: Core of each pair of sets, `[H, h, h, r, r]`.
+        row_vector: Leading left singular vector of each core, `[H, h, h, r]`.
+        column_vector: Leading right singular vector of each core, `[H, h, h, r]`.
+        k: Slots retrieved per head, `1 <= k <= h * h * side * side`.
+        side: Rows, and columns, that the first stage keeps per pair of sets, `1 <= side <= n`.
 
     Returns:
         Scores `[..., H, k]`, descending, in the dtype of the scores, and slots `[..., H, k]`, int64: slot
@@ -61,7 +63,7 @@ def select(
     k: int,
     side: int,
 ) -> torch.Tensor:
-    """The chosen slots `[S, H, k]`, best first; arguments as those of `tucker_topk`, with one leading dimension."""
+    """Return the chosen slots `[S, H, k]`, best first, with the arguments of `tucker_topk` and one leading dimension."""
     heads, sets = rows.shape[1:3]
     stretch = max(1, _MOST_SCORES // (heads * sets**2 * side**2))
     if len(rows) <= stretch:
@@ -87,7 +89,7 @@ def _select(
     kept_columns = _at(columns.unsqueeze(2), best_columns, rank)
     grid = (kept_rows @ core) @ kept_columns.transpose(-1, -2)  # [S, H, h, h, side, side]
     pairs = grid.flatten(2).topk(k, dim=-1).indices  # [S, H, k]
-    if grid.shape[2:4] == (1, 1):  # one block, and arithmetic of blocks would take a token a while
+    if grid.shape[2:4] == (1, 1):  # one block; in decoding, the arithmetic of blocks would take noticeable time
         row, column = best_rows.flatten(2).gather(-1, pairs // side), best_columns.flatten(2).gather(-1, pairs % side)
         return row * n + column
     block, within = pairs // side**2, pairs % side**2
@@ -97,13 +99,13 @@ def _select(
 
 
 def _at(scores: torch.Tensor, keys: torch.Tensor, rank: int) -> torch.Tensor:
-    """Scores `[S, H, h or 1, 1 or h, n, r]` of keys `[S, H, h, h, side]`: `[S, H, h, h, side, r]`."""
+    """Gather the scores `[S, H, h or 1, 1 or h, n, r]` of keys `[S, H, h, h, side]`, to `[S, H, h, h, side, r]`."""
     every = scores.expand(*keys.shape[:-1], *scores.shape[-2:])
     return every.gather(-2, keys.unsqueeze(-1).expand(*keys.shape, rank))
 
 
 def slot_scores(rows: torch.Tensor, columns: torch.Tensor, core: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
-    """The exact scores of slots `[S, H, k]`, in the dtype of `rows`; differentiable in rows, columns and core."""
+    """Return the exact scores of slots `[S, H, k]`, in the dtype of `rows`; they are differentiable in rows, columns and core."""
     sets, n, rank = rows.shape[2:]
     if sets == 1:
         row = rows.squeeze(2).gather(2, (slots // n).unsqueeze(-1).expand(*slots.shape, rank))  # [S, H, k, r]
@@ -120,17 +122,19 @@ def slot_scores(rows: torch.Tensor, columns: torch.Tensor, core: torch.Tensor, s
 
 
 def leading_vectors(core: torch.Tensor, row_vector: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The leading singular vectors of cores, on the side of those that there were: a sign must not turn over while cores change.
+    """Return the leading singular vectors of cores, with the sign of the previous vectors.
 
-    Which rows and columns the first stage keeps depends on the sign: those with large products, both positive. Found by
-    squaring, so the device waits for nothing. The vectors so far decide the sign alone, so a pass that is repeated finds the same.
+    The sign must not flip while cores change: the first stage keeps the rows and columns with the largest leading
+    scores, so the sign decides which. Repeated squaring finds the vectors, so nothing waits for the device. Only the
+    sign depends on the previous vectors, so a repeated pass gives the same result.
 
     Args:
         core: `[..., r, r]`.
-        row_vector: `[..., r]`, the left vectors so far.
+        row_vector: Previous left vectors, `[..., r]`.
 
     Returns:
-        Left and right vectors `[..., r]`, of length one, in the dtype of `core`. For a core of zeros those so far, and zeros.
+        Left and right vectors `[..., r]`, of length one, in the dtype of `core`. For a core of zeros, the previous left
+        vector and zeros.
     """
     power = core @ core.transpose(-1, -2)
     for _ in range(_SQUARINGS):
@@ -151,7 +155,7 @@ def _unit(vector: torch.Tensor) -> torch.Tensor:
 def reference(
     row_scores: torch.Tensor, column_scores: torch.Tensor, core: torch.Tensor, k: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """What the two stages approximate: every pair of keys scored, and the k best chosen (equation 11 as it is written)."""
+    """Score every pair of keys and choose the k best (equation 11 as written), which the two stages of `tucker_topk` approximate."""
     grid = torch.einsum("...hair,habrq,...hbjq->...habij", row_scores, core, column_scores)
     return grid.flatten(-4).topk(k, dim=-1)
 

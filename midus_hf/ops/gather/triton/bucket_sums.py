@@ -1,11 +1,12 @@
-"""The kernels that sum gradients by row in a fixed order: by buckets of neighbouring rows.
+"""Kernels that sum gradients per row in a fixed order, by buckets of neighbouring rows.
 
-Entries, one for each token and slot it retrieved, are sorted by bucket alone. Those of a bucket are added to a tile of its rows, some
-at a time, as a product on tensor cores with a matrix that has the weight of each at its row. A bucket of many entries is summed in
-pieces, and these in their order: what every token hit is left to no single program.
+An entry is a token with one of its slots. Entries are sorted by bucket only. The entries of a bucket are added to a
+tile of the bucket's rows, some at a time, as a product on tensor cores with a matrix that holds the weight of each
+entry at its row. A bucket of many entries is summed in pieces, and the sums of the pieces are added in their order: so
+no single program has to sum a row that every token reads.
 
-Shapes: `BR` rows per bucket; `BE` entries at a time, `PIECE` per program; `BV` columns of a row. A group is a bucket, or where each
-head has rows of its own, a bucket of one head.
+Sizes: `BR` rows per bucket; `BE` entries at a time, `PIECE` per program; `BV` columns of a row. A group is a bucket or,
+if each head has separate rows, a bucket of one head.
 """
 
 import torch
@@ -23,13 +24,13 @@ from midus_hf.ops.dispatch.triton import (
 )
 
 _ROWS = 64
-"""Of a bucket: what makes a tile of tensor cores, and the slots of one row sub-key where there are 64 on each side."""
+"""Rows of a bucket: a tile of tensor cores, and the slots of one row sub-key if each side has 64 sub-keys."""
 
 _PIECE = 4096
-"""Entries of a program."""
+"""Most entries of a program."""
 
 _STRETCH = 256
-"""Columns whose pieces are held at a time."""
+"""Columns for which the sums of pieces are held at a time."""
 
 _REACH_OF_32_BITS = (1 << 31) - 1
 
@@ -38,9 +39,9 @@ _REACH_OF_32_BITS = (1 << 31) - 1
 def group_starts_kernel(
     keys, order, starts, count, of_head, groups, STEPS: tl.constexpr, HEADS: tl.constexpr, BG: tl.constexpr
 ):
-    """Where the entries of each group begin: [groups + 1].
+    """Write the index of each group's first entry: [groups + 1].
 
-    `order` says which entry is where, sorted by `keys`, the buckets; of each head there are `of_head`, one head's after another's.
+    `order` lists the entries sorted by `keys`, their buckets. Entries are numbered head by head, `of_head` per head.
     """
     group = tl.program_id(0) * BG + tl.arange(0, BG)
     bucket, first = group // HEADS, (group % HEADS).to(tl.int64) * of_head
@@ -60,7 +61,7 @@ def store_rows(
     output, total, group, width, output_stride, ROWS: tl.constexpr, HEADS: tl.constexpr, BR: tl.constexpr,
     BV: tl.constexpr,
 ):  # fmt: skip
-    """Store the sums [BR, BV] of a group's rows; each head has ROWS of them."""
+    """Store the sums [BR, BV] of a group's rows; each head has ROWS rows."""
     row = group // HEADS * BR + tl.arange(0, BR)
     columns = tl.program_id(1) * BV + tl.arange(0, BV)
     there = output + (group % HEADS).to(tl.int64) * ROWS * output_stride
@@ -72,7 +73,10 @@ def store_rows(
 def place_of(
     entry, head, of_head, BY_HEAD: tl.constexpr, IS_LARGE: tl.constexpr, HEADS: tl.constexpr, M: tl.constexpr
 ):
-    """Token, head and place in [S, HEADS, M] of entries of it, or with `BY_HEAD` of those of this head in [HEADS, S, M]."""
+    """Return the token, the head and the index in [S, HEADS, M] of entries.
+
+    Entries are numbered as in [S, HEADS, M], or with `BY_HEAD` as in [HEADS, S, M], where all of them belong to `head`.
+    """
     if BY_HEAD:
         entry = entry - head.to(tl.int64) * of_head
     entry = entry if IS_LARGE else entry.to(tl.int32)
@@ -85,7 +89,7 @@ def place_of(
 
 @triton.jit
 def first_tile(start, PIECE: tl.constexpr):
-    """The first tile of a group's pieces, if it has several: those of others before it are at most two for every PIECE entries."""
+    """Return the first tile for the pieces of a group that has several; groups before it need at most two tiles per PIECE entries."""
     return 2 * (start // PIECE)
 
 
@@ -96,7 +100,10 @@ def bucket_sums_kernel(
     BY_HEAD: tl.constexpr, IS_EVEN: tl.constexpr, IS_LARGE: tl.constexpr, PRECISION: tl.constexpr, ROWS: tl.constexpr,
     HEADS: tl.constexpr, M: tl.constexpr, PIECE: tl.constexpr, BR: tl.constexpr, BE: tl.constexpr, BV: tl.constexpr,
 ):  # fmt: skip
-    """Sum one piece of a group, which is a bucket, or with `BY_HEAD` one of one head: to `output` if it is the only one."""
+    """Sum one piece of a group, to `output` if the group has no other, else to `scratch`.
+
+    With `BY_HEAD`, a group is a bucket of one head.
+    """
     group = tl.load(owners + tl.program_id(0)).to(tl.int32)
     if group < groups:
         start_of_group, end = tl.load(starts + group), tl.load(starts + group + 1)
@@ -110,13 +117,13 @@ def bucket_sums_kernel(
         for start in range(0, count, BE):
             valid = start + places < count
             entry = tl.load(order + first + start + places, mask=valid, other=0)
-            token, head, place = place_of(entry, group % HEADS, of_head, BY_HEAD, IS_LARGE, HEADS, M)
-            weight = tl.load(weights + place, mask=valid, other=0.0).to(tl.float32)
-            row = tl.load(slots + place, mask=valid, other=0).to(tl.int32) - first_row
+            token, head, index = place_of(entry, group % HEADS, of_head, BY_HEAD, IS_LARGE, HEADS, M)
+            weight = tl.load(weights + index, mask=valid, other=0.0).to(tl.float32)
+            row = tl.load(slots + index, mask=valid, other=0).to(tl.int32) - first_row
             share = tl.where(rows[:, None] == row[None, :], weight[None, :], 0.0)  # [BR, BE]
-            asked = source + (token * token_stride + head * head_stride)[:, None] + columns[None, :]
+            pointers = source + (token * token_stride + head * head_stride)[:, None] + columns[None, :]
             mask = valid[:, None] if IS_EVEN else valid[:, None] & (columns < width)[None, :]
-            terms = tl.load(asked, mask=mask, other=0.0)
+            terms = tl.load(pointers, mask=mask, other=0.0)
             total += product(share, terms, PRECISION)
         if end - start_of_group <= PIECE:
             store_rows(output, total, group, width, output_stride, ROWS, HEADS if BY_HEAD else 1, BR, BV)
@@ -147,14 +154,15 @@ def piece_sums_kernel(
 def bucket_sums(
     gradient: torch.Tensor, slots: torch.Tensor, weights: torch.Tensor, output: torch.Tensor, *, by_head: bool
 ) -> None:
-    """Fill `output` with the sums of gradients, times their weights, by slot, or by head and slot.
+    """Fill `output` with the sums of weighted gradients per slot, or per head and slot.
 
     Args:
-        gradient: `[S, H, v]`, whose last dimension lies together.
+        gradient: `[S, H, v]`, with a contiguous last dimension.
         slots: `[S, H, m]`, contiguous, not empty.
         weights: `[S, H, m]`, contiguous.
-        output: `[R, v]`, zero so far: rows of the bank of all heads, or with `by_head` of one head's after another's.
-        by_head: Whether each head has rows of its own.
+        output: `[R, v]`, filled with zeros: the rows of a bank that heads share, or with `by_head` the rows of each
+            head's bank, head after head.
+        by_head: Whether each head has a separate bank.
     """
     (tokens, heads, m), (num_rows, width) = slots.shape, output.shape
     rows = num_rows // heads if by_head else num_rows
@@ -167,7 +175,7 @@ def bucket_sums(
         keys, order, starts, count, tokens * m, groups, STEPS=count.bit_length(), HEADS=heads if by_head else 1, BG=128
     )
     ends = starts.diff().add_(_PIECE - 1).div_(_PIECE, rounding_mode="floor").cumsum(0)
-    programs = min(groups, count) + count // _PIECE  # at most
+    programs = min(groups, count) + count // _PIECE  # an upper bound
     owners = torch.searchsorted(ends, torch.arange(programs, device=slots.device), right=True)
     reach = max(
         count, sum((size - 1) * abs(stride) for size, stride in zip(gradient.shape, gradient.stride(), strict=True))
@@ -176,7 +184,7 @@ def bucket_sums(
     is_tripled = is_wide and not interprets_kernels()
     for start in range(0, width, _STRETCH):
         target, source = output[:, start : start + _STRETCH], gradient[..., start : start + _STRETCH]
-        columns = max(16, min(64 if is_wide else 128, power_of_two(target.shape[1])))  # what registers hold
+        columns = max(16, min(64 if is_wide else 128, power_of_two(target.shape[1])))  # as many as registers hold
         tile = _tile(gradient.device, columns, count >= 128 * groups, is_tripled)
         scratch = torch.empty(2 * (count // _PIECE) * _ROWS, target.shape[1], dtype=torch.float32, device=slots.device)
         parts = quotient_above(target.shape[1], columns)
@@ -195,13 +203,14 @@ def bucket_sums(
 
 @tiles("bucket_sums_kernel", BE=(16, 256), num_warps=(2, 8))
 def _tile(changes: Changes, columns: int, is_full: bool, is_tripled: bool) -> Tile:
-    """How many entries a program adds at a time: 128 where many buckets have as many.
+    """Return the tile with the number of entries that a program adds at a time: 128 if many buckets have as many, else 64.
 
-    Three products of more than 32, which stand for one of float32, spill on compute capability 8.0.
+    A product of float32 takes 32 entries: with more, the three products that it consists of spill on compute capability
+    8.0.
     """
     return {"BE": 32 if is_tripled else 128 if is_full else 64, "num_warps": 4, **changes}
 
 
 def _integer(bound: int) -> torch.dtype:
-    """What is sorted soonest among what counts up to `bound`."""
+    """Return the integer dtype that holds `bound` different numbers and sorts fastest."""
     return torch.uint8 if bound <= 256 else narrowest_integer(bound)

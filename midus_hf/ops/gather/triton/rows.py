@@ -1,6 +1,6 @@
-"""Kernels that sum table rows, and gradients by row.
+"""Kernels that sum table rows per token, and gradients per row.
 
-Shapes: `E` entries in all, one for each token and slot it retrieved; `BE` entries per program; `BV` columns of a row.
+An entry is a token with one of its slots. Sizes: `BM` entries of a token at a time; `BV` columns of a row.
 """
 
 import torch
@@ -19,7 +19,7 @@ from midus_hf.ops.gather.triton.bucket_sums import bucket_sums
 
 @triton.jit
 def weighted_rows_kernel(bank, slots, weights, output, m, width, BM: tl.constexpr, BV: tl.constexpr):
-    """`output[s] = sum_m weights[s, m] * bank[slots[s, m]]`, a token and BV columns per program."""
+    """Write `output[s] = sum_m weights[s, m] * bank[slots[s, m]]`, a token and BV columns per program."""
     token = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BV + tl.arange(0, BV)
     total = tl.zeros([BV], tl.float32)
@@ -35,7 +35,7 @@ def weighted_rows_kernel(bank, slots, weights, output, m, width, BM: tl.constexp
 
 @triton.jit
 def weight_gradients_kernel(gradient, bank, slots, output, m, width, BM: tl.constexpr, BV: tl.constexpr):
-    """`output[s, m] = <gradient[s], bank[slots[s, m]]>`, a token and BM of its entries per program."""
+    """Write `output[s, m] = <gradient[s], bank[slots[s, m]]>`, a token and BM of its entries per program."""
     token = tl.program_id(0).to(tl.int64)
     entries = tl.program_id(1) * BM + tl.arange(0, BM)
     slot = tl.load(slots + token * m + entries, mask=entries < m, other=0).to(tl.int64)
@@ -50,7 +50,7 @@ def weight_gradients_kernel(gradient, bank, slots, output, m, width, BM: tl.cons
 
 
 def triton_weighted_rows(bank: torch.Tensor, slots: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-    """`sum_m weights[s, m] * bank[slots[s, m]]`: `[S, v]`, the dtype of `bank`."""
+    """Return `sum_m weights[s, m] * bank[slots[s, m]]`: `[S, v]`, the dtype of `bank`."""
     (count, m), width = slots.shape, bank.shape[1]
     output = bank.new_empty(count, width)
     if output.numel():
@@ -64,7 +64,7 @@ def triton_weighted_rows(bank: torch.Tensor, slots: torch.Tensor, weights: torch
 
 
 def triton_weight_gradients(gradient: torch.Tensor, bank: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
-    """`<gradient[s], bank[slots[s, m]]>`: `[S, m]`, float32."""
+    """Return `<gradient[s], bank[slots[s, m]]>`: `[S, m]`, float32."""
     (count, m), width = slots.shape, bank.shape[1]
     output = torch.zeros(count, m, dtype=torch.float32, device=bank.device)
     if output.numel() and width:
@@ -80,13 +80,13 @@ def triton_weight_gradients(gradient: torch.Tensor, bank: torch.Tensor, slots: t
 def triton_row_sums(gradient: torch.Tensor, slots: torch.Tensor, weights: torch.Tensor, num_rows: int) -> torch.Tensor:
     """Return `sum over (s, m) with slots[s, m] == r of weights[s, m] * gradient[s]`: `[num_rows, v]`, float32.
 
-    Entries are sorted by row, and rows summed in the order of the tokens (`bucket_sums`).
+    Entries are sorted by bucket of rows, and each row is summed in the order of the tokens (`bucket_sums`).
 
     Args:
-        gradient: `[S, v]`.
-        slots: `[S, m]`.
-        weights: `[S, m]`.
-        num_rows: R.
+        gradient: Gradient of the sum of each token, `[S, v]`.
+        slots: Rows that each token reads, `[S, m]`.
+        weights: Weights of these rows, `[S, m]`.
+        num_rows: Rows of the table, R.
     """
     shape = torch.Size((num_rows, gradient.shape[1]))
     return triton_bank_gradient(gradient.unsqueeze(1), slots.unsqueeze(1), weights.unsqueeze(1), shape, torch.float32)
@@ -98,11 +98,11 @@ def triton_bank_gradient(
     """Return the gradient of a bank: for each row the sum of weights times gradients, in float32, in the order of tokens.
 
     Args:
-        gradient: `[S, H, v]`.
-        slots: `[S, H, m]`.
-        weights: `[S, H, m]`.
+        gradient: Gradient of the sum of each token and head, `[S, H, v]`.
+        slots: Rows that each token and head reads, `[S, H, m]`.
+        weights: Weights of these rows, `[S, H, m]`.
         bank_shape: `[N, v]` or `[H, N, v]`.
-        dtype: Of the sums, to which they are rounded once.
+        dtype: Dtype of the result, to which the sums are rounded once.
     """
     output = torch.zeros(bank_shape, dtype=dtype, device=gradient.device)
     if slots.numel() and output.numel():
@@ -117,10 +117,10 @@ def triton_bank_gradient(
 def spread_weights_kernel(
     slots, weights, spread, m, rows, PRECISION: tl.constexpr, BM: tl.constexpr, BH: tl.constexpr, BL: tl.constexpr
 ):
-    """`spread[s, r]`, the sum of the weights of token s at row r, for BH * BL rows of one token per program.
+    """Write `spread[s, r]`, the sum of the weights of token s at row r, for BH * BL rows of one token per program.
 
-    A row has a high and a low digit, and the sum over entries is a product of two matrices: of weights at high digits [BH, BM], and
-    of ones at low digits [BM, BL]. So entries of one row add up in a fixed order, without atomics.
+    A row number has a high and a low digit. The sum over entries is the product of two matrices: weights at high digits
+    [BH, BM], and ones at low digits [BM, BL]. So the entries of one row add up in a fixed order, without atomics.
     """
     token = tl.program_id(0).to(tl.int64)
     first = tl.program_id(1) * (BH * BL)
@@ -141,9 +141,9 @@ def spread_weights_kernel(
 def triton_spread_weights(
     slots: torch.Tensor, weights: torch.Tensor, num_rows: int, dtype: torch.dtype
 ) -> torch.Tensor:
-    """`[S, num_rows]` in `dtype`: weights `[S, m]` at their slots `[S, m]`; those of one row are summed in float32.
+    """Place weights `[S, m]` at their slots `[S, m]`: `[S, num_rows]` in `dtype`, 0 elsewhere.
 
-    For bfloat16 each is rounded to TF32 before.
+    Weights at the same row are summed in float32; for a result in bfloat16, each weight is rounded to TF32 before.
     """
     tokens, m = slots.shape
     spread = torch.empty(tokens, num_rows, dtype=dtype, device=slots.device)
