@@ -1,7 +1,8 @@
-"""The fused part of head-wise memory, as one registered op: select, weigh, gather; and its gradient.
+"""The fused part of head-wise memory as one registered op, which selects, weighs and gathers; and its gradient.
 
-Shapes: query `[S, H, d]`, keys `[H, n, d / 2]`, bank `[N, v]` or `[H, N, v]`, residual and output `[S, H, v]`. Query and tables
-share a dtype; a residual may have another, which the output then has. Names of bodies are resolved, shapes checked.
+Shapes: query `[S, H, d]`, keys `[H, n, d / 2]`, bank `[N, v]` or `[H, N, v]`, residual and output `[S, H, v]`. Query
+and tables share a dtype; a residual may have another, which is then the dtype of the output. Callers have resolved the
+name of the body and checked shapes.
 """
 
 from typing import Any, Optional
@@ -48,15 +49,15 @@ headwise_lookup_op = custom_op("headwise_lookup")(lookup)
 
 
 def torch_lookup(inputs: LookupInputs) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return what `lookup` does, by PyTorch's operations."""
+    """Compute `lookup` by PyTorch's operations."""
     query, row_keys, column_keys, bank, residual, k, temperature = inputs
     tokens, heads, _ = query.shape
     n = row_keys.shape[1]
     wide = torch.promote_types(query.dtype, torch.float32)
     with without_autocast(query.device.type):
         row_scores, column_scores = (
-            torch.bmm(asked, keys.to(wide).transpose(1, 2))  # [H, S, n]
-            for asked, keys in zip(halves(query, wide), (row_keys, column_keys), strict=True)
+            torch.bmm(queries, keys.to(wide).transpose(1, 2))  # [H, S, n]
+            for queries, keys in zip(halves(query, wide), (row_keys, column_keys), strict=True)
         )
     rows, columns = select(row_scores, column_scores, k)  # [H, S, k]
     scores = row_scores.gather(-1, rows) + column_scores.gather(-1, columns)
@@ -72,7 +73,7 @@ def torch_lookup(inputs: LookupInputs) -> tuple[torch.Tensor, torch.Tensor, torc
 
 
 def lookup_few(inputs: LookupInputs) -> torch.Tensor:
-    """Return the output alone, `[S, H, v]`, by as few calls as it takes: what counts for the few tokens of a decoding step."""
+    """Return the output only, `[S, H, v]`, by as few calls as possible: calls dominate the time of a decoding step's few tokens."""
     query, row_keys, column_keys, bank, residual, k, temperature = inputs
     tokens, heads, _ = query.shape
     scores, slots = best_slots(query, row_keys, column_keys, k)
@@ -107,9 +108,9 @@ def headwise_lookup_backward_op(
     wants_bank: bool,
     backend: str,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Gradients of query, row keys, column keys and bank, for a gradient `[S, H, v]` of the output.
+    """Return gradients of query, row keys, column keys and bank, for a gradient `[S, H, v]` of the output.
 
-    The first three are empty where gradients of scores are not wanted, the last where that of the bank is not.
+    The first three are empty tensors if `wants_scores` is false, the last if `wants_bank` is false.
     """
     into_query, into_row_keys, into_column_keys, into_bank = (
         tensor.new_empty(0) for tensor in (query, row_keys, column_keys, bank)
@@ -191,17 +192,17 @@ headwise_lookup_op.register_autograd(_differentiate, setup_context=_save)
 
 
 def _weights(scores: torch.Tensor, temperature: float) -> torch.Tensor:
-    """The softmax of descending scores over the temperature."""
+    """Return the softmax of descending scores divided by the temperature."""
     if temperature != 1:
         scores = scores / temperature
     if scores.numel() <= _FEW_SCORES:
         return scores.softmax(dim=-1)
-    shares = (scores - scores[..., :1]).exp_()  # torch's softmax of so few columns takes five times as long
+    shares = (scores - scores[..., :1]).exp_()  # for so few columns, torch's softmax takes five times as long
     return shares.div_(shares.sum(-1, keepdim=True))
 
 
 def _flat(bank: torch.Tensor, slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """A bank `[R, v]` and slots `[H * S, k]` into it, for slots `[H, S, k]` of each head."""
+    """Return a flat bank `[R, v]` and, for slots `[H, S, k]` of each head, slots `[H * S, k]` into that bank."""
     if bank.dim() == 2:
         return bank, slots.flatten(0, 1)
     heads, slots_of_head, _ = bank.shape

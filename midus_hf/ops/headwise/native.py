@@ -1,7 +1,7 @@
 """The compiled body of head-wise lookup, for float32 and bfloat16 on a CPU.
 
-Shapes as in `headwise_lookup`. Each result is written by one thread alone, in the order of tokens: neither the number of threads nor
-the other tokens of a call change its bits.
+Shapes are as in `headwise_lookup`. One thread writes each result, in the order of tokens: neither the number of threads
+nor the other tokens of a call change a bit.
 """
 
 import torch
@@ -14,7 +14,7 @@ from midus_hf.ops.headwise.inputs import LookupInputs, room_for_gradient
 def native_lookup(
     inputs: LookupInputs, transform: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return output, slots and weights: what a gradient needs."""
+    """Return the output `[S, H, v]`, and for the gradient slots and weights `[S, H, k]`, with the arguments of `native_output`."""
     kept = room_for_gradient(inputs)
     return native_output(inputs, transform, kept), *kept
 
@@ -24,12 +24,13 @@ def native_output(
     transform: torch.Tensor | None = None,
     kept: tuple[torch.Tensor, torch.Tensor] | None = None,
 ) -> torch.Tensor:
-    """Return the output alone, `[S, H, v]`.
+    """Return the output only, `[S, H, v]`.
 
     Args:
-        inputs: On the CPU.
-        transform: `[H, v, v]`, by which what each head gathered is multiplied, in float32, before it is rounded. Default: none.
-        kept: Slots and weights to be filled for a gradient. Default: none.
+        inputs: Arguments of the lookup, with tensors on the CPU.
+        transform: Matrix per head, `[H, v, v]`, that multiplies the gathered sum in float32, before rounding. Default:
+            None, no transform.
+        kept: Slots and weights `[S, H, k]` to fill for a gradient. Default: None.
 
     Raises:
         ValueError: If a tensor is not on the CPU.

@@ -15,13 +15,13 @@ from midus_hf.ops.product_key.native import native_refusal
 from midus_hf.ops.product_key.op import check_product_keys
 
 MOST_EXPANDED = 1 << 28
-"""Elements of an expanded bank that are made for one forward pass: 512 MB in bfloat16."""
+"""Most elements of an expanded bank, which is made for one forward pass: 512 MB in bfloat16."""
 
 _TIMES_EXPANDED_IN_C = 3
-"""So many tokens a slot make expanding less work for compiled C, which else transforms what it gathered while it has it at hand."""
+"""Tokens per slot from which on expanding is less work for C, which for fewer transforms gathered values while they are cached."""
 
 _FEW_ROWS = 256
-"""Tokens times heads up to which calls cost more than what they compute."""
+"""Most tokens times heads for which calls take longer than their computation."""
 
 
 def headwise_memory(
@@ -38,34 +38,35 @@ def headwise_memory(
 ) -> torch.Tensor:
     """Retrieve from the memory of every head (MIDUS, equations 11 to 17).
 
-    Head `h` retrieves its `k` best of `N = n * n` slots, weighs them by the softmax of their scores, sums the rows of
-    the shared bank so weighed, and maps the sum by its own transform: `M_h = W_h sum_m alpha_m V[slot_m]` (HIVE,
-    equation 16). The heads' outputs stand side by side, as an attention's do.
+    Head `h` retrieves its `k` best of `N = n * n` slots and sums their rows of the shared bank, weighted by the softmax
+    of their scores. Then it multiplies the sum with its transform: `M_h = W_h sum_m alpha_m V[slot_m]` (HIVE, equation
+    16). The outputs of heads stand side by side, as in attention.
 
-    The transform is linear, so the rows may as well be transformed first, `E_h = V W_h^T`, and gathered then, which is done where it
-    is less work: for N tokens or more, in C for 3 N or more. The gradients are then `dV = sum_h G_h W_h` and `dW_h = G_h^T V`,
-    from the sums `G_h` of gradients per slot.
+    Because the transform is linear, rows can be transformed first, `E_h = V W_h^T`, and gathered afterwards. This is
+    done if it is less work, for N tokens or more (in C for 3 N or more), and the E_h have at most 2^28 elements. The
+    gradients are then `dV = sum_h G_h W_h` and `dW_h = G_h^T V`, from the sums `G_h` of gradients per slot.
 
-    Tables are cast to the dtype of the query, also under `torch.autocast`: where masters are float32 and the query is
-    bfloat16, what is computed is what a bfloat16 model will compute. Sums are accumulated in float32 at least.
+    Tables are cast to the dtype of the query, also under `torch.autocast`: with float32 master weights and a bfloat16
+    query, the result is that of a bfloat16 model. Sums are accumulated in float32 at least.
 
     Args:
-        query: `[..., H, d]`, floating point: the attention output of each head.
-        row_keys: `[H, n, d / 2]`, the sub-keys K^row.
-        column_keys: `[H, n, d / 2]`, the sub-keys K^col.
-        value_bank: `[n * n, v]`, the shared base values, with v = D / H in MIDUS; or `[H, n * n, v]`, a bank per head.
-        value_transform: `[H, v, v]`, the transforms W_h; each maps a column vector, as in the paper. None where
-            values are used as they are.
+        query: Attention output of each head, `[..., H, d]`, floating point.
+        row_keys: Sub-keys K^row, `[H, n, d / 2]`.
+        column_keys: Sub-keys K^col, `[H, n, d / 2]`.
+        value_bank: Shared base values, `[n * n, v]`, with v = D / H in MIDUS; or a bank per head, `[H, n * n, v]`.
+        value_transform: Transforms W_h, `[H, v, v]`; each maps a column vector, as in the paper. None uses values
+            without transform.
         k: Slots retrieved per head, `1 <= k <= n`.
-        residual: `[..., H, v]`, any floating dtype, which the output then has; added to what is retrieved. Default: none.
-        temperature: Scores are divided by it before the softmax. Default: 1.
-        backend: As in `OpChoices`. Default: `"auto"`.
+        residual: Summand of the output, `[..., H, v]`, in any floating dtype, which is then the dtype of the output.
+            Default: None.
+        temperature: Divisor of scores before the softmax. Default: 1.
+        backend: Body to run, as in `OpChoices`. Default: `"auto"`.
 
     Returns:
         `[..., H, v]`, the dtype of `query`, or of `residual` if there is one.
 
     Raises:
-        ValueError: If the shapes disagree, `k` lies outside `1..n`.
+        ValueError: If the shapes disagree, or `k` lies outside `1..n`.
     """
     check_product_keys(query, row_keys, column_keys, k)
     heads, n, _ = row_keys.shape
@@ -95,17 +96,17 @@ def headwise_memory(
 
 
 def _expands(value_bank: torch.Tensor, tokens: int, heads: int, in_c: bool) -> bool:
-    """Whether transforming the bank of every head is less work than transforming what tokens gathered."""
+    """Return whether transforming the bank for every head is less work than transforming gathered sums, and fits into memory."""
     fewest = (_TIMES_EXPANDED_IN_C if in_c else 1) * len(value_bank)
     return tokens >= fewest and heads * value_bank.numel() <= MOST_EXPANDED
 
 
 def expand_values(value_bank: torch.Tensor, value_transform: torch.Tensor) -> torch.Tensor:
-    """The bank of every head, `E_h = V W_h^T` (MIDUS, equation 24).
+    """Return the transformed bank of every head, `E_h = V W_h^T` (MIDUS, equation 24).
 
     Args:
-        value_bank: `[N, v]`.
-        value_transform: `[H, v, v]`.
+        value_bank: Shared values V, `[N, v]`.
+        value_transform: Transforms W_h, `[H, v, v]`.
 
     Returns:
         `[H, N, v]`.
@@ -115,12 +116,12 @@ def expand_values(value_bank: torch.Tensor, value_transform: torch.Tensor) -> to
 
 
 def _shaped(tensor: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
-    """The tensor in this shape: to ask PyTorch for the one that it has takes several times as long as to see that it has it."""
+    """Return the tensor in this shape. Comparing shapes is several times as fast as a `reshape` that changes nothing."""
     return tensor if tensor.shape == shape else tensor.reshape(shape)
 
 
 def _looked_up(inputs: LookupInputs, body: str) -> torch.Tensor:
-    """Return what `headwise_lookup` gives, `[S, H, v]`; where nothing needs the registered op, by calling its body."""
+    """Return the output of `headwise_lookup`, `[S, H, v]`; call its body directly if nothing needs the registered op."""
     query, row_keys, column_keys, bank, residual, _, _ = inputs
     if nobody_watches() and are_plain(query, row_keys, column_keys, bank, query if residual is None else residual):
         if body == "native":
@@ -133,7 +134,7 @@ def _looked_up(inputs: LookupInputs, body: str) -> torch.Tensor:
 
 
 def _transformed_in_c(inputs: LookupInputs, value_transform: torch.Tensor) -> torch.Tensor:
-    """Return what `transformed_lookup` gives, `[S, H, v]`; where nothing needs the registered op, by calling its body."""
+    """Return the output of `transformed_lookup`, `[S, H, v]`; call its body directly if nothing needs the registered op."""
     query, row_keys, column_keys, bank, residual, k, temperature = inputs
     added = query if residual is None else residual
     if nobody_watches() and are_plain(query, row_keys, column_keys, bank, value_transform, added):

@@ -20,14 +20,14 @@ def headwise_memory(
     """Retrieve from the memory of every head: `M_h = W_h sum_m alpha_m V[slot_m]` (MIDUS, equations 11 to 17).
 
     Args:
-        query: `[..., H, d]`, floating point: the attention output of each head.
-        row_keys: `[H, n, d / 2]`, K^row. Tables are cast to the dtype of the query.
-        column_keys: `[H, n, d / 2]`, K^col.
-        value_bank: `[n * n, v]`, the shared base values; or `[H, n * n, v]`, a bank per head.
-        value_transform: `[H, v, v]`, the transforms W_h. None where values are used as they are.
+        query: Attention output of each head, `[..., H, d]`, floating point. Tables are cast to its dtype.
+        row_keys: Sub-keys K^row, `[H, n, d / 2]`.
+        column_keys: Sub-keys K^col, `[H, n, d / 2]`.
+        value_bank: Shared base values, `[n * n, v]`; or a bank per head, `[H, n * n, v]`.
+        value_transform: Transforms W_h, `[H, v, v]`. None uses values without transform.
         k: Slots retrieved per head, `1 <= k <= n`.
-        residual: `[..., H, v]`, whose dtype the output then has; added to what is retrieved. Default: none.
-        temperature: Scores are divided by it before the softmax. Default: 1.
+        residual: Summand of the output, `[..., H, v]`, whose dtype the output then has. Default: None.
+        temperature: Divisor of scores before the softmax. Default: 1.
 
     Returns:
         `[..., H, v]`, the dtype of `query`, or of `residual` if there is one.
@@ -36,12 +36,12 @@ def headwise_memory(
         scores, slots = product_key_topk(query, row_keys, column_keys, k)  # [..., H, k]
         value_bank = value_bank.to(query.dtype)
         weights = (scores / temperature).softmax(dim=-1).to(value_bank.dtype)  # [..., H, k]
-        # Thousands of tokens may hit one slot: the gradient of a half-precision bank is summed in float32, in this copy.
+        # Thousands of tokens may read one slot: this copy sums the gradient of a half-precision bank in float32.
         learns = torch.is_grad_enabled() and value_bank.requires_grad
         summing_bank = value_bank.to(torch.promote_types(value_bank.dtype, torch.float32)) if learns else value_bank
         if value_bank.dim() == 3:
             first_slots = row_keys.shape[1] ** 2 * torch.arange(len(value_bank), device=slots.device).unsqueeze(-1)
-            slots = slots + first_slots  # [H, 1] more, in a bank of all heads
+            slots = slots + first_slots  # + [H, 1]: slots in the bank of all heads
             summing_bank = summing_bank.flatten(0, 1)  # [H * N, v]
         retrieved = torch.nn.functional.embedding(slots, summing_bank).to(value_bank.dtype)  # [..., H, k, v]
         output = torch.einsum("...hk,...hkv->...hv", weights, retrieved)  # [..., H, v]

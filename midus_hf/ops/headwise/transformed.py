@@ -1,8 +1,8 @@
-"""Head-wise lookup whose gathered values are transformed in the same pass, as one registered op; and its gradient.
+"""Head-wise lookup that transforms the gathered values in the same pass, as one registered op; and its gradient.
 
-It is for compiled C, which transforms what a block of tokens gathered while that lies in the processor's cache: nothing of the size
-of all heads' slots is made, neither expanded values nor their gradients. Shapes as in `headwise_lookup`, with a shared bank `[N, v]`
-and transforms `[H, v, v]`.
+The op is for compiled C, which transforms the gathered values of a block of tokens while they are in the processor's
+cache. No tensor of the size of all heads' slots is made, neither of expanded values nor of their gradients. Shapes are
+as in `headwise_lookup`, with a shared bank `[N, v]` and transforms `[H, v, v]`.
 """
 
 from typing import Any, Optional
@@ -31,7 +31,7 @@ def transformed_lookup_op(
     k: int,
     temperature: float,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Output `[S, H, v]`, and for the gradient the slots `[S, H, k]` and their weights `[S, H, k]`, best first."""
+    """Return the output `[S, H, v]`, and for the gradient the slots `[S, H, k]` and their weights `[S, H, k]`, best first."""
     inputs = LookupInputs(query, row_keys, column_keys, bank, residual, k, temperature)
     if native_library() is not None:
         return native_lookup(inputs, transform)
@@ -51,7 +51,7 @@ def _(query, row_keys, column_keys, bank, transform, residual, k, temperature): 
 
 
 def transformed(gathered: torch.Tensor, transform: torch.Tensor) -> torch.Tensor:
-    """`W_h` applied to what head h gathered, `[..., H, v]`."""
+    """Apply `W_h` to the gathered sum of each head h, `[..., H, v]`."""
     by_head = gathered.flatten(0, -3).transpose(0, 1)  # [H, S, v]
     return torch.matmul(by_head, transform.transpose(1, 2)).transpose(0, 1).reshape(gathered.shape)
 
@@ -69,7 +69,10 @@ def transformed_lookup_backward_op(
     temperature: float,
     wants_bank: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Gradients of query, row keys, column keys, bank and transforms, for one of the output; empty that of a bank that wants none."""
+    """Return gradients of query, row keys, column keys, bank and transforms, for a gradient `[S, H, v]` of the output.
+
+    The gradient of the bank is an empty tensor if `wants_bank` is false.
+    """
     if native_library() is None:
         passed = transformed(gradient.to(transform.dtype), transform.transpose(1, 2))
         tensors = (passed, query, row_keys, column_keys, bank, slots, weights)
@@ -93,7 +96,7 @@ def _(gradient, query, row_keys, column_keys, bank, transform, slots, weights, t
 
 
 def _by_head(gradient: torch.Tensor, gathered: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """`[H, v, S]` and `[H, S, v]`."""
+    """Return a gradient `[S, H, v]` as `[H, v, S]` and gathered sums `[S, H, v]` as `[H, S, v]`."""
     return gradient.permute(1, 2, 0), gathered.transpose(0, 1)
 
 

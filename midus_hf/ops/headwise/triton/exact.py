@@ -1,7 +1,7 @@
-"""The kernel of the fused head-wise lookup: select, weigh and gather in one.
+"""The kernel of the fused head-wise lookup, which selects, weighs and gathers in one launch.
 
-Shapes: S tokens, H heads; `BT` tokens per program, `BN` sub-keys per stretch, `KP`, `DP` and `VP` the powers of two at or
-above k, d / 2 and v.
+Sizes: S tokens, H heads; `BT` tokens per program, `BN` sub-keys per stretch; `KP`, `DP` and `VP` the powers of two at
+or above k, d / 2 and v.
 """
 
 from typing import NamedTuple
@@ -23,7 +23,7 @@ from midus_hf.ops.product_key.triton.exact import (
 
 @triton.jit
 def weighted_row(bank, slots, shares, rank, valid, width, KP: tl.constexpr, VP: tl.constexpr):
-    """The row [BT, VP] of each token's slot of this rank, times its share."""
+    """Return the row [BT, VP] of each token's slot of this rank, times the slot's share."""
     ranks, lanes = tl.arange(0, KP), tl.arange(0, VP)
     here = ranks[None, :] == rank
     slot = tl.sum(tl.where(here, slots, 0), axis=1).to(tl.int64)
@@ -39,7 +39,7 @@ def forward_kernel(
     ADDS: tl.constexpr, KEEPS: tl.constexpr, WIDE: tl.constexpr, TOGETHER: tl.constexpr, ONE: tl.constexpr,
     K: tl.constexpr, KP: tl.constexpr, BT: tl.constexpr, BN: tl.constexpr, DP: tl.constexpr, VP: tl.constexpr,
 ):  # fmt: skip
-    """Output [S, H, v], from query [S, H, 2 * half] of any strides but the last; if it KEEPS them, slots and weights [S, H, K]."""
+    """Write the output [S, H, v] and, if KEEPS, slots and weights [S, H, K]; the query [S, H, 2 * half] has contiguous rows."""
     block, head = token_block_and_head(tokens, heads, BT, TOGETHER)
     token = block * BT + tl.arange(0, BT)
     valid = token < tokens
@@ -56,7 +56,7 @@ def forward_kernel(
         tl.store(slots + entries, chosen.to(slots.dtype.element_ty), mask=rank_mask)
         tl.store(weights + entries, shares, mask=rank_mask)
 
-    # Slots are known before the first row is asked for, so that all rows are on their way at once.
+    # All slots are known before the first row is loaded, so that the loads of all rows overlap.
     gathered = tl.zeros([BT, VP], tl.float32)
     bank_of_head = bank + head * bank_stride
     if K <= 8:
@@ -74,7 +74,7 @@ def forward_kernel(
 
 
 def triton_forward(inputs: LookupInputs, kept: tuple[torch.Tensor, torch.Tensor] | None) -> torch.Tensor:
-    """Return the output `[S, H, v]`; slots and weights are written into what is `kept` for a gradient, if anything is."""
+    """Return the output `[S, H, v]`, and write slots and weights for a gradient into `kept` unless that is None."""
     query, row_keys, _, bank, residual, k, temperature = inputs
     there = lookup_tensors(inputs, kept)
     (tokens, heads, _), (_, n, half), width = query.shape, row_keys.shape, bank.shape[-1]
@@ -97,22 +97,22 @@ def _tile(changes: Changes, n: int, k: int, half: int, lanes: int, few: bool, is
 
 
 def _bank_stride(bank: torch.Tensor) -> int:
-    """Elements from one head's bank to the next's; none where heads share one."""
+    """Return the number of elements from one head's bank to the next; 0 if heads share a bank."""
     return bank.stride(0) if bank.dim() == 3 else 0
 
 
 class LookupTensors(NamedTuple):
-    """Inputs that lie as kernels read them, and results to be filled.
+    """Inputs in the memory layout that kernels read, and results to fill. All but the query are contiguous.
 
     Args:
-        query: `[S, H, 2 * half]`, whose last dimension lies together.
-        row_keys: `[H, n, half]`, contiguous, as are the following.
+        query: `[S, H, 2 * half]`, with a contiguous last dimension.
+        row_keys: `[H, n, half]`.
         column_keys: `[H, n, half]`.
         bank: `[N, v]`, or `[H, N, v]`.
-        residual: `[S, H, v]`; where there is none, the output, which is not read.
-        output: `[S, H, v]`, in the dtype of the residual, or else of the bank.
-        slots: `[S, H, k]`; where nothing is kept for a gradient, the output, which is not written as such.
-        weights: `[S, H, k]`, likewise.
+        residual: `[S, H, v]`; without a residual a stand-in, the output, which kernels do not read.
+        output: `[S, H, v]`, in the dtype of the residual, or of the bank without a residual.
+        slots: `[S, H, k]`; a stand-in, the output, if nothing is kept for a gradient.
+        weights: `[S, H, k]`; the same stand-in if nothing is kept for a gradient.
     """
 
     query: torch.Tensor
@@ -126,7 +126,7 @@ class LookupTensors(NamedTuple):
 
 
 def lookup_tensors(inputs: LookupInputs, kept: tuple[torch.Tensor, torch.Tensor] | None) -> LookupTensors:
-    """Lay out the inputs of a lookup, and make room for its output; `kept` is to be filled for a gradient."""
+    """Lay out the inputs of a lookup and allocate its output; `kept` has slots and weights to fill for a gradient."""
     query, row_keys, column_keys, bank, residual, _, _ = inputs
     tokens, heads, _ = query.shape
     output = (bank if residual is None else residual).new_empty(tokens, heads, bank.shape[-1])

@@ -1,16 +1,17 @@
 """The fused head-wise lookup for half precision: scores carry their column in their last bits, and are sorted in registers.
 
-What is given up against `forward_kernel`, which compares all 32 bits of a score: the last ceil(log2(n)) bits of the float32 score of
-a sub-key are replaced by its number, and the last 2 ceil(log2(k)) of a sum of two by the ranks of both. Of slots whose scores are
-closer than that, any may be taken, and weights are those of the changed scores: for n = 64 each changes by less than 2^-17 of its
-size, where rounding a query to bfloat16 has changed it by up to 2^-9. Of 65,536 rows of normal numbers (n = 64, k = 4, d = 64,
-bfloat16, in the interpreter) 6 took another slot, and gave up 5.3e-6 at most of scores of some 1; weights differ by 3.2e-6 (RMS).
-Ties go to the larger number where scores are positive, to the smaller where they are not.
+This loses precision against `forward_kernel`, which compares all 32 bits of a score. The last ceil(log2(n)) bits of the
+float32 score of a sub-key are replaced by the sub-key's number, and the last 2 ceil(log2(k)) bits of a sum of two
+scores by the ranks of both. If only these bits tell scores apart, any of their slots may be chosen. Weights are
+computed from the changed scores: for n = 64 a score changes by less than 2^-17 of its size, whereas rounding a query to
+bfloat16 has changed it by up to 2^-9. Among 65,536 rows of normal numbers (n = 64, k = 4, d = 64, bfloat16, in the
+interpreter) 6 chose another slot, whose score was lower by at most 5.3e-6 with scores around 1; weights differ by
+3.2e-6 (RMS). Ties go to the larger number if scores are positive, else to the smaller.
 
-Where a head has more blocks of tokens than its share of a GPU has room for programs, each program reads the sub-keys of its head once
-and walks over several blocks. Which program has a block changes no bit of what is found.
+If a head has more blocks of tokens than its share of a GPU has room for programs, each program reads the sub-keys of
+its head once and walks over several blocks. Which program has a block changes no bit of the result.
 
-Shapes: as in `product_key/triton/exact.py`.
+Sizes are as in `product_key/triton/exact.py`.
 """
 
 import torch
@@ -32,7 +33,8 @@ from midus_hf.ops.product_key.triton.packed import (
 )
 
 PROGRAMS_A_MULTIPROCESSOR = 8
-"""Of heads that run side by side, before programs take several blocks: more than fit, so that the last leave little of it idle."""
+"""Most programs per multiprocessor for the heads that run together; with more blocks, each program takes several. This
+is more than fit at once, so that the last programs leave few multiprocessors idle."""
 
 _LOG2_E = 1.4426950408889634
 
@@ -46,25 +48,25 @@ def look_up_block(
     LOWEST: tl.constexpr, GROUP: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, BT: tl.constexpr, BN: tl.constexpr,
     DP: tl.constexpr, VP: tl.constexpr,
 ):  # fmt: skip
-    """What a block of BT tokens retrieves from one head, whose sub-keys [DP, BN] are at hand."""
+    """Write the output of a block of BT tokens for one head, whose sub-keys [DP, BN] are loaded; if KEEPS, slots and weights too."""
     first = block * BT
     token = tl.arange(0, BT)
     valid = first + token < tokens
     lanes = tl.arange(0, VP)
-    found = best_slots_of_block(
+    best = best_slots_of_block(
         query, rows_of_head, columns_of_head, first, head, valid, token_stride, head_stride,
         N, HALF, IS_EVEN, WIDE, BITS, RANK_BITS, LOWEST, K, KP, BT, BN, DP,
     )  # fmt: skip
-    scores = found[:K]
+    scores = best[:K]
     total = tl.zeros([BT], tl.float32)
     for rank in tl.static_range(K):
         total += tl.exp2((scores[rank] - scores[0]) * scale)
     part = 1.0 / total
-    chosen, shares = found[K:], ()
+    chosen, shares = best[K:], ()
     for rank in tl.static_range(K):
         shares = shares + (tl.exp2((scores[rank] - scores[0]) * scale) * part,)
     for _ in tl.static_range(KP - K):
-        chosen, shares = chosen + (found[2 * K - 1],), shares + (tl.zeros([BT], tl.float32),)
+        chosen, shares = chosen + (best[2 * K - 1],), shares + (tl.zeros([BT], tl.float32),)
     if KEEPS:
         ranks = tl.arange(0, KP)
         before = (first * HEADS + head) * K
@@ -72,14 +74,14 @@ def look_up_block(
         rank_mask = valid[:, None] & (ranks < K)[None, :]
         store_tile(slots + before + entries, stacked(chosen), rank_mask, IS_EVEN and K == KP)
         store_tile(weights + before + entries, stacked(shares), rank_mask, IS_EVEN and K == KP)
-    # All rows of one rank lie behind those of another, so that each thread has every rank of the tokens that it has.
+    # Rows are ordered by rank, then token, so that each thread holds all ranks of its tokens.
     for start in tl.static_range(0, KP, GROUP):
-        asked_slots = tl.reshape(tl.trans(stacked(chosen[start : start + GROUP])), [GROUP * BT])
+        group_slots = tl.reshape(tl.trans(stacked(chosen[start : start + GROUP])), [GROUP * BT])
         there_is = (start + tl.arange(0, GROUP) < K)[:, None] & valid[None, :]
         row_mask = tl.reshape(there_is, [GROUP * BT])[:, None] & (lanes < WIDTH)[None, :]
-        asked_rows = bank_of_head + (asked_slots[:, None] * WIDTH + lanes[None, :])  # [GROUP * BT, VP]
-        found = load_tile(asked_rows, row_mask, IS_EVEN and K == KP and VP == WIDTH).to(tl.float32)
-        weighed = found * tl.reshape(tl.trans(stacked(shares[start : start + GROUP])), [GROUP * BT])[:, None]
+        row_pointers = bank_of_head + (group_slots[:, None] * WIDTH + lanes[None, :])  # [GROUP * BT, VP]
+        rows = load_tile(row_pointers, row_mask, IS_EVEN and K == KP and VP == WIDTH).to(tl.float32)
+        weighed = rows * tl.reshape(tl.trans(stacked(shares[start : start + GROUP])), [GROUP * BT])[:, None]
         of_group = tl.sum(tl.reshape(weighed, [GROUP, BT, VP]), axis=0)  # [BT, VP]
         if start == 0:
             gathered = of_group
@@ -102,9 +104,10 @@ def packed_forward_kernel(
     TOGETHER: tl.constexpr, BITS: tl.constexpr, RANK_BITS: tl.constexpr, LOWEST: tl.constexpr, GROUP: tl.constexpr,
     K: tl.constexpr, KP: tl.constexpr, BT: tl.constexpr, BN: tl.constexpr, DP: tl.constexpr, VP: tl.constexpr,
 ):  # fmt: skip
-    """As `forward_kernel`; `scale` is log2(e) over the temperature, and IS_EVEN says that tokens fill all blocks.
+    """Write the results of `forward_kernel`; `scale` is log2(e) over the temperature, and IS_EVEN says that tokens fill all blocks.
 
-    A program has one block of tokens, or WALKS over up to `walk` of one head, as many apart as the head has programs.
+    A program has one block of tokens or, if WALKS, up to `walk` blocks of one head, spaced by the number of the head's
+    programs.
     """
     block, head = token_block_and_head(tokens, HEADS, BT * walk, TOGETHER)
     keys_of_head = head * (N * HALF)
@@ -113,12 +116,14 @@ def packed_forward_kernel(
     bank_of_head = bank + (head * (N * N * WIDTH) if HAS_OWN_BANKS else 0)
     if WALKS:
         programs = tl.cdiv(tokens, BT * walk)
-        # Two products and more than one stage do not compile for compute capability 9.0. Addresses that are kept from block to
-        # block and not made anew would take the registers of further programs.
-        for place in tl.range(block.to(tl.int32), tl.cdiv(tokens, BT), programs, num_stages=1, disable_licm=True):
+        # With two products, more than one stage does not compile for compute capability 9.0. Without disable_licm, addresses would be
+        # kept from block to block instead of computed anew, and take registers from further programs.
+        for block_of_walk in tl.range(
+            block.to(tl.int32), tl.cdiv(tokens, BT), programs, num_stages=1, disable_licm=True
+        ):
             look_up_block(
                 query, rows_of_head, columns_of_head, bank_of_head, residual, output, slots, weights,
-                tl.cast(place, tl.int64), head, tokens, token_stride, head_stride, scale, HEADS, N, HALF, WIDTH,
+                tl.cast(block_of_walk, tl.int64), head, tokens, token_stride, head_stride, scale, HEADS, N, HALF, WIDTH,
                 IS_EVEN, ADDS, KEEPS, WIDE, BITS, RANK_BITS, LOWEST, GROUP, K, KP, BT, BN, DP, VP,
             )  # fmt: skip
     else:
@@ -130,7 +135,7 @@ def packed_forward_kernel(
 
 
 def triton_lookup(inputs: LookupInputs, exact: bool) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return the output `[S, H, v]`, and for a gradient slots `[S, H, k]` and weights `[S, H, k]`, float32."""
+    """Return the output `[S, H, v]`, and for the gradient slots `[S, H, k]` and weights `[S, H, k]`, float32."""
     kept = room_for_gradient(inputs)
     return triton_output(inputs, exact, kept), *kept
 
@@ -138,13 +143,13 @@ def triton_lookup(inputs: LookupInputs, exact: bool) -> tuple[torch.Tensor, torc
 def triton_output(
     inputs: LookupInputs, exact: bool, kept: tuple[torch.Tensor, torch.Tensor] | None = None
 ) -> torch.Tensor:
-    """Return the output alone, by the kernel that fits, which compares all bits of scores where `exact` says so."""
+    """Return the output only, `[S, H, v]`. With `exact`, the kernel that compares all bits of scores is chosen."""
     is_packed = not exact and packs(inputs.query.dtype, inputs.row_keys.shape[1], inputs.k)
     return (packed_forward if is_packed else triton_forward)(inputs, kept)
 
 
 def packed_forward(inputs: LookupInputs, kept: tuple[torch.Tensor, torch.Tensor] | None) -> torch.Tensor:
-    """Return what `triton_forward` does, of what `packs`."""
+    """Compute `triton_forward` by the packed kernel, for inputs that `packs` accepts."""
     query, row_keys, _, bank, residual, k, temperature = inputs
     there = lookup_tensors(inputs, kept)
     (tokens, heads, _), (_, n, half), width = query.shape, row_keys.shape, bank.shape[-1]
@@ -163,7 +168,7 @@ def packed_forward(inputs: LookupInputs, kept: tuple[torch.Tensor, torch.Tensor]
 
 
 def blocks_a_program(blocks: int, heads: int, multiprocessors: int) -> int:
-    """How many of the blocks of tokens of a head each program takes, one after the other, at most."""
+    """Return the most blocks of a head's tokens that one program takes, one after the other."""
     return quotient_above(blocks, multiprocessors * PROGRAMS_A_MULTIPROCESSOR // min(heads, HEADS_TOGETHER))
 
 
@@ -171,15 +176,16 @@ def blocks_a_program(blocks: int, heads: int, multiprocessors: int) -> int:
 def _tile(changes: Changes, n: int, k: int, half: int, width: int, few: bool) -> Tile:
     lanes = power_of_two(width)
     tile = packed_tile(changes, n, k, half, few, lanes)
-    # GROUP: ranks whose rows registers hold at once
+    # GROUP is the number of ranks whose rows registers hold at once.
     return tile | {"GROUP": max(1, min(tile["KP"], 32768 // (tile["BT"] * lanes))), "VP": lanes}
 
 
 def _few_registers(tile: Tile) -> Tile:
-    """The most registers a thread for programs that walk, of tiles that fit: what programs of one block take.
+    """Return the limit of registers per thread for programs that walk, or an empty dict for tiles without a known limit.
 
-    As many programs fit a multiprocessor of NVIDIA's then. Left alone, the compiler takes up to half as many again. At compute
-    capability 9.0 nothing is spilled of the papers' shapes, and at most 24 bytes of others.
+    The limit is the number that programs of one block take, so that as many programs fit a multiprocessor. On NVIDIA,
+    the compiler takes up to half as many again without the limit. At compute capability 9.0, nothing spills with the
+    papers' shapes, and at most 24 bytes with others.
     """
     ranks, lanes = tile["KP"], max(tile["VP"], 2 * tile["DP"])
     is_usual = tile["BN"] <= 64 and ranks * lanes <= 512 and tile["BT"] <= 64 and tile["num_warps"] == 4
