@@ -1,4 +1,4 @@
-"""Flat retrieval: the k best of N keys, every one of them scored."""
+"""Flat retrieval: the k best of N keys, all of which are scored."""
 
 import torch
 
@@ -7,10 +7,10 @@ from midus_hf.ops.dispatch.choices import resolve
 from midus_hf.ops.dispatch.precision import without_autocast
 
 _MOST_SCORES = 1 << 26
-"""Scores held at a time: 256 MB in float32."""
+"""Most scores that are held at a time: 256 MB in float32."""
 
 _MOST_WIDENED = 1 << 20
-"""Elements of keys that are held in float32 at a time on a CPU: 4 MB."""
+"""Most elements of keys that are held in float32 at a time on a CPU: 4 MB."""
 
 
 def flat_key_topk(
@@ -18,14 +18,15 @@ def flat_key_topk(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Find, for every head, the `k` keys that score highest against its query (MIDUS, equation 4).
 
-    Scores are accumulated in float32 for half-precision queries, under `torch.autocast` too. All N scores of a token
-    exist only while its best are picked, a stretch of tokens at a time; the gradient goes through the picked ones.
+    Scores of half-precision queries are accumulated in float32, also under `torch.autocast`. All N scores of a token
+    exist only while the best are picked, for a stretch of tokens at a time. Gradients flow through the scores of the
+    picked keys.
 
     Args:
         query: `[..., H, d]`, floating point.
         keys: `[H, N, d]`, cast to the dtype of `query`.
         k: Slots retrieved per head, `1 <= k <= N`.
-        backend: As in `OpChoices`; scoring is matrix products on every one. Default: `"auto"`.
+        backend: Choice of `OpChoices`; every backend scores by the same matrix products. Default: `"auto"`.
 
     Returns:
         Scores `[..., H, k]`, descending, float32 (float64 for a float64 query), and slots `[..., H, k]`, int64.
@@ -53,7 +54,7 @@ def flat_key_topk(
         offsets = slots * torch.arange(heads, device=query.device).view(heads, 1, 1)
         all_keys = rounded_keys.flatten(0, 1)  # [H * N, d]
         if torch.is_grad_enabled() and all_keys.requires_grad:
-            # Thousands of tokens may choose one key: its gradient is summed in float32, in this copy.
+            # Thousands of tokens may choose one key: this copy sums the gradient of the key in float32.
             all_keys = all_keys.to(score_dtype)
         chosen_keys = torch.nn.functional.embedding(chosen + offsets, all_keys).to(score_dtype)  # [H, S, k, d]
         scores = (chosen_keys * flat_query.unsqueeze(2)).sum(-1)  # [H, S, k]
@@ -61,9 +62,9 @@ def flat_key_topk(
 
 
 def _best_keys(query: torch.Tensor, keys: torch.Tensor, k: int) -> torch.Tensor:
-    """Indices `[H, S, k]` of the k keys `[H, N, d]` of each head that score highest against its queries `[H, S, d]`.
+    """Return the indices `[H, S, k]` of the k keys out of `[H, N, d]` that score highest against queries `[H, S, d]`.
 
-    Keys are widened to the dtype of the queries some heads at a time, which on a CPU stay in its cache.
+    Keys are widened to the dtype of the queries some heads at a time, so that on a CPU they stay in the cache.
     """
     heads, slots, width = keys.shape
     together = max(1, _MOST_WIDENED // (slots * width)) if keys.device.type == "cpu" else heads

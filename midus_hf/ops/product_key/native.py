@@ -1,7 +1,7 @@
 """The compiled body of product-key retrieval, and of gradients of scores, for float32 and bfloat16 on a CPU.
 
-Shapes as in `product_key_scores` and `headwise_lookup`. Each result is written by one thread alone, in the order of tokens: neither
-the number of threads nor the other tokens of a call change its bits.
+Shapes are as in `product_key_scores` and `headwise_lookup`. One thread writes each result, in the order of tokens:
+neither the number of threads nor the other tokens of a call change a bit.
 """
 
 import torch
@@ -19,23 +19,23 @@ from midus_hf.ops.dispatch.native.calls import (
 
 _MOST_SUB_KEYS = 1 << 15
 _MOST_RETRIEVED = 64
-"""Each of which costs as much as all others: torch's own selection is faster for more."""
+"""Most slots per head: C's cost per slot grows with their number, and for more slots torch's own selection is faster."""
 
 _STRETCH = 256
-"""Tokens of which gradients of tables are summed apart, at least."""
+"""Fewest tokens of a stretch, for which gradients of tables are summed separately."""
 
 _MOST_PARTS = 16
-"""Stretches with gradients of tables of their own."""
+"""Most stretches of tokens."""
 
 _MOST_LANES = 16
-"""Rows that are padded have at most as many numbers more as make them a multiple of these."""
+"""Largest number of which C makes a row's width a multiple by padding."""
 
 _RESULTS = 5
-"""Gradients that C writes by tokens, at most."""
+"""Most gradients that C writes: of query, row keys, column keys, transform and gathered values."""
 
 
 def native_refusal(n: int, k: int) -> str | None:
-    """What the compiled body cannot take of these sizes, and what it expects; None where it takes them."""
+    """Return why the compiled body refuses these sizes, and which it expects; None if it takes them."""
     if n > _MOST_SUB_KEYS:
         return f"n is {n}; expected {_MOST_SUB_KEYS} or less"
     return f"k is {k}; expected {_MOST_RETRIEVED} or less" if k > _MOST_RETRIEVED else None
@@ -53,17 +53,18 @@ def native_score_gradients(
 ) -> tuple[torch.Tensor, ...]:
     """Return gradients of query, row keys and column keys, in their dtype.
 
-    With a transform also its own, and that of what was gathered, `[S, H, v]`, float32.
+    With a transform, also return the gradients of the transform and of the gathered values, `[S, H, v]`, float32.
 
     Args:
-        gradient: `[S, H, v]`, of what was looked up; None where the gradients of scores are known.
+        gradient: Gradient of the output of the lookup, `[S, H, v]`; None if `kept` has the gradients of scores.
         query: `[S, H, d]`.
         row_keys: `[H, n, d / 2]`.
         column_keys: `[H, n, d / 2]`.
         bank: `[N, v]` or `[H, N, v]`.
-        kept: Slots `[S, H, k]` and their weights, or the gradients of their scores.
-        temperature: By which scores were divided.
-        transform: `[H, v, v]`. Default: none.
+        kept: Slots `[S, H, k]` and their weights `[S, H, k]`; without `gradient`, the gradients of their scores instead
+            of weights.
+        temperature: Divisor of scores before the softmax.
+        transform: Matrix per head, `[H, v, v]`. Default: None, no transform.
     """
     slots, weights = kept
     tokens, heads, k = slots.shape
@@ -109,7 +110,7 @@ def native_score_gradients(
 def native_scores(
     query: torch.Tensor, row_keys: torch.Tensor, column_keys: torch.Tensor, k: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Scores, float32, descending, and slots, int64, of the k best slots: `[S, H, k]` each.
+    """Return the scores, float32, descending, and the numbers, int64, of the k best slots: `[S, H, k]` each.
 
     Raises:
         ValueError: If a tensor is not on the CPU.
@@ -135,6 +136,6 @@ def native_gradients_of_scores(
     column_keys: torch.Tensor,
     slots: torch.Tensor,
 ) -> tuple[torch.Tensor, ...]:
-    """Gradients of query, row keys and column keys, in their dtype, for one of scores, `[S, H, k]`."""
+    """Return gradients of query, row keys and column keys, in their dtype, for a gradient of scores, `[S, H, k]`."""
     weights, no_bank = gradient.float(), query.new_empty(0, 0)
     return native_score_gradients(None, query, row_keys, column_keys, no_bank, (slots, weights), 1.0)

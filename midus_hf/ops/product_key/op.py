@@ -1,4 +1,4 @@
-"""Product-key retrieval: the k best of n * n keys at the price of scoring 2 * n of them."""
+"""Product-key retrieval: the k best of n * n keys at the price of scoring 2 * n sub-keys."""
 
 import torch
 
@@ -25,27 +25,30 @@ def product_key_topk(
 
     Slot `i * n + j` has the score `<q_row, K_row[i]> + <q_column, K_column[j]>`, where `q_row` and `q_column` are the
     halves of the query. The k best slots all lie in the grid of the k best rows and the k best columns, so two small
-    selections give exactly what one selection over all `n * n` slots would (MIDUS, equations 11 to 13).
+    selections give exactly the result of one selection over all `n * n` slots (MIDUS, equations 11 to 13).
 
-    Scores are accumulated in float32 for half-precision queries, under `torch.autocast` too: rounding them first would
-    change the selection. Kernels for half precision compare, and return, scores that carry their column in their last bits, unless
-    `OpChoices.exact` says otherwise. Among equal scores any slots may be chosen. PyTorch sums the gradients of at most k choices of
-    one sub-key by one token, on CUDA in any order; kernels and C in a fixed order. What these compute can be differentiated once;
-    with `backend="torch"` its gradient can be as well, and PyTorch computes it under transforms of `torch.func` and in forward mode.
+    Scores of half-precision queries are accumulated in float32, also under `torch.autocast`, because rounding them
+    first would change the selection. Unless `OpChoices.exact` is set, kernels for half precision compare and return
+    scores that carry their column in their last bits. Among slots of equal scores, any may be chosen.
+
+    One token may choose a sub-key up to k times. PyTorch on CUDA adds the gradients of these choices in any order,
+    kernels and C in a fixed order. Results of kernels and C can be differentiated once; with `backend="torch"`,
+    gradients can be differentiated as well. Under transforms of `torch.func` and in forward mode, PyTorch computes the
+    result.
 
     Args:
         query: `[..., H, d]`, floating point, `d` even.
         row_keys: `[H, n, d / 2]`, cast to the dtype of `query`.
         column_keys: `[H, n, d / 2]`, cast to the dtype of `query`.
         k: Slots retrieved per head, `1 <= k <= n`.
-        backend: As in `OpChoices`. Default: `"auto"`.
+        backend: Body to run, as in `OpChoices`. Default: `"auto"`.
 
     Returns:
         Scores `[..., H, k]`, descending, float32 (float64 for a float64 query), and slots `[..., H, k]`, int64.
 
     Raises:
-        ValueError: If the shapes disagree, `d` is odd, or `k` lies outside `1..n`; or if kernels are asked for sub-keys that they
-            have no room for: very wide ones, or more than 128 a side in float32.
+        ValueError: If the shapes disagree, `d` is odd, or `k` lies outside `1..n`; or if `"triton"` is chosen for
+            sub-keys that kernels have no room for: very wide ones, or more than 128 per side in float32.
     """
     check_product_keys(query, row_keys, column_keys, k)
     heads, n, half = row_keys.shape
@@ -56,12 +59,12 @@ def product_key_topk(
     if body in ("native", "triton") and not is_transformed():
         flat = (query.reshape(-1, heads, 2 * half), row_keys.to(query.dtype), column_keys.to(query.dtype))
         if not (nobody_watches() and are_plain(*flat)):
-            found = product_key_scores_op(*flat, k, exact, body)
+            results = product_key_scores_op(*flat, k, exact, body)
         elif body == "triton":
-            found = triton_scores(*flat, k, exact)
+            results = triton_scores(*flat, k, exact)
         else:
-            found = native_scores(*flat, k)
-        scores, slots = (tensor.view(*query.shape[:-1], k) for tensor in found)
+            results = native_scores(*flat, k)
+        scores, slots = (tensor.view(*query.shape[:-1], k) for tensor in results)
         return scores, slots
     row_scores, column_scores = sub_key_scores(query, row_keys, column_keys)  # 2 x [..., H, n]
     with torch.no_grad():
@@ -70,16 +73,19 @@ def product_key_topk(
 
 
 def check_product_keys(query: torch.Tensor, row_keys: torch.Tensor, column_keys: torch.Tensor, k: int) -> None:
-    """Refuse shapes that do not fit each other."""
-    shape, asked = row_keys.shape, query.shape  # to ask a tensor for its shape takes longer than to compare two
+    """Raise a `ValueError` if shapes disagree or `k` is out of range."""
+    shape, query_shape = (
+        row_keys.shape,
+        query.shape,
+    )  # read once: reading a tensor's shape takes longer than comparing two
     if len(shape) != 3:
         raise ValueError(f"row_keys is {tuple(shape)}; expected [heads, n, sub-key width].")
     heads, n, half = shape
     if column_keys.shape != shape:
         raise ValueError(f"column_keys is {tuple(column_keys.shape)}; expected the shape of row_keys, {tuple(shape)}.")
-    if len(asked) < 2 or asked[-2] != heads or asked[-1] != 2 * half:
+    if len(query_shape) < 2 or query_shape[-2] != heads or query_shape[-1] != 2 * half:
         raise ValueError(
-            f"query ends in {tuple(asked[-2:])}; expected (heads, 2 * sub-key width) = ({heads}, {2 * half})."
+            f"query ends in {tuple(query_shape[-2:])}; expected (heads, 2 * sub-key width) = ({heads}, {2 * half})."
         )
     if not 1 <= k <= n:
         raise ValueError(f"k is {k}; expected 1 <= k <= n = {n}. Lower k or raise n.")

@@ -31,9 +31,9 @@ def product_key_topk(
 def sub_key_scores(
     query: torch.Tensor, row_keys: torch.Tensor, column_keys: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the scores of all row and of all column keys (MIDUS, equation 11): `[..., H, n]` each, float32 at least.
+    """Return the scores of all row keys and of all column keys (MIDUS, equation 11): `[..., H, n]` each, float32 at least.
 
-    Keys are rounded to the dtype of the query first, where that is narrower.
+    Keys are cast to the dtype of the query first.
     """
     row_keys, column_keys = row_keys.to(query.dtype), column_keys.to(query.dtype)
     score_dtype = torch.promote_types(query.dtype, torch.float32)

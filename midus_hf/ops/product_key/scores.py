@@ -1,4 +1,4 @@
-"""Product-key retrieval by kernels or compiled C, as one registered op: scores of all sub-keys are never stored; and its gradient."""
+"""Product-key retrieval by kernels or C as one registered op, which never stores the scores of all sub-keys; and its gradient."""
 
 from typing import Any
 
@@ -17,9 +17,10 @@ from midus_hf.ops.product_key.triton.scores import triton_scores
 def product_key_scores_op(
     query: torch.Tensor, row_keys: torch.Tensor, column_keys: torch.Tensor, k: int, exact: bool, backend: str
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Scores, float32, descending, and slots, int64, `[S, H, k]`, of a query `[S, H, d]` in the dtype of keys `[H, n, d / 2]`.
+    """Return scores, float32, descending, and slots, int64, of the k best slots: `[S, H, k]` each.
 
-    The backend is `"triton"` or `"native"`; `exact` is as in `OpChoices`.
+    The query `[S, H, d]` and the keys `[H, n, d / 2]` share a dtype. The backend is `"triton"` or `"native"`; `exact`
+    is as in `OpChoices`.
     """
     if backend == "triton":
         return triton_scores(query, row_keys, column_keys, k, exact)
@@ -45,14 +46,14 @@ def product_key_scores_backward_op(
     slots: torch.Tensor,
     backend: str,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Gradients of query, row keys and column keys for one of scores."""
+    """Return gradients of query, row keys and column keys for a gradient `[S, H, k]` of scores."""
     if backend == "triton":
         return triton_gradients_of_scores(gradient, query, row_keys, column_keys, slots)
     if native_library() is None:
         by_head = (gradient.float().transpose(0, 1).contiguous(), slots.transpose(0, 1))
         return query_and_key_gradients(*by_head, query, row_keys, column_keys)
-    found = native_gradients_of_scores(gradient, query, row_keys, column_keys, slots)
-    return found[0], found[1], found[2]
+    gradients = native_gradients_of_scores(gradient, query, row_keys, column_keys, slots)
+    return gradients[0], gradients[1], gradients[2]
 
 
 @product_key_scores_backward_op.register_fake

@@ -1,4 +1,4 @@
-"""Selection of the best product keys by PyTorch's operations, and the gradients of what was selected."""
+"""Selection of the best product keys by PyTorch's operations, and gradients through the selected scores."""
 
 import functools
 
@@ -11,14 +11,14 @@ _FEW_COLUMNS = 24
 
 
 def largest(scores: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """As `scores.topk(k, dim=-1)`; on a CPU by groups, since `topk` takes three times as long for 64 columns as for 16.
+    """Return `scores.topk(k, dim=-1)`, computed by groups on a CPU, where `topk` takes three times as long for 64 columns as for 16.
 
-    The k largest of a row lie in the k groups with the largest maxima, so two selections among few give exactly what
-    one among all would; among equal scores, any.
+    The k largest scores of a row lie in the k groups with the largest maxima, so two selections among few scores give
+    exactly the result of one selection among all. Among equal scores, any may be chosen.
 
     Args:
         scores: `[..., n]`, without NaN.
-        k: `1 <= k <= n`.
+        k: Number of scores to select, `1 <= k <= n`.
 
     Returns:
         Values, descending, and indices, int64, both `[..., k]`.
@@ -38,7 +38,7 @@ def largest(scores: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _group_size(n: int, k: int) -> int:
-    """The power of two that leaves fewest columns to select among, 1 where that saves little."""
+    """Return the group size, a power of two, that leaves the fewest columns to select among; 1 if grouping saves little."""
     best, fewest = 1, n
     size = 2
     while n > _FEW_COLUMNS and size < n and -(-n // size) >= k:
@@ -50,16 +50,10 @@ def _group_size(n: int, k: int) -> int:
 
 
 def select(row_scores: torch.Tensor, column_scores: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return rows and columns of the k best slots, best first: `[..., k]` each, int64.
-
-    Args:
-        row_scores: `[..., n]`.
-        column_scores: `[..., n]`.
-        k: Slots to select.
-    """
+    """Return rows and columns of the k best slots, best first, `[..., k]` each, int64, for scores `[..., n]` of rows and columns."""
     row_best, rows = largest(row_scores, k)
     column_best, columns = largest(column_scores, k)
-    # Of ranks i and j only those with (i + 1)(j + 1) <= k can be among the k best sums: so many are at least as large.
+    # A sum of ranks i and j can be among the k best only if (i + 1)(j + 1) <= k: that many sums are at least as large.
     steps = [(slice(i, i + 1), slice(0, k // (i + 1))) for i in range(k)]
     sums = torch.cat([row_best[..., i] + column_best[..., j] for i, j in steps], dim=-1)
     best = sums.topk(k, dim=-1).indices
@@ -71,13 +65,15 @@ def select(row_scores: torch.Tensor, column_scores: torch.Tensor, k: int) -> tup
 def best_slots(
     query: torch.Tensor, row_keys: torch.Tensor, column_keys: torch.Tensor, k: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Scores, float32 at least, and slots, int64: `[H, S, k]` each, best first. Autocast is off where it is called.
+    """Return scores, float32 at least, and slots, int64, of the k best slots: `[H, S, k]` each, best first.
+
+    Callers turn autocast off.
 
     Args:
         query: `[S, H, d]`.
         row_keys: `[H, n, d / 2]`.
         column_keys: `[H, n, d / 2]`.
-        k: `1 <= k <= n`.
+        k: Slots per head, `1 <= k <= n`.
     """
     wide = torch.promote_types(query.dtype, torch.float32)
     row_query, column_query = halves(query, wide)
@@ -89,9 +85,9 @@ def best_slots(
 
 
 def halves(query: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-    """The row and column halves of a query `[S, H, d]`: `[H, S, d / 2]` each.
+    """Return the row and column halves of a query `[S, H, d]`: `[H, S, d / 2]` each.
 
-    They are copied apart: what a matrix product of strided rows rounds to depends on where they lie in memory.
+    Each half is copied: the rounding of a matrix product of strided rows depends on their layout in memory.
     """
     rows, columns = query.unflatten(-1, (2, -1)).permute(2, 1, 0, 3).to(dtype).contiguous()
     return rows, columns
@@ -104,20 +100,22 @@ def query_and_key_gradients(
     row_keys: torch.Tensor,
     column_keys: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Gradients of query `[S, H, d]`, row keys and column keys `[H, n, d / 2]`, in their dtypes.
+    """Return gradients of query `[S, H, d]`, row keys and column keys `[H, n, d / 2]`, in their dtypes.
 
     Args:
-        into_scores: `[H, S, k]`, float32 at least.
-        slots: `[H, S, k]`, int64.
+        into_scores: Gradient of the scores of the chosen slots, `[H, S, k]`, float32 at least.
+        slots: Chosen slots, `[H, S, k]`, int64.
         query: `[S, H, d]`.
         row_keys: `[H, n, d / 2]`.
         column_keys: `[H, n, d / 2]`.
     """
     n, wide = row_keys.shape[1], into_scores.dtype
     into_query, into_keys = [], []
-    for keys, chosen, asked in zip((row_keys, column_keys), (slots // n, slots % n), halves(query, wide), strict=True):
+    for keys, chosen, queries in zip(
+        (row_keys, column_keys), (slots // n, slots % n), halves(query, wide), strict=True
+    ):
         spread = into_scores.new_zeros(*into_scores.shape[:2], n).scatter_add_(-1, chosen, into_scores)  # [H, S, n]
         with without_autocast(query.device.type):
             into_query.append(torch.bmm(spread, keys.to(wide)))  # [H, S, d / 2]
-            into_keys.append(torch.bmm(spread.transpose(1, 2), asked).to(keys.dtype))  # [H, n, d / 2]
+            into_keys.append(torch.bmm(spread.transpose(1, 2), queries).to(keys.dtype))  # [H, n, d / 2]
     return torch.cat(into_query, dim=-1).transpose(0, 1).to(query.dtype).contiguous(), into_keys[0], into_keys[1]

@@ -1,1 +1,1 @@
-"""Kernels that select product keys, and those of the gradient."""
+"""Kernels that select product keys, and kernels of the gradients."""

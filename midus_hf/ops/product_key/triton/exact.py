@@ -1,7 +1,7 @@
-"""How kernels select product keys by all bits of their scores.
+"""Selection of product keys in kernels, by all bits of their scores.
 
-Shapes: S tokens, H heads; `BT` tokens per program, `BN` sub-keys per stretch, `KP`, `DP` and `VP` the powers of two at or above k,
-d / 2 and v.
+Sizes: S tokens, H heads; `BT` tokens per program, `BN` sub-keys per stretch; `KP`, `DP` and `VP` the powers of two at
+or above k, d / 2 and v.
 """
 
 import torch
@@ -10,16 +10,16 @@ from midus_hf.ops.dispatch.tiles import Changes, Tile
 from midus_hf.ops.dispatch.triton import interprets_kernels, power_of_two, tl, triton
 
 HEADS_TOGETHER = 8
-"""Heads whose programs run side by side: what they read of a token lies side by side, what they gather stays in cache."""
+"""Heads whose programs run together: their inputs for a token are adjacent in memory, and gathered rows stay in cache."""
 
 
 FEW_TOKENS = 16
-"""The fewest rows of a matrix product: no more are computed for the tokens of a decoding step."""
+"""Fewest rows of a matrix product, and so the rows that are computed for the few tokens of a decoding step."""
 
 
 @triton.jit
 def token_block_and_head(tokens, heads, BT, TOGETHER: tl.constexpr):
-    """Which block of BT tokens and which head this program works on: group after group of heads."""
+    """Return the block of BT tokens and the head of this program; programs go through the heads group after group."""
     program = tl.program_id(0)
     blocks = tl.cdiv(tokens, BT)
     group = program // (TOGETHER * blocks)
@@ -30,16 +30,17 @@ def token_block_and_head(tokens, heads, BT, TOGETHER: tl.constexpr):
 
 @triton.jit
 def pick(values, places, KP: tl.constexpr):
-    """`values[t, places[t]]` of [BT, KP]; zero where the place lies outside."""
+    """Return `values[t, places[t]]` for values [BT, KP]; 0 for places outside 0 to KP - 1."""
     ranks = tl.arange(0, KP)
     return tl.sum(tl.where(ranks[None, :] == places[:, None], values, 0), axis=1)
 
 
 @triton.jit
 def best_columns(scores, start, n, K: tl.constexpr, KP: tl.constexpr, BT: tl.constexpr, BN: tl.constexpr):
-    """The K largest of each row of `scores` [BT, BN], descending, and their columns, counted from `start`.
+    """Return the K largest of each row of `scores` [BT, BN], descending, and their columns, counted from `start`: [BT, KP] each.
 
-    Among equals the first. Places K to KP - 1 hold minus infinity and column 0. Columns stay below n also where scores are NaN.
+    Among equal scores, the first comes first. Ranks K to KP - 1 hold minus infinity and column 0. Columns stay below n
+    even if scores are NaN.
     """
     columns = tl.arange(0, BN)
     ranks = tl.arange(0, KP)
@@ -55,7 +56,7 @@ def best_columns(scores, start, n, K: tl.constexpr, KP: tl.constexpr, BT: tl.con
 
 @triton.jit
 def merge_best(values, chosen, more_values, more_chosen, K: tl.constexpr, KP: tl.constexpr, BT: tl.constexpr):
-    """The K largest of two descending lists [BT, KP] each, of which the first goes first among equals."""
+    """Return the K largest of two descending lists, [BT, KP] each, and their columns; among equals, the first list's come first."""
     ranks = tl.arange(0, KP)
     merged = tl.full([BT, KP], float("-inf"), tl.float32)
     merged_chosen = tl.zeros([BT, KP], tl.int32)
@@ -75,13 +76,14 @@ def merge_best(values, chosen, more_values, more_chosen, K: tl.constexpr, KP: tl
 
 @triton.jit
 def next_pair(sums, next_column, row_values, column_values, K: tl.constexpr, KP: tl.constexpr):
-    """The pair of largest sum that is left, and what is left after it.
+    """Return the remaining pair with the largest sum, and the state after removing it.
 
-    Columns descend, so of each row rank only the best column not yet paired with it can be next: `next_column`
-    [BT, KP], whose sums are `sums` [BT, KP]. K calls merge K descending lists, which gives the K best of all pairs.
+    Columns descend, so for each row rank only the best column that is not yet paired with it can come next:
+    `next_column` [BT, KP], with sums `sums` [BT, KP]. K calls merge K descending lists, which gives the K best of all
+    pairs.
 
     Returns:
-        The sum [BT], ranks of its row and column [BT], then `sums` and `next_column` after it.
+        The sum [BT], the ranks of its row and column [BT], then the new `sums` and `next_column`.
     """
     ranks = tl.arange(0, KP)
     score, row_rank = tl.max(sums, axis=1, return_indices=True)
@@ -94,13 +96,13 @@ def next_pair(sums, next_column, row_values, column_values, K: tl.constexpr, KP:
 
 @triton.jit
 def first_sums(row_values, column_values, KP: tl.constexpr, BT: tl.constexpr):
-    """What `next_pair` starts from: every row rank with the best column."""
+    """Return the first `sums` and `next_column` of `next_pair`: every row rank with the best column."""
     best = pick(column_values, tl.zeros([BT], tl.int32), KP)
     return row_values + best[:, None], tl.zeros([BT, KP], tl.int32)
 
 
 def select_tile(n: int, k: int) -> Tile:
-    """Sizes of a program: at most 128 sub-keys at a time, and about 8,192 elements of the widest tile."""
+    """Return the sizes of a program: at most 128 sub-keys at a time, and 16 to 64 tokens with about 4,096 scores in all."""
     stretch = min(128, max(16, power_of_two(n)))
     ranks = power_of_two(k)
     return {"ONE": n <= stretch, "KP": ranks, "BT": max(16, min(64, 4096 // max(stretch, ranks))), "BN": stretch}
@@ -111,7 +113,7 @@ def best_of_key_stretch(
     query, keys, n, half, start, WIDE: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, BT: tl.constexpr,
     BN: tl.constexpr, DP: tl.constexpr,
 ):  # fmt: skip
-    """The K sub-keys of highest score for each query [BT, DP], out of keys `start` to `start + BN` of [n, half]."""
+    """Return scores and numbers of the K best sub-keys per query [BT, DP], out of keys `start` to `start + BN` of [n, half]."""
     dims = tl.arange(0, DP)
     columns = start + tl.arange(0, BN)
     mask = (dims < half)[:, None] & (columns < n)[None, :]
@@ -129,7 +131,7 @@ def best_of_keys(
     query, keys, n, half, WIDE: tl.constexpr, ONE: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, BT: tl.constexpr,
     BN: tl.constexpr, DP: tl.constexpr,
 ):  # fmt: skip
-    """The K sub-keys of highest score for each query [BT, DP], out of keys [n, half], a stretch of BN at a time."""
+    """Return scores and numbers of the K best sub-keys per query [BT, DP], out of keys [n, half], a stretch of BN at a time."""
     values, chosen = best_of_key_stretch(query, keys, n, half, 0, WIDE, K, KP, BT, BN, DP)
     if not ONE:
         for start in range(BN, n, BN):
@@ -144,14 +146,14 @@ def best_slots_of_keys(
     WIDE: tl.constexpr, ONE: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, BT: tl.constexpr, BN: tl.constexpr,
     DP: tl.constexpr,
 ):  # fmt: skip
-    """Scores of the K best slots of tokens [BT] for one head, descending, then minus infinity; and the slots: [BT, KP] each."""
+    """Return the scores of the K best slots per token for one head, descending, then minus infinity; and the slots: [BT, KP] each."""
     dims, ranks = tl.arange(0, DP), tl.arange(0, KP)
-    asked = query + token[:, None] * token_stride + head * head_stride + dims[None, :]
+    query_pointers = query + token[:, None] * token_stride + head * head_stride + dims[None, :]
     mask = valid[:, None] & (dims < half)[None, :]
     keys_of_head = head * n * half
-    row_query = tl.load(asked, mask=mask, other=0.0)
+    row_query = tl.load(query_pointers, mask=mask, other=0.0)
     row_values, rows = best_of_keys(row_query, row_keys + keys_of_head, n, half, WIDE, ONE, K, KP, BT, BN, DP)
-    column_query = tl.load(asked + half, mask=mask, other=0.0)
+    column_query = tl.load(query_pointers + half, mask=mask, other=0.0)
     column_values, columns = best_of_keys(
         column_query, column_keys + keys_of_head, n, half, WIDE, ONE, K, KP, BT, BN, DP
     )
@@ -167,21 +169,21 @@ def best_slots_of_keys(
 
 
 def exact_tile(changes: Changes, n: int, k: int, half: int, few: bool, is_wide: bool, lanes: int = 1) -> Tile:
-    """Sizes of a program that selects, of at most about 8,192 elements in its widest tile, also of `lanes` columns."""
+    """Return the sizes of a program that selects: its widest tile, also one of `lanes` columns, has about 8,192 elements at most."""
     tile, dims = select_tile(n, k), max(16, power_of_two(half))
     tile |= {"BT": max(16, min(tile["BT"], 8192 // max(dims, lanes))), "DP": dims, "num_warps": 4}
     return tile | (_tile_of_few(tile["BN"], is_wide) if few else {}) | dict(changes)
 
 
 def _tile_of_few(stretch: int, is_wide: bool) -> Tile:
-    """What decoding has instead: as few rows as a product takes, and as few warps as hold them in registers.
+    """Return the sizes that replace others in decoding: as few rows as a product takes, and as few warps as hold them in registers.
 
-    Compiled for compute capability 9.0, two warps need no more than 168 registers a thread, but spill some hundreds of bytes where
-    products of float32 meet more than 64 sub-keys at a time.
+    Compiled for compute capability 9.0, two warps need no more than 168 registers per thread, but spill some hundreds
+    of bytes if products of float32 have more than 64 sub-keys at a time.
     """
     return {"BT": FEW_TOKENS, "num_warps": 4 if is_wide and stretch > 64 else 2}
 
 
 def wide_products(query: torch.Tensor, keys: torch.Tensor) -> bool:
-    """Whether products are of float32: for such tensors, for tensors of two dtypes, and in the interpreter."""
+    """Return whether products are computed in float32: for float32 queries, for two different dtypes, and in the interpreter."""
     return query.dtype == torch.float32 or query.dtype != keys.dtype or interprets_kernels()

@@ -1,11 +1,11 @@
-"""The kernel behind the gradients of queries and of sub-keys, through the scores of head-wise lookup.
+"""The kernel of the gradients of queries and of sub-keys, through the scores of head-wise lookup.
 
-The gradients of a token's scores are spread over a tile, each at the column of its sub-key. Tensor cores multiply the tile with
-sub-keys for the gradient of the queries, and with queries for that of the sub-keys, which a program sums over many tokens. For
-bfloat16 they are rounded to it before, as the gradients that come of it are afterwards.
+The gradients of a token's scores are spread over a tile, each at the column of its sub-key. Tensor cores multiply the
+tile with sub-keys for the gradient of the queries, and with queries for the gradient of the sub-keys, which a program
+sums over many tokens. For bfloat16, the tile is rounded to bfloat16 before, as the resulting gradients are afterwards.
 
-Shapes: S tokens, H heads; `BT` tokens at a time; `BN` sub-keys per stretch; `KP`, `DP` and `VP` the powers of two at or above k,
-d / 2 and v.
+Sizes: S tokens, H heads; `BT` tokens at a time; `BN` sub-keys per stretch; `KP`, `DP` and `VP` the powers of two at or
+above k, d / 2 and v.
 """
 
 import torch
@@ -24,18 +24,18 @@ from midus_hf.ops.dispatch.triton import (
 )
 
 _PROGRAMS = 1024
-"""As many as fit a GPU's multiprocessors several times; each has sums of sub-keys of its own, which are read again."""
+"""Most programs: they fill a GPU's multiprocessors several times. Each has separate sums for sub-keys, which are read again."""
 
 
 _MOST_SUMS = 1 << 26
-"""Elements of these sums in all: 256 MB."""
+"""Most elements of all these sums together: 256 MB."""
 
 
 @triton.jit
 def weight_gradient(upstream, bank, slots, valid, lane_mask, N: tl.constexpr, WIDTH: tl.constexpr, VP: tl.constexpr):
-    """Products of gradients [BT, VP] with the rows of slots that are there: [BT]."""
+    """Return the products [BT] of gradients [BT, VP] with the rows of the slots at pointers `slots` [BT]."""
     slot = tl.load(slots, mask=valid, other=0)
-    # Of a bank for all heads rows may lie further off than 32 bits reach.
+    # In a large bank, offsets of rows may exceed 32 bits.
     slot = slot.to(tl.int64) if N * N * WIDTH >= 1 << 31 else slot.to(tl.int32)
     row = tl.load(bank + (slot[:, None] * WIDTH + tl.arange(0, VP)[None, :]), mask=lane_mask, other=0.0)
     return tl.sum(row.to(tl.float32) * upstream, axis=1)
@@ -46,16 +46,16 @@ def score_gradients(
     gradient, bank, slots, weights, first, valid, inverse_temperature, HEADS: tl.constexpr, N: tl.constexpr,
     WIDTH: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, BT: tl.constexpr, VP: tl.constexpr,
 ):  # fmt: skip
-    """Gradients of the scores of a block of tokens, through the softmax, and their slots: [BT, KP] each."""
-    place = tl.arange(0, BT) * HEADS  # from the first token's; of 32 bits, as what is within a program
+    """Return the gradients of the scores of a block of tokens, through the softmax, and their slots: [BT, KP] each."""
+    row_offset = tl.arange(0, BT) * HEADS  # counted from the first token, so that 32 bits suffice
     lanes, ranks = tl.arange(0, VP), tl.arange(0, KP)
     lane_mask = valid[:, None] & (lanes < WIDTH)[None, :]
-    upstream = gradient + first * WIDTH + (place[:, None] * WIDTH + lanes[None, :])
+    upstream = gradient + first * WIDTH + (row_offset[:, None] * WIDTH + lanes[None, :])
     upstream = tl.load(upstream, mask=lane_mask, other=0.0).to(tl.float32)
     into_weights = tl.zeros([BT, KP], tl.float32)
-    slots_of_block = slots + first * K + place * K
+    slots_of_block = slots + first * K + row_offset * K
     if K <= 8:
-        for rank in tl.static_range(K):  # all rows are on their way at once
+        for rank in tl.static_range(K):  # unrolled, so that the loads of all rows overlap
             into_weight = weight_gradient(upstream, bank, slots_of_block + rank, valid, lane_mask, N, WIDTH, VP)
             into_weights = tl.where(ranks[None, :] == rank, into_weight[:, None], into_weights)
     else:
@@ -63,7 +63,7 @@ def score_gradients(
             into_weight = weight_gradient(upstream, bank, slots_of_block + rank, valid, lane_mask, N, WIDTH, VP)
             into_weights = tl.where(ranks[None, :] == rank, into_weight[:, None], into_weights)
     rank_mask = valid[:, None] & (ranks < K)[None, :]
-    entries = first * K + (place[:, None] * K + ranks[None, :])
+    entries = first * K + (row_offset[:, None] * K + ranks[None, :])
     shares = tl.load(weights + entries, mask=rank_mask, other=0.0)
     chosen = tl.load(slots + entries, mask=rank_mask, other=0).to(tl.int32)
     mean = tl.sum(shares * into_weights, axis=1)
@@ -74,7 +74,7 @@ def score_gradients(
 def given_gradients(
     gradient, slots, first, valid, HEADS: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, BT: tl.constexpr
 ):
-    """Gradients [S, H, K] of the scores of a block of tokens, and their slots: [BT, KP] each."""
+    """Load the gradients of the scores of a block of tokens from [S, H, K], and their slots: [BT, KP] each."""
     ranks = tl.arange(0, KP)
     entries = first * K + (tl.arange(0, BT)[:, None] * (HEADS * K) + ranks[None, :])
     rank_mask = valid[:, None] & (ranks < K)[None, :]
@@ -84,7 +84,10 @@ def given_gradients(
 
 @triton.jit
 def spread_scores(scores, chosen, start, K: tl.constexpr, KP: tl.constexpr, BT: tl.constexpr, BN: tl.constexpr):
-    """Scores [BT, KP] at the columns of their sub-keys, of BN from `start` on: [BT, BN]. Those of one sub-key add up."""
+    """Return scores [BT, KP] at the columns of their sub-keys, for BN sub-keys from `start` on: [BT, BN].
+
+    Scores of the same sub-key are added.
+    """
     columns = start + tl.arange(0, BN)
     ranks = tl.arange(0, KP)
     spread = tl.zeros([BT, BN], tl.float32)
@@ -98,7 +101,7 @@ def spread_scores(scores, chosen, start, K: tl.constexpr, KP: tl.constexpr, BT: 
 
 @triton.jit
 def load_keys(keys, start, N: tl.constexpr, HALF: tl.constexpr, BN: tl.constexpr, DP: tl.constexpr):
-    """Sub-keys `start` to `start + BN` of [N, HALF]: [BN, DP]."""
+    """Load sub-keys `start` to `start + BN` of [N, HALF]: [BN, DP]."""
     indices, dims = start + tl.arange(0, BN), tl.arange(0, DP)
     mask = (indices < N)[:, None] & (dims < HALF)[None, :]
     return tl.load(keys + indices[:, None] * HALF + dims[None, :], mask=mask, other=0.0)
@@ -109,7 +112,7 @@ def add_to_keys(
     total, into_keys, start, ADDS: tl.constexpr, N: tl.constexpr, HALF: tl.constexpr, BN: tl.constexpr,
     DP: tl.constexpr,
 ):  # fmt: skip
-    """Write gradients [BN, DP] of sub-keys `start` to `start + BN`, or add them to what this program wrote there."""
+    """Write gradients [BN, DP] of sub-keys `start` to `start + BN`; if ADDS, add the numbers that this program wrote before."""
     indices, dims = start + tl.arange(0, BN), tl.arange(0, DP)
     there = into_keys + indices[:, None] * HALF + dims[None, :]
     mask = (indices < N)[:, None] & (dims < HALF)[None, :]
@@ -120,12 +123,15 @@ def add_to_keys(
 
 @triton.jit
 def side_gradients(
-    scores, columns, keys, of_stretch, asked, into_query, into_keys, total, dim_mask,
+    scores, columns, keys, of_stretch, query_pointers, into_query, into_keys, total, dim_mask,
     ONE: tl.constexpr, PRECISION: tl.constexpr, N: tl.constexpr, HALF: tl.constexpr, K: tl.constexpr, KP: tl.constexpr,
     BT: tl.constexpr, BN: tl.constexpr, DP: tl.constexpr,
 ):  # fmt: skip
-    """Store the gradient of one half of the queries, and add up that of the sub-keys of this side: in `total`, or else in memory."""
-    part = tl.load(asked, mask=dim_mask, other=0.0)
+    """Store the gradient of one half of the queries, and sum the gradients of the sub-keys of this side.
+
+    The sum is in `total`, which is returned, if ONE stretch has all sub-keys, else in memory.
+    """
+    part = tl.load(query_pointers, mask=dim_mask, other=0.0)
     if ONE:
         spread = spread_scores(scores, columns, 0, K, KP, BT, BN)
         into = product(spread, of_stretch, PRECISION)
@@ -149,23 +155,23 @@ def score_gradient_kernel(
     HAS_OWN_BANKS: tl.constexpr, ONE: tl.constexpr, PRECISION: tl.constexpr, K: tl.constexpr, KP: tl.constexpr,
     BT: tl.constexpr, BN: tl.constexpr, DP: tl.constexpr, VP: tl.constexpr,
 ):  # fmt: skip
-    """Gradients of the query [S, H, 2 * HALF], and of the sub-keys from one split of the tokens: [splits, 2, H, N, HALF], float32.
+    """Write gradients of the query [S, H, 2 * HALF], and of the sub-keys per split of the tokens [splits, 2, H, N, HALF], float32.
 
-    `gradient` is that of the output of a lookup, [S, H, WIDTH], or else of scores, [S, H, K].
+    If OF_LOOKUP, `gradient` is the gradient of the output of a lookup, [S, H, WIDTH], else of scores, [S, H, K].
     """
     head = (tl.program_id(0) % HEADS).to(tl.int64)
     split = tl.program_id(0) // HEADS
-    dims, place = tl.arange(0, DP), tl.arange(0, BT)
+    dims, index = tl.arange(0, DP), tl.arange(0, BT)
     bank_of_head = bank + (head * (N * N * WIDTH) if HAS_OWN_BANKS else 0)
     rows, columns = row_keys + head * (N * HALF), column_keys + head * (N * HALF)
-    # With one stretch sub-keys stay where tensor cores read them, and sums where these add to them; in memory otherwise.
+    # With one stretch, sub-keys stay in shared memory or registers, and sums in registers; otherwise both are in global memory.
     row_stretch, column_stretch = load_keys(rows, 0, N, HALF, BN, DP), load_keys(columns, 0, N, HALF, BN, DP)
     row_total, column_total = tl.zeros([BN, DP], tl.float32), tl.zeros([BN, DP], tl.float32)
     into_rows = partial + (split.to(tl.int64) * (2 * HEADS) + head) * (N * HALF)
     into_columns = into_rows + HEADS * N * HALF
     for block in range(split * blocks_a_split, (split + 1) * blocks_a_split):
         token = tl.cast(block, tl.int64) * BT
-        valid = token + place < tokens
+        valid = token + index < tokens
         first = token * HEADS + head
         if OF_LOOKUP:
             scores, chosen = score_gradients(
@@ -187,14 +193,16 @@ def score_gradient_kernel(
         else:
             scores, chosen = given_gradients(gradient, slots, first, valid, HEADS, K, KP, BT)
         dim_mask = valid[:, None] & (dims < HALF)[None, :]
-        asked = query + token * token_stride + head * head_stride + (place[:, None] * token_stride + dims[None, :])
-        there = into_query + first * (2 * HALF) + (place[:, None] * (2 * HEADS * HALF) + dims[None, :])
+        query_pointers = (
+            query + token * token_stride + head * head_stride + (index[:, None] * token_stride + dims[None, :])
+        )
+        there = into_query + first * (2 * HALF) + (index[:, None] * (2 * HEADS * HALF) + dims[None, :])
         row_total = side_gradients(
-            scores, chosen // N, rows, row_stretch, asked, there, into_rows, row_total, dim_mask,
+            scores, chosen // N, rows, row_stretch, query_pointers, there, into_rows, row_total, dim_mask,
             ONE, PRECISION, N, HALF, K, KP, BT, BN, DP,
         )  # fmt: skip
         column_total = side_gradients(
-            scores, chosen % N, columns, column_stretch, asked + HALF, there + HALF, into_columns, column_total, dim_mask,
+            scores, chosen % N, columns, column_stretch, query_pointers + HALF, there + HALF, into_columns, column_total, dim_mask,
             ONE, PRECISION, N, HALF, K, KP, BT, BN, DP,
         )  # fmt: skip
     if ONE:
@@ -211,7 +219,7 @@ def triton_score_gradients(
     kept: tuple[torch.Tensor, torch.Tensor],
     temperature: float,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return gradients of query, row keys and column keys for one `[S, H, v]` of a lookup, which kept its slots and weights."""
+    """Return gradients of query, row keys and column keys for a gradient `[S, H, v]` of a lookup that kept slots and weights."""
     slots, weights = kept
     return _gradients(gradient, query, row_keys, column_keys, slots, (bank.contiguous(), weights, temperature))
 
@@ -223,7 +231,7 @@ def triton_gradients_of_scores(
     column_keys: torch.Tensor,
     slots: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Gradients of query, row keys and column keys for one `[S, H, k]` of the scores of slots `[S, H, k]`."""
+    """Return gradients of query, row keys and column keys for a gradient `[S, H, k]` of the scores of slots `[S, H, k]`."""
     return _gradients(gradient, query, row_keys, column_keys, slots, None)
 
 
@@ -235,13 +243,17 @@ def _gradients(
     slots: torch.Tensor,
     looked_up: tuple[torch.Tensor, torch.Tensor, float] | None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """For a gradient of scores, or of what was looked up: of a bank, with these weights, at this temperature."""
+    """Return gradients of query, row keys and column keys.
+
+    `gradient` is the gradient of a lookup if `looked_up` has the lookup's bank, weights and temperature, else of
+    scores.
+    """
     query = query if query.stride(-1) == 1 else query.contiguous()
     gradient, row_keys, column_keys = gradient.contiguous(), row_keys.contiguous(), column_keys.contiguous()
     (tokens, heads, k), (_, n, half) = slots.shape, row_keys.shape
     if not tokens:
         return torch.zeros_like(query), torch.zeros_like(row_keys), torch.zeros_like(column_keys)
-    bank, weights, temperature = looked_up or (gradient, gradient, 1.0)  # where nothing was, neither is read
+    bank, weights, temperature = looked_up or (gradient, gradient, 1.0)  # stand-ins that are not read
     width = bank.shape[-1] if looked_up else 1
     into_query = torch.empty(query.shape, dtype=query.dtype, device=query.device)
     tile = _tile(query.device, n, k, half, width, query.dtype == torch.float32)
@@ -263,7 +275,10 @@ def _gradients(
 
 
 def _precision(query: torch.Tensor) -> str | None:
-    """How `product` multiplies scores: gradients of float16 are small for it, as its largest number is 65,504, not for TF32."""
+    """Return the precision with which `product` multiplies gradients of scores.
+
+    For float16 this is TF32: gradients may leave the small range of float16, but not the range of TF32.
+    """
     if query.dtype == torch.float32 or interprets_kernels():
         return precise_product()
     return wide_ranged_product() if query.dtype == torch.float16 else None
@@ -271,10 +286,10 @@ def _precision(query: torch.Tensor) -> str | None:
 
 @tiles("score_gradient_kernel", BT=(16, 128), num_warps=(2, 8))
 def _tile(changes: Changes, n: int, k: int, half: int, width: int, is_wide: bool) -> Tile:
-    """Sizes of a program, of at most about 8,192 elements in its widest tile.
+    """Return the sizes of a program, whose widest tile has about 8,192 elements at most.
 
-    Where half precision of heads of 64 and less takes no more than 168 registers a thread, which costs it 16 bytes that are spilled,
-    three programs fit a multiprocessor of NVIDIA's instead of two.
+    For half precision and heads of width 64 or less, registers are limited to 168 per thread: three programs instead of
+    two then fit a multiprocessor on NVIDIA, at the cost of 16 spilled bytes.
     """
     dims, lanes = max(16, power_of_two(half)), power_of_two(width)
     stretch = max(16, min(64, power_of_two(n), 8192 // dims))
@@ -286,7 +301,7 @@ def _tile(changes: Changes, n: int, k: int, half: int, width: int, is_wide: bool
         "DP": dims,
         "VP": lanes,
         "num_warps": 4 if dims <= 64 else 8,
-        "num_stages": 1,  # rows of the next block would take the registers and the shared memory of other programs
+        "num_stages": 1,  # prefetched rows of the next block would take registers and shared memory from other programs
         **changes,
     }
     fits = not is_wide and max(2 * dims, lanes) <= 64 and (tile["BT"], tile["num_warps"]) == (64, 4)

@@ -1,9 +1,9 @@
-"""Kernels that find the best slots of product keys and what they score, without scores of all sub-keys in memory.
+"""Kernels that find the best slots of product keys and their scores, without holding the scores of all sub-keys in memory.
 
-They choose as the kernels of head-wise lookup do: by all 32 bits of a score, or, for half precision, by scores that carry their
-column in their last bits.
+They select like the kernels of head-wise lookup: by all 32 bits of a score or, for half precision, by scores that carry
+their column in their last bits.
 
-Shapes: as in `product_key/triton/exact.py`.
+Sizes are as in `product_key/triton/exact.py`.
 """
 
 import torch
@@ -30,14 +30,14 @@ from midus_hf.ops.product_key.triton.packed import (
 )
 
 _MOST_SHARED_BYTES = 96 * 1024
-"""Of sub-keys and queries that a program multiplies: what every GPU that kernels run on has."""
+"""Most bytes of sub-keys and queries that a program multiplies: every GPU that kernels run on has this much shared memory."""
 
 _MOST_WIDE_SUB_KEYS = 128
-"""Of float32, whose scores a program can hold: it spills some ten thousand bytes a thread where it goes through stretches of them."""
+"""Most float32 sub-keys per side: with more, a program goes through stretches and spills some ten thousand bytes per thread."""
 
 
 def scores_refusal(dtype: torch.dtype, n: int, k: int, half: int, exact: bool) -> str | None:
-    """What these kernels cannot take of such sizes, and what they expect; None where they take them."""
+    """Return why these kernels refuse these sizes, and which they expect; None if they take them."""
     if dtype == torch.float32 and n > _MOST_WIDE_SUB_KEYS:
         return f"{n} sub-keys a side are float32; expected {_MOST_WIDE_SUB_KEYS} or fewer, or half precision"
     if not exact and packs(dtype, n, k):
@@ -56,17 +56,17 @@ def scores_kernel(
     WIDE: tl.constexpr, TOGETHER: tl.constexpr, ONE: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, BT: tl.constexpr,
     BN: tl.constexpr, DP: tl.constexpr,
 ):  # fmt: skip
-    """Scores and slots [S, H, K] of the best, from query [S, H, 2 * half] of any strides but the last."""
+    """Write the scores and numbers [S, H, K] of the best slots; the query [S, H, 2 * half] has contiguous rows."""
     block, head = token_block_and_head(tokens, heads, BT, TOGETHER)
     token = block * BT + tl.arange(0, BT)
     valid = token < tokens
-    found, chosen = best_slots_of_keys(
+    best_scores, chosen = best_slots_of_keys(
         query, row_keys, column_keys, token, head, valid, n, half, token_stride, head_stride, WIDE, ONE, K, KP, BT, BN, DP,
     )  # fmt: skip
     ranks = tl.arange(0, KP)
     entries = ((token * heads + head) * K)[:, None] + ranks[None, :]
     rank_mask = valid[:, None] & (ranks < K)[None, :]
-    tl.store(scores + entries, found, mask=rank_mask)
+    tl.store(scores + entries, best_scores, mask=rank_mask)
     tl.store(slots + entries, chosen.to(tl.int64), mask=rank_mask)
 
 
@@ -77,22 +77,22 @@ def packed_scores_kernel(
     TOGETHER: tl.constexpr, BITS: tl.constexpr, RANK_BITS: tl.constexpr, LOWEST: tl.constexpr, K: tl.constexpr,
     KP: tl.constexpr, BT: tl.constexpr, BN: tl.constexpr, DP: tl.constexpr,
 ):  # fmt: skip
-    """As `scores_kernel`; IS_EVEN says that tokens fill all blocks."""
+    """Write the results of `scores_kernel` by packed scores; IS_EVEN says that tokens fill all blocks."""
     block, head = token_block_and_head(tokens, HEADS, BT, TOGETHER)
     keys_of_head = head * (N * HALF)
     rows_of_head = turned_keys(row_keys + keys_of_head, N, HALF, BN, DP)
     columns_of_head = turned_keys(column_keys + keys_of_head, N, HALF, BN, DP)
     first, token = block * BT, tl.arange(0, BT)
     valid = first + token < tokens
-    found = best_slots_of_block(
+    best = best_slots_of_block(
         query, rows_of_head, columns_of_head, first, head, valid, token_stride, head_stride,
         N, HALF, IS_EVEN, WIDE, BITS, RANK_BITS, LOWEST, K, KP, BT, BN, DP,
     )  # fmt: skip
-    descending, chosen = found[:1], found[K:]
-    for rank in tl.static_range(1, K):  # the tag of a sum may have raised it above the first, which has none
-        descending = descending + (smaller(found[rank], descending[rank - 1]),)
+    descending, chosen = best[:1], best[K:]
+    for rank in tl.static_range(1, K):  # its tag may have raised a sum above the first, which has no tag
+        descending = descending + (smaller(best[rank], descending[rank - 1]),)
     for _ in tl.static_range(KP - K):
-        descending, chosen = descending + (found[0],), chosen + (found[K],)
+        descending, chosen = descending + (best[0],), chosen + (best[K],)
     ranks = tl.arange(0, KP)
     before = (first * HEADS + head) * K
     entries = token[:, None] * (HEADS * K) + ranks[None, :]  # [BT, KP]
@@ -108,9 +108,9 @@ _exact_tile = tiles("scores_kernel", BT=(16, 64), num_warps=(2, 8))(exact_tile)
 def triton_scores(
     query: torch.Tensor, row_keys: torch.Tensor, column_keys: torch.Tensor, k: int, exact: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Scores, float32, descending, and slots, int64, `[S, H, k]`, of a query `[S, H, d]`, by the kernel that fits.
+    """Return scores, float32, descending, and slots, int64, `[S, H, k]` each, of the best slots for a query `[S, H, d]`.
 
-    Scores are compared by all of their bits where `exact` says so.
+    With `exact`, the kernel that compares all bits of scores is chosen.
     """
     query = query if query.stride(-1) == 1 else query.contiguous()
     row_keys, column_keys = row_keys.contiguous(), column_keys.contiguous()
