@@ -1,1 +1,1 @@
-"""Ops alone: every implementation against a float64 reference first, then against each other."""
+"""Benchmarks of single ops: every implementation is checked against a float64 reference, then timed against the others."""

@@ -1,4 +1,4 @@
-"""Measure one case: gate, memory, time, kernels; a row a provider and mode."""
+"""Measure one case: correctness, memory, time and kernels; one row per provider and mode."""
 
 from collections.abc import Callable
 from typing import Any
@@ -15,18 +15,18 @@ from benchmarks.recorded import Recorded, say
 from benchmarks.timing import Task, Timing, peak_bytes, release_memory, synchronize
 
 PROFILED = (OURS, "exact", "one-block", "kept-values", *COMPILED)
-"""Providers whose kernels are written down: what ops choose by themselves, and what they are to be faster than."""
+"""Providers whose kernels are profiled: the one that ops choose by themselves, and those which it should beat."""
 
 
 class Bench:
     """One run of the benchmark.
 
     Args:
-        record: The run.
+        record: The run, and its file of rows.
         only: Providers to measure; None for all.
-        modes: Modes to measure.
-        seconds: Of timing, a case and mode.
-        profiled: The popularity whose cases are profiled. Default: none.
+        modes: Modes to measure, of `MODES`.
+        seconds: Seconds of timing per case and mode.
+        profiled: Popularity whose cases are profiled. Default: None, no case.
     """
 
     def __init__(
@@ -41,7 +41,7 @@ class Bench:
         ]
 
     def measure(self, case: Case) -> None:
-        """Judge every provider on the small and the timed shape, and time those that are right."""
+        """Judge every provider on the small and the timed shape, and time the providers that are right."""
         wanted = self._wanted(case)
         if not wanted:
             say(f"{case}: measured before")
@@ -69,7 +69,7 @@ class Bench:
             self._time(case, mode, able, inputs, upstream, worst)
 
     def _wanted(self, case: Case) -> dict[str, list[str]]:
-        """Modes to measure of each provider that has any left."""
+        """Return the modes that are left to measure, per provider that has any left."""
         modes = self.modes if case.tokens > 1 else ["forward"]  # one token is generated, not trained on
         wanted = {
             name: [mode for mode in modes if mode in provider.modes and key(case, name, mode) not in self.there]
@@ -79,7 +79,7 @@ class Bench:
         return {name: left for name, left in wanted.items() if left}
 
     def _built(self, gated: Case, case: Case, chosen: list[Provider], inputs: Inputs) -> dict[str, Call]:
-        """The calls of providers that can run here."""
+        """Return the calls of the providers that can run here."""
         calls = {}
         for provider in chosen:
             try:
@@ -100,7 +100,7 @@ class Bench:
         expected: Expected,
         worst: dict[str, Verdict],
     ) -> bool:
-        """Whether the gate lets the provider pass; keeps its largest error in `worst`."""
+        """Return whether the gate lets the provider pass; keep the provider's largest error in `worst`."""
         try:
             verdict = expected.judge(provider, call, inputs)
         except Exception as error:
@@ -131,7 +131,7 @@ class Bench:
         for name, call in calls.items():
             task = _task(mode, call, [inputs[leaf] for leaf in OPS[case.op].leaves], upstream)
             try:
-                task.run(task.prepare())  # what is compiled or cached once is no part of the peak
+                task.run(task.prepare())  # compiles and fills caches, which are no part of the peak
                 peaks[name] = peak_bytes(lambda task=task: task.run(task.prepare()), case.device)
             except Exception as error:
                 self._trouble(case, name, mode, error, verdicts[name])
@@ -149,13 +149,13 @@ class Bench:
         self.record.append(*rows)
 
     def _launches(self, case: Case, mode: str, name: str, task: Task) -> int | None:
-        """Kernels of a run, on a GPU; writes the profile down where it was asked for."""
+        """Return the number of kernels of a run on a GPU, else None; write the profile if it is wanted."""
         subject = f"{case}, {name} {mode}"
         is_kept = case.popularity == self.profiled and name in PROFILED and subject not in self.record.profiled
         if case.device != "cuda" and not is_kept:
             return None
-        found = self.record.profile("ops", subject, lambda: _kernels_of(task, case.device), is_kept)
-        return sum(kernel.launches for kernel in found) or None if case.device == "cuda" else None
+        profile = self.record.profile("ops", subject, lambda: _kernels_of(task, case.device), is_kept)
+        return sum(kernel.launches for kernel in profile) or None if case.device == "cuda" else None
 
     def _trouble(self, case: Case, name: str, mode: str, error: Exception, verdict: Verdict | None = None) -> None:
         def row(status: str) -> Row:
@@ -185,7 +185,7 @@ def _task(mode: str, call: Call, leaves: list[torch.Tensor], upstream: torch.Ten
 
 def _kernels_of(task: Task, device: str) -> list[KernelTime]:
     state = task.prepare()
-    synchronize(device)  # what prepares the run is no part of it
+    synchronize(device)  # the preparation is no part of the run
     return kernels(lambda: task.run(state), device)
 
 

@@ -1,4 +1,4 @@
-"""No timing without the right result: output and gradients of a provider against float64."""
+"""The gate before timing: output and gradients of a provider are compared with float64."""
 
 import math
 from dataclasses import dataclass, replace
@@ -9,23 +9,23 @@ from benchmarks.ops.registry import OPS, Call, Inputs, Output, Provider
 from benchmarks.ops.shapes import Case
 
 SMALL_TOKENS = 61
-"""Of the small shape: fewer than any tile, and odd."""
+"""Tokens of the small shape: fewer than any tile has, and an odd number."""
 
 TOLERANCES = {"float32": 2e-5, "bfloat16": 2e-2, "float16": 3e-3}
-"""RMS ratios that rounding alone explains, by dtype."""
+"""Largest RMS ratios that rounding alone explains, by dtype."""
 
 _MOST_ELEMENTS = 1 << 27
-"""Of one intermediate of the reference: 1 GB in float64."""
+"""Most elements of one intermediate of the reference: 1 GB in float64."""
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """How far a provider is from float64.
+    """Difference of a provider from float64.
 
     Args:
-        error: The largest RMS ratio of the output and the gradients; infinite where slots differ.
-        error_of: Of what it is.
-        tolerance: What it may be.
+        error: RMS ratio of the output or gradient that is worst for its tolerance; infinite if slots differ.
+        error_of: Name of this output or gradient.
+        tolerance: Largest RMS ratio that passes.
     """
 
     error: float
@@ -34,16 +34,16 @@ class Verdict:
 
     @property
     def passes(self) -> bool:
-        """False for a NaN as well."""
+        """True if the error is within the tolerance; false for NaN."""
         return self.error <= self.tolerance
 
 
 class Expected:
-    """What float64 gives for a case, computed once for all providers.
+    """Results of a case in float64, computed once for all providers.
 
     Args:
-        case: Whose inputs they are.
-        inputs: As the providers get them.
+        case: The case of the inputs.
+        inputs: The inputs that providers get.
     """
 
     def __init__(self, case: Case, inputs: Inputs):
@@ -55,14 +55,14 @@ class Expected:
         outputs, slots, upstream = [], [], []
         for first in range(0, case.tokens, stretch):
             part = {name: t[first : first + stretch] if name in op.per_token else t for name, t in wide.items()}
-            output, found = _split(op.reference(case, part))
+            output, retrieved = _split(op.reference(case, part))
             gradient = torch.randn(output.shape, generator=generator, device=case.device).to(
                 inputs[op.leaves[0]].dtype
             )
             output.backward(gradient.double())
             outputs.append(output.detach())
             upstream.append(gradient)
-            slots.append(found)
+            slots.append(retrieved)
         self.case = case
         self.output = torch.cat(outputs)
         self.slots = None if slots[0] is None else torch.cat(slots)
@@ -82,7 +82,7 @@ class Expected:
             for name, gradient in zip(leaves, gradients, strict=True):
                 ratios[f"gradient of {name}"] = rms_ratio(gradient.to_dense(), self.gradients[name])
         usual = TOLERANCES[self.case.dtype]
-        # What a provider may round more than others is how it sums gradients of tables.
+        # Providers may have their own tolerance only for gradients of tables, whose sums some round more often.
         loose = {f"gradient of {name}" for name in ("value_bank", "value_transform", "bank")}
         tolerances = {
             name: provider.tolerances.get(self.case.dtype, usual) if name in loose else usual for name in ratios
@@ -92,15 +92,15 @@ class Expected:
 
 
 def small_case(case: Case) -> Case:
-    """The same with few tokens."""
+    """Return the same case with few tokens."""
     return replace(case, tokens=min(case.tokens, SMALL_TOKENS))
 
 
-def rms_ratio(found: torch.Tensor, expected: torch.Tensor) -> float:
-    """Root mean square of the difference over that of what is expected; infinite for another shape."""
-    if found.shape != expected.shape:
+def rms_ratio(actual: torch.Tensor, expected: torch.Tensor) -> float:
+    """Return the root mean square of the difference over the root mean square of `expected`; infinite if shapes differ."""
+    if actual.shape != expected.shape:
         return math.inf
-    difference = (found.detach().double() - expected).square().mean().sqrt()
+    difference = (actual.detach().double() - expected).square().mean().sqrt()
     return (difference / expected.square().mean().sqrt().clamp_min(1e-30)).item()
 
 

@@ -1,16 +1,18 @@
-"""Random inputs whose slots are as popular as they are meant to be.
+"""Random inputs whose slots have a chosen popularity.
 
-Queries are built from the slots that they shall find, not the other way round. Sub-keys of a head are an orthonormal
-basis, and, where there are more of them than dimensions, a second one (Hadamard's) in which every vector of the first
-has equal shares; both are turned by one random rotation. Two such keys have a product of 1, 0 or +-1 / sqrt(d / 2). For
-k = 4, a query is the sum of two row keys, and of two column keys, drawn for it, the second a little shorter: each of the
-four pairs scores above any other pair, whatever else is drawn, and no two of them alike, by margins well above rounding
-in float32. So the slots that a query retrieves are exactly the pairs of the rows and columns drawn, and these are drawn
-as the popularity says:
+Queries are built from the slots that they are to retrieve, not the other way round. The sub-keys of a head are an
+orthonormal basis. If there are more sub-keys than dimensions, a second basis (Hadamard's) follows, in which every
+vector of the first has equal shares. One random rotation turns both. Two of these keys have a product of 1, 0 or +-1 /
+sqrt(d / 2).
 
-- `uniform`: every sub-key alike;
-- `zipf`: the r-th most popular sub-key with probability proportional to 1 / r. Which one that is differs from head to
-  head. The second row is drawn among the others in proportion, likewise the second column.
+For k = 4, a query is the sum of two row keys and of two column keys that are drawn for it, the second of each a little
+shorter. Each of the four pairs then scores above any other pair, and no two of them score alike, by margins well above
+rounding in float32. So a query retrieves exactly the pairs of the drawn rows and columns. These are drawn with one of
+two popularities:
+
+- `uniform`: every sub-key has the same probability;
+- `zipf`: the r-th most popular sub-key has a probability proportional to 1 / r. The order of popularity differs from
+  head to head. The second row is drawn among the other rows with the same proportions, and so is the second column.
 """
 
 import math
@@ -22,19 +24,19 @@ from benchmarks.ops.shapes import Case, Shape
 _GAIN, _NOISE = 2.0, 0.002
 _SECOND = {"row_keys": 0.98, "column_keys": 0.96}
 _FEWEST_DIMENSIONS = 32
-"""Of two bases: with fewer, their keys would be too much alike."""
+"""Fewest dimensions for two bases: with fewer, their keys would be too similar."""
 
 
 def sub_key_probabilities(popularity: str, n: int, device: str = "cpu") -> torch.Tensor:
-    """Probability that a sub-key is drawn, most popular first: `[n]`, float32.
+    """Return the probability that each sub-key is drawn, most popular first: `[n]`, float32.
 
     Args:
         popularity: `"uniform"` or `"zipf"`.
-        n: Sub-keys.
-        device: Of the result. Default: `"cpu"`.
+        n: Number of sub-keys.
+        device: Device of the result. Default: `"cpu"`.
 
     Raises:
-        ValueError: If there is no such popularity.
+        ValueError: If the popularity is unknown.
     """
     ranks = torch.arange(1, n + 1, dtype=torch.float32, device=device)
     if popularity == "uniform":
@@ -47,10 +49,10 @@ def sub_key_probabilities(popularity: str, n: int, device: str = "cpu") -> torch
 
 
 def draw_sub_keys(case: Case, generator: torch.Generator) -> torch.Tensor:
-    """Distinct sub-keys of one side for each token and head, sqrt(k) of them: `[S, H, sqrt(k)]`, int64.
+    """Draw sqrt(k) distinct sub-keys of one side for each token and head: `[S, H, sqrt(k)]`, int64.
 
     Raises:
-        ValueError: If k is no square number.
+        ValueError: If k is not a square number.
     """
     shape, side = case.shape, math.isqrt(case.shape.k)
     if side * side != shape.k:
@@ -65,10 +67,10 @@ def draw_sub_keys(case: Case, generator: torch.Generator) -> torch.Tensor:
 
 
 def sub_keys(shape: Shape, device: str, generator: torch.Generator) -> torch.Tensor:
-    """Unit keys of one side, `[H, n, d / 2]`, float32, no two with a product above 1 / sqrt(d / 2).
+    """Return unit keys of one side, `[H, n, d / 2]`, float32, no two with a product above 1 / sqrt(d / 2).
 
     Raises:
-        ValueError: If n exceeds d / 2, and d / 2 is no power of two or less than 32, or n exceeds d.
+        ValueError: If n exceeds d, or if n exceeds d / 2 and d / 2 is less than 32 or not a power of two.
     """
     half = shape.head_dim // 2
     frame = torch.eye(half, device=device)
@@ -88,12 +90,12 @@ def sub_keys(shape: Shape, device: str, generator: torch.Generator) -> torch.Ten
 
 
 def slots_of(case: Case, rows: torch.Tensor, columns: torch.Tensor) -> torch.Tensor:
-    """Every pair of the rows and columns drawn: `[S, H, k]`."""
+    """Return the slots of all pairs of the drawn rows and columns: `[S, H, k]`."""
     return (rows.unsqueeze(-1) * case.shape.n + columns.unsqueeze(-2)).flatten(-2)
 
 
 def retrieval_inputs(case: Case, generator: torch.Generator) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
-    """`query`, `row_keys` and `column_keys`, float32, and the slots `[S, H, k]` that are to be retrieved."""
+    """Return `query`, `row_keys` and `column_keys`, float32, and the slots `[S, H, k]` that the query retrieves."""
     drawn, tensors, halves = [], {}, []
     for side in ("row_keys", "column_keys"):
         keys = sub_keys(case.shape, case.device, generator)  # [H, n, d / 2]
@@ -102,15 +104,15 @@ def retrieval_inputs(case: Case, generator: torch.Generator) -> tuple[dict[str, 
         parts = keys[heads, chosen]  # [S, H, sqrt(k), d / 2]
         gains = torch.full(parts.shape[2:3], _GAIN, device=case.device)
         gains[1:] *= _SECOND[side]
-        asked = (gains.unsqueeze(-1) * parts).sum(-2)
-        halves.append(asked + _NOISE * torch.randn(asked.shape, generator=generator, device=case.device))
+        half = (gains.unsqueeze(-1) * parts).sum(-2)
+        halves.append(half + _NOISE * torch.randn(half.shape, generator=generator, device=case.device))
         tensors[side] = keys
         drawn.append(chosen)
     return {"query": torch.cat(halves, -1), **tensors}, slots_of(case, *drawn)
 
 
 def value_inputs(case: Case, generator: torch.Generator) -> dict[str, torch.Tensor]:
-    """`value_bank` and `value_transform` of a head-wise memory, float32."""
+    """Return `value_bank` and `value_transform` of a head-wise memory, float32."""
     shape = case.shape
     bank = torch.randn(shape.slots, shape.head_dim, generator=generator, device=case.device)
     transform = torch.randn(

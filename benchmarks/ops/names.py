@@ -1,7 +1,7 @@
-"""Providers that goals and profiles know by their names; reports are made where torch is not installed."""
+"""Names of the providers that goals and profiles refer to. Reports need these names without torch installed."""
 
 OURS = "sorted"
 """The provider that ops choose by themselves."""
 
 COMPILED = ("compiled", "expand-compiled", "expand-max-autotune")
-"""Plain PyTorch under `torch.compile`: what there is to be faster than."""
+"""Plain PyTorch under `torch.compile`, which ops should beat."""

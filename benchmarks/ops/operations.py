@@ -1,4 +1,4 @@
-"""The ops that are measured: their inputs, their float64 reference and the work that they are."""
+"""The ops that are measured: their inputs, their float64 reference and their work."""
 
 from collections.abc import Callable
 from functools import partial
@@ -32,13 +32,13 @@ def _product_key_memory_inputs(case: Case, generator: torch.Generator) -> Inputs
 def product_key_memory(
     case: Case, inputs: Inputs, backend: str, gather: Callable[..., torch.Tensor] | None = None
 ) -> torch.Tensor:
-    """Compute Lample et al. (2019) from queries on: select, weigh by a softmax per head, sum the heads' rows of one bank.
+    """Compute the memory of Lample et al. (2019) from queries on: select, weigh by a softmax per head, sum rows of one bank.
 
     Args:
-        case: That is measured.
-        inputs: Of the op.
-        backend: As in `OpChoices`.
-        gather: Called with bank, slots and weights. Default: `weighted_gather`.
+        case: The measured case.
+        inputs: Inputs of the op: query, row keys, column keys and bank.
+        backend: Body to run, as in `OpChoices`.
+        gather: Function of bank, slots and weights. Default: `weighted_gather`.
     """
     query, row_keys, column_keys, bank = inputs.values()
     scores, slots = product_key_topk(query, row_keys, column_keys, case.shape.k, backend=backend)

@@ -1,10 +1,10 @@
-"""Packages of others that compute the same, compared where they are installed; never a dependency.
+"""Other packages that compute the same, compared if they are installed; none is a dependency.
 
-- `product_key_memory` (Phil Wang): its layer from queries on, with its projection and its norm taken out.
-- `PEER_pytorch` (Phil Wang): its product-key selection, with its projection taken out.
+- `product_key_memory` (Phil Wang): the layer from queries on, without its projection and its norm.
+- `PEER_pytorch` (Phil Wang): the product-key selection, without its projection.
 
-Two more were looked at: `ultra_mem` scores by a Tucker decomposition, which nothing here does, and flash-linear-attention
-has no retrieval from a table.
+Two more were considered: `ultra_mem` scores by a Tucker decomposition, which no op here measures, and
+flash-linear-attention has no retrieval from a table.
 """
 
 import torch
@@ -52,7 +52,7 @@ def _lucidrains_selection(case: Case, inputs: Inputs) -> Call:
     layer.to_queries = torch.nn.Identity()
 
     def run() -> tuple[torch.Tensor, torch.Tensor]:
-        # Its first key counts by one and its second by n: columns come first.
+        # The package numbers slots by its first key in steps of 1 and by its second in steps of n: columns come first.
         layer.keys = torch.stack((column_keys, row_keys)).transpose(1, 2)  # [2, n, H, d / 2]
         halves = query.unflatten(-1, (2, -1)).unbind(-2)  # 2 x [S, H, d / 2]
         scores, slots = layer(torch.stack(halves[::-1]).unsqueeze(1))  # [1, S, H, k]

@@ -1,4 +1,4 @@
-"""This project's implementations, and what one would write with PyTorch alone."""
+"""This project's implementations, and implementations that one would write with PyTorch alone."""
 
 import inspect
 import shutil
@@ -22,19 +22,19 @@ from midus_hf.ops.product_key.reference import sub_key_scores
 
 _MOST_GRID_ELEMENTS = 1 << 24
 _ALGORITHM_1_TOLERANCES = {"bfloat16": 0.5, "float16": 0.1}
-"""Algorithm 1 sums gradients in half precision, as printed. On a GPU each of thousands of additions to a row is rounded."""
+"""Tolerances of Algorithm 1, which sums gradients in half precision, as printed: on a GPU, each addition to a row is rounded."""
 
 
 def compiled(function: Callable[..., Any], case: Case, mode: str | None = None) -> Callable[..., Any]:
-    """`torch.compile` of a function for fixed shapes, in one graph.
+    """Return a function under `torch.compile`, for fixed shapes and in one graph.
 
     Args:
-        function: What is compiled, at its first call.
-        case: What for.
-        mode: Of `torch.compile`. Default: its own default.
+        function: Function that is compiled at its first call.
+        case: Case that the function is compiled for.
+        mode: Mode of `torch.compile`. Default: None, the default of `torch.compile`.
 
     Raises:
-        Unavailable: Without the C compiler that it calls.
+        Unavailable: If there is no C compiler, which `torch.compile` needs.
     """
     if not any(shutil.which(name) for name in ("g++", "gcc", "clang++", "clang")):
         raise Unavailable("torch.compile calls a C compiler, and there is none")
@@ -50,10 +50,10 @@ def expand_then_gather(
     value_transform: torch.Tensor,
     k: int,
 ) -> torch.Tensor:
-    """Head-wise memory as the fastest plain program has it: all slots of all heads transformed, then k rows gathered.
+    """Compute head-wise memory as the fastest plain program does: transform all slots for all heads, then gather k rows.
 
-    Scores and gradients of rows are summed in float32, as a right result needs; what is left unsorted, and products
-    with a sum rather than an einsum, is for the compiler, which fuses them with the gather.
+    Scores and gradients of rows are summed in float32, as a correct result needs. Selections are unsorted, and rows are
+    weighted by a product and a sum instead of an einsum, so that the compiler fuses them with the gather.
 
     Args:
         query: `[S, H, d]`.
@@ -85,7 +85,7 @@ def expand_then_gather(
 def cartesian_topk(
     query: torch.Tensor, row_keys: torch.Tensor, column_keys: torch.Tensor, k: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Select by one selection over the Cartesian grid of all slots (MIDUS, equations 21 and 22); see `product_key_topk`."""
+    """Compute `product_key_topk` by one selection over the Cartesian grid of all slots (MIDUS, equations 21 and 22)."""
     row_scores, column_scores = sub_key_scores(query, row_keys, column_keys)
     grid = (row_scores.unsqueeze(-1) + column_scores.unsqueeze(-2)).flatten(-2)  # [S, H, n * n]
     scores, slots = grid.topk(k, dim=-1)
@@ -99,16 +99,7 @@ def _require_small_grid(case: Case) -> None:
 
 
 def gather_by_algorithm_1(bank: torch.Tensor, slots: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-    """Sum rows by weight as `weighted_gather` does, with the gradient of the bank as Algorithm 1 sums it.
-
-    Args:
-        bank: `[R, v]`.
-        slots: `[S, m]`, int64.
-        weights: `[S, m]`.
-
-    Returns:
-        `[S, v]`.
-    """
+    """Compute `weighted_gather` of a bank `[R, v]`, slots and weights `[S, m]`; Algorithm 1 sums the bank's gradient."""
     return _Algorithm1.apply(bank, slots, weights)
 
 
@@ -133,14 +124,14 @@ class _Algorithm1(torch.autograd.Function):
 
 
 def _gathered(gathering: str, bank: torch.Tensor, slots: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-    """Sum rows of a bank as `weighted_gather` does, where rows are read as they are, or the bank is multiplied."""
+    """Compute `weighted_gather` by reading rows (`"rows"`) or by multiplying the whole bank (`"product"`)."""
     return weighted_gather_op(bank, slots, weights, resolve("auto", bank, native_refusal=None), gathering)
 
 
 def _calling(
     function: Callable[..., Any], is_compiled: bool = False, **options: Any
 ) -> Callable[[Case, Inputs], Call]:
-    """Make a provider that calls a function with the inputs of a case."""
+    """Return the `build` of a provider that calls a function with the inputs of a case."""
     takes_k = "k" in inspect.signature(function).parameters
 
     def build(case: Case, inputs: Inputs) -> Call:
@@ -152,7 +143,7 @@ def _calling(
 
 
 def _product_key_memory(backend: str, gathering: str | None = None) -> Callable[[Case, Inputs], Call]:
-    """Make a provider that selects and gathers, by rows that are read as they are or by a product with all of them."""
+    """Return the `build` of a provider that selects and gathers, by reading rows or by a product with all of them."""
     gather = None if gathering is None else partial(_gathered, gathering)
     return lambda case, inputs: partial(product_key_memory, case, inputs, backend, gather)
 
@@ -169,7 +160,7 @@ for _op, _name, _build in (
     ("weighted_gather", "naive", _calling(weighted_gather, backend="reference")),
     ("weighted_gather", "sorted", _calling(weighted_gather)),
     ("weighted_gather", "rows", _calling(_gathered, gathering="rows")),
-    # As `dense`, with sums in float32, a kernel that spreads weights, and gradients that are products as well.
+    # Like `dense`, but with sums in float32, a kernel that spreads weights, and products for the gradients too.
     ("weighted_gather", "product", _calling(_gathered, gathering="product")),
     ("weighted_gather", "sparse", _calling(weighted_gather, sparse_gradient=True)),
     ("product_key_memory", "naive", _product_key_memory("reference")),
@@ -185,7 +176,7 @@ provider("weighted_gather", "algorithm-1", tolerances=_ALGORITHM_1_TOLERANCES)(_
 def _headwise_expand_max_autotune(case: Case, inputs: Inputs) -> Call:
     if case.device == "cpu":
         raise Unavailable("max-autotune tries kernels of a GPU; on a CPU it compiles what expand-compiled does")
-    # Without CUDA graphs: a replay would hide what the host takes, which is measured.
+    # Without CUDA graphs: a replay would hide the host's time, which is measured.
     function = compiled(expand_then_gather, case, mode="max-autotune-no-cudagraphs")
     return lambda: function(**inputs, k=case.shape.k)
 
@@ -213,7 +204,7 @@ def _headwise_embedding_bag(case: Case, inputs: Inputs) -> Call:
 
 @provider("headwise_memory", "algorithm-1", tolerances=_ALGORITHM_1_TOLERANCES)
 def _headwise_algorithm_1(case: Case, inputs: Inputs) -> Call:
-    """The paper's: values gathered first and transformed then, gradients by Algorithm 1."""
+    """Gather values first and transform them afterwards, with gradients by Algorithm 1, as the paper does."""
     query, row_keys, column_keys, bank, transform = inputs.values()
 
     def run() -> torch.Tensor:
@@ -226,7 +217,7 @@ def _headwise_algorithm_1(case: Case, inputs: Inputs) -> Call:
 
 @provider("headwise_memory", "exact")
 def _headwise_exact(case: Case, inputs: Inputs) -> Call:
-    """By kernels that compare all bits of scores, as those of float32 do anyway."""
+    """Run the kernels that compare all bits of scores, which float32 always uses."""
     if case.device == "cpu" or case.dtype == "float32":
         raise Unavailable("nothing but kernels of half precision selects otherwise than exactly")
 
@@ -239,7 +230,7 @@ def _headwise_exact(case: Case, inputs: Inputs) -> Call:
 
 @provider("headwise_memory", "one-block", modes=("forward",))
 def _headwise_one_block(case: Case, inputs: Inputs) -> Call:
-    """By as many programs as there are blocks of tokens, of which none walks over several."""
+    """Run one program per block of tokens, so that no program walks over several blocks."""
     if case.device == "cpu" or case.dtype == "float32" or case.tokens == 1:
         raise Unavailable("nothing but kernels of half precision walks, over the blocks of many tokens")
 
@@ -278,7 +269,7 @@ def _headwise_cartesian(case: Case, inputs: Inputs) -> Call:
 
 @provider("headwise_memory", "kept-values", modes=("forward",))
 def _headwise_kept_values(case: Case, inputs: Inputs) -> Call:
-    """As a model generates: values were expanded before (MIDUS, appendix C.2)."""
+    """Expand values beforehand, as a model does for generation (MIDUS, appendix C.2)."""
     query, row_keys, column_keys, bank, transform = inputs.values()
     with torch.no_grad():
         expanded = expand_values(bank, transform)
@@ -293,7 +284,7 @@ def _selection_cartesian(case: Case, inputs: Inputs) -> Call:
 
 @provider("weighted_gather", "embedding-bag", tolerances={"bfloat16": 5e-2})
 def _bag_embedding_bag(case: Case, inputs: Inputs) -> Call:
-    """In the dtype of the bank, sums and weights as well; not every PyTorch has the gradient of half-precision weights."""
+    """Sum with weights and sums in the dtype of the bank; not every PyTorch has the gradient of half-precision weights."""
     bank, slots, weights = inputs.values()
 
     def run(first: int | None = None) -> torch.Tensor:
@@ -309,7 +300,7 @@ def _bag_embedding_bag(case: Case, inputs: Inputs) -> Call:
 
 @provider("weighted_gather", "dense")
 def _bag_dense(case: Case, inputs: Inputs) -> Call:
-    """A matrix of weights `[S, N]`, times the bank: more products than rows gathered, but on tensor cores."""
+    """Multiply a matrix of weights `[S, N]` with the bank: more work than gathering rows, but on tensor cores."""
     bank, slots, weights = inputs.values()
 
     def run() -> torch.Tensor:

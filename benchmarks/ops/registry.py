@@ -1,4 +1,4 @@
-"""The tables of ops that are measured and of their implementations, called providers."""
+"""The tables of the measured ops and of their implementations, called providers."""
 
 import math
 from collections.abc import Callable
@@ -11,7 +11,7 @@ from benchmarks.ops.shapes import MODES, Case, Shape
 
 Inputs = dict[str, torch.Tensor]
 Output = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
-"""What is differentiated, and with it the slots that were retrieved where those are a result as well."""
+"""The tensor that is differentiated; for ops that return the retrieved slots too, a pair of this tensor and the slots."""
 Call = Callable[[], Output]
 
 
@@ -20,13 +20,13 @@ class Op:
     """An op that is measured.
 
     Args:
-        name: As on the command line.
-        inputs: Makes float32 inputs for a case.
-        reference: Computes the result in the dtype of its inputs, here float64.
+        name: Name on the command line.
+        inputs: Function that makes float32 inputs for a case.
+        reference: Function that computes the result in the dtype of its inputs, here float64.
         leaves: Names of the inputs that have gradients.
-        per_token: Names of the inputs whose first dimension is tokens, so that the reference can go in stretches.
-        elements: Elements of the largest intermediate of the reference for one token.
-        work: `(shape, tokens, bytes of an element, "forward" or "backward")` to what must be done.
+        per_token: Names of the inputs whose first dimension is tokens, which the reference takes in stretches.
+        elements: Function from a shape to the elements of the reference's largest intermediate for one token.
+        work: Function from shape, tokens, bytes per element, and `"forward"` or `"backward"` to the work of a call.
     """
 
     name: str
@@ -43,11 +43,11 @@ class Provider:
     """An implementation of an op.
 
     Args:
-        op: The op's name.
-        name: As on the command line.
-        build: Makes the call that is timed from a case and inputs; raises `Unavailable` where it cannot.
-        modes: What it can do of `MODES`.
-        tolerances: RMS ratios that it may reach, by dtype, where they differ from the usual ones.
+        op: Name of the op.
+        name: Name on the command line.
+        build: Function from a case and inputs to the call that is timed; it raises `Unavailable` if there is none.
+        modes: Modes of `MODES` that the provider can run.
+        tolerances: RMS ratios that its gradients of tables may reach, by dtype, if they differ from the usual ones.
     """
 
     op: str
@@ -58,7 +58,7 @@ class Provider:
 
 
 class Unavailable(Exception):
-    """A provider cannot run here, or not this case; says why."""
+    """Error that says why a provider cannot run here, or cannot run a case."""
 
 
 OPS: dict[str, Op] = {}
@@ -66,7 +66,7 @@ PROVIDERS: dict[str, dict[str, Provider]] = {}
 
 
 def register_op(op: Op) -> Op:
-    """Enter an op.
+    """Register an op and return it.
 
     Raises:
         ValueError: If the name is taken.
@@ -81,10 +81,10 @@ def register_op(op: Op) -> Op:
 def provider(
     op: str, name: str, *, modes: tuple[str, ...] = MODES, tolerances: dict[str, float] | None = None
 ) -> Callable[[Callable[[Case, Inputs], Call]], Callable[[Case, Inputs], Call]]:
-    """Register an implementation of an op; arguments as in `Provider`.
+    """Return a decorator that registers the `build` of a `Provider`, with the arguments of `Provider`.
 
     Raises:
-        ValueError: If the op is unknown, or has a provider of that name.
+        ValueError: If the op is unknown, or already has a provider of that name.
     """
     if op not in PROVIDERS:
         raise ValueError(f"op is {op!r}; expected one of {', '.join(PROVIDERS)}.")
@@ -99,7 +99,7 @@ def provider(
 
 
 def make_inputs(case: Case, seed: int = 0) -> Inputs:
-    """Inputs of a case on its device; those that have gradients are leaves, in its dtype."""
+    """Return the inputs of a case on its device; inputs that have gradients are leaves in the case's dtype."""
     op = OPS[case.op]
     generator = torch.Generator(case.device).manual_seed(seed)
     made = op.inputs(case, generator)
@@ -108,7 +108,7 @@ def make_inputs(case: Case, seed: int = 0) -> Inputs:
 
 
 def roofline_microseconds(case: Case, mode: str, device: str) -> float | None:
-    """The least time for a mode of `MODES` on a device by its name; None where its peaks are not known."""
+    """Return the least time of a mode of `MODES` on a named device, in microseconds; None if its peaks are unknown."""
     from benchmarks.ops.roofline import peaks_of
 
     peaks = peaks_of(device)

@@ -1,7 +1,7 @@
-"""The least time that an op can take on a GPU: the largest of what memory, caches, tensor cores and lanes need.
+"""The least time that an op can take on a GPU: the largest of the times that memory, caches, tensor cores and lanes need.
 
-What is counted is what any implementation must do, once: inputs read and outputs written, rows gathered, products taken.
-Of the peaks, memory and products were measured by others; cache and lanes are nominal.
+Work counts once whatever any implementation must do: reading inputs, writing outputs, gathering rows, computing
+products. The peaks of memory and products were measured by others; the peaks of cache and lanes are nominal.
 """
 
 from dataclasses import dataclass
@@ -11,14 +11,14 @@ from benchmarks.ops.shapes import Shape
 
 @dataclass(frozen=True)
 class Peaks:
-    """What a GPU can do in a second.
+    """Peak rates of a GPU, per second, and the size of its cache.
 
     Args:
-        memory_bytes: Read from or written to its memory.
-        cache_bytes: Gathered from its second-level cache.
-        flop: Of bfloat16 matrix products.
-        comparisons: Compares, minima and maxima by its scalar lanes.
-        cache_size: Bytes of its second-level cache.
+        memory_bytes: Bytes read from or written to memory, per second.
+        cache_bytes: Bytes gathered from the second-level cache, per second.
+        flop: Operations of bfloat16 matrix products, per second.
+        comparisons: Comparisons, minima and maxima of scalar lanes, per second.
+        cache_size: Size of the second-level cache in bytes.
     """
 
     memory_bytes: float
@@ -29,21 +29,21 @@ class Peaks:
 
 
 H200 = Peaks(4.3e12, 5.5e12, 790e12, 132 * 64 * 1.755e9, 50e6)
-"""Comparisons run at half the rate of additions: 64 a clock on each of 132 multiprocessors, at 1.755 GHz."""
+"""Peaks of an H200. Comparisons run at half the rate of additions: 64 per clock on each of 132 multiprocessors, at 1.755 GHz."""
 
 _SELECTION_COMPARISONS = 1360
-"""That selecting 4 of 64 rows, 4 of 64 columns and 4 of their pairs takes, per head and token."""
+"""Comparisons per head and token for selecting 4 of 64 rows, 4 of 64 columns and 4 of their pairs."""
 
 
 @dataclass(frozen=True)
 class Work:
-    """What must be done.
+    """Work that any implementation of a call must do.
 
     Args:
-        flop: Of matrix products.
-        memory_bytes: Streams of token-sized tensors through memory.
-        cache_bytes: Gathered rows.
-        comparisons: Of selection.
+        flop: Operations of matrix products. Default: 0.
+        memory_bytes: Bytes of token-sized tensors that are read from or written to memory. Default: 0.
+        cache_bytes: Bytes of gathered rows. Default: 0.
+        comparisons: Comparisons of selection. Default: 0.
     """
 
     flop: float = 0.0
@@ -52,7 +52,7 @@ class Work:
     comparisons: float = 0.0
 
     def microseconds(self, peaks: Peaks) -> float:
-        """The largest of the four times, which a good kernel overlaps."""
+        """Return the largest of the four times, since a good kernel overlaps them."""
         return 1e6 * max(
             self.flop / peaks.flop,
             self.memory_bytes / peaks.memory_bytes,
@@ -62,37 +62,37 @@ class Work:
 
 
 def scoring_flop(shape: Shape, tokens: int) -> float:
-    """Products of each head's query halves with all its sub-keys."""
+    """Count the operations of each head's query halves times all of the head's sub-keys."""
     return 2.0 * tokens * shape.heads * shape.n * shape.head_dim
 
 
 def expansion_flop(shape: Shape) -> float:
-    """The bank times the transform of each head."""
+    """Count the operations of the bank times the transform of each head."""
     return 2.0 * shape.slots * shape.head_dim**2 * shape.heads
 
 
 def stream_bytes(shape: Shape, tokens: int, element: int) -> float:
-    """One tensor `[S, H, d]`."""
+    """Count the bytes of one tensor `[S, H, d]`."""
     return float(tokens * shape.width * element)
 
 
 def gathered_bytes(shape: Shape, tokens: int, element: int) -> float:
-    """k rows of a head's width for each head of each token."""
+    """Count the bytes of k rows of a head's width for each head of each token."""
     return float(tokens * shape.heads * shape.k * shape.head_dim * element)
 
 
 def saved_bytes(shape: Shape, tokens: int) -> float:
-    """Slots and weights that the gradient needs, 16 bits each."""
+    """Count the bytes of the slots and weights that the gradient needs, 16 bits each."""
     return float(tokens * shape.heads * shape.k * 4)
 
 
 def transform_flop(shape: Shape, tokens: int) -> float:
-    """The heads' transforms of the bank or of what each token gathered, whichever is less."""
+    """Count the operations of the heads' transforms of the bank or of the gathered sums, whichever are fewer."""
     return min(expansion_flop(shape), 2.0 * tokens * shape.heads * shape.head_dim**2)
 
 
 def headwise_work(shape: Shape, tokens: int, element: int, mode: str) -> Work:
-    """Head-wise memory with expanded values. Backward: products of rows and gradients, and sums of gradients by row."""
+    """Return the work of head-wise memory; backward, this is products of rows and gradients, and sums of gradients per row."""
     if mode == "forward":
         return Work(
             flop=scoring_flop(shape, tokens) + transform_flop(shape, tokens),
@@ -108,24 +108,24 @@ def headwise_work(shape: Shape, tokens: int, element: int, mode: str) -> Work:
 
 
 def selection_work(shape: Shape, tokens: int, element: int, mode: str) -> Work:
-    """Product-key selection alone; scores in 32 bits, slots in 16."""
-    found = float(tokens * shape.heads * shape.k * 6)
+    """Return the work of product-key selection alone, with scores of 32 bits and slots of 16."""
+    result_bytes = float(tokens * shape.heads * shape.k * 6)
     if mode == "forward":
         return Work(
             flop=scoring_flop(shape, tokens),
-            memory_bytes=stream_bytes(shape, tokens, element) + found,
+            memory_bytes=stream_bytes(shape, tokens, element) + result_bytes,
             comparisons=_selection(shape, tokens),
         )
     return Work(
         flop=2 * scoring_flop(shape, tokens),
-        memory_bytes=2 * stream_bytes(shape, tokens, element) + found,
+        memory_bytes=2 * stream_bytes(shape, tokens, element) + result_bytes,
     )
 
 
 def bag_work(shape: Shape, tokens: int, element: int, mode: str) -> Work:
-    """One bag of H * k rows a token out of `[N, D]`, gathered row by row or as a product with all rows, whichever is less.
+    """Return the work of one bag per token: H * k rows of `[N, D]`, gathered or multiplied with all rows, whichever is faster.
 
-    The bank is taken to stay in the cache.
+    The bank is assumed to stay in the cache.
     """
     rows = float(tokens * shape.heads * shape.k * shape.width * element)
     weights = float(tokens * shape.heads * shape.k * 6)
@@ -142,7 +142,7 @@ def bag_work(shape: Shape, tokens: int, element: int, mode: str) -> Work:
 
 
 def product_key_memory_work(shape: Shape, tokens: int, element: int, mode: str) -> Work:
-    """Selection, then one bag a token."""
+    """Return the work of selection, then of one bag per token."""
     selecting, bag = selection_work(shape, tokens, element, mode), bag_work(shape, tokens, element, mode)
     return Work(
         flop=selecting.flop + bag.flop,
@@ -153,10 +153,10 @@ def product_key_memory_work(shape: Shape, tokens: int, element: int, mode: str) 
 
 
 def peaks_of(device: str) -> Peaks | None:
-    """Of a GPU by its name; None where they are not known."""
+    """Return the peaks of a GPU by its name; None if they are unknown."""
     return H200 if "H200" in device else None
 
 
 def _selection(shape: Shape, tokens: int) -> float:
-    """The count for n = 64 and k = 4, in proportion to other n and k."""
+    """Count the comparisons of selection, in proportion to the count for n = 64 and k = 4."""
     return _SELECTION_COMPARISONS * (shape.n / 64) * (shape.k / 4) * tokens * shape.heads

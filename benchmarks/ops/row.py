@@ -1,4 +1,4 @@
-"""One line of `ops.csv`."""
+"""Rows of `ops.csv`."""
 
 import dataclasses
 from dataclasses import dataclass
@@ -12,7 +12,7 @@ from benchmarks.tracked import Run
 FILE = "ops.csv"
 
 Key = tuple[str, ...]
-"""What a row is about: the case as text, the provider and the mode."""
+"""Identity of a row: the case as text, the provider and the mode."""
 
 
 @dataclass(frozen=True)
@@ -20,10 +20,10 @@ class Row(Run):
     """One line of the results: a provider, a case and a mode.
 
     `status` is "ok", "refused" by the gate, "out of memory" or "failed"; only "ok" has times. `median_ms`, `p20_ms` and
-    `p80_ms` are the device's time on a GPU and the wall time on a CPU. `host_ms` is the time until a call has been issued,
-    `wall_ms` that from an idle device to the end, both medians, and `launches` counts the kernels of a run: on a GPU alone.
-    `peak_mb` is what tensors held beyond the inputs, `error` the largest RMS ratio against float64 on the small and on
-    the timed shape.
+    `p80_ms` are the device's time on a GPU, and wall time on a CPU. Three columns are filled on a GPU only: `host_ms`,
+    the median time until a call has been issued; `wall_ms`, the median time from an idle device to the end; and
+    `launches`, the number of kernels of a run. `peak_mb` is the memory that tensors held beyond the inputs, and `error`
+    the largest RMS ratio against float64 on the small and on the timed shape.
     """
 
     backend: str
@@ -51,12 +51,12 @@ class Row(Run):
 
 @dataclass(frozen=True)
 class Measured:
-    """Of one provider in one mode.
+    """Measurements of one provider in one mode.
 
     Args:
-        timing: Its times.
-        peak_bytes: The most that tensors held beyond the inputs.
-        launches: Kernels of a run; None where they were not counted.
+        timing: Times of the runs.
+        peak_bytes: Most bytes that tensors held beyond the inputs.
+        launches: Kernels of a run; None if they were not counted.
     """
 
     timing: Timing
@@ -73,16 +73,16 @@ def row_of(
     verdict: Verdict | None = None,
     measured: Measured | None = None,
 ) -> Row:
-    """Make a row.
+    """Return a row of the results.
 
     Args:
-        this: The run that it belongs to.
-        case: Of what.
-        provider: By what.
-        mode: Of `MODES`, or nothing where the provider came to no mode at all.
-        status: As in `Row`.
-        verdict: Of the gate. Default: none, as where the provider failed before.
-        measured: Default: nothing, as with any status but "ok".
+        this: The run that the row belongs to.
+        case: The measured case.
+        provider: Name of the provider.
+        mode: One of `MODES`, or empty if the provider ran in no mode.
+        status: Status of the row, as in `Row`.
+        verdict: Verdict of the gate. Default: None, for a provider that failed before.
+        measured: Measurements, with status "ok". Default: None, for any other status.
     """
     timing = None if measured is None else measured.timing
     least = None if timing is None else roofline_microseconds(case, mode, this.device)
@@ -113,12 +113,12 @@ def row_of(
 
 
 def key(case: Case, provider: str, mode: str) -> Key:
-    """What the row of a case, a provider and a mode is about."""
+    """Return the identity of the row of a case, a provider and a mode."""
     return (case.op, case.shape.name, str(case.tokens), case.popularity, case.dtype, provider, mode)
 
 
 def key_of(row: dict[str, str]) -> Key:
-    """What a row that was read is about."""
+    """Return the identity of a row that was read from a file."""
     return tuple(row[name] for name in ("op", "shape", "tokens", "popularity", "dtype", "provider", "mode"))
 
 

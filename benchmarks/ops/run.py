@@ -1,4 +1,4 @@
-"""Run the cases that the command line asks for."""
+"""Run the cases that the command line names."""
 
 import argparse
 from collections.abc import Iterator
@@ -20,7 +20,7 @@ DTYPES = ("float32", "bfloat16", "float16")
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Measure what the command line asks for; returns 1 if a provider was wrong or failed."""
+    """Measure the cases of the command line, and return 1 if a provider was wrong or failed."""
     with chosen_device(arguments) as device:
         return _run(arguments, device)
 
@@ -35,7 +35,7 @@ def _run(arguments: argparse.Namespace, device: str) -> int:
 
 
 def _fill_in(arguments: argparse.Namespace, sizes: str, device: str) -> None:
-    """What was not said of cases, by where and how they are run."""
+    """Set the sizes that the command line leaves out, by device or for a rehearsal."""
     arguments.shapes = arguments.shapes or DEFAULT_SHAPES[sizes]
     arguments.tokens = arguments.tokens or DEFAULT_TOKENS[sizes]
     arguments.popularity = arguments.popularity or DEFAULT_POPULARITIES[sizes]
@@ -43,7 +43,7 @@ def _fill_in(arguments: argparse.Namespace, sizes: str, device: str) -> None:
 
 
 def _bench(arguments: argparse.Namespace, device: str) -> Bench:
-    """A new run, or with `--resume` the newest one that is like it, with what it wrote and what went wrong in it."""
+    """Return the bench of a new run, or with `--resume` of the newest run like it, with that run's rows and failures."""
     is_kept = not arguments.no_append and arguments.backend == "auto"
     for name in ("resume", "profile"):
         if getattr(arguments, name) and not is_kept:
@@ -57,7 +57,7 @@ def _bench(arguments: argparse.Namespace, device: str) -> Bench:
 
 
 def _cases(arguments: argparse.Namespace, device: str) -> Iterator[Case]:
-    """All combinations, the ops that matter most and the many tokens first."""
+    """Yield all combinations, in the order of the ops and with many tokens first."""
     ops = arguments.ops or list(OPS)
     require_known(ops, OPS, "op")
     require_known(arguments.shapes, SHAPES, "shape")

@@ -1,4 +1,4 @@
-"""The shapes that ops are measured at: those of one memory layer of a published model."""
+"""The shapes of the benchmarks of ops: one memory layer of a published model each."""
 
 from dataclasses import dataclass
 
@@ -8,11 +8,11 @@ class Shape:
     """Sizes of one memory layer.
 
     Args:
-        name: Of the model.
-        heads: H.
-        head_dim: d; sub-keys are half as wide, values as wide.
-        n: Sub-keys a side. Default: 64.
-        k: Slots retrieved a head. Default: 4.
+        name: Name of the model.
+        heads: Number of heads, H.
+        head_dim: Width of a head, d; sub-keys are half as wide, values as wide.
+        n: Sub-keys per side. Default: 64.
+        k: Slots retrieved per head. Default: 4.
     """
 
     name: str
@@ -23,12 +23,12 @@ class Shape:
 
     @property
     def slots(self) -> int:
-        """N = n * n."""
+        """Number of slots, N = n * n."""
         return self.n * self.n
 
     @property
     def width(self) -> int:
-        """D = H * d, of the residual stream."""
+        """Width of the residual stream, D = H * d."""
         return self.heads * self.head_dim
 
 
@@ -41,7 +41,7 @@ SHAPES = {
         Shape("tiny", 2, 16, 8),
     )
 }
-"""By name; `tiny` is for tests."""
+"""Shapes by name; `tiny` is for tests."""
 
 POPULARITIES = ("uniform", "zipf")
 MODES = ("forward", "backward", "forward+backward")
@@ -49,13 +49,13 @@ MODES = ("forward", "backward", "forward+backward")
 
 @dataclass(frozen=True)
 class Case:
-    """One row's question: which op, on what.
+    """An op and the inputs that it is measured on.
 
     Args:
-        op: Name.
-        shape: Of the memory.
-        tokens: S.
-        popularity: `"uniform"` or `"zipf"`, of slots.
+        op: Name of the op.
+        shape: Sizes of the memory.
+        tokens: Number of tokens, S.
+        popularity: Popularity of slots, `"uniform"` or `"zipf"`.
         dtype: Name of a torch dtype.
         device: `"cpu"` or `"cuda"`.
     """
