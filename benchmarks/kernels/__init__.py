@@ -1,1 +1,1 @@
-"""Kernels compiled for GPUs that are not here: what is compiled is what would have been launched."""
+"""Kernels compiled for GPUs that this machine lacks, with the arguments of the launches that ops would make."""

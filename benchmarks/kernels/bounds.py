@@ -1,16 +1,16 @@
-"""What kernels of the papers' shapes may need at most on sm_90, with every triton that is supported: held against regressions."""
+"""Upper bounds for kernels at the papers' shapes on sm_90, with every supported triton, against regressions."""
 
 from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
 class Bound:
-    """The most that may be found, some 4 % above what was.
+    """Upper bounds for one kernel, some 4 % above the measured numbers.
 
     Args:
-        registers: Registers a thread.
-        instructions: That one warp executes.
-        alu: Of these those of the ALU.
+        registers: Registers per thread.
+        instructions: Instructions that one warp executes.
+        alu: Instructions among these that the ALU executes.
     """
 
     registers: int
@@ -33,5 +33,5 @@ BOUNDS: dict[tuple[str, str], Bound] = {
     ("bucket_sums_kernel", "llama-3.2-1b"): Bound(142, 5755, 3750),
     ("bucket_sums_kernel", "llama-3.1-8b"): Bound(171, 7320, 4710),
 }
-"""By kernel and case; of a kernel that is launched several times for a case the first launch. Where programs of
-`packed_forward_kernel` walk, they have four blocks of tokens."""
+"""Bounds by kernel and case. If a case launches a kernel several times, they hold for the first launch. Programs of
+`packed_forward_kernel` that walk have four blocks of tokens."""

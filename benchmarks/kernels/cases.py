@@ -1,4 +1,4 @@
-"""What the kernels are asked for, and the launches that this makes."""
+"""Calls of kernels at many shapes, and the launches that they make."""
 
 from collections.abc import Callable, Container, Iterator
 from dataclasses import replace
@@ -33,7 +33,10 @@ from midus_hf.ops.product_key.triton.scores import triton_scores
 
 
 def cases() -> Iterator[tuple[str, Callable[[], Any]]]:
-    """The shapes of the papers' models, wide and odd heads, large banks, each dtype; names without commas, which join them."""
+    """Yield names and calls: shapes of the papers' models, wide and odd heads, large banks, each dtype.
+
+    Names have no commas, since commas separate names on the command line.
+    """
     for name, heads, dim, n, k, dtype in (
         ("llama-3.2-1b", 32, 64, 64, 4, torch.bfloat16),
         ("llama-3.1-8b", 32, 128, 64, 4, torch.bfloat16),
@@ -84,11 +87,11 @@ def cases() -> Iterator[tuple[str, Callable[[], Any]]]:
 
 
 TOKENS = 32768
-"""Of lookups, which benchmarks on a GPU have too."""
+"""Tokens of a lookup, as many as in benchmarks on a GPU."""
 
 
 def _sized(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    """A tensor that has a shape and no numbers, since launches are caught."""
+    """Return a tensor with a shape but without data, which suffices since launches are caught."""
     return torch.empty(*shape, dtype=dtype, device="meta")
 
 
@@ -108,7 +111,7 @@ def _lookup(heads: int, dim: int, n: int, k: int, dtype: torch.dtype) -> None:
 
 
 def _prompt() -> None:
-    """Few tokens, so that each program has one block of them, and no gradient, so that nothing is kept for it."""
+    """Look up few tokens, so that each program has one block, without gradient, so that slots and weights are not kept."""
     query, keys = _sized(2048, 32, 64, dtype=torch.bfloat16), _sized(32, 64, 32, dtype=torch.bfloat16)
     bank = _sized(32, 64 * 64, 64, dtype=torch.bfloat16)
     packed_forward(LookupInputs(query, keys, keys, bank, query, 4, 1.0), None)
@@ -144,13 +147,23 @@ def _depth(group: int, dim: int, slots: int, softcap: float | None, dtype: torch
 
 def _fused(group: int, dim: int, slots: int, is_gated: bool, dtype: torch.dtype) -> None:
     query, key, keys = _heads(group * _KV_HEADS, dim, dtype), _heads(_KV_HEADS, dim, dtype), _slots(slots, dim, dtype)
-    given = (query, key, key, keys, keys, dim**-0.5, True, torch.zeros(query.shape[1]) if is_gated else None, is_gated)
-    read = triton_fused_attention(*given, True)
-    triton_fused_gradients(query, *given, read, True, True, True)
+    arguments = (
+        query,
+        key,
+        key,
+        keys,
+        keys,
+        dim**-0.5,
+        True,
+        torch.zeros(query.shape[1]) if is_gated else None,
+        is_gated,
+    )
+    read = triton_fused_attention(*arguments, True)
+    triton_fused_gradients(query, *arguments, read, True, True, True)
 
 
 _KV_HEADS = 8
-"""Of models that read the depth."""
+"""Heads of keys and values of models that read the depth."""
 
 
 def _heads(count: int, dim: int, dtype: torch.dtype, skipped: int = 0) -> torch.Tensor:
@@ -164,21 +177,22 @@ def _slots(count: int, dim: int, dtype: torch.dtype, skipped: int = 0) -> list[t
 
 
 def launches(of_cases: Container[str], with_candidates: bool = False) -> list[Launch]:
-    """Every launch of these cases; those that compile alike once.
+    """Return every launch of some cases; launches that compile to the same code come once.
 
     Args:
-        of_cases: Their names.
-        with_candidates: Whether also with each tile that `benchmarks tiles` would try, which its launches then tell.
+        of_cases: Names of the cases.
+        with_candidates: Whether to add launches with each tile that `benchmarks tiles` would try; `tile` names it.
+            Default: false.
     """
-    found: dict[tuple, Launch] = {}
+    by_code: dict[tuple, Launch] = {}
     for case, ask in cases():
         if case not in of_cases:
             continue
         caught = [replace(launch, case=case) for launch in _caught(ask)]
         for launch in (*caught, *(_of_candidates(case, ask) if with_candidates else ())):
             key = (launch.kernel.__name__, str((specialisation(launch), launch.options)))
-            found.setdefault(key, launch)
-    return list(found.values())
+            by_code.setdefault(key, launch)
+    return list(by_code.values())
 
 
 def _of_candidates(case: str, ask: Callable[[], Any]) -> Iterator[Launch]:
@@ -187,8 +201,8 @@ def _of_candidates(case: str, ask: Callable[[], Any]) -> Iterator[Launch]:
         for changes in () if shape is None else candidates(tiles, *shape):
             with trying(tiles, changes):
                 caught = _caught(ask)
-            told = " ".join(f"{name}={size}" for name, size in changes.items())
-            yield from (replace(launch, case=case, tile=told) for launch in caught if launch.kernel.__name__ == kernel)
+            tile = " ".join(f"{name}={size}" for name, size in changes.items())
+            yield from (replace(launch, case=case, tile=tile) for launch in caught if launch.kernel.__name__ == kernel)
 
 
 def _caught(ask: Callable[[], Any]) -> list[Launch]:

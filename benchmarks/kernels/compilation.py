@@ -1,4 +1,4 @@
-"""Compile kernels for GPUs that are not here, as they would be launched."""
+"""Compile kernels for GPUs that this machine lacks, with the arguments that they would be launched with."""
 
 import math
 import re
@@ -28,15 +28,15 @@ _POINTERS = {
 
 @dataclass(frozen=True)
 class Launch:
-    """One launch that was caught.
+    """A launch that was caught.
 
     Args:
-        kernel: The kernel.
-        case: What was asked for when it was launched.
-        arguments: Its arguments by name.
-        options: Of the compiler, such as `num_warps`, where the launch names any.
-        programs: How many programs it starts.
-        tile: What differs from the tile of the kernel's rule, in words.
+        kernel: The launched kernel.
+        case: Name of the case whose call made the launch.
+        arguments: Arguments of the kernel by name.
+        options: Compiler options of the launch, such as `num_warps`.
+        programs: Number of programs that the launch starts. Default: 1.
+        tile: Differences from the tile of the kernel's rule, as text. Default: empty, for none.
     """
 
     kernel: JITFunction
@@ -50,28 +50,30 @@ class Launch:
     def of(
         cls, kernel: JITFunction, arguments: Sequence[Any], keywords: dict[str, Any], programs: int = 1
     ) -> "Launch":
-        """What triton's launcher was called with, with an empty `case`."""
+        """Return a launch with an empty `case` from the arguments of triton's launcher."""
         named = dict(zip((parameter.name for parameter in kernel.params), arguments, strict=False)) | keywords
-        given = {parameter.name: named.pop(parameter.name) for parameter in kernel.params}
-        return cls(kernel, "", given, named, programs)
+        by_parameter = {parameter.name: named.pop(parameter.name) for parameter in kernel.params}
+        return cls(kernel, "", by_parameter, named, programs)
 
 
 @dataclass(frozen=True)
 class Compiled:
-    """What a kernel needs.
+    """Resources that a compiled kernel needs.
 
     Args:
-        kernel: Its name.
-        case: What it was launched for, and what differs from the tile of its rule.
-        target: The GPU.
-        shared_bytes: Shared memory a program.
-        registers: Registers a thread; None where no tool tells (AMD).
-        spilled_bytes: Of a thread's stack; None where no tool tells.
-        wide_loads: Instructions that load 16 bytes a thread, or copy them to shared memory; None where they are not counted (AMD).
-        narrow_loads: Those that load 2 bytes; None where they are not counted.
-        instructions: What one warp executes; None where they are not counted (AMD).
-        floor_us: Microseconds that an H200 takes at least to issue the instructions of the launch, or for those of the ALU,
-            whichever is more; None where they are not counted, or loops run as often as nobody said in `TRIPS`.
+        kernel: Name of the kernel.
+        case: Name of the case, and differences from the tile of the kernel's rule.
+        target: Name of the GPU's architecture, a key of `MOST_SHARED_MEMORY`.
+        shared_bytes: Bytes of shared memory per program.
+        registers: Registers per thread; None if no tool counts them (AMD).
+        spilled_bytes: Bytes of a thread's stack; None if no tool counts them (AMD).
+        wide_loads: Instructions that load 16 bytes per thread, or copy them to shared memory; None if not counted
+            (AMD).
+        narrow_loads: Instructions that load 2 bytes per thread; None if not counted (AMD).
+        instructions: Instructions that one warp executes; None if not counted (AMD).
+        floor_us: Least microseconds on an H200: for issuing all instructions of the launch, or for its ALU
+            instructions, whichever is more. None if instructions are not counted, or `TRIPS` does not say how often the
+            kernel's loops run.
     """
 
     kernel: str
@@ -87,21 +89,21 @@ class Compiled:
 
 
 TRIPS: dict[str, Callable[[dict[str, Any]], tuple[int, ...]]] = {
-    "forward_kernel": lambda given: (given["K"],),
-    "scores_kernel": lambda given: (given["K"],),
-    "packed_forward_kernel": lambda given: (given["walk"],) if given["WALKS"] else (),
-    "score_gradient_kernel": lambda given: (given["blocks_a_split"], given["K"]),
-    "weighted_rows_kernel": lambda given: (math.ceil(given["m"] / given["BM"]),),
-    "spread_weights_kernel": lambda given: (math.ceil(given["m"] / given["BM"]),),
-    # On average over programs, of which some are there for buckets that happen to be cut into pieces.
-    "bucket_sums_kernel": lambda given: (math.ceil(len(given["order"]) / len(given["owners"]) / given["BE"]),),
+    "forward_kernel": lambda values: (values["K"],),
+    "scores_kernel": lambda values: (values["K"],),
+    "packed_forward_kernel": lambda values: (values["walk"],) if values["WALKS"] else (),
+    "score_gradient_kernel": lambda values: (values["blocks_a_split"], values["K"]),
+    "weighted_rows_kernel": lambda values: (math.ceil(values["m"] / values["BM"]),),
+    "spread_weights_kernel": lambda values: (math.ceil(values["m"] / values["BM"]),),
+    # An average over programs: some programs exist only in case a bucket is cut into pieces.
+    "bucket_sums_kernel": lambda values: (math.ceil(len(values["order"]) / len(values["owners"]) / values["BE"]),),
 }
-"""How often the loops of a kernel run, outermost first, as the compiler leaves them: from a launch's arguments by name."""
+"""Functions from a launch's arguments by name to how often each loop of the compiled kernel runs, outermost first."""
 
 
 @contextmanager
 def caught_launches() -> Iterator[list[Launch]]:
-    """Catch launches instead of running them, with an empty `case`."""
+    """Catch launches in the `with` block instead of running them, and yield a list of them; their `case` is empty."""
     caught: list[Launch] = []
 
     def catch(self: JITFunction, *arguments: Any, grid: Any, warmup: bool, **keywords: Any) -> None:
@@ -115,11 +117,11 @@ def caught_launches() -> Iterator[list[Launch]]:
 
 
 def specialisation(launch: Launch) -> tuple[dict, dict, dict]:
-    """Signature, constants and attributes, as triton's own launcher derives them from arguments."""
+    """Return signature, constants and attributes as triton's own launcher derives them from arguments."""
     signature: dict[str, str] = {}
     constants: dict[str, Any] = {}
     attributes: dict[tuple[int, ...], list] = {}
-    for place, parameter in enumerate(launch.kernel.params):
+    for index, parameter in enumerate(launch.kernel.params):
         value = launch.arguments[parameter.name]
         if parameter.is_constexpr or (type(value) is int and value == 1):
             signature[parameter.name] = "constexpr"
@@ -136,14 +138,14 @@ def specialisation(launch: Launch) -> tuple[dict, dict, dict]:
         else:
             signature[parameter.name] = "fp32" if isinstance(value, float) else "i32"
         if isinstance(value, torch.Tensor) or (type(value) is int and value % 16 == 0):
-            attributes[(place,)] = [["tt.divisibility", 16]]
+            attributes[(index,)] = [["tt.divisibility", 16]]
     return signature, constants, attributes
 
 
 def compile_for(launch: Launch, target: str, *, counts: bool = True) -> Compiled:
-    """Compile one launch for one target, and count its instructions where there is a tool that shows them, unless told not to."""
+    """Compile a launch for a target; count its instructions if `counts` and a tool shows them."""
     signature, constants, attributes = specialisation(launch)
-    if target.startswith("gfx"):  # what `precise_product` and `wide_ranged_product` say there
+    if target.startswith("gfx"):  # the results of `precise_product` and `wide_ranged_product` on AMD
         constants = {name: "ieee" if value in ("tf32x3", "tf32") else value for name, value in constants.items()}
     number = re.sub(r"\D", "", target)
     gpu = GPUTarget("hip", target, 64) if target.startswith("gfx") else GPUTarget("cuda", int(number), 32)

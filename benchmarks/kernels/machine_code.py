@@ -1,4 +1,4 @@
-"""What a compiled kernel executes, counted in the machine code that NVIDIA's disassembler prints."""
+"""Instructions of a compiled kernel, counted in the machine code that NVIDIA's disassembler prints."""
 
 import re
 import subprocess
@@ -18,10 +18,10 @@ _CLASSES = {
     "alu": r"I?ADD3?|IADD[0-9A-Z]*|VIADD[A-Z]*|LOP3?|PLOP3|SHF|SHL|SHR|SEL|FSEL|[IFHD]SETP|[IFHD]SET[0-9]?|HSETP2|HMNMX2|"
     r"[IF]?V?I?MNMX3?|FMNMX3?|PRMT|LEA|IABS|BMSK|SGXT|P2R|R2P|CSEL|VABSDIFF[0-9]?|MOV|FCHK|FSWZADD",
 }
-"""Names of instructions by class. Those of the scalar unit, whose names begin with U, are in none but the first two."""
+"""Names of instructions by class. Instructions of the scalar unit, whose names begin with U, are in the first two classes only."""
 
 _SHORTEST_LOOP = 12
-"""Instructions of 16 bytes."""
+"""Fewest instructions of a loop; each has 16 bytes."""
 
 _INSTRUCTION = re.compile(
     r"^\s+/\*([0-9a-f]{4,})\*/\s+(?:@!?U?P[0-9T]\s+)?([A-Z][A-Z0-9_]*)(\S*)([^;]*);", re.MULTILINE
@@ -30,15 +30,15 @@ _INSTRUCTION = re.compile(
 
 @dataclass(frozen=True)
 class Instructions:
-    """What one warp executes.
+    """Numbers of instructions that one warp executes.
 
     Args:
-        all: Instructions.
-        alu: Of these integer additions, shifts, bitwise operations, selections and all comparisons, of integers and of floats, which
-            share units for 16 threads a clock on each quarter of a multiprocessor.
-        tensor_core: Matrix products.
+        all: All executed instructions.
+        alu: Integer additions, shifts, bitwise operations, selections, and comparisons of integers and floats. They
+            share units for 16 threads per clock on each quarter of a multiprocessor.
+        tensor_core: Matrix products on tensor cores.
         memory: Loads, stores and atomics of global, shared and local memory.
-        loops: Loops; how often they run is what `counted` was told.
+        loops: Number of loops in the code; the caller of `counted` says how often they run.
     """
 
     all: int
@@ -51,21 +51,23 @@ class Instructions:
 def counted(cubin: bytes, trips: Sequence[int] = ()) -> Instructions:
     """Count the instructions of one warp.
 
+    Instructions that branches skip are counted too.
+
     Args:
         cubin: The compiled kernel.
-        trips: How often loops run, outermost first; those inside of more loops than are named once. What branches skip is counted.
+        trips: How often loops run, outermost first. Default: empty; loops without a number count once.
     """
     return counted_text(disassembler("-sass", cubin), trips)
 
 
 def least_microseconds(instructions: Instructions, warps: int) -> float:
-    """What an H200 takes at least for so many warps: to issue what each executes, or for its ALU, whichever is more."""
-    issued = H200.comparisons / 16  # 4 instructions a clock where 64 threads are compared in one
+    """Return the least time of an H200 for a number of warps: for issuing instructions, or for its ALU, whichever is more."""
+    issued = H200.comparisons / 16  # 4 instructions per clock, and 64 comparisons of threads per clock
     return 1e6 * warps * max(instructions.all / issued, 32 * instructions.alu / H200.comparisons)
 
 
 def disassembler(option: str, cubin: bytes) -> str:
-    """What NVIDIA's `cuobjdump`, which triton has with it, prints of a compiled kernel."""
+    """Return the output of NVIDIA's `cuobjdump`, which triton includes, for a compiled kernel."""
     tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
@@ -75,18 +77,18 @@ def disassembler(option: str, cubin: bytes) -> str:
 
 
 def counted_text(text: str, trips: Sequence[int]) -> Instructions:
-    """As `counted`, of machine code as text."""
-    code = [(int(place, 16), name, rest) for place, name, _, rest in _INSTRUCTION.findall(text)]
-    branches = ((place, re.search(r"0x([0-9a-f]+)", rest)) for place, name, rest in code if name == "BRA")
-    # Short ones wait for something, or fill what is behind the end.
-    loops = {(int(target[1], 16), place) for place, target in branches if target}
+    """Count the instructions of one warp as `counted` does, in machine code as text."""
+    code = [(int(address, 16), name, rest) for address, name, _, rest in _INSTRUCTION.findall(text)]
+    branches = ((address, re.search(r"0x([0-9a-f]+)", rest)) for address, name, rest in code if name == "BRA")
+    # Shorter loops wait for something, or fill the space behind the end.
+    loops = {(int(target[1], 16), address) for address, target in branches if target}
     loops = {(first, last) for first, last in loops if last - first >= 16 * _SHORTEST_LOOP}
     counts: Counter[str] = Counter()
-    for place, name, _ in code:
+    for address, name, _ in code:
         if name == "NOP":
             continue
         times = 1
-        for trip in trips[: sum(first <= place <= last for first, last in loops)]:
+        for trip in trips[: sum(first <= address <= last for first, last in loops)]:
             times *= trip
         counts["all"] += times
         for kind, names in _CLASSES.items():

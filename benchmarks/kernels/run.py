@@ -1,4 +1,4 @@
-"""Compile every launch for every target, and print what each needs."""
+"""Compile every launch for every target, and print the resources of each."""
 
 import argparse
 import json
@@ -11,14 +11,14 @@ from benchmarks.kernels.targets import MOST_SHARED_MEMORY
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Compile what the command line asks for; return 1 if a kernel needs more shared memory than its target has, else 0."""
+    """Compile the launches of the command line; return 1 if a kernel needs more shared memory than its target has, else 0."""
     _known(arguments.targets, list(MOST_SHARED_MEMORY), "target")
-    asked = _known(arguments.cases, sorted({name for name, _ in cases()}), "case")
-    found = launches(asked, arguments.candidates)
-    of_kernels = _known(arguments.kernels, sorted({launch.kernel.__name__ for launch in found}), "kernel")
-    with_counts = _known(arguments.count, sorted(asked), "case")
+    chosen_cases = _known(arguments.cases, sorted({name for name, _ in cases()}), "case")
+    caught = launches(chosen_cases, arguments.candidates)
+    of_kernels = _known(arguments.kernels, sorted({launch.kernel.__name__ for launch in caught}), "kernel")
+    with_counts = _known(arguments.count, sorted(chosen_cases), "case")
     rows = []
-    for launch in found:
+    for launch in caught:
         if launch.kernel.__name__ not in of_kernels:
             continue
         for target in arguments.targets:
@@ -37,11 +37,11 @@ def run(arguments: argparse.Namespace) -> int:
     return 1 if too_large else 0
 
 
-def _known(asked: list[str] | None, names: list[str], what: str) -> set[str]:
-    """What was asked for, by default all there is."""
-    if unknown := sorted(set(asked or ()) - set(names)):
+def _known(chosen: list[str] | None, names: list[str], what: str) -> set[str]:
+    """Return the chosen names, or all names if none are chosen; exit with a message if a chosen name is unknown."""
+    if unknown := sorted(set(chosen or ()) - set(names)):
         raise SystemExit(f"no {what} {', '.join(unknown)}; expected some of {', '.join(names)}.")
-    return set(names if asked is None else asked)
+    return set(names if chosen is None else chosen)
 
 
 def _told(row: Compiled) -> str:
