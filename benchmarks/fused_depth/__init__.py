@@ -1,1 +1,1 @@
-"""Attention to the sequence and the depth by one kernel: a rival of what the package runs, timed beside it."""
+"""Attention to the sequence and the depth by one kernel, an alternative to the package's own that is timed beside it."""

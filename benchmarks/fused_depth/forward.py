@@ -1,18 +1,20 @@
 """Kernel of attention to the sequence and the depth at once: the forward pass, and the tiles that all passes share.
 
-A program takes a tile of rows, the query heads of one head of keys and values for some whole tokens, one token after another. Its
-rows meet the keys of the sequence, block by block, then the slots of all of its tokens, of which a row reads those of its own. So
-what a group shares is loaded once, any number of heads may share it, and no program meets another's slots.
+A program takes a tile of rows: the query heads that share one head of keys and values, for some whole tokens, token
+after token. The rows are multiplied with the keys of the sequence, block by block, then with the slots of all tokens of
+the tile; a mask leaves each row the slots of its token. So the keys and slots that a group shares are loaded once, any
+number of heads may share them, and no program reads another program's slots.
 
-Without a gate both are one online softmax. With one, scores of the depth may lie so far above those of the sequence that nothing
-would be left of that in one sum, so each has a sum of its own, and the program joins what it read of both.
-Scores are powers of two within, and sums natural logarithms outside.
+Without a gate, sequence and depth share one online softmax. With a gate, scores of the depth may be so much larger than
+scores of the sequence that the sequence would vanish in a common sum; so each part has a separate sum, and the program
+joins the two outputs. Inside the kernel, exponentials are powers of two; the sums that it writes are natural
+logarithms.
 
-As in other kernels of attention, a number that is not finite spoils what others of its tile read.
+As in other attention kernels, a non-finite number also spoils the outputs of other rows of its tile.
 
-Shapes: B texts, H query heads, K heads of keys and values, T tokens, n slots, R runs of slots; `BM` rows of a tile, of which `BT`
-whole tokens have H / K each; `BN` keys of the sequence, and `BS` rows of slots that are met at once; `DP` the power of two at or
-above the width of a head.
+Sizes: B texts, H query heads, K heads of keys and values, T tokens, n slots, R runs of slots; `BM` rows per tile, H / K
+for each of `BT` whole tokens; `BN` keys of the sequence, and `BS` rows of slots, that are read at once; `DP` the power
+of two at or above the width of a head.
 """
 
 from collections.abc import Sequence
@@ -25,18 +27,19 @@ from midus_hf.ops.dispatch.tiles import Changes, Tile, tiles
 from midus_hf.ops.dispatch.triton import on_device_of, power_of_two, product, product_precision, tl, triton
 
 MOST_KEYS = 128
-"""Of the sequence that are met at once."""
+"""Most keys of the sequence that are read at once."""
 
 
 class Read(NamedTuple):
-    """What the forward pass gives; all lie in memory token by token.
+    """Results of the forward pass, all laid out in memory token by token.
 
     Args:
-        output: `[B, H, T, d]`, what heads read of both.
-        sequence: `[B, H, T, d]`, what they read of the sequence; empty where both are one softmax, or it is not kept.
-        depth: As `sequence`, of the depth.
-        lse: `[B, H, T]`, float32, the logarithm of the sum of exponentials: of both, or of the sequence where both are apart.
-        depth_lse: As `lse`, of the depth; empty where both are one softmax.
+        output: What heads read of both parts, `[B, H, T, d]`.
+        sequence: What heads read of the sequence, `[B, H, T, d]`; empty without a gate, or if the parts are not kept.
+        depth: What heads read of the depth, `[B, H, T, d]`; empty without a gate, or if the parts are not kept.
+        lse: Logarithm of the sum of exponentials, `[B, H, T]`, float32: of the sequence with a gate, else of both
+            parts.
+        depth_lse: Logarithm of the sum of exponentials of the depth, `[B, H, T]`, float32; empty without a gate.
     """
 
     output: torch.Tensor
@@ -48,23 +51,23 @@ class Read(NamedTuple):
 
 @triton.jit
 def row_places(first, tokens, BT: tl.constexpr, GROUP: tl.constexpr, BM: tl.constexpr):
-    """Of the rows of a tile [BM]: the token, the query head within its group, and whether there is such a row."""
+    """Return for the rows of a tile [BM] the token, the query head within the group, and whether the row exists."""
     row = tl.arange(0, BM)
     token = first + row // GROUP
     return token, row % GROUP, (row < BT * GROUP) & (token < tokens)
 
 
 @triton.jit
-def rows_at(heads, place, there, WIDTH: tl.constexpr, DP: tl.constexpr):
-    """Rows of heads [BM, DP], which begin at these places; zero where there are none."""
+def rows_at(heads, offset, there, WIDTH: tl.constexpr, DP: tl.constexpr):
+    """Load rows of heads [BM, DP] that begin at some offsets; 0 for rows that do not exist."""
     dims = tl.arange(0, DP)
     mask = there[:, None] & (dims < WIDTH)[None, :]
-    return tl.load(heads + place[:, None] + dims[None, :], mask=mask, other=0.0)
+    return tl.load(heads + offset[:, None] + dims[None, :], mask=mask, other=0.0)
 
 
 @triton.jit
 def store_rows(tile, heads, row, there, WIDTH: tl.constexpr, DP: tl.constexpr):
-    """Write rows [BM, DP] to where rows of heads lie, one behind another."""
+    """Store rows [BM, DP] into contiguous rows of heads, at the row numbers `row`."""
     dims = tl.arange(0, DP)
     mask = there[:, None] & (dims < WIDTH)[None, :]
     tl.store(heads + row[:, None] * WIDTH + dims[None, :], tile.to(heads.dtype.element_ty), mask=mask)
@@ -72,9 +75,9 @@ def store_rows(tile, heads, row, there, WIDTH: tl.constexpr, DP: tl.constexpr):
 
 @triton.jit
 def columns_of_slots(start, first, first_token, tokens, BT: tl.constexpr, BS: tl.constexpr):
-    """Of the rows of slots [BS] that a tile meets: the slot, from `first` on, the token, and whether there is such a token.
+    """Return for the rows of slots [BS] of a tile the slot, from `first` on, the token, and whether the token exists.
 
-    Tokens of one slot are next to one another.
+    The tokens of one slot are adjacent.
     """
     column = start + tl.arange(0, BS)
     token = first_token + column % BT
@@ -83,7 +86,10 @@ def columns_of_slots(start, first, first_token, tokens, BT: tl.constexpr, BS: tl
 
 @triton.jit
 def met(scores, value, highest, total, read, PRECISION: tl.constexpr, BARE: tl.constexpr):
-    """The highest score, the sum and what is read, after some keys more; `BARE` where a row may not have met any yet."""
+    """Return the highest score, the sum and the output of an online softmax after further keys.
+
+    With `BARE`, a row may have no unmasked key so far.
+    """
     above = tl.maximum(highest, tl.max(scores, axis=1))
     level = above
     if BARE:
@@ -96,7 +102,7 @@ def met(scores, value, highest, total, read, PRECISION: tl.constexpr, BARE: tl.c
 
 @triton.jit
 def parts_of_rows(sequence_lse, depth_lse, c, ADDED: tl.constexpr):
-    """What rows [BM] multiply what they read of the sequence and of the depth with, and the share of the depth in one softmax."""
+    """Return the factors of rows [BM] for the outputs of sequence and depth, and the share of the depth in one softmax."""
     ratio = tl.exp(tl.minimum(depth_lse - sequence_lse, 80.0))
     share = ratio / (1 + ratio)
     of_depth = c * share
@@ -114,19 +120,20 @@ def fused_forward_kernel(
     GROUP: tl.constexpr, WIDTH: tl.constexpr, PRECISION: tl.constexpr,
     BT: tl.constexpr, BM: tl.constexpr, DP: tl.constexpr, BN: tl.constexpr, BS: tl.constexpr,
 ):  # fmt: skip
-    """What heads read [B, T, H, d], and log-sum-exps [B, T, H].
+    """Write the output [B, T, H, d] and log-sum-exps [B, T, H].
 
-    `APART` where there is a gate [H], and sums are apart; `ADDED` as in `joint_attention`; `KEEPS` where both parts are kept.
+    With `APART` there is a gate [H], and sequence and depth have separate sums; `ADDED` is the option of
+    `joint_attention`; with `KEEPS` the outputs of both parts are written too.
     """
     program = tl.program_id(0)
-    tile = tl.cdiv(tokens, BT) - 1 - program // (texts * kv_heads)  # those that meet the most keys begin first
+    tile = tl.cdiv(tokens, BT) - 1 - program // (texts * kv_heads)  # tiles with the most keys start first
     text = ((program // kv_heads) % texts).to(tl.int64)
     kv_head = (program % kv_heads).to(tl.int64)
     first_token = tile * BT
     token, member, there = row_places(first_token, tokens, BT, GROUP, BM)
     head = kv_head * GROUP + member
     at = text * query_text + head * query_head + token.to(tl.int64) * query_token
-    asked = rows_at(query, at, there, WIDTH, DP)
+    queries = rows_at(query, at, there, WIDTH, DP)
     scale = scaling * 1.4426950408889634
     highest = tl.full([BM], float("-inf"), tl.float32)
     total = tl.zeros([BM], tl.float32)
@@ -136,19 +143,19 @@ def fused_forward_kernel(
     near, every = tl.arange(0, BN), tl.full([BN], True, tl.int1)
     all_see = (first_token if CAUSAL else tokens) // BN * BN
     for start in range(0, all_see, BN):
-        place = start + near
-        keys = rows_at(key, place.to(tl.int64) * key_token, every, WIDTH, DP)
-        values = rows_at(value, place.to(tl.int64) * value_token, every, WIDTH, DP)
-        scores = product(asked, tl.trans(keys), PRECISION) * scale  # [BM, BN]
+        position = start + near
+        keys = rows_at(key, position.to(tl.int64) * key_token, every, WIDTH, DP)
+        values = rows_at(value, position.to(tl.int64) * value_token, every, WIDTH, DP)
+        scores = product(queries, tl.trans(keys), PRECISION) * scale  # [BM, BN]
         highest, total, read = met(scores, values, highest, total, read, PRECISION, False)
     for start in range(all_see, tl.minimum(first_token + BT, tokens) if CAUSAL else tokens, BN):
-        place = start + near
-        keys = rows_at(key, place.to(tl.int64) * key_token, place < tokens, WIDTH, DP)
-        values = rows_at(value, place.to(tl.int64) * value_token, place < tokens, WIDTH, DP)
-        scores = product(asked, tl.trans(keys), PRECISION) * scale
-        seen = (place < tokens)[None, :]
+        position = start + near
+        keys = rows_at(key, position.to(tl.int64) * key_token, position < tokens, WIDTH, DP)
+        values = rows_at(value, position.to(tl.int64) * value_token, position < tokens, WIDTH, DP)
+        scores = product(queries, tl.trans(keys), PRECISION) * scale
+        seen = (position < tokens)[None, :]
         if CAUSAL:
-            seen = seen & (place[None, :] <= token[:, None])
+            seen = seen & (position[None, :] <= token[:, None])
         scores = tl.where(seen, scores, float("-inf"))
         highest, total, read = met(scores, values, highest, total, read, PRECISION, False)
     row = (text * tokens + token) * kv_heads * GROUP + head
@@ -169,12 +176,12 @@ def fused_forward_kernel(
             keys = tl.load(places, mask=mask, other=0.0)
             places, mask = slot_rows(table + runs * 7 + slots, slot, exists, value_offset, query, WIDTH, UNIT, DP)
             values = tl.load(places, mask=mask, other=0.0)
-            scores = product(asked, tl.trans(keys), PRECISION) * scale  # [BM, BS]
+            scores = product(queries, tl.trans(keys), PRECISION) * scale  # [BM, BS]
             scores = tl.where(exists[None, :] & (owner[None, :] == token[:, None]), scores, float("-inf"))
             highest, total, read = met(scores, values, highest, total, read, PRECISION, APART)
         first = end
     if APART:
-        # Rows that are none have met no slot.
+        # Rows that do not exist have read no slot, and their sum is 0.
         read = read / tl.where(there, total, 1.0)[:, None]
         own_lse = (highest + tl.log2(tl.where(there, total, 1.0))) * 0.6931471805599453
         left, taken, _ = parts_of_rows(alone_lse, own_lse, tl.load(gate + head), ADDED)
@@ -202,17 +209,19 @@ def triton_fused_attention(
     added: bool,
     keeps: bool,
 ) -> Read:
-    """What heads read of the sequence and the depth.
+    """Return what heads read of the sequence and the depth, as `joint_attention` joins them.
 
     Args:
         query: `[B, H, T, d]`.
-        key: `[B, K, T, d]`; value alike.
-        keys: n of `[B, K, T, d]`; values alike.
-        scaling: By what scores are multiplied.
-        is_causal: Whether query t reads keys of the sequence up to t alone.
+        key: Key of the sequence, `[B, K, T, d]`.
+        value: Value of the sequence, `[B, K, T, d]`.
+        keys: Key of each of n slots, `[B, K, T, d]`.
+        values: Value of each slot, `[B, K, T, d]`.
+        scaling: Factor of scores.
+        is_causal: Whether query t reads only keys of the sequence up to t.
         gate: c of each head, `[H]`; None for 1.
-        added: Whether heads read 1 - c of the depth besides.
-        keeps: Whether what is read of each is wanted beside what is read of both.
+        added: Whether (1 - c) times what heads read of the depth is added.
+        keeps: Whether the outputs of sequence and depth are wanted besides the joint output.
     """
     query, key, value = map(last_dense, (query, key, value))
     (texts, heads, tokens, width), kv_heads = query.shape, key.shape[1]
@@ -238,31 +247,31 @@ def triton_fused_attention(
 
 
 def of_heads(query: torch.Tensor, gate: torch.Tensor | None) -> torch.Tensor:
-    """c of each head, `[H]`, float32."""
+    """Return c of each head, `[H]`, float32; 1 without a gate."""
     return query.new_ones(query.shape[1], dtype=torch.float32) if gate is None else gate.float().contiguous()
 
 
 def programs(query: torch.Tensor, kv_heads: int, tile_tokens: int) -> int:
-    """Of a launch that takes all query heads, so many tokens at a time."""
+    """Return the number of programs of a launch over all query heads, with `tile_tokens` tokens per program."""
     return -(-query.shape[2] // tile_tokens) * query.shape[0] * kv_heads
 
 
 def fused_shape(query: torch.Tensor, kv_heads: int, slots: int) -> tuple[int, int, int, int]:
-    """What tiles depend on: H / K, DP, bytes of an element, and the power of two at or above n, where a tile may have as many."""
+    """Return the numbers that tiles depend on: H / K, DP, bytes per element, and the power of two at or above n, up to 128."""
     return query.shape[1] // kv_heads, padded_width(query), query.element_size(), min(MOST_KEYS, power_of_two(slots))
 
 
 def fused_tile(changes: Changes, rows: int, keys: int, warps: int, group: int, dims: int, slots: int) -> Tile:
-    """Sizes of a program.
+    """Return the sizes of a program.
 
     Args:
-        changes: Of what follows.
-        rows: BM.
-        keys: BN.
-        warps: Of the program.
-        group: H / K.
-        dims: DP.
-        slots: As in `fused_shape`.
+        changes: Values that replace BM, BN or the number of warps.
+        rows: Rows per tile, BM.
+        keys: Keys of the sequence that are read at once, BN.
+        warps: Warps per program.
+        group: Query heads per head of keys and values, H / K.
+        dims: Padded width of a head, DP.
+        slots: The power of two at or above n, from `fused_shape`.
     """
     tile = {"BM": rows, "BN": keys, "num_warps": warps, **changes}
     tile_tokens = tile["BM"] // group
@@ -271,13 +280,13 @@ def fused_tile(changes: Changes, rows: int, keys: int, warps: int, group: int, d
 
 
 def padded_width(query: torch.Tensor) -> int:
-    """DP."""
+    """Return DP, the power of two at or above the width of a head, at least 16."""
     return max(16, power_of_two(query.shape[-1]))
 
 
 @tiles("fused_forward_kernel", BM=(64, 128), BN=(16, MOST_KEYS), num_warps=(2, 8))
 def _tile(changes: Changes, group: int, dims: int, element: int, slots: int, apart: bool) -> Tile:
-    """By the bytes of a row; two sums want the registers of twice as many threads."""
+    """Return the sizes by the bytes of a row; two separate sums need the registers of twice as many threads."""
     row_bytes = dims * element
     sizes = (128, 64, 8 if apart or row_bytes > 128 else 4) if row_bytes <= 256 else (64, 32, 8)
     return fused_tile(changes, *sizes, group, dims, slots)

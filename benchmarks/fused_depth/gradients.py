@@ -1,11 +1,12 @@
 """Kernels of attention to the sequence and the depth at once: the gradients, in three launches.
 
-The first tells of each row what the others need: the sum by which its weights of the sequence and those of the depth divide, and what
-their gradients lose. The second takes tiles of rows, as the forward pass does, for the gradient of queries by both parts, and of the
-slots, which no other program meets. The third takes keys of the sequence, which the rows of all query heads of a group add to where
-they are computed. Nothing is added up between programs.
+For each row, the first launch computes the numbers that the others need, for the sequence and for the depth: the
+logarithm of the divisor of the weights, and the loss, a number that gradients of scores subtract. The second launch
+takes tiles of rows, like the forward pass, for the gradients of queries from both parts, and of slots, which no other
+program reads. The third launch takes keys of the sequence: a program sums their gradients over the rows of all query
+heads of a group. No sums cross programs.
 
-Names of sizes as in `forward.py`.
+Sizes have the names of `forward.py`.
 """
 
 from collections.abc import Sequence
@@ -32,19 +33,19 @@ from midus_hf.ops.dispatch.tiles import Changes, Tile, tiles
 from midus_hf.ops.dispatch.triton import on_device_of, product, product_precision, tl, triton
 
 _ROWS_AT_ONCE = 16
-"""Of a program of the first launch."""
+"""Rows per program of the first launch."""
 
 
 class Gradients(NamedTuple):
-    """What is wanted of them; None, or no tensors, for what is not. All lie in memory token by token.
+    """Gradients of attention to sequence and depth, laid out in memory token by token; None or an empty list if not wanted.
 
     Args:
         query: `[B, H, T, d]`.
-        key: `[B, K, T, d]`.
-        value: `[B, K, T, d]`.
-        keys: n of `[B, K, T, d]`.
-        values: n of `[B, K, T, d]`.
-        gate: `[H]`, float32.
+        key: Gradient of the sequence's key, `[B, K, T, d]`.
+        value: Gradient of the sequence's value, `[B, K, T, d]`.
+        keys: Gradient of the key of each of n slots, `[B, K, T, d]`.
+        values: Gradient of the value of each slot, `[B, K, T, d]`.
+        gate: `[H]`, float32; None without a gate.
     """
 
     query: torch.Tensor | None
@@ -62,7 +63,10 @@ def fused_rows_kernel(
     rows, heads,
     APART: tl.constexpr, ADDED: tl.constexpr, WIDTH: tl.constexpr, DP: tl.constexpr, BR: tl.constexpr,
 ):  # fmt: skip
-    """Logarithms that weights divide by, and what gradients of scores lose, of both parts, and gradients of c: each [B, T, H]."""
+    """Write the logarithms of divisors and the losses of both parts, and gradients of c, [B, T, H] each.
+
+    Without a gate (not APART), only the loss is written, which both parts share.
+    """
     row = tl.program_id(0).to(tl.int64) * BR + tl.arange(0, BR)
     there = row < rows
     upstream = rows_at(gradient, row * WIDTH, there, WIDTH, DP).to(tl.float32)
@@ -76,11 +80,11 @@ def fused_rows_kernel(
         apart = along_depth - along
         moved = (
             c * share / (1 + tl.exp(tl.minimum(depth_sum - own_sum, 80.0))) * apart
-        )  # by a score, from one part to the other
+        )  # what raising a score moves from one part to the other
         tl.store(divisor + row, own_sum - tl.log(left), mask=there)
         tl.store(loss + row, along + moved / left, mask=there)
         tl.store(depth_divisor + row, depth_sum - tl.log(taken), mask=there)
-        # Rows that take nothing of the depth give its slots nothing, whatever is stored here but no number that is none.
+        # The slots of a row that takes nothing of the depth get no gradient from it, whatever is stored here, unless it is NaN.
         tl.store(depth_loss + row, along_depth - moved / tl.where(taken > 0, taken, 1.0), mask=there)
         of_gate = apart * share
         if ADDED:
@@ -100,7 +104,7 @@ def fused_query_gradient_kernel(
     GROUP: tl.constexpr, WIDTH: tl.constexpr, PRECISION: tl.constexpr,
     BT: tl.constexpr, BM: tl.constexpr, DP: tl.constexpr, BN: tl.constexpr, BS: tl.constexpr,
 ):  # fmt: skip
-    """Gradients of the query [B, T, H, d], and of each key and value of the depth [B, T, K, d]."""
+    """Write gradients of the query [B, T, H, d] and, with WANTS_SLOTS, of each key and value of the depth [B, T, K, d]."""
     program = tl.program_id(0)
     tile = tl.cdiv(tokens, BT) - 1 - program // (texts * kv_heads)
     text = ((program // kv_heads) % texts).to(tl.int64)
@@ -109,7 +113,7 @@ def fused_query_gradient_kernel(
     token, member, there = row_places(first_token, tokens, BT, GROUP, BM)
     head = kv_head * GROUP + member
     at = text * query_text + head * query_head + token.to(tl.int64) * query_token
-    asked = rows_at(query, at, there, WIDTH, DP)
+    queries = rows_at(query, at, there, WIDTH, DP)
     row = (text * tokens + token) * kv_heads * GROUP + head
     upstream = rows_at(gradient, row * WIDTH, there, WIDTH, DP)
     scale = scaling * 1.4426950408889634
@@ -120,14 +124,14 @@ def fused_query_gradient_kernel(
     value += text * value_text + kv_head * value_head
     near = tl.arange(0, BN)
     for start in range(0, tl.minimum(first_token + BT, tokens) if CAUSAL else tokens, BN):
-        place = start + near
-        exists = place < tokens
-        keys = rows_at(key, place.to(tl.int64) * key_token, exists, WIDTH, DP)
-        values = rows_at(value, place.to(tl.int64) * value_token, exists, WIDTH, DP)
+        position = start + near
+        exists = position < tokens
+        keys = rows_at(key, position.to(tl.int64) * key_token, exists, WIDTH, DP)
+        values = rows_at(value, position.to(tl.int64) * value_token, exists, WIDTH, DP)
         seen = exists[None, :]
         if CAUSAL:
-            seen = seen & (place[None, :] <= token[:, None])
-        scores = product(asked, tl.trans(keys), PRECISION) * scale  # [BM, BN]
+            seen = seen & (position[None, :] <= token[:, None])
+        scores = product(queries, tl.trans(keys), PRECISION) * scale  # [BM, BN]
         shares = tl.where(seen, tl.exp2(scores - divides[:, None]), 0.0)
         into_scores = shares * (product(upstream, tl.trans(values), PRECISION) - loses[:, None])
         into_asked += product(into_scores, keys, PRECISION)
@@ -147,14 +151,14 @@ def fused_query_gradient_kernel(
             keys = tl.load(places, mask=mask, other=0.0)
             places, mask = slot_rows(values_at, slot, exists, value_offset, query, WIDTH, UNIT, DP)
             values = tl.load(places, mask=mask, other=0.0)
-            scores = product(asked, tl.trans(keys), PRECISION) * scale  # [BM, BS]
+            scores = product(queries, tl.trans(keys), PRECISION) * scale  # [BM, BS]
             own = exists[None, :] & (owner[None, :] == token[:, None])
             shares = tl.where(own, tl.exp2(scores - divides[:, None]), 0.0)
             into_scores = shares * (product(upstream, tl.trans(values), PRECISION) - loses[:, None])
             into_asked += product(into_scores, keys, PRECISION)
             if WANTS_SLOTS:
                 offset = ((text * tokens + owner) * kv_heads + kv_head) * row_bytes
-                into_keys = product(tl.trans(into_scores), asked, PRECISION) * scaling  # [BS, DP]
+                into_keys = product(tl.trans(into_scores), queries, PRECISION) * scaling  # [BS, DP]
                 places, mask = slot_rows(values_at + slots, slot, exists, offset, query, WIDTH, UNIT, DP)
                 tl.store(places, into_keys.to(query.dtype.element_ty), mask=mask)
                 into_values = product(tl.trans(shares), upstream, PRECISION)
@@ -172,17 +176,17 @@ def fused_key_gradient_kernel(
     CAUSAL: tl.constexpr, GROUP: tl.constexpr, WIDTH: tl.constexpr, PRECISION: tl.constexpr,
     BT: tl.constexpr, BM: tl.constexpr, DP: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
-    """Gradients of keys and values of the sequence [B, T, K, d]."""
+    """Write gradients of keys and values of the sequence [B, T, K, d]."""
     program = tl.program_id(0)
-    first_key = program // (texts * kv_heads) * BN  # those that the most rows meet begin first
+    first_key = program // (texts * kv_heads) * BN  # keys that the most rows read start first
     text = ((program // kv_heads) % texts).to(tl.int64)
     kv_head = (program % kv_heads).to(tl.int64)
-    place = first_key + tl.arange(0, BN)
-    exists = place < tokens
+    position = first_key + tl.arange(0, BN)
+    exists = position < tokens
     key += text * key_text + kv_head * key_head
     value += text * value_text + kv_head * value_head
-    keys = rows_at(key, place.to(tl.int64) * key_token, exists, WIDTH, DP)
-    values = rows_at(value, place.to(tl.int64) * value_token, exists, WIDTH, DP)
+    keys = rows_at(key, position.to(tl.int64) * key_token, exists, WIDTH, DP)
+    values = rows_at(value, position.to(tl.int64) * value_token, exists, WIDTH, DP)
     scale = scaling * 1.4426950408889634
     into_keys = tl.zeros([BN, DP], tl.float32)
     into_values = tl.zeros([BN, DP], tl.float32)
@@ -190,19 +194,19 @@ def fused_key_gradient_kernel(
         token, member, there = row_places(first_token, tokens, BT, GROUP, BM)
         head = kv_head * GROUP + member
         at = text * query_text + head * query_head + token.to(tl.int64) * query_token
-        asked = rows_at(query, at, there, WIDTH, DP)
+        queries = rows_at(query, at, there, WIDTH, DP)
         row = (text * tokens + token) * kv_heads * GROUP + head
         upstream = rows_at(gradient, row * WIDTH, there, WIDTH, DP)
         divides = tl.load(divisor + row, mask=there, other=float("inf")) * 1.4426950408889634
         loses = tl.load(loss + row, mask=there, other=0.0)
-        scores = product(keys, tl.trans(asked), PRECISION) * scale  # [BN, BM]
+        scores = product(keys, tl.trans(queries), PRECISION) * scale  # [BN, BM]
         shares = tl.exp2(scores - divides[None, :])
         if CAUSAL:
-            shares = tl.where(place[:, None] <= token[None, :], shares, 0.0)
+            shares = tl.where(position[:, None] <= token[None, :], shares, 0.0)
         into_values += product(shares, upstream, PRECISION)
         into_scores = shares * (product(values, tl.trans(upstream), PRECISION) - loses[None, :])
-        into_keys += product(into_scores, asked, PRECISION)
-    row = (text * tokens + place) * kv_heads + kv_head
+        into_keys += product(into_scores, queries, PRECISION)
+    row = (text * tokens + position) * kv_heads + kv_head
     store_rows(into_keys * scaling, into_key, row, exists, WIDTH, DP)
     store_rows(into_values, into_value, row, exists, WIDTH, DP)
 
@@ -223,21 +227,22 @@ def triton_fused_gradients(
     wants_sequence: bool,
     wants_slots: bool,
 ) -> Gradients:
-    """Gradients of what attention to sequence and depth reads.
+    """Return the gradients of `triton_fused_attention`.
+
+    The arguments from `query` to `added` are the arguments of the forward pass.
 
     Args:
-        gradient: `[B, H, T, d]`, of the output.
-        query: As the forward pass got it, like all up to `added`.
-        read: As it gave it, both parts kept.
+        gradient: Gradient of the loss with respect to the output, `[B, H, T, d]`.
+        read: Result of the forward pass, with both parts kept.
         wants_query: Whether the gradient of the query is wanted.
-        wants_sequence: Whether those of key and value are.
-        wants_slots: Whether those of keys and values of the depth are.
+        wants_sequence: Whether the gradients of the sequence's key and value are wanted.
+        wants_slots: Whether the gradients of keys and values of the depth are wanted.
     """
     query, key, value = map(last_dense, (query, key, value))
     (texts, heads, tokens, width), kv_heads = query.shape, key.shape[1]
     apart = gate is not None
     gradient, *by_token = (part.transpose(1, 2).contiguous() for part in (gradient.to(query.dtype), *read))
-    # For both parts the logarithm that weights divide by and what gradients lose, then what c gets: [B, T, H] each.
+    # For each part the logarithm of the divisor and the loss, then the gradient of c: [B, T, H] each.
     sums = [
         torch.empty(texts, tokens, heads, dtype=torch.float32, device=query.device) for _ in range(5 if apart else 1)
     ]
@@ -284,7 +289,7 @@ def triton_fused_gradients(
 
 @tiles("fused_query_gradient_kernel", BM=(64, 128), BN=(16, MOST_KEYS), num_warps=(2, 8))
 def _query_tile(changes: Changes, group: int, dims: int, element: int, slots: int) -> Tile:
-    """By the bytes of a row."""
+    """Return the sizes by the bytes of a row."""
     row_bytes = dims * element
     sizes = (64, 64 if row_bytes <= 128 else 32, 4 if row_bytes <= 256 else 8)
     return fused_tile(changes, *sizes, group, dims, slots)
@@ -292,7 +297,7 @@ def _query_tile(changes: Changes, group: int, dims: int, element: int, slots: in
 
 @tiles("fused_key_gradient_kernel", BM=(64, 128), BN=(16, MOST_KEYS), num_warps=(2, 8))
 def _key_tile(changes: Changes, group: int, dims: int, element: int) -> Tile:
-    """By the bytes of a row; of a pass that meets no slots."""
+    """Return the sizes by the bytes of a row, for a pass that reads no slots."""
     row_bytes = dims * element
     sizes = (64, 64 if row_bytes <= 256 else 32, 4 if row_bytes <= 128 else 8)
     tile = fused_tile(changes, *sizes, group, dims, slots=1)

@@ -12,11 +12,11 @@ from midus_hf.ops.dispatch.choices import resolve
 from midus_hf.ops.dispatch.precision import shared_dtype
 
 _MOST_WIDTH = 256
-"""Of a head: tiles of more would not fit where they are multiplied, and neither would those of float32."""
+"""Largest width of a head: tiles of wider heads would not fit into shared memory, and neither would tiles of float32."""
 _MOST_GROUP = 64
-"""Query heads of one head of keys and values: a tile of rows holds all of them."""
+"""Most query heads per head of keys and values: a tile of rows holds all of them."""
 _MOST_PROGRAMS = (1 << 31) - 1
-"""Of one launch."""
+"""Most programs of one launch."""
 
 
 def fused_attention(
@@ -30,24 +30,25 @@ def fused_attention(
     gate: torch.Tensor | None = None,
     added: bool = False,
 ) -> torch.Tensor:
-    """Attend to the sequence and to the slots of the depth in one pass: `joint_attention` of what is read of each.
+    """Attend to the sequence and to the slots of the depth in one pass, joined as in `joint_attention`.
 
-    The sequence is read by a kernel of this project, not by torch's: where c is 0 the result is what that kernel reads of the
-    sequence, and of the depth if that is added, which differs from torch's by rounding.
+    A kernel of this project reads the sequence, not torch's. If c is 0, the result is what this kernel reads of the
+    sequence, plus what it reads of the depth if `added`; it differs from torch's result by rounding.
 
     Args:
         query: `[B, H, T, d]`.
-        key: `[B, K, T, d]`; K divides H, and query head h reads head h // (H / K).
-        value: `[B, K, T, d]`.
-        keys: n of `[B, K, T, d]`, from 1.
-        values: n of `[B, K, T, d]`.
-        scaling: By what scores are multiplied.
-        is_causal: Whether query t reads keys of the sequence up to t alone.
-        gate: `[H]`, c of `joint_attention`. Default: 1.
-        added: As in `joint_attention`. Default: no.
+        key: Key of the sequence, `[B, K, T, d]`; K divides H, and query head h reads head h // (H / K).
+        value: Value of the sequence, `[B, K, T, d]`.
+        keys: Key of each of n slots, `[B, K, T, d]`; n is 1 or more.
+        values: Value of each slot, `[B, K, T, d]`.
+        scaling: Factor of scores.
+        is_causal: Whether query t reads only keys of the sequence up to t.
+        gate: c of `joint_attention` per head, `[H]`. Default: 1.
+        added: Whether (1 - c) times what heads read of the depth is added. Default: false.
 
     Returns:
-        `[B, H, T, d]`, in the dtype of the query, or where dtypes differ under autocast in its own. Gradients flow to every tensor.
+        `[B, H, T, d]`, in the dtype of the query; under autocast, in the dtype that `shared_dtype` gives. Gradients
+        flow to every tensor.
 
     Raises:
         ValueError: If kernels cannot run, or do not take these tensors.
@@ -72,7 +73,7 @@ def fused_refusal(
     keys: Sequence[torch.Tensor],
     values: Sequence[torch.Tensor],
 ) -> str | None:
-    """What `fused_attention` cannot take of these tensors, and what it expects; None where it takes them."""
+    """Return why `fused_attention` refuses these tensors, and what it expects; None if it takes them."""
     texts, heads, tokens, width = query.shape
     if not keys or len(keys) != len(values):
         return f"there are {len(keys)} keys and {len(values)} values of the depth; expected as many, and one or more"
@@ -112,7 +113,7 @@ def fused_attention_op(
     added: bool,
     keeps: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """`fused_attention`, with what the gradient needs, as in `Read`."""
+    """Compute `fused_attention`, and return the fields of `Read`, which the gradient needs."""
     return triton_fused_attention(query, key, value, keys, values, scaling, is_causal, gate, added, keeps)
 
 
@@ -147,7 +148,7 @@ def fused_gradients_op(
     wants_sequence: bool,
     wants_slots: bool,
 ) -> list[torch.Tensor]:
-    """Gradients of query, key, value and gate, empty where they are not wanted or there is none, then of keys and of values."""
+    """Return gradients of query, key, value and gate, empty tensors if not wanted or without a gate, then of keys and of values."""
     made = triton_fused_gradients(
         *(gradient, query, key, value, keys, values, scaling, is_causal, gate, added, Read(*read)),
         *(wants_query, wants_sequence, wants_slots),
@@ -171,7 +172,7 @@ def _(  # type: ignore[no-untyped-def]
 
 
 def _by_token(heads: torch.Tensor) -> torch.Tensor:
-    """A new tensor `[B, H, T, d]` that lies in memory token by token, as kernels write theirs."""
+    """Return an uninitialised tensor `[B, H, T, d]` that is laid out in memory token by token, as kernels write."""
     return heads.new_empty(heads.transpose(1, 2).shape).transpose(1, 2)
 
 
