@@ -1,1 +1,1 @@
-"""Which tiles of kernels are the fastest on a device."""
+"""Search for the fastest tiles of kernels on a device."""

@@ -1,4 +1,4 @@
-"""What kernels are asked for when their tiles are timed: a layer of a published model, many tokens or one."""
+"""Calls of kernels for timing tiles: a layer of a published model, with many tokens or one."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -21,19 +21,19 @@ from midus_hf.ops.product_key.triton.scores import triton_scores
 
 Call = Callable[[], object]
 Calls = dict[str, Call]
-"""What launches a kernel, by its name."""
+"""Calls that launch a kernel, by the kernel's name."""
 
 KV_HEADS = 8
-"""Of models that read chapters or the depth."""
+"""Heads of keys and values of models that read chapters or the depth."""
 
 
 @dataclass(frozen=True)
 class Case:
-    """Sizes of one layer.
+    """One layer whose kernels are timed.
 
     Args:
-        name: As on the command line.
-        build: Makes inputs for a device, and says what launches which kernel.
+        name: Name on the command line.
+        build: Function that makes inputs on a device and returns the calls that launch each kernel.
     """
 
     name: str
@@ -41,7 +41,7 @@ class Case:
 
 
 def cases(is_rehearsal: bool) -> Iterator[Case]:
-    """All of them, most important first; tiny ones of each sort for a rehearsal."""
+    """Yield all cases, most important first; for a rehearsal, a tiny case of each sort."""
     if is_rehearsal:
         yield Case("memory tiny", partial(memory, tokens=20, heads=2, dim=16, n=8, k=2))
         yield Case("chapters tiny", partial(chapters, tokens=8, dim=16, memory_tokens=3, count=2))
@@ -59,7 +59,7 @@ def cases(is_rehearsal: bool) -> Iterator[Case]:
 
 
 def memory(device: str, tokens: int, heads: int, dim: int, n: int, k: int) -> Calls:
-    """Head-wise memory of a bank per head, in bfloat16; one token is decoded, which keeps nothing for a gradient."""
+    """Return calls of head-wise memory with a bank per head, in bfloat16; a single token is decoded, without gradients."""
     query = _normal(device, tokens, heads, dim)
     row_keys, column_keys = (_normal(device, heads, n, dim // 2) for _ in range(2))
     bank = _normal(device, heads, n * n, dim)
@@ -96,7 +96,7 @@ def memory(device: str, tokens: int, heads: int, dim: int, n: int, k: int) -> Ca
 
 
 def chapters(device: str, tokens: int, dim: int, memory_tokens: int, count: int) -> Calls:
-    """Attention to chapters, where each token reads up to 8 of its own, weighed."""
+    """Return calls of attention to chapters, with scales; each token reads up to 8 chapters of its choice."""
     heads, chosen = 4 * KV_HEADS, min(8, count)
     query = _normal(device, tokens, heads, dim)
     keys, values = (_normal(device, count, memory_tokens, KV_HEADS, dim) for _ in range(2))
@@ -105,8 +105,8 @@ def chapters(device: str, tokens: int, dim: int, memory_tokens: int, count: int)
     reading = triton_segments(query, keys, values, read, scales, None)
 
     def gradients(wants_rows: bool, wants_tables: bool) -> Call:
-        given = (query, query, keys, values, (scales, None), reading, wants_rows, wants_tables)
-        return lambda: triton_segment_gradients(*given)
+        arguments = (query, query, keys, values, (scales, None), reading, wants_rows, wants_tables)
+        return lambda: triton_segment_gradients(*arguments)
 
     return {
         "chapter_forward_kernel": lambda: triton_segments(query, keys, values, read, scales, None)[:2],
@@ -116,7 +116,7 @@ def chapters(device: str, tokens: int, dim: int, memory_tokens: int, count: int)
 
 
 def depth(device: str, tokens: int, group: int, dim: int, slots: int) -> Calls:
-    """Attention to slots of the depth, and to them and the sequence at once, with a gate."""
+    """Return calls of attention to slots of the depth, and of attention to slots and sequence at once, with a gate."""
 
     def heads(count: int) -> torch.Tensor:
         return _normal(device, 1, tokens, count, dim).transpose(1, 2)

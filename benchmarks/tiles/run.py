@@ -1,4 +1,4 @@
-"""Time tiles, a kernel and case after the other, keep rows as soon as they are there, and write the table of what was faster."""
+"""Time tiles by kernel and case, write rows as soon as they are measured, and write the table of the faster tiles."""
 
 import argparse
 import json
@@ -19,19 +19,20 @@ from midus_hf.ops.dispatch.tiles import MEASURED, TILES, Changes, Measured, meas
 
 FILE = "tiles.csv"
 USUAL = "{}"
-"""The changes that the rule's own tile has."""
+"""Changes of the rule's own tile, as JSON: none."""
 _TIMES = ("median_ms", "p20_ms", "p80_ms")
 _TOLERANCE = 1e-2
-"""RMS ratio to what the rule's tile computes, in bfloat16."""
+"""Largest RMS ratio to the result of the rule's tile, in bfloat16."""
 
 Row = dict[str, Any]
-"""One tile of one kernel, in one case: what the rule was asked (`shape`) and what differs from the rule's tile (`changes`), both as
-JSON; `status`, which is "ok", "refused" where it computes something else, or "failed", as where a program is too large for the GPU;
-`error`, the RMS ratio to what the rule's tile computes; and times of the device, on a CPU of the clock."""
+"""One tile of one kernel in one case. `shape` has the arguments of the rule and `changes` the differences from the
+rule's tile, both as JSON. `status` is "ok", "refused" if the result differs, or "failed", for example if a program is
+too large for the GPU. `error` is the RMS ratio to the result of the rule's tile. Times are of the device, on a CPU of
+the clock."""
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Measure what the command line asks for; returns 1 if a tile computed something else than the rule's."""
+    """Measure the tiles of the command line; return 1 if something went wrong, such as a result that differs from the rule's."""
     arguments.write = arguments.write and arguments.write.resolve()
     if arguments.rehearse and arguments.write == arguments.table:
         raise SystemExit("--rehearse measures nothing that kernels could go by; name another file with --write.")
@@ -60,10 +61,10 @@ def _run(arguments: argparse.Namespace, device: str) -> int:
 
 
 class Bench:
-    """Measures tiles, and keeps rows as soon as it has them.
+    """A run that measures tiles and writes rows as soon as they are measured.
 
     Args:
-        arguments: Of the command line.
+        arguments: Arguments of the command line.
         device: `"cpu"` or `"cuda"`.
     """
 
@@ -93,7 +94,7 @@ class Bench:
                 self._measure(kernel, case.name, call)
 
     def _time_is_up(self, before: str) -> bool:
-        """Whether the budget is spent, which is told once."""
+        """Return whether the budget of time is spent, and say so once."""
         budget = self.arguments.budget
         if not self.is_late and budget is not None and time.perf_counter() - self.began > budget:
             self.is_late = True
@@ -110,7 +111,7 @@ class Bench:
             self._trouble(f"{kernel}, {case}", error)
             return
         if shape is None:
-            return  # this GPU is asked for another kernel
+            return  # on this GPU the call launches another kernel
         errors: dict[str, float] = {}
         tasks: dict[str, Task] = {}
         rows = []
@@ -150,26 +151,26 @@ class Bench:
             return call()
 
     def _error(self, kernel: str, changes: Changes, call: Call, expected: torch.Tensor) -> float:
-        found = _numbers(self._called(kernel, changes, call))
-        return float((found - expected).norm() / expected.norm())
+        result = _numbers(self._called(kernel, changes, call))
+        return float((result - expected).norm() / expected.norm())
 
     def _row(self, kernel: str, case: str, shape: tuple[Any, ...], changes: str, status: str, **measured: Any) -> Row:
-        told = {"kernel": kernel, "case": case, "shape": json.dumps(shape), "changes": changes, "status": status}
+        identity = {"kernel": kernel, "case": case, "shape": json.dumps(shape), "changes": changes, "status": status}
         unknown = dict.fromkeys(("error", *_TIMES))
-        return {**asdict(self.record.run), **told, **unknown, **measured}
+        return {**asdict(self.record.run), **identity, **unknown, **measured}
 
 
 def fastest(rows: Iterable[dict[str, str]]) -> dict[tuple[str, tuple[Any, ...]], Changes]:
-    """By kernel and shape the tile that took least time, where it is beyond doubt faster than the rule's, else that.
+    """Return, by kernel and shape, the changes of the fastest tile if it is clearly faster than the rule's tile, else no changes.
 
-    Beyond doubt is what took less time in four of five runs than the rule's did in four of five.
+    A tile is clearly faster if its 80th percentile is below the 20th percentile of the rule's tile.
     """
-    found: dict[tuple[str, str], list[dict[str, str]]] = {}
+    by_shape: dict[tuple[str, str], list[dict[str, str]]] = {}
     for row in rows:
         if row["status"] == "ok":
-            found.setdefault((row["kernel"], row["shape"]), []).append(row)
+            by_shape.setdefault((row["kernel"], row["shape"]), []).append(row)
     chosen: dict[tuple[str, tuple[Any, ...]], Changes] = {}
-    for (kernel, shape), tiles in found.items():
+    for (kernel, shape), tiles in by_shape.items():
         usual = [float(row["p20_ms"]) for row in tiles if row["changes"] == USUAL]
         best = min(tiles, key=lambda row: float(row["median_ms"]))
         is_faster = usual and float(best["p80_ms"]) < min(usual)
@@ -178,7 +179,7 @@ def fastest(rows: Iterable[dict[str, str]]) -> dict[tuple[str, tuple[Any, ...]],
 
 
 def _numbers(result: object) -> torch.Tensor:
-    """All floating-point numbers of what a call returned, in float64."""
+    """Return all numbers of the tensors that a call returned, flat and in float64."""
     parts = torch.utils._pytree.tree_leaves(result)
     return torch.cat([part.double().flatten() for part in parts if isinstance(part, torch.Tensor)])
 
@@ -188,12 +189,12 @@ def _times(timing: Timing) -> dict[str, float]:
 
 
 def written(table: Path, device: str, timed: Mapping[tuple[str, tuple[Any, ...]], Changes]) -> None:
-    """Write a table of what is known, and of what was timed in place of what was known of it.
+    """Write a table of tiles, in which timed tiles replace known ones.
 
     Args:
-        table: The file. What it has is known; where it is not there, what kernels read is.
-        device: Its name.
-        timed: By kernel and shape what differs from the rule; nothing where the rule is best.
+        table: File to write. Its tiles are the known ones; if the file is missing, the tiles that kernels use are.
+        device: Name of the device that was timed.
+        timed: Changes to the rule's tile, by kernel and shape; empty if the rule's tile is the fastest.
     """
     known = measured_tiles(table) if table.is_file() else MEASURED
     measured = {name: {kernel: dict(shapes) for kernel, shapes in of.items()} for name, of in known.items()}
@@ -204,7 +205,7 @@ def written(table: Path, device: str, timed: Mapping[tuple[str, tuple[Any, ...]]
 
 
 def source(measured: Measured) -> str:
-    """Return the text of the file that holds what of `measured` differs from the rule, a line for each shape."""
+    """Return the text of the file of tiles: one line per shape whose tile differs from the rule's."""
     devices = []
     for device, kernels in sorted(measured.items()):
         of_device = []

@@ -1,4 +1,4 @@
-"""Tiles that a kernel does not have of itself: which are worth trying, and how a call is made to take them."""
+"""Candidate tiles of a kernel, and calls with these instead of the kernel's own tile."""
 
 import contextlib
 import itertools
@@ -9,7 +9,10 @@ from midus_hf.ops.dispatch.tiles import Changes, Rule, Tile, Tiles
 
 
 def candidates(tiles: Tiles, *shape: Any) -> list[Changes]:
-    """Return what is worth trying for a shape: one size halved or doubled, or two together, which keeps what a thread has."""
+    """Return the changes to try for a shape: one size halved or doubled, or two of them together in the same direction.
+
+    Two sizes that change together keep the work of a thread.
+    """
     usual = _usual(tiles)({}, *shape)
     steps = [
         [(name, size) for size in (usual[name] // 2, usual[name] * 2) if least <= size <= most]
@@ -28,12 +31,12 @@ def candidates(tiles: Tiles, *shape: Any) -> list[Changes]:
 
 @contextlib.contextmanager
 def trying(tiles: Tiles, changes: Changes, shapes: list[tuple[Any, ...]] | None = None) -> Iterator[None]:
-    """Take the rule's tiles with these changes, whatever was measured, for launches within, by whichever thread.
+    """Use the rule's tiles with some changes for all launches in the `with` block, whatever was measured and in all threads.
 
     Args:
-        tiles: Of a kernel.
-        changes: What differs from the rule.
-        shapes: To which the shape of each launch is added. Default: none.
+        tiles: Tiles of a kernel.
+        changes: Differences from the rule's tile.
+        shapes: List to which the shape of each launch is appended. Default: None.
     """
     rule, known, usual = tiles.rule, tiles.known, _usual(tiles)
 
@@ -51,7 +54,7 @@ def trying(tiles: Tiles, changes: Changes, shapes: list[tuple[Any, ...]] | None 
 
 
 def shape_of_call(tiles: Tiles, call: Callable[[], object]) -> tuple[Any, ...] | None:
-    """Return the shape that a call asks these tiles for at its last launch, by the rule's own; None where there is none."""
+    """Return the shape for which the last launch of a call needs a tile, with the rule's own tiles; None without a launch."""
     shapes: list[tuple[Any, ...]] = []
     with trying(tiles, {}, shapes):
         call()
@@ -64,4 +67,4 @@ def _usual(tiles: Tiles) -> Rule:
 
 class _KeepsNothing(dict):
     def __setitem__(self, key: Any, value: Any) -> None:
-        """Keep nothing, so that each launch asks the rule."""
+        """Ignore the value, so that each launch calls the rule."""
