@@ -15,7 +15,7 @@ from benchmarks.recorded import Recorded, say
 from benchmarks.timing import Task, Timing, peak_bytes, release_memory, synchronize
 
 PROFILED = (OURS, "exact", "one-block", "kept-values", *COMPILED)
-"""Providers whose kernels are profiled: the one that ops choose by themselves, and those which it should beat."""
+"""Providers whose kernels are profiled: the choice of the ops themselves, and the providers that it should beat."""
 
 
 class Bench:

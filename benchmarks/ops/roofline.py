@@ -1,6 +1,6 @@
 """The least time that an op can take on a GPU: the largest of the times that memory, caches, tensor cores and lanes need.
 
-Work counts once whatever any implementation must do: reading inputs, writing outputs, gathering rows, computing
+Work is what every implementation must do, counted once: reading inputs, writing outputs, gathering rows, computing
 products. The peaks of memory and products were measured by others; the peaks of cache and lanes are nominal.
 """
 

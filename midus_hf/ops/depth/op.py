@@ -29,7 +29,7 @@ def depth_attention(
     """Attend from each token to the n slots of the token's position, in one softmax.
 
     No tensor of the size of all slots is made or kept for the gradient. Kernels read slots in place; slots are copied
-    only to convert their dtype, if dtypes differ. Query head h reads key/value head h // (H / K).
+    only if dtypes differ or rows are not contiguous. Query head h reads key/value head h // (H / K).
 
     Args:
         query: `[B, H, T, d]`, floating point.

@@ -15,7 +15,7 @@ def without_autocast(device_type: str) -> contextlib.AbstractContextManager:
         device_type: Device type of the tensors that are multiplied. `"meta"` computes nothing and has no autocast to
             disable.
     """
-    # By name, not by `torch.amp.is_autocast_available`, which Dynamo of torch 2.11 cannot trace.
+    # The name is compared because Dynamo of torch 2.11 cannot trace `torch.amp.is_autocast_available`.
     if device_type == "meta" or not (torch.compiler.is_compiling() or torch.is_autocast_enabled(device_type)):
         return _NOTHING  # entering an autocast context takes as long as some ten operations on a GPU
     return torch.autocast(device_type, enabled=False)

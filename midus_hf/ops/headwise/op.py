@@ -43,8 +43,9 @@ def headwise_memory(
     16). The outputs of heads stand side by side, as in attention.
 
     Because the transform is linear, rows can be transformed first, `E_h = V W_h^T`, and gathered afterwards. This is
-    done if it is less work, for N tokens or more (in C for 3 N or more), and the E_h have at most 2^28 elements. The
-    gradients are then `dV = sum_h G_h W_h` and `dW_h = G_h^T V`, from the sums `G_h` of gradients per slot.
+    done if it is less work, for N tokens or more (in C for 3 N or more), and all E_h together have at most 2^28
+    elements. The gradients are then `dV = sum_h G_h W_h` and `dW_h = G_h^T V`, from the sums `G_h` of gradients per
+    slot.
 
     Tables are cast to the dtype of the query, also under `torch.autocast`: with float32 master weights and a bfloat16
     query, the result is that of a bfloat16 model. Sums are accumulated in float32 at least.

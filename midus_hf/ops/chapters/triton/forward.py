@@ -53,7 +53,7 @@ class Blocks(NamedTuple):
 def pairs_of_block(order, offsets, last_blocks, block, chapter, BP: tl.constexpr):
     """Return the numbers of the pairs [BP] of a block of this chapter, and a mask of the pairs that exist."""
     first, end = tl.load(offsets + chapter), tl.load(offsets + chapter + 1)
-    number = tl.cdiv(end - first, BP) - tl.load(last_blocks + chapter) + block  # among the blocks of the chapter
+    number = tl.cdiv(end - first, BP) - tl.load(last_blocks + chapter) + block  # within its chapter
     index = first + number * BP + tl.arange(0, BP)
     valid = index < end
     return tl.load(order + index, mask=valid, other=0), valid

@@ -48,7 +48,7 @@ def forward_kernel(
     )  # fmt: skip
     ranks, lanes = tl.arange(0, KP), tl.arange(0, VP)
     shares = tl.exp((scores - tl.max(scores, axis=1)[:, None]) * inverse_temperature)
-    shares = tl.where(ranks[None, :] < K, shares, 0.0)  # at any temperature
+    shares = tl.where(ranks[None, :] < K, shares, 0.0)  # padding has no share, at any temperature
     shares = shares / tl.sum(shares, axis=1)[:, None]
     if KEEPS:
         entries = ((token * heads + head) * K)[:, None] + ranks[None, :]

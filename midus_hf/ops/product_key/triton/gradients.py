@@ -142,7 +142,7 @@ def side_gradients(
             spread = spread_scores(scores, columns, start, K, KP, BT, BN)
             into += product(spread, load_keys(keys, start, N, HALF, BN, DP), PRECISION)
             add_to_keys(product(tl.trans(spread), part, PRECISION), into_keys, start, True, N, HALF, BN, DP)
-            tl.debug_barrier()  # before other threads read what this one wrote
+            tl.debug_barrier()  # other threads read next what this thread wrote
     tl.store(into_query, into.to(into_query.dtype.element_ty), mask=dim_mask)
     return total
 
