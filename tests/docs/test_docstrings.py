@@ -10,10 +10,8 @@ ROOT = Path(__file__).parents[2]
 PACKAGES = ["midus_hf", "upscalers", "scripts", "benchmarks", "experiments"]
 # Rooms whose docstrings have not been rewritten yet.
 LATER = [
-    "benchmarks",
     "midus_hf/cli",
     "midus_hf/compare",
-    "midus_hf/ops",
     "midus_hf/sft",
     "midus_hf/training",
 ]
