@@ -213,9 +213,7 @@ def print_inspection(inspection: dict[str, Any]) -> None:
     _add(table, "options", ", ".join(f"{key}={value}" for key, value in inspection["options"].items()))
     _add(table, "seed", str(inspection["seed"]))
     for edit in inspection.get("chapter_edits", []):
-        _add(
-            table, "edited", f"midus edit chapters {edit['command']}, chapters {edit['chapters']} of {edit['memory']}"
-        )
+        _add(table, "edited", f"midus edit {edit['command']}, chapters {edit['chapters']} of {edit['memory']}")
     for shuffled in inspection.get("shuffles", []):
         _add(table, "shuffled", f"rows of values of {', '.join(shuffled['memories'])}, seed {shuffled['seed']}")
     _add(

@@ -2,6 +2,7 @@
 
 import base64
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 
@@ -20,11 +21,15 @@ img { max-width: 100%; }
 .passage { white-space: pre-wrap; overflow-wrap: anywhere; border-left: 3px solid #d8dbe0; padding-left: .8rem; }
 </style>
 <h1>{{ title }}</h1>
-{% for paragraph in paragraphs %}
+{% for section in sections %}
+{% if section.heading %}
+<h2>{{ section.heading }}</h2>
+{% endif %}
+{% for paragraph in section.paragraphs %}
 <p>{{ paragraph }}</p>
 {% endfor %}
-{% for table in tables %}
-<h2>{{ table.title }}</h2>
+{% for table in section.tables %}
+<h3>{{ table.title }}</h3>
 <table><tr>{% for cell in table.head %}<th>{{ cell }}</th>{% endfor %}</tr>
 {%- for row in table.rows %}
 
@@ -32,12 +37,12 @@ img { max-width: 100%; }
 {%- endfor %}
 </table>
 {% endfor %}
-{% for shows, picture in pictures.items() %}
-<h2>{{ shows }}</h2>
-<img alt="{{ shows }}" src="data:image/png;base64,{{ picture }}">
+{% for title, picture in section.pictures.items() %}
+<h3>{{ title }}</h3>
+<img alt="{{ title }}" src="data:image/png;base64,{{ picture | base64 }}">
 {% endfor %}
-{% for shows, tokens in passages.items() %}
-<h2>{{ shows }}</h2>
+{% for title, tokens in section.passages.items() %}
+<h3>{{ title }}</h3>
 <p class="passage">
 {%- for token in tokens -%}
 {%- if token.hint -%}
@@ -47,6 +52,7 @@ img { max-width: 100%; }
 {%- endif -%}
 {%- endfor -%}
 </p>
+{% endfor %}
 {% endfor %}
 </html>
 """
@@ -66,30 +72,34 @@ class ColouredToken(NamedTuple):
     hint: str = ""
 
 
-def write_page(
-    path: Path,
-    title: str,
-    paragraphs: Iterable[str],
-    tables: Iterable[TableOfWords],
-    pictures: Mapping[str, bytes],
-    passages: Mapping[str, Sequence[ColouredToken]] | None = None,
-) -> None:
-    """Write a page of HTML with paragraphs, tables, pictures and passages, in this order.
+@dataclass(frozen=True)
+class Section:
+    """A section of a page: paragraphs, tables, pictures and passages, in this order.
+
+    Args:
+        heading: Heading of the section. Default: none.
+        paragraphs: Paragraphs of plain text. Default: none.
+        tables: Tables, each under its title. Default: none.
+        pictures: Pictures as PNG, by their titles. Default: none.
+        passages: Passages of coloured tokens, by their titles. Default: none.
+    """
+
+    heading: str = ""
+    paragraphs: Iterable[str] = ()
+    tables: Iterable[TableOfWords] = ()
+    pictures: Mapping[str, bytes] = field(default_factory=dict)
+    passages: Mapping[str, Sequence[ColouredToken]] = field(default_factory=dict)
+
+
+def write_page(path: Path, title: str, sections: Sequence[Section]) -> None:
+    """Write a page of HTML with sections.
 
     Args:
         path: File to write.
         title: Title of the page.
-        paragraphs: Paragraphs of plain text.
-        tables: Tables, each under its title.
-        pictures: Pictures as PNG, by their headings.
-        passages: Passages of coloured tokens, by their headings. Default: none.
+        sections: Sections of the page.
     """
-    page = jinja2.Environment(autoescape=True, trim_blocks=True, keep_trailing_newline=True).from_string(_PAGE)
-    written = page.render(
-        title=title,
-        paragraphs=paragraphs,
-        tables=tables,
-        pictures={shows: base64.b64encode(picture).decode() for shows, picture in pictures.items()},
-        passages=passages or {},
-    )
+    environment = jinja2.Environment(autoescape=True, trim_blocks=True, keep_trailing_newline=True)
+    environment.filters["base64"] = lambda picture: base64.b64encode(picture).decode()
+    written = environment.from_string(_PAGE).render(title=title, sections=sections)
     path.write_text(written, encoding="utf-8")

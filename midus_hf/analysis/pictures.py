@@ -3,6 +3,7 @@
 import io
 import math
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 if TYPE_CHECKING:
@@ -27,6 +28,31 @@ def as_png(figure: Any, tight: bool = True) -> bytes:
     stream = io.BytesIO()
     figure.savefig(stream, format="png", bbox_inches="tight" if tight else None)
     return stream.getvalue()
+
+
+def save_figures(path: Path, figures: Sequence[Any]) -> None:
+    """Write figures to one file: as the pages of a PDF, or one below another in a PNG.
+
+    Args:
+        path: File to write, which ends in `.pdf` or `.png`.
+        figures: One matplotlib figure or more.
+    """
+    if path.suffix == ".pdf":
+        from matplotlib.backends.backend_pdf import PdfPages
+
+        with PdfPages(path) as pages:
+            for figure in figures:
+                pages.savefig(figure, bbox_inches="tight")
+        return
+    from PIL import Image  # which matplotlib needs as well
+
+    pictures = [Image.open(io.BytesIO(as_png(figure))) for figure in figures]
+    joined = Image.new("RGB", (max(each.width for each in pictures), sum(each.height for each in pictures)), "white")
+    top = 0
+    for picture in pictures:
+        joined.paste(picture, (0, top))
+        top += picture.height
+    joined.save(path)
 
 
 def label_some(ticks: Callable[..., Any], names: Sequence[str], most: int = 16) -> None:

@@ -7,9 +7,10 @@ from typing import Annotated
 import typer
 
 from midus_hf.cli.command_line import command_line, run_command
-from midus_hf.cli.edit.blocks import Subtree, show
-from midus_hf.cli.edit.options import Memory, Model, Output, Overwrite
 from midus_hf.cli.reading import Json
+
+Model = Annotated[str, typer.Argument(help="A checkpoint that upscale made.", metavar="DIR")]
+Memory = Annotated[str | None, typer.Option(help="One of several memories.  [default: the only one]", metavar="NAME")]
 
 app = command_line(
     "List the blocks of a checkpoint's bank, put together what runs have trained of it, and say what has trained it."
@@ -49,49 +50,53 @@ def list_(model: Model, memory: Memory = None, json_: Json = False) -> None:
 def merge(
     model: Annotated[str, typer.Argument(help="The checkpoint that all runs began from.", metavar="DIR")],
     runs: Annotated[list[str], typer.Argument(help="Folders of trained models.", metavar="RUN...")],
-    output: Output,
+    output: Annotated[str, typer.Option(help="Folder to make.", metavar="DIR2")],
     memory: Memory = None,
-    overwrite: Overwrite = False,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace what upscale or midus edit wrote.")] = False,
     json_: Json = False,
 ) -> None:
     """Give a model the blocks of runs that trained different parts of the tree."""
     from upscalers.banks.editing import BankRequest
     from upscalers.banks.merging import merge as merge_runs
 
-    show(merge_runs(BankRequest(model, output, memory, overwrite), runs), json_)
+    merged = merge_runs(BankRequest(model, output, memory, overwrite), runs)
+    if json_:
+        print(json.dumps(merged))
+    else:
+        print(f"{merged['output']}: merge of {len(merged['blocks']):,} blocks of {merged['memory']}")
 
 
 @app.command()
 def audit(
     model: Model,
-    block: Annotated[
+    node: Annotated[
         list[str] | None,
-        typer.Option(help="LEVEL:NODE, or LEVEL:generic: its documents; repeat at will.", metavar="NODE"),
+        typer.Option(help="Documents of a block, LEVEL:NODE or LEVEL:generic; may be repeated.", metavar="NODE"),
     ] = None,
-    subtree: Subtree = False,
+    subtree: Annotated[bool, typer.Option("--subtree", help="Blocks of all nodes below as well.")] = False,
     documents: Annotated[bool, typer.Option("--documents", help="By document, of all blocks.")] = False,
     memory: Memory = None,
     json_: Json = False,
 ) -> None:
     """Show what has trained blocks, of a bank that a run with audit: true has trained: by block, or by document."""
-    from upscalers.banks.audit import audit as told_of
+    from upscalers.banks import audit as of_bank
 
-    told = told_of(model, block or [], subtree, documents, memory)
+    report = of_bank.audit(model, node or [], subtree, documents, memory)
     if json_:
-        print(json.dumps(told))
+        print(json.dumps(report))
         return
     from rich.console import Console
     from rich.table import Table
 
-    if "blocks" in told:
+    if "blocks" in report:
         table = Table("block", "documents", "sequences", "tokens", "")
-        for each in told["blocks"]:
+        for each in report["blocks"]:
             numbers = (f"{each[name]:,}" for name in ("documents", "sequences", "tokens"))
             remark = "deleted" if each["deleted"] else "" if each["whole"] else "and what was not recorded"
             table.add_row(each["block"], *numbers, remark)
     else:
         table = Table("file", "line", "id", "block", "sequences", "tokens", "")
-        for each in told["documents"]:
+        for each in report["documents"]:
             for of in each["blocks"]:
                 document = (each["file"], str(each["line"]), each["id"] or "", of["block"])
                 table.add_row(

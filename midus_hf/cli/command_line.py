@@ -121,12 +121,14 @@ def run_command(
 
 
 def _command_path(command: Any, name: str, words: Sequence[str]) -> str:
-    """Return the names of a command and of those of its commands that the first words name."""
+    """Return the names of a command and of the subcommands, or the subject, that the first words name."""
     for word in words:
-        command = getattr(command, "commands", {}).get(word)
-        if command is None:
+        subcommand = command.commands.get(word) if hasattr(command, "get_command") else None
+        if subcommand is None and word in getattr(command, "subjects", ()):
+            return f"{name} {word}"
+        if subcommand is None:
             break
-        name = f"{name} {word}"
+        command, name = subcommand, f"{name} {word}"
     return name
 
 

@@ -161,8 +161,8 @@ class Reading:
             print(line, file=sys.stderr)
         return read_documents(path, self.column, self.encoding)[: self.limit]
 
-    def documents(self, texts: Sequence[str]) -> dict[str, list[str]]:
-        """Return the documents of each of `NAME=PATH`, by the name.
+    def named_documents(self, texts: Sequence[str]) -> dict[str, list[str]]:
+        """Return the documents of each of `NAME=PATH` or `PATH`, by the name; a path without a name is named after its file.
 
         Raises:
             ValueError: If a text is not of that form, named twice, or cannot be read.
@@ -171,14 +171,16 @@ class Reading:
         paths: dict[str, str] = {}
         for text in texts:
             name, equals, path = text.partition("=")
-            if not (name and equals and path):
-                raise ValueError(f"text is {text!r}; expected NAME=PATH, such as code=code.jsonl.")
+            if not equals or Path(text).exists():
+                name, path = Path(text).absolute().name, text
+            if not (name and path):
+                raise ValueError(f"text is {text!r}; expected PATH or NAME=PATH, such as code=code.jsonl.")
             if name in paths:
                 raise ValueError(f"text {name!r} is given twice; expected each name once.")
             paths[name] = path
         return {name: self.documents_at(path) for name, path in paths.items()}
 
-    def rows(
+    def rows_of(
         self,
         model: "PreTrainedModel",
         tokenizer: "PreTrainedTokenizerBase",
@@ -360,4 +362,4 @@ def check_matplotlib(what: str) -> None:
         ValueError: If matplotlib is not installed; the message begins with what needs it.
     """
     if importlib.util.find_spec("matplotlib") is None:
-        raise ValueError(f"{what} matplotlib; install it with pip install 'midus-hf[report]'.")
+        raise ValueError(f"{what} matplotlib; install it with pip install 'midus-hf[look]'.")

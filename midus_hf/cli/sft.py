@@ -42,7 +42,7 @@ def midus_sft(
     if absent:
         raise Ending(
             WRONG_REQUEST,
-            f"midus sft needs {', '.join(absent)}, not installed here; pip install 'midus-hf[sft]'.",
+            f"midus sft needs {', '.join(absent)}, not installed here; pip install 'midus-hf[train]'.",
         )
     from midus_hf.sft.options import SftConfig
 

@@ -14,8 +14,9 @@ from retrieval.trees import random_tree
 from tiny import save_tiny_model
 from training.tiny_run import tiny_tokenizer
 
+from midus_hf.analysis.pictures import as_png
 from midus_hf.analysis.slots.block_usage import BankLevel, bank_layouts, record_block_usage, usage_by_rows
-from midus_hf.analysis.slots.report import as_csv, as_json, blocks_table, draw_blocks, draw_usage, usage_curves
+from midus_hf.analysis.slots.report import as_json, blocks_table, draw_blocks, usage_csv, usage_curves
 from midus_hf.analysis.text_rows import TextRows, read_rows
 from midus_hf.cli.look import main
 from midus_hf.retrieval.memory_retriever import MemoryRetriever
@@ -114,23 +115,22 @@ def test_a_table_json_and_csv_tell_how_even_it_is_and_what_is_never_fetched(mode
     third = told["levels"]["3"]
     assert (third["blocks"], third["never_fetched"], third["tokens"]) == (27, 24, {"2": 3, "9": 5, "13": 11})
     assert third["used"] == pytest.approx(3 / 27) and third["largest"] == pytest.approx(11 / 19)
-    lines = list(csv.DictReader(io.StringIO(as_csv({"text": usage}))))
-    assert len(lines) == 3 + 27 and sum(line["tokens"] == "0" for line in lines) == 1 + 24
+    lines = list(
+        csv.DictReader(io.StringIO(usage_csv({text: of_text.counts for text, of_text in {"text": usage}.items()})))
+    )
+    assert len(lines) == 3 + 27 and sum(line["count"] == "0" for line in lines) == 1 + 24
     assert lines[1] == {
-        "text": "text", "memory": "hier-ffn", "level": "1", "block": "1", "tokens": "16", "share": str(16 / 19),
+        "text": "text", "memory": "hier-ffn level 1", "head": "0", "number": "1", "count": "16", "share": str(16 / 19),
     }  # fmt: skip
 
 
-def test_pictures_have_a_curve_per_level(model, tmp_path, monkeypatch):
-    figure = pytest.importorskip("matplotlib.figure")
+def test_pictures_have_a_panel_per_level_and_a_curve_per_text(model):
+    pytest.importorskip("matplotlib")
     usage = usage_by_rows(bank_layouts(model), TEXT)
-    assert draw_blocks({"a": usage, "b": usage}).startswith(b"\x89PNG")
-    drawn = []
-    monkeypatch.setattr(figure.Figure, "savefig", lambda self, path: drawn.append(self.axes[0]))
-    draw_usage(usage.counts, tmp_path / "usage.png")
-    labels = [line.get_label() for line in drawn[0].lines]
-    assert labels == ["hier-ffn level 1", "hier-ffn level 3", "all alike"]
-    assert drawn[0].get_xlabel() == "blocks of a level, most fetched first"
+    figure = draw_blocks({"a": usage, "b": usage})
+    assert as_png(figure).startswith(b"\x89PNG")
+    assert [axes.get_title() for axes in figure.axes] == ["hier-ffn level 1, 3 blocks", "hier-ffn level 3, 27 blocks"]
+    assert [line.get_label() for line in figure.axes[0].lines] == ["a", "b", "all alike"]
 
 
 @pytest.fixture(scope="module")
@@ -146,11 +146,13 @@ def folders(tmp_path_factory):
     return folder, documents
 
 
-def expected_tokens(folder: Path, documents: list[str], level: int, less: int) -> dict[str, int]:
-    """Tokens by block, as the retriever finds paths; of each document `less` are not read."""
+def expected_tokens(folder: Path, documents: list[str], level: int) -> dict[str, int]:
+    """Tokens by block, as the retriever finds paths, in rows of 8 tokens; a row of one token predicts nothing."""
     found: dict[str, int] = {}
     for document, path in zip(documents, MemoryRetriever.load(folder / "tree").paths(documents).tolist(), strict=True):
-        found[str(path[level - 1])] = found.get(str(path[level - 1]), 0) + len(document.split()) - less
+        count = len(document.split())
+        read = count - (count % 8 == 1)
+        found[str(path[level - 1])] = found.get(str(path[level - 1]), 0) + read
     return found
 
 
@@ -158,14 +160,15 @@ def test_the_command_counts_the_blocks_that_the_paths_of_documents_name(folders,
     pytest.importorskip("matplotlib")
     folder, documents = folders
     words = [str(folder / "model"), "--text", str(folder / "texts.jsonl"), "--retriever", str(folder / "tree")]
-    assert main(["usage", *words, "--sequence-length", "8", "--json", "--output", str(tmp_path / "usage.svg")]) == 0
+    assert main(["usage", *words, "--sequence-length", "8", "--json", "--output", str(tmp_path / "usage.pdf")]) == 0
     report = json.loads(capsys.readouterr().out)
-    assert report["layers"] == {} and report["not_counted"] == {}
-    levels = report["blocks"]["hier-ffn"]["levels"]
+    read = report["texts"]["texts.jsonl"]
+    assert read["layers"] == {} and report["not_counted"] == {}
+    levels = read["blocks"]["hier-ffn"]["levels"]
     for level in (1, 2):
-        assert levels[str(level)]["tokens"] == expected_tokens(folder, documents, level, less=1)
+        assert levels[str(level)]["tokens"] == expected_tokens(folder, documents, level)
     assert levels["2"]["never_fetched"] == 9 - len(levels["2"]["tokens"])
-    assert (tmp_path / "usage.svg").read_text().startswith("<?xml")
+    assert (tmp_path / "usage.pdf").read_bytes().startswith(b"%PDF-")
     assert main(["usage", *words]) == 0
     printed = capsys.readouterr().out
     assert "Blocks fetched" in printed and "Slots retrieved" not in printed
@@ -211,8 +214,11 @@ def test_slots_and_blocks_of_one_model_are_counted_together(folders, tmp_path, c
     words = [str(tmp_path / "both"), "--text", str(folder / "texts.jsonl"), "--sequence-length", "20", "--json"]
     assert main(["usage", *words, "--retriever", str(folder / "tree")]) == 0
     report = json.loads(capsys.readouterr().out)
-    assert len(report["layers"]) == 2 and report["blocks"]["hier-ffn"] and report["not_counted"] == {}
+    read = report["texts"]["texts.jsonl"]
+    assert len(read["layers"]) == 2 and read["blocks"]["hier-ffn"] and report["not_counted"] == {}
     assert main(["usage", *words]) == 0
     out, err = capsys.readouterr()
-    assert json.loads(out)["blocks"] == {} and list(json.loads(out)["not_counted"]) == ["hier-ffn"]
+    assert json.loads(out)["texts"]["texts.jsonl"]["blocks"] == {} and list(json.loads(out)["not_counted"]) == [
+        "hier-ffn"
+    ]
     assert "texts fetch nothing from the model's bank; give --retriever with its tree of topics" in err

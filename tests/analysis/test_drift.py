@@ -10,8 +10,9 @@ from torch.nn import functional as F
 from training.tiny_run import tiny_tokenizer
 
 from midus_hf.analysis.inside.drift import base_within, drift, other_base
-from midus_hf.analysis.inside.drift_report import as_json, drift_table, moved_table, write_drift_page
+from midus_hf.analysis.inside.drift_report import as_json, drift_table, moved_table, passages
 from midus_hf.analysis.inside.loss_effects import Effect
+from midus_hf.analysis.page import Section, write_page
 from midus_hf.analysis.text_rows import TextRows, read_rows
 from upscalers.request.errors import RequestError
 from upscalers.runs.base_confirmation import keeps_base
@@ -133,7 +134,11 @@ def test_reports_have_the_rows_that_moved_farthest(tmp_path):
     assert told["divergence"] == found[0].divergence and len(told["worst"]) == 2
     assert told["worst"][0]["tokens"][place]["divergence"] == row.divergence.max()
     assert told["worst"][0]["tokens"][0]["token"] == f"w{int(row.ids[1])}"
-    write_drift_page(tmp_path / "page.html", {"model": "a", "base": "<b>"}, found, tokenizer)
+    write_page(
+        tmp_path / "page.html",
+        "Drift",
+        [Section(paragraphs=["compared with <b>"], passages=passages(found, tokenizer))],
+    )
     page = (tmp_path / "page.html").read_text()
     assert page.count('class="passage"') == 2 and "compared with &lt;b&gt;" in page
     assert page.count("title=") == sum(len(row.divergence) for row in found[0].worst)

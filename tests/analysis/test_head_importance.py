@@ -10,6 +10,7 @@ from transformers import AutoModelForCausalLM
 
 from midus_hf.analysis.inside.head_importance import Answer, head_importance
 from midus_hf.analysis.inside.head_report import as_json, draw_heads, layers_table
+from midus_hf.analysis.pictures import as_png
 from upscalers.runs.upscale import upscale
 
 ANSWERS = [Answer(torch.tensor([5, 9, 33, 60, 7]), 3), Answer(torch.tensor([12, 40, 41]), 1)]
@@ -99,4 +100,4 @@ def test_a_report_has_every_number():
     best = int(found.absolute[2].argmax())
     assert table.rows[2][:2] == ["2", "2"] and table.rows[2][4:] == [str(best), f"{found.absolute[2, best]:.4g}"]
     other = dataclasses.replace(found, base_layers=[0, 2, 3, 4])
-    assert draw_heads({"a": found, "b": other}, absolute=False).startswith(b"\x89PNG")
+    assert as_png(draw_heads({"a": found, "b": other}, absolute=False)).startswith(b"\x89PNG")

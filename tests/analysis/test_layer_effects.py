@@ -17,6 +17,7 @@ from midus_hf.analysis.inside.drift import base_within, drift
 from midus_hf.analysis.inside.layer_effects import layer_effects
 from midus_hf.analysis.inside.layer_report import as_csv, as_json, draw_layers, layers_table
 from midus_hf.analysis.inside.loss_effects import effect_between
+from midus_hf.analysis.pictures import as_png
 from midus_hf.analysis.text_rows import TextRows, read_rows
 from upscalers.runs.upscale import upscale
 
@@ -231,4 +232,4 @@ def test_a_report_has_every_number(tmp_path):
     table = layers_table(found)
     assert table.rows[0] == ["none", f"{found.losses['text']:.5f}"] and "±" in table.rows[1][1]
     assert table.rows[-1] == ["loss of the base's layers", f"{found.without_all.losses['text']:.5f}"]
-    assert draw_layers(found).startswith(b"\x89PNG")
+    assert as_png(draw_layers(found)).startswith(b"\x89PNG")

@@ -13,7 +13,7 @@ MISSING_FILE = {
     "midus train": ["absent"],
     "midus sft": ["absent"],
     "midus eval": ["model", "--config", "absent"],
-    "midus edit": ["chapters", "import", "model", "absent", "--output", "out"],
+    "midus edit": ["import", "model", "absent", "--output", "out"],
     "midus flops": ["absent.json"],
     "midus cluster": ["report", "--tree", "absent"],
     "midus bank": ["list", "absent"],
@@ -26,7 +26,7 @@ WORK = {
     "midus train": ("midus_hf.training.run.train.prepare", ["run.yaml"]),
     "midus sft": ("midus_hf.sft.run.prepare", ["sft.yaml"]),
     "midus eval": ("midus_hf.evaluation.evaluate.evaluate", ["model", "--text", "text.txt"]),
-    "midus edit": ("upscalers.chapters.listing.list_chapters", ["chapters", "list", "model"]),
+    "midus edit": ("upscalers.chapters.listing.list_chapters", ["list", "model"]),
     "midus flops": ("upscalers.checkpoint.base_model.read_config_file", ["config.json"]),
     "midus cluster": ("midus_hf.clusters.run.open_build", ["report", "--tree", "tree"]),
     "midus bank": ("upscalers.banks.listing.list_bank", ["list", "model"]),
@@ -37,7 +37,7 @@ WORK = {
 """What does the work of a command, and a request for it."""
 STATUS_OF_WORK = {RuntimeError: 1, OSError: 1, EOFError: 1, KeyboardInterrupt: 130}
 WITH_TRACEBACK = ("midus train", "midus sft")
-SCRIPTS = {"train_cpt.py": "train_cpt.py", "train_sft.py": "train_sft.py", "memory_usage.py": "midus look usage"}
+SCRIPTS = {"train_cpt.py": "train_cpt.py", "train_sft.py": "train_sft.py"}
 """The name under which each ends."""
 
 

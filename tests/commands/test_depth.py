@@ -1,4 +1,4 @@
-"""`midus look depth`: tables, JSON, pictures, a page, and what it refuses."""
+"""`midus look depth`: tables, JSON, files, and what it refuses."""
 
 import json
 from collections.abc import Callable
@@ -40,8 +40,9 @@ def test_json_is_all_there_is_to_know(run, model, text):
     done = run(model, "--text", text, "--json")
     assert done.status == 0, done.err
     report = json.loads(done.out)
-    assert set(report) == {"model", "text", "layers", "writers"}
-    assert {**report["text"], "loss": 0} == {"path": str(text), "documents": 3, "rows": 3, "tokens": 39, "loss": 0}
+    assert set(report) == {"model", "texts", "layers", "writers"}
+    read = report["texts"]["text.jsonl"]
+    assert {**read, "loss": 0} == {"documents": 3, "rows": 3, "tokens": 39, "loss": 0}
     assert [of_layer["layer"] for of_layer in report["layers"]] == [1, 2, 3]
     first = report["layers"][0]
     assert first["slots"] == [{"source": "attention", "layer": 0}, {"source": "ffn", "layer": 0}]
@@ -55,7 +56,8 @@ def test_json_is_all_there_is_to_know(run, model, text):
         (layer, source) for layer in range(3) for source in ("attention", "ffn")
     }
     limited = json.loads(run(model, "--text", text, "--json", "--limit", 1, "--sequence-length", 6).out)
-    assert limited["text"] == {**limited["text"], "documents": 1, "rows": 4, "tokens": 20}
+    read = limited["texts"]["text.jsonl"]
+    assert read == {**read, "documents": 1, "rows": 4, "tokens": 20}
     some = json.loads(run(model, "--text", text, "--json", "--layers", "2-3", "--heads", "1").out)
     assert [(of_layer["layer"], of_layer["heads"]) for of_layer in some["layers"]] == [(2, [1]), (3, [1])]
     assert some["layers"][0]["shares"] == [pytest.approx(report["layers"][1]["shares"][1])]
@@ -82,22 +84,23 @@ def test_pictures_and_a_page(run, text, tmp_path, kind):
     pytest.importorskip("matplotlib")
     model = save(tmp_path / "model", kind=kind)
     picture, page = tmp_path / "depth.png", tmp_path / "depth.html"
-    done = run(model, "--text", text, "--picture", picture, "--page", page)
+    done = run(model, "--text", text, "--output", picture, "--output", page)
     assert done.status == 0, done.err
     assert picture.read_bytes().startswith(b"\x89PNG")
     told = page.read_text()
     assert told.count("data:image/png;base64,") == 2 and "src=" not in told.replace('src="data:', "")
     assert "39 tokens" in told and "Slots that are read most" in told
-    done = run(model, "--text", text, "--page", page, "--map", "3:1", "--json")
+    done = run(model, "--text", text, "--output", page, "--layers", "3", "--heads", "1", "--json")
     assert done.status == 0, done.err
-    assert json.loads(done.out)["text"]["tokens"] == json.loads(done.out)["layers"][0]["tokens"] == 39
+    report = json.loads(done.out)
+    assert report["texts"]["text.jsonl"]["tokens"] == report["layers"][0]["tokens"] == 39
     assert "Layer 3, head 1: tokens by keys and slots" in page.read_text()
 
 
 def test_a_model_that_does_not_read_the_depth_yet_is_told_of(run, text, tmp_path):
     pytest.importorskip("matplotlib")
     model = save(tmp_path / "model", kind="reused", acting=False)
-    done = run(model, "--text", text, "--picture", tmp_path / "depth.png")
+    done = run(model, "--text", text, "--output", tmp_path / "depth.png")
     assert done.status == 0, done.err
     assert done.out.count(" 0 to 0 ") == 3 and done.out.count("nothing") == 3
 
@@ -109,10 +112,7 @@ def test_a_model_that_does_not_read_the_depth_yet_is_told_of(run, text, tmp_path
         (["MODEL", "TEXT", "--layers", "0"], "layer is 0; expected one that reads the depth: 1, 2, 3."),
         (["MODEL", "TEXT", "--layers", "4"], "layers is '4'; expected numbers from 0 to 3, the model's."),
         (["MODEL", "TEXT", "--heads", "4"], "heads is '4'; expected numbers from 0 to 3, the model's."),
-        (["MODEL", "TEXT", "--map", "3"], "map is '3'; expected LAYER:HEAD, such as 3:0."),
-        (["MODEL", "TEXT", "--map", "3:1"], "map is '3:1', and nothing to draw it on; expected --picture or --page"),
-        (["MODEL", "TEXT", "--map", "3:4", "--picture", "a.png"], "head is 4; expected one from 0 to 3, those of layer 3."),
-        (["MODEL", "TEXT", "--map", "0:0", "--picture", "a.png"], "layer is 0; expected one that reads the depth: 1, 2, 3."),
+        (["MODEL", "TEXT", "--text", "b=README.md"], "2 texts are given; expected one to read the depth with."),
     ],
 )  # fmt: skip
 def test_a_wrong_request_is_told_in_one_line(run, model, text, words, message):

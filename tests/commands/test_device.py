@@ -15,15 +15,11 @@ WORDS = {
     "midus eval": [MODEL, "--text", "text.txt"],
     "midus look usage": [MODEL, "--text", "text.txt"],
     "midus look depth": [MODEL, "--text", "text.txt"],
-    "midus look chapters": [MODEL, "--text", "a=text.txt"],
-    "midus look ablate": [MODEL, "--text", "a=text.txt"],
-    "midus look nearest": [MODEL],
+    "midus look ablation": [MODEL, "--text", "text.txt"],
+    "midus look drift": [MODEL, "--text", "text.txt", "--base", MODEL],
+    "midus look values": [MODEL, "--layers", "1", "--slots", "1"],
     "midus look heads": [MODEL, "--tasks", "piqa"],
-    "midus look layers": [MODEL, "--text", "a=text.txt"],
-    "midus look drift": [MODEL, "--text", "a=text.txt", "--base", MODEL],
-    "midus look values": [MODEL, "--layer", "1", "--slot", "1"],
-    "midus look blocks": [MODEL, "--text", "a=text.txt", "--retriever", "tree"],
-    "midus look page": [MODEL, "--text", "a=text.txt", "--base", MODEL, "--output", "page.html"],
+    "midus look page": [MODEL, "--text", "text.txt", "--base", MODEL, "--output", "page.html"],
     "midus cluster build": [
         *("--corpus", "text.txt", "--embedding-model", MODEL, "--tokenizer", MODEL, "--output", "tree")
     ],
@@ -35,8 +31,12 @@ WORDS = {
 def commands_with_a_device() -> Iterator[str]:
     for name, module in COMMANDS.items():
         whole = typer.main.get_command(importlib.import_module(f"midus_hf.cli.{module}").app)
+        subjects = getattr(whole, "subjects", {})
+        for subject, each in subjects.items():
+            if "device" in each.takes:
+                yield f"midus {name} {subject}"
         for subcommand, part in {"": whole, **getattr(whole, "commands", {})}.items():
-            if any(option.name == "device" for option in part.params):
+            if not subjects and any(option.name == "device" for option in part.params):
                 yield f"midus {name} {subcommand}".strip()
 
 

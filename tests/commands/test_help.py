@@ -27,12 +27,9 @@ def test_help_imports_nothing_heavy_and_says_the_commands_name(command):
     assert help_of(command).startswith(f"Usage: {command} ")
 
 
-@pytest.mark.parametrize(
-    ("script", "name"), [("train_cpt.py", "train_cpt.py"), ("memory_usage.py", "midus look usage")]
-)
-def test_help_of_a_script_says_its_name(script, name):
-    words = [sys.executable, REPOSITORY / "scripts" / script, "--help"]
-    assert subprocess.check_output(words, text=True).startswith(f"Usage: {name} ")
+def test_help_of_a_script_says_its_name():
+    words = [sys.executable, REPOSITORY / "scripts" / "train_cpt.py", "--help"]
+    assert subprocess.check_output(words, text=True).startswith("Usage: train_cpt.py ")
 
 
 def test_help_of_training_names_every_key_with_what_the_docstring_says():
@@ -46,9 +43,7 @@ def test_help_of_training_names_every_key_with_what_the_docstring_says():
     assert "Raises:" not in text
 
 
-@pytest.mark.parametrize(
-    "command", ["", *entry_points.COMMANDS, "edit chapters", "edit blocks", "look usage", "bank list"]
-)
+@pytest.mark.parametrize("command", ["", *entry_points.COMMANDS, "bank list"])
 @pytest.mark.parametrize("option", ["-h", "--help"])
 def test_each_way_to_ask_for_help_is_answered(command, option, monkeypatch, capsys):
     assert run_in_process(f"midus {command}".strip(), [option], monkeypatch) == 0
@@ -57,7 +52,7 @@ def test_each_way_to_ask_for_help_is_answered(command, option, monkeypatch, caps
 
 @pytest.mark.parametrize(
     "command",
-    ["upscale", "midus", "midus train", "midus look", "midus look usage", "midus edit", "midus edit blocks delete"],
+    ["upscale", "midus", "midus train", "midus look", "midus edit"],
 )
 def test_without_words_a_command_that_needs_some_shows_its_help(command, monkeypatch, capsys):
     assert run_in_process(command, [], monkeypatch) == 0
@@ -75,7 +70,10 @@ def test_every_command_tells_the_version(command, monkeypatch, capsys):
     ("words", "line"),
     [
         ("midus trian", "midus: No such command 'trian'. Did you mean 'train'? See 'midus --help'."),
-        ("midus look usge", "midus look: No such command 'usge'. Did you mean 'usage'? See 'midus look --help'."),
+        (
+            "midus look usge model",
+            "midus look: Invalid value for 'QUESTION': No such question 'usge'. Did you mean 'usage'? See 'midus look --help'.",
+        ),
         (
             "midus flops model --bach 2",
             "midus flops: No such option: --bach (Possible options: --batch) See 'midus flops --help'.",

@@ -1,4 +1,4 @@
-"""`midus look chapters`, `ablate` and `nearest`: tables, JSON, files, and what they refuse."""
+"""`midus look usage`, `ablation` and `values` of a model with chapters: tables, JSON, files, and what they refuse."""
 
 import csv
 import json
@@ -38,58 +38,59 @@ def run(as_command) -> Callable[..., SimpleNamespace]:
 
 
 def test_stats_as_json_are_all_there_is_to_know(run, model, texts):
-    done = run("chapters", model, *texts, "--json")
+    done = run("usage", model, *texts, "--json")
     assert done.status == 0, done.err
     report = json.loads(done.out)
-    assert set(report) == {"model", "texts", "layers"}
-    assert {name: {**text, "loss": 0} for name, text in report["texts"].items()} == {
-        kind: {"documents": 3, "rows": 3, "tokens": 31, "loss": 0} for kind in READ
-    }
-    assert [of_layer["layer"] for of_layer in report["layers"]] == LAYERS
-    for of_layer in report["layers"]:
+    assert set(report) == {"model", "texts", "chapters", "not_counted"}
+    sizes = {"documents": 3, "rows": 3, "tokens": 31}
+    assert {name: {key: text[key] for key in sizes} for name, text in report["texts"].items()} == dict.fromkeys(
+        READ, sizes
+    )
+    assert [of_layer["layer"] for of_layer in report["chapters"]] == LAYERS
+    for of_layer in report["chapters"]:
         assert of_layer["mutual_information"] == pytest.approx(math.log(2))
         assert set(of_layer["texts"]["a"]) == {
             "tokens", "unguided_share", "read_shares", "entropy", "effective_chapters", "dead_chapters", "stability_within",
             "stability_between", "attention_mass", "shared_mass", "routed_mass", "added_to_attention", "added_to_residual",
         }  # fmt: skip
         assert {row["chapter"] for row in of_layer["typical"]["b"]} == {4, 5}
-    limited = json.loads(run("chapters", model, *texts, "--json", "--limit", 1, "--sequence-length", 6).out)
+    limited = json.loads(run("usage", model, *texts, "--json", "--limit", 1, "--sequence-length", 6).out)
     assert limited["texts"]["a"] == {**limited["texts"]["a"], "documents": 1, "rows": 2, "tokens": 12}
 
 
-def test_stats_as_a_table_and_a_folder(run, model, texts, tmp_path):
+def test_stats_as_a_table_and_files(run, model, texts, tmp_path):
     pytest.importorskip("matplotlib")
-    done = run("chapters", model, *texts, "--output", tmp_path / "new" / "folder")
+    files = [tmp_path / f"chapters.{kind}" for kind in ("html", "png", "csv", "json")]
+    done = run("usage", model, *texts, *(word for file in files for word in ("--output", file)))
     assert done.status == 0, done.err
     assert (
         "2 of 5 routed chapters; entropy at most 1.609, information 0.693 nats" in done.out
         and "typical of a text" in done.out
         and "x 2.00" in done.out
     )
-    folder = tmp_path / "new" / "folder"
-    pictures = {f"chapters-{name}.png" for name in ("entropies", "shares", "specialisation")}
-    assert {path.name for path in folder.iterdir()} == {"stats.json", "stats.csv", "report.html", *pictures}
-    assert all((folder / name).read_bytes().startswith(b"\x89PNG") for name in pictures)
-    page = (folder / "report.html").read_text()
-    assert page.count("data:image/png;base64,") == 3 and "src=" not in page.replace('src="data:', "")
-    with (folder / "stats.csv").open() as file:
+    page, picture, table, report = files
+    assert picture.read_bytes().startswith(b"\x89PNG") and json.loads(report.read_text())["model"] == str(model)
+    written = page.read_text()
+    assert written.count("data:image/png;base64,") == 4 and "src=" not in written.replace('src="data:', "")
+    assert all(f"chapters: {name}" in written for name in ("entropies", "shares", "specialisation"))
+    with table.open() as file:
         rows = list(csv.DictReader(file))
     assert len(rows) == len(LAYERS) * 2 * CHAPTERS
     assert {row["chapter"] for row in rows if row["text"] == "a" and float(row["read_share"]) == 1} == {"0", "1", "2"}
-    assert json.loads((folder / "stats.json").read_text())["model"] == str(model)
 
 
 def test_one_text_has_nothing_to_be_told_from(run, model, texts, tmp_path):
     pytest.importorskip("matplotlib")
-    done = run("chapters", model, *texts[:2], "--output", tmp_path / "folder")
+    done = run("usage", model, *texts[:2], "--output", tmp_path / "page.html")
     assert done.status == 0 and "typical" not in done.out
-    assert not (tmp_path / "folder" / "chapters-specialisation.png").exists()
+    assert "specialisation" not in (tmp_path / "page.html").read_text()
 
 
 def test_ablation_tells_of_each_chapter_and_text(run, model, texts, tmp_path):
     pytest.importorskip("matplotlib")
-    words = ["ablate", model, *texts, "--chapters", "0-1,3-4", "--layers", "0,2", "--output", tmp_path / "folder"]
-    done = run(*words, "--json")
+    files = [tmp_path / f"ablation.{kind}" for kind in ("json", "csv", "png", "html")]
+    words = ["ablation", model, *texts, "--chapters", "0-1,3-4", "--layers", "0,2"]
+    done = run(*words, *(word for file in files for word in ("--output", file)), "--json")
     assert done.status == 0, done.err
     report = json.loads(done.out)
     assert set(report) == {"model", "texts", "mode", "memory", "layers", "chapters"}
@@ -97,37 +98,54 @@ def test_ablation_tells_of_each_chapter_and_text(run, model, texts, tmp_path):
         row["chapter"]: {kind for kind in READ if row["effects"][kind]["difference"]} for row in report["chapters"]
     }
     assert moved == {0: {"a", "b"}, 1: {"a"}, 3: set(), 4: {"b"}}
-    folder = tmp_path / "folder"
-    assert {path.name for path in folder.iterdir()} == {"ablation.json", "ablation.csv", "ablation.png", "report.html"}
-    assert json.loads((folder / "ablation.json").read_text()) == report
-    with (folder / "ablation.csv").open() as file:
+    assert json.loads(files[0].read_text()) == report
+    assert files[2].read_bytes().startswith(b"\x89PNG") and "What texts lose without a chapter" in files[3].read_text()
+    with files[1].open() as file:
         assert len(list(csv.DictReader(file))) == 8
-    table = run("ablate", model, *texts, "--mode", "swap-random", "--chapters", "1-5", "--top", 2).out
+    table = run("ablation", model, *texts, "--mode", "swap-random", "--chapters", "1-5", "--top", 2).out
     assert "as it is" in table and "±" in table and " as " in table
 
 
 def test_nearest_tokens_are_shown(run, model):
-    done = run("nearest", model, "--chapters", "2", "--layers", "0", "--top", 3, "--rows", "--json")
+    done = run("values", model, "--chapters", "2", "--layers", "0", "--tokens", 3, "--rows", "--json")
     assert done.status == 0, done.err
     (chapter,) = json.loads(done.out)["chapters"]
     assert (chapter["layer"], chapter["chapter"]) == (0, 2)
     assert len(chapter["tokens"]) == 3 and [len(row) for row in chapter["rows"]] == [3] * 4
-    done = run("nearest", model)
+    done = run("values", model, "--chapters", "all")
     assert done.status == 0 and "a probe, no proof" in done.out and "'w" in done.out
 
 
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["chapters", "MODEL", "TEXT", "--memory", "other"], "memory is 'other'; expected one of: chapters."),
+        (["usage", "MODEL", "TEXT", "--memory", "other"], "memory is 'other'; expected one of: chapters."),
         (
-            ["ablate", "MODEL", "TEXT", "--chapters", "6"],
+            ["ablation", "MODEL", "TEXT", "--chapters", "6"],
             "chapters is '6'; expected numbers from 0 to 5, the model's.",
         ),
-        (["ablate", "MODEL", "TEXT", "--layers", "1"], "layer is 1; expected one with chapters: 0, 2."),
-        (["ablate", "MODEL", "TEXT", "--layers", "2,2"], "layers is '2,2', which names 2 twice; expected each once."),
-        (["ablate", "MODEL", "TEXT", "--mode", "burn"], "mode is 'burn'; expected one of: zero, swap-random, drop."),
-        (["nearest", "MODEL", "--top", "0"], "top is 0; expected at least 1."),
+        (
+            ["ablation", "MODEL", "TEXT", "--chapters", "all", "--layers", "1"],
+            "layer is 1; expected one with chapters: 0, 2.",
+        ),
+        (
+            ["ablation", "MODEL", "TEXT", "--chapters", "all", "--layers", "2,2"],
+            "layers is '2,2', which names 2 twice; expected each once.",
+        ),
+        (
+            ["ablation", "MODEL", "TEXT", "--chapters", "all", "--mode", "burn"],
+            "mode is 'burn'; expected one of: zero, swap-random, drop.",
+        ),
+        (["values", "MODEL", "--chapters", "all", "--tokens", "0"], "tokens is 0; expected at least 1."),
+        (
+            ["ablation", "MODEL", "TEXT", "--mode", "drop"],
+            "mode is 'drop', which is for chapters; give --chapters as well.",
+        ),
+        (
+            ["ablation", "MODEL", "TEXT", "--chapters", "1", "--all"],
+            "all is true and chapters are given; --all is for layers of",
+        ),
+        (["values", "MODEL", "--rows"], "rows is true, which is for chapters; give --chapters as well."),
     ],
 )
 def test_a_wrong_request_is_told_in_one_line(run, model, texts, words, message):
@@ -140,14 +158,7 @@ def test_a_wrong_request_is_told_in_one_line(run, model, texts, words, message):
 def test_a_model_without_chapters_is_refused(run, texts, tmp_path):
     save_tiny_model("llama", tmp_path)
     tiny_tokenizer().save_pretrained(tmp_path)
-    for words in (["chapters", tmp_path, *texts], ["ablate", tmp_path, *texts], ["nearest", tmp_path]):
+    for words in (["ablation", tmp_path, *texts, "--chapters", "all"], ["values", tmp_path, "--chapters", "all"]):
         done = run(*words)
         assert done.status == 2
         assert "this llama model has no memory of chapters; expected one upscaled with" in done.err.splitlines()[-1]
-
-
-def test_a_folder_of_pictures_must_be_new(run, model, texts, tmp_path):
-    pytest.importorskip("matplotlib")
-    (tmp_path / "file").touch()
-    done = run("chapters", model, *texts, "--output", tmp_path)
-    assert done.status == 2 and "which exists and is no empty folder; name another." in done.err

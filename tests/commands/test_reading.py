@@ -9,37 +9,22 @@ from commands.installed import run_alone, run_in_process
 READERS = {
     "midus look usage": [],
     "midus look depth": [],
-    "midus look chapters": [],
-    "midus look ablate": [],
-    "midus look layers": [],
+    "midus look ablation": [],
     "midus look drift": [],
-    "midus look values": ["--layer", "1"],
-    "midus look blocks": ["--retriever", "tree"],
+    "midus look values": ["--layers", "1"],
     "midus look page": ["--output", "a.html"],
 }
 """Commands, and what else each needs."""
 WITHOUT_TEXTS = {"midus cluster report": ["--tree", "absent"]}
 """Commands that draw, and read no text with a model."""
-ONE_TEXT = ("midus look usage", "midus look depth")
 FILES = {
-    "midus look usage --output": ".png, .svg, .pdf",
-    "midus look depth --picture": ".png",
-    "midus look depth --page": ".html",
-    "midus look layers --picture": ".png",
-    "midus look layers --csv": ".csv",
-    "midus look drift --page": ".html",
-    "midus look blocks --picture": ".png",
-    "midus look blocks --csv": ".csv",
-    "midus look page --output": ".html",
+    "midus look usage --output": ".html, .png, .pdf, .csv, .json",
+    "midus look page --output": ".html, .png, .pdf, .csv, .json",
     "midus cluster report --output": ".png, .svg, .pdf",
 }
 """Options that name a file, and how it may end."""
 WITH_PICTURES = (
-    ("midus look usage --output", "output is a picture, which needs"),
-    ("midus look chapters --output", "output is a folder of pictures, which need"),
-    ("midus look ablate --output", "output is a folder of pictures, which need"),
-    ("midus look depth --page", "page has pictures, which need"),
-    ("midus look layers --picture", "picture has pictures, which need"),
+    ("midus look usage --output", "output has pictures, which need"),
     ("midus look page --output", "output has pictures, which need"),
     ("midus cluster report --output", "output is a picture, which needs"),
 )
@@ -54,7 +39,7 @@ def refused(tmp_path, monkeypatch, capsys):
     (tmp_path / "text.jsonl").write_text(json.dumps({"text": "w3 w4 w5"}))
 
     def of(reader: str, *options: str) -> str:
-        text = [] if "--text" in options else ["--text", "text.jsonl" if reader in ONE_TEXT else "a=text.jsonl"]
+        text = [] if "--text" in options else ["--text", "text.jsonl"]
         words = [*WITHOUT_TEXTS.get(reader, []), *options]
         if reader not in WITHOUT_TEXTS:
             words = ["model", *text, *READERS[reader], "--device", "cpu", *options]
@@ -68,27 +53,19 @@ def refused(tmp_path, monkeypatch, capsys):
 
 @pytest.mark.parametrize("reader", READERS)
 def test_texts_and_models_that_cannot_be_read_are_refused(refused, reader):
-    if reader in ONE_TEXT:
-        assert refused(reader, "--text", "absent").startswith("text is 'absent', which does not exist; expected")
-    else:
-        assert refused(reader, "--text", "b=absent").startswith("text is 'absent', which does not exist; expected")
-        message = "text is 'a.txt'; expected NAME=PATH, such as code=code.jsonl."
-        assert refused(reader, "--text", "a.txt") == message
-        twice = refused(reader, "--text", "a=b", "--text", "a=c")
-        assert twice == "text 'a' is given twice; expected each name once."
-    if reader != "midus look usage":
-        assert refused(reader, "--limit", "0") == "limit is 0; expected at least 1."
+    for text in ("absent", "b=absent"):
+        assert refused(reader, "--text", text).startswith("text is 'absent', which does not exist; expected")
+    message = "text is '=a.txt'; expected PATH or NAME=PATH, such as code=code.jsonl."
+    assert refused(reader, "--text", "=a.txt") == message
+    twice = refused(reader, "--text", "a=b", "--text", "a=c")
+    assert twice == "text 'a' is given twice; expected each name once."
+    assert refused(reader, "--limit", "0") == "limit is 0; expected at least 1."
     if reader in ("midus look drift", "midus look page"):  # which look for the base of the model first
         return
     assert refused(reader).startswith("model is 'model', which cannot be loaded on cpu")
     assert refused(reader, "--device", "nowhere").startswith("device is 'nowhere', which cannot be used here (")
-    if reader != "midus look blocks":
-        assert refused(reader, "--dtype", "int8") == "dtype is 'int8'; expected auto, float32, bfloat16 or float16."
-
-
-def test_slot_usage_refuses_a_dtype_before_it_reads_a_text(refused):
     message = "dtype is 'int8'; expected auto, float32, bfloat16 or float16."
-    assert refused("midus look usage", "--dtype", "int8", "--text", "absent") == message
+    assert refused(reader, "--dtype", "int8", "--text", "absent") == message, "before it reads a text"
 
 
 @pytest.mark.parametrize(("option", "suffixes"), FILES.items())
@@ -107,8 +84,8 @@ def test_pictures_need_matplotlib(refused, option, message, monkeypatch):
     find = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "matplotlib" else find(name))
     reader, _, name = option.rpartition(" ")
-    file = "new" if "folder" in message else "a.html" if name == "--page" or reader.endswith("page") else "a.png"
-    assert refused(reader, name, file) == f"{message} matplotlib; install it with pip install 'midus-hf[report]'."
+    file = "a.html" if reader.endswith("page") else "a.png"
+    assert refused(reader, name, file) == f"{message} matplotlib; install it with pip install 'midus-hf[look]'."
 
 
 @pytest.mark.parametrize(

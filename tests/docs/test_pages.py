@@ -143,5 +143,11 @@ def test_what_the_first_page_installs_is_what_it_uses():
     text = (DOCS.parent / "README.md").read_text(encoding="utf-8")
     extras = set(re.search(r"-e '\.\[([\w,]+)\]'", text).group(1).split(","))
     use = text.partition("## Use")[2].partition("## Methods")[0]
-    needed = {"midus sft": "sft", "midus eval": "eval", "midus cluster": "clusters", "--picture": "report"}
+    needed = {
+        "midus train": "train",
+        "midus sft": "train",
+        "midus eval": "eval",
+        "midus cluster": "clusters",
+        "midus look": "look",
+    }
     assert {extra for word, extra in needed.items() if word in use} == extras

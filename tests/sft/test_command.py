@@ -102,7 +102,7 @@ def test_packages_that_are_not_installed_are_named(words, capsys, monkeypatch):
     monkeypatch.setattr(command, "_NEEDED", ("datasets", "no_such_package"))
     assert main(words) == 2
     assert capsys.readouterr().err == (
-        "midus sft: midus sft needs no_such_package, not installed here; pip install 'midus-hf[sft]'.\n"
+        "midus sft: midus sft needs no_such_package, not installed here; pip install 'midus-hf[train]'.\n"
     )
 
 

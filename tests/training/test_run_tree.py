@@ -169,18 +169,18 @@ def test_blocks_of_another_tree_or_base_are_not_imported(blocks_for, made, model
     file = tmp_path / "blocks.safetensors"
     run("export", made / "model", "--node", "2:4", "--output", file, capsys=capsys)
     train(blocks_for("trained", corpus=made / "other.jsonl", max_steps=1))
-    line = refusal("import", tmp_path / "trained", "--from", file, "--output", tmp_path / "out", capsys=capsys)
+    line = refusal("import", tmp_path / "trained", file, "--output", tmp_path / "out", capsys=capsys)
     assert f"file {file} is of the tree with the fingerprint {TREE.fingerprint[:16]}" in line
     line = refusal(
         "merge", models / "hier-ffn", made / "model", tmp_path / "trained", "--output", tmp_path / "out", capsys=capsys
     )
     assert "is of the tree with the fingerprint" in line and "assigned by one tree" in line
-    run("import", models / "hier-ffn", "--from", file, "--output", tmp_path / "fresh", capsys=capsys)
+    run("import", models / "hier-ffn", file, "--output", tmp_path / "fresh", capsys=capsys)
     assert fingerprints(tmp_path / "fresh")[0] == TREE.fingerprint
     options = {"sizes": [4, 2], "branching": 3}
     base = another_base(tmp_path / "base")
     upscale(base=base, method="hier-ffn", output=tmp_path / "another", options=options, verify=False)
-    line = refusal("import", tmp_path / "another", "--from", file, "--output", tmp_path / "out", capsys=capsys)
+    line = refusal("import", tmp_path / "another", file, "--output", tmp_path / "out", capsys=capsys)
     assert (
         "has blocks of another model: its base, the weights that its model was upscaled from, has the digest" in line
     )

@@ -71,7 +71,7 @@ class BlockFile:
                 description: Any = parse_json((file.metadata() or {})[_KEY])
                 pairs = [tuple(map(int, name.split("."))) for name in file.keys()]
         except (OSError, SafetensorError, KeyError, ValueError) as error:
-            raise RequestError(f"{path} is no file of blocks that midus edit blocks export wrote ({error}).") from None
+            raise RequestError(f"{path} is no file of blocks that midus edit export wrote ({error}).") from None
         difference = layout.difference(description)
         if difference is not None:
             raise RequestError(

@@ -163,10 +163,10 @@ def open_chapter_file(path: Path) -> ChapterFile:
         RequestError: If the file does not exist, or is no sound file that `export` wrote.
     """
     if not path.is_file():
-        raise RequestError(f"{path} is no file; expected one that 'midus edit chapters export' wrote.")
+        raise RequestError(f"{path} is no file; expected one that 'midus edit export' wrote.")
     tensors, text = read_header(path), read_metadata(path).get(METADATA_KEY)
     if text is None:
-        raise RequestError(f"{path.name} holds no chapters; expected a file that 'midus edit chapters export' wrote.")
+        raise RequestError(f"{path.name} holds no chapters; expected a file that 'midus edit export' wrote.")
     try:
         description: dict[str, Any] = parse_json(text)
         chapters, layers = tuple(description["chapters"]), tuple(description["layers"])
@@ -196,7 +196,7 @@ def _check_contents(file: ChapterFile, recorded: str | None) -> None:
     if digest is None or digest != recorded:
         problem = "has no digest" if recorded is None else "is not what was exported: its digest differs"
         raise RequestError(
-            f"{file.path.name} {problem}; expected a file as 'midus edit chapters export' writes it. Export it again."
+            f"{file.path.name} {problem}; expected a file as 'midus edit export' writes it. Export it again."
         )
     import torch
     from safetensors import safe_open

@@ -169,7 +169,7 @@ def edited_config(config: Config, memory: str, options: ChaptersOptions, edit: E
 def edited_card(card: str, edit: Edit) -> str:
     """Return a model card with a line about the edit at its end."""
     changes = ", ".join(f"{key} {_said(value)}" for key, value in edit.items() if key not in ("command", "version"))
-    line = f"- `midus edit chapters {edit['command']}` of midus_hf {edit['version']}: {changes}\n"
+    line = f"- `midus edit {edit['command']}` of midus_hf {edit['version']}: {changes}\n"
     if _HEADING in card:
         return f"{card.rstrip()}\n{line}"
     heading = "What stands above tells of the upscaling, its numbers included. Since then:"

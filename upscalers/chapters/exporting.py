@@ -96,5 +96,5 @@ def _check_output(file: Path, overwrite: bool) -> None:
         if not is_chapter_file(file):
             raise RequestError(
                 f"output {file} holds no chapters, so --overwrite will not replace it; expected a file that "
-                "'midus edit chapters export' wrote. Choose another file."
+                "'midus edit export' wrote. Choose another file."
             )

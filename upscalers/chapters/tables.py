@@ -1,4 +1,4 @@
-"""Terminal output of `midus edit chapters`."""
+"""Terminal output of `midus edit`."""
 
 import statistics
 from collections.abc import Sequence

@@ -25,7 +25,7 @@ class MixtureOfChapters(AttachedMemoryMethod):
         if self.options.bank_bits is not None:
             raise RequestError(
                 f"bank_bits is {self.options.bank_bits}, but a new bank has yet to learn, which integers cannot; expected "
-                "null. Train the model, then round its bank with midus edit chapters quantise."
+                "null. Train the model, then round its bank with midus edit quantise."
             )
 
     def concerns(self, base: BaseModel, plan: Plan) -> list[str]:

@@ -1,4 +1,4 @@
-"""Pictures of which texts read which chapters and what chapters do, as PNG. All functions need matplotlib."""
+"""Pictures of which texts read which chapters and what chapters do, as matplotlib figures. All functions need matplotlib."""
 
 import math
 from collections.abc import Sequence
@@ -7,11 +7,11 @@ from typing import Any
 from midus_hf.analysis.chapters.ablation import Ablation
 from midus_hf.analysis.chapters.stats import ChapterStats
 from midus_hf.analysis.chapters.tables import where
-from midus_hf.analysis.pictures import HEAT, as_png, label_some, new_figure
+from midus_hf.analysis.pictures import HEAT, label_some, new_figure
 
 
-def draw_shares(stats: Sequence[ChapterStats]) -> bytes:
-    """Return a PNG of the share of each text's tokens that read each routed chapter: a panel per text, a row per layer.
+def draw_shares(stats: Sequence[ChapterStats]) -> Any:
+    """Return a figure of the share of each text's tokens that read each routed chapter: a panel per text, a row per layer.
 
     Args:
         stats: Statistics of one memory, per layer.
@@ -28,8 +28,8 @@ def draw_shares(stats: Sequence[ChapterStats]) -> bytes:
     )
 
 
-def draw_specialisation(stats: Sequence[ChapterStats]) -> bytes:
-    """Return a PNG of log2 of each routed chapter's lift (`ChapterStats.lifts`): a panel per text, a row per layer.
+def draw_specialisation(stats: Sequence[ChapterStats]) -> Any:
+    """Return a figure of log2 of each routed chapter's lift (`ChapterStats.lifts`): a panel per text, a row per layer.
 
     Args:
         stats: Statistics of one memory, per layer, with lifts.
@@ -45,8 +45,8 @@ def draw_specialisation(stats: Sequence[ChapterStats]) -> bytes:
     return _panels(maps, stats, {"cmap": "RdBu_r", "vmin": -most, "vmax": most})
 
 
-def draw_entropies(stats: Sequence[ChapterStats]) -> bytes:
-    """Return a PNG of the entropy of each layer's router on each text, with a line at the greatest possible entropy.
+def draw_entropies(stats: Sequence[ChapterStats]) -> Any:
+    """Return a figure of the entropy of each layer's router on each text, with a line at the greatest possible entropy.
 
     Args:
         stats: Statistics of one memory, per layer.
@@ -64,11 +64,11 @@ def draw_entropies(stats: Sequence[ChapterStats]) -> bytes:
     axes.set_ylabel("entropy of the router (nats)")
     axes.spines[["top", "right"]].set_visible(False)
     axes.legend(frameon=False, fontsize="small", ncols=1 + len(texts), loc="lower left", bbox_to_anchor=(0, 1))
-    return as_png(figure)
+    return figure
 
 
-def draw_ablation(ablation: Ablation) -> bytes:
-    """Return a PNG of how much each text's loss grows without each chapter, in 1/1000 nat per token: a row per text.
+def draw_ablation(ablation: Ablation) -> Any:
+    """Return a figure of how much each text's loss grows without each chapter, in 1/1000 nat per token: a row per text.
 
     Args:
         ablation: Result for at least one chapter.
@@ -84,11 +84,11 @@ def draw_ablation(ablation: Ablation) -> bytes:
     axes.set_yticks(range(len(texts)), texts)
     axes.set_xlabel("chapter")
     figure.colorbar(image, ax=axes, label="loss gained\n(1/1000 nat per token)")
-    return as_png(figure)
+    return figure
 
 
-def _panels(maps: dict[str, list[list[float]]], stats: Sequence[ChapterStats], colours: dict[str, Any]) -> bytes:
-    """Return a PNG of heat maps `[layers, C - S]`, given by title, one below another with the same colour scale."""
+def _panels(maps: dict[str, list[list[float]]], stats: Sequence[ChapterStats], colours: dict[str, Any]) -> Any:
+    """Return a figure of heat maps `[layers, C - S]`, given by title, one below another with the same colour scale."""
     shared, layers = stats[0].shared_chapters, len(stats)
     figure = new_figure(9, len(maps) * (1.1 + 0.16 * layers) + 0.4)
     panels = figure.subplots(len(maps), squeeze=False)[:, 0]
@@ -101,4 +101,4 @@ def _panels(maps: dict[str, list[list[float]]], stats: Sequence[ChapterStats], c
         axes.set_ylabel("layer")
     panels[-1].set_xlabel("chapter")
     figure.colorbar(image, ax=list(panels))
-    return as_png(figure)
+    return figure

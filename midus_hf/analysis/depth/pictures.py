@@ -1,4 +1,4 @@
-"""Pictures of what heads read of the depth, as PNG. All functions need matplotlib."""
+"""Pictures of what heads read of the depth, as matplotlib figures. All functions need matplotlib."""
 
 import math
 from collections.abc import Callable, Iterable, Sequence
@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 from midus_hf.analysis.depth.map import DepthMap
 from midus_hf.analysis.depth.readers import ReadSlot
 from midus_hf.analysis.depth.reading import DepthReading
-from midus_hf.analysis.pictures import HEAT, as_png, label_some, new_figure
+from midus_hf.analysis.pictures import HEAT, label_some, new_figure
 
 _WIDTH = 12.0
 _COLUMNS = 2
@@ -42,15 +42,15 @@ def depth_parts(readings: Sequence[DepthReading], of_head: DepthMap | None = Non
     return parts
 
 
-def draw_parts(parts: Iterable[Part]) -> bytes:
-    """Return a PNG of parts of a picture, one below another."""
+def draw_parts(parts: Iterable[Part]) -> Any:
+    """Return a figure of parts of a picture, one below another."""
     parts = list(parts)
     heights = [part.height for part in parts]
     figure = new_figure(_WIDTH, sum(heights))
     own_figures = figure.subfigures(len(parts), 1, squeeze=False, height_ratios=heights)[:, 0]
     for part, own in zip(parts, own_figures, strict=True):
         part.draw(own)
-    return as_png(figure)
+    return figure
 
 
 def _writers_part(readings: Sequence[DepthReading]) -> Part:

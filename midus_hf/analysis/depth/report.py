@@ -1,19 +1,15 @@
-"""Results about attention to the depth as tables of words, as JSON and as one page."""
+"""Results about attention to the depth as tables of words and as JSON."""
 
-from collections.abc import Mapping, Sequence
-from pathlib import Path
+from collections.abc import Sequence
 from typing import Any
 
-from midus_hf.analysis.depth.map import DepthMap
-from midus_hf.analysis.depth.pictures import depth_parts, draw_parts
 from midus_hf.analysis.depth.reading import DepthReading, WriterReading
-from midus_hf.analysis.page import write_page
 from midus_hf.analysis.table_of_words import TableOfWords
 
 _MOST_SLOTS = 3
 """Number of slots per layer that the table names."""
 
-_HOW_TO_READ = (
+HOW_TO_READ = (
     "Each head joins what it reads of the sequence with what it reads of slots of the depth; shares are what it multiplies values "
     "with, the gate included, the mean over tokens. They tell what is read, and not what comes of it: a slot whose value is short, "
     "or that the output projection leaves out, adds little."
@@ -84,26 +80,3 @@ def as_json(readings: Sequence[DepthReading], slot_readings: Sequence[WriterRead
             for writer in slot_readings
         ],
     }
-
-
-def write_depth_page(
-    path: Path,
-    report: Mapping[str, Any],
-    readings: Sequence[DepthReading],
-    slot_readings: Sequence[WriterReading],
-    of_head: DepthMap | None = None,
-) -> None:
-    """Write a page of HTML that needs no other file. Needs matplotlib.
-
-    Args:
-        path: File to write.
-        report: The model and the text that it read: `model`, and `text` with its `path`, `tokens` and `loss`.
-        readings: Readings, as `depth_readings` returns them.
-        slot_readings: Readings of slots, as `writers` returns them.
-        of_head: Map of one head, as `depth_map` returns it. Default: no map is drawn.
-    """
-    text = report["text"]
-    read = f"{report['model']} read {text['path']} ({text['tokens']:,} tokens, loss {text['loss']:.4f})."
-    pictures = {shows: draw_parts([part]) for shows, part in depth_parts(readings, of_head).items()}
-    tables = [table for table in (layers_table(readings), writers_table(slot_readings)) if table.rows]
-    write_page(path, "What heads read of the depth", [read, _HOW_TO_READ], tables, pictures)

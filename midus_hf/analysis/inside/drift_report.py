@@ -1,34 +1,22 @@
-"""Results about drift: tables, JSON, and pages with the passages whose predictions moved farthest."""
+"""Results about drift: tables, JSON, and the passages whose predictions moved farthest."""
 
 import math
-from collections.abc import Mapping, Sequence
-from pathlib import Path
+from collections.abc import Sequence
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
 from midus_hf.analysis.inside.drift import MovedRow, TextDrift
-from midus_hf.analysis.inside.layer_effects import LayerEffects
-from midus_hf.analysis.inside.layer_report import draw_layers, layers_table
-from midus_hf.analysis.page import ColouredToken, write_page
-from midus_hf.analysis.slots.block_usage import BlockUsage
-from midus_hf.analysis.slots.report import blocks_table, draw_blocks
+from midus_hf.analysis.page import ColouredToken
 from midus_hf.analysis.table_of_words import TableOfWords, with_error
 
 _MOST_TOKENS, _CONTEXT = 3, 8
 """Number of tokens per row that a terminal shows, and number of tokens shown in front of each."""
 
-_HOW_TO_READ = (
+HOW_TO_READ = (
     "KL(base || model) tells how far the distribution over the next token moved from the base's, whatever the next token is; the "
     "change of loss tells of the token that came. A token is the redder the farther its prediction moved: 1 - exp(-KL) of the full "
     "colour. Point at it to see what base and model find likeliest there."
-)
-_OF_PARTS = (
-    "A part is worth to a text what its loss grows by without it. Parts can stand in for one another, so effects of single ones "
-    "need not add up to that of all."
-)
-_OF_VALUES = (
-    "What a slot adds is read through the model's final norm and head, as if it were all there is: a probe, no proof."
 )
 
 
@@ -111,59 +99,7 @@ def as_json(drifts: Sequence[TextDrift], tokenizer: PreTrainedTokenizerBase) -> 
     }
 
 
-def write_drift_page(
-    path: Path, report: Mapping[str, Any], drifts: Sequence[TextDrift], tokenizer: PreTrainedTokenizerBase
-) -> None:
-    """Write a page of HTML that needs no other file.
-
-    Args:
-        path: File to write.
-        report: Names of the compared models: `model` and `base`.
-        drifts: Drift of each text, as `drift` returns it.
-        tokenizer: The model's tokenizer.
-    """
-    what = f"{report['model']} compared with {report['base']}."
-    write_page(
-        path,
-        "How far predictions moved",
-        [what, _HOW_TO_READ],
-        [drift_table(drifts)],
-        {},
-        _passages(drifts, tokenizer),
-    )
-
-
-def write_inside_page(
-    path: Path,
-    compared: Mapping[str, str],
-    effects: LayerEffects,
-    moved: Sequence[TextDrift],
-    values: Sequence[TableOfWords],
-    fetched: Mapping[str, BlockUsage],
-    tokenizer: PreTrainedTokenizerBase,
-) -> None:
-    """Write a page of HTML that needs no other file. Needs matplotlib.
-
-    Args:
-        path: File to write.
-        compared: Names of the compared models: `model` and `base`.
-        effects: Effects of the parts, as `layer_effects` returns them.
-        moved: Drift of each text, as `drift` returns it.
-        values: A table of `slots_table` for each memory that has slots.
-        fetched: Block usage of each text, as `usage_by_rows` returns it; empty if the model fetches nothing.
-        tokenizer: The model's tokenizer.
-    """
-    what = f"{compared['model']} compared with {compared['base']}."
-    paragraphs = [what, _OF_PARTS, _HOW_TO_READ, *([_OF_VALUES] if values else [])]
-    tables = [drift_table(moved), layers_table(effects), moved_table(moved, tokenizer), *values, blocks_table(fetched)]
-    shown = [table for table in tables if table.rows]
-    pictures = {"Loss without each part": draw_layers(effects)}
-    if fetched:
-        pictures["How often blocks are fetched"] = draw_blocks(fetched)
-    write_page(path, "Inside what was added", paragraphs, shown, pictures, _passages(moved, tokenizer))
-
-
-def _passages(drifts: Sequence[TextDrift], tokenizer: PreTrainedTokenizerBase) -> dict[str, Sequence[ColouredToken]]:
+def passages(drifts: Sequence[TextDrift], tokenizer: PreTrainedTokenizerBase) -> dict[str, Sequence[ColouredToken]]:
     """Return the rows that moved farthest, by title; tokens are coloured by how far their prediction moved."""
     return {
         f"{of_text.text}, document {row.document}: KL {row.mean:.4f} ({number} of {len(of_text.worst)})": _passage(

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from midus_hf.analysis.inside.head_importance import HeadImportance
-from midus_hf.analysis.pictures import as_png, new_figure
+from midus_hf.analysis.pictures import new_figure
 from midus_hf.analysis.table_of_words import TableOfWords
 
 
@@ -48,8 +48,8 @@ def as_json(importances: Mapping[str, HeadImportance]) -> list[dict[str, Any]]:
     ]
 
 
-def draw_heads(importances: Mapping[str, HeadImportance], absolute: bool) -> bytes:
-    """Return a PNG with a map of heads by layers per model, on one scale, and the variances of layers. Needs matplotlib.
+def draw_heads(importances: Mapping[str, HeadImportance], absolute: bool) -> Any:
+    """Return a figure with a map of heads by layers per model, on one scale, and the variances of layers. Needs matplotlib.
 
     Layers are numbered as in the base, so that models can be compared side by side.
 
@@ -77,7 +77,7 @@ def draw_heads(importances: Mapping[str, HeadImportance], absolute: bool) -> byt
     all_axes[-1].set_xlabel("layer of the base")
     all_axes[-1].set_title("variance over heads", fontsize=9)
     all_axes[-1].legend(fontsize=7)
-    return as_png(figure, tight=False)
+    return figure
 
 
 def _form(importance: HeadImportance, absolute: bool) -> Any:

@@ -3,9 +3,13 @@
 from typing import Any
 
 from midus_hf.analysis.inside.layer_effects import LayerEffects, PartEffect
-from midus_hf.analysis.pictures import as_png, new_figure
+from midus_hf.analysis.pictures import new_figure
 from midus_hf.analysis.table_of_words import TableOfWords, csv_text
 
+HOW_TO_READ = (
+    "A part is worth to a text what its loss grows by without the part. Parts can stand in for one another, so effects of single "
+    "parts need not add up to the effect of all parts."
+)
 _COLUMNS = ["part", "kind", "memory", "layers", "text", "loss", "difference", "standard_error"]
 _WIDTH, _HEIGHT_OF_ROW = 4.5, 0.24
 
@@ -57,8 +61,8 @@ def as_csv(layer_effects: LayerEffects) -> str:
     return csv_text(_COLUMNS, lines)
 
 
-def draw_layers(layer_effects: LayerEffects) -> bytes:
-    """Return a PNG of how much the loss grows without each part: a panel per text, a bar per part. Needs matplotlib."""
+def draw_layers(layer_effects: LayerEffects) -> Any:
+    """Return a figure of how much the loss grows without each part: a panel per text, a bar per part. Needs matplotlib."""
     colours = {"all": "#888888", "base": "#9bb7d4"}
     rows = layer_effects.rows
     figure = new_figure(2 + _WIDTH * len(layer_effects.losses), 1.2 + _HEIGHT_OF_ROW * len(rows))
@@ -82,4 +86,4 @@ def draw_layers(layer_effects: LayerEffects) -> bytes:
         axes.spines[["top", "right"]].set_visible(False)
     panels[0].set_yticks(range(len(rows)), [row.name for row in rows], fontsize=8)
     panels[0].invert_yaxis()
-    return as_png(figure, tight=False)
+    return figure

@@ -1,13 +1,11 @@
 """Usage of slots, chapters and blocks as tables, JSON, CSV and pictures."""
 
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import torch
-from rich.table import Table
 
-from midus_hf.analysis.pictures import as_png, draw_curves, new_figure
+from midus_hf.analysis.pictures import draw_curves, new_figure
 from midus_hf.analysis.slots.block_usage import BankLevel, BlockUsage
 from midus_hf.analysis.slots.usage import MemoryUsage, Place
 from midus_hf.analysis.table_of_words import TableOfWords, csv_text
@@ -17,18 +15,18 @@ _MOST_SHOWN = 3
 """Number of blocks per level that tables name."""
 
 
-def usage_table(memories: Mapping[MemoryPlace, MemoryUsage]) -> Table:
-    """Return a table with one row per memory.
+def usage_table(usages: Mapping[str, Mapping[MemoryPlace, MemoryUsage]]) -> TableOfWords:
+    """Return a table with one row per text and memory.
 
     Args:
-        memories: Usage of each memory, as `Usage.summary` returns it.
+        usages: Usage of each memory, as `summarise` returns it, by the text's name.
     """
-    table = Table(title="Slots retrieved")
-    for name in ("layer", "used", "perplexity / N", "largest share"):
-        table.add_column(name, justify="right")
-    for memory_place, usage in memories.items():
-        table.add_row(str(memory_place), f"{usage.used:.1%}", f"{usage.perplexity:.1%}", f"{usage.largest:.2%}")
-    return table
+    rows = [
+        [text, str(memory_place), f"{usage.used:.1%}", f"{usage.perplexity:.1%}", f"{usage.largest:.2%}"]
+        for text, memories in usages.items()
+        for memory_place, usage in memories.items()
+    ]
+    return TableOfWords("Slots retrieved", ["text", "layer", "used", "perplexity / N", "largest share"], rows)
 
 
 def blocks_table(usages: Mapping[str, BlockUsage]) -> TableOfWords:
@@ -81,16 +79,21 @@ def as_json(usage: BlockUsage) -> dict[str, Any]:
     return memories
 
 
-def as_csv(usages: Mapping[str, BlockUsage]) -> str:
-    """Return a CSV file with one line per text and block, including blocks that were never fetched."""
+def usage_csv(counts: Mapping[str, Mapping[MemoryPlace | BankLevel, torch.Tensor]]) -> str:
+    """Return a CSV file with one line per text and slot, chapter or block, also for slots that were never used.
+
+    Args:
+        counts: Retrievals per memory or fetches per level, in the shapes of `usage_curves`, by the text's name.
+    """
     lines = [
-        [text, bank_level.memory, bank_level.level, block, tokens, tokens / total]
-        for text, usage in usages.items()
-        for bank_level, (counts,) in usage.counts.items()
-        for total in [max(1, int(counts.sum()))]
-        for block, tokens in enumerate(counts.tolist())
+        [text, key, head, number, count, count / total]
+        for text, of_text in counts.items()
+        for key, of_memory in of_text.items()
+        for head, of_head in enumerate(of_memory.cpu())
+        for total in [max(1, int(of_head.sum()))]
+        for number, count in enumerate(of_head.tolist())
     ]
-    return csv_text(["text", "memory", "level", "block", "tokens", "share"], lines)
+    return csv_text(["text", "memory", "head", "number", "count", "share"], lines)
 
 
 def usage_curves(counts: Mapping[Place, torch.Tensor]) -> dict[Place, torch.Tensor]:
@@ -111,36 +114,28 @@ def usage_curves(counts: Mapping[Place, torch.Tensor]) -> dict[Place, torch.Tens
     return curves
 
 
-def draw_usage(counts: Mapping[MemoryPlace | BankLevel, torch.Tensor], path: Path) -> None:
-    """Draw one curve per memory or level of a bank, coloured from dark (first) to light (last). Needs matplotlib.
+def draw_usage(counts: Mapping[MemoryPlace, torch.Tensor]) -> Any:
+    """Return a figure with one curve per memory, coloured from dark (first) to light (last). Needs matplotlib.
 
     Args:
-        counts: Retrievals per memory or fetches per level, in the shapes of `usage_curves`.
-        path: File to write. Its suffix is one of `midus_hf.analysis.pictures.PICTURE_SUFFIXES`.
+        counts: Retrievals per memory, in the shapes of `usage_curves`.
     """
     from matplotlib import colormaps
 
     figure = new_figure(7.5, 4.2, layout=None)
     axes = figure.subplots()
-    curves = {
-        str(key) if isinstance(key, BankLevel) else f"layer {key}": curve
-        for key, curve in usage_curves(counts).items()
-    }
+    curves = {f"layer {memory_place}": curve for memory_place, curve in usage_curves(counts).items()}
     shades = [0.9 * number / max(1, len(curves) - 1) for number in range(len(curves))]
     draw_curves(axes, curves, [{"color": colormaps["viridis"](shade)} for shade in shades])
     axes.set_xlim(0, 1)
-    kinds = {isinstance(key, BankLevel) for key in counts}
-    what = {frozenset({False}): "slots of a head", frozenset({True}): "blocks of a level"}
-    read = what.get(frozenset(kinds), "slots, or blocks of a level")
-    axes.set_xlabel(f"{read}, most {'fetched' if kinds == {True} else 'retrieved'} first")
-    axes.set_ylabel(f"{'times' if True in kinds else 'retrievals'}, in multiples of the mean")
+    axes.set_xlabel("slots of a head, most retrieved first")
+    axes.set_ylabel("retrievals, in multiples of the mean")
     axes.legend(frameon=False, fontsize="small", ncols=1 + len(curves) // 8)
-    figure.tight_layout()
-    figure.savefig(path)
+    return figure
 
 
-def draw_blocks(usages: Mapping[str, BlockUsage]) -> bytes:
-    """Return a PNG of how often blocks are fetched, most fetched first: a panel per level, a curve per text. Needs matplotlib."""
+def draw_blocks(usages: Mapping[str, BlockUsage]) -> Any:
+    """Return a figure of how often blocks are fetched, most fetched first: a panel per level, a curve per text. Needs matplotlib."""
     curves = {text: usage_curves(usage.counts) for text, usage in usages.items()}
     levels = list(next(iter(curves.values())))
     figure = new_figure(1 + 3.6 * len(levels), 3.4)
@@ -154,4 +149,4 @@ def draw_blocks(usages: Mapping[str, BlockUsage]) -> bytes:
         axes.set_xlabel("blocks, most fetched first", fontsize=8)
     panels[0].set_ylabel("tokens, in multiples of the mean", fontsize=8)
     panels[-1].legend(frameon=False, fontsize="small")
-    return as_png(figure, tight=False)
+    return figure

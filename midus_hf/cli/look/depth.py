@@ -1,103 +1,60 @@
 """`midus look depth`: what attention reads of earlier layers."""
 
-from pathlib import Path
-from typing import Annotated
+from functools import partial
+from typing import TYPE_CHECKING
 
-import typer
+from midus_hf.cli.look.request import QUESTIONS, READING, Request
+from midus_hf.cli.look.usage import read_by
+from midus_hf.cli.reading import sizes_of, token_bar
 
-from midus_hf.cli.reading import (
-    Json,
-    Loading,
-    ReadingInBatches,
-    check_picture,
-    model_argument,
-    show_report,
-    sizes_of,
-    token_bar,
-    working,
-)
+if TYPE_CHECKING:
+    from midus_hf.analysis.answer import Answer
 
 _MOST_WRITERS = 10
-"""That are shown on a terminal; JSON and the page have all."""
+"""Number of written slots that a terminal shows; JSON and the page have all."""
 
 
-def depth(
-    model: Annotated[str, model_argument("Folder or hub id of a model whose heads read the depth (moda).")],
-    text: Annotated[str, typer.Option(help="The file or folder to read.", metavar="PATH")],
-    *,
-    reading: ReadingInBatches,
-    loading: Loading,
-    memory: Annotated[
-        str | None, typer.Option(help="One of several memories that read the depth.  [default: all]", metavar="NAME")
-    ] = None,
-    layers: Annotated[
-        str | None, typer.Option(help="Those that read, such as 3,7-9.  [default: all]", metavar="LIST")
-    ] = None,
-    heads: Annotated[
-        str | None, typer.Option(help="Their numbers, such as 0,4-5.  [default: all]", metavar="LIST")
-    ] = None,
-    map_: Annotated[
-        str | None,
-        typer.Option("--map", help="Draw what each token of a row reads in this head.", metavar="LAYER:HEAD"),
-    ] = None,
-    picture: Annotated[
-        Path | None, typer.Option(help="Draw maps of layers and heads (.png).  [default: none]", metavar="FILE")
-    ] = None,
-    page: Annotated[
-        Path | None, typer.Option(help="Write tables and maps (.html).  [default: none]", metavar="FILE")
-    ] = None,
-    json_: Json = False,
-) -> None:
-    """Let a model read a text, and say what share of attention goes to the depth, and which earlier layers are read."""
-    with working():
-        place = _place(map_)
-        check_picture("picture", picture, ".png")
-        check_picture("page", page, ".html")
-        if place is not None and picture is None and page is None:
-            raise ValueError(f"map is {map_!r}, and nothing to draw it on; expected --picture or --page as well.")
-        documents = reading.documents_at(text)
-        from midus_hf.analysis.depth.map import depth_map
-        from midus_hf.analysis.depth.readers import readers_of_depth
-        from midus_hf.analysis.depth.reading import depth_readings, writers
-        from midus_hf.analysis.depth.records import record_depth
-        from midus_hf.analysis.text_rows import read_texts
-        from upscalers.chapters.numbers import parse_numbers
+@QUESTIONS.register(
+    "depth", "what heads read of earlier layers (moda)", (*READING, "memory", "layers", "heads"), ("text",)
+)
+def depth(request: Request) -> "Answer":
+    """Answer what share of attention goes to the depth, and which earlier layers are read.
 
-        loaded, tokenizer = loading.load(model)
-        config = loaded.config.get_text_config()
-        of_layers = None if layers is None else parse_numbers(layers, config.num_hidden_layers, "layers")
-        of_heads = None if heads is None else parse_numbers(heads, config.num_attention_heads, "heads")
-        readers_of_depth(loaded, memory, of_layers)
-        (rows,) = reading.rows(loaded, tokenizer, {text: documents})
-        of_head = None if place is None else depth_map(loaded, rows.rows[0], *place, memory)
-        recording = record_depth(loaded, memory, layers=of_layers, heads=of_heads)
-        with token_bar() as show, recording as records:
-            losses = read_texts(loaded, [rows], batch_size=reading.batch_size, progress=show)[text]
-        readings = depth_readings(records)
-        found = writers(readings)
-    from midus_hf.analysis.depth.report import as_json, layers_table, writers_table
+    If one layer and one head are asked for, pictures also have the map of what each token of the longest row reads there.
+    """
+    if len(request.documents) > 1:
+        raise ValueError(f"{len(request.documents)} texts are given; expected one to read the depth with.")
+    from midus_hf.analysis.answer import Answer
+    from midus_hf.analysis.depth.map import depth_map
+    from midus_hf.analysis.depth.pictures import depth_parts, draw_parts
+    from midus_hf.analysis.depth.readers import readers_of_depth
+    from midus_hf.analysis.depth.reading import depth_readings, writers
+    from midus_hf.analysis.depth.records import record_depth
+    from midus_hf.analysis.depth.report import HOW_TO_READ, as_json, layers_table, writers_table
+    from midus_hf.analysis.text_rows import read_texts
 
-    report = {
-        "model": model,
-        "text": {"path": text, **sizes_of(rows), "loss": losses.mean},
-        **as_json(readings, found),
-    }
-    show_report(report, [layers_table(readings), writers_table(found, _MOST_WRITERS)], json_)
-    if picture is not None:  # last, so that a picture that cannot be written costs nothing else
-        from midus_hf.analysis.depth.pictures import depth_parts, draw_parts
-
-        picture.write_bytes(draw_parts(depth_parts(readings, of_head).values()))
-    if page is not None:
-        from midus_hf.analysis.depth.report import write_depth_page
-
-        write_depth_page(page, report, readings, found, of_head)
-
-
-def _place(given: str | None) -> tuple[int, int] | None:
-    """The layer and the head whose map is to be drawn."""
-    if given is None:
-        return None
-    layer, colon, head = given.partition(":")
-    if not (colon and layer.isdecimal() and head.isdecimal()):
-        raise ValueError(f"map is {given!r}; expected LAYER:HEAD, such as 3:0.")
-    return int(layer), int(head)
+    model, _ = request.loaded
+    config = model.config.get_text_config()
+    layers = request.numbers("layers", config.num_hidden_layers)
+    heads = request.numbers("heads", config.num_attention_heads)
+    readers_of_depth(model, request.memory, layers)
+    (rows,) = request.text_rows
+    of_head = None
+    if layers is not None and heads is not None and len(layers) == len(heads) == 1:
+        of_head = depth_map(model, rows.rows[0], layers[0], heads[0], request.memory)
+    recording = record_depth(model, request.memory, layers=layers, heads=heads)
+    with token_bar() as show, recording as records:
+        losses = read_texts(model, [rows], batch_size=request.batch_size, progress=show)
+    readings = depth_readings(records)
+    written = writers(readings)
+    texts = {rows.name: {**sizes_of(rows), "loss": losses[rows.name].mean}}
+    parts = depth_parts(readings, of_head)
+    return Answer(
+        title="What heads read of the depth",
+        summary=read_by(request.model, texts),
+        report={"model": request.model, "texts": texts, **as_json(readings, written)},
+        tables=[layers_table(readings), writers_table(written)],
+        terminal_tables=[layers_table(readings), writers_table(written, _MOST_WRITERS)],
+        paragraphs=[HOW_TO_READ],
+        pictures={title: partial(draw_parts, [part]) for title, part in parts.items()},
+    )

@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from pathlib import Path
 
-from midus_hf.analysis.page import write_page
+from midus_hf.analysis.page import Section, write_page
 from midus_hf.compare.rates import rate_name
 from midus_hf.compare.report.findings import Findings
 from midus_hf.compare.report.tables import as_markdown, tables
@@ -52,7 +52,7 @@ def write_report(root: Path, found: Findings, results: Sequence[Result]) -> list
         return [markdown, runs]
     from midus_hf.compare.report.pictures import pictures
 
-    write_page(page, title, [*told, _HOW_TO_READ], all_tables, pictures(found))
+    write_page(page, title, [Section("", [*told, _HOW_TO_READ], all_tables, pictures(found))])
     return [markdown, runs, page]
 
 

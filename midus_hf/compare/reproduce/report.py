@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from midus_hf.analysis.page import write_page
+from midus_hf.analysis.page import Section, write_page
 from midus_hf.analysis.table_of_words import TableOfWords
 from midus_hf.compare.report.tables import as_markdown, failures_table
 from midus_hf.compare.report.words import with_spread
@@ -97,7 +97,7 @@ def write_table(
     words = [f"{table.options.title}. {table.scale.needs}", *_left_out(table)]
     markdown, page = root / "table.md", root / "table.html"
     markdown.write_text("\n\n".join([f"# {title}", *words, *map(as_markdown, tables)]) + "\n", encoding="utf-8")
-    write_page(page, title, words, tables, {})
+    write_page(page, title, [Section("", words, tables)])
     return [markdown, page]
 
 

@@ -32,8 +32,8 @@ def command_of(words: Sequence[Any]) -> Callable[[list[str]], int]:
 
 
 def edit_blocks(words: list[str]) -> int:
-    """Run `midus edit blocks`."""
-    return edit.main(["blocks", *words])
+    """Run `midus edit`."""
+    return edit.main(words)
 
 
 def run(*words, capsys) -> dict:

@@ -98,11 +98,11 @@ def test_documents_are_told_with_what_they_trained(model, capsys):
 @pytest.mark.parametrize(
     ("words", "lines"),
     [
-        (["--block", "1:0"], [3, 12]),
-        (["--block", "2:generic"], [1]),
-        (["--block", "2:1", "--block", "2:generic"], [3, 1]),
-        (["--block", "1:0", "--subtree"], [3, 12]),
-        (["--block", "2:7"], []),
+        (["--node", "1:0"], [3, 12]),
+        (["--node", "2:generic"], [1]),
+        (["--node", "2:1", "--node", "2:generic"], [3, 1]),
+        (["--node", "1:0", "--subtree"], [3, 12]),
+        (["--node", "2:7"], []),
     ],
     ids=["one", "generic", "two", "subtree", "unknown"],
 )
@@ -117,7 +117,7 @@ def test_deleted_blocks_keep_their_record(model, tmp_path, capsys):
     run("delete", model, "--node", "1:0", "--node", "2:7", "--output", tmp_path / "out", capsys=capsys)
     after = {("1:0", True): (2, 3, 49, True)} | {key: KNOWN[key] for key in KNOWN if key[0] not in ("1:0", "2:7")}
     assert by_block(tmp_path / "out", capsys) == after and by_block(model, capsys) == KNOWN
-    told = run("audit", tmp_path / "out", "--block", "1:0", capsys=capsys)["documents"]
+    told = run("audit", tmp_path / "out", "--node", "1:0", capsys=capsys)["documents"]
     assert [of for each in told for of in each["blocks"]] == [
         {"block": "1:0", "deleted": True, "sequences": 2, "tokens": 40},
         {"block": "1:0", "deleted": True, "sequences": 1, "tokens": 9},
@@ -136,10 +136,10 @@ def test_deleted_blocks_keep_their_record(model, tmp_path, capsys):
 
 def test_of_imported_blocks_nothing_is_known(made, model, tmp_path, capsys):
     run("export", model, "--node", "1:0", "--output", tmp_path / "blocks", capsys=capsys)
-    run("import", model, "--from", tmp_path / "blocks", "--output", tmp_path / "out", capsys=capsys)
+    run("import", model, tmp_path / "blocks", "--output", tmp_path / "out", capsys=capsys)
     imported = {("1:0", False): (0, 0, 0, False), ("1:0", True): (2, 3, 49, True)}
     assert by_block(tmp_path / "out", capsys) == KNOWN | imported
-    run("import", made / "fresh", "--from", tmp_path / "blocks", "--output", tmp_path / "new", capsys=capsys)
+    run("import", made / "fresh", tmp_path / "blocks", "--output", tmp_path / "new", capsys=capsys)
     assert not (tmp_path / "new" / "memory_bank" / "hier-ffn" / "audit.sqlite3").exists()
 
 
@@ -201,7 +201,7 @@ def test_the_record_goes_with_the_bank(model, tmp_path, capsys):
 def test_a_bank_without_a_record_or_with_a_damaged_one_is_refused(made, model, tmp_path, capsys):
     line = refusal("audit", made / "fresh", capsys=capsys)
     assert "has no audit.sqlite3; expected one, of a run that was given audit: true" in line
-    assert "node '2:99' is not there" in refusal("audit", model, "--block", "2:99", capsys=capsys)
+    assert "node '2:99' is not there" in refusal("audit", model, "--node", "2:99", capsys=capsys)
     shutil.copytree(model, tmp_path / "damaged")
     path = tmp_path / "damaged" / "memory_bank" / "hier-ffn" / "audit.sqlite3"
     whole = path.read_bytes()

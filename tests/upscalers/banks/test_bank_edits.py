@@ -89,7 +89,7 @@ def test_exported_blocks_are_imported_where_they_were(made, model, tmp_path, cap
     file = tmp_path / "blocks.safetensors"
     done = run("export", model, "--node", "1:2", "--subtree", "--node", "1:1", "--output", file, capsys=capsys)
     assert done["blocks"] == ["1:2", "2:7"]
-    done = run("import", made / "fresh", "--from", file, "--output", tmp_path / "out", capsys=capsys)
+    done = run("import", made / "fresh", file, "--output", tmp_path / "out", capsys=capsys)
     assert done["blocks"] == ["1:2", "2:7"]
     found, expected = blocks(tmp_path / "out"), blocks(model)
     assert found.keys() == {(1, 2), (2, 7)} and all(torch.equal(found[node], expected[node]) for node in found)
@@ -132,7 +132,7 @@ def test_runs_that_trained_one_block_or_the_model_are_refused(model, tmp_path, c
 @pytest.mark.parametrize(
     "words, message",
     [
-        (["delete"], "no node is named; expected one or more, each LEVEL:NODE, such as 2:52."),
+        (["delete"], "--node is missing; delete needs it."),
         (["delete", "--node", "x"], "node is 'x'; expected LEVEL:NODE, such as 2:52, or LEVEL:generic."),
         (["delete", "--node", "3:0"], "node '3:0' is of level 3; expected 1 to 2."),
         (["delete", "--node", "1:3"], "node '1:3' is not there; expected 0 to 2, or generic."),
@@ -149,7 +149,7 @@ def test_runs_that_trained_one_block_or_the_model_are_refused(model, tmp_path, c
 )
 def test_wrong_requests_exit_with_2_and_one_line(model, tmp_path, capsys, words, message):
     line = refusal(words[0], model, *words[1:], "--output", tmp_path / "out", capsys=capsys)
-    assert line.startswith(f"midus edit blocks {words[0]}: ") and message in line
+    assert line.startswith(f"midus edit {words[0]}: ") and message in line
     assert not list(tmp_path.iterdir())
 
 
@@ -163,11 +163,11 @@ def test_blocks_of_another_model_are_refused(made, model, tmp_path, capsys):
         base=made / "base", method="hier-ffn", output=other, options={"sizes": [4, 3], "branching": 3}, verify=False
     )
     run("export", model, "--node", "1:0", "--output", tmp_path / "f.safetensors", capsys=capsys)
-    line = refusal("import", other, "--from", tmp_path / "f.safetensors", "--output", tmp_path / "out", capsys=capsys)
+    line = refusal("import", other, tmp_path / "f.safetensors", "--output", tmp_path / "out", capsys=capsys)
     assert "has blocks of another model: its levels is" in line
     (tmp_path / "g.safetensors").write_bytes(b"no")
-    line = refusal("import", other, "--from", tmp_path / "g.safetensors", "--output", tmp_path / "out", capsys=capsys)
-    assert "is no file of blocks that midus edit blocks export wrote" in line
+    line = refusal("import", other, tmp_path / "g.safetensors", "--output", tmp_path / "out", capsys=capsys)
+    assert "is no file of blocks that midus edit export wrote" in line
 
 
 def test_a_level_without_blocks_has_none_to_edit(made, tmp_path, capsys):

@@ -1,4 +1,4 @@
-"""`midus edit blocks delete`: what a block has learnt is in no file of the result, whatever else the folder held."""
+"""`midus edit delete`: what a block has learnt is in no file of the result, whatever else the folder held."""
 
 import json
 import shutil

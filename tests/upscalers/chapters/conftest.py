@@ -19,8 +19,8 @@ def checkpoint(tmp_path_factory) -> Path:
 
 @pytest.fixture
 def chapters(in_process) -> Callable[..., Outcome]:
-    """Run the `midus edit chapters` command in this process."""
-    return partial(in_process, edit.main, "chapters")
+    """Run the `midus edit` command in this process."""
+    return partial(in_process, edit.main)
 
 
 @pytest.fixture

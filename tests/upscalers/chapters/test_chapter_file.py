@@ -190,7 +190,7 @@ def test_what_is_no_file_of_chapters_is_refused(tmp_path, chapters, checkpoint, 
         assert (done.status, done.err.count("\n")) == (2, 1)
         return done.err
 
-    assert "is no file; expected one that 'midus edit chapters export' wrote" in refusal(tmp_path / "absent")
+    assert "is no file; expected one that 'midus edit export' wrote" in refusal(tmp_path / "absent")
     assert "model.safetensors holds no chapters; expected a file" in refusal(checkpoint / "model.safetensors")
     (tmp_path / "text").write_text("no tensors")
     assert "text is not a sound safetensors file" in refusal(tmp_path / "text")
@@ -234,9 +234,7 @@ def test_a_file_that_was_altered_is_refused(tmp_path, refusal, checkpoint, expor
     exported.write_bytes(changed)
     told = refusal("import", checkpoint, exported)
     what = "has no digest" if place == "digest" else "is not what was exported: its digest differs"
-    assert (
-        f"two.safetensors {what}; expected a file as 'midus edit chapters export' writes it. Export it again." in told
-    )
+    assert f"two.safetensors {what}; expected a file as 'midus edit export' writes it. Export it again." in told
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")], ids=str)

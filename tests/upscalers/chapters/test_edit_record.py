@@ -51,8 +51,8 @@ def test_the_model_card_tells_of_each_edit_once(tmp_path, chapters, checkpoint):
     assert card == (
         "# A model\n\nWith chapters.\n\n## Edited chapters\n\n"
         "What stands above tells of the upscaling, its numbers included. Since then:\n\n"
-        f"- `midus edit chapters swap` of midus_hf {version('midus-hf')}: chapters 1-2, memory chapters, banks 0, with_router False\n"
-        f"- `midus edit chapters prune` of midus_hf {version('midus-hf')}: chapters 4, memory chapters, banks 0\n"
+        f"- `midus edit swap` of midus_hf {version('midus-hf')}: chapters 1-2, memory chapters, banks 0, with_router False\n"
+        f"- `midus edit prune` of midus_hf {version('midus-hf')}: chapters 4, memory chapters, banks 0\n"
     )
 
 
@@ -72,7 +72,7 @@ def test_inspect_tells_of_edits(tmp_path, chapters, command, checkpoint):
     assert "chapter_edits" not in inspect_checkpoint(checkpoint)
     shown = command("inspect", output)
     assert shown.status == 0
-    assert "midus edit chapters swap, chapters 1-2 of chapters" in shown.out
+    assert "midus edit swap, chapters 1-2 of chapters" in shown.out
 
 
 def test_a_memory_of_the_base_stays_whole_where_the_base_is_stripped(tmp_path, chapters):
@@ -80,7 +80,7 @@ def test_a_memory_of_the_base_stays_whole_where_the_base_is_stripped(tmp_path, c
     words = ("prune", model, "--chapters", "4", "--memory", "chapters", "--output", tmp_path / "out")
     done = chapters(*words)
     assert done.status == 0
-    assert done.err.startswith("midus edit chapters: warning: memory 'chapters' belongs to the base of this upscaling")
+    assert done.err.startswith("midus edit: warning: memory 'chapters' belongs to the base of this upscaling")
     record = config_of(tmp_path / "out")["upscale"]
     assert [entry["chapters"] for entry in record["base_config"]["memory"]] == [5]
 
