@@ -1,1 +1,1 @@
-"""Applications over the packages: methods compared with one another, each run a process of its own."""
+"""Comparisons of methods: every run is a separate process that calls the commands of the other packages."""

@@ -1,4 +1,4 @@
-"""What is compared, ready to run: files read, sizes fitted, parameters counted."""
+"""Variants of a comparison, ready to run: their files are read, their sizes fitted and their parameters counted."""
 
 import copy
 import dataclasses
@@ -19,20 +19,20 @@ from midus_hf.config.wording import near_matches
 
 @dataclasses.dataclass(frozen=True)
 class Arm:
-    """A method, or a way to train the base.
+    """A variant of a comparison: a method with its options, or a way to train the base.
 
     Args:
-        name: Of the arm.
+        name: Name of the variant; a null control is called `VARIANT+CONTROL`.
         upscale: Keys of `upscale --config`; None where the base itself is trained.
         train: Keys of `midus train`.
-        rates: At each of which it is trained.
-        controls: Which null controls are put beside it; true for all that its memory has.
-        new_parameters: Parameters that the base does not have.
-        trained_parameters: Parameters that the method trains; None where only training knows.
-        fitted: What was chosen to meet the budget of parameters, such as `num_new_layers=4`. Default: nothing.
-        fine_tune: Keys of `midus sft`. Default: none, trained models are not fine-tuned.
-        control: Which null control it is. Default: none.
-        control_of: Of which arm. Default: none.
+        rates: Rates to train at, one run per rate and seed.
+        controls: Names of the null controls to train beside the variant; true for all that its memory has, false for none.
+        new_parameters: Number of parameters that the base does not have. Default: 0.
+        trained_parameters: Number of parameters that the method trains. Default: None, only training knows.
+        fitted: The value chosen to meet the budget of parameters, such as `num_new_layers=4`. Default: None, nothing was fitted.
+        fine_tune: Keys of `midus sft`. Default: None, trained models are not fine-tuned.
+        control: Name of the null control that the variant is. Default: None, it is no null control.
+        control_of: Name of the variant that the null control belongs to. Default: None.
     """
 
     name: str
@@ -49,13 +49,13 @@ class Arm:
 
 
 def plan(comparison: Comparison) -> tuple[Comparison, list[Arm]]:
-    """Read the files that a comparison names, and size its arms; nothing is written.
+    """Read the files that a comparison names, and count the parameters of its variants; write nothing.
 
     Returns:
-        The comparison without names of files, and its arms in their order.
+        The comparison with the contents of files in place of their names, and its variants in order.
 
     Raises:
-        ValueError: If a key is unknown or not an arm's to give, a file cannot be read, or a method refuses the base.
+        ValueError: If a key is unknown or set by the comparison itself, a file cannot be read, or a method refuses the base.
     """
     shared = _keys("train", comparison.train, OWN_TRAINING_KEYS)
     tuning = None
@@ -66,11 +66,11 @@ def plan(comparison: Comparison) -> tuple[Comparison, list[Arm]]:
 
 
 def upscaled_sizes(base: str, keys: Mapping[str, Any]) -> tuple[int, int]:
-    """Parameters that an upscaling adds, and that its method trains, by a dry run.
+    """Return how many parameters an upscaling adds and how many its method trains, from a dry run.
 
     Args:
-        base: Folder or Hub id.
-        keys: Of `upscale --config`.
+        base: Folder or Hub id of the base.
+        keys: Keys of `upscale --config`.
 
     Raises:
         ValueError: If the method refuses the base.
@@ -82,6 +82,7 @@ def upscaled_sizes(base: str, keys: Mapping[str, Any]) -> tuple[int, int]:
 
 
 def _planned(name: str, options: ArmOptions, comparison: Comparison, shared: Mapping[str, Any]) -> Arm:
+    """Return the variant of these options, sized by dry runs; `shared` are the training keys of all variants."""
     train: dict[str, Any] = {**shared, **_keys(f"arms.{name}.train", options.train, OWN_TRAINING_KEYS)}
     rates = options.rates or comparison.rates
     arm = Arm(
@@ -93,7 +94,7 @@ def _planned(name: str, options: ArmOptions, comparison: Comparison, shared: Map
         controls=comparison.controls if options.controls is None else options.controls,
     )
     if options.upscale is None:
-        # A base does not say what trains of it; adapters do.
+        # A plain base does not record which of its parameters train: all do, unless the recipe says otherwise or trains adapters.
         return arm if train.get("adapters") else dataclasses.replace(arm, train={"trainable": "all", **train})
     keys = _keys(f"arms.{name}.upscale", options.upscale, OWN_UPSCALING_KEYS)
     sized = [
@@ -116,14 +117,14 @@ def _fine_tuning(name: str, options: ArmOptions, comparison: Comparison) -> dict
     return {**_keys("fine_tune", comparison.fine_tune, OWN_FINE_TUNING_KEYS), **own}
 
 
-def _keys(where: str, given: Mapping[str, Any] | str | None, own: Sequence[str]) -> dict[str, Any]:
-    """The keys of a mapping or a file, without those that a comparison sets."""
-    if isinstance(given, str):
+def _keys(where: str, keys: Mapping[str, Any] | str | None, own: Sequence[str]) -> dict[str, Any]:
+    """Return the keys of a mapping or a recipe. Of a recipe, keys that the comparison sets are dropped; in a mapping, they raise."""
+    if isinstance(keys, str):
         from midus_hf.config.yaml_options import read_mapping
 
-        given = {key: value for key, value in read_mapping(Path(given)).items() if key not in own}
-    _check_own(where, given or {}, own)
-    return dict(given or {})
+        keys = {key: value for key, value in read_mapping(Path(keys)).items() if key not in own}
+    _check_own(where, keys or {}, own)
+    return dict(keys or {})
 
 
 def _check_own(where: str, keys: Mapping[str, Any], own: Sequence[str]) -> None:
@@ -170,7 +171,7 @@ def _sizes(name: str, base: str, keys: Mapping[str, Any], fitted: str | None) ->
 def _candidates(
     name: str, keys: Mapping[str, Any], fit: Mapping[str, Sequence[Any]]
 ) -> Iterator[tuple[dict[str, Any], str | None]]:
-    """Keys of `upscale` with each value of the one that is fitted, and words for it."""
+    """Yield the keys of `upscale` with each value of the fitted key, and that choice as `KEY=VALUE`; None if nothing is fitted."""
     if not fit:
         yield dict(keys), None
         return

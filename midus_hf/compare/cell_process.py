@@ -1,4 +1,4 @@
-"""`python -m midus_hf.compare.cell_process FILE`: one cell, from upscaling to its result. Another process starts it."""
+"""`python -m midus_hf.compare.cell_process FILE`: one run from upscaling to its result; the process of the comparison starts it."""
 
 import dataclasses
 import json
@@ -20,51 +20,51 @@ SPECIFICATION = "cell.json"
 FAILURE = "failed.txt"
 
 
-def specify(cell: Cell | None, comparison: Comparison, place: Workplace) -> Path:
-    """Write down what a process is to do.
+def specify(cell: Cell | None, comparison: Comparison, workplace: Workplace) -> Path:
+    """Write the specification of one run to a file in the run's folder, and remove the failure of an earlier attempt.
 
     Args:
-        cell: Of the comparison; None for the base.
-        comparison: What is asked for.
-        place: Where it is.
+        cell: A run of the comparison; None for the base.
+        comparison: The comparison, resolved by `plan`.
+        workplace: Folder of the comparison.
 
     Returns:
-        The file.
+        Path of the specification, JSON.
     """
-    folder = place.root / BASE if cell is None else place.cell(cell)
+    folder = workplace.root / BASE if cell is None else workplace.cell(cell)
     folder.mkdir(parents=True, exist_ok=True)
-    told: dict[str, Any] = {"comparison": dataclasses.asdict(comparison), "parent": os.getpid()}
+    values: dict[str, Any] = {"comparison": dataclasses.asdict(comparison), "parent": os.getpid()}
     if cell is not None:
-        told["cell"] = dataclasses.asdict(cell)
-    (folder / SPECIFICATION).write_text(json.dumps(told, indent=1), encoding="utf-8")
+        values["cell"] = dataclasses.asdict(cell)
+    (folder / SPECIFICATION).write_text(json.dumps(values, indent=1), encoding="utf-8")
     (folder / FAILURE).unlink(missing_ok=True)
     return folder / SPECIFICATION
 
 
 def main(specification: Path) -> None:
-    """Do what a file says, and end with status 1 and a line in a file beside it if that fails.
+    """Do the run of a specification. If a step fails, write why to a file beside the specification and exit with status 1.
 
     Args:
-        specification: From `specify`.
+        specification: Path that `specify` returned.
     """
     from midus_hf.config.yaml_options import from_mapping
 
-    told = json.loads(specification.read_text(encoding="utf-8"))
-    ask_for_termination(told["parent"])
-    comparison = from_mapping(Comparison, told["comparison"])
-    folder, place = specification.parent, Workplace(Path(comparison.output_dir))
-    # Of a comparison that was killed, the command that worked here may still be saving.
+    values = json.loads(specification.read_text(encoding="utf-8"))
+    ask_for_termination(values["parent"])
+    comparison = from_mapping(Comparison, values["comparison"])
+    folder, workplace = specification.parent, Workplace(Path(comparison.output_dir))
+    # A comparison that was killed may have left a command that still saves to this folder; wait for that command.
     with alone(folder) as held:
         if read_result(folder) is not None:
             return
         commands = Commands(folder / "logs", held)
         commands.hear_signals()
         try:
-            if "cell" in told:
-                cell = Cell(**{**told["cell"], "arm": Arm(**told["cell"]["arm"])})
-                measure_cell(cell, comparison, place, commands)
+            if "cell" in values:
+                cell = Cell(**{**values["cell"], "arm": Arm(**values["cell"]["arm"])})
+                measure_cell(cell, comparison, workplace, commands)
             else:
-                measure_base(comparison, place, commands)
+                measure_base(comparison, workplace, commands)
         except StepFailed as failure:
             (folder / FAILURE).write_text(f"{failure}\n", encoding="utf-8")
             sys.exit(1)

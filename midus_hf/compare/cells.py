@@ -1,4 +1,4 @@
-"""One arm at one rate with one seed: what it runs, and where."""
+"""One run of a comparison, a variant at one rate with one seed: its name, and the keys of its commands."""
 
 import dataclasses
 import hashlib
@@ -18,9 +18,9 @@ class Cell:
     """A run of a comparison.
 
     Args:
-        arm: What is trained.
-        rate: One of its rates.
-        seed: Of new parameters and of the order of texts.
+        arm: The variant that is trained.
+        rate: One rate of the variant.
+        seed: Seed of the new parameters and of the order of texts.
     """
 
     arm: Arm
@@ -29,26 +29,29 @@ class Cell:
 
     @property
     def name(self) -> str:
-        """Its path within the comparison's `cells`."""
+        """Name of the run, and its path within the folder of all runs: `VARIANT/RATE/seed-N`."""
         return f"{self.arm.name}/{rate_name(self.rate)}/seed-{self.seed}"
 
     @property
     def upscaled_name(self) -> str | None:
-        """Of the upscaled model, which cells that differ in their training alone share; None if it trains the base."""
+        """Name of the upscaled model, shared by runs that differ only in their training; None if the run trains the base."""
         if self.arm.upscale is None:
             return None
         return f"{self.arm.control_of or self.arm.name}-{_digest(dict(self.arm.upscale))}-seed-{self.seed}"
 
     def training_keys(self, comparison: Comparison, model: Path | str, output: Path) -> dict[str, Any]:
-        """Keys of `midus train`.
+        """Return the keys of `midus train` for this run.
+
+        Without `eval_steps` in the recipe, texts are measured every `max_steps // comparison.evaluations` steps, at least 1.
+        A checkpoint is saved at every measurement, and one is kept, unless the recipe says otherwise.
 
         Args:
-            comparison: What it belongs to.
-            model: What is trained.
-            output: Folder of the run.
+            comparison: The comparison of the run.
+            model: Folder or Hub id of the model to train.
+            output: Folder for the trained model.
 
         Raises:
-            ValueError: If it cannot be told how often texts are measured.
+            ValueError: If texts are to be measured and the recipe has neither `eval_steps` nor `max_steps`.
         """
         keys = {
             **self.arm.train,
@@ -67,7 +70,7 @@ class Cell:
                     f"arms.{self.arm.name} has no max_steps, by which texts would be measured {comparison.evaluations} times; set "
                     "train.max_steps, or train.eval_steps, the steps between measurements."
                 )
-            # YAML takes 1e3 for text. What is no number at all is left to midus train's own words.
+            # YAML reads 1e3 as text. `midus train` itself rejects a value that is no number.
             steps = finite_number(keys["max_steps"])
             keys["eval_steps"] = 1 if steps is None else max(1, int(steps) // comparison.evaluations)
         keys.setdefault("save_steps", keys["eval_steps"])
@@ -75,17 +78,17 @@ class Cell:
         return {**keys, "eval_text": comparison.texts}
 
     def fine_tuning_keys(self, model: Path | str, output: Path) -> dict[str, Any]:
-        """Keys of `midus sft`.
+        """Return the keys of `midus sft` for this run, whose variant must be one that is fine-tuned.
 
         Args:
-            model: What is fine-tuned.
-            output: Folder of the run.
+            model: Folder of the trained model.
+            output: Folder for the fine-tuned model.
         """
         assert self.arm.fine_tune is not None, "asked for"
         return {**self.arm.fine_tune, "model_name_or_path": str(model), "output_dir": str(output), "seed": self.seed}
 
     def request(self, comparison: Comparison) -> dict[str, Any]:
-        """All that its result depends on."""
+        """Return everything that the result of the run depends on."""
         tuning = {} if self.arm.fine_tune is None else {"fine_tune": self.fine_tuning_keys("", Path())}
         return {
             **tuning,
@@ -97,22 +100,17 @@ class Cell:
 
 
 def cells_of(arm: Arm, comparison: Comparison) -> list[Cell]:
-    """The cells of an arm, seed by seed.
-
-    Args:
-        arm: Of the comparison.
-        comparison: Which has the seeds.
-    """
+    """Return the runs of a variant, seed by seed, with the seeds of the comparison."""
     return [Cell(arm, rate, seed) for seed in comparison.seeds for rate in arm.rates]
 
 
 def changed_keys(before: Any, now: Any, prefix: str = "") -> list[str]:
-    """Names of what differs between two requests.
+    """Return the dotted names of the keys that differ between two requests; `all` where the requests are no mappings.
 
     Args:
-        before: A request, or part of one.
-        now: The other.
-        prefix: What stands before a name. Default: nothing.
+        before: A request of `Cell.request`, or a part of one.
+        now: The request, or the part, to compare with.
+        prefix: Dotted name of the part. Default: empty, the whole request.
     """
     if not (isinstance(before, dict) and isinstance(now, dict)):
         return [] if before == now else [prefix or "all"]

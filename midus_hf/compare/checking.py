@@ -1,4 +1,4 @@
-"""What can be wrong with a comparison, seen before anything runs."""
+"""Checks of a comparison before anything runs."""
 
 import dataclasses
 from collections.abc import Mapping, Sequence
@@ -15,18 +15,18 @@ from midus_hf.training.optim.rates import Rates
 from midus_hf.training.options import TrainConfig
 
 _RATES = [field.name for field in dataclasses.fields(Rates) if isinstance(field.default, float | None)]
-"""Keys of rates that are numbers."""
+"""Keys of `midus train` that hold a learning rate: the numeric fields of `Rates`."""
 
 
 def check(comparison: Comparison, arms: Sequence[Arm]) -> None:
-    """See that a comparison can be run: that its texts are there, some of the domain among them, and its runs right.
+    """Check that a comparison can be run: it has domain texts, all of its texts exist, and `check_runs` accepts its runs.
 
     Args:
-        comparison: From `plan`.
-        arms: From `plan`.
+        comparison: Comparison that `plan` returned.
+        arms: Variants that `plan` returned.
 
     Raises:
-        ValueError: If a key is unknown or a value out of range, or a text does not exist.
+        ValueError: If there is no domain text, a text does not exist, or `check_runs` raises.
     """
     if not comparison.domain:
         raise ValueError("domain is empty; expected held-out text by which learning is measured, by name.")
@@ -40,14 +40,15 @@ def check(comparison: Comparison, arms: Sequence[Arm]) -> None:
 
 
 def check_runs(comparison: Comparison, arms: Sequence[Arm]) -> None:
-    """See that every run is one that `midus train`, and `midus sft` behind it, take.
+    """Check that `midus train`, and `midus sft` after it, accept the keys of every run.
 
     Args:
-        comparison: From `plan`.
-        arms: From `plan`.
+        comparison: Comparison that `plan` returned.
+        arms: Variants that `plan` returned.
 
     Raises:
-        ValueError: If a key is unknown or a value out of range, or the output is a file.
+        ValueError: If a key is unknown or a value out of range, a variant measures texts with another `eval_max_tokens` than the
+            comparison, or the output folder is a file.
     """
     assert isinstance(comparison.train, Mapping), "files have been read"
     output = Path(comparison.output_dir)

@@ -1,4 +1,4 @@
-"""Read what is done of a comparison."""
+"""Results of a comparison, read from its folder."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -13,12 +13,12 @@ from midus_hf.compare.workplace import BASE, Workplace
 
 
 def control_cells(arm: Arm, results: Sequence[Result], comparison: Comparison) -> list[Cell]:
-    """The cells of an arm's null controls, at the rate that was its best.
+    """Return the runs of a variant's null controls, at the variant's best rate.
 
     Args:
-        arm: Of the comparison.
-        results: Of its cells; without one there are no controls yet.
-        comparison: From `plan`.
+        arm: A variant of the comparison.
+        results: Results of the variant's runs; if empty, there are no null controls yet.
+        comparison: Comparison that `plan` returned.
     """
     if not (results and arm.controls and arm.upscale is not None):
         return []
@@ -27,31 +27,35 @@ def control_cells(arm: Arm, results: Sequence[Result], comparison: Comparison) -
     return [cell for control in controls for cell in cells_of(control, comparison)]
 
 
-def results_of(cells: Sequence[Cell], place: Workplace) -> list[Result]:
-    """The results of those cells that are done.
+def results_of(cells: Sequence[Cell], workplace: Workplace) -> list[Result]:
+    """Return the results of the runs that are done, in the order of the runs.
 
     Args:
-        cells: Of a comparison.
-        place: Its folder.
+        cells: Runs of a comparison.
+        workplace: Folder of the comparison.
     """
-    return [found for cell in cells if (found := read_result(place.cell(cell))) is not None]
+    return [result for cell in cells if (result := read_result(workplace.cell(cell))) is not None]
 
 
 def collect(comparison: Comparison, arms: Sequence[Arm]) -> tuple[Result | None, list[Result], int]:
-    """What was measured of the base, the results of all cells that are done, controls included, and how many are not.
+    """Return all results that a comparison has so far.
 
     Args:
-        comparison: From `plan`.
-        arms: From `plan`.
+        comparison: Comparison that `plan` returned.
+        arms: Variants that `plan` returned.
+
+    Returns:
+        The result of the base, None if there is none yet; the results of all runs that are done, null controls included; and
+        the number of runs that are not done.
     """
-    place = Workplace(Path(comparison.output_dir))
+    workplace = Workplace(Path(comparison.output_dir))
     results: list[Result] = []
     missing = 0
     for arm in arms:
         cells = cells_of(arm, comparison)
-        own = results_of(cells, place)
+        own = results_of(cells, workplace)
         controls = control_cells(arm, own, comparison)
-        of_controls = results_of(controls, place)
+        of_controls = results_of(controls, workplace)
         results += [*own, *of_controls]
         missing += len(cells) + len(controls) - len(own) - len(of_controls)
-    return read_result(place.root / BASE), results, missing
+    return read_result(workplace.root / BASE), results, missing

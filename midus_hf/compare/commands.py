@@ -1,8 +1,8 @@
-"""Steps of a cell: commands that a person would type, each with a log of its own.
+"""Steps of a run: commands that a person would type, each with its own log.
 
-`python -m midus_hf.compare.commands PARENT COMMAND...` is a command that is terminated when the process that started it ends: a
-comparison that is killed leaves no run behind that goes on alone, where the next one would meet it. Linux alone can do this;
-elsewhere the command just runs.
+`python -m midus_hf.compare.commands PARENT COMMAND...` runs a command that the system terminates when process PARENT ends. Thus a
+comparison that is killed leaves no command behind that the next comparison in the same folder would collide with. This works on
+Linux alone; elsewhere the command runs on.
 """
 
 import ctypes
@@ -22,10 +22,10 @@ _SET_PARENT_DEATH_SIGNAL = 1
 
 
 def ask_for_termination(parent: int) -> None:
-    """Let the system send SIGTERM to this process when its parent ends.
+    """Ask Linux to send SIGTERM to this process when its parent ends; do nothing on other systems.
 
     Args:
-        parent: Its number; if it has ended already, this process ends at once.
+        parent: Process id of the parent; if the parent has ended already, this process exits at once with status 143.
     """
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_SET_PARENT_DEATH_SIGNAL, signal.SIGTERM)
@@ -34,16 +34,16 @@ def ask_for_termination(parent: int) -> None:
 
 
 class StepFailed(RuntimeError):
-    """A command ended with a status other than 0; the message is the last line that it said."""
+    """A command that ended with a status other than 0; the message has the last line of its log."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Done:
-    """What a command gave.
+    """Output and memory of a command that succeeded.
 
     Args:
-        output: What it printed.
-        peak_rss_bytes: Its largest resident memory.
+        output: Standard output of the command.
+        peak_rss_bytes: Peak resident memory of the command, in bytes.
     """
 
     output: str
@@ -51,11 +51,11 @@ class Done:
 
 
 class Commands:
-    """Run commands one after the other; a signal to this process is passed on to the one that runs.
+    """Runner of one command after the other, which passes signals of this process on to the command.
 
     Args:
-        logs: Folder for a file for each command: its words, and what it said.
-        held: Descriptor of a lock that commands hold as well, should they outlive this process. Default: none.
+        logs: Folder for the logs, one file per step: the command line and what the command wrote to standard error.
+        held: Descriptor of a lock that commands inherit, so that the lock stays held if they outlive this process. Default: None.
     """
 
     def __init__(self, logs: Path, held: int | None = None):
@@ -66,27 +66,27 @@ class Commands:
         logs.mkdir(parents=True, exist_ok=True)
 
     def hear_signals(self) -> None:
-        """Pass SIGTERM and SIGINT on to the command that runs, and end when it has ended."""
+        """Pass SIGTERM and SIGINT on to the running command, and exit once the command has ended."""
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, self._pass_on)
 
-    def run(self, step: str, command: str, *words: Any) -> Done:
-        """Run a command of this environment.
+    def run(self, step: str, command: str, *arguments: Any) -> Done:
+        """Run a command of this Python environment, and return its output and its peak memory.
 
         Args:
-            step: Name of its log.
-            command: Its name, such as `midus train`.
-            words: Its arguments.
+            step: Name of the log, without `.log`; a later command with the same step appends to the log.
+            command: Command with its subcommand, such as `midus train`.
+            arguments: Arguments of the command, converted to strings.
 
         Raises:
-            StepFailed: If its status is not 0.
+            StepFailed: If the command ends with a status other than 0.
         """
         program, *names = command.split()
-        line = [str(_BIN / program), *names, *map(str, words)]
+        line = [str(_BIN / program), *names, *map(str, arguments)]
         log = self._logs / f"{step}.log"
         with log.open("a", encoding="utf-8") as said:
             print(f"$ {shlex.join(line)}", file=said, flush=True)
-            # Its own process ends it when this one is killed.
+            # This module's own command line: it asks for termination when this process is killed, and then becomes the command.
             guarded = [sys.executable, "-m", "midus_hf.compare.commands", str(os.getpid()), *line]
             process = self._running = subprocess.Popen(
                 guarded, stdout=subprocess.PIPE, stderr=said, text=True, pass_fds=self._held
@@ -101,11 +101,12 @@ class Commands:
         return Done(output, usage.ru_maxrss * (1 if sys.platform == "darwin" else 1024))
 
     def _pass_on(self, number: int, frame: FrameType | None) -> None:
+        """Pass a signal on to the running command, wait for that command, and exit."""
         if self._running is not None:
             self._running.send_signal(number)
         if (
             self._is_ending
-        ):  # the handler of the first signal waits below, and a Popen cannot be waited for twice at once
+        ):  # the handler of the first signal already waits below, and only one waiter per Popen is allowed
             return
         self._is_ending = True
         if self._running is not None:
@@ -114,6 +115,7 @@ class Commands:
 
 
 def _last_line(log: Path) -> str:
+    """Return the last line of a log that is neither empty nor a command line."""
     lines: Sequence[str] = log.read_text(encoding="utf-8", errors="replace").splitlines()
     said = [line.strip() for line in lines if line.strip() and not line.startswith("$ ")]
     return said[-1] if said else "it said nothing"

@@ -1,4 +1,4 @@
-"""What `midus eval` told of the models of a cell, kept, so that a run that was interrupted does not measure them again."""
+"""Answers of `midus eval` about the models of a run, kept in files, so that an interrupted run does not measure a model again."""
 
 import hashlib
 import json
@@ -15,16 +15,16 @@ _FOLDER = "evaluations"
 
 
 class Evaluations:
-    """Evaluations of a cell, each a file of JSON in `evaluations` of its folder.
+    """Evaluations of a run, each kept as a JSON file in the folder `evaluations` of the run.
 
-    One is taken from its file as long as it was asked for in the same words, and the model and whatever else these name has the
-    same files, of the same size and the same time of change. So it does not outlive a model that was trained again, nor a text
-    that was edited. What is no folder here, as a model of the hub, is measured every time.
+    A kept evaluation is used again if its arguments are the same, and if all files that these arguments name, the model's files
+    among them, have the same names, sizes and modification times. A model that was trained again or a text that was edited is thus
+    measured again. A model that is no local folder, such as one of the Hub, is measured every time.
 
     Args:
-        folder: Of the cell.
-        comparison: What is asked for.
-        commands: Runs commands.
+        folder: Folder of the run.
+        comparison: The comparison, which says whether remote code is trusted.
+        commands: Runner of the commands.
     """
 
     def __init__(self, folder: Path, comparison: Comparison, commands: Commands):
@@ -32,35 +32,35 @@ class Evaluations:
         self._trust = ["--trust-remote-code"] if comparison.trust_remote_code else []
         self._commands = commands
 
-    def measure(self, step: str, model: str | Path, *words: Any) -> Mapping[str, Any]:
-        """What `midus eval --json` tells of a model.
+    def measure(self, step: str, model: str | Path, *arguments: Any) -> Mapping[str, Any]:
+        """Return what `midus eval --json` reports of a model, from a kept file where possible.
 
         Args:
-            step: Name of the evaluation.
-            model: The model.
-            words: Other arguments of `midus eval`.
+            step: Name of the evaluation, of its file and of its log.
+            model: Folder or Hub id of the model.
+            arguments: Other arguments of `midus eval`.
 
         Raises:
             StepFailed: If the command fails.
         """
-        line = [str(word) for word in (model, "--json", *words, *self._trust)]
+        line = [str(word) for word in (model, "--json", *arguments, *self._trust)]
         path = self._folder / f"{step}.json"
-        asked = {"words": line, "files": [_files(Path(word)) for word in line]}
+        request = {"words": line, "files": [_files(Path(word)) for word in line]}
         if os.path.isdir(model) and path.is_file():
             kept = json.loads(path.read_text(encoding="utf-8"))
-            if kept["asked"] == asked:
+            if kept["asked"] == request:
                 return kept["told"]
-        told = json.loads(self._commands.run(step, "midus eval", *line).output)["models"][0]
+        answer = json.loads(self._commands.run(step, "midus eval", *line).output)["models"][0]
         self._folder.mkdir(exist_ok=True)
         with whole_file(path) as written:
-            written.write_text(json.dumps({"asked": asked, "told": told}, indent=1), encoding="utf-8")
-        return told
+            written.write_text(json.dumps({"asked": request, "told": answer}, indent=1), encoding="utf-8")
+        return answer
 
 
 def _files(path: Path) -> str | None:
-    """Digest of name, size and time of change of a file, or of all files of a folder; None where there is neither."""
-    # Those of `os.path` take words that no file can be named by, too.
-    found = sorted(path.rglob("*")) if os.path.isdir(path) else [path]
-    stats = [(file.relative_to(path), file.stat()) for file in found if os.path.isfile(file)]
+    """Return a digest of the names, sizes and modification times of a file or of all files of a folder; None if neither exists."""
+    # `os.path` answers False for arguments that no file name can hold, where `Path` may raise.
+    files = sorted(path.rglob("*")) if os.path.isdir(path) else [path]
+    stats = [(file.relative_to(path), file.stat()) for file in files if os.path.isfile(file)]
     lines = [f"{name}\0{stat.st_size}\0{stat.st_mtime_ns}" for name, stat in stats]
     return hashlib.sha256("\0".join(lines).encode()).hexdigest() if lines else None

@@ -1,4 +1,4 @@
-"""What was learned and what was forgotten: of one run, of several seeds, and where runs have learned equally much."""
+"""Learning and forgetting, in nats: of one run, over several seeds, and where runs have learned equally much."""
 
 import dataclasses
 import itertools
@@ -11,36 +11,35 @@ from midus_hf.compare.results import Point, Result
 
 
 def mean_loss(point: Point, texts: Sequence[str]) -> float:
-    """The mean of the losses of some texts, in nats per token; each text counts alike.
-
-    Args:
-        point: Of a curve.
-        texts: Their names.
-    """
+    """Return the mean loss of some texts at a point of a curve, in nats per token; each text has the same weight."""
     return statistics.fmean(point.losses[name] for name in texts)
 
 
 def origin(result: Result, base: Result) -> Point:
-    """What the losses of a run are held against: its own start, or the base where it does not start there.
+    """Return the losses that learning and forgetting of a run are counted from: its own start, or the base.
 
-    An upscaled model that does not compute what its base computes has lost something before training; to make up for that is no
-    learning. Where a run does start at the base, its own start counts: it was measured in the precision of training, as its end was.
+    The base counts where the upscaled model was not seen to compute what the base computes: that model has lost something before
+    training, and to regain the loss is not learning. Otherwise the run's own start counts, because the start was measured in the
+    precision of training, as the end was.
 
     Args:
-        result: Of a run.
-        base: What was measured of the base.
+        result: Result of a run.
+        base: Result of the base.
     """
     return base.end if result.new_parameters and not result.starts_at_base else result.start
 
 
 def path(result: Result, base: Result, domain: Sequence[str], retention: Sequence[str]) -> list[tuple[float, float]]:
-    """Nats that a run had learned and forgotten at each moment of its curve: how far its losses lay below and above their origin.
+    """Return a pair (learned, forgotten) per point of a run's curve, both in nats per token.
+
+    Learned is how far the mean loss of the domain lies below that of `origin`, forgotten how far the mean loss of the retention
+    texts lies above it.
 
     Args:
-        result: Of a run.
-        base: What was measured of the base.
-        domain: Names of texts.
-        retention: Names of texts.
+        result: Result of a run.
+        base: Result of the base.
+        domain: Names of the domain texts.
+        retention: Names of the retention texts.
     """
     zero = origin(result, base)
     loss, kept = mean_loss(zero, domain), mean_loss(zero, retention)
@@ -48,23 +47,22 @@ def path(result: Result, base: Result, domain: Sequence[str], retention: Sequenc
 
 
 def by_rate(results: Iterable[Result]) -> dict[str, list[Result]]:
-    """Results by the name of their rate, in the order of rates.
-
-    Args:
-        results: Of one arm.
-    """
-    found: dict[str, list[Result]] = {}
+    """Return the results of one variant grouped by the name of their rate, rates in the order of their first result."""
+    groups: dict[str, list[Result]] = {}
     for result in results:
-        found.setdefault(rate_name(result.rate), []).append(result)
-    return found
+        groups.setdefault(rate_name(result.rate), []).append(result)
+    return groups
 
 
 def best_rate(results: Sequence[Result], domain: Sequence[str]) -> Rate:
-    """The rate at which the mean loss of the domain ends lowest, the first of several, over seeds that rates have in common.
+    """Return the rate at which the mean loss of the domain ends lowest; of equal rates, the first.
+
+    Only the rates that `compared` returns are considered, and of their results only the seeds that these rates share. If they
+    share no seed, all results count.
 
     Args:
-        results: Of one arm, one or more.
-        domain: Names of texts.
+        results: Results of one variant, at least one.
+        domain: Names of the domain texts.
     """
     rates, seeds = compared(results)
 
@@ -76,12 +74,13 @@ def best_rate(results: Sequence[Result], domain: Sequence[str]) -> Rate:
 
 
 def compared(results: Sequence[Result]) -> tuple[dict[str, list[Result]], set[int]]:
-    """The rates of an arm that its best is chosen among, those with the most seeds, and the seeds that all of them have.
+    """Return the results by rate that the best rate is chosen from, and the seeds that these rates share.
 
-    A rate at which some seed failed is not compared with whole ones. Rates may have no seed in common: then each counts by its own.
+    These are the rates with the most seeds: a rate at which a seed failed is not compared with complete ones. The set of seeds is
+    empty if the rates share none.
 
     Args:
-        results: Of one arm, one or more.
+        results: Results of one variant, at least one.
     """
     groups = by_rate(results)
     most = max(map(len, groups.values()))
@@ -90,14 +89,14 @@ def compared(results: Sequence[Result]) -> tuple[dict[str, list[Result]], set[in
 
 
 def forgotten_at(learned: float, moments: Sequence[tuple[float, float]]) -> float | None:
-    """What a run had forgotten when it had first learned so much, between measurements on a straight line.
+    """Return the nats that a run had forgotten when it had first learned so much, interpolated linearly between measurements.
 
     Args:
-        learned: Nats, above 0.
-        moments: From `path`.
+        learned: Amount learned in nats, above 0.
+        moments: Pairs (learned, forgotten) that `path` returned.
 
     Returns:
-        None if the run never learned so much: nothing is told of what was not reached.
+        None if the run never learned so much.
     """
     for before, here in itertools.pairwise(moments):
         if before[0] < learned <= here[0]:
@@ -108,12 +107,12 @@ def forgotten_at(learned: float, moments: Sequence[tuple[float, float]]) -> floa
 
 @dataclasses.dataclass(frozen=True)
 class Spread:
-    """Numbers of several seeds.
+    """Mean and spread of the numbers of several seeds.
 
     Args:
-        mean: Theirs.
-        deviation: Their sample standard deviation; None of one number.
-        count: How many there are.
+        mean: Mean of the numbers.
+        deviation: Sample standard deviation of the numbers; None for a single number.
+        count: How many numbers, at least 1.
     """
 
     mean: float
@@ -122,33 +121,29 @@ class Spread:
 
     @property
     def half_interval(self) -> float | None:
-        """Half of the 95 % confidence interval of the mean, by Student's t; None of one number."""
+        """Half the width of the 95 % confidence interval of the mean, by Student's t; None for a single number."""
         if self.deviation is None:
             return None
         return student_quantile(self.count - 1) * self.deviation / math.sqrt(self.count)
 
     @property
     def is_above_zero(self) -> bool:
-        """Whether the 95 % confidence interval of the mean lies above 0; one number has none."""
+        """True if the 95 % confidence interval of the mean lies above 0; false for a single number, which has no interval."""
         return self.half_interval is not None and self.mean > self.half_interval
 
 
 def spread(numbers: Sequence[float]) -> Spread:
-    """The mean and the spread of numbers, one or more.
-
-    Args:
-        numbers: One of each seed.
-    """
+    """Return the mean and the spread of numbers, one per seed and at least one."""
     deviation = statistics.stdev(numbers) if len(numbers) > 1 else None
     return Spread(statistics.fmean(numbers), deviation, len(numbers))
 
 
 def student_quantile(degrees: int, probability: float = 0.975) -> float:
-    """The quantile of Student's t distribution, by bisection of its distribution function (Abramowitz and Stegun, 26.7.3 and 4).
+    """Return a quantile of Student's t distribution, by bisection of its distribution function (Abramowitz and Stegun, 26.7.3 and 4).
 
     Args:
-        degrees: Of freedom, 1 or more.
-        probability: Above 0.5. Default: 0.975, the end of a two-sided interval of 95 %.
+        degrees: Degrees of freedom, 1 or more.
+        probability: Probability of the quantile, above 0.5. Default: 0.975, the upper end of a two-sided interval of 95 %.
     """
     low, high = 0.0, 1e3
     for _ in range(100):
@@ -158,7 +153,7 @@ def student_quantile(degrees: int, probability: float = 0.975) -> float:
 
 
 def _student(t: float, degrees: int) -> float:
-    """The probability that a variable of Student's distribution is at most `t`, which is 0 or above."""
+    """Return the probability that a variable of Student's distribution is at most `t`, where `t` is 0 or above."""
     angle = math.atan2(t, math.sqrt(degrees))
     sine, cosine = math.sin(angle), math.cos(angle)
     if degrees % 2:
@@ -176,12 +171,14 @@ def _student(t: float, degrees: int) -> float:
 
 @dataclasses.dataclass(frozen=True)
 class Verdict:
-    """Whether an arm learned more than one of its null controls.
+    """Verdict on whether a variant learned more than one of its null controls.
 
     Args:
-        control: Which.
-        advantage: Nats by which the arm's loss of the domain ended lower than the control's, of the same seed each.
-        words: What follows from that: `beats it`, `does not beat it`, `not shown to beat it` or `one seed`.
+        control: Name of the null control.
+        advantage: Nats by which the variant's loss of the domain ended below that of the null control, seed by seed. For
+            `shuffled-addresses`, the rise of the loss when the variant's values are permuted.
+        words: What follows: `beats it`, `does not beat it`, `not shown to beat it` or `one seed`; for `shuffled-addresses`, the same
+            said of its addresses, such as `its addresses matter`.
     """
 
     control: str
@@ -190,47 +187,48 @@ class Verdict:
 
 
 def paired(lower: Mapping[int, float], higher: Mapping[int, float]) -> Spread | None:
-    """The differences of numbers of the same seed each.
+    """Return the spread of `higher - lower` over the seeds that both have.
 
     Args:
-        lower: By seed; what is subtracted.
-        higher: By seed.
+        lower: Numbers by seed, which are subtracted.
+        higher: Numbers by seed, which are subtracted from.
 
     Returns:
-        None if they have no seed in common.
+        None if the two have no seed in common.
     """
     seeds = sorted(set(lower) & set(higher))
     return spread([higher[seed] - lower[seed] for seed in seeds]) if seeds else None
 
 
 def verdict(control: str, arm: Mapping[int, float], null: Mapping[int, float]) -> Verdict | None:
-    """Compare an arm with a control, seed by seed.
+    """Compare a variant with one of its null controls, seed by seed.
 
-    It beats the control where the 95 % interval of the mean advantage lies above 0, and does not where the mean is 0 or below.
+    The variant beats the null control where the 95 % interval of the mean advantage lies above 0, and does not where the mean is
+    0 or below.
 
     Args:
-        control: Its name.
-        arm: Loss of the domain at the end, by seed.
-        null: The control's.
+        control: Name of the null control.
+        arm: Final loss of the domain of the variant, by seed, in nats per token.
+        null: Final loss of the domain of the null control, by seed, in nats per token.
 
     Returns:
-        None if they have no seed in common.
+        None if the two have no seed in common.
     """
     advantage = paired(arm, null)
     if advantage is None:
         return None
-    words = in_words(advantage, "beats it", "does not beat it", "not shown to beat it")
-    return Verdict(control, advantage, words)
+    conclusion = in_words(advantage, "beats it", "does not beat it", "not shown to beat it")
+    return Verdict(control, advantage, conclusion)
 
 
 def in_words(difference: Spread, above: str, not_above: str, unclear: str) -> str:
-    """What may be said of a difference of several seeds; of a single one above 0 that it is one.
+    """Choose the words for a difference over seeds; `one seed` for a single difference above 0.
 
     Args:
-        difference: Of numbers of the same seed each.
-        above: Where its 95 % interval lies above 0.
-        not_above: Where its mean is 0 or below.
-        unclear: Where the interval reaches 0.
+        difference: Difference of two numbers of the same seed, over seeds.
+        above: Words for a difference whose 95 % interval lies above 0.
+        not_above: Words for a difference whose mean is 0 or below.
+        unclear: Words for a mean above 0 whose interval reaches 0.
     """
     if difference.mean <= 0:
         return not_above

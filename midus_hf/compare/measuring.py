@@ -1,4 +1,4 @@
-"""One cell from upscaling to its result, and the base as it is measured beside it."""
+"""One run from upscaling to its result, and the measurement of the base that runs are compared with."""
 
 import dataclasses
 import json
@@ -22,52 +22,48 @@ from midus_hf.files.whole_files import whole_file
 Tasks = Mapping[str, Mapping[str, float]]
 
 
-def measure_base(comparison: Comparison, place: Workplace, commands: Commands) -> None:
-    """Measure the base as every model is measured.
+def measure_base(comparison: Comparison, workplace: Workplace, commands: Commands) -> None:
+    """Measure the texts and tasks of the base, and write its result.
 
     Args:
-        comparison: What is asked for.
-        place: Where it is.
-        commands: Runs commands.
+        comparison: The comparison, resolved by `plan`.
+        workplace: Folder of the comparison.
+        commands: Runner of the commands.
 
     Raises:
         StepFailed: If a command fails.
     """
-    base, evaluations = comparison.base, Evaluations(place.root / BASE, comparison, commands)
+    base, evaluations = comparison.base, Evaluations(workplace.root / BASE, comparison, commands)
     losses = _losses(base, comparison, comparison.train, evaluations, "base")
     tasks = _ask(base, comparison, "tasks", evaluations)
     request = base_request(comparison)
-    write_result(place.root / BASE, Result(BASE, {}, 0, [Point(0, 0, None, losses)], tasks=tasks, request=request))
+    write_result(workplace.root / BASE, Result(BASE, {}, 0, [Point(0, 0, None, losses)], tasks=tasks, request=request))
 
 
 def base_request(comparison: Comparison) -> dict[str, Any]:
-    """All that what is measured of the base depends on.
-
-    Args:
-        comparison: What is asked for, resolved by `plan`.
-    """
+    """Return everything that the result of the base depends on, for a comparison resolved by `plan`."""
     assert isinstance(comparison.train, Mapping), "files have been read"
     tasks = None if comparison.tasks is None else dataclasses.asdict(comparison.tasks)
     texts = {"eval_text": comparison.texts, "eval_max_tokens": comparison.train.get("eval_max_tokens")}
     return {"base": comparison.base, **texts, "tasks": tasks}
 
 
-def measure_cell(cell: Cell, comparison: Comparison, place: Workplace, commands: Commands) -> None:
-    """Upscale, train and measure one cell; what is there already is not done again.
+def measure_cell(cell: Cell, comparison: Comparison, workplace: Workplace, commands: Commands) -> None:
+    """Upscale, train and measure one run, and write its result; steps that are done already are not repeated.
 
     Args:
-        cell: Of the comparison.
-        comparison: What is asked for.
-        place: Where it is.
-        commands: Runs commands.
+        cell: A run of the comparison.
+        comparison: The comparison, resolved by `plan`.
+        workplace: Folder of the comparison, with the result of the base.
+        commands: Runner of the commands.
 
     Raises:
         StepFailed: If a command fails.
     """
-    folder, arm = place.cell(cell), cell.arm
+    folder, arm = workplace.cell(cell), cell.arm
     run = folder / "run"
     evaluations = Evaluations(folder, comparison, commands)
-    model, report = _start(cell, comparison, place, commands)
+    model, report = _start(cell, comparison, workplace, commands)
     starts_at_base = _starts_at_base(report)
     controls: Controls = {}
     is_causal = True
@@ -81,14 +77,14 @@ def measure_cell(cell: Cell, comparison: Comparison, place: Workplace, commands:
     events = read_events(run / "log.jsonl")
     peaks = [event["peak_memory_bytes"] for event in events if "peak_memory_bytes" in event]  # of each resumption
     ended = next(event for event in reversed(events) if "trained_parameters" in event)
-    base = read_result(place.root / BASE)
+    base = read_result(workplace.root / BASE)
     assert base is not None, "the base is measured first"
     tasks_before: Tasks = base.tasks
     if report is not None and not starts_at_base:
         tasks_before = _ask(model, comparison, "tasks-before", evaluations)
     shuffled = unshuffled = None
     if SHUFFLED in wanted(arm, controls):
-        # Measured as the shuffled model is: the curve is of the precision of training.
+        # The curve is of the precision of training, so its end would not compare with the shuffled model.
         unshuffled = _losses(run, comparison, arm.train, evaluations, "unshuffled")
         shuffled = _shuffled(cell, comparison, run, commands, evaluations)
     result = Result(
@@ -98,7 +94,7 @@ def measure_cell(cell: Cell, comparison: Comparison, place: Workplace, commands:
         curve=curve(events, list(comparison.texts)),
         tasks_before=tasks_before,
         tasks=_ask(run, comparison, "tasks", evaluations),
-        tuned=None if arm.fine_tune is None else _fine_tune(cell, comparison, run, place, commands, evaluations),
+        tuned=None if arm.fine_tune is None else _fine_tune(cell, comparison, run, workplace, commands, evaluations),
         shuffled=shuffled,
         unshuffled=unshuffled,
         controls=controls,
@@ -116,15 +112,15 @@ def measure_cell(cell: Cell, comparison: Comparison, place: Workplace, commands:
         (folder / "log.jsonl").write_bytes((run / "log.jsonl").read_bytes())
     write_result(folder, result)
     if not comparison.keep_models:
-        place.remove_run(run)
+        workplace.remove_run(run)
 
 
 def curve(events: Sequence[Mapping[str, Any]], texts: Sequence[str]) -> list[Point]:
-    """The measurements of a run, from its log.
+    """Return the measurements of a training run, ordered by step; of a step that was measured twice, the last.
 
     Args:
-        events: Of the log, in order.
-        texts: Their names.
+        events: Events of the training log, in order.
+        texts: Names of the measured texts.
     """
     points: dict[int, Point] = {}
     tokens, seconds = 0, None
@@ -138,30 +134,30 @@ def curve(events: Sequence[Mapping[str, Any]], texts: Sequence[str]) -> list[Poi
 
 
 def read_events(log: Path) -> list[dict[str, Any]]:
-    """The events of a finished run.
+    """Return the events of a finished training run, in order.
 
     Args:
-        log: Its file.
+        log: The log of the training run, a JSON object per line.
     """
     return [json.loads(line) for line in log.read_text(encoding="utf-8").splitlines()]
 
 
 def _start(
-    cell: Cell, comparison: Comparison, place: Workplace, commands: Commands
+    cell: Cell, comparison: Comparison, workplace: Workplace, commands: Commands
 ) -> tuple[str | Path, Mapping[str, Any] | None]:
-    """The model that training begins with, and what upscaling told of it; None if it is the base."""
+    """Return the model that training begins with and the report of its upscaling; the report is None if the model is the base."""
     if cell.arm.upscale is None:
         return comparison.base, None
     assert cell.upscaled_name is not None
-    model, told = place.models / cell.upscaled_name, place.models / f"{cell.upscaled_name}.json"
-    place.models.mkdir(parents=True, exist_ok=True)
-    lock = place.models / f".{cell.upscaled_name}.lock"
+    model, report_file = workplace.models / cell.upscaled_name, workplace.models / f"{cell.upscaled_name}.json"
+    workplace.models.mkdir(parents=True, exist_ok=True)
+    lock = workplace.models / f".{cell.upscaled_name}.lock"
     lock.touch()
-    with alone(lock):  # cells that share an upscaled model may run beside one another
-        if not told.is_file():
-            request = place.models / f"{cell.upscaled_name}.yaml"
+    with alone(lock):  # runs that share an upscaled model may be at work at the same time
+        if not report_file.is_file():
+            request = workplace.models / f"{cell.upscaled_name}.yaml"
             request.write_text(yaml.safe_dump(dict(cell.arm.upscale)), encoding="utf-8")
-            words = [
+            arguments = [
                 "--config",
                 request,
                 "--base",
@@ -172,21 +168,21 @@ def _start(
                 cell.seed,
                 "--overwrite",
             ]
-            report = commands.run("upscale", "upscale", *words, "--json").output
+            report = commands.run("upscale", "upscale", *arguments, "--json").output
             request.unlink()
-            with whole_file(told) as path:
+            with whole_file(report_file) as path:
                 path.write_text(report, encoding="utf-8")
-    return model, json.loads(told.read_text(encoding="utf-8"))
+    return model, json.loads(report_file.read_text(encoding="utf-8"))
 
 
 def _starts_at_base(report: Mapping[str, Any] | None) -> bool | None:
-    """Whether an upscaled model was seen to compute what the base computes; None if nobody looked, or nothing was upscaled."""
+    """Return whether the upscaled model was verified to compute what the base computes; None if not verified or not upscaled."""
     difference = None if report is None else report["identity"]["max_abs_diff"]
     return None if difference is None else difference == 0.0
 
 
 def _train(command: str, keys: dict[str, Any], run: Path, commands: Commands) -> int:
-    """Train, or go on with what was interrupted; returns the process's largest resident memory."""
+    """Train, or resume an interrupted training; return the peak resident memory in bytes, 0 if training was done already."""
     if (run / "config.json").is_file():
         return 0
     if (run / "train_config.yaml").is_file():
@@ -203,34 +199,34 @@ def _train(command: str, keys: dict[str, Any], run: Path, commands: Commands) ->
 
 
 def _fine_tune(
-    cell: Cell, comparison: Comparison, run: Path, place: Workplace, commands: Commands, evaluations: Evaluations
+    cell: Cell, comparison: Comparison, run: Path, workplace: Workplace, commands: Commands, evaluations: Evaluations
 ) -> Measured:
-    """Fine-tune a trained model, and measure it."""
+    """Fine-tune a trained model, and return its losses and tasks."""
     tuned = run.parent / "tuned"
     _train("midus sft", cell.fine_tuning_keys(run, tuned), tuned, commands)
     losses = _losses(tuned, comparison, cell.arm.train, evaluations, "tuned")
-    found = Measured(losses, _ask(tuned, comparison, "tasks-tuned", evaluations))
+    measured = Measured(losses, _ask(tuned, comparison, "tasks-tuned", evaluations))
     if not comparison.keep_models:
-        place.remove_run(tuned)
-    return found
+        workplace.remove_run(tuned)
+    return measured
 
 
 def _ask(model: str | Path, comparison: Comparison, step: str, evaluations: Evaluations) -> Tasks:
-    """Metrics by task."""
+    """Return the metrics of a model by task; empty if the comparison has no tasks."""
     tasks = comparison.tasks
     if tasks is None:
         return {}
-    words: list[Any] = ["--tasks", ",".join(tasks.names)]
+    arguments: list[Any] = ["--tasks", ",".join(tasks.names)]
     for option in ("data", "include_path", "limit", "num_fewshot"):
         if getattr(tasks, option) is not None:
-            words += [f"--{option.replace('_', '-')}", getattr(tasks, option)]
-    return evaluations.measure(step, model, *words)["tasks"]
+            arguments += [f"--{option.replace('_', '-')}", getattr(tasks, option)]
+    return evaluations.measure(step, model, *arguments)["tasks"]
 
 
 def _losses(
     model: str | Path, comparison: Comparison, train: Mapping[str, Any] | str, evaluations: Evaluations, step: str
 ) -> dict[str, float]:
-    """Losses of the texts, as a run measures them."""
+    """Return the loss of each text in nats per token, read as training reads it: with the column and encoding of the corpus."""
     losses = {}
     assert isinstance(train, Mapping), "files have been read"
     corpus = train.get("corpus")
@@ -238,18 +234,19 @@ def _losses(
     read_as = corpus if isinstance(corpus, Mapping) else {}
     options = {"--max-tokens": train.get("eval_max_tokens")}
     options |= {"--column": read_as.get("column"), "--encoding": read_as.get("encoding")}
-    given = [word for option, value in options.items() if value is not None for word in (option, value)]
+    shared = [word for option, value in options.items() if value is not None for word in (option, value)]
     for name, path in comparison.texts.items():
-        words: list[Any] = ["--text", path, *given]
-        # As a run measures documents with paths: each by itself, with the blocks of its path.
+        arguments: list[Any] = ["--text", path, *shared]
+        # As in training, documents with paths are measured one by one, each with the blocks of its path.
         if _has_paths(path, read_as):
-            words += ["--path-column", read_as["path_column"]]
-        told = evaluations.measure(f"{step}-{name}", model, *words)
-        losses[name] = math.log(told["perplexity"]["perplexity"])
+            arguments += ["--path-column", read_as["path_column"]]
+        answer = evaluations.measure(f"{step}-{name}", model, *arguments)
+        losses[name] = math.log(answer["perplexity"]["perplexity"])
     return losses
 
 
 def _has_paths(text: str, corpus: Mapping[str, Any]) -> bool:
+    """Return whether a held-out text has the path column that the corpus names."""
     from midus_hf.documents import has_column
 
     column = corpus.get("path_column")
@@ -259,10 +256,10 @@ def _has_paths(text: str, corpus: Mapping[str, Any]) -> bool:
 def _shuffled(
     cell: Cell, comparison: Comparison, run: Path, commands: Commands, evaluations: Evaluations
 ) -> dict[str, float]:
-    """Losses after the rows of the value tables were permuted."""
+    """Return the losses of a trained model after the rows of its value tables were permuted."""
     shuffled = run.parent / "shuffled"
-    words = ["shuffle", run, "--output", shuffled, "--seed", cell.seed, "--overwrite"]
-    commands.run("shuffle", "upscale", *words)
+    arguments = ["shuffle", run, "--output", shuffled, "--seed", cell.seed, "--overwrite"]
+    commands.run("shuffle", "upscale", *arguments)
     losses = _losses(shuffled, comparison, cell.arm.train, evaluations, "shuffled")
     remove_upscaled(shuffled)
     return losses

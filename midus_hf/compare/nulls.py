@@ -1,4 +1,4 @@
-"""Null controls of an arm's memory: the arms that stand beside it."""
+"""Null controls of a variant: variants with the same memory, but without its addressing."""
 
 import copy
 import dataclasses
@@ -12,17 +12,19 @@ from midus_hf.config.controls import controls_of
 from midus_hf.config.memory_entries import read_memories
 
 SHUFFLED = "shuffled-addresses"
-"""The one control that is measured on the trained arm itself."""
+"""The null control that is not trained: it is measured on the trained model of the variant itself."""
 
 Controls = Mapping[str, Mapping[str, Any]]
-"""By name, what a control changes: `options` of the memory, or roles that are `trainable`; neither for shuffled addresses."""
+"""Changes by name of the null control: `options` of the memory, or roles that are `trainable`; both empty for shuffled addresses."""
 
 
 def available_controls(config: Mapping[str, Any]) -> Controls:
-    """The controls of the memory that an upscaling brought; none if it brought no memory.
+    """Return the null controls of the memory that an upscaling added; none if the upscaling added no memory.
+
+    Of several added memories, the first counts.
 
     Args:
-        config: Of the upscaled model, as `config.json` has it.
+        config: Contents of the upscaled model's `config.json`.
     """
     record = config.get("upscale", {})
     memories = read_memories(config.get("memory", []), read_backbone(config).sizes)
@@ -42,30 +44,31 @@ def available_controls(config: Mapping[str, Any]) -> Controls:
 
 
 def wanted(arm: Arm, available: Controls) -> list[str]:
-    """The names of the controls that an arm is to have and its memory has.
+    """Return the names of the null controls that a variant asks for and its memory has.
 
     Args:
-        arm: Of a comparison.
-        available: From `available_controls`.
+        arm: A variant of a comparison.
+        available: Null controls that `available_controls` returned.
     """
-    asked: Sequence[str] = list(available) if arm.controls is True else arm.controls or []
-    # Where more than what is new trains, a control that trains less than that would lack more than its addresses.
+    names: Sequence[str] = list(available) if arm.controls is True else arm.controls or []
+    # If a variant trains more than its new parameters, a null control that trains only certain roles would lack more than addressing.
     trains_more = arm.train.get("trainable", "auto") not in ("auto", "new")
-    return [name for name in asked if name in available and not (trains_more and available[name]["trainable"])]
+    return [name for name in names if name in available and not (trains_more and available[name]["trainable"])]
 
 
 def control_arms(arm: Arm, available: Controls, rate: Rate) -> list[Arm]:
-    """The arms that are trained as null controls of an arm.
+    """Return the variants to train as null controls of a variant.
 
     Args:
-        arm: With a memory.
-        available: From `available_controls`.
-        rate: At which they are trained.
+        arm: A variant that adds a memory.
+        available: Null controls that `available_controls` returned.
+        rate: Rate at which the null controls are trained.
     """
     return [_control(arm, name, available[name], rate) for name in wanted(arm, available) if name != SHUFFLED]
 
 
 def _control(arm: Arm, name: str, change: Mapping[str, Any], rate: Rate) -> Arm:
+    """Return the null control `name` of a variant, which differs from the variant by `change` alone."""
     assert arm.upscale is not None, "an arm without an upscaling has no memory"
     keys: dict[str, Any] = copy.deepcopy(dict(arm.upscale))
     if change["options"]:

@@ -1,4 +1,4 @@
-"""What a comparison may be told."""
+"""Options of a comparison, as its YAML file holds them."""
 
 import dataclasses
 import re
@@ -11,14 +11,14 @@ _NAMES = {
         re.compile(r"[A-Za-z0-9][A-Za-z0-9._+-]*"),
         "digits and the signs . _ + -, the first a letter or a digit",
     ),
-    # The log of a run has eval_NAME_loss of a text.
+    # The names of texts become parts of keys in training logs: eval_NAME_loss.
     "domain": (re.compile(r"[A-Za-z0-9_-]+"), "digits and the signs _ -"),
     "retention": (re.compile(r"[A-Za-z0-9_-]+"), "digits and the signs _ -"),
 }
-"""What names are made of, beside letters: arms are folders."""
+"""Pattern of the names in each mapping, and a description of the characters allowed beside letters. Variants name folders."""
 
 CONTROLS = ("one-row", "random-slots", "frozen-addresses", "shuffled-addresses")
-"""Null controls of memories: see `midus_hf.config.controls`."""
+"""Names of the null controls; `midus_hf.config.controls` explains them."""
 
 OWN_TRAINING_KEYS = (
     "model_name_or_path",
@@ -30,15 +30,15 @@ OWN_TRAINING_KEYS = (
 )
 OWN_FINE_TUNING_KEYS = ("model_name_or_path", "output_dir", "seed", "resume_from_checkpoint", "overwrite_output_dir")
 OWN_UPSCALING_KEYS = ("base", "output", "seed", "dry_run", "json", "overwrite", "push_to_hub", "private")
-"""What a comparison sets itself."""
+"""Keys of `midus train`, `midus sft` and `upscale` that the comparison sets itself: dropped from recipes, refused in mappings."""
 
 
 @dataclasses.dataclass(kw_only=True)
 class TaskOptions:
-    """Questions that the base, and each model before and after training, is asked.
+    """Tasks that the base and each model, before and after training, are scored on.
 
     Args:
-        names: Tasks of `midus eval`.
+        names: Names of tasks of `midus eval`, at least one.
         data: Folder with the questions of the local tasks. Default: none, every task is lm-eval's own.
         include_path: Folder with more task files. Default: none.
         limit: Questions per task. Default: all.
@@ -61,16 +61,16 @@ class TaskOptions:
 
 @dataclasses.dataclass(kw_only=True)
 class ArmOptions:
-    """One of what is compared: a method, or a way to train the base.
+    """Options of one variant: a method, or a way to train the base.
 
     Args:
-        upscale: Keys of `upscale --config`, or such a file. Default: none, the base itself is trained.
-        train: Keys of `midus train`, or such a file, that replace those of all arms. Default: none.
-        fine_tune: Keys of `midus sft`, or such a file, that replace those of all arms. Default: none.
-        fit: Name of a key of `upscale`, such as `num_new_layers` or `options.n`, and the values to choose from: that is taken
-            with which most nearly as many parameters train as the budget says. Default: none, the arm has the size that it has.
-        rates: As in `Comparison`, for this arm alone. Default: those of all.
-        controls: As in `Comparison`, for this arm alone. Default: those of all.
+        upscale: Keys of `upscale --config`, or the path of a recipe. Default: none, the base itself is trained.
+        train: Keys of `midus train`, or the path of a recipe, that replace the comparison's keys. Default: none.
+        fine_tune: Keys of `midus sft`, or the path of a recipe, that replace the comparison's keys. Default: none.
+        fit: One key of `upscale`, such as `num_new_layers` or `options.n`, with the values to choose from. The value is chosen with
+            which the number of trained parameters comes closest to `trained_parameters`. Default: none, nothing is fitted.
+        rates: Learning rates for this variant alone, in the form that `Comparison` takes. Default: the rates of the comparison.
+        controls: Null controls for this variant alone, in the form that `Comparison` takes. Default: the comparison's null controls.
 
     Raises:
         ValueError: If a value lies outside its range or contradicts another.
@@ -96,26 +96,28 @@ class ArmOptions:
 
 @dataclasses.dataclass(kw_only=True)
 class Comparison:
-    """Methods that are trained on the same text from the same base, and measured alike.
+    """Options of a comparison: variants that are trained on the same text from the same base, and measured alike.
 
     Args:
         base: Folder or Hub id of the base.
-        output_dir: Folder of the comparison. What it holds already is not done again.
-        arms: What is compared, by name.
-        train: Keys of `midus train` that all arms share, or such a file, among them `corpus` and `max_steps`, the budget of tokens.
-        fine_tune: Keys of `midus sft`, or such a file: trained models are fine-tuned, and measured again. Default: none.
-        domain: Held-out texts that resemble the corpus, by name, as paths: what is learned is measured on them.
-        retention: Texts outside the domain: what is forgotten is measured on them. Default: none.
-        tasks: The keys of `TaskOptions`. Default: none.
-        trained_parameters: Budget of parameters that train, to which arms with `fit` are sized. Default: none.
-        seconds: Budget of seconds of training instead of steps: an arm ends with the step it is at. Default: none.
-        rates: Learning rates at each of which each arm is trained; or mappings with several keys of `midus train`'s rates.
-            Default: the one that `train` gives.
+        output_dir: Folder of the comparison. Runs whose results it holds are not repeated.
+        arms: Options of the variants, by name.
+        train: Keys of `midus train` that all variants share, or the path of a recipe. Among them are `corpus` and `max_steps`, the
+            budget of tokens.
+        fine_tune: Keys of `midus sft`, or the path of a recipe: trained models are fine-tuned and measured again. Default: none.
+        domain: Paths of held-out texts that resemble the corpus, by name; learning is measured on them. Default: none, which is
+            allowed only if there are `tasks`.
+        retention: Paths of texts outside the domain, by name; forgetting is measured on them. Default: none.
+        tasks: Options of `TaskOptions`. Default: none.
+        trained_parameters: Budget of trained parameters, to which variants with `fit` are sized. Default: none.
+        seconds: Budget of training in seconds; a run ends with the step during which the budget is spent. Default: none.
+        rates: Learning rates, at each of which each variant is trained, or mappings from several rate keys of `midus train` to
+            numbers. Default: the rate in `train`.
         seeds: Seeds of new parameters and of the order of texts. Default: `[0, 1, 2]`.
-        evaluations: How often a run measures the texts, the start not counted. Default: 5.
-        controls: Null controls that are put beside each memory at the rate that was its best, by name; true for all that the memory
-            has, false for none. Default: true.
-        keep_models: Whether upscaled and trained models stay. Default: false, each goes as soon as it has been measured.
+        evaluations: How often a run measures the texts, not counting the start. Default: 5.
+        controls: Names of the null controls that are trained beside each variant with a memory, at the variant's best rate; true for
+            all that the memory has, false for none. Default: true.
+        keep_models: Whether upscaled and trained models stay. Default: false, each model is removed once it has been measured.
         trust_remote_code: Whether to run code that comes with the base. Default: false.
 
     Raises:
@@ -180,7 +182,7 @@ class Comparison:
 
     @property
     def texts(self) -> dict[str, str]:
-        """All texts that are measured, those of the domain first."""
+        """Paths of all measured texts by name, domain texts first."""
         return {**self.domain, **self.retention}
 
 

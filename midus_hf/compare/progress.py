@@ -1,4 +1,4 @@
-"""What a person sees while a comparison runs: a bar of its runs on a terminal, else a line for each."""
+"""Progress of a comparison on standard error: on a terminal a bar of its runs, and everywhere a line per run that ends."""
 
 import time
 from types import TracebackType
@@ -9,7 +9,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn
 
 
 class ShownProgress:
-    """Shows what happens, on standard error; runs that were done before are counted, not told."""
+    """Progress on standard error; runs that were done before are counted without a line."""
 
     def __init__(self) -> None:
         self._console = Console(stderr=True)
@@ -37,24 +37,24 @@ class ShownProgress:
         self._bar.stop()
 
     def planned(self, cells: int) -> None:
-        """So many more are to be done."""
+        """Add to the number of runs that are to be done."""
         self._total += cells
         self._bar.update(self._task, total=self._total)
 
     def began(self, name: str) -> None:
-        """A run is being worked on."""
+        """Show that work on a run began."""
         self._began[name] = time.monotonic()
         self._show()
 
     def ended(self, name: str, failure: str | None) -> None:
-        """It is done, or has failed with a line that says why."""
+        """Show that a run is done or, with a line that says why, that it failed."""
         began = self._began.pop(name, None)
         self._bar.advance(self._task)
         self._show()
         if began is not None:
-            words = "done" if failure is None else f"failed: {failure}"
+            state = "done" if failure is None else f"failed: {failure}"
             self._console.print(
-                f"{name}: {words} ({time.monotonic() - began:.0f} s)", markup=False, highlight=False, soft_wrap=True
+                f"{name}: {state} ({time.monotonic() - began:.0f} s)", markup=False, highlight=False, soft_wrap=True
             )
 
     def _show(self) -> None:

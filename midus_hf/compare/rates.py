@@ -1,25 +1,25 @@
-"""Rates at which arms are trained, and what they are called."""
+"""Rates at which variants are trained, and the names of these rates."""
 
 from collections.abc import Mapping
 
 Rate = Mapping[str, float]
-"""Keys of `midus train`'s rates, with their values."""
+"""Rate keys of `midus train`, such as `learning_rate`, with their values."""
 
 
 def rate_name(rate: Rate) -> str:
-    """A rate as the name of a folder, without the words that all of them share: `0.001`, or `0.001,value=0.01`."""
+    """Return the folder name of a rate, without `learning_rate` in its keys: `0.001`, or `0.001,value=0.01`; `recipe` if empty."""
     named = [(key.removesuffix("learning_rate").rstrip("_"), value) for key, value in rate.items()]
     return ",".join(f"{name}={value:g}" if name else f"{value:g}" for name, value in named) or "recipe"
 
 
 def check_rates(rates: list[float | dict[str, float]] | None) -> None:
-    """See that rates are numbers above 0, each in a folder of its own.
+    """Check that rates are numbers above 0, no two of them with the same folder name.
 
     Args:
-        rates: As a comparison or an arm is told them.
+        rates: Rates of a comparison or of a variant; None passes.
 
     Raises:
-        ValueError: If they are not.
+        ValueError: If the list is empty, a rate is not above 0, or two rates have the same name.
     """
     if rates is not None and not rates:
         raise ValueError("rates is an empty list; expected one or more, or leave it out.")
@@ -37,9 +37,5 @@ def check_rates(rates: list[float | dict[str, float]] | None) -> None:
 
 
 def as_keys(rate: float | Mapping[str, float]) -> Rate:
-    """A rate as keys of `midus train`.
-
-    Args:
-        rate: A number is that of `learning_rate`.
-    """
+    """Return a rate as keys of `midus train`; a plain number is the value of `learning_rate`."""
     return rate if isinstance(rate, Mapping) else {"learning_rate": rate}

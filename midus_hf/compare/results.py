@@ -1,4 +1,4 @@
-"""What was measured of one cell, as a file of JSON."""
+"""Result of one run, as a JSON file."""
 
 import dataclasses
 import json
@@ -13,13 +13,13 @@ RESULT_FILE = "result.json"
 
 @dataclasses.dataclass(frozen=True)
 class Point:
-    """Texts as measured at one moment of a run.
+    """Losses of the texts at one step of a run.
 
     Args:
-        step: Optimizer steps taken.
-        tokens: Tokens trained on.
-        seconds: Of training until then; None where the log has no time, as at the start.
-        losses: In nats per token, by the name of the text.
+        step: Optimizer steps taken; 0 at the start.
+        tokens: Number of tokens trained on.
+        seconds: Seconds of training so far; None where the log has no time, as at the start.
+        losses: Loss in nats per token, by the name of the text.
     """
 
     step: int
@@ -30,11 +30,11 @@ class Point:
 
 @dataclasses.dataclass(frozen=True)
 class Measured:
-    """What was measured of a model.
+    """Losses and task metrics of one model.
 
     Args:
-        losses: In nats per token, by the name of the text.
-        tasks: Metrics by task.
+        losses: Loss in nats per token, by the name of the text.
+        tasks: Metrics by name, by the name of the task.
     """
 
     losses: Mapping[str, float]
@@ -43,29 +43,30 @@ class Measured:
 
 @dataclasses.dataclass(frozen=True)
 class Result:
-    """What was measured of a cell, or of the base.
+    """Result of a run, or of the base.
 
     Args:
-        arm: Name of the arm; `base` of the base.
-        rate: Keys of rates with their values; empty where the recipe's own were used.
-        seed: Of the run.
-        curve: From the start to the end; of the base one point.
-        tasks_before: Metrics by task, of the model that training began with.
-        tasks: Metrics by task, of the trained model.
-        shuffled: Losses of the trained model after the rows of its value tables were permuted, by text; None if that was not done.
-        unshuffled: Its losses before that, measured in the same way; None if that was not done.
-        tuned: Losses by text, and metrics by task, after fine-tuning; None where that was not done.
-        controls: Null controls that its memory has, by name, with what each changes.
-        control: Which null control it is; None if none.
-        control_of: Of which arm.
-        new_parameters: That the base does not have.
-        trained_parameters: That trained.
-        starts_at_base: Whether the upscaled model was seen to compute what the base computes, bit for bit; None where nothing was
-            upscaled.
-        is_causal: Whether no token of the upscaled model is told of later ones.
-        seconds: Of training.
-        peak_memory_bytes: Of the training process: on a GPU what PyTorch allocated there, else its resident memory.
-        request: What was asked for.
+        arm: Name of the variant; `base` for the base.
+        rate: Rate keys with their values; empty where the run used the rates of the recipe.
+        seed: Seed of the run; 0 for the base.
+        curve: Losses from the start to the end of training; a single point for the base.
+        tasks_before: Metrics by task of the model that training began with.
+        tasks: Metrics by task of the trained model.
+        shuffled: Losses by text after the rows of the trained model's value tables were permuted; None if not measured.
+        unshuffled: Losses by text of the same model before the permutation, measured with the same command; None if not measured.
+        tuned: Losses and metrics after fine-tuning; None if the model was not fine-tuned.
+        controls: Null controls that the memory has, by name, with what each changes.
+        control: Name of the null control that the run is; None if it is none.
+        control_of: Name of the variant that the null control belongs to; None if the run is no null control.
+        new_parameters: Number of parameters that the base does not have.
+        trained_parameters: Number of parameters that were trained.
+        starts_at_base: Whether the upscaled model was verified to compute bit for bit what the base computes; None where nothing was
+            upscaled or nothing verified.
+        is_causal: Whether every token of the upscaled model is computed without later tokens.
+        seconds: Seconds of training.
+        peak_memory_bytes: Peak memory of the training process: what PyTorch allocated on a GPU, else the resident memory.
+        request: Everything that the result depends on, from `Cell.request` or `base_request`; empty in results of the base that older
+            versions wrote.
     """
 
     arm: str
@@ -90,19 +91,22 @@ class Result:
 
     @property
     def start(self) -> Point:
-        """Of the model that training began with."""
+        """Losses of the model that training began with."""
         return self.curve[0]
 
     @property
     def end(self) -> Point:
-        """Of the trained model."""
+        """Losses of the trained model."""
         return self.curve[-1]
 
     def end_of(self, tuned: bool) -> Measured | None:
-        """What was measured of the trained model, or of the fine-tuned one; None if there is none.
+        """Return the losses and metrics of the trained or of the fine-tuned model.
 
         Args:
-            tuned: Which of them.
+            tuned: Whether to take the fine-tuned model.
+
+        Returns:
+            None if the fine-tuned model is asked for and there is none.
         """
         if tuned:
             return self.tuned
@@ -110,11 +114,7 @@ class Result:
 
 
 def read_result(folder: Path) -> Result | None:
-    """The result in a folder; None if there is none yet.
-
-    Args:
-        folder: Of a cell.
-    """
+    """Return the result in the folder of a run or of the base; None if there is no result yet."""
     path = folder / RESULT_FILE
     if not path.is_file():
         return None
@@ -128,11 +128,6 @@ def read_result(folder: Path) -> Result | None:
 
 
 def write_result(folder: Path, result: Result) -> None:
-    """Write a result, whole or not at all.
-
-    Args:
-        folder: Of a cell.
-        result: What was measured.
-    """
+    """Write a result to the folder of a run or of the base, whole or not at all."""
     with whole_file(folder / RESULT_FILE) as path:
         path.write_text(json.dumps(dataclasses.asdict(result), indent=1), encoding="utf-8")

@@ -1,4 +1,4 @@
-"""All cells of a comparison, several at a time: what is done is left, what was interrupted goes on, what fails is told."""
+"""Runs of a comparison, several at a time: finished runs are kept, interrupted ones resumed, and failures reported."""
 
 import contextlib
 import dataclasses
@@ -28,25 +28,25 @@ _SAID = "said.txt"
 
 
 class Watching(Protocol):
-    """What is told while cells run."""
+    """Observer of a comparison's progress."""
 
     def planned(self, cells: int) -> None:
-        """So many more cells are to be done."""
+        """Add to the number of runs that are to be done."""
 
     def began(self, name: str) -> None:
-        """A cell, or the base, is being worked on."""
+        """Note that work on a run, or on the base, began."""
 
     def ended(self, name: str, failure: str | None) -> None:
-        """It is done, or has failed with a line that says why."""
+        """Note that a run or the base is done or, with a line that says why, that it failed."""
 
 
 @dataclasses.dataclass
 class _Work:
-    """A cell, or the base, that is to be done.
+    """A run, or the base, that is to be done.
 
     Args:
-        cell: None for the base.
-        then: What follows when it has ended, done or not.
+        cell: The run; None for the base.
+        then: Called when the run has ended, whether it is done or failed.
     """
 
     cell: Cell | None
@@ -54,18 +54,17 @@ class _Work:
 
 
 class Running:
-    """Run the cells of a comparison.
+    """Execution of a comparison.
 
-    Arms are gone through in their order, seed by seed. When all cells of an arm have ended, its null controls follow, at the rate
-    that was its best; then its upscaled models go.
+    The base comes first, then the first seed of every variant in their order, then the second seed, and so on. Once all runs of a
+    variant have ended, its null controls come next, at the variant's best rate; after these, its upscaled models are removed.
 
     Args:
-        comparison: What is asked for, resolved by `plan`.
-        arms: From `plan`.
-        watching: Is told what happens.
-        jobs: Cells that run beside one another. Default: 1.
-        devices: GPUs by their numbers, of which each cell gets one: as many cells run as there are devices. Default: every cell
-            sees all.
+        comparison: The comparison, resolved by `plan`.
+        arms: Variants that `plan` returned.
+        watching: Observer of the progress.
+        jobs: Number of runs at a time, if there are no `devices`. Default: 1.
+        devices: Numbers of GPUs. Each run gets one, and as many runs go on at a time. Default: empty, every run sees all GPUs.
     """
 
     def __init__(
@@ -77,35 +76,36 @@ class Running:
         devices: Sequence[str] = (),
     ):
         self.comparison, self.arms, self.watching = comparison, list(arms), watching
-        self.place = Workplace(Path(comparison.output_dir))
+        self.workplace = Workplace(Path(comparison.output_dir))
         self.failures: dict[str, str] = {}
-        """Of what failed, why."""
+        """Why runs failed, by the name of the run."""
         self._free: deque[str | None] = deque(devices) if devices else deque([None] * jobs)
         self._threads = max(1, (os.cpu_count() or 1) // len(self._free))
         self._waiting: deque[_Work] = deque()
         self._running: dict[subprocess.Popen[bytes], tuple[_Work, str | None]] = {}
 
     def run(self) -> None:
-        """Do what is not done yet.
+        """Do all runs that are not done yet; failures are collected in `failures`.
 
         Raises:
-            ValueError: If a cell was done with another request, another comparison runs in the same output, or several runs are asked
-                for where the file system has no locks.
+            ValueError: If the folder has a result that was made with another request, another comparison runs in the same folder, or
+                several runs at a time are asked for on a file system without locks.
         """
-        with _alone_in(self.place.root) as is_guarded:
+        with _alone_in(self.workplace.root) as is_guarded:
             if not is_guarded and len(self._free) > 1:
                 raise ValueError(
-                    f"output_dir is {str(self.place.root)!r}, whose file system has no locks, by which runs that share an upscaled "
-                    "model wait for one another; expected one run at a time. Choose --jobs 1 without --devices, or another output."
+                    f"output_dir is {str(self.workplace.root)!r}, whose file system has no locks, by which runs that share an "
+                    "upscaled model wait for one another; expected one run at a time. Choose --jobs 1 without --devices, or "
+                    "another output."
                 )
             self._run()
 
     def _run(self) -> None:
-        check_base(self.comparison, self.place)
+        check_base(self.comparison, self.workplace)
         for arm in self.arms:
             cells = cells_of(arm, self.comparison)
-            for cell in [*cells, *control_cells(arm, results_of(cells, self.place), self.comparison)]:
-                check_same(cell, self.comparison, self.place)
+            for cell in [*cells, *control_cells(arm, results_of(cells, self.workplace), self.comparison)]:
+                check_same(cell, self.comparison, self.workplace)
         try:
             self._waiting.append(_Work(None, lambda: None))
             self.watching.planned(1)
@@ -113,7 +113,7 @@ class Running:
             if BASE not in self.failures:
                 for arm in self.arms:
                     self._add(cells_of(arm, self.comparison), self._follow, arm)
-                # Every arm has a first seed before one has a second.
+                # Every variant gets its first seed before any gets its second.
                 seeds = self.comparison.seeds
                 self._waiting = deque(
                     sorted(self._waiting, key=lambda work: seeds.index(work.cell.seed) if work.cell else 0)
@@ -123,7 +123,7 @@ class Running:
             self._terminate()
 
     def _add(self, cells: Sequence[Cell], then: Callable[[Arm], None], arm: Arm, first: bool = False) -> None:
-        """Let cells wait to be done, and something follow when the last of them has ended."""
+        """Queue runs of a variant, at the front if `first`, and call `then` when the last of them has ended."""
         left = {cell.name for cell in cells}
 
         def ended(name: str) -> None:
@@ -141,21 +141,22 @@ class Running:
             then(arm)
 
     def _follow(self, arm: Arm) -> None:
-        """Let the controls of an arm be done next."""
+        """Queue the null controls of a variant as the next runs."""
         cells = cells_of(arm, self.comparison)
-        controls = control_cells(arm, results_of(cells, self.place), self.comparison)
+        controls = control_cells(arm, results_of(cells, self.workplace), self.comparison)
         for cell in controls:
-            check_same(cell, self.comparison, self.place)
+            check_same(cell, self.comparison, self.workplace)
         names = {cell.upscaled_name for cell in [*cells, *controls] if cell.upscaled_name is not None}
         self._add(controls, lambda _: self._let_go(names), arm, first=True)
 
     def _let_go(self, upscaled: Iterable[str]) -> None:
+        """Remove upscaled models by name, unless the comparison keeps models."""
         if not self.comparison.keep_models:
             for name in upscaled:
-                self.place.remove_upscaled(name)
+                self.workplace.remove_upscaled(name)
 
     def _work(self) -> None:
-        """Do all that waits, and what follows from it."""
+        """Do all queued runs, and the runs that they queue."""
         while self._waiting or self._running:
             while self._waiting and self._free:
                 self._begin(self._waiting.popleft())
@@ -169,47 +170,52 @@ class Running:
                 time.sleep(_SECONDS_BETWEEN_LOOKS)
 
     def _begin(self, work: _Work) -> None:
+        """Start the process of a run; if the run is done already, only note that."""
         name, folder = self._named(work.cell)
         if read_result(folder) is not None:
             if not self.comparison.keep_models:
-                self.place.remove_run(folder / "run")  # was left where a process was killed behind its last line
+                # A process that was killed right after it wrote its result has left the trained model.
+                self.workplace.remove_run(folder / "run")
             self.watching.ended(name, None)
             work.then()
             return
         device = self._free.popleft()
-        specification = specify(work.cell, self.comparison, self.place)
+        specification = specify(work.cell, self.comparison, self.workplace)
         self.watching.began(name)
-        with (folder / _SAID).open("wb") as said:
+        with (folder / _SAID).open("wb") as output_file:
             process = subprocess.Popen(
                 [sys.executable, "-m", "midus_hf.compare.cell_process", str(specification)],
                 env=self._environment(device),
                 stdin=subprocess.DEVNULL,
-                stdout=said,  # this process prints a report on its own
-                stderr=said,
-                start_new_session=True,  # a Ctrl-C reaches this process alone, which passes it on
+                stdout=output_file,  # standard output of this process is for the report
+                stderr=output_file,
+                start_new_session=True,  # a Ctrl-C reaches this process alone, which then terminates the others
             )
         self._running[process] = (work, device)
 
     def _environment(self, device: str | None) -> Mapping[str, str]:
+        """Return the environment of a run's process: its share of threads, unless the caller set them, and its device."""
         chosen = {} if device is None else {"CUDA_VISIBLE_DEVICES": device}
         return {"OMP_NUM_THREADS": str(self._threads), **os.environ, **chosen}
 
     def _named(self, cell: Cell | None) -> tuple[str, Path]:
-        return (BASE, self.place.root / BASE) if cell is None else (cell.name, self.place.cell(cell))
+        """Return the name and the folder of a run, or of the base."""
+        return (BASE, self.workplace.root / BASE) if cell is None else (cell.name, self.workplace.cell(cell))
 
     def _note(self, cell: Cell | None, status: int) -> None:
+        """Tell the observer that a run ended, and keep why it failed if its status is not 0."""
         name, folder = self._named(cell)
         if status:
-            told, said = folder / FAILURE, folder / _SAID
-            if told.is_file():
-                self.failures[name] = told.read_text(encoding="utf-8").strip()
+            failure_file, output_file = folder / FAILURE, folder / _SAID
+            if failure_file.is_file():
+                self.failures[name] = failure_file.read_text(encoding="utf-8").strip()
             else:
-                lines = said.read_text(encoding="utf-8", errors="replace").strip().splitlines()
+                lines = output_file.read_text(encoding="utf-8", errors="replace").strip().splitlines()
                 self.failures[name] = f"ended with status {status}: {lines[-1] if lines else 'it said nothing'}"
         self.watching.ended(name, self.failures.get(name))
 
     def _terminate(self) -> None:
-        """Tell what still runs to stop, with its checkpoint, and wait for that."""
+        """Stop the processes that still run, which save their checkpoints first, and wait for their end."""
         for process in self._running:
             process.terminate()
         for process in self._running:
@@ -219,7 +225,7 @@ class Running:
 
 @contextlib.contextmanager
 def _alone_in(output: Path) -> Iterator[bool]:
-    """Hold the output of a comparison, and say whether that can be: where the file system has no locks nobody is refused."""
+    """Lock the folder of a comparison; yield False where the file system has no locks, so that nobody is refused there."""
     output.mkdir(parents=True, exist_ok=True)
     try:
         lock = lock_or_warn(output, output)
@@ -235,40 +241,43 @@ def _alone_in(output: Path) -> Iterator[bool]:
             lock.release()
 
 
-def check_base(comparison: Comparison, place: Workplace) -> None:
-    """See that what was measured of the base is what is asked for now.
+def check_base(comparison: Comparison, workplace: Workplace) -> None:
+    """Check that the base was measured as the comparison asks for, if it was measured already.
 
     Args:
-        comparison: What is asked for.
-        place: Where it is.
+        comparison: The comparison, resolved by `plan`.
+        workplace: Folder of the comparison.
 
     Raises:
-        ValueError: If it is not.
+        ValueError: If the base was measured with another request.
     """
-    before = read_result(place.root / BASE)
-    # Earlier results of bases do not say what was asked for.
+    before = read_result(workplace.root / BASE)
+    # Results of the base that older versions wrote have no request.
     if before is not None and before.request:
-        _refuse_changes(place.root / BASE, before.request, base_request(comparison), "Choose")
+        _refuse_changes(workplace.root / BASE, before.request, base_request(comparison), "Choose")
 
 
-def check_same(cell: Cell, comparison: Comparison, place: Workplace) -> None:
-    """See that a cell that is done was asked for as it is now.
+def check_same(cell: Cell, comparison: Comparison, workplace: Workplace) -> None:
+    """Check that a run was done as the comparison asks for, if it was done already.
 
     Args:
-        cell: Of the comparison.
-        comparison: What is asked for.
-        place: Where it is.
+        cell: A run of the comparison.
+        comparison: The comparison, resolved by `plan`.
+        workplace: Folder of the comparison.
 
     Raises:
-        ValueError: If it was not.
+        ValueError: If the run was done with another request.
     """
-    before = read_result(place.cell(cell))
+    before = read_result(workplace.cell(cell))
     if before is None:
         return
-    _refuse_changes(place.cell(cell), before.request, cell.request(comparison), "Give the arm another name, choose")
+    _refuse_changes(
+        workplace.cell(cell), before.request, cell.request(comparison), "Give the arm another name, choose"
+    )
 
 
 def _refuse_changes(folder: Path, before: Mapping[str, Any], now: Mapping[str, Any], remedy: str) -> None:
+    """Raise a ValueError if two requests differ; `now` is compared as JSON would hold it."""
     changed = changed_keys(before, json.loads(json.dumps(now)))
     if changed:
         raise ValueError(

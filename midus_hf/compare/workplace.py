@@ -1,4 +1,4 @@
-"""The folder of a comparison: where everything is, and what of it goes when it has been measured."""
+"""The folder of a comparison: its layout, and the removal of models that were measured."""
 
 import shutil
 from pathlib import Path
@@ -12,11 +12,11 @@ BASE = "base"
 class Workplace:
     """The folder of a comparison.
 
-    `cells/ARM/RATE/seed-N` holds a run with its result and its logs, `models` the upscaled models as long as a run needs them, `base`
-    what was measured of the base, and reports stand beside these.
+    `cells/VARIANT/RATE/seed-N` holds a run with its result and its logs, `models` the upscaled models while runs need them, `base`
+    the result of the base. Reports lie in the folder itself.
 
     Args:
-        root: The folder; it need not exist.
+        root: Path of the folder, which need not exist.
     """
 
     def __init__(self, root: Path):
@@ -24,14 +24,14 @@ class Workplace:
         self.models = root / "models"
 
     def cell(self, cell: Cell) -> Path:
-        """The folder of a cell."""
+        """Return the folder of a run."""
         return self.root / "cells" / cell.name
 
     def remove_run(self, run: Path) -> None:
-        """Remove what a training run wrote, and its folder if nothing else is in it.
+        """Remove the files that training wrote to a folder, and the folder if it is empty then.
 
         Args:
-            run: Folder of the run; it need not exist.
+            run: Output folder of `midus train` or `midus sft`, which need not exist.
         """
         from midus_hf.files.run_files import remove_written
 
@@ -42,15 +42,15 @@ class Workplace:
             run.rmdir()
 
     def remove_upscaled(self, name: str) -> None:
-        """Remove an upscaled model; one that a person has put something into stays.
+        """Remove an upscaled model with its report and lock, unless somebody else put files into the model's folder.
 
         Args:
-            name: `Cell.upscaled_name`.
+            name: Name of the model, from `Cell.upscaled_name`.
         """
         model = self.models / name
         if model.is_dir() and not _is_ours_alone(model):
             return
-        # What says that the model is there goes first.
+        # The report goes first: while it exists, the model counts as complete.
         for beside in (self.models / f"{name}.json", self.models / f".{name}.lock"):
             beside.unlink(missing_ok=True)
         remove_upscaled(model)
@@ -59,19 +59,20 @@ class Workplace:
 
 
 def remove_upscaled(folder: Path) -> None:
-    """Remove a model that `upscale` wrote; one that a person has put something into stays.
+    """Remove a model that `upscale` wrote, unless somebody else put files into its folder.
 
     Args:
-        folder: Of the model; it need not exist.
+        folder: Folder of the model, which need not exist.
     """
     if folder.is_dir() and _is_ours_alone(folder):
-        # As long as its config is there, half of it is known as a model of ours, which `upscale --overwrite` replaces.
+        # The config goes last: it marks a half-removed folder as a model of ours, which `upscale --overwrite` may replace.
         for path in sorted(folder.iterdir(), key=lambda path: path.name == CONFIG_FILE):
             shutil.rmtree(path) if path.is_dir() else path.unlink()
         folder.rmdir()
 
 
 def _is_ours_alone(folder: Path) -> bool:
+    """Return whether a folder holds nothing but what `upscale` wrote."""
     from midus_hf.files.ownership import is_replaceable
 
     return is_replaceable(folder)

@@ -1,1 +1,1 @@
-"""What a comparison found, told: sentences, tables, pictures, one page, and files for other programs."""
+"""Reports of a comparison: its findings as sentences, tables, pictures, one page, and files for other programs."""

@@ -1,4 +1,4 @@
-"""The results of a comparison in the order that a person asks for them."""
+"""Findings of a comparison: its results per variant, with the numbers that reports show."""
 
 import dataclasses
 from collections.abc import Mapping, Sequence, Set
@@ -23,20 +23,20 @@ from midus_hf.compare.rates import Rate, rate_name
 from midus_hf.compare.results import Result
 
 _METRICS = ("acc_norm", "acc", "exact_match")
-"""Of a task, the first of these that it has is told."""
+"""Metrics of a task in order of preference: reports show the first that the task has."""
 
 
 @dataclasses.dataclass(frozen=True)
 class ArmFindings:
-    """What is known of one arm.
+    """Findings about one variant.
 
     Args:
-        name: Of the arm.
-        base: What was measured of the base.
-        results: Of all rates and seeds.
-        rate: Name of the rate at which the domain was learned best.
-        domain: Names of texts.
-        retention: Names of texts.
+        name: Name of the variant.
+        base: Result of the base.
+        results: Results of the variant at all rates, with all seeds.
+        rate: Name of the best rate, at which the loss of the domain ended lowest.
+        domain: Names of the domain texts.
+        retention: Names of the retention texts.
     """
 
     name: str
@@ -48,59 +48,59 @@ class ArmFindings:
 
     @property
     def best(self) -> Sequence[Result]:
-        """Of the best rate, a result of each seed."""
+        """Results at the best rate, one per seed."""
         return by_rate(self.results)[self.rate]
 
     @property
     def ends(self) -> Mapping[int, float]:
-        """Mean loss of the domain at the end, by seed."""
+        """Mean final loss of the domain texts at the best rate, by seed, in nats per token."""
         return {result.seed: mean_loss(result.end, self.domain) for result in self.best}
 
     @property
     def domain_loss(self) -> Spread:
-        """The same over seeds."""
+        """Mean and spread of `ends` over seeds."""
         return spread(list(self.ends.values()))
 
     @property
     def learned(self) -> Spread:
-        """Nats by which the loss of the domain fell from its origin."""
+        """Nats per token by which the mean loss of the domain fell, counted from `origin`; mean and spread over seeds."""
         return spread(self.learned_by_seed)
 
     @property
     def learned_by_seed(self) -> list[float]:
-        """The same, a number of each seed."""
+        """Nats per token by which the mean loss of the domain fell, one number per seed of the best rate."""
         return [mean_loss(origin(one, self.base), self.domain) - mean_loss(one.end, self.domain) for one in self.best]
 
     @property
     def forgotten(self) -> Spread | None:
-        """Nats by which the loss of retention texts rose from its origin; None without such texts."""
+        """Nats per token by which the mean loss of the retention texts rose, counted from `origin`; None without these texts."""
         if not self.retention:
             return None
         return spread([path(one, self.base, self.domain, self.retention)[-1][1] for one in self.best])
 
     @property
     def starts_elsewhere(self) -> bool:
-        """Whether a model that training began with did not compute what the base computes, or nobody looked."""
+        """True if, for any seed at the best rate, the model was not verified to start from what the base computes."""
         return any(origin(result, self.base) is self.base.end for result in self.best)
 
     @property
     def is_causal(self) -> bool:
-        """Whether its losses are of tokens that were predicted from those in front of them alone."""
+        """True if every loss at the best rate is of tokens predicted from earlier tokens alone."""
         return all(result.is_causal for result in self.best)
 
     @property
     def tokens(self) -> float:
-        """Tokens trained on, the mean over seeds."""
+        """Number of tokens trained on at the best rate, the mean over seeds."""
         return spread([result.end.tokens for result in self.best]).mean
 
     @property
     def rates(self) -> list[Rate]:
-        """Those it was trained at, in their order."""
+        """Rates that the variant has results at, in the order of its results."""
         return [results[0].rate for results in by_rate(self.results).values()]
 
     @property
     def is_at_an_end_of_its_rates(self) -> bool:
-        """Whether a number of the best rate is the least or the greatest of those that were tried."""
+        """True if a number of the best rate is the least or the greatest of several that were tried for its key."""
         tried = [[rate[key] for rate in self.rates if key in rate] for key in self.best[0].rate]
         best = list(self.best[0].rate.values())
         return any(
@@ -109,25 +109,25 @@ class ArmFindings:
         )
 
     def metric(self, task: str, before: bool = False) -> Spread | None:
-        """The usual metric of a task, after training or before; None if a result lacks it.
+        """Return the preferred metric of a task at the best rate, over seeds; None if the result of any seed lacks the metric.
 
         Args:
-            task: Its name.
-            before: Whether of the model that training began with. Default: false.
+            task: Name of the task.
+            before: Whether to take the model that training began with instead of the trained one. Default: false.
         """
-        found = [metric_of((result.tasks_before if before else result.tasks).get(task, {})) for result in self.best]
-        numbers = [number for number in found if number is not None]
-        return spread(numbers) if len(numbers) == len(found) else None
+        metrics = [metric_of((result.tasks_before if before else result.tasks).get(task, {})) for result in self.best]
+        numbers = [number for number in metrics if number is not None]
+        return spread(numbers) if len(numbers) == len(metrics) else None
 
 
 @dataclasses.dataclass(frozen=True)
 class AtEqualLearning:
-    """What an arm had forgotten when it had learned as much as half of the arms did in the end.
+    """Forgetting of a variant at the moment when it had learned `Findings.common_learning`.
 
     Args:
-        arm: Its name.
-        rate: The rate at which that was least.
-        by_seed: Nats, by seed.
+        arm: Name of the variant.
+        rate: Name of the rate at which the variant had forgotten least.
+        by_seed: Nats per token forgotten, by seed.
     """
 
     arm: str
@@ -136,21 +136,21 @@ class AtEqualLearning:
 
     @property
     def forgotten(self) -> Spread:
-        """The same over seeds."""
+        """Mean and spread of `by_seed`."""
         return spread(list(self.by_seed.values()))
 
 
 @dataclasses.dataclass(frozen=True)
 class Findings:
-    """All that is told of a comparison.
+    """Findings of a comparison, which reports are written from.
 
     Args:
-        comparison: What was asked for.
-        base: What was measured of the base.
-        arms: Those with results, by name, in the order of the comparison.
-        controls: Results of null controls, by the name of their arm and of the control.
-        failures: What failed, by its name, and why.
-        missing: How many runs of arms are not done.
+        comparison: The options of the comparison.
+        base: Result of the base.
+        arms: Findings of the variants that have results, by name, in the order of the comparison.
+        controls: Results of null controls, by the names of their variant and of the null control.
+        failures: Why runs failed, by the name of the run.
+        missing: Number of runs that are not done, runs of null controls included.
     """
 
     comparison: Comparison
@@ -162,7 +162,7 @@ class Findings:
 
     @property
     def domain(self) -> list[str]:
-        """Names of the domain's texts."""
+        """Names of the domain texts."""
         return list(self.comparison.domain)
 
     @property
@@ -172,25 +172,26 @@ class Findings:
 
     @property
     def common_learning(self) -> float:
-        """Nats that half of the arms learned at their best rates with every seed, or more: 0 at least.
+        """Nats per token that at least half of the variants learned at their best rates with every seed; at least 0.
 
-        What the slowest arm learned may be next to nothing, and nothing has been forgotten there.
+        The minimum over all variants would not do: the slowest may have learned next to nothing, where nothing is forgotten yet.
         """
         learned = sorted(min(arm.learned_by_seed) for arm in self.arms.values())
         return max(0.0, learned[(len(learned) - 1) // 2])
 
     @property
     def compares_forgetting(self) -> bool:
-        """Whether there is a learning that half of the arms have reached, and text outside the domain to tell what that cost."""
+        """True if there are retention texts and half of the variants have learned something, so that forgetting can be compared."""
         return bool(self.arms and self.retention) and self.common_learning > 0
 
     def at_equal_learning(self) -> list[AtEqualLearning]:
-        """What each arm that learned so much had forgotten at the common learning, the least first.
+        """Return what each variant had forgotten when it had learned `common_learning`, the least first.
 
-        Of its rates the one counts at which that was least, over seeds that rates have in common if there are any; those at which a
-        seed does not get there are left out.
+        Variants that never learned so much are left out. Of a variant's rates the one counts at which it had forgotten least, by the
+        mean over the seeds that the rates share, if they share any. A rate counts only if it has as many seeds as the best rate
+        and every seed learned so much.
         """
-        found = []
+        entries = []
         for arm in self.arms.values():
             reached = []
             for rate, results in by_rate(arm.results).items():
@@ -200,19 +201,21 @@ class Findings:
                     )
                     for result in results
                 }
-                told = {seed: number for seed, number in forgotten.items() if number is not None}
-                if len(told) == len(results) == len(arm.best):
-                    reached.append(AtEqualLearning(arm.name, rate, told))
+                by_seed = {seed: number for seed, number in forgotten.items() if number is not None}
+                if len(by_seed) == len(results) == len(arm.best):
+                    reached.append(AtEqualLearning(arm.name, rate, by_seed))
             if reached:
                 common = set.intersection(*(set(one.by_seed) for one in reached))
-                found.append(min(reached, key=partial(_mean_forgotten, seeds=common)))
-        return sorted(found, key=lambda one: one.forgotten.mean)
+                entries.append(min(reached, key=partial(_mean_forgotten, seeds=common)))
+        return sorted(entries, key=lambda one: one.forgotten.mean)
 
     def verdicts(self, arm: str) -> list[Verdict]:
-        """Of an arm and each of its trained null controls.
+        """Return a verdict on a variant and each of its trained null controls.
+
+        Null controls that share no seed with the variant are left out.
 
         Args:
-            arm: Its name.
+            arm: Name of the variant.
         """
         own = self.arms[arm].ends
         compared = (
@@ -222,51 +225,56 @@ class Findings:
         return [one for one in compared if one is not None]
 
     def controls_of(self, arm: str) -> list[Verdict]:
-        """What is known of all its null controls, the one that is only measured last.
+        """Return the verdicts on all null controls of a variant: first the trained ones, then shuffled addresses.
 
         Args:
-            arm: Its name.
+            arm: Name of the variant.
         """
         shuffled = self.loss_when_shuffled(arm)
         return [*self.verdicts(arm), *([] if shuffled is None else [shuffled])]
 
     def loss_when_shuffled(self, arm: str) -> Verdict | None:
-        """Nats by which the loss of the domain rises when the trained arm's values are permuted; None if that was not measured.
+        """Return a verdict on how many nats the loss of the domain rises when the values of the trained variant are permuted.
 
         Args:
-            arm: Its name.
+            arm: Name of the variant.
+
+        Returns:
+            None if that was not measured.
         """
         rises = []
         for result in self.arms[arm].best:
             if result.shuffled is not None:
-                # Earlier results have it as the run measured it, in the precision of training, alone.
+                # Results of older versions lack `unshuffled`; theirs is the end of the curve, in the precision of training.
                 before = result.end.losses if result.unshuffled is None else result.unshuffled
                 rises.append(spread([result.shuffled[name] - before[name] for name in self.domain]).mean)
         if not rises:
             return None
         rise = spread(rises)
-        words = in_words(
+        conclusion = in_words(
             rise, "its addresses matter", "its addresses do not matter", "its addresses are not shown to matter"
         )
-        return Verdict(SHUFFLED, rise, words)
+        return Verdict(SHUFFLED, rise, conclusion)
 
 
 def _mean_forgotten(one: AtEqualLearning, seeds: Set[int]) -> float:
-    """Over these seeds, or over its own where there are none."""
+    """Return the mean forgetting over `seeds`, or over all seeds of the entry if `seeds` is empty."""
     return spread([one.by_seed[seed] for seed in seeds or one.by_seed]).mean
 
 
 def findings(
     comparison: Comparison, base: Result, results: Sequence[Result], failures: Mapping[str, str], missing: int = 0
 ) -> Findings:
-    """Put results in order.
+    """Return the findings of a comparison from its results.
+
+    Results of null controls count only at the best rate of their variant.
 
     Args:
-        comparison: What was asked for.
-        base: What was measured of the base.
-        results: Of all cells that are done.
-        failures: What failed, by its name, and why.
-        missing: How many runs are not done. Default: 0.
+        comparison: The comparison, resolved by `plan`.
+        base: Result of the base.
+        results: Results of all runs that are done, null controls included.
+        failures: Why runs failed, by the name of the run.
+        missing: Number of runs that are not done. Default: 0.
     """
     domain, retention = list(comparison.domain), list(comparison.retention)
     arms = {}
@@ -287,9 +295,9 @@ def findings(
 
 
 def metric_of(metrics: Mapping[str, float]) -> float | None:
-    """The metric of a task that is told, a number from 0 to 1; None if it has none that is known.
+    """Return the metric of a task that reports show, from 0 to 1: the first of acc_norm, acc and exact_match; None if it has none.
 
     Args:
-        metrics: By name.
+        metrics: Metrics of one task, by name.
     """
     return next((metrics[name] for name in _METRICS if name in metrics), None)

@@ -1,4 +1,4 @@
-"""Findings as pictures, PNG. All of them need matplotlib."""
+"""Findings as PNG pictures. Every function here needs matplotlib."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar
@@ -12,34 +12,35 @@ _SIZE = (9.0, 5.5)
 _Moment = TypeVar("_Moment")
 
 
-def pictures(found: Findings) -> dict[str, bytes]:
-    """All pictures, by what they show.
+def pictures(findings: Findings) -> dict[str, bytes]:
+    """Draw all pictures of a comparison, and return them as PNG by title.
 
     Args:
-        found: Of a comparison with one arm or more.
+        findings: Findings of a comparison with results of at least one variant.
     """
-    drawn = {"Loss of the domain by tokens": draw_curves(found, found.domain)}
-    if found.retention:
-        drawn = {"Learning against forgetting": draw_frontier(found), **drawn}
-        drawn["Loss outside the domain by tokens"] = draw_curves(found, found.retention)
-    return {**drawn, "Parameters, memory and time": draw_costs(found)}
+    drawn = {"Loss of the domain by tokens": draw_curves(findings, findings.domain)}
+    if findings.retention:
+        drawn = {"Learning against forgetting": draw_frontier(findings), **drawn}
+        drawn["Loss outside the domain by tokens"] = draw_curves(findings, findings.retention)
+    return {**drawn, "Parameters, memory and time": draw_costs(findings)}
 
 
-def draw_frontier(found: Findings) -> bytes:
-    """Learning against forgetting: a path for each arm and rate, with bars of one standard deviation over seeds at its end.
+def draw_frontier(findings: Findings) -> bytes:
+    """Draw learning against forgetting: a path per variant and rate, with error bars of one standard deviation over seeds at its end.
 
-    The best rate of an arm is drawn full, the others faint. Of arms that do not start at the base the end is in the picture.
+    The best rate of a variant is opaque, its other rates are faint. If some variants do not start at the base, the picture is
+    cropped to the whole paths of the other variants and to the ends of all paths. The picture is returned as PNG.
 
     Args:
-        found: Of a comparison with retention texts.
+        findings: Findings of a comparison with retention texts.
     """
     figure, axes = _figure()
     inside = [(0.0, 0.0)]
-    for color, arm in _colored(found.arms):
+    for color, arm in _colored(findings.arms):
         for rate in dict.fromkeys(_rate(result) for result in arm.results):
             results = [result for result in arm.results if _rate(result) == rate]
             is_best = results[0] in arm.best
-            paths = [path(result, found.base, found.domain, found.retention) for result in results]
+            paths = [path(result, findings.base, findings.domain, findings.retention) for result in results]
             moments = _beside(paths)
             xs = [spread([x for x, _ in moment]) for moment in moments]
             ys = [spread([y for _, y in moment]) for moment in moments]
@@ -52,7 +53,7 @@ def draw_frontier(found: Findings) -> bytes:
             axes.errorbar(
                 xs[-1].mean, ys[-1].mean, xerr=xs[-1].deviation, yerr=ys[-1].deviation, fmt="o", capsize=3, **look
             )
-    if any(arm.starts_elsewhere for arm in found.arms.values()):
+    if any(arm.starts_elsewhere for arm in findings.arms.values()):
         for set_limits, numbers in zip((axes.set_xlim, axes.set_ylim), zip(*inside, strict=True), strict=True):
             margin = 0.1 * (max(numbers) - min(numbers)) or 0.1
             set_limits(min(numbers) - margin, max(numbers) + margin)
@@ -62,15 +63,17 @@ def draw_frontier(found: Findings) -> bytes:
     return _png(figure, axes)
 
 
-def draw_curves(found: Findings, texts: Sequence[str]) -> bytes:
-    """The mean loss of some texts against tokens, each arm at its best rate; the band reaches from the least to the greatest seed.
+def draw_curves(findings: Findings, texts: Sequence[str]) -> bytes:
+    """Draw the mean loss of some texts against tokens, each variant at its best rate, and return PNG.
+
+    Lines are means over seeds; bands reach from the least to the greatest seed.
 
     Args:
-        found: Of a comparison.
-        texts: Their names.
+        findings: Findings of a comparison with results of at least one variant.
+        texts: Names of the texts.
     """
     figure, axes = _figure()
-    for color, arm in _colored(found.arms):
+    for color, arm in _colored(findings.arms):
         columns = _beside([result.curve for result in arm.best])
         tokens = [spread([point.tokens for point in column]).mean for column in columns]
         losses = [[mean_loss(point, texts) for point in column] for column in columns]
@@ -81,20 +84,20 @@ def draw_curves(found: Findings, texts: Sequence[str]) -> bytes:
     return _png(figure, axes)
 
 
-def draw_costs(found: Findings) -> bytes:
-    """What each arm costs: parameters that train, memory of training, and its seconds.
+def draw_costs(findings: Findings) -> bytes:
+    """Draw what each variant costs at its best rate, and return PNG.
 
-    Args:
-        found: Of a comparison.
+    The costs are trained parameters in millions, peak memory of training in GB (the most of any seed) and seconds of training (mean
+    over seeds).
     """
-    figure = new_figure(_SIZE[0], 1.2 + 0.3 * len(found.arms))
-    names = list(found.arms)[::-1]
+    figure = new_figure(_SIZE[0], 1.2 + 0.3 * len(findings.arms))
+    names = list(findings.arms)[::-1]
     columns = {
-        "parameters that train, millions": [found.arms[name].best[0].trained_parameters / 1e6 for name in names],
+        "parameters that train, millions": [findings.arms[name].best[0].trained_parameters / 1e6 for name in names],
         "memory of training, GB": [
-            max(one.peak_memory_bytes for one in found.arms[name].best) / 1e9 for name in names
+            max(one.peak_memory_bytes for one in findings.arms[name].best) / 1e9 for name in names
         ],
-        "seconds of training": [spread([one.seconds for one in found.arms[name].best]).mean for name in names],
+        "seconds of training": [spread([one.seconds for one in findings.arms[name].best]).mean for name in names],
     }
     all_axes = figure.subplots(1, len(columns), sharey=True)
     for axes, (title, numbers) in zip(all_axes, columns.items(), strict=True):
@@ -104,16 +107,18 @@ def draw_costs(found: Findings) -> bytes:
 
 
 def _beside(runs: Sequence[Sequence[_Moment]]) -> list[list[_Moment]]:
-    """What several runs have at each moment that all of them have, and at their ends, which may not be at the same step."""
+    """Return the moments of several runs side by side: first the moments that all runs have before their ends, then the ends."""
     common = min(map(len, runs)) - 1
     return [*(list(moment) for moment in zip(*(run[:common] for run in runs), strict=True)), [run[-1] for run in runs]]
 
 
 def _rate(result: Result) -> tuple[tuple[str, float], ...]:
+    """Return the rate of a result in a form that can be a key."""
     return tuple(sorted(result.rate.items()))
 
 
 def _colored(arms: Mapping[str, ArmFindings]) -> list[tuple[Any, ArmFindings]]:
+    """Return each variant with a color; colors repeat after 20 variants."""
     import matplotlib
 
     colors = matplotlib.colormaps["tab20" if len(arms) > 10 else "tab10"]

@@ -1,4 +1,4 @@
-"""What a comparison would run."""
+"""The plan of a comparison: which runs there are, and how many of them are done."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -15,17 +15,19 @@ from midus_hf.compare.workplace import Workplace
 
 
 def planned(comparison: Comparison, arms: Sequence[Arm]) -> list[dict[str, Any]]:
-    """Each arm with its size, its runs and how many of them are done; null controls come as these end.
+    """Return a record per variant with its size, its number of runs and how many of them are done, for other programs.
+
+    Runs of null controls are not counted: they are added once their variant has ended.
 
     Args:
-        comparison: From `plan`.
-        arms: From `plan`.
+        comparison: Comparison that `plan` returned.
+        arms: Variants that `plan` returned.
     """
-    place = Workplace(Path(comparison.output_dir))
-    found = []
+    workplace = Workplace(Path(comparison.output_dir))
+    rows = []
     for arm in arms:
         cells = cells_of(arm, comparison)
-        found.append(
+        rows.append(
             {
                 "arm": arm.name,
                 "method": None if arm.upscale is None else arm.upscale["method"],
@@ -34,18 +36,18 @@ def planned(comparison: Comparison, arms: Sequence[Arm]) -> list[dict[str, Any]]
                 "trained_parameters": arm.trained_parameters,
                 "rates": [rate_name(rate) for rate in arm.rates],
                 "runs": len(cells),
-                "done": sum(read_result(place.cell(cell)) is not None for cell in cells),
+                "done": sum(read_result(workplace.cell(cell)) is not None for cell in cells),
             }
         )
-    return found
+    return rows
 
 
 def plan_table(comparison: Comparison, arms: Sequence[Arm]) -> TableOfWords:
-    """The same in words; what trains beside a budget of parameters, in per cent of it.
+    """Return the plan as a table with a row per variant; trained parameters have their deviation from the budget in per cent.
 
     Args:
-        comparison: From `plan`.
-        arms: From `plan`.
+        comparison: Comparison that `plan` returned.
+        arms: Variants that `plan` returned.
     """
     rows = []
     for arm in planned(comparison, arms):

@@ -1,4 +1,4 @@
-"""Findings as tables of words."""
+"""Findings as tables."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
@@ -12,66 +12,66 @@ from midus_hf.compare.report.findings import ArmFindings, Findings, metric_of
 from midus_hf.compare.report.words import short_count, with_spread
 
 
-def arms_table(found: Findings) -> TableOfWords:
-    """What each arm learned and forgot at its best rate, the best first."""
-    tasks = list(found.comparison.tasks.names) if found.comparison.tasks is not None else []
+def arms_table(findings: Findings) -> TableOfWords:
+    """Return the table of what each variant learned and forgot at its best rate, the base first, then the lowest domain loss."""
+    tasks = list(findings.comparison.tasks.names) if findings.comparison.tasks is not None else []
     columns = ["arm", "rate", "seeds", "new", "trains", "domain loss", "learned"]
-    columns += ["forgotten"] if found.retention else []
-    head = [*columns, *found.retention, *tasks, "seconds", "tokens/s", "memory, GB", "starts at base"]
-    of_base = {"arm": "base", "domain loss": f"{mean_loss(found.base.end, found.domain):.4f}"}
+    columns += ["forgotten"] if findings.retention else []
+    head = [*columns, *findings.retention, *tasks, "seconds", "tokens/s", "memory, GB", "starts at base"]
+    of_base = {"arm": "base", "domain loss": f"{mean_loss(findings.base.end, findings.domain):.4f}"}
     first = [of_base.get(column, "") for column in columns]
-    first += [f"{found.base.end.losses[name]:.4f}" for name in found.retention]
-    first += [_share(metric_of(found.base.tasks.get(task, {}))) for task in tasks] + [""] * 4
-    rows = [first, *(_arm_row(arm, found.retention, tasks) for arm in _by_domain(found))]
+    first += [f"{findings.base.end.losses[name]:.4f}" for name in findings.retention]
+    first += [_share(metric_of(findings.base.tasks.get(task, {}))) for task in tasks] + [""] * 4
+    rows = [first, *(_arm_row(arm, findings.retention, tasks) for arm in _by_domain(findings))]
     return TableOfWords("What each learned and forgot", head, rows)
 
 
-def short_table(found: Findings) -> TableOfWords:
-    """The same in few columns, for a terminal."""
+def short_table(findings: Findings) -> TableOfWords:
+    """Return the table of variants at their best rates in few columns, for a terminal."""
     rows = [
         [
             arm.name,
             arm.rate,
             short_count(arm.best[0].trained_parameters),
             with_spread(arm.domain_loss),
-            *([with_spread(arm.forgotten, "{:+.4f}")] if found.retention else []),
+            *([with_spread(arm.forgotten, "{:+.4f}")] if findings.retention else []),
             f"{spread([result.seconds for result in arm.best]).mean:.0f}",
         ]
-        for arm in _by_domain(found)
+        for arm in _by_domain(findings)
     ]
-    head = ["arm", "rate", "trains", "domain loss", *(["forgotten"] if found.retention else []), "seconds"]
-    return TableOfWords(f"Base: domain loss {mean_loss(found.base.end, found.domain):.4f}", head, rows)
+    head = ["arm", "rate", "trains", "domain loss", *(["forgotten"] if findings.retention else []), "seconds"]
+    return TableOfWords(f"Base: domain loss {mean_loss(findings.base.end, findings.domain):.4f}", head, rows)
 
 
-def equal_learning_table(found: Findings) -> TableOfWords:
-    """What each arm had forgotten when it had learned as much as half of the arms did in the end, the least first."""
-    rows = [[one.arm, one.rate, with_spread(one.forgotten, "{:+.4f}")] for one in found.at_equal_learning()]
-    title = f"Forgotten when {found.common_learning:.4f} nats were learned"
+def equal_learning_table(findings: Findings) -> TableOfWords:
+    """Return the table of what each variant had forgotten when it had learned `Findings.common_learning`, the least first."""
+    rows = [[one.arm, one.rate, with_spread(one.forgotten, "{:+.4f}")] for one in findings.at_equal_learning()]
+    title = f"Forgotten when {findings.common_learning:.4f} nats were learned"
     return TableOfWords(title, ["arm", "rate", "change of the loss outside the domain"], rows)
 
 
-def tuned_table(found: Findings) -> TableOfWords:
-    """What fine-tuning left of it: losses of all texts, and tasks, of each arm at its best rate."""
-    texts = [*found.domain, *found.retention]
-    tasks = list(found.comparison.tasks.names) if found.comparison.tasks is not None else []
+def tuned_table(findings: Findings) -> TableOfWords:
+    """Return the table of losses and task metrics after fine-tuning, of each variant at its best rate."""
+    texts = [*findings.domain, *findings.retention]
+    tasks = list(findings.comparison.tasks.names) if findings.comparison.tasks is not None else []
     rows = []
-    for arm in _by_domain(found):
+    for arm in _by_domain(findings):
         tuned = [result.tuned for result in arm.best if result.tuned is not None]
         if tuned:
             losses = [with_spread(spread([one.losses[name] for one in tuned])) for name in texts]
-            told = []
+            scores = []
             for task in tasks:
                 numbers = [number for one in tuned if (number := metric_of(one.tasks.get(task, {}))) is not None]
-                told.append(with_spread(spread(numbers), "{:.3f}") if len(numbers) == len(tuned) else "")
-            rows.append([arm.name, arm.rate, *losses, *told])
+                scores.append(with_spread(spread(numbers), "{:.3f}") if len(numbers) == len(tuned) else "")
+            rows.append([arm.name, arm.rate, *losses, *scores])
     return TableOfWords("After fine-tuning", ["arm", "rate", *texts, *tasks], rows)
 
 
-def controls_table(found: Findings) -> TableOfWords:
-    """Each memory beside its null controls: what addressing was worth."""
+def controls_table(findings: Findings) -> TableOfWords:
+    """Return the table of variants beside their null controls, which shows what addressing is worth."""
     rows = []
-    for arm in found.arms:
-        for one in found.controls_of(arm):
+    for arm in findings.arms:
+        for one in findings.controls_of(arm):
             half = one.advantage.half_interval
             interval = "" if half is None else f"± {half:.4f}"
             rows.append(
@@ -86,37 +86,33 @@ def failures_table(failures: Mapping[str, str]) -> TableOfWords:
     return TableOfWords("Failed", ["run", "why"], [[name, why] for name, why in failures.items()])
 
 
-def tables(found: Findings) -> list[TableOfWords]:
-    """All of them that have rows.
+def tables(findings: Findings) -> list[TableOfWords]:
+    """Return all tables of a report that have rows.
 
     Args:
-        found: Of a comparison.
+        findings: Findings of a comparison.
     """
-    all_tables = [arms_table(found)]
-    if found.compares_forgetting:
-        all_tables.append(equal_learning_table(found))
-    all_tables += [tuned_table(found), controls_table(found), failures_table(found.failures)]
+    all_tables = [arms_table(findings)]
+    if findings.compares_forgetting:
+        all_tables.append(equal_learning_table(findings))
+    all_tables += [tuned_table(findings), controls_table(findings), failures_table(findings.failures)]
     return [table for table in all_tables if table.rows]
 
 
 def as_markdown(table: TableOfWords) -> str:
-    """A table in Markdown, with its title above it.
-
-    Args:
-        table: Of words.
-    """
+    """Return a table in Markdown, with its title above."""
     lines = [f"**{table.title}**", "", _line(table.head), _line(["---"] * len(table.head)), *map(_line, table.rows)]
     return "\n".join(lines)
 
 
-def as_json(found: Findings, files: Sequence[Path]) -> dict[str, Any]:
-    """All that is told, for other programs.
+def as_json(findings: Findings, files: Sequence[Path]) -> dict[str, Any]:
+    """Return the findings as a JSON object, for other programs.
 
     Args:
-        found: Of a comparison.
-        files: That were written.
+        findings: Findings of a comparison.
+        files: Paths of the report's files.
     """
-    equal = {one.arm: one for one in found.at_equal_learning()} if found.compares_forgetting else {}
+    equal = {one.arm: one for one in findings.at_equal_learning()} if findings.compares_forgetting else {}
     arms = [
         {
             "arm": arm.name,
@@ -129,24 +125,24 @@ def as_json(found: Findings, files: Sequence[Path]) -> dict[str, Any]:
             "forgotten": arm.forgotten and asdict(arm.forgotten),
             "forgotten_at_equal_learning": asdict(equal[arm.name].forgotten) if arm.name in equal else None,
             "controls": {
-                one.control: {**asdict(one.advantage), "verdict": one.words} for one in found.controls_of(arm.name)
+                one.control: {**asdict(one.advantage), "verdict": one.words} for one in findings.controls_of(arm.name)
             },
         }
-        for arm in found.arms.values()
+        for arm in findings.arms.values()
     ]
     return {
-        "base": {"losses": dict(found.base.end.losses), "tasks": found.base.tasks},
-        "common_learning": found.common_learning if found.arms else None,
+        "base": {"losses": dict(findings.base.end.losses), "tasks": findings.base.tasks},
+        "common_learning": findings.common_learning if findings.arms else None,
         "arms": arms,
-        "cautions": cautions(found) if found.arms else [],
-        "failed": dict(found.failures),
-        "missing": found.missing,
+        "cautions": cautions(findings) if findings.arms else [],
+        "failed": dict(findings.failures),
+        "missing": findings.missing,
         "files": list(map(str, files)),
     }
 
 
-def _by_domain(found: Findings) -> list[ArmFindings]:
-    return sorted(found.arms.values(), key=lambda arm: arm.domain_loss.mean)
+def _by_domain(findings: Findings) -> list[ArmFindings]:
+    return sorted(findings.arms.values(), key=lambda arm: arm.domain_loss.mean)
 
 
 def _arm_row(arm: ArmFindings, retention: Sequence[str], tasks: Sequence[str]) -> list[str]:

@@ -1,4 +1,4 @@
-"""The files that tell of a comparison, beside its runs."""
+"""Files of a comparison's report, in the folder of the comparison."""
 
 import csv
 import importlib.util
@@ -26,43 +26,45 @@ _HOW_TO_READ = (
 )
 
 
-def write_report(root: Path, found: Findings, results: Sequence[Result]) -> list[Path]:
-    """Write `report.md`, `runs.csv` and, where matplotlib is installed, `report.html`, a page that needs no other file.
+def write_report(root: Path, findings: Findings, results: Sequence[Result]) -> list[Path]:
+    """Write `report.md`, `runs.csv` and `report.html`, a page that needs no other file.
+
+    The page is written only if matplotlib is installed and a variant has results.
 
     Args:
-        root: The folder of the comparison.
-        found: Of it.
-        results: Of all cells.
+        root: Folder of the comparison.
+        findings: Findings of the comparison.
+        results: Results of all runs that are done, null controls included.
 
     Returns:
-        The files.
+        Paths of the written files.
     """
-    told, all_tables = sentences(found), tables(found)
-    title = f"{', '.join(found.arms) or 'Nothing yet'} on {found.comparison.base}"
+    summary, all_tables = sentences(findings), tables(findings)
+    title = f"{', '.join(findings.arms) or 'Nothing yet'} on {findings.comparison.base}"
     markdown, runs, page = root / "report.md", root / "runs.csv", root / "report.html"
     parts = [
         f"# {title}",
-        "\n".join(f"- {sentence}" for sentence in told),
+        "\n".join(f"- {sentence}" for sentence in summary),
         *map(as_markdown, all_tables),
         _HOW_TO_READ,
     ]
     markdown.write_text("\n\n".join(parts) + "\n", encoding="utf-8")
-    write_runs(runs, [found.base, *results], list(found.comparison.texts))
-    if importlib.util.find_spec("matplotlib") is None or not found.arms:
+    write_runs(runs, [findings.base, *results], list(findings.comparison.texts))
+    if importlib.util.find_spec("matplotlib") is None or not findings.arms:
         return [markdown, runs]
     from midus_hf.compare.report.pictures import pictures
 
-    write_page(page, title, [Section("", [*told, _HOW_TO_READ], all_tables, pictures(found))])
+    write_page(page, title, [Section("", [*summary, _HOW_TO_READ], all_tables, pictures(findings))])
     return [markdown, runs, page]
 
 
 def write_runs(path: Path, results: Sequence[Result], texts: Sequence[str]) -> None:
-    """Write a row for each run and moment that texts were measured at, as CSV.
+    """Write a CSV file with a row per run and step at which texts were measured.
 
     Args:
-        path: The file.
-        results: Of all cells, those of controls included, and of the base.
-        texts: Their names.
+        path: Path of the file.
+        results: Results of the base and of all runs, null controls included.
+        texts: Names of the texts; a text that a result lacks is written as nan.
     """
     head = "arm control_of control rate seed new_parameters trained_parameters step tokens seconds".split()
     with path.open("w", newline="", encoding="utf-8") as stream:

@@ -1,1 +1,1 @@
-"""Tables of papers as comparisons: a row is an arm, and the paper's number stands beside ours."""
+"""Tables of papers as comparisons: each row is a variant, and the paper's numbers stand beside ours."""

@@ -1,24 +1,24 @@
-"""What the file of a table says, and what one of a scale says."""
+"""Options in the files of tables and of scales."""
 
 import dataclasses
 from typing import Any, Literal
 
 Stage = Literal["continued", "tuned"]
-"""After continual pretraining, and after fine-tuning behind it."""
+"""When a number is measured: `continued` after continual pretraining, `tuned` after the fine-tuning that follows."""
 
 SCALES = ("paper", "small", "tiny")
 
 
 @dataclasses.dataclass(kw_only=True)
 class RowOptions:
-    """A row of a table.
+    """Options of a row of a table.
 
     Args:
-        train: A recipe for `midus train`, by the name of its file, with `{base}` where the base's is.
-        upscale: One for `upscale`, likewise. Default: none, the base is trained.
-        changes: Keys of `midus train` that replace those of the recipe. Default: none.
-        continued: The paper's numbers after continual pretraining, in the order of columns; null where it has none.
-        tuned: Those after fine-tuning, likewise. Default: none.
+        train: Name of a recipe for `midus train`, without `.yaml`, in which `{base}` stands for the table's base.
+        upscale: Name of a recipe for `upscale`, in the same form. Default: none, the base is trained.
+        changes: Keys of `midus train` that replace keys of the recipe and of the scale. Default: none.
+        continued: The paper's numbers after continual pretraining, one per column in order; null where the paper has none.
+        tuned: The paper's numbers after fine-tuning, in the same form. Default: none.
     """
 
     train: str
@@ -30,18 +30,19 @@ class RowOptions:
 
 @dataclasses.dataclass(kw_only=True)
 class TableOptions:
-    """A table of a paper.
+    """Options of a table of a paper.
 
     Args:
-        title: What it shows.
-        base: The base in the names of recipes, such as `llama-3.2-1b`.
-        columns: Names of what is measured, known to every scale; `Average` is that of the accuracies.
-        rows: By name, in the paper's order.
-        scales: The file of scales, by its name without an ending.
-        fine_tune: The recipe for `midus sft` of all rows, likewise. Default: none, the table ends with continual pretraining.
+        title: Title of the table.
+        base: Name of the base in the names of recipes, such as `llama-3.2-1b`.
+        columns: Names of the columns, which scales describe; `Average` is the mean of the accuracies.
+        rows: Options of the rows, by name, in the paper's order.
+        scales: Name of the file of scales, without `.yaml`.
+        fine_tune: Name of the recipe for `midus sft` of all rows, without `.yaml`. Default: none, the table ends with continual
+            pretraining.
 
     Raises:
-        ValueError: If a row has another number of columns.
+        ValueError: If a row has not one number per column.
     """
 
     title: str
@@ -61,17 +62,17 @@ class TableOptions:
 
     @property
     def stages(self) -> list[Stage]:
-        """Those that the table tells."""
+        """Stages that the table has numbers of, in order."""
         return ["continued"] if self.fine_tune is None else ["continued", "tuned"]
 
 
 @dataclasses.dataclass(kw_only=True)
 class ColumnOptions:
-    """How a column is measured: a task, or a text.
+    """Task or text that a column measures.
 
     Args:
-        task: Of `midus eval`. Default: none.
-        text: File or folder whose perplexity is measured. Default: none.
+        task: Name of a task of `midus eval`. Default: none.
+        text: File or folder of text whose perplexity is measured. Default: none.
     """
 
     task: str | None = None
@@ -80,21 +81,21 @@ class ColumnOptions:
 
 @dataclasses.dataclass(kw_only=True)
 class ScaleOptions:
-    """How large a table is done.
+    """Scale at which a table is reproduced: its base, its data and its budget.
 
-    Paths may be `material:NAME`, which is fetched.
+    A path may be `material:NAME`, which stands for the path of fetched material.
 
     Args:
-        needs: Machine and time, in words.
-        columns: How each column is measured; one that is left out is not, and stays empty.
-        base: Folder or Hub id. Default: that of the recipes.
-        upscale: Keys of `upscale` that replace those of recipes. Default: none.
-        train: Keys of `midus train`, likewise. Default: none.
-        fine_tune: Keys of `midus sft`, likewise. Default: none.
+        needs: Machine and time that the scale needs, as a sentence for people.
+        columns: Task or text per column; a column that is left out is not measured and stays empty.
+        base: Folder or Hub id of the base. Default: the base of the recipes.
+        upscale: Keys of `upscale` that replace keys of the recipes. Default: none.
+        train: Keys of `midus train` that replace keys of the recipes. Default: none.
+        fine_tune: Keys of `midus sft` that replace keys of the recipe. Default: none.
         data: Folder with the questions of the local tasks. Default: none.
         limit: Questions per task. Default: all.
         num_fewshot: Worked examples before a question. Default: what the task says.
-        seeds: As in `Comparison`. Default: `[0]`.
+        seeds: Seeds of new parameters and of the order of texts. Default: `[0]`.
     """
 
     needs: str

@@ -1,4 +1,4 @@
-"""A table as it came out, with the paper's numbers beside ours."""
+"""Reports of a reproduced table, with the paper's numbers below ours."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -18,13 +18,13 @@ _STAGES: dict[Stage, str] = {"continued": "after continual pretraining", "tuned"
 def stage_table(
     table: Table, stage: Stage, results: Mapping[str, Sequence[Result]], failures: Mapping[str, str]
 ) -> TableOfWords:
-    """The numbers of a stage: ours, and below each row the paper's.
+    """Return the table of a stage: a row of our numbers, followed by a row of the paper's.
 
     Args:
-        table: At a scale.
-        stage: Of the table.
-        results: By the name of the row's arm, of each seed; a row that is not in it is left out.
-        failures: By the name of the run, why it failed.
+        table: A table at a scale.
+        stage: One of the table's stages.
+        results: Results of all seeds, by the name of the row's variant; rows that are no key here are left out.
+        failures: Why runs failed, by the name of the run.
     """
     rows = []
     for name, row in table.options.rows.items():
@@ -44,29 +44,29 @@ def stage_table(
 
 
 def as_json(table: Table, results: Mapping[str, Sequence[Result]], failures: Mapping[str, str]) -> dict[str, Any]:
-    """All numbers, for other programs.
+    """Return all numbers of a table as a JSON object, for other programs.
 
     Args:
-        table: At a scale.
-        results: By the name of the row's arm, of each seed.
-        failures: By the name of the run, why it failed.
+        table: A table at a scale.
+        results: Results of all seeds, by the name of the row's variant.
+        failures: Why runs failed, by the name of the run.
     """
     rows = []
     for name, row in table.options.rows.items():
         of_row = results.get(arm_name(name), [])
-        told: dict[str, Any] = {"row": name, "seeds": [result.seed for result in of_row]}
+        entry: dict[str, Any] = {"row": name, "seeds": [result.seed for result in of_row]}
         for stage in table.options.stages:
-            found = {column: table.spread(column, stage, of_row) for column in table.options.columns}
+            spreads = {column: table.spread(column, stage, of_row) for column in table.options.columns}
             printed = row.continued if stage == "continued" else row.tuned
-            told[stage] = {
+            entry[stage] = {
                 column: {
                     "mean": None if one is None else one.mean,
                     "deviation": None if one is None else one.deviation,
                     "paper": None if printed is None else printed[number],
                 }
-                for number, (column, one) in enumerate(found.items())
+                for number, (column, one) in enumerate(spreads.items())
             }
-        rows.append(told)
+        rows.append(entry)
     return {
         "paper": table.paper,
         "table": table.name,
@@ -82,25 +82,26 @@ def write_table(
     """Write `table.md` and `table.html`.
 
     Args:
-        root: The folder of the comparison.
-        table: At a scale.
-        results: By the name of the row's arm, of each seed.
-        failures: By the name of the run, why it failed.
+        root: Folder of the comparison.
+        table: A table at a scale.
+        results: Results of all seeds, by the name of the row's variant.
+        failures: Why runs failed, by the name of the run.
 
     Returns:
-        The files.
+        Paths of the two files.
     """
     title = f"{table.paper}, table {table.name}, at the scale {table.scale_name}"
     tables = [stage_table(table, stage, results, failures) for stage in table.options.stages]
     if failures:
         tables.append(failures_table(failures))
-    words = [f"{table.options.title}. {table.scale.needs}", *_left_out(table)]
+    notes = [f"{table.options.title}. {table.scale.needs}", *_left_out(table)]
     markdown, page = root / "table.md", root / "table.html"
-    markdown.write_text("\n\n".join([f"# {title}", *words, *map(as_markdown, tables)]) + "\n", encoding="utf-8")
-    write_page(page, title, [Section("", words, tables)])
+    markdown.write_text("\n\n".join([f"# {title}", *notes, *map(as_markdown, tables)]) + "\n", encoding="utf-8")
+    write_page(page, title, [Section("", notes, tables)])
     return [markdown, page]
 
 
 def _left_out(table: Table) -> list[str]:
+    """Return a sentence that names the columns that the scale does not measure; no sentence if there are none."""
     missing = [column for column in table.options.columns if column not in table.scale.columns and column != AVERAGE]
     return [f"Not measured at this scale: {', '.join(missing)}."] if missing else []

@@ -1,4 +1,4 @@
-"""What tables need beside the package: recipes and material, which are in the repository alone."""
+"""Recipes and material of tables, which are in the repository and not in the installed package."""
 
 import importlib
 import sys
@@ -16,10 +16,10 @@ class Repository:
     """A clone of the repository.
 
     Args:
-        root: Its folder. Default: that in which this package lies.
+        root: Folder of the clone. Default: the folder in which this package lies.
 
     Raises:
-        ValueError: If it is none.
+        ValueError: If the folder has no `configs/reproduce`.
     """
 
     def __init__(self, root: Path | None = None):
@@ -32,18 +32,18 @@ class Repository:
             )
 
     def tables(self) -> dict[str, list[str]]:
-        """Papers, and the tables of each."""
-        found: dict[str, list[str]] = {}
+        """Return the names of tables by paper, papers sorted by name, tables by length and then by name."""
+        by_paper: dict[str, list[str]] = {}
         for path in (self._configs / "reproduce").glob("*/*.yaml"):
             if not path.stem.startswith("scales"):
-                found.setdefault(path.parent.name, []).append(path.stem)
-        return {paper: sorted(names, key=lambda name: (len(name), name)) for paper, names in sorted(found.items())}
+                by_paper.setdefault(path.parent.name, []).append(path.stem)
+        return {paper: sorted(names, key=lambda name: (len(name), name)) for paper, names in sorted(by_paper.items())}
 
     def table_file(self, paper: str, table: str) -> Path:
-        """The file of a table.
+        """Return the path of a table's file.
 
         Raises:
-            ValueError: If there is none.
+            ValueError: If the paper does not exist, or has no table of that name.
         """
         tables = self.tables()
         if paper not in tables:
@@ -53,35 +53,35 @@ class Repository:
         return self._configs / "reproduce" / paper / f"{table}.yaml"
 
     def scales_file(self, paper: str, name: str) -> Path:
-        """The file of the scales of a table."""
+        """Return the path of a file of scales, by its name without `.yaml`."""
         return self._configs / "reproduce" / paper / f"{name}.yaml"
 
     def recipe(self, kind: str, name: str, base: str) -> str:
-        """The path of a recipe.
+        """Return the path of a recipe.
 
         Args:
-            kind: `upscale`, `train` or `sft`.
-            name: Of its file, with `{base}` where the base's is.
-            base: As recipes call it.
+            kind: Folder of the recipe: `upscale`, `train` or `sft`.
+            name: Name of the recipe without `.yaml`, in which `{base}` stands for the base.
+            base: Name of the base in the names of recipes, such as `llama-3.2-1b`.
         """
         return str(self._configs / kind / f"{name.format(base=base)}.yaml")
 
     def base(self, name: str) -> str:
-        """The base of recipes that are called after it, as that of `midus-hml` names it."""
+        """Return the Hub id of a base by its name in the names of recipes, as the `midus-hml` recipe of that base gives it."""
         from midus_hf.config.yaml_options import read_mapping
 
-        found = read_mapping(self.recipe("upscale", "midus-hml-{base}-distributed", name))["base"]
-        assert isinstance(found, str), "recipes of upscale name their base"
-        return found
+        base = read_mapping(self.recipe("upscale", "midus-hml-{base}-distributed", name))["base"]
+        assert isinstance(base, str), "recipes of upscale name their base"
+        return base
 
     def fetched(self, value: Any) -> Any:
-        """A value with every `material:NAME` in it replaced by the path of what that fetches.
+        """Return a value in which every `material:NAME` is replaced by the path of that material, fetched if necessary.
 
         Args:
-            value: A string, a mapping, a list, or anything else, which stays.
+            value: A string, or a mapping or list of values; anything else is returned unchanged.
 
         Raises:
-            ValueError: If there is no such material, or it cannot be fetched.
+            ValueError: If there is no material of that name, or the material cannot be fetched.
         """
         if isinstance(value, Mapping):
             return {key: self.fetched(inner) for key, inner in value.items()}

@@ -18,7 +18,7 @@ from midus_hf.config.yaml_options import read_mapping, with_overrides
 
 AVERAGE = "Average"
 _WORD_PERPLEXITY = "word_perplexity"
-"""The metric of tasks that are texts."""
+"""The metric of tasks that measure the perplexity of a text."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -26,11 +26,11 @@ class Table:
     """A table at a scale.
 
     Args:
-        paper: Such as `midus`.
-        name: Such as `1`.
-        scale_name: One of `SCALES`.
-        options: Of the table.
-        scale: Of the scale.
+        paper: Name of the paper, such as `midus`.
+        name: Name of the table, such as `1`.
+        scale_name: Name of the scale, one of `SCALES`.
+        options: Options of the table.
+        scale: Options of the scale.
     """
 
     paper: str
@@ -40,12 +40,12 @@ class Table:
     scale: ScaleOptions
 
     def number(self, column: str, stage: Stage, result: Result) -> float | None:
-        """What a result has in a column: an accuracy in per cent, or a perplexity; None if it was not measured.
+        """Return the number of a result in a column: an accuracy in per cent, or a perplexity; None if not measured.
 
         Args:
-            column: Of the table.
-            stage: After which it was measured.
-            result: Of a row and seed.
+            column: A column of the table; `Average` is the mean of the accuracies.
+            stage: Stage after which the number is measured.
+            result: Result of a row with one seed.
         """
         if column == AVERAGE:
             shares = [
@@ -63,23 +63,23 @@ class Table:
         return metrics.get(_WORD_PERPLEXITY) if share is None else 100 * share
 
     def spread(self, column: str, stage: Stage, results: Sequence[Result]) -> Spread | None:
-        """The same over seeds.
+        """Return the mean and spread of a column over the seeds that have a number; None if no seed has.
 
         Args:
-            column: Of the table.
-            stage: After which it was measured.
-            results: Of a row.
+            column: A column of the table.
+            stage: Stage after which the numbers are measured.
+            results: Results of a row, one per seed.
         """
         numbers = [number for result in results if (number := self.number(column, stage, result)) is not None]
         return spread(numbers) if numbers else None
 
     def comparison(self, repository: Repository, output: Path, rows: Sequence[str]) -> Comparison:
-        """What is run.
+        """Return the comparison that measures some rows of the table.
 
         Args:
-            repository: Has the recipes and the material.
+            repository: Clone with the recipes and the material.
             output: Folder of the comparison.
-            rows: Names of those that are done.
+            rows: Names of the rows.
 
         Raises:
             ValueError: If a recipe cannot be read, or material cannot be fetched.
@@ -92,7 +92,7 @@ class Table:
             "limit": scale.limit,
             "num_fewshot": scale.num_fewshot,
         }
-        given = {
+        values = {
             "base": scale.base or repository.base(table.base),
             "output_dir": str(output),
             "arms": {arm_name(name): self._arm(table.rows[name], repository) for name in rows},
@@ -105,8 +105,8 @@ class Table:
         }
         if table.fine_tune is not None:
             recipe = read_mapping(repository.recipe("sft", table.fine_tune, table.base))
-            given["fine_tune"] = {**_without(recipe, OWN_FINE_TUNING_KEYS), **scale.fine_tune}
-        return read_options(Comparison, repository.fetched(given), "the table")
+            values["fine_tune"] = {**_without(recipe, OWN_FINE_TUNING_KEYS), **scale.fine_tune}
+        return read_options(Comparison, repository.fetched(values), "the table")
 
     def _arm(self, row: RowOptions, repository: Repository) -> dict[str, Any]:
         train = _without(read_mapping(repository.recipe("train", row.train, self.options.base)), OWN_TRAINING_KEYS)
@@ -117,7 +117,7 @@ class Table:
         return arm
 
     def _shares(self, result: Result) -> list[str]:
-        """The columns whose numbers are accuracies."""
+        """Return the columns whose numbers are accuracies."""
         tasks = {name: how.task for name, how in self.scale.columns.items() if how.task is not None}
         return [
             name for name in self.options.columns if metric_of(result.tasks.get(tasks.get(name, ""), {})) is not None
@@ -125,17 +125,17 @@ class Table:
 
 
 def read_table(repository: Repository, paper: str, name: str, scale: str, overrides: Sequence[str] = ()) -> Table:
-    """Read a table and a scale.
+    """Read a table and a scale from their files.
 
     Args:
-        repository: Has them.
-        paper: Such as `midus`.
-        name: Such as `1`.
-        scale: One of `SCALES`.
-        overrides: Words `key=value` that replace keys of the scale. Default: none.
+        repository: Clone that has the files.
+        paper: Name of the paper, such as `midus`.
+        name: Name of the table, such as `1`.
+        scale: Name of the scale, one of `SCALES`.
+        overrides: Arguments `key=value` that replace keys of the scale. Default: none.
 
     Raises:
-        ValueError: If there is no such table or scale, or a file has an unknown key.
+        ValueError: If the table or the scale does not exist, or a file has an unknown key.
     """
     if scale not in SCALES:
         raise ValueError(f"scale is {scale!r}; expected one of: {', '.join(SCALES)}.")
@@ -149,25 +149,25 @@ def read_table(repository: Repository, paper: str, name: str, scale: str, overri
 
 
 def read_options_of(repository: Repository, paper: str, name: str) -> TableOptions:
-    """Read a table.
+    """Read the options of a table from its file.
 
     Args:
-        repository: Has it.
-        paper: Such as `midus`.
-        name: Such as `1`.
+        repository: Clone that has the file.
+        paper: Name of the paper, such as `midus`.
+        name: Name of the table, such as `1`.
 
     Raises:
-        ValueError: If there is none, or its file has an unknown key.
+        ValueError: If the table does not exist, or its file has an unknown key.
     """
     file = repository.table_file(paper, name)
     return read_options(TableOptions, read_mapping(file), str(file))
 
 
 def arm_name(row: str) -> str:
-    """The name of a row's arm, which is that of a folder.
+    """Return the name of a row's variant: the row's name with `-` for each character that a folder's name should not have.
 
     Args:
-        row: Its name in the table.
+        row: Name of the row in the table.
     """
     return "".join(letter if letter.isalnum() or letter in "._+-" else "-" for letter in row)
 
