@@ -1,7 +1,7 @@
 """Atomic numbers: what blocks learn of a fact about each of 118 elements, and how much remains while blocks are blocked.
 
     python -m experiments.atoms --work outputs/atoms --picture outputs/atoms/blocking.png
-    python -m experiments.atoms --work outputs/atoms --arms fetched --blocked 1:0,1:1,1:2,1:4,1:8
+    python -m experiments.atoms --work outputs/atoms --variants fetched --blocked 1:0,1:1,1:2,1:4,1:8
 
 The model is SmolLM2-135M, frozen, with FFN memories (`hier-ffn`). The variant `fetched` reads the blocks on each text's
 path in a tree of topics. The variant `generic` reads one memory for all texts, as large as what `fetched` fetches. Both
@@ -40,7 +40,7 @@ from material.elements import FACTS_FILE, QUESTIONS_FILE, elements
 from material.minilm import minilm
 from material.smollm2 import smollm2_135m
 
-ARMS: dict[str, tuple[str, float] | None] = {"base": None, "fetched": ("none", 0.0), "generic": ("generic", 1.0)}
+VARIANTS: dict[str, tuple[str, float] | None] = {"base": None, "fetched": ("none", 0.0), "generic": ("generic", 1.0)}
 """Option `without_ids` and share of sequences that train the generic memory; None for the base, which is not trained.
 
 `without_ids` says what a text without a path reads.
@@ -52,7 +52,7 @@ _METRIC = "exact_match,first-integer"
 def main() -> None:
     parser = study(__doc__)
     parser.add_argument("--tree", type=Path, help="tree of topics (default: it is built of the elements)")
-    listed(parser, "--arms", ARMS)
+    listed(parser, "--variants", VARIANTS)
     parser.add_argument("--sizes", default="[32,16]", help="of blocks, one a level of the tree (default: [32,16])")
     parser.add_argument("--epochs", type=int, default=6, help="times that each sentence is read (default: 6)")
     parser.add_argument("--rate", default="3e-3", help="of blocks (default: 3e-3)")
@@ -65,7 +65,12 @@ def main() -> None:
         import matplotlib.figure  # noqa: F401 - fails before anything is measured where it is missing
 
         arguments.picture.parent.mkdir(parents=True, exist_ok=True)
-    columns = {"model": "{arm}", "blocked for each text": _blocked, "accuracy": "{accuracy:.3f}", "loss": "{loss:.4f}"}
+    columns = {
+        "model": "{variant}",
+        "blocked for each text": _blocked,
+        "accuracy": "{accuracy:.3f}",
+        "loss": "{loss:.4f}",
+    }
     rows = tell(_rows(arguments), columns, results_of("atoms", arguments), run_columns())
     if arguments.picture:
         draw_blocking(rows, arguments.picture)
@@ -90,21 +95,21 @@ def _rows(arguments: argparse.Namespace) -> Iterator[Row]:
     questions = read_rows(elements() / QUESTIONS_FILE)
     write_rows(sentences, [{"text": sentence(row["name"], row["number"])} for row in questions])
     branching = json.loads((tree / "tree.json").read_text(encoding="utf-8"))["branching"]
-    for arm in arguments.arms.split(","):
-        model, counts, is_trained = smollm2_135m(), {}, ARMS[arm] is not None
+    for variant in arguments.variants.split(","):
+        model, counts, is_trained = smollm2_135m(), {}, VARIANTS[variant] is not None
         if is_trained:
-            model, counts = _trained(assigned, arm, branching, arguments)
+            model, counts = _trained(assigned, variant, branching, arguments)
         # Blocking makes no difference to a model that fetches nothing.
-        pairs = [pair.split(":") for pair in arguments.blocked.split(",")] if arm == "fetched" else [("1", "0")]
+        pairs = [pair.split(":") for pair in arguments.blocked.split(",")] if variant == "fetched" else [("1", "0")]
         for level, blocked in pairs:
             # A text without a path reads the generic memory.
-            fetching = ["--retriever", tree, "--block-best", f"{level}:{blocked}"] if arm == "fetched" else ["--apart"]
+            fetching = ["--retriever", tree, "--block-best", f"{level}:{blocked}"] if variant == "fetched" else ["--apart"]
             answers = work / "answers" / f"{model.name}-{level}-{blocked}.jsonl"
             answers.unlink(missing_ok=True)
             flags = ["--tasks", "atomic_numbers", "--data", elements(), "--answers", answers, *fetching]
             measured = evaluated(model, "--sequence-length", 64, "--text", sentences, *flags)
             yield {
-                "arm": arm,
+                "variant": variant,
                 "epochs": arguments.epochs if is_trained else 0,
                 "rate": float(arguments.rate) if is_trained else 0.0,
                 "seed": arguments.seed,
@@ -123,10 +128,10 @@ def sentence(name: str, number: int) -> str:
     return f"The atomic number of {name} is {number}."
 
 
-def _trained(assigned: Path, arm: str, branching: int, arguments: argparse.Namespace) -> tuple[Path, dict[str, int]]:
+def _trained(assigned: Path, variant: str, branching: int, arguments: argparse.Namespace) -> tuple[Path, dict[str, int]]:
     """Return a variant's model, which is upscaled and trained unless it exists, and its parameter counts."""
-    without_ids, share = ARMS[arm] or ("none", 0.0)
-    upscaled = arguments.work / f"{arm}-{arguments.seed}"
+    without_ids, share = VARIANTS[variant] or ("none", 0.0)
+    upscaled = arguments.work / f"{variant}-{arguments.seed}"
     options = {"sizes": arguments.sizes, "branching": branching, "without_ids": without_ids}
     counts = upscale_once(upscaled, smollm2_135m(), "hier-ffn", arguments.seed, **options)
     trained = arguments.work / f"{upscaled.name}-{arguments.epochs}-{arguments.rate}"
@@ -151,7 +156,7 @@ def draw_blocking(rows: Sequence[dict[str, Any]], path: Path) -> None:
     """Draw accuracy and loss by the share of the bank that is blocked for each text.
 
     Args:
-        rows: Rows with `arm`, `blocked`, `nodes`, `accuracy` and `loss`. A variant with a single row, for which
+        rows: Rows with `variant`, `blocked`, `nodes`, `accuracy` and `loss`. A variant with a single row, for which
             blocking makes no difference, is drawn as a dashed line.
         path: File to write, of a format that matplotlib supports.
     """
@@ -160,14 +165,14 @@ def draw_blocking(rows: Sequence[dict[str, Any]], path: Path) -> None:
     shares = sorted({_share(row) for row in rows})
     figure = Figure(figsize=(10, 4), dpi=120)
     for axes, (measure, label) in zip(figure.subplots(1, 2), _PANELS.items(), strict=True):
-        for index, arm in enumerate(dict.fromkeys(row["arm"] for row in rows)):
-            points = sorted((_share(row), row[measure]) for row in rows if row["arm"] == arm)
+        for index, variant in enumerate(dict.fromkeys(row["variant"] for row in rows)):
+            points = sorted((_share(row), row[measure]) for row in rows if row["variant"] == variant)
             if len(points) == 1:
-                axes.axhline(points[0][1], linestyle="--", color=f"C{index}", label=arm)
+                axes.axhline(points[0][1], linestyle="--", color=f"C{index}", label=variant)
             else:
                 # Shares are spaced evenly, since they are powers of the number of children.
                 positions = [shares.index(share) for share, _ in points]
-                axes.plot(positions, [value for _, value in points], "o-", color=f"C{index}", label=arm)
+                axes.plot(positions, [value for _, value in points], "o-", color=f"C{index}", label=variant)
         axes.set_xticks(range(len(shares)), [str(share) for share in shares])
         axes.set_xlabel("share of the tree that is blocked, best nodes first")
         axes.set_ylabel(label)

@@ -49,7 +49,7 @@ NORMS = {"pre": ("Llama", "llama"), "post": ("Olmo2", "olmo2")}
 SLOTS = ("none", "attention", "attention+ffn")
 """Slots that later layers read."""
 
-ARMS = {f"{norms}-{slots}": (norms, slots) for norms in NORMS for slots in SLOTS}
+VARIANTS = {f"{norms}-{slots}": (norms, slots) for norms in NORMS for slots in SLOTS}
 
 
 _SHORTEST = 200  # characters; half of the articles are a title and nothing else
@@ -57,7 +57,7 @@ _SHORTEST = 200  # characters; half of the articles are a title and nothing else
 
 def main() -> None:
     parser = study(__doc__)
-    listed(parser, "--arms", ARMS)
+    listed(parser, "--variants", VARIANTS)
     listed(parser, "--seeds", (0, 1))
     parser.add_argument("--layers", type=int, default=12, help="of each model (default: 12)")
     parser.add_argument("--steps", type=int, default=320, help="of 1,024 tokens (default: 320)")
@@ -83,16 +83,16 @@ def table(rows: Sequence[Row]) -> list[str]:
     ]
     vanilla = {(row["norms"], row["seed"]): row["loss"] for row in rows if row["slots"] == "none"}
     for norms, slots in dict.fromkeys((row["norms"], row["slots"]) for row in rows):
-        of_arm = [row for row in rows if (row["norms"], row["slots"]) == (norms, slots)]
-        pairs = [(row["loss"], vanilla.get((norms, row["seed"]))) for row in of_arm if slots != "none"]
+        of_variant = [row for row in rows if (row["norms"], row["slots"]) == (norms, slots)]
+        pairs = [(row["loss"], vanilla.get((norms, row["seed"]))) for row in of_variant if slots != "none"]
         differences = [loss - without for loss, without in pairs if without is not None]
         cells = [
             norms,
             slots,
-            f"{of_arm[0]['parameters']:,}",
-            f"{of_arm[0]['flops_per_token'] / 1e6:.2f}",
-            f"{statistics.mean(row['seconds'] for row in of_arm):.0f}",
-            _with_range([row["loss"] for row in of_arm], "{:.4f}"),
+            f"{of_variant[0]['parameters']:,}",
+            f"{of_variant[0]['flops_per_token'] / 1e6:.2f}",
+            f"{statistics.mean(row['seconds'] for row in of_variant):.0f}",
+            _with_range([row["loss"] for row in of_variant], "{:.4f}"),
             _with_range(differences, "{:+.4f}") if differences else "",
         ]
         lines.append(f"| {' | '.join(cells)} |")
@@ -111,11 +111,11 @@ def _rows(arguments: argparse.Namespace) -> Iterator[tuple[Row, bool]]:
     train, held_out = split_articles(work)
     tokenizer = small_tokenizer(work / "tokenizer", (row["text"] for row in read_rows(train)), _VOCABULARY)
     for seed in map(int, arguments.seeds.split(",")):
-        for arm in arguments.arms.split(","):
-            model = work / f"{arm}-{arguments.layers}-{arguments.steps}-{arguments.rate}-{seed}"
+        for variant in arguments.variants.split(","):
+            model = work / f"{variant}-{arguments.layers}-{arguments.steps}-{arguments.rate}-{seed}"
 
-            def measure(arm: str = arm, seed: int = seed, model: Path = model) -> Row:
-                norms, slots = ARMS[arm]
+            def measure(variant: str = variant, seed: int = seed, model: Path = model) -> Row:
+                norms, slots = VARIANTS[variant]
                 config = config_of(norms, slots, arguments.layers)
                 _train(model, config, tokenizer, train, seed, arguments)
                 runtimes = [event["train_runtime"] for event in events_of(model) if "train_runtime" in event]

@@ -37,7 +37,7 @@ def main() -> None:
     parser.add_argument("--rate", default="2e-3", help="maximum learning rate of both (default: 2e-3)")
     arguments = parser.parse_args()
     columns = {
-        "model": "{arm}",
+        "model": "{variant}",
         "seed": "{seed}",
         "parameters": "{parameters:,}",
         "in tables": "{values:,}",
@@ -100,15 +100,19 @@ def _rows(arguments: argparse.Namespace) -> Iterator[Row]:
     tokenizer = small_tokenizer(work / "tokenizer", texts, _VOCABULARY)
     quarter = arguments.steps // 4
     for seed in map(int, arguments.seeds.split(",")):
-        for arm, config in _configs().items():
-            output, config_file, counts = work / f"{arm}-{seed}", work / f"{arm}.json", count_parameters(config)
+        for variant, config in _configs().items():
+            output, config_file, counts = (
+                work / f"{variant}-{seed}",
+                work / f"{variant}.json",
+                count_parameters(config),
+            )
             config_file.write_text(json.dumps(config, indent=2))
             train_once(output, _training(arguments, config_file, tokenizer, seed))
             for steps in (quarter, 2 * quarter, 3 * quarter, arguments.steps):
                 model = output if steps == arguments.steps else output / f"checkpoint-{steps}"
                 flags = ["--sequence-length", _TOKENS, "--max-tokens", 65536]
                 yield {
-                    "arm": arm,
+                    "variant": variant,
                     "seed": seed,
                     "parameters": counts.total,
                     "values": counts.values,

@@ -33,7 +33,7 @@ from material.smollm2 import smollm2_135m
 TASKS = ("piqa", "openbookqa")
 _CONFIGS = Path(__file__).parent.parent / "configs"
 
-ARMS: dict[str, list[str]] = {
+VARIANTS: dict[str, list[str]] = {
     "moc": ["--set layers=7", "--set memory_tokens=7552", "--set chapters=118"],
     "llama-pro": ["--placement 7,16,24,33"],
 }
@@ -48,7 +48,7 @@ BANKS: dict[str, dict[str, Any]] = {
 
 def main() -> None:
     parser = study(__doc__)
-    listed(parser, "--arms", ARMS)
+    listed(parser, "--variants", VARIANTS)
     listed(parser, "--seeds", (0,))
     listed(parser, "--rates", ("1e-3",), "of the first stage")
     parser.add_argument("--steps", type=int, default=50, help="of 1,024 tokens, on addresses (default: 50)")
@@ -57,7 +57,7 @@ def main() -> None:
     parser.add_argument("--max-tokens", type=int, default=8192, help="of each text that is measured (default: 8192)")
     parser.add_argument("--limit", type=int, default=100, help="questions of each set (default: 100)")
     arguments = parser.parse_args()
-    columns = {"model": "{arm}", "stage": "{stage}", "bank": "{bank}", "seed": "{seed}", "rate": "{rate:g}"}
+    columns = {"model": "{variant}", "stage": "{stage}", "bank": "{bank}", "seed": "{seed}", "rate": "{rate:g}"}
     columns |= {"domain loss": "{domain_loss:.4f}", "general loss": "{general_loss:.4f}"}
     columns |= {task: f"{{{task}:.4f}}" for task in TASKS}
     tell(_rows(arguments), columns, results_of("retention", arguments), run_columns())
@@ -67,12 +67,12 @@ def _rows(arguments: argparse.Namespace) -> Iterator[Row]:
     work: Path = arguments.work
     work.mkdir(parents=True, exist_ok=True)
 
-    def measured(model: Path, arm: str, stage: str, bank: str, seed: int, rate: float, trained: int) -> Row:
+    def measured(model: Path, variant: str, stage: str, bank: str, seed: int, rate: float, trained: int) -> Row:
         common = ["--sequence-length", 256, "--max-tokens", arguments.max_tokens]
         tasks = ["--config", _CONFIGS / "eval" / "demo.yaml", "--data", benchmarks(), "--limit", arguments.limit]
         domain = evaluated(model, *common, "--text", addresses().held_out, *tasks)
         return {
-            "arm": arm,
+            "variant": variant,
             "stage": stage,
             "bank": bank,
             "seed": seed,
@@ -84,11 +84,11 @@ def _rows(arguments: argparse.Namespace) -> Iterator[Row]:
         }
 
     yield measured(smollm2_135m(), "base", "base", "", 0, 0.0, 0)
-    for arm in arguments.arms.split(","):
+    for variant in arguments.variants.split(","):
         for seed in map(int, arguments.seeds.split(",")):
-            upscaled = work / f"{arm}-{seed}"
-            flags = " ".join(ARMS[arm]).split()
-            trained = upscale_once(upscaled, smollm2_135m(), arm, seed, *flags)["trainable"]
+            upscaled = work / f"{variant}-{seed}"
+            flags = " ".join(VARIANTS[variant]).split()
+            trained = upscale_once(upscaled, smollm2_135m(), variant, seed, *flags)["trainable"]
             for rate in arguments.rates.split(","):
                 continued = work / f"{upscaled.name}-{rate}"
                 options = {
@@ -101,12 +101,12 @@ def _rows(arguments: argparse.Namespace) -> Iterator[Row]:
                     "seed": seed,
                 }
                 train_once(continued, options, recipe=_CONFIGS / "train" / "demo.yaml")
-                yield measured(continued, arm, "continued", "", seed, float(rate), trained)
-                for bank in BANKS if arm == "moc" else ("",):
+                yield measured(continued, variant, "continued", "", seed, float(rate), trained)
+                for bank in BANKS if variant == "moc" else ("",):
                     tuned = work / f"{continued.name}-chats{bank and f'-{bank}'}"
                     options = _fine_tuning(continued, bank, seed, arguments)
                     train_once(tuned, options, "midus sft", _CONFIGS / "sft" / "demo.yaml")
-                    yield measured(tuned, arm, "tuned", bank, seed, float(rate), trained)
+                    yield measured(tuned, variant, "tuned", bank, seed, float(rate), trained)
 
 
 def _fine_tuning(model: Path, bank: str, seed: int, arguments: argparse.Namespace) -> dict[str, Any]:

@@ -23,7 +23,7 @@ from material.glosses import glosses
 from material.minilm import minilm
 from material.smollm2 import smollm2_135m
 
-ARMS = {"fetched": ("none", 0.0), "generic": ("generic", 1.0)}
+VARIANTS = {"fetched": ("none", 0.0), "generic": ("generic", 1.0)}
 """Option `without_ids` (what a text without a path reads), and share of sequences that train the generic memory."""
 
 _HELD_OUT = 10
@@ -32,7 +32,7 @@ _HELD_OUT = 10
 def main() -> None:
     parser = study(__doc__)
     parser.add_argument("--tree", type=Path, help="tree of topics of the glosses (default: it is built)")
-    listed(parser, "--arms", ARMS)
+    listed(parser, "--variants", VARIANTS)
     parser.add_argument("--glosses", type=int, default=8000, help="meanings, spread evenly over all (default: 8000)")
     parser.add_argument("--sizes", default="[32,8,0]", help="of blocks (default: [32,8,0])")
     listed(parser, "--rates", ("1e-3",))
@@ -40,7 +40,7 @@ def main() -> None:
     parser.add_argument("--max-tokens", type=int, default=8192, help="of each text that is measured (default: 8192)")
     arguments = parser.parse_args()
     columns = {
-        "model": "{arm}",
+        "model": "{variant}",
         "rate": "{rate:g}",
         "seed": "{seed}",
         "trained on": "{trained_loss:.4f}",
@@ -64,12 +64,12 @@ def _rows(arguments: argparse.Namespace) -> Iterator[Row]:
     train, held_out = _assigned(work, tree, arguments.glosses)
     texts = {"trained_loss": train, "held_out_loss": held_out, "articles_loss": articles()}
 
-    def row(model: Path, arm: str, rate: float, seed: int, counts: dict[str, int]) -> Row:
+    def row(model: Path, variant: str, rate: float, seed: int, counts: dict[str, int]) -> Row:
         # A text without a path reads the generic memory.
-        fetching = ["--retriever", tree] if arm != "generic" else ["--apart"]
+        fetching = ["--retriever", tree] if variant != "generic" else ["--apart"]
         flags = ["--sequence-length", 256, "--max-tokens", arguments.max_tokens, *fetching]
         return {
-            "arm": arm,
+            "variant": variant,
             "glosses": arguments.glosses,
             "rate": rate,
             "seed": seed,
@@ -79,10 +79,10 @@ def _rows(arguments: argparse.Namespace) -> Iterator[Row]:
         }
 
     yield row(smollm2_135m(), "base", 0.0, 0, {})
-    for arm in arguments.arms.split(","):
-        without_ids, share = ARMS[arm]
+    for variant in arguments.variants.split(","):
+        without_ids, share = VARIANTS[variant]
         for seed in map(int, arguments.seeds.split(",")):
-            upscaled = work / f"{arm}-{seed}"
+            upscaled = work / f"{variant}-{seed}"
             options = {"sizes": arguments.sizes, "without_ids": without_ids}
             counts = upscale_once(upscaled, smollm2_135m(), "hier-ffn", seed, **options)
             for rate in arguments.rates.split(","):
@@ -98,7 +98,7 @@ def _rows(arguments: argparse.Namespace) -> Iterator[Row]:
                     "seed": seed,
                 }
                 train_once(trained, settings)
-                yield row(trained, arm, float(rate), seed, counts)
+                yield row(trained, variant, float(rate), seed, counts)
 
 
 def _assigned(work: Path, tree: Path, count: int) -> tuple[Path, Path]:
