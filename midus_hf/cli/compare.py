@@ -15,8 +15,8 @@ from midus_hf.cli.runs import Devices, DryRun, Jobs, devices_of, fail_for
 from midus_hf.cli.training_command import Overrides
 
 if TYPE_CHECKING:
-    from midus_hf.compare.arms import Arm
     from midus_hf.compare.options import Comparison
+    from midus_hf.compare.variants import Variant
 
 app = command_line()
 
@@ -38,20 +38,20 @@ def midus_compare(
     """Train methods on the same text from the same base, and tell what each learned and what it forgot.
 
     Every run is a process of its own. What the output holds already is not done again, so that the same command goes on where an
-    earlier one was interrupted, and arms, rates and seeds can be added later.
+    earlier one was interrupted, and variants, rates and seeds can be added later.
     """
     with contextlib.redirect_stdout(sys.stderr):
         from midus_hf.cli.recipes import read_recipe
-        from midus_hf.compare.arms import plan
         from midus_hf.compare.options import Comparison
+        from midus_hf.compare.variants import plan
 
         given = devices_of(devices, jobs)
-        comparison, arms = plan(read_recipe(Comparison, config, overrides or []))
+        comparison, variants = plan(read_recipe(Comparison, config, overrides or []))
         from midus_hf.compare.checking import check
 
-        check(comparison, arms)
+        check(comparison, variants)
     if dry_run:
-        _show_plan(comparison, arms, json_)
+        _show_plan(comparison, variants, json_)
         return
     failures: dict[str, str] = {}
     if not report_only:
@@ -59,22 +59,26 @@ def midus_compare(
         from midus_hf.compare.running import Running
 
         with ShownProgress() as progress:
-            running = Running(comparison, arms, progress, jobs, given)
+            running = Running(comparison, variants, progress, jobs, given)
             try:
                 running.run()
             finally:
                 failures = running.failures
-    _report(comparison, arms, failures, json_)
+    _report(comparison, variants, failures, json_)
     fail_for(failures)
 
 
-def _show_plan(comparison: "Comparison", arms: "Sequence[Arm]", json_: bool) -> None:
+def _show_plan(comparison: "Comparison", variants: "Sequence[Variant]", json_: bool) -> None:
     from midus_hf.compare.report.planned import plan_table, planned
 
-    show_report({"arms": planned(comparison, arms), "seeds": comparison.seeds}, [plan_table(comparison, arms)], json_)
+    show_report(
+        {"variants": planned(comparison, variants), "seeds": comparison.seeds},
+        [plan_table(comparison, variants)],
+        json_,
+    )
 
 
-def _report(comparison: "Comparison", arms: "Sequence[Arm]", failures: dict[str, str], json_: bool) -> None:
+def _report(comparison: "Comparison", variants: "Sequence[Variant]", failures: dict[str, str], json_: bool) -> None:
     """Write the report of what is done, and show it."""
     from midus_hf.compare.collecting import collect
     from midus_hf.compare.report.findings import findings
@@ -82,7 +86,7 @@ def _report(comparison: "Comparison", arms: "Sequence[Arm]", failures: dict[str,
     from midus_hf.compare.report.words import sentences
     from midus_hf.compare.report.writing import write_report
 
-    base, results, missing = collect(comparison, arms)
+    base, results, missing = collect(comparison, variants)
     if base is None:
         raise Ending(
             FAILED,

@@ -10,7 +10,7 @@ from midus_hf.config.yaml_options import from_mapping, read_mapping, with_overri
 Options = TypeVar("Options")
 
 _COMMAND_BY_KEY = {
-    "arms": "midus compare",
+    "variants": "midus compare",
     "corpus": "midus train",
     "dataset_name": "midus sft",
     "method": "upscale --config",

@@ -57,10 +57,10 @@ def midus_reproduce(
     Every step is kept: the same command goes on where an earlier one was interrupted, and does failed rows again.
     """
     with contextlib.redirect_stdout(sys.stderr):
-        from midus_hf.compare.arms import plan
         from midus_hf.compare.checking import check_runs
         from midus_hf.compare.reproduce.repository import Repository
-        from midus_hf.compare.reproduce.table import arm_name, read_table
+        from midus_hf.compare.reproduce.table import read_table, variant_name
+        from midus_hf.compare.variants import plan
 
         repository = Repository(root)
     if paper is None:
@@ -71,15 +71,15 @@ def midus_reproduce(
     given = devices_of(devices, jobs)
     with contextlib.redirect_stdout(sys.stderr):
         read = read_table(repository, paper, table, scale, overrides or [])
-        by_arm = {arm_name(name): name for name in read.options.rows}
+        by_variant = {variant_name(name): name for name in read.options.rows}
         asked = list(read.options.rows) if rows is None else [name.strip() for name in rows.split(";")]
-        names = [by_arm.get(name, name) for name in asked]
+        names = [by_variant.get(name, name) for name in asked]
         for name in names:
             if name not in read.options.rows:
                 raise ValueError(f"rows names {name!r}; expected some of: {'; '.join(read.options.rows)}.")
         place = output or Path("outputs") / "reproduce" / f"{paper}-{table}-{scale}"
-        comparison, arms = plan(read.comparison(repository, place, names))
-        check_runs(comparison, arms)
+        comparison, variants = plan(read.comparison(repository, place, names))
+        check_runs(comparison, variants)
     from midus_hf.compare.collecting import collect
     from midus_hf.compare.progress import ShownProgress
     from midus_hf.compare.report.planned import plan_table, planned
@@ -88,14 +88,16 @@ def midus_reproduce(
 
     if dry_run:
         show_report(
-            {"needs": read.scale.needs, "rows": planned(comparison, arms)}, [plan_table(comparison, arms)], json_
+            {"needs": read.scale.needs, "rows": planned(comparison, variants)},
+            [plan_table(comparison, variants)],
+            json_,
         )
         return
     with ShownProgress() as progress:
-        running = Running(comparison, arms, progress, jobs, given)
+        running = Running(comparison, variants, progress, jobs, given)
         running.run()
-    _, results, _ = collect(comparison, arms)
-    of_rows = {arm.name: [result for result in results if result.arm == arm.name] for arm in arms}
+    _, results, _ = collect(comparison, variants)
+    of_rows = {variant.name: [result for result in results if result.variant == variant.name] for variant in variants}
     files = write_table(place, read, of_rows, running.failures)
     report = {**as_json(read, of_rows, running.failures), "files": list(map(str, files))}
     show_report(report, [stage_table(read, stage, of_rows, running.failures) for stage in read.options.stages], json_)

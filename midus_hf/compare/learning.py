@@ -177,13 +177,13 @@ class Verdict:
         control: Name of the null control.
         advantage: Nats by which the variant's loss of the domain ended below that of the null control, seed by seed. For
             `shuffled-addresses`, the rise of the loss when the variant's values are permuted.
-        words: What follows: `beats it`, `does not beat it`, `not shown to beat it` or `one seed`; for `shuffled-addresses`, the same
-            said of its addresses, such as `its addresses matter`.
+        conclusion: What follows: `beats it`, `does not beat it`, `not shown to beat it` or `one seed`; for `shuffled-addresses`, the
+            same said of its addresses, such as `its addresses matter`.
     """
 
     control: str
     advantage: Spread
-    words: str
+    conclusion: str
 
 
 def paired(lower: Mapping[int, float], higher: Mapping[int, float]) -> Spread | None:
@@ -200,7 +200,7 @@ def paired(lower: Mapping[int, float], higher: Mapping[int, float]) -> Spread | 
     return spread([higher[seed] - lower[seed] for seed in seeds]) if seeds else None
 
 
-def verdict(control: str, arm: Mapping[int, float], null: Mapping[int, float]) -> Verdict | None:
+def verdict(control: str, variant: Mapping[int, float], null_control: Mapping[int, float]) -> Verdict | None:
     """Compare a variant with one of its null controls, seed by seed.
 
     The variant beats the null control where the 95 % interval of the mean advantage lies above 0, and does not where the mean is
@@ -208,13 +208,13 @@ def verdict(control: str, arm: Mapping[int, float], null: Mapping[int, float]) -
 
     Args:
         control: Name of the null control.
-        arm: Final loss of the domain of the variant, by seed, in nats per token.
-        null: Final loss of the domain of the null control, by seed, in nats per token.
+        variant: Final loss of the domain of the variant, by seed, in nats per token.
+        null_control: Final loss of the domain of the null control, by seed, in nats per token.
 
     Returns:
         None if the two have no seed in common.
     """
-    advantage = paired(arm, null)
+    advantage = paired(variant, null_control)
     if advantage is None:
         return None
     conclusion = in_words(advantage, "beats it", "does not beat it", "not shown to beat it")

@@ -9,12 +9,12 @@ from typing import Any
 
 import yaml
 
-from midus_hf.compare.cells import Cell
 from midus_hf.compare.commands import Commands
 from midus_hf.compare.evaluations import Evaluations
-from midus_hf.compare.nulls import SHUFFLED, Controls, available_controls, wanted
+from midus_hf.compare.null_controls import SHUFFLED, Controls, available_controls, wanted
 from midus_hf.compare.options import Comparison
 from midus_hf.compare.results import Measured, Point, Result, read_result, write_result
+from midus_hf.compare.runs import Run
 from midus_hf.compare.workplace import BASE, Workplace, remove_upscaled
 from midus_hf.files.locks import alone
 from midus_hf.files.whole_files import whole_file
@@ -48,11 +48,11 @@ def base_request(comparison: Comparison) -> dict[str, Any]:
     return {"base": comparison.base, **texts, "tasks": tasks}
 
 
-def measure_cell(cell: Cell, comparison: Comparison, workplace: Workplace, commands: Commands) -> None:
+def measure_run(run: Run, comparison: Comparison, workplace: Workplace, commands: Commands) -> None:
     """Upscale, train and measure one run, and write its result; steps that are done already are not repeated.
 
     Args:
-        cell: A run of the comparison.
+        run: A run of the comparison.
         comparison: The comparison, resolved by `plan`.
         workplace: Folder of the comparison, with the result of the base.
         commands: Runner of the commands.
@@ -60,21 +60,21 @@ def measure_cell(cell: Cell, comparison: Comparison, workplace: Workplace, comma
     Raises:
         StepFailed: If a command fails.
     """
-    folder, arm = workplace.cell(cell), cell.arm
-    run = folder / "run"
+    folder, variant = workplace.run_folder(run), run.variant
+    trained = folder / "trained"
     evaluations = Evaluations(folder, comparison, commands)
-    model, report = _start(cell, comparison, workplace, commands)
+    model, report = _start(run, comparison, workplace, commands)
     starts_at_base = _starts_at_base(report)
     controls: Controls = {}
     is_causal = True
-    if arm.upscale is not None:
+    if variant.upscale is not None:
         config = json.loads((Path(model) / "config.json").read_text(encoding="utf-8"))
         is_causal = config["upscale"].get("causal", True)
-        if arm.control is None:
+        if variant.control is None:
             controls = available_controls(config)
-    keys = cell.training_keys(comparison, model, run)
-    peak_rss_bytes = _train("midus train", keys, run, commands)
-    events = read_events(run / "log.jsonl")
+    keys = run.training_keys(comparison, model, trained)
+    peak_rss_bytes = _train("midus train", keys, trained, commands)
+    events = read_events(trained / "log.jsonl")
     peaks = [event["peak_memory_bytes"] for event in events if "peak_memory_bytes" in event]  # of each resumption
     ended = next(event for event in reversed(events) if "trained_parameters" in event)
     base = read_result(workplace.root / BASE)
@@ -83,36 +83,38 @@ def measure_cell(cell: Cell, comparison: Comparison, workplace: Workplace, comma
     if report is not None and not starts_at_base:
         tasks_before = _ask(model, comparison, "tasks-before", evaluations)
     shuffled = unshuffled = None
-    if SHUFFLED in wanted(arm, controls):
+    if SHUFFLED in wanted(variant, controls):
         # The curve is of the precision of training, so its end would not compare with the shuffled model.
-        unshuffled = _losses(run, comparison, arm.train, evaluations, "unshuffled")
-        shuffled = _shuffled(cell, comparison, run, commands, evaluations)
+        unshuffled = _losses(trained, comparison, variant.train, evaluations, "unshuffled")
+        shuffled = _shuffled(run, comparison, trained, commands, evaluations)
     result = Result(
-        arm=arm.name,
-        rate=dict(cell.rate),
-        seed=cell.seed,
+        variant=variant.name,
+        rate=dict(run.rate),
+        seed=run.seed,
         curve=curve(events, list(comparison.texts)),
         tasks_before=tasks_before,
-        tasks=_ask(run, comparison, "tasks", evaluations),
-        tuned=None if arm.fine_tune is None else _fine_tune(cell, comparison, run, workplace, commands, evaluations),
+        tasks=_ask(trained, comparison, "tasks", evaluations),
+        tuned=None
+        if variant.fine_tune is None
+        else _fine_tune(run, comparison, trained, workplace, commands, evaluations),
         shuffled=shuffled,
         unshuffled=unshuffled,
         controls=controls,
-        control=arm.control,
-        control_of=arm.control_of,
+        control=variant.control,
+        control_of=variant.control_of,
         new_parameters=0 if report is None else report["parameters"]["new"],
         trained_parameters=ended["trained_parameters"],
         starts_at_base=starts_at_base,
         is_causal=is_causal,
         seconds=ended["training_seconds"],
         peak_memory_bytes=max(peaks, default=peak_rss_bytes),
-        request=cell.request(comparison),
+        request=run.request(comparison),
     )
     if not comparison.keep_models:
-        (folder / "log.jsonl").write_bytes((run / "log.jsonl").read_bytes())
+        (folder / "log.jsonl").write_bytes((trained / "log.jsonl").read_bytes())
     write_result(folder, result)
     if not comparison.keep_models:
-        workplace.remove_run(run)
+        workplace.remove_trained(trained)
 
 
 def curve(events: Sequence[Mapping[str, Any]], texts: Sequence[str]) -> list[Point]:
@@ -143,20 +145,20 @@ def read_events(log: Path) -> list[dict[str, Any]]:
 
 
 def _start(
-    cell: Cell, comparison: Comparison, workplace: Workplace, commands: Commands
+    run: Run, comparison: Comparison, workplace: Workplace, commands: Commands
 ) -> tuple[str | Path, Mapping[str, Any] | None]:
     """Return the model that training begins with and the report of its upscaling; the report is None if the model is the base."""
-    if cell.arm.upscale is None:
+    if run.variant.upscale is None:
         return comparison.base, None
-    assert cell.upscaled_name is not None
-    model, report_file = workplace.models / cell.upscaled_name, workplace.models / f"{cell.upscaled_name}.json"
+    assert run.upscaled_name is not None
+    model, report_file = workplace.models / run.upscaled_name, workplace.models / f"{run.upscaled_name}.json"
     workplace.models.mkdir(parents=True, exist_ok=True)
-    lock = workplace.models / f".{cell.upscaled_name}.lock"
+    lock = workplace.models / f".{run.upscaled_name}.lock"
     lock.touch()
     with alone(lock):  # runs that share an upscaled model may be at work at the same time
         if not report_file.is_file():
-            request = workplace.models / f"{cell.upscaled_name}.yaml"
-            request.write_text(yaml.safe_dump(dict(cell.arm.upscale)), encoding="utf-8")
+            request = workplace.models / f"{run.upscaled_name}.yaml"
+            request.write_text(yaml.safe_dump(dict(run.variant.upscale)), encoding="utf-8")
             arguments = [
                 "--config",
                 request,
@@ -165,7 +167,7 @@ def _start(
                 "--output",
                 model,
                 "--seed",
-                cell.seed,
+                run.seed,
                 "--overwrite",
             ]
             report = commands.run("upscale", "upscale", *arguments, "--json").output
@@ -181,33 +183,35 @@ def _starts_at_base(report: Mapping[str, Any] | None) -> bool | None:
     return None if difference is None else difference == 0.0
 
 
-def _train(command: str, keys: dict[str, Any], run: Path, commands: Commands) -> int:
+def _train(command: str, keys: dict[str, Any], output: Path, commands: Commands) -> int:
     """Train, or resume an interrupted training; return the peak resident memory in bytes, 0 if training was done already."""
-    if (run / "config.json").is_file():
+    if (output / "config.json").is_file():
         return 0
-    if (run / "train_config.yaml").is_file():
+    if (output / "train_config.yaml").is_file():
         keys = {
             **keys,
             **(
-                {"resume_from_checkpoint": "auto"} if any(run.glob("checkpoint-*")) else {"overwrite_output_dir": True}
+                {"resume_from_checkpoint": "auto"}
+                if any(output.glob("checkpoint-*"))
+                else {"overwrite_output_dir": True}
             ),
         }
     step = command.removeprefix("midus ")
-    recipe = run.parent / f"{step}.yaml"
+    recipe = output.parent / f"{step}.yaml"
     recipe.write_text(yaml.safe_dump(keys, sort_keys=False), encoding="utf-8")
     return commands.run(step, command, recipe).peak_rss_bytes
 
 
 def _fine_tune(
-    cell: Cell, comparison: Comparison, run: Path, workplace: Workplace, commands: Commands, evaluations: Evaluations
+    run: Run, comparison: Comparison, trained: Path, workplace: Workplace, commands: Commands, evaluations: Evaluations
 ) -> Measured:
     """Fine-tune a trained model, and return its losses and tasks."""
-    tuned = run.parent / "tuned"
-    _train("midus sft", cell.fine_tuning_keys(run, tuned), tuned, commands)
-    losses = _losses(tuned, comparison, cell.arm.train, evaluations, "tuned")
+    tuned = trained.parent / "tuned"
+    _train("midus sft", run.fine_tuning_keys(trained, tuned), tuned, commands)
+    losses = _losses(tuned, comparison, run.variant.train, evaluations, "tuned")
     measured = Measured(losses, _ask(tuned, comparison, "tasks-tuned", evaluations))
     if not comparison.keep_models:
-        workplace.remove_run(tuned)
+        workplace.remove_trained(tuned)
     return measured
 
 
@@ -254,12 +258,12 @@ def _has_paths(text: str, corpus: Mapping[str, Any]) -> bool:
 
 
 def _shuffled(
-    cell: Cell, comparison: Comparison, run: Path, commands: Commands, evaluations: Evaluations
+    run: Run, comparison: Comparison, trained: Path, commands: Commands, evaluations: Evaluations
 ) -> dict[str, float]:
     """Return the losses of a trained model after the rows of its value tables were permuted."""
-    shuffled = run.parent / "shuffled"
-    arguments = ["shuffle", run, "--output", shuffled, "--seed", cell.seed, "--overwrite"]
+    shuffled = trained.parent / "shuffled"
+    arguments = ["shuffle", trained, "--output", shuffled, "--seed", run.seed, "--overwrite"]
     commands.run("shuffle", "upscale", *arguments)
-    losses = _losses(shuffled, comparison, cell.arm.train, evaluations, "shuffled")
+    losses = _losses(shuffled, comparison, run.variant.train, evaluations, "shuffled")
     remove_upscaled(shuffled)
     return losses

@@ -7,7 +7,7 @@ from typing import Any
 from midus_hf.compare.rates import check_rates
 
 _NAMES = {
-    "arms": (
+    "variants": (
         re.compile(r"[A-Za-z0-9][A-Za-z0-9._+-]*"),
         "digits and the signs . _ + -, the first a letter or a digit",
     ),
@@ -60,7 +60,7 @@ class TaskOptions:
 
 
 @dataclasses.dataclass(kw_only=True)
-class ArmOptions:
+class VariantOptions:
     """Options of one variant: a method, or a way to train the base.
 
     Args:
@@ -101,7 +101,7 @@ class Comparison:
     Args:
         base: Folder or Hub id of the base.
         output_dir: Folder of the comparison. Runs whose results it holds are not repeated.
-        arms: Options of the variants, by name.
+        variants: Options of the variants, by name.
         train: Keys of `midus train` that all variants share, or the path of a recipe. Among them are `corpus` and `max_steps`, the
             budget of tokens.
         fine_tune: Keys of `midus sft`, or the path of a recipe: trained models are fine-tuned and measured again. Default: none.
@@ -126,7 +126,7 @@ class Comparison:
 
     base: str
     output_dir: str
-    arms: dict[str, ArmOptions]
+    variants: dict[str, VariantOptions]
     train: dict[str, Any] | str
     fine_tune: dict[str, Any] | str | None = None
     domain: dict[str, str] = dataclasses.field(default_factory=dict)
@@ -142,7 +142,7 @@ class Comparison:
     trust_remote_code: bool = False
 
     def __post_init__(self) -> None:
-        for name in ("arms", "seeds"):
+        for name in ("variants", "seeds"):
             if not getattr(self, name):
                 raise ValueError(f"{name} is empty; expected one or more.")
         if not self.domain and self.tasks is None:
@@ -155,11 +155,11 @@ class Comparison:
                     raise ValueError(
                         f"{kind} has {name!r}; expected a name of letters, {signs}. Rename it, or put a number in quotes."
                     )
-        for name in self.arms:
+        for name in self.variants:
             of, _, control = name.rpartition("+")
-            if of in self.arms and control in CONTROLS:
+            if of in self.variants and control in CONTROLS:
                 raise ValueError(
-                    f"arms has {name!r}, which is what the null control {control} of {of!r} is called; give it another name."
+                    f"variants has {name!r}, which is what the null control {control} of {of!r} is called; give it another name."
                 )
         both = sorted(set(self.domain) & set(self.retention))
         if both:
@@ -172,10 +172,11 @@ class Comparison:
             value = getattr(self, name)
             if value is not None and value <= 0:
                 raise ValueError(f"{name} is {value}; expected a number above 0.")
-        for name, arm in self.arms.items():
-            if arm.fit and self.trained_parameters is None:
+        for name, variant in self.variants.items():
+            if variant.fit and self.trained_parameters is None:
                 raise ValueError(
-                    f"arms.{name}.fit is given, and trained_parameters is not; expected both, since arms are fitted to that budget."
+                    f"variants.{name}.fit is given, and trained_parameters is not; expected both, since variants are fitted to that "
+                    "budget."
                 )
         check_rates(self.rates)
         _check_controls(self.controls)

@@ -36,9 +36,9 @@ class ShownProgress:
     ) -> None:
         self._bar.stop()
 
-    def planned(self, cells: int) -> None:
+    def planned(self, runs: int) -> None:
         """Add to the number of runs that are to be done."""
-        self._total += cells
+        self._total += runs
         self._bar.update(self._task, total=self._total)
 
     def began(self, name: str) -> None:

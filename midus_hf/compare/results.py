@@ -46,7 +46,7 @@ class Result:
     """Result of a run, or of the base.
 
     Args:
-        arm: Name of the variant; `base` for the base.
+        variant: Name of the variant; `base` for the base.
         rate: Rate keys with their values; empty where the run used the rates of the recipe.
         seed: Seed of the run; 0 for the base.
         curve: Losses from the start to the end of training; a single point for the base.
@@ -65,11 +65,11 @@ class Result:
         is_causal: Whether every token of the upscaled model is computed without later tokens.
         seconds: Seconds of training.
         peak_memory_bytes: Peak memory of the training process: what PyTorch allocated on a GPU, else the resident memory.
-        request: Everything that the result depends on, from `Cell.request` or `base_request`; empty in results of the base that older
+        request: Everything that the result depends on, from `Run.request` or `base_request`; empty in results of the base that older
             versions wrote.
     """
 
-    arm: str
+    variant: str
     rate: Mapping[str, float]
     seed: int
     curve: list[Point]

@@ -13,13 +13,13 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
-from midus_hf.compare.arms import Arm
-from midus_hf.compare.cell_process import FAILURE, specify
-from midus_hf.compare.cells import Cell, cells_of, changed_keys
-from midus_hf.compare.collecting import control_cells, results_of
+from midus_hf.compare.collecting import control_runs, results_of
 from midus_hf.compare.measuring import base_request
 from midus_hf.compare.options import Comparison
 from midus_hf.compare.results import read_result
+from midus_hf.compare.run_process import FAILURE, specify
+from midus_hf.compare.runs import Run, changed_keys, runs_of
+from midus_hf.compare.variants import Variant
 from midus_hf.compare.workplace import BASE, Workplace
 from midus_hf.files.locks import lock_or_warn
 
@@ -30,7 +30,7 @@ _SAID = "said.txt"
 class Watching(Protocol):
     """Observer of a comparison's progress."""
 
-    def planned(self, cells: int) -> None:
+    def planned(self, runs: int) -> None:
         """Add to the number of runs that are to be done."""
 
     def began(self, name: str) -> None:
@@ -45,11 +45,11 @@ class _Work:
     """A run, or the base, that is to be done.
 
     Args:
-        cell: The run; None for the base.
+        run: The run; None for the base.
         then: Called when the run has ended, whether it is done or failed.
     """
 
-    cell: Cell | None
+    run: Run | None
     then: Callable[[], None]
 
 
@@ -61,7 +61,7 @@ class Running:
 
     Args:
         comparison: The comparison, resolved by `plan`.
-        arms: Variants that `plan` returned.
+        variants: Variants that `plan` returned.
         watching: Observer of the progress.
         jobs: Number of runs at a time, if there are no `devices`. Default: 1.
         devices: Numbers of GPUs. Each run gets one, and as many runs go on at a time. Default: empty, every run sees all GPUs.
@@ -70,12 +70,12 @@ class Running:
     def __init__(
         self,
         comparison: Comparison,
-        arms: Sequence[Arm],
+        variants: Sequence[Variant],
         watching: Watching,
         jobs: int = 1,
         devices: Sequence[str] = (),
     ):
-        self.comparison, self.arms, self.watching = comparison, list(arms), watching
+        self.comparison, self.variants, self.watching = comparison, list(variants), watching
         self.workplace = Workplace(Path(comparison.output_dir))
         self.failures: dict[str, str] = {}
         """Why runs failed, by the name of the run."""
@@ -102,52 +102,54 @@ class Running:
 
     def _run(self) -> None:
         check_base(self.comparison, self.workplace)
-        for arm in self.arms:
-            cells = cells_of(arm, self.comparison)
-            for cell in [*cells, *control_cells(arm, results_of(cells, self.workplace), self.comparison)]:
-                check_same(cell, self.comparison, self.workplace)
+        for variant in self.variants:
+            runs = runs_of(variant, self.comparison)
+            for run in [*runs, *control_runs(variant, results_of(runs, self.workplace), self.comparison)]:
+                check_same(run, self.comparison, self.workplace)
         try:
             self._waiting.append(_Work(None, lambda: None))
             self.watching.planned(1)
             self._work()
             if BASE not in self.failures:
-                for arm in self.arms:
-                    self._add(cells_of(arm, self.comparison), self._follow, arm)
+                for variant in self.variants:
+                    self._add(runs_of(variant, self.comparison), self._follow, variant)
                 # Every variant gets its first seed before any gets its second.
                 seeds = self.comparison.seeds
                 self._waiting = deque(
-                    sorted(self._waiting, key=lambda work: seeds.index(work.cell.seed) if work.cell else 0)
+                    sorted(self._waiting, key=lambda work: seeds.index(work.run.seed) if work.run else 0)
                 )
                 self._work()
         finally:
             self._terminate()
 
-    def _add(self, cells: Sequence[Cell], then: Callable[[Arm], None], arm: Arm, first: bool = False) -> None:
+    def _add(
+        self, runs: Sequence[Run], then: Callable[[Variant], None], variant: Variant, first: bool = False
+    ) -> None:
         """Queue runs of a variant, at the front if `first`, and call `then` when the last of them has ended."""
-        left = {cell.name for cell in cells}
+        left = {run.name for run in runs}
 
         def ended(name: str) -> None:
             left.discard(name)
             if not left:
-                then(arm)
+                then(variant)
 
-        work = [_Work(cell, partial(ended, cell.name)) for cell in cells]
+        work = [_Work(run, partial(ended, run.name)) for run in runs]
         self.watching.planned(len(work))
         if first:
             self._waiting.extendleft(reversed(work))
         else:
             self._waiting.extend(work)
-        if not cells:
-            then(arm)
+        if not runs:
+            then(variant)
 
-    def _follow(self, arm: Arm) -> None:
+    def _follow(self, variant: Variant) -> None:
         """Queue the null controls of a variant as the next runs."""
-        cells = cells_of(arm, self.comparison)
-        controls = control_cells(arm, results_of(cells, self.workplace), self.comparison)
-        for cell in controls:
-            check_same(cell, self.comparison, self.workplace)
-        names = {cell.upscaled_name for cell in [*cells, *controls] if cell.upscaled_name is not None}
-        self._add(controls, lambda _: self._let_go(names), arm, first=True)
+        runs = runs_of(variant, self.comparison)
+        controls = control_runs(variant, results_of(runs, self.workplace), self.comparison)
+        for run in controls:
+            check_same(run, self.comparison, self.workplace)
+        names = {run.upscaled_name for run in [*runs, *controls] if run.upscaled_name is not None}
+        self._add(controls, lambda _: self._let_go(names), variant, first=True)
 
     def _let_go(self, upscaled: Iterable[str]) -> None:
         """Remove upscaled models by name, unless the comparison keeps models."""
@@ -164,27 +166,27 @@ class Running:
             for process in ended:
                 work, device = self._running.pop(process)
                 self._free.append(device)
-                self._note(work.cell, process.returncode)
+                self._note(work.run, process.returncode)
                 work.then()
             if not ended and self._running:
                 time.sleep(_SECONDS_BETWEEN_LOOKS)
 
     def _begin(self, work: _Work) -> None:
         """Start the process of a run; if the run is done already, only note that."""
-        name, folder = self._named(work.cell)
+        name, folder = self._named(work.run)
         if read_result(folder) is not None:
             if not self.comparison.keep_models:
                 # A process that was killed right after it wrote its result has left the trained model.
-                self.workplace.remove_run(folder / "run")
+                self.workplace.remove_trained(folder / "trained")
             self.watching.ended(name, None)
             work.then()
             return
         device = self._free.popleft()
-        specification = specify(work.cell, self.comparison, self.workplace)
+        specification = specify(work.run, self.comparison, self.workplace)
         self.watching.began(name)
         with (folder / _SAID).open("wb") as output_file:
             process = subprocess.Popen(
-                [sys.executable, "-m", "midus_hf.compare.cell_process", str(specification)],
+                [sys.executable, "-m", "midus_hf.compare.run_process", str(specification)],
                 env=self._environment(device),
                 stdin=subprocess.DEVNULL,
                 stdout=output_file,  # standard output of this process is for the report
@@ -198,13 +200,13 @@ class Running:
         chosen = {} if device is None else {"CUDA_VISIBLE_DEVICES": device}
         return {"OMP_NUM_THREADS": str(self._threads), **os.environ, **chosen}
 
-    def _named(self, cell: Cell | None) -> tuple[str, Path]:
+    def _named(self, run: Run | None) -> tuple[str, Path]:
         """Return the name and the folder of a run, or of the base."""
-        return (BASE, self.workplace.root / BASE) if cell is None else (cell.name, self.workplace.cell(cell))
+        return (BASE, self.workplace.root / BASE) if run is None else (run.name, self.workplace.run_folder(run))
 
-    def _note(self, cell: Cell | None, status: int) -> None:
+    def _note(self, run: Run | None, status: int) -> None:
         """Tell the observer that a run ended, and keep why it failed if its status is not 0."""
-        name, folder = self._named(cell)
+        name, folder = self._named(run)
         if status:
             failure_file, output_file = folder / FAILURE, folder / _SAID
             if failure_file.is_file():
@@ -257,22 +259,22 @@ def check_base(comparison: Comparison, workplace: Workplace) -> None:
         _refuse_changes(workplace.root / BASE, before.request, base_request(comparison), "Choose")
 
 
-def check_same(cell: Cell, comparison: Comparison, workplace: Workplace) -> None:
+def check_same(run: Run, comparison: Comparison, workplace: Workplace) -> None:
     """Check that a run was done as the comparison asks for, if it was done already.
 
     Args:
-        cell: A run of the comparison.
+        run: A run of the comparison.
         comparison: The comparison, resolved by `plan`.
         workplace: Folder of the comparison.
 
     Raises:
         ValueError: If the run was done with another request.
     """
-    before = read_result(workplace.cell(cell))
+    before = read_result(workplace.run_folder(run))
     if before is None:
         return
     _refuse_changes(
-        workplace.cell(cell), before.request, cell.request(comparison), "Give the arm another name, choose"
+        workplace.run_folder(run), before.request, run.request(comparison), "Give the variant another name, choose"
     )
 
 

@@ -3,7 +3,7 @@
 import shutil
 from pathlib import Path
 
-from midus_hf.compare.cells import Cell
+from midus_hf.compare.runs import Run
 from midus_hf.files.checkpoint_files import CONFIG_FILE
 
 BASE = "base"
@@ -12,7 +12,7 @@ BASE = "base"
 class Workplace:
     """The folder of a comparison.
 
-    `cells/VARIANT/RATE/seed-N` holds a run with its result and its logs, `models` the upscaled models while runs need them, `base`
+    `runs/VARIANT/RATE/seed-N` holds a run with its result and its logs, `models` the upscaled models while runs need them, `base`
     the result of the base. Reports lie in the folder itself.
 
     Args:
@@ -23,29 +23,29 @@ class Workplace:
         self.root = root
         self.models = root / "models"
 
-    def cell(self, cell: Cell) -> Path:
+    def run_folder(self, run: Run) -> Path:
         """Return the folder of a run."""
-        return self.root / "cells" / cell.name
+        return self.root / "runs" / run.name
 
-    def remove_run(self, run: Path) -> None:
+    def remove_trained(self, output: Path) -> None:
         """Remove the files that training wrote to a folder, and the folder if it is empty then.
 
         Args:
-            run: Output folder of `midus train` or `midus sft`, which need not exist.
+            output: Output folder of `midus train` or `midus sft`, which need not exist.
         """
         from midus_hf.files.run_files import remove_written
 
-        if not run.is_dir():
+        if not output.is_dir():
             return
-        remove_written(run, run)
-        if not any(run.iterdir()):
-            run.rmdir()
+        remove_written(output, output)
+        if not any(output.iterdir()):
+            output.rmdir()
 
     def remove_upscaled(self, name: str) -> None:
         """Remove an upscaled model with its report and lock, unless somebody else put files into the model's folder.
 
         Args:
-            name: Name of the model, from `Cell.upscaled_name`.
+            name: Name of the model, from `Run.upscaled_name`.
         """
         model = self.models / name
         if model.is_dir() and not _is_ours_alone(model):

@@ -13,7 +13,7 @@ from pairs import by_default
 
 from midus_hf.compare import running
 
-ARMS = {
+VARIANTS = {
     "hml": {"upscale": HEADWISE, "rates": [1e-2, 1e-3]},
     "pro": {"upscale": {"method": "llama-pro"}, "fit": {"num_new_layers": [1, 2, 4]}},
     "full": {},
@@ -27,7 +27,7 @@ def room(tmp_path_factory):
 
 @pytest.fixture
 def config(room, tmp_path):
-    told = keys(room, tmp_path / "out", ARMS, seeds=[0, 1], controls=False, trained_parameters=9000)
+    told = keys(room, tmp_path / "out", VARIANTS, seeds=[0, 1], controls=False, trained_parameters=9000)
     (tmp_path / "compare.yaml").write_text(yaml.safe_dump(told, sort_keys=False))
     return tmp_path / "compare.yaml"
 
@@ -39,35 +39,35 @@ def run(as_command):
 
 @pytest.fixture(scope="module")
 def results(room, tmp_path_factory) -> Path:
-    """What the base and the first cell of `hml` leave that are measured."""
+    """What the base and the first run of `hml` leave that are measured."""
     output = tmp_path_factory.mktemp("results") / "out"
-    measured = Measured(room, output, ARMS, seeds=[0, 1], controls=False, trained_parameters=9000)
+    measured = Measured(room, output, VARIANTS, seeds=[0, 1], controls=False, trained_parameters=9000)
     measured.measure_base()
-    measured.measure(measured.cells()[0])
+    measured.measure(measured.runs()[0])
     return output
 
 
 @pytest.fixture
 def measured(room, results, tmp_path) -> Measured:
-    """The base and the first cell of `hml`, measured."""
+    """The base and the first run of `hml`, measured."""
     shutil.copytree(results, tmp_path / "out")
-    return Measured(room, tmp_path / "out", ARMS, seeds=[0, 1], controls=False, trained_parameters=9000)
+    return Measured(room, tmp_path / "out", VARIANTS, seeds=[0, 1], controls=False, trained_parameters=9000)
 
 
 def test_a_dry_run_says_what_would_run_and_writes_nothing(run, config, tmp_path):
     done = run(config, "--dry-run", "--json")
     assert done.status == 0, done.err
     told = json.loads(done.out)
-    hml, pro, full = told["arms"]
+    hml, pro, full = told["variants"]
     assert told["seeds"] == [0, 1]
     assert {**hml, "new_parameters": 0, "trained_parameters": 0} == {
-        "arm": "hml", "method": "midus-hml", "fitted": None, "new_parameters": 0, "trained_parameters": 0,
+        "variant": "hml", "method": "midus-hml", "fitted": None, "new_parameters": 0, "trained_parameters": 0,
         "rates": ["0.01", "0.001"], "runs": 4, "done": 0,
     }  # fmt: skip
     assert pro["fitted"] == "num_new_layers=1" and (full["method"], full["trained_parameters"]) == (None, None)
     table = run(config, "--dry-run").out
     assert (
-        "Seeds 0, 1; null controls are added as arms end" in table
+        "Seeds 0, 1; null controls are added as variants end" in table
         and "0 of 4" in table
         and "as training says" in table
     )
@@ -77,12 +77,15 @@ def test_a_dry_run_says_what_would_run_and_writes_nothing(run, config, tmp_path)
 
 def test_a_dry_run_and_a_report_say_what_is_done(run, config, measured, tmp_path):
     told = json.loads(run(config, "--dry-run", "--json").out)
-    assert [arm["done"] for arm in told["arms"]] == [1, 0, 0]
+    assert [variant["done"] for variant in told["variants"]] == [1, 0, 0]
     steps = list(measured.commands.steps)
     done = run(config, "--report", "--json")
     assert done.status == 0, done.err
     told = json.loads(done.out)
-    assert [arm["arm"] for arm in told["arms"]] == ["hml"] and (told["missing"], told["failed"]) == (7, {})
+    assert [variant["variant"] for variant in told["variants"]] == ["hml"] and (told["missing"], told["failed"]) == (
+        7,
+        {},
+    )
     assert all((tmp_path / "out" / name).is_file() for name in ("report.md", "runs.csv"))
     done = run(config, "--report")
     assert done.status == 0 and "7 runs are not done." in done.out and "hml ends with the lowest loss" in done.out
@@ -91,8 +94,8 @@ def test_a_dry_run_and_a_report_say_what_is_done(run, config, measured, tmp_path
 
 
 def test_words_after_the_file_win(run, config):
-    told = json.loads(run(config, "seeds=[7]", "arms.full.rates=[1,2,3]", "--dry-run", "--json").out)
-    assert told["seeds"] == [7] and [arm["runs"] for arm in told["arms"]] == [2, 1, 3]
+    told = json.loads(run(config, "seeds=[7]", "variants.full.rates=[1,2,3]", "--dry-run", "--json").out)
+    assert told["seeds"] == [7] and [variant["runs"] for variant in told["variants"]] == [2, 1, 3]
 
 
 @pytest.mark.parametrize(
@@ -105,7 +108,7 @@ def test_words_after_the_file_win(run, config):
         (["--devices", "0,1", "--jobs", "3"], "jobs is 3, and devices names 2; give devices alone, each of which has a run."),
         (["seeds=[]"], "seeds is empty; expected one or more."),
         (["domain.plants=absent"], "domain.plants is 'absent', which does not exist; expected a file or a folder of text."),
-        (["arms.hml.upscale.method=hml"], "arms.hml.upscale: method 'hml' is unknown."),
+        (["variants.hml.upscale.method=hml"], "variants.hml.upscale: method 'hml' is unknown."),
     ],
     ids=["no jobs", "a device", "a list that ends", "no device", "jobs and devices", "seeds", "a text", "a method"],
 )  # fmt: skip
@@ -125,12 +128,12 @@ def test_a_report_of_nothing_says_so(run, config, tmp_path):
 
 
 @pytest.fixture
-def cells(monkeypatch):
-    """Cells end at once in place of being run, with words for those that fail."""
+def runs(monkeypatch):
+    """Runs end at once in place of being run, with words for those that fail."""
     told = SimpleNamespace(failures={}, raises=None, started=[])
 
     def run(self) -> None:
-        told.started.append((self.comparison, self.arms, len(self._free), list(self._free)))
+        told.started.append((self.comparison, self.variants, len(self._free), list(self._free)))
         self.failures = dict(told.failures)
         if told.raises is not None:
             raise told.raises
@@ -155,9 +158,9 @@ IN_WORDS, IN_JSON = (*ONE_FAILED, []), (*TWO_FAILED, ["--json"])
     ids=["one", "two-json", "one-json", "two"],
 )
 def test_where_runs_failed_the_report_is_written_and_the_status_is_1(
-    run, config, measured, cells, failures, words, json_
+    run, config, measured, runs, failures, words, json_
 ):
-    cells.failures = failures
+    runs.failures = failures
     done = run(config, *json_)
     assert done.status == 1
     assert done.err.splitlines()[-1] == f"midus compare: {words} The same command does again what failed."
@@ -167,14 +170,14 @@ def test_where_runs_failed_the_report_is_written_and_the_status_is_1(
         assert f"7 runs are not done, of which {len(failures)} failed." in done.out
 
 
-def test_where_all_is_done_the_status_is_0(run, config, measured, cells):
+def test_where_all_is_done_the_status_is_0(run, config, measured, runs):
     done = run(config)
     assert done.status == 0 and "What" not in done.err
-    assert len(cells.started) == 1 and cells.started[0][2:] == (1, [None])
+    assert len(runs.started) == 1 and runs.started[0][2:] == (1, [None])
 
 
-def test_where_the_base_fails_that_is_the_line(run, config, cells, tmp_path):
-    cells.failures = {"base": "midus eval ended with status 2"}
+def test_where_the_base_fails_that_is_the_line(run, config, runs, tmp_path):
+    runs.failures = {"base": "midus eval ended with status 2"}
     done = run(config)
     assert (done.status, done.out) == (1, "")
     assert (
@@ -188,19 +191,19 @@ def test_where_the_base_fails_that_is_the_line(run, config, cells, tmp_path):
     [(["--jobs", "3"], [None] * 3), (["--devices", "0, 2"], ["0", "2"]), (["--devices", "1", "--jobs", "1"], ["1"])],
     ids=["jobs", "devices", "one of both"],
 )
-def test_jobs_and_devices_are_places_for_runs(run, config, measured, cells, words, free):
+def test_jobs_and_devices_are_places_for_runs(run, config, measured, runs, words, free):
     assert run(config, *words).status == 0
-    assert cells.started[0][3] == free
+    assert runs.started[0][3] == free
 
 
-def test_an_interrupted_comparison_is_130_and_says_that_it_goes_on(run, config, cells):
-    cells.raises = KeyboardInterrupt()
+def test_an_interrupted_comparison_is_130_and_says_that_it_goes_on(run, config, runs):
+    runs.raises = KeyboardInterrupt()
     done = run(config)
     assert (done.status, done.out) == (130, "")
     assert done.err.splitlines()[-1] == "midus compare: interrupted; the same command goes on"
 
 
-def test_a_terminated_comparison_is_143(run, config, cells, monkeypatch):
+def test_a_terminated_comparison_is_143(run, config, runs, monkeypatch):
     monkeypatch.setattr(running.Running, "run", lambda self: signal.raise_signal(signal.SIGTERM))
     done = run(config)
     assert (done.status, done.out) == (143, "")

@@ -119,8 +119,8 @@ def test_an_adapter_given_as_a_model_is_refused_before_torch_is_imported(command
         ),
         (
             "midus train",
-            "arms: {}",
-            "recipe.yaml has 'arms', a key of another command; run 'midus compare recipe.yaml'.",
+            "variants: {}",
+            "recipe.yaml has 'variants', a key of another command; run 'midus compare recipe.yaml'.",
         ),
         (
             "midus compare",

@@ -21,7 +21,7 @@ def test_without_a_paper_it_lists_tables(run):
 def test_rows_are_named_as_in_the_table_or_as_in_the_plan(names, run, tmp_path):
     told = run("midus", "1", "--scale", "tiny", "--rows", names, "--dry-run", "--json", "--output", tmp_path / "out")
     assert told.status == 0, told.err
-    assert [row["arm"] for row in json.loads(told.out)["rows"]] == ["MIDUS-HML", "Llama-Pro"]
+    assert [row["variant"] for row in json.loads(told.out)["rows"]] == ["MIDUS-HML", "Llama-Pro"]
     assert not (tmp_path / "out").exists()
 
 

@@ -22,7 +22,7 @@ from commands.installed import main_of
 from processes.server import import_libraries
 
 NOTED = Path(sys.argv[1])
-FROM_HERE = ("midus_hf.compare.cell_process", "midus_hf.compare.commands")
+FROM_HERE = ("midus_hf.compare.run_process", "midus_hf.compare.commands")
 
 
 def note() -> None:
@@ -48,8 +48,8 @@ def end_with(program: Any, *arguments: Any) -> NoReturn:
 def run_module(words: list[str]) -> Any:
     """What `python -m` runs."""
     _, _, module, *arguments = words
-    if module == "midus_hf.compare.cell_process":
-        from midus_hf.compare.cell_process import main
+    if module == "midus_hf.compare.run_process":
+        from midus_hf.compare.run_process import main
 
         return main(Path(arguments[0]))
     from midus_hf.compare.commands import ask_for_termination

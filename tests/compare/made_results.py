@@ -2,19 +2,19 @@
 
 from collections.abc import Sequence
 
-from midus_hf.compare.options import ArmOptions, Comparison
+from midus_hf.compare.options import Comparison, VariantOptions
 from midus_hf.compare.report.findings import Findings, findings
 from midus_hf.compare.results import Point, Result
 
 DOMAIN, RETENTION = "plants", "stars"
 
 
-def comparison(arms: Sequence[str], **changes) -> Comparison:
+def comparison(variants: Sequence[str], **changes) -> Comparison:
     """One text to learn, one to keep."""
     given = {
         "base": "base",
         "output_dir": "out",
-        "arms": {name: ArmOptions() for name in arms},
+        "variants": {name: VariantOptions() for name in variants},
         "train": {"corpus": "corpus", "max_steps": 10},
         "domain": {DOMAIN: "plants.txt"},
         "retention": {RETENTION: "stars.txt"},
@@ -24,7 +24,7 @@ def comparison(arms: Sequence[str], **changes) -> Comparison:
 
 
 def result(
-    arm: str,
+    variant: str,
     learned: Sequence[float],
     forgotten: Sequence[float] | None = None,
     seed: int = 0,
@@ -41,7 +41,7 @@ def result(
         for step, (down, up) in enumerate(changes_of)
     ]
     given = {"trained_parameters": 1000, "seconds": 2.0, "peak_memory_bytes": 10**9, **changes}
-    return Result(arm=arm, rate={"learning_rate": rate}, seed=seed, curve=curve, **given)
+    return Result(variant=variant, rate={"learning_rate": rate}, seed=seed, curve=curve, **given)
 
 
 BASE = Result("base", {}, 0, [Point(0, 0, None, {DOMAIN: 3.0, RETENTION: 2.0})])
@@ -55,9 +55,9 @@ NULL = [
 ]
 
 
-def found(results, arms=("hml", "full"), failures=None, missing=0, **changes) -> Findings:
-    """What is found in results of these arms."""
-    told = comparison(arms, **changes)
+def found(results, variants=("hml", "full"), failures=None, missing=0, **changes) -> Findings:
+    """What is found in results of these variants."""
+    told = comparison(variants, **changes)
     base = BASE
     if not told.retention:
         base = without_retention(BASE)
@@ -71,7 +71,7 @@ def without_retention(one: Result) -> Result:
 
 
 def rows_of(table) -> dict[str, dict[str, str]]:
-    """Its rows by their first cell, each by the head of its columns."""
+    """Its rows by their first run, each by the head of its columns."""
     return {row[0]: dict(zip(table.head, row, strict=True)) for row in table.rows}
 
 

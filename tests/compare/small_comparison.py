@@ -11,12 +11,12 @@ from typing import Any
 from commands.installed import main_of
 from evaluation.byte_models import save_byte_model
 
-from midus_hf.compare.arms import plan
-from midus_hf.compare.cells import Cell, cells_of
 from midus_hf.compare.commands import Done, StepFailed
-from midus_hf.compare.measuring import measure_base, measure_cell
+from midus_hf.compare.measuring import measure_base, measure_run
 from midus_hf.compare.options import Comparison
 from midus_hf.compare.results import Result, read_result
+from midus_hf.compare.runs import Run, runs_of
+from midus_hf.compare.variants import plan
 from midus_hf.compare.workplace import BASE, Workplace
 from midus_hf.config.yaml_options import from_mapping
 
@@ -50,11 +50,11 @@ def training(room: Path, **changes: Any) -> dict[str, Any]:
     return {"corpus": corpus, "learning_rate": 1e-2, **run, **changes}
 
 
-def keys(room: Path, output: Path, arms: dict[str, Any], **changes: Any) -> dict[str, Any]:
+def keys(room: Path, output: Path, variants: dict[str, Any], **changes: Any) -> dict[str, Any]:
     """What a file would say of a comparison of one seed."""
     train = training(room, **changes.pop("train", {}))
     texts = {"domain": {"plants": str(room / "plants.txt")}, "retention": {"stars": str(room / "stars.txt")}}
-    told = {"base": str(room / "base"), "output_dir": str(output), "arms": arms, "train": train, **texts}
+    told = {"base": str(room / "base"), "output_dir": str(output), "variants": variants, "train": train, **texts}
     return {**told, "seeds": [0], "evaluations": 2, **changes}
 
 
@@ -88,23 +88,23 @@ class InProcess:
 
 
 class Measured:
-    """A comparison whose cells are measured in this process.
+    """A comparison whose runs are measured in this process.
 
     Args:
         room: From `write_room`.
         output: Of the comparison.
-        arms: As in a file.
+        variants: As in a file.
         changes: Of other keys.
     """
 
-    def __init__(self, room: Path, output: Path, arms: dict[str, Any], **changes: Any):
-        self.comparison, self.arms = plan(from_mapping(Comparison, keys(room, output, arms, **changes)))
+    def __init__(self, room: Path, output: Path, variants: dict[str, Any], **changes: Any):
+        self.comparison, self.variants = plan(from_mapping(Comparison, keys(room, output, variants, **changes)))
         self.place = Workplace(output)
         self.commands = InProcess()
 
-    def cells(self) -> list[Cell]:
-        """All cells but those of null controls."""
-        return [cell for arm in self.arms for cell in cells_of(arm, self.comparison)]
+    def runs(self) -> list[Run]:
+        """All runs but those of null controls."""
+        return [run for variant in self.variants for run in runs_of(variant, self.comparison)]
 
     def measure_base(self) -> Result:
         """Measure the base."""
@@ -112,16 +112,18 @@ class Measured:
         measure_base(self.comparison, self.place, self.commands)
         return self._result(self.place.root / BASE)
 
-    def measure(self, cell: Cell) -> Result:
-        """Measure a cell."""
-        self.place.cell(cell).mkdir(parents=True, exist_ok=True)
-        measure_cell(cell, self.comparison, self.place, self.commands)
-        return self._result(self.place.cell(cell))
+    def measure(self, run: Run) -> Result:
+        """Measure a run."""
+        self.place.run_folder(run).mkdir(parents=True, exist_ok=True)
+        measure_run(run, self.comparison, self.place, self.commands)
+        return self._result(self.place.run_folder(run))
 
-    def paths(self, cell: Cell) -> SimpleNamespace:
-        """Where the folder, the run and the upscaled model of a cell are."""
-        folder = self.place.cell(cell)
-        return SimpleNamespace(folder=folder, run=folder / "run", model=self.place.models / str(cell.upscaled_name))
+    def paths(self, run: Run) -> SimpleNamespace:
+        """Where the folder, the trained and the upscaled model of a run are."""
+        folder = self.place.run_folder(run)
+        return SimpleNamespace(
+            folder=folder, trained=folder / "trained", model=self.place.models / str(run.upscaled_name)
+        )
 
     def _result(self, folder: Path) -> Result:
         result = read_result(folder)

@@ -1,4 +1,4 @@
-"""A signal to the process of a cell reaches the command that runs there, however often it comes."""
+"""A signal to the process of a run reaches the command that runs there, however often it comes."""
 
 import subprocess
 import sys
@@ -14,7 +14,7 @@ while len(heard) < 2:
     seen.write_text(str(len(heard)))
     time.sleep(0.02)
 """
-CELL = """
+RUN = """
 import sys
 from pathlib import Path
 from midus_hf.compare.commands import Commands
@@ -32,14 +32,14 @@ def wait_until(seen: Path, number: str) -> None:
 
 
 def test_a_second_signal_reaches_a_command_that_is_still_saving_and_both_end(tmp_path):
-    """As when a whole group of processes is terminated, and the comparison then terminates its cells."""
+    """As when a whole group of processes is terminated, and the comparison then terminates its runs."""
     seen = tmp_path / "seen"
-    cell = subprocess.Popen([sys.executable, "-c", CELL, str(tmp_path / "logs"), COMMAND, str(seen)])
+    run = subprocess.Popen([sys.executable, "-c", RUN, str(tmp_path / "logs"), COMMAND, str(seen)])
     try:
         wait_until(seen, "0")
-        cell.terminate()
+        run.terminate()
         wait_until(seen, "1")
-        cell.terminate()
-        assert cell.wait(timeout=60) == 143
+        run.terminate()
+        assert run.wait(timeout=60) == 143
     finally:
-        cell.kill()
+        run.kill()

@@ -38,8 +38,8 @@ def asked(model, tmp_path):
     commands = Counting()
 
     def ask(*words, step="plants", **changes):
-        (tmp_path / "cell").mkdir(exist_ok=True)
-        evaluations = Evaluations(tmp_path / "cell", comparison(["a"], **changes), commands)
+        (tmp_path / "run").mkdir(exist_ok=True)
+        evaluations = Evaluations(tmp_path / "run", comparison(["a"], **changes), commands)
         return evaluations.measure(step, model, "--text", tmp_path / "text", *words)["asked"]
 
     return ask
@@ -79,11 +79,11 @@ def test_a_model_that_was_trained_again_is_measured_again(tmp_path):
     room = write_room(tmp_path)
     measured = Measured(room, tmp_path / "out", {"a": {"upscale": HEADWISE}})
     measured.measure_base()
-    (cell,) = measured.cells()
+    (run,) = measured.runs()
     measured.commands.fails = "shuffled-stars"
     with pytest.raises(StepFailed):
-        measured.measure(cell)
-    measured.place.remove_run(measured.paths(cell).run)
+        measured.measure(run)
+    measured.place.remove_trained(measured.paths(run).trained)
     measured.commands.fails = None
-    measured.measure(cell)
+    measured.measure(run)
     assert measured.commands.steps.count("unshuffled-plants") == 2

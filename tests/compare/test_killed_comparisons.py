@@ -17,16 +17,16 @@ from compare.small_comparison import HEADWISE, keys, write_room
 from pairs import by_default
 
 ROOT = Path(__file__).parents[2]
-ARMS = {"hml": {"upscale": HEADWISE, "rates": [1e-2]}, "full": {"rates": [1e-3]}}
+VARIANTS = {"hml": {"upscale": HEADWISE, "rates": [1e-2]}, "full": {"rates": [1e-3]}}
 KILLS = {
     "kill": (signal.SIGKILL, False, {-signal.SIGKILL}),
-    # The comparison goes on without the cell, and says so in the end.
-    "kill-cell": (signal.SIGKILL, True, {1}),
+    # The comparison goes on without the run, and says so in the end.
+    "kill-run": (signal.SIGKILL, True, {1}),
     "terminate": (signal.SIGTERM, False, {143}),
     "interrupt": (signal.SIGINT, False, {130}),
 }
 """A signal, whether the first process that the comparison started gets it, and how the comparison ends then."""
-SEQUENCES = {"each": ("kill", "terminate", "kill-cell"), **{kill: (kill,) * 3 for kill in KILLS}}
+SEQUENCES = {"each": ("kill", "terminate", "kill-run"), **{kill: (kill,) * 3 for kill in KILLS}}
 """How a comparison is killed, time after time."""
 RUNS = [(name, number) for name in SEQUENCES for number in range(10)]
 
@@ -104,7 +104,7 @@ def forks(tmp_path_factory) -> Iterator[Forks]:
 @pytest.fixture(scope="module")
 def room(tmp_path_factory) -> Path:
     room = write_room(tmp_path_factory.mktemp("room"))
-    told = keys(room, room / "whole", ARMS, controls=["one-row", "shuffled-addresses"], train={"save_steps": 1})
+    told = keys(room, room / "whole", VARIANTS, controls=["one-row", "shuffled-addresses"], train={"save_steps": 1})
     (room / "compare.yaml").write_text(yaml.safe_dump(told))
     return room
 
@@ -118,7 +118,7 @@ def whole(forks, room) -> tuple[dict[str, dict], float]:
     found = results(room / "whole")
     assert list(found) == [
         "base/result.json",
-        *(f"cells/{name}/seed-0/result.json" for name in ("full/0.001", "hml/0.01", "hml+one-row/0.01")),
+        *(f"runs/{name}/seed-0/result.json" for name in ("full/0.001", "hml/0.01", "hml+one-row/0.01")),
     ]
     return found, time.monotonic() - began
 
@@ -133,7 +133,7 @@ def results(output: Path) -> dict[str, dict]:
         found[str(path.relative_to(output))] = {
             key: value for key, value in result.items() if key not in ("seconds", "peak_memory_bytes")
         }
-        assert result["arm"] == "base" or result["peak_memory_bytes"] > 10**7
+        assert result["variant"] == "base" or result["peak_memory_bytes"] > 10**7
     return found
 
 
@@ -143,10 +143,10 @@ def test_what_is_gone_on_with_after_kills_is_what_nobody_disturbed(forks, room, 
     words = [room / "compare.yaml", f"output_dir={tmp_path / 'out'}"]
     choice = random.Random(f"{name} {number}")
     for kill in SEQUENCES[name]:
-        signal_number, of_cell, endings = KILLS[kill]
+        signal_number, of_run, endings = KILLS[kill]
         main = forks.start(*words)
         time.sleep(choice.uniform(0, seconds))
-        processes = [process for process in forks.processes()[1:] if is_alive(process)] if of_cell else [main]
+        processes = [process for process in forks.processes()[1:] if is_alive(process)] if of_run else [main]
         was_running = forks.is_running() and bool(processes)
         if was_running:
             os.kill(processes[0], signal_number)
@@ -167,8 +167,8 @@ def test_what_is_gone_on_with_after_kills_is_what_nobody_disturbed(forks, room, 
 def assert_nothing_is_left(output: Path) -> None:
     """Of runs and of models, however they were interrupted."""
     # A page is written where matplotlib is installed.
-    assert {path.name for path in output.iterdir()} - {"report.html"} == {"base", "cells", "report.md", "runs.csv"}
-    kept = {"result.json", "log.jsonl", "train.yaml", "cell.json", "said.txt", "logs"}
-    for cell in output.glob("cells/*/*/*"):
+    assert {path.name for path in output.iterdir()} - {"report.html"} == {"base", "runs", "report.md", "runs.csv"}
+    kept = {"result.json", "log.jsonl", "train.yaml", "run.json", "said.txt", "logs"}
+    for run in output.glob("runs/*/*/*"):
         # Of all but the controls something was measured beside training.
-        assert {path.name for path in cell.iterdir()} - {"evaluations"} == kept and not any(cell.rglob("*.partial"))
+        assert {path.name for path in run.iterdir()} - {"evaluations"} == kept and not any(run.rglob("*.partial"))

@@ -130,7 +130,7 @@ def test_a_rate_at_which_a_seed_is_missing_is_not_the_best():
 
 
 @pytest.mark.parametrize(
-    ("arm", "null", "words"),
+    ("variant", "null", "words"),
     [
         ({0: 2.0, 1: 2.1, 2: 2.2}, {0: 2.5, 1: 2.61, 2: 2.69}, "beats it"),
         ({0: 2.0, 1: 2.1, 2: 2.2}, {0: 2.5, 1: 2.1, 2: 2.3}, "not shown to beat it"),
@@ -140,10 +140,10 @@ def test_a_rate_at_which_a_seed_is_missing_is_not_the_best():
     ],
     ids=["beats", "wide", "lower", "one", "one lower"],
 )
-def test_a_control_is_beaten_where_the_interval_of_the_advantage_lies_above_zero(arm, null, words):
-    found = verdict("one-row", arm, null)
-    assert found is not None and found.words == words
-    assert found.advantage.mean == pytest.approx(statistics.mean(null[seed] - arm[seed] for seed in arm))
+def test_a_control_is_beaten_where_the_interval_of_the_advantage_lies_above_zero(variant, null, words):
+    found = verdict("one-row", variant, null)
+    assert found is not None and found.conclusion == words
+    assert found.advantage.mean == pytest.approx(statistics.mean(null[seed] - variant[seed] for seed in variant))
 
 
 def test_runs_without_a_seed_in_common_are_not_compared():

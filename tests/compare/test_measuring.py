@@ -1,4 +1,4 @@
-"""One cell from upscaling to its result: what is measured is what commands measure, what is done stays, what is in the way goes."""
+"""One run from upscaling to its result: what is measured is what commands measure, what is done stays, what is in the way goes."""
 
 import importlib.util
 import json
@@ -17,13 +17,13 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from midus_hf.compare import measuring
-from midus_hf.compare.arms import Arm
-from midus_hf.compare.cells import Cell, cells_of
-from midus_hf.compare.collecting import control_cells
+from midus_hf.compare.collecting import control_runs
 from midus_hf.compare.commands import StepFailed
 from midus_hf.compare.evaluations import Evaluations
-from midus_hf.compare.nulls import available_controls, control_arms
+from midus_hf.compare.null_controls import available_controls, control_variants
 from midus_hf.compare.results import read_result
+from midus_hf.compare.runs import Run, runs_of
+from midus_hf.compare.variants import Variant
 from midus_hf.compare.workplace import BASE
 
 HAS_HARNESS = importlib.util.find_spec("lm_eval") is not None
@@ -56,11 +56,11 @@ def accuracy(model, room) -> dict[str, float]:
 @pytest.fixture(scope="module")
 def kept(room, tmp_path_factory):
     """A comparison of a memory and of the base trained whole whose models stay, with their results."""
-    arms = {"hml": {"upscale": HEADWISE, "rates": [1e-2]}, "full": {"train": {"learning_rate": 1e-3}}}
+    variants = {"hml": {"upscale": HEADWISE, "rates": [1e-2]}, "full": {"train": {"learning_rate": 1e-3}}}
     output = tmp_path_factory.mktemp("kept")
-    measured = Measured(room, output, arms, keep_models=True, tasks=tasks_of(room), train={"eval_max_tokens": 100})
+    measured = Measured(room, output, variants, keep_models=True, tasks=tasks_of(room), train={"eval_max_tokens": 100})
     base = measured.measure_base()
-    return measured, base, {cell.arm.name: (cell, measured.measure(cell)) for cell in measured.cells()}
+    return measured, base, {run.variant.name: (run, measured.measure(run)) for run in measured.runs()}
 
 
 def with_the_base_of(kept, measured: Measured) -> Measured:
@@ -69,18 +69,18 @@ def with_the_base_of(kept, measured: Measured) -> Measured:
     return measured
 
 
-@pytest.mark.parametrize("arm", ["hml", "full"])
-def test_the_curve_is_what_midus_eval_measures_at_its_ends(room, kept, arm):
+@pytest.mark.parametrize("variant", ["hml", "full"])
+def test_the_curve_is_what_midus_eval_measures_at_its_ends(room, kept, variant):
     measured, base, results = kept
-    cell, result = results[arm]
-    paths = measured.paths(cell)
-    start = paths.model if arm == "hml" else room / "base"
+    run, result = results[variant]
+    paths = measured.paths(run)
+    start = paths.model if variant == "hml" else room / "base"
     for name in ("plants", "stars"):
         text = room / f"{name}.txt"
         assert base.end.losses[name] == perplexity_loss(room / "base", text, "--max-tokens", 100)
         assert result.start.losses[name] == pytest.approx(perplexity_loss(start, text, "--max-tokens", 100), abs=1e-12)
         assert result.end.losses[name] == pytest.approx(
-            perplexity_loss(paths.run, text, "--max-tokens", 100), abs=1e-12
+            perplexity_loss(paths.trained, text, "--max-tokens", 100), abs=1e-12
         )
         assert result.start.losses[name] == pytest.approx(base.end.losses[name], abs=1e-12)
     assert result.end.losses["plants"] < result.start.losses["plants"]
@@ -91,21 +91,21 @@ def test_the_curve_is_what_midus_eval_measures_at_its_ends(room, kept, arm):
     assert times[0] is None and 0 < times[1] < times[2] == result.seconds
 
 
-def test_a_cell_says_which_run_it_was(kept):
+def test_a_run_says_which_run_it_was(kept):
     measured, base, results = kept
     (_, hml), (_, full) = results["hml"], results["full"]
-    assert (hml.arm, hml.rate, hml.seed, hml.control, hml.control_of) == (
+    assert (hml.variant, hml.rate, hml.seed, hml.control, hml.control_of) == (
         "hml",
         {"learning_rate": 1e-2},
         0,
         None,
         None,
     )
-    assert (full.arm, full.rate, full.controls, full.shuffled) == ("full", {}, {}, None)
+    assert (full.variant, full.rate, full.controls, full.shuffled) == ("full", {}, {}, None)
     assert (hml.starts_at_base, full.starts_at_base) == (True, None)
-    assert (base.arm, base.curve[0].step, len(base.curve)) == ("base", 0, 1)
-    for cell, result in results.values():
-        assert result.request == json.loads(json.dumps(cell.request(measured.comparison)))
+    assert (base.variant, base.curve[0].step, len(base.curve)) == ("base", 0, 1)
+    for run, result in results.values():
+        assert result.request == json.loads(json.dumps(run.request(measured.comparison)))
         assert result.peak_memory_bytes > 10**7
 
 
@@ -117,29 +117,29 @@ def count(folder: Path) -> int:
 def test_numbers_of_parameters_are_those_of_the_files(room, kept):
     measured, _, results = kept
     base = count(room / "base")
-    cell, hml = results["hml"]
-    assert hml.new_parameters == hml.trained_parameters == count(measured.paths(cell).model) - base > 0
+    run, hml = results["hml"]
+    assert hml.new_parameters == hml.trained_parameters == count(measured.paths(run).model) - base > 0
     _, full = results["full"]
     assert (full.new_parameters, full.trained_parameters) == (0, base)
 
 
 def test_what_trains_is_what_moves(room, kept):
     measured, _, results = kept
-    cell, _ = results["hml"]
+    run, _ = results["hml"]
     before, after = (
-        load_file(folder / "model.safetensors") for folder in (measured.paths(cell).model, measured.paths(cell).run)
+        load_file(folder / "model.safetensors") for folder in (measured.paths(run).model, measured.paths(run).trained)
     )
     moved = {name for name in before if not torch.equal(before[name], after[name])}
     assert moved and all(".1." in name or ".4." in name for name in moved)
 
 
 @needs_harness
-@pytest.mark.parametrize("arm", ["hml", "full"])
-def test_tasks_are_asked_before_and_after(room, kept, arm):
+@pytest.mark.parametrize("variant", ["hml", "full"])
+def test_tasks_are_asked_before_and_after(room, kept, variant):
     measured, base, results = kept
-    cell, result = results[arm]
+    run, result = results[variant]
     assert base.tasks["piqa"] == accuracy(room / "base", room) == result.tasks_before["piqa"]
-    assert result.tasks["piqa"] == accuracy(measured.paths(cell).run, room)
+    assert result.tasks["piqa"] == accuracy(measured.paths(run).trained, room)
     # What starts as the base has the base's answers, which are not asked for again.
     assert "tasks-before" not in measured.commands.steps
 
@@ -151,57 +151,57 @@ def test_tasks_are_asked_before_and_after(room, kept, arm):
     ids=["other", "not verified"],
 )
 def test_tasks_are_asked_of_a_model_that_was_not_seen_to_start_as_the_base(room, tmp_path, upscale, starts):
-    arms = {"a": {"upscale": upscale}}
-    measured = Measured(room, tmp_path, arms, tasks=tasks_of(room), controls=False)
+    variants = {"a": {"upscale": upscale}}
+    measured = Measured(room, tmp_path, variants, tasks=tasks_of(room), controls=False)
     measured.measure_base()
-    (cell,) = measured.cells()
-    result = measured.measure(cell)
+    (run,) = measured.runs()
+    result = measured.measure(run)
     assert measured.commands.steps.count("tasks-before") == 1
-    assert result.tasks_before["piqa"] == accuracy(measured.paths(cell).model, room)
+    assert result.tasks_before["piqa"] == accuracy(measured.paths(run).model, room)
     assert result.starts_at_base is starts
 
 
 @pytest.mark.parametrize("routing", ["chunk", "sequence"])
 def test_a_result_says_whether_its_model_is_causal(room, tmp_path, routing):
     options = {"memory_tokens": 16, "chapters": 4, "k": 2, "routing": routing}
-    arms = {"a": {"upscale": {"method": "moc", "options": options}}}
-    measured = Measured(room, tmp_path, arms, controls=False)
+    variants = {"a": {"upscale": {"method": "moc", "options": options}}}
+    measured = Measured(room, tmp_path, variants, controls=False)
     measured.measure_base()
-    (cell,) = measured.cells()
-    assert measured.measure(cell).is_causal is (routing == "chunk")
+    (run,) = measured.runs()
+    assert measured.measure(run).is_causal is (routing == "chunk")
 
 
 def test_shuffled_addresses_are_those_of_the_trained_model(room, kept, tmp_path):
     measured, _, results = kept
-    cell, result = results["hml"]
+    run, result = results["hml"]
     InProcess().run(
-        "shuffle", "upscale", "shuffle", measured.paths(cell).run, "--output", tmp_path / "out", "--seed", 0
+        "shuffle", "upscale", "shuffle", measured.paths(run).trained, "--output", tmp_path / "out", "--seed", 0
     )
     for name in ("plants", "stars"):
         assert result.shuffled[name] == perplexity_loss(tmp_path / "out", room / f"{name}.txt", "--max-tokens", 100)
         assert result.unshuffled[name] == perplexity_loss(
-            measured.paths(cell).run, room / f"{name}.txt", "--max-tokens", 100
+            measured.paths(run).trained, room / f"{name}.txt", "--max-tokens", 100
         )
     assert result.shuffled["plants"] != result.unshuffled["plants"]
-    assert not (measured.paths(cell).folder / "shuffled").exists()
+    assert not (measured.paths(run).folder / "shuffled").exists()
 
 
 @pytest.mark.parametrize("controls", [False, ["one-row"]], ids=["none", "another"])
 def test_addresses_are_shuffled_only_where_that_is_asked_for(room, kept, tmp_path, controls):
     measured = Measured(room, tmp_path, {"hml": {"upscale": HEADWISE}}, controls=controls)
     with_the_base_of(kept, measured)
-    (cell,) = measured.cells()
-    result = measured.measure(cell)
+    (run,) = measured.runs()
+    result = measured.measure(run)
     assert result.shuffled is None and result.unshuffled is None and "shuffle" not in measured.commands.steps
     assert list(result.controls) == ["one-row", "random-slots", "frozen-addresses", "shuffled-addresses"]
 
 
-def test_what_stays_of_a_cell_is_its_result_and_its_log_and_what_a_person_put_there(room, kept, tmp_path):
+def test_what_stays_of_a_run_is_its_result_and_its_log_and_what_a_person_put_there(room, kept, tmp_path):
     measured = Measured(room, tmp_path, {"hml": {"upscale": HEADWISE}, "full": {}}, controls=False)
     with_the_base_of(kept, measured)
-    hml, full = measured.cells()
-    for cell in (hml, full):
-        measured.measure(cell)
+    hml, full = measured.runs()
+    for run in (hml, full):
+        measured.measure(run)
     paths = measured.paths(hml)
     assert {path.name for path in paths.folder.iterdir()} == {"result.json", "log.jsonl", "train.yaml"}
     assert (paths.model / "model.safetensors").is_file()
@@ -219,7 +219,7 @@ class WithNotes(InProcess):
         if folder is not None:
             (Path(words[words.index(folder) + 1]) / "note.txt").write_text("mine")
         if step == "train":
-            (Path(words[0]).parent / "run" / "note.txt").write_text("mine")
+            (Path(words[0]).parent / "trained" / "note.txt").write_text("mine")
             (Path(words[0]).parent / "note.txt").write_text("mine")
         return done
 
@@ -228,18 +228,18 @@ def test_a_person_s_files_stay_wherever_they_are(room, kept, tmp_path):
     measured = Measured(room, tmp_path, {"hml": {"upscale": HEADWISE}})
     measured.commands = WithNotes()
     with_the_base_of(kept, measured)
-    (cell,) = measured.cells()
-    measured.measure(cell)
-    measured.place.remove_upscaled(cell.upscaled_name)
-    paths = measured.paths(cell)
-    for folder in (paths.folder, paths.run, paths.folder / "shuffled", paths.model):
+    (run,) = measured.runs()
+    measured.measure(run)
+    measured.place.remove_upscaled(run.upscaled_name)
+    paths = measured.paths(run)
+    for folder in (paths.folder, paths.trained, paths.folder / "shuffled", paths.model):
         assert (folder / "note.txt").read_text() == "mine"
-    assert [path.name for path in paths.run.iterdir()] == ["note.txt"]
+    assert [path.name for path in paths.trained.iterdir()] == ["note.txt"]
     # The model is whole, and taken where a run needs it again.
     shutil.rmtree(paths.folder)
     measured.commands = InProcess()
     measured.comparison.controls = False
-    measured.measure(cell)
+    measured.measure(run)
     assert "upscale" not in measured.commands.steps
 
 
@@ -253,17 +253,17 @@ def test_a_person_s_files_stay_wherever_they_are(room, kept, tmp_path):
         "shuffled-stars",
     ],
 )
-def test_a_cell_goes_on_where_it_failed(room, kept, tmp_path, fails):
-    arms = {"hml": {"upscale": HEADWISE, "rates": [1e-2]}}
-    measured = Measured(room, tmp_path, arms, tasks=tasks_of(room), train={"eval_max_tokens": 100})
+def test_a_run_goes_on_where_it_failed(room, kept, tmp_path, fails):
+    variants = {"hml": {"upscale": HEADWISE, "rates": [1e-2]}}
+    measured = Measured(room, tmp_path, variants, tasks=tasks_of(room), train={"eval_max_tokens": 100})
     with_the_base_of(kept, measured)
-    (cell,) = measured.cells()
+    (run,) = measured.runs()
     measured.commands = InProcess(fails)
     with pytest.raises(StepFailed):
-        measured.measure(cell)
-    assert read_result(measured.place.cell(cell)) is None
+        measured.measure(run)
+    assert read_result(measured.place.run_folder(run)) is None
     before, measured.commands = measured.commands.steps, InProcess()
-    result = measured.measure(cell)
+    result = measured.measure(run)
     done = before[: before.index(fails)]
     # What was shuffled is gone.
     assert set(done) & set(measured.commands.steps) <= {"shuffle", "shuffled-plants", "shuffled-stars"}
@@ -278,33 +278,33 @@ def test_a_cell_goes_on_where_it_failed(room, kept, tmp_path, fails):
 def test_a_model_that_was_upscaled_and_not_told_of_is_upscaled_again(room, kept, tmp_path):
     measured = Measured(room, tmp_path, {"hml": {"upscale": HEADWISE}}, controls=False)
     with_the_base_of(kept, measured)
-    (cell,) = measured.cells()
+    (run,) = measured.runs()
     measured.commands = InProcess("train")
     with pytest.raises(StepFailed):
-        measured.measure(cell)
-    model = measured.paths(cell).model
+        measured.measure(run)
+    model = measured.paths(run).model
     # Half of it was removed when the process was killed.
     (model.parent / f"{model.name}.json").unlink()
     (model / "model.safetensors").unlink()
     (model / "upscale.json").unlink()
     measured.commands = InProcess()
-    assert measured.measure(cell).end.step == STEPS
+    assert measured.measure(run).end.step == STEPS
 
 
 def test_a_run_that_was_killed_behind_its_last_checkpoint_goes_on(room, kept, tmp_path):
     measured = Measured(room, tmp_path, {"full": {}}, keep_models=True)
     with_the_base_of(kept, measured)
-    (cell,) = measured.cells()
-    before = measured.measure(cell)
-    paths = measured.paths(cell)
+    (run,) = measured.runs()
+    before = measured.measure(run)
+    paths = measured.paths(run)
     # As it is before the last line of the log, which tells what the run cost, and before the model.
     for name in ("config.json", "model.safetensors"):
-        (paths.run / name).unlink()
+        (paths.trained / name).unlink()
     (paths.folder / "result.json").unlink()
-    log = (paths.run / "log.jsonl").read_text().splitlines(keepends=True)
+    log = (paths.trained / "log.jsonl").read_text().splitlines(keepends=True)
     assert "trained_parameters" in log[-1]
-    (paths.run / "log.jsonl").write_text("".join(log[:-1]))
-    result = measured.measure(cell)
+    (paths.trained / "log.jsonl").write_text("".join(log[:-1]))
+    result = measured.measure(run)
     assert result.curve == before.curve
     assert (result.trained_parameters, result.seconds) == (before.trained_parameters, before.seconds)
 
@@ -330,8 +330,8 @@ def test_texts_are_read_as_the_corpus_is(room, tmp_path):
     measured = Measured(room, tmp_path / "out", {"full": {}}, train={"corpus": corpus}, **texts)
     base = measured.measure_base()
     assert base.end.losses["plants"] == perplexity_loss(room / "base", room / "plants.txt")
-    (cell,) = measured.cells()
-    assert measured.measure(cell).start.losses == pytest.approx(base.end.losses)
+    (run,) = measured.runs()
+    assert measured.measure(run).start.losses == pytest.approx(base.end.losses)
 
 
 def test_the_base_is_measured_document_by_document_where_runs_fetch_by_paths(room, tmp_path):
@@ -390,18 +390,18 @@ METHODS = {
 
 @pytest.fixture(scope="module")
 def upscaled(room, tmp_path_factory):
-    """From a method to its planned arm and the config of its model; each is upscaled once."""
-    found: dict[str, tuple[Measured, Arm, dict]] = {}
+    """From a method to its planned variant and the config of its model; each is upscaled once."""
+    found: dict[str, tuple[Measured, Variant, dict]] = {}
 
-    def of(method: str) -> tuple[Measured, Arm, dict]:
+    def of(method: str) -> tuple[Measured, Variant, dict]:
         if method not in found:
             measured = Measured(room, tmp_path_factory.mktemp(method), {method: {"upscale": METHODS[method][0]}})
-            (cell,) = measured.cells()
+            (run,) = measured.runs()
             measured.commands = InProcess("train")
-            measured.place.cell(cell).mkdir(parents=True)
+            measured.place.run_folder(run).mkdir(parents=True)
             with pytest.raises(StepFailed):
-                measured.measure(cell)
-            found[method] = measured, cell.arm, json.loads((measured.paths(cell).model / "config.json").read_text())
+                measured.measure(run)
+            found[method] = measured, run.variant, json.loads((measured.paths(run).model / "config.json").read_text())
         return found[method]
 
     return of
@@ -409,10 +409,10 @@ def upscaled(room, tmp_path_factory):
 
 @pytest.mark.parametrize("method", METHODS)
 def test_which_null_controls_a_method_has(upscaled, method):
-    _, arm, config = upscaled(method)
+    _, variant, config = upscaled(method)
     controls = available_controls(config)
     assert list(controls) == METHODS[method][1]
-    assert [one.name for one in control_arms(arm, controls, {})] == [
+    assert [one.name for one in control_variants(variant, controls, {})] == [
         f"{method}+{name}" for name in METHODS[method][1] if name != "shuffled-addresses"
     ]
 
@@ -431,34 +431,36 @@ CHOSEN = [
 
 
 @pytest.mark.parametrize(("method", "name"), by_default(CHOSEN, CONTROLS))
-def test_a_control_is_upscaled_and_trained_beside_its_arm(upscaled, room, kept, tmp_path, method, name):
-    _, arm, config = upscaled(method)
+def test_a_control_is_upscaled_and_trained_beside_its_variant(upscaled, room, kept, tmp_path, method, name):
+    _, variant, config = upscaled(method)
     (control,) = [
-        one for one in control_arms(arm, available_controls(config), {"learning_rate": 5e-3}) if one.control == name
+        one
+        for one in control_variants(variant, available_controls(config), {"learning_rate": 5e-3})
+        if one.control == name
     ]
     measured = Measured(room, tmp_path, {method: {"upscale": METHODS[method][0]}}, train={"max_steps": 1})
-    control = Arm(**{**vars(control), "train": {**control.train, "max_steps": 1}})
+    control = Variant(**{**vars(control), "train": {**control.train, "max_steps": 1}})
     with_the_base_of(kept, measured)
-    (cell,) = cells_of(control, measured.comparison)
-    result = measured.measure(cell)
-    assert (result.arm, result.control, result.control_of) == (f"{method}+{name}", name, method)
+    (run,) = runs_of(control, measured.comparison)
+    result = measured.measure(run)
+    assert (result.variant, result.control, result.control_of) == (f"{method}+{name}", name, method)
     assert result.rate == {"learning_rate": 5e-3} and result.starts_at_base is True
     assert result.shuffled is None and result.controls == {} and "shuffle" not in measured.commands.steps
-    new = count(measured.paths(cell).model) - count(room / "base")
+    new = count(measured.paths(run).model) - count(room / "base")
     assert result.new_parameters == new
     if name == "frozen-addresses":
-        assert cell.upscaled_name == Cell(arm, {}, 0).upscaled_name
+        assert run.upscaled_name == Run(variant, {}, 0).upscaled_name
         assert 0 < result.trained_parameters < new
     else:
         assert 0 < result.trained_parameters <= new
-        assert (new < arm.new_parameters) == (name == "one-row")
+        assert (new < variant.new_parameters) == (name == "one-row")
 
 
 def test_controls_follow_the_rate_that_was_best(room, kept):
     measured, _, results = kept
-    cell, result = results["hml"]
-    cells = control_cells(cell.arm, [result], measured.comparison)
-    assert [one.name for one in cells] == [
+    run, result = results["hml"]
+    runs = control_runs(run.variant, [result], measured.comparison)
+    assert [one.name for one in runs] == [
         f"hml+{name}/0.01/seed-0" for name in ("one-row", "random-slots", "frozen-addresses")
     ]
-    assert control_cells(cell.arm, [], measured.comparison) == []
+    assert control_runs(run.variant, [], measured.comparison) == []

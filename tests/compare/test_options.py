@@ -11,26 +11,26 @@ from midus_hf.config.yaml_options import from_mapping, read_config
 GIVEN = {
     "base": "base",
     "output_dir": "out",
-    "arms": {"full": {"rates": [1e-4]}, "midus.hml-2": {"upscale": {"method": "midus-hml"}}},
+    "variants": {"full": {"rates": [1e-4]}, "midus.hml-2": {"upscale": {"method": "midus-hml"}}},
     "train": {"corpus": "corpus", "max_steps": 10},
     "domain": {"plants": "plants.txt"},
 }
 QUOTES = "Rename it, or put a number in quotes."
-ARM_NAME = f"expected a name of letters, digits and the signs . _ + -, the first a letter or a digit. {QUOTES}"
+VARIANT_NAME = f"expected a name of letters, digits and the signs . _ + -, the first a letter or a digit. {QUOTES}"
 TWICE = "rates has 0.001 twice, by which a folder is called; expected rates that differ."
 TEXT_NAME = f"expected a name of letters, digits and the signs _ -. {QUOTES}"
 FIT = {"upscale": {"method": "midus-hml"}, "fit": {"num_new_layers": [1, 2]}}
 REFUSED = {
     "no base": ({"base": None}, "base is None; expected a string."),
-    "no arms": ({"arms": {}}, "arms is empty; expected one or more."),
+    "no variants": ({"variants": {}}, "variants is empty; expected one or more."),
     "no domain": ({"domain": {}}, "domain is empty, and there are no tasks; expected something by which learning is measured."),
     "no seeds": ({"seeds": []}, "seeds is empty; expected one or more."),
-    "an arm's name": ({"arms": {"a/b": {}}}, f"arms has 'a/b'; {ARM_NAME}"),
-    "an arm's first sign": ({"arms": {".a": {}}}, f"arms has '.a'; {ARM_NAME}"),
-    "an arm called as a number": ({"arms": {2: {}}}, f"arms has 2; {ARM_NAME}"),
-    "an arm called as a control": (
-        {"arms": {"a": {}, "a+one-row": {}}},
-        "arms has 'a+one-row', which is what the null control one-row of 'a' is called; give it another name.",
+    "a variant's name": ({"variants": {"a/b": {}}}, f"variants has 'a/b'; {VARIANT_NAME}"),
+    "a variant's first sign": ({"variants": {".a": {}}}, f"variants has '.a'; {VARIANT_NAME}"),
+    "a variant called as a number": ({"variants": {2: {}}}, f"variants has 2; {VARIANT_NAME}"),
+    "a variant called as a null control": (
+        {"variants": {"a": {}, "a+one-row": {}}},
+        "variants has 'a+one-row', which is what the null control one-row of 'a' is called; give it another name.",
     ),
     "a text's name": ({"retention": {"a.b": "text"}}, f"retention has 'a.b'; {TEXT_NAME}"),
     "a text called as a number": ({"domain": {2024: "text"}}, f"domain has 2024; {TEXT_NAME}"),
@@ -45,16 +45,16 @@ REFUSED = {
     "no parameters": ({"trained_parameters": 0}, "trained_parameters is 0; expected a number above 0."),
     "no seconds": ({"seconds": 0}, "seconds is 0.0; expected a number above 0."),
     "no evaluations": ({"evaluations": 0}, "evaluations is 0; expected a number above 0."),
-    "fit without a budget": ({"arms": {"a": FIT}}, "arms.a.fit is given, and trained_parameters is not; expected both"),
+    "fit without a budget": ({"variants": {"a": FIT}}, "variants.a.fit is given, and trained_parameters is not; expected both"),
     "fit of a base": (
-        {"arms": {"a": {"fit": {"n": [1]}}}}, "fit is given without upscale; expected both, since it chooses a value of a key"
+        {"variants": {"a": {"fit": {"n": [1]}}}}, "fit is given without upscale; expected both, since it chooses a value of a key"
     ),
     "two fits": (
-        {"arms": {"a": {**FIT, "fit": {"n": [1], "k": [2]}}}}, "fit is {'n': [1], 'k': [2]}; expected one key of upscale with"
+        {"variants": {"a": {**FIT, "fit": {"n": [1], "k": [2]}}}}, "fit is {'n': [1], 'k': [2]}; expected one key of upscale with"
     ),
-    "nothing to fit with": ({"arms": {"a": {**FIT, "fit": {"n": []}}}}, "fit is {'n': []}; expected one key of upscale with"),
+    "nothing to fit with": ({"variants": {"a": {**FIT, "fit": {"n": []}}}}, "fit is {'n': []}; expected one key of upscale with"),
     "no rates": ({"rates": []}, "rates is an empty list; expected one or more, or leave it out."),
-    "an arm's rates": ({"arms": {"a": {"rates": []}}}, "rates is an empty list; expected one or more, or leave it out."),
+    "a variant's rates": ({"variants": {"a": {"rates": []}}}, "rates is an empty list; expected one or more, or leave it out."),
     "a rate of 0": ({"rates": [0]}, "rates has 0.0; expected numbers above 0, or mappings from keys of rates to such numbers."),
     "a rate below 0": ({"rates": [{"learning_rate": -1}]}, "rates has {'learning_rate': -1.0}; expected numbers above 0"),
     "a rate without a key": ({"rates": [{}]}, "rates has {}; expected numbers above 0"),
@@ -67,7 +67,7 @@ REFUSED = {
     ),
     "no tasks": ({"tasks": {"names": []}}, "tasks.names is an empty list; expected one or more tasks. Leave tasks out for none."),
     "an option": ({"retain": {}}, "config has no option 'retain'."),
-    "an arm's option": ({"arms": {"a": {"method": "solar"}}}, "config has no option 'arms.a.method'."),
+    "a variant's option": ({"variants": {"a": {"method": "solar"}}}, "config has no option 'variants.a.method'."),
 }  # fmt: skip
 
 
@@ -90,7 +90,7 @@ def test_what_is_given_is_what_there_is():
     comparison = from_mapping(Comparison, {**GIVEN, "retention": {"stars": "stars.txt"}})
     assert (comparison.seeds, comparison.evaluations, comparison.controls) == ([0, 1, 2], 5, True)
     assert list(comparison.texts.items()) == [("plants", "plants.txt"), ("stars", "stars.txt")]
-    assert comparison.arms["midus.hml-2"].upscale == {"method": "midus-hml"}
+    assert comparison.variants["midus.hml-2"].upscale == {"method": "midus-hml"}
 
 
 OVERRIDES = {
@@ -98,15 +98,17 @@ OVERRIDES = {
     "a budget in the words of YAML": ("trained_parameters=9e6", lambda told: told.trained_parameters == 9_000_000),
     "a text": ("domain.roses=roses.txt", lambda told: told.domain == {"plants": "plants.txt", "roses": "roses.txt"}),
     "the first text outside": ("retention.stars=stars.txt", lambda told: told.retention == {"stars": "stars.txt"}),
-    "a key of all arms": ("train.max_steps=99", lambda told: told.train == {"corpus": "corpus", "max_steps": 99}),
-    "a key within one of all arms": ("train.adapters.r=4", lambda told: told.train["adapters"] == {"r": 4}),
+    "a key of all variants": ("train.max_steps=99", lambda told: told.train == {"corpus": "corpus", "max_steps": 99}),
+    "a key within one of all variants": ("train.adapters.r=4", lambda told: told.train["adapters"] == {"r": 4}),
     "a file of keys": ("train=run.yaml", lambda told: told.train == "run.yaml"),
     "the tasks": ("tasks.names=[piqa]", lambda told: told.tasks.names == ["piqa"]),
-    "rates of one arm": ("arms.full.rates=[1e-3]", lambda told: told.arms["full"].rates == [1e-3]),
-    "a key of one arm": ("arms.full.train.learning_rate=0.5", lambda told: told.arms["full"].train == {"learning_rate": 0.5}),
-    "a new arm": ("arms.solar.upscale.method=solar", lambda told: told.arms["solar"].upscale == {"method": "solar"}),
+    "rates of one variant": ("variants.full.rates=[1e-3]", lambda told: told.variants["full"].rates == [1e-3]),
+    "a key of one variant": (
+        "variants.full.train.learning_rate=0.5", lambda told: told.variants["full"].train == {"learning_rate": 0.5}
+    ),
+    "a new variant": ("variants.solar.upscale.method=solar", lambda told: told.variants["solar"].upscale == {"method": "solar"}),
     "an option of one method": (
-        "arms.full.upscale.options.n=4", lambda told: told.arms["full"].upscale == {"options": {"n": 4}}
+        "variants.full.upscale.options.n=4", lambda told: told.variants["full"].upscale == {"options": {"n": 4}}
     ),
     "controls": ("controls=false", lambda told: told.controls is False),
 }  # fmt: skip
@@ -122,8 +124,11 @@ def test_words_after_the_file_reach_every_key(config, named):
     ("word", "message"),
     [
         ("seeds", "override is 'seeds'; expected key=value."),
-        ("arms.full.trian.learning_rate=1", "override is 'arms.full.trian.learning_rate=1', but 'trian' has no keys of its own."),
-        ("arms.full.method=solar", "config has no option 'arms.full.method'."),
+        (
+            "variants.full.trian.learning_rate=1",
+            "override is 'variants.full.trian.learning_rate=1', but 'trian' has no keys of its own.",
+        ),
+        ("variants.full.method=solar", "config has no option 'variants.full.method'."),
         ("base.x=1", "override is 'base.x=1', but 'base' has no keys of its own."),
         ("train.corpus.path=there", "override is 'train.corpus.path=there', but 'corpus' is 'corpus', which has no name"),
     ],

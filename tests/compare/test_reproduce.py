@@ -8,14 +8,14 @@ import pytest
 import yaml
 from compare.made_results import result
 
-from midus_hf.compare.arms import plan
 from midus_hf.compare.checking import check_runs
 from midus_hf.compare.learning import spread
 from midus_hf.compare.reproduce.options import SCALES, RowOptions, TableOptions
 from midus_hf.compare.reproduce.report import as_json, stage_table, write_table
 from midus_hf.compare.reproduce.repository import Repository
-from midus_hf.compare.reproduce.table import AVERAGE, arm_name, read_options_of, read_table
+from midus_hf.compare.reproduce.table import AVERAGE, read_options_of, read_table, variant_name
 from midus_hf.compare.results import Measured, Point
+from midus_hf.compare.variants import plan
 
 REPOSITORY = Repository()
 TABLES = [(paper, name) for paper, names in REPOSITORY.tables().items() for name in names]
@@ -63,17 +63,17 @@ def test_a_table_can_be_planned_at_its_own_scale(paper, name, bases, tmp_path, w
     if "mathpile" in options.scales:
         overrides.append("train.corpus=somewhere")
     table = read_table(REPOSITORY, paper, name, "paper", overrides)
-    comparison, arms = plan(table.comparison(REPOSITORY, tmp_path / "out", list(options.rows)))
-    check_runs(comparison, arms)
-    assert [arm.name for arm in arms] == [arm_name(row) for row in options.rows]
+    comparison, variants = plan(table.comparison(REPOSITORY, tmp_path / "out", list(options.rows)))
+    check_runs(comparison, variants)
+    assert [variant.name for variant in variants] == [variant_name(row) for row in options.rows]
     assert (comparison.fine_tune is not None) == (options.fine_tune is not None)
     measured = {column for column in options.columns if column != AVERAGE}
     assert set(table.scale.columns) == measured
-    for arm, row in zip(arms, options.rows.values(), strict=True):
-        assert (arm.upscale is None) == (row.upscale is None)
+    for variant, row in zip(variants, options.rows.values(), strict=True):
+        assert (variant.upscale is None) == (row.upscale is None)
         recipe = yaml.safe_load(open(REPOSITORY.recipe("train", row.train, options.base), encoding="utf-8"))
         expected = {**recipe, **table.scale.train, **row.changes}
-        assert {key: arm.train[key] for key in ("max_steps", "learning_rate", "bf16")} == {
+        assert {key: variant.train[key] for key in ("max_steps", "learning_rate", "bf16")} == {
             key: expected[key] for key in ("max_steps", "learning_rate", "bf16")
         }
 
@@ -82,10 +82,10 @@ def test_a_table_can_be_planned_at_its_own_scale(paper, name, bases, tmp_path, w
 @pytest.mark.parametrize("name", [name for paper, name in TABLES if not name.startswith("5")])
 def test_a_table_of_texts_and_choices_can_be_planned_smaller(name, scale, tmp_path, without_material, bases):
     table = read_table(REPOSITORY, "midus", name, scale, [f"base={bases / 'llama-3.2-1b'}"])
-    comparison, arms = plan(table.comparison(REPOSITORY, tmp_path / "out", list(table.options.rows)))
-    check_runs(comparison, arms)
+    comparison, variants = plan(table.comparison(REPOSITORY, tmp_path / "out", list(table.options.rows)))
+    check_runs(comparison, variants)
     assert set(table.scale.columns) <= set(table.options.columns)
-    assert {arm.train["max_steps"] for arm in arms} == {50 if scale == "small" else 2}
+    assert {variant.train["max_steps"] for variant in variants} == {50 if scale == "small" else 2}
     assert comparison.texts == {"Wiki-PPL": "articles"}
 
 

@@ -11,14 +11,14 @@ import yaml
 from compare.small_comparison import InProcess
 
 from material.fetch import FETCH
-from midus_hf.compare.arms import plan
-from midus_hf.compare.cells import cells_of
 from midus_hf.compare.checking import check_runs
-from midus_hf.compare.measuring import measure_base, measure_cell
+from midus_hf.compare.measuring import measure_base, measure_run
 from midus_hf.compare.reproduce.report import stage_table
 from midus_hf.compare.reproduce.repository import Repository
 from midus_hf.compare.reproduce.table import read_table
 from midus_hf.compare.results import read_result
+from midus_hf.compare.runs import runs_of
+from midus_hf.compare.variants import plan
 from midus_hf.compare.workplace import BASE, Workplace
 
 pytestmark = [
@@ -45,28 +45,28 @@ def done(excerpts, tmp_path_factory):
     """A row of MIDUS's first table, whose models stay: the table, its comparison, the result, the folder."""
     repository, output = Repository(), tmp_path_factory.mktemp("table")
     table = read_table(repository, "midus", "1", "tiny")
-    comparison, (arm,) = plan(dataclasses.replace(table.comparison(repository, output, [ROW]), keep_models=True))
-    check_runs(comparison, [arm])
+    comparison, (variant,) = plan(dataclasses.replace(table.comparison(repository, output, [ROW]), keep_models=True))
+    check_runs(comparison, [variant])
     place, commands = Workplace(output), InProcess()
     (output / BASE).mkdir()
     measure_base(comparison, place, commands)
-    (cell,) = cells_of(arm, comparison)
-    place.cell(cell).mkdir(parents=True)
-    measure_cell(cell, comparison, place, commands)
-    return table, comparison, read_result(place.cell(cell)), place.cell(cell)
+    (run,) = runs_of(variant, comparison)
+    place.run_folder(run).mkdir(parents=True)
+    measure_run(run, comparison, place, commands)
+    return table, comparison, read_result(place.run_folder(run)), place.run_folder(run)
 
 
 def test_each_stage_is_measured_on_its_own_model(done):
     table, comparison, result, folder = done
     (text,) = comparison.texts.values()
-    for stage, model in (("continued", "run"), ("tuned", "tuned")):
+    for stage, model in (("continued", "trained"), ("tuned", "tuned")):
         words = [folder / model, "--text", text, "--max-tokens", 1024, "--json"]
         measured = json.loads(InProcess().run("eval", "midus eval", *words).output)["models"][0]["perplexity"]
         assert table.number("Wiki-PPL", stage, result) == pytest.approx(measured["perplexity"], rel=1e-9)
         assert 0 <= table.number("PIQA", stage, result) <= 100
     assert result.starts_at_base and result.tuned.losses != result.end.losses
     tuned = yaml.safe_load((folder / "tuned" / "train_config.yaml").read_text())
-    assert (tuned["model_name_or_path"], tuned["trainable"], tuned["max_steps"]) == (str(folder / "run"), "all", 2)
+    assert (tuned["model_name_or_path"], tuned["trainable"], tuned["max_steps"]) == (str(folder / "trained"), "all", 2)
 
 
 def test_the_table_tells_both_stages(done):

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from midus_hf.compare.learning import by_rate, compared
-from midus_hf.compare.report.findings import ArmFindings, Findings
+from midus_hf.compare.report.findings import Findings, VariantFindings
 
 
 def cautions(findings: Findings) -> list[str]:
@@ -15,40 +15,40 @@ def cautions(findings: Findings) -> list[str]:
     Args:
         findings: Findings of a comparison with results of at least one variant.
     """
-    arms = findings.arms.values()
+    variants = findings.variants.values()
     sentences = []
-    single = [arm.name for arm in arms if len(arm.best) == 1]
-    if len(single) == len(arms):
+    single = [variant.name for variant in variants if len(variant.best) == 1]
+    if len(single) == len(variants):
         sentences.append("One seed: nothing here says how much of a difference is chance.")
     elif single:
         sentences.append(
             f"{_list(single)} {_have(single)} one seed: nothing says how much of a difference to others is chance."
         )
-    tokens = {arm.name: arm.tokens for arm in arms}
+    tokens = {variant.name: variant.tokens for variant in variants}
     least, most = min(tokens, key=tokens.__getitem__), max(tokens, key=tokens.__getitem__)
     if tokens[least] < tokens[most]:
         sentences.append(
-            f"Arms were not trained on as many tokens: {least} on {tokens[least]:,.0f}, {most} on {tokens[most]:,.0f}."
+            f"Variants were not trained on as many tokens: {least} on {tokens[least]:,.0f}, {most} on {tokens[most]:,.0f}."
         )
-    counts = {len(arm.rates) for arm in arms}
+    counts = {len(variant.rates) for variant in variants}
     if len(counts) > 1:
-        listed = ", ".join(f"{arm.name} at {len(arm.rates)}" for arm in arms)
+        listed = ", ".join(f"{variant.name} at {len(variant.rates)}" for variant in variants)
         sentences.append(
-            f"Arms were not tried at as many rates, and more of them are more chances to end low: {listed}."
+            f"Variants were not tried at as many rates, and more of them are more chances to end low: {listed}."
         )
-    sentences += filter(None, map(_of_seeds, arms))
-    ends = [f"{arm.name} ({arm.rate})" for arm in arms if arm.is_at_an_end_of_its_rates]
+    sentences += filter(None, map(_of_seeds, variants))
+    ends = [f"{variant.name} ({variant.rate})" for variant in variants if variant.is_at_an_end_of_its_rates]
     if ends:
         sentences.append(
             f"At the lowest or highest rate that was tried, and perhaps better beyond it: {', '.join(ends)}."
         )
-    elsewhere = [arm.name for arm in arms if arm.starts_elsewhere]
+    elsewhere = [variant.name for variant in variants if variant.starts_elsewhere]
     if elsewhere:
         sentences.append(
             f"{_list(elsewhere)} {'was' if len(elsewhere) == 1 else 'were'} not seen to start at the base: what was learned and "
             "forgotten is counted from the base's losses, not from the start."
         )
-    ahead = [arm.name for arm in arms if not arm.is_causal]
+    ahead = [variant.name for variant in variants if not variant.is_causal]
     if ahead:
         sentences.append(
             f"Not causal: {', '.join(ahead)}. Losses are of tokens that were read in part before they were predicted, and none to "
@@ -57,14 +57,14 @@ def cautions(findings: Findings) -> list[str]:
     return sentences
 
 
-def _of_seeds(arm: ArmFindings) -> str | None:
+def _of_seeds(variant: VariantFindings) -> str | None:
     """Return the caution for a variant whose rates were tried with different seeds; None if the seeds are the same."""
-    tried = {rate: sorted(result.seed for result in results) for rate, results in by_rate(arm.results).items()}
+    tried = {rate: sorted(result.seed for result in results) for rate, results in by_rate(variant.results).items()}
     if len({tuple(seeds) for seeds in tried.values()}) == 1:
         return None
-    shared = sorted(compared(arm.results)[1])
+    shared = sorted(compared(variant.results)[1])
     listed = "; ".join(f"{rate} with {', '.join(map(str, seeds))}" for rate, seeds in tried.items())
-    caution = f"{arm.name} was not tried with the same seeds at every rate ({listed})"
+    caution = f"{variant.name} was not tried with the same seeds at every rate ({listed})"
     if not shared:
         return f"{caution}, which have no seed in common: its best rate may be that of the luckier seed."
     which = f"seed{'s' if len(shared) > 1 else ''} {', '.join(map(str, shared))}"

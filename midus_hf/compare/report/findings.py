@@ -17,7 +17,7 @@ from midus_hf.compare.learning import (
     spread,
     verdict,
 )
-from midus_hf.compare.nulls import SHUFFLED
+from midus_hf.compare.null_controls import SHUFFLED
 from midus_hf.compare.options import Comparison
 from midus_hf.compare.rates import Rate, rate_name
 from midus_hf.compare.results import Result
@@ -27,7 +27,7 @@ _METRICS = ("acc_norm", "acc", "exact_match")
 
 
 @dataclasses.dataclass(frozen=True)
-class ArmFindings:
+class VariantFindings:
     """Findings about one variant.
 
     Args:
@@ -125,12 +125,12 @@ class AtEqualLearning:
     """Forgetting of a variant at the moment when it had learned `Findings.common_learning`.
 
     Args:
-        arm: Name of the variant.
+        variant: Name of the variant.
         rate: Name of the rate at which the variant had forgotten least.
         by_seed: Nats per token forgotten, by seed.
     """
 
-    arm: str
+    variant: str
     rate: str
     by_seed: Mapping[int, float]
 
@@ -147,7 +147,7 @@ class Findings:
     Args:
         comparison: The options of the comparison.
         base: Result of the base.
-        arms: Findings of the variants that have results, by name, in the order of the comparison.
+        variants: Findings of the variants that have results, by name, in the order of the comparison.
         controls: Results of null controls, by the names of their variant and of the null control.
         failures: Why runs failed, by the name of the run.
         missing: Number of runs that are not done, runs of null controls included.
@@ -155,7 +155,7 @@ class Findings:
 
     comparison: Comparison
     base: Result
-    arms: Mapping[str, ArmFindings]
+    variants: Mapping[str, VariantFindings]
     controls: Mapping[str, Mapping[str, Sequence[Result]]]
     failures: Mapping[str, str]
     missing: int
@@ -176,13 +176,13 @@ class Findings:
 
         The minimum over all variants would not do: the slowest may have learned next to nothing, where nothing is forgotten yet.
         """
-        learned = sorted(min(arm.learned_by_seed) for arm in self.arms.values())
+        learned = sorted(min(variant.learned_by_seed) for variant in self.variants.values())
         return max(0.0, learned[(len(learned) - 1) // 2])
 
     @property
     def compares_forgetting(self) -> bool:
         """True if there are retention texts and half of the variants have learned something, so that forgetting can be compared."""
-        return bool(self.arms and self.retention) and self.common_learning > 0
+        return bool(self.variants and self.retention) and self.common_learning > 0
 
     def at_equal_learning(self) -> list[AtEqualLearning]:
         """Return what each variant had forgotten when it had learned `common_learning`, the least first.
@@ -192,9 +192,9 @@ class Findings:
         and every seed learned so much.
         """
         entries = []
-        for arm in self.arms.values():
+        for variant in self.variants.values():
             reached = []
-            for rate, results in by_rate(arm.results).items():
+            for rate, results in by_rate(variant.results).items():
                 forgotten = {
                     result.seed: forgotten_at(
                         self.common_learning, path(result, self.base, self.domain, self.retention)
@@ -202,48 +202,48 @@ class Findings:
                     for result in results
                 }
                 by_seed = {seed: number for seed, number in forgotten.items() if number is not None}
-                if len(by_seed) == len(results) == len(arm.best):
-                    reached.append(AtEqualLearning(arm.name, rate, by_seed))
+                if len(by_seed) == len(results) == len(variant.best):
+                    reached.append(AtEqualLearning(variant.name, rate, by_seed))
             if reached:
                 common = set.intersection(*(set(one.by_seed) for one in reached))
                 entries.append(min(reached, key=partial(_mean_forgotten, seeds=common)))
         return sorted(entries, key=lambda one: one.forgotten.mean)
 
-    def verdicts(self, arm: str) -> list[Verdict]:
+    def verdicts(self, variant: str) -> list[Verdict]:
         """Return a verdict on a variant and each of its trained null controls.
 
         Null controls that share no seed with the variant are left out.
 
         Args:
-            arm: Name of the variant.
+            variant: Name of the variant.
         """
-        own = self.arms[arm].ends
+        own = self.variants[variant].ends
         compared = (
             verdict(control, own, {result.seed: mean_loss(result.end, self.domain) for result in results})
-            for control, results in self.controls.get(arm, {}).items()
+            for control, results in self.controls.get(variant, {}).items()
         )
         return [one for one in compared if one is not None]
 
-    def controls_of(self, arm: str) -> list[Verdict]:
+    def controls_of(self, variant: str) -> list[Verdict]:
         """Return the verdicts on all null controls of a variant: first the trained ones, then shuffled addresses.
 
         Args:
-            arm: Name of the variant.
+            variant: Name of the variant.
         """
-        shuffled = self.loss_when_shuffled(arm)
-        return [*self.verdicts(arm), *([] if shuffled is None else [shuffled])]
+        shuffled = self.loss_when_shuffled(variant)
+        return [*self.verdicts(variant), *([] if shuffled is None else [shuffled])]
 
-    def loss_when_shuffled(self, arm: str) -> Verdict | None:
+    def loss_when_shuffled(self, variant: str) -> Verdict | None:
         """Return a verdict on how many nats the loss of the domain rises when the values of the trained variant are permuted.
 
         Args:
-            arm: Name of the variant.
+            variant: Name of the variant.
 
         Returns:
             None if that was not measured.
         """
         rises = []
-        for result in self.arms[arm].best:
+        for result in self.variants[variant].best:
             if result.shuffled is not None:
                 # Results of older versions lack `unshuffled`; theirs is the end of the curve, in the precision of training.
                 before = result.end.losses if result.unshuffled is None else result.unshuffled
@@ -277,21 +277,21 @@ def findings(
         missing: Number of runs that are not done. Default: 0.
     """
     domain, retention = list(comparison.domain), list(comparison.retention)
-    arms = {}
+    variants = {}
     controls: dict[str, dict[str, list[Result]]] = {}
-    for name in comparison.arms:
-        own = [result for result in results if result.arm == name]
+    for name in comparison.variants:
+        own = [result for result in results if result.variant == name]
         if own:
             rate = rate_name(best_rate(own, domain))
-            arms[name] = ArmFindings(name, base, own, rate, domain, retention)
+            variants[name] = VariantFindings(name, base, own, rate, domain, retention)
     for result in results:
         if (
             result.control is not None
-            and result.control_of in arms
-            and rate_name(result.rate) == arms[result.control_of].rate
+            and result.control_of in variants
+            and rate_name(result.rate) == variants[result.control_of].rate
         ):
             controls.setdefault(result.control_of, {}).setdefault(result.control, []).append(result)
-    return Findings(comparison, base, arms, controls, failures, missing)
+    return Findings(comparison, base, variants, controls, failures, missing)
 
 
 def metric_of(metrics: Mapping[str, float]) -> float | None:

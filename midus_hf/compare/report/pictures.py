@@ -5,7 +5,7 @@ from typing import Any, TypeVar
 
 from midus_hf.analysis.pictures import as_png, new_figure
 from midus_hf.compare.learning import mean_loss, path, spread
-from midus_hf.compare.report.findings import ArmFindings, Findings
+from midus_hf.compare.report.findings import Findings, VariantFindings
 from midus_hf.compare.results import Result
 
 _SIZE = (9.0, 5.5)
@@ -36,10 +36,10 @@ def draw_frontier(findings: Findings) -> bytes:
     """
     figure, axes = _figure()
     inside = [(0.0, 0.0)]
-    for color, arm in _colored(findings.arms):
-        for rate in dict.fromkeys(_rate(result) for result in arm.results):
-            results = [result for result in arm.results if _rate(result) == rate]
-            is_best = results[0] in arm.best
+    for color, variant in _colored(findings.variants):
+        for rate in dict.fromkeys(_rate(result) for result in variant.results):
+            results = [result for result in variant.results if _rate(result) == rate]
+            is_best = results[0] in variant.best
             paths = [path(result, findings.base, findings.domain, findings.retention) for result in results]
             moments = _beside(paths)
             xs = [spread([x for x, _ in moment]) for moment in moments]
@@ -47,13 +47,13 @@ def draw_frontier(findings: Findings) -> bytes:
             points = [(x.mean, y.mean) for x, y in zip(xs, ys, strict=True)]
             wide, high = xs[-1].deviation or 0.0, ys[-1].deviation or 0.0
             inside += [(points[-1][0] + sign * wide, points[-1][1] + sign * high) for sign in (-1, 1)]
-            inside += [] if arm.starts_elsewhere else points
+            inside += [] if variant.starts_elsewhere else points
             look: dict[str, Any] = {"color": color, "alpha": 1.0 if is_best else 0.3}
-            axes.plot(*zip(*points, strict=True), **look, label=arm.name if is_best else None)
+            axes.plot(*zip(*points, strict=True), **look, label=variant.name if is_best else None)
             axes.errorbar(
                 xs[-1].mean, ys[-1].mean, xerr=xs[-1].deviation, yerr=ys[-1].deviation, fmt="o", capsize=3, **look
             )
-    if any(arm.starts_elsewhere for arm in findings.arms.values()):
+    if any(variant.starts_elsewhere for variant in findings.variants.values()):
         for set_limits, numbers in zip((axes.set_xlim, axes.set_ylim), zip(*inside, strict=True), strict=True):
             margin = 0.1 * (max(numbers) - min(numbers)) or 0.1
             set_limits(min(numbers) - margin, max(numbers) + margin)
@@ -73,11 +73,13 @@ def draw_curves(findings: Findings, texts: Sequence[str]) -> bytes:
         texts: Names of the texts.
     """
     figure, axes = _figure()
-    for color, arm in _colored(findings.arms):
-        columns = _beside([result.curve for result in arm.best])
+    for color, variant in _colored(findings.variants):
+        columns = _beside([result.curve for result in variant.best])
         tokens = [spread([point.tokens for point in column]).mean for column in columns]
         losses = [[mean_loss(point, texts) for point in column] for column in columns]
-        axes.plot(tokens, [spread(numbers).mean for numbers in losses], color=color, label=f"{arm.name} ({arm.rate})")
+        axes.plot(
+            tokens, [spread(numbers).mean for numbers in losses], color=color, label=f"{variant.name} ({variant.rate})"
+        )
         axes.fill_between(tokens, list(map(min, losses)), list(map(max, losses)), color=color, alpha=0.15, linewidth=0)
     axes.set_xlabel("tokens trained on")
     axes.set_ylabel("nats per token")
@@ -90,14 +92,16 @@ def draw_costs(findings: Findings) -> bytes:
     The costs are trained parameters in millions, peak memory of training in GB (the most of any seed) and seconds of training (mean
     over seeds).
     """
-    figure = new_figure(_SIZE[0], 1.2 + 0.3 * len(findings.arms))
-    names = list(findings.arms)[::-1]
+    figure = new_figure(_SIZE[0], 1.2 + 0.3 * len(findings.variants))
+    names = list(findings.variants)[::-1]
     columns = {
-        "parameters that train, millions": [findings.arms[name].best[0].trained_parameters / 1e6 for name in names],
-        "memory of training, GB": [
-            max(one.peak_memory_bytes for one in findings.arms[name].best) / 1e9 for name in names
+        "parameters that train, millions": [
+            findings.variants[name].best[0].trained_parameters / 1e6 for name in names
         ],
-        "seconds of training": [spread([one.seconds for one in findings.arms[name].best]).mean for name in names],
+        "memory of training, GB": [
+            max(one.peak_memory_bytes for one in findings.variants[name].best) / 1e9 for name in names
+        ],
+        "seconds of training": [spread([one.seconds for one in findings.variants[name].best]).mean for name in names],
     }
     all_axes = figure.subplots(1, len(columns), sharey=True)
     for axes, (title, numbers) in zip(all_axes, columns.items(), strict=True):
@@ -117,12 +121,12 @@ def _rate(result: Result) -> tuple[tuple[str, float], ...]:
     return tuple(sorted(result.rate.items()))
 
 
-def _colored(arms: Mapping[str, ArmFindings]) -> list[tuple[Any, ArmFindings]]:
+def _colored(variants: Mapping[str, VariantFindings]) -> list[tuple[Any, VariantFindings]]:
     """Return each variant with a color; colors repeat after 20 variants."""
     import matplotlib
 
-    colors = matplotlib.colormaps["tab20" if len(arms) > 10 else "tab10"]
-    return [(colors(number % colors.N), arm) for number, arm in enumerate(arms.values())]
+    colors = matplotlib.colormaps["tab20" if len(variants) > 10 else "tab10"]
+    return [(colors(number % colors.N), variant) for number, variant in enumerate(variants.values())]
 
 
 def _figure() -> tuple[Any, Any]:

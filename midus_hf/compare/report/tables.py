@@ -8,21 +8,21 @@ from typing import Any
 from midus_hf.analysis.table_of_words import TableOfWords
 from midus_hf.compare.learning import mean_loss, spread
 from midus_hf.compare.report.cautions import cautions
-from midus_hf.compare.report.findings import ArmFindings, Findings, metric_of
+from midus_hf.compare.report.findings import Findings, VariantFindings, metric_of
 from midus_hf.compare.report.words import short_count, with_spread
 
 
-def arms_table(findings: Findings) -> TableOfWords:
+def variants_table(findings: Findings) -> TableOfWords:
     """Return the table of what each variant learned and forgot at its best rate, the base first, then the lowest domain loss."""
     tasks = list(findings.comparison.tasks.names) if findings.comparison.tasks is not None else []
-    columns = ["arm", "rate", "seeds", "new", "trains", "domain loss", "learned"]
+    columns = ["variant", "rate", "seeds", "new", "trains", "domain loss", "learned"]
     columns += ["forgotten"] if findings.retention else []
     head = [*columns, *findings.retention, *tasks, "seconds", "tokens/s", "memory, GB", "starts at base"]
-    of_base = {"arm": "base", "domain loss": f"{mean_loss(findings.base.end, findings.domain):.4f}"}
+    of_base = {"variant": "base", "domain loss": f"{mean_loss(findings.base.end, findings.domain):.4f}"}
     first = [of_base.get(column, "") for column in columns]
     first += [f"{findings.base.end.losses[name]:.4f}" for name in findings.retention]
     first += [_share(metric_of(findings.base.tasks.get(task, {}))) for task in tasks] + [""] * 4
-    rows = [first, *(_arm_row(arm, findings.retention, tasks) for arm in _by_domain(findings))]
+    rows = [first, *(_variant_row(variant, findings.retention, tasks) for variant in _by_domain(findings))]
     return TableOfWords("What each learned and forgot", head, rows)
 
 
@@ -30,24 +30,24 @@ def short_table(findings: Findings) -> TableOfWords:
     """Return the table of variants at their best rates in few columns, for a terminal."""
     rows = [
         [
-            arm.name,
-            arm.rate,
-            short_count(arm.best[0].trained_parameters),
-            with_spread(arm.domain_loss),
-            *([with_spread(arm.forgotten, "{:+.4f}")] if findings.retention else []),
-            f"{spread([result.seconds for result in arm.best]).mean:.0f}",
+            variant.name,
+            variant.rate,
+            short_count(variant.best[0].trained_parameters),
+            with_spread(variant.domain_loss),
+            *([with_spread(variant.forgotten, "{:+.4f}")] if findings.retention else []),
+            f"{spread([result.seconds for result in variant.best]).mean:.0f}",
         ]
-        for arm in _by_domain(findings)
+        for variant in _by_domain(findings)
     ]
-    head = ["arm", "rate", "trains", "domain loss", *(["forgotten"] if findings.retention else []), "seconds"]
+    head = ["variant", "rate", "trains", "domain loss", *(["forgotten"] if findings.retention else []), "seconds"]
     return TableOfWords(f"Base: domain loss {mean_loss(findings.base.end, findings.domain):.4f}", head, rows)
 
 
 def equal_learning_table(findings: Findings) -> TableOfWords:
     """Return the table of what each variant had forgotten when it had learned `Findings.common_learning`, the least first."""
-    rows = [[one.arm, one.rate, with_spread(one.forgotten, "{:+.4f}")] for one in findings.at_equal_learning()]
+    rows = [[one.variant, one.rate, with_spread(one.forgotten, "{:+.4f}")] for one in findings.at_equal_learning()]
     title = f"Forgotten when {findings.common_learning:.4f} nats were learned"
-    return TableOfWords(title, ["arm", "rate", "change of the loss outside the domain"], rows)
+    return TableOfWords(title, ["variant", "rate", "change of the loss outside the domain"], rows)
 
 
 def tuned_table(findings: Findings) -> TableOfWords:
@@ -55,29 +55,36 @@ def tuned_table(findings: Findings) -> TableOfWords:
     texts = [*findings.domain, *findings.retention]
     tasks = list(findings.comparison.tasks.names) if findings.comparison.tasks is not None else []
     rows = []
-    for arm in _by_domain(findings):
-        tuned = [result.tuned for result in arm.best if result.tuned is not None]
+    for variant in _by_domain(findings):
+        tuned = [result.tuned for result in variant.best if result.tuned is not None]
         if tuned:
             losses = [with_spread(spread([one.losses[name] for one in tuned])) for name in texts]
             scores = []
             for task in tasks:
                 numbers = [number for one in tuned if (number := metric_of(one.tasks.get(task, {}))) is not None]
                 scores.append(with_spread(spread(numbers), "{:.3f}") if len(numbers) == len(tuned) else "")
-            rows.append([arm.name, arm.rate, *losses, *scores])
-    return TableOfWords("After fine-tuning", ["arm", "rate", *texts, *tasks], rows)
+            rows.append([variant.name, variant.rate, *losses, *scores])
+    return TableOfWords("After fine-tuning", ["variant", "rate", *texts, *tasks], rows)
 
 
 def controls_table(findings: Findings) -> TableOfWords:
     """Return the table of variants beside their null controls, which shows what addressing is worth."""
     rows = []
-    for arm in findings.arms:
-        for one in findings.controls_of(arm):
+    for variant in findings.variants:
+        for one in findings.controls_of(variant):
             half = one.advantage.half_interval
             interval = "" if half is None else f"± {half:.4f}"
             rows.append(
-                [arm, one.control, f"{one.advantage.mean:+.4f}", interval, str(one.advantage.count), one.words]
+                [
+                    variant,
+                    one.control,
+                    f"{one.advantage.mean:+.4f}",
+                    interval,
+                    str(one.advantage.count),
+                    one.conclusion,
+                ]
             )
-    head = ["arm", "control", "nats lower than the control", "95 % interval", "seeds", ""]
+    head = ["variant", "null control", "nats lower than the null control", "95 % interval", "seeds", ""]
     return TableOfWords("Memories beside their null controls", head, rows)
 
 
@@ -92,7 +99,7 @@ def tables(findings: Findings) -> list[TableOfWords]:
     Args:
         findings: Findings of a comparison.
     """
-    all_tables = [arms_table(findings)]
+    all_tables = [variants_table(findings)]
     if findings.compares_forgetting:
         all_tables.append(equal_learning_table(findings))
     all_tables += [tuned_table(findings), controls_table(findings), failures_table(findings.failures)]
@@ -112,48 +119,49 @@ def as_json(findings: Findings, files: Sequence[Path]) -> dict[str, Any]:
         findings: Findings of a comparison.
         files: Paths of the report's files.
     """
-    equal = {one.arm: one for one in findings.at_equal_learning()} if findings.compares_forgetting else {}
-    arms = [
+    equal = {one.variant: one for one in findings.at_equal_learning()} if findings.compares_forgetting else {}
+    variants = [
         {
-            "arm": arm.name,
-            "rate": arm.rate,
-            "seeds": [result.seed for result in arm.best],
-            "new_parameters": arm.best[0].new_parameters,
-            "trained_parameters": arm.best[0].trained_parameters,
-            "domain_loss": asdict(arm.domain_loss),
-            "learned": asdict(arm.learned),
-            "forgotten": arm.forgotten and asdict(arm.forgotten),
-            "forgotten_at_equal_learning": asdict(equal[arm.name].forgotten) if arm.name in equal else None,
+            "variant": variant.name,
+            "rate": variant.rate,
+            "seeds": [result.seed for result in variant.best],
+            "new_parameters": variant.best[0].new_parameters,
+            "trained_parameters": variant.best[0].trained_parameters,
+            "domain_loss": asdict(variant.domain_loss),
+            "learned": asdict(variant.learned),
+            "forgotten": variant.forgotten and asdict(variant.forgotten),
+            "forgotten_at_equal_learning": asdict(equal[variant.name].forgotten) if variant.name in equal else None,
             "controls": {
-                one.control: {**asdict(one.advantage), "verdict": one.words} for one in findings.controls_of(arm.name)
+                one.control: {**asdict(one.advantage), "verdict": one.conclusion}
+                for one in findings.controls_of(variant.name)
             },
         }
-        for arm in findings.arms.values()
+        for variant in findings.variants.values()
     ]
     return {
         "base": {"losses": dict(findings.base.end.losses), "tasks": findings.base.tasks},
-        "common_learning": findings.common_learning if findings.arms else None,
-        "arms": arms,
-        "cautions": cautions(findings) if findings.arms else [],
+        "common_learning": findings.common_learning if findings.variants else None,
+        "variants": variants,
+        "cautions": cautions(findings) if findings.variants else [],
         "failed": dict(findings.failures),
         "missing": findings.missing,
         "files": list(map(str, files)),
     }
 
 
-def _by_domain(findings: Findings) -> list[ArmFindings]:
-    return sorted(findings.arms.values(), key=lambda arm: arm.domain_loss.mean)
+def _by_domain(findings: Findings) -> list[VariantFindings]:
+    return sorted(findings.variants.values(), key=lambda variant: variant.domain_loss.mean)
 
 
-def _arm_row(arm: ArmFindings, retention: Sequence[str], tasks: Sequence[str]) -> list[str]:
-    results = arm.best
-    row = [arm.name, arm.rate, str(len(results))]
+def _variant_row(variant: VariantFindings, retention: Sequence[str], tasks: Sequence[str]) -> list[str]:
+    results = variant.best
+    row = [variant.name, variant.rate, str(len(results))]
     row += [short_count(results[0].new_parameters), short_count(results[0].trained_parameters)]
-    row += [with_spread(arm.domain_loss), with_spread(arm.learned, "{:+.4f}")]
-    row += [with_spread(arm.forgotten, "{:+.4f}")] if retention else []
+    row += [with_spread(variant.domain_loss), with_spread(variant.learned, "{:+.4f}")]
+    row += [with_spread(variant.forgotten, "{:+.4f}")] if retention else []
     row += [with_spread(spread([result.end.losses[name] for result in results])) for name in retention]
     for task in tasks:
-        before, after = arm.metric(task, before=True), arm.metric(task)
+        before, after = variant.metric(task, before=True), variant.metric(task)
         row.append("" if before is None or after is None else f"{before.mean:.3f} → {with_spread(after, '{:.3f}')}")
     row.append(f"{spread([result.seconds for result in results]).mean:.0f}")
     speeds = [result.end.tokens / result.seconds for result in results if result.seconds]

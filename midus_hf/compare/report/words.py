@@ -32,7 +32,7 @@ def sentences(findings: Findings) -> list[str]:
     Args:
         findings: Findings of a comparison.
     """
-    if not findings.arms:
+    if not findings.variants:
         return ["No run is done yet."]
     lines = [_learned_most(findings)]
     equal = findings.at_equal_learning() if findings.compares_forgetting else []
@@ -53,7 +53,7 @@ def _missing(findings: Findings) -> str:
 
 
 def _learned_most(findings: Findings) -> str:
-    first, *others = sorted(findings.arms.values(), key=lambda arm: arm.domain_loss.mean)
+    first, *others = sorted(findings.variants.values(), key=lambda variant: variant.domain_loss.mean)
     sentence = f"{first.name} ends with the lowest loss of the domain, {with_spread(first.domain_loss)} nats per token"
     if others:
         sentence += f"; {others[0].name} follows with {with_spread(others[0].domain_loss)}"
@@ -72,28 +72,26 @@ def _between(difference: Spread | None) -> str:
 def _forgot_least(findings: Findings) -> str:
     first, second, *others = findings.at_equal_learning()
     changes = [with_spread(one.forgotten, "{:+.4f}") for one in (first, second)]
-    learned = (
-        f"When {findings.common_learning:.4f} nats are learned, as {2 + len(others)} of {len(findings.arms)} arms did"
-    )
+    learned = f"When {findings.common_learning:.4f} nats are learned, as {2 + len(others)} of {len(findings.variants)} variants did"
     # If the loss fell for both variants, neither has forgotten anything.
     least = "has forgotten least" if second.forgotten.mean > 0 else "has gained most outside as well"
     return (
-        f"{learned}, {first.arm} {least}: the loss outside the domain has changed by {changes[0]}, that of "
-        f"{second.arm}, the next, by {changes[1]}.{_between(paired(first.by_seed, second.by_seed))}"
+        f"{learned}, {first.variant} {least}: the loss outside the domain has changed by {changes[0]}, that of "
+        f"{second.variant}, the next, by {changes[1]}.{_between(paired(first.by_seed, second.by_seed))}"
     )
 
 
 def _controls(findings: Findings) -> list[str]:
     lines = []
-    for arm in findings.arms:
+    for variant in findings.variants:
         by_conclusion: dict[str, list[str]] = {}
-        for one in findings.verdicts(arm):
-            by_conclusion.setdefault(one.words, []).append(one.control)
+        for one in findings.verdicts(variant):
+            by_conclusion.setdefault(one.conclusion, []).append(one.control)
         for conclusion, verb in (
             ("does not beat it", "does not beat"),
             ("not shown to beat it", "is not shown to beat"),
         ):
             if conclusion in by_conclusion:
                 names = by_conclusion[conclusion]
-                lines.append(f"{arm} {verb} its null control{'s' * (len(names) > 1)} {', '.join(names)}.")
+                lines.append(f"{variant} {verb} its null control{'s' * (len(names) > 1)} {', '.join(names)}.")
     return lines

@@ -17,12 +17,12 @@ _HOW_TO_READ = (
     "Losses are nats per token of held-out text, each text counting alike; ± is the standard deviation over seeds, and says "
     "nothing of other texts and questions. Each model is measured against its own state right after upscaling, or against the base "
     "where that state was not seen to be the base's: learned is what the loss of the domain fell by, forgotten what the loss "
-    "outside it rose by. Each arm is told at the rate that ended with its lowest loss of the domain, on the same text that is told "
-    "of, which flatters arms with more rates; forgetting at equal learning is read off each run's path, on a straight line between "
-    "measurements, at the rate at which it was least. A null control is the same memory with its addressing taken away, trained at "
-    "the arm's best rate, which need not be its own. Losses of the base, and those after fine-tuning or shuffling, are of weights "
-    "as they are saved; the others are of the precision of training, so that small differences between the two kinds may be "
-    "roundings. Seconds and tokens per second are those of this machine with whatever ran beside."
+    "outside it rose by. Each variant is told at the rate that ended with its lowest loss of the domain, on the same text that is "
+    "told of, which flatters variants with more rates; forgetting at equal learning is read off each run's path, on a straight line "
+    "between measurements, at the rate at which it was least. A null control is the same memory with its addressing taken away, "
+    "trained at the variant's best rate, which need not be its own. Losses of the base, and those after fine-tuning or shuffling, "
+    "are of weights as they are saved; the others are of the precision of training, so that small differences between the two kinds "
+    "may be roundings. Seconds and tokens per second are those of this machine with whatever ran beside."
 )
 
 
@@ -40,7 +40,7 @@ def write_report(root: Path, findings: Findings, results: Sequence[Result]) -> l
         Paths of the written files.
     """
     summary, all_tables = sentences(findings), tables(findings)
-    title = f"{', '.join(findings.arms) or 'Nothing yet'} on {findings.comparison.base}"
+    title = f"{', '.join(findings.variants) or 'Nothing yet'} on {findings.comparison.base}"
     markdown, runs, page = root / "report.md", root / "runs.csv", root / "report.html"
     parts = [
         f"# {title}",
@@ -50,7 +50,7 @@ def write_report(root: Path, findings: Findings, results: Sequence[Result]) -> l
     ]
     markdown.write_text("\n\n".join(parts) + "\n", encoding="utf-8")
     write_runs(runs, [findings.base, *results], list(findings.comparison.texts))
-    if importlib.util.find_spec("matplotlib") is None or not findings.arms:
+    if importlib.util.find_spec("matplotlib") is None or not findings.variants:
         return [markdown, runs]
     from midus_hf.compare.report.pictures import pictures
 
@@ -66,12 +66,12 @@ def write_runs(path: Path, results: Sequence[Result], texts: Sequence[str]) -> N
         results: Results of the base and of all runs, null controls included.
         texts: Names of the texts; a text that a result lacks is written as nan.
     """
-    head = "arm control_of control rate seed new_parameters trained_parameters step tokens seconds".split()
+    head = "variant control_of control rate seed new_parameters trained_parameters step tokens seconds".split()
     with path.open("w", newline="", encoding="utf-8") as stream:
         writer = csv.writer(stream)
         writer.writerow([*head, *(f"loss_{name}" for name in texts)])
         for result in results:
-            own = [result.arm, result.control_of, result.control, rate_name(result.rate), result.seed]
+            own = [result.variant, result.control_of, result.control, rate_name(result.rate), result.seed]
             for point in result.curve:
                 losses = [point.losses.get(name, math.nan) for name in texts]
                 counts = [result.new_parameters, result.trained_parameters]

@@ -9,7 +9,7 @@ from midus_hf.analysis.table_of_words import TableOfWords
 from midus_hf.compare.report.tables import as_markdown, failures_table
 from midus_hf.compare.report.words import with_spread
 from midus_hf.compare.reproduce.options import Stage
-from midus_hf.compare.reproduce.table import AVERAGE, Table, arm_name
+from midus_hf.compare.reproduce.table import AVERAGE, Table, variant_name
 from midus_hf.compare.results import Result
 
 _STAGES: dict[Stage, str] = {"continued": "after continual pretraining", "tuned": "after fine-tuning"}
@@ -28,13 +28,13 @@ def stage_table(
     """
     rows = []
     for name, row in table.options.rows.items():
-        arm = arm_name(name)
-        if arm not in results:
+        variant = variant_name(name)
+        if variant not in results:
             continue
-        of_row = results[arm]
+        of_row = results[variant]
         ours = [with_spread(table.spread(column, stage, of_row), "{:.2f}") or "-" for column in table.options.columns]
         printed = row.continued if stage == "continued" else row.tuned or [None] * len(table.options.columns)
-        failed = any(run.startswith(f"{arm}/") for run in failures)
+        failed = any(run.startswith(f"{variant}/") for run in failures)
         state = "failed" if failed else str(len(of_row) or "not done")
         rows += [
             [name, *ours, state],
@@ -53,7 +53,7 @@ def as_json(table: Table, results: Mapping[str, Sequence[Result]], failures: Map
     """
     rows = []
     for name, row in table.options.rows.items():
-        of_row = results.get(arm_name(name), [])
+        of_row = results.get(variant_name(name), [])
         entry: dict[str, Any] = {"row": name, "seeds": [result.seed for result in of_row]}
         for stage in table.options.stages:
             spreads = {column: table.spread(column, stage, of_row) for column in table.options.columns}

@@ -95,7 +95,7 @@ class Table:
         values = {
             "base": scale.base or repository.base(table.base),
             "output_dir": str(output),
-            "arms": {arm_name(name): self._arm(table.rows[name], repository) for name in rows},
+            "variants": {variant_name(name): self._variant(table.rows[name], repository) for name in rows},
             "train": scale.train,
             "domain": {name: how.text for name, how in measured.items() if how.text is not None},
             "tasks": tasks if tasks["names"] else None,
@@ -108,13 +108,13 @@ class Table:
             values["fine_tune"] = {**_without(recipe, OWN_FINE_TUNING_KEYS), **scale.fine_tune}
         return read_options(Comparison, repository.fetched(values), "the table")
 
-    def _arm(self, row: RowOptions, repository: Repository) -> dict[str, Any]:
+    def _variant(self, row: RowOptions, repository: Repository) -> dict[str, Any]:
         train = _without(read_mapping(repository.recipe("train", row.train, self.options.base)), OWN_TRAINING_KEYS)
-        arm: dict[str, Any] = {"train": {**train, **self.scale.train, **row.changes}}
+        variant: dict[str, Any] = {"train": {**train, **self.scale.train, **row.changes}}
         if row.upscale is not None:
             recipe = read_mapping(repository.recipe("upscale", row.upscale, self.options.base))
-            arm["upscale"] = {**_without(recipe, OWN_UPSCALING_KEYS), **self.scale.upscale}
-        return arm
+            variant["upscale"] = {**_without(recipe, OWN_UPSCALING_KEYS), **self.scale.upscale}
+        return variant
 
     def _shares(self, result: Result) -> list[str]:
         """Return the columns whose numbers are accuracies."""
@@ -163,7 +163,7 @@ def read_options_of(repository: Repository, paper: str, name: str) -> TableOptio
     return read_options(TableOptions, read_mapping(file), str(file))
 
 
-def arm_name(row: str) -> str:
+def variant_name(row: str) -> str:
     """Return the name of a row's variant: the row's name with `-` for each character that a folder's name should not have.
 
     Args:

@@ -10,14 +10,14 @@ import pytest
 from compare.made_results import BASE, DOMAIN, FULL, FULL_SLOW, HML, NULL, RETENTION, found, result, rows_of
 
 from midus_hf.compare.report.cautions import cautions
-from midus_hf.compare.report.tables import arms_table, as_json, as_markdown, tables
+from midus_hf.compare.report.tables import as_json, as_markdown, tables, variants_table
 from midus_hf.compare.report.words import sentences, short_count, with_spread
 from midus_hf.compare.report.writing import write_report, write_runs
 
 
-def test_arms_without_results_and_failures_are_told():
+def test_variants_without_results_and_failures_are_told():
     one = found(HML, failures={"full/0.001/seed-0": "midus train | failed"}, missing=2)
-    assert list(rows_of(arms_table(one))) == ["base", "hml"]
+    assert list(rows_of(variants_table(one))) == ["base", "hml"]
     (failed,) = [table for table in tables(one) if table.title == "Failed"]
     assert failed.rows == [["full/0.001/seed-0", "midus train | failed"]]
     assert r"| full/0.001/seed-0 | midus train \| failed |" in as_markdown(failed)
@@ -38,15 +38,19 @@ def test_what_is_not_done_is_told_in_words(failures, missing, words):
 def test_where_no_run_is_done_the_report_says_so(tmp_path):
     one = found([], missing=6)
     assert sentences(one) == ["No run is done yet."]
-    assert list(rows_of(arms_table(one))) == ["base"]
+    assert list(rows_of(variants_table(one))) == ["base"]
     assert [path.name for path in write_report(tmp_path, one, [])] == ["report.md", "runs.csv"]
     told = as_json(one, [])
-    assert (told["arms"], told["common_learning"], told["base"]["losses"]) == ([], None, {DOMAIN: 3.0, RETENTION: 2.0})
+    assert (told["variants"], told["common_learning"], told["base"]["losses"]) == (
+        [],
+        None,
+        {DOMAIN: 3.0, RETENTION: 2.0},
+    )
 
 
 def test_json_has_the_numbers_of_the_tables():
     told = as_json(found([*HML, *FULL, *FULL_SLOW, *NULL]), [])
-    hml, full = told["arms"]
+    hml, full = told["variants"]
     distance = pytest.approx(0.25 / math.sqrt(2))
     assert hml["domain_loss"] == {"mean": 2.375, "deviation": distance, "count": 2}
     assert hml["learned"] == {"mean": 0.625, "deviation": distance, "count": 2} and hml["seeds"] == [0, 1]
@@ -61,11 +65,11 @@ def test_csv_has_a_row_for_each_run_and_moment(tmp_path):
     write_runs(tmp_path / "runs.csv", [BASE, HML[0], NULL[0]], [DOMAIN, RETENTION])
     with (tmp_path / "runs.csv").open(newline="") as stream:
         rows = list(csv.DictReader(stream))
-    assert [(row["arm"], row["step"]) for row in rows] == [
+    assert [(row["variant"], row["step"]) for row in rows] == [
         ("base", "0"), *(("hml", str(step)) for step in range(3)), *(("hml+one-row", str(step)) for step in range(3))
     ]  # fmt: skip
     assert rows[3] == {
-        "arm": "hml", "control_of": "", "control": "", "rate": "0.001", "seed": "0", "new_parameters": "0",
+        "variant": "hml", "control_of": "", "control": "", "rate": "0.001", "seed": "0", "new_parameters": "0",
         "trained_parameters": "1000", "step": "2", "tokens": "200", "seconds": "2.0", f"loss_{DOMAIN}": "2.5",
         f"loss_{RETENTION}": "2.125",
     }  # fmt: skip
@@ -75,7 +79,7 @@ def test_csv_has_a_row_for_each_run_and_moment(tmp_path):
 
 def test_the_page_needs_no_other_file_and_says_what_the_tables_say(tmp_path):
     pytest.importorskip("matplotlib")
-    one = found([*HML, *FULL, *FULL_SLOW, *NULL], arms=["hml", "full"], failures={"a<b": "1 & 2"}, missing=1)
+    one = found([*HML, *FULL, *FULL_SLOW, *NULL], variants=["hml", "full"], failures={"a<b": "1 & 2"}, missing=1)
     files = write_report(tmp_path, one, [*HML, *FULL, *FULL_SLOW, *NULL])
     assert [path.name for path in files] == ["report.md", "runs.csv", "report.html"]
     page, markdown = files[2].read_text(), files[0].read_text()
@@ -117,7 +121,7 @@ CURVES = {
         {},
     ),
     "the start alone": ([result("hml", []), result("full", [])], {}),
-    "eleven arms": ([result(f"arm-{number}", [0.1]) for number in range(11)], {}),
+    "eleven variants": ([result(f"variant-{number}", [0.1]) for number in range(11)], {}),
 }
 
 
@@ -127,8 +131,8 @@ def test_pictures_are_drawn_of_whatever_there_is(tmp_path, curves):
     from midus_hf.compare.report.pictures import pictures
 
     results, changes = CURVES[curves]
-    arms = list(dict.fromkeys(one.arm for one in results))
-    drawn = pictures(found(results, arms=arms, **changes))
+    variants = list(dict.fromkeys(one.variant for one in results))
+    drawn = pictures(found(results, variants=variants, **changes))
     expected = ["Learning against forgetting", "Loss of the domain by tokens", "Loss outside the domain by tokens"]
     expected = [expected[1]] if "retention" in changes else expected
     assert list(drawn) == [*expected, "Parameters, memory and time"]
@@ -147,10 +151,10 @@ def test_parameters_are_counted_in_short(number, told):
 
 def test_a_spread_is_told_behind_its_mean():
     one = found([*HML, *FULL])
-    assert with_spread(one.arms["hml"].learned, "{:+.2f}") == "+0.62 ± 0.18"
+    assert with_spread(one.variants["hml"].learned, "{:+.2f}") == "+0.62 ± 0.18"
     assert with_spread(None) == ""
 
 
 def test_a_run_that_took_no_time_has_no_speed():
-    (_, row) = arms_table(found([result("hml", [0.5], seconds=0.0)], arms=["hml"])).rows
-    assert row[arms_table(found(HML)).head.index("tokens/s")] == ""
+    (_, row) = variants_table(found([result("hml", [0.5], seconds=0.0)], variants=["hml"])).rows
+    assert row[variants_table(found(HML)).head.index("tokens/s")] == ""

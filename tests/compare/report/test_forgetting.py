@@ -1,4 +1,4 @@
-"""What arms had forgotten when they had learned equally much."""
+"""What variants had forgotten when they had learned equally much."""
 
 import dataclasses
 import math
@@ -6,7 +6,7 @@ import math
 import pytest
 from compare.made_results import FULL, FULL_SLOW, HML, RETENTION, between, found, result, rows_of
 
-from midus_hf.compare.report.tables import arms_table, as_json, equal_learning_table, tables
+from midus_hf.compare.report.tables import as_json, equal_learning_table, tables, variants_table
 from midus_hf.compare.report.words import sentences
 
 
@@ -17,14 +17,14 @@ def test_forgetting_at_equal_learning_is_read_off_the_paths_of_the_rate_that_is_
     # Of hml the second seed is halfway from (0.25, 0) to (0.75, 0.375); full is better at its slow rate, with 0.25 of both.
     assert rows["hml"]["change of the loss outside the domain"] == f"+0.1562 ± {0.0625 / math.sqrt(2):.4f}"
     assert rows["full"] == {
-        "arm": "full",
+        "variant": "full",
         "rate": "0.0001",
         "change of the loss outside the domain": "+0.2500 ± 0.0000",
     }
     assert list(rows) == ["hml", "full"]
     assert equal_learning_table(one).title == "Forgotten when 0.5000 nats were learned"
     (told,) = [sentence for sentence in sentences(one) if "forgotten least" in sentence]
-    assert told.startswith("When 0.5000 nats are learned, as 2 of 2 arms did, hml has forgotten least")
+    assert told.startswith("When 0.5000 nats are learned, as 2 of 2 variants did, hml has forgotten least")
     assert "by +0.1562 ± 0.0442, that of full, the next, by +0.2500 ± 0.0000." in told
 
 
@@ -39,12 +39,12 @@ def test_where_nobody_forgot_nobody_is_said_to_have(changes, words):
     assert f"hml {words}: the loss outside the domain has changed by {changes[0]:+.4f}, that of full" in told
 
 
-def test_arms_that_learned_less_than_half_of_them_did_are_not_compared():
-    slow = [dataclasses.replace(run, arm="moc", curve=run.curve[:1] * 2) for run in HML]
-    one = found([*HML, *FULL, *slow], arms=("hml", "full", "moc"))
+def test_variants_that_learned_less_than_half_of_them_did_are_not_compared():
+    slow = [dataclasses.replace(run, variant="moc", curve=run.curve[:1] * 2) for run in HML]
+    one = found([*HML, *FULL, *slow], variants=("hml", "full", "moc"))
     assert one.common_learning == 0.5, "and not what moc learned, which is nothing"
     assert list(rows_of(equal_learning_table(one))) == ["hml", "full"]
-    assert any("as 2 of 3 arms did" in sentence for sentence in sentences(one))
+    assert any("as 2 of 3 variants did" in sentence for sentence in sentences(one))
 
 
 def test_a_rate_at_which_a_seed_is_missing_or_never_learned_so_much_is_not_the_one_that_forgot_least():
@@ -67,14 +67,14 @@ def test_where_nothing_was_learned_forgetting_is_not_compared():
     assert one.common_learning == 0.0
     assert "Forgotten" not in " ".join(table.title for table in tables(one))
     assert not any("forgotten least" in sentence for sentence in sentences(one))
-    assert [arm["forgotten_at_equal_learning"] for arm in as_json(one, [])["arms"]] == [None, None]
+    assert [variant["forgotten_at_equal_learning"] for variant in as_json(one, [])["variants"]] == [None, None]
 
 
 def test_without_texts_outside_nothing_is_said_of_forgetting():
     one = found([*HML, *FULL], retention={})
     for table in tables(one):
         assert "forgotten" not in table.head and RETENTION not in table.head and "Forgotten" not in table.title
-    assert len(arms_table(one).rows[0]) == len(arms_table(one).head)
+    assert len(variants_table(one).rows[0]) == len(variants_table(one).head)
     assert not any("forgot" in sentence for sentence in sentences(one))
     told = as_json(one, [])
-    assert [arm["forgotten"] for arm in told["arms"]] == [None, None]
+    assert [variant["forgotten"] for variant in told["variants"]] == [None, None]

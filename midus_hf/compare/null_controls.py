@@ -5,8 +5,8 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from midus_hf.compare.arms import Arm
 from midus_hf.compare.rates import Rate
+from midus_hf.compare.variants import Variant
 from midus_hf.config.backbone import read_backbone
 from midus_hf.config.controls import controls_of
 from midus_hf.config.memory_entries import read_memories
@@ -43,44 +43,44 @@ def available_controls(config: Mapping[str, Any]) -> Controls:
     }
 
 
-def wanted(arm: Arm, available: Controls) -> list[str]:
+def wanted(variant: Variant, available: Controls) -> list[str]:
     """Return the names of the null controls that a variant asks for and its memory has.
 
     Args:
-        arm: A variant of a comparison.
+        variant: A variant of a comparison.
         available: Null controls that `available_controls` returned.
     """
-    names: Sequence[str] = list(available) if arm.controls is True else arm.controls or []
+    names: Sequence[str] = list(available) if variant.controls is True else variant.controls or []
     # If a variant trains more than its new parameters, a null control that trains only certain roles would lack more than addressing.
-    trains_more = arm.train.get("trainable", "auto") not in ("auto", "new")
+    trains_more = variant.train.get("trainable", "auto") not in ("auto", "new")
     return [name for name in names if name in available and not (trains_more and available[name]["trainable"])]
 
 
-def control_arms(arm: Arm, available: Controls, rate: Rate) -> list[Arm]:
+def control_variants(variant: Variant, available: Controls, rate: Rate) -> list[Variant]:
     """Return the variants to train as null controls of a variant.
 
     Args:
-        arm: A variant that adds a memory.
+        variant: A variant that adds a memory.
         available: Null controls that `available_controls` returned.
         rate: Rate at which the null controls are trained.
     """
-    return [_control(arm, name, available[name], rate) for name in wanted(arm, available) if name != SHUFFLED]
+    return [_control(variant, name, available[name], rate) for name in wanted(variant, available) if name != SHUFFLED]
 
 
-def _control(arm: Arm, name: str, change: Mapping[str, Any], rate: Rate) -> Arm:
+def _control(variant: Variant, name: str, change: Mapping[str, Any], rate: Rate) -> Variant:
     """Return the null control `name` of a variant, which differs from the variant by `change` alone."""
-    assert arm.upscale is not None, "an arm without an upscaling has no memory"
-    keys: dict[str, Any] = copy.deepcopy(dict(arm.upscale))
+    assert variant.upscale is not None, "a variant without an upscaling has no memory"
+    keys: dict[str, Any] = copy.deepcopy(dict(variant.upscale))
     if change["options"]:
         keys["options"] = {**(keys.get("options") or {}), **change["options"]}
-    train = {**arm.train, "trainable": change["trainable"]} if change["trainable"] else arm.train
+    train = {**variant.train, "trainable": change["trainable"]} if change["trainable"] else variant.train
     return dataclasses.replace(
-        arm,
-        name=f"{arm.name}+{name}",
+        variant,
+        name=f"{variant.name}+{name}",
         upscale=keys,
         train=train,
         rates=[rate],
         controls=False,
         control=name,
-        control_of=arm.name,
+        control_of=variant.name,
     )

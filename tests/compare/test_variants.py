@@ -1,4 +1,4 @@
-"""Arms as they would run: keys from files, sizes by a budget, what trains, and what is refused before anything runs."""
+"""Variants as they would run: keys from files, sizes by a budget, what trains, and what is refused before anything runs."""
 
 from pathlib import Path
 
@@ -6,9 +6,9 @@ import pytest
 import yaml
 from compare.small_comparison import HEADWISE, keys, write_room
 
-from midus_hf.compare.arms import Arm, plan, upscaled_sizes
 from midus_hf.compare.checking import check
 from midus_hf.compare.options import Comparison
+from midus_hf.compare.variants import Variant, plan, upscaled_sizes
 from midus_hf.config.yaml_options import from_mapping
 
 
@@ -19,10 +19,10 @@ def room(tmp_path_factory) -> Path:
 
 @pytest.fixture
 def planned(room, tmp_path):
-    """From what a file says of arms to the arms that are planned and checked, and the comparison."""
+    """From what a file says of variants to the variants that are planned and checked, and the comparison."""
 
-    def of(arms, **changes) -> tuple[Comparison, list[Arm]]:
-        comparison, found = plan(from_mapping(Comparison, keys(room, tmp_path / "out", arms, **changes)))
+    def of(variants, **changes) -> tuple[Comparison, list[Variant]]:
+        comparison, found = plan(from_mapping(Comparison, keys(room, tmp_path / "out", variants, **changes)))
         check(comparison, found)
         return comparison, found
 
@@ -42,8 +42,8 @@ def file(tmp_path):
 
 
 def test_files_stand_in_place_of_mappings_and_what_a_comparison_sets_is_left_out_of_them(room, planned, file):
-    arms = {"hml": {"upscale": HEADWISE, "train": {"learning_rate": 0.5}}}
-    (told,) = planned(arms)[1]
+    variants = {"hml": {"upscale": HEADWISE, "train": {"learning_rate": 0.5}}}
+    (told,) = planned(variants)[1]
     recipe = file({**HEADWISE, "base": "other", "output": "elsewhere", "seed": 7, "overwrite": True})
     (found,) = planned({"hml": {"upscale": recipe, "train": {"learning_rate": 0.5}}})[1]
     assert found == told and found.upscale == HEADWISE
@@ -59,59 +59,59 @@ def test_files_stand_in_place_of_mappings_and_what_a_comparison_sets_is_left_out
     assert planned({"hml": {"upscale": HEADWISE, "train": recipe}})[1] == [told]
 
 
-def test_a_file_for_all_arms_is_read_and_an_arm_s_keys_win(room, planned, file):
+def test_a_file_for_all_variants_is_read_and_a_variant_s_keys_win(room, planned, file):
     from compare.small_comparison import training
 
     shared = file({**training(room), "model_name_or_path": "other", "output_dir": "elsewhere"})
     told = keys(room, room / "out", {"a": {"train": {"learning_rate": 0.5}}, "b": {}}) | {"train": shared}
-    comparison, arms = plan(from_mapping(Comparison, told))
+    comparison, variants = plan(from_mapping(Comparison, told))
     assert comparison.train == training(room)
-    assert [arm.train for arm in arms] == [
+    assert [variant.train for variant in variants] == [
         {**training(room), "learning_rate": 0.5, "trainable": "all"},
         {**training(room), "trainable": "all"},
     ]
 
 
-def test_an_arm_of_the_base_trains_all_of_it_unless_it_is_told_what(planned):
-    arms = {
+def test_a_variant_of_the_base_trains_all_of_it_unless_it_is_told_what(planned):
+    variants = {
         "full": {},
         "some": {"train": {"trainable": [0, 3]}},
         "hml": {"upscale": HEADWISE},
     }
-    _, found = planned(arms)
-    assert [arm.train.get("trainable") for arm in found] == ["all", [0, 3], None]
-    assert [arm.upscale for arm in found] == [None, None, HEADWISE]
-    assert [arm.trained_parameters is None for arm in found] == [True, True, False]
+    _, found = planned(variants)
+    assert [variant.train.get("trainable") for variant in found] == ["all", [0, 3], None]
+    assert [variant.upscale for variant in found] == [None, None, HEADWISE]
+    assert [variant.trained_parameters is None for variant in found] == [True, True, False]
 
 
-def test_what_trains_of_all_bases_may_be_told_to_all_arms(planned):
+def test_what_trains_of_all_bases_may_be_told_to_all_variants(planned):
     _, found = planned({"full": {}}, train={"trainable": [1]})
     assert found[0].train["trainable"] == [1]
 
 
-def test_the_arms_of_the_docs_are_planned(planned):
+def test_the_variants_of_the_docs_are_planned(planned):
     page = Path("docs/compare.md").read_text(encoding="utf-8")
     shown = yaml.safe_load(page.split("```yaml\n", 1)[1].split("```", 1)[0])
-    arms = {name: options for name, options in shown["arms"].items() if "upscale" not in options}
-    arms["matched"]["train"]["trainable"] = [0, 1]
-    found = {arm.name: arm.train for arm in planned(arms)[1]}
+    variants = {name: options for name, options in shown["variants"].items() if "upscale" not in options}
+    variants["matched"]["train"]["trainable"] = [0, 1]
+    found = {variant.name: variant.train for variant in planned(variants)[1]}
     assert found["lora"]["adapters"] == {"r": 32, "lora_alpha": 64} and "trainable" not in found["lora"]
     assert found["full"]["trainable"] == "all" and found["matched"]["trainable"] == [0, 1]
 
 
-def test_rates_and_controls_of_an_arm_stand_in_place_of_those_of_all(planned):
-    arms = {
+def test_rates_and_controls_of_a_variant_stand_in_place_of_those_of_all(planned):
+    variants = {
         "a": {"upscale": HEADWISE},
         "b": {"upscale": HEADWISE, "rates": [{"learning_rate": 1e-3, "value_learning_rate": 1e-2}], "controls": True},
         "c": {"upscale": HEADWISE, "controls": ["one-row"]},
     }
-    _, found = planned(arms, rates=[1e-2, 1e-3], controls=False)
-    assert [arm.rates for arm in found] == [
+    _, found = planned(variants, rates=[1e-2, 1e-3], controls=False)
+    assert [variant.rates for variant in found] == [
         [{"learning_rate": 1e-2}, {"learning_rate": 1e-3}],
         [{"learning_rate": 1e-3, "value_learning_rate": 1e-2}],
         [{"learning_rate": 1e-2}, {"learning_rate": 1e-3}],
     ]
-    assert [arm.controls for arm in found] == [False, True, ["one-row"]]
+    assert [variant.controls for variant in found] == [False, True, ["one-row"]]
     _, found = planned({"a": {"upscale": HEADWISE}})
     assert (found[0].rates, found[0].controls) == ([{}], True)
 
@@ -143,9 +143,9 @@ def test_the_value_is_taken_with_which_most_nearly_as_many_parameters_train_as_t
         (10**9, 4),
         ((sizes[2] + sizes[4]) // 2 + 1, 4),
     ):
-        _, (arm,) = planned(fit, trained_parameters=budget)
-        assert (arm.upscale["num_new_layers"], arm.fitted) == (best, f"num_new_layers={best}")
-        assert arm.trained_parameters == sizes[best]
+        _, (variant,) = planned(fit, trained_parameters=budget)
+        assert (variant.upscale["num_new_layers"], variant.fitted) == (best, f"num_new_layers={best}")
+        assert variant.trained_parameters == sizes[best]
 
 
 def test_of_two_values_that_are_as_near_the_first_counts(room, planned):
@@ -153,75 +153,86 @@ def test_of_two_values_that_are_as_near_the_first_counts(room, planned):
     assert sum(sizes) % 2 == 0
     for values, best in (([2, 4], 2), ([4, 2], 4)):
         fit = {"hml": {"upscale": HEADWISE, "fit": {"num_new_layers": values}}}
-        _, (arm,) = planned(fit, trained_parameters=sum(sizes) // 2)
-        assert arm.upscale["num_new_layers"] == best
+        _, (variant,) = planned(fit, trained_parameters=sum(sizes) // 2)
+        assert variant.upscale["num_new_layers"] == best
 
 
 def test_keys_inside_options_are_fitted_and_others_stay(room, planned):
     upscale = {"method": "midus-hml", "num_new_layers": 2, "options": {"k": 2, "n": 2}}
     budget = sized(room, options={"k": 2, "n": 8})
-    _, (arm,) = planned({"hml": {"upscale": upscale, "fit": {"options.n": [2, 4, 8, 16]}}}, trained_parameters=budget)
-    assert arm.upscale == {**upscale, "options": {"k": 2, "n": 8}} and arm.fitted == "options.n=8"
+    _, (variant,) = planned(
+        {"hml": {"upscale": upscale, "fit": {"options.n": [2, 4, 8, 16]}}}, trained_parameters=budget
+    )
+    assert variant.upscale == {**upscale, "options": {"k": 2, "n": 8}} and variant.fitted == "options.n=8"
     assert upscale["options"] == {"k": 2, "n": 2}
     bare = {"method": "midus-hml", "num_new_layers": 2}  # whose k is 4
-    _, (arm,) = planned({"hml": {"upscale": bare, "fit": {"options.n": [5]}}}, trained_parameters=budget)
-    assert arm.upscale == {**bare, "options": {"n": 5}}
+    _, (variant,) = planned({"hml": {"upscale": bare, "fit": {"options.n": [5]}}}, trained_parameters=budget)
+    assert variant.upscale == {**bare, "options": {"n": 5}}
 
 
-def test_a_budget_without_fit_changes_no_arm(planned):
-    _, (arm,) = planned({"hml": {"upscale": HEADWISE}}, trained_parameters=1)
-    assert arm.upscale == HEADWISE and arm.fitted is None
+def test_a_budget_without_fit_changes_no_variant(planned):
+    _, (variant,) = planned({"hml": {"upscale": HEADWISE}}, trained_parameters=1)
+    assert variant.upscale == HEADWISE and variant.fitted is None
 
 
 REFUSED = {
     "an option of upscale": (
         {"upscale": {**HEADWISE, "num_new_layer": 2}},
-        "arms.a.upscale has no option 'num_new_layer'. Did you mean 'num_new_layers'?",
+        "variants.a.upscale has no option 'num_new_layer'. Did you mean 'num_new_layers'?",
     ),
-    "no method": ({"upscale": {"num_new_layers": 2}}, "arms.a.upscale has no 'method'; name one, as 'upscale methods' lists them."),
-    "an unknown method": ({"upscale": {"method": "midus"}}, "arms.a.upscale: method 'midus' is unknown."),
-    "an option of the method": ({"upscale": {**HEADWISE, "options": {"m": 2}}}, "arms.a.upscale: method midus-hml has no option 'm'"),
-    "options that are no mapping": ({"upscale": {**HEADWISE, "options": [1]}}, "arms.a.upscale.options is [1]; expected a mapping."),
-    "layers in words": ({"upscale": {**HEADWISE, "num_new_layers": "two"}}, "arms.a.upscale: num-new-layers is 'two'"),
-    "too many layers": ({"upscale": {**HEADWISE, "num_new_layers": 99}}, "arms.a.upscale: num-new-layers is 99"),
+    "no method": (
+        {"upscale": {"num_new_layers": 2}}, "variants.a.upscale has no 'method'; name one, as 'upscale methods' lists them."
+    ),
+    "an unknown method": ({"upscale": {"method": "midus"}}, "variants.a.upscale: method 'midus' is unknown."),
+    "an option of the method": (
+        {"upscale": {**HEADWISE, "options": {"m": 2}}}, "variants.a.upscale: method midus-hml has no option 'm'"
+    ),
+    "options that are no mapping": (
+        {"upscale": {**HEADWISE, "options": [1]}}, "variants.a.upscale.options is [1]; expected a mapping."
+    ),
+    "layers in words": ({"upscale": {**HEADWISE, "num_new_layers": "two"}}, "variants.a.upscale: num-new-layers is 'two'"),
+    "too many layers": ({"upscale": {**HEADWISE, "num_new_layers": 99}}, "variants.a.upscale: num-new-layers is 99"),
     "a base of its own": (
-        {"upscale": {**HEADWISE, "base": "other"}}, "arms.a.upscale has 'base', which the comparison sets for each run; leave it out."
+        {"upscale": {**HEADWISE, "base": "other"}},
+        "variants.a.upscale has 'base', which the comparison sets for each run; leave it out.",
     ),
     "a revision of its own": (
-        {"upscale": {**HEADWISE, "revision": "v1"}}, "arms.a.upscale has 'revision', but what is measured and trained beside it"
+        {"upscale": {**HEADWISE, "revision": "v1"}}, "variants.a.upscale has 'revision', but what is measured and trained beside it"
     ),
     "a seed of its own": (
-        {"train": {"seed": 1}}, "arms.a.train has 'seed', which the comparison sets for each run; leave it out."
+        {"train": {"seed": 1}}, "variants.a.train has 'seed', which the comparison sets for each run; leave it out."
     ),
-    "an unknown key of runs": ({"train": {"max_step": 3}}, "arms.a, as a run of midus train: config has no option 'max_step'."),
+    "an unknown key of runs": ({"train": {"max_step": 3}}, "variants.a, as a run of midus train: config has no option 'max_step'."),
     "a value out of range": (
         {"train": {"per_device_train_batch_size": 0}},
-        "arms.a, as a run of midus train: per_device_train_batch_size is 0; expected at least 1.",
+        "variants.a, as a run of midus train: per_device_train_batch_size is 0; expected at least 1.",
     ),
-    "steps in words": ({"train": {"max_steps": "many"}}, "arms.a, as a run of midus train: max_steps is 'many'; expected"),
+    "steps in words": ({"train": {"max_steps": "many"}}, "variants.a, as a run of midus train: max_steps is 'many'; expected"),
     "no steps": (
         {"train": {"max_steps": None, "num_train_epochs": 1}},
-        "arms.a has no max_steps, by which texts would be measured 2 times; set train.max_steps, or train.eval_steps, the steps",
+        "variants.a has no max_steps, by which texts would be measured 2 times; set train.max_steps, or train.eval_steps, the steps",
     ),
     "a rate that is none": (
         {"rates": [{"per_device_train_batch_size": 4}]},
-        "arms.a has a rate 'per_device_train_batch_size'; expected one of: learning_rate, memory_learning_rate, ",
+        "variants.a has a rate 'per_device_train_batch_size'; expected one of: learning_rate, memory_learning_rate, ",
     ),
-    "a seed as a rate": ({"rates": [{"seed": 4}]}, "arms.a has a rate 'seed'; expected one of: learning_rate, "),
+    "a seed as a rate": ({"rates": [{"seed": 4}]}, "variants.a has a rate 'seed'; expected one of: learning_rate, "),
     "a fit of an unknown key": (
         {"upscale": HEADWISE, "fit": {"num_new_layer": [1, 2]}},
-        "arms.a.upscale has no option 'num_new_layer'. Did you mean 'num_new_layers'?",
+        "variants.a.upscale has no option 'num_new_layer'. Did you mean 'num_new_layers'?",
     ),
     "a fit of a key of its own": (
-        {"upscale": HEADWISE, "fit": {"seed": [1, 2]}}, "arms.a.upscale has 'seed', which the comparison sets for each run"
+        {"upscale": HEADWISE, "fit": {"seed": [1, 2]}}, "variants.a.upscale has 'seed', which the comparison sets for each run"
     ),
     "a fit within a value": (
         {"upscale": HEADWISE, "fit": {"num_new_layers.n": [1]}},
-        "arms.a.fit names 'num_new_layers.n', but 'num_new_layers' of upscale has no keys of its own.",
+        "variants.a.fit names 'num_new_layers.n', but 'num_new_layers' of upscale has no keys of its own.",
     ),
-    "a fit that the method refuses": ({"upscale": HEADWISE, "fit": {"options.n": [4, 0]}}, "arms.a.upscale with options.n=0: n is 0"),
-    "fine-tuning of one arm": (
-        {"fine_tune": {"max_steps": 3}}, "arms.a.fine_tune is given, and fine_tune of all is not; expected it, since"
+    "a fit that the method refuses": (
+        {"upscale": HEADWISE, "fit": {"options.n": [4, 0]}}, "variants.a.upscale with options.n=0: n is 0"
+    ),
+    "fine-tuning of one variant": (
+        {"fine_tune": {"max_steps": 3}}, "variants.a.fine_tune is given, and fine_tune of all is not; expected it, since"
     ),
     "an absent file": ({"upscale": "absent.yaml"}, "config is 'absent.yaml', which cannot be read (No such file or directory)"),
 }  # fmt: skip
@@ -229,9 +240,9 @@ REFUSED = {
 
 @pytest.mark.parametrize("refused", REFUSED)
 def test_what_is_refused_before_anything_runs(planned, tmp_path, refused):
-    arm, message = REFUSED[refused]
+    variant, message = REFUSED[refused]
     with pytest.raises(ValueError) as told:
-        planned({"a": arm}, trained_parameters=1000)
+        planned({"a": variant}, trained_parameters=1000)
     assert str(told.value).startswith(message), told.value
     assert not (tmp_path / "out").exists()
 
@@ -241,15 +252,15 @@ def test_what_is_refused_before_anything_runs(planned, tmp_path, refused):
     [
         ({"domain": {"plants": "absent.txt"}}, "domain.plants is 'absent.txt', which does not exist; expected a file or a folder"),
         ({"retention": {"stars": "absent"}}, "retention.stars is 'absent', which does not exist; expected a file or a folder"),
-        ({"base": "absent"}, "arms.a.upscale: "),
+        ({"base": "absent"}, "variants.a.upscale: "),
         ({"domain": {}, "tasks": {"names": ["piqa"]}}, "domain is empty; expected held-out text by which learning is measured"),
         ({"fine_tune": {"model_name_or_path": "m"}}, "fine_tune has 'model_name_or_path', which the comparison sets for each run"),
-        ({"fine_tune": {"dataset_name": "d", "max_step": 3}}, "arms.a, as a run of midus sft: config has no option 'max_step'."),
+        ({"fine_tune": {"dataset_name": "d", "max_step": 3}}, "variants.a, as a run of midus sft: config has no option 'max_step'."),
         ({"train": {"eval_text": "text"}}, "train has 'eval_text', which the comparison sets for each run; leave it out."),
     ],
     ids=["domain", "retention", "base", "no domain", "model of tuning", "key of tuning", "text of runs"],
 )  # fmt: skip
-def test_what_is_refused_of_all_arms(planned, changes, message):
+def test_what_is_refused_of_all_variants(planned, changes, message):
     with pytest.raises(ValueError) as told:
         planned({"a": {"upscale": HEADWISE}}, **changes)
     assert str(told.value).startswith(message), told.value

@@ -1,6 +1,6 @@
-"""Stands in place of `midus_hf.compare.cell_process`: notes what it was started with, and writes a result that tests have chosen.
+"""Stands in place of `midus_hf.compare.run_process`: notes what it was started with, and writes a result that tests have chosen.
 
-`behaviour.json` in the working folder tells of cells by name: `loss`, `seconds` to take, `fails` with words, `exits` with a status.
+`behaviour.json` in the working folder tells of runs by name: `loss`, `seconds` to take, `fails` with words, `exits` with a status.
 """
 
 import json
@@ -10,11 +10,11 @@ import sys
 import time
 from pathlib import Path
 
-from midus_hf.compare.arms import Arm
-from midus_hf.compare.cells import Cell
 from midus_hf.compare.measuring import base_request
-from midus_hf.compare.options import ArmOptions, Comparison
+from midus_hf.compare.options import Comparison, VariantOptions
 from midus_hf.compare.results import Point, Result, write_result
+from midus_hf.compare.runs import Run
+from midus_hf.compare.variants import Variant
 
 
 def note(**told) -> None:
@@ -24,12 +24,12 @@ def note(**told) -> None:
 
 specification = Path(sys.argv[1])
 told = json.loads(specification.read_text())
-arms = {name: ArmOptions(**options) for name, options in told["comparison"]["arms"].items()}
-comparison = Comparison(**{**told["comparison"], "arms": arms})
-cell = None
-if "cell" in told:
-    cell = Cell(**{**told["cell"], "arm": Arm(**told["cell"]["arm"])})
-name = "base" if cell is None else cell.name
+variants = {name: VariantOptions(**options) for name, options in told["comparison"]["variants"].items()}
+comparison = Comparison(**{**told["comparison"], "variants": variants})
+run = None
+if "run" in told:
+    run = Run(**{**told["run"], "variant": Variant(**told["run"]["variant"])})
+name = "base" if run is None else run.name
 behaviour = json.loads(Path("behaviour.json").read_text()).get(name, {})
 
 
@@ -41,7 +41,7 @@ def end(number, frame) -> None:
 signal.signal(signal.SIGTERM, end)
 chosen = ("CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS")
 note(name=name, moment="began", parent=told["parent"], **{variable: os.environ.get(variable) for variable in chosen})
-print("printed by a cell")
+print("printed by a run")
 time.sleep(behaviour.get("seconds", 0))
 if "fails" in behaviour:
     (specification.parent / "failed.txt").write_text(behaviour["fails"] + "\n")
@@ -51,19 +51,19 @@ if "exits" in behaviour:
     os.kill(os.getpid(), -behaviour["exits"]) if behaviour["exits"] < 0 else sys.exit(behaviour["exits"])
 losses = dict.fromkeys(comparison.texts, behaviour.get("loss", 2.0))
 curve = [Point(0, 0, None, dict.fromkeys(comparison.texts, 3.0)), Point(4, 8, 1.0, losses)]
-if cell is None:
+if run is None:
     result = Result("base", {}, 0, curve[:1], request=base_request(comparison))
 else:
     controls = {}
-    if cell.arm.upscale is not None and cell.arm.control is None:
+    if run.variant.upscale is not None and run.variant.control is None:
         controls = {
             "one-row": {"options": {"n": 1}, "trainable": []},
             "shuffled-addresses": {"options": {}, "trainable": []},
         }
-    request = cell.request(comparison)
+    request = run.request(comparison)
     result = Result(
-        cell.arm.name, dict(cell.rate), cell.seed, curve, controls=controls, control=cell.arm.control,
-        control_of=cell.arm.control_of, request=request,
+        run.variant.name, dict(run.rate), run.seed, curve, controls=controls, control=run.variant.control,
+        control_of=run.variant.control_of, request=request,
     )  # fmt: skip
 write_result(specification.parent, result)
 note(name=name, moment="ended")

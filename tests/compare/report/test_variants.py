@@ -1,4 +1,4 @@
-"""What is told of arms: tables and sentences, from results whose numbers are known."""
+"""What is told of variants: tables and sentences, from results whose numbers are known."""
 
 import dataclasses
 import math
@@ -7,18 +7,18 @@ import pytest
 from compare.made_results import DOMAIN, FULL, FULL_SLOW, HML, RETENTION, between, comparison, found, result, rows_of
 
 from midus_hf.compare.report.findings import findings
-from midus_hf.compare.report.tables import arms_table, equal_learning_table, short_table
+from midus_hf.compare.report.tables import equal_learning_table, short_table, variants_table
 from midus_hf.compare.report.words import sentences
 from midus_hf.compare.results import Point, Result
 
 
-def test_the_table_of_arms_has_the_numbers_that_a_hand_computes():
-    rows = rows_of(arms_table(found([*HML, *FULL, *FULL_SLOW])))
+def test_the_table_of_variants_has_the_numbers_that_a_hand_computes():
+    rows = rows_of(variants_table(found([*HML, *FULL, *FULL_SLOW])))
     # 3 - 0.5 and 3 - 0.75: 2.5 and 2.25; the sample deviation of two numbers is their distance by the root of 2.
     assert list(rows) == ["base", "full", "hml"]
     distance = 0.25 / math.sqrt(2)
     assert rows["hml"] == {
-        "arm": "hml",
+        "variant": "hml",
         "rate": "0.001",
         "seeds": "2",
         "new": "0",
@@ -34,12 +34,12 @@ def test_the_table_of_arms_has_the_numbers_that_a_hand_computes():
     }
     assert rows["full"]["rate"] == "0.001" and rows["full"]["domain loss"] == f"1.7500 ± {0.5 / math.sqrt(2):.4f}"
     assert rows["base"]["domain loss"] == "3.0000" and rows["base"][RETENTION] == "2.0000"
-    assert {key for key, value in rows["base"].items() if value} == {"arm", "domain loss", RETENTION}
+    assert {key for key, value in rows["base"].items() if value} == {"variant", "domain loss", RETENTION}
 
 
 def test_of_one_seed_there_is_no_spread():
     one = found([HML[0], FULL[0]])
-    rows = rows_of(arms_table(one))
+    rows = rows_of(variants_table(one))
     assert (rows["hml"]["domain loss"], rows["hml"]["learned"], rows["hml"]["forgotten"]) == (
         "2.5000",
         "+0.5000",
@@ -49,15 +49,15 @@ def test_of_one_seed_there_is_no_spread():
     assert not any("One seed" in sentence for sentence in sentences(found([*HML, *FULL])))
 
 
-def test_arms_of_one_seed_beside_others_are_named():
+def test_variants_of_one_seed_beside_others_are_named():
     told = sentences(found([*HML, FULL[0]]))
     assert "full has one seed: nothing says how much of a difference to others is chance." in told
     assert not any(sentence.startswith("One seed") for sentence in told)
-    told = sentences(found([*HML, FULL[0], result("moc", [0.5])], arms=("hml", "full", "moc")))
+    told = sentences(found([*HML, FULL[0], result("moc", [0.5])], variants=("hml", "full", "moc")))
     assert "full and moc have one seed: nothing says how much of a difference to others is chance." in told
 
 
-def test_it_is_told_where_the_rates_of_an_arm_were_tried_with_other_seeds():
+def test_it_is_told_where_the_rates_of_a_variant_were_tried_with_other_seeds():
     told = sentences(
         found([*HML, *FULL, result("full", [0.5], seed=1, rate=1e-2), result("full", [0.5], seed=2, rate=1e-2)])
     )
@@ -97,19 +97,19 @@ def test_the_first_two_are_told_apart_by_their_seeds():
 
 def test_unequal_tokens_are_told():
     longer = [result("full", [0.5, 0.6, 0.7], seed=seed) for seed in (0, 1)]
-    assert "Arms were not trained on as many tokens: hml on 200, full on 300." in sentences(found([*HML, *longer]))
+    assert "Variants were not trained on as many tokens: hml on 200, full on 300." in sentences(found([*HML, *longer]))
     assert not any("tokens:" in sentence for sentence in sentences(found([*HML, *FULL])))
 
 
-def test_how_many_rates_arms_were_tried_at_and_which_was_the_last_is_told():
+def test_how_many_rates_variants_were_tried_at_and_which_was_the_last_is_told():
     told = sentences(found([*HML, *FULL, *FULL_SLOW]))
     assert (
-        "Arms were not tried at as many rates, and more of them are more chances to end low: hml at 1, full at 2."
+        "Variants were not tried at as many rates, and more of them are more chances to end low: hml at 1, full at 2."
         in told
     )
     assert "At the lowest or highest rate that was tried, and perhaps better beyond it: full (0.001)." in told
     fast = [result("full", [0.1], seed=seed, rate=1e-2) for seed in (0, 1)]
-    told = sentences(found([*FULL, *FULL_SLOW, *fast], arms=["full"]))
+    told = sentences(found([*FULL, *FULL_SLOW, *fast], variants=["full"]))
     assert not any("perhaps better" in sentence or "as many rates" in sentence for sentence in told)
 
 
@@ -119,17 +119,21 @@ def test_each_number_of_a_rate_has_ends_of_its_own():
 
     runs = [run(0.5, learning_rate=2.0, value_learning_rate=1.0)]
     runs += [run(0.1, learning_rate=rate, value_learning_rate=1.0) for rate in (1.0, 3.0)]
-    assert not found(runs, arms=["hml"]).arms["hml"].is_at_an_end_of_its_rates
+    assert not found(runs, variants=["hml"]).variants["hml"].is_at_an_end_of_its_rates
     higher = run(0.1, learning_rate=2.0, value_learning_rate=3.0)
-    assert found([*runs, higher], arms=["hml"]).arms["hml"].is_at_an_end_of_its_rates
-    assert not found([*runs, run(0.1, memory_learning_rate=9.0)], arms=["hml"]).arms["hml"].is_at_an_end_of_its_rates
+    assert found([*runs, higher], variants=["hml"]).variants["hml"].is_at_an_end_of_its_rates
+    assert (
+        not found([*runs, run(0.1, memory_learning_rate=9.0)], variants=["hml"])
+        .variants["hml"]
+        .is_at_an_end_of_its_rates
+    )
 
 
 def test_what_does_not_start_at_the_base_is_counted_from_it_and_named():
     start = {"loss": 7.0, "kept": 3.0, "new_parameters": 5, "starts_at_base": False}
     solar = [result("solar", [4.0, 4.25], [-1.0, -0.5], seed=seed, **start) for seed in (0, 1)]
-    one = found([*HML, *solar], arms=["hml", "solar"])
-    row = rows_of(arms_table(one))["solar"]
+    one = found([*HML, *solar], variants=["hml", "solar"])
+    row = rows_of(variants_table(one))["solar"]
     assert (row["domain loss"], row["learned"], row["forgotten"]) == (
         "2.7500 ± 0.0000", "+0.2500 ± 0.0000", "+0.5000 ± 0.0000",
     )  # fmt: skip
@@ -140,7 +144,7 @@ def test_what_does_not_start_at_the_base_is_counted_from_it_and_named():
     assert not any("not seen to start" in sentence for sentence in sentences(found([*HML, *FULL])))
 
 
-def test_arms_that_are_not_causal_are_named():
+def test_variants_that_are_not_causal_are_named():
     because = "Losses are of tokens that were read in part before they were predicted, and none to compare."
     ahead = [result("full", [0.5], is_causal=False)]
     assert f"Not causal: full. {because}" in sentences(found([*HML, *ahead]))
@@ -151,7 +155,7 @@ def test_arms_that_are_not_causal_are_named():
 
 def test_the_short_table_is_the_same_in_fewer_columns():
     one = found([*HML, *FULL])
-    short, long = rows_of(short_table(one)), rows_of(arms_table(one))
+    short, long = rows_of(short_table(one)), rows_of(variants_table(one))
     assert short_table(one).title == "Base: domain loss 3.0000"
     for name, row in short.items():
         assert row == {key: long[name][key] for key in row}
@@ -166,7 +170,7 @@ def test_several_texts_count_alike():
     one = findings(
         comparison(["a"], **texts), Result("base", {}, 0, curve[:1]), [Result("a", {}, 0, curve, seconds=3.0)], {}
     )
-    row = rows_of(arms_table(one))["a"]
+    row = rows_of(variants_table(one))["a"]
     assert (row["domain loss"], row["learned"], row["forgotten"], row["rate"]) == (
         "1.5000",
         "+0.5000",
@@ -181,13 +185,15 @@ def test_several_texts_count_alike():
     [([None, None], ""), ([True, True], "yes"), ([False, False], "no"), ([True, False], "no"), ([True, None], "no")],
     ids=str,
 )
-def test_whether_an_arm_starts_at_the_base_is_told(starts, told):
+def test_whether_a_variant_starts_at_the_base_is_told(starts, told):
     runs = [result("hml", [0.5], seed=seed, starts_at_base=one) for seed, one in enumerate(starts)]
-    assert rows_of(arms_table(found(runs, arms=["hml"])))["hml"]["starts at base"] == told
+    assert rows_of(variants_table(found(runs, variants=["hml"])))["hml"]["starts at base"] == told
 
 
-def test_of_three_arms_the_second_is_the_one_that_follows():
-    told = sentences(found([*HML, *FULL, result("moc", [0.125])], arms=("hml", "full", "moc")))
+def test_of_three_variants_the_second_is_the_one_that_follows():
+    told = sentences(found([*HML, *FULL, result("moc", [0.125])], variants=("hml", "full", "moc")))
     assert "full ends with the lowest loss of the domain, 1.7500 ± 0.3536 nats per token; hml follows" in told[0]
-    told = sentences(found([*HML, *FULL, result("moc", [0.5], [0.75])], arms=("hml", "full", "moc")))
-    assert any(sentence.startswith("When 0.5000 nats are learned, as 3 of 3 arms did, hml has") for sentence in told)
+    told = sentences(found([*HML, *FULL, result("moc", [0.5], [0.75])], variants=("hml", "full", "moc")))
+    assert any(
+        sentence.startswith("When 0.5000 nats are learned, as 3 of 3 variants did, hml has") for sentence in told
+    )

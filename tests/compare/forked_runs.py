@@ -1,4 +1,4 @@
-"""Pretended cells in forks of this process: an interpreter of its own takes each of them 0.2 s before it begins."""
+"""Pretended runs in forks of this process: an interpreter of its own takes each of them 0.2 s before it begins."""
 
 import contextlib
 import os
@@ -11,10 +11,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
 
-PRETENDED = Path(__file__).with_name("pretended_cell.py")
+PRETENDED = Path(__file__).with_name("pretended_run.py")
 
 
-class ForkedCell:
+class ForkedRun:
     """What `Running` uses of a process of `subprocess.Popen`, for the one program that it starts."""
 
     def __init__(
@@ -27,7 +27,7 @@ class ForkedCell:
         stderr: BinaryIO,
         start_new_session: bool,
     ):
-        assert args[1:3] == ["-m", "midus_hf.compare.cell_process"]
+        assert args[1:3] == ["-m", "midus_hf.compare.run_process"]
         assert stdin == subprocess.DEVNULL and start_new_session
         self.returncode: int | None = None
         self.pid = os.fork()

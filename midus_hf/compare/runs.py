@@ -7,37 +7,37 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from midus_hf.compare.arms import Arm
 from midus_hf.compare.options import Comparison
 from midus_hf.compare.rates import Rate, rate_name
+from midus_hf.compare.variants import Variant
 from midus_hf.config.options import finite_number
 
 
 @dataclasses.dataclass(frozen=True)
-class Cell:
+class Run:
     """A run of a comparison.
 
     Args:
-        arm: The variant that is trained.
+        variant: The variant that is trained.
         rate: One rate of the variant.
         seed: Seed of the new parameters and of the order of texts.
     """
 
-    arm: Arm
+    variant: Variant
     rate: Rate
     seed: int
 
     @property
     def name(self) -> str:
         """Name of the run, and its path within the folder of all runs: `VARIANT/RATE/seed-N`."""
-        return f"{self.arm.name}/{rate_name(self.rate)}/seed-{self.seed}"
+        return f"{self.variant.name}/{rate_name(self.rate)}/seed-{self.seed}"
 
     @property
     def upscaled_name(self) -> str | None:
         """Name of the upscaled model, shared by runs that differ only in their training; None if the run trains the base."""
-        if self.arm.upscale is None:
+        if self.variant.upscale is None:
             return None
-        return f"{self.arm.control_of or self.arm.name}-{_digest(dict(self.arm.upscale))}-seed-{self.seed}"
+        return f"{self.variant.control_of or self.variant.name}-{_digest(dict(self.variant.upscale))}-seed-{self.seed}"
 
     def training_keys(self, comparison: Comparison, model: Path | str, output: Path) -> dict[str, Any]:
         """Return the keys of `midus train` for this run.
@@ -54,7 +54,7 @@ class Cell:
             ValueError: If texts are to be measured and the recipe has neither `eval_steps` nor `max_steps`.
         """
         keys = {
-            **self.arm.train,
+            **self.variant.train,
             **self.rate,
             "model_name_or_path": str(model),
             "output_dir": str(output),
@@ -67,8 +67,8 @@ class Cell:
         if keys.get("eval_steps") is None:
             if keys.get("max_steps") is None:
                 raise ValueError(
-                    f"arms.{self.arm.name} has no max_steps, by which texts would be measured {comparison.evaluations} times; set "
-                    "train.max_steps, or train.eval_steps, the steps between measurements."
+                    f"variants.{self.variant.name} has no max_steps, by which texts would be measured {comparison.evaluations} "
+                    "times; set train.max_steps, or train.eval_steps, the steps between measurements."
                 )
             # YAML reads 1e3 as text. `midus train` itself rejects a value that is no number.
             steps = finite_number(keys["max_steps"])
@@ -84,31 +84,36 @@ class Cell:
             model: Folder of the trained model.
             output: Folder for the fine-tuned model.
         """
-        assert self.arm.fine_tune is not None, "asked for"
-        return {**self.arm.fine_tune, "model_name_or_path": str(model), "output_dir": str(output), "seed": self.seed}
+        assert self.variant.fine_tune is not None, "asked for"
+        return {
+            **self.variant.fine_tune,
+            "model_name_or_path": str(model),
+            "output_dir": str(output),
+            "seed": self.seed,
+        }
 
     def request(self, comparison: Comparison) -> dict[str, Any]:
         """Return everything that the result of the run depends on."""
-        tuning = {} if self.arm.fine_tune is None else {"fine_tune": self.fine_tuning_keys("", Path())}
+        tuning = {} if self.variant.fine_tune is None else {"fine_tune": self.fine_tuning_keys("", Path())}
         return {
             **tuning,
             "base": comparison.base,
-            "upscale": None if self.arm.upscale is None else dict(self.arm.upscale),
+            "upscale": None if self.variant.upscale is None else dict(self.variant.upscale),
             "train": self.training_keys(comparison, "", Path()),
             "tasks": None if comparison.tasks is None else dataclasses.asdict(comparison.tasks),
         }
 
 
-def cells_of(arm: Arm, comparison: Comparison) -> list[Cell]:
+def runs_of(variant: Variant, comparison: Comparison) -> list[Run]:
     """Return the runs of a variant, seed by seed, with the seeds of the comparison."""
-    return [Cell(arm, rate, seed) for seed in comparison.seeds for rate in arm.rates]
+    return [Run(variant, rate, seed) for seed in comparison.seeds for rate in variant.rates]
 
 
 def changed_keys(before: Any, now: Any, prefix: str = "") -> list[str]:
     """Return the dotted names of the keys that differ between two requests; `all` where the requests are no mappings.
 
     Args:
-        before: A request of `Cell.request`, or a part of one.
+        before: A request of `Run.request`, or a part of one.
         now: The request, or the part, to compare with.
         prefix: Dotted name of the part. Default: empty, the whole request.
     """

@@ -10,15 +10,15 @@ from midus_hf.compare.options import (
     OWN_FINE_TUNING_KEYS,
     OWN_TRAINING_KEYS,
     OWN_UPSCALING_KEYS,
-    ArmOptions,
     Comparison,
+    VariantOptions,
 )
 from midus_hf.compare.rates import Rate, as_keys
 from midus_hf.config.wording import near_matches
 
 
 @dataclasses.dataclass(frozen=True)
-class Arm:
+class Variant:
     """A variant of a comparison: a method with its options, or a way to train the base.
 
     Args:
@@ -48,7 +48,7 @@ class Arm:
     control_of: str | None = None
 
 
-def plan(comparison: Comparison) -> tuple[Comparison, list[Arm]]:
+def plan(comparison: Comparison) -> tuple[Comparison, list[Variant]]:
     """Read the files that a comparison names, and count the parameters of its variants; write nothing.
 
     Returns:
@@ -62,7 +62,7 @@ def plan(comparison: Comparison) -> tuple[Comparison, list[Arm]]:
     if comparison.fine_tune is not None:
         tuning = _keys("fine_tune", comparison.fine_tune, OWN_FINE_TUNING_KEYS)
     comparison = dataclasses.replace(comparison, train=shared, fine_tune=tuning)
-    return comparison, [_planned(name, options, comparison, shared) for name, options in comparison.arms.items()]
+    return comparison, [_planned(name, options, comparison, shared) for name, options in comparison.variants.items()]
 
 
 def upscaled_sizes(base: str, keys: Mapping[str, Any]) -> tuple[int, int]:
@@ -81,11 +81,11 @@ def upscaled_sizes(base: str, keys: Mapping[str, Any]) -> tuple[int, int]:
     return counts.new, counts.trainable
 
 
-def _planned(name: str, options: ArmOptions, comparison: Comparison, shared: Mapping[str, Any]) -> Arm:
+def _planned(name: str, options: VariantOptions, comparison: Comparison, shared: Mapping[str, Any]) -> Variant:
     """Return the variant of these options, sized by dry runs; `shared` are the training keys of all variants."""
-    train: dict[str, Any] = {**shared, **_keys(f"arms.{name}.train", options.train, OWN_TRAINING_KEYS)}
+    train: dict[str, Any] = {**shared, **_keys(f"variants.{name}.train", options.train, OWN_TRAINING_KEYS)}
     rates = options.rates or comparison.rates
-    arm = Arm(
+    variant = Variant(
         name=name,
         upscale=None,
         train=train,
@@ -95,23 +95,23 @@ def _planned(name: str, options: ArmOptions, comparison: Comparison, shared: Map
     )
     if options.upscale is None:
         # A plain base does not record which of its parameters train: all do, unless the recipe says otherwise or trains adapters.
-        return arm if train.get("adapters") else dataclasses.replace(arm, train={"trainable": "all", **train})
-    keys = _keys(f"arms.{name}.upscale", options.upscale, OWN_UPSCALING_KEYS)
+        return variant if train.get("adapters") else dataclasses.replace(variant, train={"trainable": "all", **train})
+    keys = _keys(f"variants.{name}.upscale", options.upscale, OWN_UPSCALING_KEYS)
     sized = [
         (*_sizes(name, comparison.base, tried, word), tried, word)
         for tried, word in _candidates(name, keys, options.fit)
     ]
     budget = comparison.trained_parameters
     new, trained, keys, word = min(sized, key=lambda one: abs(one[1] - budget)) if options.fit and budget else sized[0]
-    return dataclasses.replace(arm, upscale=keys, new_parameters=new, trained_parameters=trained, fitted=word)
+    return dataclasses.replace(variant, upscale=keys, new_parameters=new, trained_parameters=trained, fitted=word)
 
 
-def _fine_tuning(name: str, options: ArmOptions, comparison: Comparison) -> dict[str, Any] | None:
-    own = _keys(f"arms.{name}.fine_tune", options.fine_tune, OWN_FINE_TUNING_KEYS)
+def _fine_tuning(name: str, options: VariantOptions, comparison: Comparison) -> dict[str, Any] | None:
+    own = _keys(f"variants.{name}.fine_tune", options.fine_tune, OWN_FINE_TUNING_KEYS)
     if comparison.fine_tune is None:
         if own:
             raise ValueError(
-                f"arms.{name}.fine_tune is given, and fine_tune of all is not; expected it, since all or none are."
+                f"variants.{name}.fine_tune is given, and fine_tune of all is not; expected it, since all or none are."
             )
         return None
     return {**_keys("fine_tune", comparison.fine_tune, OWN_FINE_TUNING_KEYS), **own}
@@ -146,21 +146,21 @@ def _check_upscaling(name: str, keys: Mapping[str, Any]) -> None:
     )
     if "revision" in keys:
         raise ValueError(
-            f"arms.{name}.upscale has 'revision', but what is measured and trained beside it would be another revision of the base; "
-            "leave it out, and give a folder with that revision as base."
+            f"variants.{name}.upscale has 'revision', but what is measured and trained beside it would be another revision of the "
+            "base; leave it out, and give a folder with that revision as base."
         )
     for key in keys:
         if key not in known:
-            raise ValueError(f"arms.{name}.upscale has no option {key!r}. {near_matches(str(key), list(known))}")
+            raise ValueError(f"variants.{name}.upscale has no option {key!r}. {near_matches(str(key), list(known))}")
     if "method" not in keys:
-        raise ValueError(f"arms.{name}.upscale has no 'method'; name one, as 'upscale methods' lists them.")
+        raise ValueError(f"variants.{name}.upscale has no 'method'; name one, as 'upscale methods' lists them.")
     if not isinstance(keys.get("options"), dict | None):
-        raise ValueError(f"arms.{name}.upscale.options is {keys['options']!r}; expected a mapping.")
+        raise ValueError(f"variants.{name}.upscale.options is {keys['options']!r}; expected a mapping.")
 
 
 def _sizes(name: str, base: str, keys: Mapping[str, Any], fitted: str | None) -> tuple[int, int]:
-    where = f"arms.{name}.upscale" if fitted is None else f"arms.{name}.upscale with {fitted}"
-    _check_own(f"arms.{name}.upscale", keys, OWN_UPSCALING_KEYS)
+    where = f"variants.{name}.upscale" if fitted is None else f"variants.{name}.upscale with {fitted}"
+    _check_own(f"variants.{name}.upscale", keys, OWN_UPSCALING_KEYS)
     _check_upscaling(name, keys)
     try:
         return upscaled_sizes(base, keys)
@@ -183,6 +183,8 @@ def _candidates(
         for part in outer:
             inner = inner.setdefault(part, {})
             if not isinstance(inner, dict):
-                raise ValueError(f"arms.{name}.fit names {path!r}, but {part!r} of upscale has no keys of its own.")
+                raise ValueError(
+                    f"variants.{name}.fit names {path!r}, but {part!r} of upscale has no keys of its own."
+                )
         inner[last] = value
         yield tried, f"{path}={value}"

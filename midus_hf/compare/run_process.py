@@ -1,4 +1,4 @@
-"""`python -m midus_hf.compare.cell_process FILE`: one run from upscaling to its result; the process of the comparison starts it."""
+"""`python -m midus_hf.compare.run_process FILE`: one run from upscaling to its result; the process of the comparison starts it."""
 
 import dataclasses
 import json
@@ -7,35 +7,35 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from midus_hf.compare.arms import Arm
-from midus_hf.compare.cells import Cell
 from midus_hf.compare.commands import Commands, StepFailed, ask_for_termination
-from midus_hf.compare.measuring import measure_base, measure_cell
+from midus_hf.compare.measuring import measure_base, measure_run
 from midus_hf.compare.options import Comparison
 from midus_hf.compare.results import read_result
+from midus_hf.compare.runs import Run
+from midus_hf.compare.variants import Variant
 from midus_hf.compare.workplace import BASE, Workplace
 from midus_hf.files.locks import alone
 
-SPECIFICATION = "cell.json"
+SPECIFICATION = "run.json"
 FAILURE = "failed.txt"
 
 
-def specify(cell: Cell | None, comparison: Comparison, workplace: Workplace) -> Path:
+def specify(run: Run | None, comparison: Comparison, workplace: Workplace) -> Path:
     """Write the specification of one run to a file in the run's folder, and remove the failure of an earlier attempt.
 
     Args:
-        cell: A run of the comparison; None for the base.
+        run: A run of the comparison; None for the base.
         comparison: The comparison, resolved by `plan`.
         workplace: Folder of the comparison.
 
     Returns:
         Path of the specification, JSON.
     """
-    folder = workplace.root / BASE if cell is None else workplace.cell(cell)
+    folder = workplace.root / BASE if run is None else workplace.run_folder(run)
     folder.mkdir(parents=True, exist_ok=True)
     values: dict[str, Any] = {"comparison": dataclasses.asdict(comparison), "parent": os.getpid()}
-    if cell is not None:
-        values["cell"] = dataclasses.asdict(cell)
+    if run is not None:
+        values["run"] = dataclasses.asdict(run)
     (folder / SPECIFICATION).write_text(json.dumps(values, indent=1), encoding="utf-8")
     (folder / FAILURE).unlink(missing_ok=True)
     return folder / SPECIFICATION
@@ -60,9 +60,9 @@ def main(specification: Path) -> None:
         commands = Commands(folder / "logs", held)
         commands.hear_signals()
         try:
-            if "cell" in values:
-                cell = Cell(**{**values["cell"], "arm": Arm(**values["cell"]["arm"])})
-                measure_cell(cell, comparison, workplace, commands)
+            if "run" in values:
+                run = Run(**{**values["run"], "variant": Variant(**values["run"]["variant"])})
+                measure_run(run, comparison, workplace, commands)
             else:
                 measure_base(comparison, workplace, commands)
         except StepFailed as failure:
