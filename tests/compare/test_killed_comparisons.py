@@ -170,5 +170,5 @@ def assert_nothing_is_left(output: Path) -> None:
     assert {path.name for path in output.iterdir()} - {"report.html"} == {"base", "runs", "report.md", "runs.csv"}
     kept = {"result.json", "log.jsonl", "train.yaml", "run.json", "said.txt", "logs"}
     for run in output.glob("runs/*/*/*"):
-        # Of all but the controls something was measured beside training.
+        # Of all but the null controls something was measured beside training.
         assert {path.name for path in run.iterdir()} - {"evaluations"} == kept and not any(run.rglob("*.partial"))

@@ -419,7 +419,7 @@ def test_which_null_controls_a_method_has(upscaled, method):
 
 CONTROLS = [(method, name) for method, (_, names) in METHODS.items() for name in names if name != "shuffled-addresses"]
 
-# Every method with a control, and every control of memories for which it takes another option.
+# Every method with a null control, and every null control of memories for which it takes another option.
 CHOSEN = [
     ("midus-hml", "one-row"),
     ("midus-pkm", "frozen-addresses"),

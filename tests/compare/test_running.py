@@ -261,7 +261,7 @@ def test_seeds_rates_variants_and_texts_of_tasks_that_are_added_are_done_alone(p
     assert place.names() == ["a/0.001/seed-1", "a+one-row/0.001/seed-1"]
     place.run([variant("a", upscale=UPSCALE, controls=True), variant("b")], seeds=[0, 1])
     assert place.names() == ["b/0.001/seed-0", "b/0.001/seed-1"]
-    # A rate that turns out to be better has controls of its own.
+    # A rate that turns out to be better has null controls of its own.
     place.behave(**{f"a/0.01/seed-{seed}": {"loss": 1.0} for seed in (0, 1)})
     place.run([variant("a", [ONE, TWO], UPSCALE, controls=True)], seeds=[0, 1])
     assert place.names() == [*(f"{name}/0.01/seed-{seed}" for name in ("a", "a+one-row") for seed in (0, 1))]
