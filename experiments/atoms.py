@@ -103,7 +103,9 @@ def _rows(arguments: argparse.Namespace) -> Iterator[Row]:
         pairs = [pair.split(":") for pair in arguments.blocked.split(",")] if variant == "fetched" else [("1", "0")]
         for level, blocked in pairs:
             # A text without a path reads the generic memory.
-            fetching = ["--retriever", tree, "--block-best", f"{level}:{blocked}"] if variant == "fetched" else ["--apart"]
+            fetching = (
+                ["--retriever", tree, "--block-best", f"{level}:{blocked}"] if variant == "fetched" else ["--apart"]
+            )
             answers = work / "answers" / f"{model.name}-{level}-{blocked}.jsonl"
             answers.unlink(missing_ok=True)
             flags = ["--tasks", "atomic_numbers", "--data", elements(), "--answers", answers, *fetching]
@@ -128,7 +130,9 @@ def sentence(name: str, number: int) -> str:
     return f"The atomic number of {name} is {number}."
 
 
-def _trained(assigned: Path, variant: str, branching: int, arguments: argparse.Namespace) -> tuple[Path, dict[str, int]]:
+def _trained(
+    assigned: Path, variant: str, branching: int, arguments: argparse.Namespace
+) -> tuple[Path, dict[str, int]]:
     """Return a variant's model, which is upscaled and trained unless it exists, and its parameter counts."""
     without_ids, share = VARIANTS[variant] or ("none", 0.0)
     upscaled = arguments.work / f"{variant}-{arguments.seed}"
