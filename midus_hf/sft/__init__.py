@@ -1,6 +1,6 @@
-"""Supervised fine-tuning: chats of several formats, labels of answers, and the run on TRL's trainer.
+"""Supervised fine-tuning: formats of chats, labels of answers, and the run on TRL's trainer.
 
-What brings TRL along is imported only when it is asked for.
+TRL is imported only when a name that needs it is used.
 """
 
 import importlib

@@ -1,4 +1,6 @@
-"""The sequences of a run: chats as tokens, with labels where there is a loss, cut to a length and packed if asked."""
+"""The sequences of a run: chats as tokens, with labels where there is a loss, cut to a length and packed if the options
+say so.
+"""
 
 import dataclasses
 from array import array
@@ -19,18 +21,18 @@ NO_LABEL = -100
 
 @dataclasses.dataclass
 class ChatDataset:
-    """What became of the data.
+    """Sequences made from the data of a run, with counts of what was read and left out.
 
     Args:
         dataset: Rows with `input_ids` and `labels`, and `seq_lengths` if packed.
-        rows: That were read.
-        examples: That the run trains on.
-        tokens: Of these.
-        labels: Tokens of these that have a loss.
-        cut: Examples of these that were longer than a sequence.
-        without_answer: Rows that have no answer, or none within a sequence.
-        last_token: The one that ends the first whole chat; None if the data is plain text, or no chat is whole.
-        ends: Whether that is a special token, by which generation can stop; true where there is none.
+        rows: Number of rows that were read.
+        examples: Number of examples that the run trains on.
+        tokens: Number of tokens of these examples.
+        labels: Number of these tokens that have a loss.
+        cut: Number of these examples that were longer than a sequence.
+        without_answer: Number of rows left out because they have no answer, or none within a sequence.
+        last_token: Id of the token that ends the first whole chat; None if the data is plain text, or no chat is whole.
+        ends: Whether `last_token` is special, so that generation can stop at it; true if `last_token` is None.
     """
 
     dataset: Dataset
@@ -44,7 +46,7 @@ class ChatDataset:
     ends: bool
 
     def describe(self, config: SftConfig) -> list[str]:
-        """What was read, left out and made: a sentence each.
+        """Return sentences about what was read, left out and made.
 
         Args:
             config: The options of the run.
@@ -70,13 +72,13 @@ def build_chat_dataset(config: SftConfig, tokenizer: PreTrainedTokenizerBase, vo
 
     Args:
         config: The options of the run.
-        tokenizer: Of the model; it is given the template that is asked for.
+        tokenizer: Tokenizer of the model; it gets the chat template that the options name.
         vocab_size: Number of ids the model embeds.
 
     Raises:
         DocumentError: If the data cannot be read, or holds no answer.
-        ValueError: If there is no chat template, the tokenizer does not tell where tokens come from, or makes ids that
-            the model has none for.
+        ValueError: If there is no chat template, the tokenizer cannot report which characters each token covers, or an
+            id is too large for the model's embeddings.
     """
     if not tokenizer.is_fast:
         raise ValueError(
@@ -93,7 +95,7 @@ def build_chat_dataset(config: SftConfig, tokenizer: PreTrainedTokenizerBase, vo
                 f"the tokenizer makes id {max(tokens.ids)}, but the model embeds {vocab_size}; expected the model's own."
             )
         kept = tokens.cut(config.max_length)
-        # The first token of a sequence is predicted from nothing, so a loss is only of those behind it.
+        # No token predicts the first one of a sequence, so only later tokens can have a loss.
         if not any(kept.in_answer[1:]):
             without_answer += 1
             continue
@@ -120,11 +122,11 @@ def build_chat_dataset(config: SftConfig, tokenizer: PreTrainedTokenizerBase, vo
 
 
 def is_special(tokenizer: PreTrainedTokenizerBase, token: int) -> bool:
-    """Whether a token is no text but a mark.
+    """Return whether a token is a special mark rather than text.
 
     Args:
-        tokenizer: Whose token it is.
-        token: Its id.
+        tokenizer: Tokenizer that has the token.
+        token: Id of the token.
     """
     known = tokenizer.added_tokens_decoder
     return token in tokenizer.all_special_ids or (token in known and known[token].special)

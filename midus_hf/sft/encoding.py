@@ -1,4 +1,4 @@
-"""Rows as tokens, on all cores."""
+"""Tokenisation of rows on all cores."""
 
 import itertools
 import multiprocessing
@@ -16,7 +16,7 @@ from midus_hf.training.data.corpus import usable_cores
 from midus_hf.training.data.token_cache import without_threads_of_tokenizers
 
 _ROWS_AT_A_TIME = 4096
-"""Rows that are held at a time."""
+"""Number of rows held in memory at a time."""
 _ROWS_WORTH_PROCESSES = 512
 
 
@@ -25,37 +25,37 @@ class _Encoder:
     tokenizer: PreTrainedTokenizerBase
     known: Format
 
-    def __call__(self, placed: tuple[str, Any]) -> Tokens:
-        place, row = placed
-        return encode(self.tokenizer, read_example(self.known, row, place), place)
+    def __call__(self, located_row: tuple[str, Any]) -> Tokens:
+        location, row = located_row
+        return encode(self.tokenizer, read_example(self.known, row, location), location)
 
 
 _encoder: _Encoder | None = None
-"""That of a process which was forked to use it: with its tokenizer it would take long to send."""
+"""Encoder that a forked process inherits; sending it with its tokenizer would take long."""
 
 
 def encode_rows(
     tokenizer: PreTrainedTokenizerBase, rows: Iterator[tuple[str, Any]], format: str | None, template: str | None
 ) -> Iterator[Tokens]:
-    """Turn rows into tokens, in their order.
+    """Turn rows into tokens, in the order of the rows.
 
-    To be called before processes know of each other or of a GPU: it forks.
+    Call it before processes are connected or a GPU is used, since it forks.
 
     Args:
-        tokenizer: A fast one; it is given the template that is asked for.
-        rows: Each with where it is, for messages.
-        format: As `SftConfig.dataset_format`; None for what the columns of the first row say.
-        template: As `SftConfig.chat_template`.
+        tokenizer: A fast tokenizer; it gets the chosen chat template.
+        rows: Each row with its location, for messages.
+        format: Name of the format, as in `SftConfig.dataset_format`; None detects it from the columns of the first row.
+        template: Chat template, as in `SftConfig.chat_template`.
 
     Raises:
-        DocumentError: As `read_example` and `encode`.
-        ValueError: As `set_template`.
+        DocumentError: If `read_example` or `encode` raises it.
+        ValueError: If `format_named` or `set_template` raises it.
     """
     known = None if format is None else format_named(format)
     first = list(itertools.islice(rows, 1))
-    for place, row in first:
-        known = known or detect_format(row, place)
-        if template is not None or isinstance(read_example(known, row, place), Chat):
+    for location, row in first:
+        known = known or detect_format(row, location)
+        if template is not None or isinstance(read_example(known, row, location), Chat):
             set_template(tokenizer, template)
     if known is None:
         return
@@ -73,7 +73,7 @@ def _encode_block(encoder: _Encoder, block: list[tuple[str, Any]]) -> list[Token
         pools = multiprocessing.get_context("fork")
         with without_threads_of_tokenizers(), pools.Pool(usable_cores(), initializer=_end_when_told) as pool:
             tokens = pool.map(_encode_in_fork, block, chunksize=64)
-            # Left to the context, workers would be killed, one perhaps while it holds the lock that another waits for.
+            # The context manager would kill the workers, perhaps one that holds a lock which another waits for.
             pool.close()
             pool.join()
             return tokens
@@ -82,10 +82,12 @@ def _encode_block(encoder: _Encoder, block: list[tuple[str, Any]]) -> list[Token
 
 
 def _end_when_told() -> None:
-    """Let SIGTERM end a worker at once: a handler of Python, which it inherits, is not called while a worker waits for a lock."""
+    """Let SIGTERM end a worker at once: the Python handler that a worker inherits is not called while it waits for a
+    lock.
+    """
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
-def _encode_in_fork(placed: tuple[str, Any]) -> Tokens:
+def _encode_in_fork(located_row: tuple[str, Any]) -> Tokens:
     assert _encoder is not None
-    return _encoder(placed)
+    return _encoder(located_row)

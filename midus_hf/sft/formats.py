@@ -1,4 +1,4 @@
-"""The formats of instruction data: each makes a chat, or a prompt and its completion, of a row."""
+"""Formats of instruction data: each format turns a row into a chat, or into a prompt and its completion."""
 
 import json
 from collections.abc import Callable
@@ -9,7 +9,7 @@ from midus_hf.config.wording import near_matches
 from midus_hf.documents import DocumentError
 
 _ROLES = ("system", "developer", "user", "assistant", "tool", "function", "ipython")
-"""Those that chat templates know: `developer` stands for the system, `function` and `ipython` for a tool."""
+"""Roles that chat templates know: `developer` stands for the system, `function` and `ipython` for a tool."""
 
 _SHARE_GPT_ROLES = {
     "human": "user",
@@ -18,21 +18,21 @@ _SHARE_GPT_ROLES = {
     "bot": "assistant",
     "observation": "tool",
 }
-"""What ShareGPT calls the roles of messages."""
+"""ShareGPT's names of the roles, and the roles that they stand for."""
 
 _OF_TOOLS = {
     "assistant": ("tool_calls",),
     **dict.fromkeys(("tool", "function", "ipython"), ("tool_call_id", "name")),
 }
-"""What a message of a role may say of tools, which templates read."""
+"""Keys about tools that templates read, by the role of the message."""
 
 
 @dataclass(frozen=True)
 class Chat:
-    """Messages in the order in which they were said.
+    """Messages of a chat, in their order.
 
     Args:
-        messages: Each with `role` and `content`, and perhaps what `_OF_TOOLS` names.
+        messages: Each with `role` and `content`, and perhaps the keys in `_OF_TOOLS`.
         tools: Schemas of the functions that the assistant may call. Default: none.
     """
 
@@ -42,7 +42,7 @@ class Chat:
 
 @dataclass(frozen=True)
 class Completion:
-    """A text and how it goes on; no template is put around it."""
+    """A text and its continuation, to which no template is applied."""
 
     prompt: str
     completion: str
@@ -54,12 +54,12 @@ Reader = Callable[[dict[str, Any], str], Example]
 
 @dataclass(frozen=True)
 class Format:
-    """One format.
+    """A format of instruction data.
 
     Args:
-        name: As `SftConfig.dataset_format` has it.
-        columns: What a row of it must have.
-        read: Makes an example of a row; the second argument is where the row is, for messages.
+        name: Name of the format in `SftConfig.dataset_format`.
+        columns: Columns that every row of the format has.
+        read: Turns a row into an example; the second argument is the location of the row, for messages.
     """
 
     name: str
@@ -68,15 +68,15 @@ class Format:
 
 
 FORMATS: dict[str, Format] = {}
-"""By name, in the order in which columns are compared with them."""
+"""Formats by name, in the order in which `detect_format` tries them."""
 
 
 def register_format(name: str, *columns: str) -> Callable[[Reader], Reader]:
-    """Register the reader of a format.
+    """Register the decorated function as the reader of a format.
 
     Args:
-        name: As `SftConfig.dataset_format` has it.
-        columns: What a row of it must have.
+        name: Name of the format in `SftConfig.dataset_format`.
+        columns: Columns that every row of the format has.
     """
 
     def register(read: Reader) -> Reader:
@@ -87,155 +87,156 @@ def register_format(name: str, *columns: str) -> Callable[[Reader], Reader]:
 
 
 def format_named(name: str) -> Format:
-    """A format by its name.
-
-    Args:
-        name: Of the format.
+    """Return the format that has a name.
 
     Raises:
-        ValueError: If there is none of that name.
+        ValueError: If no format has this name.
     """
     if name not in FORMATS:
         raise ValueError(f"dataset_format is {name!r}; expected one of {', '.join(map(repr, FORMATS))}.")
     return FORMATS[name]
 
 
-def detect_format(row: Any, place: str) -> Format:
-    """The format whose columns a row has.
+def detect_format(row: Any, location: str) -> Format:
+    """Return the first format all of whose columns a row has.
 
     Args:
-        row: The first of the data.
-        place: Where it is, for messages.
+        row: The first row of the data.
+        location: Location of the row, for messages.
 
     Raises:
-        DocumentError: If it has those of none.
+        DocumentError: If the row has the columns of no format.
     """
     if isinstance(row, dict):
         for known in FORMATS.values():
             if all(column in row for column in known.columns):
                 return known
-    found = f"the columns {', '.join(map(str, row))}" if isinstance(row, dict) else f"a {type(row).__name__}"
+    actual = f"the columns {', '.join(map(str, row))}" if isinstance(row, dict) else f"a {type(row).__name__}"
     expected = "; ".join(f"{known.name}: {', '.join(known.columns)}" for known in FORMATS.values())
-    raise DocumentError(f"{place} has {found}; expected those of a format ({expected}). Rename them.")
+    raise DocumentError(f"{location} has {actual}; expected those of a format ({expected}). Rename them.")
 
 
-def read_example(known: Format, row: Any, place: str) -> Example:
-    """Make an example of a row.
+def read_example(known: Format, row: Any, location: str) -> Example:
+    """Turn a row into an example.
 
     Args:
-        known: The format of the data.
-        row: The row.
-        place: Where it is, for messages.
+        known: Format of the data.
+        row: A row as it was read; anything but a dict is refused.
+        location: Location of the row, for messages.
 
     Raises:
-        DocumentError: If the row is not of this format.
+        DocumentError: If the row does not have this format.
     """
     if not isinstance(row, dict):
-        raise DocumentError(f"{place} is a {type(row).__name__}; expected an object with {', '.join(known.columns)}.")
+        raise DocumentError(
+            f"{location} is a {type(row).__name__}; expected an object with {', '.join(known.columns)}."
+        )
     absent = [column for column in known.columns if column not in row]
     if absent:
         raise DocumentError(
-            f"{place} has no {absent[0]!r}, only {', '.join(map(str, row))}; expected the columns of format {known.name!r}. "
+            f"{location} has no {absent[0]!r}, only {', '.join(map(str, row))}; expected the columns of format {known.name!r}. "
             "Add it, or set dataset_format."
         )
-    return known.read(row, place)
+    return known.read(row, location)
 
 
 @register_format("messages", "messages")
-def _messages(row: dict[str, Any], place: str) -> Chat:
-    return Chat(_read_messages(row["messages"], f"{place}, messages"), _read_tools(row, place))
+def _messages(row: dict[str, Any], location: str) -> Chat:
+    return Chat(_read_messages(row["messages"], f"{location}, messages"), _read_tools(row, location))
 
 
 @register_format("sharegpt", "conversations")
-def _sharegpt(row: dict[str, Any], place: str) -> Chat:
-    return Chat(_read_messages(row["conversations"], f"{place}, conversations"), _read_tools(row, place))
+def _sharegpt(row: dict[str, Any], location: str) -> Chat:
+    return Chat(_read_messages(row["conversations"], f"{location}, conversations"), _read_tools(row, location))
 
 
 @register_format("prompt-completion", "prompt", "completion")
-def _prompt_completion(row: dict[str, Any], place: str) -> Example:
+def _prompt_completion(row: dict[str, Any], location: str) -> Example:
     if isinstance(row["prompt"], list):
-        said = _read_messages(row["prompt"], f"{place}, prompt")
-        return Chat(said + _read_messages(row["completion"], f"{place}, completion"), _read_tools(row, place))
-    return Completion(_text(row, "prompt", place), _answer(row, "completion", place))
+        prompt = _read_messages(row["prompt"], f"{location}, prompt")
+        return Chat(prompt + _read_messages(row["completion"], f"{location}, completion"), _read_tools(row, location))
+    return Completion(_text(row, "prompt", location), _answer(row, "completion", location))
 
 
 @register_format("alpaca", "instruction", "output")
-def _alpaca(row: dict[str, Any], place: str) -> Chat:
-    return _instructed(row, "input", "output", place)
+def _alpaca(row: dict[str, Any], location: str) -> Chat:
+    return _instructed(row, "input", "output", location)
 
 
 @register_format("dolly", "instruction", "response")
-def _dolly(row: dict[str, Any], place: str) -> Chat:
-    return _instructed(row, "context", "response", place)
+def _dolly(row: dict[str, Any], location: str) -> Chat:
+    return _instructed(row, "context", "response", location)
 
 
-def _instructed(row: dict[str, Any], given: str, answer: str, place: str) -> Chat:
-    """An instruction, with what it is about below it if there is anything, and its answer."""
-    asked = _text(row, "instruction", place)
-    about = _text(row, given, place) if row.get(given) is not None else ""
-    question = f"{asked}\n\n{about}" if about.strip() else asked
-    return Chat([{"role": "user", "content": question}, {"role": "assistant", "content": _answer(row, answer, place)}])
+def _instructed(row: dict[str, Any], context_column: str, answer: str, location: str) -> Chat:
+    """Return a chat of an instruction, followed by its context if there is any, and its answer."""
+    instruction = _text(row, "instruction", location)
+    context = _text(row, context_column, location) if row.get(context_column) is not None else ""
+    question = f"{instruction}\n\n{context}" if context.strip() else instruction
+    return Chat(
+        [{"role": "user", "content": question}, {"role": "assistant", "content": _answer(row, answer, location)}]
+    )
 
 
-def _read_messages(value: Any, place: str) -> list[dict[str, Any]]:
+def _read_messages(value: Any, location: str) -> list[dict[str, Any]]:
     if not isinstance(value, list) or not value:
         raise DocumentError(
-            f"{place} is {'empty' if value == [] else f'a {type(value).__name__}'}; expected messages."
+            f"{location} is {'empty' if value == [] else f'a {type(value).__name__}'}; expected messages."
         )
-    return [_read_message(message, f"message {number} of {place}") for number, message in enumerate(value, start=1)]
+    return [_read_message(message, f"message {number} of {location}") for number, message in enumerate(value, start=1)]
 
 
-def _read_message(message: Any, place: str) -> dict[str, Any]:
+def _read_message(message: Any, location: str) -> dict[str, Any]:
     role_key, content_key = (
         ("role", "content") if isinstance(message, dict) and "role" in message else ("from", "value")
     )
-    said = message if isinstance(message, dict) else {}
-    role, content = said.get(role_key), said.get(content_key)
-    calls = said.get("tool_calls") if _SHARE_GPT_ROLES.get(str(role), role) == "assistant" else None
+    fields = message if isinstance(message, dict) else {}
+    role, content = fields.get(role_key), fields.get(content_key)
+    calls = fields.get("tool_calls") if _SHARE_GPT_ROLES.get(str(role), role) == "assistant" else None
     if content is None and calls:
         content = ""
     if not isinstance(role, str) or not isinstance(content, str):
-        raise DocumentError(f"{place} is no text with a role; expected role and content, or from and value.")
+        raise DocumentError(f"{location} is no text with a role; expected role and content, or from and value.")
     if role not in _ROLES and role not in _SHARE_GPT_ROLES:
         raise DocumentError(
-            f"{place} has the role {role!r}, which no template knows. {near_matches(role.lower(), [*_ROLES, *_SHARE_GPT_ROLES])} "
+            f"{location} has the role {role!r}, which no template knows. {near_matches(role.lower(), [*_ROLES, *_SHARE_GPT_ROLES])} "
             "Correct it, or take the row out."
         )
     role = _SHARE_GPT_ROLES.get(role, role)
     if role == "assistant" and not calls and not content.strip():
-        raise DocumentError(f"{place} is an empty answer; expected text. Fill it in, or take the row out.")
-    # Libraries that hold rows as columns give every message every key.
-    of_tools = {key: said[key] for key in _OF_TOOLS.get(role, ()) if said.get(key)}
+        raise DocumentError(f"{location} is an empty answer; expected text. Fill it in, or take the row out.")
+    # Libraries that store rows as columns add every key to every message, so empty values are left out.
+    of_tools = {key: fields[key] for key in _OF_TOOLS.get(role, ()) if fields.get(key)}
     if calls:
-        of_tools["tool_calls"] = _read_calls(calls, place)
+        of_tools["tool_calls"] = _read_calls(calls, location)
     return {"role": role, "content": content, **of_tools}
 
 
-def _read_calls(calls: Any, place: str) -> list[dict[str, Any]]:
-    """Read the tool calls of a message; arguments that are JSON text become the object that templates expect."""
+def _read_calls(calls: Any, location: str) -> list[dict[str, Any]]:
+    """Read the tool calls of a message, with arguments parsed where they are JSON text, as templates expect."""
     expected = "expected a list of objects with function: name and arguments"
     if not isinstance(calls, list) or not all(isinstance(call, dict) for call in calls):
-        raise DocumentError(f"{place} has tool_calls that are no calls; {expected}.")
+        raise DocumentError(f"{location} has tool_calls that are no calls; {expected}.")
     read = []
     for call in calls:
         function = call.get("function", call)
         if not isinstance(function, dict) or not isinstance(function.get("name"), str):
-            raise DocumentError(f"{place} calls a tool that has no name; {expected}.")
+            raise DocumentError(f"{location} calls a tool that has no name; {expected}.")
         arguments = function.get("arguments")
         if isinstance(arguments, str):
-            arguments = _of_json(arguments, f"{place} calls {function['name']!r} with arguments")
+            arguments = _of_json(arguments, f"{location} calls {function['name']!r} with arguments")
         called = {**function, "arguments": arguments if arguments is not None else {}}
         read.append({**call, "function": called} if "function" in call else called)
     return read
 
 
-def _read_tools(row: dict[str, Any], place: str) -> list[Any] | None:
-    """Read the column `tools` of a row, a list of schemas or JSON text of one; None where there is none."""
+def _read_tools(row: dict[str, Any], location: str) -> list[Any] | None:
+    """Read the column `tools` of a row, a list of schemas or its JSON text; return None if the column is empty or missing."""
     tools = row.get("tools")
     if isinstance(tools, str) and tools.strip():
-        tools = _of_json(tools, f"{place} has tools")
+        tools = _of_json(tools, f"{location} has tools")
     if tools and not isinstance(tools, list):
-        raise DocumentError(f"{place} has a {type(tools).__name__} under 'tools'; expected a list of schemas.")
+        raise DocumentError(f"{location} has a {type(tools).__name__} under 'tools'; expected a list of schemas.")
     return tools or None
 
 
@@ -246,16 +247,16 @@ def _of_json(text: str, what: str) -> Any:
         raise DocumentError(f"{what} that are not JSON: {error}. Correct them, or take the row out.") from error
 
 
-def _text(row: dict[str, Any], column: str, place: str) -> str:
+def _text(row: dict[str, Any], column: str, location: str) -> str:
     if not isinstance(row[column], str):
-        raise DocumentError(f"{place} has a {type(row[column]).__name__} under {column!r}; expected text.")
+        raise DocumentError(f"{location} has a {type(row[column]).__name__} under {column!r}; expected text.")
     return row[column]
 
 
-def _answer(row: dict[str, Any], column: str, place: str) -> str:
-    answer = _text(row, column, place)
+def _answer(row: dict[str, Any], column: str, location: str) -> str:
+    answer = _text(row, column, location)
     if not answer.strip():
         raise DocumentError(
-            f"{place} has an empty answer under {column!r}; expected text. Fill it in, or take the row out."
+            f"{location} has an empty answer under {column!r}; expected text. Fill it in, or take the row out."
         )
     return answer

@@ -1,4 +1,6 @@
-"""Which tokens of a chat are of answers: told by where answers stand in the text that a template makes of it."""
+"""Labels of answers: which tokens of a chat belong to an answer, found from where answers stand in the text of the
+template.
+"""
 
 import math
 import re
@@ -13,21 +15,21 @@ from midus_hf.documents import DocumentError
 from midus_hf.sft.formats import Chat, Example
 
 _MARKERS = re.compile(r"{%-?\s*generation\s*-?%}")
-"""By which a template may say itself where answers stand."""
+"""Tag by which a template itself marks where answers stand."""
 
 _NOWHERE = (math.inf, math.inf)
 _ELSEWHERE = "\u241f an answer \u241f"
-"""Text that no template has."""
+"""Text that occurs in no template."""
 
 
 @dataclass(frozen=True)
 class Tokens:
-    """The tokens of an example.
+    """Tokens of an example.
 
     Args:
-        ids: Token ids.
-        in_answer: Of each whether it belongs to an answer, the token included that ends one.
-        is_chat: Whether a template has written them.
+        ids: Token ids, one per token.
+        in_answer: For each token, whether it belongs to an answer; the token that ends an answer does.
+        is_chat: Whether a chat template wrote the text. Default: true.
     """
 
     ids: list[int]
@@ -35,27 +37,28 @@ class Tokens:
     is_chat: bool = True
 
     def cut(self, length: int) -> "Tokens":
-        """The first of them.
+        """Return the first tokens.
 
         Args:
-            length: How many at most.
+            length: Largest number of tokens to return.
         """
         return self if len(self.ids) <= length else Tokens(self.ids[:length], self.in_answer[:length], self.is_chat)
 
 
-def encode(tokenizer: PreTrainedTokenizerBase, example: Example, place: str) -> Tokens:
+def encode(tokenizer: PreTrainedTokenizerBase, example: Example, location: str) -> Tokens:
     """Write an example out and turn it into tokens.
 
-    A token belongs to an answer if all of its text does. What a template writes after an answer belongs to it, white
-    space at the end excepted: the token that ends it.
+    A token belongs to an answer if all of its text does. What a template writes after an answer, such as the token that
+    ends the answer, belongs to the answer, except for white space at the end.
 
     Args:
-        tokenizer: A fast one, with a chat template if the example is a chat.
+        tokenizer: A fast tokenizer, with a chat template if the example is a chat.
         example: A chat, or a prompt and its completion.
-        place: Where it is, for messages.
+        location: Location of the example, for messages.
 
     Raises:
-        DocumentError: If the template does not take the chat, does not let answers be found, or leaves calls of tools out.
+        DocumentError: If the template rejects the chat, changes earlier messages so that answers cannot be located, or
+            omits tool calls.
     """
     if not isinstance(example, Chat):
         return _encode_completion(tokenizer, example.prompt, example.completion)
@@ -64,17 +67,17 @@ def encode(tokenizer: PreTrainedTokenizerBase, example: Example, place: str) -> 
             return _encode_marked(tokenizer, example)
         text, spans = _write_out(tokenizer, example)
     except DocumentError as error:
-        raise DocumentError(f"{place}: {error}") from error
+        raise DocumentError(f"{location}: {error}") from error
     except (TemplateError, TypeError, KeyError, IndexError, AttributeError) as error:
-        # Templates compute with what they are given, and fail like any other program.
+        # A template is a program that computes with the chat, and can fail in any of these ways.
         raise DocumentError(
-            f"{place} is not taken by the chat template: {error}. Correct it, or take it out."
+            f"{location} is not taken by the chat template: {error}. Correct it, or take it out."
         ) from error
     return _tokens_of(tokenizer(text, add_special_tokens=False, return_offsets_mapping=True), spans)
 
 
 def _write_out(tokenizer: PreTrainedTokenizerBase, chat: Chat) -> tuple[str, list[tuple[int, int]]]:
-    """The text of a chat, and from where to where in it each answer goes."""
+    """Return the text of a chat, and the span of each answer in it as (start, end) in characters."""
 
     def write(number: int, **options: Any) -> str:
         return _render(tokenizer, Chat(chat.messages[:number], chat.tools), **options)
@@ -107,19 +110,20 @@ def _check_calls_are_written(message: Mapping[str, Any], number: int, answer: st
 
 
 def _before_first(tokenizer: PreTrainedTokenizerBase, chat: Chat, after: str) -> str:
-    """What a template writes before an answer that begins a chat: no template writes a chat of no messages.
+    """Return what a template writes before an answer that begins a chat, since no template writes a chat without
+    messages.
 
     Args:
-        tokenizer: With the template.
-        chat: That begins with an answer.
-        after: The text of that answer alone.
+        tokenizer: Tokenizer with the template.
+        chat: A chat that begins with an answer.
+        after: Text of the chat that has this answer alone.
     """
     question = Chat([{"role": "user", "content": "?"}], chat.tools)
     without, asking = _render(tokenizer, question), _render(tokenizer, question, add_generation_prompt=True)
     header = asking[len(without) :] if asking.startswith(without) else ""
     start = after.find(header) + len(header) if header and header in after else -1
     if start < 0:
-        # A template that marks questions alone has no words before an answer: another answer in its place shows where it stands.
+        # A template that marks only questions writes nothing before an answer. Another answer in its place shows where it begins.
         start = _render(tokenizer, Chat([{**chat.messages[0], "content": _ELSEWHERE}], chat.tools)).find(_ELSEWHERE)
     if start < 0:
         raise DocumentError(
@@ -162,7 +166,7 @@ def _tokens_of(encoded: Any, spans: Sequence[tuple[float, float]]) -> Tokens:
     for begin, end in encoded["offset_mapping"]:
         while end > last:
             first, last = next(later, _NOWHERE)
-        # Offsets may leave out white space before a word: a token's text starts where that of the one before ends.
+        # Offsets may leave out white space before a word, so a token's text starts where the previous token's text ends.
         in_answer.append(begin < end and first <= start)
         start = max(start, end)
     return Tokens(list(encoded["input_ids"]), in_answer)

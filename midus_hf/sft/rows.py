@@ -1,4 +1,4 @@
-"""Rows of chats: from JSON, JSON lines or Parquet, a folder of such files, or a dataset of the Hub."""
+"""Rows of chats, read from JSON, JSON lines or Parquet files, a folder of these files, or a dataset on the Hub."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,17 +10,17 @@ from midus_hf.sft.options import SftConfig
 from midus_hf.training.data.corpus import load_hub_dataset
 
 ENDINGS = (".jsonl", ".json", ".parquet")
-"""Endings of the files that hold rows; all but the last also with one that says how they are compressed."""
+"""Endings of files that hold rows. All but `.parquet` may be followed by the ending of a compression."""
 
 
 def iterate_rows(config: SftConfig) -> Iterator[tuple[str, Any]]:
-    """The rows of the data, each with where it is, for messages.
+    """Return an iterator over the rows of the data, each with its location, for messages.
 
     Args:
-        config: Options of the run, of which those are read that begin with `dataset_`.
+        config: Options of the run; only the keys that begin with `dataset_` are read.
 
     Raises:
-        DocumentError: If there is nothing of that name, a folder has no such files, or one cannot be read.
+        DocumentError: If nothing has that name, a folder has no files of rows, or a file cannot be read.
     """
     path = Path(config.dataset_name).expanduser()
     if not path.exists() and not _holds_rows(path):
@@ -59,7 +59,7 @@ def _read_file(path: Path, encoding: str) -> Iterator[tuple[str, Any]]:
     suffix, compression = endings(path)
     if suffix == ".parquet":
         return parquet_rows(path)
-    # Published corpora call JSON lines .json.gz; a plain .json is one list, if it begins like one.
+    # Published corpora name JSON lines .json.gz. A plain .json file is one list if it begins with a bracket.
     if suffix == ".jsonl" or compression:
         return json_line_rows(path, encoding)
     text = read_text(path, encoding)

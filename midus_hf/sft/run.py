@@ -19,28 +19,31 @@ from midus_hf.training.run.training_run import TrainingRun, TrainResult
 def finetune(config: SftConfig) -> TrainResult:
     """Fine-tune a model on chats, or on prompts and their completions.
 
-    Prints what trains, and writes to `config.output_dir` what `train` does; `log.jsonl` has the same events.
+    Prints what trains, and writes the same files and log events to `config.output_dir` as `train`.
 
     Args:
         config: The options of the run.
 
+    Returns:
+        Steps, tokens, losses and the folder of the trained model.
+
     Raises:
-        ValueError: If the request is wrong; nothing has been written then.
-        FloatingPointError: If the loss, a gradient or what trains stops being finite.
+        ValueError: If the options are wrong; nothing has been written then.
+        FloatingPointError: If the loss, a gradient or a trained tensor stops being finite.
     """
     return prepare(config).execute()
 
 
 def prepare(config: SftConfig) -> TrainingRun:
-    """Check a request, cheapest checks first, load what it names, and open its output.
+    """Check the options of a run, cheapest checks first, load the model and the data, and open the output.
 
     Args:
         config: The options of the run.
 
     Raises:
-        ValueError: If the request is wrong; nothing has been written then.
+        ValueError: If the options are wrong; nothing has been written then.
     """
-    asked, config = config, settle_resumption(config)
+    requested, config = config, settle_resumption(config)
     request = check_request(config, "max_length")
     tokenizer = request.tokenizer
     data = build_chat_dataset(config, tokenizer, request.model_config.vocab_size)
@@ -48,7 +51,7 @@ def prepare(config: SftConfig) -> TrainingRun:
         config,
         SFTConfig,
         gradient_accumulation_steps=request.passes,
-        # A packed sequence has no padding, and no attention mask by which tokens could be told from it.
+        # A packed sequence has no padding, and no attention mask that would tell tokens from padding.
         include_num_input_tokens_seen="all" if config.packing else "non_padding",
         dataset_kwargs={"skip_prepare_dataset": True},
         max_length=None,
@@ -71,7 +74,7 @@ def prepare(config: SftConfig) -> TrainingRun:
     padding = next((token for token in (tokenizer.pad_token_id, tokenizer.eos_token_id) if token is not None), 0)
     return make_run(
         config,
-        asked,
+        requested,
         config,
         request,
         arguments,
@@ -89,12 +92,12 @@ def _banks_of(model_config: PreTrainedConfig) -> dict[str, BankLayout]:
 
 
 def _reads_generic(banks: dict[str, BankLayout]) -> bool:
-    """Whether texts without paths read the generic memory of a bank, which then trains."""
+    """Return whether texts without paths read, and therefore train, the generic memory of a bank."""
     return any(layout.blocks.without_ids == "generic" for layout in banks.values())
 
 
 def _describe_banks(banks: dict[str, BankLayout]) -> list[str]:
-    """What a person is told of a model whose texts could fetch blocks: chats have no paths."""
+    """Return a sentence for the user if the model has banks, since chats have no paths and fetch no blocks."""
     if not banks:
         return []
     read = "read the generic memory alone" if _reads_generic(banks) else "fetch no blocks from the model's bank"

@@ -1,4 +1,4 @@
-"""What chats are written out with: the tokenizer's own template, one of ours, or one from a file."""
+"""Templates of chats: the tokenizer's own, one of the built-in templates, or a template from a file."""
 
 from pathlib import Path
 
@@ -19,20 +19,22 @@ _ALPACA = (
     "{% if add_generation_prompt %}{{ '### Response:\\n' }}{% endif %}"
 )
 TEMPLATES = {"chatml": _CHATML, "alpaca": _ALPACA}
-"""By the name that `SftConfig.chat_template` has for them."""
+"""Built-in templates, by their name in `SftConfig.chat_template`."""
 
 _CHATML_TOKENS = ("<|im_start|>", "<|im_end|>")
 
 
 def set_template(tokenizer: PreTrainedTokenizerBase, name: str | None) -> None:
-    """Give a tokenizer the template that chats are written out with.
+    """Set the chat template of a tokenizer.
 
     Args:
-        tokenizer: Of the model.
-        name: As `SftConfig.chat_template`; None leaves it the one that it has.
+        tokenizer: Tokenizer of the model; its `chat_template` is changed.
+        name: Name of a template or path of a file, as in `SftConfig.chat_template`; None keeps the tokenizer's
+            template.
 
     Raises:
-        ValueError: If it then has none, there is no such template, or it lacks the tokens of one.
+        ValueError: If the tokenizer has no template and `name` is None, `name` is neither a template nor a readable
+            file, or the tokenizer lacks the special tokens of the template.
     """
     if name is None:
         if tokenizer.chat_template is None:

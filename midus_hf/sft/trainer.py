@@ -1,4 +1,4 @@
-"""TRL's trainer in a run: the model's own loss, our rates and log, and checkpoints that may fail to be written."""
+"""TRL's trainer in a run: the model's own loss, the run's rates and log, and checkpoints whose writing may fail."""
 
 from typing import Any
 
@@ -11,7 +11,7 @@ from midus_hf.training.run.run_trainer import InRun
 
 
 class _ModelLossTrainer(SFTTrainer):
-    """TRL's trainer with the loss that the model itself computes, which may hold more than TRL knows of."""
+    """TRL's trainer with the loss that the model computes, which may have terms that TRL does not know."""
 
     def compute_loss(
         self,
@@ -23,18 +23,18 @@ class _ModelLossTrainer(SFTTrainer):
         return Trainer.compute_loss(self, model, inputs, return_outputs, num_items_in_batch)
 
     def create_model_card(self, *args: Any, **kwargs: Any) -> None:
-        """Leave the card alone: a run adds to that of its model."""
+        """Write no card, since the run extends the card of its model."""
 
 
 class SftTrainer(InRun, _ModelLossTrainer):
-    """The Trainer of a run of supervised fine-tuning, on sequences that are tokens already.
+    """The Trainer of a run of supervised fine-tuning, on sequences that are already tokens.
 
     Args:
-        tokenizer: Saved beside every checkpoint.
-        kwargs: What `InRun` and TRL's trainer take.
+        tokenizer: Tokenizer that is saved beside every checkpoint.
+        kwargs: Arguments of `InRun` and of TRL's trainer.
     """
 
     def __init__(self, *args: Any, tokenizer: PreTrainedTokenizerBase, **kwargs: Any):
         super().__init__(*args, tokenizer=tokenizer, processing_class=tokenizer, **kwargs)
-        # TRL's trainer cannot do without; but a Trainer that has it rewrites special tokens in the model's config.
+        # TRL's constructor needs it, but a Trainer that keeps it rewrites the special tokens in the model's config.
         self.processing_class = None
