@@ -1,7 +1,7 @@
 """Continual pretraining: which layers train, at which rates, on which text, and the run that does it.
 
-Each name is imported when it is asked for: the options of a run need no torch, and a model for a trainer of one's own neither the
-Trainer nor PEFT.
+Each name is imported on first use: reading the options of a run needs no torch, and preparing a model for another
+trainer needs neither the Trainer nor PEFT.
 """
 
 import importlib

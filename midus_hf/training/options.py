@@ -1,4 +1,4 @@
-"""What a run of continual pretraining may be told."""
+"""Options of a run of continual pretraining."""
 
 import dataclasses
 from collections.abc import Callable, Sequence
@@ -10,25 +10,26 @@ from midus_hf.training.run_options import RunOptions
 
 @dataclasses.dataclass(kw_only=True)
 class CorpusOptions:
-    """Where the text comes from.
+    """Source of the text, and how to read it.
 
     Args:
-        path: A text file, a folder of them, or the id of a dataset on the Hub. Plain text (`.txt`, `.md`, or a file
-            with any other ending) is one document per file; `.jsonl` and `.parquet` hold one document per row. A folder
-            is read recursively in sorted order, and only its `.txt`, `.md`, `.jsonl` and `.parquet` files. All but
-            Parquet may be compressed, with `.gz` or `.zst` behind their ending.
-        config: The configuration of a dataset. Default: its own.
-        split: The split of a dataset. Default: `"train"`.
-        column: The column, or JSON key, that holds the text. Default: `"text"`.
+        path: A text file, a folder of them, or the id of a dataset on the Hub. `.jsonl` and `.parquet` files hold one
+            document per row, any other file is one document. A folder is read with its subfolders, in sorted order, and
+            only its `.txt`, `.md`, `.jsonl` and `.parquet` files. All but Parquet may be compressed (`.gz` or `.zst`
+            after the ending).
+        config: Configuration of a dataset on the Hub. Default: the dataset's own.
+        split: Split of a dataset on the Hub. Default: `"train"`.
+        column: Column, or JSON key, that holds the text. Default: `"text"`.
         encoding: Encoding of plain text and JSON lines. Default: `"utf-8"`.
-        streaming: Read while training instead of before it; needs `max_steps`. Default: false.
-        shuffle_buffer: Documents of a streamed dataset held at a time to draw from in random order; 0 keeps the
-            dataset's order. Default: 0.
-        path_column: The column, or JSON key, that holds each document's node of each level of a tree of topics, as `midus cluster
-            assign` writes it: documents are packed within leaves, and blocks are fetched by the path. Default: none.
-        id_column: The column, or JSON key, that names each document, for the record of `audit`. Default: none, lines say which it is.
-        cache_dir: Folder where tokens are kept between runs. Default: `midus_hf_tokens` in the cache of the library
-            `datasets`, which the variables HF_HOME and HF_DATASETS_CACHE move.
+        streaming: Read the text while training instead of before; needs `max_steps`. Default: false.
+        shuffle_buffer: Number of documents of a streamed dataset to draw from in random order; 0 keeps the dataset's
+            order. Default: 0.
+        path_column: Column, or JSON key, with each document's path in a tree of topics, as `midus cluster assign`
+            writes it. Documents are then packed within leaves, and fetch blocks by this path. Default: none.
+        id_column: Column, or JSON key, that names each document in the record of `audit`. Default: none, the record has
+            line numbers.
+        cache_dir: Folder that keeps tokens between runs. Default: `midus_hf_tokens` in the cache of `datasets`, which
+            HF_HOME and HF_DATASETS_CACHE move.
 
     Raises:
         ValueError: If an option contradicts another.
@@ -62,12 +63,11 @@ class CorpusOptions:
 
 @dataclasses.dataclass(kw_only=True)
 class WeightedCorpus(CorpusOptions):
-    """One corpus of several, with the keys of `CorpusOptions` and one more.
+    """One corpus of several, with the keys of `CorpusOptions` and a weight.
 
     Args:
-        weight: The corpus gives `weight / (sum of all weights)` of the sequences that the run trains on, however long
-            it is; a short one is gone through again and again. Sequences have one length, so this is its share of
-            tokens too.
+        weight: The corpus gives `weight / (sum of all weights)` of the run's sequences, and so of its tokens, whatever
+            the length of the corpus. A short corpus is repeated.
 
     Raises:
         ValueError: If an option contradicts another, or the weight is not above 0.
@@ -90,17 +90,17 @@ class TrainConfig(Rates, RunOptions):
     """One run of continual pretraining, with the keys of `RunOptions` and of `Rates`.
 
     Args:
-        corpus: The keys of `CorpusOptions`; in a file, a path or dataset id may stand for all of them. Or a list of
-            corpora, each with the same keys and a `weight`, its share of the sequences: see `WeightedCorpus`.
+        corpus: The keys of `CorpusOptions`, or just a path or dataset id in a file. Or a list of corpora, each with
+            these keys and a `weight` (`WeightedCorpus`).
         sequence_length: T, tokens per sequence. Default: 2048.
-        tree: Folder of the tree of topics by which the paths of the corpus were found. The tree is saved beside the model, and paths
-            of another tree are refused. Default: the tree that the corpus names, without its files.
-        generic_share: Of a corpus with `path_column`, share of sequences that read the generic memory instead of the blocks of
-            their path (section 4 of hierarchical memories); which these are is drawn anew in each epoch. Default: 1 / 17.
-        audit: Whether to record which documents train each block that is fetched, in a file beside the bank that `midus bank
-            audit` reads; every corpus then has a `path_column`. Default: false.
-        document_mask: Whether tokens attend only within their document. Default: false, as in the paper: documents
-            are concatenated and a sequence is one context.
+        tree: Folder of the tree of topics that gave the corpus its paths. The tree is saved beside the model, and paths
+            of another tree are refused. Default: the tree that the corpus names; its files are not saved.
+        generic_share: Share of a `path_column` corpus's sequences that read the generic memory instead of the blocks of
+            their path, drawn anew in each epoch (hierarchical memories, section 4). Default: 1 / 17.
+        audit: Record which documents train each fetched block, in a file beside the bank that `midus bank audit` reads.
+            Every corpus then needs a `path_column`. Default: false.
+        document_mask: Tokens attend only within their document. Default: false, as in the paper: a sequence of
+            concatenated documents is one context.
 
     Raises:
         ValueError: If a value lies outside its range or contradicts another.
@@ -143,7 +143,7 @@ class TrainConfig(Rates, RunOptions):
 
     @property
     def corpora(self) -> Sequence[CorpusOptions]:
-        """All corpora of the run."""
+        """Corpora of the run, as a list even where there is only one."""
         return self.corpus if isinstance(self.corpus, list) else [self.corpus]
 
     def sources(self) -> list[tuple[str, str]]:

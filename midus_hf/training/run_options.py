@@ -1,4 +1,4 @@
-"""What every training run may be told, whatever it trains on."""
+"""Options that every training run has, whatever it trains on."""
 
 import dataclasses
 import re
@@ -8,13 +8,13 @@ from typing import Any, Literal, Self
 from midus_hf.config.declared_tensors import Role
 
 Trainable = Literal["auto", "new", "all"] | list[int | Role]
-"""What trains: see `RunOptions`."""
+"""Type of the option `trainable` of `RunOptions`."""
 
 AdapterLayers = Literal["base", "new", "all"]
-"""Which layers have adapters: see `RunOptions`."""
+"""Layers that can have adapters: see `adapters` of `RunOptions`."""
 
 AUTO = "auto"
-"""Of `resume_from_checkpoint`: see `RunOptions`."""
+"""Value of `resume_from_checkpoint` that resumes a run if there is a checkpoint: see `RunOptions`."""
 
 _NAME = re.compile(r"[A-Za-z0-9_-]+")
 
@@ -25,67 +25,71 @@ class RunOptions:
 
     Args:
         model_name_or_path: Folder or Hub id of the model to train. Give this or `config_name`.
-        config_name: File, folder or Hub id of a config, to train a model of this shape from the beginning, with weights
-            made at random by `seed`; of a folder or id nothing else is read.
-        tokenizer_name: Folder or Hub id of the tokenizer of a model that is made from `config_name`; given with it, and with it
-            alone. A saved model has its own.
-        output_dir: Folder for checkpoints, logs and the trained model. A run refuses a folder that exists, unless
+        config_name: File, folder or Hub id of a config, to train a new model of this shape whose weights are drawn with
+            `seed`. Nothing else is read from the folder or id.
+        tokenizer_name: Folder or Hub id of the tokenizer of a new model. Give it with `config_name` only: a saved model
+            has its own tokenizer.
+        output_dir: Folder for checkpoints, logs and the trained model. A folder that has files is refused, unless
             `resume_from_checkpoint` or `overwrite_output_dir` is set. Default: `"trainer_output"`, as in Transformers.
-        output_on_failure: Folder, best on another disk, for what was trained should writing to `output_dir` fail; it must
-            not exist. Default: none; then a new folder in the system's folder for temporary files, if it has room.
-        trainable: `"new"` trains the layers that were added to the base, `"all"` everything, a list of indices such
-            as `[3, 7]` these layers of any model, a list of roles such as `[value]` the tensors of these roles in the
-            memories that were added (`midus_hf.config.declared_tensors.Role` names them). `"auto"` is `"new"` or `"all"`:
-            what the config of an upscaled model records as its method's own, and `"all"` of a model that is made from
-            `config_name`. Default: `"auto"`.
-        frozen: Roles of memory tensors that do not train all the same, such as `[value]`. Default: none.
-        adapters: Adapters of PEFT, a mapping: `method`, what PEFT calls it, by default `lora`; the `layers` that have them; and
-            keys of the method's config, such as `r`, `lora_alpha`, `target_modules`. With `layers: base`, the default, they
-            are on the base, and what is new in an upscaled model trains whole beside them; with `new` on new layers without
-            memory, and with `all` on all layers, and nothing else trains. Targets are all linear layers by default; of
-            `lora`, `r` is 16 and `lora_alpha` 32. What comes out is merged. Default: none, weights train as `trainable` says.
-        balance_loss: Coefficient of a loss that is small when tokens spread over all keys of a memory; see
-            `memory.balance.balance_loss`. Default: 0, none.
-        sparse_values: Whether gradients of large value tables are of the rows that a step has read, and AdamW updates these alone;
-            see `Tables`. Default: false.
-        shard_values: Whether each of several processes holds some columns of these tables, in place of all; see `Tables`.
+        output_on_failure: Folder that takes the trained model if writing to `output_dir` fails, best on another disk;
+            it must be empty. Default: a new folder among the system's temporary files, if it has room.
+        trainable: `"new"` (the layers and memories added to the base), `"all"`, a list of layer indices such as
+            `[3, 7]`, or a list of roles of tensors in the added memories, such as `[value]` (named in
+            `midus_hf.config.declared_tensors.Role`). `"auto"` takes `"new"` or `"all"` from the config of an upscaled
+            model; with `config_name` it is `"all"`. Default: `"auto"`.
+        frozen: Roles of memory tensors, such as `[value]`, that stay frozen whatever `trainable` says. Default: none.
+        adapters: PEFT adapters, which are merged into the weights at the end. A mapping of `method` (PEFT's name;
+            default `lora`), `layers` and keys of the method's config, such as `r`, `lora_alpha`, `target_modules`.
+            `layers: base` (default) adapts the base and trains the new parts of an upscaled model whole; `new` adapts
+            new layers without memory, `all` adapts every layer, and nothing else trains. Default targets are all linear
+            layers; `lora` has `r` 16 and `lora_alpha` 32. Default: none, weights train as `trainable` says.
+        balance_loss: Coefficient of a loss that is small when tokens spread over all keys of a memory
+            (`memory.balance.balance_loss`). Default: 0, none.
+        sparse_values: Compute gradients of large value tables only for the rows that a step read, and let AdamW update
+            only these rows; see `Tables`. Default: false.
+        shard_values: Give each of several processes some columns of these tables instead of whole tables; see `Tables`.
             Default: false.
-        optim: Optimizer, by its name in `transformers.TrainingArguments`, such as `"adamw_torch"`. Default: transformers' choice.
-        adam_beta2: Share that AdamW keeps of its mean of squared gradients at a step. Default: 0.999.
-        max_grad_norm: Gradients are scaled down to this norm; 0 leaves them. Default: 1.
+        optim: Optimizer, by its name in `transformers.TrainingArguments`, such as `"adamw_torch"`. Default:
+            transformers' choice.
+        adam_beta2: Decay rate of AdamW's mean of squared gradients. Default: 0.999.
+        max_grad_norm: Largest norm of the gradients, which are scaled down to it; 0 leaves gradients as they are.
+            Default: 1.
         max_steps: Optimizer steps. Give this or `num_train_epochs`. Default: one epoch.
-        num_train_epochs: Passes over the data; of several corpora, as many sequences as all of them have together count as one.
-        max_seconds: Seconds of training after which it ends with the step that it is at, as if that were the last: evaluations,
-            checkpoints and loading do not count, what came before a resumption does. The schedule is still that of `max_steps`
-            or `num_train_epochs`. Default: none.
+        num_train_epochs: Passes over the data. With several corpora, one pass is as many sequences as all corpora have
+            together.
+        max_seconds: Seconds of training after which the current step becomes the last. Seconds before a resumption
+            count; loading, evaluations and checkpoints do not. The schedule still follows `max_steps` or
+            `num_train_epochs`. Default: none.
         per_device_train_batch_size: Sequences per device and forward pass. Default: 8.
         gradient_accumulation_steps: Forward passes per step. Default: 1.
-        bf16: Whether to compute in bfloat16, with float32 masters of what trains; otherwise in float32. Default: true.
-        attn_implementation: As in `from_pretrained`, such as `sdpa`; it must be installed. Default: transformers' choice.
+        bf16: Compute in bfloat16, with float32 master weights of what trains; otherwise in float32. Default: true.
+        attn_implementation: Attention as in `from_pretrained`, such as `sdpa`; it must be installed. Default:
+            transformers' choice.
         activation_checkpointing: Recompute activations in the backward pass to save memory. Default: false.
         save_steps: Steps between checkpoints. Default: none, only the trained model is saved.
-        save_total_limit: Latest checkpoints to keep. Default: 2; null keeps all.
+        save_total_limit: Number of latest checkpoints to keep. Default: 2; null keeps all.
         logging_steps: Steps between log events. Default: 10.
-        usage_steps: Steps between events that tell how many memory slots were retrieved since the last one, and how
+        usage_steps: Steps between log events on how many memory slots were retrieved since the previous one, and how
             evenly. Default: none.
-        eval_text: Held-out text, a file or a folder, whose perplexity is measured as `midus eval --text` does: before
-            the first step, every `eval_steps` steps and after the last one. Columns and encoding are those of the
-            corpus: with its `path_column`, documents are measured by themselves, with the blocks of their paths, and text
-            without that column is measured without blocks. Or several texts, a mapping from names to paths, all of which are
-            measured each time. Default: none.
+        eval_text: Held-out text, a file or a folder, or several, as a mapping from names to paths. Its perplexity is
+            measured as by `midus eval --text`: before the first step, every `eval_steps` steps and after the last step.
+            Columns and encoding are the corpus's (in `midus sft`: `text`, UTF-8). Documents with the corpus's
+            `path_column` are measured one by one with the blocks of their paths, text without this column is measured
+            without blocks. Default: none.
         eval_steps: Steps between these evaluations. Default: none, only at the start and at the end.
-        eval_max_tokens: Tokens of each held-out text to predict, spread evenly over it. Default: all.
-        load_best_model_at_end: Whether to save a checkpoint wherever the held-out loss is the least so far, keep that of the best
-            beside `save_total_limit` latest ones, and save its model in the end. Of several texts the first that is named
-            decides. Default: false, the last model.
-        early_stopping_patience: Evaluations without a lower held-out loss after which to stop; of several texts that of the first.
-            Default: none.
-        report_to: Where to send the log beside `log.jsonl`: what the Trainer knows, such as `"tensorboard"`,
-            `"trackio"` or `"wandb"`, or a list of them. Default: `"none"`.
-        seed: Seed of the order of sequences and of anything random, such as weights made from `config_name`. Default: 0.
-        resume_from_checkpoint: True for the latest checkpoint in `output_dir`, or the path of one; `"auto"` for the latest one if
-            there is any, and else to begin, also where such a run has died before its first checkpoint. Default: false.
-        overwrite_output_dir: Whether to replace an earlier run in `output_dir`. Default: false.
+        eval_max_tokens: Number of tokens to predict in each held-out text, spread evenly over the text. Default: all.
+        load_best_model_at_end: Save a checkpoint whenever the held-out loss is the lowest so far, keep the best one
+            beside the `save_total_limit` latest, and save its model at the end. The first held-out text decides.
+            Default: false, the last model is saved.
+        early_stopping_patience: Number of evaluations without a lower loss of the first held-out text after which to
+            stop. Default: none.
+        report_to: Trackers that get the log beside `log.jsonl`, one or a list of the Trainer's, such as
+            `"tensorboard"`, `"trackio"` or `"wandb"`. Default: `"none"`.
+        seed: Seed of the order of sequences and of all random numbers, such as the weights of a new model. Default: 0.
+        resume_from_checkpoint: True resumes from the latest whole checkpoint in `output_dir`, a path from the checkpoint
+            there. `"auto"` resumes if `output_dir` has checkpoints, and otherwise starts, even where the same run ended
+            before its first checkpoint. Default: false.
+        overwrite_output_dir: Replace an earlier run in `output_dir`. Default: false.
 
     Raises:
         ValueError: If a value lies outside its range or contradicts another.
@@ -176,7 +180,9 @@ class RunOptions:
             )
 
     def _check_origin(self) -> None:
-        """Refuse two origins of the model, or none; a model that is made from a config trains whole."""
+        """Refuse options that name two origins of the model or none, and let a model made from a config train whole by
+        default.
+        """
         if self.model_name_or_path is None and self.config_name is None:
             raise ValueError(
                 "config has no 'model_name_or_path'; set it in the file, or as model_name_or_path=... after it. To train a model "
@@ -197,7 +203,7 @@ class RunOptions:
             self.trainable = "all"
 
     def _check_beside_adapters(self) -> None:
-        """Refuse what says otherwise what trains, beside adapters."""
+        """Refuse options beside `adapters` that contradict what adapters train."""
         for other, value in (("trainable", self.trainable), ("frozen", self.frozen)):
             if value not in ("auto", []):
                 raise ValueError(
@@ -212,13 +218,15 @@ class RunOptions:
 
     @property
     def eval_texts(self) -> dict[str, str]:
-        """The held-out texts by their names, `""` for one that has none; `{}` if there are none."""
+        """Paths of the held-out texts by name; a single text is named `""`, and no text gives `{}`."""
         if self.eval_text is None:
             return {}
         return {"": self.eval_text} if isinstance(self.eval_text, str) else self.eval_text
 
     def sources(self) -> list[tuple[str, str]]:
-        """What the run reads: the name of an option, and a path or the id of a model or dataset."""
+        """Return everything that the run reads, each as the name of an option and a path or the id of a model or
+        dataset.
+        """
         named = [(name, getattr(self, name)) for name in ("model_name_or_path", "config_name", "tokenizer_name")]
         return [
             *((name, value) for name, value in named if value is not None),
@@ -226,10 +234,10 @@ class RunOptions:
         ]
 
     def to_share(self, label: Callable[[str], str]) -> Self:
-        """The options as a model card tells them, which is made to be shared.
+        """Return the options as a model card shows them, without anything private.
 
         Args:
-            label: What is told of a path or an id.
+            label: Returns the text that stands for a path or an id in the card.
         """
         named: dict[str, Any] = {
             name: getattr(self, name) for name in ("model_name_or_path", "config_name", "tokenizer_name")
@@ -241,17 +249,17 @@ class RunOptions:
             **labelled,
             eval_text=texts if isinstance(self.eval_text, dict) else texts.get(""),
             output_dir=label(self.output_dir),
-            # Where the model would have gone is of no interest to whom it is shared with.
+            # A reader of the card has no use for where the model would have gone.
             output_on_failure=None,
             resume_from_checkpoint=bool(self.resume_from_checkpoint),
         )
 
 
 def text_option(name: str) -> str:
-    """What messages call a held-out text.
+    """Return the name by which messages call a held-out text.
 
     Args:
-        name: Of the text, `""` if it has none.
+        name: Name of the text, `""` if it has none.
     """
     return f"eval_text.{name}" if name else "eval_text"
 

@@ -1,59 +1,57 @@
-"""At which learning rates a model trains, what decays, and how rates change over a run."""
+"""Learning rates and weight decays of a run, and how the rates change over the run."""
 
 import dataclasses
 import math
 from typing import Any, Literal, get_args
 
 ValueSchedule = Literal["constant", "fixed", "4x-to-1x"]
-"""The course of the rate of memory values: see `Rates`."""
+"""Courses that the rate of memory values can take: see `Rates`."""
 
 ValueTransforms = Literal["weights", "values"]
-"""What the tensors count as that make values from others: see `Rates`."""
+"""Kinds of tensor that value transforms can be trained as: see `Rates`."""
 
 MemoryKeys = Literal["constant", "weights"]
-"""What memory keys count as: see `Rates`."""
+"""Kinds of tensor that memory keys can be trained as: see `Rates`."""
 
 VALUE_DECAY_RATIO = 0.25
-"""The share of the steps in which the rate of values falls from 4x to 1x, unless a run says otherwise."""
+"""Default share of the steps in which the rate of values falls from 4x to 1x."""
 
 Schedule = Literal["cosine", "linear", "constant_with_warmup", "warmup_stable_decay"]
-"""The course of every other rate: see `Rates`."""
+"""Courses that the rate of all other tensors can take: see `Rates`."""
 
 
 @dataclasses.dataclass(kw_only=True)
 class Rates:
-    """The learning rate and the weight decay of each kind of tensor, and the course of rates over a run.
+    """Learning rate and weight decay of each kind of tensor, and the course of the rates over a run.
 
     Args:
         learning_rate: Maximum rate of everything that has no rate of its own. Default: 1e-4.
-        memory_learning_rate: Maximum rate of what memories have beside keys and values: projections, norms, routers,
-            gates, transforms. It follows the schedule. Default: `learning_rate`.
-        gate_learning_rate: Maximum rate of the gates of memories alone, by which heads begin to read the depth or what is retrieved
-            is scaled. It follows the schedule. Default: `memory_learning_rate`.
+        memory_learning_rate: Maximum rate of a memory's projections, norms, routers, gates and transforms; follows the
+            schedule. Default: `learning_rate`.
+        gate_learning_rate: Maximum rate of a memory's gates, which scale what is retrieved or let heads begin to read
+            the depth; follows the schedule. Default: `memory_learning_rate`.
         key_value_learning_rate: Rate of memory keys and values, constant. Default: `learning_rate`.
         value_learning_rate: Rate of memory values alone. Default: `key_value_learning_rate`.
-        value_schedule: Course of the rate of memory values. `"constant"` is that of keys (MIDUS). `"fixed"` is
-            `value_learning_rate` times what warm-up and schedule make of every other rate (Memory Layers at Scale,
-            Mixture of Chapters). `"4x-to-1x"` is the same times a factor that falls linearly from 4 to 1 (UltraMemV2,
-            appendix E.6). Default: `"constant"`.
-        value_decay_ratio: Share of the steps, from the first, in which the factor of `"4x-to-1x"` falls; it is 1 in all others.
-            Default: 0.25, as the paper's falls over 350 billion of 1.4 trillion tokens.
-        value_transforms: What the tensors count as by which a memory makes values from others: the W_h of a head-wise
-            memory with one bank (HIVE), the second factor of a bank of chapters. `"weights"`: they follow the schedule
-            and decay, as all that is no key or value (MIDUS, appendix B.1). `"values"`: they have the values' rate,
-            course and decay (appendix F.3, which gives the fixed rate to the memory layer as a whole). Default:
+        value_schedule: Course of the rate of memory values. `"constant"`: constant, as for keys (MIDUS). `"fixed"`:
+            follows the warm-up and the schedule (Memory Layers at Scale, Mixture of Chapters). `"4x-to-1x"`: the same
+            times a factor that falls linearly from 4 to 1 (UltraMemV2, appendix E.6). Default: `"constant"`.
+        value_decay_ratio: Share of the steps, from the first, in which the factor of `"4x-to-1x"` falls; afterwards it
+            is 1. Default: 0.25, as in the paper (350 billion of 1.4 trillion tokens).
+        value_transforms: How to train the tensors that make values from other values (W_h of a head-wise memory with
+            one bank, HIVE; the second factor of a bank of chapters). `"weights"`: they follow the schedule and decay
+            (MIDUS, appendix B.1). `"values"`: they get the values' rate, course and decay (appendix F.3). Default:
             `"weights"`.
-        memory_keys: What memory keys count as. `"constant"`: they keep one rate and do not decay (MIDUS). `"weights"`: they
-            follow the schedule and decay, as all that is no value (Memory Layers at Scale, UltraMemV2). Default: `"constant"`.
-        weight_decay: Decay of matrices; norms, biases and, if they are constant, keys have none.
-            Default: 0.
+        memory_keys: How to train memory keys. `"constant"`: constant rate, no decay (MIDUS). `"weights"`: they follow
+            the schedule and decay (Memory Layers at Scale, UltraMemV2). Default: `"constant"`.
+        weight_decay: Decay of matrices. Norms and biases have none, nor do constant keys. Default: 0.
         value_weight_decay: Decay of memory values. Default: 0.
         warmup_ratio: Share of the steps in which the rate rises from zero. Default: 0.1.
-        lr_scheduler_type: Course of the rate after that: `"cosine"` or `"linear"` to zero, `"constant_with_warmup"`, or
-            `"warmup_stable_decay"`, constant and then down along a cosine. Default: `"cosine"`.
-        decay_ratio: Share of the steps, at the end, in which the rate of `"warmup_stable_decay"` falls.
-        min_learning_rate_ratio: What `"cosine"` or `"warmup_stable_decay"` ends at, as a share of the maximum rate. The
-            latter's warm-up begins there as well. Default: 0.
+        lr_scheduler_type: Course of the rate after the warm-up: `"cosine"` or `"linear"` falls to zero,
+            `"constant_with_warmup"` stays, `"warmup_stable_decay"` stays and then falls along a cosine. Default:
+            `"cosine"`.
+        decay_ratio: Share of the steps, at the end, in which the rate of `"warmup_stable_decay"` falls; required there.
+        min_learning_rate_ratio: Final rate of `"cosine"` or `"warmup_stable_decay"`, and first rate of the latter's
+            warm-up, as a share of the maximum rate. Default: 0.
 
     Raises:
         ValueError: If a value lies outside its range, or the schedule does not take it.
@@ -140,7 +138,7 @@ class Rates:
 
     @property
     def scheduler_type(self) -> str:
-        """What transformers calls the schedule."""
+        """Name of the schedule in transformers."""
         return (
             "cosine_with_min_lr"
             if self.lr_scheduler_type == "cosine" and self.min_learning_rate_ratio
@@ -148,21 +146,21 @@ class Rates:
         )
 
     def scheduler_options(self, total_steps: int) -> dict[str, Any]:
-        """What transformers' schedule takes beside the steps of warm-up and run.
+        """Return the arguments that transformers' schedule takes beside the steps of the warm-up and of the run.
 
         Args:
             total_steps: Steps of the run.
         """
         if self.lr_scheduler_type == "warmup_stable_decay":
             assert self.decay_ratio is not None
-            # Warm-up steps are rounded up; the two together must not be more than there are.
+            # Warm-up steps are rounded up: the decay must fit into the steps that remain.
             most = total_steps - self.warmup_steps(total_steps)
             decay_steps = min(round(self.decay_ratio * total_steps), most)
             return {"num_decay_steps": decay_steps, "min_lr_ratio": self.min_learning_rate_ratio}
         return {"min_lr_rate": self.min_learning_rate_ratio} if self.scheduler_type == "cosine_with_min_lr" else {}
 
     def warmup_steps(self, total_steps: int) -> int:
-        """Steps in which the rate rises, rounded up as a Trainer rounds them.
+        """Return the number of steps in which the rate rises, rounded up as the Trainer rounds it.
 
         Args:
             total_steps: Steps of the run.
