@@ -1,1 +1,1 @@
-"""Read what is trained on: texts, their tokens, how these are packed, and held-out text."""
+"""Read what a run trains on: texts, their tokens, how tokens are packed into sequences, and held-out text."""

@@ -1,4 +1,6 @@
-"""A corpus whose documents have a path in a tree of topics: sequences are of one leaf, and come with its path."""
+"""A corpus whose documents have paths in a tree of topics: each sequence holds documents of one leaf, and has their
+path.
+"""
 
 from collections.abc import Iterator, Mapping
 
@@ -16,21 +18,21 @@ from midus_hf.training.data.packing import IGNORED_LABEL, PackedSequence, check_
 class ClusteredDataset(Dataset):
     """Documents packed within the leaves of a tree (hierarchical memories, appendix A.2).
 
-    A leaf is a node of the deepest level that has blocks: documents of one leaf fetch the same. Those of a leaf are laid end to end
-    in the order of the corpus and cut into sequences. What is left over is a sequence too, filled up with a token that is no label:
-    a leaf may have little text, and it is all that its blocks learn from.
+    A leaf is a node of the deepest level that has blocks, so all documents of a leaf fetch the same blocks. They are
+    laid end to end in the order of the corpus and cut into sequences. The remainder becomes a sequence too, filled up
+    with a token that is no label: a leaf may have little text, and its blocks learn from nothing else.
 
     Args:
-        tokens: Of all documents.
+        tokens: Tokens of all documents.
         paths: `[documents, p]`, int64, the node of each level that a document is in.
-        sequence_length: T.
-        fill: The token that sequences are filled up with.
-        depth: Levels of the path down to the deepest that has blocks. Default: all.
-        document_mask: As in `training_example`. Default: false.
-        tree: Fingerprint of the tree that the paths are of. Default: None, nobody knows it.
+        sequence_length: T, tokens per sequence.
+        fill: Id of the token that sequences are filled up with.
+        depth: Number of levels down to the deepest level that has blocks. Default: all p levels.
+        document_mask: Whether tokens attend only within their document, as in `training_example`. Default: false.
+        tree: Fingerprint of the tree that the paths belong to. Default: None, unknown.
 
     Raises:
-        DocumentError: If the corpus is empty, or paths are not as many as documents.
+        DocumentError: If the corpus is empty, or the number of paths is not the number of documents.
     """
 
     def __init__(
@@ -53,7 +55,7 @@ class ClusteredDataset(Dataset):
         self.fill, self.document_mask, self.tree = fill, document_mask, tree
         self.num_documents, self.num_tokens = tokens.num_documents, tokens.num_tokens
         self._bounds = tokens.document_bounds()
-        # Documents leaf by leaf, in the order of the corpus within each; where each begins in that order.
+        # The documents leaf by leaf, within a leaf in the order of the corpus, and where each document begins in this order.
         deciding = paths[:, :depth]
         self._order = np.lexsort(deciding.T[::-1])
         lengths = (self._bounds[1:] - self._bounds[:-1])[self._order]
@@ -64,11 +66,11 @@ class ClusteredDataset(Dataset):
         ends = self._begins[np.concatenate([first_documents[1:], [len(paths)]])]
         leaf_begins = self._begins[first_documents]
         counts = -(-(ends - leaf_begins) // sequence_length)
-        self._leaf = np.repeat(np.arange(len(counts)), counts)  # of each sequence
+        self._leaf = np.repeat(np.arange(len(counts)), counts)  # the leaf of each sequence
         within = np.arange(len(self._leaf)) - np.repeat(np.cumsum(counts) - counts, counts)
         self._sequence_begins = leaf_begins[self._leaf] + within * sequence_length
         self._sequence_ends = np.minimum(self._sequence_begins + sequence_length, ends[self._leaf])
-        self._leaf_paths = paths[self._order[first_documents]]  # below the leaf, those of its first document
+        self._leaf_paths = paths[self._order[first_documents]]  # levels below the leaf are those of its first document
         self.num_leaves = len(counts)
 
     def __len__(self) -> int:
@@ -89,20 +91,22 @@ class ClusteredDataset(Dataset):
         return {**example, "memory_ids": torch.from_numpy(self.path(index))}
 
     def path(self, index: int) -> np.ndarray:
-        """Return the path of the leaf that a sequence is of, `[p]`."""
+        """Return the path of the leaf that a sequence belongs to, `[p]`, int64."""
         return self._leaf_paths[self._leaf[index]].copy()
 
     def documents(self, index: int) -> list[tuple[int, int]]:
-        """The documents in a sequence, by their place in the corpus, and how many tokens it has of each."""
+        """Return the documents in a sequence: the index of each in the corpus, and its number of tokens in the
+        sequence.
+        """
         stretches = self._stretches(int(self._sequence_begins[index]), int(self._sequence_ends[index]))
         return [(document, end - begin) for document, begin, end in stretches]
 
     def _parts(self, begin: int, end: int) -> Iterator[PackedSequence]:
-        """The pieces of documents between two places in the order of leaves."""
+        """Return the pieces of documents between two positions in the order of leaves."""
         return (self.tokens.cut(first, last) for _, first, last in self._stretches(begin, end))
 
     def _stretches(self, begin: int, end: int) -> Iterator[tuple[int, int, int]]:
-        """Each of these documents, and where its piece begins and ends among all tokens."""
+        """Yield the index of each document between two positions, and where its piece begins and ends among all tokens."""
         number = int(np.searchsorted(self._begins, begin, side="right")) - 1
         while begin < end:
             document = int(self._order[number])
@@ -113,16 +117,16 @@ class ClusteredDataset(Dataset):
 
 
 def check_paths(paths: np.ndarray, banks: Mapping[str, BankLayout], column: str, text: str = "the corpus") -> None:
-    """See that a model has blocks for the paths of a corpus.
+    """Check that a model has blocks for the paths of a corpus.
 
     Args:
-        paths: `[documents, p]`.
-        banks: Of the model, by the name of the memory.
-        column: That holds the paths.
-        text: What a message calls what has them. Default: `"the corpus"`.
+        paths: `[documents, p]`, int64, the node of each level that a document is in.
+        banks: Layouts of the model's banks, by the name of the memory.
+        column: Name of the column that holds the paths.
+        text: Name of the text in messages. Default: `"the corpus"`.
 
     Raises:
-        ValueError: If it has no banks, or the tree of its banks is another.
+        ValueError: If the model has no banks, or the paths do not fit the tree of its banks.
     """
     if not banks:
         raise ValueError(
@@ -133,7 +137,7 @@ def check_paths(paths: np.ndarray, banks: Mapping[str, BankLayout], column: str,
 
 
 def describe_leaves(dataset: ClusteredDataset) -> str:
-    """What packing within leaves made."""
+    """Return a phrase about the result of packing within leaves."""
     places = len(dataset) * dataset.sequence_length
     return (
         f"packed within {dataset.num_leaves:,} leaves: {len(dataset):,} sequences of {dataset.sequence_length:,} "

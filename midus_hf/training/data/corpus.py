@@ -1,4 +1,4 @@
-"""Documents of a corpus: from a file, a folder of files, or a dataset of the Hub."""
+"""Documents of a corpus, from a file, a folder of files or a dataset on the Hub."""
 
 import dataclasses
 import hashlib
@@ -28,57 +28,57 @@ from midus_hf.training.options import CorpusOptions
 _DATASET_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
 
 _UNPACKED = 5
-"""How many times longer than a compressed file its text is taken to be."""
+"""Assumed ratio of the length of a text to that of its compressed file."""
 
 
 @dataclasses.dataclass(frozen=True)
 class LocalText:
-    """A file, or the files of a folder."""
+    """Text in a file, or in the files of a folder."""
 
     options: CorpusOptions
     files: list[Path]
 
     def documents(self) -> Iterator[str]:
-        """The documents, from the first one on; those without any visible character are left out.
+        """Return an iterator over the documents that have a visible character.
 
         Raises:
-            DocumentError: As `iterate_documents`.
+            DocumentError: If `iterate_documents` raises it.
         """
         return iterate_documents(self.files, self.options.column, self.options.encoding)
 
     def rows(self) -> Iterator[tuple[RowPlace, Any]]:
-        """The rows of the documents that `documents` gives, each with where it is.
+        """Return an iterator over the rows of the documents that `documents` yields, each with its location.
 
         Raises:
-            DocumentError: As `iterate_documents`; for plain text, which has no rows.
+            DocumentError: If `document_rows` raises it, such as for plain text, which has no rows.
         """
         return document_rows(self.files, self.options.column, self.options.encoding)
 
     def size(self) -> int:
-        """About how many bytes of text there are."""
+        """Estimate the number of bytes of text."""
         return sum(file.stat().st_size * (_UNPACKED if is_compressed(file) else 1) for file in self.files)
 
     def identity(self) -> list[str]:
-        """What decides which documents are read: the bytes of the files, and how they are understood."""
+        """Return all that decides which documents are read: how files are read, and the kind and digest of each file."""
         digests = list(self.digests().values())
         kinds = ["".join(endings(file)) for file in self.files]
         encoding = codec_of(self.options.encoding)
         return ["files", self.options.column, encoding, *map(" ".join, zip(kinds, digests, strict=True))]
 
     def digests(self) -> dict[Path, str]:
-        """The sum of the bytes of each file, as `b2sum` gives it."""
+        """Return the digest of each file as `b2sum` prints it."""
         with ThreadPoolExecutor(usable_cores()) as pool:
             return dict(zip(self.files, pool.map(_digest, self.files), strict=True))
 
     def name_of(self, file: Path) -> str:
-        """A file's name below the folder that the corpus lies in: where that is, is nobody's business."""
+        """Return a file's name relative to the folder that holds the corpus, without the private path of this folder."""
         return str(file.relative_to(Path(self.options.path).expanduser().parent))
 
     def as_dataset(self, folder: Path) -> Any:
-        """The documents as a `datasets.Dataset` of one column, `options.column`, which is written to `folder`.
+        """Return the documents as a `datasets.Dataset` of one column, `options.column`, which is written to `folder`.
 
         Raises:
-            DocumentError: As `iterate_documents`.
+            DocumentError: If `iterate_documents` raises it.
         """
         import datasets
 
@@ -97,61 +97,61 @@ class LocalText:
 
 @dataclasses.dataclass(frozen=True)
 class HubRows:
-    """A dataset of the Hub: `dataset` is what `datasets.load_dataset` gives."""
+    """A dataset on the Hub; `dataset` is the result of `datasets.load_dataset`."""
 
     options: CorpusOptions
     dataset: Any
 
     def rows(self) -> Iterator[tuple[RowPlace, Any]]:
-        """As `LocalText.rows`."""
-        words, name = f"corpus {self.options.path!r}", Path(self.options.path)
-        rows = ((RowPlace(words, name, number), row) for number, row in enumerate(self.dataset, start=1))
-        return (row for row in rows if text_of_row(row[1], self.options.column, words).strip())
+        """Return an iterator over the rows that have a visible character in the column, each with its location."""
+        corpus_label, name = f"corpus {self.options.path!r}", Path(self.options.path)
+        rows = ((RowPlace(corpus_label, name, number), row) for number, row in enumerate(self.dataset, start=1))
+        return (row for row in rows if text_of_row(row[1], self.options.column, corpus_label).strip())
 
     def digests(self) -> dict[Path, str]:
-        """As `LocalText.digests`: what tells the dataset from others, as its library has it."""
+        """Return the fingerprint by which the library `datasets` tells the dataset from others, under the dataset's id."""
         return {Path(self.options.path): self.dataset._fingerprint}
 
     def name_of(self, file: Path) -> str:
-        """The id of the dataset."""
+        """Return the id of the dataset."""
         return str(file)
 
     def documents(self) -> Iterator[str]:
-        """As `LocalText.documents`.
+        """Return an iterator over the documents that have a visible character.
 
         Raises:
-            DocumentError: For rows without text in the column.
+            DocumentError: If a row has no text in the column.
         """
         documents = (text_of_row(row, self.options.column, f"corpus {self.options.path!r}") for row in self.dataset)
         return (document for document in documents if document.strip())
 
     def size(self) -> int:
-        """As `LocalText.size`."""
+        """Return the number of bytes of the text column."""
         return self.as_dataset(None).data.nbytes
 
     def identity(self) -> list[str]:
-        """What decides which documents are read: the dataset, as its library tells one from another, and the column."""
+        """Return all that decides which documents are read: the column, and the dataset's fingerprint."""
         return ["dataset", self.options.column, self.dataset._fingerprint]
 
     def as_dataset(self, folder: Path | None) -> Any:
-        """The column of the dataset, which is where it was: nothing is written.
+        """Return the text column of the dataset as a dataset; nothing is written to `folder`.
 
         Raises:
-            DocumentError: If there is no such column.
+            DocumentError: If the dataset lacks the column.
         """
         text_of_row(dict.fromkeys(self.dataset.column_names, ""), self.options.column, f"corpus {self.options.path!r}")
         return self.dataset.select_columns([self.options.column])
 
 
 def find_corpus(options: CorpusOptions, seed: int = 0) -> LocalText | HubRows:
-    """Find the corpus; nothing of local text is read yet.
+    """Find the corpus, without reading local text.
 
     Args:
-        options: Where the text comes from.
+        options: Source of the text.
         seed: Seed of the order in which a streamed dataset is read, if it is shuffled. Default: 0.
 
     Raises:
-        DocumentError: If there is no such corpus or it has no files to read.
+        DocumentError: If the corpus does not exist or has no files to read.
     """
     path = Path(options.path).expanduser()
     if path.exists():
@@ -169,7 +169,7 @@ def find_corpus(options: CorpusOptions, seed: int = 0) -> LocalText | HubRows:
 
 
 def usable_cores() -> int:
-    """How many cores this process may run on."""
+    """Return the number of cores that this process may run on."""
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
@@ -189,17 +189,17 @@ def _rows(options: CorpusOptions, files: tuple[Path, ...]) -> Iterator[dict[str,
 
 
 def load_hub_dataset(name: str, path: str, config: str | None, split: str, streaming: bool = False) -> Any:
-    """A dataset of the Hub.
+    """Load a dataset from the Hub.
 
     Args:
-        name: The option that names it, for messages.
-        path: Its id.
-        config: Its configuration; None for its own.
-        split: Its split.
-        streaming: Whether to read it while it is gone through. Default: false.
+        name: Name of the option that names the dataset, for messages.
+        path: Id of the dataset.
+        config: Configuration of the dataset; None for its default.
+        split: Split of the dataset.
+        streaming: Whether to read the dataset only as it is iterated. Default: false.
 
     Raises:
-        DocumentError: If there is no such dataset, or `datasets` is not installed.
+        DocumentError: If the dataset does not exist or cannot be loaded, or the package `datasets` is not installed.
     """
     if not _DATASET_ID.fullmatch(path):
         raise _absent(name, path)

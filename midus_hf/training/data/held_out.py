@@ -1,4 +1,6 @@
-"""Held-out text during a run: when it is measured, which step was best, and when to stop for want of a better one."""
+"""Held-out text during a run: when it is measured, which step was best, and when to stop because the loss no longer
+falls.
+"""
 
 import dataclasses
 from collections.abc import Callable, Iterable, Mapping
@@ -29,9 +31,10 @@ class HeldOut:
     """A held-out text of a run.
 
     Args:
-        text: As it is measured.
-        paths: The node of each level that each document is in, `[documents, p]`, int64: by it blocks are fetched. Default: none are.
-        tree: Fingerprint of the tree that these are paths of. Default: nobody knows it.
+        text: The tokens to predict.
+        paths: `[documents, p]`, int64, the node of each level that a document is in, by which it fetches blocks.
+            Default: None, no blocks are fetched.
+        tree: Fingerprint of the tree that the paths belong to. Default: None, unknown.
     """
 
     text: PreparedText
@@ -39,7 +42,8 @@ class HeldOut:
     tree: str | None = None
 
     def measure(self, model: Any) -> PerplexityResult:
-        """Measure a model, each document with the blocks of its path if it has one.
+        """Measure the perplexity of the text under a model; each document that has a path fetches the blocks of its
+        path.
 
         Raises:
             RuntimeError: If the likelihood of the text is not a finite number.
@@ -49,11 +53,12 @@ class HeldOut:
 
 
 class HeldOutEvents(TrainerCallback):
-    """Ask for an evaluation every so many steps and after the last one, with a log event; and one before the first.
+    """Callback that evaluates before the first step, and requests an evaluation and a log event at intervals and after
+    the last step.
 
     Args:
-        every: Optimizer steps between evaluations; None for those at the start and at the end alone.
-        evaluate: Evaluates at once.
+        every: Optimizer steps between evaluations; None evaluates only at the start and at the end.
+        evaluate: Runs an evaluation at once.
     """
 
     def __init__(self, every: int | None, evaluate: Callable[[], Any]):
@@ -75,22 +80,22 @@ class HeldOutEvents(TrainerCallback):
 
 
 def check_held_out(config: RunOptions) -> None:
-    """See that no two held-out texts of a run are the same.
+    """Check that no two held-out texts of a run are the same file or folder.
 
     Args:
         config: The options of the run.
 
     Raises:
-        ValueError: If two are.
+        ValueError: If two texts are the same.
     """
     name_of: dict[Path, str] = {}
     for name, path in config.eval_texts.items():
-        place = Path(path).resolve()
-        if place in name_of:
+        resolved = Path(path).resolve()
+        if resolved in name_of:
             raise ValueError(
-                f"eval_text has {path!r} twice, as {name_of[place]!r} and as {name!r}; expected texts that differ. Leave one out."
+                f"eval_text has {path!r} twice, as {name_of[resolved]!r} and as {name!r}; expected texts that differ. Leave one out."
             )
-        name_of[place] = name
+        name_of[resolved] = name
 
 
 def prepare_held_out(
@@ -100,37 +105,43 @@ def prepare_held_out(
     corpus: CorpusOptions | None = None,
     banks: Mapping[str, BankLayout] | None = None,
 ) -> dict[str, HeldOut]:
-    """Read and tokenize the held-out texts of a run, by their names as in `RunOptions.eval_texts`; `{}` if it has none.
+    """Read and tokenize the held-out texts of a run; return them by name as in `RunOptions.eval_texts`, or `{}` if
+    there are none.
 
     Args:
         config: The options of the run.
-        tokenizer: Of the model.
-        model_config: Of the model.
-        corpus: Whose columns and encoding those of the held-out texts are. Default: text under `"text"`, in UTF-8, without paths.
-        banks: Of the model, from which texts fetch blocks, by the name of the memory. Default: none.
+        tokenizer: Tokenizer of the model.
+        model_config: Config of the model.
+        corpus: Corpus whose columns and encoding the held-out texts share. Default: text under `"text"`, in UTF-8,
+            without paths.
+        banks: Layouts of the banks from which texts fetch blocks, by the name of the memory. Default: none.
 
     Raises:
-        ValueError: If a text cannot be read, or there is too little of it; if some of its documents have a path and others none,
-            or the paths are those of another tree.
+        ValueError: If a text cannot be read or is too short; if only some of its documents have paths, or the paths
+            belong to another tree.
     """
     texts: dict[str, HeldOut] = {}
     for name, path in config.eval_texts.items():
         read_as = CorpusOptions(path=path) if corpus is None else corpus
         documents = read_documents(path, read_as.column, read_as.encoding)
         try:
-            found = _paths_of(path, read_as, banks or {})
-            # A document that has a path of its own is measured by itself, as midus eval does with a retriever.
+            document_paths = _paths_of(path, read_as, banks or {})
+            # Each document that has a path is measured separately, as midus eval does with a retriever.
             text = prepare_text(
-                tokenizer, documents, model_config, max_tokens=config.eval_max_tokens, apart=found is not None
+                tokenizer, documents, model_config, max_tokens=config.eval_max_tokens, apart=document_paths is not None
             )
         except ValueError as error:
             raise ValueError(f"{text_option(name)} is {path!r}, which cannot be measured: {error}") from error
-        texts[name] = HeldOut(text) if found is None else HeldOut(text, torch.from_numpy(found.paths), found.tree)
+        texts[name] = (
+            HeldOut(text)
+            if document_paths is None
+            else HeldOut(text, torch.from_numpy(document_paths.paths), document_paths.tree)
+        )
     return texts
 
 
 def _paths_of(path: str, corpus: CorpusOptions, banks: Mapping[str, BankLayout]) -> DocumentPaths | None:
-    """The paths of held-out documents; None if no document has one."""
+    """Return the paths of held-out documents, or None if the text has no column of paths."""
     column = corpus.path_column
     if column is None or not has_column(path, column, corpus.encoding):
         return None
@@ -140,11 +151,11 @@ def _paths_of(path: str, corpus: CorpusOptions, banks: Mapping[str, BankLayout])
 
 
 def describe_held_out(held_out: Mapping[str, HeldOut], corpus: CorpusOptions | None = None) -> list[str]:
-    """What a person is told of held-out texts that have names or could fetch blocks, a sentence each.
+    """Return sentences about the held-out texts that have names, or that could fetch blocks.
 
     Args:
-        held_out: Of the run.
-        corpus: The first of the run. Default: one without paths.
+        held_out: Held-out texts of the run, by name.
+        corpus: The first corpus of the run. Default: None, a corpus without paths.
     """
     column = None if corpus is None else corpus.path_column
     lines = []
@@ -164,50 +175,51 @@ def describe_held_out(held_out: Mapping[str, HeldOut], corpus: CorpusOptions | N
 
 
 def metric_name(text: str, measure: str) -> str:
-    """What the log calls a measure of a held-out text: `eval_loss`, `eval_wiki_loss`.
+    """Return the log's name of a measure of a held-out text, such as `eval_loss` or `eval_wiki_loss`.
 
     Args:
-        text: The name of the text; `""` for one that has none.
-        measure: `"loss"` or another.
+        text: Name of the text; `""` for a text without a name.
+        measure: Name of the measure, such as `"loss"`.
     """
     return "_".join(("eval", *([text] if text else []), measure))
 
 
 def perplexity_name(text: str) -> str:
-    """What the log calls the perplexity of a held-out text: `perplexity`, `eval_wiki_perplexity`.
+    """Return the log's name of the perplexity of a held-out text: `perplexity`, or `eval_wiki_perplexity` for a text
+    `wiki`.
 
     Args:
-        text: As in `metric_name`.
+        text: Name of the text; `""` for a text without a name.
     """
     return metric_name(text, "perplexity") if text else "perplexity"
 
 
 def held_out_losses(log: Iterable[Mapping[str, Any]], texts: Mapping[str, Any]) -> dict[int, float]:
-    """Losses of the first held-out text by step, in the order of steps; without that of the model before training.
+    """Return the losses of the first held-out text by step, in the order of the log, without the loss before training.
 
     Args:
-        log: Events of a run.
-        texts: By name, as in `RunOptions.eval_texts`.
+        log: Log events of a run.
+        texts: Held-out texts by name, as in `RunOptions.eval_texts`.
     """
     name = metric_name(next(iter(texts), ""), "loss")
     return {event["step"]: event[name] for event in log if name in event and event["step"] > 0}
 
 
 def best_step(losses: Mapping[int, float]) -> int | None:
-    """The step of the smallest loss, the first of several; None if there is none.
+    """Return the step of the smallest loss, the earliest one on a tie; None if there are no losses.
 
     Args:
-        losses: From `held_out_losses`.
+        losses: Losses by step, from `held_out_losses`.
     """
     return min(losses, key=lambda step: (losses[step], step), default=None)
 
 
 def is_stopped_early(losses: Mapping[int, float], early_stopping_patience: int | None) -> bool:
-    """Whether the last `early_stopping_patience` losses are no better than one before them.
+    """Return whether the last `early_stopping_patience` losses are no better than an earlier loss.
 
     Args:
-        losses: From `held_out_losses`.
-        early_stopping_patience: As in `RunOptions`.
+        losses: Losses by step, from `held_out_losses`.
+        early_stopping_patience: Number of evaluations, as in `RunOptions`; None never stops.
     """
     best = best_step(losses)
     return (

@@ -1,4 +1,6 @@
-"""Tokens of a corpus that stay on disk: sequences are cut from memory-mapped Arrow, and nothing is copied ahead."""
+"""Tokens of a corpus that stay on disk: sequences are cut from memory-mapped Arrow files, and nothing is copied ahead
+of use.
+"""
 
 from collections.abc import Sequence
 from typing import Any
@@ -14,8 +16,8 @@ class MappedTokens:
     """The tokens of documents, laid end to end.
 
     Args:
-        chunks: Arrow arrays of int32 lists, a document per list, in the order of the corpus. Lists are not empty. What
-            they are mapped from is read where it is cut, and only there.
+        chunks: Arrow arrays of int32 lists, one list per document, in the order of the corpus. No list is empty. Only
+            the parts of the mapped files that a cut needs are read.
     """
 
     def __init__(self, chunks: Sequence[Any]):
@@ -28,36 +30,37 @@ class MappedTokens:
         self.num_tokens = int(self._begins[-1])
 
     def cut(self, begin: int, end: int) -> PackedSequence:
-        """The tokens from place `begin` up to place `end` of all of them, and which of them begin a document.
+        """Return the tokens at positions `begin` to `end` (exclusive) among all tokens, and which of them begin a
+        document.
 
         Args:
-            begin: 0 or more.
-            end: More than `begin`, and at most `num_tokens`.
+            begin: First position, 0 or more.
+            end: Position after the last, above `begin` and at most `num_tokens`.
         """
         tokens = np.empty(end - begin, np.int32)
         starts = np.zeros(end - begin, np.bool_)
         chunk = int(np.searchsorted(self._begins, begin, side="right")) - 1
-        place = begin
-        while place < end:
+        position = begin
+        while position < end:
             offsets = self._offsets[chunk]
-            # From places among all tokens to places in the values of this chunk.
+            # Added to a position among all tokens, this gives the position in the values of this chunk.
             shift = int(offsets[0]) - int(self._begins[chunk])
             until = min(end, int(self._begins[chunk + 1]))
-            tokens[place - begin : until - begin] = self._values[chunk][place + shift : until + shift]
-            first, last = np.searchsorted(offsets[:-1], (place + shift, until + shift))
+            tokens[position - begin : until - begin] = self._values[chunk][position + shift : until + shift]
+            first, last = np.searchsorted(offsets[:-1], (position + shift, until + shift))
             starts[offsets[first:last] - shift - begin] = True
-            place, chunk = until, chunk + 1
+            position, chunk = until, chunk + 1
         return PackedSequence(torch.from_numpy(tokens), torch.from_numpy(starts))
 
     def document_bounds(self) -> np.ndarray:
-        """Where each document begins among all tokens, and where the last one ends, `[documents + 1]`, int64."""
+        """Return where each document begins among all tokens, and where the last one ends, `[documents + 1]`, int64."""
         begins = [
             offsets[:-1] - offsets[0] + begin for offsets, begin in zip(self._offsets, self._begins[:-1], strict=True)
         ]
         return np.concatenate([*begins, self._begins[-1:]]).astype(np.int64)
 
     def largest_id(self) -> int:
-        """The largest of the tokens; all are read for it, a chunk at a time."""
+        """Return the largest token id; this reads all tokens, a chunk at a time."""
         return max(
             int(values[offsets[0] : offsets[-1]].max())
             for values, offsets in zip(self._values, self._offsets, strict=True)
@@ -66,12 +69,12 @@ class MappedTokens:
 
 
 class MappedDataset(Dataset):
-    """The sequences of mapped tokens: those that `pack` makes of the same documents.
+    """Sequences of mapped tokens, the same as `pack` yields for the same documents.
 
     Args:
-        tokens: All of the corpus.
-        sequence_length: T.
-        document_mask: As in `training_example`. Default: false.
+        tokens: Tokens of the whole corpus.
+        sequence_length: T, tokens per sequence.
+        document_mask: Whether tokens attend only within their document, as in `training_example`. Default: false.
 
     Raises:
         DocumentError: If the corpus is empty or shorter than one sequence.

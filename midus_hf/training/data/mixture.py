@@ -1,4 +1,4 @@
-"""Several corpora in one run, each for a share of its sequences."""
+"""Several corpora in one run, each with a share of the run's sequences."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -9,18 +9,19 @@ from torch.utils.data import Dataset
 
 
 class Mixture(Dataset):
-    """The sequences of a whole run, in the order in which it takes them.
+    """The sequences of a whole run, in the order in which the run trains on them.
 
-    A corpus gives `weight / sum(weights)` of them, to the nearest whole sequence, spread evenly over the run: of its n
-    sequences one lies in each n-th part of the run, at a random place there. It is gone through in a random order, and
-    once more in another when it is at its end.
+    A corpus gives `weight / sum(weights)` of the sequences, to the nearest whole number. Its n sequences are spread
+    evenly: one lies at a random position in each n-th part of the run. They are taken from the corpus in a random
+    order; when the corpus is used up, it is repeated in another random order.
 
     Args:
-        parts: The sequences of each corpus.
-        weights: One for each corpus, above 0.
+        parts: Dataset of each corpus.
+        weights: Weight of each corpus, above 0.
         steps: Steps of the run.
-        sequences_a_step: How many sequences all processes take in a step.
-        seed: What the order follows from, and nothing else: it is the same in every process and when a run resumes.
+        sequences_a_step: Sequences that all processes together take in a step.
+        seed: Seed of the order. The order depends on nothing else, so it is the same in every process and when a run
+            resumes.
 
     Raises:
         ValueError: If the share of a corpus is less than one sequence.
@@ -47,20 +48,20 @@ class Mixture(Dataset):
         return len(self._part)
 
     def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
-        part, place = self.place(index)
-        return self.parts[part][place]
+        part, sequence = self.place(index)
+        return self.parts[part][sequence]
 
     def place(self, index: int) -> tuple[int, int]:
-        """The corpus that a sequence is from, and which of its sequences it is."""
+        """Return which corpus a sequence comes from, and its index in this corpus."""
         return int(self._part[index]), int(self._index[index])
 
 
 def split_by_weights(weights: Sequence[float], total: int) -> list[int]:
-    """Whole numbers in proportion to weights: those nearest below, and one more for the largest remainders.
+    """Split `total` into whole numbers in proportion to weights, by the method of largest remainders.
 
     Args:
-        weights: Above 0.
-        total: What the numbers add up to.
+        weights: Weights above 0.
+        total: Sum of the numbers.
     """
     shares = np.asarray(weights, np.float64) / np.sum(weights) * total
     counts = np.floor(shares).astype(np.int64)
@@ -70,7 +71,9 @@ def split_by_weights(weights: Sequence[float], total: int) -> list[int]:
 
 
 def _passes(length: int, count: int, seed: list[int]) -> np.ndarray:
-    """The first `count` places of passes over `length` sequences, each in an order of its own."""
+    """Return the first `count` indices of repeated passes over `length` sequences, each pass in a separate random
+    order.
+    """
     passes = range(-(-count // length))
     orders = [np.random.default_rng([*seed, 1 + number]).permutation(length) for number in passes]
     return np.concatenate(orders)[:count]

@@ -1,9 +1,9 @@
-"""Documents into sequences of one length.
+"""Documents packed into sequences of one length.
 
-Every document is tokenised as its tokenizer does by default, ends in EOS, and is laid end to end with the others; the
-row is cut every `sequence_length` tokens and what is left over at the end is dropped, as is usual in continual
-pretraining. With a document mask, positions restart where a document begins; given those, and neither an attention mask
-nor a cache, the models attend within each document alone.
+Every document is tokenised as its tokenizer does by default, ends in EOS, and is laid end to end with the others. The
+row of tokens is cut every `sequence_length` tokens and the remainder at the end is dropped, as is usual in continual
+pretraining. With a document mask, positions restart where a document begins: given these positions, and neither an
+attention mask nor a cache, the models attend only within each document.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -17,11 +17,11 @@ from midus_hf.documents import DocumentError
 from midus_hf.saved_models import check_ids
 
 IGNORED_LABEL = -100
-"""The label that transformers' losses leave out."""
+"""Label of tokens that transformers' losses leave out."""
 
 _DOCUMENTS_A_BATCH = 64
 _CHARACTERS_A_BATCH = 2**20
-"""Both bound what a tokenizer holds at a time, about a hundred bytes per token."""
+"""Together with `_DOCUMENTS_A_BATCH`, a bound on what a tokenizer holds at a time, about a hundred bytes per token."""
 
 
 class PackedSequence(NamedTuple):
@@ -34,11 +34,11 @@ class PackedSequence(NamedTuple):
 def tokenise(
     documents: Iterable[str], tokenizer: PreTrainedTokenizerBase, vocab_size: int | None = None
 ) -> Iterator[list[int]]:
-    """Turn documents into token ids, each ending in EOS.
+    """Turn documents into token ids, each document ending in EOS.
 
     Args:
-        documents: Texts.
-        tokenizer: With the special tokens that it adds by default, and an EOS token.
+        documents: Texts of the documents.
+        tokenizer: A tokenizer with an EOS token; it adds its default special tokens.
         vocab_size: Number of ids the model embeds. Default: unchecked.
 
     Raises:
@@ -60,7 +60,7 @@ def pack(token_lists: Iterable[list[int]], sequence_length: int) -> Iterator[Pac
 
     Args:
         token_lists: Token ids of each document.
-        sequence_length: T.
+        sequence_length: T, tokens per sequence.
     """
     pending: list[int] = []
     starts: list[int] = []
@@ -78,15 +78,16 @@ def pack(token_lists: Iterable[list[int]], sequence_length: int) -> Iterator[Pac
 
 
 def training_example(sequence: PackedSequence, document_mask: bool) -> dict[str, torch.Tensor]:
-    """What a causal language model takes for one sequence.
+    """Return the inputs of a causal language model for one sequence.
 
     Args:
         sequence: Tokens and starts of documents.
-        document_mask: Whether to add positions that restart with each document. The first token of a document then is
-            no label, since nothing that it attends to foretells it.
+        document_mask: Whether to add positions that restart with each document. The first token of a document is then
+            no label, since nothing that it attends to predicts it.
 
     Returns:
-        `input_ids` and `labels` `[T]`, int64 (the model shifts labels itself), and `position_ids` `[T]` if asked.
+        `input_ids` and `labels` `[T]`, int64 (the model shifts labels itself), and `position_ids` `[T]`, int64, with a
+            document mask.
     """
     tokens = sequence.tokens.long()  # [T]
     if not document_mask:
@@ -98,15 +99,15 @@ def training_example(sequence: PackedSequence, document_mask: bool) -> dict[str,
 
 
 def check_length(num_documents: int, num_tokens: int, sequence_length: int) -> None:
-    """See that a corpus makes a sequence.
+    """Check that a corpus is long enough for one sequence.
 
     Args:
-        num_documents: Documents of the corpus.
-        num_tokens: Tokens of them all.
-        sequence_length: T.
+        num_documents: Number of documents in the corpus.
+        num_tokens: Number of tokens in all documents together.
+        sequence_length: T, tokens per sequence.
 
     Raises:
-        DocumentError: If it is empty or shorter than one sequence.
+        DocumentError: If the corpus is empty or shorter than one sequence.
     """
     if num_documents == 0:
         raise DocumentError("the corpus is empty: it has no document with a visible character. Add text to it.")
@@ -118,17 +119,17 @@ def check_length(num_documents: int, num_tokens: int, sequence_length: int) -> N
 
 
 class CorpusPass:
-    """One pass over a corpus: iterating yields its sequences, and counts what it read.
+    """One pass over a corpus: iterating yields its sequences, and counts documents and tokens.
 
     Args:
-        documents: Texts.
-        tokenizer: As in `tokenise`.
-        sequence_length: T.
-        vocab_size: As in `tokenise`. Default: unchecked.
+        documents: Texts of the documents.
+        tokenizer: A tokenizer with an EOS token, as in `tokenise`.
+        sequence_length: T, tokens per sequence.
+        vocab_size: Number of ids the model embeds. Default: unchecked.
 
     Raises:
         DocumentError: At the end of the pass, if the corpus is empty or shorter than one sequence.
-        ValueError: As in `tokenise`.
+        ValueError: If `tokenise` raises it.
     """
 
     def __init__(
@@ -157,12 +158,12 @@ class PackedDataset(Dataset):
     """A corpus packed in memory, five bytes per token.
 
     Args:
-        corpus: One pass over it, which is made here.
-        document_mask: As in `training_example`. Default: false.
+        corpus: A new pass over the corpus, which the constructor consumes.
+        document_mask: Whether tokens attend only within their document, as in `training_example`. Default: false.
 
     Raises:
         DocumentError: If the corpus is empty or shorter than one sequence.
-        ValueError: As in `tokenise`.
+        ValueError: If `tokenise` raises it.
     """
 
     def __init__(self, corpus: CorpusPass, document_mask: bool = False):
@@ -178,17 +179,18 @@ class PackedDataset(Dataset):
 
 
 class PackedStream(IterableDataset):
-    """A corpus packed while it is read, over and over without end, always in the same order.
+    """A corpus packed while it is read, repeated without end, always in the same order.
 
-    Without end, since a step count ends the run: the n-th sequence is then the same whichever step a run resumes from.
+    The number of steps ends the run, not the stream: so the n-th sequence is the same whichever step a run resumes
+    from.
 
     Args:
         start_pass: Starts a pass over the corpus.
-        document_mask: As in `training_example`. Default: false.
+        document_mask: Whether tokens attend only within their document, as in `training_example`. Default: false.
 
     Raises:
         DocumentError: When read, if the corpus is empty or shorter than one sequence.
-        ValueError: When read, as in `tokenise`.
+        ValueError: When read, if `tokenise` raises it.
     """
 
     def __init__(self, start_pass: Callable[[], CorpusPass], document_mask: bool = False):

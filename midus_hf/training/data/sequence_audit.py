@@ -1,4 +1,4 @@
-"""Which documents are in the sequences that a step trains on, recorded for each block that these fetch."""
+"""A record of which documents trained each fetched block, by the sequences of every step."""
 
 import sqlite3
 from collections import Counter
@@ -18,18 +18,18 @@ from midus_hf.training.data.corpus import HubRows, LocalText
 from midus_hf.training.data.mixture import Mixture
 
 SEQUENCE = "sequence"
-"""What an example carries beside what a model takes: its number in the dataset."""
+"""Key under which an example has its number in the dataset, beside the inputs of the model."""
 
 
 Seen = tuple[int, tuple[int, ...]]
-"""The number of a sequence, and the path whose blocks it fetched."""
+"""Number of a sequence, and the path whose blocks it fetched."""
 
 
 class NumberedSequences(Dataset):
-    """Sequences that say which they are, under `SEQUENCE`, whoever shuffles them or deals them out.
+    """Sequences that carry their number in the dataset under `SEQUENCE`, however they are shuffled and dealt out.
 
     Args:
-        dataset: Whose sequences they are.
+        dataset: Dataset that has the sequences.
     """
 
     def __init__(self, dataset: Any):
@@ -44,10 +44,10 @@ class NumberedSequences(Dataset):
 
 
 class CorpusDocuments:
-    """Where each document of corpora is, by its place among those that are read; kept in a temporary file that has no name.
+    """Locations of the documents of corpora, kept in a temporary SQLite file without a name.
 
     Args:
-        corpora: Each with the column that names its documents, if one does.
+        corpora: Pairs of a corpus and the column that names its documents, or None.
 
     Raises:
         DocumentError: If a corpus cannot be read.
@@ -62,31 +62,31 @@ class CorpusDocuments:
         for number, (corpus, column) in enumerate(corpora):
             self._database.executemany(
                 "insert into places values (?, ?, ?, ?, ?, ?)",
-                ((number, *place) for place in _places(corpus, column)),
+                ((number, *location) for location in _places(corpus, column)),
             )
 
     def __call__(self, corpus: int, number: int) -> Document:
-        """A document.
+        """Return the location and the name of a document.
 
         Args:
-            corpus: Which of them.
-            number: Of the document within it, from 0.
+            corpus: Index of the corpus, from 0.
+            number: Index of the document in the corpus, from 0.
         """
-        place = self._database.execute(
+        location = self._database.execute(
             "select file, digest, line, name from places where corpus = ? and number = ?", (corpus, number)
         ).fetchone()
-        assert place is not None, "the corpus has the documents that its sequences are of"
-        return Document(*place)
+        assert location is not None, "the corpus has the documents that its sequences are of"
+        return Document(*location)
 
 
 class SequenceAudit:
-    """Records what trains the blocks of a run, in the databases of their banks.
+    """Record of what trains the blocks of a run, in the databases of their banks.
 
-    Of several processes each says which sequences it has seen, and the first records those of all.
+    Each process notes the sequences that it saw; the first process records the sequences of all processes.
 
     Args:
-        dataset: Whose sequences are seen, by their numbers.
-        documents: Finds a document by its corpus and its place there. Default: none, in processes other than the first.
+        dataset: Dataset that has the sequences, by their numbers.
+        documents: Finds a document by its corpus and its index there. Default: None, in processes other than the first.
     """
 
     def __init__(self, dataset: ClusteredDataset | Mixture, documents: Callable[[int, int], Document] | None = None):
@@ -96,9 +96,10 @@ class SequenceAudit:
         self._seen: list[Seen] = []
 
     def follow(self, banks: Sequence[TrainedBank]) -> None:
-        """Record from now on what trains banks; the first process alone calls it.
+        """Record from now on what trains the banks; only the first process calls this.
 
-        Of blocks that were written before and of which their bank has no record it is noted that there is none.
+        Blocks that were written before, in a bank without a record, are noted as blocks whose earlier training is
+        unknown.
         """
         assert self.documents is not None
         for bank in banks:
@@ -112,11 +113,15 @@ class SequenceAudit:
             self._audits.append(audit)
 
     def see(self, sequences: torch.Tensor, paths: torch.Tensor) -> None:
-        """Note the numbers `[B]` of sequences of a pass with gradients, and the paths `[B, p]` whose blocks they fetch."""
+        """Note the numbers `[B]` of the sequences of a pass with gradients, and the paths `[B, p]` whose blocks they
+        fetch.
+        """
         self._seen += zip(sequences.tolist(), map(tuple, paths.tolist()), strict=True)
 
     def step(self) -> None:
-        """Record what was seen since the last step, which has updated blocks; all processes call it."""
+        """Record the sequences seen since the last step, after the optimizer has updated the blocks; all processes call
+        this.
+        """
         seen, self._seen = self._seen, []
         if dist.is_initialized() and dist.get_world_size() > 1:
             of_all: list[list[Seen]] = [[] for _ in range(dist.get_world_size())]
@@ -138,12 +143,12 @@ class SequenceAudit:
             )
 
     def _in_sequence(self, number: int) -> Iterator[tuple[Document, int]]:
-        """Its documents, and its tokens of each."""
+        """Return an iterator over the documents of a sequence, each with its number of tokens there."""
         assert self.documents is not None
         find = self.documents
-        corpus, place = self.dataset.place(number) if isinstance(self.dataset, Mixture) else (0, number)
+        corpus, index = self.dataset.place(number) if isinstance(self.dataset, Mixture) else (0, number)
         part = self.dataset.parts[corpus] if isinstance(self.dataset, Mixture) else self.dataset
-        return ((find(corpus, document), count) for document, count in part.documents(place))
+        return ((find(corpus, document), count) for document, count in part.documents(index))
 
 
 def _index(layout: BankLayout, level: int, path: Sequence[int]) -> int:
@@ -152,6 +157,6 @@ def _index(layout: BankLayout, level: int, path: Sequence[int]) -> int:
 
 def _places(corpus: LocalText | HubRows, column: str | None) -> Iterator[tuple[int, str, str, int, str | None]]:
     digests = corpus.digests()
-    for number, (place, row) in enumerate(corpus.rows()):
+    for number, (location, row) in enumerate(corpus.rows()):
         name = None if column is None or row.get(column) is None else str(row[column])
-        yield number, corpus.name_of(place.file), digests[place.file], place.line, name
+        yield number, corpus.name_of(location.file), digests[location.file], location.line, name

@@ -1,9 +1,10 @@
-"""Tokens of a corpus on disk: made once by all cores, and mapped by every process and every later run.
+"""A cache of a corpus's tokens on disk: all cores make the tokens once, every process and every later run maps them.
 
-An entry is a folder of Arrow files named by what decides its tokens: the text, how it is read, the tokenizer, and the
-version of what is done here. It appears under its name when it is whole, so that a run that is killed leaves nothing to
-mistake for one, and only if the text is still what its name says. Each process compares an entry's files with their digests
-before it takes tokens from them. Sequences are cut from an entry for any length.
+An entry is a folder of Arrow files. Its name is a digest of everything that decides the tokens: the text, how it is
+read, the tokenizer, and the version of the procedure in this file. An entry gets its name only when it is whole, so
+that a killed run leaves nothing that looks like an entry, and only if the text has not changed since. Each process
+compares the files of an entry with their digests before it uses the tokens. Sequences of any length can be cut from an
+entry.
 """
 
 import contextlib
@@ -30,24 +31,28 @@ from midus_hf.training.data.mapped_tokens import MappedTokens
 from midus_hf.training.data.packing import check_length, tokenise
 
 _PROCEDURE = 2
-"""Version of how documents become tokens here, and of the record: raised when either changes, so that older entries are not taken."""
+"""Version of how documents become tokens here, and of the record's format; it is raised when either changes, to ignore
+older entries.
+"""
 
 _RECORD = "entry.json"
 _DOCUMENTS_A_BATCH = 64
 _SAMPLE = 2**20
-"""Characters of the text from which its tokens are estimated."""
+"""Number of characters from which the number of tokens of the text is estimated."""
 
 _WORTH_TELLING = 2**24
-"""Bytes of text above which it is told that it is tokenised: less takes a moment."""
+"""Bytes of text above which a message announces the tokenisation; less text takes a moment."""
 
 _RESERVE = 1.1
 
 _SEEN_WHOLE: set[tuple[Path, int, int]] = set()
-"""The entries that this process has compared with their digests: path of the entry, number and time of change of its record."""
+"""Entries that this process has compared with their digests: path of the entry, inode and modification time of its
+record.
+"""
 
 
 def default_cache_dir() -> Path:
-    """Where tokens are kept if nobody says where: within the cache of the library `datasets`."""
+    """Return the default folder of the token cache, inside the cache of the library `datasets`."""
     import datasets
 
     return Path(datasets.config.HF_DATASETS_CACHE, "midus_hf_tokens")
@@ -56,20 +61,21 @@ def default_cache_dir() -> Path:
 def cached_tokens(
     corpus: LocalText | HubRows, tokenizer: PreTrainedTokenizerBase, vocab_size: int, cache_dir: str | None = None
 ) -> MappedTokens:
-    """The tokens of a corpus, each document ending in EOS as `tokenise` makes them; made first where the cache lacks them.
+    """Return the tokens of a corpus, each document ending in EOS as in `tokenise`; make the tokens first if the cache
+    lacks them.
 
-    Processes that ask for the same tokens at once make them once: one does, the others wait.
+    If several processes request the same tokens at once, one process makes the tokens and the others wait.
 
     Args:
-        corpus: The text; no stream.
-        tokenizer: As in `tokenise`.
+        corpus: The text, which must not be a stream.
+        tokenizer: A tokenizer with an EOS token, as in `tokenise`.
         vocab_size: Number of ids the model embeds.
-        cache_dir: Folder of the cache, which is made. Default: `default_cache_dir`.
+        cache_dir: Folder of the cache, created if missing. Default: `default_cache_dir()`.
 
     Raises:
-        DocumentError: If the corpus is empty, cannot be read or changes while it is tokenised, the folder cannot be written or lacks
-            room, or if the tokens there are damaged.
-        ValueError: As in `tokenise`.
+        DocumentError: If the corpus is empty, cannot be read or changes while it is tokenised, if the folder cannot be
+            written or lacks room, or if the tokens there are damaged.
+        ValueError: If `tokenise` raises it.
     """
     from filelock import FileLock
 
@@ -95,8 +101,8 @@ def _fingerprint(corpus: LocalText | HubRows, tokenizer: PreTrainedTokenizerBase
 
 
 def _tokenizer_identity(tokenizer: PreTrainedTokenizerBase) -> list[str]:
-    """What decides the tokens: what the tokenizer saves of itself, but not where it came from or how it would chat."""
-    tokenizer([""], return_attention_mask=False, verbose=False)  # leaves no truncation or padding of an earlier call
+    """Return the files and settings of the tokenizer that decide tokens, without its origin and its chat template."""
+    tokenizer([""], return_attention_mask=False, verbose=False)  # clears the truncation and padding of an earlier call
     identity = []
     with tempfile.TemporaryDirectory() as folder:
         tokenizer.save_pretrained(folder)
@@ -112,8 +118,8 @@ def _tokenizer_identity(tokenizer: PreTrainedTokenizerBase) -> list[str]:
 
 
 def _make(entry: Path, corpus: LocalText | HubRows, tokenizer: PreTrainedTokenizerBase, vocab_size: int) -> None:
-    """Make an entry in a folder beside it, which is given its name last."""
-    for abandoned in entry.parent.glob(f"{entry.name}.*.partial"):  # by runs that were killed: their lock is free
+    """Make an entry in a folder beside it, which gets the entry's name at the very end."""
+    for abandoned in entry.parent.glob(f"{entry.name}.*.partial"):  # of killed runs, which have released their lock
         shutil.rmtree(abandoned, ignore_errors=True)
     size, needed = _estimate(corpus, tokenizer, vocab_size)
     free = shutil.disk_usage(entry.parent).free
@@ -147,7 +153,7 @@ def _make(entry: Path, corpus: LocalText | HubRows, tokenizer: PreTrainedTokeniz
         (partial / _RECORD).write_text(json.dumps(record, indent=2), encoding="utf-8")
         for file in (*files, partial / _RECORD):
             sync(file)
-        partial.chmod(0o777 & ~_umask())  # as other folders: mkdtemp lets nobody else in
+        partial.chmod(0o777 & ~_umask())  # mkdtemp denies access to everybody else
         sync(partial)
         if _fingerprint(corpus, tokenizer) != entry.name:
             raise DocumentError(
@@ -168,7 +174,9 @@ def _write_tokens(
     vocab_size: int,
     show_progress: bool,
 ) -> list[Path]:
-    """Tokenise a corpus into Arrow files in `folder`, in its order, and return them; its text is there for the while."""
+    """Tokenise a corpus into Arrow files in `folder`, in the order of the corpus; return the files. The text is there
+    meanwhile.
+    """
     import datasets
 
     text, column = folder / "text", corpus.options.column
@@ -195,15 +203,17 @@ def _write_tokens(
 
 
 class _Tokenise:
-    """Turns a batch of texts into a table of their tokens, in another process: a class, so that it can be sent there."""
+    """Function of a batch of texts that returns a table of their tokens; a class, so that it can be sent to other
+    processes.
+    """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, vocab_size: int, column: str, place: str):
-        self.tokenizer, self.vocab_size, self.column, self.place = tokenizer, vocab_size, column, place
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, vocab_size: int, column: str, location: str):
+        self.tokenizer, self.vocab_size, self.column, self.location = tokenizer, vocab_size, column, location
 
     def __call__(self, texts: list[Any]) -> Any:
         import pyarrow
 
-        documents = (text_of_row({self.column: text}, self.column, self.place) for text in texts)
+        documents = (text_of_row({self.column: text}, self.column, self.location) for text in texts)
         visible = (document for document in documents if document.strip())
         rows = [np.asarray(ids, np.int32) for ids in tokenise(visible, self.tokenizer, self.vocab_size)]
         offsets = np.cumsum([0, *map(len, rows)], dtype=np.int64)
@@ -216,12 +226,12 @@ def _open(entry: Path, vocab_size: int) -> MappedTokens:
     check_ids(record["largest_id"], vocab_size)
     try:
         return _map([entry / name for name in record["files"]])
-    except (OSError, ValueError) as error:  # since it was compared
+    except (OSError, ValueError) as error:  # the entry was damaged after it was compared with its digests
         raise DocumentError(_damaged(entry, first_line(error))) from error
 
 
 def _whole_record(entry: Path) -> dict[str, Any]:
-    """Return the record of an entry, whose files this process has compared with it now or before.
+    """Return the record of an entry, after comparing the entry's files with the record once per process.
 
     Raises:
         DocumentError: If the record or a file is not what was written.
@@ -247,7 +257,7 @@ def _stamp(entry: Path) -> tuple[Path, int, int]:
 
 
 def _digest_of(record: dict[str, Any]) -> str:
-    """Return the digest of a record's other entries."""
+    """Return the digest of a record, computed from all its items except the digest itself."""
     others = {key: value for key, value in record.items() if key != "sha256"}
     return hashlib.sha256(json.dumps(others, sort_keys=True).encode()).hexdigest()
 
@@ -265,7 +275,7 @@ def _map(files: list[Path]) -> MappedTokens:
 
 
 def _estimate(corpus: LocalText | HubRows, tokenizer: PreTrainedTokenizerBase, vocab_size: int) -> tuple[int, int]:
-    """About how many bytes of text there are, and how many making its tokens takes on disk."""
+    """Estimate the bytes of text, and the bytes of disk that making its tokens takes."""
     sample: list[str] = []
     characters = 0
     for document in corpus.documents():
@@ -293,7 +303,9 @@ def _umask() -> int:
 
 @contextlib.contextmanager
 def _progress_bars(shown: bool) -> Iterator[None]:
-    """Without the bars of `datasets`, unless they are to be shown and somebody can see them."""
+    """Hide the progress bars of `datasets` inside the context, unless they should be shown and standard error is a
+    terminal.
+    """
     import datasets
 
     if datasets.are_progress_bars_disabled() or (shown and sys.stderr.isatty()):
@@ -308,7 +320,7 @@ def _progress_bars(shown: bool) -> Iterator[None]:
 
 @contextlib.contextmanager
 def without_threads_of_tokenizers() -> Iterator[None]:
-    """Processes of one thread each: they are as many as there are cores."""
+    """Limit tokenizers to one thread per process inside the context, since there is one process per core."""
     name = "TOKENIZERS_PARALLELISM"
     before = os.environ.get(name)
     os.environ[name] = "false"

@@ -1,4 +1,4 @@
-"""What a run draws its sequences from, and what is told of it before the first step."""
+"""The sequences that a run trains on, and what the run says about them before the first step."""
 
 import importlib.util
 import math
@@ -26,33 +26,35 @@ TrainingData = Part | Mixture
 def open_corpora(
     config: TrainConfig, tokenizer: PreTrainedTokenizerBase, vocab_size: int, banks: Mapping[str, BankLayout]
 ) -> list[Part]:
-    """The sequences of each corpus of a run: of cached tokens, of a stream, or, without `datasets`, held in memory.
+    """Return the sequences of each corpus of a run: from cached tokens, from a stream, or in memory if `datasets` is
+    missing.
 
-    To be called before processes know of each other or of a GPU: making tokens forks.
+    Call it before processes are connected or a GPU is used, since making tokens forks.
 
     Args:
         config: The options of the run.
-        tokenizer: As in `tokenise`.
+        tokenizer: A tokenizer with an EOS token, as in `tokenise`.
         vocab_size: Number of ids the model embeds.
-        banks: Of the model, from which texts fetch blocks, by the name of the memory.
+        banks: Layouts of the banks from which texts fetch blocks, by the name of the memory.
 
     Raises:
         DocumentError: If a corpus cannot be read, is empty or shorter than one sequence, or its tokens cannot be kept.
-        ValueError: As in `tokenise`; if a corpus has paths and the model no blocks for them, or the other way round.
+        ValueError: If `tokenise` raises it; if a corpus has paths but the model no blocks for them, or the model needs
+            paths that a corpus lacks.
     """
     return [_open(corpus, config, tokenizer, vocab_size, banks) for corpus in config.corpora]
 
 
 def build_dataset(config: TrainConfig, parts: list[Part], sequences_a_step: int) -> TrainingData:
-    """The sequences of a run: those of its corpus, or shares of several.
+    """Return the sequences of a run: all sequences of its only corpus, or a mixture of several corpora.
 
     Args:
         config: The options of the run.
-        parts: As from `open_corpora`.
-        sequences_a_step: How many sequences all processes take in a step.
+        parts: Sequences of each corpus, from `open_corpora`.
+        sequences_a_step: Sequences that all processes together take in a step.
 
     Raises:
-        ValueError: As `Mixture`.
+        ValueError: If the share of a corpus is less than one sequence.
     """
     if not isinstance(config.corpus, list):
         return parts[0]
@@ -62,14 +64,14 @@ def build_dataset(config: TrainConfig, parts: list[Part], sequences_a_step: int)
 
 
 def audit_of(dataset: TrainingData, config: TrainConfig) -> SequenceAudit:
-    """What records which documents train blocks.
+    """Return the recorder of which documents train blocks.
 
     Args:
-        dataset: What `build_dataset` made.
+        dataset: Sequences of the run, from `build_dataset`.
         config: The options of the run.
 
     Raises:
-        DocumentError: If a corpus cannot be read any more.
+        DocumentError: If a corpus can no longer be read.
     """
     assert isinstance(dataset, (ClusteredDataset, Mixture)), "every corpus has paths"
     if not PartialState().is_main_process:
@@ -79,11 +81,11 @@ def audit_of(dataset: TrainingData, config: TrainConfig) -> SequenceAudit:
 
 
 def describe_corpus(config: TrainConfig, dataset: TrainingData) -> list[str]:
-    """What was read and what was not, and what it makes: a sentence each.
+    """Return sentences about what was read, what was not read, and the resulting sequences.
 
     Args:
         config: The options of the run.
-        dataset: What `build_dataset` made of them.
+        dataset: Sequences of the run, from `build_dataset`.
     """
     lines = [line for corpus in config.corpora if (line := describe_files(corpus.path)) is not None]
     if isinstance(dataset, Mixture):
