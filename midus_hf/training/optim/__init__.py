@@ -1,1 +1,1 @@
-"""Choose what trains, in which groups, at which rates."""
+"""Choose what trains, in which parameter groups, and at which rates."""

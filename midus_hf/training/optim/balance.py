@@ -1,4 +1,4 @@
-"""The balance loss of a model's memories in one forward pass."""
+"""Balance loss of a model's memories in one forward pass."""
 
 import contextlib
 import dataclasses
@@ -15,7 +15,7 @@ from midus_hf.ops.dispatch.private_torch import is_in_backward
 
 @dataclasses.dataclass(frozen=True)
 class _Reading:
-    """What a memory was given to read, and the autocast that it read it under."""
+    """Input of a memory in one forward pass, and the autocast settings of that pass."""
 
     memory: ScoresSubKeys
     attention_output: torch.Tensor
@@ -23,16 +23,17 @@ class _Reading:
 
 
 class Readings:
-    """What the memories of a model were given to read in one or more forward passes."""
+    """Inputs of a model's memories in one or more forward passes."""
 
     def __init__(self) -> None:
         self._readings: list[_Reading] = []
 
     def record(self, memory: ScoresSubKeys, arguments: tuple[torch.Tensor, ...]) -> None:
-        """Note what a memory is about to read; a forward pre-hook. What is only computed again is not noted again.
+        """Record the input of a memory; this is a forward pre-hook. A recomputation in the backward pass is not
+        recorded again.
 
         Raises:
-            ValueError: If the memory trains without a gradient of what it reads.
+            ValueError: If the memory trains, but gradients are disabled.
         """
         if is_in_backward():
             return
@@ -51,13 +52,14 @@ class Readings:
         self._readings.append(_Reading(memory, attention_output, autocast))
 
     def balance_loss(self, mean_over_processes: Callable[[torch.Tensor], torch.Tensor] | None = None) -> torch.Tensor:
-        """The mean of `memory.balance.balance_loss` over what was read, a scalar, float32 at least.
+        """Return the mean of `memory.balance.balance_loss` over all recorded inputs, a scalar, float32 at least.
 
         Args:
-            mean_over_processes: As that takes it. Default: none.
+            mean_over_processes: Averages a tensor over processes, as in `memory.balance.balance_loss`. Default: None,
+                one process.
 
         Raises:
-            ValueError: If nothing was read.
+            ValueError: If no memory has read anything.
         """
         if not self._readings:
             raise ValueError(
@@ -73,12 +75,13 @@ class Readings:
 
 @contextlib.contextmanager
 def record_readings(model: nn.Module) -> Iterator[Readings]:
-    """Note, while the context is open, what each memory of a model reads, with its gradient.
+    """Record, inside the context, the input of each memory of a model, with its gradient graph.
 
-    The loss is computed from that outside the forward pass: inside, activation checkpointing would have to repeat it.
+    The loss is computed from these inputs after the forward pass: inside it, activation checkpointing would have to
+    repeat the loss.
 
     Args:
-        model: A model, wrapped or not. Its memory modules have a hook more while the context is open.
+        model: A model, wrapped or not. Its memory modules have an additional forward pre-hook inside the context.
     """
     readings = Readings()
     memories: list[Any] = [module for module in model.modules() if isinstance(module, ScoresSubKeys)]

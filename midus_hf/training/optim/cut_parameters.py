@@ -1,18 +1,20 @@
-"""Sizes of parameters, also of those that DeepSpeed's ZeRO-3 has cut, which are empty but where they are needed."""
+"""Sizes of parameters, including parameters that DeepSpeed's ZeRO-3 has cut, which are empty except while they are in
+use.
+"""
 
 import torch
 
 
 def is_cut(parameter: torch.Tensor) -> bool:
-    """Whether processes share it by ZeRO-3."""
+    """Return whether ZeRO-3 has cut the parameter, so that each process holds a part."""
     return hasattr(parameter, "ds_shape")
 
 
 def whole_shape(parameter: torch.Tensor) -> torch.Size:
-    """Its shape before it was cut, if it was."""
+    """Return the shape that the parameter has, or had before ZeRO-3 cut it."""
     return getattr(parameter, "ds_shape", parameter.shape)
 
 
 def whole_numel(parameter: torch.Tensor) -> int:
-    """How many numbers it has in all processes together."""
+    """Return the number of elements of the parameter in all processes together."""
     return getattr(parameter, "ds_numel", parameter.numel())

@@ -1,4 +1,4 @@
-"""What is not finite ends a run before it is used or saved: losses, gradients, and tensors that train."""
+"""Checks that losses, gradients and trained tensors are finite; otherwise the run ends before they are used or saved."""
 
 import math
 from collections.abc import Iterable, Iterator
@@ -13,15 +13,15 @@ from midus_hf.files.checkpoint_files import ADAPTERS, PARTS_OF_WEIGHTS, WEIGHTS,
 
 
 class NotFiniteError(FloatingPointError):
-    """A run has come to numbers that are not finite, and ends without saving them."""
+    """Error of a run that reached numbers which are not finite, and ends without saving them."""
 
 
 def error_of(what: str, step: int) -> NotFiniteError:
     """Return the error with which a run ends.
 
     Args:
-        what: What is not finite, as the beginning of a sentence: "loss is nan".
-        step: The optimizer step at which it was seen.
+        what: Beginning of the message, which says what is not finite: "loss is nan".
+        step: Optimizer step at which the number was seen.
     """
     return NotFiniteError(
         f"{what} at step {step}; expected a finite number. Lower the learning rates, and resume from a checkpoint before that "
@@ -30,10 +30,11 @@ def error_of(what: str, step: int) -> NotFiniteError:
 
 
 def first_not_finite(tensors: Iterable[tuple[str, torch.Tensor]]) -> str | None:
-    """Return "NAME holds nan" of the first tensor that holds a number which is not finite, or None.
+    """Return "NAME holds nan" for the first tensor that holds a number which is not finite, or None.
 
     Args:
-        tensors: Names and tensors, of any shapes and dtypes; those of a tensor that processes share may be their shares.
+        tensors: Names and tensors, of any shapes and dtypes. Tensors that processes share may be the shares of this
+            process.
     """
     named = [(name, tensor) for name, tensor in tensors if tensor.is_floating_point() and tensor.numel()]
     if not named or math.isfinite(nn.utils.get_total_norm([tensor for _, tensor in named], math.inf)):
@@ -48,7 +49,8 @@ def first_not_finite(tensors: Iterable[tuple[str, torch.Tensor]]) -> str | None:
 def first_gradient_not_finite(model: nn.Module) -> str | None:
     """Return the name of the first parameter whose gradient has numbers that are not finite.
 
-    None if there is none, or if all gradients have some, as after clipping by a norm that is nan: then nobody knows which was first.
+    Return None if every gradient is finite. Return None, too, if no gradient is finite, as after clipping by a norm
+    that is NaN: then it is unknown which gradient was the first.
 
     Args:
         model: The model, after a backward pass.
@@ -63,7 +65,8 @@ def first_gradient_not_finite(model: nn.Module) -> str | None:
 
 
 def trained_tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the parameters that train, and of those that processes share the share of this one.
+    """Yield the name and the tensor of each parameter that trains; of a parameter that processes share, the share of
+    this process.
 
     Args:
         model: The model, as it trains.
@@ -74,11 +77,11 @@ def trained_tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def first_not_finite_in(checkpoint: Path, frozen: Iterable[str]) -> str | None:
-    """Return "NAME holds nan" of the first tensor in the weights of a checkpoint that trains and is not finite, or None.
+    """Return "NAME holds nan" for the first trained tensor in a checkpoint's weights that is not finite, or None.
 
     Args:
-        checkpoint: The folder of a checkpoint.
-        frozen: Names of tensors that do not train, which may be what they are.
+        checkpoint: Folder of the checkpoint.
+        frozen: Names of tensors that do not train, which are not checked.
     """
     left_out = frozenset(frozen)
     for path in sorted(
@@ -88,12 +91,12 @@ def first_not_finite_in(checkpoint: Path, frozen: Iterable[str]) -> str | None:
             continue
         with safe_open(path, "pt") as file:
             for name in file.keys():
-                found = None if name in left_out else first_not_finite([(name, file.get_tensor(name))])
-                if found is not None:
-                    return found
+                finding = None if name in left_out else first_not_finite([(name, file.get_tensor(name))])
+                if finding is not None:
+                    return finding
     return None
 
 
 def _share(tensor: Any) -> torch.Tensor:
-    """Return what this process has of a tensor that FSDP may have cut."""
+    """Return the part that this process holds of a tensor that FSDP may have cut."""
     return tensor.to_local() if hasattr(tensor, "to_local") else tensor

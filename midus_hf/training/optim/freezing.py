@@ -1,4 +1,4 @@
-"""Which parameters train: the layers that were added to the base, everything, or layers by their indices."""
+"""Choice of the parameters that train: the layers added to the base, everything, layers by index, or tensors by role."""
 
 import dataclasses
 from collections.abc import Iterable, Sequence
@@ -22,18 +22,19 @@ _SUMMARIES = {"new": "the new layers alone", "all": "everything"}
 
 @dataclasses.dataclass(frozen=True)
 class TrainableReport:
-    """What trains, for a person to read.
+    """Summary of what trains, which rich prints as a sentence and a table.
 
     Args:
-        trainable: `"new"`, `"all"` or the layers that were listed; for `"auto"`, what the config says.
+        trainable: `"new"`, `"all"`, or the list of layers or roles; never `"auto"`, but what the config says instead.
         layers: Indices of the decoder layers that train, ascending.
-        num_layers: L, all decoder layers.
-        parameters: Parameters that train.
-        total_parameters: All parameters; tied ones count once.
-        parameters_of_part: Parameters that train by what they belong to: a part of the layers, such as their
-            attention, or a part of the model outside them.
-        frozen: Roles of memory tensors that were taken out of what trains. Default: none.
-        blocks: Parameters of the banks beside the checkpoint, whose blocks train when they are fetched. Default: none.
+        num_layers: L, number of all decoder layers.
+        parameters: Number of parameters that train.
+        total_parameters: Number of all parameters; tied ones count once.
+        parameters_of_part: Number of parameters that train, by part: a part of the layers, such as their attention, or
+            a parameter outside the layers.
+        frozen: Roles of memory tensors that were excluded from training. Default: none.
+        blocks: Number of parameters in the banks beside the checkpoint, whose blocks train when texts fetch them.
+            Default: 0.
     """
 
     trainable: Literal["new", "all"] | list[int] | list[Role]
@@ -75,19 +76,19 @@ class TrainableReport:
 def resolve_trainable(
     config: PreTrainedConfig, trainable: Trainable
 ) -> Literal["new", "all"] | list[int] | list[Role]:
-    """Replace `"auto"` by what the config says, and see that the layers that are to train exist.
+    """Replace `"auto"` by what the config says, and check that the layers that are to train exist.
 
     Args:
-        config: Of the model.
-        trainable: `"auto"`, `"new"`, `"all"`, a list of layer indices, or one of roles of memory tensors.
+        config: Config of the model.
+        trainable: `"auto"`, `"new"`, `"all"`, a list of layer indices, or a list of roles of memory tensors.
 
     Returns:
         `"new"`, `"all"` or the list.
 
     Raises:
-        ValueError: If `trainable` is none of these; if it is `"auto"` and the config does not record what trains; if
-            it is `"new"` or a list of roles and the config records nothing new; if the list is empty, names a layer twice, or one
-            that the model does not have.
+        ValueError: If `trainable` is none of these; if it is `"auto"` and the config does not record what trains; if it
+            is `"new"` or a list of roles and the config records nothing new; if the list is empty, names a layer twice,
+            or names one that the model does not have.
     """
     resolved = _recorded_trainable(config) if trainable == "auto" else trainable
     if isinstance(resolved, list) and all(type(layer) is int for layer in resolved):
@@ -103,7 +104,7 @@ def resolve_trainable(
 
 
 def new_layers(config: PreTrainedConfig) -> list[int]:
-    """Indices of the layers that were added to the base, as `upscale` recorded them in the config.
+    """Return the indices, ascending, of the layers added to the base, as `upscale` recorded them in the config.
 
     Raises:
         ValueError: If the config records none, or layers that the model does not have.
@@ -124,26 +125,26 @@ def new_layers(config: PreTrainedConfig) -> list[int]:
 
 
 def _new_layers(config: PreTrainedConfig) -> list[int]:
-    """As `new_layers`; none are needed where memories were attached."""
+    """Return `new_layers`, or no layers if only memories were attached."""
     return [] if recorded_new_memories(config) and not recorded_new_layers(config) else new_layers(config)
 
 
 def recorded_new_memories(config: PreTrainedConfig) -> list[str]:
-    """Names of the memories that were attached to layers of the base; empty if the config records none."""
+    """Return the names of the memories attached to layers of the base; empty if the config records none."""
     return _record(config).get("new_memories") or []
 
 
 def attached_modules(model: PreTrainedModel, names: list[str]) -> dict[str, nn.Module]:
-    """The modules of attached memories, and each of the tables that their layers share, by their name in the model.
+    """Return the modules of attached memories, and the tables that their layers share, by their names in the model.
 
     Args:
         model: A causal language model.
-        names: Of the memories.
+        names: Names of the attached memories.
 
     Raises:
-        ValueError: If the model has no memory of a name.
+        ValueError: If the model lacks a memory that `names` has.
     """
-    found: dict[str, nn.Module] = {}
+    modules_by_path: dict[str, nn.Module] = {}
     for name in names:
         modules = {
             path: module
@@ -154,33 +155,35 @@ def attached_modules(model: PreTrainedModel, names: list[str]) -> dict[str, nn.M
             raise ValueError(
                 f"upscale.new_memories of the config names {name!r}, which the model does not have. Upscale the base again."
             )
-        found |= modules
-    return found
+        modules_by_path |= modules
+    return modules_by_path
 
 
 def recorded_new_layers(config: PreTrainedConfig) -> list[int]:
-    """What the config records as new layers, as it stands there; empty if it records none."""
+    """Return the new layers as the config records them, unchecked; empty if the config records none."""
     return _record(config).get("new_layers") or []
 
 
 def set_trainable(
     model: PreTrainedModel, trainable: Trainable = "auto", frozen: Sequence[Role] = ()
 ) -> TrainableReport:
-    """Set `requires_grad` of every parameter: without more said, what trains is what the method's paper trains.
+    """Set `requires_grad` of every parameter; by default, the parameters train that the method's paper trains.
 
-    With `"new"`, the added layers train whole (norms, projections, memory), memories that were attached to layers of the
-    base train, and nothing else does: not the base layers, the embeddings, the final norm or the head. With a list of
-    indices, the layers that it names train whole; with a list of roles, the tensors of these roles in memories that were
-    added. `"auto"` is what the config of an upscaled model records as its method's own: `"new"` or `"all"`.
+    With `"new"`, the added layers train whole (norms, projections, memory), memories attached to layers of the base
+    train, and nothing else does: not the base layers, the embeddings, the final norm or the head. With a list of
+    indices, these layers train whole; with a list of roles, the tensors of these roles in the added memories. `"auto"`
+    is the choice that the config of an upscaled model records for its method: `"new"` or `"all"`.
 
     Args:
         model: A causal language model whose decoder has `layers`.
-        trainable: `"auto"`, `"new"`, `"all"`, a list of layer indices, or one of roles of memory tensors. Default: `"auto"`.
-        frozen: Roles of memory tensors that do not train all the same, in any memory of the model. Default: none.
+        trainable: `"auto"`, `"new"`, `"all"`, a list of layer indices, or a list of roles of memory tensors. Default:
+            `"auto"`.
+        frozen: Roles of memory tensors that stay frozen whatever `trainable` says, in all memories of the model.
+            Default: none.
 
     Raises:
-        ValueError: As `resolve_trainable`; if the model is wrapped by PEFT, whose config says what trains; if what is to
-            be frozen does not train anyway, or nothing is left that trains.
+        ValueError: If `resolve_trainable` raises it; if the model is wrapped by PEFT, whose config says what trains; if
+            a role in `frozen` has no tensor that would train, or nothing is left that trains.
     """
     if has_adapters(model):
         raise ValueError(
@@ -226,7 +229,7 @@ def set_trainable(
 
 
 def _new_modules(model: PreTrainedModel) -> list[nn.Module]:
-    """The layers and memories that were added to the base."""
+    """Return the layers and memories that were added to the base."""
     layers = model.get_decoder().layers
     attached = attached_modules(model, recorded_new_memories(model.config))
     return [*(layers[index] for index in _new_layers(model.config)), *attached.values()]
@@ -234,26 +237,26 @@ def _new_modules(model: PreTrainedModel) -> list[nn.Module]:
 
 def _train_roles(model: PreTrainedModel, roles: list[Role]) -> None:
     """Let the tensors of some roles train, in the memories that were added to the base."""
-    found = _parameters_of(_new_modules(model), roles) if roles else []
-    if roles and not found:
+    parameters = _parameters_of(_new_modules(model), roles) if roles else []
+    if roles and not parameters:
         raise ValueError(
             f"trainable is {roles}, but the new memories of this {model.config.model_type} model have no tensors of these roles; "
             "expected roles that they have, or trainable: new."
         )
-    for parameter in found:
+    for parameter in parameters:
         parameter.requires_grad_(True)
 
 
 def _freeze_roles(model: PreTrainedModel, roles: Sequence[Role]) -> None:
-    """Let the tensors of some roles not train, in any memory."""
+    """Freeze the tensors of some roles, in all memories."""
     for role in roles:
-        found = [parameter for parameter in _parameters_of([model], [role]) if parameter.requires_grad]
-        if not found:
+        parameters = [parameter for parameter in _parameters_of([model], [role]) if parameter.requires_grad]
+        if not parameters:
             raise ValueError(
                 f"frozen is {list(roles)}, but of this {model.config.model_type} model no memory tensors of the role {role!r} "
                 "would train; leave it out."
             )
-        for parameter in found:
+        for parameter in parameters:
             parameter.requires_grad_(False)
     if roles and not _num_training(model):
         raise ValueError(
@@ -262,7 +265,7 @@ def _freeze_roles(model: PreTrainedModel, roles: Sequence[Role]) -> None:
 
 
 def _parameters_of(modules: Iterable[nn.Module], roles: Sequence[Role]) -> list[nn.Parameter]:
-    """The parameters that have one of the roles in a memory within the modules."""
+    """Return the parameters that have one of the roles in a memory within the modules."""
     return [
         memory.get_parameter(name)
         for module in modules
@@ -274,12 +277,12 @@ def _parameters_of(modules: Iterable[nn.Module], roles: Sequence[Role]) -> list[
 
 
 def _num_training(module: nn.Module) -> int:
-    """Parameters of a module that train."""
+    """Return the number of a module's parameters that train."""
     return sum(whole_numel(parameter) for parameter in module.parameters() if parameter.requires_grad)
 
 
 def _record(config: PreTrainedConfig) -> dict[str, Any]:
-    """What `upscale` recorded in the config; empty if the model is not its work."""
+    """Return the record of `upscale` in the config; empty if `upscale` did not make the model."""
     record = getattr(config, "upscale", None)
     return record if isinstance(record, dict) else {}
 
@@ -310,10 +313,10 @@ def _check_listed(config: PreTrainedConfig, layers: list[int]) -> None:
 
 
 def _outside(config: PreTrainedConfig, layers: list[int]) -> list[int]:
-    """Those of the indices that are no layers of the model."""
+    """Return the indices that are not layers of the model."""
     return [layer for layer in layers if not 0 <= layer < config.num_hidden_layers]
 
 
 def has_adapters(model: Any) -> bool:
-    """Return whether PEFT has wrapped a model; PEFT itself need not be there."""
+    """Return whether PEFT has wrapped a model; PEFT need not be installed."""
     return hasattr(model, "peft_config")

@@ -1,4 +1,4 @@
-"""LoRA on the base's layers beside new layers that train whole. Needs PEFT, which is an extra."""
+"""LoRA on the base's layers, with new layers that train whole. This needs the package PEFT, which is an extra."""
 
 from typing import Any
 
@@ -15,21 +15,21 @@ from midus_hf.training.optim.freezing import (
 
 
 def lora_config(model: PreTrainedModel, *, r: int = 16, lora_alpha: int = 32, **options: Any) -> LoraConfig:
-    """The `LoraConfig` for an upscaled model: adapters on what the base brought, new layers and memories trained whole.
+    """Return a `LoraConfig` for an upscaled model: adapters on the base, new layers and memories trained whole.
 
-    An adapter on a new layer could not do instead. Where a memory's values are zero, nothing else in its layer has a
-    gradient, and values are no linear layer that an adapter could sit on. So PEFT copies every new layer, trains the
-    copy, saves it with the adapters, and puts it in the layer's place when they are merged.
+    An adapter on a new layer could not replace training it whole: while a memory's values are zero, nothing else in the
+    layer has a gradient, and values are no linear layer that could have an adapter. So PEFT copies every new layer,
+    trains the copy, saves the copy with the adapters, and puts it in the layer's place when adapters are merged.
 
     Args:
-        model: As `from_pretrained` gives it, not yet wrapped.
+        model: A model from `from_pretrained`, not yet wrapped by PEFT.
         r: Rank of the adapters. Default: 16.
-        lora_alpha: Their scale, times `r`. Default: 32.
-        options: Whatever else a `LoraConfig` takes. `target_modules` are all linear layers of the base by default;
-            `modules_to_save` are added to the new layers; `task_type` is `"CAUSAL_LM"` by default.
+        lora_alpha: Scale of the adapters multiplied by `r`: adapters are scaled by `lora_alpha / r`. Default: 32.
+        options: Other arguments of `LoraConfig`. By default, `target_modules` are all linear layers of the base and
+            `task_type` is `"CAUSAL_LM"`; `modules_to_save` are added to the new layers.
 
     Raises:
-        ValueError: If the config of the model records no new layers, or the model is wrapped already.
+        ValueError: If the config of the model records no new layers or memories, or the model is wrapped already.
     """
     if has_adapters(model):
         raise ValueError("the model is wrapped by PEFT already; expected it as from_pretrained gives it.")
@@ -45,10 +45,10 @@ def lora_config(model: PreTrainedModel, *, r: int = 16, lora_alpha: int = 32, **
 
 
 def names_of_new_modules(model: PreTrainedModel) -> list[str]:
-    """Names of the layers and memories that were added to the base; none if its config records none.
+    """Return the names of the layers and memories added to the base; empty if the config records none.
 
     Args:
-        model: As in `lora_config`.
+        model: A causal language model, not wrapped by PEFT.
     """
     stack = model.get_decoder().layers
     name_of_stack = next(name for name, module in model.named_modules() if module is stack)

@@ -1,4 +1,4 @@
-"""The optimizer's parameter groups, and the course of each group's learning rate (MIDUS, appendix B.1)."""
+"""Parameter groups of the optimizer, and the course of each group's learning rate (MIDUS, appendix B.1)."""
 
 from collections.abc import Callable
 from typing import Any
@@ -18,28 +18,28 @@ from midus_hf.training.optim.rates import VALUE_DECAY_RATIO, Rates
 _COURSE_OF_VALUES = {"constant": "constant", "fixed": "schedule", "4x-to-1x": "4x-to-1x"}
 
 BLOCKS_GROUP = "blocks"
-"""The name of the optimizer's group that has no parameters, but the rate and the decay of blocks."""
+"""Name of the optimizer's group for blocks: it has no parameters, only the rate and the decay of blocks."""
 
 
 def parameter_groups(model: nn.Module, rates: Rates) -> list[dict[str, Any]]:
     """Split the parameters that train into groups for an optimizer.
 
-    Keys and values of memories do not decay and keep one rate throughout, unless values have a decay or a schedule, or keys
-    count as weights; everything else follows the schedule. What decays are its tensors of two or more dimensions: not norms, not
-    biases. Which parameters are keys and values is asked of the memory modules, so a wrapper that renames parameters changes no
-    group.
+    Keys and values of memories do not decay and keep one rate throughout, unless values have a decay or a schedule, or
+    keys count as weights. Everything else follows the schedule; of these parameters, tensors of two or more dimensions
+    decay, but not norms or biases. The memory modules themselves say which parameters are keys and values, so a wrapper
+    that renames parameters changes no group.
 
     Args:
-        model: With `requires_grad` set.
-        rates: The rate and the decay of each kind of tensor.
+        model: A model with `requires_grad` set.
+        rates: Rate and decay of each kind of tensor.
 
     Returns:
-        Groups with `params`, `name`, `lr`, `weight_decay` and `course`, in this order: `decay`, `no_decay`, then
-        `memory`, `memory_no_decay` if the rest of memories has a rate of its own, `gates`, `gates_no_decay` if gates have
-        one, and `keys_and_values`, or `keys`,
-        `values` if these differ. Groups without parameters are left out; but where blocks of a bank train, which are no
-        parameters, there is a group `blocks` with the rate, the decay and the course of values. `course` is `"schedule"`,
-        `"constant"` or `"4x-to-1x"`. What is no key or value stands first, since a Trainer logs the rate of the first group.
+        Groups with `params`, `name`, `lr`, `weight_decay` and `course`, in this order: `decay`, `no_decay`; `memory`,
+            `memory_no_decay` if other memory tensors have a separate rate; `gates`, `gates_no_decay` if gates have a
+            separate rate; `keys_and_values`, or `keys` and `values` if these differ. Groups without parameters are left
+            out. Blocks of a bank are no parameters: if they train, a last group `blocks` has the rate, decay and course
+            of values. `course` is `"schedule"`, `"constant"` or `"4x-to-1x"`. Keys and values come late because a
+            Trainer logs the rate of the first group.
 
     Raises:
         ValueError: If nothing trains.
@@ -58,13 +58,14 @@ def parameter_groups(model: nn.Module, rates: Rates) -> list[dict[str, Any]]:
 
 
 def group_schedules(optimizer: torch.optim.Optimizer, rates: Rates, total_steps: int) -> LambdaLR:
-    """A scheduler under which each group takes its `course`: the schedule, a constant rate, or the schedule from 4x to 1x.
+    """Return a scheduler under which each group takes its `course`: the schedule, a constant rate, or `"4x-to-1x"`.
 
-    That is the schedule times a factor that falls linearly from 4 to 1 in the first `value_decay_ratio` of the steps.
+    `"4x-to-1x"` is the schedule times a factor that falls linearly from 4 to 1 in the first `value_decay_ratio` of the
+    steps.
 
     Args:
-        optimizer: Built on `parameter_groups`.
-        rates: Of which warm-up, schedule and `value_decay_ratio` are read.
+        optimizer: An optimizer built on `parameter_groups`.
+        rates: Rates, of which the warm-up, the schedule and `value_decay_ratio` are read.
         total_steps: Steps of the run.
     """
     warmup_steps, options = rates.warmup_steps(total_steps), rates.scheduler_options(total_steps)
@@ -78,13 +79,13 @@ def schedule_groups(
     total_steps: int,
     value_decay_ratio: float = VALUE_DECAY_RATIO,
 ) -> LambdaLR:
-    """As `group_schedules`, of any schedule.
+    """Return a scheduler as `group_schedules` does, but for any schedule.
 
     Args:
-        optimizer: Built on `parameter_groups`.
-        factor: The schedule: what the maximum rate is multiplied by at a step.
+        optimizer: An optimizer built on `parameter_groups`.
+        factor: The schedule: maps a step to the factor of the maximum rate.
         total_steps: Steps of the run.
-        value_decay_ratio: As in `Rates`.
+        value_decay_ratio: Share of the steps in which the factor of `"4x-to-1x"` falls, as in `Rates`. Default: 0.25.
     """
 
     def falling(step: int) -> float:
@@ -97,13 +98,13 @@ def schedule_groups(
 def schedule_factor(
     scheduler_type: str, warmup_steps: int, total_steps: int, options: dict[str, Any] | None = None
 ) -> Callable[[int], float]:
-    """Transformers' schedule as a function of the step, taken from a scheduler of an optimizer made for that.
+    """Return transformers' schedule as a function of the step, taken from the scheduler of a throw-away optimizer.
 
     Args:
-        scheduler_type: The name of a schedule that scales the maximum rate, such as `"cosine"`.
+        scheduler_type: Name of a schedule that scales the maximum rate, such as `"cosine"`.
         warmup_steps: Steps in which the rate rises.
         total_steps: Steps of the run.
-        options: What else the schedule takes. Default: nothing.
+        options: Other arguments of the schedule. Default: None, no others.
     """
     probe = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=1.0)
     scheduler = get_scheduler(scheduler_type, probe, warmup_steps, total_steps, scheduler_specific_kwargs=options)
@@ -112,11 +113,11 @@ def schedule_factor(
 
 
 def _group_namer(model: nn.Module, rates: Rates) -> Callable[[nn.Parameter], str]:
-    """A function that names the group of a parameter."""
+    """Return a function that names the group of a parameter."""
     value_roles: tuple[Role, ...] = ("value", "transform") if rates.value_transforms == "values" else ("value",)
     keys, values = _ids_of(model, "key"), _ids_of(model, *value_roles)
     gates = _ids_of(model, "gate")
-    norms = _ids_of(model, "norm")  # they have a row per head, and still do not decay
+    norms = _ids_of(model, "norm")  # norms with a row per head have two dimensions, but do not decay either
     rest = _ids_of(model, "projection", "norm", "gate", "router", "transform") - values
     if rates.memory_keys == "weights":
         keys, rest = set(), rest | keys
@@ -141,7 +142,7 @@ def _group_namer(model: nn.Module, rates: Rates) -> Callable[[nn.Parameter], str
 
 
 def _settings(rates: Rates) -> dict[str, dict[str, Any]]:
-    """What each group is trained with, in the order of groups."""
+    """Return the rate, decay and course of each group, in the order of groups."""
     memory_rate = rates.learning_rate if rates.memory_learning_rate is None else rates.memory_learning_rate
     gate_rate = memory_rate if rates.gate_learning_rate is None else rates.gate_learning_rate
     key_rate = rates.learning_rate if rates.key_value_learning_rate is None else rates.key_value_learning_rate
@@ -162,7 +163,7 @@ def _settings(rates: Rates) -> dict[str, dict[str, Any]]:
 
 
 def _ids_of(model: nn.Module, *roles: Role) -> set[int]:
-    """Ids of the parameters that have one of the roles in a memory."""
+    """Return the ids of the parameters that have one of the roles in a memory."""
     return {
         id(module.declared_tensor(name))
         for module in model.modules()
@@ -176,6 +177,6 @@ def _constant(step: int) -> float:
 
 
 def banks_that_train(model: torch.nn.Module) -> list[Banks]:
-    """Return the banks of a model, PEFT's wrapper aside, whose blocks are to be trained."""
+    """Return the banks of a model, wrapped by PEFT or not, whose blocks train."""
     modules = (module for module in model.modules() if isinstance(module, MemoryModel))
     return [module.own_banks for module in modules if module.own_banks.layouts and module.own_banks.trainable]

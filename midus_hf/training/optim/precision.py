@@ -1,4 +1,4 @@
-"""The dtypes in which a model trains, and the way back to those of its checkpoint."""
+"""Dtypes in which a model trains, and the cast back to the dtypes of its checkpoint."""
 
 import torch
 from transformers import PreTrainedModel
@@ -7,18 +7,18 @@ from midus_hf.memory.declared_module import DeclaredModule
 
 
 def hold_for_training(model: PreTrainedModel, bf16: bool) -> dict[str, torch.dtype]:
-    """Put every parameter into the dtype in which it is held while training.
+    """Cast every parameter to the dtype in which it is held while training.
 
-    Without `bf16` that is float32. With `bf16`, where autocast computes in bfloat16, what trains is held in float32,
-    since bfloat16 would round most updates of a small rate away; what is frozen stays as it is. Running statistics of
-    memories are held in float32 for the same reason.
+    Without `bf16`, everything is held in float32. With `bf16`, where autocast computes in bfloat16, parameters that
+    train are held in float32, since bfloat16 would lose most updates of a small rate to rounding; frozen parameters
+    keep their dtype. Running statistics of memories are held in float32 for the same reason.
 
     Args:
-        model: With `requires_grad` set.
+        model: A model with `requires_grad` set.
         bf16: Whether training computes in bfloat16.
 
     Returns:
-        The dtypes before, by name of the parameter or buffer, for `restore_dtypes`.
+        The previous dtypes, by name of the parameter or buffer, for `restore_dtypes`.
     """
     dtypes = {}
     for name, parameter in model.named_parameters():
@@ -33,18 +33,18 @@ def hold_for_training(model: PreTrainedModel, bf16: bool) -> dict[str, torch.dty
 
 
 def restore_dtypes(model: PreTrainedModel, dtypes: dict[str, torch.dtype]) -> None:
-    """Cast everything back to what `hold_for_training` found: exact for what was frozen.
+    """Cast everything back to its dtype before `hold_for_training`; this is exact for what was frozen.
 
     Args:
         model: The model after training.
-        dtypes: What `hold_for_training` returned for it.
+        dtypes: Dtypes by name, from `hold_for_training`.
     """
     for name, tensor in (*model.named_parameters(), *_memory_buffers(model)):
         tensor.data = tensor.data.to(dtypes[name])
 
 
 def _memory_buffers(model: PreTrainedModel) -> list[tuple[str, torch.Tensor]]:
-    """The buffers of memories, by full name."""
+    """Return the buffers of memories with their full names."""
     return [
         (f"{prefix}.{name}", buffer)
         for prefix, module in model.named_modules()

@@ -1,4 +1,4 @@
-"""AdamW that updates only those rows of a table that were read (lazy Adam)."""
+"""AdamW that updates only the rows of a table that a step read (lazy Adam)."""
 
 from collections.abc import Callable, Iterable
 from itertools import chain
@@ -8,24 +8,24 @@ import torch
 
 _MOMENTS = ("exp_avg", "exp_avg_sq")
 _GROWTH = 1.5
-"""By which there is more room for moments than is needed, so that growing copies each row a few times at most."""
+"""Factor by which the room for moments exceeds the need, so that growth copies each row only a few times."""
 
 
 class RowAdamW(torch.optim.AdamW):
-    """`torch.optim.AdamW`, where a gradient may be a sparse tensor of rows, as `torch.optim.SparseAdam` takes it.
+    """`torch.optim.AdamW` whose gradients may be sparse tensors of rows, as `torch.optim.SparseAdam` takes them.
 
-    Rows without a gradient stay as they are, their moments and their decay included; in every other row the update is AdamW's, with
-    the step of the whole table for its bias correction. The time of a step follows the rows that were read, and memory follows the
-    rows that any step has read: there are moments of these alone, `[U, v]`, in the order in which they were first read, which the
-    state says as `rows`, `[U]`, int64. Beside them is a number of four bytes for each row of the table.
+    Rows without a gradient stay unchanged: no update, no decay, the same moments. All other rows get the update of
+    AdamW, with the step of the whole table in the bias correction. The time of a step is proportional to the rows that
+    were read. Moments exist only for the U rows that any step has read, `[U, v]`, in the order of the first reading;
+    the state lists these rows as `rows`, `[U]`, int64. A further four bytes per row of the table hold an index.
 
-    A state without `rows`, of moments as large as the table, is gone on with as it is. Where the gradient of a table becomes dense,
-    its moments become as large as the table.
+    A state without `rows`, whose moments are as large as the table, is continued as it is. If the gradient of a table
+    becomes dense, its moments grow to the size of the table.
     """
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
-        """As `Optimizer.step`."""
+        """Take one optimization step, as `Optimizer.step` does."""
         tables = []
         for group in self.param_groups:
             for table in group["params"]:
@@ -45,7 +45,9 @@ class RowAdamW(torch.optim.AdamW):
         return loss
 
     def state_dict(self) -> dict[str, Any]:
-        """As `Optimizer.state_dict`; moments of rows have no more room than they need, since all of it would be saved."""
+        """Return the state as `Optimizer.state_dict` does, without the spare room of moments, which would be saved as
+        well.
+        """
         for state in self.state.values():
             for key in _MOMENTS if "rows" in state else ():
                 if state[key].untyped_storage().nbytes() > state[key].nbytes:
@@ -53,7 +55,9 @@ class RowAdamW(torch.optim.AdamW):
         return super().state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """As `Optimizer.load_state_dict`, which would cast the numbers of rows to the dtype of their table."""
+        """Load a state as `Optimizer.load_state_dict` does, but keep `rows` in int64 rather than in the dtype of the
+        table.
+        """
         super().load_state_dict(state_dict)
         saved = chain.from_iterable(group["params"] for group in state_dict["param_groups"])
         tables = chain.from_iterable(group["params"] for group in self.param_groups)
@@ -86,11 +90,13 @@ class RowAdamW(torch.optim.AdamW):
         flat.index_copy_(0, rows, updated.addcdiv_(mean, root, value=-group["lr"] / (1 - beta1**step)))
 
     def _places(self, table: torch.Tensor, rows: torch.Tensor, num_rows: int) -> torch.Tensor:
-        """Where the moments of rows are, int64; those that are read for the first time get a place, and moments of zero."""
+        """Return the positions, int64, of the moments of rows; a row that is read for the first time gets a position
+        and zero moments.
+        """
         known: dict[torch.Tensor, tuple[torch.Tensor, torch.Tensor]] = self.__dict__.setdefault("_known", {})
         state = self.state[table]
         seen, place_of_row = known.get(table, (None, None))
-        if seen is not state["rows"] or place_of_row is None:  # the first step, or that after a state was loaded
+        if seen is not state["rows"] or place_of_row is None:  # the first step, or the first after a state was loaded
             place_of_row = torch.full((num_rows,), -1, dtype=torch.int32, device=rows.device)
             place_of_row[state["rows"]] = torch.arange(len(state["rows"]), dtype=torch.int32, device=rows.device)
         new = rows[place_of_row[rows] < 0]
@@ -104,7 +110,7 @@ class RowAdamW(torch.optim.AdamW):
         return place_of_row[rows].long()
 
     def _spread(self, table: torch.Tensor) -> None:
-        """Make moments as large as the table: its gradient is no longer one of rows."""
+        """Expand the moments to the size of the table, whose gradient is no longer sparse."""
         state = self.state[table]
         rows = state.pop("rows")
         for key in _MOMENTS:
@@ -114,7 +120,7 @@ class RowAdamW(torch.optim.AdamW):
 
 
 def _numbered(indices: torch.Tensor, shape: torch.Size) -> torch.Tensor:
-    """Numbers of rows, in order, of indices `[len(shape), U]`: `[U]`."""
+    """Return the flat number of each row, `[U]`, for indices `[len(shape), U]`."""
     number = indices[0]
     for index, size in zip(indices[1:], shape[1:], strict=True):
         number = number * size + index
@@ -122,9 +128,9 @@ def _numbered(indices: torch.Tensor, shape: torch.Size) -> torch.Tensor:
 
 
 def _longer(moment: torch.Tensor, length: int, most: int) -> torch.Tensor:
-    """A moment `[U, ...]` with zeros behind it, `[length, ...]`: in its own storage if that has room, else in one with room for more.
+    """Return a moment `[U, ...]` extended by zeros to `[length, ...]`, in a larger storage if its own has no room.
 
-    What is not yet used of a storage is not written, so that a CPU commits no memory to it.
+    The unused end of a storage is not written, so that a CPU commits no memory to it.
     """
     used, row = len(moment), moment.shape[1:]
     if moment.untyped_storage().nbytes() < length * row.numel() * moment.element_size():
@@ -137,22 +143,22 @@ def _longer(moment: torch.Tensor, length: int, most: int) -> torch.Tensor:
 
 
 def norm_of_rows(gradients: Iterable[torch.Tensor]) -> torch.Tensor:
-    """The norm of sparse gradients of tables together, a scalar."""
+    """Return the joint norm of sparse gradients of tables, a scalar."""
     return torch.stack([gradient.coalesce().values().norm() for gradient in gradients]).norm()
 
 
 def clip_rows(
     tables: Iterable[torch.Tensor], max_norm: float, total: Callable[[torch.Tensor], torch.Tensor] = lambda norm: norm
 ) -> torch.Tensor:
-    """Scale the sparse gradients of tables down to a norm that they have together.
+    """Scale the sparse gradients of tables down so that their joint norm is at most `max_norm`.
 
     Args:
-        tables: With sparse gradients, which are replaced by coalesced ones.
-        max_norm: The norm.
-        total: The norm over all processes, of the norm in this one. Default: there is one process.
+        tables: Tables with sparse gradients, which are replaced by coalesced ones.
+        max_norm: Largest joint norm.
+        total: Turns the norm in this process into the norm over all processes. Default: the identity, for one process.
 
     Returns:
-        The norm before that, a scalar.
+        The norm before clipping, a scalar.
     """
     tables = list(tables)
     for table in tables:

@@ -1,4 +1,4 @@
-"""Large tables whose columns are spread over processes while a model trains."""
+"""Large tables whose columns are split over processes while a model trains."""
 
 import contextlib
 from collections.abc import Iterable, Iterator
@@ -12,19 +12,19 @@ from midus_hf.memory.declared_module import DeclaredModule
 from midus_hf.memory.protocols import HostsTables, ReadsFewRows
 
 _NUMBERS_AT_ONCE = 1 << 24
-"""Of a table that is put together: what all processes send in one message."""
+"""Numbers that all processes together send in one message when a table is gathered."""
 
 
 class TableColumns:
-    """The tables of values that memories of few rows read, of which each process keeps a stretch of the columns.
+    """Value tables of memories that read few rows, of which each process keeps a contiguous stretch of the columns.
 
-    Gradients, moments of the optimizer and the time that it takes are those of the stretch. The gradient is divided by the number
-    of processes, as `DistributedDataParallel` does with all others, which has to leave these parameters alone: it reads that from
-    the model, where this class says so. The model can be saved inside `whole` alone.
+    Gradients, moments and the optimizer's time cover only this stretch. A gradient is divided by the number of
+    processes, as `DistributedDataParallel` does with all other gradients. `DistributedDataParallel` must ignore these
+    parameters: this class tells it so through an attribute of the model. The model can be saved only inside `whole`.
 
     Args:
-        model: Every process holds the same. Its tables are cut when this is made.
-        group: The processes, of which those of lower rank have the columns in front.
+        model: A model that is the same in every process. The constructor cuts its tables.
+        group: The processes; the columns are split in the order of the ranks.
 
     Raises:
         ValueError: If a table's columns do not divide over the processes. Nothing is cut then.
@@ -56,14 +56,15 @@ class TableColumns:
         nn.parallel.DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, list(self.parameters))
 
     def stretch_of(self, table: torch.Tensor) -> torch.Tensor:
-        """A copy of this process's columns of a whole table `[R, v]`, `[R, v / P]`."""
+        """Return a copy of this process's columns, `[R, v / P]`, of a whole table `[R, v]`."""
         return table.chunk(self.group.size(), dim=-1)[self.group.rank()].clone()
 
     @contextlib.contextmanager
     def whole(self, optimizer: torch.optim.Optimizer | None = None) -> Iterator[None]:
-        """Within it the first process holds whole tables, in the memory of the host, and those of an optimizer's moments.
+        """Gather whole tables, and whole moments of an optimizer, into the first process's host memory inside the
+        context.
 
-        All processes enter it; the others keep their stretches. Within itself it does nothing.
+        All processes enter the context; the others keep their stretches. A nested context changes nothing.
         """
         if self._may_be_saved:
             yield
@@ -93,7 +94,9 @@ class TableColumns:
 
     @contextlib.contextmanager
     def loading(self) -> Iterator[None]:
-        """Within it every process holds whole tables, whose values are unknown until they are loaded; then it keeps its columns."""
+        """Let every process hold whole tables inside the context, to load values into; afterwards it keeps only its
+        columns.
+        """
         places = {name: parameter.data for name, parameter in self.parameters.items()}
         for name, parameter in self.parameters.items():
             parameter.data = torch.empty(self.shapes[name], dtype=parameter.dtype)
@@ -107,7 +110,7 @@ class TableColumns:
             parameter.data = places[name].copy_(self.stretch_of(parameter.data))
 
     def cut_moments(self, optimizer: torch.optim.Optimizer) -> None:
-        """Keep this process's columns of moments that were loaded whole."""
+        """Reduce moments that were loaded whole to this process's columns."""
         state: Any = optimizer.state
         for name, parameter in self.parameters.items():
             for key, value in state.get(parameter, {}).items():
@@ -115,13 +118,15 @@ class TableColumns:
                     state[parameter][key] = self.stretch_of(value)
 
     def total_norm(self, norm: torch.Tensor) -> torch.Tensor:
-        """The norm over all processes of what has this norm in one, a scalar."""
+        """Return the norm over all processes, a scalar, from the norm in this process."""
         square = norm.square()
         dist.all_reduce(square, group=self.group)
         return square.sqrt()
 
     def _gathered(self, stretch: torch.Tensor) -> torch.Tensor | None:
-        """The whole table in the first process, in the memory of the host, put together some rows at a time; None elsewhere."""
+        """Return the whole table in the first process's host memory, gathered some rows at a time; return None
+        elsewhere.
+        """
         first, processes = self.group.rank() == 0, self.group.size()
         width = stretch.shape[-1]
         whole = torch.empty(len(stretch), width * processes, dtype=stretch.dtype) if first else None
@@ -143,7 +148,9 @@ class TableColumns:
 
 
 def tables_of_values(model: nn.Module) -> dict[str, nn.Parameter]:
-    """Parameters, by name, that are tables of values of memories that read few rows, their own or shared ones."""
+    """Return the parameters, by name, that are value tables of memories which read few rows, their own or shared
+    tables.
+    """
     read = {
         id(table) for module in model.modules() if isinstance(module, ReadsFewRows) for table in module.parameters()
     }
@@ -167,5 +174,7 @@ def _moments(state: dict[str, Any], parameter: nn.Parameter) -> Iterable[tuple[s
 
 
 def _is_of_rows(moment: torch.Tensor, shape: torch.Size) -> bool:
-    """Whether it has numbers for rows of a table of this shape, all of them or those that were read."""
+    """Return whether a moment has numbers for rows of a table of this shape, for all rows or for the rows that were
+    read.
+    """
     return moment.dim() == len(shape) and moment.shape[-1] == shape[-1]

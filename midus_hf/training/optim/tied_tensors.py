@@ -1,4 +1,4 @@
-"""Tensors that a model has under several names: files hold them under one."""
+"""Tensors that a model has under several names, of which files hold only one."""
 
 from collections.abc import Iterable
 
@@ -6,17 +6,17 @@ from torch import nn
 
 
 def other_names(model: nn.Module) -> set[str]:
-    """Names of parameters that have another one, which stands before."""
+    """Return the names of tied parameters except for the first name of each."""
     first = {name for name, _ in model.named_parameters()}
     return {name for name, _ in model.named_parameters(remove_duplicate=False)} - first
 
 
 def really_missing(model: nn.Module, missing: Iterable[str]) -> list[str]:
-    """Of the names that a checkpoint lacks, those of tensors that it has under no other name.
+    """Return the names that a checkpoint lacks, without tensors that the checkpoint has under another name.
 
     Args:
-        model: That the checkpoint was loaded into.
-        missing: As `load_state_dict` returns them.
+        model: Model into which the checkpoint was loaded.
+        missing: Missing names, from `load_state_dict`.
     """
     missing = list(missing)
     tensors = dict(model.named_parameters(remove_duplicate=False))
