@@ -1,1 +1,1 @@
-"""Transformers' Trainer for memories."""
+"""Transformers' Trainer for models with memories."""

@@ -1,4 +1,6 @@
-"""What a Trainer of memories may do besides: a balance loss, a log of usage, and an end to what is not finite."""
+"""Additions to a Trainer of memories: a balance loss, a log of memory usage, and an end to runs that are no longer
+finite.
+"""
 
 import contextlib
 import math
@@ -16,17 +18,18 @@ from midus_hf.training.optim.finite import error_of, first_gradient_not_finite
 
 
 class Aids:
-    """What a Trainer of memories may do besides: a balance loss, a log of usage, and an end to what is not finite.
+    """Additions to a Trainer of memories: a balance loss, a log of memory usage, and an end to runs that are no longer
+    finite.
 
     Args:
-        trainer: That has its model and its accelerator.
-        balance_loss: Coefficient of the balance loss of the memories, which is added to the loss in training alone.
+        trainer: A Trainer that has its model and its accelerator.
+        balance_loss: Coefficient of the balance loss of the memories, which is added to the loss only in training.
             Default: 0.
-        usage_steps: Steps between log events that tell how memory slots are used. Default: none.
+        usage_steps: Steps between log events on how memory slots are used. Default: None, usage is not logged.
 
     Raises:
-        ValueError: If `balance_loss` is set where parameters are sharded: the loss reads keys outside the forward
-            pass. If `usage_steps` is set and `args.torch_compile`: what is counted runs uncompiled.
+        ValueError: If `balance_loss` is set and parameters are sharded, since the loss reads keys outside the forward
+            pass. If `usage_steps` is set with `args.torch_compile`, since usage is counted only in an uncompiled model.
     """
 
     def __init__(self, trainer: Any, balance_loss: float = 0.0, usage_steps: int | None = None):
@@ -46,7 +49,7 @@ class Aids:
 
     @contextlib.contextmanager
     def training(self) -> Iterator[None]:
-        """Count the usage of memory slots, if it is to be logged, for as long as training runs."""
+        """Count the usage of memory slots inside the context, if usage is logged."""
         self._balance_losses.clear()
         if self._usage_events is None:
             yield
@@ -59,13 +62,16 @@ class Aids:
                 self._usage_events.usage = None
 
     def with_balance(self, model: nn.Module, compute: Callable[[], Any], is_per_token: bool, returns: bool) -> Any:
-        """Return the result of computing a loss, with the balance loss times its coefficient added in training.
+        """Compute a loss and, in training, add the balance loss times its coefficient.
 
         Args:
-            model: That computes.
-            compute: Returns the loss, or a tuple that begins with it.
+            model: The model that computes the loss.
+            compute: Returns the loss, or a tuple that begins with the loss.
             is_per_token: Whether the loss is divided by the tokens of all passes of a step.
             returns: Whether `compute` returns a tuple.
+
+        Returns:
+            The result of `compute`, with the balance loss added to the loss.
         """
         if not self.balance_loss or not model.training:
             return compute()
@@ -74,7 +80,7 @@ class Aids:
         trainer = self._trainer
         balance = readings.balance_loss(self._mean_over_processes if trainer.args.world_size > 1 else None)
         self._balance_losses.append(balance.detach())
-        # Where the loss is divided by the tokens of all passes of a step, what is a mean per pass has to be divided too.
+        # If the loss is divided by the tokens of all passes of a step, the balance loss, a mean per pass, is divided by the passes.
         by_tokens = trainer.model_accepts_loss_kwargs and is_per_token
         passes = (
             trainer.current_gradient_accumulation_steps if by_tokens or trainer.compute_loss_func is not None else 1
@@ -83,31 +89,37 @@ class Aids:
         return (result[0] + added, *result[1:]) if returns else result + added
 
     def check_norm(self, model: nn.Module, norm: Any) -> None:
-        """Look at the norm of all gradients, which is the last that is looked at before the optimizer's step.
+        """Check the norm of all gradients, the last check before the optimizer's step.
 
-        Where gradients are scaled for float16, those that are not finite are for the scaler to see, which leaves such a step out.
+        If gradients are scaled for float16, nothing is checked: the gradient scaler itself skips a step whose gradients
+        are not finite.
 
         Raises:
-            FloatingPointError: If the norm is not finite: the step would spoil all that trains.
+            FloatingPointError: If the norm is not finite, since the step would spoil everything that trains.
         """
         trainer = self._trainer
         scales = trainer.accelerator.scaler is not None or trainer.shards.dtype_of_deepspeed() == "float16"
         if norm is None or scales or math.isfinite(norm):
             return
-        step, loss = trainer.state.global_step + 1, trainer._tr_loss.item()  # of all steps since the last event
+        step, loss = (
+            trainer.state.global_step + 1,
+            trainer._tr_loss.item(),
+        )  # summed over the steps since the last log event
         if not math.isfinite(loss):
             raise error_of(f"loss is {loss}", step)
         name = first_gradient_not_finite(model)
         raise error_of(f"gradient norm is {float(norm)}{f' (that of {name} is)' if name else ''}", step)
 
     def measures(self, logs: dict[str, float]) -> dict[str, float]:
-        """Return what a log event tells besides: `balance_loss`, the mean since the last event, and how slots were used.
+        """Return further entries of a log event: `balance_loss`, the mean since the last event, and how memory slots
+        were used.
 
         Args:
-            logs: What the event tells already.
+            logs: Entries of the event so far.
 
         Raises:
-            FloatingPointError: If the loss is not finite: what follows could only waste time and spoil checkpoints.
+            FloatingPointError: If the loss is not finite, since further steps would only waste time and spoil
+                checkpoints.
         """
         if not math.isfinite(logs.get("loss", 0.0)):
             raise error_of(f"loss is {logs['loss']}", self._trainer.state.global_step)
@@ -129,10 +141,10 @@ class Aids:
 
 
 class UsageEvents(TrainerCallback):
-    """Ask for a log event every so many steps, and say what it shall tell of the usage since the one before.
+    """Callback that requests log events on memory usage at intervals, and computes what each event says.
 
-    Events also fall on the steps that save a checkpoint, so that those of a resumed run are those of the uninterrupted
-    one.
+    Events also fall on the steps that save a checkpoint, so that a resumed run has the same events as an uninterrupted
+    run.
 
     Args:
         every: Optimizer steps between events.
@@ -141,7 +153,7 @@ class UsageEvents(TrainerCallback):
     def __init__(self, every: int):
         self.every = every
         self.usage: Usage | None = None
-        """What is counted; None while nothing is."""
+        """Counts of slot usage; None while nothing is counted."""
         self._due = False
 
     def on_step_end(
@@ -151,15 +163,18 @@ class UsageEvents(TrainerCallback):
             self._due = control.should_log = True
 
     def measures(self, add_up: Callable[[torch.Tensor], torch.Tensor]) -> dict[str, float]:
-        """`memory_used_share` and `memory_perplexity`, means over memories of what `MemoryUsage` has; `{}` if not due.
+        """Return `memory_used_share` and `memory_perplexity`, means over memories as in `MemoryUsage`; `{}` if no event
+        is due.
 
         Args:
-            add_up: Gives the sum of a tensor over all processes.
+            add_up: Returns the sum of a tensor over all processes.
         """
         if self.usage is None or not self._due:
             return {}
         self._due = False
-        memories = summarise({place: add_up(counts) for place, counts in self.usage.counts.items()}).values()
+        memories = summarise(
+            {memory_name: add_up(counts) for memory_name, counts in self.usage.counts.items()}
+        ).values()
         self.usage.reset()
         return {
             "memory_used_share": statistics.fmean(memory.used for memory in memories),

@@ -1,4 +1,4 @@
-"""Blocks that texts fetch from a bank: they are no parameters of the model, and are updated when fetched."""
+"""Training of blocks that texts fetch from a bank: blocks are no parameters of the model, and are updated when fetched."""
 
 from functools import partial
 from pathlib import Path
@@ -16,21 +16,24 @@ from midus_hf.training.optim.parameter_groups import BLOCKS_GROUP, banks_that_tr
 
 
 class Blocks:
-    """What a Trainer of any kind does for blocks that passes fetch: they get gradients, and AdamW moments of their own.
+    """Training of the blocks that passes fetch, for any kind of Trainer: blocks get gradients and separate AdamW
+    moments.
 
-    Where several processes train, each has the mean of the gradients of all before a step, so that blocks which some of them fetched
-    stay equal in all.
+    If several processes train, each averages the gradients over all processes before a step, so that blocks which only
+    some processes fetched stay equal in all.
 
     Args:
-        trainer: That has its model and its accelerator.
-        audit: Records which documents train blocks; examples are then `NumberedSequences`. Default: none.
-        generic_share: Share of sequences that fetch the blocks of the generic memory in place of those of their path (section 4 of
-            hierarchical memories). Which these are follows from the seed and from the place of a sequence among all that the run
-            trains on: others in each epoch, and the same where a run is resumed. Default: 0.
+        trainer: A Trainer that has its model and its accelerator.
+        audit: Records which documents train blocks; examples must then come from `NumberedSequences`. Default: None, no
+            record.
+        generic_share: Share of sequences that fetch the blocks of the generic memory instead of the blocks of their
+            path (hierarchical memories, section 4). The choice follows from the seed and from the index of a sequence
+            among all sequences of the run: so it differs between epochs, and is the same when a run is resumed.
+            Default: 0.
 
     Raises:
-        ValueError: If blocks train and parameters are sharded, or gradients are scaled for float16. If what trains blocks shall be
-            recorded, and none train.
+        ValueError: If blocks train while parameters are sharded or gradients are scaled for float16. If `audit` is
+            given and no blocks train.
     """
 
     def __init__(self, trainer: Any, audit: SequenceAudit | None = None, generic_share: float = 0.0):
@@ -53,11 +56,13 @@ class Blocks:
         if audit is not None and trainer.is_world_process_zero():
             audit.follow(self.banks)
         if self.banks and not any(parameter.requires_grad for parameter in trainer.model.parameters()):
-            # There is nothing for DistributedDataParallel to average, which refuses such a model, and accelerate asks on GPUs alone.
+            # DistributedDataParallel refuses a model without trained parameters, and accelerate avoids wrapping it only on GPUs.
             trainer.accelerator.prepare_model = partial(trainer.accelerator.prepare_model, evaluation_mode=True)
 
     def begin_pass(self, inputs: dict[str, Any]) -> None:
-        """Say which blocks a training pass fetches; which sequences they are is no business of the model."""
+        """Decide which blocks a training pass fetches, note its sequences for the audit, and remove their numbers from
+        the inputs.
+        """
         sequences = inputs.pop(SEQUENCE, None)
         if IDS in inputs:
             inputs[IDS] = self._with_generic(inputs[IDS])
@@ -66,7 +71,7 @@ class Blocks:
             self.audit.see(sequences, inputs[IDS])
 
     def _with_generic(self, memory_ids: torch.Tensor) -> torch.Tensor:
-        """Let a share of the rows `[B, p]` of a pass fetch the generic memory."""
+        """Return the paths `[B, p]` of a pass, with a share of the rows replaced by the path of the generic memory."""
         args, step = self._trainer.args, self._trainer.state.global_step
         self._pass = (step, self._pass[1] + 1 if self._pass[0] == step else 0)
         first_of_pass = (
@@ -78,18 +83,18 @@ class Blocks:
         return memory_ids.masked_fill(is_generic[:, None].to(memory_ids.device), GENERIC)
 
     def follow(self, optimizer: torch.optim.Optimizer) -> None:
-        """Update blocks whenever the optimizer updates parameters, with the rate and the decay of its group of blocks."""
+        """Update blocks at every step of the optimizer, with the rate and the decay of the optimizer's group of blocks."""
         if self.banks:
             optimizer.register_step_pre_hook(lambda *_: self.average_gradients())
             optimizer.register_step_post_hook(lambda optimizer, *_: self._step(optimizer))
 
     def leaves(self) -> list[torch.Tensor]:
-        """What blocks have gathered gradients in; the gradients are the same in all processes afterwards."""
+        """Return the tensors that hold the gradients of blocks, after averaging the gradients over processes."""
         self.average_gradients()
         return [leaf for bank in self.banks for leaf in bank.leaves()]
 
     def average_gradients(self) -> None:
-        """Take the mean of gradients over processes, once for each step."""
+        """Average the gradients of blocks over processes, once per step."""
         if self._trainer.args.world_size > 1 and not self._are_averaged:
             for bank in self.banks:
                 bank.average_gradients()
@@ -104,25 +109,25 @@ class Blocks:
         self._are_averaged = False
 
     def save_states(self, checkpoint: str) -> None:
-        """Save the blocks and their moments beside the state of the optimizer."""
+        """Save the blocks and their moments beside the optimizer's state."""
         if self._trainer.args.should_save:
             for number, bank in enumerate(self.banks):
                 bank.save_state(Path(checkpoint, BLOCK_STATES, str(number)))
 
     def load(self, checkpoint: str) -> None:
-        """Load the blocks of a checkpoint, which belong to the model as its weights do."""
+        """Load the blocks of a checkpoint, which belong to the model like its weights."""
         for number, bank in enumerate(self.banks):
             bank.load_state(Path(checkpoint, BLOCK_STATES, str(number)))
 
 
 def draw_generic(seed: int, first: int, count: int, share: float) -> torch.Tensor:
-    """Draw which of some sequences that follow one another in a run fetch the generic memory, `[count]`, bool.
+    """Draw which of several consecutive sequences of a run fetch the generic memory, `[count]`, bool.
 
     Args:
-        seed: Of the run.
-        first: The place of the first of them among all that the run trains on, from 0.
-        count: How many they are.
-        share: The probability of each.
+        seed: Seed of the run.
+        first: Index of the first sequence among all sequences that the run trains on, from 0.
+        count: Number of sequences.
+        share: Probability that a sequence fetches the generic memory.
     """
-    drawn = [np.random.default_rng([seed, place]).random() < share for place in range(first, first + count)]
+    drawn = [np.random.default_rng([seed, number]).random() < share for number in range(first, first + count)]
     return torch.tensor(drawn, dtype=torch.bool)

@@ -1,4 +1,6 @@
-"""Transformers' Trainer for memories: groups of parameters, a course of the rate for each, and what memories need besides."""
+"""Transformers' Trainer for memories: parameter groups, a course of the rate for each group, and support for shards,
+blocks and tables.
+"""
 
 from typing import TYPE_CHECKING, Any
 
@@ -21,34 +23,34 @@ from midus_hf.training.trainer.shards import Shards
 from midus_hf.training.trainer.tables import Tables
 
 if TYPE_CHECKING:
-    # What the mixin stands before, for all that it asks of itself.
+    # For type checkers: the mixin calls the methods of the Trainer that it is mixed into.
     from transformers import Trainer as AnyTrainer
 else:
     AnyTrainer = object
 
 
 class TrainsMemory(AnyTrainer):
-    """Mixin for a `Trainer` of any kind: keys and values keep a constant rate, or values a course of their own.
+    """Mixin for any kind of `Trainer`: memory keys and values keep a constant rate, or values follow a separate course.
 
-    It stands before the class that it is mixed into, as in `class MemorySFTTrainer(TrainsMemory, SFTTrainer)`. The
-    optimizer is that of the `TrainingArguments`. Groups and scheduler are made where the Trainer makes its own, so what
-    is wrapped or sharded before that is seen as it is then. Parts do the rest, and the Trainer calls them: `shards` (parameters that
-    FSDP or DeepSpeed shard), `blocks` (that texts fetch), `tables` (of which few rows are read) and `aids`.
+    Put the mixin before the class that it extends, as in `class MemorySFTTrainer(TrainsMemory, SFTTrainer)`. The
+    `TrainingArguments` choose the optimizer. Groups and scheduler are made where the Trainer makes its own, so they see
+    the model after it was wrapped or sharded. The Trainer leaves all else to parts: `shards` (parameters that FSDP or
+    DeepSpeed shard), `blocks` (which texts fetch), `tables` (of which few rows are read) and `aids`.
 
     Args:
-        rates: Rates, decay, warm-up and schedule, which are written into the `TrainingArguments` as far as these have
-            them. Default: none, and the `TrainingArguments` say the maximum rate of all tensors, the decay, the warm-up
-            and the schedule.
-        balance_loss: As in `Aids`. Default: 0.
-        usage_steps: As in `Aids`. Default: none.
-        sparse_values: As in `Tables`. Default: false.
-        shard_values: As in `Tables`. Default: false.
-        audit: As in `Blocks`. Default: none.
-        generic_share: As in `Blocks`. Default: 0.
-        kwargs: What the Trainer takes.
+        rates: Rates, decay, warm-up and schedule, which are copied into the `TrainingArguments` where these have a
+            field for them. Default: None, the `TrainingArguments` give the maximum rate of all tensors, the decay, the
+            warm-up and the schedule.
+        balance_loss: Coefficient of the balance loss, as in `Aids`. Default: 0.
+        usage_steps: Steps between log events on memory usage, as in `Aids`. Default: None, usage is not logged.
+        sparse_values: Whether gradients of large value tables are sparse, as in `Tables`. Default: false.
+        shard_values: Whether processes split the columns of these tables, as in `Tables`. Default: false.
+        audit: Record of which documents train blocks, as in `Blocks`. Default: None, no record.
+        generic_share: Share of sequences that fetch the generic memory, as in `Blocks`. Default: 0.
+        kwargs: Arguments of the Trainer.
 
     Raises:
-        ValueError: If a part refuses what it is asked for.
+        ValueError: If a part refuses its options.
     """
 
     def __init__(
@@ -69,7 +71,7 @@ class TrainsMemory(AnyTrainer):
         self.tables = Tables(self, sparse_values, shard_values)
         self.rates = rates
         if rates is not None:
-            # What reads the arguments, such as a tracker or DeepSpeed, is to see what is done.
+            # Trackers and DeepSpeed read the arguments, and must see the rates that are used.
             self.args.learning_rate, self.args.weight_decay = rates.learning_rate, rates.weight_decay
             self.args.lr_scheduler_type = SchedulerType(rates.scheduler_type)
             self.args.warmup_steps = rates.warmup_ratio
@@ -78,14 +80,14 @@ class TrainsMemory(AnyTrainer):
         self.aids = Aids(self, balance_loss, usage_steps)
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
-        """Train as `Trainer.train` does; what parts change for it lasts as long as it runs."""
+        """Train as `Trainer.train` does; changes that parts make to the model for training last only for this call."""
         with self.aids.training(), self.tables.training():
             return super().train(*args, **kwargs)
 
     def training_step(
         self, model: nn.Module, inputs: dict[str, torch.Tensor | Any], *args: Any, **kwargs: Any
     ) -> torch.Tensor:
-        """Take a step as `Trainer.training_step` does, with the blocks that the texts fetch."""
+        """Take a training step as `Trainer.training_step` does, with the blocks that the texts fetch."""
         self.blocks.begin_pass(inputs)
         return super().training_step(model, inputs, *args, **kwargs)
 
@@ -106,13 +108,13 @@ class TrainsMemory(AnyTrainer):
         )
 
     def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
-        """Make the optimizer as `Trainer.create_optimizer` does, on the groups of `parameter_groups`."""
+        """Create the optimizer as `Trainer.create_optimizer` does, on the groups of `parameter_groups`."""
         if self.optimizer is None:
             target: Any = self.model if model is None else model
             rates = self.rates or Rates(learning_rate=self.args.learning_rate, weight_decay=self.args.weight_decay)
             groups = parameter_groups(target, rates)
-            given = self.optimizer_cls_and_kwargs
-            optimizer_class, options = given or self.get_optimizer_cls_and_kwargs(self.args, target)
+            class_and_options = self.optimizer_cls_and_kwargs
+            optimizer_class, options = class_and_options or self.get_optimizer_cls_and_kwargs(self.args, target)
             self.optimizer = self.tables.optimizer_class(optimizer_class)(groups, **options)
             self.blocks.follow(self.optimizer)
         return super().create_optimizer(model)
@@ -120,7 +122,7 @@ class TrainsMemory(AnyTrainer):
     def create_scheduler(
         self, num_training_steps: int, optimizer: torch.optim.Optimizer | None = None
     ) -> torch.optim.lr_scheduler.LRScheduler:
-        """Make the scheduler as `Trainer.create_scheduler` does, with one course per group."""
+        """Create the scheduler as `Trainer.create_scheduler` does, with one course per group."""
         if self.lr_scheduler is None:
             optimizer = self.optimizer if optimizer is None else optimizer
             assert optimizer is not None
@@ -139,13 +141,15 @@ class TrainsMemory(AnyTrainer):
         return self.lr_scheduler
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        """Log as `Trainer.log` does, with the rates of keys, values and memories; `learning_rate` is that of the first group.
+        """Log as `Trainer.log` does, with the rates of keys, values and memories; `learning_rate` is the rate of the
+        first group.
 
-        With them stand, if asked for, `balance_loss`, the mean since the last event and without its coefficient, and
-        how memory slots were used.
+        If configured, the log also has `balance_loss`, the mean since the last event without its coefficient, and how
+        memory slots were used.
 
         Raises:
-            FloatingPointError: If the loss is not finite: what follows could only waste time and spoil checkpoints.
+            FloatingPointError: If the loss is not finite, since further steps would only waste time and spoil
+                checkpoints.
         """
         logs |= self.aids.measures(logs)
         if "learning_rate" in logs:
@@ -153,10 +157,10 @@ class TrainsMemory(AnyTrainer):
         super().log(logs, start_time)
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """Save the model as `Trainer.save_model` does, put together from what processes share; all processes call it.
+        """Save the model as `Trainer.save_model` does, gathered from what processes share; all processes call this.
 
         Raises:
-            ValueError: If ZeRO-3 cut the model when it was loaded, and it has not been trained.
+            ValueError: If ZeRO-3 cut the model when it was loaded, and the model has not been trained.
         """
         with self.tables.whole():
             if not self.shards.save_model(output_dir, is_checkpoint=_internal_call):
@@ -168,10 +172,10 @@ class TrainsMemory(AnyTrainer):
         return self.tables.clip(model, self.args.max_grad_norm)
 
     def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> Any:
-        """Return the norm as `Trainer._get_grad_norm` does, over rows, columns and blocks too.
+        """Return the norm as `Trainer._get_grad_norm` does, including the gradients of rows, columns and blocks.
 
         Raises:
-            FloatingPointError: If the norm is not finite: the step would spoil all that trains.
+            FloatingPointError: If the norm is not finite, since the step would spoil everything that trains.
         """
         if grad_norm is None and self.tables.clips_apart(model):
             grad_norm = self.tables.clip(model, float("inf"))
@@ -204,21 +208,23 @@ class TrainsMemory(AnyTrainer):
         self.tables.cut_moments()
 
     def _issue_warnings_after_load(self, load_result: Any) -> None:
-        """Warn as the Trainer does; what a checkpoint has under another name, as tied embeddings, is not missing."""
+        """Warn as the Trainer does, except about tensors that the checkpoint has under another name, such as tied
+        embeddings.
+        """
         assert isinstance(self.model, nn.Module)
         missing = really_missing(self.model, load_result.missing_keys)
         super()._issue_warnings_after_load(load_result._replace(missing_keys=missing))  # type: ignore[misc]
 
 
 class MemoryTrainer(TrainsMemory, Trainer):
-    """A `Trainer` whose memory keys keep a constant rate, and its values that or a course of their own.
+    """A `Trainer` whose memory keys keep a constant rate, and whose memory values keep it or follow a separate course.
 
-    All else is the Trainer's own. Arguments are those of `TrainsMemory`, and what a `Trainer` takes.
+    All else is as in `Trainer`. The arguments are the arguments of `TrainsMemory` and of `Trainer`.
     """
 
 
 class _RatesOfStep(TrainerCallback):
-    """The rates that groups of memories had in the last step: when it is logged, the schedule has moved on."""
+    """Rates of the groups of memories in the last step, kept because the schedule has moved on when the step is logged."""
 
     def __init__(self) -> None:
         self.by_group: dict[str, float] = {}

@@ -1,4 +1,4 @@
-"""Parameters that accelerate shards: a model that is saved whole, and no run that is not sharded after all."""
+"""Parameters that accelerate shards: the model is saved whole, and a run that silently fails to shard is refused."""
 
 import dataclasses
 import json
@@ -18,24 +18,25 @@ _ZERO, _ZERO_3 = "share moments by DeepSpeed", "share parameters by DeepSpeed"
 
 
 class Shards:
-    """What a Trainer of any kind does where FSDP or DeepSpeed may shard its parameters.
+    """Support of a Trainer of any kind for parameters that FSDP or DeepSpeed may shard.
 
-    FSDP2 is told which layers a model is made of, unless a person has told it, and to compute in lower precision but not to add
-    gradients, or give losses, in it. With `SHARDED_STATE_DICT`, and with DeepSpeed's ZeRO-3 unless its file says otherwise, a
-    Trainer's `save_model` writes no model; here it does. Checkpoints are the Trainer's own.
+    FSDP2 is given the layer classes of the model, unless the user named them, and computes in lower precision but
+    reduces gradients and returns losses in float32. With `SHARDED_STATE_DICT`, and with DeepSpeed's ZeRO-3 unless its
+    file says otherwise, a Trainer's `save_model` writes no model; here it writes one. Checkpoints are the Trainer's
+    own.
 
     Args:
-        trainer: That has its model and its accelerator.
+        trainer: A Trainer that has its model and its accelerator.
 
     Raises:
-        ValueError: If accelerate is told to shard and does not, as on CPUs, or by the first kind of FSDP; if DeepSpeed would round
-            what is frozen.
+        ValueError: If accelerate is told to shard but does not, as on CPUs; if it uses FSDP version 1; if DeepSpeed
+            would round frozen parameters, or its file has an optimizer or a scheduler.
     """
 
     def __init__(self, trainer: Any):
         self._trainer = trainer
         self.saved_dtypes: dict[str, torch.dtype] = {}
-        """Of a model whose parameters are shared: in which dtypes it is saved, by name; what is not named stays as it is."""
+        """Dtypes in which tensors of a model with shared parameters are saved, by name; other tensors keep their dtype."""
         for name, enabled in (
             ("FSDP", self._trainer.is_fsdp_enabled),
             ("DeepSpeed", self._trainer.is_deepspeed_enabled),
@@ -61,11 +62,13 @@ class Shards:
 
     @property
     def shares_parameters(self) -> bool:
-        """Whether each process holds a share of every parameter: by FSDP, or by DeepSpeed's ZeRO-3 once it has the model."""
+        """True if each process holds only a share of every parameter: by FSDP, or by ZeRO-3 once DeepSpeed has the
+        model.
+        """
         return self._trainer.is_fsdp_enabled or (self._is_zero_3() and self._has_engine())
 
     def _has_engine(self) -> bool:
-        """Whether DeepSpeed has the model, as it has from the first step or the first evaluation on."""
+        """Return whether DeepSpeed has the model, which is true from the first step or the first evaluation on."""
         return getattr(self._trainer, "deepspeed", None) is not None
 
     def _is_zero_3(self) -> bool:
@@ -79,7 +82,9 @@ class Shards:
         return {} if plugin is None else plugin.deepspeed_config
 
     def dtype_of_deepspeed(self) -> str | None:
-        """What DeepSpeed casts a whole model to: as the run asks, or DeepSpeed's own file does; None for neither."""
+        """Return the dtype to which DeepSpeed casts the whole model, as the run's bf16 option or DeepSpeed's file says,
+        or None.
+        """
         if self._trainer.args.bf16:
             return "bfloat16"
         settings = self._deepspeed_settings()
@@ -87,13 +92,13 @@ class Shards:
         return next((dtype for key, dtype in dtypes.items() if settings.get(key, {}).get("enabled") is True), None)
 
     def _check_frozen(self, dtype: str) -> None:
-        """DeepSpeed computes with a model that is of half precision as a whole, and that is what it saves."""
+        """Refuse parameters frozen in float32, which DeepSpeed would cast to `dtype` and save in it."""
         model: Any = self._trainer.model
         for name, parameter in model.named_parameters():
             if not parameter.requires_grad and parameter.dtype is torch.float32:
-                asked = "bf16 is asked for" if self._trainer.args.bf16 else f"the file of DeepSpeed asks for {dtype}"
+                reason = "bf16 is asked for" if self._trainer.args.bf16 else f"the file of DeepSpeed asks for {dtype}"
                 raise ValueError(
-                    f"{asked}, and DeepSpeed casts a whole model to {dtype}: {name}, which is frozen in float32, would be "
+                    f"{reason}, and DeepSpeed casts a whole model to {dtype}: {name}, which is frozen in float32, would be "
                     f"rounded; expected fp32, or a model in {dtype}. Start it with configs/accelerate/fsdp2.yaml."
                 )
 
@@ -105,7 +110,7 @@ class Shards:
             )
         model: Any = self._trainer.model
         if plugin.transformer_cls_names_to_wrap is None:
-            # A model whose layers all host memories has none of the family's own, which its class names all the same.
+            # The model's class also names the family's own layers, of which a model has none if all its layers host memories.
             names = {type(module).__name__ for module in model.modules()}
             plugin.transformer_cls_names_to_wrap = sorted(names & set(model._no_split_modules or ()))
         policy = plugin.mixed_precision_policy
@@ -115,14 +120,14 @@ class Shards:
             )
 
     def check_checkpoint(self, checkpoint: Path) -> None:
-        """See that a checkpoint can be gone on from.
+        """Check that the run can resume from a checkpoint.
 
         Args:
-            checkpoint: Its folder.
+            checkpoint: Folder of the checkpoint.
 
         Raises:
-            ValueError: If it is of parameters or moments that are shared otherwise than these; if DeepSpeed shared them among another
-                number of processes.
+            ValueError: If the processes that saved it shared parameters or moments in another way than these processes;
+                if DeepSpeed shared them among another number of processes.
         """
         saved = _how_saved(checkpoint)
         of_deepspeed = _ZERO_3 if self._is_zero_3() else _ZERO
@@ -142,23 +147,28 @@ class Shards:
             )
 
     def load(self, checkpoint: str) -> bool:
-        """Return whether a checkpoint was loaded here: what ZeRO-3 has cut is for DeepSpeed to load. Before, a checkpoint has all."""
+        """Load a checkpoint if ZeRO-3 has cut the model; return whether this was done. Otherwise the Trainer must load
+        the checkpoint.
+        """
         if not (self._is_zero_3() and self._has_engine()):
             return False
         deepspeed_load_checkpoint(self._trainer.model_wrapped, checkpoint)
         return True
 
     def save_model(self, output_dir: str | None, is_checkpoint: bool) -> bool:
-        """Return whether the model was saved here: parameters that are shared are put together in the first process. All call it.
+        """Save the model if processes share its parameters or DeepSpeed does not have it yet; return whether this was
+        done.
+
+        All processes call this; shared parameters are gathered in the first process.
 
         Args:
-            output_dir: Folder. Default: that of the run.
-            is_checkpoint: Whether the model is a part of a checkpoint, where `FULL_STATE_DICT` has it.
+            output_dir: Folder for the model; None for the folder of the run.
+            is_checkpoint: Whether the model is part of a checkpoint, which is left to the Trainer.
 
         Raises:
-            ValueError: If ZeRO-3 cut the model when it was loaded, and it has not been trained.
+            ValueError: If ZeRO-3 cut the model when it was loaded, and the model has not been trained.
         """
-        # So it is at the end of a run that was over before it went on.
+        # DeepSpeed never gets the model in a resumed run that has no step left.
         waits_for_engine = self._trainer.is_deepspeed_enabled and not self._has_engine()
         if is_checkpoint or not (self.shares_parameters or waits_for_engine):
             return False
@@ -178,13 +188,13 @@ class Shards:
         return True
 
     def _save_whole(self, output_dir: str | None) -> None:
-        """Save what processes share. Nothing waits for the first of them, whose disk may be full."""
-        # Where all processes call, DeepSpeed gives the model to the first, and nothing to the others.
+        """Save parameters that processes share. The other processes do not wait for the first, whose disk may be full."""
+        # All processes call this; DeepSpeed returns the model in the first process, and nothing in the others.
         state: dict[str, torch.Tensor] | None = self._trainer.accelerator.get_state_dict(
             self._trainer.model if self._trainer.is_fsdp_enabled else self._trainer.deepspeed
         )
         model: Any = self._trainer.model
-        spare = other_names(model)  # which a cast would make tensors of their own
+        spare = other_names(model)  # a cast would turn tied names into separate tensors
         saved = {
             name: tensor.to(self.saved_dtypes.get(name, tensor.dtype))
             for name, tensor in (state or {}).items()
@@ -197,15 +207,15 @@ class Shards:
 
 
 def _tell_dtype(config: Path, dtype: torch.dtype) -> None:
-    """Let a config name the dtype that was saved, where transformers has written that of training."""
+    """Replace the dtype in a config, which transformers wrote as that of training, by the dtype of the saved weights."""
     if config.is_file():
-        told = json.loads(config.read_text(encoding="utf-8"))
-        told["dtype"] = str(dtype).removeprefix("torch.")
-        config.write_text(json.dumps(told, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+        settings = json.loads(config.read_text(encoding="utf-8"))
+        settings["dtype"] = str(dtype).removeprefix("torch.")
+        config.write_text(json.dumps(settings, indent=2, sort_keys=True) + "\n", encoding="utf-8")
 
 
 def _how_saved(checkpoint: Path) -> str:
-    """By processes of which kind."""
+    """Return how the processes that saved a checkpoint shared parameters or moments, as a clause for messages."""
     if any(checkpoint.glob("pytorch_model_fsdp*")):
         return _FSDP
     if any(checkpoint.glob("global_step*/zero_pp_rank_*_model_states.pt")):
@@ -214,5 +224,5 @@ def _how_saved(checkpoint: Path) -> str:
 
 
 def _is_told(name: str) -> bool:
-    """Whether accelerate was started with FSDP or DeepSpeed."""
+    """Return whether accelerate was started with FSDP or DeepSpeed; `name` is `"FSDP"` or `"DEEPSPEED"`."""
     return os.environ.get(f"ACCELERATE_USE_{name}", "false").lower() == "true"

@@ -1,4 +1,6 @@
-"""Tables of which a step reads few rows: gradients, updates and a norm of these rows alone, and columns spread over processes."""
+"""Tables of which a step reads few rows: gradients, updates and a norm for these rows only, and columns split over
+processes.
+"""
 
 import contextlib
 from collections.abc import Callable, Iterator
@@ -15,30 +17,32 @@ from midus_hf.training.optim.table_columns import TableColumns
 
 
 class Tables:
-    """What a Trainer of any kind does for large value tables.
+    """Support of a Trainer of any kind for large value tables.
 
     Args:
-        trainer: That has its model and its accelerator.
-        sparse_values: Whether gradients of large value tables are sparse tensors of the rows that were read, and AdamW updates these
-            rows alone, as `RowAdamW` does. Such gradients are clipped apart from all others. Default: false.
-        shard_values: Whether each of several processes holds and trains some columns of these tables, for the tokens of all. The
-            model stays so: its evaluation needs all processes, and it is saved by `save_model`. What is saved are whole tables.
+        trainer: A Trainer that has its model and its accelerator.
+        sparse_values: Whether gradients of large value tables are sparse tensors of the rows that were read, and AdamW
+            updates only these rows, as `RowAdamW` does. These gradients are clipped separately from all others.
             Default: false.
+        shard_values: Whether each of several processes holds and trains some columns of these tables, for the tokens of
+            all processes. The model stays split: its evaluation needs all processes, and `save_model` saves it, with
+            whole tables. Default: false.
 
     Raises:
-        ValueError: If either is set and no memory of the model has such a table. If `sparse_values` is set and the optimizer is not
-            AdamW, or several processes train together whose tables are whole. If `shard_values` is set and other parameters are
-            sharded, the model is compiled, or the columns do not divide over the processes.
+        ValueError: If either option is set and no memory of the model has a table that it applies to. If
+            `sparse_values` is set and the optimizer is not AdamW, parameters are sharded, or several processes train
+            whole tables. If `shard_values` is set and other parameters are sharded, the model is compiled, or the
+            columns do not divide over the processes.
     """
 
     def __init__(self, trainer: Any, sparse_values: bool = False, shard_values: bool = False):
         self._trainer, self.sparse_values = trainer, sparse_values
         self.columns: TableColumns | None = None
-        """The tables that processes share; None where each process has all columns."""
+        """The tables whose columns processes share; None if each process has all columns."""
         if shard_values:
             self._check_shard_values()
             if trainer.args.world_size > 1:
-                # A group of its own: its messages are never mistaken for those of gradients, which are sent meanwhile.
+                # A separate group keeps its messages apart from those of gradients, which are sent at the same time.
                 self.columns = TableColumns(trainer.model, dist.new_group())
         if sparse_values:
             self._check_sparse_values()
@@ -69,8 +73,8 @@ class Tables:
 
     @contextlib.contextmanager
     def training(self) -> Iterator[None]:
-        """Let gradients of tables be sparse, if they shall be, for as long as training runs."""
-        # Where processes share columns, tables that they do not share are averaged by PyTorch, which takes dense gradients alone.
+        """Make gradients of tables sparse inside the context, if `sparse_values` is set."""
+        # If processes share columns, PyTorch averages the tables that they do not share, and it takes only dense gradients.
         shared_alone = self.columns is not None
         readers = _row_readers(self._trainer.model, shared_alone) if self.sparse_values else []
         for reader in readers:
@@ -82,28 +86,34 @@ class Tables:
                 reader.sparse_gradient = False
 
     def optimizer_class(self, named: type[torch.optim.Optimizer]) -> type[torch.optim.Optimizer]:
-        """Return the class of the optimizer, in place of the one that the arguments name."""
+        """Return the class of the optimizer: `RowAdamW` for sparse gradients, otherwise the class that the arguments
+        name.
+        """
         return RowAdamW if self.sparse_values else named
 
     def whole(self, optimizer: Any = None) -> contextlib.AbstractContextManager[None]:
-        """Return a context in which tables, and the moments of an optimizer, are whole; all processes enter it."""
+        """Return a context in which tables, and the moments of an optimizer, are whole in the first process; all
+        processes enter it.
+        """
         return contextlib.nullcontext() if self.columns is None else self.columns.whole(optimizer)
 
     def loading(self) -> contextlib.AbstractContextManager[None]:
-        """Return a context in which whole tables are loaded; all processes enter it."""
+        """Return a context in which whole tables can be loaded; all processes enter it."""
         return contextlib.nullcontext() if self.columns is None else self.columns.loading()
 
     def cut_moments(self) -> None:
-        """Leave each process the moments of its columns, of those that were loaded for whole tables."""
+        """Reduce moments that were loaded for whole tables to the columns of this process."""
         if self.columns is not None:
             self.columns.cut_moments(self._trainer.optimizer)
 
     def clips_apart(self, model: nn.Module) -> bool:
-        """Return whether there are gradients that the Trainer cannot clip: of rows, of columns, of blocks."""
+        """Return whether the model has gradients that the Trainer cannot clip: of rows, of columns or of blocks."""
         return self.columns is not None or bool(self._trainer.blocks.banks) or bool(_with_rows(model))
 
     def clip(self, model: nn.Module, max_norm: float) -> torch.Tensor:
-        """Clip gradients of rows, and all others together; return their norm before that, over all processes."""
+        """Clip the gradients of rows, and all other gradients together; return the joint norm before that, over all
+        processes.
+        """
         total: Callable[[torch.Tensor], torch.Tensor] = (
             (lambda norm: norm) if self.columns is None else self.columns.total_norm
         )
@@ -129,14 +139,14 @@ class Tables:
 
 
 def check_reads_few_rows(model: nn.Module, option: str) -> None:
-    """See that a memory of a model reads few rows of a large table.
+    """Check that a memory of a model reads few rows of a large table.
 
     Args:
-        model: Which may have none.
-        option: Who asks for them, by name.
+        model: A model with or without memories.
+        option: Name of the option that needs the memory, `"sparse_values"` or `"shard_values"`.
 
     Raises:
-        ValueError: If there is none.
+        ValueError: If no memory of the model suits the option.
     """
     kinds: tuple[type, ...] = (ReadsFewRows, GivesRowGradients) if option == "sparse_values" else (ReadsFewRows,)
     if not any(isinstance(module, kinds) for module in model.modules()):
@@ -148,10 +158,10 @@ def check_reads_few_rows(model: nn.Module, option: str) -> None:
 
 
 def _row_readers(model: nn.Module, shared_alone: bool) -> list[GivesRowGradients]:
-    """Return what gives the large tables of a model their gradients.
+    """Return the modules that compute the gradients of the model's large tables.
 
     Args:
-        model: The model.
+        model: A model with or without memories.
         shared_alone: Whether to leave out tables whose columns processes cannot share.
     """
     readers: list[GivesRowGradients] = [
@@ -165,5 +175,5 @@ def _row_readers(model: nn.Module, shared_alone: bool) -> list[GivesRowGradients
 
 
 def _with_rows(model: nn.Module) -> list[nn.Parameter]:
-    """Parameters whose gradients are of rows."""
+    """Return the parameters whose gradients are sparse tensors of rows."""
     return [parameter for parameter in model.parameters() if parameter.grad is not None and parameter.grad.is_sparse]
