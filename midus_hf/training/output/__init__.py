@@ -1,1 +1,1 @@
-"""Write what a run leaves: its folder, checkpoints and model card, from which it goes on."""
+"""Write the output of a run: its folder, checkpoints and model card, from which the run can resume."""

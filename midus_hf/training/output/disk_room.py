@@ -1,4 +1,4 @@
-"""How much a run will write, and whether its disk has room for that: seen before training, not after it."""
+"""The bytes that a run will write, and a check before training that its disk has room for them."""
 
 import dataclasses
 import math
@@ -18,10 +18,10 @@ from midus_hf.training.output.run_checkpoints import checkpoints
 from midus_hf.training.run_options import RunOptions
 
 _MARGIN = 1.02
-"""For what stands beside the weights: tokenizer, code, log."""
+"""Factor for the files beside the weights: tokenizer, code, log."""
 
 _MOMENTS = 2
-"""Tensors that AdamW keeps for each that trains, of its shape and dtype."""
+"""Tensors that AdamW keeps for each parameter that trains, of the parameter's shape and dtype."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,12 +29,12 @@ class RoomNeeded:
     """Bytes that a run adds to its disk.
 
     Args:
-        model: Of the trained model.
-        checkpoint: Of one checkpoint: the weights as they are held while training, and the optimizer's state of those
-            that train.
-        written: Checkpoints on the disk, beyond those that lie there now, while one is being written: the oldest is
-            removed only afterwards.
-        kept: The same between two of them, and when the trained model is written.
+        model: Bytes of the trained model.
+        checkpoint: Bytes of one checkpoint: the weights as they are held while training, and the optimizer's state.
+        written: Number of additional checkpoints on the disk while one is being written: the oldest is removed only
+            afterwards.
+        kept: Number of additional checkpoints on the disk between two checkpoints, and when the trained model is
+            written.
     """
 
     model: int
@@ -44,7 +44,9 @@ class RoomNeeded:
 
     @property
     def peak(self) -> int:
-        """Bytes at the worst moment: a checkpoint being written, or at the end the model beside those that are kept."""
+        """Most bytes at any time: while a checkpoint is written, or at the end, with the model beside the kept
+        checkpoints.
+        """
         return max(self.written * self.checkpoint, self.kept * self.checkpoint + self.model)
 
 
@@ -56,18 +58,21 @@ def check_room_of_run(
     dataset: Dataset,
     checkpoint: Path | None,
 ) -> RoomNeeded:
-    """See that the disks of a run's folders have room for what it will write; nothing is written yet.
+    """Check that the disks of a run's folders have room for what the run will write; nothing is written yet.
 
     Args:
         config: The options of the run.
-        model: As in `room_needed`.
-        dtypes: As in `room_needed`.
-        arguments: Of the run's Trainer.
-        dataset: What the run draws sequences from.
-        checkpoint: The one that is resumed, if any.
+        model: The model as it trains, as in `room_needed`.
+        dtypes: Dtypes in which the trained model is saved, as in `room_needed`.
+        arguments: Arguments of the run's Trainer.
+        dataset: Sequences that the run trains on.
+        checkpoint: Checkpoint to resume from; None for a new run.
+
+    Returns:
+        The bytes needed in `output_dir`.
 
     Raises:
-        ValueError: If one of them has not.
+        ValueError: If a disk lacks room.
     """
     steps = _steps(arguments, dataset)
     output = Path(config.output_dir)
@@ -92,16 +97,16 @@ def room_needed(
     existing: int = 0,
     by_deepspeed: bool = False,
 ) -> RoomNeeded:
-    """Count the bytes that a run will write. Of a model with adapters, checkpoints hold these and what trains whole alone.
+    """Count the bytes that a run will write. With adapters, checkpoints hold only the adapters and what trains whole.
 
     Args:
-        model: As it trains: with `requires_grad` set and every parameter in the dtype it is held in.
-        dtypes: Dtypes in which the trained model is saved, by name, as `hold_for_training` returned them.
+        model: The model as it trains: with `requires_grad` set and every parameter in the dtype in which it is held.
+        dtypes: Dtypes in which the trained model is saved, by name, from `hold_for_training`.
         config: The options of the run.
-        saves: Checkpoints that the run will write.
-        existing: Checkpoints of the run that are on the disk already. Default: 0.
-        by_deepspeed: Whether checkpoints are DeepSpeed's as well: weights once more, and of those that train copies and moments in
-            float32. Default: false.
+        saves: Number of checkpoints that the run will write.
+        existing: Number of the run's checkpoints already on the disk. Default: 0.
+        by_deepspeed: Whether checkpoints also hold DeepSpeed's files: the weights once more, and float32 copies and
+            moments of what trains. Default: false.
     """
     final = held = 0
     wrapped: Any = model
@@ -127,26 +132,27 @@ def room_needed(
 
 
 def _is_beside_the_weights(name: str, adapters: str | None) -> bool:
-    """Whether a tensor of a model that PEFT has wrapped is none of its weights: an adapter's, or a copy that trains.
+    """Return whether a tensor of a model wrapped by PEFT is not one of its weights, but an adapter's tensor or a copy
+    that trains.
 
     Args:
-        name: Of the tensor.
-        adapters: What names of tensors of adapters hold; None if there are none.
+        name: Name of the tensor.
+        adapters: Part of the name that marks tensors of adapters; None if the model has no adapters.
     """
     return adapters is not None and (adapters in name or ".modules_to_save." in name)
 
 
 def _check_room(name: str, folder: str, needed: RoomNeeded, to_be_removed: int = 0) -> None:
-    """See that the disk of a folder has room for what a run will write to it.
+    """Check that the disk of a folder has room for what a run will write to it.
 
     Args:
-        name: The option that names the folder.
-        folder: It need not exist.
-        needed: From `room_needed`.
+        name: Name of the option that names the folder.
+        folder: Path of the folder, which need not exist.
+        needed: Bytes needed, from `room_needed`.
         to_be_removed: Bytes in the folder that the run will remove first. Default: 0.
 
     Raises:
-        ValueError: If it has not.
+        ValueError: If the disk lacks room.
     """
     free = free_bytes(folder) + to_be_removed
     if free < needed.peak:
@@ -160,20 +166,20 @@ def _check_room(name: str, folder: str, needed: RoomNeeded, to_be_removed: int =
 
 
 def free_bytes(folder: str | os.PathLike) -> int:
-    """Bytes that may still be written on the disk of a folder.
+    """Return the free bytes on the disk of a folder.
 
     Args:
-        folder: It need not exist.
+        folder: Path of the folder, which need not exist.
     """
     path = Path(folder).expanduser().absolute()
-    return shutil.disk_usage(next(place for place in (path, *path.parents) if place.exists())).free
+    return shutil.disk_usage(next(candidate for candidate in (path, *path.parents) if candidate.exists())).free
 
 
 def size_of(folder: str | os.PathLike) -> int:
-    """Bytes that the files of a folder, with those of its subfolders, take on their disk.
+    """Return the bytes of disk that the files in a folder and its subfolders take.
 
     Args:
-        folder: It need not exist.
+        folder: Path of the folder, which need not exist.
     """
     return sum(path.lstat().st_blocks * 512 for path in Path(folder).rglob("*"))
 
@@ -183,7 +189,7 @@ def _gigabytes(number: int) -> str:
 
 
 def _steps(arguments: TrainingArguments, dataset: Dataset) -> int:
-    """Optimizer steps of a run."""
+    """Return the number of optimizer steps of a run."""
     if arguments.max_steps > 0:
         return arguments.max_steps
     assert isinstance(dataset, Sized), "what has no length has max_steps"

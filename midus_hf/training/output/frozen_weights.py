@@ -1,7 +1,9 @@
-"""What of a model does not train lies in files of its own, which checkpoints of a run share: later ones link those of earlier ones.
+"""Checkpoints of a run that share frozen weights: these lie in separate files, which later checkpoints link to earlier
+ones.
 
-A checkpoint then holds `trained.safetensors`, `frozen.safetensors` and the index that `from_pretrained` reads. Two copies of the
-frozen file are written, by the first two checkpoints, and linked in turn, so that damage to one leaves every second checkpoint whole.
+A checkpoint then holds `trained.safetensors`, `frozen.safetensors` and the index that `from_pretrained` reads. The
+first two checkpoints write two copies of the frozen file, and later checkpoints link to the two copies in turn, so that
+damage to one copy leaves every second checkpoint whole.
 """
 
 import contextlib
@@ -20,17 +22,17 @@ from midus_hf.files.manifest import Manifest, first_misfit
 from midus_hf.training.output.run_checkpoints import manifest_of
 
 _WORTH_A_FILE = 16 * 2**20
-"""Bytes of frozen weights below which a checkpoint has a single file of weights."""
+"""Smallest number of bytes of frozen weights for which a checkpoint has separate files."""
 
 _TRAINED, _FROZEN = "trained", "frozen"
 _STEM = SINGLE_FILE.removesuffix(".safetensors")
 
 
 class FrozenWeights:
-    """The frozen files of a run's checkpoints, of which this process knows what they hold: it has written or read them.
+    """Frozen files of a run's checkpoints whose contents this process knows, because it wrote or read them.
 
     Args:
-        copies: How many are to lie on the disk at the same time, if as many checkpoints do.
+        copies: Number of copies to have on the disk at the same time, if there are as many checkpoints.
     """
 
     def __init__(self, copies: int):
@@ -38,18 +40,19 @@ class FrozenWeights:
         self._checkpoints: list[Path] = []
 
     def know(self, checkpoint: Path) -> None:
-        """Remember a whole checkpoint whose frozen tensors are those of the model.
+        """Remember a whole checkpoint whose frozen tensors are equal to the model's.
 
         Args:
-            checkpoint: Its folder.
+            checkpoint: Folder of the checkpoint.
         """
         self._checkpoints = [*(known for known in self._checkpoints if known != checkpoint), checkpoint]
 
     def earlier(self, folder: Path) -> list[Path]:
-        """Return the checkpoints beside one that is being written which are known to be whole, in the order of their writing.
+        """Return the other checkpoints in the same output that are known to be whole, in the order in which they were
+        written.
 
         Args:
-            folder: The folder of the one that is being written.
+            folder: Folder of the checkpoint that is being written.
         """
         return [
             path for path in self._checkpoints if path != folder and path.parent == folder.parent and path.is_dir()
@@ -58,13 +61,13 @@ class FrozenWeights:
     def save(
         self, folder: Path, model: nn.Module, save_others: Callable[[dict[str, torch.Tensor] | None], None]
     ) -> None:
-        """Save a model into the folder of a checkpoint, its frozen weights apart where that is worth it.
+        """Save a model into the folder of a checkpoint, with frozen weights in separate files if that is worth it.
 
         Args:
-            folder: The folder, which has no weights.
-            model: The model.
-            save_others: Saves the model with all that belongs to it, as `save_pretrained` does, but of its weights those alone
-                that it is given; None for all.
+            folder: Folder of the checkpoint, without weights so far.
+            model: The model, of any class.
+            save_others: Saves the model with all its files, as `save_pretrained` does, but with only the weights in its
+                argument; None stands for all weights.
 
         Raises:
             OSError: If a file cannot be written.
@@ -79,7 +82,7 @@ class FrozenWeights:
             assert isinstance(model, PreTrainedModel)
             PreTrainedModel.save_pretrained(
                 model, folder, state_dict=dict(frozen)
-            )  # alone: banks are saved with the others
+            )  # the base class's method, since banks are saved with the trained weights
             frozen_files = _set_apart(folder, _FROZEN)
         save_others(dict(trained))
         weight_map = {**_set_apart(folder, _TRAINED), **frozen_files}
@@ -88,7 +91,9 @@ class FrozenWeights:
         (folder / INDEX_FILE).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n", encoding="utf-8")
 
     def _link(self, folder: Path, frozen: Mapping[str, torch.Tensor]) -> Mapping[str, str] | None:
-        """Link the frozen files of an earlier checkpoint, if there is one to link; return the file of each tensor."""
+        """Link the frozen files of an earlier checkpoint; return the file of each tensor, or None if there is nothing
+        to link.
+        """
         known = self.earlier(folder)
         if len(known) < self.copies:
             return None
@@ -101,7 +106,7 @@ class FrozenWeights:
         ) == _storages(frozen.values())  # of tied tensors one name is saved
         if not same_tensors or linked.keys() != set(weight_map.values()) or first_misfit(source, linked) is not None:
             return None
-        if not _are_in(source, weight_map, frozen):  # someone has changed them since, by whatever route
+        if not _are_in(source, weight_map, frozen):  # the files or the model have been changed since
             return None
         try:
             for name in linked:
@@ -115,9 +120,11 @@ class FrozenWeights:
 
 
 def _parts_of(model: nn.Module) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]] | None:
-    """Return the tensors that may change in training, buffers included, and those that do not; None for a model that is saved whole.
+    """Return the tensors that may change in training, buffers included, and the frozen ones; None if the model is saved
+    in one part.
 
-    So is one of which too little is frozen, and one whose tensors transformers renames or joins as it saves them.
+    A model is saved in one part if few of its weights are frozen, if transformers renames or joins its tensors in saving, or
+    if it is quantised or dispatched to devices.
     """
     if not isinstance(model, PreTrainedModel) or getattr(model, "_weight_conversions", None) != []:
         return None
@@ -132,12 +139,12 @@ def _parts_of(model: nn.Module) -> tuple[dict[str, torch.Tensor], dict[str, torc
 
 
 def _storages(tensors: Iterable[torch.Tensor]) -> dict[int, int]:
-    """Return the bytes of each storage that tensors lie in, by its address."""
+    """Return the size in bytes of each storage that tensors lie in, by its address."""
     return {tensor.untyped_storage().data_ptr(): tensor.nbytes for tensor in tensors}
 
 
 def _set_apart(folder: Path, part: str) -> dict[str, str]:
-    """Give the weights that `save_pretrained` has written the names of a part; return the file of each tensor."""
+    """Rename the weight files that `save_pretrained` wrote to names of a part; return the file of each tensor."""
     index = folder / INDEX_FILE
     if index.exists():
         weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
@@ -154,7 +161,7 @@ def _set_apart(folder: Path, part: str) -> dict[str, str]:
 
 
 def _are_in(checkpoint: Path, weight_map: Mapping[str, str], tensors: Mapping[str, torch.Tensor]) -> bool:
-    """Return whether the files of a checkpoint hold exactly these tensors; every file is read."""
+    """Return whether the files of a checkpoint hold exactly these tensors; this reads every file."""
     try:
         for file_name in set(weight_map.values()):
             with safe_open(checkpoint / file_name, "pt") as file:
@@ -168,7 +175,7 @@ def _are_in(checkpoint: Path, weight_map: Mapping[str, str], tensors: Mapping[st
 
 
 def _frozen_in(checkpoint: Path) -> Mapping[str, str]:
-    """Return the file of each tensor in the frozen files of a checkpoint; none if it has no such files."""
+    """Return the file of each tensor in the frozen files of a checkpoint; empty if it has none."""
     try:
         weight_map = json.loads((checkpoint / INDEX_FILE).read_text(encoding="utf-8"))["weight_map"]
     except (OSError, ValueError, LookupError):

@@ -1,4 +1,4 @@
-"""What the card of a trained model says about its training."""
+"""The section on training in the card of a trained model."""
 
 from pathlib import Path
 
@@ -13,15 +13,15 @@ def add_training(
 ) -> bytes:
     """Append the section "Trained with" to a model card.
 
-    Of local paths the card tells the last part alone: it is made to be shared.
+    The card shows only the last part of local paths, since cards are made to be shared.
 
     Args:
         card: The `README.md` of the model that was trained, in UTF-8.
         config: The options of the run.
-        steps: Optimizer steps.
-        tokens: Tokens trained on.
-        loss: Mean loss of the last log event, if there was one.
-        best_step: The step whose model it is, chosen by held-out text. Default: the last.
+        steps: Number of optimizer steps.
+        tokens: Number of tokens trained on.
+        loss: Mean loss of the last log event; None if nothing was logged.
+        best_step: Step whose model was saved, chosen by held-out text. Default: None, the last step.
     """
     final_loss = "not logged" if loss is None else f"{loss:.4f}"
     chosen = ""
@@ -43,7 +43,7 @@ def add_training(
 
 
 def new_card(config: RunOptions) -> bytes:
-    """The card of a model that is made from a config, before the section on its training; it names no base, as there is none.
+    """Return the card of a model made from a config, before the section on its training; it names no base.
 
     Args:
         config: The options of the run.

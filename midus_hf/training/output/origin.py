@@ -1,4 +1,4 @@
-"""What a run starts from: a saved model, or a config whose weights are made at random."""
+"""Origin of a run's model: a saved model, or a config whose weights are drawn at random."""
 
 from pathlib import Path
 
@@ -13,14 +13,14 @@ from midus_hf.training.run_options import RunOptions, Trainable
 
 
 def config_of_run(config: RunOptions, trainable: Trainable) -> PreTrainedConfig:
-    """The config of the model, which must have the layers that are to train.
+    """Load the config of the model, and check that the model has the layers that are to train.
 
     Args:
         config: The options of the run.
         trainable: What trains, as in `RunOptions`.
 
     Raises:
-        ValueError: If it cannot be read, does not say what trains, or has no such layers.
+        ValueError: If the config cannot be read, does not say what trains, or lacks the layers that are to train.
     """
     if config.model_name_or_path is not None:
         return load_config(config.model_name_or_path, trainable)
@@ -32,19 +32,19 @@ def config_of_run(config: RunOptions, trainable: Trainable) -> PreTrainedConfig:
         source = path if path.exists() else config.config_name
         model_config = AutoConfig.from_pretrained(source, trust_remote_code=False)
     if hasattr(model_config, "upscale"):
-        del model_config.upscale  # it tells of a base, whose weights this model does not have
+        del model_config.upscale  # it describes a base whose weights this model does not have
     resolve_trainable(model_config, trainable)
     return model_config
 
 
 def tokenizer_of_run(config: RunOptions) -> PreTrainedTokenizerBase:
-    """The tokenizer that is saved with the model, or named beside a config.
+    """Load the tokenizer that is saved with the model, or named beside a config.
 
     Args:
         config: The options of the run.
 
     Raises:
-        ValueError: If it cannot be loaded.
+        ValueError: If the tokenizer cannot be loaded.
     """
     if config.model_name_or_path is not None:
         return load_tokenizer(config.model_name_or_path)
@@ -56,13 +56,13 @@ def tokenizer_of_run(config: RunOptions) -> PreTrainedTokenizerBase:
 
 
 def model_of_run(config: RunOptions, model_config: PreTrainedConfig) -> tuple[PreTrainedModel, dict[str, bytes]]:
-    """The model before its first step, and the contents, by name, of the files that go with it.
+    """Load or make the model, and return it with the contents, by name, of the files that accompany it.
 
-    A model that is made has weights that follow from the state of torch's generator, and a card that says so.
+    A new model draws its weights from torch's random generator, and comes with a card that says so.
 
     Args:
         config: The options of the run.
-        model_config: From `config_of_run`.
+        model_config: Config of the model, from `config_of_run`.
 
     Raises:
         ValueError: If the weights of a saved model cannot be read, or no model can be made from the config.

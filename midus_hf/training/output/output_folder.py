@@ -1,4 +1,4 @@
-"""The folder of a run: when it may be written, and how the trained model lands there."""
+"""The output folder of a run: when it may be written, and how the trained model gets there."""
 
 import contextlib
 import dataclasses
@@ -18,18 +18,19 @@ from midus_hf.training.output.resumption import check_same_run, find_checkpoint,
 from midus_hf.training.run_options import RunOptions
 
 _NAMED = 5
-"""Files that a message names."""
+"""Largest number of files that a message lists."""
 
 
 def check_output(config: RunOptions) -> Path | None:
-    """See that the run may write its output, and tell which checkpoints it passes over; nothing is written yet.
+    """Check that the run may write its output, and print which checkpoints it passes over; nothing is written yet.
 
     Returns:
         The checkpoint to resume from, or None for a new run.
 
     Raises:
-        ValueError: If another run is writing the output, if it exists and is neither resumed nor overwritten, if it holds an input
-            or lies in one, or if there is no checkpoint to resume from, or one of a different run.
+        ValueError: If another run is writing the output, if the output holds files and is neither resumed nor
+            overwritten, if it holds an input or lies in one, or if there is no checkpoint to resume from, or one of a
+            different run.
     """
     output = Path(config.output_dir)
     inputs = config.sources()
@@ -73,7 +74,7 @@ def _check_overwritable(output: Path, name: str) -> None:
 
 @contextlib.contextmanager
 def made_for_nothing(output: Path) -> Iterator[None]:
-    """If the work fails, a folder that was made in the meantime goes again if it is empty, and so do those around it."""
+    """Remove the folder `output` and its parents again if the work inside the context fails, if they are new and empty."""
     made = [folder for folder in (output, *output.parents) if not folder.exists()]
     try:
         yield
@@ -84,27 +85,29 @@ def made_for_nothing(output: Path) -> Iterator[None]:
         raise
 
 
-def start_output(config: RunOptions, asked: RunOptions | None = None, checkpoint: Path | None = None) -> Lock | None:
-    """Create the output, without what an earlier run wrote unless that is resumed, and record the options in it.
+def start_output(
+    config: RunOptions, requested: RunOptions | None = None, checkpoint: Path | None = None
+) -> Lock | None:
+    """Create the output, record the options in it, and remove an earlier run's files unless that run is resumed.
 
-    The main process of a run does so.
+    Only the main process of a run calls this.
 
     Args:
-        config: One that `check_output` has seen.
-        asked: The options as they were given, which `settle_resumption` made those of. Default: the same.
-        checkpoint: That `check_output` has found.
+        config: Options that `check_output` has checked.
+        requested: Options as the user gave them, before `settle_resumption`. Default: None, the same as `config`.
+        checkpoint: Checkpoint to resume from, from `check_output`. Default: None.
 
     Returns:
-        What holds the output until the run has ended; None where the file system has no locks.
+        The lock on the output until the run has ended; None where the file system has no locks.
 
     Raises:
-        ValueError: If another run has begun to write the output since, or left there what leads to another decision than that
-            which was made before anybody held the output.
+        ValueError: If another run has begun to write the output since it was checked, or has left files there that lead
+            to another decision than the one made before this run held the lock.
     """
     output = Path(config.output_dir)
     output.mkdir(parents=True, exist_ok=True)
     lock = hold_output(output)
-    if settle_resumption(asked or config) != config or (
+    if settle_resumption(requested or config) != config or (
         config.resume_from_checkpoint and find_checkpoint(config)[0] != checkpoint
     ):
         raise ValueError(
@@ -112,9 +115,9 @@ def start_output(config: RunOptions, asked: RunOptions | None = None, checkpoint
             "it again to go on from what is there now, or choose another folder."
         )
     if (output / RUN_CONFIG).exists() and not (config.resume_from_checkpoint or config.overwrite_output_dir):
-        raise ValueError(_exists(config.output_dir))  # another run has come and gone since
+        raise ValueError(_exists(config.output_dir))  # another run has started and ended since the check
     if config.overwrite_output_dir and any(output.iterdir()):
-        _check_overwritable(output, config.output_dir)  # again, now that no other run can change what it sees
+        _check_overwritable(output, config.output_dir)  # checked again, now that the lock keeps other runs out
         remove_written(output, output)
     remove_written(output, output / PARTIAL_MODEL)
     write_options(output, config)
@@ -122,7 +125,7 @@ def start_output(config: RunOptions, asked: RunOptions | None = None, checkpoint
 
 
 def write_options(folder: Path, config: RunOptions) -> None:
-    """Record the options of a run in a folder that it writes, which is known as a run's by them."""
+    """Record the options of a run in a folder that the run writes; the record marks the folder as a run's."""
     with whole_file(folder / RUN_CONFIG) as partial:
         partial.write_text(RUN_MARK + as_yaml(config), encoding="utf-8")
 
@@ -132,24 +135,20 @@ def _exists(output: str) -> str:
 
 
 def as_yaml(config: RunOptions) -> str:
-    """The options of a run as a config file.
-
-    Args:
-        config: The options.
-    """
+    """Return the options of a run as the YAML text of a config file."""
     return yaml.safe_dump(dataclasses.asdict(config), sort_keys=False)
 
 
 def publish(partial: Path, output: Path, extra_files: Mapping[str, bytes]) -> None:
-    """Move a model that was saved in `partial` to `output`, its config last: without one, no folder is a model.
+    """Move a model that was saved in `partial` to `output`, its config last: a folder without a config is no model.
 
-    The config is on the disk after all else, whenever the power fails. Of folders that are replaced, such as those of banks, what a
-    person put there stays.
+    The config reaches the disk after all other files, even if the power fails. Folders of the model, such as banks, are
+    replaced, but files that a user put there stay.
 
     Args:
-        partial: A folder inside `output`, gone afterwards.
-        output: The folder of the run.
-        extra_files: Contents, by name, of more files to put beside the model.
+        partial: A folder inside `output`, which is removed.
+        output: Folder of the run.
+        extra_files: Contents, by name, of further files to put beside the model.
     """
     for name, content in extra_files.items():
         (partial / name).write_bytes(content)
@@ -159,18 +158,18 @@ def publish(partial: Path, output: Path, extra_files: Mapping[str, bytes]) -> No
 
 
 def _check_place(name: str, value: str, others: Iterable[tuple[str, str]]) -> None:
-    """See that a folder can be made or written, and neither holds one of the others nor lies in it."""
-    place = Path(value)
-    if place.exists() and not place.is_dir():
+    """Check that a folder exists or can be made, is writable, and neither contains nor lies in one of the other paths."""
+    folder_path = Path(value)
+    if folder_path.exists() and not folder_path.is_dir():
         raise ValueError(f"{name} is {value!r}, a file; expected a folder.")
-    ancestor = next(folder for folder in (place.absolute(), *place.absolute().parents) if folder.exists())
+    ancestor = next(folder for folder in (folder_path.absolute(), *folder_path.absolute().parents) if folder.exists())
     if not ancestor.is_dir() or not os.access(ancestor, os.W_OK):
         raise ValueError(f"{name} is {value!r}, but {str(ancestor)!r} is no folder to write in; choose another.")
     for other_name, other in others:
-        # What is no path is the id of a model or dataset; an output need not exist yet.
+        # A name that is no existing path is the id of a model or dataset; only an output need not exist yet.
         if other_name != "output_dir" and not Path(other).exists():
             continue
-        for outer, inner, verb in ((place, Path(other), "holds"), (Path(other), place, "lies in")):
+        for outer, inner, verb in ((folder_path, Path(other), "holds"), (Path(other), folder_path, "lies in")):
             if inner.resolve().is_relative_to(outer.resolve()):
                 raise ValueError(
                     f"{name} is {value!r}, which {verb} the {other_name} {other!r}; choose another folder."

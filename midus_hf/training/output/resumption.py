@@ -1,4 +1,6 @@
-"""Where a run goes on from, and what it has to have in common with the run that wrote the checkpoint."""
+"""Resumption of a run: from which checkpoint the run goes on, and which options must not differ from the checkpoint's
+run.
+"""
 
 import dataclasses
 import os
@@ -40,49 +42,49 @@ _FREE_ON_RESUME = (
     "resume_from_checkpoint",
     "overwrite_output_dir",
 )
-"""Options that may change between a run and its resumption: they do not touch what is computed."""
+"""Options that may change when a run is resumed, because they do not change what is computed."""
 
 _OF_A_STEP = ("per_device_train_batch_size", "gradient_accumulation_steps")
-"""Options that may change if a step takes as many sequences as it did."""
+"""Options that may change if a step still takes the same number of sequences."""
 
 
 class StepSize(TrainerCallback, ExportableState):
-    """Let checkpoints have the number of sequences that all processes together take in a step.
+    """Callback that stores in checkpoints how many sequences all processes together take in a step.
 
     Args:
-        arguments: Of the run's Trainer.
+        arguments: Arguments of the run's Trainer.
     """
 
     def __init__(self, arguments: TrainingArguments):
         self.sequences = arguments.train_batch_size * arguments.gradient_accumulation_steps * arguments.world_size
 
     def state(self) -> dict[str, Any]:
-        """What a checkpoint has of it."""
+        """Return what a checkpoint stores of this callback."""
         return {"args": {}, "attributes": {"sequences": self.sequences}}
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        # The Trainer brings up to date what is there: a checkpoint of a run that did not have it has nothing.
+        # The Trainer only updates existing entries, and checkpoints of earlier versions have none for this callback.
         callbacks: dict[str, Any] = state.stateful_callbacks  # type: ignore[assignment]  # a list only until it has been read
         callbacks.setdefault(type(self).__name__, self.state())
 
 
 def settle_resumption(config: Options) -> Options:
-    """The options of a run as this start of it means them: `resume_from_checkpoint: auto` is true or false.
+    """Return the options that this start of a run uses: `resume_from_checkpoint: auto` becomes true or false.
 
-    A run that torchrun starts again after one of its processes has died goes on as with `resume_from_checkpoint: auto`,
-    unless the option names a checkpoint: what its own first start has written is neither in its way nor overwritten. What lay
-    there before that is as it was for the first start, which may have been refused.
+    If torchrun restarts a run after one of its processes died, the run resumes as with `resume_from_checkpoint: auto`,
+    unless the option names a checkpoint: files of the run's first start neither block it nor are overwritten. Files
+    older than the first start are treated as in the first start, which may have been refused.
+
+    If checkpoints were written to their end but none is whole any more, `find_checkpoint` refuses later: a run never
+    starts over where a user may want to repair a checkpoint.
 
     Args:
-        config: The options as they were given.
-
-    Where checkpoints were written to their end and none is whole any more, `find_checkpoint` refuses: a run never begins again over
-    what a person may want to repair.
+        config: The options as the user gave them.
 
     Raises:
-        ValueError: If what lies in the output has no checkpoint and is another run's, or a trained model's.
+        ValueError: If the output has no checkpoint, but the files of a run with other options.
     """
     restarted, output = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)) > 0, Path(config.output_dir)
     goes_on = restarted and isinstance(config.resume_from_checkpoint, bool) and not _is_of_before(output)
@@ -91,7 +93,7 @@ def settle_resumption(config: Options) -> Options:
     whole, passed_over = whole_checkpoint(output)
     if whole is not None or any(damage != UNFINISHED for damage in passed_over.values()):
         return dataclasses.replace(config, resume_from_checkpoint=True, overwrite_output_dir=False)
-    # What died before its first checkpoint has left its options and the beginning of a log.
+    # A run that died before its first checkpoint has left its options and the beginning of a log.
     has_died = is_of_a_run(output) and not (output / CONFIG_FILE).exists()
     if has_died and not config.overwrite_output_dir:
         _check_options(config, output, (), "choose another output_dir, or set overwrite_output_dir: true")
@@ -101,7 +103,7 @@ def settle_resumption(config: Options) -> Options:
 
 
 def _is_of_before(output: Path) -> bool:
-    """Whether the run in a folder was begun before torchrun started the one of this process for the first time."""
+    """Return whether the run in a folder began before torchrun first started the run of this process."""
     error_file = os.environ.get("TORCHELASTIC_ERROR_FILE")  # LAUNCH/attempt_N/RANK/error.json
     if not error_file:
         return False  # torchrun was told to keep no files
@@ -110,19 +112,20 @@ def _is_of_before(output: Path) -> bool:
             "attempt_0"
         ).stat().st_mtime
     except OSError:
-        return False  # there is no run, or this machine has joined since
+        return False  # the folder has no run, or this machine joined after the first start
 
 
 def find_checkpoint(config: RunOptions, skipped: Mapping[Path, str] | None = None) -> tuple[Path, dict[Path, str]]:
-    """Return the checkpoint that a run is to be resumed from, and what is wrong with later ones.
+    """Return the checkpoint from which a run resumes, and what is wrong with later checkpoints.
 
     Args:
-        config: The options of the run, with `resume_from_checkpoint`.
-        skipped: Checkpoints that are not considered, and why. Default: none.
+        config: The options of the run, with `resume_from_checkpoint` set.
+        skipped: Checkpoints that are not considered, and why. Default: None, no checkpoint is skipped.
 
     Raises:
-        ValueError: If there is none that is whole, or `resume_from_checkpoint` names one that is not. A checkpoint of a version
-            that wrote no manifests is gone on from where `resume_from_checkpoint` names it, and passed over otherwise.
+        ValueError: If no checkpoint is whole, or `resume_from_checkpoint` names one that is not. A checkpoint of an
+            earlier version, which has no manifest, is accepted if `resume_from_checkpoint` names it, and passed over
+            otherwise.
     """
     skipped = skipped or {}
     if isinstance(config.resume_from_checkpoint, str):
@@ -159,12 +162,12 @@ def find_checkpoint(config: RunOptions, skipped: Mapping[Path, str] | None = Non
 
 
 def tell_passed_over(passed_over: Mapping[Path, str]) -> None:
-    """Let the main process tell a person, in one line on standard error, which checkpoints are passed over and why.
+    """Print, in the main process, one line on standard error that says which checkpoints are passed over and why.
 
-    This may be called before processes know of each other.
+    This may be called before processes are connected.
 
     Args:
-        passed_over: What is wrong with each; nothing is told if there are none.
+        passed_over: What is wrong with each checkpoint; nothing is printed if it is empty.
     """
     if passed_over and int(os.environ.get("RANK", 0)) == 0:
         reasons = (f"{path.name} is passed over: {damage}" for path, damage in passed_over.items())
@@ -172,14 +175,15 @@ def tell_passed_over(passed_over: Mapping[Path, str]) -> None:
 
 
 def check_same_run(config: RunOptions, checkpoint: Path) -> None:
-    """Refuse options that differ from the checkpoint's run: its schedule and its data are those it began with.
+    """Refuse options that differ from the options of the checkpoint's run: a run keeps the schedule and the data that
+    it began with.
 
     Args:
         config: The options of the run.
-        checkpoint: To resume from.
+        checkpoint: Checkpoint to resume from.
 
     Raises:
-        ValueError: If one differs, or the processes cannot take as many sequences in a step.
+        ValueError: If an option differs, or the processes cannot take as many sequences in a step as before.
     """
     same_step = (
         _sequences_of(checkpoint)
@@ -191,14 +195,17 @@ def check_same_run(config: RunOptions, checkpoint: Path) -> None:
 
 
 def passes_of_a_step(config: RunOptions, checkpoint: Path | None) -> int:
-    """Forward passes of each process in a step: `gradient_accumulation_steps`, unless a run is resumed by more or fewer processes.
+    """Return the forward passes per process and step: `gradient_accumulation_steps`, or the number that keeps a resumed
+    run's step size.
+
+    The step size, in sequences, stays the same if more or fewer processes resume the run.
 
     Args:
         config: The options of the run.
-        checkpoint: To resume from; None for a new run.
+        checkpoint: Checkpoint to resume from; None for a new run.
 
     Raises:
-        ValueError: If no number of passes makes a step of as many sequences as it had.
+        ValueError: If no number of passes gives a step as many sequences as before.
     """
     sequences = None if checkpoint is None else _sequences_of(checkpoint)
     processes = number_of_processes()
@@ -222,12 +229,12 @@ def passes_of_a_step(config: RunOptions, checkpoint: Path | None) -> int:
 
 
 def describe_resumption(config: RunOptions, checkpoint: Path | None, passes: int) -> list[str]:
-    """What a person is told of where a run goes on, a sentence each.
+    """Return sentences that tell the user where a run resumes.
 
     Args:
         config: The options of the run.
-        checkpoint: To resume from; None for a new run.
-        passes: As from `passes_of_a_step`.
+        checkpoint: Checkpoint to resume from; None for a new run.
+        passes: Forward passes per process and step, from `passes_of_a_step`.
     """
     if checkpoint is None:
         return []
@@ -241,19 +248,25 @@ def describe_resumption(config: RunOptions, checkpoint: Path | None, passes: int
 
 
 def number_of_processes() -> int:
-    """How many processes share the run, by what launchers say: known before anything is set up."""
+    """Return the number of processes that share the run, from the launcher's variable; it is known before anything is
+    set up.
+    """
     return int(os.environ.get("WORLD_SIZE", 1))
 
 
 def _sequences_of(checkpoint: Path) -> int | None:
-    """Sequences that a step took in the run of a checkpoint; None if it was made before checkpoints had that."""
+    """Return the sequences per step in the run of a checkpoint; None if an earlier version wrote the checkpoint without
+    this number.
+    """
     callbacks: Any = TrainerState.load_from_json(str(checkpoint / TRAINER_STATE)).stateful_callbacks
     step_size = callbacks.get(StepSize.__name__)
     return None if step_size is None else step_size["attributes"]["sequences"]
 
 
 def _check_options(config: RunOptions, folder: Path, free: tuple[str, ...], remedy: str) -> None:
-    """Refuse options that differ from those of the run in a folder, but for some more that are free."""
+    """Refuse options that differ from the run in a folder, except options that may change on resumption or are in
+    `free`.
+    """
     record = folder / RUN_CONFIG
     if not record.exists():
         return
@@ -266,10 +279,10 @@ def _check_options(config: RunOptions, folder: Path, free: tuple[str, ...], reme
 
 
 def _without_cache(corpus: Any) -> Any:
-    """What says which text is read: where its tokens are kept may change."""
+    """Return the options of a corpus that decide which text is read, without the folder of its tokens."""
     if isinstance(corpus, list):
         return [_without_cache(part) for part in corpus]
     if not isinstance(corpus, dict):
         return corpus
-    # None is what an option is that was not there yet when the run began.
+    # None is left out, since an option that is newer than the run has no entry in its record.
     return {key: value for key, value in corpus.items() if key != "cache_dir" and value is not None}

@@ -1,4 +1,4 @@
-"""The checkpoints that lie in the output of a run: which are whole, which is the latest, which have had their time."""
+"""Checkpoints in the output of a run: which are whole, which is the latest, and which are removed."""
 
 import contextlib
 import errno
@@ -15,11 +15,11 @@ from midus_hf.files.run_files import is_of_checkpoint, remove_written
 from midus_hf.files.whole_files import sync, whole_file
 
 UNFINISHED = "it was not written to its end"
-"""What is said of a checkpoint that a run was writing when it ended."""
+"""Reason given for a checkpoint that a run was writing when the run ended."""
 
 
 def checkpoints(output: str | os.PathLike) -> dict[int, Path]:
-    """Return the checkpoints in `output` by their steps, those included that were not written to their end."""
+    """Return the checkpoints in `output` by their steps, including unfinished ones."""
     output = Path(output)
     return {
         int(match[1]): path
@@ -29,20 +29,20 @@ def checkpoints(output: str | os.PathLike) -> dict[int, Path]:
 
 
 def last_checkpoint(output: str | os.PathLike) -> Path | None:
-    """Return the latest checkpoint in `output` that was written to its end, or None; its files are not read."""
+    """Return the latest checkpoint in `output` that was written to its end, or None; its files are not checked."""
     complete = {step: path for step, path in checkpoints(output).items() if is_complete(path)}
     return complete[max(complete)] if complete else None
 
 
 def whole_checkpoint(output: str | os.PathLike, skipped: Collection[Path] = ()) -> tuple[Path | None, dict[Path, str]]:
-    """Return the latest checkpoint whose files are those that were written, or None, and what is wrong with later ones.
+    """Return the latest checkpoint whose files are as they were written, or None, and what is wrong with later ones.
 
     Args:
-        output: The folder of the run.
+        output: Folder of the run.
         skipped: Checkpoints that are not considered. Default: none.
 
     Returns:
-        The checkpoint, and by path, latest first, why each later one is not whole.
+        The checkpoint, and why each later checkpoint is not whole, by path, latest first.
     """
     passed_over: dict[Path, str] = {}
     for _, path in sorted(checkpoints(output).items(), reverse=True):
@@ -56,19 +56,20 @@ def whole_checkpoint(output: str | os.PathLike, skipped: Collection[Path] = ()) 
 
 
 def is_complete(checkpoint: Path) -> bool:
-    """Return whether a checkpoint was written to its end: its manifest is there and can be read. Its other files are not looked at.
+    """Return whether a checkpoint was written to its end: its manifest exists and can be read. Other files are not
+    checked.
 
     Args:
-        checkpoint: Its folder.
+        checkpoint: Folder of the checkpoint.
     """
     return manifest_of(checkpoint) is not None
 
 
 def is_of_earlier_version(checkpoint: Path) -> bool:
-    """Return whether a checkpoint was written to its end by a version that wrote no manifests.
+    """Return whether a checkpoint was written to its end by an earlier version, which wrote no manifests.
 
     Args:
-        checkpoint: Its folder.
+        checkpoint: Folder of the checkpoint.
     """
     if any((checkpoint / name).exists() for name in (MANIFEST_FILE, BEGUN_CHECKPOINT)):
         return False
@@ -76,12 +77,12 @@ def is_of_earlier_version(checkpoint: Path) -> bool:
 
 
 def missing_of_earlier_version(checkpoint: Path) -> str | None:
-    """Return one line about a file without which a Trainer would silently go on from less than a checkpoint, or None.
+    """Return one line that names a missing file which a Trainer would silently do without, or None.
 
-    It is asked of checkpoints that have no manifest.
+    This is the only check of checkpoints without a manifest.
 
     Args:
-        checkpoint: Its folder.
+        checkpoint: Folder of the checkpoint.
     """
     by_deepspeed = any(checkpoint.glob("global_step*"))
     needed = {
@@ -95,11 +96,10 @@ def missing_of_earlier_version(checkpoint: Path) -> str | None:
 def damage_of(checkpoint: Path) -> str | None:
     """Return one line about what is wrong with a checkpoint, or None if every file has the bytes that were written.
 
-    All of its files are read, once in a process for as long as nothing about them changes. Files that a person put beside them
-    are ignored.
+    All its files are read, once per process as long as nothing about them changes. Files that a user added are ignored.
 
     Args:
-        checkpoint: Its folder.
+        checkpoint: Folder of the checkpoint.
     """
     if not (checkpoint / MANIFEST_FILE).exists():
         if is_of_earlier_version(checkpoint):
@@ -113,27 +113,31 @@ def damage_of(checkpoint: Path) -> str | None:
 
 @functools.lru_cache(maxsize=256)
 def _damage_as_it_lies(checkpoint: Path, manifest: str, appearance: tuple[tuple[int, ...], ...]) -> str | None:
-    """As `damage_of`; the appearance of the files is a part of the question, since what looks the same is not read again."""
+    """Return the damage as `damage_of` does; the appearance is part of the cache key, so files that look the same are
+    read once.
+    """
     return first_damage(checkpoint, json.loads(manifest))
 
 
 def _appearance(checkpoint: Path, manifest: Mapping[str, Any]) -> tuple[tuple[int, ...], ...]:
-    """Return size, time of change and number of each file, which tell whether one has changed since it was read."""
-    found: list[tuple[int, ...]] = []
+    """Return size, times of change, inode and device of each file, which show whether the file has changed since it was
+    read.
+    """
+    appearance: list[tuple[int, ...]] = []
     for name in manifest:
         try:
             status = (checkpoint / name).stat()
-            found.append((status.st_size, status.st_mtime_ns, status.st_ctime_ns, status.st_ino, status.st_dev))
+            appearance.append((status.st_size, status.st_mtime_ns, status.st_ctime_ns, status.st_ino, status.st_dev))
         except (OSError, ValueError):
-            found.append(())
-    return tuple(found)
+            appearance.append(())
+    return tuple(appearance)
 
 
 def manifest_of(checkpoint: Path) -> Manifest | None:
-    """Return the manifest of a checkpoint, or None if there is none that can be read.
+    """Return the manifest of a checkpoint, or None if it is missing or cannot be read.
 
     Args:
-        checkpoint: Its folder.
+        checkpoint: Folder of the checkpoint.
     """
     manifest = _json_of(checkpoint / MANIFEST_FILE)
     return manifest if isinstance(manifest, dict) and TRAINER_STATE in manifest else None
@@ -147,20 +151,20 @@ def _json_of(path: Path) -> Any:
 
 
 def begin_checkpoint(checkpoint: Path) -> frozenset[Path]:
-    """Make the folder of a checkpoint, without what a run has written there before, and mark it as one that is being written.
+    """Make the folder of a checkpoint, remove what a run wrote there before, and mark the checkpoint as being written.
 
     Args:
-        checkpoint: The folder, in the output of the run.
+        checkpoint: Folder of the checkpoint, in the output of the run.
 
     Returns:
-        The files there that are a person's.
+        The files there that belong to the user.
 
     Raises:
         OSError: If the folder cannot be made or written.
     """
     if checkpoint.exists():
         remove_written(checkpoint.parent, checkpoint)
-        for name in (MANIFEST_FILE, TRAINER_STATE):  # if they are links, which no run makes
+        for name in (MANIFEST_FILE, TRAINER_STATE):  # remove_written leaves links, which no run makes
             (checkpoint / name).unlink(missing_ok=True)
     checkpoint.mkdir(parents=True, exist_ok=True)
     (checkpoint / BEGUN_CHECKPOINT).touch()
@@ -172,13 +176,15 @@ def begin_checkpoint(checkpoint: Path) -> frozenset[Path]:
 
 
 def linked_entries(checkpoint: Path, earlier: Iterable[Path]) -> Manifest:
-    """Return the entries, by name, of the files of a checkpoint that are links of files of earlier ones, whose manifests have them.
+    """Return the manifest entries, by name, of the files of a checkpoint that are links to files of earlier
+    checkpoints.
 
-    What an earlier manifest says of a file was true when it was written, so that damage since then is found when the file is read.
+    Entries come from the earlier manifests, which were true when they were written, so that damage since then is found
+    when a file is read.
 
     Args:
-        checkpoint: The folder of a checkpoint that has no manifest yet.
-        earlier: The folders of whole checkpoints.
+        checkpoint: Folder of a checkpoint that has no manifest yet.
+        earlier: Folders of whole checkpoints.
     """
     entries: Manifest = {}
     for folder in earlier:
@@ -192,15 +198,16 @@ def linked_entries(checkpoint: Path, earlier: Iterable[Path]) -> Manifest:
 def finish_checkpoint(
     checkpoint: Path, beside: Collection[Path], linked: Mapping[str, FileEntry] | None = None
 ) -> None:
-    """Force all files of a checkpoint to the disk, and then write the manifest with which it is whole.
+    """Force all files of a checkpoint to the disk, and then write the manifest that completes the checkpoint.
 
     Args:
-        checkpoint: The folder, into which all processes have written their parts.
-        beside: The files there that are a person's, from `begin_checkpoint`.
-        linked: Entries, by name, of files whose contents are known since they are those of another checkpoint. Default: none.
+        checkpoint: Folder of the checkpoint, into which all processes have written their parts.
+        beside: The files there that belong to the user, from `begin_checkpoint`.
+        linked: Manifest entries, by name, of files whose contents are known from another checkpoint. Default: None, all
+            files are read.
 
     Raises:
-        OSError: If something cannot be written, or a file is not on the disk as it was written.
+        OSError: If something cannot be written, or a file on the disk is not as it was written.
     """
     marks = {checkpoint / name for name in (MANIFEST_FILE, BEGUN_CHECKPOINT)}
     inside = sorted(checkpoint.rglob("*"))
@@ -220,19 +227,20 @@ def finish_checkpoint(
 
 
 def remove_old_checkpoints(output: str | os.PathLike, step: int, keep: int | None, best: int | None = None) -> None:
-    """Remove checkpoints until `keep` are left: first those that are not whole or lie beyond `step`, then the oldest.
+    """Remove checkpoints until `keep` are left: first checkpoints that are not whole or lie beyond `step`, then the
+    oldest.
 
-    What a person has put into one stays.
+    Files that a user put into a checkpoint stay.
 
     Args:
-        output: The folder of the run.
-        step: Where the run is. A checkpoint beyond it is from before the run was resumed at an earlier one.
-        keep: How many to keep; None for all.
-        best: The step of one to keep beside these. Default: none.
+        output: Folder of the run.
+        step: Current step of the run. A checkpoint beyond it was written before the run was resumed at an earlier step.
+        keep: Number of checkpoints to keep; None keeps all.
+        best: Step of a checkpoint to keep in addition. Default: None.
     """
     if keep is None:
         return
-    found = {number: path for number, path in checkpoints(output).items() if number != best}
-    order = sorted(found, key=lambda number: (number <= step and is_complete(found[number]), number))
+    removable = {number: path for number, path in checkpoints(output).items() if number != best}
+    order = sorted(removable, key=lambda number: (number <= step and is_complete(removable[number]), number))
     for number in order[: max(len(order) - keep, 0)]:
-        remove_written(output, found[number])
+        remove_written(output, removable[number])

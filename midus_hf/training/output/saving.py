@@ -1,4 +1,4 @@
-"""Keep what was trained when it cannot be written where it should be: on a full disk, above all."""
+"""Keep what was trained if it cannot be written to the output, mostly because a disk is full."""
 
 import contextlib
 import select
@@ -20,28 +20,28 @@ _SECONDS_TO_WAIT = 24 * 3600
 
 
 _OF_A_FILE_CUT_SHORT = ("inline_container", "PytorchStreamWriter", "iostream error")
-"""Words of the errors that `torch.save` raises; the last comes where only the end of a file did not fit."""
+"""Parts of the error messages of `torch.save`; the last one occurs if only the end of a file did not fit."""
 
 
 class SaveError(RuntimeError):
-    """What was trained could be written nowhere."""
+    """Error of a run whose model could not be written anywhere."""
 
 
 def say(line: str) -> None:
-    """Tell people something on standard error, above a progress bar if there is one; the main process alone does.
+    """Print a line on standard error, above a progress bar if there is one; only the main process prints.
 
     Args:
-        line: What to tell.
+        line: Text of the line.
     """
     if PartialState().is_main_process:
         tqdm.write(line, file=sys.stderr)
 
 
 def write_failure(error: BaseException) -> str | None:
-    """What the system says of a file that could not be written; None if the error is of another kind.
+    """Return the system's reason why a file could not be written; None if the error is of another kind.
 
     Args:
-        error: What saving a model or an optimizer raised.
+        error: Error that saving a model or an optimizer raised.
     """
     if isinstance(error, OSError):
         return error.strerror or str(error)
@@ -51,7 +51,7 @@ def write_failure(error: BaseException) -> str | None:
     if type(error) is Exception and "(os error " in text:  # of tokenizers
         return text.partition(" (os error ")[0]
     # torch.save knows only that its file was cut short.
-    if isinstance(error, RuntimeError) and any(words in text for words in _OF_A_FILE_CUT_SHORT):
+    if isinstance(error, RuntimeError) and any(message_part in text for message_part in _OF_A_FILE_CUT_SHORT):
         return "a file could not be written to its end"
     return None
 
@@ -63,27 +63,28 @@ def save_where_possible(
     num_bytes: int,
     waiting: Callable[[], contextlib.AbstractContextManager] = contextlib.nullcontext,
 ) -> Path:
-    """Write to the output or, should that fail, where there is room.
+    """Write to the output or, if that fails, to another folder that has room.
 
-    Tried in this order: the output; `output_on_failure` or, without it, a new folder in the system's folder for
-    temporary files if `num_bytes` fit there. If nothing takes it and a person sits at the terminal of a single process,
-    they are asked to make room, and the output is tried again on Enter, or as soon as there is room.
+    The folders are tried in this order: the output; then `output_on_failure` or, without it, a new folder among the
+    system's temporary files if `num_bytes` fit there. If all fail and a user sits at the terminal of a single process,
+    the user is asked to make room, and the output is tried again on Enter, or as soon as there is room.
 
-    All processes call it, with the same arguments.
+    All processes call this, with the same arguments.
 
     Args:
-        write: Writes to a folder, which it creates; all processes call it. What it leaves there when it fails, it
-            removes itself. It may be called several times.
+        write: Writes to a folder, which it creates; all processes call it, perhaps several times. If it fails, it
+            removes what it wrote.
         output: The first folder.
-        output_on_failure: The second; None for the system's folder for temporary files.
-        num_bytes: Bytes that are written.
-        waiting: Made a context manager while a person is waited for.
+        output_on_failure: The second folder; None for the system's folder for temporary files.
+        num_bytes: Number of bytes that are written.
+        waiting: Returns a context manager, which is entered while the user is waited for. Default: one that does
+            nothing.
 
     Returns:
-        The folder that has it.
+        The folder that was written.
 
     Raises:
-        SaveError: If none has; the message says why, place by place.
+        SaveError: If no folder could be written; the message gives the reason for each folder.
     """
     state = PartialState()
     failures: list[str] = []
@@ -91,14 +92,14 @@ def save_where_possible(
     while True:
         chosen = [next(places, None) if state.is_main_process else None]
         broadcast_object_list(chosen)
-        place = chosen[0]
-        if place is None:
+        folder = chosen[0]
+        if folder is None:
             reasons = ["; ".join(failures)]
             broadcast_object_list(reasons)
             raise SaveError(reasons[0])
         failure = None
         try:
-            write(place)
+            write(folder)
         except Exception as error:
             failure = write_failure(error)
             if failure is None:
@@ -106,8 +107,8 @@ def save_where_possible(
         outcome = [failure]
         broadcast_object_list(outcome)
         if outcome[0] is None:
-            return place
-        failures.append(f"{place}: {outcome[0]}")
+            return folder
+        failures.append(f"{folder}: {outcome[0]}")
 
 
 def _places(
@@ -142,7 +143,7 @@ def _places(
 
 
 def _wait_for_room(output: Path, num_bytes: int, deadline: float) -> bool:
-    """Wait for Enter, or for room on the disk; false if neither can come any more."""
+    """Wait for Enter, or for room on the disk; return false if standard input ends or the deadline passes."""
     while time.monotonic() < deadline:
         readable, _, _ = select.select([sys.stdin], [], [], _SECONDS_BETWEEN_TRIES)
         if readable:
