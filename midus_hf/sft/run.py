@@ -25,7 +25,7 @@ def finetune(config: SftConfig) -> TrainResult:
         config: The options of the run.
 
     Returns:
-        Steps, tokens, losses and the folder of the trained model.
+        The folder of the trained model, and the steps, tokens and last loss of the run.
 
     Raises:
         ValueError: If the options are wrong; nothing has been written then.

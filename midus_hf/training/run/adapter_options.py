@@ -1,4 +1,6 @@
-"""What a run may be told of adapters: a method of PEFT, the keys of its config, and the layers that have them. Needs PEFT."""
+"""Options of a run's adapters: a method of PEFT, the keys of its config, and the layers that have adapters. This needs
+PEFT.
+"""
 
 import dataclasses
 from collections.abc import Mapping
@@ -26,15 +28,15 @@ _RECORDS = (
     "revision",
     "inference_mode",
 )
-"""Fields of configs that tell what adapters were saved for."""
+"""Fields of PEFT configs that record what adapters were saved for, which a run may not set."""
 
 _DEFAULTS: dict[str, dict[str, Any]] = {"lora": {"r": 16, "lora_alpha": 32}}
 
 _TARGETS_OF_PEFT = ("ia3", "ln_tuning", "trainable_tokens")
-"""Methods that are for other modules than linear layers, or for some of them."""
+"""Methods that adapt other modules than linear layers, or only some linear layers, so that PEFT chooses the modules."""
 
 _STEPPED = {"adalora": "whose ranks are allotted by a call after every step, which the Trainer does not make"}
-"""Methods that need more of a Trainer than steps."""
+"""Methods for which the Trainer would have to do more than take steps, with the reason."""
 
 _UNMERGED = "whose result cannot be merged into the weights, as what comes out of a run is"
 
@@ -44,10 +46,10 @@ class AdapterChoice:
     """The adapters of a run.
 
     Args:
-        method: What PEFT calls it, in small letters.
-        layers: Which layers have them: see `RunOptions`.
-        config_class: Of the method.
-        given: What its config is given, with defaults of ours.
+        method: PEFT's name of the method, in lower case.
+        layers: Layers that have adapters, as in `adapters` of `RunOptions`.
+        config_class: Class of the method's config.
+        given: Arguments of this config: the user's, and this project's defaults.
     """
 
     method: str
@@ -56,27 +58,28 @@ class AdapterChoice:
     given: dict[str, Any]
 
     def config(self, **changes: Any) -> PeftConfig:
-        """The method's config.
+        """Return the method's config.
 
         Args:
-            changes: Keys that are added or replaced.
+            changes: Arguments that are added or replaced.
         """
         return self.config_class(**{**self.given, **changes})
 
     @property
     def takes(self) -> set[str]:
-        """The keys of the method's config."""
+        """Keys of the method's config."""
         return {field.name for field in dataclasses.fields(self.config_class)}
 
 
 def read_adapters(options: Mapping[str, Any]) -> AdapterChoice:
-    """Read what a run is told of adapters.
+    """Read the adapter options of a run.
 
     Args:
-        options: As `RunOptions.adapters`.
+        options: Value of `RunOptions.adapters`.
 
     Raises:
-        ValueError: If PEFT has no such method, the method no such key, or what it trains cannot be merged into the weights.
+        ValueError: If PEFT has no method of this name, the method has no option of a name, or its result cannot be
+            merged into the weights.
     """
     method, layers = options.get("method", "lora"), options.get("layers", "base")
     if layers not in get_args(AdapterLayers):
@@ -93,28 +96,28 @@ def read_adapters(options: Mapping[str, Any]) -> AdapterChoice:
         raise refusal_of_unmerged(method, "it adds to what layers read or compute, and changes none")
     if method in _STEPPED:
         raise ValueError(f"adapters.method is {method!r}, {_STEPPED[method]}; expected another, such as lora.")
-    given = {key: value for key, value in options.items() if key not in _OURS}
-    for key in given:
+    arguments = {key: value for key, value in options.items() if key not in _OURS}
+    for key in arguments:
         if key not in known:
             raise ValueError(f"adapters of method {method!r} have no option {key!r}. {near_matches(str(key), known)}")
-    given = {**_DEFAULTS.get(method, {}), **given}
+    arguments = {**_DEFAULTS.get(method, {}), **arguments}
     if method not in _TARGETS_OF_PEFT:
-        given.setdefault("target_modules", "all-linear")
-    read = read_options(cast(Any, config_class), given, "config", prefix="adapters.")
-    # Of names the config makes a set, whose order is another in every process.
-    given = {key: value if key == "target_modules" else getattr(read, key) for key, value in given.items()}
-    return AdapterChoice(method, cast(AdapterLayers, layers), config_class, {**given, "task_type": "CAUSAL_LM"})
+        arguments.setdefault("target_modules", "all-linear")
+    read = read_options(cast(Any, config_class), arguments, "config", prefix="adapters.")
+    # The config turns names into a set, whose order differs between processes, so the original list is kept.
+    arguments = {key: value if key == "target_modules" else getattr(read, key) for key, value in arguments.items()}
+    return AdapterChoice(method, cast(AdapterLayers, layers), config_class, {**arguments, "task_type": "CAUSAL_LM"})
 
 
 def check_adapters(options: Mapping[str, Any], model_config: PreTrainedConfig) -> None:
-    """See that a model can have the adapters that a run is told of, as far as its config says.
+    """Check from a model's config whether the model can have the adapters that the options name.
 
     Args:
-        options: As `RunOptions.adapters`.
-        model_config: Of the model.
+        options: Value of `RunOptions.adapters`.
+        model_config: Config of the model.
 
     Raises:
-        ValueError: If it cannot.
+        ValueError: If the model cannot have the adapters.
     """
     choice = read_adapters(options)
     if choice.layers != "new":
@@ -132,13 +135,13 @@ def check_adapters(options: Mapping[str, Any], model_config: PreTrainedConfig) -
 
 
 def refusal_of_unmerged(method: str, reason: str = "") -> ValueError:
-    """What is raised of a method whose result cannot be merged.
+    """Return the error for a method whose result cannot be merged into the weights.
 
     Args:
-        method: As `AdapterChoice` has it.
-        reason: Why it cannot. Default: not told.
+        method: PEFT's name of the method.
+        reason: Why merging is impossible. Default: `""`, no reason is given.
     """
-    told = f" ({reason})" if reason else ""
+    reason_in_brackets = f" ({reason})" if reason else ""
     return ValueError(
-        f"adapters.method is {method!r}, {_UNMERGED}{told}; expected one that changes weights, such as lora or osf."
+        f"adapters.method is {method!r}, {_UNMERGED}{reason_in_brackets}; expected one that changes weights, such as lora or osf."
     )

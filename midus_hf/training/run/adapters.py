@@ -1,4 +1,6 @@
-"""Adapters of PEFT on a model that trains: where they are put, what trains beside them, and what is told of them. Needs PEFT."""
+"""PEFT adapters on a model that trains: where adapters are put, what trains beside them, and how a run describes them.
+This needs PEFT.
+"""
 
 import copy
 import re
@@ -23,14 +25,14 @@ _WHERE = {"base": "the base", "new": "the new layers alone", "all": "all layers"
 
 
 def add_adapters(model: PreTrainedModel, options: Mapping[str, Any]) -> PeftModel:
-    """Put adapters on a model.
+    """Put adapters on a model, and return the model wrapped by PEFT.
 
     Args:
-        model: As `from_pretrained` gives it.
-        options: As `RunOptions.adapters`.
+        model: A model from `from_pretrained`.
+        options: Value of `RunOptions.adapters`.
 
     Raises:
-        ValueError: If the model cannot have them, or what they train could not be merged into its weights.
+        ValueError: If the model cannot have the adapters, or they could not be merged into its weights.
     """
     choice = read_adapters(options)
     changes: dict[str, Any] = {}
@@ -55,18 +57,18 @@ def add_adapters(model: PreTrainedModel, options: Mapping[str, Any]) -> PeftMode
         banks.trainable = choice.layers == "base"
     _check_merging(adapted, choice)
     for name, parameter in adapted.named_parameters():
-        # Of some methods PEFT leaves adapters in the dtype of the weights; they are no part of what is saved in it.
+        # For some methods PEFT creates adapters in the dtype of the weights. They train in float32, as only merged weights are saved.
         if parameter.requires_grad and ".modules_to_save." not in name:
             parameter.data = parameter.data.float()
     return adapted
 
 
 def describe_adapters(model: PeftModel, options: Mapping[str, Any]) -> str:
-    """What trains, in a sentence.
+    """Return a sentence about what trains.
 
     Args:
-        model: With adapters.
-        options: As `RunOptions.adapters`.
+        model: A model with adapters.
+        options: Value of `RunOptions.adapters`.
     """
     choice = read_adapters(options)
     training, total = model.get_nb_trainable_parameters()
@@ -81,15 +83,16 @@ def describe_adapters(model: PeftModel, options: Mapping[str, Any]) -> str:
 
 
 def merge_adapters(model: PeftModel) -> PreTrainedModel:
-    """The model without adapters that computes the same: they are merged into its weights, and what trained whole is in its place.
+    """Return the model without adapters that computes the same: adapters are merged, and modules that trained whole are
+    put in place.
 
     Args:
-        model: With adapters; not to be used afterwards.
+        model: A model with adapters, which must not be used afterwards.
     """
     base: Any = model.get_base_model()
     for name, module in list(base.named_modules()):
         if isinstance(module, ModulesToSaveWrapper):
-            # Of most methods PEFT can unwrap what has a weight of its own alone, and not a layer.
+            # For most methods PEFT can unwrap only modules that directly have a weight, and not whole layers.
             trained = module.unload_and_optionally_merge_module(merge=True, safe_merge=False, adapter_names=None)
             base.set_submodule(name, trained)
     tuner: Any = model
@@ -97,7 +100,7 @@ def merge_adapters(model: PeftModel) -> PreTrainedModel:
 
 
 def _targets_in_new_layers(model: PreTrainedModel, choice: AdapterChoice) -> list[str]:
-    """Names of the modules of new layers that are to have adapters."""
+    """Return the names of the modules in new layers that get adapters."""
     stack = model.get_decoder().layers
     names = {module: name for name, module in model.named_modules()}
     layers = [stack[index] for index in new_layers(model.config)]
@@ -110,7 +113,7 @@ def _targets_in_new_layers(model: PreTrainedModel, choice: AdapterChoice) -> lis
     inside = [module for layer in layers for module in layer.modules()]
     if targets == "all-linear":
         return [names[module] for module in inside if isinstance(module, nn.Linear)]
-    found = [
+    matching_names = [
         names[module]
         for module in inside
         if (
@@ -119,18 +122,20 @@ def _targets_in_new_layers(model: PreTrainedModel, choice: AdapterChoice) -> lis
             else any(f".{names[module]}".endswith(f".{target}") for target in targets)
         )
     ]
-    if not found:
+    if not matching_names:
         raise ValueError(
             f"adapters.target_modules is {targets!r}, which no modules of the new layers {new_layers(model.config)} match; expected "
             "names in them, such as q_proj."
         )
-    return found
+    return matching_names
 
 
 def _check_merging(model: PeftModel, choice: AdapterChoice) -> None:
-    """Merge a copy of one layer, since for some methods and keys PEFT cannot; if there are weights of zero, one of those.
+    """Check that PEFT can merge adapters of the method, on a copy of one adapted layer, with zero weights if there is
+    one.
 
-    What multiplies weights of zero does not train them, and what divides by their norm gives no number.
+    A layer with zero weights is the hardest case: adapters that multiply the weights cannot train them, and adapters
+    that divide by their norm give NaN.
     """
     layers: dict[str, Any] = {
         name: module for name, module in model.named_modules() if isinstance(module, BaseTunerLayer)
@@ -150,7 +155,9 @@ def _check_merging(model: PeftModel, choice: AdapterChoice) -> None:
 
 
 def _merged_copy(layer: Any, acts: bool) -> Any:
-    """A copy of a layer with its adapter merged into its weights: the adapter as it is, or as it might be once trained."""
+    """Return a copy of a layer with its adapter merged into the weights, as it is or with random weights in place of
+    trained ones.
+    """
     merged = copy.deepcopy(layer)
     with torch.no_grad(), torch.random.fork_rng(devices=[]):
         for parameter in merged.parameters():
@@ -161,6 +168,6 @@ def _merged_copy(layer: Any, acts: bool) -> Any:
 
 
 def _is_zero(layer: Any) -> bool:
-    """Whether the weights that an adapter sits on are all zero."""
+    """Return whether the weights that an adapter modifies are all zero."""
     weight = getattr(layer.get_base_layer(), "weight", None)
     return weight is not None and not weight.any()

@@ -1,4 +1,6 @@
-"""The checkpoints of a run: each is whole or not there, holds finite numbers, and may fail to be written without ending the run."""
+"""Checkpoints of a run: each is whole or absent, holds only finite numbers, and may fail to be written without ending
+the run.
+"""
 
 import contextlib
 from collections.abc import Callable
@@ -28,16 +30,17 @@ _OF_ANOTHER_PROCESS = "another process could not write its part"
 
 
 class Checkpoints:
-    """What the Trainer of a run does with checkpoints beside what a `Trainer` does.
+    """Handling of checkpoints by the Trainer of a run, beyond what a `Trainer` does.
 
-    A checkpoint is whole with its manifest, which is written when every process has written its part and all parts are on the disk.
-    Only then older checkpoints go. Where a file cannot be written, what there is of the checkpoint is removed, and training goes on.
-    Frozen weights that lie in an earlier checkpoint as well are linked.
+    A checkpoint becomes whole with its manifest, which is written when all processes have written their parts and these
+    are on the disk. Only then older checkpoints are removed. If a file cannot be written, the unfinished checkpoint is
+    removed, and training goes on. Frozen weights that an earlier checkpoint has too are linked.
 
     Args:
-        trainer: That has its model; all processes of a run have one each, and call it for each step alike.
-        tokenizer: Saved beside every checkpoint.
-        keep: Latest checkpoints to keep; None keeps all.
+        trainer: A Trainer that has its model. Every process has its own `Checkpoints`, and all processes call its
+            methods alike.
+        tokenizer: Tokenizer that is saved beside every checkpoint.
+        keep: Number of latest checkpoints to keep; None keeps all.
         best_step: Returns the step whose checkpoint is kept beside the latest, or None.
     """
 
@@ -56,14 +59,14 @@ class Checkpoints:
         self._is_writing = False
 
     def save(self, folder: Path, write_parts: Callable[[], None]) -> None:
-        """Save a checkpoint; all processes call it.
+        """Save a checkpoint; all processes call this.
 
         Args:
-            folder: The folder of the checkpoint.
-            write_parts: Writes what a Trainer writes there.
+            folder: Folder of the checkpoint.
+            write_parts: Writes the files that a Trainer writes there.
 
         Raises:
-            FloatingPointError: If what trains is not finite; nothing is written then.
+            FloatingPointError: If a trained tensor is not finite; nothing is written then.
         """
         self.check_finite()
         step, is_main = self._trainer.state.global_step, self._trainer.args.should_save
@@ -107,12 +110,12 @@ class Checkpoints:
     def save_weights(
         self, folder: Path, state_dict: dict[str, Any] | None, save: Callable[[dict[str, Any] | None], None]
     ) -> None:
-        """Save a model into a folder; of a checkpoint, frozen weights that lie in an earlier one as well are linked.
+        """Save a model into a folder; in a checkpoint, link frozen weights that an earlier checkpoint has too.
 
         Args:
-            folder: The folder.
-            state_dict: The weights to save; None for those of the model.
-            save: Saves the model with the weights that it is given.
+            folder: Folder for the model.
+            state_dict: The weights to save; None for the weights of the model.
+            save: Saves the model with the weights in its argument.
         """
         trainer = self._trainer
         are_whole = state_dict is None and trainer.tables.columns is None and not has_adapters(trainer.model)
@@ -122,13 +125,13 @@ class Checkpoints:
             save(state_dict)
 
     def save_last_part(self, write: Callable[[], None]) -> None:
-        """Write the last part of a checkpoint; it ends when all processes have written theirs.
+        """Write the last part of a checkpoint; return when all processes have written theirs.
 
         Args:
             write: Writes the part of this process.
 
         Raises:
-            OSError: If a process could not write its part, or has failed before.
+            OSError: If a process could not write its part, now or earlier.
         """
         failure = _failure_of(write)
         self._parts_failed = bool(self._trainer.largest(failure is not None))
@@ -136,10 +139,10 @@ class Checkpoints:
             raise OSError(failure or _OF_ANOTHER_PROCESS)
 
     def save_in(self, folder: Path) -> None:
-        """Save a checkpoint of the current step as `checkpoint-N` in a folder, which need not be that of the run.
+        """Save a checkpoint of the current step as `checkpoint-N` in a folder, which need not be the folder of the run.
 
         Raises:
-            OSError: If it cannot be written.
+            OSError: If the checkpoint cannot be written.
         """
         arguments = self._trainer.args
         home, arguments.output_dir = arguments.output_dir, str(folder)
@@ -151,51 +154,53 @@ class Checkpoints:
             raise OSError(self.failure)
 
     def load(self, checkpoint: Path) -> None:
-        """Give the model the weights of a checkpoint.
+        """Load the weights of a checkpoint into the model.
 
         Args:
-            checkpoint: The folder of the checkpoint.
+            checkpoint: Folder of the checkpoint.
         """
         self._trainer._load_from_checkpoint(str(checkpoint))
 
     def know(self, checkpoint: Path) -> None:
-        """Remember a checkpoint whose weights the model has been given.
+        """Remember a checkpoint whose weights were loaded into the model.
 
         Args:
-            checkpoint: The folder of the checkpoint, which is whole.
+            checkpoint: Folder of the checkpoint, which is whole.
         """
         self._frozen_weights.know(checkpoint)
 
     def check_finite(self) -> None:
-        """End the run if a tensor or block that trains is not finite, before it is saved; all processes call it.
+        """End the run if a trained tensor or block is not finite, before it is saved; all processes call this.
 
         Raises:
-            FloatingPointError: If one is not, in whichever process.
+            FloatingPointError: If a tensor or block is not finite in any process.
         """
         trainer = self._trainer
         of_blocks = (bank.first_not_finite() for bank in trainer.blocks.banks)
-        found = first_not_finite(trained_tensors(trainer.model)) or next(filter(None, of_blocks), None)
-        if trainer.largest(found is not None):
-            raise error_of(found or "what another process trains is not finite", trainer.state.global_step)
+        finding = first_not_finite(trained_tensors(trainer.model)) or next(filter(None, of_blocks), None)
+        if trainer.largest(finding is not None):
+            raise error_of(finding or "what another process trains is not finite", trainer.state.global_step)
 
     def first_not_finite_in(self, checkpoint: Path) -> str | None:
-        """Return what in a checkpoint trains and is not finite, as "NAME holds nan", or None.
+        """Return "NAME holds nan" for the first trained tensor or block in a checkpoint that is not finite, or None.
 
         Args:
-            checkpoint: The folder of the checkpoint, which is whole.
+            checkpoint: Folder of the checkpoint, which is whole.
         """
         parameters = self._trainer.model.named_parameters()
-        found = first_not_finite_in(
+        finding = first_not_finite_in(
             checkpoint, (name for name, parameter in parameters if not parameter.requires_grad)
         )
         banks = enumerate(self._trainer.blocks.banks)
         of_blocks = (bank.first_not_finite_in(checkpoint / BLOCK_STATES / str(number)) for number, bank in banks)
-        return found or next(filter(None, of_blocks), None)
+        return finding or next(filter(None, of_blocks), None)
 
     def _fails(self, part: Callable[[], None]) -> bool:
-        """Do a part of saving; return whether a file could not be written in any process, which `failure` tells. All call it."""
+        """Do a part of saving; return whether it failed in any process, with the reason in `failure`. All processes
+        call this.
+        """
         failure = _failure_of(part)
-        # What is asked here is answered in `save_last_part` where a process has not come so far.
+        # A process that failed before `save_last_part` makes its call of `largest` here; the others make theirs in that method.
         failed = self._parts_failed or bool(self._trainer.largest(failure is not None))
         if failed:
             self.failure = failure or _OF_ANOTHER_PROCESS
@@ -215,10 +220,10 @@ def _failure_of(write: Callable[[], None]) -> str | None:
 
 
 def _open_banks(model: torch.nn.Module) -> list[Banks]:
-    """Return the banks of a model, PEFT's wrapper aside, that are open."""
+    """Return the open banks of a model, wrapped by PEFT or not."""
     modules = (module for module in model.modules() if isinstance(module, MemoryModel))
     return [module.own_banks for module in modules if module.own_banks.are_open]
 
 
 def _nothing() -> None:
-    """Do what a process does while the main one writes."""
+    """Do nothing, in a process that waits while the main process writes."""

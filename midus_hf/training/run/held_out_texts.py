@@ -1,4 +1,6 @@
-"""Held-out texts while a run trains: their losses, the step that was best by them, and the end of a run that learns no more."""
+"""Held-out texts while a run trains: their losses, the best step by these losses, and the end of a run that no longer
+improves.
+"""
 
 import math
 from collections.abc import Mapping
@@ -22,13 +24,13 @@ from midus_hf.training.output.saving import say
 
 
 class HeldOutTexts:
-    """What the Trainer of a run does with held-out texts, which every process measures whole.
+    """Handling of held-out texts by the Trainer of a run; every process measures all texts.
 
     Args:
-        trainer: That has its model.
-        texts: By their names as in `RunOptions.eval_texts`.
-        load_best_model_at_end: Whether a step whose first text is best is saved.
-        early_stopping_patience: As in `RunOptions`.
+        trainer: A Trainer that has its model.
+        texts: Held-out texts by name, as in `RunOptions.eval_texts`.
+        load_best_model_at_end: Whether a step is saved if the first text's loss is the lowest so far.
+        early_stopping_patience: Number of evaluations without improvement after which to stop, as in `RunOptions`.
     """
 
     def __init__(
@@ -46,7 +48,7 @@ class HeldOutTexts:
         )
 
     def evaluate(self) -> dict[str, float]:
-        """Measure the texts, log what was measured, and decide whether the step is saved and training ends; return the measures."""
+        """Measure the texts, log and return the measures, and decide whether to save the step and to end training."""
         trainer = self._trainer
         metrics = self._measure()
         trainer.log(metrics)
@@ -56,7 +58,7 @@ class HeldOutTexts:
             trainer.control.should_save = True
         if step and is_stopped_early(losses, self._early_stop):
             trainer.control.should_training_stop = True
-            # To be resumed, as it were, like a run that has taken its last step.
+            # A run that stops early ends with a checkpoint, like a run that has taken its last step.
             trainer.control.should_save = trainer.control.should_save or trainer.args.save_strategy != "no"
         return metrics
 
@@ -67,7 +69,7 @@ class HeldOutTexts:
         for name, text in self.texts.items():
             loss = torch.tensor(math.log(text.measure(model).perplexity), dtype=torch.float64)
             if trainer.args.world_size > 1:
-                # They measure the same, but must not disagree by a rounding on which step was best.
+                # All processes measure the same, but rounding must not make them disagree on the best step.
                 loss = trainer.accelerator.reduce(loss.float().to(trainer.args.device), reduction="mean")
             metrics[metric_name(name, "loss")] = loss.item()
             metrics[perplexity_name(name)] = math.exp(loss.item())
@@ -76,7 +78,7 @@ class HeldOutTexts:
         return metrics
 
     def losses(self) -> dict[int, float]:
-        """Return losses of the first text by step, as `held_out.held_out_losses` gives them."""
+        """Return the losses of the first text by step, from `held_out_losses`."""
         return held_out_losses(self._trainer.state.log_history, self.texts)
 
     def step_to_keep(self) -> int | None:
@@ -84,13 +86,13 @@ class HeldOutTexts:
         return best_step(self.losses()) if self._keep_best else None
 
     def load_best(self, damaged: frozenset[int] = frozenset()) -> int:
-        """Give the model the weights of the step whose text was best, of those whose checkpoint was kept and is whole.
+        """Load the weights of the best step by held-out loss, among the last step and steps with a whole checkpoint.
 
         Args:
-            damaged: Steps whose checkpoints are known not to be. Default: none.
+            damaged: Steps whose checkpoints are known to be damaged. Default: none.
 
         Returns:
-            That step. For the last step nothing is loaded.
+            The best step. If it is the last step, nothing is loaded.
         """
         losses, last = self.losses(), self._trainer.state.global_step
         whole = self._whole_checkpoints(damaged)

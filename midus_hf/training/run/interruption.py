@@ -1,4 +1,4 @@
-"""Ctrl-C and SIGTERM end a run after the step at hand, with a checkpoint; a second one ends it at once."""
+"""Ctrl-C and SIGTERM end a run after the current step, with a checkpoint; a second signal ends it at once."""
 
 import contextlib
 import os
@@ -14,15 +14,17 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 _SECONDS_OF_ONE_REQUEST = 1.0
-"""A launcher passes on a signal that the terminal has sent to its processes already."""
+"""Seconds in which signals count as one: a launcher passes on a signal that the terminal has already sent to its
+processes.
+"""
 
 
 class RunInterrupted(KeyboardInterrupt):
-    """A run was interrupted and has ended in order; the message says how it goes on.
+    """Error of a run that was interrupted and has ended in order; the message says how to resume it.
 
     Args:
-        message: For a person.
-        signal_number: What interrupted it.
+        message: Text for the user.
+        signal_number: Number of the signal that interrupted the run.
     """
 
     def __init__(self, message: str, signal_number: int):
@@ -31,27 +33,27 @@ class RunInterrupted(KeyboardInterrupt):
 
 
 class Interruption(TrainerCallback):
-    """While entered, note signals, and end training at the end of the step in which one came.
+    """Callback that notes signals inside its context, and ends training at the end of the step in which a signal came.
 
-    Training then ends in the same step on all processes. A signal in the last step changes nothing, also where a callback
-    before this one makes it the last, nor does one after it: the model is about to be saved, or being saved. Outside the
-    main thread, where Python handles no signals, none is noted.
+    All processes end training in the same step. A signal during the last step, or after it, changes nothing, even where
+    an earlier callback makes a step the last: the model is saved anyway. Outside the main thread, where Python handles
+    no signals, no signal is noted.
 
     Args:
-        largest: Gives the largest of the numbers that the processes call it with.
+        largest: Returns the largest of the numbers with which the processes call it.
     """
 
     def __init__(self, largest: Callable[[int], int]):
         self.largest = largest
         self.signal_number = 0
-        """The signal for which all processes have stopped; 0 if none."""
+        """The signal for which all processes have stopped; 0 if there was none."""
         self._noted = 0
         self._noted_at = 0.0
         self._handlers: dict[int, Any] = {}
 
     def __enter__(self) -> "Interruption":
         if threading.current_thread() is threading.main_thread():
-            # A signal that is ignored, as under nohup, stays so.
+            # A signal that the process ignores, as under nohup, stays ignored.
             heard = [number for number in _SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]
             self._handlers = {number: signal.signal(number, self._note) for number in heard}
         return self
@@ -65,7 +67,7 @@ class Interruption(TrainerCallback):
 
     @contextlib.contextmanager
     def lifted(self) -> Iterator[None]:
-        """Let signals do within what they did before."""
+        """Restore the previous effect of signals inside the context."""
         self.__exit__(None, None, None)
         try:
             yield
@@ -84,7 +86,7 @@ class Interruption(TrainerCallback):
         if not self._noted:
             self._noted, self._noted_at = number, time.monotonic()
             if PartialState().is_main_process:
-                # Not print: the signal may have come in the middle of one.
+                # print is unsafe here: the signal may have interrupted another print.
                 os.write(2, b"\nStopping after this step, with a checkpoint; once more stops at once.\n")
         elif time.monotonic() - self._noted_at > _SECONDS_OF_ONE_REQUEST:
             self.__exit__(None, None, None)

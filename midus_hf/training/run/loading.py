@@ -1,4 +1,4 @@
-"""Load what a run names: the model, its config, its tokenizer. What cannot be loaded is a wrong request."""
+"""Load what a run's options name: the model, its config and its tokenizer; a failure is an error of the options."""
 
 from pathlib import Path
 
@@ -15,14 +15,14 @@ from midus_hf.training.run_options import Trainable
 
 
 def load_config(model: str, trainable: Trainable) -> PreTrainedConfig:
-    """The config of the model, which must have the layers that are to train.
+    """Load the config of a model, and check that the model has the layers that are to train.
 
     Args:
-        model: Folder or Hub id.
-        trainable: As in `RunOptions`.
+        model: Folder or Hub id of the model.
+        trainable: What trains, as in `RunOptions`.
 
     Raises:
-        ValueError: If there is no such model, or it does not say what trains, or has no such layers.
+        ValueError: If the model does not exist, does not say what trains, or lacks the layers that are to train.
     """
     with refusing(_not_a_model(model), OSError, ValueError):
         model_config = AutoConfig.from_pretrained(model, trust_remote_code=False)
@@ -31,25 +31,25 @@ def load_config(model: str, trainable: Trainable) -> PreTrainedConfig:
 
 
 def check_sequence_length(key: str, sequence_length: int, model_config: PreTrainedConfig) -> None:
-    """See that the model has positions for as many tokens.
+    """Check that the model has positions for sequences of this length.
 
-    As many are its config's `max_position_embeddings`, or, where its rope scaling stretches a shorter context and says
-    which, that context times the factor: configs that were stretched may or may not have the first raised as well.
+    The limit is the config's `max_position_embeddings` or, if the rope scaling stretches a shorter original context,
+    that context times the factor, whichever is larger: stretched configs may or may not have raised the former.
 
     Args:
-        key: Name of the option that a message names, such as `"sequence_length"`.
+        key: Name of the option in messages, such as `"sequence_length"`.
         sequence_length: Tokens per sequence.
-        model_config: As from `load_config`.
+        model_config: Config of the model, from `load_config`.
 
     Raises:
-        ValueError: If it has not.
+        ValueError: If the model has too few positions.
     """
     text_config = model_config.get_text_config()
     limit = getattr(text_config, "max_position_embeddings", None)
     if limit is None:
         return
     rope = getattr(text_config, "rope_parameters", None) or {}
-    for parameters in (rope, *rope.values()):  # one set for all layers, or one for each kind of them
+    for parameters in (rope, *rope.values()):  # one set for all layers, or one set per kind of layer
         if isinstance(parameters, dict) and parameters.get("original_max_position_embeddings"):
             stretched = parameters["original_max_position_embeddings"] * (parameters.get("factor") or 1)
             limit = max(limit, int(stretched))
@@ -62,24 +62,24 @@ def check_sequence_length(key: str, sequence_length: int, model_config: PreTrain
 
 
 def load_tokenizer(model: str) -> PreTrainedTokenizerBase:
-    """The tokenizer saved with the model.
+    """Load the tokenizer that is saved with a model.
 
     Args:
-        model: Folder or Hub id.
+        model: Folder or Hub id of the model.
 
     Raises:
-        ValueError: If there is none.
+        ValueError: If the model has no tokenizer.
     """
     with refusing(f"model_name_or_path is {model!r}, which has no tokenizer", OSError, ValueError):
         return saved_models.load_tokenizer(model)
 
 
 def load_model(model: str, attn_implementation: str | None = None) -> PreTrainedModel:
-    """The model, in the dtype of its checkpoint; only safetensors are read.
+    """Load a model in the dtype of its checkpoint; only safetensors are read.
 
     Args:
-        model: Folder or Hub id.
-        attn_implementation: As in `from_pretrained`. Default: transformers' choice.
+        model: Folder or Hub id of the model.
+        attn_implementation: Implementation of attention, as in `from_pretrained`. Default: transformers' choice.
 
     Raises:
         ValueError: If the weights cannot be read, or lack a tensor.
@@ -91,10 +91,11 @@ def load_model(model: str, attn_implementation: str | None = None) -> PreTrained
 
 
 def load_accompanying_files(model: str) -> dict[str, bytes]:
-    """The contents, by name, of the files beside the model that `ACCOMPANYING` matches.
+    """Return the contents, by name, of the files beside the model that match `ACCOMPANYING`; `{}` if the Hub cannot be
+    reached.
 
     Args:
-        model: Folder or Hub id.
+        model: Folder or Hub id of the model.
     """
     folder = Path(model)
     if not folder.is_dir():

@@ -1,4 +1,4 @@
-"""What a run prints while it trains: one row of a table per log event, above a bar if there is a terminal."""
+"""Progress of a run on the terminal: a table with one row per log event, above a progress bar."""
 
 import math
 import sys
@@ -19,16 +19,17 @@ _LINE = 80
 
 
 class ProgressTable(TrainerCallback):
-    """Print one row per log event on standard output, and keep a progress bar on standard error if that is a terminal.
+    """Callback that prints one row per log event on standard output, and shows a progress bar on standard error if that
+    is a terminal.
 
-    A row has the step, the tokens trained on so far, the loss, the rate of everything but keys and values, the norm of
-    the gradient, tokens per second since the row before, the time left, and the perplexity of the held-out text where it
-    was measured; where texts have names, theirs are below the row. It fits into 80 columns; everything else that is logged
-    is in the file.
+    A row has the step, the tokens trained on so far, the loss, the rate of the first group of parameters, the norm of
+    the gradient, tokens per second since the previous row, the time left, and the perplexity of the held-out text where
+    it was measured; perplexities of texts with names are printed below the row. The table fits into 80 columns; the log
+    file has everything else.
 
     Args:
         held_out: Names of the held-out texts that are measured, as in `RunOptions.eval_texts`. Default: none.
-        clock: Tells how long training may go on. Default: none, as long as it takes.
+        clock: Knows how long training may still go on. Default: None, there is no limit.
     """
 
     def __init__(self, held_out: Sequence[str] = (), clock: TrainingClock | None = None):
@@ -91,7 +92,7 @@ class ProgressTable(TrainerCallback):
         measured = {name: f"{logs[key]:.4f}" for name in self.held_out if (key := perplexity_name(name)) in logs}
         if "" in measured:
             self._row["perplexity"] = measured[""]
-        # Where held-out text is about to be measured, its perplexity belongs to the same row.
+        # If held-out text is about to be measured, the row waits for its perplexity.
         if measured or not control.should_evaluate:
             self._print_row(state.global_step, [f"{name} {value}" for name, value in measured.items() if name])
 
@@ -104,7 +105,7 @@ class ProgressTable(TrainerCallback):
         self._last_time = time.perf_counter()
 
     def close(self) -> None:
-        """Take the bar away."""
+        """Remove the progress bar."""
         if self._bar is not None:
             self._bar.close()
             self._bar = None
@@ -131,10 +132,10 @@ class ProgressTable(TrainerCallback):
 
 
 def short_count(number: int) -> str:
-    """A count in at most six characters, such as `1.64B`.
+    """Format a count in at most six characters, such as `1.64B`.
 
     Args:
-        number: 0 or more, below a quadrillion.
+        number: A count from 0, below a quadrillion.
     """
     for unit, size in (("T", 1e12), ("B", 1e9), ("M", 1e6), ("K", 1e3)):
         if number >= 0.9995 * size:
@@ -144,10 +145,10 @@ def short_count(number: int) -> str:
 
 
 def short_time(seconds: float) -> str:
-    """A duration in at most eight characters, such as `1:02:03` or `3d 04h`.
+    """Format a duration in at most eight characters, such as `1:02:03` or `3d 04h`.
 
     Args:
-        seconds: 0 or more.
+        seconds: Duration in seconds, 0 or more.
     """
     whole = round(seconds)
     if whole >= 100 * 3600:

@@ -1,4 +1,4 @@
-"""Check what is asked of a run, cheapest checks first, and make it ready to start."""
+"""Check the options of a run, cheapest checks first, and prepare the run."""
 
 import contextlib
 import copy
@@ -55,17 +55,17 @@ from midus_hf.training.run_options import RunOptions
 from midus_hf.training.trainer.tables import check_reads_few_rows
 
 Chosen = tuple[Any, RenderableType]
-"""A model that knows what trains, wrapped by PEFT if it has adapters, and what a person is told of that."""
+"""A model with `requires_grad` set, wrapped by PEFT if it has adapters, and a description of what trains."""
 
 
 @dataclasses.dataclass(frozen=True)
 class CheckedRequest:
-    """What a request names, as far as it is loaded before any data is read.
+    """Checkpoint, model config and tokenizer that the options of a run name, loaded before any data is read.
 
     Args:
-        checkpoint: To resume from; None for a new run.
-        model_config: Of the model.
-        tokenizer: Of the model.
+        checkpoint: Checkpoint to resume from; None for a new run.
+        model_config: Config of the model.
+        tokenizer: Tokenizer of the model.
         passes: Forward passes of each process in a step.
     """
 
@@ -80,10 +80,10 @@ def check_request(config: RunOptions, length_key: str) -> CheckedRequest:
 
     Args:
         config: The options of the run.
-        length_key: Name of the option that says how many tokens a sequence has.
+        length_key: Name of the option that sets the number of tokens per sequence.
 
     Raises:
-        ValueError: If the request is wrong.
+        ValueError: If the options are wrong.
     """
     checkpoint = check_output(config)
     check_held_out(config)
@@ -105,11 +105,11 @@ def choose_what_trains(config: RunOptions, model: PreTrainedModel) -> Chosen:
     """Set what trains in the model, or put adapters on it, as the options say.
 
     Args:
-        config: The options of the run, as `check_request` has seen them.
-        model: As it was loaded.
+        config: Options of the run that `check_request` has checked.
+        model: The model as it was loaded.
 
     Raises:
-        ValueError: If the model has nothing of what is to train, or cannot have these adapters.
+        ValueError: If the model lacks what is to train, or cannot have the adapters.
     """
     if config.adapters is None:
         return model, set_trainable(model, config.trainable, config.frozen)
@@ -121,7 +121,7 @@ def choose_what_trains(config: RunOptions, model: PreTrainedModel) -> Chosen:
 
 def make_run(
     config: RunOptions,
-    asked: RunOptions,
+    requested: RunOptions,
     rates: Rates,
     request: CheckedRequest,
     arguments: TrainingArguments,
@@ -133,23 +133,23 @@ def make_run(
     trainer_class: Callable[..., InRun],
     **trainer_options: Any,
 ) -> TrainingRun:
-    """Load the model, make the Trainer, open the output, and say what trains.
+    """Load the model, make the Trainer, open the output, and print what trains.
 
     Args:
         config: The options of the run.
-        asked: The same as they were given, before `settle_resumption`.
-        rates: Of the run.
-        request: From `check_request`.
-        arguments: The Trainer's own.
-        dataset: What the run draws sequences from.
-        data_lines: What a person is told of it, a sentence each.
-        held_out: From `prepare_held_out`.
-        choose: Sets what trains in the model, which it may put adapters into.
+        requested: The options as the user gave them, before `settle_resumption`.
+        rates: Learning rates of the run.
+        request: Result of `check_request`.
+        arguments: Arguments of the Trainer.
+        dataset: Sequences that the run trains on.
+        data_lines: Sentences about the data, for the user.
+        held_out: Held-out texts by name, from `prepare_held_out`.
+        choose: Sets what trains in the model, and may put adapters on it.
         trainer_class: Makes the Trainer.
-        trainer_options: What this takes beside the options of a run.
+        trainer_options: Arguments of `trainer_class` beside the options of a run.
 
     Raises:
-        ValueError: If the request is wrong; nothing but cached tokens has been written then.
+        ValueError: If the options are wrong; nothing but cached tokens has been written then.
     """
     if config.adapters is not None and is_deepspeed_zero3_enabled():
         raise ValueError(
@@ -187,8 +187,8 @@ def make_run(
             **trainer_options,
         )
         checkpoint = None if request.checkpoint is None else _finite_checkpoint(config, trainer)
-        # Last, as it removes what is to be overwritten: a Trainer has refusals of its own.
-        lock = _open_output(config, asked, request.checkpoint)
+        # Last, since this removes a run that is to be overwritten, and making the Trainer may still raise an error.
+        lock = _open_output(config, requested, request.checkpoint)
     if PartialState().is_main_process:
         resumption_lines = describe_resumption(config, checkpoint, request.passes)
         print_start(rates, report, model, [*data_lines, *resumption_lines])
@@ -207,7 +207,7 @@ def make_run(
 
 
 def _finite_checkpoint(config: RunOptions, trainer: InRun) -> Path:
-    """Return the checkpoint to resume from: the latest that is whole and in which all that trains is finite.
+    """Return the checkpoint to resume from: the latest that is whole and in which everything that trains is finite.
 
     Raises:
         ValueError: If there is none, or the run cannot go on from it.
@@ -216,22 +216,23 @@ def _finite_checkpoint(config: RunOptions, trainer: InRun) -> Path:
     while True:
         checkpoint, _ = find_checkpoint(config, not_finite)
         try:
-            found = trainer.checkpoints.first_not_finite_in(checkpoint)
+            finding = trainer.checkpoints.first_not_finite_in(checkpoint)
         except (BankError, SafetensorError) as error:  # it was damaged before its manifest was written
-            found = str(error)
-        if found is None:
+            finding = str(error)
+        if finding is None:
             break
-        not_finite[checkpoint] = found
+        not_finite[checkpoint] = finding
     tell_passed_over(not_finite)
     trainer.shards.check_checkpoint(checkpoint)
     return checkpoint
 
 
-def _open_output(config: RunOptions, asked: RunOptions, checkpoint: Path | None) -> Lock | None:
-    """Let the main process open the output, once no process reads what lies there; all refuse what it refuses.
+def _open_output(config: RunOptions, requested: RunOptions, checkpoint: Path | None) -> Lock | None:
+    """Open the output in the main process, once no process reads files there any more; an error is raised in all
+    processes.
 
     Returns:
-        The lock that the main process holds.
+        The lock on the output, in the main process.
     """
     state = PartialState()
     state.wait_for_everyone()
@@ -239,7 +240,7 @@ def _open_output(config: RunOptions, asked: RunOptions, checkpoint: Path | None)
     refusal: list[str | None] = [None]
     if state.is_main_process:
         try:
-            lock = start_output(config, asked, checkpoint)
+            lock = start_output(config, requested, checkpoint)
         except ValueError as error:
             refusal = [str(error)]
     broadcast_object_list(refusal)
@@ -265,20 +266,21 @@ def _check_has_memory(config: RunOptions, model_config: PreTrainedConfig) -> Non
 
 
 _ERRORS = (OSError, ValueError, ImportError)
-"""What transformers raises of models that cannot be made."""
+"""Errors that transformers raises for models that cannot be made."""
 
 
 def check_attention(attn_implementation: str | None, model_config: PreTrainedConfig) -> None:
-    """See that a model can be made with an implementation of attention; it is made without memory for its weights.
+    """Check that a model can be made with an implementation of attention, without memory for the model's weights.
 
-    A model that cannot be made at all passes: what is wrong with it is told where it is loaded.
+    A model that cannot be made at all passes this check: loading it will give the reason.
 
     Args:
-        attn_implementation: As in `from_pretrained`; None leaves the choice to transformers.
-        model_config: Of the model.
+        attn_implementation: Implementation of attention, as in `from_pretrained`; None leaves the choice to
+            transformers.
+        model_config: Config of the model.
 
     Raises:
-        ValueError: If it is not installed, unknown, or none of the model's.
+        ValueError: If the implementation is not installed, is unknown, or does not suit the model.
     """
     if attn_implementation is None:
         return
@@ -286,11 +288,11 @@ def check_attention(attn_implementation: str | None, model_config: PreTrainedCon
         _make(model_config, None)
     except _ERRORS:
         return
-    words = (
+    message = (
         f"attn_implementation is {attn_implementation!r}; expected one that is installed and that a {model_config.model_type} "
         "model has, such as sdpa or eager"
     )
-    with refusing(words, *_ERRORS):
+    with refusing(message, *_ERRORS):
         _make(model_config, attn_implementation)
 
 
@@ -303,10 +305,11 @@ def _make(model_config: PreTrainedConfig, attn_implementation: str | None) -> No
 
 @contextlib.contextmanager
 def loaded_whole() -> Iterator[None]:
-    """Load, or make, models of which each process has all; DeepSpeed cuts them when it takes them for training.
+    """Load or make models whole in each process inside the context; DeepSpeed cuts them when it takes them for
+    training.
 
-    Else transformers has ZeRO-3 cut parameters as a model is loaded, once `TrainingArguments` have been made, and what is asked
-    of them before training, such as their dtype and how many there are, is asked of nothing.
+    Otherwise, once `TrainingArguments` exist, transformers lets ZeRO-3 cut parameters while a model is loaded. Checks
+    before training would then read the dtypes and sizes of empty tensors.
     """
     before = deepspeed._hf_deepspeed_config_weak_ref
     deepspeed.unset_hf_deepspeed_config()
@@ -317,13 +320,13 @@ def loaded_whole() -> Iterator[None]:
 
 
 def check_reporting(report_to: str | list[str]) -> None:
-    """See that every tracker is known and installed.
+    """Check that every tracker is known and installed.
 
     Args:
-        report_to: As in `RunOptions`.
+        report_to: Names of trackers, as in `RunOptions`.
 
     Raises:
-        ValueError: If one is not.
+        ValueError: If a tracker is unknown or not installed.
     """
     names = [report_to] if isinstance(report_to, str) else report_to
     if names == ["none"]:
@@ -339,13 +342,13 @@ def check_reporting(report_to: str | list[str]) -> None:
 
 
 def print_start(rates: Rates, report: RenderableType, model: PreTrainedModel, data: Sequence[str]) -> None:
-    """Print it.
+    """Print what trains, the parameter groups, and what was read.
 
     Args:
-        rates: Of the run.
-        report: What trains.
-        model: With `requires_grad` set.
-        data: What was read and what it makes, a sentence each.
+        rates: Learning rates of the run.
+        report: Description of what trains.
+        model: A model with `requires_grad` set.
+        data: Sentences about the data.
     """
     console = Console()
     console.print(report)

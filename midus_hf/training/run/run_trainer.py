@@ -1,4 +1,4 @@
-"""The Trainer of a run: its table, its held-out texts, its checkpoints, and what it cost."""
+"""The Trainer of a run: its progress table, held-out texts, checkpoints and costs."""
 
 import resource
 import sys
@@ -25,20 +25,21 @@ from midus_hf.training.trainer.memory_trainer import TrainsMemory
 
 
 class InRun(TrainsMemory):
-    """Mixin for a Trainer that prints a table, measures held-out text, and goes on if a checkpoint cannot be written.
+    """Mixin for a Trainer that prints a table, measures held-out text, and continues if a checkpoint cannot be written.
 
-    Parts do so, and the Trainer calls them: `checkpoints` and `held_out`; `interruption`, `clock` and `progress` are callbacks. The
-    tokenizer is not given to the Trainer, which would also rewrite the special tokens in the model's config.
+    The Trainer leaves this to parts: `checkpoints` and `held_out`, and the callbacks `interruption`, `clock` and
+    `progress`. The Trainer itself does not get the tokenizer, since it would also rewrite the special tokens in the
+    model's config.
 
     Args:
-        tokenizer: Saved beside every checkpoint.
-        save_total_limit: As `keep` of `Checkpoints`. Default: all.
-        held_out: Texts to measure, as in `HeldOutTexts`. Default: none.
-        eval_steps: As in `RunOptions`. Default: none.
-        load_best_model_at_end: As in `HeldOutTexts`. Default: false.
-        early_stopping_patience: As in `HeldOutTexts`. Default: none.
-        max_seconds: As in `RunOptions`. Default: none.
-        kwargs: What the Trainer takes. `save_total_limit` is not for this class.
+        tokenizer: Tokenizer that is saved beside every checkpoint.
+        save_total_limit: Number of latest checkpoints to keep, `keep` of `Checkpoints`. Default: None, all.
+        held_out: Texts to measure by name, as in `HeldOutTexts`. Default: None, no texts.
+        eval_steps: Steps between evaluations, as in `RunOptions`. Default: None, only at the start and at the end.
+        load_best_model_at_end: Whether to save the best steps, as in `HeldOutTexts`. Default: false.
+        early_stopping_patience: Evaluations without improvement, as in `HeldOutTexts`. Default: None, never stop early.
+        max_seconds: Seconds of training, as in `RunOptions`. Default: None, no limit.
+        kwargs: Arguments of the Trainer; its `args.save_total_limit` must be None.
     """
 
     def __init__(
@@ -61,20 +62,20 @@ class InRun(TrainsMemory):
         self.checkpoints = Checkpoints(self, tokenizer, save_total_limit, self.held_out.step_to_keep)
         self.interruption = Interruption(self.largest)
         self.clock = TrainingClock(max_seconds, self.largest, bool(held_out))
-        # Before the log, which has an event wherever there is a checkpoint.
+        # They come before the log callback, which logs at every checkpoint, so that it knows which checkpoints they request.
         self.callback_handler.callbacks[:0] = [self.clock, self.interruption, StepSize(self.args)]
         for talkative in (DEFAULT_PROGRESS_CALLBACK, PrinterCallback):
             self.remove_callback(talkative)
         self.progress = ProgressTable(list(self.held_out.texts), self.clock)
         self.add_callback(self.progress)
         if held_out:
-            # Last, since it logs when training begins: by then the log and the table have begun.
+            # This callback is last since it logs when training begins, after the log and the table have begun.
             self.add_callback(HeldOutEvents(eval_steps, self.evaluate))
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        """Log as `Trainer.log` does; with the loss, tell how long training has taken, and whether that has ended it.
+        """Log as `Trainer.log` does; with a loss, add the seconds of training, and whether `max_seconds` has ended it.
 
-        The last event of a run also tells what it cost: `trained_parameters` and `peak_memory_bytes`.
+        The last event of a run also has its costs: `trained_parameters` and `peak_memory_bytes`.
         """
         if "train_loss" in logs:
             logs |= self._costs()
@@ -85,7 +86,9 @@ class InRun(TrainsMemory):
         super().log(logs, start_time)
 
     def log_costs(self) -> None:
-        """Log what a run cost whose last step was taken before: the process that took it may have ended before it could say so."""
+        """Log the costs of a resumed run that has no step left; the process of the last step may have ended before it
+        could log them.
+        """
         self.log(self._costs())
 
     def _costs(self) -> dict[str, float]:
@@ -95,18 +98,18 @@ class InRun(TrainsMemory):
         return {**costs, "training_seconds": self.clock.seconds}
 
     def evaluate(self, eval_dataset: Any = None, *args: Any, **kwargs: Any) -> dict[str, float]:
-        """Measure the held-out texts as `perplexity` does, and log `eval_loss` (nats per token) and `perplexity`.
+        """Measure the held-out texts as `midus eval` does, and log `eval_loss` (nats per token) and `perplexity`.
 
-        Of texts that have names, these are `eval_NAME_loss` and `eval_NAME_perplexity`. Of a model that has blocks to fetch,
-        `eval_with_blocks` or `eval_NAME_with_blocks` says whether documents fetched those of their paths.
-        As `Trainer.evaluate` where a dataset is given, or the run has no held-out text.
+        For a text with a name, the entries are `eval_NAME_loss` and `eval_NAME_perplexity`. For a model that has blocks
+        to fetch, `eval_with_blocks` or `eval_NAME_with_blocks` says whether documents fetched the blocks of their
+        paths. If a dataset is given, or the run has no held-out text, evaluate as `Trainer.evaluate` does.
         """
         if eval_dataset is not None or not self.held_out.texts:
             return super().evaluate(eval_dataset, *args, **kwargs)
         return self.held_out.evaluate()
 
     def merge_adapters(self) -> None:
-        """Let the model be one without adapters, if it has any, that computes the same."""
+        """Replace a model with adapters by a model without adapters that computes the same."""
         model: Any = self.model
         if has_adapters(model):
             from midus_hf.training.run.adapters import merge_adapters
@@ -114,7 +117,7 @@ class InRun(TrainsMemory):
             self.model = merge_adapters(model)
 
     def largest(self, number: int) -> int:
-        """Return the largest of the numbers that all processes call it with."""
+        """Return the largest of the numbers with which the processes call this method."""
         if self.args.world_size == 1:
             return int(number)
         numbers = self.accelerator.gather(torch.tensor([int(number)], device=self.args.device))
@@ -144,16 +147,18 @@ class RunTrainer(InRun, Trainer):
 
 
 def trained_parameters(model: nn.Module) -> int:
-    """Return how many parameters train; a sharded one counts whole.
+    """Return the number of parameters that train; a sharded parameter counts whole.
 
     Args:
-        model: As a run has it.
+        model: The model of a run.
     """
     return sum(whole_numel(parameter) for parameter in model.parameters() if parameter.requires_grad)
 
 
 def peak_memory_bytes() -> int:
-    """Return the most memory of this process so far: of its GPU what PyTorch allocated there, without one what was resident."""
+    """Return this process's peak memory so far: what PyTorch allocated on the GPU, or without a GPU the resident
+    memory.
+    """
     if torch.cuda.is_available():
         return torch.cuda.max_memory_allocated()
     unit = 1 if sys.platform == "darwin" else 1024

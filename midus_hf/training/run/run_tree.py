@@ -1,4 +1,4 @@
-"""The tree of topics of a run: the paths of its texts are paths of one tree, which is that of the model's banks."""
+"""The tree of topics of a run: all paths of its texts must belong to one tree, which is the tree of the model's banks."""
 
 import dataclasses
 from collections.abc import Iterable, Mapping
@@ -19,12 +19,12 @@ _REMEDY = "Assign texts by the tree of the model, or train a model whose bank wa
 
 @dataclasses.dataclass(frozen=True)
 class RunTree:
-    """What a run knows of the tree that its paths are of.
+    """The tree to which the paths of a run's texts belong.
 
     Args:
-        fingerprint: Of the tree; None where neither the texts nor the options say which it is.
-        folder: That has the files of the tree; None where the options name none.
-        shape: Levels and branching of these files; None without them.
+        fingerprint: Fingerprint of the tree; None if neither the texts nor the options give it.
+        folder: Folder with the files of the tree; None if the options name none.
+        shape: Levels and branching of the tree in this folder; None without a folder.
     """
 
     fingerprint: str | None = None
@@ -33,15 +33,16 @@ class RunTree:
 
 
 def tree_of_run(config: TrainConfig, dataset: TrainingData, held_out: Mapping[str, HeldOut]) -> RunTree:
-    """Find out which tree the paths of a run are of.
+    """Find the tree to which the paths of a run belong.
 
     Args:
         config: The options of the run.
-        dataset: What `build_dataset` made of them.
-        held_out: The held-out texts of the run.
+        dataset: Sequences of the run, from `build_dataset`.
+        held_out: Held-out texts of the run, by name.
 
     Raises:
-        ValueError: If texts have paths of different trees, or of another tree than that of the options, or this cannot be read.
+        ValueError: If texts have paths of different trees, or of another tree than the options name, or the tree cannot
+            be read.
     """
     parts = dataset.parts if isinstance(dataset, Mixture) else [dataset]
     named = [
@@ -61,11 +62,11 @@ def tree_of_run(config: TrainConfig, dataset: TrainingData, held_out: Mapping[st
 
 
 def use_tree(model: Any, run_tree: RunTree) -> None:
-    """See that the banks of a model are those of the tree of a run, and let them be saved with it if they train.
+    """Check that the banks of a model belong to the tree of a run, and save the tree with banks that train.
 
     Args:
-        model: As it was loaded.
-        run_tree: From `tree_of_run`.
+        model: The model as it was loaded.
+        run_tree: Tree of the run, from `tree_of_run`.
 
     Raises:
         ValueError: If a bank was trained with another tree, or the tree has another shape.
@@ -88,11 +89,11 @@ def use_tree(model: Any, run_tree: RunTree) -> None:
 
 
 def describe_tree(run_tree: RunTree, dataset: TrainingData) -> list[str]:
-    """What a person is told of the tree of a run, a sentence each; nothing where no text has a path.
+    """Return sentences about the tree of a run, for the user; empty if no text of the corpus has a path.
 
     Args:
-        run_tree: From `tree_of_run`.
-        dataset: What the run draws sequences from.
+        run_tree: Tree of the run, from `tree_of_run`.
+        dataset: Sequences that the run trains on.
     """
     parts = dataset.parts if isinstance(dataset, Mixture) else [dataset]
     if not any(isinstance(part, ClusteredDataset) for part in parts):

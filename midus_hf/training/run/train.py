@@ -20,29 +20,32 @@ from midus_hf.training.run.training_run import TrainingRun, TrainResult
 def train(config: TrainConfig) -> TrainResult:
     """Pretrain a model, from its weights or from the beginning.
 
-    Prints which layers train, and writes to `config.output_dir`: the trained model and its tokenizer, checkpoints,
+    Prints which layers train. Writes to `config.output_dir`: the trained model and its tokenizer, checkpoints,
     `log.jsonl` and the options (`train_config.yaml`).
 
     Args:
         config: The options of the run.
 
+    Returns:
+        The folder of the trained model, and the steps, tokens and last loss of the run.
+
     Raises:
-        ValueError: If the request is wrong; nothing but cached tokens has been written then.
-        FloatingPointError: If the loss, a gradient or what trains stops being finite.
+        ValueError: If the options are wrong; nothing but cached tokens has been written then.
+        FloatingPointError: If the loss, a gradient or a trained tensor stops being finite.
     """
     return prepare(config).execute()
 
 
 def prepare(config: TrainConfig) -> TrainingRun:
-    """Check a request, cheapest checks first, load what it names, and open its output.
+    """Check the options of a run, cheapest checks first, load the model and the data, and open the output.
 
     Args:
         config: The options of the run.
 
     Raises:
-        ValueError: If the request is wrong; nothing but cached tokens has been written then.
+        ValueError: If the options are wrong; nothing but cached tokens has been written then.
     """
-    asked, config = config, settle_resumption(config)
+    requested, config = config, settle_resumption(config)
     request = check_request(config, "sequence_length")
     model_config = request.model_config
     memories = model_config.memories() if isinstance(model_config, MemoryConfig) else None
@@ -71,7 +74,7 @@ def prepare(config: TrainConfig) -> TrainingRun:
 
     return make_run(
         config,
-        asked,
+        requested,
         config,
         request,
         arguments,

@@ -1,4 +1,4 @@
-"""The options of a run as the Trainer takes them."""
+"""Options of a run as arguments of the Trainer."""
 
 import dataclasses
 from typing import Any
@@ -12,12 +12,12 @@ from midus_hf.training.run_options import RunOptions
 def training_arguments(
     config: RunOptions, arguments_class: type[TrainingArguments] = TrainingArguments, **changes: Any
 ) -> TrainingArguments:
-    """The Trainer's own arguments for a run; a `MemoryTrainer` adds rates and schedule.
+    """Return the Trainer's arguments for a run, without rates and schedule, which a `MemoryTrainer` adds.
 
     Args:
         config: The options of the run.
-        arguments_class: Of which they are. Default: `TrainingArguments`.
-        changes: More arguments, or others.
+        arguments_class: Class of the arguments. Default: `TrainingArguments`.
+        changes: Arguments that are added or replaced.
     """
     known = {field.name for field in dataclasses.fields(arguments_class)}
     checkpointing = "activation_checkpointing" if "activation_checkpointing" in known else "gradient_checkpointing"

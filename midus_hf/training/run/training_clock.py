@@ -1,4 +1,4 @@
-"""How long a run has trained, over all its resumptions, and its end when that is as long as it may."""
+"""Seconds that a run has trained, over all its resumptions, and the end of training at a limit."""
 
 import math
 import time
@@ -15,16 +15,16 @@ _SECONDS = "seconds"
 
 
 class TrainingClock(TrainerCallback, ExportableState):
-    """Count the seconds that steps take, and end training after the step in which they reach a limit.
+    """Callback that counts the seconds of training steps, and ends training after the step in which they reach a limit.
 
-    They are counted from the first step on, data included, without evaluations and checkpoints. With a limit, a step ends
-    when the device has computed it, and all processes count the seconds of the slowest, so that all end at the same step.
-    Checkpoints have the seconds, with which a resumed run goes on.
+    Seconds count from the first step on, including the loading of data, without evaluations and checkpoints. With a
+    limit, a step ends when the device has computed it, and all processes count the seconds of the slowest process, so
+    that all end at the same step. Checkpoints store the seconds, from which a resumed run goes on.
 
     Args:
-        limit: Seconds after which to end. Default: none.
-        largest: Gives the largest of the numbers that the processes call it with.
-        measures: Whether held-out text is to be measured when training ends.
+        limit: Seconds after which to end; None for no limit.
+        largest: Returns the largest of the numbers with which the processes call it.
+        measures: Whether held-out text is measured when training ends.
     """
 
     def __init__(self, limit: float | None, largest: Callable[[int], int], measures: bool):
@@ -32,30 +32,30 @@ class TrainingClock(TrainerCallback, ExportableState):
         self.seconds = 0.0
         """Seconds of training so far."""
         self.has_ended_training = False
-        """Whether training has ended since it was as long as it may be, before its last step."""
+        """Whether the limit has ended training before its last step."""
         self._since: float | None = None
 
     @property
     def is_over(self) -> bool:
-        """Whether training has been as long as it may."""
+        """True if the seconds of training have reached the limit."""
         return self.limit is not None and self.seconds >= self.limit
 
     @property
     def seconds_left(self) -> float:
-        """Seconds that are left for training."""
+        """Seconds left for training; infinite without a limit."""
         return math.inf if self.limit is None else max(self.limit - self.seconds, 0.0)
 
     def state(self) -> dict[str, Any]:
-        """What a checkpoint has of it."""
+        """Return what a checkpoint stores of this callback."""
         return {"args": {}, "attributes": {_SECONDS: self.seconds}}
 
     def resume(self, state: TrainerState) -> None:
-        """Go on with the seconds that a run had trained.
+        """Continue from the seconds that a run has trained.
 
         Args:
-            state: Of its checkpoint, or of a new run.
+            state: State in the run's checkpoint, or of a new run.
         """
-        # The Trainer brings up to date what is there. A checkpoint of a run that did not count its seconds has nothing.
+        # The Trainer only updates existing entries, and checkpoints of earlier versions have none for this callback.
         callbacks: dict[str, Any] = state.stateful_callbacks  # type: ignore[assignment]  # a list only until it has been read
         self.seconds = callbacks.setdefault(type(self).__name__, self.state())["attributes"][_SECONDS]
 
@@ -88,7 +88,7 @@ class TrainingClock(TrainerCallback, ExportableState):
             )
             self.has_ended_training = control.should_training_stop = control.should_log = True
             control.should_evaluate = control.should_evaluate or self.measures
-            # As after the last step of a run that saves checkpoints.
+            # A run that saves checkpoints also saves one after its last step.
             control.should_save = control.should_save or args.save_strategy != "no"
 
     def on_evaluate(
@@ -100,6 +100,6 @@ class TrainingClock(TrainerCallback, ExportableState):
         self._leave_out()
 
     def _leave_out(self) -> None:
-        """Do not count what has passed since the last step ended."""
+        """Exclude the time since the last step ended."""
         if self._since is not None:
             self._since = time.perf_counter()

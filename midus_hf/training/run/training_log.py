@@ -1,4 +1,4 @@
-"""The log of a run: one JSON object per line, one line per log event."""
+"""The log of a run: a file with one JSON object per log event, each on a line."""
 
 import json
 import os
@@ -12,15 +12,17 @@ from midus_hf.training.output.saving import say
 
 
 class TrainingLog(TrainerCallback):
-    """Write every log event of a Trainer to a file; a resumed run continues the file from the step it resumes at.
+    """Callback that writes every log event to a file; a resumed run continues the file from the step at which it
+    resumes.
 
-    Events also fall on the steps that save a checkpoint, and on the last one, so that a run of few steps has a loss. A logged
-    loss is the mean since the event before, so the losses of a resumed run are those of the uninterrupted one, event for event.
+    Events also fall on the steps that save a checkpoint, and on the last step, so that even a short run has a loss. A
+    logged loss is the mean since the previous event; since events fall on checkpoints, a resumed run logs the same
+    losses as an uninterrupted run.
 
-    Where the file cannot be written, as on a full disk, events wait until it can, and a line on standard error says so.
+    If the file cannot be written, as on a full disk, events wait until it can be, and a line on standard error says so.
 
     Args:
-        path: The file, in a folder that exists.
+        path: Path of the file, in a folder that exists.
     """
 
     def __init__(self, path: str | os.PathLike):
@@ -55,14 +57,14 @@ class TrainingLog(TrainerCallback):
 
 
 def append_whole(path: Path, text: str) -> None:
-    """Add text to the end of a file, all of it or, if that fails, none.
+    """Append text to a file completely or, if writing fails, not at all.
 
     Args:
-        path: The file; created if need be.
-        text: Written in UTF-8.
+        path: Path of the file, which is created if missing.
+        text: Text to append, written in UTF-8.
 
     Raises:
-        OSError: If it cannot be written.
+        OSError: If the file cannot be written.
     """
     with path.open("ab", buffering=0) as file:
         size = os.fstat(file.fileno()).st_size
@@ -76,10 +78,10 @@ def append_whole(path: Path, text: str) -> None:
 
 
 def read_log(path: str | os.PathLike) -> list[dict]:
-    """The events of a log, `[]` if there is none; a last line that was cut short is left out.
+    """Return the events of a log, without a last line that was cut short; `[]` if the file does not exist.
 
     Args:
-        path: The file that a `TrainingLog` writes.
+        path: Path of the file that a `TrainingLog` writes.
     """
     path = Path(path)
     if not path.exists():

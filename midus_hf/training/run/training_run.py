@@ -1,4 +1,4 @@
-"""A run that is ready to start, and its way to the trained model."""
+"""A run that is ready to start, and its course up to the trained model."""
 
 import dataclasses
 from collections.abc import Callable
@@ -27,16 +27,16 @@ from midus_hf.training.run_options import RunOptions
 
 @dataclasses.dataclass(frozen=True)
 class TrainResult:
-    """What a run did.
+    """Result of a run.
 
     Args:
-        output: Folder of the trained model: that of the run, unless it could not be saved there.
-        steps: Optimizer steps, those before a resumption included.
-        tokens: Tokens that all processes trained on, likewise.
+        output: Folder of the trained model: the folder of the run, unless the model could not be saved there.
+        steps: Number of optimizer steps, including steps before a resumption.
+        tokens: Number of tokens that all processes trained on, including tokens before a resumption.
         loss: Mean loss of the last log event; None if there was none.
-        seconds: Wall time of the training loop, without what came before a resumption.
-        tokens_per_second: Tokens of all processes per second of these; None if the loop took no step.
-        best_step: The step whose model was saved, chosen by held-out text; None if that is simply the last one.
+        seconds: Wall time of the training loop in seconds, without the time before a resumption.
+        tokens_per_second: Tokens of all processes per second in this time; None if the loop took no step.
+        best_step: Step whose model was saved, chosen by held-out text. Default: None, the last step.
     """
 
     output: str
@@ -50,9 +50,9 @@ class TrainResult:
 
 @dataclasses.dataclass
 class TrainingRun:
-    """A run that is ready to start: everything a request can get wrong has been checked.
+    """A run that is ready to start: all checks of its options have passed.
 
-    Its main process holds a lock on the output, until the run has ended.
+    The main process holds a lock on the output until the run has ended.
     """
 
     config: RunOptions
@@ -67,11 +67,12 @@ class TrainingRun:
     lock: Lock | None
 
     def execute(self) -> TrainResult:
-        """Train, save the model, and say what was done.
+        """Train, save the model, and return the result.
 
         Raises:
-            FloatingPointError: If the loss, a gradient or what trains stops being finite; nothing is saved of it.
-            RunInterrupted: If a signal ended training early; a checkpoint has been saved then.
+            FloatingPointError: If the loss, a gradient or a trained tensor stops being finite; what is not finite is
+                not saved.
+            RunInterrupted: If a signal ended training early, after a checkpoint was saved if possible.
             SaveError: If the trained model could not be saved anywhere.
         """
         try:
@@ -90,8 +91,12 @@ class TrainingRun:
                 self._stop(interruption.signal_number)
             if self.config.load_best_model_at_end:
                 result = dataclasses.replace(result, best_step=self.trainer.held_out.load_best())
-            place = self._save(result)
-            return result if place == Path(self.config.output_dir) else dataclasses.replace(result, output=str(place))
+            saved_to = self._save(result)
+            return (
+                result
+                if saved_to == Path(self.config.output_dir)
+                else dataclasses.replace(result, output=str(saved_to))
+            )
 
     def _train(self) -> TrainResult:
         trainer, before = self.trainer, TrainerState()
@@ -103,11 +108,11 @@ class TrainingRun:
         trainer.clock.resume(before)
         ended = ended or trainer.clock.is_over
         if self.checkpoint is not None and (ended or before.global_step >= before.max_steps):
-            # A Trainer that resumes at the last step takes another one.
+            # A Trainer that resumes at the last step would take another step.
             trainer.checkpoints.load(self.checkpoint)
             trainer.state, seconds = before, 0.0
             if trainer.held_out.texts and before.global_step not in trainer.held_out.losses():
-                trainer.evaluate()  # it ends here since it was resumed with less patience or fewer seconds
+                trainer.evaluate()  # resuming with less patience or fewer seconds has ended the run here
             trainer.log_costs()
         else:
             output = trainer.train(resume_from_checkpoint=None if self.checkpoint is None else str(self.checkpoint))
@@ -124,12 +129,12 @@ class TrainingRun:
         )
 
     def _stop(self, signal_number: int) -> NoReturn:
-        """End an interrupted run, whose checkpoint is in the output unless that failed."""
+        """End an interrupted run, whose checkpoint is in the output unless writing it failed."""
         step, output = self.trainer.state.global_step, Path(self.config.output_dir)
-        place = output
+        saved_to = output
         if self.trainer.checkpoints.failure is not None:
             try:
-                place = self._save_where_possible(self._save_interrupted, self.room.checkpoint)
+                saved_to = self._save_where_possible(self._save_interrupted, self.room.checkpoint)
             except SaveError as error:
                 latest = last_checkpoint(output)
                 raise RunInterrupted(
@@ -137,8 +142,8 @@ class TrainingRun:
                     f"{f'resume_from_checkpoint=true goes on from {latest.name}' if latest else 'there is no earlier one'}",
                     signal_number,
                 ) from error
-        saved = place / f"checkpoint-{step}"
-        hint = "resume_from_checkpoint=true" if place == output else f"resume_from_checkpoint={saved}"
+        saved = saved_to / f"checkpoint-{step}"
+        hint = "resume_from_checkpoint=true" if saved_to == output else f"resume_from_checkpoint={saved}"
         raise RunInterrupted(f"interrupted after step {step:,}; {hint} goes on from {saved}", signal_number)
 
     def _save_interrupted(self, folder: Path) -> None:
@@ -147,7 +152,9 @@ class TrainingRun:
             write_options(folder, self.config)
 
     def _save(self, result: TrainResult) -> Path:
-        """Save model and tokenizer, in the dtypes and with the cache setting and the files that the model came with."""
+        """Save the model and the tokenizer, with the original dtypes, cache setting and accompanying files; return the
+        folder.
+        """
         output = Path(self.config.output_dir)
         if self.trainer.shards.shares_parameters:
             self.trainer.shards.saved_dtypes = self.dtypes
@@ -157,17 +164,17 @@ class TrainingRun:
         self.trainer.merge_adapters()
         self.model.config.use_cache = self.use_cache
         try:
-            place = self._save_where_possible(partial(self._save_in, result), self.room.model)
+            saved_to = self._save_where_possible(partial(self._save_in, result), self.room.model)
         except SaveError as error:
             latest = last_checkpoint(output)
             rest = f"resume_from_checkpoint=true goes on from {latest.name}" if latest else "no checkpoint was saved"
             raise SaveError(f"the trained model could not be saved ({error}); {rest}") from error
-        if place != output:
+        if saved_to != output:
             say(
-                f"The trained model is in {place}, not in {output}. Move it there once there is room: "
-                f"cp -a {place}/. {output}/ && rm -r {place}"
+                f"The trained model is in {saved_to}, not in {output}. Move it there once there is room: "
+                f"cp -a {saved_to}/. {output}/ && rm -r {saved_to}"
             )
-        return place
+        return saved_to
 
     def _save_in(self, result: TrainResult, folder: Path) -> None:
         partial_model = folder / PARTIAL_MODEL
