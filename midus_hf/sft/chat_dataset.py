@@ -1,6 +1,4 @@
-"""The sequences of a run: chats as tokens, with labels where there is a loss, cut to a length and packed if the options
-say so.
-"""
+"""Sequences of a run: chats as tokens, with labels where there is a loss, cut to a length and perhaps packed."""
 
 import dataclasses
 from array import array

@@ -82,9 +82,7 @@ def _encode_block(encoder: _Encoder, block: list[tuple[str, Any]]) -> list[Token
 
 
 def _end_when_told() -> None:
-    """Let SIGTERM end a worker at once: the Python handler that a worker inherits is not called while it waits for a
-    lock.
-    """
+    """Let SIGTERM end a worker at once: an inherited Python handler is not called while a worker waits for a lock."""
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 

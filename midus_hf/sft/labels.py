@@ -1,6 +1,4 @@
-"""Labels of answers: which tokens of a chat belong to an answer, found from where answers stand in the text of the
-template.
-"""
+"""Labels of answers: the tokens of a chat that belong to an answer, found in the text that a template writes."""
 
 import math
 import re
@@ -110,8 +108,9 @@ def _check_calls_are_written(message: Mapping[str, Any], number: int, answer: st
 
 
 def _before_first(tokenizer: PreTrainedTokenizerBase, chat: Chat, after: str) -> str:
-    """Return what a template writes before an answer that begins a chat, since no template writes a chat without
-    messages.
+    """Return what a template writes before an answer that begins a chat.
+
+    No template writes a chat without messages, so other chats show where the answer begins.
 
     Args:
         tokenizer: Tokenizer with the template.

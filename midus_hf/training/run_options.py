@@ -180,9 +180,7 @@ class RunOptions:
             )
 
     def _check_origin(self) -> None:
-        """Refuse options that name two origins of the model or none, and let a model made from a config train whole by
-        default.
-        """
+        """Refuse options that name two origins of the model or none; let a new model train whole by default."""
         if self.model_name_or_path is None and self.config_name is None:
             raise ValueError(
                 "config has no 'model_name_or_path'; set it in the file, or as model_name_or_path=... after it. To train a model "
@@ -224,9 +222,7 @@ class RunOptions:
         return {"": self.eval_text} if isinstance(self.eval_text, str) else self.eval_text
 
     def sources(self) -> list[tuple[str, str]]:
-        """Return everything that the run reads, each as the name of an option and a path or the id of a model or
-        dataset.
-        """
+        """Return all that the run reads: the name of each option, with its path or id of a model or dataset."""
         named = [(name, getattr(self, name)) for name in ("model_name_or_path", "config_name", "tokenizer_name")]
         return [
             *((name, value) for name, value in named if value is not None),

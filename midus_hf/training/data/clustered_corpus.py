@@ -1,6 +1,4 @@
-"""A corpus whose documents have paths in a tree of topics: each sequence holds documents of one leaf, and has their
-path.
-"""
+"""A corpus whose documents have paths in a tree of topics: each sequence belongs to one leaf and has its path."""
 
 from collections.abc import Iterator, Mapping
 
@@ -95,9 +93,7 @@ class ClusteredDataset(Dataset):
         return self._leaf_paths[self._leaf[index]].copy()
 
     def documents(self, index: int) -> list[tuple[int, int]]:
-        """Return the documents in a sequence: the index of each in the corpus, and its number of tokens in the
-        sequence.
-        """
+        """Return the index in the corpus of each document in a sequence, and its number of tokens there."""
         stretches = self._stretches(int(self._sequence_begins[index]), int(self._sequence_ends[index]))
         return [(document, end - begin) for document, begin, end in stretches]
 

@@ -1,6 +1,4 @@
-"""Held-out text during a run: when it is measured, which step was best, and when to stop because the loss no longer
-falls.
-"""
+"""Held-out text during a run: when to measure it, which step was best, and when to stop early."""
 
 import dataclasses
 from collections.abc import Callable, Iterable, Mapping
@@ -42,8 +40,7 @@ class HeldOut:
     tree: str | None = None
 
     def measure(self, model: Any) -> PerplexityResult:
-        """Measure the perplexity of the text under a model; each document that has a path fetches the blocks of its
-        path.
+        """Measure the perplexity of the text under a model; a document that has a path fetches its blocks.
 
         Raises:
             RuntimeError: If the likelihood of the text is not a finite number.
@@ -53,8 +50,7 @@ class HeldOut:
 
 
 class HeldOutEvents(TrainerCallback):
-    """Callback that evaluates before the first step, and requests an evaluation and a log event at intervals and after
-    the last step.
+    """Callback that requests evaluations with log events: before the first step, at intervals and after the last step.
 
     Args:
         every: Optimizer steps between evaluations; None evaluates only at the start and at the end.
@@ -105,8 +101,7 @@ def prepare_held_out(
     corpus: CorpusOptions | None = None,
     banks: Mapping[str, BankLayout] | None = None,
 ) -> dict[str, HeldOut]:
-    """Read and tokenize the held-out texts of a run; return them by name as in `RunOptions.eval_texts`, or `{}` if
-    there are none.
+    """Read and tokenize the held-out texts of a run; return them by name as in `RunOptions.eval_texts`.
 
     Args:
         config: The options of the run.
@@ -185,8 +180,7 @@ def metric_name(text: str, measure: str) -> str:
 
 
 def perplexity_name(text: str) -> str:
-    """Return the log's name of the perplexity of a held-out text: `perplexity`, or `eval_wiki_perplexity` for a text
-    `wiki`.
+    """Return the log's name of the perplexity of a held-out text, such as `perplexity` or `eval_wiki_perplexity`.
 
     Args:
         text: Name of the text; `""` for a text without a name.

@@ -1,6 +1,4 @@
-"""Tokens of a corpus that stay on disk: sequences are cut from memory-mapped Arrow files, and nothing is copied ahead
-of use.
-"""
+"""Tokens of a corpus that stay on disk: sequences are cut from memory-mapped Arrow files when they are used."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -30,8 +28,7 @@ class MappedTokens:
         self.num_tokens = int(self._begins[-1])
 
     def cut(self, begin: int, end: int) -> PackedSequence:
-        """Return the tokens at positions `begin` to `end` (exclusive) among all tokens, and which of them begin a
-        document.
+        """Return the tokens at positions `begin` to `end` (exclusive), and which of them begin a document.
 
         Args:
             begin: First position, 0 or more.

@@ -71,9 +71,7 @@ def split_by_weights(weights: Sequence[float], total: int) -> list[int]:
 
 
 def _passes(length: int, count: int, seed: list[int]) -> np.ndarray:
-    """Return the first `count` indices of repeated passes over `length` sequences, each pass in a separate random
-    order.
-    """
+    """Return the first `count` indices of passes over `length` sequences, each pass in another random order."""
     passes = range(-(-count // length))
     orders = [np.random.default_rng([*seed, 1 + number]).permutation(length) for number in passes]
     return np.concatenate(orders)[:count]

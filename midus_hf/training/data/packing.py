@@ -87,7 +87,7 @@ def training_example(sequence: PackedSequence, document_mask: bool) -> dict[str,
 
     Returns:
         `input_ids` and `labels` `[T]`, int64 (the model shifts labels itself), and `position_ids` `[T]`, int64, with a
-            document mask.
+        document mask.
     """
     tokens = sequence.tokens.long()  # [T]
     if not document_mask:

@@ -113,15 +113,11 @@ class SequenceAudit:
             self._audits.append(audit)
 
     def see(self, sequences: torch.Tensor, paths: torch.Tensor) -> None:
-        """Note the numbers `[B]` of the sequences of a pass with gradients, and the paths `[B, p]` whose blocks they
-        fetch.
-        """
+        """Note the numbers `[B]` of the sequences of a training pass, and the paths `[B, p]` whose blocks they fetch."""
         self._seen += zip(sequences.tolist(), map(tuple, paths.tolist()), strict=True)
 
     def step(self) -> None:
-        """Record the sequences seen since the last step, after the optimizer has updated the blocks; all processes call
-        this.
-        """
+        """Record the sequences seen since the last step, once blocks are updated; all processes call this."""
         seen, self._seen = self._seen, []
         if dist.is_initialized() and dist.get_world_size() > 1:
             of_all: list[list[Seen]] = [[] for _ in range(dist.get_world_size())]

@@ -31,9 +31,7 @@ from midus_hf.training.data.mapped_tokens import MappedTokens
 from midus_hf.training.data.packing import check_length, tokenise
 
 _PROCEDURE = 2
-"""Version of how documents become tokens here, and of the record's format; it is raised when either changes, to ignore
-older entries.
-"""
+"""Version of the procedure here and of the record's format; raise it when either changes, to ignore older entries."""
 
 _RECORD = "entry.json"
 _DOCUMENTS_A_BATCH = 64
@@ -46,9 +44,7 @@ _WORTH_TELLING = 2**24
 _RESERVE = 1.1
 
 _SEEN_WHOLE: set[tuple[Path, int, int]] = set()
-"""Entries that this process has compared with their digests: path of the entry, inode and modification time of its
-record.
-"""
+"""Entries that this process has compared with their digests: path, inode and modification time of the record."""
 
 
 def default_cache_dir() -> Path:
@@ -61,8 +57,7 @@ def default_cache_dir() -> Path:
 def cached_tokens(
     corpus: LocalText | HubRows, tokenizer: PreTrainedTokenizerBase, vocab_size: int, cache_dir: str | None = None
 ) -> MappedTokens:
-    """Return the tokens of a corpus, each document ending in EOS as in `tokenise`; make the tokens first if the cache
-    lacks them.
+    """Return the tokens of a corpus, each document ending in EOS as in `tokenise`; make them if the cache lacks them.
 
     If several processes request the same tokens at once, one process makes the tokens and the others wait.
 
@@ -174,8 +169,9 @@ def _write_tokens(
     vocab_size: int,
     show_progress: bool,
 ) -> list[Path]:
-    """Tokenise a corpus into Arrow files in `folder`, in the order of the corpus; return the files. The text is there
-    meanwhile.
+    """Tokenise a corpus into Arrow files in `folder`, in the order of the corpus; return the files.
+
+    A copy of the text is in `folder` meanwhile.
     """
     import datasets
 
@@ -203,9 +199,7 @@ def _write_tokens(
 
 
 class _Tokenise:
-    """Function of a batch of texts that returns a table of their tokens; a class, so that it can be sent to other
-    processes.
-    """
+    """Function of a batch of texts that returns a table of their tokens; an object, so that processes can be sent it."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, vocab_size: int, column: str, location: str):
         self.tokenizer, self.vocab_size, self.column, self.location = tokenizer, vocab_size, column, location
@@ -303,9 +297,7 @@ def _umask() -> int:
 
 @contextlib.contextmanager
 def _progress_bars(shown: bool) -> Iterator[None]:
-    """Hide the progress bars of `datasets` inside the context, unless they should be shown and standard error is a
-    terminal.
-    """
+    """Hide the progress bars of `datasets` inside the context, except on a terminal if `shown` is true."""
     import datasets
 
     if datasets.are_progress_bars_disabled() or (shown and sys.stderr.isatty()):

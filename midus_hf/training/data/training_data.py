@@ -26,8 +26,7 @@ TrainingData = Part | Mixture
 def open_corpora(
     config: TrainConfig, tokenizer: PreTrainedTokenizerBase, vocab_size: int, banks: Mapping[str, BankLayout]
 ) -> list[Part]:
-    """Return the sequences of each corpus of a run: from cached tokens, from a stream, or in memory if `datasets` is
-    missing.
+    """Return the sequences of each corpus: from cached tokens, a stream or, without `datasets`, from memory.
 
     Call it before processes are connected or a GPU is used, since making tokens forks.
 

@@ -29,8 +29,7 @@ class Readings:
         self._readings: list[_Reading] = []
 
     def record(self, memory: ScoresSubKeys, arguments: tuple[torch.Tensor, ...]) -> None:
-        """Record the input of a memory; this is a forward pre-hook. A recomputation in the backward pass is not
-        recorded again.
+        """Record the input of a memory, as a forward pre-hook; ignore recomputations in the backward pass.
 
         Raises:
             ValueError: If the memory trains, but gradients are disabled.

@@ -40,7 +40,7 @@ def first_not_finite(tensors: Iterable[tuple[str, torch.Tensor]]) -> str | None:
     if not named or math.isfinite(nn.utils.get_total_norm([tensor for _, tensor in named], math.inf)):
         return None
     for name, tensor in named:
-        value = tensor.abs().max().item()  # the largest is nan if any is
+        value = tensor.abs().max().item()  # NaN if any number is NaN
         if not math.isfinite(value):
             return f"{name} holds {value}"
     return None
@@ -65,8 +65,7 @@ def first_gradient_not_finite(model: nn.Module) -> str | None:
 
 
 def trained_tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the name and the tensor of each parameter that trains; of a parameter that processes share, the share of
-    this process.
+    """Yield the name and tensor of each parameter that trains, or this process's share of the tensor.
 
     Args:
         model: The model, as it trains.

@@ -45,9 +45,7 @@ class RowAdamW(torch.optim.AdamW):
         return loss
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state as `Optimizer.state_dict` does, without the spare room of moments, which would be saved as
-        well.
-        """
+        """Return the state as `Optimizer.state_dict` does, without the spare room that moments have in memory."""
         for state in self.state.values():
             for key in _MOMENTS if "rows" in state else ():
                 if state[key].untyped_storage().nbytes() > state[key].nbytes:
@@ -55,9 +53,7 @@ class RowAdamW(torch.optim.AdamW):
         return super().state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a state as `Optimizer.load_state_dict` does, but keep `rows` in int64 rather than in the dtype of the
-        table.
-        """
+        """Load a state as `Optimizer.load_state_dict` does, but keep `rows` in int64, not in the table's dtype."""
         super().load_state_dict(state_dict)
         saved = chain.from_iterable(group["params"] for group in state_dict["param_groups"])
         tables = chain.from_iterable(group["params"] for group in self.param_groups)
@@ -90,9 +86,7 @@ class RowAdamW(torch.optim.AdamW):
         flat.index_copy_(0, rows, updated.addcdiv_(mean, root, value=-group["lr"] / (1 - beta1**step)))
 
     def _places(self, table: torch.Tensor, rows: torch.Tensor, num_rows: int) -> torch.Tensor:
-        """Return the positions, int64, of the moments of rows; a row that is read for the first time gets a position
-        and zero moments.
-        """
+        """Return the positions, int64, of the moments of rows; give new rows a position and zero moments."""
         known: dict[torch.Tensor, tuple[torch.Tensor, torch.Tensor]] = self.__dict__.setdefault("_known", {})
         state = self.state[table]
         seen, place_of_row = known.get(table, (None, None))

@@ -61,8 +61,7 @@ class TableColumns:
 
     @contextlib.contextmanager
     def whole(self, optimizer: torch.optim.Optimizer | None = None) -> Iterator[None]:
-        """Gather whole tables, and whole moments of an optimizer, into the first process's host memory inside the
-        context.
+        """Gather whole tables, and an optimizer's whole moments, in the first process's host memory.
 
         All processes enter the context; the others keep their stretches. A nested context changes nothing.
         """
@@ -94,9 +93,7 @@ class TableColumns:
 
     @contextlib.contextmanager
     def loading(self) -> Iterator[None]:
-        """Let every process hold whole tables inside the context, to load values into; afterwards it keeps only its
-        columns.
-        """
+        """Let every process load whole tables inside the context, and afterwards keep only its columns."""
         places = {name: parameter.data for name, parameter in self.parameters.items()}
         for name, parameter in self.parameters.items():
             parameter.data = torch.empty(self.shapes[name], dtype=parameter.dtype)
@@ -124,9 +121,7 @@ class TableColumns:
         return square.sqrt()
 
     def _gathered(self, stretch: torch.Tensor) -> torch.Tensor | None:
-        """Return the whole table in the first process's host memory, gathered some rows at a time; return None
-        elsewhere.
-        """
+        """Return the whole table in the first process's host memory, gathered in parts; None elsewhere."""
         first, processes = self.group.rank() == 0, self.group.size()
         width = stretch.shape[-1]
         whole = torch.empty(len(stretch), width * processes, dtype=stretch.dtype) if first else None
@@ -148,9 +143,7 @@ class TableColumns:
 
 
 def tables_of_values(model: nn.Module) -> dict[str, nn.Parameter]:
-    """Return the parameters, by name, that are value tables of memories which read few rows, their own or shared
-    tables.
-    """
+    """Return the parameters, by name, that are value tables, own or shared, of memories which read few rows."""
     read = {
         id(table) for module in model.modules() if isinstance(module, ReadsFewRows) for table in module.parameters()
     }
@@ -174,7 +167,5 @@ def _moments(state: dict[str, Any], parameter: nn.Parameter) -> Iterable[tuple[s
 
 
 def _is_of_rows(moment: torch.Tensor, shape: torch.Size) -> bool:
-    """Return whether a moment has numbers for rows of a table of this shape, for all rows or for the rows that were
-    read.
-    """
+    """Return whether a moment belongs to rows of a table of this shape: all rows, or the rows that were read."""
     return moment.dim() == len(shape) and moment.shape[-1] == shape[-1]

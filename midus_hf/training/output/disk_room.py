@@ -44,9 +44,7 @@ class RoomNeeded:
 
     @property
     def peak(self) -> int:
-        """Most bytes at any time: while a checkpoint is written, or at the end, with the model beside the kept
-        checkpoints.
-        """
+        """Most bytes at any time: a checkpoint is being written, or the model is written beside kept checkpoints."""
         return max(self.written * self.checkpoint, self.kept * self.checkpoint + self.model)
 
 
@@ -132,8 +130,7 @@ def room_needed(
 
 
 def _is_beside_the_weights(name: str, adapters: str | None) -> bool:
-    """Return whether a tensor of a model wrapped by PEFT is not one of its weights, but an adapter's tensor or a copy
-    that trains.
+    """Return whether a tensor of a model wrapped by PEFT is an adapter's, or a copy that trains, and so no weight.
 
     Args:
         name: Name of the tensor.

@@ -1,5 +1,4 @@
-"""Checkpoints of a run that share frozen weights: these lie in separate files, which later checkpoints link to earlier
-ones.
+"""Frozen weights that a run's checkpoints share: they lie in separate files, which later checkpoints link.
 
 A checkpoint then holds `trained.safetensors`, `frozen.safetensors` and the index that `from_pretrained` reads. The
 first two checkpoints write two copies of the frozen file, and later checkpoints link to the two copies in turn, so that
@@ -48,8 +47,7 @@ class FrozenWeights:
         self._checkpoints = [*(known for known in self._checkpoints if known != checkpoint), checkpoint]
 
     def earlier(self, folder: Path) -> list[Path]:
-        """Return the other checkpoints in the same output that are known to be whole, in the order in which they were
-        written.
+        """Return the other checkpoints in the same output that are known to be whole, in the order of writing.
 
         Args:
             folder: Folder of the checkpoint that is being written.
@@ -80,9 +78,8 @@ class FrozenWeights:
         frozen_files = self._link(folder, frozen)
         if frozen_files is None:
             assert isinstance(model, PreTrainedModel)
-            PreTrainedModel.save_pretrained(
-                model, folder, state_dict=dict(frozen)
-            )  # the base class's method, since banks are saved with the trained weights
+            # The base class's method saves no banks, which are saved with the trained weights.
+            PreTrainedModel.save_pretrained(model, folder, state_dict=dict(frozen))
             frozen_files = _set_apart(folder, _FROZEN)
         save_others(dict(trained))
         weight_map = {**_set_apart(folder, _TRAINED), **frozen_files}
@@ -91,9 +88,7 @@ class FrozenWeights:
         (folder / INDEX_FILE).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n", encoding="utf-8")
 
     def _link(self, folder: Path, frozen: Mapping[str, torch.Tensor]) -> Mapping[str, str] | None:
-        """Link the frozen files of an earlier checkpoint; return the file of each tensor, or None if there is nothing
-        to link.
-        """
+        """Link an earlier checkpoint's frozen files; return the file of each tensor, or None if none were linked."""
         known = self.earlier(folder)
         if len(known) < self.copies:
             return None
@@ -101,9 +96,10 @@ class FrozenWeights:
         manifest = manifest_of(source) or {}
         weight_map = _frozen_in(source)
         linked: Manifest = {name: manifest[name] for name in set(weight_map.values()) if name in manifest}
+        # Files hold one name of tied tensors, so storages are compared rather than names.
         same_tensors = weight_map.keys() <= frozen.keys() and _storages(
             frozen[name] for name in weight_map
-        ) == _storages(frozen.values())  # of tied tensors one name is saved
+        ) == _storages(frozen.values())
         if not same_tensors or linked.keys() != set(weight_map.values()) or first_misfit(source, linked) is not None:
             return None
         if not _are_in(source, weight_map, frozen):  # the files or the model have been changed since
@@ -111,7 +107,7 @@ class FrozenWeights:
         try:
             for name in linked:
                 os.link(source / name, folder / name)
-        except OSError:  # a file system without links, or one that allows no more of them
+        except OSError:  # the file system has no links, or allows no more links
             for name in linked:
                 with contextlib.suppress(FileNotFoundError):
                     (folder / name).unlink()
@@ -120,11 +116,10 @@ class FrozenWeights:
 
 
 def _parts_of(model: nn.Module) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]] | None:
-    """Return the tensors that may change in training, buffers included, and the frozen ones; None if the model is saved
-    in one part.
+    """Return the tensors that may change in training, buffers included, and the frozen ones, or None.
 
-    A model is saved in one part if few of its weights are frozen, if transformers renames or joins its tensors in saving, or
-    if it is quantised or dispatched to devices.
+    None means that the model is saved in one part, since few of its weights are frozen, transformers renames or joins
+    its tensors in saving, or it is quantised or dispatched to devices.
     """
     if not isinstance(model, PreTrainedModel) or getattr(model, "_weight_conversions", None) != []:
         return None
@@ -153,7 +148,7 @@ def _set_apart(folder: Path, part: str) -> dict[str, str]:
         with safe_open(folder / SINGLE_FILE, "pt") as file:
             weight_map = dict.fromkeys(file.keys(), SINGLE_FILE)
     else:
-        weight_map = {}  # nothing of the model trains
+        weight_map = {}  # no tensor of the model trains
     renamed = {name: part + name.removeprefix(_STEM) for name in set(weight_map.values())}
     for name, new_name in renamed.items():
         os.replace(folder / name, folder / new_name)
@@ -169,7 +164,7 @@ def _are_in(checkpoint: Path, weight_map: Mapping[str, str], tensors: Mapping[st
                     written, tensor = file.get_tensor(name), tensors[name].cpu()
                     if written.dtype != tensor.dtype or not torch.equal(written, tensor):
                         return False
-    except (OSError, KeyError, SafetensorError):  # what is damaged is not linked
+    except (OSError, KeyError, SafetensorError):  # a damaged file is not linked
         return False
     return True
 

@@ -79,7 +79,7 @@ def made_for_nothing(output: Path) -> Iterator[None]:
     try:
         yield
     except BaseException:
-        with contextlib.suppress(OSError):  # the first that is not empty ends it
+        with contextlib.suppress(OSError):  # stops at the first folder that is not empty
             for folder in made:
                 folder.rmdir()
         raise

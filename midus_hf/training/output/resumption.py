@@ -1,6 +1,4 @@
-"""Resumption of a run: from which checkpoint the run goes on, and which options must not differ from the checkpoint's
-run.
-"""
+"""Resumption: the checkpoint from which a run goes on, and the options that the run must keep."""
 
 import dataclasses
 import os
@@ -175,8 +173,7 @@ def tell_passed_over(passed_over: Mapping[Path, str]) -> None:
 
 
 def check_same_run(config: RunOptions, checkpoint: Path) -> None:
-    """Refuse options that differ from the options of the checkpoint's run: a run keeps the schedule and the data that
-    it began with.
+    """Refuse options that differ from the checkpoint's run, which keeps its schedule and data.
 
     Args:
         config: The options of the run.
@@ -195,8 +192,7 @@ def check_same_run(config: RunOptions, checkpoint: Path) -> None:
 
 
 def passes_of_a_step(config: RunOptions, checkpoint: Path | None) -> int:
-    """Return the forward passes per process and step: `gradient_accumulation_steps`, or the number that keeps a resumed
-    run's step size.
+    """Return the forward passes of each process in a step: `gradient_accumulation_steps` in a new run.
 
     The step size, in sequences, stays the same if more or fewer processes resume the run.
 
@@ -248,25 +244,19 @@ def describe_resumption(config: RunOptions, checkpoint: Path | None, passes: int
 
 
 def number_of_processes() -> int:
-    """Return the number of processes that share the run, from the launcher's variable; it is known before anything is
-    set up.
-    """
+    """Return the number of processes that share the run, which launchers set before anything else is set up."""
     return int(os.environ.get("WORLD_SIZE", 1))
 
 
 def _sequences_of(checkpoint: Path) -> int | None:
-    """Return the sequences per step in the run of a checkpoint; None if an earlier version wrote the checkpoint without
-    this number.
-    """
+    """Return the sequences per step in a checkpoint's run; None if its version did not store them."""
     callbacks: Any = TrainerState.load_from_json(str(checkpoint / TRAINER_STATE)).stateful_callbacks
     step_size = callbacks.get(StepSize.__name__)
     return None if step_size is None else step_size["attributes"]["sequences"]
 
 
 def _check_options(config: RunOptions, folder: Path, free: tuple[str, ...], remedy: str) -> None:
-    """Refuse options that differ from the run in a folder, except options that may change on resumption or are in
-    `free`.
-    """
+    """Refuse options that differ from the run in a folder, except options in `free` or free on every resumption."""
     record = folder / RUN_CONFIG
     if not record.exists():
         return

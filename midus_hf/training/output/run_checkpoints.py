@@ -56,8 +56,7 @@ def whole_checkpoint(output: str | os.PathLike, skipped: Collection[Path] = ()) 
 
 
 def is_complete(checkpoint: Path) -> bool:
-    """Return whether a checkpoint was written to its end: its manifest exists and can be read. Other files are not
-    checked.
+    """Return whether a checkpoint was written to its end: its manifest is readable. Other files are not checked.
 
     Args:
         checkpoint: Folder of the checkpoint.
@@ -113,16 +112,12 @@ def damage_of(checkpoint: Path) -> str | None:
 
 @functools.lru_cache(maxsize=256)
 def _damage_as_it_lies(checkpoint: Path, manifest: str, appearance: tuple[tuple[int, ...], ...]) -> str | None:
-    """Return the damage as `damage_of` does; the appearance is part of the cache key, so files that look the same are
-    read once.
-    """
+    """Return the damage as `damage_of` does; files whose appearance, part of the cache key, is the same are read once."""
     return first_damage(checkpoint, json.loads(manifest))
 
 
 def _appearance(checkpoint: Path, manifest: Mapping[str, Any]) -> tuple[tuple[int, ...], ...]:
-    """Return size, times of change, inode and device of each file, which show whether the file has changed since it was
-    read.
-    """
+    """Return size, times of change, inode and device of each file, which show whether the file has changed."""
     appearance: list[tuple[int, ...]] = []
     for name in manifest:
         try:
@@ -176,8 +171,7 @@ def begin_checkpoint(checkpoint: Path) -> frozenset[Path]:
 
 
 def linked_entries(checkpoint: Path, earlier: Iterable[Path]) -> Manifest:
-    """Return the manifest entries, by name, of the files of a checkpoint that are links to files of earlier
-    checkpoints.
+    """Return the manifest entries, by name, of a checkpoint's files that are links to earlier checkpoints' files.
 
     Entries come from the earlier manifests, which were true when they were written, so that damage since then is found
     when a file is read.
@@ -227,8 +221,7 @@ def finish_checkpoint(
 
 
 def remove_old_checkpoints(output: str | os.PathLike, step: int, keep: int | None, best: int | None = None) -> None:
-    """Remove checkpoints until `keep` are left: first checkpoints that are not whole or lie beyond `step`, then the
-    oldest.
+    """Remove checkpoints until `keep` are left: first those not whole or beyond `step`, then the oldest.
 
     Files that a user put into a checkpoint stay.
 

@@ -48,9 +48,9 @@ def write_failure(error: BaseException) -> str | None:
     text = str(error)
     if isinstance(error, SafetensorError) and "I/O error" in text:
         return text.partition("I/O error: ")[2] or text
-    if type(error) is Exception and "(os error " in text:  # of tokenizers
+    if type(error) is Exception and "(os error " in text:  # raised by tokenizers
         return text.partition(" (os error ")[0]
-    # torch.save knows only that its file was cut short.
+    # torch.save reports only that its file was cut short, and not why.
     if isinstance(error, RuntimeError) and any(message_part in text for message_part in _OF_A_FILE_CUT_SHORT):
         return "a file could not be written to its end"
     return None

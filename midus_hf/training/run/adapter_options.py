@@ -1,6 +1,4 @@
-"""Options of a run's adapters: a method of PEFT, the keys of its config, and the layers that have adapters. This needs
-PEFT.
-"""
+"""Options of a run's adapters (a PEFT method, keys of its config, and the layers to adapt). This needs PEFT."""
 
 import dataclasses
 from collections.abc import Mapping

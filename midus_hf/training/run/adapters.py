@@ -1,6 +1,4 @@
-"""PEFT adapters on a model that trains: where adapters are put, what trains beside them, and how a run describes them.
-This needs PEFT.
-"""
+"""PEFT adapters on a model that trains: where they are put, and what trains beside them. This needs PEFT."""
 
 import copy
 import re
@@ -83,8 +81,7 @@ def describe_adapters(model: PeftModel, options: Mapping[str, Any]) -> str:
 
 
 def merge_adapters(model: PeftModel) -> PreTrainedModel:
-    """Return the model without adapters that computes the same: adapters are merged, and modules that trained whole are
-    put in place.
+    """Merge adapters into the weights, and put modules that trained whole in place; return the model without PEFT.
 
     Args:
         model: A model with adapters, which must not be used afterwards.
@@ -131,8 +128,7 @@ def _targets_in_new_layers(model: PreTrainedModel, choice: AdapterChoice) -> lis
 
 
 def _check_merging(model: PeftModel, choice: AdapterChoice) -> None:
-    """Check that PEFT can merge adapters of the method, on a copy of one adapted layer, with zero weights if there is
-    one.
+    """Check on a copy of one adapted layer, one with zero weights if possible, that PEFT can merge the adapters.
 
     A layer with zero weights is the hardest case: adapters that multiply the weights cannot train them, and adapters
     that divide by their norm give NaN.
@@ -155,9 +151,7 @@ def _check_merging(model: PeftModel, choice: AdapterChoice) -> None:
 
 
 def _merged_copy(layer: Any, acts: bool) -> Any:
-    """Return a copy of a layer with its adapter merged into the weights, as it is or with random weights in place of
-    trained ones.
-    """
+    """Return a copy of a layer with its adapter merged, as it is or with random weights as if it had trained."""
     merged = copy.deepcopy(layer)
     with torch.no_grad(), torch.random.fork_rng(devices=[]):
         for parameter in merged.parameters():

@@ -1,6 +1,4 @@
-"""Checkpoints of a run: each is whole or absent, holds only finite numbers, and may fail to be written without ending
-the run.
-"""
+"""Checkpoints of a run: whole or absent, with finite numbers only; failing to write one does not end the run."""
 
 import contextlib
 from collections.abc import Callable
@@ -196,9 +194,7 @@ class Checkpoints:
         return finding or next(filter(None, of_blocks), None)
 
     def _fails(self, part: Callable[[], None]) -> bool:
-        """Do a part of saving; return whether it failed in any process, with the reason in `failure`. All processes
-        call this.
-        """
+        """Do a part of saving; return whether any process failed, and set `failure`. All processes call this."""
         failure = _failure_of(part)
         # A process that failed before `save_last_part` makes its call of `largest` here; the others make theirs in that method.
         failed = self._parts_failed or bool(self._trainer.largest(failure is not None))

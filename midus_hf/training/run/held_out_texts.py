@@ -1,6 +1,4 @@
-"""Held-out texts while a run trains: their losses, the best step by these losses, and the end of a run that no longer
-improves.
-"""
+"""Held-out texts while a run trains: their losses, the best step, and an early stop without improvement."""
 
 import math
 from collections.abc import Mapping

@@ -14,9 +14,7 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 _SECONDS_OF_ONE_REQUEST = 1.0
-"""Seconds in which signals count as one: a launcher passes on a signal that the terminal has already sent to its
-processes.
-"""
+"""Seconds in which signals count as one, since launchers repeat a signal that the terminal already sent."""
 
 
 class RunInterrupted(KeyboardInterrupt):

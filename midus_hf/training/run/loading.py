@@ -91,8 +91,7 @@ def load_model(model: str, attn_implementation: str | None = None) -> PreTrained
 
 
 def load_accompanying_files(model: str) -> dict[str, bytes]:
-    """Return the contents, by name, of the files beside the model that match `ACCOMPANYING`; `{}` if the Hub cannot be
-    reached.
+    """Return the contents, by name, of files beside the model that match `ACCOMPANYING`; `{}` if the download fails.
 
     Args:
         model: Folder or Hub id of the model.

@@ -19,8 +19,9 @@ _LINE = 80
 
 
 class ProgressTable(TrainerCallback):
-    """Callback that prints one row per log event on standard output, and shows a progress bar on standard error if that
-    is a terminal.
+    """Callback that prints a row per log event, and shows a progress bar on a terminal.
+
+    Rows go to standard output, the bar to standard error.
 
     A row has the step, the tokens trained on so far, the loss, the rate of the first group of parameters, the norm of
     the gradient, tokens per second since the previous row, the time left, and the perplexity of the held-out text where

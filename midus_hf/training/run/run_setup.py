@@ -217,7 +217,7 @@ def _finite_checkpoint(config: RunOptions, trainer: InRun) -> Path:
         checkpoint, _ = find_checkpoint(config, not_finite)
         try:
             finding = trainer.checkpoints.first_not_finite_in(checkpoint)
-        except (BankError, SafetensorError) as error:  # it was damaged before its manifest was written
+        except (BankError, SafetensorError) as error:  # the file was damaged before its manifest was written
             finding = str(error)
         if finding is None:
             break
@@ -228,8 +228,7 @@ def _finite_checkpoint(config: RunOptions, trainer: InRun) -> Path:
 
 
 def _open_output(config: RunOptions, requested: RunOptions, checkpoint: Path | None) -> Lock | None:
-    """Open the output in the main process, once no process reads files there any more; an error is raised in all
-    processes.
+    """Open the output in the main process, once no process reads files there; raise an error in all processes.
 
     Returns:
         The lock on the output, in the main process.
@@ -305,8 +304,7 @@ def _make(model_config: PreTrainedConfig, attn_implementation: str | None) -> No
 
 @contextlib.contextmanager
 def loaded_whole() -> Iterator[None]:
-    """Load or make models whole in each process inside the context; DeepSpeed cuts them when it takes them for
-    training.
+    """Load or make models whole in each process inside the context; DeepSpeed cuts them for training.
 
     Otherwise, once `TrainingArguments` exist, transformers lets ZeRO-3 cut parameters while a model is loaded. Checks
     before training would then read the dtypes and sizes of empty tensors.

@@ -86,9 +86,7 @@ class InRun(TrainsMemory):
         super().log(logs, start_time)
 
     def log_costs(self) -> None:
-        """Log the costs of a resumed run that has no step left; the process of the last step may have ended before it
-        could log them.
-        """
+        """Log the costs of a resumed run that has no step left, since its last process may have died before."""
         self.log(self._costs())
 
     def _costs(self) -> dict[str, float]:
@@ -156,9 +154,7 @@ def trained_parameters(model: nn.Module) -> int:
 
 
 def peak_memory_bytes() -> int:
-    """Return this process's peak memory so far: what PyTorch allocated on the GPU, or without a GPU the resident
-    memory.
-    """
+    """Return this process's peak memory so far: allocated by PyTorch on the GPU, or resident without a GPU."""
     if torch.cuda.is_available():
         return torch.cuda.max_memory_allocated()
     unit = 1 if sys.platform == "darwin" else 1024

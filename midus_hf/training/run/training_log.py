@@ -12,8 +12,7 @@ from midus_hf.training.output.saving import say
 
 
 class TrainingLog(TrainerCallback):
-    """Callback that writes every log event to a file; a resumed run continues the file from the step at which it
-    resumes.
+    """Callback that writes every log event to a file; a resumed run continues the file at the step it resumes from.
 
     Events also fall on the steps that save a checkpoint, and on the last step, so that even a short run has a loss. A
     logged loss is the mean since the previous event; since events fall on checkpoints, a resumed run logs the same

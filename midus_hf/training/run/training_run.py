@@ -152,9 +152,7 @@ class TrainingRun:
             write_options(folder, self.config)
 
     def _save(self, result: TrainResult) -> Path:
-        """Save the model and the tokenizer, with the original dtypes, cache setting and accompanying files; return the
-        folder.
-        """
+        """Save model and tokenizer, with the original dtypes, cache setting and further files; return the folder."""
         output = Path(self.config.output_dir)
         if self.trainer.shards.shares_parameters:
             self.trainer.shards.saved_dtypes = self.dtypes

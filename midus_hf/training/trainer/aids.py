@@ -1,6 +1,4 @@
-"""Additions to a Trainer of memories: a balance loss, a log of memory usage, and an end to runs that are no longer
-finite.
-"""
+"""Additions to a Trainer of memories: a balance loss, a log of memory usage, and checks that numbers are finite."""
 
 import contextlib
 import math
@@ -18,8 +16,7 @@ from midus_hf.training.optim.finite import error_of, first_gradient_not_finite
 
 
 class Aids:
-    """Additions to a Trainer of memories: a balance loss, a log of memory usage, and an end to runs that are no longer
-    finite.
+    """Additions to a Trainer of memories: a balance loss, a log of memory usage, and checks that numbers are finite.
 
     Args:
         trainer: A Trainer that has its model and its accelerator.
@@ -101,18 +98,15 @@ class Aids:
         scales = trainer.accelerator.scaler is not None or trainer.shards.dtype_of_deepspeed() == "float16"
         if norm is None or scales or math.isfinite(norm):
             return
-        step, loss = (
-            trainer.state.global_step + 1,
-            trainer._tr_loss.item(),
-        )  # summed over the steps since the last log event
+        # _tr_loss is summed over the steps since the last log event.
+        step, loss = trainer.state.global_step + 1, trainer._tr_loss.item()
         if not math.isfinite(loss):
             raise error_of(f"loss is {loss}", step)
         name = first_gradient_not_finite(model)
         raise error_of(f"gradient norm is {float(norm)}{f' (that of {name} is)' if name else ''}", step)
 
     def measures(self, logs: dict[str, float]) -> dict[str, float]:
-        """Return further entries of a log event: `balance_loss`, the mean since the last event, and how memory slots
-        were used.
+        """Return further entries of a log event: `balance_loss`, the mean since the last event, and the use of slots.
 
         Args:
             logs: Entries of the event so far.
@@ -163,8 +157,7 @@ class UsageEvents(TrainerCallback):
             self._due = control.should_log = True
 
     def measures(self, add_up: Callable[[torch.Tensor], torch.Tensor]) -> dict[str, float]:
-        """Return `memory_used_share` and `memory_perplexity`, means over memories as in `MemoryUsage`; `{}` if no event
-        is due.
+        """Return `memory_used_share` and `memory_perplexity`, means over memories; `{}` if no event is due.
 
         Args:
             add_up: Returns the sum of a tensor over all processes.

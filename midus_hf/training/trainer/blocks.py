@@ -16,8 +16,7 @@ from midus_hf.training.optim.parameter_groups import BLOCKS_GROUP, banks_that_tr
 
 
 class Blocks:
-    """Training of the blocks that passes fetch, for any kind of Trainer: blocks get gradients and separate AdamW
-    moments.
+    """Training of fetched blocks, for any kind of Trainer: blocks get gradients and separate AdamW moments.
 
     If several processes train, each averages the gradients over all processes before a step, so that blocks which only
     some processes fetched stay equal in all.
@@ -60,9 +59,7 @@ class Blocks:
             trainer.accelerator.prepare_model = partial(trainer.accelerator.prepare_model, evaluation_mode=True)
 
     def begin_pass(self, inputs: dict[str, Any]) -> None:
-        """Decide which blocks a training pass fetches, note its sequences for the audit, and remove their numbers from
-        the inputs.
-        """
+        """Take the numbers of sequences out of a training pass's inputs, and decide which blocks it fetches."""
         sequences = inputs.pop(SEQUENCE, None)
         if IDS in inputs:
             inputs[IDS] = self._with_generic(inputs[IDS])

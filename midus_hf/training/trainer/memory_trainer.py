@@ -1,6 +1,4 @@
-"""Transformers' Trainer for memories: parameter groups, a course of the rate for each group, and support for shards,
-blocks and tables.
-"""
+"""Transformers' Trainer for memories: parameter groups, a course of the rate per group, and further parts."""
 
 from typing import TYPE_CHECKING, Any
 
@@ -141,8 +139,7 @@ class TrainsMemory(AnyTrainer):
         return self.lr_scheduler
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        """Log as `Trainer.log` does, with the rates of keys, values and memories; `learning_rate` is the rate of the
-        first group.
+        """Log as `Trainer.log` does, with the rates of memories; `learning_rate` is the rate of the first group.
 
         If configured, the log also has `balance_loss`, the mean since the last event without its coefficient, and how
         memory slots were used.
@@ -208,9 +205,7 @@ class TrainsMemory(AnyTrainer):
         self.tables.cut_moments()
 
     def _issue_warnings_after_load(self, load_result: Any) -> None:
-        """Warn as the Trainer does, except about tensors that the checkpoint has under another name, such as tied
-        embeddings.
-        """
+        """Warn as the Trainer does, except about tied tensors that the checkpoint has under another name."""
         assert isinstance(self.model, nn.Module)
         missing = really_missing(self.model, load_result.missing_keys)
         super()._issue_warnings_after_load(load_result._replace(missing_keys=missing))  # type: ignore[misc]

@@ -55,16 +55,15 @@ class Shards:
                     "expected none. Take it out of the file."
                 )
         if self._is_zero_3():
-            self._zero_options()["stage3_gather_16bit_weights_on_model_save"] = True  # in the dtype that they have
+            # Despite the option's name, DeepSpeed gathers weights in the dtype that they have.
+            self._zero_options()["stage3_gather_16bit_weights_on_model_save"] = True
         plugin = getattr(self._trainer.accelerator.state, "fsdp_plugin", None)
         if plugin is not None:
             self._prepare_fsdp(plugin)
 
     @property
     def shares_parameters(self) -> bool:
-        """True if each process holds only a share of every parameter: by FSDP, or by ZeRO-3 once DeepSpeed has the
-        model.
-        """
+        """True if each process holds only a share of every parameter, by FSDP, or by ZeRO-3 once it has the model."""
         return self._trainer.is_fsdp_enabled or (self._is_zero_3() and self._has_engine())
 
     def _has_engine(self) -> bool:
@@ -82,9 +81,7 @@ class Shards:
         return {} if plugin is None else plugin.deepspeed_config
 
     def dtype_of_deepspeed(self) -> str | None:
-        """Return the dtype to which DeepSpeed casts the whole model, as the run's bf16 option or DeepSpeed's file says,
-        or None.
-        """
+        """Return the dtype to which DeepSpeed casts the whole model, by the run's bf16 or DeepSpeed's file, or None."""
         if self._trainer.args.bf16:
             return "bfloat16"
         settings = self._deepspeed_settings()
@@ -147,17 +144,14 @@ class Shards:
             )
 
     def load(self, checkpoint: str) -> bool:
-        """Load a checkpoint if ZeRO-3 has cut the model; return whether this was done. Otherwise the Trainer must load
-        the checkpoint.
-        """
+        """Load a checkpoint if DeepSpeed's ZeRO-3 has the model; return whether it did, else the Trainer must load it."""
         if not (self._is_zero_3() and self._has_engine()):
             return False
         deepspeed_load_checkpoint(self._trainer.model_wrapped, checkpoint)
         return True
 
     def save_model(self, output_dir: str | None, is_checkpoint: bool) -> bool:
-        """Save the model if processes share its parameters or DeepSpeed does not have it yet; return whether this was
-        done.
+        """Save the model if processes share it or DeepSpeed does not have it yet; return whether this was done.
 
         All processes call this; shared parameters are gathered in the first process.
 

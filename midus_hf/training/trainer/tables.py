@@ -1,6 +1,4 @@
-"""Tables of which a step reads few rows: gradients, updates and a norm for these rows only, and columns split over
-processes.
-"""
+"""Tables of which a step reads few rows: gradients and updates of these rows alone, and columns split over processes."""
 
 import contextlib
 from collections.abc import Callable, Iterator
@@ -86,14 +84,13 @@ class Tables:
                 reader.sparse_gradient = False
 
     def optimizer_class(self, named: type[torch.optim.Optimizer]) -> type[torch.optim.Optimizer]:
-        """Return the class of the optimizer: `RowAdamW` for sparse gradients, otherwise the class that the arguments
-        name.
-        """
+        """Return the class of the optimizer: `RowAdamW` for sparse gradients, otherwise `named`."""
         return RowAdamW if self.sparse_values else named
 
     def whole(self, optimizer: Any = None) -> contextlib.AbstractContextManager[None]:
-        """Return a context in which tables, and the moments of an optimizer, are whole in the first process; all
-        processes enter it.
+        """Return a context in which tables, and an optimizer's moments, are whole in the first process.
+
+        All processes enter the context.
         """
         return contextlib.nullcontext() if self.columns is None else self.columns.whole(optimizer)
 
@@ -111,9 +108,7 @@ class Tables:
         return self.columns is not None or bool(self._trainer.blocks.banks) or bool(_with_rows(model))
 
     def clip(self, model: nn.Module, max_norm: float) -> torch.Tensor:
-        """Clip the gradients of rows, and all other gradients together; return the joint norm before that, over all
-        processes.
-        """
+        """Clip gradients of rows, and all others together; return the joint norm before, over all processes."""
         total: Callable[[torch.Tensor], torch.Tensor] = (
             (lambda norm: norm) if self.columns is None else self.columns.total_norm
         )
