@@ -71,7 +71,7 @@ class LocalText:
             return dict(zip(self.files, pool.map(_digest, self.files), strict=True))
 
     def name_of(self, file: Path) -> str:
-        """Return a file's name relative to the folder that holds the corpus, without the private path of this folder."""
+        """Return a file's name below the folder that the corpus lies in, since where that folder is stays private."""
         return str(file.relative_to(Path(self.options.path).expanduser().parent))
 
     def as_dataset(self, folder: Path) -> Any:

@@ -29,7 +29,7 @@ class HeldOut:
     """A held-out text of a run.
 
     Args:
-        text: The tokens to predict.
+        text: Tokens of the text, prepared to be measured.
         paths: `[documents, p]`, int64, the node of each level that a document is in, by which it fetches blocks.
             Default: None, no blocks are fetched.
         tree: Fingerprint of the tree that the paths belong to. Default: None, unknown.

@@ -181,8 +181,8 @@ class PackedDataset(Dataset):
 class PackedStream(IterableDataset):
     """A corpus packed while it is read, repeated without end, always in the same order.
 
-    The number of steps ends the run, not the stream: so the n-th sequence is the same whichever step a run resumes
-    from.
+    A run ends after a number of steps, never with the stream, so the n-th sequence is the same whichever step the run
+    resumes from.
 
     Args:
         start_pass: Starts a pass over the corpus.

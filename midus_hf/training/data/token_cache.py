@@ -199,7 +199,7 @@ def _write_tokens(
 
 
 class _Tokenise:
-    """Function of a batch of texts that returns a table of their tokens; an object, so that processes can be sent it."""
+    """Picklable function, for other processes, that turns a batch of texts into a table of their tokens."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, vocab_size: int, column: str, location: str):
         self.tokenizer, self.vocab_size, self.column, self.location = tokenizer, vocab_size, column, location

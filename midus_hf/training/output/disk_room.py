@@ -30,7 +30,8 @@ class RoomNeeded:
 
     Args:
         model: Bytes of the trained model.
-        checkpoint: Bytes of one checkpoint: the weights as they are held while training, and the optimizer's state.
+        checkpoint: Bytes of one checkpoint: the weights as they are held while training, and the optimizer's state of
+            what trains.
         written: Number of additional checkpoints on the disk while one is being written: the oldest is removed only
             afterwards.
         kept: Number of additional checkpoints on the disk between two checkpoints, and when the trained model is
@@ -130,7 +131,8 @@ def room_needed(
 
 
 def _is_beside_the_weights(name: str, adapters: str | None) -> bool:
-    """Return whether a tensor of a model wrapped by PEFT is an adapter's, or a copy that trains, and so no weight.
+    """Return whether a tensor of a model wrapped by PEFT belongs to an adapter or is a copy that trains, and is no
+    weight.
 
     Args:
         name: Name of the tensor.

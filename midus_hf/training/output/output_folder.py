@@ -74,7 +74,7 @@ def _check_overwritable(output: Path, name: str) -> None:
 
 @contextlib.contextmanager
 def made_for_nothing(output: Path) -> Iterator[None]:
-    """Remove the folder `output` and its parents again if the work inside the context fails, if they are new and empty."""
+    """Remove `output` and its parents, where they are new and empty, if the work inside the context fails."""
     made = [folder for folder in (output, *output.parents) if not folder.exists()]
     try:
         yield

@@ -76,8 +76,8 @@ def read_adapters(options: Mapping[str, Any]) -> AdapterChoice:
         options: Value of `RunOptions.adapters`.
 
     Raises:
-        ValueError: If PEFT has no method of this name, the method has no option of a name, or its result cannot be
-            merged into the weights.
+        ValueError: If PEFT has no method of this name, `layers` or a key of the method's config is unknown, the result
+            of the method cannot be merged into the weights, or the method needs calls that the Trainer does not make.
     """
     method, layers = options.get("method", "lora"), options.get("layers", "base")
     if layers not in get_args(AdapterLayers):
