@@ -13,19 +13,17 @@ class SftConfig(Rates, RunOptions):
     """Options of one run of supervised fine-tuning, with the keys of `RunOptions` and of `Rates`.
 
     Args:
-        dataset_name: A `.jsonl`, `.json` or `.parquet` file of rows, a folder of these files (read with its subfolders,
-            in the order of their paths), or the id of a dataset on the Hub. All but Parquet may be compressed (`.gz` or
-            `.zst` after the ending).
+        dataset_name: A `.jsonl`, `.json` or `.parquet` file of rows, a folder (with its subfolders, by path), or the id
+            of a dataset on the Hub. All but Parquet may be compressed (`.gz` or `.zst` after the ending).
         dataset_config: Configuration of a dataset on the Hub. Default: the dataset's own.
         dataset_train_split: Split of a dataset on the Hub. Default: `"train"`.
-        dataset_format: Format of the rows: `"messages"`, `"sharegpt"`, `"alpaca"`, `"dolly"` or `"prompt-completion"`.
-            Default: the format whose columns the first row has.
+        dataset_format: `"messages"`, `"sharegpt"`, `"alpaca"`, `"dolly"` or `"prompt-completion"`. Default: the format
+            whose columns the first row has.
         dataset_encoding: Encoding of JSON files. Default: `"utf-8"`.
-        max_length: Largest number of tokens of a chat, or of a sequence of packed chats; longer chats are cut. Default:
-            2048.
-        chat_template: Template of the chats: `"chatml"`, `"alpaca"`, or a file with a Jinja template. It is saved with
-            the tokenizer. Default: the tokenizer's own.
-        assistant_only_loss: Compute the loss only on answers: what the assistant says, with the token that ends it, or
+        max_length: Most tokens of a chat, or of a sequence of packed chats; longer chats are cut. Default: 2048.
+        chat_template: Template of chats, saved with the tokenizer: `"chatml"`, `"alpaca"`, or a file with a Jinja
+            template. Default: the tokenizer's own.
+        assistant_only_loss: Compute the loss only on answers: what the assistant says with the token that ends it, or
             completions. Default: true.
         packing: Let short chats share a sequence, where they do not see one another. Default: false.
 

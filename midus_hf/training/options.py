@@ -13,21 +13,19 @@ class CorpusOptions:
     """Source of the text, and how to read it.
 
     Args:
-        path: A text file, a folder of them, or the id of a dataset on the Hub. `.jsonl` and `.parquet` files hold one
-            document per row, any other file is one document. A folder is read with its subfolders, in sorted order, and
-            only its `.txt`, `.md`, `.jsonl` and `.parquet` files. All but Parquet may be compressed (`.gz` or `.zst`
-            after the ending).
+        path: A text file, a folder of them, or the id of a dataset on the Hub. `.jsonl` and `.parquet` have a document
+            per row, other files are one document. A folder is read with its subfolders, in sorted order, and only its
+            `.txt`, `.md`, `.jsonl` and `.parquet` files. All but Parquet may be compressed (`.gz` or `.zst` after the
+            ending).
         config: Configuration of a dataset on the Hub. Default: the dataset's own.
         split: Split of a dataset on the Hub. Default: `"train"`.
         column: Column, or JSON key, that holds the text. Default: `"text"`.
         encoding: Encoding of plain text and JSON lines. Default: `"utf-8"`.
         streaming: Read the text while training instead of before; needs `max_steps`. Default: false.
-        shuffle_buffer: Number of documents of a streamed dataset to draw from in random order; 0 keeps the dataset's
-            order. Default: 0.
-        path_column: Column, or JSON key, with each document's path in a tree of topics, as `midus cluster assign`
-            writes it. Documents are then packed within leaves, and fetch blocks by this path. Default: none.
-        id_column: Column, or JSON key, that names each document in the record of `audit`. Default: none, the record has
-            line numbers.
+        shuffle_buffer: Documents of a streamed dataset to draw from in random order; 0 keeps their order. Default: 0.
+        path_column: Column, or JSON key, with each document's path in a tree of topics, from `midus cluster assign`.
+            Documents are then packed within leaves, and fetch blocks by this path. Default: none.
+        id_column: Column, or JSON key, that names documents in the record of `audit`. Default: none, line numbers do.
         cache_dir: Folder that keeps tokens between runs. Default: `midus_hf_tokens` in the cache of `datasets`, which
             HF_HOME and HF_DATASETS_CACHE move.
 
@@ -67,7 +65,7 @@ class WeightedCorpus(CorpusOptions):
 
     Args:
         weight: The corpus gives `weight / (sum of all weights)` of the run's sequences, and so of its tokens, whatever
-            the length of the corpus. A short corpus is repeated.
+            its length. A short corpus is repeated.
 
     Raises:
         ValueError: If an option contradicts another, or the weight is not above 0.
@@ -93,14 +91,13 @@ class TrainConfig(Rates, RunOptions):
         corpus: The keys of `CorpusOptions`, or just a path or dataset id in a file. Or a list of corpora, each with
             these keys and a `weight` (`WeightedCorpus`).
         sequence_length: T, tokens per sequence. Default: 2048.
-        tree: Folder of the tree of topics that gave the corpus its paths. The tree is saved beside the model, and paths
-            of another tree are refused. Default: the tree that the corpus names; its files are not saved.
-        generic_share: Share of a `path_column` corpus's sequences that read the generic memory instead of the blocks of
-            their path, drawn anew in each epoch (hierarchical memories, section 4). Default: 1 / 17.
-        audit: Record which documents train each fetched block, in a file beside the bank that `midus bank audit` reads.
-            Every corpus then needs a `path_column`. Default: false.
-        document_mask: Tokens attend only within their document. Default: false, as in the paper: a sequence of
-            concatenated documents is one context.
+        tree: Folder of the tree of topics that gave the paths; it is saved beside the model, and paths of another tree
+            are refused. Default: the tree that the corpus names, which is not saved.
+        generic_share: Share of sequences, of a corpus with `path_column`, that read the generic memory instead of their
+            path's blocks, drawn anew each epoch (hierarchical memories, section 4). Default: 1 / 17.
+        audit: Record which documents train each fetched block, in a file beside the bank for `midus bank audit`. Every
+            corpus then needs a `path_column`. Default: false.
+        document_mask: Attend only within documents. Default: false, a sequence is one context, as in the paper.
 
     Raises:
         ValueError: If a value lies outside its range or contradicts another.

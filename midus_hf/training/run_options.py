@@ -25,70 +25,59 @@ class RunOptions:
 
     Args:
         model_name_or_path: Folder or Hub id of the model to train. Give this or `config_name`.
-        config_name: File, folder or Hub id of a config, to train a new model of this shape whose weights are drawn with
-            `seed`. Nothing else is read from the folder or id.
-        tokenizer_name: Folder or Hub id of the tokenizer of a new model. Give it with `config_name` only: a saved model
-            has its own tokenizer.
-        output_dir: Folder for checkpoints, logs and the trained model. A folder that has files is refused, unless
-            `resume_from_checkpoint` or `overwrite_output_dir` is set. Default: `"trainer_output"`, as in Transformers.
-        output_on_failure: Folder that takes the trained model if writing to `output_dir` fails, best on another disk;
-            it must be empty. Default: a new folder among the system's temporary files, if it has room.
-        trainable: `"new"` (the layers and memories added to the base), `"all"`, a list of layer indices such as
-            `[3, 7]`, or a list of roles of tensors in the added memories, such as `[value]` (named in
-            `midus_hf.config.declared_tensors.Role`). `"auto"` takes `"new"` or `"all"` from the config of an upscaled
-            model; with `config_name` it is `"all"`. Default: `"auto"`.
-        frozen: Roles of memory tensors, such as `[value]`, that stay frozen whatever `trainable` says. Default: none.
-        adapters: PEFT adapters, which are merged into the weights at the end. A mapping of `method` (PEFT's name;
-            default `lora`), `layers` and keys of the method's config, such as `r`, `lora_alpha`, `target_modules`.
-            `layers: base` (default) adapts the base and trains the new parts of an upscaled model whole; `new` adapts
-            new layers without memory, `all` adapts every layer, and nothing else trains. Default targets are all linear
-            layers; `lora` has `r` 16 and `lora_alpha` 32. Default: none, weights train as `trainable` says.
+        config_name: File, folder or Hub id of a config, to train a new model with weights drawn by `seed`.
+        tokenizer_name: Folder or Hub id of the tokenizer, with `config_name` only: a saved model has its own tokenizer.
+        output_dir: Folder for checkpoints, logs and the trained model. A folder with files needs
+            `resume_from_checkpoint` or `overwrite_output_dir`. Default: `"trainer_output"`, as in Transformers.
+        output_on_failure: Empty or new folder, best on another disk, for what was trained if writing to `output_dir`
+            fails. Default: a new folder among the system's temporary files, if it has room.
+        trainable: `"new"` (the added layers and memories), `"all"`, a list of layer indices such as `[3, 7]`, or a list
+            of roles of tensors in added memories such as `[value]`. `"auto"` is `"new"` or `"all"`, as an upscaled
+            model's config says, and `"all"` with `config_name`. Default: `"auto"`.
+        frozen: Roles of memory tensors (`midus_hf.config.declared_tensors.Role`) that stay frozen whatever `trainable`
+            says. Default: none.
+        adapters: PEFT adapters, merged into the weights at the end, as a mapping of `method` (default `lora`, with `r`
+            16 and `lora_alpha` 32), `layers`, and keys of the method's config such as `target_modules` (default: all
+            linear layers). With `layers: base` (default) the base has adapters, and new parts of the model train whole.
+            With `new` (new layers without memory) or `all`, only adapters train. Default: none, weights train as
+            `trainable` says.
         balance_loss: Coefficient of a loss that is small when tokens spread over all keys of a memory
             (`memory.balance.balance_loss`). Default: 0, none.
-        sparse_values: Compute gradients of large value tables only for the rows that a step read, and let AdamW update
-            only these rows; see `Tables`. Default: false.
-        shard_values: Give each of several processes some columns of these tables instead of whole tables; see `Tables`.
-            Default: false.
-        optim: Optimizer, by its name in `transformers.TrainingArguments`, such as `"adamw_torch"`. Default:
-            transformers' choice.
+        sparse_values: Compute gradients of large value tables, and update them by AdamW, only in the rows that a step
+            read; see `Tables`. Default: false.
+        shard_values: Let each process hold some columns of these tables instead of whole tables. Default: false.
+        optim: Name of the optimizer in `TrainingArguments`, such as `"adamw_torch"`. Default: transformers' choice.
         adam_beta2: Decay rate of AdamW's mean of squared gradients. Default: 0.999.
-        max_grad_norm: Largest norm of the gradients, which are scaled down to it; 0 leaves gradients as they are.
-            Default: 1.
+        max_grad_norm: Norm to which larger gradients are scaled down; 0 leaves gradients as they are. Default: 1.
         max_steps: Optimizer steps. Give this or `num_train_epochs`. Default: one epoch.
-        num_train_epochs: Passes over the data. With several corpora, one pass is as many sequences as all corpora have
-            together.
-        max_seconds: Seconds of training after which the current step becomes the last. Seconds before a resumption
-            count; loading, evaluations and checkpoints do not. The schedule still follows `max_steps` or
-            `num_train_epochs`. Default: none.
+        num_train_epochs: Passes over the data; of several corpora, one pass is as many sequences as all have together.
+        max_seconds: Seconds of training, also before a resumption, after which the current step becomes the last.
+            Loading, evaluations and checkpoints do not count, and the schedule does not change. Default: none.
         per_device_train_batch_size: Sequences per device and forward pass. Default: 8.
         gradient_accumulation_steps: Forward passes per step. Default: 1.
-        bf16: Compute in bfloat16, with float32 master weights of what trains; otherwise in float32. Default: true.
-        attn_implementation: Attention as in `from_pretrained`, such as `sdpa`; it must be installed. Default:
-            transformers' choice.
+        bf16: Compute in bfloat16, with float32 masters of what trains; otherwise in float32. Default: true.
+        attn_implementation: Installed attention, such as `sdpa`, as in `from_pretrained`. Default: transformers'
+            choice.
         activation_checkpointing: Recompute activations in the backward pass to save memory. Default: false.
         save_steps: Steps between checkpoints. Default: none, only the trained model is saved.
         save_total_limit: Number of latest checkpoints to keep. Default: 2; null keeps all.
         logging_steps: Steps between log events. Default: 10.
-        usage_steps: Steps between log events on how many memory slots were retrieved since the previous one, and how
-            evenly. Default: none.
-        eval_text: Held-out text, a file or a folder, or several, as a mapping from names to paths. Its perplexity is
-            measured as by `midus eval --text`: before the first step, every `eval_steps` steps and after the last step.
-            Columns and encoding are the corpus's (in `midus sft`: `text`, UTF-8). Documents with the corpus's
-            `path_column` are measured one by one with the blocks of their paths, text without this column is measured
-            without blocks. Default: none.
+        usage_steps: Steps between log events on how many memory slots were retrieved, and how evenly. Default: none.
+        eval_text: Held-out text, a file or a folder, or a mapping from names to several texts. Perplexity is measured
+            as by `midus eval --text` before the first step, every `eval_steps` steps and after the last. Columns and
+            encoding are the corpus's (in `midus sft`: `text`, UTF-8). Documents with the corpus's `path_column` are
+            measured one by one, with their blocks; text without this column is measured without blocks. Default: none.
         eval_steps: Steps between these evaluations. Default: none, only at the start and at the end.
-        eval_max_tokens: Number of tokens to predict in each held-out text, spread evenly over the text. Default: all.
-        load_best_model_at_end: Save a checkpoint whenever the held-out loss is the lowest so far, keep the best one
-            beside the `save_total_limit` latest, and save its model at the end. The first held-out text decides.
-            Default: false, the last model is saved.
-        early_stopping_patience: Number of evaluations without a lower loss of the first held-out text after which to
-            stop. Default: none.
-        report_to: Trackers that get the log beside `log.jsonl`, one or a list of the Trainer's, such as
+        eval_max_tokens: Tokens to predict in each held-out text, spread evenly over the text. Default: all.
+        load_best_model_at_end: Save a checkpoint at each lowest loss of the first held-out text, keep the best beside
+            `save_total_limit` latest, and save its model at the end. Default: false, the last model is saved.
+        early_stopping_patience: Evaluations without a lower loss (first held-out text) that end the run. Default: none.
+        report_to: Trackers that get the log beside `log.jsonl`: one that the Trainer knows or a list, such as
             `"tensorboard"`, `"trackio"` or `"wandb"`. Default: `"none"`.
-        seed: Seed of the order of sequences and of all random numbers, such as the weights of a new model. Default: 0.
-        resume_from_checkpoint: True resumes from the latest whole checkpoint in `output_dir`, a path from the checkpoint
-            there. `"auto"` resumes if `output_dir` has checkpoints, and otherwise starts, even where the same run ended
-            before its first checkpoint. Default: false.
+        seed: Seed of the order of sequences and of all that is random, such as weights of a new model. Default: 0.
+        resume_from_checkpoint: True resumes from the latest whole checkpoint in `output_dir`, a path from the
+            checkpoint there. `"auto"` resumes if there is a checkpoint, else starts, even over a run that died before.
+            Default: false.
         overwrite_output_dir: Replace an earlier run in `output_dir`. Default: false.
 
     Raises:

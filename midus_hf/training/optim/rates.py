@@ -32,26 +32,24 @@ class Rates:
             the depth; follows the schedule. Default: `memory_learning_rate`.
         key_value_learning_rate: Rate of memory keys and values, constant. Default: `learning_rate`.
         value_learning_rate: Rate of memory values alone. Default: `key_value_learning_rate`.
-        value_schedule: Course of the rate of memory values. `"constant"`: constant, as for keys (MIDUS). `"fixed"`:
-            follows the warm-up and the schedule (Memory Layers at Scale, Mixture of Chapters). `"4x-to-1x"`: the same
-            times a factor that falls linearly from 4 to 1 (UltraMemV2, appendix E.6). Default: `"constant"`.
-        value_decay_ratio: Share of the steps, from the first, in which the factor of `"4x-to-1x"` falls; afterwards it
-            is 1. Default: 0.25, as in the paper (350 billion of 1.4 trillion tokens).
-        value_transforms: How to train the tensors that make values from other values (W_h of a head-wise memory with
-            one bank, HIVE; the second factor of a bank of chapters). `"weights"`: they follow the schedule and decay
-            (MIDUS, appendix B.1). `"values"`: they get the values' rate, course and decay (appendix F.3). Default:
+        value_schedule: Course of the rate of values. `"constant"`: as for keys (MIDUS). `"fixed"`: with warm-up and
+            schedule (Memory Layers at Scale, Mixture of Chapters). `"4x-to-1x"`: `"fixed"` times a factor that falls
+            linearly from 4 to 1 (UltraMemV2, appendix E.6). Default: `"constant"`.
+        value_decay_ratio: Share of the steps, from the first, in which the factor of `"4x-to-1x"` falls; then it is 1.
+            Default: 0.25, as in the paper (350 billion of 1.4 trillion tokens).
+        value_transforms: Training of tensors that make values from others (W_h of HIVE, second factor of a bank of
+            chapters). `"weights"`: with schedule and decay (MIDUS, B.1). `"values"`: like values (MIDUS, F.3). Default:
             `"weights"`.
-        memory_keys: How to train memory keys. `"constant"`: constant rate, no decay (MIDUS). `"weights"`: they follow
-            the schedule and decay (Memory Layers at Scale, UltraMemV2). Default: `"constant"`.
+        memory_keys: Training of keys. `"constant"`: at one rate, without decay (MIDUS). `"weights"`: with schedule and
+            decay (Memory Layers at Scale, UltraMemV2). Default: `"constant"`.
         weight_decay: Decay of matrices. Norms and biases have none, nor do constant keys. Default: 0.
         value_weight_decay: Decay of memory values. Default: 0.
         warmup_ratio: Share of the steps in which the rate rises from zero. Default: 0.1.
-        lr_scheduler_type: Course of the rate after the warm-up: `"cosine"` or `"linear"` falls to zero,
-            `"constant_with_warmup"` stays, `"warmup_stable_decay"` stays and then falls along a cosine. Default:
-            `"cosine"`.
+        lr_scheduler_type: Course of the rate after that: `"cosine"` or `"linear"` to zero, `"constant_with_warmup"`, or
+            `"warmup_stable_decay"`, constant and then down along a cosine. Default: `"cosine"`.
         decay_ratio: Share of the steps, at the end, in which the rate of `"warmup_stable_decay"` falls; required there.
-        min_learning_rate_ratio: Final rate of `"cosine"` or `"warmup_stable_decay"`, and first rate of the latter's
-            warm-up, as a share of the maximum rate. Default: 0.
+        min_learning_rate_ratio: Final rate of `"cosine"` or `"warmup_stable_decay"`, where the latter's warm-up begins
+            too, as a share of the maximum rate. Default: 0.
 
     Raises:
         ValueError: If a value lies outside its range, or the schedule does not take it.
