@@ -188,10 +188,10 @@ def test_targets_are_looked_for_in_the_layers_that_are_asked_for(targets, kinds,
 
 def test_defaults_are_those_of_the_short_form_and_numbers_without_a_point_are_numbers():
     defaults = {"r": 16, "lora_alpha": 32, "target_modules": "all-linear", "task_type": "CAUSAL_LM"}
-    assert read_adapters({}).given == defaults
+    assert read_adapters({}).arguments == defaults
     choice = read_adapters({"method": "vera", "d_initial": "1e-2", "r": "8e0"})
     assert (choice.config().d_initial, choice.config().r) == (0.01, 8)
-    assert "target_modules" not in read_adapters({"method": "ia3"}).given
+    assert "target_modules" not in read_adapters({"method": "ia3"}).arguments
 
 
 @pytest.mark.parametrize(

@@ -38,7 +38,7 @@ def test_help_of_training_names_every_key_with_what_the_docstring_says():
         missing = {f"{field.name}:" for field in dataclasses.fields(options)} - set(words)
         assert not missing, options
     text = " ".join(words)
-    assert "learning_rate: Maximum rate of everything that has no rate of its own. Default: 1e-4." in text
+    assert "learning_rate: Maximum rate of everything without a separate rate. Default: 1e-4." in text
     assert "path: A text file, a folder of them, or the id of a dataset on the Hub." in text
     assert "Raises:" not in text
 

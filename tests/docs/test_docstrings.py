@@ -11,9 +11,6 @@ PACKAGES = ["midus_hf", "upscalers", "scripts", "benchmarks", "experiments"]
 # Rooms whose docstrings have not been rewritten yet.
 LATER = [
     "midus_hf/cli",
-    "midus_hf/compare",
-    "midus_hf/sft",
-    "midus_hf/training",
 ]
 
 

@@ -25,7 +25,7 @@ class Rates:
     """Learning rate and weight decay of each kind of tensor, and the course of the rates over a run.
 
     Args:
-        learning_rate: Maximum rate of everything that has no rate of its own. Default: 1e-4.
+        learning_rate: Maximum rate of everything without a separate rate. Default: 1e-4.
         memory_learning_rate: Maximum rate of a memory's projections, norms, routers, gates and transforms; follows the
             schedule. Default: `learning_rate`.
         gate_learning_rate: Maximum rate of a memory's gates, which scale what is retrieved or let heads begin to read

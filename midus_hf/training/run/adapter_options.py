@@ -47,13 +47,13 @@ class AdapterChoice:
         method: PEFT's name of the method, in lower case.
         layers: Layers that have adapters, as in `adapters` of `RunOptions`.
         config_class: Class of the method's config.
-        given: Arguments of this config: the user's, and this project's defaults.
+        arguments: Arguments of this config: the user's, and this project's defaults.
     """
 
     method: str
     layers: AdapterLayers
     config_class: type[PeftConfig]
-    given: dict[str, Any]
+    arguments: dict[str, Any]
 
     def config(self, **changes: Any) -> PeftConfig:
         """Return the method's config.
@@ -61,7 +61,7 @@ class AdapterChoice:
         Args:
             changes: Arguments that are added or replaced.
         """
-        return self.config_class(**{**self.given, **changes})
+        return self.config_class(**{**self.arguments, **changes})
 
     @property
     def takes(self) -> set[str]:
@@ -125,7 +125,7 @@ def check_adapters(options: Mapping[str, Any], model_config: PreTrainedConfig) -
             f"adapters.layers is 'new', but the config of this {model_config.model_type} model records no new layers in "
             "upscale.new_layers; upscale the model first, or set adapters.layers: base."
         )
-    if "target_modules" not in choice.given:
+    if "target_modules" not in choice.arguments:
         raise ValueError(
             f"adapters.layers is 'new' and adapters.method {choice.method!r}, for which PEFT chooses modules itself; give "
             "adapters.target_modules too."

@@ -42,7 +42,7 @@ def add_adapters(model: PreTrainedModel, options: Mapping[str, Any]) -> PeftMode
                 f"{model.config.model_type} model has to; expected another method, or adapters.layers: all."
             )
         if whole:
-            changes["modules_to_save"] = [*whole, *(choice.given.get("modules_to_save") or [])]
+            changes["modules_to_save"] = [*whole, *(choice.arguments.get("modules_to_save") or [])]
     elif choice.layers == "new":
         changes["target_modules"] = _targets_in_new_layers(model, choice)
     try:
@@ -106,7 +106,7 @@ def _targets_in_new_layers(model: PreTrainedModel, choice: AdapterChoice) -> lis
             f"adapters.layers is 'new', but the new layers of this {model.config.model_type} model hold memory, whose values "
             "adapters cannot train; set adapters.layers: base, where they train whole."
         )
-    targets = choice.given["target_modules"]
+    targets = choice.arguments["target_modules"]
     inside = [module for layer in layers for module in layer.modules()]
     if targets == "all-linear":
         return [names[module] for module in inside if isinstance(module, nn.Linear)]
