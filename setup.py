@@ -6,8 +6,31 @@ from pathlib import Path
 
 from setuptools import Extension, setup
 from setuptools.command.build_ext import build_ext
+from setuptools.command.build_py import build_py
 
+ROOT = Path(__file__).parent
+RECIPES = [
+    path.relative_to(ROOT) for kind in ("train", "sft") for path in sorted((ROOT / "configs" / kind).glob("*.yaml"))
+]
 NATIVE = runpy.run_path(str(Path(__file__).parent / "midus_hf" / "ops" / "dispatch" / "native" / "build.py"))
+
+
+class BuildWithRecipes(build_py):
+    """The packages, with the recipes of `configs` beside them, which `midus train --print-config` prints."""
+
+    def run(self) -> None:
+        super().run()
+        if not self.editable_mode:
+            for recipe in RECIPES:
+                self.copy_file(str(ROOT / recipe), self._target(recipe))
+
+    def get_outputs(self, include_bytecode: bool = True) -> list[str]:
+        return [*super().get_outputs(include_bytecode), *map(self._target, RECIPES)]
+
+    def _target(self, recipe: Path) -> str:
+        target = Path(self.build_lib, "midus_hf", recipe)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        return str(target)
 
 
 class BuildLibraries(build_ext):
@@ -37,5 +60,5 @@ setup(
     ext_modules=[
         Extension(f"midus_hf.ops.dispatch.native.native_{name}", sources=[], optional=True) for name in variants
     ],
-    cmdclass={"build_ext": BuildLibraries},
+    cmdclass={"build_ext": BuildLibraries, "build_py": BuildWithRecipes},
 )

@@ -104,11 +104,13 @@ def _rows(arguments: argparse.Namespace) -> Iterator[Row]:
         for level, blocked in pairs:
             # A text without a path reads the generic memory.
             fetching = (
-                ["--retriever", tree, "--block-best", f"{level}:{blocked}"] if variant == "fetched" else ["--apart"]
+                ["--retriever", tree, "--block-best", f"{level}:{blocked}"]
+                if variant == "fetched"
+                else ["--set", "apart=true"]
             )
             answers = work / "answers" / f"{model.name}-{level}-{blocked}.jsonl"
             answers.unlink(missing_ok=True)
-            flags = ["--tasks", "atomic_numbers", "--data", elements(), "--answers", answers, *fetching]
+            flags = ["--tasks", "atomic_numbers", "--data", elements(), "--set", f"answers={answers}", *fetching]
             measured = evaluated(model, "--sequence-length", 64, "--text", sentences, *flags)
             yield {
                 "variant": variant,

@@ -66,7 +66,7 @@ def _rows(arguments: argparse.Namespace) -> Iterator[Row]:
 
     def row(model: Path, variant: str, rate: float, seed: int, counts: dict[str, int]) -> Row:
         # A text without a path reads the generic memory.
-        fetching = ["--retriever", tree] if variant != "generic" else ["--apart"]
+        fetching = ["--retriever", tree] if variant != "generic" else ["--set", "apart=true"]
         flags = ["--sequence-length", 256, "--max-tokens", arguments.max_tokens, *fetching]
         return {
             "variant": variant,

@@ -9,109 +9,54 @@ from typing import Annotated, Any
 import typer
 
 from midus_hf.cli.command_line import INTERRUPTED, WRONG_REQUEST, Ending, command_line, run_command
-from midus_hf.cli.reading import Device, Json, TaskData, TaskFiles, TaskLimit, model_argument
+from midus_hf.cli.reading import Device, Json, TaskData, TaskLimit, model_argument
 
+_REST = """\b
+Keys of --set and of the file, besides these options (docs/evaluate.md):
+  answers          file of JSON lines to write, one per question and model
+  apart            true: windows of the text end where documents end
+  column           where rows of JSON and Parquet hold the text
+  documents        folder of documents that questions are asked behind
+  embedding_model  model by which documents are near, unless the retriever's
+  encoding         encoding of plain text and JSON lines
+  include_path     folder with more task files
+  num_fewshot      worked examples before a question
+  passage_tokens   documents are cut into passages of at most so many tokens
+  path_column      where rows of the text hold the paths by which models fetch
+  seed             seed of the choice of worked examples
+  stride           tokens predicted per window
+"""
 app = command_line()
 
 
-@app.command()
+@app.command(epilog=_REST)
 def midus_eval(
     models: Annotated[
-        list[str] | None, model_argument("Folders or hub ids, compared side by side.", "MODEL...")
+        list[str] | None, model_argument("Folders or Hub ids, compared side by side.", "MODEL...")
     ] = None,
-    text: Annotated[
-        str | None, typer.Option(help="Measure perplexity on this file or folder.  [default: none]", metavar="PATH")
-    ] = None,
-    column: Annotated[
-        str | None,
-        typer.Option(help="Where rows of JSON and Parquet hold the text.  [default: text]", metavar="NAME"),
-    ] = None,
-    encoding: Annotated[
-        str | None, typer.Option(help="Of plain text and JSON lines.  [default: utf-8]", metavar="NAME")
-    ] = None,
-    tasks: Annotated[
-        str | None, typer.Option(help="Of lm-eval, separated by commas.  [default: none]", metavar="NAMES")
-    ] = None,
+    text: Annotated[str | None, typer.Option(help="File or folder to measure perplexity on.", metavar="PATH")] = None,
+    tasks: Annotated[str | None, typer.Option(help="Tasks of lm-eval, separated by commas.", metavar="NAMES")] = None,
     data: TaskData = None,
-    include_path: TaskFiles = None,
-    documents: Annotated[
-        str | None,
-        typer.Option(
-            help="Ask each question of a task behind the document of this file or folder that is nearest to it.  [default: none]",
-            metavar="PATH",
-        ),
-    ] = None,
-    passage_tokens: Annotated[
-        int | None,
-        typer.Option(
-            help="Cut documents into passages of at most so many tokens.  [default: they stay whole]", metavar="N"
-        ),
-    ] = None,
-    embedding_model: Annotated[
-        str | None,
-        typer.Option(
-            help="Of sentence-transformers, by which documents are near.  [default: that of the retriever]",
-            metavar="NAME",
-        ),
-    ] = None,
-    config: Annotated[
-        str | None,
-        typer.Option(help="YAML file with these options; the command line wins.  [default: none]", metavar="FILE"),
-    ] = None,
-    num_fewshot: Annotated[
-        int | None,
-        typer.Option(help="Worked examples before a question.  [default: the task's, else 0]", metavar="N"),
-    ] = None,
     limit: TaskLimit = None,
-    answers: Annotated[
-        str | None,
-        typer.Option(
-            help="Write a line of JSON for each question and model to this file.  [default: none]", metavar="FILE"
-        ),
+    config: Annotated[str | None, typer.Option(help="YAML file of keys; options win.", metavar="FILE")] = None,
+    set_: Annotated[
+        list[str] | None, typer.Option("--set", help="Set a key listed below; may be repeated.", metavar="KEY=VALUE")
     ] = None,
     sequence_length: Annotated[
-        int | None,
-        typer.Option(
-            help="Tokens of a window of the text.  [default: 1024, or what the model was made for]", metavar="N"
-        ),
-    ] = None,
-    stride: Annotated[
-        int | None, typer.Option(help="Tokens predicted per window.  [default: sequence-length]", metavar="N")
+        int | None, typer.Option(help="Tokens per window of the text.  [default: 1024]", metavar="N")
     ] = None,
     max_tokens: Annotated[
         int | None, typer.Option(help="Tokens of the text to predict.  [default: all]", metavar="N")
     ] = None,
-    apart: Annotated[
-        bool | None, typer.Option("--apart", help="End windows of the text where a document ends.  [default: no]")
-    ] = None,
     retriever: Annotated[
-        str | None,
-        typer.Option(
-            help="Tree of topics by which models that fetch blocks do so; implies --apart.  [default: none]",
-            metavar="TREE",
-        ),
-    ] = None,
-    path_column: Annotated[
-        str | None,
-        typer.Option(
-            help="Where rows of the text hold the paths by which models that fetch blocks do so; implies --apart.  [default: none]",
-            metavar="NAME",
-        ),
+        str | None, typer.Option(help="Tree of topics by which models fetch blocks.", metavar="TREE")
     ] = None,
     blocked: Annotated[
         list[str] | None,
-        typer.Option(
-            "--blocked",
-            help="Never fetch this node, LEVEL:NODE, nor any below; repeat at will.  [default: none]",
-            metavar="NODE",
-        ),
+        typer.Option("--blocked", help="Never fetch this node LEVEL:NODE, nor any below.", metavar="NODE"),
     ] = None,
     block_best: Annotated[
-        str | None,
-        typer.Option(
-            help="Block so many nodes of a level for each text, those it would fetch first.  [default: none]",
-            metavar="LEVEL:COUNT",
-        ),
+        str | None, typer.Option(help="Block the best COUNT nodes of level L per text.", metavar="L:COUNT")
     ] = None,
     batch_size: Annotated[
         int | None, typer.Option(help="Windows or requests per forward pass.  [default: 4]", metavar="N")
@@ -123,25 +68,21 @@ def midus_eval(
     trust_remote_code: Annotated[
         bool | None, typer.Option("--trust-remote-code", help="Run code that comes with a checkpoint.")
     ] = None,
-    seed: Annotated[
-        int | None, typer.Option(help="Of the choice of worked examples.  [default: 0]", metavar="N")
-    ] = None,
     verbose: Annotated[
         bool,
         typer.Option(
-            "--verbose", envvar="MIDUS_EVAL_VERBOSE", help="Show the warnings, logs and bars of libraries as well."
+            "--verbose", envvar="MIDUS_EVAL_VERBOSE", show_envvar=False, help="Show what libraries print as well."
         ),
     ] = False,
     json_: Json = False,
     write_tasks: Annotated[
-        str | None,
-        typer.Option(help="Only write the local tasks to this folder, for lm_eval --include_path.", metavar="DIR"),
+        str | None, typer.Option(help="Only write the local tasks to a folder.", metavar="DIR")
     ] = None,
 ) -> None:
     """Measure the perplexity of models on a text, and their accuracy on tasks of lm-evaluation-harness.
 
-    With --data, the tasks atomic_numbers, boolq, commonsenseqa, facts, logiqa, mmlu, openbookqa and piqa take their
-    questions from that folder and nothing is fetched. Other tasks are lm-eval's own, whose questions come from the hub.
+    With --data, the tasks atomic_numbers, boolq, commonsenseqa, facts, logiqa, mmlu,
+    openbookqa and piqa take their questions from that folder. Others are lm-eval's own.
     """
     if write_tasks is not None:
         _write_tasks(write_tasks, data)
@@ -154,31 +95,20 @@ def midus_eval(
         config,
         {
             "text": text,
-            "column": column,
-            "encoding": encoding,
-            "sequence_length": sequence_length,
-            "stride": stride,
-            "max_tokens": max_tokens,
-            "apart": apart,
-            "retriever": retriever,
-            "path_column": path_column,
-            "blocked": blocked or None,
-            "block_best": block_best,
             "tasks": None if tasks is None else [name.strip() for name in tasks.split(",") if name.strip()],
             "data": data,
-            "documents": documents,
-            "passage_tokens": passage_tokens,
-            "embedding_model": embedding_model,
-            "include_path": include_path,
-            "answers": answers,
-            "num_fewshot": num_fewshot,
             "limit": limit,
+            "sequence_length": sequence_length,
+            "max_tokens": max_tokens,
+            "retriever": retriever,
+            "blocked": blocked or None,
+            "block_best": block_best,
             "batch_size": batch_size,
             "dtype": dtype,
             "device": device,
             "trust_remote_code": trust_remote_code,
-            "seed": seed,
         },
+        set_ or [],
     )
     if settings.text is not None:
         from midus_hf.documents import describe_files

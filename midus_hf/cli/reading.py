@@ -26,34 +26,30 @@ Texts = Annotated[
     list[str],
     typer.Option(help="A file or folder to read, and what to call it. May be given again.", metavar="NAME=PATH"),
 ]
-Column = Annotated[str, typer.Option(help="Where rows of JSON and Parquet hold the text.", metavar="NAME")]
+Column = Annotated[str, typer.Option(help="Where rows of files hold the text.", metavar="NAME")]
 Encoding = Annotated[str, typer.Option(help="Of plain text and JSON lines.", metavar="NAME")]
 Limit = Annotated[int | None, typer.Option(help="Documents per text.  [default: all]", metavar="N")]
 SequenceLength = Annotated[
     int | None,
     typer.Option(
-        help="Tokens of a row, into which documents are cut.  [default: 1024, or what the model was made for]",
+        help="Tokens of a row of a text.  [default: 1024]",
         metavar="N",
     ),
 ]
 MaxTokens = Annotated[int | None, typer.Option(help="Tokens of each text to read.  [default: all]", metavar="N")]
 Retriever = Annotated[
     str | None,
-    typer.Option(
-        help="Tree of topics by which texts fetch blocks of models with a bank.  [default: none]", metavar="TREE"
-    ),
+    typer.Option(help="Tree of topics by which texts fetch blocks.", metavar="TREE"),
 ]
 BatchSize = Annotated[int, typer.Option(help="Rows per forward pass.", metavar="N")]
 TaskData = Annotated[
     str | None,
-    typer.Option(help="Folder with the questions of the local tasks.  [default: lm-eval's own]", metavar="DIR"),
+    typer.Option(help="Folder with the questions of local tasks.", metavar="DIR"),
 ]
-TaskFiles = Annotated[str | None, typer.Option(help="Folder with more task files.  [default: none]", metavar="DIR")]
+TaskFiles = Annotated[str | None, typer.Option(help="Folder with more task files.", metavar="DIR")]
 TaskLimit = Annotated[int | None, typer.Option(help="Questions per task.  [default: all]", metavar="N")]
 Dtype = Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.", metavar="NAME")]
-Device = Annotated[
-    str | None, typer.Option(help="Such as cpu or cuda:0.  [default: the first GPU, else cpu]", metavar="NAME")
-]
+Device = Annotated[str | None, typer.Option(help="Such as cpu or cuda:0.  [default: GPU, else cpu]", metavar="NAME")]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object on standard output.")]
 
 

@@ -7,46 +7,44 @@ from typing import Annotated
 import typer
 
 from midus_hf.cli.command_line import WRONG_REQUEST, Ending, command_line
-from midus_hf.cli.training_command import (
-    Overrides,
-    documented_keys,
-    help_on_keys,
-    run_training_command,
-    train_in_group,
-)
+from midus_hf.cli.printed_config import print_config_option
+from midus_hf.cli.training_command import Overrides, run_training_command, train_in_group
 
 _NEEDED = ("datasets", "peft", "trl")
 
 
-def _keys() -> dict[str, str]:
-    """Return what the docstrings of the options say of their keys, by what stands above them."""
-    keys = documented_keys("sft/options.py", "training/run_options.py", "training/optim/rates.py")
-    return {
-        "keys of CONFIG": f"{keys['RunOptions']}\n{keys['SftConfig']}",
-        "rates, which are keys of CONFIG too": keys["Rates"],
-    }
+def _options() -> type:
+    from midus_hf.sft.options import SftConfig
+
+    return SftConfig
 
 
+_SOURCES = ("sft/options.py", "training/run_options.py", "training/optim/rates.py")
 app = command_line()
 
 
-@app.command(epilog=help_on_keys(_keys()))
+@app.command()
 def midus_sft(
-    config: Annotated[
-        str, typer.Argument(metavar="CONFIG", help="YAML file of options; the recipes are in configs/sft.")
-    ],
+    config: Annotated[str, typer.Argument(metavar="CONFIG", help="YAML file of keys; recipes are in configs/sft.")],
     overrides: Overrides = None,
+    print_config: Annotated[str | None, print_config_option("sft", _options, _SOURCES)] = None,
 ) -> None:
-    """Fine-tune a model on chats, with the loss of answers alone."""
+    """Fine-tune a model on chats, with the loss of answers alone.
+
+    A printed recipe has every key with its default and meaning. Keys have the names of transformers.TrainingArguments
+    and of TRL's sft where they have the key.
+
+    \b
+    midus sft --print-config midus-hml > recipe.yaml
+    midus sft recipe.yaml model_name_or_path=MODEL dataset_name=CHATS.jsonl
+    """
     absent = [package for package in _NEEDED if importlib.util.find_spec(package) is None]
     if absent:
         raise Ending(
             WRONG_REQUEST,
             f"midus sft needs {', '.join(absent)}, not installed here; pip install 'midus-hf[train]'.",
         )
-    from midus_hf.sft.options import SftConfig
-
-    train_in_group(SftConfig, "midus_hf.sft.run", config, overrides or [])
+    train_in_group(_options(), "midus_hf.sft.run", config, overrides or [])
 
 
 main = partial(run_training_command, app, name="midus sft")

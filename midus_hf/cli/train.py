@@ -6,40 +6,36 @@ from typing import Annotated
 import typer
 
 from midus_hf.cli.command_line import command_line
-from midus_hf.cli.training_command import (
-    Overrides,
-    documented_keys,
-    help_on_keys,
-    run_training_command,
-    train_in_group,
-)
+from midus_hf.cli.printed_config import print_config_option
+from midus_hf.cli.training_command import Overrides, run_training_command, train_in_group
 
 
-def _keys() -> dict[str, str]:
-    """Return what the docstrings of the options say of their keys, by what stands above them."""
-    keys = documented_keys("training/options.py", "training/run_options.py", "training/optim/rates.py")
-    return {
-        "keys of CONFIG": f"{keys['RunOptions']}\n{keys['TrainConfig']}",
-        "rates, which are keys of CONFIG too": keys["Rates"],
-        "keys of corpus": keys["CorpusOptions"],
-        "and, where corpus is a list, of each of its corpora": keys["WeightedCorpus"],
-    }
+def _options() -> type:
+    from midus_hf.training.options import TrainConfig
+
+    return TrainConfig
 
 
+_SOURCES = ("training/options.py", "training/run_options.py", "training/optim/rates.py")
 app = command_line()
 
 
-@app.command(epilog=help_on_keys(_keys()))
+@app.command()
 def midus_train(
-    config: Annotated[
-        str, typer.Argument(metavar="CONFIG", help="YAML file of options; the recipes are in configs/train.")
-    ],
+    config: Annotated[str, typer.Argument(metavar="CONFIG", help="YAML file of keys; recipes are in configs/train.")],
     overrides: Overrides = None,
+    print_config: Annotated[str | None, print_config_option("train", _options, _SOURCES)] = None,
 ) -> None:
-    """Pretrain a model: one that was upscaled, by default as its method says, any other, or one from the beginning."""
-    from midus_hf.training.options import TrainConfig
+    """Train a model on text: an upscaled model, by default as its method says, any other model, or one from the beginning.
 
-    train_in_group(TrainConfig, "midus_hf.training.run.train", config, overrides or [])
+    A printed recipe has every key with its default and meaning. Keys have the names of transformers.TrainingArguments
+    where it has the key.
+
+    \b
+    midus train --print-config midus-hml > recipe.yaml
+    midus train recipe.yaml model_name_or_path=UPSCALED corpus=TEXTS
+    """
+    train_in_group(_options(), "midus_hf.training.run.train", config, overrides or [])
 
 
 main = partial(run_training_command, app, name="midus train")

@@ -1,14 +1,11 @@
-"""What the commands that train have in common: one run, one line at its end, help from docstrings."""
+"""What the commands that train have in common: one run, one line at its end, one way to end."""
 
-import ast
 import gc
 import importlib
-import importlib.util
 import os
 import sys
 import time
-from collections.abc import Mapping, Sequence
-from pathlib import Path
+from collections.abc import Sequence
 from typing import Annotated, Any
 
 import typer
@@ -17,7 +14,7 @@ from midus_hf.cli.command_line import FAILED, WRONG_REQUEST, Ending, run_command
 
 Overrides = Annotated[
     list[str] | None,
-    typer.Argument(metavar="KEY=VALUE", help="Options that replace those of the file.", show_default=False),
+    typer.Argument(metavar="KEY=VALUE", help="Keys that replace those of the file.", show_default=False),
 ]
 
 
@@ -135,28 +132,3 @@ def _leave_process_group() -> None:
 def is_main_process() -> bool:
     """Whether this process is the one that speaks: by what launchers say, so that it is known before anything is set up."""
     return int(os.environ.get("RANK", 0)) == 0
-
-
-def documented_keys(*files: str) -> dict[str, str]:
-    """What docstrings say of the keys of options, by their class, read from the source: importing it takes seconds.
-
-    Args:
-        files: Paths within `midus_hf`.
-    """
-    package = importlib.util.find_spec("midus_hf")
-    assert package is not None and package.submodule_search_locations
-    folder = Path(package.submodule_search_locations[0])
-    trees = [ast.parse((folder / file).read_text(encoding="utf-8")) for file in files]
-    documented = {
-        node.name: ast.get_docstring(node) or ""
-        for tree in trees
-        for node in tree.body
-        if isinstance(node, ast.ClassDef)
-    }
-    return {name: text.partition("Args:\n")[2].partition("\n\nRaises:")[0] for name, text in documented.items()}
-
-
-def help_on_keys(sections: Mapping[str, str]) -> str:
-    """Return what stands below the help of a command: the keys of its configs, by what stands above them."""
-    # \b keeps the lines of a paragraph as they are.
-    return "\n\n".join(f"\b\n{heading}:\n{keys}" for heading, keys in sections.items())

@@ -221,9 +221,9 @@ def _ask(model: str | Path, comparison: Comparison, step: str, evaluations: Eval
     if tasks is None:
         return {}
     arguments: list[Any] = ["--tasks", ",".join(tasks.names)]
-    for option in ("data", "include_path", "limit", "num_fewshot"):
-        if getattr(tasks, option) is not None:
-            arguments += [f"--{option.replace('_', '-')}", getattr(tasks, option)]
+    for key in ("data", "include_path", "limit", "num_fewshot"):
+        if getattr(tasks, key) is not None:
+            arguments += _setting(key, getattr(tasks, key))
     return evaluations.measure(step, model, *arguments)["tasks"]
 
 
@@ -236,17 +236,25 @@ def _losses(
     corpus = train.get("corpus")
     corpus = corpus[0] if isinstance(corpus, list) else corpus
     read_as = corpus if isinstance(corpus, Mapping) else {}
-    options = {"--max-tokens": train.get("eval_max_tokens")}
-    options |= {"--column": read_as.get("column"), "--encoding": read_as.get("encoding")}
-    shared = [word for option, value in options.items() if value is not None for word in (option, value)]
+    keys = {
+        "max_tokens": train.get("eval_max_tokens"),
+        "column": read_as.get("column"),
+        "encoding": read_as.get("encoding"),
+    }
+    shared = [word for key, value in keys.items() if value is not None for word in _setting(key, value)]
     for name, path in comparison.texts.items():
         arguments: list[Any] = ["--text", path, *shared]
         # As in training, documents with paths are measured one by one, each with the blocks of its path.
         if _has_paths(path, read_as):
-            arguments += ["--path-column", read_as["path_column"]]
+            arguments += _setting("path_column", read_as["path_column"])
         answer = evaluations.measure(f"{step}-{name}", model, *arguments)
         losses[name] = math.log(answer["perplexity"]["perplexity"])
     return losses
+
+
+def _setting(key: str, value: Any) -> list[str]:
+    """Return the words that set a key of `midus eval`. JSON is YAML, so the value is read as it is."""
+    return ["--set", f"{key}={json.dumps(value)}"]
 
 
 def _has_paths(text: str, corpus: Mapping[str, Any]) -> bool:

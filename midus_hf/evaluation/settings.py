@@ -2,15 +2,18 @@
 
 import dataclasses
 import re
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from midus_hf.config.yaml_options import from_mapping, read_mapping
+from midus_hf.config.yaml_options import from_mapping, read_mapping, with_overrides
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class EvaluationSettings:
-    """Settings of an evaluation. Each key is also an option of `midus eval`. Paths are relative to the current folder.
+    """Settings of an evaluation. `midus eval --set KEY=VALUE` sets a key, and the keys that are needed most are options as well.
+
+    Paths are relative to the current folder.
 
     Args:
         text: File or folder to measure perplexity on, of the kinds that `read_documents` reads. Default: none.
@@ -151,16 +154,19 @@ def check_dtype(dtype: str) -> None:
         raise ValueError(f"dtype is {dtype!r}; expected auto, float32, bfloat16 or float16.")
 
 
-def read_settings(path: str | Path | None, overrides: dict[str, Any]) -> EvaluationSettings:
+def read_settings(
+    path: str | Path | None, overrides: dict[str, Any], settings: Iterable[str] = ()
+) -> EvaluationSettings:
     """Read settings from a YAML file, and replace some of them.
 
     Args:
         path: YAML file that maps keys of `EvaluationSettings` to values. None: only the overrides count.
         overrides: Settings by key. A value that is not None replaces the file's value.
+        settings: Settings as words `key=value`, whose values are YAML. They win over `overrides`. Default: none.
 
     Raises:
         ValueError: If the file cannot be read, or has an unknown key or a value of the wrong type.
     """
     values = {} if path is None else read_mapping(path)
     replacements = {key: value for key, value in overrides.items() if value is not None}
-    return from_mapping(EvaluationSettings, {**values, **replacements})
+    return from_mapping(EvaluationSettings, with_overrides(EvaluationSettings, {**values, **replacements}, settings))

@@ -1,6 +1,5 @@
 """Help of commands comes at once: nothing that takes seconds is imported before a command line is read."""
 
-import dataclasses
 import os
 import subprocess
 import sys
@@ -9,9 +8,13 @@ import pytest
 from commands.installed import COMMANDS, REPOSITORY, run_alone, run_in_process
 
 from midus_hf.cli import entry_points
-from midus_hf.training.options import CorpusOptions, TrainConfig, WeightedCorpus
 from midus_hf.version import __version__
 
+SUBCOMMANDS = (
+    *(f"upscale {name}" for name in ("methods", "inspect", "strip", "shuffle")),
+    *(f"midus bank {name}" for name in ("list", "merge", "audit")),
+    *(f"midus cluster {name}" for name in ("build", "assign", "report")),
+)
 HEAVY = ("torch", "transformers", "midus_hf.models")
 
 
@@ -32,15 +35,14 @@ def test_help_of_a_script_says_its_name():
     assert subprocess.check_output(words, text=True).startswith("Usage: train_cpt.py ")
 
 
-def test_help_of_training_names_every_key_with_what_the_docstring_says():
-    words = help_of("midus train").split()
-    for options in (TrainConfig, CorpusOptions, WeightedCorpus):
-        missing = {f"{field.name}:" for field in dataclasses.fields(options)} - set(words)
-        assert not missing, options
-    text = " ".join(words)
-    assert "learning_rate: Maximum rate of everything without a separate rate. Default: 1e-4." in text
-    assert "path: A text file, a folder of them, or the id of a dataset on the Hub." in text
-    assert "Raises:" not in text
+@pytest.mark.parametrize("command", [*COMMANDS, *SUBCOMMANDS])
+def test_each_help_fits_one_screen(command, monkeypatch, capsys):
+    """50 lines of 80 columns."""
+    monkeypatch.setenv("COLUMNS", "80")
+    assert run_in_process(command, ["--help"], monkeypatch) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) <= 50
+    assert max(map(len, lines)) <= 80
 
 
 @pytest.mark.parametrize("command", ["", *entry_points.COMMANDS, "bank list"])

@@ -341,7 +341,7 @@ def test_the_base_is_measured_document_by_document_where_runs_fetch_by_paths(roo
     corpus = {**training(room)["corpus"], "path_column": "memory_ids"}
     texts = {"domain": {"plants": str(tmp_path / "plants.jsonl")}}
     base = Measured(room, tmp_path / "out", {"full": {}}, train={"corpus": corpus}, **texts).measure_base()
-    apart = perplexity_loss(room / "base", tmp_path / "plants.jsonl", "--apart")
+    apart = perplexity_loss(room / "base", tmp_path / "plants.jsonl", "--set", "apart=true")
     assert base.end.losses["plants"] == apart != perplexity_loss(room / "base", tmp_path / "plants.jsonl")
     assert base.end.losses["stars"] == perplexity_loss(room / "base", room / "stars.txt")
 
@@ -360,8 +360,8 @@ def test_what_is_measured_behind_training_fetches_by_the_paths_that_training_fet
 
     evaluations = Evaluations(tmp_path, measured.comparison, Told())
     measuring._losses("tuned", measured.comparison, {"corpus": corpus}, evaluations, "tuned")
-    assert (
-        asked["tuned-plants"][-2:] == ["--path-column", "memory_ids"] and "--path-column" not in asked["tuned-stars"]
+    assert asked["tuned-plants"][-2:] == ["--set", 'path_column="memory_ids"'] and not any(
+        "path_column" in word for word in asked["tuned-stars"]
     )
 
 

@@ -81,15 +81,17 @@ def test_the_command_tells_which_document_each_question_was_asked_behind(bert, d
 
     def asked(*words: str) -> list[dict]:
         answers = tmp_path / "answers.jsonl"
-        main([str(model), "--tasks", "facts,piqa", "--data", str(data), "--json", "--answers", str(answers), *words])
+        main(
+            [str(model), "--tasks", "facts,piqa", "--data", str(data), "--json", "--set", f"answers={answers}", *words]
+        )
         settings = json.loads(capsys.readouterr().out)["settings"]
         found = [json.loads(line) for line in answers.read_text().strip("\n").split("\n")]
         answers.unlink()
         return [{"settings": settings, **row} for row in found]
 
-    documents = ["--documents", str(tmp_path / "documents.jsonl"), "--column", "said"]
-    whole = asked(*documents, "--embedding-model", str(bert))
-    cut = asked(*documents, "--embedding-model", str(bert), "--passage-tokens", "2")
+    documents = ["--set", f"documents={tmp_path / 'documents.jsonl'}", "--set", "column=said"]
+    whole = asked(*documents, "--set", f"embedding_model={bert}")
+    cut = asked(*documents, "--set", f"embedding_model={bert}", "--set", "passage_tokens=2")
     for found, texts in (
         (whole, [row["said"] for row in rows]),
         (cut, [p for row in rows for p in row["said"].split("\n")]),
@@ -101,7 +103,7 @@ def test_the_command_tells_which_document_each_question_was_asked_behind(bert, d
     by_tree = asked(*documents, "--retriever", str(tmp_path / "tree"))
     assert [row["document"] for row in by_tree] == [row["document"] for row in whole]
     assert "document" not in asked()[0]
-    main([str(model), "--tasks", "facts", "--data", str(data), *documents, "--embedding-model", str(bert)])
+    main([str(model), "--tasks", "facts", "--data", str(data), *documents, "--set", f"embedding_model={bert}"])
     said = " ".join(capsys.readouterr().out.split())
     assert "Each question of a task was asked behind the nearest document of " in said
 
@@ -114,11 +116,11 @@ def asked_for(row: dict) -> str:
 @pytest.mark.parametrize(
     "words, message",
     [
-        (["--documents", "d.txt"], "documents is d.txt, but nothing says by which model they are near; give"),
-        (["--passage-tokens", "3"], "passage_tokens is 3, but there are no documents; give some."),
-        (["--embedding-model", "m"], "embedding_model is m, but there are no documents; give some."),
+        (["--set", "documents=d.txt"], "documents is d.txt, but nothing says by which model they are near; give"),
+        (["--set", "passage_tokens=3"], "passage_tokens is 3, but there are no documents; give some."),
+        (["--set", "embedding_model=m"], "embedding_model is m, but there are no documents; give some."),
         (
-            ["--documents", "d.txt", "--embedding-model", "m", "--passage-tokens", "0"],
+            ["--set", "documents=d.txt", "--set", "embedding_model=m", "--set", "passage_tokens=0"],
             "passage_tokens is 0; expected at least 1.",
         ),
     ],
@@ -132,5 +134,5 @@ def test_a_wrong_request_gets_one_line_and_status_2(words, message, data, tmp_pa
 
 def test_documents_without_tasks_are_refused(tmp_path, capsys):
     model = save_byte_model("llama", tmp_path / "model")
-    assert main([str(model), "--text", "t.txt", "--documents", "d.txt", "--embedding-model", "m"]) == 2
+    assert main([str(model), "--text", "t.txt", "--set", "documents=d.txt", "--set", "embedding_model=m"]) == 2
     assert "documents is d.txt, but there are no tasks; name them." in capsys.readouterr().err

@@ -184,7 +184,7 @@ def test_the_command_measures_by_a_tree_and_without_its_best_nodes(model_folder,
         return json.loads(capsys.readouterr().out)["models"][0]["perplexity"]["perplexity"]
 
     retriever = ["--retriever", str(tmp_path / "tree")]
-    apart, fetched = measured("--apart"), measured(*retriever)
+    apart, fetched = measured("--set", "apart=true"), measured(*retriever)
     blocked = measured(*retriever, "--blocked", "1:0", "--blocked", "1:1")
     first, second = (measured(*retriever, "--block-best", f"1:{count}") for count in (1, 2))
     assert len({apart, fetched, blocked, first, second}) == 5
@@ -202,8 +202,8 @@ def test_the_command_measures_by_the_paths_that_rows_have_as_training_does(model
         "--sequence-length",
         "16",
         "--json",
-        "--path-column",
-        "memory_ids",
+        "--set",
+        "path_column=memory_ids",
     ]
     plain = save_byte_model("llama", tmp_path / "plain")
     main([str(model_folder), str(plain), *words])
@@ -255,7 +255,7 @@ def test_paths_in_another_tree_than_that_of_the_bank_are_refused_before_anything
         {"text": "b", "memory_ids": path},
     ]
     (tmp_path / "texts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    assert main([str(model_folder), "--text", str(tmp_path / "texts.jsonl"), "--path-column", "memory_ids"]) == 2
+    assert main([str(model_folder), "--text", str(tmp_path / "texts.jsonl"), "--set", "path_column=memory_ids"]) == 2
     assert words in capsys.readouterr().err and not measured
 
 

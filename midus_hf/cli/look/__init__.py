@@ -24,7 +24,7 @@ def look(
     request: Request,
     output: Annotated[
         list[Path] | None,
-        typer.Option(help="File to write (.html, .png, .pdf, .csv, .json); may be repeated.", metavar="FILE"),
+        typer.Option(help="Write .html, .png, .pdf, .csv or .json.", metavar="FILE"),
     ] = None,
     json_: Json = False,
 ) -> None:

@@ -18,7 +18,7 @@ _MOST_ROWS = 5
 
 @QUESTIONS.register(
     "ablation",
-    "loss of texts without each added part, or with --chapters each chapter",
+    "loss of texts without each added part, or each of --chapters",
     (*READING, "chapters", "all_", *_OF_CHAPTERS),
     ("text",),
 )

@@ -32,31 +32,23 @@ QUESTIONS: "Subjects[Callable[[Request], Answer]]" = Subjects("question")
 class Request(ReadingInBatches, Loading):
     """A question's options. Each question takes some of them."""
 
-    models: Annotated[
-        list[str], model_argument("Folder or Hub id of a model that upscale made; heads takes several.", "MODEL...")
-    ]
+    models: Annotated[list[str], model_argument("A model that upscale made; heads takes several.", "MODEL")]
     text: Annotated[
         list[str] | None, typer.Option(help="File or folder to read; may be repeated.", metavar="[NAME=]PATH")
     ] = None
     retriever: Retriever = None
-    base: Annotated[
-        str, typer.Option(help="Base to compare with; self: the model without its added parts.", metavar="MODEL")
-    ] = "self"
-    memory: Annotated[
-        str | None, typer.Option(help="One of several memories.  [default: all, or the only one]", metavar="NAME")
-    ] = None
+    base: Annotated[str, typer.Option(help="Base, or self: without added parts.", metavar="MODEL")] = "self"
+    memory: Annotated[str | None, typer.Option(help="One of several memories.  [default: all]", metavar="NAME")] = None
     layers: Annotated[str | None, typer.Option(help="Such as 3,7-9.  [default: all]", metavar="LIST")] = None
     heads: Annotated[str | None, typer.Option(help="Such as 0,4-5.  [default: all]", metavar="LIST")] = None
     slots: Annotated[str | None, typer.Option(help="Such as 3,7-9.  [default: most used]", metavar="LIST")] = None
     chapters: Annotated[str | None, typer.Option(help="all, or such as 3,7-9.  [default: none]", metavar="LIST")] = (
         None
     )
-    mode: Annotated[str, typer.Option(help="Ablate chapters by zero, swap-random or drop.", metavar="NAME")] = "zero"
+    mode: Annotated[str, typer.Option(help="zero, swap-random or drop chapters.", metavar="NAME")] = "zero"
     seed: Annotated[int, typer.Option(help="Seed of swap-random.", metavar="N")] = 0
     all_: Annotated[bool, typer.Option("--all", help="Ablate layers of the base as well.")] = False
-    top: Annotated[int | None, typer.Option(help="Slots, rows or chapters to show, those with most.", metavar="N")] = (
-        None
-    )
+    top: Annotated[int | None, typer.Option(help="How many slots, rows or chapters to show.", metavar="N")] = None
     tokens: Annotated[int, typer.Option(help="Nearest tokens to show.", metavar="N")] = 10
     rows: Annotated[bool, typer.Option("--rows", help="Show each row of a chapter.")] = False
     tasks: Annotated[str | None, typer.Option(help="Tasks of lm-eval, separated by commas.", metavar="NAMES")] = None

@@ -16,7 +16,7 @@ _MOST_SLOTS = 10
 
 @QUESTIONS.register(
     "values",
-    "tokens nearest to what slots add, or with --chapters chapters hold",
+    "tokens nearest to what slots add, or --chapters hold",
     (*READING, "memory", "layers", "heads", "slots", "chapters", "rows", "top", "tokens"),
 )
 def values(request: Request) -> "Answer":

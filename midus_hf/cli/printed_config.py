@@ -1,0 +1,130 @@
+"""`--print-config METHOD` of the commands that train: a recipe of the method, with every other key and its default as a comment."""
+
+import ast
+import dataclasses
+import json
+import re
+import textwrap
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import typer
+
+from midus_hf.cli.command_line import WRONG_REQUEST, Ending
+from midus_hf.config.yaml_options import read_yaml
+
+_PACKAGE = Path(__file__).parents[1]
+_FIRST_CHOICE = "llama-3.2-1b"
+"""Part of the names of recipes of which there is one for nearly every method."""
+_WIDTH = 118
+
+
+def print_config_option(command: str, options_class: Callable[[], type], sources: tuple[str, ...]) -> Any:
+    """Return the option `--print-config METHOD`, which prints a recipe and ends the command.
+
+    Args:
+        command: Name of the folder of recipes in `configs`, which is also the name of the command: `train` or `sft`.
+        options_class: Function that imports and returns the dataclass of the command's keys.
+        sources: Paths within `midus_hf` of the files whose docstrings describe the keys.
+    """
+
+    def show(context: typer.Context, method: str | None) -> None:
+        if method is not None and not context.resilient_parsing:
+            try:
+                print(config_text(command, method, options_class(), sources), end="")
+            except ValueError as error:
+                raise Ending(WRONG_REQUEST, str(error)) from error
+            raise typer.Exit
+
+    return typer.Option(
+        "--print-config",
+        help="Print a recipe with every key, and stop.",
+        metavar="METHOD",
+        is_eager=True,
+        callback=show,
+    )
+
+
+def config_text(command: str, method: str, options_class: type, sources: tuple[str, ...]) -> str:
+    """Return a recipe of a method as YAML: the keys of the shipped recipe, then all other keys as comments with their defaults.
+
+    Args:
+        command: `train` or `sft`.
+        method: Name of an upscaling method, or of a shipped recipe.
+        options_class: Dataclass of the keys.
+        sources: Paths within `midus_hf` of the files whose docstrings describe the keys.
+
+    Raises:
+        ValueError: If there is no method and no recipe of this name.
+    """
+    recipe = _recipe(command, method)
+    text = _unwritten_recipe(command, method) if recipe is None else recipe.read_text(encoding="utf-8")
+    written = read_yaml(text)
+    described = _descriptions(*sources)
+    fields: Any = dataclasses.fields(options_class)
+    lines = ["", "# All other keys, with their defaults:"]
+    for field in fields:
+        if field.name not in written and field.name in described:
+            lines += ["", *textwrap.wrap(described[field.name], _WIDTH, initial_indent="# ", subsequent_indent="# ")]
+            lines.append(f"# {field.name}: {_default(field)}")
+    return f"{text.rstrip()}\n" + "\n".join(lines) + "\n"
+
+
+def recipes(command: str) -> dict[str, Path]:
+    """Return the shipped recipes of a command by name: of the installed package, or of the clone that it runs from."""
+    installed = _PACKAGE / "configs" / command
+    folder = installed if installed.is_dir() else _PACKAGE.parent / "configs" / command
+    return {path.stem: path for path in sorted(folder.glob("*.yaml"))}
+
+
+def _recipe(command: str, method: str) -> Path | None:
+    """Return the recipe of a method or of this name; None for a method without a recipe."""
+    by_name = recipes(command)
+    for name in (method, f"{method}-{_FIRST_CHOICE}"):
+        if name in by_name:
+            return by_name[name]
+    for name, path in by_name.items():
+        if name.startswith(f"{method}-{_FIRST_CHOICE}-"):
+            return path
+    import upscalers.methods  # noqa: F401  # which registers the methods
+    from upscalers.methods.contract import METHODS, load_offered_methods
+
+    load_offered_methods()
+
+    if method in METHODS:
+        return None
+    raise ValueError(
+        f"{method!r} is no method and no recipe. Methods: {', '.join(sorted(METHODS))}. Recipes: {', '.join(by_name)}."
+    )
+
+
+def _unwritten_recipe(command: str, method: str) -> str:
+    """Return the keys that a recipe has to have, for a method whose papers give no settings."""
+    data = "corpus: TEXTS" if command == "train" else "dataset_name: CHATS.jsonl"
+    return (
+        f"# {method}, by default settings: there is no recipe of a paper.\n"
+        f"#   midus {command} THIS_FILE\n"
+        f"model_name_or_path: UPSCALED\noutput_dir: outputs/{method}\n{data}\n"
+    )
+
+
+def _default(field: Any) -> str:
+    """Return the default of a key as YAML."""
+    if field.default_factory is not dataclasses.MISSING:
+        return json.dumps(field.default_factory())
+    if isinstance(field.default, float):
+        return repr(field.default) if re.search(r"\.", repr(field.default)) else f"{field.default:.1e}"
+    return json.dumps(field.default)
+
+
+def _descriptions(*files: str) -> dict[str, str]:
+    """Return what docstrings say about each key, read from the source, since importing the classes would import torch."""
+    described: dict[str, str] = {}
+    for file in files:
+        for node in ast.parse((_PACKAGE / file).read_text(encoding="utf-8")).body:
+            if isinstance(node, ast.ClassDef):
+                arguments = (ast.get_docstring(node) or "").partition("Args:\n")[2].partition("\n\nRaises:")[0]
+                for entry in re.finditer(r"^    (\w+): (.*(?:\n      +.*)*)", arguments, re.MULTILINE):
+                    described.setdefault(entry.group(1), " ".join(entry.group(2).split()))
+    return described

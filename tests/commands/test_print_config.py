@@ -1,0 +1,65 @@
+"""`--print-config METHOD` of `midus train` and `midus sft`: recipes that run, with every other key and its default."""
+
+import dataclasses
+import re
+
+import pytest
+from commands.installed import run_alone, run_in_process
+
+from midus_hf.cli.printed_config import recipes
+from midus_hf.config.yaml_options import read_config
+from midus_hf.sft.options import SftConfig
+from midus_hf.training.options import TrainConfig
+from upscalers.methods.contract import METHODS
+
+OPTIONS = {"train": TrainConfig, "sft": SftConfig}
+GIVEN = {
+    "train": ["model_name_or_path=m", "output_dir=o", "corpus=c"],
+    "sft": ["model_name_or_path=m", "output_dir=o", "dataset_name=d"],
+}
+
+
+@pytest.fixture
+def printed(monkeypatch, capsys):
+    """Return what a command prints for a method."""
+
+    def of(command: str, method: str) -> str:
+        assert run_in_process(f"midus {command}", ["--print-config", method], monkeypatch) == 0
+        return capsys.readouterr().out
+
+    return of
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("command", OPTIONS)
+def test_what_is_printed_is_a_recipe_whose_comments_are_the_defaults(command, method, printed, tmp_path):
+    options, text = OPTIONS[command], printed(command, method)
+    recipe, all_keys = tmp_path / "recipe.yaml", tmp_path / "all.yaml"
+    recipe.write_text(text)
+    keys = {field.name for field in dataclasses.fields(options)}
+    config = read_config(options, recipe, GIVEN[command])
+    names = "|".join(sorted(keys))
+    all_keys.write_text(re.sub(rf"^# ({names}): (.*)$", r"\1: \2", text, flags=re.MULTILINE))
+    assert read_config(options, all_keys, GIVEN[command]) == config
+    written = set(re.findall(rf"^(?:# )?({names}):", text, flags=re.MULTILINE))
+    assert written == keys
+    assert max(map(len, text.splitlines())) <= 200
+
+
+def test_a_method_with_a_recipe_has_its_papers_settings(printed):
+    shipped = recipes("train")["midus-hml-llama-3.2-1b"].read_text()
+    assert printed("train", "midus-hml").startswith(shipped.rstrip())
+    assert "# Steps between log events." not in printed("train", "midus-hml"), "the recipe has the key"
+    assert "there is no recipe of a paper" in printed("train", "slices")
+
+
+def test_another_name_is_refused_with_those_that_are_there(monkeypatch, capsys):
+    assert run_in_process("midus train", ["--print-config", "midas"], monkeypatch) == 2
+    err = capsys.readouterr().err
+    assert err.startswith("midus train: 'midas' is no method and no recipe. Methods: ") and "midus-hml" in err
+    assert err.count("\n") == 1
+
+
+def test_it_imports_no_torch():
+    done = run_alone("midus train", ["--print-config", "moc"], afterwards="assert 'torch' not in sys.modules")
+    assert done.returncode == 0, done.stderr
