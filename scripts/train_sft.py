@@ -1,8 +1,47 @@
-"""`midus sft` as a script, for `accelerate launch`: `python scripts/train_sft.py CONFIG.yaml [key=value ...]`."""
+"""Fine-tune an upscaled model with the SFTTrainer of TRL. Copy this script and change it.
 
-import sys
+    python scripts/train_sft.py --model_name_or_path trained --train_file chats.jsonl --output_dir tuned \
+        --learning_rate 1e-5 --per_device_train_batch_size 4 --num_train_epochs 1 --max_length 1024 --bf16
 
-from midus_hf.cli.sft import main
+`TrainsMemory` in front of a trainer class gives memory keys and values a separate learning rate without weight decay.
+All arguments of TRL's `SFTConfig` are arguments of the script.
+"""
+
+from dataclasses import dataclass, field
+
+from datasets import load_dataset
+from transformers import AutoModelForCausalLM, AutoTokenizer, HfArgumentParser
+from trl import SFTConfig, SFTTrainer
+
+from midus_hf.training import TrainsMemory, set_trainable
+
+
+@dataclass
+class ScriptArguments:
+    """Arguments besides those of `SFTConfig`."""
+
+    model_name_or_path: str = field(metadata={"help": "Folder or Hub id of the model to train."})
+    train_file: str = field(metadata={"help": "JSON lines with messages, or with prompt and completion."})
+    trainable: str = field(
+        default="all", metadata={"help": "all: train everything, as MIDUS does; new: the added layers alone."}
+    )
+
+
+class MemorySFTTrainer(TrainsMemory, SFTTrainer):
+    """TRL's trainer with the parameter groups and learning rates of a memory model."""
+
+
+def main() -> None:
+    """Fine-tune the model that the command line names."""
+    script, arguments = HfArgumentParser((ScriptArguments, SFTConfig)).parse_args_into_dataclasses()
+    tokenizer = AutoTokenizer.from_pretrained(script.model_name_or_path)
+    model = AutoModelForCausalLM.from_pretrained(script.model_name_or_path, dtype="float32")
+    print(set_trainable(model, script.trainable))
+    dataset = load_dataset("json", data_files=script.train_file, split="train")
+    trainer = MemorySFTTrainer(model, arguments, train_dataset=dataset, processing_class=tokenizer)
+    trainer.train(resume_from_checkpoint=arguments.resume_from_checkpoint)
+    trainer.save_model()
+
 
 if __name__ == "__main__":
-    sys.exit(main(name="train_sft.py"))
+    main()

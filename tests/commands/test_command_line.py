@@ -37,8 +37,6 @@ WORK = {
 """What does the work of a command, and a request for it."""
 STATUS_OF_WORK = {RuntimeError: 1, OSError: 1, EOFError: 1, KeyboardInterrupt: 130}
 WITH_TRACEBACK = ("midus train", "midus sft")
-SCRIPTS = {"train_cpt.py": "train_cpt.py", "train_sft.py": "train_sft.py"}
-"""The name under which each ends."""
 
 
 @pytest.fixture(autouse=True)
@@ -68,12 +66,12 @@ def test_a_wrong_option_is_2_and_one_line(command, monkeypatch):
     assert "No such option: --no-such-option" in done.stderr
 
 
-@pytest.mark.parametrize("script", SCRIPTS)
-def test_a_script_exits_as_its_command(script):
-    path = REPOSITORY / "scripts" / script
-    done = subprocess.run([sys.executable, path, "--no-such-option"], capture_output=True, text=True)
+@pytest.mark.parametrize("command", ["train", "sft"])
+def test_the_package_exits_as_its_command(command):
+    words = [sys.executable, "-m", "midus_hf", command, "--no-such-option"]
+    done = subprocess.run(words, capture_output=True, text=True)
     assert done.returncode == 2
-    assert done.stderr == f"{SCRIPTS[script]}: No such option: --no-such-option See '{SCRIPTS[script]} --help'.\n"
+    assert done.stderr == f"midus {command}: No such option: --no-such-option See 'midus {command} --help'.\n"
 
 
 @pytest.mark.parametrize("command", COMMANDS)

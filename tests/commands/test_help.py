@@ -5,7 +5,7 @@ import subprocess
 import sys
 
 import pytest
-from commands.installed import COMMANDS, REPOSITORY, run_alone, run_in_process
+from commands.installed import COMMANDS, run_alone, run_in_process
 
 from midus_hf.cli import entry_points
 from midus_hf.version import __version__
@@ -30,9 +30,9 @@ def test_help_imports_nothing_heavy_and_says_the_commands_name(command):
     assert help_of(command).startswith(f"Usage: {command} ")
 
 
-def test_help_of_a_script_says_its_name():
-    words = [sys.executable, REPOSITORY / "scripts" / "train_cpt.py", "--help"]
-    assert subprocess.check_output(words, text=True).startswith("Usage: train_cpt.py ")
+def test_the_package_is_the_command_for_launchers():
+    words = [sys.executable, "-m", "midus_hf", "train", "--help"]
+    assert subprocess.check_output(words, text=True).startswith("Usage: midus train ")
 
 
 @pytest.mark.parametrize("command", [*COMMANDS, *SUBCOMMANDS])

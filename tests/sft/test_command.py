@@ -1,4 +1,4 @@
-"""`midus sft` and `scripts/train_sft.py` from the outside: what it prints, what it writes, how it exits."""
+"""`midus sft` from the outside: what it prints, what it writes, how it exits."""
 
 import runpy
 import sys
@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 from midus_hf.cli import sft as command
 from midus_hf.cli.sft import main
 
-SCRIPT = Path(__file__).parents[2] / "scripts" / "train_sft.py"
+SCRIPT = Path(__file__).with_name("midus_sft.py")
 
 
 @pytest.fixture

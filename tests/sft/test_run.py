@@ -222,7 +222,7 @@ def test_two_processes_fine_tune_as_one(packing, base, chats, tmp_path):
     recipe = tmp_path / "recipe.yaml"
     recipe.write_text(as_yaml(config))
     finetune(config)
-    script = Path(__file__).parents[2] / "scripts" / "train_sft.py"
+    script = Path(__file__).with_name("midus_sft.py")
     run = run_ranks(script, recipe, "per_device_train_batch_size=2", f"output_dir={two}")
     assert run.returncode == 0, run.stderr
     assert logged(two) == pytest.approx(logged(one), rel=1e-5) and len(logged(one)) == 3

@@ -26,7 +26,7 @@ from midus_hf.training.optim.freezing import set_trainable
 from midus_hf.training.optim.parameter_groups import parameter_groups
 from midus_hf.training.optim.rates import Rates
 
-ROOT = SCRIPT.parents[1]
+ROOT = SCRIPT.parents[2]
 CONFIG = ROOT / "configs" / "accelerate" / "zero3.yaml"
 
 
@@ -196,7 +196,7 @@ def test_chats_are_trained_on_as_by_one_process(tmp_path):
         "learning_rate: 1.0e-3\nbf16: false\nlogging_steps: 1\ntrainable: all\n"
     )
     assert sft([str(recipe), "per_device_train_batch_size=4", f"output_dir={tmp_path / 'one'}"]) == 0
-    run = launched(ROOT / "scripts" / "train_sft.py", recipe, f"output_dir={tmp_path / 'two'}")
+    run = launched(ROOT / "tests" / "sft" / "midus_sft.py", recipe, f"output_dir={tmp_path / 'two'}")
     assert run.returncode == 0, run.stderr[-4000:]
     one, two = (logged(tmp_path / folder, "loss") for folder in ("one", "two"))
     assert two == pytest.approx(one, rel=1e-5) and len(one) == 4

@@ -168,7 +168,10 @@ def test_all_processes_stop_at_the_same_step_and_the_first_one_speaks(words, tmp
 def test_processes_of_a_launcher_stop_at_the_same_step(words, tmp_path):
     """It gets the signal and passes it on, here as if the terminal had sent it to all of them at once."""
     process = subprocess.Popen(
-        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", SCRIPT, *words],
+        [
+            *(sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"),
+            *("-m", "midus_hf", "train", *words),
+        ],
         stderr=subprocess.PIPE,
         stdout=subprocess.DEVNULL,
         text=True,

@@ -1,15 +1,14 @@
-"""`midus train` and `scripts/train_cpt.py` from the outside: what it prints, what it writes, how it exits."""
+"""`midus train` from the outside: what it prints, what it writes, how it exits."""
 
 import runpy
 import subprocess
 import sys
 from importlib.util import find_spec
-from pathlib import Path
 
 import pytest
 from processes.warm import run_ranks, run_warm
 from training.outcomes import assert_close_weights, by_step, logged
-from training.tiny_run import refused, tiny_config
+from training.tiny_run import refused
 from training.two_processes import SCRIPT
 from transformers import AutoModelForCausalLM
 
@@ -92,7 +91,7 @@ def test_a_wrong_request_exits_with_2_and_one_line(words, corpus, tmp_path, monk
     assert ended.value.code == 2
     assert tuple(capfd.readouterr()) == (
         "",
-        "train_cpt.py: the corpus has 61 tokens; expected at least one sequence of sequence_length = 128. "
+        "midus train: the corpus has 61 tokens; expected at least one sequence of sequence_length = 128. "
         "Add text, or lower sequence_length.\n",
     )
     assert not (tmp_path / "out").exists()
@@ -151,10 +150,3 @@ def test_a_failure_of_the_work_raises(words, monkeypatch):
     monkeypatch.setattr("midus_hf.training.run.run_trainer.RunTrainer.training_step", fail)
     with refused(r"broken inside"):
         main(words)
-
-
-def test_help_describes_every_key(capsys):
-    assert main(["--help"]) == 0
-    text = capsys.readouterr().out
-    config = tiny_config(Path("m"), Path("c"), Path("o"))
-    assert all(f"{key}: " in text for key in (*vars(config), *vars(config.corpus)))

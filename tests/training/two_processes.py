@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 
 from midus_hf.cli.train import main
 
-SCRIPT = Path(__file__).parents[2] / "scripts" / "train_cpt.py"
+SCRIPT = Path(__file__).with_name("midus_train.py")
 METHODS = ("llama-pro", "midus-hml", "ultramem-v2")
 """Of new layers that are dense, of head-wise memory, of memory beside layers of the base that shares a table."""
 
