@@ -10,6 +10,7 @@ from rich.console import Console as RichConsole
 from rich.table import Table
 from rich.text import Text
 
+from midus_hf.version import __version__
 from upscalers.record.report import ParameterCounts, UpscaleReport
 from upscalers.tensors.measurements import summary_table
 
@@ -222,6 +223,8 @@ def print_inspection(inspection: dict[str, Any]) -> None:
     if "bank" in inspection["parameters"]:
         fetched, bank = (inspection["parameters"][name] for name in ("fetched", "bank"))
         _add(table, "bank", f"{bank:,} parameters beside the checkpoint, of which a text fetches {fetched:,}")
+    if inspection["code"] is not None:
+        _add(table, "carried code", _told_code(inspection["code"]))
     RichConsole().print(table)
     layers = _table("layer", "from", "parameters")
     for layer in inspection["layers"]:
@@ -229,6 +232,15 @@ def print_inspection(inspection: dict[str, Any]) -> None:
         _add(layers, str(layer["index"]), layer["from"], f"{layer['parameters']:,}", style=style)
     RichConsole().print(layers)
     print_measurements(inspection["measurements"])
+
+
+def _told_code(code: dict[str, Any]) -> str:
+    """Return what is known of the code that a checkpoint carries."""
+    if code["as_generated"]:
+        return f"{code['file']}, as midus-hf {code['version']} generates it"
+    if code["version"] not in (None, __version__):
+        return f"{code['file']}, written by midus-hf {code['version']}; install that version to compare it"
+    return f"{code['file']} is NOT what midus-hf {__version__} generates: read it before you trust it"
 
 
 def _add_stripped(table: Table, stripped: dict[str, Any]) -> None:

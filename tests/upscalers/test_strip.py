@@ -211,4 +211,4 @@ def test_inspect_needs_config_json_alone(base, tmp_path):
     for path in model.iterdir():
         if path.name != "config.json":
             path.unlink()
-    assert inspect_checkpoint(model) == {**whole, "base": "unknown: upscale.json is gone"}
+    assert inspect_checkpoint(model) == {**whole, "base": "unknown: upscale.json is gone", "code": None}

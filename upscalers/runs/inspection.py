@@ -9,6 +9,7 @@ from upscalers.checkpoint.base_model import BaseModel, open_base, read_config
 from upscalers.checkpoint.source import resolve_source
 from upscalers.plan.describe import describe_layer
 from upscalers.record.provenance import EDITS_KEY, SHUFFLES_KEY, read_config_entry, read_plan, read_record
+from upscalers.runs.code import inspect_code
 
 
 def inspect_checkpoint(model: str | Path) -> dict[str, Any]:
@@ -19,8 +20,9 @@ def inspect_checkpoint(model: str | Path) -> dict[str, Any]:
 
     Returns:
         `{"model", "method", "base", "options", "seed", "trainable", "causal", "model_type", "memory", "parameters",
-        "layers", "measurements"}`. `parameters` has `total` and `new`, and where texts fetch blocks also `fetched` and
-        `bank`. `layers` has `{"index", "new", "from", "parameters"}` per layer. Where chapters were edited,
+        "layers", "measurements", "code"}`. `code` is as `inspect_code` returns it. `parameters` has `total` and `new`, and
+        where texts fetch blocks also `fetched` and `bank`. `layers` has `{"index", "new", "from", "parameters"}` per layer.
+        Where chapters were edited,
         `"chapter_edits"` lists the edits; where rows of values were shuffled, `"shuffles"` lists the shuffles. A
         result of `strip` also has `"stripped"`: `{"model", "method", "removed_layers", "base_confirmed",
         "differing_tensors"}`. If the stripped model holds no earlier upscaling, the other keys are only `{"model",
@@ -79,6 +81,7 @@ def inspect_checkpoint(model: str | Path) -> dict[str, Any]:
             },
             "layers": layers,
             "measurements": record.get("measurements") or [],
+            "code": inspect_code(source.folder),
             **{key: entry[key] for key in (EDITS_KEY, SHUFFLES_KEY) if entry.get(key)},
             **stripped,
         }
