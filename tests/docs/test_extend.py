@@ -120,16 +120,18 @@ with torch.no_grad():
     assert run_python(code, work, package_present=False).split() == ["True", "False", "True"]
 
 
-def test_a_package_that_cannot_be_imported_is_named(work, installed, tmp_path):
+def test_a_package_that_cannot_be_imported_is_a_warning_and_takes_nothing_along(work, installed, tmp_path):
     broken = tmp_path / "site-packages"
     info = broken / "broken_memory-1.dist-info"
     info.mkdir(parents=True)
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: broken-memory\nVersion: 1\n")
     (info / "entry_points.txt").write_text("[upscalers.methods]\nbroken = no_such_module\n")
     done = run(["methods"], work, broken)
-    assert done.returncode == 2
+    assert done.returncode == 0 and "midus-hml" in done.stdout
     assert "broken-memory offers no_such_module under upscalers.methods, which cannot be imported" in done.stderr
     assert "Traceback" not in done.stderr
+    done = run(["--base", "BASE", "--method", "broken", "--dry-run"], work, broken)
+    assert done.returncode == 2 and "method 'broken' is unknown" in done.stderr
 
 
 def test_a_family_that_cannot_be_imported_is_a_warning_and_takes_nothing_along(work, installed, tmp_path):

@@ -12,7 +12,7 @@ from upscalers.checkpoint.base_model import BaseModel
 from upscalers.plan.layer_config import follow_plan
 from upscalers.plan.placements import default_remark, in_whole_periods, place
 from upscalers.plan.plan import Base, New, Plan, insertion_plan
-from upscalers.request.errors import RequestError, refusing_requests
+from upscalers.request.errors import RequestError
 from upscalers.tensors.recipes import Copy, Recipe
 from upscalers.tensors.solver import Measurement
 
@@ -227,13 +227,8 @@ def register_method(name: str) -> Callable[[type[Method]], type[Method]]:
 
 
 def load_offered_methods() -> None:
-    """Register the methods that other packages offer.
-
-    Raises:
-        RequestError: If one of them cannot be imported.
-    """
-    with refusing_requests():
-        load_offered("upscalers.methods")
+    """Register the methods that other packages offer. A method that cannot be imported is a warning."""
+    load_offered("upscalers.methods", refuse=False)
 
 
 def get_method(name: str) -> type[Method]:
