@@ -25,7 +25,7 @@ OLDEST_FILES = tests/ops tests/memory tests/models tests/benchmarks/test_rehears
 OLDEST_TESTS = $(OLDEST_FILES) -k 'not test_offline_compilation and not inductor and not without_triton and not native_build'
 IN_BOTH = tests/models tests/memory tests/ops/native $(wildcard tests/ops/test_*.py)
 
-.PHONY: demo test test-all test-newest test-oldest test-product test-oldest-pairs test-lot material check format reference bench bench-gpu rehearse-gpu bench-upscale mutants test-deepspeed clean
+.PHONY: demo test test-all test-newest test-oldest test-product test-oldest-pairs test-lot material check format reference bench bench-gpu rehearse-gpu bench-upscale mutants test-deepspeed test-wheel clean
 
 demo: $(VENV)/installed
 	$(VENV)/bin/python -m demo
@@ -128,6 +128,10 @@ rehearse-gpu: $(OLDEST)/installed
 
 bench-upscale: $(VENV)/installed
 	$(VENV)/bin/python benchmarks/upscale.py
+
+# The wheel and the sdist, in clean environments of several Pythons, with and without a C compiler, with the newest and the oldest versions.
+test-wheel: $(VENV)/installed $(OLDEST)/installed
+	$(VENV)/bin/python scripts/smoke_wheel.py --oldest $(OLDEST) $(if $(PYTHONS),--pythons $(PYTHONS))
 
 # Its own environment: cosmic-ray runs the tests with the Python of $(VENV).
 mutants: $(VENV)/installed material $(VENV)-mutants/installed

@@ -24,7 +24,7 @@ from midus_hf.training import MemoryTrainer, set_trainable
 
 @dataclass
 class ScriptArguments:
-    """Arguments besides those of `TrainingArguments`."""
+    """Arguments of the script, besides the arguments of `TrainingArguments`."""
 
     model_name_or_path: str = field(metadata={"help": "Folder or Hub id of the model to train."})
     train_files: str = field(metadata={"help": "Text files to train on, as a pattern."})

@@ -18,7 +18,7 @@ from midus_hf.training import TrainsMemory, set_trainable
 
 @dataclass
 class ScriptArguments:
-    """Arguments besides those of `SFTConfig`."""
+    """Arguments of the script, besides the arguments of `SFTConfig`."""
 
     model_name_or_path: str = field(metadata={"help": "Folder or Hub id of the model to train."})
     train_file: str = field(metadata={"help": "JSON lines with messages, or with prompt and completion."})

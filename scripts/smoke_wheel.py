@@ -1,0 +1,157 @@
+"""Build the wheel and the sdist, and try the wheel in clean environments: `python scripts/smoke_wheel.py [--pythons 3.11,3.12,3.13]`.
+
+Every environment installs the wheel with the versions of `constraints.txt`, or sees the packages of `--oldest`, and runs the same
+steps in an empty folder: upscale a small model, load it with the package and without, generate, strip, and compare the base's bytes.
+A wheel that was built without a C compiler is tried as well: its native code is built at first use, or PyTorch computes instead.
+"""
+
+import argparse
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import zipfile
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+STEPS = """
+import subprocess, sys
+from pathlib import Path
+
+import torch
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+
+torch.manual_seed(0)
+config = LlamaConfig(vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=4, num_attention_heads=4,
+                     num_key_value_heads=2, bos_token_id=1, eos_token_id=2)
+LlamaForCausalLM(config).save_pretrained("base")
+bin = Path(sys.executable).parent
+
+def run(*words):
+    done = subprocess.run([bin / words[0], *words[1:]], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+run("upscale", "--base", "base", "--method", "midus-hml", "--num-new-layers", "2", "--output", "upscaled")
+assert "model_name_or_path" in run("midus", "train", "--print-config", "midus-hml")
+assert "midus-hml" in run("upscale", "methods")
+tokens = torch.randint(3, 64, (2, 9), generator=torch.Generator().manual_seed(1))
+expected = LlamaForCausalLM.from_pretrained("base").generate(tokens, max_new_tokens=8, do_sample=False)
+alone = '''
+import sys
+sys.modules["midus_hf"] = None
+import torch
+from transformers import AutoModelForCausalLM
+model = AutoModelForCausalLM.from_pretrained("upscaled", trust_remote_code=True)
+torch.save(model.generate(torch.load("tokens.pt"), max_new_tokens=8, do_sample=False), "alone.pt")
+'''
+torch.save(tokens, "tokens.pt")
+subprocess.run([sys.executable, "-c", alone], check=True)
+assert torch.equal(torch.load("alone.pt"), expected)
+import midus_hf
+assert Path(midus_hf.__file__).is_relative_to(Path(sys.prefix).resolve()), midus_hf.__file__
+model = AutoModelForCausalLM.from_pretrained("upscaled")
+assert type(model).__module__.startswith("midus_hf."), type(model)
+assert torch.equal(model.generate(tokens, max_new_tokens=8, do_sample=False), expected)
+run("upscale", "strip", "upscaled", "--output", "again")
+assert Path("again/model.safetensors").read_bytes() == Path("base/model.safetensors").read_bytes()
+"""
+
+
+def build(folder: Path, with_compiler: bool) -> Path:
+    """Build the wheel, and with a compiler the sdist as well, and return the path of the wheel."""
+    shutil.copytree(ROOT, folder / "source", ignore=shutil.ignore_patterns(".*", "outputs", "build", "*.egg-info"))
+    kinds = ["--sdist", "--wheel"] if with_compiler else ["--wheel"]
+    command = [sys.executable, "-m", "build", *kinds, "--outdir", str(folder / "dist"), str(folder / "source")]
+    subprocess.run(command, check=True, env=environment(folder, with_compiler), stdout=subprocess.DEVNULL)
+    (wheel,) = (folder / "dist").glob("*.whl")
+    with zipfile.ZipFile(wheel) as archive:
+        names = archive.namelist()
+    assert any(name.endswith("configs/train/midus-hml-llama-3.2-1b.yaml") for name in names), (
+        "recipes are in the wheel"
+    )
+    assert any(name.endswith(".so") for name in names) == with_compiler, (
+        "native code is in the wheel if it can be compiled"
+    )
+    return wheel
+
+
+def environment(folder: Path, with_compiler: bool) -> dict[str, str]:
+    """Return environment variables; without a compiler, the search path holds nothing but a Python and the shell's tools."""
+    variables = {key: value for key, value in os.environ.items() if not key.startswith(("PYTHON", "PIP_USER"))}
+    if with_compiler:
+        return variables
+    tools = folder / "tools"
+    tools.mkdir(exist_ok=True)
+    for name in ("sh", "bash", "env", "uname", "ls", "cat", "ldconfig", "sed", "git"):
+        if (path := shutil.which(name)) and not (tools / name).exists():
+            (tools / name).symlink_to(path)
+    return {**variables, "PATH": str(tools), "CC": "no-compiler-here"}
+
+
+def try_wheel(wheel: Path, python: str, folder: Path, with_compiler: bool, oldest: Path | None) -> None:
+    """Install a wheel in a new environment and run the steps there.
+
+    Args:
+        python: Python to make the environment with.
+        folder: Folder for the environment.
+        with_compiler: Whether the steps find a C compiler.
+        oldest: Environment whose packages the new environment sees. None: packages of `constraints.txt` are installed.
+    """
+    subprocess.run([python, "-m", "venv", folder / "env"], check=True)
+    own = folder / "env" / "bin" / "python"
+    if oldest is None:
+        for packages in (["torch"], [str(wheel)]):
+            constraints = ["-c", str(ROOT / "constraints.txt")]
+            subprocess.run([own, "-m", "pip", "install", "-q", *constraints, *packages], check=True)
+    else:
+        (site,) = oldest.glob("lib/python*/site-packages")
+        (target,) = (folder / "env").glob("lib/python*/site-packages")
+        (target / "seen.pth").write_text(f"{site}\n")
+        subprocess.run([own, "-m", "pip", "install", "-q", "--no-deps", "--ignore-installed", str(wheel)], check=True)
+    work = folder / "work"
+    work.mkdir()
+    # A cache of its own, so that native code which an earlier environment compiled is not there.
+    variables = {**environment(folder, with_compiler), "XDG_CACHE_HOME": str(folder / "cache"), "HF_HUB_OFFLINE": "1"}
+    subprocess.run([own, "-c", STEPS], check=True, cwd=work, env=variables)
+
+
+def main() -> int:
+    """Build, try every environment, print a line for each, and return 1 if one failed."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--pythons", default="3.11,3.12,3.13", help="versions of Python, separated by commas")
+    parser.add_argument("--oldest", type=Path, help="environment with the oldest supported versions")
+    arguments = parser.parse_args()
+    status = 0
+    with tempfile.TemporaryDirectory() as temporary:
+        room = Path(temporary)
+        wheels = {}
+        for compiler in (True, False):
+            (room / f"build-{compiler}").mkdir()
+            wheels[compiler] = build(room / f"build-{compiler}", compiler)
+            print(
+                f"{wheels[compiler].name}: {wheels[compiler].stat().st_size:,} bytes, with a compiler: {compiler}",
+                flush=True,
+            )
+        cases = [(f"python{version}", True, None) for version in arguments.pythons.split(",")]
+        cases.append((f"python{arguments.pythons.split(',')[0]}", False, None))
+        if arguments.oldest is not None:
+            cases.append((str(arguments.oldest / "bin" / "python"), True, arguments.oldest.absolute()))
+        for number, (python, compiler, oldest) in enumerate(cases):
+            folder = room / str(number)
+            folder.mkdir()
+            name = f"{python}, {'oldest' if oldest else 'newest'} versions, with a compiler: {compiler}"
+            try:
+                try_wheel(wheels[compiler], python, folder, compiler, oldest)
+            except (subprocess.CalledProcessError, FileNotFoundError) as error:
+                status = 1
+                print(f"FAILED {name}: {error}", flush=True)
+            else:
+                print(f"passed {name}", flush=True)
+            shutil.rmtree(folder)
+    return status
+
+
+if __name__ == "__main__":
+    sys.exit(main())
