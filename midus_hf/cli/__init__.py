@@ -1,1 +1,1 @@
-"""The command lines. Nothing here imports torch or transformers before a command line has been read, so that help comes at once."""
+"""The command lines. No module imports torch or transformers before it has read its command line, so that help comes at once."""

@@ -55,7 +55,7 @@ def merge(
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace what upscale or midus edit wrote.")] = False,
     json_: Json = False,
 ) -> None:
-    """Give a model the blocks of runs that trained different parts of the tree."""
+    """Merge the blocks of runs that trained different parts of the tree into one model."""
     from upscalers.banks.editing import BankRequest
     from upscalers.banks.merging import merge as merge_runs
 
@@ -78,7 +78,7 @@ def audit(
     memory: Memory = None,
     json_: Json = False,
 ) -> None:
-    """Show what has trained blocks, of a bank that a run with audit: true has trained: by block, or by document."""
+    """Show which documents have trained which blocks. The training run must have had audit: true."""
     from upscalers.banks import audit as of_bank
 
     report = of_bank.audit(model, node or [], subtree, documents, memory)

@@ -32,7 +32,7 @@ _EMBEDDING = (
     "batch_size",
     "device",
 )
-"""Options of `build` that say what is embedded, and how."""
+"""Options of `build` that say what to embed, and how."""
 
 BatchSize = Annotated[int, typer.Option(help="Windows per forward pass.", metavar="N")]
 
@@ -83,7 +83,7 @@ def build(
     device: Device = None,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace a tree; its embeddings are kept.")] = False,
 ) -> None:
-    """Embed a corpus and cluster it; run again after an interruption, go on with what is there."""
+    """Embed a corpus and cluster it. After an interruption, the same command goes on where it stopped."""
     from midus_hf.clusters.building import TreeOptions
     from midus_hf.clusters.corpus import Corpus
     from midus_hf.clusters.run import BuildRequest, build_from_embeddings
@@ -97,8 +97,8 @@ def build(
         with contextlib.redirect_stdout(sys.stderr):
             tree = build_from_embeddings(embeddings, output, options, overwrite)
     elif corpus is None or embedding_model is None or tokenizer is None:
-        given = {"--corpus": corpus, "--embedding-model": embedding_model, "--tokenizer": tokenizer}
-        lacking = ", ".join(name for name, value in given.items() if value is None)
+        inputs = {"--corpus": corpus, "--embedding-model": embedding_model, "--tokenizer": tokenizer}
+        lacking = ", ".join(name for name, value in inputs.items() if value is None)
         raise ValueError(
             f"build lacks {lacking}; expected a corpus with its model and tokenizer, or --embeddings. Set them."
         )
@@ -149,7 +149,7 @@ def assign(
     device: Device = None,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the file.")] = False,
 ) -> None:
-    """Find the path of each document; of the corpus that the tree was built from nothing is embedded again."""
+    """Find the path of each document. A corpus that the tree was built from is not embedded again."""
     import torch
     from tqdm import tqdm
 
@@ -165,13 +165,13 @@ def assign(
     from midus_hf.retrieval.memory_retriever import MemoryRetriever
 
     _check_lines(output, overwrite)
-    blocked = [_parse_block(words) for words in block or []]
+    blocked = [_parse_block(each) for each in block or []]
     with contextlib.redirect_stdout(sys.stderr), library_bars_on_terminals():
         device = usable_device(device)
         find_files(corpus)
         _describe(corpus)
         of_tree = ClusterTree.load(tree)
-        of_tree.paths(torch.zeros(1, of_tree.width), blocked)  # refuses what cannot be blocked
+        of_tree.paths(torch.zeros(1, of_tree.width), blocked)  # refuses nodes that cannot be blocked
         text = Corpus(corpus, column, None, encoding)
         stored = windows_of_corpus(tree.expanduser() / WINDOWS, text) if embedding_model is tokenizer is None else None
         if stored is not None:
@@ -213,7 +213,7 @@ def report(
     ] = None,
     json_: Json = False,
 ) -> None:
-    """Say how large the nodes of a tree are, how they agree with gold labels, and what is in them."""
+    """Report how large the nodes of a tree are, how they agree with gold labels, and which texts they hold."""
     from midus_hf.analysis.pictures import PICTURE_SUFFIXES
     from midus_hf.clusters.corpus import Corpus
     from midus_hf.clusters.picture import draw_tree
@@ -237,9 +237,9 @@ def report(
         seed=seed,
     )
     of_levels = level_reports(built.branching, built.levels, leaves, stored.labels)
-    place = stored.corpus if corpus is None else dataclasses.replace(stored.corpus or Corpus(corpus), path=corpus)
+    source = stored.corpus if corpus is None else dataclasses.replace(stored.corpus or Corpus(corpus), path=corpus)
     quoted = [number for node in of_nodes for number in node.samples]
-    texts = {} if place is None else sample_texts(place, quoted)
+    texts = {} if source is None else sample_texts(source, quoted)
     if json_:
         report_ = {
             "tree": str(tree),
@@ -260,12 +260,12 @@ def report(
         console = Console()
         console.print(level_table(of_levels))
         console.print(node_table(of_nodes, level, texts))
-    if output is not None:  # last, so that a picture that cannot be written costs nothing else
+    if output is not None:  # last, so that the report is printed even if the picture cannot be written
         draw_tree(built.branching, built.levels, leaves, output, stored.labels, stored.label_names)
 
 
 def _check_no_embedding(context: typer.Context) -> None:
-    """Refuse options that say how to embed where everything is embedded."""
+    """Refuse options of embedding beside `--embeddings`, whose windows are embedded already."""
     for name in _EMBEDDING:
         if (source := context.get_parameter_source(name)) is not None and source.name == "COMMANDLINE":
             raise ValueError(
@@ -291,7 +291,7 @@ def _check_lines(output: Path, overwrite: bool) -> None:
 
 
 def _as_text(value: Any) -> str:
-    """A value of Parquet that JSON has not: a date, a time, or a number of so many digits."""
+    """Return a value of Parquet that JSON cannot hold (a date, a time, a decimal number) as text, and refuse bytes."""
     if isinstance(value, bytes):
         raise ValueError(
             f"a row has the bytes {value[:16]!r} in a column; expected text, numbers, dates, or lists of them. Leave that column out."
@@ -299,10 +299,10 @@ def _as_text(value: Any) -> str:
     return str(value)
 
 
-def _parse_block(words: str) -> tuple[int, int]:
-    level, colon, node = words.partition(":")
+def _parse_block(block: str) -> tuple[int, int]:
+    level, colon, node = block.partition(":")
     if not (colon and level.isdecimal() and node.isdecimal()):
-        raise ValueError(f"block is {words!r}; expected LEVEL:NODE, such as 1:3.")
+        raise ValueError(f"block is {block!r}; expected LEVEL:NODE, such as 1:3.")
     return int(level), int(node)
 
 

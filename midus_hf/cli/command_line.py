@@ -1,6 +1,6 @@
-"""What all commands have in common: the style of their help, how they begin, and how they end.
+"""Parts that all commands share: the style of the help, and how a command begins and ends.
 
-A command ends with an exit status, and with one line on standard error that says why the status is not 0.
+A command ends with an exit status. If the status is not 0, one line on standard error says why.
 
 | status | |
 |---|---|
@@ -30,19 +30,19 @@ def command_line(help: str | None = None, **settings: Any) -> typer.Typer:
     """Return an empty command line in the style of all commands.
 
     Args:
-        help: What the help begins with. Default: the docstring of the only command.
-        settings: Of typer, besides.
+        help: First text of the help. Default: the docstring of the only command.
+        settings: Further arguments of `typer.Typer`.
     """
     style: dict[str, Any] = {"add_completion": False, "rich_markup_mode": None, "pretty_exceptions_enable": False}
     return typer.Typer(help=help, **{**style, **settings})
 
 
 class Ending(Exception):
-    """Ends a command.
+    """Exception that ends a command.
 
     Args:
-        status: Its exit status.
-        line: What a person is told; None if they have been told already.
+        status: Exit status of the command.
+        line: Reason that is printed. None: the reason has been printed already.
     """
 
     def __init__(self, status: int, line: str | None = None):
@@ -61,53 +61,53 @@ def run_command(
     interruption: str = "interrupted",
     silent: bool = False,
 ) -> int:
-    """Run a command line, and say in one line, behind its name, how it ended unless it is done.
+    """Run a command line, and print one line behind the command's name if the work fails or is interrupted.
 
-    SIGTERM interrupts the work as Ctrl-C does, so that what is half done is cleaned up. `--version` is understood by every command,
-    and a command that needs arguments and gets none shows its help.
+    SIGTERM interrupts the work as Ctrl-C does, so that half-finished files are cleaned up. Every command understands
+    `--version`, and a command that needs arguments and gets none shows its help.
 
     Args:
         app: The command line.
-        arguments: Words after the program's name. Default: those of the process.
-        name: The program's name, as help has it.
-        refusals: Errors that mean that the request is wrong. What the command line's reader says is one in any case.
+        arguments: Words after the program's name. Default: the words of `sys.argv`.
+        name: The program's name, as the help shows it.
+        refusals: Errors that mean that the request is wrong (status 2), besides typer's errors of reading the words.
             Default: `ValueError`.
-        failure: What stands before any other error; None lets it be raised, for a status of 1 and a traceback.
+        failure: Text before the message of any other error (status 1). None: other errors are raised, for a traceback.
             Default: `"failed: "`.
-        interruption: What an interruption is told as, unless an `Ending` says more. Default: `"interrupted"`.
-        silent: Whether to say no line, since another process does. Default: false.
+        interruption: Line that is printed after an interruption, unless an `Ending` has another. Default: `"interrupted"`.
+        silent: Whether to print no line, because another process prints it. Default: false.
 
     Returns:
         The exit status.
     """
-    words = list(sys.argv[1:] if arguments is None else arguments)
-    if "--version" in words:
+    line_words = list(sys.argv[1:] if arguments is None else arguments)
+    if "--version" in line_words:
         print(importlib.metadata.version("midus-hf"))
         return 0
     command = typer.main.get_command(app)
-    path = _command_path(command, name, words)
+    path = _command_path(command, name, line_words)
     with contextlib.ExitStack() as stack:
-        heard = stack.enter_context(_termination_interrupts())
+        terminations = stack.enter_context(_termination_interrupts())
         try:
-            _refuse_empty(words)
-            # Calling the app would take an end of file that the work runs into for an interruption.
-            with command.make_context(name, words.copy(), help_option_names=["-h", "--help"]) as context:
+            _refuse_empty(line_words)
+            # `app()` would treat an EOFError of the work as an interruption.
+            with command.make_context(name, line_words.copy(), help_option_names=["-h", "--help"]) as context:
                 command.invoke(context)
             return 0
         except typer.Exit as end:
             return end.exit_code
         except Ending as end:
             status, line = end.status, end.line
-            if heard and status == INTERRUPTED:
+            if terminations and status == INTERRUPTED:
                 status = TERMINATED
         except KeyboardInterrupt:
-            status, line = TERMINATED if heard else INTERRUPTED, interruption
+            status, line = TERMINATED if terminations else INTERRUPTED, interruption
         except refusals as error:
             status, line = WRONG_REQUEST, str(error)
         except Exception as error:
-            if hasattr(error, "format_message"):  # the reader's, whose class is now typer's and now click's
+            if hasattr(error, "format_message"):  # an error of reading the words: of typer or of click, by version
                 reader = getattr(error, "ctx", None)
-                if reader is not None and [*name.split(), *words] == path.split():
+                if reader is not None and [*name.split(), *line_words] == path.split():
                     print(reader.get_help())
                     return 0
                 status, line = WRONG_REQUEST, f"{error.format_message()} See '{path} --help'."
@@ -120,9 +120,9 @@ def run_command(
     return status
 
 
-def _command_path(command: Any, name: str, words: Sequence[str]) -> str:
-    """Return the names of a command and of the subcommands, or the subject, that the first words name."""
-    for word in words:
+def _command_path(command: Any, name: str, line_words: Sequence[str]) -> str:
+    """Return the command's name, followed by the subcommands or the subject that the first words name."""
+    for word in line_words:
         subcommand = command.commands.get(word) if hasattr(command, "get_command") else None
         if subcommand is None and word in getattr(command, "subjects", ()):
             return f"{name} {word}"
@@ -132,13 +132,13 @@ def _command_path(command: Any, name: str, words: Sequence[str]) -> str:
     return name
 
 
-def _refuse_empty(words: Sequence[str]) -> None:
-    """See that no word is empty, as a variable of a shell that was never set: as a path it would be the current folder.
+def _refuse_empty(line_words: Sequence[str]) -> None:
+    """Refuse empty words, which a shell makes of unset variables. As a path, an empty word would be the current folder.
 
     Raises:
-        Ending: If one is.
+        Ending: If a word, or the value of an option, is empty.
     """
-    for before, word in zip(["", *words], words, strict=False):
+    for before, word in zip(["", *line_words], line_words, strict=False):
         name, equals, value = word.partition("=")
         if word and not (word.startswith("--") and equals and not value):
             continue
@@ -151,23 +151,23 @@ def _refuse_empty(words: Sequence[str]) -> None:
 
 @contextlib.contextmanager
 def _termination_interrupts() -> Iterator[list[int]]:
-    """Let SIGTERM interrupt, unless it is ignored; gives a list of those that came."""
-    heard: list[int] = []
+    """Let SIGTERM raise `KeyboardInterrupt`, unless the process ignores SIGTERM. Yield a list of the signals that arrive."""
+    terminations: list[int] = []
     process = os.getpid()
-    is_heard = threading.current_thread() is threading.main_thread()  # Python handles signals nowhere else
-    if not is_heard or signal.getsignal(signal.SIGTERM) is signal.SIG_IGN:
-        yield heard
+    is_main_thread = threading.current_thread() is threading.main_thread()  # Python handles signals in no other thread
+    if not is_main_thread or signal.getsignal(signal.SIGTERM) is signal.SIG_IGN:
+        yield terminations
         return
 
     def interrupt(number: int, frame: FrameType | None) -> None:
-        if os.getpid() != process:  # one that was forked for a part of the work, and is ended when that is done
+        if os.getpid() != process:  # a forked worker: SIGTERM ends it at once
             signal.signal(number, signal.SIG_DFL)
             signal.raise_signal(number)
-        heard.append(number)
+        terminations.append(number)
         raise KeyboardInterrupt
 
     before = signal.signal(signal.SIGTERM, interrupt)
     try:
-        yield heard
+        yield terminations
     finally:
         signal.signal(signal.SIGTERM, before)

@@ -35,17 +35,17 @@ def midus_compare(
     ] = False,
     json_: Json = False,
 ) -> None:
-    """Train methods on the same text from the same base, and tell what each learned and what it forgot.
+    """Train methods on the same text from the same base, and report what each learned and what it forgot.
 
-    Every run is a process of its own. What the output holds already is not done again, so that the same command goes on where an
-    earlier one was interrupted, and variants, rates and seeds can be added later.
+    Every run is a separate process. Runs whose results are in the output are not repeated, so that the same command goes on after
+    an interruption, and variants, rates and seeds can be added later.
     """
     with contextlib.redirect_stdout(sys.stderr):
         from midus_hf.cli.recipes import read_recipe
         from midus_hf.compare.options import Comparison
         from midus_hf.compare.variants import plan
 
-        given = devices_of(devices, jobs)
+        gpus = devices_of(devices, jobs)
         comparison, variants = plan(read_recipe(Comparison, config, overrides or []))
         from midus_hf.compare.checking import check
 
@@ -59,7 +59,7 @@ def midus_compare(
         from midus_hf.compare.running import Running
 
         with ShownProgress() as progress:
-            running = Running(comparison, variants, progress, jobs, given)
+            running = Running(comparison, variants, progress, jobs, gpus)
             try:
                 running.run()
             finally:
@@ -79,7 +79,7 @@ def _show_plan(comparison: "Comparison", variants: "Sequence[Variant]", json_: b
 
 
 def _report(comparison: "Comparison", variants: "Sequence[Variant]", failures: dict[str, str], json_: bool) -> None:
-    """Write the report of what is done, and show it."""
+    """Write the report of the runs that are done, and show it."""
     from midus_hf.compare.collecting import collect
     from midus_hf.compare.report.findings import findings
     from midus_hf.compare.report.tables import as_json, controls_table, short_table
@@ -92,12 +92,12 @@ def _report(comparison: "Comparison", variants: "Sequence[Variant]", failures: d
             FAILED,
             f"{comparison.output_dir} holds no result yet: {failures.get('base', 'the base is measured first')}",
         )
-    found = findings(comparison, base, results, failures, missing)
-    files = write_report(Path(comparison.output_dir), found, results)
-    shown = [table for table in (short_table(found), controls_table(found)) if table.rows]
-    show_report(as_json(found, files), shown, json_)
+    all_findings = findings(comparison, base, results, failures, missing)
+    files = write_report(Path(comparison.output_dir), all_findings, results)
+    shown = [table for table in (short_table(all_findings), controls_table(all_findings)) if table.rows]
+    show_report(as_json(all_findings, files), shown, json_)
     if not json_:
-        print("\n".join([*sentences(found), "", f"report: {files[-1]}"]))
+        print("\n".join([*sentences(all_findings), "", f"report: {files[-1]}"]))
 
 
 main = partial(run_command, app, name="midus compare", interruption="interrupted; the same command goes on")

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from upscalers.chapters.checkpoint_edit import EditRequest
 
 EDITS: Subjects[Callable[["Edit"], None]] = Subjects("edit")
-"""What `midus edit` does to a checkpoint."""
+"""Edits that `midus edit` makes."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -50,7 +50,7 @@ class Edit:
     json_: Json = False
 
     def of_chapters(self) -> "EditRequest":
-        """Return the request of an edit of chapters, whose steps are shown on a terminal."""
+        """Return the request of an edit of chapters. Its progress is shown on a terminal."""
         from upscalers.chapters.checkpoint_edit import EditRequest
         from upscalers.console import Console
 
@@ -89,7 +89,7 @@ app = command_line()
 
 @EDITS.register("list", "show banks, their chapters, and the routers' biases", ("memory", "bank"))
 def list_chapters(edit: Edit) -> None:
-    """Show each bank, its chapters, how long their rows are, and the routers' biases for them."""
+    """Show each bank, its chapters, how long their rows are, and the routers' biases for the chapters."""
     from upscalers.chapters import listing
     from upscalers.console import Console
 
@@ -168,7 +168,7 @@ def export(edit: Edit) -> None:
     "import", "put chapters or blocks of a file in", (*_WRITES, "file", "bank", "into", "append"), ("file", "output")
 )
 def import_file(edit: Edit) -> None:
-    """Put the chapters or blocks of a file into a checkpoint: in the place of others, or chapters as new ones."""
+    """Put the chapters or blocks of a file into a checkpoint. They replace others; chapters may also be appended."""
     from midus_hf.config.fetched_blocks import BANKS_FOLDER
     from upscalers.chapters.chapter_file import is_chapter_file
 
@@ -190,7 +190,7 @@ def _text(option: str | None) -> str:
 
 
 def _refuse(edit: Edit, kind: str, *options: str) -> None:
-    """Refuse options that an edit takes for the other kind of memory.
+    """Refuse options that apply to the other kind of memory only.
 
     Raises:
         RequestError: If one of them is given.

@@ -1,7 +1,7 @@
-"""The entry points of `upscale` and `midus`, which end in one line where they are interrupted before they read their words.
+"""The entry points of `upscale` and `midus`, which end with one line if they are interrupted before they read their arguments.
 
-A command's own imports take up to a second, and an interruption among them would be a traceback. So this module imports nothing
-that takes time, and of the commands of `midus` the one that is called alone.
+The imports of a command take up to a second, and an interruption during these imports would print a traceback. So this module
+imports nothing that takes time, and only that command of `midus` which is called.
 """
 
 import importlib
@@ -37,39 +37,39 @@ def upscale() -> int:
 
 def midus() -> int:
     """Run a command of `midus`, and return its exit status."""
-    words = sys.argv[1:]
-    if words and words[0] in COMMANDS:
-        return start(f"midus {words[0]}", COMMANDS[words[0]], words[1:])
-    return start("midus", "midus", words)
+    arguments = sys.argv[1:]
+    if arguments and arguments[0] in COMMANDS:
+        return start(f"midus {arguments[0]}", COMMANDS[arguments[0]], arguments[1:])
+    return start("midus", "midus", arguments)
 
 
-def start(command: str, module: str, words: Sequence[str]) -> int:
+def start(command: str, module: str, arguments: Sequence[str]) -> int:
     """Import a command and run it.
 
     Args:
-        command: Its name.
-        module: Where its `main` is, in this package.
-        words: What follows the name on the command line.
+        command: Name of the command, for messages.
+        module: Name of the module of this package that holds the command's `main`.
+        arguments: Words after the command's name.
 
     Returns:
-        Its exit status.
+        The exit status of the command.
     """
-    hears = signal.getsignal(signal.SIGINT) is signal.default_int_handler  # else the shell has it ignored
-    if hears:
+    interruptible = signal.getsignal(signal.SIGINT) is signal.default_int_handler  # otherwise the shell ignores it
+    if interruptible:
         signal.signal(signal.SIGINT, partial(_end, command))
     try:
         main: Callable[[Sequence[str]], int] = importlib.import_module(f"midus_hf.cli.{module}").main
     finally:
-        if hears:
+        if interruptible:
             signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
-        return main(words)
-    except KeyboardInterrupt:  # before the command line is read, or behind the work
+        return main(arguments)
+    except KeyboardInterrupt:  # before `run_command` catches it, or after
         print(f"{command}: interrupted", file=sys.stderr)
         return _INTERRUPTED
 
 
 def _end(command: str, number: int, frame: FrameType | None) -> None:
-    """End the process where it is: nothing is under way, and an exception could get lost in what is imported."""
+    """End the process at once: no work has begun, and a module that is being imported could catch an exception."""
     os.write(sys.stderr.fileno(), f"{command}: interrupted\n".encode())
     os._exit(_INTERRUPTED)

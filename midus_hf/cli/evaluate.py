@@ -137,7 +137,7 @@ def midus_eval(
 
 
 def _loud_libraries() -> contextlib.AbstractContextManager[Any]:
-    """Libraries that print must not come between the caller and the result."""
+    """Send what libraries print to standard error, so that standard output holds the result alone."""
     return contextlib.redirect_stdout(sys.stderr)
 
 

@@ -1,4 +1,4 @@
-"""The `midus` command itself: its help, its completion by shells, and what it says of a command that is not there."""
+"""The `midus` command itself: its help, its completion by shells, and its message for an unknown command."""
 
 import importlib
 import os
@@ -12,18 +12,18 @@ from midus_hf.cli.command_line import command_line, run_command
 from midus_hf.cli.entry_points import COMMANDS
 
 COMPLETION = "_MIDUS_COMPLETE"
-"""The variable of the environment by which a shell asks for what may follow the words so far."""
+"""Environment variable that a shell sets when it asks for completions."""
 
 
 class Commands(TyperGroup):
-    """A group of commands, each of which is imported when it is asked for."""
+    """Group of commands, each of which is imported when it is first used."""
 
     def __init__(self, **settings: Any):
         super().__init__(**settings)
-        self.commands: dict[str, Any] = dict.fromkeys(COMMANDS)  # whose values `get_command` puts there
+        self.commands: dict[str, Any] = dict.fromkeys(COMMANDS)  # `get_command` fills in the values
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
-        """Return a command by its name; None if it is not there."""
+        """Return the command of this name; None for an unknown name."""
         if cmd_name in COMMANDS and self.commands[cmd_name] is None:
             module = importlib.import_module(f"midus_hf.cli.{COMMANDS[cmd_name]}")
             self.commands[cmd_name] = typer.main.get_command(module.app)
@@ -42,7 +42,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line.
 
     Args:
-        arguments: Words after the program's name. Default: those of the process.
+        arguments: Words after the program's name. Default: the words of `sys.argv`.
 
     Returns:
         The exit status.

@@ -16,7 +16,7 @@ from midus_hf.config.yaml_options import read_yaml
 
 _PACKAGE = Path(__file__).parents[1]
 _FIRST_CHOICE = "llama-3.2-1b"
-"""Part of the names of recipes of which there is one for nearly every method."""
+"""Part of a recipe's name: nearly every method has a recipe for this model."""
 _WIDTH = 118
 
 
@@ -72,14 +72,14 @@ def config_text(command: str, method: str, options_class: type, sources: tuple[s
 
 
 def recipes(command: str) -> dict[str, Path]:
-    """Return the shipped recipes of a command by name: of the installed package, or of the clone that it runs from."""
+    """Return the paths of a command's recipes by name, from the installed package or from the clone of the repository."""
     installed = _PACKAGE / "configs" / command
     folder = installed if installed.is_dir() else _PACKAGE.parent / "configs" / command
     return {path.stem: path for path in sorted(folder.glob("*.yaml"))}
 
 
 def _recipe(command: str, method: str) -> Path | None:
-    """Return the recipe of a method or of this name; None for a method without a recipe."""
+    """Return the recipe that has this name or belongs to this method; None for a method without a recipe."""
     by_name = recipes(command)
     for name in (method, f"{method}-{_FIRST_CHOICE}"):
         if name in by_name:
@@ -100,7 +100,7 @@ def _recipe(command: str, method: str) -> Path | None:
 
 
 def _unwritten_recipe(command: str, method: str) -> str:
-    """Return the keys that a recipe has to have, for a method whose papers give no settings."""
+    """Return a recipe of the required keys, for a method whose paper gives no settings."""
     data = "corpus: TEXTS" if command == "train" else "dataset_name: CHATS.jsonl"
     return (
         f"# {method}, by default settings: there is no recipe of a paper.\n"
@@ -119,7 +119,7 @@ def _default(field: Any) -> str:
 
 
 def _descriptions(*files: str) -> dict[str, str]:
-    """Return what docstrings say about each key, read from the source, since importing the classes would import torch."""
+    """Return the description of each key, from docstrings in the source files, since importing the classes would import torch."""
     described: dict[str, str] = {}
     for file in files:
         for node in ast.parse((_PACKAGE / file).read_text(encoding="utf-8")).body:

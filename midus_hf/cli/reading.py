@@ -1,4 +1,4 @@
-"""What commands have in common, most of all those that let a model read texts: options, loading, progress, tables, files."""
+"""Parts that commands share, above all commands in which a model reads texts: options, loading, progress, tables, files."""
 
 import contextlib
 import dataclasses
@@ -54,11 +54,11 @@ Json = Annotated[bool, typer.Option("--json", help="Print one JSON object on sta
 
 
 def model_argument(help: str, metavar: str = "MODEL") -> Any:
-    """Return an argument that names one or several models, which have to be there before anything is imported for them.
+    """Return a typer argument that names one or several models, and checks that they exist before heavy imports.
 
     Args:
-        help: What stands beside the argument in the help of a command.
-        metavar: What the argument is called there. Default: `MODEL`.
+        help: Help text of the argument.
+        metavar: Name of the argument in the help. Default: `MODEL`.
     """
     return typer.Argument(metavar=metavar, help=help, callback=_checked_models)
 
@@ -71,10 +71,10 @@ def _checked_models(context: typer.Context, names: str | list[str] | None) -> st
 
 
 def sharing_options(command: Callable[..., None]) -> Callable[..., None]:
-    """Give a command the fields of its parameters that are dataclasses as options of its own, in the place of the parameter.
+    """Replace each dataclass parameter of a command by one option per field of the dataclass.
 
     Args:
-        command: A function as typer takes it, some of whose parameters are annotated with a dataclass such as `Reading`.
+        command: Function for typer, some of whose parameters are annotated with a dataclass such as `Reading`.
     """
     parameters: dict[str, inspect.Parameter] = {}
     shared: dict[str, Any] = {}
@@ -85,12 +85,12 @@ def sharing_options(command: Callable[..., None]) -> Callable[..., None]:
         else:
             parameters[name] = parameter
 
-    def with_groups(**given: Any) -> None:
+    def with_groups(**options: Any) -> None:
         groups = {
-            name: group(**{field.name: given.pop(field.name) for field in dataclasses.fields(group)})
+            name: group(**{field.name: options.pop(field.name) for field in dataclasses.fields(group)})
             for name, group in shared.items()
         }
-        command(**given, **groups)
+        command(**options, **groups)
 
     own = [parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY) for parameter in parameters.values()]
     with_groups.__name__, with_groups.__doc__ = command.__name__, command.__doc__
@@ -101,20 +101,20 @@ def sharing_options(command: Callable[..., None]) -> Callable[..., None]:
 
 @dataclasses.dataclass(frozen=True)
 class Loading:
-    """How a model is loaded: options that commands share."""
+    """Options of commands that load a model."""
 
     dtype: Dtype = "auto"
     device: Device = None
 
     def load(self, name: str, what: str = "model") -> "tuple[PreTrainedModel, PreTrainedTokenizerBase]":
-        """Load a model, in eval mode, and its tokenizer; bars of libraries are shown on a terminal alone.
+        """Load a model, in eval mode, and its tokenizer. Progress bars of libraries are shown on terminals only.
 
         Args:
             name: Folder or hub id.
-            what: Whose name it is, for the error. Default: that of the model.
+            what: Name of the option that holds `name`, for the error. Default: `"model"`.
 
         Raises:
-            ValueError: If the device or the dtype cannot be used, the model cannot be loaded there, or its checkpoint lacks tensors.
+            ValueError: If the device or the dtype cannot be used, the model cannot be loaded, or its checkpoint lacks tensors.
         """
         import torch
 
@@ -136,7 +136,7 @@ class Loading:
 
 @dataclasses.dataclass(frozen=True)
 class Reading:
-    """How texts are read: options that commands share."""
+    """Options of commands that read texts."""
 
     column: Column = "text"
     encoding: Encoding = "utf-8"
@@ -145,10 +145,10 @@ class Reading:
     max_tokens: MaxTokens = None
 
     def documents_at(self, path: str) -> list[str]:
-        """Return the documents of a file or folder; of a folder it is told what was not read.
+        """Return the documents of a file or folder, and print on standard error which files of a folder were not read.
 
         Raises:
-            ValueError: If the limit is less than 1, or they cannot be read.
+            ValueError: If the limit is less than 1, or the documents cannot be read.
         """
         from midus_hf.documents import describe_files, read_documents
 
@@ -158,10 +158,13 @@ class Reading:
         return read_documents(path, self.column, self.encoding)[: self.limit]
 
     def named_documents(self, texts: Sequence[str]) -> dict[str, list[str]]:
-        """Return the documents of each of `NAME=PATH` or `PATH`, by the name; a path without a name is named after its file.
+        """Return the documents of each text, by the text's name.
+
+        Args:
+            texts: Texts as `NAME=PATH`, or as `PATH`, whose name is the last part of the path.
 
         Raises:
-            ValueError: If a text is not of that form, named twice, or cannot be read.
+            ValueError: If a text has another form or cannot be read, or two texts have one name.
         """
         self._check_limit()
         paths: dict[str, str] = {}
@@ -183,13 +186,13 @@ class Reading:
         documents: dict[str, list[str]],
         retriever: str | None = None,
     ) -> "list[TextRows]":
-        """Return texts as rows of tokens that a model was made for, in the order of their names.
+        """Return each text as rows of tokens, no longer than the model's positions, in the order of `documents`.
 
         Args:
-            model: That reads them.
-            tokenizer: Of the model.
-            documents: Of each text.
-            retriever: Tree of topics, by which rows of a document fetch blocks. Default: nothing is fetched.
+            model: Model that shall read the rows.
+            tokenizer: The model's tokenizer.
+            documents: Documents of each text, by the text's name.
+            retriever: Folder of the tree of topics by which the rows fetch blocks. Default: the rows fetch nothing.
 
         Raises:
             ValueError: As `text_rows` and `path_finder`.
@@ -211,14 +214,14 @@ class Reading:
 
 @dataclasses.dataclass(frozen=True)
 class ReadingInBatches(Reading):
-    """How a model reads texts: options that commands share."""
+    """Options of commands in which a model reads texts."""
 
     batch_size: BatchSize = 4
 
 
 @contextlib.contextmanager
 def working() -> Iterator[None]:
-    """What is wrong with a request is refused; libraries that print do not come between the caller and the result."""
+    """Turn a `ValueError` into an `Ending` with the status of a wrong request, and send prints to standard error meanwhile."""
     with contextlib.redirect_stdout(sys.stderr):
         try:
             yield
@@ -227,14 +230,17 @@ def working() -> Iterator[None]:
 
 
 def path_finder(model: "PreTrainedModel", retriever: str | None) -> "PathFinder | None":
-    """What finds the paths by which texts fetch blocks; None, and a line that tells so, where a model could and nothing is given.
+    """Return the function that finds the paths by which texts fetch blocks; None without a retriever.
+
+    If the model fetches blocks and there is no retriever, a line on standard error says so.
 
     Args:
-        model: That reads them.
-        retriever: Tree of topics.
+        model: Model that shall read the texts.
+        retriever: Folder of a tree of topics, or None.
 
     Raises:
-        ValueError: If a retriever is given and the model fetches nothing, or by a tree of another shape, or it cannot be loaded.
+        ValueError: If a retriever is given, but the model fetches no blocks or needs a tree of another shape, or the
+            retriever cannot be loaded.
     """
     from midus_hf.evaluation.fetching import fetches_blocks
 
@@ -251,25 +257,25 @@ def path_finder(model: "PreTrainedModel", retriever: str | None) -> "PathFinder 
     from midus_hf.retrieval.memory_retriever import MemoryRetriever
 
     with library_bars_on_terminals():
-        found = MemoryRetriever.load(retriever, device=str(model.device))
-    check_tree(found.tree, model)
-    return found.paths
+        loaded = MemoryRetriever.load(retriever, device=str(model.device))
+    check_tree(loaded.tree, model)
+    return loaded.paths
 
 
 def _with_paths(rows: "TextRows", documents: Sequence[str], find_paths: "PathFinder") -> "TextRows":
-    """Rows that fetch by the path of the whole document; those of documents without rows are not looked for."""
+    """Return the rows with the path of each document, found from the whole document. Documents without rows keep zeros."""
     import torch
 
     read = sorted(set(rows.documents))
-    found = find_paths([documents[number] for number in read])
-    paths = torch.zeros(len(documents), found.shape[1], dtype=torch.int64)
-    paths[read] = found.cpu()
+    document_paths = find_paths([documents[number] for number in read])
+    paths = torch.zeros(len(documents), document_paths.shape[1], dtype=torch.int64)
+    paths[read] = document_paths.cpu()
     return dataclasses.replace(rows, paths=paths)
 
 
 @contextlib.contextmanager
 def token_bar(what: str = "reading") -> Iterator[Callable[[int, int], None]]:
-    """A bar of the tokens that have been read, and what for."""
+    """Show a progress bar of tokens, titled `what`. Yield the function that sets the tokens done and in total."""
     from tqdm import tqdm
 
     with tqdm(desc=what, unit=" tokens", disable=None) as bar:
@@ -282,12 +288,12 @@ def token_bar(what: str = "reading") -> Iterator[Callable[[int, int], None]]:
 
 
 def sizes_of(text: "TextRows") -> dict[str, int]:
-    """What reports say of how much a text is."""
+    """Return the numbers of documents, rows and tokens of a text, as reports hold them."""
     return {"documents": len(set(text.documents)), "rows": len(text.rows), "tokens": text.num_tokens}
 
 
 def show_report(report: dict[str, Any], tables: "Sequence[TableOfWords]", json_: bool) -> None:
-    """Print what was found: a report as JSON, or tables of it that have rows."""
+    """Print a report as JSON, or its tables that have rows."""
     if json_:
         print(json.dumps(report, indent=2, allow_nan=False))
     else:
@@ -302,29 +308,33 @@ def show_tables(tables: "Sequence[TableOfWords]") -> None:
     from rich.text import Text
 
     console = Console()
-    for words in tables:
-        if not words.rows:
+    for table_of_words in tables:
+        if not table_of_words.rows:
             continue
         table = Table(
-            title=words.title, box=rich.box.SIMPLE_HEAD, show_edge=False, pad_edge=False, collapse_padding=True
+            title=table_of_words.title,
+            box=rich.box.SIMPLE_HEAD,
+            show_edge=False,
+            pad_edge=False,
+            collapse_padding=True,
         )
-        for name in words.head:
+        for name in table_of_words.head:
             table.add_column(Text(name), overflow="fold")
-        for row in words.rows:
+        for row in table_of_words.rows:
             table.add_row(*map(Text, row))
         console.print(table)
 
 
 def check_file(option: str, path: Path | None, *suffixes: str) -> None:
-    """See that a file can be written.
+    """Check that a file has one of some endings, and that its folder exists.
 
     Args:
-        option: That names it, for messages.
-        path: Of the file; None where none is asked for.
-        suffixes: It shall end in one of these.
+        option: Option that names the file, for messages.
+        path: Path of the file; None if no file shall be written.
+        suffixes: Endings that are allowed, such as `".csv"`.
 
     Raises:
-        ValueError: If it ends in something else, or its folder does not exist.
+        ValueError: If the file has another ending, or its folder does not exist.
     """
     if path is None:
         return
@@ -335,16 +345,17 @@ def check_file(option: str, path: Path | None, *suffixes: str) -> None:
 
 
 def check_picture(option: str, path: Path | None, *suffixes: str, what: str = "has pictures, which need") -> None:
-    """See that a file with pictures can be written.
+    """Check that a file with pictures can be written.
 
     Args:
-        option: That names it, for messages.
-        path: Of the file; None where none is asked for.
-        suffixes: It shall end in one of these.
-        what: That the message says of it where matplotlib is not there. Default: `"has pictures, which need"`.
+        option: Option that names the file, for messages.
+        path: Path of the file; None if no file shall be written.
+        suffixes: Endings that are allowed, such as `".png"`.
+        what: Words between the option and "matplotlib" in the message about a missing matplotlib.
+            Default: `"has pictures, which need"`.
 
     Raises:
-        ValueError: If matplotlib is not installed, the file ends in something else, or its folder does not exist.
+        ValueError: If matplotlib is not installed, the file has another ending, or its folder does not exist.
     """
     if path is not None:
         check_matplotlib(f"{option} {what}")
@@ -352,10 +363,13 @@ def check_picture(option: str, path: Path | None, *suffixes: str, what: str = "h
 
 
 def check_matplotlib(what: str) -> None:
-    """See that pictures can be drawn.
+    """Check that matplotlib is installed.
+
+    Args:
+        what: First words of the message, which say what needs matplotlib, such as `"output has pictures, which need"`.
 
     Raises:
-        ValueError: If matplotlib is not installed; the message begins with what needs it.
+        ValueError: If matplotlib is not installed.
     """
     if importlib.util.find_spec("matplotlib") is None:
         raise ValueError(f"{what} matplotlib; install it with pip install 'midus-hf[look]'.")

@@ -52,9 +52,9 @@ def midus_reproduce(
     dry_run: DryRun = False,
     json_: Json = False,
 ) -> None:
-    """Do a table of a paper: upscale, train, fine-tune and evaluate each row, and put the paper's numbers beside ours.
+    """Reproduce a table of a paper: upscale, train, fine-tune and evaluate each row, and put the paper's numbers beside ours.
 
-    Every step is kept: the same command goes on where an earlier one was interrupted, and does failed rows again.
+    Every step is kept: the same command goes on after an interruption, and runs failed rows again.
     """
     with contextlib.redirect_stdout(sys.stderr):
         from midus_hf.compare.checking import check_runs
@@ -68,17 +68,17 @@ def midus_reproduce(
         return
     if table is None:
         raise ValueError(f"no table of {paper} is named; 'midus reproduce' alone lists those that there are.")
-    given = devices_of(devices, jobs)
+    gpus = devices_of(devices, jobs)
     with contextlib.redirect_stdout(sys.stderr):
         read = read_table(repository, paper, table, scale, overrides or [])
         by_variant = {variant_name(name): name for name in read.options.rows}
-        asked = list(read.options.rows) if rows is None else [name.strip() for name in rows.split(";")]
-        names = [by_variant.get(name, name) for name in asked]
+        row_names = list(read.options.rows) if rows is None else [name.strip() for name in rows.split(";")]
+        names = [by_variant.get(name, name) for name in row_names]
         for name in names:
             if name not in read.options.rows:
                 raise ValueError(f"rows names {name!r}; expected some of: {'; '.join(read.options.rows)}.")
-        place = output or Path("outputs") / "reproduce" / f"{paper}-{table}-{scale}"
-        comparison, variants = plan(read.comparison(repository, place, names))
+        folder = output or Path("outputs") / "reproduce" / f"{paper}-{table}-{scale}"
+        comparison, variants = plan(read.comparison(repository, folder, names))
         check_runs(comparison, variants)
     from midus_hf.compare.collecting import collect
     from midus_hf.compare.progress import ShownProgress
@@ -94,11 +94,11 @@ def midus_reproduce(
         )
         return
     with ShownProgress() as progress:
-        running = Running(comparison, variants, progress, jobs, given)
+        running = Running(comparison, variants, progress, jobs, gpus)
         running.run()
     _, results, _ = collect(comparison, variants)
     of_rows = {variant.name: [result for result in results if result.variant == variant.name] for variant in variants}
-    files = write_table(place, read, of_rows, running.failures)
+    files = write_table(folder, read, of_rows, running.failures)
     report = {**as_json(read, of_rows, running.failures), "files": list(map(str, files))}
     show_report(report, [stage_table(read, stage, of_rows, running.failures) for stage in read.options.stages], json_)
     if not json_:
@@ -110,13 +110,13 @@ def _list(repository: "Repository", json_: bool) -> None:
     from midus_hf.analysis.table_of_words import TableOfWords
     from midus_hf.compare.reproduce.table import read_options_of
 
-    found = [
+    listed = [
         {"paper": paper, "table": table, "title": read_options_of(repository, paper, table).title}
         for paper, tables in repository.tables().items()
         for table in tables
     ]
-    words = TableOfWords("Tables", ["paper", "table", "title"], [list(row.values()) for row in found])
-    show_report({"tables": found}, [words], json_)
+    table_of_words = TableOfWords("Tables", ["paper", "table", "title"], [list(row.values()) for row in listed])
+    show_report({"tables": listed}, [table_of_words], json_)
 
 
 main = partial(run_command, app, name="midus reproduce", interruption="interrupted; the same command goes on")

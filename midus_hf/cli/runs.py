@@ -1,4 +1,4 @@
-"""What commands that start many runs have in common: how many beside one another, on which devices, and how they end."""
+"""Parts of commands that start many runs: how many runs at a time, on which devices, and how the command ends."""
 
 from typing import Annotated
 
@@ -16,23 +16,24 @@ Devices = Annotated[
 DryRun = Annotated[bool, typer.Option("--dry-run", help="Say what would be run, and what is done already.")]
 
 
-def devices_of(given: str | None, jobs: int) -> list[str]:
-    """The numbers of GPUs that `--devices` names.
+def devices_of(devices: str | None, jobs: int) -> list[str]:
+    """Return the GPU numbers that `--devices` lists; an empty list without the option.
 
     Args:
-        given: Its words; None for none.
-        jobs: How many runs are asked for beside one another.
+        devices: Value of `--devices`, such as `"0,1"`; None if the option is absent.
+        jobs: Number of runs at a time. 1 with several devices means one run per device.
 
     Raises:
-        ValueError: If it names something else, or another number of devices than of jobs.
+        ValueError: If `devices` holds anything but numbers, `jobs` is less than 1, or `jobs` is above 1 and not the number
+            of devices.
     """
     if jobs < 1:
         raise ValueError(f"jobs is {jobs}; expected at least 1.")
-    if given is None:
+    if devices is None:
         return []
-    numbers = [number.strip() for number in given.split(",")]
+    numbers = [number.strip() for number in devices.split(",")]
     if not all(number.isdecimal() for number in numbers):
-        raise ValueError(f"devices is {given!r}; expected numbers of GPUs, such as 0,1.")
+        raise ValueError(f"devices is {devices!r}; expected numbers of GPUs, such as 0,1.")
     if jobs not in (1, len(numbers)):
         raise ValueError(
             f"jobs is {jobs}, and devices names {len(numbers)}; give devices alone, each of which has a run."
@@ -41,15 +42,15 @@ def devices_of(given: str | None, jobs: int) -> list[str]:
 
 
 def fail_for(failures: dict[str, str]) -> None:
-    """End with the status of failed work where runs failed.
+    """End the command with the status of failed work if runs failed.
 
     Args:
-        failures: Why, by their names.
+        failures: Reason of each failure, by the run's name.
 
     Raises:
-        Ending: If there is one.
+        Ending: If there are failures.
     """
     if failures:
         name, why = next(iter(failures.items()))
-        words = f"one run failed, {name}" if len(failures) == 1 else f"{len(failures)} runs failed, the first {name}"
-        raise Ending(FAILED, f"{words}: {why}. The same command does again what failed.")
+        count = f"one run failed, {name}" if len(failures) == 1 else f"{len(failures)} runs failed, the first {name}"
+        raise Ending(FAILED, f"{count}: {why}. The same command does again what failed.")

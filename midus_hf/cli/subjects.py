@@ -1,4 +1,4 @@
-"""Commands whose first word is a subject, as a question of `midus look`: one set of options; each subject takes some."""
+"""Commands whose first argument is a subject, such as a question of `midus look`. Each subject takes some of the options."""
 
 import dataclasses
 import difflib
@@ -16,9 +16,9 @@ class Subject:
     """A subject of a command.
 
     Args:
-        help: What the command does with the subject, in the words of the help.
-        takes: Names of the options that the subject takes, besides those of all subjects.
-        needs: Names of those options that have to be given.
+        help: Line of the help about the subject.
+        takes: Names of the options that the subject takes, besides the options that all subjects take.
+        needs: Names of the options that the subject requires.
         work: Function that does the work.
     """
 
@@ -46,9 +46,9 @@ class Subjects(Generic[Work]):
 
         Args:
             name: Name of the subject.
-            help: What the command does with the subject, in the words of the help.
-            takes: Names of options, besides those of all subjects.
-            needs: Names of options that have to be given. Default: none.
+            help: Line of the help about the subject.
+            takes: Names of the options that the subject takes, besides the options that all subjects take.
+            needs: Names of the options that the subject requires. Default: none.
         """
 
         def register(work: Work) -> Work:
@@ -62,7 +62,7 @@ class Subjects(Generic[Work]):
 
         Args:
             app: An empty command line, as `command_line` returns it.
-            help: What stands above the list.
+            help: Text of the help above the list.
         """
 
         class Command(TyperCommand):
@@ -85,7 +85,7 @@ class Subjects(Generic[Work]):
         return Annotated[str, argument]
 
     def check_options(self, context: typer.Context, name: str, options: type, always: tuple[str, ...]) -> None:
-        """Check that a subject has the options that it needs, and no option that is for other subjects alone.
+        """Check that a subject has the options that it needs, and no options of other subjects.
 
         Args:
             context: Context of the command.
@@ -94,7 +94,7 @@ class Subjects(Generic[Work]):
             always: Names of options that every subject takes.
 
         Raises:
-            ValueError: If an option is missing, or is one of another subject.
+            ValueError: If an option is missing, or belongs to another subject.
         """
         subject = self.by_name[name]
         fields: Any = dataclasses.fields(options)
@@ -111,7 +111,7 @@ class Subjects(Generic[Work]):
                 raise ValueError(f"{_words(option)} is missing; {name} needs it.")
 
     def _known(self, name: str) -> str:
-        """Return the name of a subject, or refuse another word with the nearest name."""
+        """Return `name` if it is a subject, or raise an error that suggests the nearest name."""
         if name in self.by_name:
             return name
         near = difflib.get_close_matches(name, self.by_name, n=1)

@@ -1,4 +1,4 @@
-"""What the commands that train have in common: one run, one line at its end, one way to end."""
+"""Parts of the commands that train: each makes one run, prints one line at its end, and sets the exit status."""
 
 import gc
 import importlib
@@ -22,38 +22,41 @@ def run_training_command(app: typer.Typer, arguments: Sequence[str] | None = Non
     """Run a command that trains.
 
     Args:
-        app: Its command line.
-        arguments: Words after the program's name. Default: those of the process.
-        name: The program's name, as help has it.
+        app: Command line of the command.
+        arguments: Words after the program's name. Default: the words of `sys.argv`.
+        name: The program's name, as the help shows it.
 
     Returns:
-        Exit status: 0 done, 1 the trained model is not in the output, or was not finite, 2 the request is wrong, 130 or 143
-        interrupted by Ctrl-C or SIGTERM; one line on standard error says how. Any other failure of the work raises.
+        Exit status: 0 done; 1 the trained model is not in the output folder, or numbers were not finite; 2 the request is
+        wrong; 130 or 143 interrupted by Ctrl-C or SIGTERM. One line on standard error says why it is not 0. Any other failure of
+        the work raises its exception.
     """
     return run_command(
         app,
         arguments,
         name=name,
-        refusals=(),  # only while a run is prepared is a ValueError one: later it is a failure, and shows where
+        refusals=(),  # `_train` refuses a ValueError of preparation; a later one is a failure, with a traceback
         failure=None,
         silent=not is_main_process(),
     )
 
 
 def train_in_group(options_class: type[Any], module: str, path: str, overrides: Sequence[str]) -> None:
-    """Read the options of a run, make it ready, train, and say in one line what was done.
+    """Read the options of a run, prepare the run, train, and print one line about the result.
 
     Args:
         options_class: The dataclass of the options.
-        module: Name of the module whose `prepare` makes a run of them; it is imported once they have been read.
+        module: Name of the module whose `prepare` turns the options into a run. It is imported after the options were read.
         path: The YAML file of options.
         overrides: Words `key=value` that replace options of the file.
 
     Raises:
-        Ending: If not all was done.
+        Ending: If the request is wrong, or the run failed or was interrupted.
     """
     group_is_ours = not _is_in_process_group()
-    ending = _train(options_class, module, path, overrides)  # not raised there: an exception would hold the trainer
+    ending = _train(
+        options_class, module, path, overrides
+    )  # returned: a raised exception would keep the trainer alive
     if group_is_ours:
         _leave_process_group()
     if ending is not None:
@@ -62,7 +65,7 @@ def train_in_group(options_class: type[Any], module: str, path: str, overrides: 
 
 def _train(options_class: type[Any], module: str, path: str, overrides: Sequence[str]) -> Ending | None:
     try:
-        # What is wrong with a file of options costs no import of torch.
+        # Errors in the options are reported without importing torch.
         config = _read_options(options_class, path, overrides)
     except ValueError as error:
         return Ending(WRONG_REQUEST, str(error))
@@ -95,10 +98,10 @@ def _train(options_class: type[Any], module: str, path: str, overrides: Sequence
 
 
 def _read_options(options_class: type[Any], path: str, overrides: Sequence[str]) -> Any:
-    """Read the options of a run, and check that the model and the texts that they name are there.
+    """Read the options of a run, and check that the model and the texts that the options name exist.
 
     Raises:
-        ValueError: If an option is wrong, the file is one of another command, or a model or text is not there.
+        ValueError: If an option is wrong, the file is for another command, or the model or a text does not exist.
     """
     from midus_hf.cli.recipes import read_recipe
     from midus_hf.model_names import check_sources
@@ -117,18 +120,18 @@ def _is_in_process_group() -> bool:
 
 
 def _leave_process_group() -> None:
-    """Leave the group of a launcher's processes: a thread of it that is left at exit may abort the process (gloo).
+    """Leave the launcher's process group: at exit, a thread of the group that is still alive may abort the process (gloo).
 
     An interrupted process does not: the others may be waiting for it.
     """
     if _is_in_process_group():
         sys.modules["torch.distributed"].destroy_process_group()
-        # A thread of gloo that has just finished lets go of tensors, for which it needs the interpreter's lock, while it holds one
-        # that the end of the group asks for: where collecting gets there first, both wait for ever. This lets it go first.
+        # A finishing thread of gloo releases tensors. It then waits for the interpreter's lock and holds a lock that the end of the
+        # group needs. If garbage collection comes first, the two wait for each other for ever. The pause lets the thread finish.
         time.sleep(_SECONDS_TO_SETTLE)
-        gc.collect()  # Trainer and model are cycles, and hold the group and so its threads
+        gc.collect()  # the cycles of trainer and model keep the group, and so its threads, alive
 
 
 def is_main_process() -> bool:
-    """Whether this process is the one that speaks: by what launchers say, so that it is known before anything is set up."""
+    """Return whether this process is the one that prints: rank 0 by the launcher's `RANK`, known before torch is set up."""
     return int(os.environ.get("RANK", 0)) == 0

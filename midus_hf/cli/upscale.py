@@ -26,7 +26,7 @@ ConfigFile = Annotated[
 
 @dataclasses.dataclass
 class RunRequest:
-    """What a YAML file may say, by the names of `upscalers.upscale`; `placement` may be a list as well."""
+    """Keys of a YAML file, with the names and meanings of the arguments of `upscalers.upscale`. `placement` may be a list."""
 
     base: str | None = None
     method: str | None = None
@@ -106,7 +106,7 @@ def run(
     if not any(context.params.values()):
         print(context.get_help())
         return
-    given = {
+    options = {
         "base": base,
         "method": method,
         "output": output,
@@ -123,7 +123,7 @@ def run(
         "private": private or None,
         "revision": revision,
     }
-    request = {**_read_config_file(config), **{key: value for key, value in given.items() if value is not None}}
+    request = {**_read_config_file(config), **{key: value for key, value in options.items() if value is not None}}
     request["options"] = {**(request.get("options") or {}), **_parse_settings(set_ or [])}
     if isinstance(request.get("placement"), int):
         request["placement"] = [request["placement"]]
@@ -202,7 +202,7 @@ def strip(
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace what upscale or strip wrote there.")] = False,
     json_: Json = False,
 ) -> None:
-    """Take the new parts out again, and say whether the base is left, byte for byte."""
+    """Take the new parts out again, and say whether exactly the base is left, byte for byte."""
     from upscalers.console import Console, print_stripped
     from upscalers.runs.strip import strip as strip_checkpoint
 
@@ -221,7 +221,7 @@ def shuffle(
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace what upscale or strip wrote there.")] = False,
     json_: Json = False,
 ) -> None:
-    """Permute the rows of a memory's values: a control, of which addresses have lost their meaning."""
+    """Permute the rows of a memory's values: a null control, whose addresses have lost their meaning."""
     from upscalers.console import Console, print_shuffled
     from upscalers.controls.shuffling import shuffle as shuffle_checkpoint
 
@@ -234,17 +234,17 @@ def shuffle(
 
 def _parse_settings(settings: list[str]) -> dict[str, Any]:
     parsed: dict[str, Any] = {}
-    words: dict[str, str] = {}
+    texts: dict[str, str] = {}
     for setting in settings:
         key, separator, value = setting.partition("=")
         if not separator or not key:
             raise RequestError(f"--set is {setting!r}; expected key=value.")
         key = key.strip().replace("-", "_")
-        if key in words:
+        if key in texts:
             raise RequestError(
-                f"--set {key} is given twice, as {words[key]!r} and as {value!r}; expected each key once. Leave one out."
+                f"--set {key} is given twice, as {texts[key]!r} and as {value!r}; expected each key once. Leave one out."
             )
-        words[key] = value
+        texts[key] = value
         try:
             parsed[key] = read_yaml(value)
         except GivenTwice as error:
@@ -267,20 +267,20 @@ def _read_config_file(path: Path | None) -> dict[str, Any]:
         raise RequestError(f"--config {path} is not YAML: {one_line(error)}") from None
     if not isinstance(content, dict):
         raise RequestError(f"--config {path} holds no mapping; expected keys such as base, method, output.")
-    given = vars(parse_options(RunRequest, content, f"--config {path}"))
-    return {key: value for key, value in given.items() if value is not None}
+    options = vars(parse_options(RunRequest, content, f"--config {path}"))
+    return {key: value for key, value in options.items() if value is not None}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line.
 
     Args:
-        arguments: Words after the program's name. Default: those of the process.
+        arguments: Words after the program's name. Default: the words of `sys.argv`.
 
     Returns:
         The exit status.
     """
-    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # what it would say of the base is checked here
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # upscale checks the base itself
     return run_command(
         app,
         arguments,

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from midus_hf.cli.command_line import command_line, run_command
-from midus_hf.cli.look import depth, effects, heads, page, usage, values  # noqa: F401  # which register their questions
+from midus_hf.cli.look import depth, effects, heads, page, usage, values  # noqa: F401  # these register the questions
 from midus_hf.cli.look.request import QUESTIONS, Request
 from midus_hf.cli.reading import Json, check_file, check_matplotlib, sharing_options, show_tables, working
 
@@ -28,7 +28,7 @@ def look(
     ] = None,
     json_: Json = False,
 ) -> None:
-    """Answer a question about a model: print tables or JSON, and write the files that are asked for."""
+    """Answer a question about a model: print tables or JSON, and write the files of --output."""
     files = output or []
     with working():
         QUESTIONS.check_options(context, question, Request, always=("models",))
@@ -43,7 +43,7 @@ def look(
     else:
         show_tables(answer.tables if answer.terminal_tables is None else answer.terminal_tables)
         print(answer.summary)
-    for path in files:  # last, so that a file that cannot be written costs nothing else
+    for path in files:  # last, so that the answer is printed even if a file cannot be written
         answer.write(path)
 
 

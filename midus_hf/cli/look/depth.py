@@ -1,4 +1,4 @@
-"""`midus look depth`: what attention reads of earlier layers."""
+"""`midus look depth`: how much attention reads of earlier layers, and of which."""
 
 from functools import partial
 from typing import TYPE_CHECKING
@@ -11,16 +11,17 @@ if TYPE_CHECKING:
     from midus_hf.analysis.answer import Answer
 
 _MOST_WRITERS = 10
-"""Number of written slots that a terminal shows; JSON and the page have all."""
+"""Number of slots written by earlier layers that a terminal shows. JSON and the page have all."""
 
 
 @QUESTIONS.register(
     "depth", "what heads read of earlier layers (moda)", (*READING, "memory", "layers", "heads"), ("text",)
 )
 def depth(request: Request) -> "Answer":
-    """Answer what share of attention goes to the depth, and which earlier layers are read.
+    """Answer which share of attention goes to the depth, and which earlier layers are read.
 
-    If one layer and one head are asked for, pictures also have the map of what each token of the longest row reads there.
+    If the request names one layer and one head, the pictures also have a map: the share that each token of the longest row gives
+    to each key and slot.
     """
     if len(request.documents) > 1:
         raise ValueError(f"{len(request.documents)} texts are given; expected one to read the depth with.")

@@ -1,4 +1,4 @@
-"""`midus look ablation|drift`: what texts lose without parts of a model, and how far its predictions moved from the base's."""
+"""`midus look ablation|drift`: loss of texts without parts of a model, and how far predictions moved from the base's."""
 
 import dataclasses
 from typing import TYPE_CHECKING
@@ -23,7 +23,7 @@ _MOST_ROWS = 5
     ("text",),
 )
 def ablation(request: Request) -> "Answer":
-    """Answer what each text loses without each layer, memory and reading of the depth that was added, or without each chapter."""
+    """Answer how the loss of each text changes without each added layer, memory and reading of the depth, or each chapter."""
     assert request.documents
     if request.chapters is not None:
         if request.all_:
@@ -39,7 +39,7 @@ def ablation(request: Request) -> "Answer":
 
 
 def without_parts(request: Request) -> "Answer":
-    """Return what each text loses without each layer, memory and reading of the depth that was added."""
+    """Return how the loss of each text changes without each added layer, memory and reading of the depth."""
     from midus_hf.analysis.answer import Answer
     from midus_hf.analysis.inside.added_parts import added_parts
     from midus_hf.analysis.inside.layer_effects import layer_effects
@@ -80,7 +80,7 @@ def _without_chapters(request: Request) -> "Answer":
             rows,
             chapters=chapters,
             layers=layers,
-            mode=request.mode,  # type: ignore[arg-type]  # which it checks
+            mode=request.mode,  # type: ignore[arg-type]  # `ablate` checks the mode
             top=request.top,
             memory=request.memory,
             batch_size=request.batch_size,
@@ -107,7 +107,7 @@ def _without_chapters(request: Request) -> "Answer":
     "drift", "how far predictions moved from the base's, and where most", (*READING, "base", "top"), ("text",)
 )
 def drift(request: Request) -> "Answer":
-    """Answer how far predictions moved from the base's: divergence, first choices, loss, and the rows that moved most."""
+    """Answer how far predictions moved from the base's: divergence, top-1 predictions, loss, and the rows that moved most."""
     top = _MOST_ROWS if request.top is None else request.top
     assert request.documents
     request.check_base()

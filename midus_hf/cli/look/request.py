@@ -1,4 +1,4 @@
-"""Questions about a model, the options that each question takes, and what the options name: models, texts, rows of tokens."""
+"""Questions about a model, their options, and the models, texts and rows of tokens that the options name."""
 
 import dataclasses
 from collections.abc import Callable
@@ -21,16 +21,16 @@ READING = (
     *("text", "column", "encoding", "limit", "sequence_length", "max_tokens", "batch_size", "retriever"),
     *("dtype", "device"),
 )
-"""Options of questions for which a model reads texts."""
+"""Names of the options of all questions for which a model reads texts."""
 
 
 QUESTIONS: "Subjects[Callable[[Request], Answer]]" = Subjects("question")
-"""What `midus look` answers."""
+"""Questions that `midus look` answers."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Request(ReadingInBatches, Loading):
-    """A question's options. Each question takes some of them."""
+    """Options of a question. Each question takes some of them."""
 
     models: Annotated[list[str], model_argument("A model that upscale made; heads takes several.", "MODEL")]
     text: Annotated[
@@ -127,7 +127,7 @@ class Request(ReadingInBatches, Loading):
         """Check that `base` names a model, or that the model without its added parts is its base.
 
         Raises:
-            ValueError: If not, or if it is not known.
+            ValueError: If `base` is no model, or the weights of the base have changed or are of an unknown base.
         """
         if self.base != "self":
             check_model_name("base", self.base)

@@ -17,15 +17,15 @@ if TYPE_CHECKING:
     from midus_hf.analysis.watched_models import MemoryPlace
 
 _MOST_LAYERS = 3
-"""Number of layers whose typical chapters a terminal shows; JSON and the page have those of all layers."""
+"""Number of layers whose typical chapters a terminal shows. JSON and the page have all layers."""
 
 
 @dataclasses.dataclass
 class TextUsage:
-    """What texts used of a model's memories.
+    """Slots, chapters and blocks that texts used of a model's memories.
 
     Args:
-        losses: Mean loss of each text, in nats per token; empty if the model did not have to read.
+        losses: Mean loss of each text, in nats per token, by the text's name; empty if the model did not read.
         counts: Retrievals of slots and openings of chapters, `[H, N]` per memory, by the text's name.
         blocks: Fetched blocks, by the text's name; empty if texts fetch nothing.
         chapters: Statistics of chapters, per memory and layer.
@@ -90,10 +90,11 @@ def can_count(request: Request) -> bool:
 
 
 def count_usage(request: Request, memory: str | None) -> TextUsage:
-    """Let the model read the texts, and return what they used. A model with nothing but fetched blocks does not have to read.
+    """Let the model read the texts, and return which slots, chapters and blocks they used.
+
+    If fetched blocks are all that can be counted, the model does not read.
 
     Args:
-        request: The request.
         memory: Name of one of several memories of chapters. None: all memories of chapters.
 
     Raises:
@@ -129,7 +130,7 @@ def count_usage(request: Request, memory: str | None) -> TextUsage:
         for text in rows:
             read = read_rows(model, text, batch_size=request.batch_size, records=records, progress=advance)
             used.losses[text.name] = read.mean
-            counts = {place: counted.clone() for counter in counters for place, counted in counter.counts.items()}
+            counts = {spot: counted.clone() for counter in counters for spot, counted in counter.counts.items()}
             used.counts[text.name] = dict(sorted(counts.items()))
             for counter in counters:
                 counter.reset()
@@ -151,7 +152,7 @@ def usage_answer(request: Request, used: TextUsage) -> "Answer":
         texts[text.name] = {
             **sizes_of(text),
             "loss": used.losses.get(text.name),
-            "layers": {str(place): vars(each) for place, each in summaries.get(text.name, {}).items()},
+            "layers": {str(spot): vars(each) for spot, each in summaries.get(text.name, {}).items()},
             "blocks": as_json(used.blocks[text.name]) if text.name in used.blocks else {},
         }
     tables = [usage_table(summaries), blocks_table(used.blocks)]
@@ -186,7 +187,7 @@ def usage_answer(request: Request, used: TextUsage) -> "Answer":
 
 
 def read_by(model: str, texts: dict[str, dict[str, Any]]) -> str:
-    """Return a sentence on which texts a model read, and with which loss."""
+    """Return a sentence that says which texts a model read, and with which loss."""
     listed = []
     for name, text in texts.items():
         loss = "" if text.get("loss") is None else f", loss {text['loss']:.4f}"

@@ -56,12 +56,11 @@ def values_of_slots(
     """Return the tokens nearest to what slots of one memory add.
 
     Args:
-        request: The request.
         layer: Index of the decoder layer.
         memory: Name of the memory in the layer.
         slots: Numbers of the slots. None: the most used slots.
-        used: Usage of the slots by texts. None: not known; `slots` are required then.
-        most: Number of slots to show. Default: as the request says.
+        used: Usage of the slots by texts. None: unknown, in which case `slots` are required.
+        most: Number of slots to show. Default: `request.top`, or 10.
     """
     from midus_hf.analysis.answer import Answer
     from midus_hf.analysis.slots.slot_tokens import memory_of_slots, slot_tokens, slots_table
