@@ -54,9 +54,8 @@ def train_in_group(options_class: type[Any], module: str, path: str, overrides: 
         Ending: If the request is wrong, or the run failed or was interrupted.
     """
     group_is_ours = not _is_in_process_group()
-    ending = _train(
-        options_class, module, path, overrides
-    )  # returned: a raised exception would keep the trainer alive
+    # `_train` returns the ending, since a raised exception would keep the trainer alive.
+    ending = _train(options_class, module, path, overrides)
     if group_is_ours:
         _leave_process_group()
     if ending is not None:
