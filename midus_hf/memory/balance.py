@@ -16,7 +16,7 @@ def balance_loss(
     attention_output: torch.Tensor,
     mean_over_processes: Callable[[torch.Tensor], torch.Tensor] | None = None,
 ) -> torch.Tensor:
-    """Return how unevenly the tokens of a batch select sub-keys: Switch Transformer's loss (Fedus et al. 2021, equation 4).
+    """Return the balance loss of the sub-keys that tokens select, Switch Transformer's (Fedus et al. 2021, equation 4).
 
     For every head and side, the loss is `n * sum_i f_i P_i`. Every token selects its k best sub-keys, and `f_i` is the share of
     all selections that fall on sub-key `i`, a constant. `P_i` is the mean over tokens of the softmax of the side's scores over
@@ -33,8 +33,8 @@ def balance_loss(
 
     Returns:
         A scalar, float32 (float64 for a float64 memory), differentiable in the keys and in `attention_output`. With several
-        processes, the mean of their results is the loss of the whole batch, and the mean of their gradients is its gradient: the
-        f_i count all tokens; the P_i are a process's sum over its tokens, divided by the mean number of tokens per process.
+        processes, the mean of their losses is the loss of the whole batch, and the mean of their gradients is the gradient of this
+        loss: f_i counts all tokens; P_i is a process's sum over its tokens, divided by the mean number of tokens per process.
     """
     query = memory.queries(attention_output, track_statistics=False).flatten(0, -3)  # [S, H, query_width]
     tokens, heads, _ = query.shape

@@ -289,8 +289,8 @@ class Chapters(MemoryModule):
     ) -> bool:
         """Return whether the gradient of the bank shall hold only the rows that are read; may replace `bank["bank"]`.
 
-        It shall if training asks for sparse gradients, or if several layers read few rows of one bank. In the second case, the sum
-        of the layers' gradients is made dense once, instead of one gradient as large as the bank per layer.
+        The gradient holds only these rows if training asks for sparse gradients, or if several layers read few rows of one bank. In
+        the second case, only the sum of the layers' gradients is made dense, not the gradient of each layer.
         """
         table = bank.get("bank")
         if table is None or read is None or not (torch.is_grad_enabled() and table.requires_grad):

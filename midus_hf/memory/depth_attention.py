@@ -83,7 +83,7 @@ class DepthAttention(MemoryModule):
 
     @property
     def is_added(self) -> bool:
-        """True if heads also add 1 - c of what they read of the depth (`joining` is `added`)."""
+        """True if heads also add their read of the depth, times 1 - c (`joining` is `added`)."""
         return self.options.joining == "added"
 
     def names_it_acts_through(self) -> list[str]:

@@ -87,7 +87,7 @@ class HeadwiseMemory(RetrievalMemory):
     def slot_outputs(
         self, slots: torch.Tensor, head: int, *, tables: Mapping[str, torch.Tensor] | None = None
     ) -> torch.Tensor:
-        """Return what each slot adds if one head reads it alone: its value in the head's share of the residual stream, else zeros.
+        """Return what each slot adds if one head reads only this slot: the value in the head's share of the output, zeros elsewhere.
 
         Args:
             slots: `[S]`, int64, numbers of the slots.

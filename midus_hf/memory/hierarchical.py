@@ -182,8 +182,8 @@ def block_linear(
 ) -> torch.Tensor:
     """Multiply each row by the row's block, `out[b, t] = weights[blocks[b]] @ inputs[b, t]`.
 
-    If there is only one block, this is one matrix product. Otherwise, on a CPU, rows with the same block are multiplied together,
-    since the number of these rows is known without waiting; elsewhere one batched product uses a copy of the block for each row.
+    A single block needs one matrix product. With several blocks, a CPU multiplies all rows of one block together, since their
+    number is known without waiting for a device. Elsewhere, one batched product uses a copy of the block for each row.
 
     Args:
         inputs: `[B, T, i]`, floating point.

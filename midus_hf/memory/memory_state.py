@@ -13,7 +13,7 @@ from midus_hf.ops.dispatch.private_torch import keep_address
 class MemoryState:
     """Tensors of a batch of sequences, stored as a layer of a transformers cache, which repeats, selects and resets them.
 
-    The state follows the layers of the model in the cache, and its attributes keep transformers from treating it as one of them.
+    The state follows the layers of the model in the cache, and its attributes keep transformers from treating it as one of these layers.
 
     Args:
         name: Name of the memory.
@@ -157,7 +157,7 @@ def refuse_one_row(name: str, attn_implementation: str | None) -> None:
 def states_in(
     cache: Any, wanted: Mapping[tuple[str, int], bool], num_layers: int
 ) -> dict[tuple[str, int], MemoryState]:
-    """Return the states of memories in a cache, by memory and layer; they are added to a cache that is empty.
+    """Return the states of memories in a cache, by memory and layer. An empty cache gets new states.
 
     Args:
         cache: A transformers cache.

@@ -1,4 +1,4 @@
-"""Needs of a model's memories: the model, and the code that a checkpoint carries, do without everything else."""
+"""Needs of a model's memories. The model, and the code that a checkpoint carries, leave out everything else."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass

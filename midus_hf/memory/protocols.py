@@ -36,16 +36,17 @@ class AddsSlots(RetrievesSlots, Protocol):
     def slot_outputs(
         self, slots: torch.Tensor, head: int, *, tables: Mapping[str, torch.Tensor] | None = None
     ) -> torch.Tensor:
-        """Return what each of the slots `[S]` adds if a head reads the slot alone, with a weight of 1 and without gates,
-        `[S, E, D]`, for each of the E projections through which the slot may be read."""
+        """Return what each of the slots `[S]` adds through each of E projections if a head reads only this slot, `[S, E, D]`.
+
+        The weight of the slot is 1, and gates are not applied."""
 
 
 @runtime_checkable
 class ReadsFewRows(Protocol):
-    """A memory that reads few rows of large tables of values, in a way that training may change."""
+    """A memory that reads few rows of large tables of values through functions whose settings training may change."""
 
     table_reading: TableReading
-    """Functions that read the tables."""
+    """Functions that read the tables, with their settings."""
 
 
 @runtime_checkable
@@ -103,7 +104,7 @@ class ReadsChapters(Protocol):
     def attention_mass(
         self, hidden_states: torch.Tensor, routing: Routing, *, tables: Mapping[str, torch.Tensor] | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the chapters `[B, T, S + k]` of each token, and the share `[B, T, S + k]` of the token's attention per chapter."""
+        """Return the chapters that each token reads, and the share of the token's attention per chapter, both `[B, T, S + k]`."""
 
     def token_outputs(
         self, chapters: torch.Tensor, *, tables: Mapping[str, torch.Tensor] | None = None

@@ -77,9 +77,10 @@ class MemoryModule(DeclaredModule):
         self.options: Any = options
 
     def names_it_acts_through(self) -> list[str]:
-        """Return names of tensors; the memory has no effect while the ones among them that start at zero are still zero.
+        """Return the names of the tensors through which the memory acts, by default its values and projections.
 
-        By default these are the values and projections. The list is empty if the memory has an effect whatever its tensors hold.
+        As long as all of these tensors that start at zero are zero, the memory has no effect. The list is empty if the memory has
+        an effect whatever its tensors hold.
         """
         return self.names_of("value", "projection")
 

@@ -84,8 +84,8 @@ class SequenceHeads:
             depth: Slots of the same positions.
 
         Returns:
-            The joined output `[B, T, H, d]`: if c is 0, exactly the output of the model's own attention, plus the read of the depth
-            if `depth.added`. And attention weights to the sequence alone, `[B, H, T, S]`, if the implementation returns them.
+            The joined output `[B, T, H, d]`, and attention weights to the sequence alone, `[B, H, T, S]`, if the implementation
+            returns weights. If c is 0, the output is exactly the model's own, plus the read of the depth if `depth.added`.
 
         Raises:
             ValueError: If the log-sum-exp of the softmax over the sequence is not known.
@@ -111,7 +111,7 @@ class SequenceHeads:
         return self._own()
 
     def log_sum(self) -> torch.Tensor:
-        """Return the log-sum-exp of scores, `[B, H, T]`, float32 at least, for inspection beside a pass; nothing is drawn at random.
+        """Return the log-sum-exp of scores, `[B, H, T]`, float32 at least, for inspection. Dropout is not applied.
 
         Raises:
             ValueError: If the implementation does not give it.

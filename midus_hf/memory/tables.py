@@ -63,7 +63,7 @@ class LentTables(dict[str, torch.Tensor]):
         self._with_one_gradient: dict[str, torch.Tensor] = {}
 
     def with_one_gradient(self, name: str) -> torch.Tensor:
-        """Return a table for several layers with sparse gradients, which are summed before one dense gradient is made."""
+        """Return a table to which several layers give sparse gradients. The sum of these gradients is made dense once."""
         if name not in self._with_one_gradient:
             self._with_one_gradient[name] = with_one_gradient(self[name])
         return self._with_one_gradient[name]

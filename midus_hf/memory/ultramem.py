@@ -303,7 +303,7 @@ def _coprime(count: int) -> int:
 
 
 def key_balance(logits: torch.Tensor, side: int) -> torch.Tensor:
-    """Return how unevenly keys are chosen, `n * sum_n f_n p_n`, the mean over sets; an even choice gives `side` (equation 25).
+    """Return the balance loss of keys, the mean over sets of `n * sum_n f_n p_n`; an even choice gives `side` (equation 25).
 
     Args:
         logits: `[S, G, n]`, leading scores of the n keys of G sets for S tokens, floating point.

@@ -11,8 +11,8 @@ def balance_loss(
     The loss is `C * sum_i f_i P_i`: `f_i` is the share of tokens for which chapter i is among the k chosen, a constant; `P_i` is
     chapter i's mean probability. An even choice gives k, since the `f_i` add up to k; divided by k, it gives 1.
 
-    All C chapters must be ones that can be chosen. With a logit for another chapter, an even choice is not the only way to lower
-    the loss: moving probability to the chapter that is never chosen takes the loss to 0, whatever the router chooses.
+    Every one of the C chapters must be choosable. If `logits` had a chapter that is never chosen, moving all probability to this
+    chapter would take the loss to 0, whatever the router chooses.
 
     Args:
         logits: `[S, C]`, for each stretch of tokens that is routed as one, over the chapters that can be chosen.

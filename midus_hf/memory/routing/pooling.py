@@ -104,7 +104,8 @@ def pool_tokens(states: torch.Tensor, places: TokenPlaces) -> Pooled:
 def pool_sequence(states: torch.Tensor, places: TokenPlaces) -> Pooled:
     """Return the mean over all tokens of each document, including later tokens, with the arguments of `pool_prompt`.
 
-    Several documents in a row are counted on the CPU. A compiled graph cannot do so: it routes as many documents as there are tokens.
+    The documents of packed rows are counted, which waits for the device. A compiled graph cannot wait: it assumes one document per
+    token.
     """
     batch, tokens, width = states.shape
     if places.starts is None:
@@ -232,7 +233,7 @@ def pool_chunks(
     into = _zeros(states, (all_chunks, width)).index_add(
         0, torch.where(follows, following, 0), values.flatten(0, 1) * follows.unsqueeze(-1)
     )
-    # Sums run over all documents, in float64, so that differences, which give one document, are free of errors from the others.
+    # Sums run over all documents. The sum of one document is a difference, in float64, so that others add no rounding error.
     up_to = into.double().cumsum(0)  # [N, D]
     is_other = torch.cat([document_of.new_zeros(1, dtype=torch.bool), document_of[1:] != document_of[:-1]])
     first_of_document = torch.where(is_other, torch.arange(all_chunks, device=device), 0).cummax(0).values
@@ -352,7 +353,10 @@ def _pool_plain_chunks(states: torch.Tensor, real: torch.Tensor | None, sizes: C
 def _row_means(
     states: torch.Tensor, chosen: torch.Tensor | None, real: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return each row's mean over chosen tokens `[B, D]`, without its first token if there is another, and its length `[B]`."""
+    """Return the mean over each row's chosen tokens, `[B, D]`, and the length of each row, `[B]`.
+
+    The first token of a row counts only if it is the only chosen one.
+    """
     batch, tokens, _ = states.shape
     wide = states.to(_wide(states))
     counts = _counts(real, batch, tokens, states.device)
@@ -377,7 +381,7 @@ def _kept_of(
 
 
 def _positions(places: TokenPlaces, real: torch.Tensor, count: torch.Tensor | None) -> torch.Tensor:
-    """Return the position of each token `[B, T]` in its document; earlier passes had `count` `[B]` tokens of the row's first one."""
+    """Return the position of each token in its document, `[B, T]`. Earlier passes read `count` `[B]` tokens of each first document."""
     position = real.long().cumsum(1) - 1
     if count is not None:
         position = position + count.unsqueeze(1)

@@ -128,7 +128,7 @@ def grouped(
         room: Largest number of tokens in a stretch.
         alike: `[B, T]`, bool, the tokens of stretch 0, which need not be consecutive. Default: stretch 0 is like all others.
         alike_room: Largest number of tokens in stretch 0. Default: 0.
-        by_length: Whether to sort stretches by length, so that less is filled up; this waits for the device. Default: false.
+        by_length: Whether to sort stretches by length, so that groups need less filling. Sorting waits for the device. Default: false.
 
     Returns:
         The grouped stretches; plain `Stretches` if `room` is too small for groups to pay, or all tokens are padding.
@@ -191,7 +191,7 @@ def _filled(tokens: torch.Tensor, dim: int, length: int) -> torch.Tensor:
 
 
 class _Taken(torch.autograd.Function):
-    """Rows of a tensor in the order of groups. Apart from filling, each row is taken once, so its gradient is found by its place."""
+    """Rows of a tensor in the order of groups. Apart from filling, each row is taken once, so its gradient is a single row."""
 
     @staticmethod
     def forward(ctx: Any, rows: torch.Tensor, tokens: torch.Tensor, places: torch.Tensor) -> torch.Tensor:

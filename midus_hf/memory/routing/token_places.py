@@ -22,7 +22,7 @@ class TokenPlaces:
     is_plain: bool = True
 
     def to(self, device: torch.device, non_blocking: bool = False) -> "TokenPlaces":
-        """Return the same padding and documents on another device."""
+        """Return the padding and documents on another device."""
         real, starts = (
             None if tensor is None else tensor.to(device, non_blocking=non_blocking)
             for tensor in (self.real, self.starts)
@@ -40,8 +40,8 @@ def token_places(
     """Find padding and documents among the tokens of a pass.
 
     Args:
-        token_mask: `[B, S]`, S >= T, zero for padding; the last T columns are this pass's. None: no padding. With a mask between
-            pairs of tokens `[B, 1, T, T]`, or several by name (the first counts), a token is padding if hidden from itself.
+        token_mask: `[B, S]`, S >= T, zero for padding; the last T columns are this pass's. Or a mask between pairs of tokens,
+            `[B, 1, T, T]`, in which padding is hidden from itself; of several masks by name, the first is used. None: no padding.
         position_ids: `[B, T]`, positions that the model was called with, or None.
         num_tokens: T, number of tokens of the pass.
         may_hold_documents: Whether a position of zero begins a document, as it does without a mask and without a cache.
