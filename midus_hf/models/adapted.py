@@ -30,7 +30,7 @@ class HeadReader(NamedTuple):
 
 
 class HeadsOfDepth(Protocol):
-    """A memory over the depth, as the layer's attention calls it."""
+    """Memory over the depth, with the methods that the layer's attention calls."""
 
     reads: bool
     """Whether the memory replaces the model's own attention."""
@@ -144,7 +144,7 @@ class HostAttention(Adapted):
 
 
 class AttentionCall(NamedTuple):
-    """Parts of memories in one call of attention.
+    """Changes that memories make in one call of attention.
 
     Args:
         readers: Changes of the output of the heads, made one after another.
@@ -173,7 +173,7 @@ def _attend_with_memory(
     memory_call: AttentionCall,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Run the model's own attention, joined with the depth if a memory reads it, and let readers change the output."""
+    """Run the model's own attention, joined with the depth if a memory reads the depth, and let readers change the output."""
     implementation = module.own_config._attn_implementation
     eager = sys.modules[module.family_class.__module__].eager_attention_forward
     own = ALL_ATTENTION_FUNCTIONS.get_interface(implementation, eager)

@@ -1,4 +1,4 @@
-"""Refusal of PEFT adapters made for the base: they find layers by number, and an upscaled model numbers its layers anew."""
+"""Refusal of PEFT adapters of the base: an adapter finds layers by number, and upscaling renumbers the layers."""
 
 import re
 import warnings
@@ -11,7 +11,7 @@ _LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
 
 
 def base_layer_numbers(config: Any) -> dict[int, int]:
-    """Return for each layer of the base its number in the upscaled model; `{}` for a model that was not upscaled.
+    """Return the number in the upscaled model of each layer of the base; `{}` for a model that was not upscaled.
 
     A layer that occurs twice in the upscaled model gets the number of its first occurrence.
 
@@ -32,9 +32,9 @@ def refuse_adapter_of_base(
 ) -> None:
     """Refuse an adapter that was made for the base of an upscaled model, before the adapter's weights are loaded.
 
-    This is a pre-hook of `load_state_dict`, by which PEFT loads adapters. PEFT has by then put the adapter's modules on every layer
-    that the adapter's targets match. An adapter was made for the base if all its weights have layer numbers that the base has, while
-    modules of the adapter exist in later layers.
+    This is a pre-hook of `load_state_dict`, by which PEFT loads adapters. At that time, PEFT has put modules of the adapter on every
+    layer that its targets match. If all weights have layer numbers of the base, but later layers have modules of the adapter
+    too, the adapter was made for the base.
 
     Args:
         module: An upscaled model.
@@ -61,7 +61,7 @@ def check_adapter_layers(
         config: Config of the upscaled model.
         adapter: The adapter's name.
         loaded: Names of the tensors that the adapter brings.
-        missing: Names of the tensors that the adapter's targets match in this model, and that the adapter does not bring.
+        missing: Names of the tensors that the adapter's targets require in this model, but that the adapter does not bring.
         adapter_config: PEFT's config of the adapter, with the model that the adapter was trained on. Default: not known.
 
     Raises:
@@ -115,7 +115,7 @@ class TakesAdapters:
     """Mixin for a model that refuses to load adapters made for the model's base."""
 
     def load_adapter(self, *args: Any, **kwargs: Any) -> Any:
-        """Load an adapter as transformers does; an adapter that was made for the base of this model is removed again.
+        """Load an adapter as transformers does. Remove the adapter again if it was made for the base of this model.
 
         Raises:
             ValueError: If the adapter numbers layers as in the base, and this model numbers them otherwise.

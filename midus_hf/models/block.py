@@ -16,7 +16,7 @@ class MemoryBlock(NamesNorms):
 
     The family's layer is built first, so its parts keep their names, their place in the cache and their class: masks, caches,
     checkpointing and output capture treat the block as any other layer. The block then drops the feed-forward network, every norm
-    except the one before attention, and, unless the memory wants them, the output projection and the norm behind it. The memory's
+    except the one before attention, and, unless the memory wants them, attention's output projection and output norm. The memory's
     output is added directly to the residual stream: an output norm (Gemma) would give a zero output a gradient of 1 / sqrt(eps).
 
     Args:
@@ -80,7 +80,7 @@ class MemoryBlock(NamesNorms):
 
 
 class BlockAttention:
-    """Mixin for a family's attention in a memory block, which may drop the output projection. The forward is the family's own."""
+    """Mixin for a family's attention in a memory block, whose output projection can be removed. The forward is the family's own."""
 
     def drop_output_projection(self) -> None:
         """Remove the output projection, so that attention returns the heads' outputs side by side."""

@@ -48,9 +48,9 @@ def _silent_names(memory: MemoryModule) -> list[str]:
 
 
 def _are_frozen_at_zero(memory: MemoryModule, names: list[str], adapted: set[str | None]) -> bool:
-    """Return whether all named tensors are zero and frozen; False if that is not known: on the meta device, or sharded.
+    """Return whether all named tensors are zero and frozen; False if their values are unknown (on the meta device, or sharded).
 
-    Tensors once seen not to be zero are not read again, since a Trainer calls `train` at every step.
+    Tensors that were nonzero once are not read again, since a Trainer calls `train` at every step.
     """
     parents = [name.rpartition(".")[0] for name in names]
     if any(parent and type(attrgetter(parent)(memory)) is not nn.Linear for parent in parents):

@@ -18,7 +18,7 @@ Heads = tuple[torch.Tensor, torch.Tensor]
 class DepthHeads:
     """Slots that a layer reads and writes in every pass.
 
-    A slot and the queries that read it have the same position, so their rotations cancel out if they are the same. If layers of one
+    A slot and the queries that read the slot have the same position, so equal rotations of both cancel out. If layers of one
     memory rotate by different angles (Gemma 3), slots and the queries that read them are left unrotated.
 
     Args:
@@ -56,11 +56,11 @@ class DepthHeads:
         return DepthPass(self, layer, carried, rotation)
 
     def key_of(self, source: SlotSource) -> Carried:
-        """Return the name under which the layer's own key of a slot is carried."""
+        """Return the name under which later layers find the key that this layer writes to a slot."""
         return self._carried(self.index, source, "key")
 
     def value_of(self, source: SlotSource) -> Carried:
-        """Return the name under which the layer's own value of a slot is carried."""
+        """Return the name under which later layers find the value that this layer writes to a slot."""
         return self._carried(self.index, source, "value")
 
 

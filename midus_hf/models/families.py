@@ -37,8 +37,8 @@ def base_config_class(config_class: type[PreTrainedConfig]) -> type[PreTrainedCo
 def host_family(model_type: str) -> ModuleType:
     """Make the classes that host memory in a family, and register them.
 
-    Only the parts of a layer are checked, not what its forward pass does with them. Layers that scale their additions to the
-    residual stream, such as Granite's, need classes written by hand; `upscale` detects this, since it compares logits.
+    Only the parts of a layer are checked, not its forward pass. Layers that scale their additions to the residual stream, such as
+    Granite's, need classes written by hand. `upscale` detects these layers, since it compares logits.
 
     Args:
         model_type: The `model_type` of a causal language model of transformers, whose layers have `self_attn`, `mlp` and the norms
@@ -54,7 +54,7 @@ def host_family(model_type: str) -> ModuleType:
     loader = _SourceLoader(family_source(model_type))
     spec = importlib.util.spec_from_loader(module_name, loader, origin=loader.path_of(module_name))
     assert spec is not None
-    spec.has_location = True  # gives the module a `__file__`, by which Python finds the source of its classes
+    spec.has_location = True  # so the module has a `__file__`, by which Python finds the source of its classes
     module = importlib.util.module_from_spec(spec)
     sys.modules[module_name] = module
     loader.exec_module(module)
@@ -138,7 +138,7 @@ _ROLES_OF_NORMS: dict[frozenset[str], dict[str, str | None]] = {
         "mlp_output_norm": "post_feedforward_layernorm",
     },
 }
-"""For each set of norms that a layer may have, the norm of each role of `NamesNorms` that differs from Llama's."""
+"""For each set of norms that a layer may have, the names of norms that differ from Llama's, by their role in `NamesNorms`."""
 
 _SOURCE = '''"""{family} with memory."""
 

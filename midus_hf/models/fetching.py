@@ -21,7 +21,7 @@ from midus_hf.config.memory_entries import memories_of
 from midus_hf.memory.fetched import FetchedBatch
 
 IDS, BLOCKS = "memory_ids", "memory_blocks"
-"""Names of arguments of a forward pass: the paths whose blocks the rows fetch, and blocks that were fetched before."""
+"""Names of arguments of a forward pass: paths whose blocks the rows fetch, and blocks that have been fetched already."""
 
 
 class Banks:
@@ -84,7 +84,7 @@ class Banks:
 
     @not_carried
     def train_with_tree(self, tree: str | None, folder: Path | None) -> None:
-        """Set the tree by whose paths the banks that `train` makes are trained.
+        """Set the tree whose paths train the banks that `train` makes trainable.
 
         Args:
             tree: The tree's fingerprint; None if unknown: banks then keep the fingerprint they have.
@@ -111,7 +111,7 @@ class Banks:
 
         Args:
             tree: The tree's fingerprint; None if unknown.
-            whose: Name, in the message, of what the tree belongs to.
+            whose: Owner of the tree, for the message.
             remedy: Last sentence of the message.
 
         Raises:
@@ -135,7 +135,7 @@ class Banks:
 
     @contextlib.contextmanager
     def linking(self, checkpoints: Sequence[Path], num_copies: int) -> Iterator[None]:
-        """Let `save`, inside the context, link files of levels whose contents an earlier copy has, as `MemoryBank.save` does.
+        """Let `save`, inside the context, link the files of levels that an earlier copy holds unchanged, as `MemoryBank.save` does.
 
         Args:
             checkpoints: Folders of checkpoints with copies of the banks, earliest first. The open banks count as the first copy.
@@ -151,7 +151,7 @@ class Banks:
     def fetch(
         self, memory_ids: torch.Tensor | None, batch: int, device: torch.device, dtype: torch.dtype
     ) -> dict[str, FetchedBatch]:
-        """Fetch the blocks of a batch's rows, by the name of the memory; without ids, only memories with generic blocks fetch.
+        """Fetch the blocks of a batch's rows, by the memory's name. Without ids, only memories with generic blocks fetch blocks.
 
         Args:
             memory_ids: `[B, p]`, in the form that `MemoryBank.fetch` takes; None if there are no ids.
@@ -242,7 +242,7 @@ class HostsBanks:
         return saved
 
     def push_to_hub(self, repo_id: str, **kwargs: Any) -> Any:
-        """Upload the model as the family does, with the open banks, whose nested folders transformers would leave out.
+        """Upload the model as the family does, with the open banks. transformers alone would leave out their nested folders.
 
         Args:
             repo_id: Id of the repository, which is created if it does not exist.
@@ -272,7 +272,7 @@ class HostsBanks:
         self.banks.open(folder, **options)
 
     def fetch_memory(self, memory_ids: torch.Tensor) -> dict[str, FetchedBatch]:
-        """Fetch blocks ahead of a pass. A pass that takes them as `memory_blocks` reads no bank, and can be compiled.
+        """Fetch blocks before a pass. A pass that gets the blocks as `memory_blocks` reads no bank, and can be compiled.
 
         Args:
             memory_ids: `[B, p]`, the paths whose blocks the rows fetch.

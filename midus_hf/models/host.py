@@ -43,7 +43,7 @@ class MemoryConfig:
 
     memory: list | None
     keys_to_ignore_at_inference = ["past_key_values", "router_logits", "aux_loss"]
-    # A memory reads whole heads, which the families' tensor-parallel plans would split over devices.
+    # The families' tensor-parallel plans split heads over devices, but a memory reads whole heads.
     base_model_tp_plan = None
 
     def __post_init__(self, **kwargs: Any) -> None:

@@ -18,7 +18,7 @@ from midus_hf.models.host import HostsMemory
 
 _IGNORED_LABEL = -100
 _PROMPT_MASK = "prompt_mask"
-"""Name of the argument that tells memories which tokens are the prompt. Without it, labels tell."""
+"""Name of the argument that marks the tokens of the prompt. Without it, the prompt ends at the first label."""
 
 
 class MemoryForCausalLM(HostsMemory):
@@ -174,8 +174,9 @@ class MemoryForCausalLM(HostsMemory):
 
     @needed_for("banks", "prompts", "whole")
     def generate(self, *args: Any, **kwargs: Any) -> Any:
-        """Generate as the family does. Tensors that memories derive from weights alone are derived once per call, and the levels of
-        fetched blocks are joined once.
+        """Generate as the family does.
+
+        Tensors that memories derive from weights alone, and the joined levels of fetched blocks, are computed once per call.
 
         If a memory reads the whole sequence, every new token takes a pass over all tokens so far, without a cache.
 
@@ -205,7 +206,7 @@ class MemoryForCausalLM(HostsMemory):
                 *(kwargs.get(name) for name in ("inputs", "input_ids", "inputs_embeds")),
             )
             prompt = next((tensor for tensor in inputs if isinstance(tensor, torch.Tensor)), None)
-            if prompt is not None:  # set here, since passes without a cache see more than the prompt
+            if prompt is not None:  # set here, since a later pass without a cache holds answers too
                 kwargs[_PROMPT_MASK] = torch.ones(prompt.shape[:2], dtype=torch.bool, device=prompt.device)
         if self.model.needs.banks and kwargs.get(BLOCKS) is not None:
             kwargs[BLOCKS] = {name: batch.joined() for name, batch in kwargs[BLOCKS].items()}
@@ -260,7 +261,7 @@ def prompt_of(labels: torch.Tensor) -> torch.Tensor:
 
 
 def _share_of_step(labels: torch.Tensor | None, num_items: torch.Tensor | int | None) -> torch.Tensor | float:
-    """Return the share of a step's tokens that this pass has: the weight of the routers' losses if a step has several passes."""
+    """Return this pass's share of the tokens of a step, the weight of the routers' losses if a step has several passes."""
     if num_items is None or labels is None:
         return 1.0
     num_items = num_items.to(labels.device) if isinstance(num_items, torch.Tensor) else num_items

@@ -16,7 +16,7 @@ from midus_hf.models.memory_inputs import Carried, MemoryInputs
 from midus_hf.models.norms import NamesNorms
 
 _NOTHING = MemoryInputs()
-"""Inputs of a pass without inputs for memories. Never written to: a layer that carries tensors is called with separate inputs."""
+"""Empty inputs, for a pass without inputs of memories. Never written to: a layer that carries tensors gets its own inputs."""
 
 
 class HostLayer(NamesNorms):
@@ -229,7 +229,7 @@ def _after(first: Adapter | None, memory: nn.Module, role: str, inputs: Mapping[
 
 
 def given_at(entry: MemoryEntry, layer: int) -> tuple[Carried, ...]:
-    """Return the tensors that a memory gives to later layers at a layer; none if the layer does not have the memory."""
+    """Return the tensors that a layer's memory gives to later layers; none if the layer does not have the memory."""
     if layer not in entry.layers:
         return ()
     index = entry.layers.index(layer)
@@ -238,7 +238,7 @@ def given_at(entry: MemoryEntry, layer: int) -> tuple[Carried, ...]:
 
 
 def taken_at(entry: MemoryEntry, layer: int) -> tuple[Carried, ...]:
-    """Return the tensors that a layer takes from a memory at earlier layers."""
+    """Return the tensors that a layer takes from the memory of earlier layers."""
     skips = tuple(Carried(entry.name, read) for read in skips_into(entry, layer) if read != layer)
     if layer not in entry.layers:
         return skips

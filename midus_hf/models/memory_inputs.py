@@ -30,8 +30,8 @@ class Carried(NamedTuple):
 class MemoryInputs:
     """Inputs of a model's memories in one forward pass.
 
-    One object is made per pass, and passed through the layers as a keyword argument, so modules store nothing of a pass: two passes
-    may run before one backward pass, and activation checkpointing repeats a layer with the same inputs.
+    One object is made per pass, and passed through the layers as a keyword argument, so that modules store nothing of a pass. Two
+    passes may therefore run before one backward pass, and activation checkpointing repeats a layer with the same inputs.
 
     Args:
         arguments: Keyword arguments of the model's forward that memories take. Default: none.
@@ -78,7 +78,7 @@ class MemoryInputs:
         return inputs
 
     def are_there_for(self, memory_class: type[MemoryModule], name: str) -> bool:
-        """Return whether a memory has something to do: a memory that fetches has not if no blocks were fetched for it."""
+        """Return whether a memory has something to do. A memory that fetches blocks has nothing to do if none were fetched for it."""
         return "fetched" not in memory_class.asks or name in self._fetched
 
     def to(self, device: Any, non_blocking: bool = False) -> "MemoryInputs":

@@ -6,7 +6,7 @@ import torch
 
 
 class NamesNorms:
-    """Mixin for the layers of a family, which names the norms by their role; Llama's names are the defaults."""
+    """Mixin for a family's layers that holds the norms' names by role. The defaults are Llama's names."""
 
     attention_norm: ClassVar[str | None] = "input_layernorm"
     """The norm before attention; None if the family has none."""

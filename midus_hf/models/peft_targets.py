@@ -7,7 +7,7 @@ _MODEL_TYPE_PREFIX = "midus_"
 
 
 def register_targets(model_type: str) -> None:
-    """Add a model type to every table of PEFT that has the model type's family, if PEFT has been imported.
+    """Add a model type to every table of PEFT that has an entry for its family, if PEFT has been imported.
 
     PEFT looks default targets up by `model_type`. This function does not import PEFT: if PEFT is imported after the model is made,
     pass `target_modules`. Existing entries for the model type are not changed.

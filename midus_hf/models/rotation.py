@@ -14,7 +14,7 @@ def rotated(heads: torch.Tensor, rotation: Rotation | None) -> torch.Tensor:
 
 
 def unrotated(heads: torch.Tensor, rotation: Rotation | None) -> torch.Tensor:
-    """Remove the rotation of queries or keys `[B, H, T, d]`, and the factor by which scaled rotary embeddings lengthen them."""
+    """Undo the rotation of queries or keys `[B, H, T, d]`, and their lengthening by scaled rotary embeddings."""
     assert rotation is not None, "layers are called with position_embeddings"
     cos, sin = (
         part.unsqueeze(1).to(torch.promote_types(heads.dtype, torch.float32)) for part in rotation
