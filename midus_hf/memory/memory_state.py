@@ -13,7 +13,7 @@ from midus_hf.ops.dispatch.private_torch import keep_address
 class MemoryState:
     """Tensors of a batch of sequences, stored as a layer of a transformers cache, which repeats, selects and resets them.
 
-    The state follows the layers of the model in the cache, and its attributes keep transformers from treating it as one of these layers.
+    The state follows the layers of the model in the cache. Its attributes keep transformers from treating it as a layer of tokens.
 
     Args:
         name: Name of the memory.

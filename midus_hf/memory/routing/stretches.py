@@ -128,7 +128,7 @@ def grouped(
         room: Largest number of tokens in a stretch.
         alike: `[B, T]`, bool, the tokens of stretch 0, which need not be consecutive. Default: stretch 0 is like all others.
         alike_room: Largest number of tokens in stretch 0. Default: 0.
-        by_length: Whether to sort stretches by length, so that groups need less filling. Sorting waits for the device. Default: false.
+        by_length: Whether to sort stretches by length, so that groups need less filling; this waits for the device. Default: false.
 
     Returns:
         The grouped stretches; plain `Stretches` if `room` is too small for groups to pay, or all tokens are padding.

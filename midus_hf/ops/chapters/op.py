@@ -34,9 +34,9 @@ def chapter_attention(
 
     Scores are accumulated in float32 at least. For long stretches, the keys of each stretch are gathered, some
     stretches at a time, and gathered again in the backward pass; torch's own attention computes this on every backend
-    but the reference. For short stretches, tokens are sorted by chapter instead: the keys of a chapter meet all of its
-    tokens at once, and no tensor holds keys per token. Under `"triton"`, kernels compute this, in the same order at
-    every run.
+    but the reference. For short stretches, tokens are sorted by chapter instead: the keys of a chapter are multiplied
+    with all of its tokens at once, and no tensor holds keys per token. Under `"triton"`, kernels compute this, in the
+    same order at every run.
 
     Args:
         query: `[B, T, H, d]`, floating point.
@@ -51,8 +51,8 @@ def chapter_attention(
         `[B, T, H, d]`, in the dtype of `query`.
 
     Raises:
-        ValueError: If shapes disagree, or if `"triton"` is chosen, tokens are to be sorted, and heads are wider than
-            256 or there are more than 2^30 pairs of a token and a chapter, counted once per head.
+        ValueError: If shapes disagree, or if `"triton"` is chosen for tokens that must be sorted, and heads are wider
+            than 256 or there are more than 2^30 pairs of a token and a chapter, counted once per head.
     """
     _check_shapes(query, keys, values, chapters, scales, biases)
     batch, tokens, heads, width = query.shape

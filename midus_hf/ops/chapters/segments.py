@@ -90,7 +90,7 @@ def sort_by_chapter(chapters: torch.Tensor, num_chapters: int) -> Segments:
     """Assign a row to every pair of a token and a chapter, so that no block of rows has two chapters.
 
     The number of rows depends on shapes only, so that nothing waits for the device: it is `N * n`, rounded up to whole
-    blocks, and one more block per chapter, or per pair if pairs are fewer.
+    blocks, plus one block per chapter, or per pair if there are fewer pairs than chapters.
 
     Args:
         chapters: Chapters that each token reads, `[N, n]`, int64.
@@ -125,7 +125,7 @@ def _of_blocks(table: torch.Tensor, chapter_of_block: torch.Tensor) -> torch.Ten
 
 
 def _per_row(of_pair: torch.Tensor, segments: Segments) -> torch.Tensor:
-    """Return the numbers of pairs, `[N, n]`, in the rows of the pairs, `[blocks, _ROWS]`; 0 for padding."""
+    """Copy the number of each pair, `[N, n]`, to the row of the pair, `[blocks, _ROWS]`. Padding gets 0."""
     rows = of_pair.new_zeros(len(segments.token_of_row))
     return rows.index_put((segments.row_of_pair,), of_pair.flatten()).view(-1, _ROWS)
 

@@ -16,7 +16,7 @@ _FEWEST = 16
 def batched_depth_attention(inputs: DepthInputs) -> tuple[torch.Tensor, torch.Tensor]:
     """Compute `depth_attention` with a matrix product per token and key/value head.
 
-    Slots are copied together for one stretch of tokens at a time: neither pass makes a tensor of the size of all slots
+    Slots are copied together for one stretch of tokens at a time, so neither pass makes a tensor as large as all slots
     of all tokens.
     """
     query, keys, values, scaling, softcap = inputs
@@ -39,7 +39,7 @@ def batched_reading(inputs: DepthInputs) -> DepthReading:
 
 
 def batched_gradients(inputs: DepthInputs, reading: DepthReading, gradient: DepthReading) -> list[torch.Tensor]:
-    """Compute the gradients of the query, of keys and of values from the results of the forward pass and their gradients."""
+    """Compute the gradients of query, keys and values from the results of the forward pass and the gradients of the results."""
     query, keys, values, scaling, softcap = inputs
     (read, lse), (of_read, of_lse) = reading, gradient
     wide, kv_heads = lse.dtype, keys[0].shape[1]

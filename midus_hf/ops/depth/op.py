@@ -220,7 +220,7 @@ def _(  # type: ignore[no-untyped-def]
 
 
 def _laid_by_token(heads: torch.Tensor) -> torch.Tensor:
-    """Return `[B, H, T, ...]` in the memory layout `[B, T, H, ...]` in which C writes, since a graph relies on it."""
+    """Return `[B, H, T, ...]` in the memory layout `[B, T, H, ...]` in which C writes, since a traced graph relies on this layout."""
     return heads.transpose(1, 2).contiguous().transpose(1, 2)
 
 

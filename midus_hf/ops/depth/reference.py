@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from midus_hf.ops.dispatch.precision import without_autocast
 
 _LARGEST_EXPONENT = 80.0
-"""Largest exponent of e, within float32: a row that reads nothing of the sequence then reads the depth only."""
+"""Limit of exponents of e, so that powers stay within float32. At this limit, a row reads the depth only."""
 
 
 def depth_attention(
@@ -84,8 +84,8 @@ def joint_attention(
 
     With S and D the two sums of exponentials, `w = D / (S + D)` is the share of the depth in one softmax over both. A
     gate c leads from the sequence alone to this softmax: `(1 - c w) o_S + c w o_D`, or, if `added`,
-    `(1 - c w) o_S + (1 - c + c w) o_D`. At c = 0 the first is o_S, bit for bit, and the second `o_S + o_D`; at c = 1
-    both are the softmax over both, as in the paper.
+    `(1 - c w) o_S + (1 - c + c w) o_D`. At c = 0, the first formula gives o_S, bit for bit, and the second `o_S + o_D`.
+    At c = 1, both formulas give the softmax over sequence and depth, as in the paper.
 
     Args:
         sequence: o_S, `[B, H, T, d]`.

@@ -2,8 +2,8 @@
 
 The forward operator of each kernel is the one that `scaled_dot_product_attention` calls. It is called with the same
 arguments, so its output is the same bit for bit. The backward operator takes output and divisor as arguments, and
-assumes properties that they have when the forward operator wrote them: their memory layout, and what stands behind the
-last row. The functions here give other tensors these properties. Signatures and layouts hold for torch 2.11 to 2.13.
+relies on how the forward operator wrote them: on their memory layout, and on the numbers behind the last row. The
+functions here lay out other tensors in the same way. Signatures and layouts hold for torch 2.11 to 2.13.
 """
 
 from collections.abc import Callable
@@ -53,9 +53,9 @@ class Kernel(NamedTuple):
         forward: Function of a call whose mask, if any, is added to scores. It returns the output; the logarithm of the
             sum of exponentials `[B, H, T]`, minus infinity for rows that read nothing; and the further tensors and
             numbers that `backward` needs.
-        backward: Function of a call, the gradient of the output, output and logarithm of a softmax over the keys of the
-            call and possibly others, and the further results of `forward`. It returns the gradients of query, key and
-            value.
+        backward: Function of a call, the gradient of the output, the output and the logarithm of a softmax over the
+            call's keys and possibly other keys, and the further results of `forward`. It returns the gradients of
+            query, key and value.
         name: torch's name of the kernel, a member of `torch.nn.attention.SDPBackend`.
         excluded: Number that is added to the scores of keys that a boolean mask leaves out. Default: minus infinity.
     """
@@ -69,7 +69,7 @@ class Kernel(NamedTuple):
 def kernel_of(call: Call) -> Kernel | None:
     """Return the kernel that torch chooses for a call, if this kernel returns the divisor of its softmax; else None.
 
-    Because torch would run the same kernel, joining nothing to its output changes no bit. While `torch.compile` traces
+    torch would run the same kernel, so an output that nothing is joined to is the same bit for bit. While `torch.compile` traces
     a graph, torch cannot be asked, and static facts decide: on a CPU its only kernel; on a GPU FlashAttention for half
     precision without mask, else the memory-efficient kernel if there are as many key heads as query heads. A graph may
     therefore run another kernel than the same call outside of a graph (torch prefers cuDNN on Hopper); both agree up to
@@ -95,7 +95,7 @@ def kernel_of(call: Call) -> Kernel | None:
 
 
 _WIDTHS = 8
-"""Divisor of the widths of half-precision heads that CUDA kernels take; torch pads other heads, and so passes other tensors."""
+"""CUDA kernels take half-precision heads whose width is a multiple of this number; torch pads other heads into new tensors."""
 _WIDEST = 256
 """Largest width of a head that FlashAttention takes."""
 

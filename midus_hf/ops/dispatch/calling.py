@@ -24,7 +24,7 @@ def nobody_watches() -> bool:
 
 
 def are_plain(*tensors: torch.Tensor) -> bool:
-    """Return whether C and kernels can read the memory of all tensors; a subclass of `Tensor` may only stand for other tensors."""
+    """Return whether C and kernels can read the memory of all tensors: a subclass of `Tensor` may have no memory."""
     return all(type(tensor) in _PLAIN for tensor in tensors)
 
 

@@ -29,8 +29,8 @@ class OpChoices:
             C on a CPU for which a compiler built it, `"torch"` elsewhere.
         exact: Whether kernels compare all 32 bits of a score when they select product keys of half precision. If false,
             and n is at most 128 and k at most 8, the last ceil(log2(n)) bits of a score are replaced by the number of
-            its sub-key: two sub-keys or slots may be swapped if only these bits tell their scores apart, which for
-            n = 64 means scores within 2^-17 of their size. Default: false.
+            its sub-key: two sub-keys or slots may be swapped if their scores differ in these bits only, which for
+            n = 64 means by less than 2^-17 of their size. Default: false.
     """
 
     backend: str = "auto"
@@ -48,7 +48,7 @@ _standing = OpChoices()
 
 @contextlib.contextmanager
 def op_choices(**changes: Any) -> Iterator[None]:
-    """Change the choices of all ops that are called in the `with` block and leave them to `"auto"`.
+    """Change, inside the `with` block, the choices of all ops whose callers leave them to `"auto"`.
 
     The change holds for the whole process, not for one thread. The gradient of a call follows the choices of its
     forward pass. Every backend sums gradients of tables in a fixed order.

@@ -30,7 +30,7 @@ def shared_dtype(*tensors: torch.Tensor) -> torch.dtype:
     """Return the dtype in which kernels read all of the tensors.
 
     If their dtypes differ under autocast, the result is the dtype of autocast, as in PyTorch's attention; otherwise it
-    is the dtype that all of theirs promote to.
+    is the dtype to which all their dtypes promote.
     """
     dtypes = {tensor.dtype for tensor in tensors}
     device = tensors[0].device.type

@@ -29,8 +29,8 @@ _tracing = _of(torch._C, "_get_tracing_state")
 _KNOWS_WATCHERS = None not in (_modes, _is_included, _before_dispatch, _transform, _tracing) and hasattr(
     forward_ad, "_current_level"
 )
-"""Whether torch has all that `calls_are_seen` asks. `PreDispatch` is included while modes trace calls before autograd
-sees them; these modes are not on the stack that `_modes` measures."""
+"""Whether torch has every private function that `calls_are_seen` calls. `PreDispatch` is included while modes trace
+calls before autograd sees them; `_modes` does not count these modes."""
 
 
 def calls_are_seen() -> bool:
@@ -79,7 +79,7 @@ def keep_address(tensor: torch.Tensor, guard: bool = True) -> None:
 
     Args:
         tensor: A tensor whose address will not change.
-        guard: Whether compiled code is compiled anew for another tensor. Default: true.
+        guard: Whether code is compiled again when it meets another tensor. Default: true.
     """
     if _static is not None:
         _static(tensor, guard=guard)

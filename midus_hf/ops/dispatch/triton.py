@@ -69,7 +69,7 @@ def precise_product() -> str:
 
 
 def wide_ranged_product() -> str:
-    """Return the `input_precision` with which `tl.dot` multiplies numbers beyond the range of float16, to about its precision.
+    """Return the `input_precision` with which `tl.dot` multiplies numbers beyond float16's range, to about float16's precision.
 
     This is `"tf32"`, and `"ieee"` on AMD GPUs, not all of which have TF32.
     """

@@ -129,7 +129,7 @@ def _bags(parts: torch.Tensor, num_parts: int) -> torch.Tensor:
 def _bag_sums(
     rows: torch.Tensor, places: torch.Tensor, weights: torch.Tensor, bags: torch.Tensor, num_bags: int
 ) -> torch.Tensor:
-    """Sum `weights * rows[places]` per bag, in their order: `[num_bags, v]`; weights, places and bags are `[N]`."""
+    """Sum `weights * rows[places]` per bag, in the order of weights, to `[num_bags, v]`; weights, places and bags are `[N]`."""
     sorted_bags, order = bags.to(narrowest_integer(num_bags)).sort(stable=True)
     starts = torch.searchsorted(sorted_bags, torch.arange(num_bags, device=bags.device, dtype=sorted_bags.dtype))
     scales = weights.flatten().to(rows.dtype)[order]
@@ -139,7 +139,7 @@ def _bag_sums(
 def _row_sums(
     gradient: torch.Tensor, slots: torch.Tensor, weights: torch.Tensor, bags: torch.Tensor, num_rows: int
 ) -> torch.Tensor:
-    """Return the gradient of rows `[num_rows, v]` for a gradient `[S, P, v]`: each row is a bag of the sums that it is part of."""
+    """Return the gradient of rows `[num_rows, v]` for a gradient `[S, P, v]`: each row's bag holds the sums that read the row."""
     wide = torch.promote_types(gradient.dtype, torch.float32)
     return _bag_sums(gradient.flatten(0, 1).to(wide), bags, weights, slots.flatten(), num_rows)
 

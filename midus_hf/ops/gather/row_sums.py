@@ -74,7 +74,7 @@ def widened(bank: torch.Tensor, slots: torch.Tensor) -> tuple[torch.Tensor, torc
     """Return rows in float32 at least, and the index among them of each slot's row, `[S, m]`.
 
     If few rows of a half-precision bank are read, as in decoding, only these rows are copied: copying the whole bank
-    would take a hundred times as long. Sums over either have the same order, and so the same bits.
+    would take a hundred times as long. Sums over the copy add in the same order, and so give the same bits.
     """
     wide = torch.promote_types(bank.dtype, torch.float32)
     if bank.dtype == wide or slots.numel() >= len(bank):

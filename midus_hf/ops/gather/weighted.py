@@ -122,7 +122,8 @@ weighted_gather_op.register_autograd(_differentiate, setup_context=_save)
 def multiplies_all(bank: torch.Tensor, slots: torch.Tensor, backend: str, gathering: str = "auto") -> bool:
     """Return whether rows are summed by a product with the whole bank.
 
-    The registered ops call this function when they run, since sizes are known then; output and gradient decide alike.
+    The registered ops call this function when they run, since sizes are known only then. Forward and backward pass get the
+    same answer.
     """
     if gathering != "auto":
         return gathering == "product"

@@ -18,10 +18,10 @@ MOST_EXPANDED = 1 << 28
 """Most elements of an expanded bank, which is made for one forward pass: 512 MB in bfloat16."""
 
 _TIMES_EXPANDED_IN_C = 3
-"""Tokens per slot from which on expanding is less work for C, which for fewer transforms gathered values while they are cached."""
+"""Tokens per slot from which on C expands the bank. For fewer, C transforms gathered values in the cache, which is less work."""
 
 _FEW_ROWS = 256
-"""Most tokens times heads for which calls take longer than their computation."""
+"""Largest product of tokens and heads for which calling operations takes longer than computing them."""
 
 
 def headwise_memory(

@@ -19,23 +19,23 @@ from midus_hf.ops.dispatch.native.calls import (
 
 _MOST_SUB_KEYS = 1 << 15
 _MOST_RETRIEVED = 64
-"""Most slots per head: C's cost per slot grows with their number, and for more slots torch's own selection is faster."""
+"""Most slots per head that C retrieves. C's cost per slot grows with their number; beyond it, torch's selection is faster."""
 
 _STRETCH = 256
-"""Fewest tokens of a stretch, for which gradients of tables are summed separately."""
+"""Fewest tokens per stretch. Gradients of tables are summed for each stretch first."""
 
 _MOST_PARTS = 16
-"""Most stretches of tokens."""
+"""Largest number of stretches of tokens."""
 
 _MOST_LANES = 16
-"""Largest number of which C makes a row's width a multiple by padding."""
+"""Largest number to a multiple of which C pads the width of a row."""
 
 _RESULTS = 5
 """Most gradients that C writes: of query, row keys, column keys, transform and gathered values."""
 
 
 def native_refusal(n: int, k: int) -> str | None:
-    """Return why the compiled body refuses these sizes, and which it expects; None if it takes them."""
+    """Return why the compiled body refuses these sizes, and which sizes it expects; None if it takes them."""
     if n > _MOST_SUB_KEYS:
         return f"n is {n}; expected {_MOST_SUB_KEYS} or less"
     return f"k is {k}; expected {_MOST_RETRIEVED} or less" if k > _MOST_RETRIEVED else None

@@ -29,7 +29,7 @@ def product_key_topk(
 
     Scores of half-precision queries are accumulated in float32, also under `torch.autocast`, because rounding them
     first would change the selection. Unless `OpChoices.exact` is set, kernels for half precision compare and return
-    scores that carry their column in their last bits. Among slots of equal scores, any may be chosen.
+    scores whose last bits hold the number of their column. Among slots of equal scores, any may be chosen.
 
     One token may choose a sub-key up to k times. PyTorch on CUDA adds the gradients of these choices in any order,
     kernels and C in a fixed order. Results of kernels and C can be differentiated once; with `backend="torch"`,
