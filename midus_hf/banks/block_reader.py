@@ -120,7 +120,7 @@ class BlockReader(ABC):
         return contextlib.nullcontext()
 
     def _versions(self, keys: Sequence[BlockKey]) -> tuple[int, ...]:
-        """Return numbers that differ if one of the blocks has changed in the bank's files; none if nothing else writes there."""
+        """Return numbers that change when one of the blocks changes in the bank's files; none if nobody else writes the files."""
         return ()
 
     def _of_rows(self, paths: list[list[int]], level: int) -> list[int]:

@@ -32,7 +32,7 @@ from midus_hf.files.locks import Lock, has_no_locks
 from midus_hf.files.whole_files import link_or_copy, sync, whole_file
 
 _WORTH_THREADS = 2**20
-"""Bytes from which several threads read faster than one."""
+"""Number of bytes from which on several threads read faster than one."""
 
 
 class MemoryBank(BlockReader):
@@ -103,7 +103,7 @@ class MemoryBank(BlockReader):
         return self
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Return how another process opens the same bank, read-only: open files cannot be passed to other processes."""
+        """Return the call by which another process opens the same bank, read-only: open files cannot be passed to a process."""
         return MemoryBank, (self.folder.absolute(), self.layout, False, None, self.tiers)
 
     def block(self, level: int, index: int) -> torch.Tensor:
@@ -185,7 +185,7 @@ class MemoryBank(BlockReader):
         return record
 
     def _current(self, kept: KeptBlocks, key: BlockKey) -> KeptBlock | None:
-        """Return a kept block; None if it is not kept, or if the file has had another version written since."""
+        """Return a kept block; None if the block is not kept, or has been written to the file again since."""
         kept_block = kept.get(key)
         if kept_block is not None and kept_block.checksum != self.checksum(*key):
             kept.drop(key)

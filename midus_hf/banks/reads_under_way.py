@@ -20,7 +20,7 @@ class ReadsUnderWay:
 
     Args:
         threads: Threads that read.
-        room: Bytes for blocks that are read ahead. Beyond it, the reads that were begun first are dropped.
+        room: Bytes for blocks that are read ahead. If they need more, the reads that were begun first are dropped.
     """
 
     def __init__(self, threads: ReadingThreads, room: int):

@@ -137,7 +137,7 @@ class TrainedBank(BlockReader):
         return self.bank.dtype
 
     def block(self, level: int, index: int) -> torch.Tensor:
-        """Return the record of a block; with gradients enabled, its float32 master, which accumulates them."""
+        """Return the record of a block; with gradients enabled, the block's float32 master, which accumulates gradients."""
         if torch.is_grad_enabled():
             return self._state(level, index).master
         if self._is_touched(level, index):
@@ -170,7 +170,7 @@ class TrainedBank(BlockReader):
 
     @torch.no_grad()
     def step(self, lr: float, betas: tuple[float, float], eps: float, weight_decay: float) -> None:
-        """Update the blocks that have a gradient, as `torch.optim.AdamW` would if it saw only the steps that fetched them.
+        """Update each block that has a gradient, as `torch.optim.AdamW` would if it saw only the steps that fetched the block.
 
         Args:
             betas: Decay rates of the mean of gradients and of the mean of squared gradients.
@@ -207,7 +207,7 @@ class TrainedBank(BlockReader):
         return _first_not_finite((key, self._read_state(*key)) for key in keys)
 
     def first_not_finite_in(self, folder: Path) -> str | None:
-        """Return the same message for the blocks that `save_state` wrote to a folder, or None.
+        """Return the message of `first_not_finite` for the blocks that `save_state` wrote to a folder, or None.
 
         Raises:
             BankError: If a file is missing or belongs to another bank.
@@ -305,7 +305,7 @@ class TrainedBank(BlockReader):
         return parts
 
     def load_state(self, folder: Path) -> None:
-        """Resume from what `save_state` wrote. Blocks are read when they are fetched.
+        """Resume from the files that `save_state` wrote. Blocks are read when they are fetched.
 
         Raises:
             BankError: If a file is missing or belongs to another bank.

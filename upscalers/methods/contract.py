@@ -154,7 +154,7 @@ class Method(ABC):
         return (source,)
 
     def placement_request(self, plan: Plan) -> dict[str, Any]:
-        """Return the part of a request about placement that gives this plan again."""
+        """Return the arguments of a request, such as `placement`, by which a method makes this plan again."""
         if plan.in_whole_periods:
             return {"placement": "whole-periods", "num_new_layers": len(plan.new_indices)}
         return {"placement": plan.new_indices}
@@ -164,11 +164,11 @@ class Method(ABC):
         return "Pass --placement whole-periods to keep the pattern."
 
     def concerns(self, base: BaseModel, plan: Plan) -> list[str]:
-        """Return what a person should know before the work begins, for warnings and the model card."""
+        """Return remarks that a person should read before the work begins, for warnings and the model card."""
         return []
 
     def review(self, measurements: Sequence[Measurement]) -> list[str]:
-        """Return warnings about what solvers measured.
+        """Return warnings about the measurements of solvers.
 
         Raises:
             RequestError: If the result is to be refused; nothing of the result is left.

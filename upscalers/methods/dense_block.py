@@ -120,8 +120,7 @@ class FusionMethod(DenseMethod):
 
 
 def layer_before(base: BaseModel, layer: New, index: int) -> int:
-    """Return the base layer that a copy is made from: the one before the new layer, or after it if there is none
-    before.
+    """Return the base layer that a copy is made from: the layer before the new layer, or else the layer after it.
 
     Args:
         base: The base checkpoint.
@@ -137,7 +136,7 @@ def layer_before(base: BaseModel, layer: New, index: int) -> int:
 
 
 def both_neighbours(base: BaseModel, layer: New, index: int, same_type: bool = False) -> tuple[int, int]:
-    """Return the base layers on both sides of a new layer, the one after it first.
+    """Return the base layers on both sides of a new layer, the next layer first.
 
     Args:
         base: The base checkpoint.
@@ -146,7 +145,7 @@ def both_neighbours(base: BaseModel, layer: New, index: int, same_type: bool = F
         same_type: Whether to look further back for a layer with the attention type of the next layer. Default: False.
 
     Raises:
-        RequestError: If there is no base layer on a side, or none of that type, or one is a memory block.
+        RequestError: If a side has no base layer, or none of that type, or if one is a memory block.
     """
     if layer.previous is None or layer.next is None:
         side = "before" if layer.previous is None else "after"

@@ -159,7 +159,7 @@ class Lesa(FusionMethod):
 
 
 def _worst(measurements: Sequence[Measurement], key: str) -> str:
-    """Return the lowest value of each matrix, as text."""
+    """Return the lowest measurement `key` of each matrix, as text."""
     lowest: dict[str, float] = {}
     for row in measurements:
         lowest[row["tensor"]] = min(row[key], lowest.get(row["tensor"], row[key]))

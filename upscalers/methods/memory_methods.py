@@ -43,7 +43,7 @@ class HostedMemoryMethod(Method):
 
 
 def initialised(tensor: DeclaredTensor, full_name: str, seed: int) -> Recipe:
-    """Return the recipe that gives a new tensor of a memory its declared initial values; zeros become a hole in the file."""
+    """Return the recipe that fills a new tensor of a memory with its declared initial values. Zeros become a hole in the file."""
     if tensor.initial == ZEROS:
         return Fill(tensor.shape, 0.0)
     return Initialise(tensor.shape, tensor.initial.fill, tensor_seed(seed, full_name))
@@ -227,8 +227,8 @@ class InsertedMemoryMethod(HostedMemoryMethod):
     def sources(self, base: BaseModel, layer: New, index: int, number: int) -> tuple[int, ...]:
         """Return the base layer of the same phase whose attention the new block copies.
 
-        This is the first layer behind the new block that has all tensors which the block keeps, or else the nearest
-        before it. Memory blocks of an earlier upscaling may lack some of them.
+        This is the nearest layer behind the new block, or else before it, that has all tensors which the block keeps.
+        Memory blocks of an earlier upscaling may lack some of these tensors.
         """
         wanted = {
             tensor.role

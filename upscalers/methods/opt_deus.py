@@ -316,7 +316,7 @@ class BlockFusion(Solver):
 
     @staticmethod
     def _barycentric(plan: "Transport", values: "torch.Tensor") -> "torch.Tensor":
-        """Return values of the source rows averaged by the plan, whatever the plan's scale."""
+        """Return the mean of the source rows' values for each target row, weighted by the plan, whose scale cancels out."""
         import torch
 
         return plan.rows(values) / plan.rows(torch.ones_like(values))

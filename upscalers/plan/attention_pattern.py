@@ -13,9 +13,9 @@ def keeps_pattern(base: BaseModel) -> bool:
 
 
 def implying_its_types(family: Family, config: Config) -> Config:
-    """Return the config with values from which the family implies the types that the config lists.
+    """Return the config, changed so that its other values imply the attention types that it lists.
 
-    Return the config unchanged where the family implies the listed types already, or where no values imply them.
+    Return the config unchanged if its values imply the listed types already, or if no values of the family imply them.
     """
     if family.layer_types is None or family.layer_types(config) == config["layer_types"]:
         return config
@@ -24,7 +24,7 @@ def implying_its_types(family: Family, config: Config) -> Config:
 
 
 def pattern_concern(base: BaseModel, config: Config, remedy: str) -> str | None:
-    """Return a warning if a runtime that goes by the layer index would misread layers of the result, else None.
+    """Return a warning if a runtime that derives attention types from the index would misread the result, else None.
 
     A model with memory has a model type that no runtime of this kind reads, so it needs no warning.
 

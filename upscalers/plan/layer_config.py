@@ -36,8 +36,8 @@ def follow_plan(base: BaseModel, plan: Plan) -> Config:
     Returns:
         A new config with `num_hidden_layers` and every per-layer list brought up to date. Attention types that the base
         leaves implied are written out, since after an insertion the family would imply wrong types from the index. If
-        the base lists no other types than the family implies, the config values that imply types are changed to imply
-        the new types, where some values do.
+        the base lists exactly the types that the family implies, the values that imply types are changed to imply the
+        new types, if any values do.
 
     Raises:
         RequestError: If the config holds, at any depth, an undeclared list as long as the model has layers or an

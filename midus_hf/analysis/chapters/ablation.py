@@ -1,4 +1,4 @@
-"""Ablation: the loss of texts without a chapter. It shows causes, where the share of reads shows correlations only."""
+"""Ablation: the loss of texts without a chapter. Ablation shows causes, while the share of reads shows correlations only."""
 
 import contextlib
 import random

@@ -1,4 +1,4 @@
-"""Interventions in some layers: they read other chapters than they hold, or do not open chapters, while a context is open."""
+"""Interventions in some layers: while a context is open, layers read changed chapters, or routers leave chapters closed."""
 
 import contextlib
 from collections.abc import Collection, Iterator

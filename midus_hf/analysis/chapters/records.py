@@ -28,7 +28,7 @@ class ChapterCounts:
         "entropy",  # of the router, summed over guided tokens
         "within", "pairs_within",  # overlap of neighbouring stretches, and the number of pairs
         "between", "pairs_between",  # overlap of rows of different documents, and the number of pairs
-        "to_attention", "to_residual",  # norm of the memory's output over that of attention's output, and of its input
+        "to_attention", "to_residual",  # norm of the memory's output over the norms of attention's output and of the memory's input
     )  # fmt: skip
 
     def __init__(self, num_chapters: int, num_shared: int, device: torch.device):
@@ -88,7 +88,8 @@ class ChapterCounts:
     def add_norms(
         self, added: torch.Tensor, attention: torch.Tensor, read: torch.Tensor, real: torch.Tensor | None
     ) -> None:
-        """Add the norm of the memory's output over that of attention's output, and of its input `read`; all `[B, T, D]`."""
+        """Add the ratios of the norm of `added`, the memory's output, to the norms of `attention`, attention's output, and of `read`,
+        the memory's input; all `[B, T, D]`."""
         norms = added.double().norm(dim=-1)
         for name, other in (("to_attention", attention), ("to_residual", read)):
             ratio = norms / other.double().norm(dim=-1).clamp(min=torch.finfo(torch.float32).tiny)

@@ -22,8 +22,8 @@ class TextReading:
         read_shares: Share of tokens that read each chapter, `[C]`; 1 for shared chapters.
         entropy: Entropy of the router's distribution over routed chapters, in nats, averaged over guided tokens. None if no
             token is guided.
-        effective_chapters: `exp` of the entropy of the reads' distribution over routed chapters: the number of chapters that,
-            read equally often, would be as even.
+        effective_chapters: `exp` of the entropy of the reads' distribution over routed chapters: so many chapters, read
+            equally often, would give the same entropy.
         dead_chapters: Chapters that no token reads.
         stability_within: Overlap of the chapters of neighbouring stretches (chapters in both over chapters in either), averaged
             over pairs. A stretch is a run of tokens that are routed together. None if no row has two guided stretches.

@@ -45,8 +45,8 @@ def nearest_tokens(
     """Return the tokens nearest to what each chapter's memory tokens would add. This is a probe, not a proof.
 
     Each memory token is treated as the only one that is attended to, and as the last addition to the residual stream: what it
-    adds goes through the model's final norm and head. The probe leaves out the residual stream itself, and that attention mixes
-    many memory tokens and later layers react. So the tokens suggest what a chapter is about; `ablate` shows what it does.
+    adds goes through the model's final norm and head. The probe ignores the residual stream itself, the mixing of many memory
+    tokens by attention, and the reaction of later layers. So the tokens suggest what a chapter is about; `ablate` shows what it does.
 
     Args:
         model: A model as in `memories_of_chapters`.

@@ -76,8 +76,8 @@ class Readings:
 def record_readings(model: nn.Module) -> Iterator[Readings]:
     """Record, inside the context, the input of each memory of a model, with its gradient graph.
 
-    The loss is computed from these inputs after the forward pass: inside it, activation checkpointing would have to
-    repeat the loss.
+    The loss is computed from these inputs after the forward pass. If the pass computed the loss, activation
+    checkpointing would repeat this work.
 
     Args:
         model: A model, wrapped or not. Its memory modules have an additional forward pre-hook inside the context.

@@ -167,12 +167,12 @@ def recorded_new_layers(config: PreTrainedConfig) -> list[int]:
 def set_trainable(
     model: PreTrainedModel, trainable: Trainable = "auto", frozen: Sequence[Role] = ()
 ) -> TrainableReport:
-    """Set `requires_grad` of every parameter; by default, the parameters train that the method's paper trains.
+    """Set `requires_grad` of every parameter. By default, those parameters train which the method's paper trains.
 
     With `"new"`, the added layers train whole (norms, projections, memory), memories attached to layers of the base
     train, and nothing else does: not the base layers, the embeddings, the final norm or the head. With a list of
-    indices, these layers train whole; with a list of roles, the tensors of these roles in the added memories. `"auto"`
-    is the choice that the config of an upscaled model records for its method: `"new"` or `"all"`.
+    indices, these layers train whole; with a list of roles, only the tensors of these roles in the added memories do.
+    `"auto"` is the choice that the config of an upscaled model records for its method: `"new"` or `"all"`.
 
     Args:
         model: A causal language model whose decoder has `layers`.

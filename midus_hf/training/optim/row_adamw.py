@@ -15,7 +15,7 @@ class RowAdamW(torch.optim.AdamW):
     """`torch.optim.AdamW` whose gradients may be sparse tensors of rows, as `torch.optim.SparseAdam` takes them.
 
     Rows without a gradient stay unchanged: no update, no decay, the same moments. All other rows get the update of
-    AdamW, with the step of the whole table in the bias correction. The time of a step is proportional to the rows that
+    AdamW, whose bias correction counts the steps of the whole table. The time of a step is proportional to the rows that
     were read. Moments exist only for the U rows that any step has read, `[U, v]`, in the order of the first reading;
     the state lists these rows as `rows`, `[U]`, int64. A further four bytes per row of the table hold an index.
 
