@@ -110,7 +110,7 @@ class MemoryState:
         """Stay on the device, since the state is small."""
 
     def prefetch(self, *args: Any, **kwargs: Any) -> None:
-        """Fetch the cache's first layer: a cache that offloads prefetches the layer behind the last one, which is this state."""
+        """Fetch the cache's first layer: an offloading cache prefetches what follows its last layer, which is this state."""
         if self._first_layer is not None:
             self._first_layer.prefetch(*args, **kwargs)
 

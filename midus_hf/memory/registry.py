@@ -92,7 +92,7 @@ def register_memory(name: str) -> Callable[[type[MemoryModule]], type[MemoryModu
         name: The type of memory, whose options are registered already.
 
     Raises:
-        ValueError: If the type is unknown, has another module, or has a tensor with the name of an attribute of every module.
+        ValueError: If the type is unknown, has another module, or has a tensor whose name every module has as an attribute.
     """
 
     def decorate(cls: type[MemoryModule]) -> type[MemoryModule]:

@@ -1,4 +1,4 @@
-"""The memory layer of UltraMemV2, and of its predecessors: PEER's pre-values, Memory+."""
+"""The memory layer of UltraMemV2, which covers its predecessors too: Memory+, and the pre-values of PEER."""
 
 import math
 from collections.abc import Mapping
@@ -28,7 +28,7 @@ _ACTIVATIONS = {"none": lambda products: products, "gelu": nn.functional.gelu, "
 
 @register_memory("ultramem")
 class UltraMem(MemoryModule):
-    """Slots of a large table, retrieved by Tucker-decomposed scores, their values scaled and summed (section 3, equation 15).
+    """Slots of a large table, retrieved by Tucker-decomposed scores, whose values are scaled and summed (section 3, equation 15).
 
     Args:
         options: Options of the memory.

@@ -274,7 +274,7 @@ class MemoryModel(HostsMemory):
 
     @needed_for("states")
     def _cache_of_pass(self, cache: Cache | None, use_cache: bool | None) -> Cache | None:
-        """Return the cache of the pass; create it if the pass uses a cache and has none, but not in training.
+        """Return the cache of the pass. Outside training, create one if the pass uses a cache and has none.
 
         Raises:
             ValueError: If the sequences of several requests are packed into one row, as in continuous batching.

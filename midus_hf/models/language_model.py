@@ -136,7 +136,7 @@ class MemoryForCausalLM(HostsMemory):
         inputs_embeds: torch.Tensor | None = None,
         **kwargs: Any,
     ) -> dict[str, Any]:
-        """Prepare the inputs as the family does, and add the padding, since static caches get a mask of another form.
+        """Prepare the inputs as the family does, and add a mask of padding, since static caches get a mask of another form.
 
         transformers reads from the signature whether embeddings may replace the prompt's ids.
 

@@ -247,7 +247,7 @@ def taken_at(entry: MemoryEntry, layer: int) -> tuple[Carried, ...]:
 
 
 def skips_into(entry: MemoryEntry, layer: int) -> tuple[int, ...]:
-    """Return the layers at which a memory reads the results that are added behind `layer`."""
+    """Return the layers at which a memory reads the input for results that are added behind `layer`."""
     return tuple(read for read, into in zip(entry.layers, entry.into, strict=False) if into == layer)
 
 

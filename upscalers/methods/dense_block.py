@@ -64,7 +64,7 @@ class DenseMethod(Method):
             )
 
     def identity_fills(self, base: BaseModel) -> dict[str, float]:
-        """Return the value that fills all tensors of a role, by role, for each role that makes a block the identity.
+        """Return the roles whose tensors are filled to make a block the identity, each with the value that fills them.
 
         Zero projections make a block the identity in every family. But the derivative of a norm at zero is 1 /
         sqrt(eps). In families with norms behind the projections, the gains of these norms are zeroed instead, which

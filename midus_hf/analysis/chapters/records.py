@@ -14,7 +14,7 @@ from midus_hf.ops.dispatch.private_torch import is_in_backward
 
 
 class ChapterCounts:
-    """Sums over the tokens of one text of what they read in one memory, float64.
+    """Sums over the reads of one text's tokens in one memory, float64.
 
     Args:
         num_chapters: C, the number of chapters, including shared chapters.
@@ -88,8 +88,10 @@ class ChapterCounts:
     def add_norms(
         self, added: torch.Tensor, attention: torch.Tensor, read: torch.Tensor, real: torch.Tensor | None
     ) -> None:
-        """Add the ratios of the norm of `added`, the memory's output, to the norms of `attention`, attention's output, and of `read`,
-        the memory's input; all `[B, T, D]`."""
+        """Add the ratios of the norm of `added` to the norms of `attention` and of `read`, all `[B, T, D]`.
+
+        These are the memory's output, attention's output and the memory's input.
+        """
         norms = added.double().norm(dim=-1)
         for name, other in (("to_attention", attention), ("to_residual", read)):
             ratio = norms / other.double().norm(dim=-1).clamp(min=torch.finfo(torch.float32).tiny)
@@ -123,7 +125,7 @@ class ChapterCounts:
 
 
 class ChapterRecords:
-    """Counts of what was read, per text and per place of a memory.
+    """Counts of reads, per text and per place of a memory.
 
     Args:
         hosts: Memories to record.
@@ -225,7 +227,7 @@ def _recorder(
 
 @torch.no_grad()
 def routing_of(memory: Any, arguments: tuple[torch.Tensor, ...], kwargs: Mapping[str, Any]) -> Routing | None:
-    """Return the routing of a memory's forward pass; None for a pass that activation checkpointing repeats or without tokens.
+    """Return the routing of a memory's forward pass; None for a pass without tokens, or repeated by activation checkpointing.
 
     Args:
         memory: Memory that reads chapters.

@@ -10,7 +10,7 @@ from midus_hf.ops.dispatch.choices import resolve
 from midus_hf.ops.dispatch.precision import without_autocast
 
 _MOST_GATHERED = 1 << 25
-"""Most elements of keys that are gathered at a time: 128 MB in float32."""
+"""Largest number of elements of keys that are gathered at a time: 128 MB in float32."""
 
 _FEWEST_TOGETHER = 16
 """Least number of queries with the same chapters for which gathering keys is faster than sorting tokens by chapter."""

@@ -8,9 +8,9 @@ import torch
 from midus_hf.ops.depth.inputs import DepthInputs, DepthReading
 
 _NUMBERS = 2**20
-"""Most elements of a stretch's keys, which are copied together: while they are multiplied, a CPU's caches hold them."""
+"""Largest number of elements in the keys of a stretch, which are copied together, so that a CPU's caches hold them."""
 _FEWEST = 16
-"""Fewest tokens of a stretch, however many slots there are."""
+"""Least number of tokens per stretch, however many slots there are."""
 
 
 def batched_depth_attention(inputs: DepthInputs) -> tuple[torch.Tensor, torch.Tensor]:

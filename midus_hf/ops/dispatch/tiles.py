@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 Changes = Mapping[str, int]
-"""Values that replace those of a rule, by the name of a kernel's parameter or of a compiler option."""
+"""Values that replace a rule's values, by the name of a kernel's parameter or of a compiler option."""
 Tile = dict[str, Any]
 """Parameters of a kernel and compiler options, by name."""
 Rule = Callable[..., Tile]

@@ -13,7 +13,7 @@ from midus_hf.ops.gather.native import native_gathered_products, native_row_sums
 from midus_hf.ops.gather.triton.rows import triton_row_sums, triton_weight_gradients, triton_weighted_rows
 
 _MOST_COLUMNS_IN_C = 64
-"""Widest rows that C sums. PyTorch sums wider rows as fast or faster: it sorts entries by row, and writes each row once."""
+"""Largest width of rows that C sums. PyTorch sums wider rows as fast or faster: it sorts entries by row, and writes each row once."""
 
 
 def weighted_rows(bank: torch.Tensor, slots: torch.Tensor, weights: torch.Tensor, backend: str) -> torch.Tensor:

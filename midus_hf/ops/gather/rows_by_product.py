@@ -13,7 +13,7 @@ from midus_hf.ops.dispatch.precision import without_autocast
 from midus_hf.ops.gather.triton.rows import triton_spread_weights
 
 _MOST_ELEMENTS = 1 << 26
-"""Most elements of the matrix of weights that are held at a time: 128 MB in half precision, and twice that for its gradient."""
+"""Largest number of weights that the matrix holds at a time: 128 MB in half precision, and twice that for its gradient."""
 
 _LEAST_READS = 4
 """Least average number of reads per row for which multiplying with all rows can pay."""

@@ -15,7 +15,7 @@ from midus_hf.ops.product_key.native import native_refusal
 from midus_hf.ops.product_key.op import check_product_keys
 
 MOST_EXPANDED = 1 << 28
-"""Most elements of an expanded bank, which is made for one forward pass: 512 MB in bfloat16."""
+"""Largest number of elements of an expanded bank, which is made for one forward pass: 512 MB in bfloat16."""
 
 _TIMES_EXPANDED_IN_C = 3
 """Tokens per slot from which on C expands the bank. For fewer, C transforms gathered values in the cache, which is less work."""

@@ -7,10 +7,10 @@ from midus_hf.ops.dispatch.choices import resolve
 from midus_hf.ops.dispatch.precision import without_autocast
 
 _MOST_SCORES = 1 << 26
-"""Most scores that are held at a time: 256 MB in float32."""
+"""Largest number of scores that are held at a time: 256 MB in float32."""
 
 _MOST_WIDENED = 1 << 20
-"""Most elements of keys that are held in float32 at a time on a CPU: 4 MB."""
+"""Largest number of elements of keys that a CPU holds in float32 at a time: 4 MB."""
 
 
 def flat_key_topk(

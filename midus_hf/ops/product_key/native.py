@@ -19,10 +19,10 @@ from midus_hf.ops.dispatch.native.calls import (
 
 _MOST_SUB_KEYS = 1 << 15
 _MOST_RETRIEVED = 64
-"""Most slots per head that C retrieves. C's cost per slot grows with their number; beyond it, torch's selection is faster."""
+"""Largest number of slots per head that C retrieves: C's cost per slot grows with k, and for larger k torch is faster."""
 
 _STRETCH = 256
-"""Fewest tokens per stretch. Gradients of tables are summed for each stretch first."""
+"""Least number of tokens per stretch. Gradients of tables are summed for each stretch first."""
 
 _MOST_PARTS = 16
 """Largest number of stretches of tokens."""
@@ -31,7 +31,7 @@ _MOST_LANES = 16
 """Largest number to a multiple of which C pads the width of a row."""
 
 _RESULTS = 5
-"""Most gradients that C writes: of query, row keys, column keys, transform and gathered values."""
+"""Largest number of gradients that C writes: of query, row keys, column keys, transform and gathered values."""
 
 
 def native_refusal(n: int, k: int) -> str | None:

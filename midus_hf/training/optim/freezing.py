@@ -167,7 +167,7 @@ def recorded_new_layers(config: PreTrainedConfig) -> list[int]:
 def set_trainable(
     model: PreTrainedModel, trainable: Trainable = "auto", frozen: Sequence[Role] = ()
 ) -> TrainableReport:
-    """Set `requires_grad` of every parameter. By default, those parameters train which the method's paper trains.
+    """Set `requires_grad` of every parameter. By default, train the parameters that the method's paper trains.
 
     With `"new"`, the added layers train whole (norms, projections, memory), memories attached to layers of the base
     train, and nothing else does: not the base layers, the embeddings, the final norm or the head. With a list of

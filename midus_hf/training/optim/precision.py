@@ -33,7 +33,7 @@ def hold_for_training(model: PreTrainedModel, bf16: bool) -> dict[str, torch.dty
 
 
 def restore_dtypes(model: PreTrainedModel, dtypes: dict[str, torch.dtype]) -> None:
-    """Cast everything back to its dtype before `hold_for_training`; this is exact for what was frozen.
+    """Cast everything back to the dtype that it had before `hold_for_training`. For frozen tensors this is exact.
 
     Args:
         model: The model after training.

@@ -143,7 +143,7 @@ class TableColumns:
 
 
 def tables_of_values(model: nn.Module) -> dict[str, nn.Parameter]:
-    """Return the parameters, by name, that are value tables, own or shared, of memories which read few rows."""
+    """Return the value tables of memories that read few rows, by parameter name; layers may share these tables."""
     read = {
         id(table) for module in model.modules() if isinstance(module, ReadsFewRows) for table in module.parameters()
     }
