@@ -381,7 +381,7 @@ def _kept_of(
 
 
 def _positions(places: TokenPlaces, real: torch.Tensor, count: torch.Tensor | None) -> torch.Tensor:
-    """Return the position of each token in its document, `[B, T]`. Earlier passes read `count` `[B]` tokens of a first document."""
+    """Return each token's position in its document, `[B, T]`; earlier passes read `count` `[B]` tokens of a row's first document."""
     position = real.long().cumsum(1) - 1
     if count is not None:
         position = position + count.unsqueeze(1)
