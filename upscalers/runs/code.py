@@ -24,8 +24,8 @@ def inspect_code(folder: Path) -> dict[str, Any] | None:
         folder: Folder of the checkpoint.
 
     Returns:
-        `{"file", "version", "as_generated"}`: the name of the file, the version that its header names (None if there is no such
-        header), and whether the file is byte for byte what this version generates. None if the checkpoint carries no code.
+        `{"file", "version", "as_generated"}`: the name of the file, the version that its header names (None
+        without a header), and whether the file is byte for byte what this version generates. None if the checkpoint carries no code.
     """
     path = folder / _CODE
     if not path.is_file():
