@@ -5,6 +5,7 @@ import runpy
 from pathlib import Path
 
 from setuptools import Extension, setup
+from setuptools.command.bdist_wheel import bdist_wheel
 from setuptools.command.build_ext import build_ext
 from setuptools.command.build_py import build_py
 
@@ -13,6 +14,13 @@ RECIPES = [
     path.relative_to(ROOT) for kind in ("train", "sft") for path in sorted((ROOT / "configs" / kind).glob("*.yaml"))
 ]
 NATIVE = runpy.run_path(str(Path(__file__).parent / "midus_hf" / "ops" / "dispatch" / "native" / "build.py"))
+
+
+class WheelOfEveryPython(bdist_wheel):
+    """A wheel for one platform and every Python: ctypes loads the libraries, which know nothing of an interpreter."""
+
+    def get_tag(self) -> tuple[str, str, str]:
+        return ("py3", "none", super().get_tag()[2])
 
 
 class BuildWithRecipes(build_py):
@@ -60,5 +68,5 @@ setup(
     ext_modules=[
         Extension(f"midus_hf.ops.dispatch.native.native_{name}", sources=[], optional=True) for name in variants
     ],
-    cmdclass={"build_ext": BuildLibraries, "build_py": BuildWithRecipes},
+    cmdclass={"bdist_wheel": WheelOfEveryPython, "build_ext": BuildLibraries, "build_py": BuildWithRecipes},
 )
