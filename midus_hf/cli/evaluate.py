@@ -10,6 +10,8 @@ import typer
 
 from midus_hf.cli.command_line import INTERRUPTED, WRONG_REQUEST, Ending, command_line, run_command
 from midus_hf.cli.reading import Device, Json, TaskData, TaskLimit, model_argument
+from midus_hf.cli.recipes import other_command
+from midus_hf.config.yaml_options import read_mapping
 
 _REST = """\b
 Keys of --set and of the file, besides these options (docs/evaluate.md):
@@ -89,8 +91,12 @@ def midus_eval(
         return
     if not models:
         raise ValueError("no model is given; expected one or more folders or hub ids.")
-    from midus_hf.evaluation.settings import read_settings
+    from midus_hf.evaluation.settings import EvaluationSettings, read_settings
 
+    if config is not None:
+        other = other_command(EvaluationSettings, config, read_mapping(config))
+        if other is not None:
+            raise ValueError(other)
     settings = read_settings(
         config,
         {

@@ -1,7 +1,7 @@
 """Read the YAML files of commands, and name the right command if a file belongs to another command."""
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -35,11 +35,22 @@ def read_recipe(options_class: type[Options], path: str | Path, overrides: Seque
     try:
         return from_mapping(options_class, with_overrides(options_class, values, overrides))
     except ValueError as error:
-        command_keys = [key for key in _COMMAND_BY_KEY if key in present]
-        fields: Any = options_class
-        if not command_keys or any(field.name in command_keys for field in dataclasses.fields(fields)):
+        other = other_command(options_class, path, present)
+        if other is None:
             raise
-        command = _COMMAND_BY_KEY[command_keys[0]]
-        raise ValueError(
-            f"{path} has {command_keys[0]!r}, a key of another command; run '{command} {path}'."
-        ) from error
+        raise ValueError(other) from error
+
+
+def other_command(options_class: type, path: str | Path, keys: Iterable[str]) -> str | None:
+    """Return a message that names the command whose file has some keys; None if the file may be for this command.
+
+    Args:
+        options_class: Dataclass of this command's options.
+        path: Path of the file.
+        keys: Keys of the file.
+    """
+    fields: Any = dataclasses.fields(options_class)
+    of_commands = [key for key in _COMMAND_BY_KEY if key in set(keys)]
+    if not of_commands or any(field.name in of_commands for field in fields):
+        return None
+    return f"{path} has {of_commands[0]!r}, a key of another command; run '{_COMMAND_BY_KEY[of_commands[0]]} {path}'."

@@ -12,6 +12,7 @@ import yaml
 
 from midus_hf.cli.command_line import FAILED, INTERRUPTED, Ending, command_line, run_command
 from midus_hf.cli.reading import Json
+from midus_hf.cli.recipes import other_command
 from midus_hf.config.yaml_options import GivenTwice, read_yaml
 from upscalers.record.report import PushError
 from upscalers.request.errors import RequestError, one_line
@@ -267,6 +268,8 @@ def _read_config_file(path: Path | None) -> dict[str, Any]:
         raise RequestError(f"--config {path} is not YAML: {one_line(error)}") from None
     if not isinstance(content, dict):
         raise RequestError(f"--config {path} holds no mapping; expected keys such as base, method, output.")
+    if (other := other_command(RunRequest, path, content)) is not None:
+        raise RequestError(other)
     options = vars(parse_options(RunRequest, content, f"--config {path}"))
     return {key: value for key, value in options.items() if value is not None}
 

@@ -145,3 +145,30 @@ def test_a_file_of_another_command_is_called_that(given, words, message, tmp_pat
     (tmp_path / "recipe.yaml").write_text(f"{words}\n")
     assert run_in_process(given, ["recipe.yaml"], monkeypatch) == 2
     assert capsys.readouterr().err.startswith(f"{given}: {message}")
+
+
+@pytest.mark.parametrize(
+    ("command", "words", "keys", "message"),
+    [
+        (
+            "upscale",
+            [],
+            "corpus: a.txt",
+            "recipe.yaml has 'corpus', a key of another command; run 'midus train recipe.yaml'.",
+        ),
+        ("upscale", [], "base: b\nmethods: moc", "--config recipe.yaml has no option 'methods'"),
+        (
+            "midus eval",
+            ["model"],
+            "method: moc",
+            "recipe.yaml has 'method', a key of another command; run 'upscale --config recipe.yaml'.",
+        ),
+    ],
+)
+def test_so_is_a_file_given_as_an_option(command, words, keys, message, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text("{}")
+    (tmp_path / "recipe.yaml").write_text(f"{keys}\n")
+    assert run_in_process(command, [*words, "--config", "recipe.yaml"], monkeypatch) == 2
+    assert capsys.readouterr().err.startswith(f"{command}: {message}")
