@@ -36,10 +36,10 @@ def document_paths(
         blocked: Pairs of level and node that no path may take, as in `ClusterTree.paths`. Default: none.
 
     Returns:
-        For each document that is not blank: the columns of its row, or `text` if it has no row; `document`, its number;
-        `windows`, the path of each of its windows; `memory_ids`, the path that most of its windows take (the first path
-        among equals), by which a model fetches blocks; and `memory_tree`, the fingerprint of the tree. A path with -1
-        at every level stands for the generic memory.
+        A mapping for each document that is not blank, with the columns of its row, or `text` if it has no row;
+        `document`, its number; `windows`, the path of each of its windows; `memory_ids`, the path that most of its
+        windows take (the first path among equals), by which a model fetches blocks; and `memory_tree`, the fingerprint
+        of the tree. A path with -1 at every level stands for the generic memory.
 
     Raises:
         ValueError: If `MemoryRetriever.paths` refuses `blocked`.

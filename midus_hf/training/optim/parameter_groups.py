@@ -34,12 +34,12 @@ def parameter_groups(model: nn.Module, rates: Rates) -> list[dict[str, Any]]:
         rates: Rate and decay of each kind of tensor.
 
     Returns:
-        Groups with `params`, `name`, `lr`, `weight_decay` and `course`, in this order: `decay`, `no_decay`; `memory`,
-        `memory_no_decay` if other memory tensors have a separate rate; `gates`, `gates_no_decay` if gates have a
-        separate rate; `keys_and_values`, or `keys` and `values` if these differ. Groups without parameters are left
-        out. Blocks of a bank are no parameters: if they train, a last group `blocks` has the rate, decay and course
-        of values. `course` is `"schedule"`, `"constant"` or `"4x-to-1x"`. Keys and values come late because a
-        Trainer logs the rate of the first group.
+        Groups with `params`, `name`, `lr`, `weight_decay` and `course`. The groups are, in this order, `decay`,
+        `no_decay`; `memory`, `memory_no_decay` if other memory tensors have a separate rate; `gates`, `gates_no_decay`
+        if gates have a separate rate; `keys_and_values`, or `keys` and `values` if these differ. Groups without
+        parameters are left out. Blocks of a bank are no parameters: if they train, a last group `blocks` has the rate,
+        decay and course of values. `course` is `"schedule"`, `"constant"` or `"4x-to-1x"`. Keys and values come late
+        because a Trainer logs the rate of the first group.
 
     Raises:
         ValueError: If nothing trains.

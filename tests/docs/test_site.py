@@ -1,0 +1,148 @@
+"""The site that `make docs` builds: without a warning or a dead link, and with every public name."""
+
+import ast
+import html
+import os
+import re
+import subprocess
+import sys
+import zlib
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+DOCS = ROOT / "docs"
+for _package in ("sphinx", "myst_parser", "furo"):
+    pytest.importorskip(_package)
+
+
+def sphinx(source: Path, output: Path, builder: str) -> subprocess.CompletedProcess:
+    """Build the pages below a folder with the project's configuration, in which a warning is an error, as in the Makefile."""
+    (options,) = re.findall(r"-m sphinx (.*--write-all)", (ROOT / "Makefile").read_text(encoding="utf-8"))
+    command = [
+        sys.executable,
+        "-m",
+        "sphinx",
+        *options.split(),
+        "--builder",
+        builder,
+        "--conf-dir",
+        DOCS,
+        source,
+        output,
+    ]
+    path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
+    return subprocess.run(command, capture_output=True, text=True, env={**os.environ, "PYTHONPATH": path})
+
+
+@pytest.fixture(scope="session")
+def site(tmp_path_factory) -> Path:
+    """The folder of the built site."""
+    folder = tmp_path_factory.mktemp("site")
+    result = sphinx(ROOT, folder, "html")
+    assert (result.returncode, result.stderr) == (0, "")
+    return folder
+
+
+def text_of(page: Path) -> str:
+    """What a reader sees of a page, with single spaces."""
+    return " ".join(html.unescape(re.sub(r"<[^>]+>", "", page.read_text(encoding="utf-8"))).split())
+
+
+def documented_names(site: Path) -> set[str]:
+    """The Python names of the site's inventory."""
+    *_, names = (site / "objects.inv").read_bytes().split(b"\n", 4)
+    entries = (line.split(" ") for line in zlib.decompress(names).decode().splitlines())
+    return {name for name, kind, *_ in entries if kind.startswith("py:")}
+
+
+def public_names() -> set[str]:
+    """The names in every `__all__` of both packages, with the name of their module."""
+    names = set()
+    for package in ("midus_hf", "upscalers"):
+        for path in (ROOT / package).rglob("*.py"):
+            module = ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
+            for node in ast.parse(path.read_text(encoding="utf-8")).body:
+                if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__":
+                    names |= {f"{module}.{name}" for name in ast.literal_eval(node.value)}
+    return names
+
+
+def test_every_public_name_is_in_the_reference(site):
+    names = public_names()
+    assert {"upscalers.upscale", "midus_hf.training.set_trainable", "midus_hf.memory.kept_values"} <= names
+    assert names - documented_names(site) == set(), "name them on a page of docs/reference"
+
+
+def test_signatures_and_descriptions_are_those_of_the_source(site):
+    memory = text_of(site / "docs" / "reference" / "memory.html")
+    assert "midus_hf.memory.kept_values(model: Module) → Iterator[None]" in memory
+    assert "Parameters: model \N{EN DASH} A model, a part of a model, or a wrapper around a model." in memory
+    assert "Keyword arguments that the model makes for the memory. tokens: a TokenPlaces." in memory
+    training = text_of(site / "docs" / "reference" / "training.html")
+    assert (
+        "midus_hf.training.set_trainable( model: PreTrainedModel, trainable: Literal['auto', 'new', 'all']" in training
+    )
+    assert "learning_rate: float = 0.0001, memory_learning_rate: float | None = None," in training
+    assert "frozen: list[Literal['key', 'value', " in training and "= ...," in training  # a default made by a factory
+    upscaling = text_of(site / "docs" / "reference" / "upscaling.html")
+    assert "exception upscalers.RequestError[source]¶ Bases: ValueError Error for a request" in upscaling
+    assert "Alias for field number" not in text_of(site / "docs" / "reference" / "depth.html")
+
+
+def test_the_navigation_follows_the_list_of_pages(site):
+    assert 'url=docs/README.html"' in (site / "index.html").read_text(encoding="utf-8")
+    first = (site / "docs" / "README.html").read_text(encoding="utf-8")
+    tree = first[first.index("sidebar-tree") : first.index("</aside>")]
+    pages = re.findall(r'href="([\w/.-]+)\.html"', tree)
+    listed = re.findall(r"\]\(([\w-]+)\.md", (DOCS / "README.md").read_text(encoding="utf-8"))
+    assert [page for page in pages if page in listed] == list(dict.fromkeys(listed))
+    assert {"../README", "../CHANGELOG", "../experiments/LOG", "decisions/one-host-layer"} <= set(pages)
+
+
+LISTED = "# Documentation\n\n**Use**\n\n- An [other](other.md) page\n"
+
+
+@pytest.mark.parametrize(
+    ("link", "warning"),
+    [
+        ("[page](absent.md)", "cross-reference target not found: 'absent.md'"),
+        ("[heading](README.md#absent)", "local id not found in doc 'docs/README': 'absent'"),
+        ("[heading](#absent)", "cross-reference target not found: 'absent'"),
+        ("[file](../absent.csv)", "cross-reference target not found: '../absent.csv'"),
+        ("[folder](../absent)", "cross-reference target not found: '../absent'"),
+        ("![picture](absent.png)", "image file not readable: docs/absent.png"),
+    ],
+)
+def test_a_dead_link_fails_the_build(link, warning, tmp_path):
+    result = built(tmp_path, {"docs/README.md": LISTED, "docs/other.md": f"# Other\n\n{link}\n"})
+    assert result.returncode == 1 and warning in result.stderr
+
+
+def test_links_to_pages_files_and_folders_are_alive(tmp_path):
+    links = "[a](README.md) [b](../README.md#first) [c](#there) [d](../configs) [e](../configs/one.yaml)"
+    pages = {"docs/README.md": LISTED, "docs/other.md": f"# Other\n\n## There\n\n{links}\n"}
+    result = built(tmp_path, {**pages, "configs/one.yaml": "a: 1\n"})
+    assert (result.returncode, result.stderr) == (0, "")
+
+
+@pytest.mark.parametrize("page", ["docs/new.md", "docs/methods/new.md"])
+def test_a_page_that_no_readme_links_to_fails_the_build(page, tmp_path):
+    readmes = {"docs/README.md": f"{LISTED}- [Methods](methods/README.md)\n", "docs/methods/README.md": "# Methods\n"}
+    result = built(tmp_path, {**readmes, "docs/other.md": "# Other\n", page: "# New\n"})
+    assert result.returncode == 1 and f"{page}: WARNING: document isn't included in any toctree" in result.stderr
+    with (tmp_path / page).with_name("README.md").open("a", encoding="utf-8") as readme:
+        readme.write("\nA [new](new.md) page.\n")
+    result = built(tmp_path, {})
+    assert (result.returncode, result.stderr) == (0, "")
+
+
+def built(folder: Path, pages: dict[str, str]) -> subprocess.CompletedProcess:
+    """Resolve the links of these pages as those of the project, without writing anything."""
+    project = {"README.md": "# Project\n\n## First\n", "CHANGELOG.md": "# Changes\n", "experiments/LOG.md": "# Log\n"}
+    for name, text in {**project, **pages}.items():
+        path = folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text, encoding="utf-8")
+    return sphinx(folder, folder / "outputs", "dummy")
