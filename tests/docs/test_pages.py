@@ -127,7 +127,11 @@ def test_scripts_are_short(page):
     assert len(lines) <= 32
 
 
-@pytest.mark.parametrize("page", [*sorted(DOCS.glob("*.md")), DOCS.parent / "README.md"], ids=lambda page: page.stem)
+@pytest.mark.parametrize(
+    "page",
+    [*sorted(DOCS.glob("*.md")), *sorted(DOCS.glob("methods/*.md")), DOCS.parent / "README.md"],
+    ids=lambda page: page.stem,
+)
 def test_pages_say_what_works_in_the_clone_alone(page):
     """The page of benchmarks quotes commands of this repository throughout."""
     if page.stem == "benchmarks":

@@ -1,0 +1,134 @@
+"""Pages of methods name every option with its default, price what a dry run prices, and show commands that run."""
+
+import re
+import shlex
+from dataclasses import MISSING, fields
+from pathlib import Path
+
+import pytest
+import yaml
+
+from midus_hf.cli import upscale as cli
+from tests.upscalers.real_configs import LLAMA_3_1_8B, LLAMA_3_2_1B, write_config
+from upscalers.methods.contract import METHODS
+from upscalers.runs.upscale import upscale
+
+FOLDER = Path(__file__).parents[2] / "docs" / "methods"
+INDEX = (FOLDER / "README.md").read_text(encoding="utf-8")
+PAGES = sorted(page for page in FOLDER.glob("*.md") if page.name != "README.md")
+SHIPPED = sorted(name for name, method in METHODS.items() if method.__module__.startswith("upscalers."))
+SECTIONS = ["When to use it", "How", "Cost", "Evidence", "Limits"]
+CONFIGS = {"Llama-3.2-1B": LLAMA_3_2_1B, "Llama-3.1-8B": LLAMA_3_1_8B}
+
+
+def cells(line: str) -> list[str]:
+    return [cell.strip() for cell in line.strip("|").split("|")]
+
+
+def index_row(method: str) -> list[str]:
+    """The cells of a method in the table of docs/methods/README.md."""
+    rows = [cells(line) for line in INDEX.splitlines() if line.startswith(f"| {method} |")]
+    assert rows, f"{method} has no row in docs/methods/README.md; add one"
+    return rows[0]
+
+
+def page_of(method: str) -> str:
+    (name,) = re.findall(r"\]\(([\w-]+\.md)\)", index_row(method)[-1])
+    return (FOLDER / name).read_text(encoding="utf-8")
+
+
+def test_every_page_is_in_the_index():
+    assert {page.name for page in PAGES} == {
+        name for method in SHIPPED for name in re.findall(r"\]\(([\w-]+\.md)\)", index_row(method)[-1])
+    }
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_pages_have_the_same_sections(page):
+    assert re.findall(r"^## (.+)$", page.read_text(encoding="utf-8"), flags=re.MULTILINE) == SECTIONS
+
+
+@pytest.mark.parametrize("method", SHIPPED)
+def test_every_option_is_on_the_page_with_its_default(method):
+    text = page_of(method)
+    for option in fields(METHODS[method].options_class):
+        lines = [line for line in text.splitlines() if f"`{option.name}`" in line]
+        assert lines, f"option {option.name} of {method} is not on its page"
+        if option.default is MISSING or option.default is None:
+            continue
+        default = str(option.default).lower() if isinstance(option.default, bool) else str(option.default)
+        assert any(default in line for line in lines), f"default {default} of {option.name} of {method}"
+
+
+@pytest.mark.parametrize("method", [name for name in SHIPPED if name != "slices"])
+def test_the_index_says_what_a_dry_run_says(method, tmp_path):
+    report = upscale(base=write_config(tmp_path / "base", LLAMA_3_2_1B), method=method, dry_run=True)
+    counts = report.parameters
+    _, _, start, trains, new, _ = index_row(method)
+    assert start == ("exact" if report.promises_identity else "another function")
+    assert new == (f"{counts.new:,}" if counts.bank is None else f"0; {counts.bank:,} in the bank")
+    everything = counts.trainable == counts.total
+    assert trains == ("everything" if everything else "new" if counts.bank is None else "the bank")
+
+
+def priced() -> list[tuple[str, str, str, str]]:
+    """Method, base, new parameters and total of every row of a table of costs."""
+    found = []
+    for page in PAGES:
+        methods = [method for method in SHIPPED if f"({page.name})" in index_row(method)[-1]]
+        for line in page.read_text(encoding="utf-8").partition("\n## Cost\n")[2].partition("\n## ")[0].splitlines():
+            row = cells(line)
+            method = row.pop(0) if row[0] in SHIPPED else methods[0]
+            if row[0] in CONFIGS and len(row) >= 4 and row[0] and "(" not in row[1]:
+                found.append((method, row[0], row[2], row[3]))
+    return found
+
+
+@pytest.mark.parametrize(("method", "base", "new", "total"), priced())
+def test_costs_of_pages_are_those_of_a_dry_run(method, base, new, total, tmp_path):
+    counts = upscale(base=write_config(tmp_path / "base", CONFIGS[base]), method=method, dry_run=True).parameters
+    assert (new, total) == (f"{counts.new:,}", f"{counts.total:,}")
+
+
+def blocks(language: str) -> list[tuple[str, str]]:
+    """The name of a page and a block of it, for every block of a language."""
+    fenced = re.compile(rf"^```{language}\n(.*?)^```$", flags=re.DOTALL | re.MULTILINE)
+    return [(page.stem, block) for page in PAGES for block in fenced.findall(page.read_text(encoding="utf-8"))]
+
+
+def commands() -> list[str]:
+    lines = [line for _, block in blocks("") for line in block.replace("\\\n", " ").splitlines()]
+    return [line for line in lines if line.startswith("upscale --base")]
+
+
+@pytest.mark.parametrize("line", commands())
+def test_commands_are_planned(line, tmp_path):
+    arguments = shlex.split(line, comments=True)[1:]
+    place = arguments.index("--base") + 1
+    base = CONFIGS.get(arguments[place].split("/")[1], LLAMA_3_2_1B)
+    if "Llama-2-7b" in arguments[place]:
+        base = {**LLAMA_3_1_8B, "num_key_value_heads": 32}
+    arguments[place] = write_config(tmp_path / "base", base)
+    output = arguments.index("--output")
+    del arguments[output : output + 2]  # a dry run needs no room for it
+    assert cli.main([*map(str, arguments), "--dry-run"]) == 0
+
+
+@pytest.mark.parametrize(("page", "script"), blocks("python"))
+def test_scripts_are_planned(page, script, tmp_path, monkeypatch):
+    planned = []
+
+    def dry(base: str, output: str, **request: object) -> None:
+        folder = write_config(tmp_path / "base", CONFIGS[base.split("/")[1]])
+        planned.append(upscale(base=folder, dry_run=True, **request))
+
+    monkeypatch.setattr("upscalers.upscale", dry)
+    exec(compile(script, page, "exec"), {})
+    assert planned
+
+
+@pytest.mark.parametrize(("page", "recipe"), blocks("yaml"))
+def test_recipes_are_planned(page, recipe, tmp_path):
+    request = yaml.safe_load(recipe)
+    request["base"] = write_config(tmp_path / "base", CONFIGS[request["base"].split("/")[1]])
+    assert upscale(**request, dry_run=True).parameters.new > 0
