@@ -1,4 +1,4 @@
-"""Pages of methods name every option with its default, price what a dry run prices, and show commands that run."""
+"""Pages of methods name every option with its default, price methods as a dry run does, and show commands that run."""
 
 import re
 import shlex
@@ -14,9 +14,14 @@ from upscalers.methods.contract import METHODS
 from upscalers.runs.upscale import upscale
 
 FOLDER = Path(__file__).parents[2] / "docs" / "methods"
+CHOOSING = (FOLDER.parent / "choosing.md").read_text(encoding="utf-8")
 INDEX = (FOLDER / "README.md").read_text(encoding="utf-8")
 PAGES = sorted(page for page in FOLDER.glob("*.md") if page.name != "README.md")
 SHIPPED = sorted(name for name, method in METHODS.items() if method.__module__.startswith("upscalers."))
+PRICED = [name for name in SHIPPED if name != "slices"]
+"""What slices cost depends on which they are."""
+
+BYTES_TRAINED, BYTES_FROZEN = 16, 2
 SECTIONS = ["When to use it", "How", "Cost", "Evidence", "Limits"]
 CONFIGS = {"Llama-3.2-1B": LLAMA_3_2_1B, "Llama-3.1-8B": LLAMA_3_1_8B}
 
@@ -43,6 +48,16 @@ def test_every_page_is_in_the_index():
     }
 
 
+@pytest.mark.parametrize("method", SHIPPED)
+def test_every_method_is_in_the_decision_table_with_its_page(method):
+    named = re.compile(rf"(?<![\w-]){method}(?![\w-])")
+    (page,) = re.findall(r"\]\(([\w-]+\.md)\)", index_row(method)[-1])
+    decisions = [line for line in CHOOSING.partition("\n## ")[0].splitlines() if named.search(line)]
+    assert any(f"(methods/{page})" in line for line in decisions), (
+        f"no row of docs/choosing.md leads to {page} for {method}"
+    )
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
 def test_pages_have_the_same_sections(page):
     assert re.findall(r"^## (.+)$", page.read_text(encoding="utf-8"), flags=re.MULTILINE) == SECTIONS
@@ -60,28 +75,35 @@ def test_every_option_is_on_the_page_with_its_default(method):
         assert any(default in line for line in lines), f"default {default} of {option.name} of {method}"
 
 
-@pytest.mark.parametrize("method", [name for name in SHIPPED if name != "slices"])
-def test_the_index_says_what_a_dry_run_says(method, tmp_path):
+@pytest.mark.parametrize("method", PRICED)
+def test_costs_of_the_index_are_those_of_a_dry_run(method, tmp_path):
     report = upscale(base=write_config(tmp_path / "base", LLAMA_3_2_1B), method=method, dry_run=True)
     counts = report.parameters
-    _, _, start, trains, new, _ = index_row(method)
-    assert start == ("exact" if report.promises_identity else "another function")
-    assert new == (f"{counts.new:,}" if counts.bank is None else f"0; {counts.bank:,} in the bank")
-    everything = counts.trainable == counts.total
-    assert trains == ("everything" if everything else "new" if counts.bank is None else "the bank")
+    at_a_time = counts.trainable if counts.fetched is None else counts.fetched  # the rest of a bank stays on the disk
+    frozen = counts.total - (counts.trainable if counts.fetched is None else 0)
+    state = BYTES_TRAINED * at_a_time + BYTES_FROZEN * frozen
+    assert index_row(method)[2:-1] == [
+        "exact" if report.promises_identity else "another function",
+        f"{counts.new:,}",
+        f"{counts.trainable:,}",
+        f"{report.bytes.written:,}",
+        f"{state / 1e9:.1f} GB",
+    ]
 
 
 def priced() -> list[tuple[str, str, str, str]]:
-    """Method, base, new parameters and total of every row of a table of costs."""
-    found = []
+    """Method, base, new parameters and total of every row that prices a base; all dense methods share those of the index."""
+    found = [("llama-pro", *cells(line)) for line in INDEX.splitlines() if cells(line)[0] in CONFIGS]
     for page in PAGES:
-        methods = [method for method in SHIPPED if f"({page.name})" in index_row(method)[-1]]
-        for line in page.read_text(encoding="utf-8").partition("\n## Cost\n")[2].partition("\n## ")[0].splitlines():
+        (first, *_) = [method for method in SHIPPED if f"({page.name})" in index_row(method)[-1]]
+        for line in page.read_text(encoding="utf-8").splitlines():
             row = cells(line)
-            method = row.pop(0) if row[0] in SHIPPED else methods[0]
-            if row[0] in CONFIGS and len(row) >= 4 and row[0] and "(" not in row[1]:
-                found.append((method, row[0], row[2], row[3]))
-    return found
+            found.append((row.pop(0) if row[0] in SHIPPED else first, *row))
+    return [(method, base, new, total) for method, base, _, new, total, *_ in filter(priceable, found)]
+
+
+def priceable(row: tuple[str, ...]) -> bool:
+    return len(row) > 4 and row[1] in CONFIGS and "(" not in row[2]
 
 
 @pytest.mark.parametrize(("method", "base", "new", "total"), priced())
