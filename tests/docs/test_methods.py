@@ -86,6 +86,7 @@ def test_costs_of_the_index_are_those_of_a_dry_run(method, tmp_path):
         "exact" if report.promises_identity else "another",
         f"{counts.new:,}",
         f"{counts.trainable:,}",
+        f"{report.bytes.written:,}",
         f"{state / 1e9:.1f} GB",
     ]
 
