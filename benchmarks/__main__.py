@@ -17,9 +17,9 @@ from benchmarks.options import add_device, add_results, add_resumption, numbers,
 from benchmarks.report import DOCUMENT, IMAGES
 from benchmarks.tracked import RESULTS
 
+# The table that kernels read. Its path stands here, since importing it from ops would import Triton before a rehearsal
+# can set `TRITON_INTERPRET`.
 TILES = Path(__file__).resolve().parents[1] / "midus_hf" / "ops" / "dispatch" / "tiles.json"
-"""The table that kernels read. Its path stands here, since importing it from ops would import Triton before a rehearsal
-can set `TRITON_INTERPRET`."""
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -42,8 +42,8 @@ from midus_hf.memory.registry import build_memory
 MOE_RESULTS = RESULTS / "moe_cost.csv"
 EXPERTS, CHOSEN = 64, 8
 PASSES = ("forward", "both")
+# Transformers' ways to compute experts.
 WAYS = ("eager", "grouped_mm", "batched_mm")
-"""Transformers' ways to compute experts."""
 _MOST_COPIED = 1 << 30
 BATCHES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 

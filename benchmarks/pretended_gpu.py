@@ -21,8 +21,8 @@ from torch.utils._pytree import tree_leaves
 from benchmarks import profile, timing
 from benchmarks.interpreter import mended_interpreter
 
+# Name of the device, also in rows. It must name an H200, whose roofline is known.
 NAME = "pretended NVIDIA H200"
-"""Name of the device, also in rows. It must name an H200, whose roofline is known."""
 
 
 @contextlib.contextmanager

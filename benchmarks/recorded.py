@@ -29,10 +29,10 @@ class Recorded:
     def __init__(self, run: Run, device: str, results: Path | None, file: str, goes_on: bool = False):
         self.run, self.device, self.results, self.file = run, device, results, file
         self.troubles: list[str] = []
+        # Rows that a resumed run already has.
         self.before: list[dict[str, str]] = self.rows() if goes_on else []
-        """Rows that a resumed run already has."""
+        # Subjects of the profiles that a resumed run already has.
         self.profiled: set[str] = set()
-        """Subjects of the profiles that a resumed run already has."""
         if goes_on and results is not None:
             self.profiled |= {row["subject"] for row in rows_of(run, results / PROFILE_FILE)}
 

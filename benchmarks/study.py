@@ -9,11 +9,11 @@ from typing import Any
 
 from benchmarks.tracked import MACHINE, append, commit, this_run
 
+# Measured values by column.
 Row = dict[str, Any]
-"""Measured values by column."""
 
+# Cell of a table for a row: a format, such as `{loss:.4f}`, or a function of the row.
 Cell = str | Callable[[Row], object]
-"""Cell of a table for a row: a format, such as `{loss:.4f}`, or a function of the row."""
 
 
 def command_line(description: str | None) -> argparse.ArgumentParser:

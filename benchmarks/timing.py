@@ -10,24 +10,25 @@ from typing import Any
 
 import torch
 
+# Bytes written between runs on a GPU to flush its caches: more than any cache holds.
 _FLUSHED_BYTES = 1 << 29
-"""Bytes written between runs on a GPU to flush its caches: more than any cache holds."""
 
+# Cycles per millisecond of a clock that is faster than any GPU's, so that the device never sleeps for too short a
+# time.
 _CYCLES_PER_MS = 3_000_000
-"""Cycles per millisecond of a clock that is faster than any GPU's, so that the device never sleeps for too short a time."""
 
+# Length of a sleep over the time that the host just needed to issue the same call.
 _SLEEP_MARGIN = 3.0
-"""Length of a sleep over the time that the host just needed to issue the same call."""
 
 _SHORTEST_SLEEP_MS = 0.2
 
+# Longest sleep. A call that keeps the host busy for longer waits for the device, so no sleep could outlast the host.
 _LONGEST_SLEEP_MS = 150.0
-"""Longest sleep. A call that keeps the host busy for longer waits for the device, so no sleep could outlast the host."""
 
 _FEWEST_ROUNDS = 5
 
+# Sleeps to try, each longer than the last, until one outlasts the host. None does if the call waits for the device.
 _SLEEPS = 2
-"""Sleeps to try, each longer than the last, until one outlasts the host. None does if the call waits for the device."""
 
 
 @dataclass(frozen=True)

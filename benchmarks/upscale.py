@@ -28,8 +28,8 @@ from tracked import MACHINE, RESULTS, append, commit
 UPSCALE_RESULTS = RESULTS / "upscale.csv"
 SOLVER_RESULTS = RESULTS / "solvers.csv"
 
+# Row of results: times in seconds, medians over the rounds. Several kinds of matrices are solved at the same time.
 Row = dict[str, Any]
-"""Row of results: times in seconds, medians over the rounds. Several kinds of matrices are solved at the same time."""
 
 
 def make_checkpoint(folder: Path, gigabytes: float, shard_gigabytes: float = 1.0) -> None:

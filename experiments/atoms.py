@@ -40,11 +40,10 @@ from material.elements import FACTS_FILE, QUESTIONS_FILE, elements
 from material.minilm import minilm
 from material.smollm2 import smollm2_135m
 
+# Option `without_ids` and share of sequences that train the generic memory; None for the base, which is not trained.
+#
+# `without_ids` says what a text without a path reads.
 VARIANTS: dict[str, tuple[str, float] | None] = {"base": None, "fetched": ("none", 0.0), "generic": ("generic", 1.0)}
-"""Option `without_ids` and share of sequences that train the generic memory; None for the base, which is not trained.
-
-`without_ids` says what a text without a path reads.
-"""
 
 _METRIC = "exact_match,first-integer"
 

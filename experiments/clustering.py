@@ -31,8 +31,8 @@ from midus_hf.clusters.finished_nodes import FinishedNodes
 from midus_hf.clusters.window_store import store_windows
 from midus_hf.retrieval import ClusterTree, TextEmbedder
 
+# Number of embeddings whose paths are looked up at a time, as in `midus cluster assign`.
 _STRETCH = 1024
-"""Number of embeddings whose paths are looked up at a time, as in `midus cluster assign`."""
 
 
 def main() -> None:

@@ -43,11 +43,11 @@ from midus_hf.config.parameters import count_parameters
 _VOCABULARY, _TOKENS, _SEQUENCES = 2048, 128, 8
 _HIDDEN, _INNER, _HEADS, _KEY_VALUE_HEADS = 96, 256, 6, 2
 
+# Class and model type of the family with norms at this position.
 NORMS = {"pre": ("Llama", "llama"), "post": ("Olmo2", "olmo2")}
-"""Class and model type of the family with norms at this position."""
 
+# Slots that later layers read.
 SLOTS = ("none", "attention", "attention+ffn")
-"""Slots that later layers read."""
 
 VARIANTS = {f"{norms}-{slots}": (norms, slots) for norms in NORMS for slots in SLOTS}
 

@@ -33,6 +33,7 @@ from midus_hf.config.fetched_blocks import BankLayout, level_file
 from midus_hf.config.memory_entries import read_memories
 from midus_hf.config.model_sizes import ModelSizes
 
+# Sizes of the model, and sizes of the blocks per level (tables 1 and 2).
 SHAPES = {
     "160m": (ModelSizes(hidden_size=512, num_heads=16, num_layers=35, intermediate_size=2048), [256, 64, 16]),
     "llama-3.2-1b": (
@@ -40,7 +41,6 @@ SHAPES = {
         [768, 256, 16],
     ),
 }
-"""Sizes of the model, and sizes of the blocks per level (tables 1 and 2)."""
 
 
 def main() -> None:

@@ -35,8 +35,8 @@ from midus_hf.ops import op_choices
 
 BODIES = ("native", "torch", "triton")
 HEADS, HEAD_WIDTH, N, K = 4, 16, 16, 4
+# Calls per task and round, of which the median counts: other work on the machine slows down single calls.
 _CALLS = 5
-"""Calls per task and round, of which the median counts: other work on the machine slows down single calls."""
 
 Tasks = Mapping[str, Callable[[], object]]
 

@@ -21,10 +21,10 @@ from typing import Any
 from benchmarks.study import Row, keep, short_run_columns
 from experiments.steps import results_of, run_command, study
 
+# The last K gaps. Every method that inserts layers can fill them, as the papers of most dense methods do.
 SAME_GAPS = "top-heavy"
-"""The last K gaps. Every method that inserts layers can fill them, as the papers of most dense methods do."""
+# Placement of a method that orders the layers itself.
 ITS_OWN = "its own"
-"""Placement of a method that orders the layers itself."""
 
 
 @dataclass(frozen=True)

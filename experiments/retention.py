@@ -33,11 +33,11 @@ from material.smollm2 import smollm2_135m
 TASKS = ("piqa", "openbookqa")
 _CONFIGS = Path(__file__).parent.parent / "configs"
 
+# Methods, and further arguments of `upscale` for each.
 VARIANTS: dict[str, list[str]] = {
     "moc": ["--set layers=7", "--set memory_tokens=7552", "--set chapters=118"],
     "llama-pro": ["--placement 7,16,24,33"],
 }
-"""Methods, and further arguments of `upscale` for each."""
 
 BANKS: dict[str, dict[str, Any]] = {
     "equal": {},

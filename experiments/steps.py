@@ -15,6 +15,7 @@ from benchmarks.study import Row, command_line
 _BIN = Path(sys.executable).parent
 _RESULTS = Path(__file__).parent / "results"
 
+# Options of `midus train` for small models that are trained from scratch.
 FROM_NOTHING = {
     "trainable": "all",
     "gradient_accumulation_steps": 1,
@@ -25,8 +26,8 @@ FROM_NOTHING = {
     "bf16": False,
     "logging_steps": 20,
 }
-"""Options of `midus train` for small models that are trained from scratch."""
 
+# Options of `midus train` for runs that train only the blocks of a bank.
 OF_BLOCKS = {
     "value_schedule": "fixed",
     "value_weight_decay": 1e-3,
@@ -35,7 +36,6 @@ OF_BLOCKS = {
     "document_mask": True,
     "bf16": False,
 }
-"""Options of `midus train` for runs that train only the blocks of a bank."""
 
 
 def study(

@@ -23,8 +23,8 @@ from material.glosses import glosses
 from material.minilm import minilm
 from material.smollm2 import smollm2_135m
 
+# Option `without_ids` (what a text without a path reads), and share of sequences that train the generic memory.
 VARIANTS = {"fetched": ("none", 0.0), "generic": ("generic", 1.0)}
-"""Option `without_ids` (what a text without a path reads), and share of sequences that train the generic memory."""
 
 _HELD_OUT = 10
 

@@ -57,8 +57,8 @@ class _Watcher:
     """
 
     def __init__(self) -> None:
+        # The attribute `depth` is the number of nested imports that are running in a thread.
         self.imports = threading.local()
-        """The attribute `depth` is the number of nested imports that are running in a thread."""
 
     def find_spec(self, name: str, path: Any = None, target: ModuleType | None = None) -> ModuleSpec | None:
         if not f"{name}.".startswith(_WATCHED):

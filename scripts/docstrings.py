@@ -5,6 +5,7 @@ than the argument's name. The rules here are the part of CONTRIBUTING.md's "How 
 """
 
 import ast
+import itertools
 import re
 import sys
 from collections.abc import Iterator
@@ -87,6 +88,9 @@ def check_file(path: Path) -> list[Finding]:
             ]
         if isinstance(node, ast.Module):
             findings += [Finding(path, 1, message) for message in _phrase_findings(ast.get_docstring(node) or "")]
+        findings += [
+            Finding(path, line, "a string after an assignment; write a comment above it") for line in _strings(node)
+        ]
         name = _bound_name(node)
         if name in VAGUE_NAMES:
             findings.append(Finding(path, node.lineno, f"'{name}' names a variable; name what the variable holds"))
@@ -97,6 +101,19 @@ def python_files(paths: list[Path]) -> Iterator[Path]:
     """Yield the Python files among `paths` and inside the folders among `paths`, sorted per path."""
     for path in paths:
         yield from sorted(path.rglob("*.py")) if path.is_dir() else [path]
+
+
+def _strings(node: ast.AST) -> Iterator[int]:
+    """Yield the lines of strings that stand after assignments in the body of a node."""
+    body = getattr(node, "body", None)
+    for first, second in itertools.pairwise(body) if isinstance(body, list) else ():
+        is_text = (
+            isinstance(second, ast.Expr)
+            and isinstance(second.value, ast.Constant)
+            and isinstance(second.value.value, str)
+        )
+        if isinstance(first, ast.Assign | ast.AnnAssign) and is_text:
+            yield second.lineno
 
 
 def _docstring_findings(node: Documented) -> Iterator[str]:

@@ -46,6 +46,7 @@ FOLDERS = [
 
 OPS = "tests/ops --ignore=tests/ops/kernels/test_offline_compilation.py"
 
+# Tests that judge the files of a folder; the entry with the longest matching path decides.
 NEAREST = {
     "midus_hf/ops": f"{OPS} -k 'not triton'",  # Triton's interpreter runs those tests slowly
     "midus_hf/ops/gather/triton/bucket_sums.py": f"{OPS} -k triton",
@@ -68,8 +69,8 @@ NEAREST = {
     "upscalers/chapters": "tests/upscalers/chapters",
     "upscalers": "tests/upscalers --ignore=tests/upscalers/test_interruption.py --ignore=tests/upscalers/dense",
 }
-"""Tests that judge the files of a folder; the entry with the longest matching path decides."""
 
+# Tests in `tests/upscalers` by the name of the file they judge, the nearest first: `test_NAME.py`, or a folder.
 NEAREST_TO_UPSCALERS = {
     "attention_pattern": "whole_periods placements",
     "base_model": "bad_input pickled_base checkpoint_layouts families gguf",
@@ -109,10 +110,9 @@ NEAREST_TO_UPSCALERS = {
     "verify": "verification streamed_model memory_use",
     "writer": "safetensors_format checkpoint_layouts identity every_method",
 }
-"""Tests in `tests/upscalers` by the name of the file they judge, the nearest first: `test_NAME.py`, or a folder."""
 
+# Prefix of operators to leave out, because they change type annotations.
 NOISE = "core/ReplaceBinaryOperator_BitOr"
-"""Prefix of operators to leave out, because they change type annotations."""
 
 
 def main() -> None:

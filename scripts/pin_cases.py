@@ -5,14 +5,15 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
+#: All families that methods accept.
 FAMILIES = ("llama", "qwen2", "qwen3", "gemma2", "gemma3", "mistral", "olmo2")
-"""All families that methods accept."""
 
+# Families of variants: llama, and gemma3, which has sliding windows and norms behind attention and feed-forward
+# network.
 FEW_FAMILIES = ("llama", "gemma3")
-"""Families of variants: llama, and gemma3, which has sliding windows and norms behind attention and feed-forward network."""
 
+# A method and its options.
 Step = tuple[str, dict[str, Any]]
-"""A method and its options."""
 
 
 @dataclass(frozen=True)
@@ -48,6 +49,7 @@ class Case:
 
 SLICES = [{"layers": [0, 3]}, {"layers": [1, 4], "scale": {"down": 0.5}}, {"layers": [3, 4]}]
 SIZES = {"sizes": [3, 0, 2], "branching": 3}
+# Options of every method, with small sizes. Every family has a case for each method.
 METHODS: dict[str, dict[str, Any]] = {
     "attenuated-copy": {},
     "avg-deus": {},
@@ -69,8 +71,8 @@ METHODS: dict[str, dict[str, Any]] = {
     "solar": {},
     "ultramem-v2": {"n": 8, "k": 4},
 }
-"""Options of every method, with small sizes. Every family has a case for each method."""
 
+# Options, by method, that change what a checkpoint needs or computes; they are added to those in `METHODS`.
 VARIANTS: dict[str, list[dict[str, Any]]] = {
     "avg-deus": [{"identity": "auto"}, {"identity": "zero_out_proj"}, {"neighbours": "same_type"}],
     "hier-ffn": [{"without_ids": "generic"}, {"layers": [1, 3]}],
@@ -146,8 +148,8 @@ VARIANTS: dict[str, list[dict[str, Any]]] = {
         {"addressing": "random"},
     ],
 }
-"""Options, by method, that change what a checkpoint needs or computes; they are added to those in `METHODS`."""
 
+# Methods that are applied one after the other.
 STACKS = [
     ("llama-pro", "midus-hml"),
     ("midus-hml", "moc"),
@@ -158,8 +160,8 @@ STACKS = [
     ("hier-lora-vo", "midus-linear"),
     ("solar", "ultramem-v2", "moc", "moda"),
 ]
-"""Methods that are applied one after the other."""
 
+# Models made from a config alone: the config of a method's result, with these changes of its memory.
 FROM_SCRATCH: list[Step] = [
     ("midus-hml", {}),
     ("midus-linear", {}),
@@ -172,10 +174,9 @@ FROM_SCRATCH: list[Step] = [
     ("ultramem-v2", {"zero": "none"}),
     ("ultramem-v2", {"zero": "none", "key_pairs": 2, "rank": 3, "share": "ring:2"}),
 ]
-"""Models made from a config alone: the config of a method's result, with these changes of its memory."""
 
+# Methods whose default is also trained by `MemoryTrainer`. (`hier-*` always is: its blocks are no parameters.)
 BY_TRAINER = ("llama-pro", "midus-hml", "midus-linear", "midus-pkm", "moc", "moda", "solar", "ultramem-v2")
-"""Methods whose default is also trained by `MemoryTrainer`. (`hier-*` always is: its blocks are no parameters.)"""
 
 
 def all_cases() -> Iterator[Case]:

@@ -49,6 +49,7 @@ def test_declarations_are_registered_without_what_takes_long_to_work_out(found):
     assert found["drawn"] == []
 
 
+# Imports, in the first place of a process.
 ORDERS = {
     "behind the Auto classes": "from transformers import AutoModelForCausalLM; import midus_hf",
     "between transformers and its Auto classes": "import transformers, midus_hf; transformers.AutoConfig",
@@ -75,7 +76,6 @@ assert {"transformers", "transformers.generation.utils"} <= {*Hook.seen}
 """,
     "behind an import that failed": "import midus_hf\ntry: import midus_hf.nothing\nexcept ImportError: pass",
 }
-"""Imports, in the first place of a process."""
 
 EACH_ORDER = """
 import json, os, sys

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent
+# Each may import those before it.
 ROOMS = (
     "request",
     "machine",
@@ -22,7 +23,6 @@ ROOMS = (
     "banks",
     "controls",
 )
-"""Each may import those before it."""
 
 
 def module_of(file: Path) -> str:
@@ -47,6 +47,7 @@ def files_of(package: str) -> list[Path]:
     return sorted((ROOT / package).rglob("*.py"))
 
 
+# Rooms of `midus_hf`; each may import those before it.
 ROOMS_OF_MODELS = (
     "config",
     "files",
@@ -65,10 +66,9 @@ ROOMS_OF_MODELS = (
     "compare",
     "cli",
 )
-"""Rooms of `midus_hf`; each may import those before it."""
 
+# Rooms of `midus_hf` that may import `upscalers`, which may not import them.
 ON_UPSCALERS = ("compare", "cli")
-"""Rooms of `midus_hf` that may import `upscalers`, which may not import them."""
 
 
 def test_every_room_is_known():

@@ -15,8 +15,8 @@ from transformers.models.qwen2.configuration_qwen2 import Qwen2Config
 from transformers.models.qwen3.configuration_qwen3 import Qwen3Config
 
 NUM_LAYERS = 4
+# Sliding window of the families that have one: shorter than the prompts of the tests.
 WINDOW = 8
-"""Sliding window of the families that have one: shorter than the prompts of the tests."""
 
 _COMMON: dict[str, Any] = {
     "vocab_size": 128,
@@ -44,6 +44,7 @@ class TinyFamily:
         return self.config_class(**{**_COMMON, **self.peculiar, **changes})
 
 
+#: What most tests run on.
 FAMILIES = {
     family.name: family
     for family in (
@@ -67,8 +68,8 @@ FAMILIES = {
         ),
     )
 }
-"""What most tests run on."""
 
+# All that methods take.
 NATIVE_FAMILIES = FAMILIES | {
     family.name: family
     for family in (
@@ -76,7 +77,6 @@ NATIVE_FAMILIES = FAMILIES | {
         TinyFamily("olmo2", Olmo2Config, {"tie_word_embeddings": False}),
     )
 }
-"""All that methods take."""
 
 
 def tiny_model(family: str, dtype: torch.dtype = torch.float32, seed: int = 0, **changes: Any) -> PreTrainedModel:

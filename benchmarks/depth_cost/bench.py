@@ -14,8 +14,8 @@ from benchmarks.recorded import Recorded, say
 from benchmarks.timing import Task
 from benchmarks.tracked import Run
 
+# Largest accepted error of a way that reads sequence and depth, by dtype.
 _TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 2e-2}
-"""Largest accepted error of a way that reads sequence and depth, by dtype."""
 
 
 @dataclass(frozen=True)

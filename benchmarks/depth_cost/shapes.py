@@ -6,13 +6,13 @@ from dataclasses import dataclass
 FILE = "depth_cost.csv"
 KV_HEADS, WIDTH = 8, 64
 
+# Ways that are timed by default, by device.
 WHATS = {
     "cpu": ("sequence", "merged", "depth", "bound"),
     "cuda": ("sequence", "usual", "merged", "merged-flash", "fused", "depth", "bound"),
 }
-"""Ways that are timed by default, by device."""
+# Ways that read sequence and depth.
 JOINED = ("merged", "merged-flash", "merged-flex", "fused")
-"""Ways that read sequence and depth."""
 
 
 @dataclass(frozen=True)
@@ -27,6 +27,8 @@ class Shape:
         return f"{self.tokens}x{self.group}x{self.slots}"
 
 
+# Milliseconds of the sequence alone and with the depth, on an A100 (table 2). One shape has no time of the sequence
+# alone (table 7). Shapes that have goals come first.
 PAPER = {
     Shape(65536, 8, 64): (1831.668, 1883.026),
     Shape(4096, 8, 64): (7.970, 10.750),
@@ -41,8 +43,6 @@ PAPER = {
     Shape(16384, 16, 64): (233.700, 244.900),
     Shape(16384, 32, 64): (467.107, 480.767),
 }
-"""Milliseconds of the sequence alone and with the depth, on an A100 (table 2). One shape has no time of the sequence
-alone (table 7). Shapes that have goals come first."""
 
 DEFAULT_SHAPES = {
     "cpu": (Shape(2048, 2, 32),),

@@ -26,8 +26,8 @@ from midus_hf.ops.depth.triton.forward import last_dense, run_of_table, slot_row
 from midus_hf.ops.dispatch.tiles import Changes, Tile, tiles
 from midus_hf.ops.dispatch.triton import on_device_of, power_of_two, product, product_precision, tl, triton
 
+# Most keys of the sequence that are read at once.
 MOST_KEYS = 128
-"""Most keys of the sequence that are read at once."""
 
 
 class Read(NamedTuple):

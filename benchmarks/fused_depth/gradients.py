@@ -32,8 +32,8 @@ from midus_hf.ops.depth.triton.forward import last_dense, run_of_table, slot_row
 from midus_hf.ops.dispatch.tiles import Changes, Tile, tiles
 from midus_hf.ops.dispatch.triton import on_device_of, product, product_precision, tl, triton
 
+# Rows per program of the first launch.
 _ROWS_AT_ONCE = 16
-"""Rows per program of the first launch."""
 
 
 class Gradients(NamedTuple):

@@ -11,12 +11,12 @@ from midus_hf.ops.dispatch.calling import custom_op
 from midus_hf.ops.dispatch.choices import resolve
 from midus_hf.ops.dispatch.precision import shared_dtype
 
+# Largest width of a head: tiles of wider heads would not fit into shared memory, and neither would tiles of float32.
 _MOST_WIDTH = 256
-"""Largest width of a head: tiles of wider heads would not fit into shared memory, and neither would tiles of float32."""
+# Most query heads per head of keys and values: a tile of rows holds all of them.
 _MOST_GROUP = 64
-"""Most query heads per head of keys and values: a tile of rows holds all of them."""
+# Most programs of one launch.
 _MOST_PROGRAMS = (1 << 31) - 1
-"""Most programs of one launch."""
 
 
 def fused_attention(

@@ -30,8 +30,8 @@ FILE = "attention_kernels.csv"
 _TOKENS = {"cuda": 520, "cpu": 40, "rehearsal": 5}
 _HEADS, _WIDTH = 8, 64
 _LSE_TOLERANCE = 1e-3
+# Largest accepted RMS ratio of an error to the right result, by dtype.
 _TOLERANCE = {torch.bfloat16: 2e-2, torch.float32: 1e-4}
-"""Largest accepted RMS ratio of an error to the right result, by dtype."""
 
 
 @dataclass(frozen=True)

@@ -14,8 +14,8 @@ from benchmarks.timing import Task, interleaved
 from benchmarks.tracked import append, this_run
 
 FILE = "ceilings.csv"
+# Bytes read and written by the copy, and the number of rows and columns of the matrices.
 _SIZES = {"cuda": (1 << 32, 8192), "cpu": (1 << 26, 512), "rehearsal": (1 << 10, 8)}
-"""Bytes read and written by the copy, and the number of rows and columns of the matrices."""
 
 
 def main(arguments: list[str] | None = None) -> int:

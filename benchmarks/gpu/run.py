@@ -15,8 +15,8 @@ from benchmarks.gpu.steps import FURTHER_STEPS, STEPS, Done, Step, steps
 from benchmarks.gpu.summary import write_summary
 
 LOG = "log.txt"
+# Number of a step's last printed lines in the summary.
 _LAST_LINES = 15
-"""Number of a step's last printed lines in the summary."""
 ROOT = Path(__file__).parent.parent.parent
 
 

@@ -7,11 +7,11 @@ from pathlib import Path
 STEPS = ["ceilings", "tests", "attention", "ops", "depth", "1b", "8b"]
 FURTHER_STEPS = ["compiled", "sizes", "tiles"]
 METHODS = "base,llama-pro,opt-deus,midus-hml"
+# Default time limit of a step.
 SECONDS = 540
-"""Default time limit of a step."""
 
+# Time between the start of a step's last case and the step's time limit.
 _MARGIN_SECONDS = 60
-"""Time between the start of a step's last case and the step's time limit."""
 
 
 @dataclass(frozen=True)

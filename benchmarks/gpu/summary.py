@@ -8,8 +8,8 @@ from benchmarks.report.rows import Record, groups, short, table
 from benchmarks.tracked import read
 
 FILE = "summary.md"
+# Number of kernels that are shown per profile.
 _HOTTEST = 8
-"""Number of kernels that are shown per profile."""
 
 
 def write_summary(out: Path, done: list[Done], rehearsed: bool = False) -> None:

@@ -20,6 +20,8 @@ class Bound:
 
 TARGET = "sm_90"
 
+# Bounds by kernel and case. If a case launches a kernel several times, they hold for the first launch. Programs of
+# `packed_forward_kernel` that walk have four blocks of tokens.
 BOUNDS: dict[tuple[str, str], Bound] = {
     ("forward_kernel", "llama-3.2-1b"): Bound(132, 3690, 2510),
     ("forward_kernel", "llama-3.1-8b"): Bound(238, 4440, 2650),
@@ -33,5 +35,3 @@ BOUNDS: dict[tuple[str, str], Bound] = {
     ("bucket_sums_kernel", "llama-3.2-1b"): Bound(142, 5755, 3750),
     ("bucket_sums_kernel", "llama-3.1-8b"): Bound(171, 7320, 4710),
 }
-"""Bounds by kernel and case. If a case launches a kernel several times, they hold for the first launch. Programs of
-`packed_forward_kernel` that walk have four blocks of tokens."""

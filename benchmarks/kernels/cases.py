@@ -86,8 +86,8 @@ def cases() -> Iterator[tuple[str, Callable[[], Any]]]:
         yield name, partial(_fused, group, dim, slots, is_gated, dtype)
 
 
+# Tokens of a lookup, as many as in benchmarks on a GPU.
 TOKENS = 32768
-"""Tokens of a lookup, as many as in benchmarks on a GPU."""
 
 
 def _sized(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -162,8 +162,8 @@ def _fused(group: int, dim: int, slots: int, is_gated: bool, dtype: torch.dtype)
     triton_fused_gradients(query, *arguments, read, True, True, True)
 
 
+# Heads of keys and values of models that read the depth.
 _KV_HEADS = 8
-"""Heads of keys and values of models that read the depth."""
 
 
 def _heads(count: int, dim: int, dtype: torch.dtype, skipped: int = 0) -> torch.Tensor:

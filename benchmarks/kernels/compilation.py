@@ -88,6 +88,7 @@ class Compiled:
     floor_us: float | None
 
 
+# Functions from a launch's arguments by name to how often each loop of the compiled kernel runs, outermost first.
 TRIPS: dict[str, Callable[[dict[str, Any]], tuple[int, ...]]] = {
     "forward_kernel": lambda values: (values["K"],),
     "scores_kernel": lambda values: (values["K"],),
@@ -98,7 +99,6 @@ TRIPS: dict[str, Callable[[dict[str, Any]], tuple[int, ...]]] = {
     # An average over programs: some programs exist only in case a bucket is cut into pieces.
     "bucket_sums_kernel": lambda values: (math.ceil(len(values["order"]) / len(values["owners"]) / values["BE"]),),
 }
-"""Functions from a launch's arguments by name to how often each loop of the compiled kernel runs, outermost first."""
 
 
 @contextmanager

@@ -12,16 +12,17 @@ import triton
 
 from benchmarks.ops.roofline import H200
 
+# Names of instructions by class. Instructions of the scalar unit, whose names begin with U, are in the first two
+# classes only.
 _CLASSES = {
     "tensor_core": r"[A-Z]*HG?MMA|[A-Z]*IG?MMA|[A-Z]*QG?MMA|UTC[A-Z]*MMA|DMMA",
     "memory": r"LDG[A-Z]*|STG|LDS[A-Z]*|STS[A-Z]*|LDL|STL|LD|ST|ATOM[A-Z]*|RED[A-Z]*|LDTM|STTM|UTMA[A-Z]*|UBLK[A-Z]*",
     "alu": r"I?ADD3?|IADD[0-9A-Z]*|VIADD[A-Z]*|LOP3?|PLOP3|SHF|SHL|SHR|SEL|FSEL|[IFHD]SETP|[IFHD]SET[0-9]?|HSETP2|HMNMX2|"
     r"[IF]?V?I?MNMX3?|FMNMX3?|PRMT|LEA|IABS|BMSK|SGXT|P2R|R2P|CSEL|VABSDIFF[0-9]?|MOV|FCHK|FSWZADD",
 }
-"""Names of instructions by class. Instructions of the scalar unit, whose names begin with U, are in the first two classes only."""
 
+# Fewest instructions of a loop; each has 16 bytes.
 _SHORTEST_LOOP = 12
-"""Fewest instructions of a loop; each has 16 bytes."""
 
 _INSTRUCTION = re.compile(
     r"^\s+/\*([0-9a-f]{4,})\*/\s+(?:@!?U?P[0-9T]\s+)?([A-Z][A-Z0-9_]*)(\S*)([^;]*);", re.MULTILINE

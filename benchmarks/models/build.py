@@ -18,8 +18,8 @@ from upscalers.plan.plan import Base, Plan
 from upscalers.request.options import parse_options
 
 BASE = "base"
+# Placement of the base, and of a method that orders the layers itself or adds none.
 OWN_ORDER = ""
-"""Placement of the base, and of a method that orders the layers itself or adds none."""
 
 
 @dataclass(frozen=True)

@@ -12,8 +12,8 @@ from benchmarks.models import cuda
 from benchmarks.timing import synchronize
 from midus_hf.memory.kept_values import KeptValues, kept_values
 
+# Steps before the first measured step. The first of these compiles.
 WARM_UP = 3
-"""Steps before the first measured step. The first of these compiles."""
 
 
 def generate(model: PreTrainedModel, prompt: torch.Tensor, new_tokens: int) -> torch.Tensor:

@@ -15,8 +15,8 @@ from benchmarks.models.points import Point
 from benchmarks.profile import KernelTime, kernels
 from benchmarks.timing import peak_bytes, release_memory, synchronize
 
+# Number of tokens to generate while every allocation or kernel is recorded.
 PROFILED_TOKENS = 4
-"""Number of tokens to generate while every allocation or kernel is recorded."""
 
 
 @dataclass(frozen=True)

@@ -4,8 +4,8 @@ import argparse
 from dataclasses import dataclass
 from pathlib import Path
 
+# Folder of the configs of bases with a name, one `NAME.json` each.
 CONFIGS = Path(__file__).parent / "configs"
-"""Folder of the configs of bases with a name, one `NAME.json` each."""
 
 METHODS = ["base", "llama-pro", "opt-deus", "midus-hml", "midus-pkm", "midus-linear", "moc", "solar"]
 PHASES = ["train", "generate", "prefill"]

@@ -11,6 +11,7 @@ if TYPE_CHECKING:  # reports import this module for its columns, and must run wi
     from benchmarks.recorded import Recorded
 
 FILE = "model.csv"
+# Columns that identify what is measured once per round.
 SUBJECT = (
     "base",
     "method",
@@ -23,7 +24,6 @@ SUBJECT = (
     "length",
     "new_tokens",
 )
-"""Columns that identify what is measured once per round."""
 
 
 @dataclass(frozen=True)

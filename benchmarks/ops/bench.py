@@ -14,8 +14,8 @@ from benchmarks.profile import KernelTime, kernels
 from benchmarks.recorded import Recorded, say
 from benchmarks.timing import Task, Timing, peak_bytes, release_memory, synchronize
 
+# Providers whose kernels are profiled: the choice of the ops themselves, and the providers that it should beat.
 PROFILED = (OURS, "exact", "one-block", "kept-values", *COMPILED)
-"""Providers whose kernels are profiled: the choice of the ops themselves, and the providers that it should beat."""
 
 
 class Bench:

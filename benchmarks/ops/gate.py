@@ -8,14 +8,14 @@ import torch
 from benchmarks.ops.registry import OPS, Call, Inputs, Output, Provider
 from benchmarks.ops.shapes import Case
 
+# Tokens of the small shape: fewer than any tile has, and an odd number.
 SMALL_TOKENS = 61
-"""Tokens of the small shape: fewer than any tile has, and an odd number."""
 
+# Largest RMS ratios that rounding alone explains, by dtype.
 TOLERANCES = {"float32": 2e-5, "bfloat16": 2e-2, "float16": 3e-3}
-"""Largest RMS ratios that rounding alone explains, by dtype."""
 
+# Most elements of one intermediate of the reference: 1 GB in float64.
 _MOST_ELEMENTS = 1 << 27
-"""Most elements of one intermediate of the reference: 1 GB in float64."""
 
 
 @dataclass(frozen=True)

@@ -23,8 +23,8 @@ from benchmarks.ops.shapes import Case, Shape
 
 _GAIN, _NOISE = 2.0, 0.002
 _SECOND = {"row_keys": 0.98, "column_keys": 0.96}
+# Fewest dimensions for two bases: with fewer, their keys would be too similar.
 _FEWEST_DIMENSIONS = 32
-"""Fewest dimensions for two bases: with fewer, their keys would be too similar."""
 
 
 def sub_key_probabilities(popularity: str, n: int, device: str = "cpu") -> torch.Tensor:

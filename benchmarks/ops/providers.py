@@ -21,8 +21,9 @@ from midus_hf.ops.headwise.triton import packed
 from midus_hf.ops.product_key.reference import sub_key_scores
 
 _MOST_GRID_ELEMENTS = 1 << 24
+# Tolerances of Algorithm 1, which sums gradients in half precision, as printed: on a GPU, each addition to a row is
+# rounded.
 _ALGORITHM_1_TOLERANCES = {"bfloat16": 0.5, "float16": 0.1}
-"""Tolerances of Algorithm 1, which sums gradients in half precision, as printed: on a GPU, each addition to a row is rounded."""
 
 
 def compiled(function: Callable[..., Any], case: Case, mode: str | None = None) -> Callable[..., Any]:

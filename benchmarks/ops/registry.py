@@ -10,8 +10,8 @@ from benchmarks.ops.roofline import Work
 from benchmarks.ops.shapes import MODES, Case, Shape
 
 Inputs = dict[str, torch.Tensor]
+# The tensor that is differentiated; for ops that return the retrieved slots too, a pair of this tensor and the slots.
 Output = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
-"""The tensor that is differentiated; for ops that return the retrieved slots too, a pair of this tensor and the slots."""
 Call = Callable[[], Output]
 
 

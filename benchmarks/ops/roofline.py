@@ -28,11 +28,12 @@ class Peaks:
     cache_size: float
 
 
+# Peaks of an H200. Comparisons run at half the rate of additions: 64 per clock on each of 132 multiprocessors, at
+# 1.755 GHz.
 H200 = Peaks(4.3e12, 5.5e12, 790e12, 132 * 64 * 1.755e9, 50e6)
-"""Peaks of an H200. Comparisons run at half the rate of additions: 64 per clock on each of 132 multiprocessors, at 1.755 GHz."""
 
+# Comparisons per head and token for selecting 4 of 64 rows, 4 of 64 columns and 4 of their pairs.
 _SELECTION_COMPARISONS = 1360
-"""Comparisons per head and token for selecting 4 of 64 rows, 4 of 64 columns and 4 of their pairs."""
 
 
 @dataclass(frozen=True)

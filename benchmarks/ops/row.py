@@ -11,8 +11,8 @@ from benchmarks.tracked import Run
 
 FILE = "ops.csv"
 
+# Identity of a row: the case as text, the provider and the mode.
 Key = tuple[str, ...]
-"""Identity of a row: the case as text, the provider and the mode."""
 
 
 @dataclass(frozen=True)

@@ -32,6 +32,7 @@ class Shape:
         return self.heads * self.head_dim
 
 
+# Shapes by name; `tiny` is for tests.
 SHAPES = {
     shape.name: shape
     for shape in (
@@ -41,7 +42,6 @@ SHAPES = {
         Shape("tiny", 2, 16, 8),
     )
 }
-"""Shapes by name; `tiny` is for tests."""
 
 POPULARITIES = ("uniform", "zipf")
 MODES = ("forward", "backward", "forward+backward")

@@ -9,8 +9,8 @@ from benchmarks.ops.names import COMPILED, OURS
 from benchmarks.report.rows import Record, groups, having
 from benchmarks.tracked import threads
 
+# Decodings whose time per token depends on the GPU alone, not on the host.
 CAPTURED = ("graph", "compiled")
-"""Decodings whose time per token depends on the GPU alone, not on the host."""
 _ONE_RUN = ("date", "device")
 
 

@@ -6,8 +6,8 @@ from typing import Any
 from benchmarks.report.rows import Record, groups, having, newest, over_rounds
 from benchmarks.tracked import read
 
+# File name, title and rows of a plot.
 Image = tuple[str, str, list[Record]]
-"""File name, title and rows of a plot."""
 _STYLE = {"svg.hashsalt": "benchmarks", "svg.fonttype": "none", "font.size": 9, "axes.spines.top": False}
 _METADATA = {"Date": None, "Creator": None}
 

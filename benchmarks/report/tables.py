@@ -6,8 +6,8 @@ from benchmarks.report.rows import Record, groups, having, newest, origin, short
 NOTHING = "Nothing measured yet."
 CASE = ("device", "op", "shape", "tokens", "popularity", "dtype")
 _COLUMNS = ["case and provider", "forward, ms", "backward, ms", "both, ms", "peak, MB", "error", "of roofline"]
+# Further columns for a GPU, by their heading. On a CPU the wall time is the only time.
 _GPU_COLUMNS = {"host, ms": "host_ms", "wall, ms": "wall_ms", "launches": "launches"}
-"""Further columns for a GPU, by their heading. On a CPU the wall time is the only time."""
 
 
 def op_section(rows: list[Record]) -> str:
@@ -60,8 +60,8 @@ def _error(row: Record) -> str:
     return f"{float(row['error']):.1e}" if row["error"] else ""
 
 
+# Columns that name a case; tables show the newest run of each case.
 RUN = ("device", "base", "dtype", "phase", "decoding")
-"""Columns that name a case; tables show the newest run of each case."""
 _SETTING = ("batch", "accumulation", "length", "new_tokens")
 
 

@@ -20,11 +20,11 @@ from midus_hf.ops.product_key.triton.gradients import triton_score_gradients
 from midus_hf.ops.product_key.triton.scores import triton_scores
 
 Call = Callable[[], object]
+# Calls that launch a kernel, by the kernel's name.
 Calls = dict[str, Call]
-"""Calls that launch a kernel, by the kernel's name."""
 
+# Heads of keys and values of models that read chapters or the depth.
 KV_HEADS = 8
-"""Heads of keys and values of models that read chapters or the depth."""
 
 
 @dataclass(frozen=True)

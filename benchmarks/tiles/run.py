@@ -18,17 +18,17 @@ from benchmarks.timing import Task, Timing, interleaved, release_memory
 from midus_hf.ops.dispatch.tiles import MEASURED, TILES, Changes, Measured, measured_tiles
 
 FILE = "tiles.csv"
+# Changes of the rule's own tile, as JSON: none.
 USUAL = "{}"
-"""Changes of the rule's own tile, as JSON: none."""
 _TIMES = ("median_ms", "p20_ms", "p80_ms")
+# Largest RMS ratio to the result of the rule's tile, in bfloat16.
 _TOLERANCE = 1e-2
-"""Largest RMS ratio to the result of the rule's tile, in bfloat16."""
 
+# One tile of one kernel in one case. `shape` has the arguments of the rule and `changes` the differences from the
+# rule's tile, both as JSON. `status` is "ok", "refused" if the result differs, or "failed", for example if a program
+# is too large for the GPU. `error` is the RMS ratio to the result of the rule's tile. Times are of the device, on a
+# CPU of the clock.
 Row = dict[str, Any]
-"""One tile of one kernel in one case. `shape` has the arguments of the rule and `changes` the differences from the
-rule's tile, both as JSON. `status` is "ok", "refused" if the result differs, or "failed", for example if a program is
-too large for the GPU. `error` is the RMS ratio to the result of the rule's tile. Times are of the device, on a CPU of
-the clock."""
 
 
 def run(arguments: argparse.Namespace) -> int:

@@ -10,10 +10,10 @@ from midus_hf.analysis.page import ColouredToken, Section, write_page
 from midus_hf.analysis.pictures import as_png, save_figures
 from midus_hf.analysis.table_of_words import TableOfWords
 
+# Endings of files that an answer can be written to.
 FILE_SUFFIXES = (".html", ".png", ".pdf", ".csv", ".json")
-"""Endings of files that an answer can be written to."""
+# Endings of files that have pictures, for which matplotlib is needed.
 DRAWN_SUFFIXES = (".html", ".png", ".pdf")
-"""Endings of files that have pictures, for which matplotlib is needed."""
 
 
 @dataclass(frozen=True)

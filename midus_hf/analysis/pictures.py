@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Any, Literal
 if TYPE_CHECKING:
     import torch
 
+# Suffixes of files that a picture may be drawn into.
 PICTURE_SUFFIXES = (".png", ".svg", ".pdf")
-"""Suffixes of files that a picture may be drawn into."""
 
+# Arguments of `imshow` for maps of numbers, which fill the axes with one patch per number.
 HEAT = {"aspect": "auto", "interpolation": "nearest"}
-"""Arguments of `imshow` for maps of numbers, which fill the axes with one patch per number."""
 
 
 def new_figure(width: float, height: float, layout: Literal["constrained"] | None = "constrained") -> Any:

@@ -10,8 +10,8 @@ from typing import Self
 from midus_hf.banks.level_file import BankError
 from midus_hf.files.whole_files import whole_file
 
+# Level of a block, counted from 1, and index of its record.
 Block = tuple[int, int]
-"""Level of a block, counted from 1, and index of its record."""
 
 _VERSION = 1
 _SCHEMA = """

@@ -13,15 +13,15 @@ from midus_hf.config.fetched_blocks import BankLayout
 from midus_hf.config.installed import not_carried
 from midus_hf.memory.fetched import FetchedBatch
 
+# The number that stands for the generic memory at every level of a path.
 GENERIC = -1
-"""The number that stands for the generic memory at every level of a path."""
 
 
 class BlockReader(ABC):
     """Interface for reading blocks of a tree: each row of a batch fetches one block per level."""
 
+    # Whether a fetch with gradients enabled belongs to an autograd graph, and therefore serves one pass only.
     trains: bool = False
-    """Whether a fetch with gradients enabled belongs to an autograd graph, and therefore serves one pass only."""
 
     def __init__(self, layout: BankLayout):
         self.layout = layout

@@ -31,8 +31,8 @@ from midus_hf.config.fetched_blocks import BANK_AUDIT, BANK_DESCRIPTION, TREE_FI
 from midus_hf.files.locks import Lock, has_no_locks
 from midus_hf.files.whole_files import link_or_copy, sync, whole_file
 
+# Number of bytes from which on several threads read faster than one.
 _WORTH_THREADS = 2**20
-"""Number of bytes from which on several threads read faster than one."""
 
 
 class MemoryBank(BlockReader):

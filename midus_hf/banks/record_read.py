@@ -10,12 +10,12 @@ import torch
 
 from midus_hf.banks.reading_threads import ReadingThreads
 
+# The marks that stand in place of a checksum. 0 is not a mark, since file system damage leaves pages of zeros.
 UNWRITTEN, DELETED, HALF_WRITTEN = (int.from_bytes(mark, "little") for mark in (b"none", b"gone", b"half"))
-"""The marks that stand in place of a checksum. 0 is not a mark, since file system damage leaves pages of zeros."""
 
 _NO_CHECKSUMS = frozenset({0, UNWRITTEN, DELETED, HALF_WRITTEN})
+# Bytes that one thread reads and checks at a time.
 _PIECE = 2**22
-"""Bytes that one thread reads and checks at a time."""
 
 
 class RecordRead:

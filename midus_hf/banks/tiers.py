@@ -11,8 +11,8 @@ from midus_hf.config.fetched_blocks import BankLayout
 
 Tier = Literal["device", "memory", "disk"]
 TIERS: tuple[Tier, ...] = get_args(Tier)
+# Level of a block, counted from 1, and its index.
 BlockKey = tuple[int, int]
-"""Level of a block, counted from 1, and its index."""
 
 _ROOM = 2**30
 

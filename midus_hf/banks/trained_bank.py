@@ -102,14 +102,15 @@ class TrainedBank(BlockReader):
     """
 
     trains = True
+    # The record of what trains the blocks, saved and loaded with the blocks; None if the run records nothing.
     audit: Audit | None = None
-    """The record of what trains the blocks, saved and loaded with the blocks; None if the run records nothing."""
 
+    # Fingerprint of the tree whose paths train the blocks, initially the bank's; None if unknown.
     tree: str | None
-    """Fingerprint of the tree whose paths train the blocks, initially the bank's; None if unknown."""
 
+    # Folder with the files of this tree, which are saved with the bank. None for the bank's own folder, which may have
+    # none.
     tree_folder: Path | None = None
-    """Folder with the files of this tree, which are saved with the bank. None for the bank's own folder, which may have none."""
 
     def __init__(self, bank: MemoryBank, bytes_in_memory: int = _BYTES_IN_MEMORY):
         super().__init__(bank.layout)

@@ -15,10 +15,10 @@ _NOT_CARRIED = "not_carried"
 _NEEDED_FOR = re.compile(r"needed_for\((.*)\)")
 _USED_BY_LIBRARIES = "@used_by_libraries\n"
 _MARKS = re.compile(r"^ *@(not_carried|needed_for\(.*\)|used_by_libraries|register_family)\n", flags=re.MULTILINE)
+# Attributes whose annotation transformers reads.
 _READ_BY_LIBRARIES = ("config",)
-"""Attributes whose annotation transformers reads."""
+# Functions that take the name of an attribute as an argument.
 _BY_NAME = ("getattr", "hasattr", "attrgetter")
-"""Functions that take the name of an attribute as an argument."""
 
 
 class Program:
@@ -52,8 +52,8 @@ class Program:
         self._hooks: dict[Name, frozenset[str]] = {}
         self._attributes: set[str] = set()
         self._whole: set[Name] = set()
+        # For each kept definition, the numbers of the members that are kept.
         self.kept: dict[Name, set[int]] = {}
-        """For each kept definition, the numbers of the members that are kept."""
         self._collect(roots)
 
     def module(self, name: str) -> Module:

@@ -134,6 +134,7 @@ class CheckpointFacts:
                 yield f"options.{key}", value
 
 
+# For an expression, the need without which the expression is false in the code of models.
 _FALSE_WITHOUT = {
     "memories.inserted": "inserted",
     "memories.attached": "attached",
@@ -156,20 +157,19 @@ _FALSE_WITHOUT = {
     "layer in self._tables.get(name, {})": "tables",
     "entry.into": "skips",
 }
-"""For an expression, the need without which the expression is false in the code of models."""
 
+# For a module, expressions that are false in this module alone, each with the need without which it is false.
 _FALSE_WITHIN = {
     "midus_hf.models.adapted": {"adapters": "adapters", "readers": "heads", "memory_call.readers": "heads"},
     "midus_hf.config.memory_entries": {"site == 'skip'": "skips"},
 }
-"""For a module, expressions that are false in this module alone, each with the need without which it is false."""
 
 _MODELS = "midus_hf.models."
 
 _DEPTH_OP = "midus_hf.ops.depth.reference"
 
+# Names by which classes other than memories refer to the options of a memory that attends to the depth.
 _OF_DEPTH = ("self.options", "self._heads.options", "heads.options")
-"""Names by which classes other than memories refer to the options of a memory that attends to the depth."""
 
 
 def _takes(function: Any, options: MemoryOptions) -> bool:

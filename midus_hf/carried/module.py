@@ -71,8 +71,8 @@ def carried_module(config: Any) -> str:
     return _written[case]
 
 
+# Sources written in this process, since a training run saves the same code often.
 _written: dict[tuple[Any, ...], str] = {}
-"""Sources written in this process, since a training run saves the same code often."""
 
 
 def _module(config_class: type, facts: CheckpointFacts) -> str:

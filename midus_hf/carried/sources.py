@@ -77,18 +77,20 @@ class Module:
 
     def __init__(self, name: str, package: str | None, source: str, packages: frozenset[str]):
         self.name = name
+        # For each name imported from a module of the packages, the definition that the name refers to.
         self.imports: dict[str, Name] = {}
-        """For each name imported from a module of the packages, the definition that the name refers to."""
+        # For each name imported from a library, the module and the name there; the module is empty if a module is
+        # imported.
         self.libraries: dict[str, tuple[str, str]] = {}
-        """For each name imported from a library, the module and the name there; the module is empty if a module is imported."""
+        # The source of each definition.
         self.definitions: dict[str, str] = {}
-        """The source of each definition."""
+        # The source of each call at the top level.
         self.calls: list[str] = []
-        """The source of each call at the top level."""
+        # Why no definition can be copied from the module (it has a statement that may or may not be needed); else
+        # empty.
         self.refusal = ""
-        """Why no definition can be copied from the module (it has a statement that may or may not be needed); else empty."""
+        # Names of the modules of the packages that this module imports from.
         self.depends: list[str] = []
-        """Names of the modules of the packages that this module imports from."""
         self._package = package
         text = SourceText(source)
         body: list[ast.stmt] = []

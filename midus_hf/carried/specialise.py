@@ -6,8 +6,8 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
+# Known values of expressions, by their source: `{"INSTALLED": False, "self.options.routing": "chunk"}`.
 Facts = Mapping[str, Any]
-"""Known values of expressions, by their source: `{"INSTALLED": False, "self.options.routing": "chunk"}`."""
 
 _UNKNOWN = object()
 _COMPARISONS: dict[type[ast.cmpop], Callable[[Any, Any], Any]] = {
@@ -58,8 +58,8 @@ def specialise(source: str, facts: Facts) -> str:
     return _specialised[case]
 
 
+# Results for sources and facts seen in this process: checkpoints with different memories share most of their code.
 _specialised: dict[tuple[str, str], str] = {}
-"""Results for sources and facts seen in this process: checkpoints with different memories share most of their code."""
 
 _WORD = re.compile(r"\w+")
 

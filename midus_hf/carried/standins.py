@@ -13,12 +13,12 @@ from pathlib import Path
 from typing import Any
 
 ENTRY_MODULE = "modeling_midus"
+#: The options class of each type of memory in this code.
 MEMORY_TYPES: dict[str, Any] = {}
-"""The options class of each type of memory in this code."""
+#: The module class of each type of memory in this code.
 MEMORY_MODULES: dict[str, Any] = {}
-"""The module class of each type of memory in this code."""
+# The options that this code was written for, by type of memory; the code lacks the branches that other values need.
 WRITTEN_FOR: dict[str, dict[str, Any]] = {}
-"""The options that this code was written for, by type of memory; the code lacks the branches that other values need."""
 
 
 def register_memory_type(name: str) -> Any:

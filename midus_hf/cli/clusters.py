@@ -19,6 +19,7 @@ app = command_line(
 
 CorpusPath = Annotated[str, typer.Option("--corpus", help="A file or a folder of documents.", metavar="PATH")]
 Tree = Annotated[Path, typer.Option(help="What build has made.", metavar="TREE")]
+# Options of `build` that say what to embed, and how.
 _EMBEDDING = (
     "corpus",
     "embedding_model",
@@ -32,7 +33,6 @@ _EMBEDDING = (
     "batch_size",
     "device",
 )
-"""Options of `build` that say what to embed, and how."""
 
 BatchSize = Annotated[int, typer.Option(help="Windows per forward pass.", metavar="N")]
 

@@ -18,8 +18,8 @@ if TYPE_CHECKING:
     from upscalers.banks.editing import BankRequest
     from upscalers.chapters.checkpoint_edit import EditRequest
 
+# Edits that `midus edit` makes.
 EDITS: Subjects[Callable[["Edit"], None]] = Subjects("edit")
-"""Edits that `midus edit` makes."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -15,6 +15,7 @@ from types import FrameType
 _INTERRUPTED = 128 + signal.SIGINT
 
 
+# The commands of `midus`, in the order of its help, and the module of each in this package.
 COMMANDS = {
     "train": "train",
     "sft": "sft",
@@ -27,7 +28,6 @@ COMMANDS = {
     "reproduce": "reproduce",
     "flops": "flops",
 }
-"""The commands of `midus`, in the order of its help, and the module of each in this package."""
 
 
 def upscale() -> int:

@@ -11,8 +11,8 @@ from typer.core import TyperGroup
 from midus_hf.cli.command_line import command_line, run_command
 from midus_hf.cli.entry_points import COMMANDS
 
+# Environment variable that a shell sets when it asks for completions.
 COMPLETION = "_MIDUS_COMPLETE"
-"""Environment variable that a shell sets when it asks for completions."""
 
 
 class Commands(TyperGroup):

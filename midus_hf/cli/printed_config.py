@@ -15,8 +15,8 @@ from midus_hf.cli.command_line import WRONG_REQUEST, Ending
 from midus_hf.config.yaml_options import read_yaml
 
 _PACKAGE = Path(__file__).parents[1]
+# Part of a recipe's name: nearly every method has a recipe for this model.
 _FIRST_CHOICE = "llama-3.2-1b"
-"""Part of a recipe's name: nearly every method has a recipe for this model."""
 _WIDTH = 118
 
 

@@ -9,6 +9,7 @@ from midus_hf.config.yaml_options import from_mapping, read_mapping, with_overri
 
 Options = TypeVar("Options")
 
+# The command of each key that only one command's files have.
 _COMMAND_BY_KEY = {
     "variants": "midus compare",
     "corpus": "midus train",
@@ -16,7 +17,6 @@ _COMMAND_BY_KEY = {
     "method": "upscale --config",
     "tasks": "midus eval MODEL --config",
 }
-"""The command of each key that only one command's files have."""
 
 
 def read_recipe(options_class: type[Options], path: str | Path, overrides: Sequence[str]) -> Options:

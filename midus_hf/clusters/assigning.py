@@ -15,8 +15,8 @@ from midus_hf.config.fetched_blocks import TREE_COLUMN
 from midus_hf.retrieval.cluster_tree import ClusterTree
 from midus_hf.retrieval.memory_retriever import MemoryRetriever, paths_near_topics
 
+# Number of windows whose paths are looked up at a time.
 _STRETCH = 1024
-"""Number of windows whose paths are looked up at a time."""
 
 
 def document_paths(

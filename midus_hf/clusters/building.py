@@ -13,16 +13,16 @@ from midus_hf.clusters.window_shards import Embeddings
 from midus_hf.retrieval.cluster_tree import ClusterTree
 from midus_hf.retrieval.tree_files import TreeOrigin
 
+# Number of rows that are read and assigned at a time.
 _STRETCH = 8192
-"""Number of rows that are read and assigned at a time."""
 
 _MOST_LEAVES = 2**24
 
+# Mean number of windows per leaf in the tree that `TreeOptions.hint` proposes for a small corpus.
 _FILLED = 8
-"""Mean number of windows per leaf in the tree that `TreeOptions.hint` proposes for a small corpus."""
 
+# Most rows on which a tree's least similarity is measured. With so many, its percentile is known to 0.04 of a percent.
 _MOST_MEASURED = 2**16
-"""Most rows on which a tree's least similarity is measured. With so many, its percentile is known to 0.04 of a percent."""
 
 
 @dataclass(frozen=True)

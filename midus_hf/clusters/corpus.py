@@ -13,8 +13,8 @@ from midus_hf.documents import DocumentError, find_files, first_line, iterate_do
 from midus_hf.saved_models import load_tokenizer
 
 _DOCUMENTS_A_BATCH = 64
+# Columns that the rows of assigned documents have beside the path.
 _OWN_COLUMNS = ("document", "windows", TREE_COLUMN)
-"""Columns that the rows of assigned documents have beside the path."""
 
 
 @dataclass(frozen=True)

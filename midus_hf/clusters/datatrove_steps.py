@@ -23,8 +23,8 @@ from midus_hf.retrieval.embedding import TextEmbedder
 from midus_hf.retrieval.memory_retriever import MemoryRetriever
 from midus_hf.retrieval.tree_files import lasting_name
 
+# Number of documents that are taken from the previous step at a time.
 _DOCUMENTS = 256
-"""Number of documents that are taken from the previous step at a time."""
 
 
 class EmbedWindows(PipelineStep):

@@ -7,11 +7,11 @@ import torch
 
 from midus_hf.retrieval.cluster_tree import squared_distances
 
+# Largest size of a cluster in a step, as a multiple of the mean cluster size.
 BALANCE = 1.5
-"""Largest size of a cluster in a step, as a multiple of the mean cluster size."""
 
+# Function that draws up to a number of rows without replacement and returns `[n, c]`, float32, with rows of length 1.
 Sampler = Callable[[int, np.random.Generator], torch.Tensor]
-"""Function that draws up to a number of rows without replacement and returns `[n, c]`, float32, with rows of length 1."""
 
 
 def kmeans(sample: Sampler, num_clusters: int, steps: int, samples: int, rng: np.random.Generator) -> torch.Tensor:

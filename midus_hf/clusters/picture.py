@@ -9,8 +9,8 @@ import numpy as np
 from midus_hf.analysis.pictures import new_figure
 from midus_hf.clusters.report import commonest_labels
 
+# Share of the picture's width that one character takes.
 _CHARACTER = 0.0047
-"""Share of the picture's width that one character takes."""
 
 
 def draw_tree(

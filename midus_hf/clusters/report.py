@@ -11,8 +11,8 @@ from rich.text import Text
 
 from midus_hf.clusters.corpus import Corpus, read_corpus
 
+# Number of characters of a sample document that are shown.
 _TEXT = 160
-"""Number of characters of a sample document that are shown."""
 
 
 @dataclass(frozen=True)

@@ -24,15 +24,15 @@ from midus_hf.retrieval.cluster_tree import ClusterTree
 from midus_hf.retrieval.embedding import TextEmbedder
 from midus_hf.retrieval.tree_files import CENTROIDS_FILE, RECORD_FILE, TreeOrigin, lasting_name
 
+# Subfolder of a tree's folder for the embeddings of the corpus.
 WINDOWS = "windows"
-"""Subfolder of a tree's folder for the embeddings of the corpus."""
 
 _LEAVES = "leaves.npy"
+# Subfolder of `WINDOWS` that keeps finished nodes until the tree is complete.
 _FINISHED = "clustering"
-"""Subfolder of `WINDOWS` that keeps finished nodes until the tree is complete."""
 
+# Version of the computation that turns embeddings and options into centroids.
 _VERSION = 1
-"""Version of the computation that turns embeddings and options into centroids."""
 
 
 @dataclass(frozen=True)

@@ -204,5 +204,5 @@ def join_shards(folder: Path, output: Path) -> None:
     write_record(output, WindowRecord(request, len(joined), label_names=list(names), complete=True))
 
 
+# Embeddings `[N, c]`, float16 or float32, on the disk or in memory.
 Embeddings = np.ndarray | JoinedRows
-"""Embeddings `[N, c]`, float16 or float32, on the disk or in memory."""

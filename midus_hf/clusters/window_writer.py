@@ -25,13 +25,13 @@ from midus_hf.files.whole_files import whole_file
 from midus_hf.retrieval.embedding import TextEmbedder
 
 DTYPES = ("float16", "float32")
+# Most windows per stretch, after which the progress is recorded.
 _STRETCH = 1024
-"""Most windows per stretch, after which the progress is recorded."""
 
 _VERSION = 2
 _RECORD = "windows.json"
+# Keys of a request that name locations. They may change, since files may be moved.
 _PLACES = ("corpus", "embeddings", "embedding_model_name", "tokenizer_name")
-"""Keys of a request that name locations. They may change, since files may be moved."""
 
 
 @dataclass

@@ -14,8 +14,8 @@ from midus_hf.training.data.held_out import check_held_out
 from midus_hf.training.optim.rates import Rates
 from midus_hf.training.options import TrainConfig
 
+# Keys of `midus train` that hold a learning rate: the numeric fields of `Rates`.
 _RATES = [field.name for field in dataclasses.fields(Rates) if isinstance(field.default, float | None)]
-"""Keys of `midus train` that hold a learning rate: the numeric fields of `Rates`."""
 
 
 def check(comparison: Comparison, variants: Sequence[Variant]) -> None:

@@ -11,11 +11,12 @@ from midus_hf.config.backbone import read_backbone
 from midus_hf.config.controls import controls_of
 from midus_hf.config.memory_entries import read_memories
 
+# The null control that is not trained: it is measured on the trained model of the variant itself.
 SHUFFLED = "shuffled-addresses"
-"""The null control that is not trained: it is measured on the trained model of the variant itself."""
 
+# Changes by name of the null control: `options` of the memory, or roles that are `trainable`; both empty for shuffled
+# addresses.
 Controls = Mapping[str, Mapping[str, Any]]
-"""Changes by name of the null control: `options` of the memory, or roles that are `trainable`; both empty for shuffled addresses."""
 
 
 def available_controls(config: Mapping[str, Any]) -> Controls:

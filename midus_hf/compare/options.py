@@ -6,6 +6,8 @@ from typing import Any
 
 from midus_hf.compare.rates import check_rates
 
+# Pattern of the names in each mapping, and a description of the characters allowed beside letters. Variants name
+# folders.
 _NAMES = {
     "variants": (
         re.compile(r"[A-Za-z0-9][A-Za-z0-9._+-]*"),
@@ -15,10 +17,9 @@ _NAMES = {
     "domain": (re.compile(r"[A-Za-z0-9_-]+"), "digits and the signs _ -"),
     "retention": (re.compile(r"[A-Za-z0-9_-]+"), "digits and the signs _ -"),
 }
-"""Pattern of the names in each mapping, and a description of the characters allowed beside letters. Variants name folders."""
 
+# Names of the null controls; `midus_hf.config.controls` explains them.
 CONTROLS = ("one-row", "random-slots", "frozen-addresses", "shuffled-addresses")
-"""Names of the null controls; `midus_hf.config.controls` explains them."""
 
 OWN_TRAINING_KEYS = (
     "model_name_or_path",
@@ -29,8 +30,9 @@ OWN_TRAINING_KEYS = (
     "overwrite_output_dir",
 )
 OWN_FINE_TUNING_KEYS = ("model_name_or_path", "output_dir", "seed", "resume_from_checkpoint", "overwrite_output_dir")
+# Keys of `midus train`, `midus sft` and `upscale` that the comparison sets itself: dropped from recipes, refused in
+# mappings.
 OWN_UPSCALING_KEYS = ("base", "output", "seed", "dry_run", "json", "overwrite", "push_to_hub", "private")
-"""Keys of `midus train`, `midus sft` and `upscale` that the comparison sets itself: dropped from recipes, refused in mappings."""
 
 
 @dataclasses.dataclass(kw_only=True)

@@ -2,8 +2,8 @@
 
 from collections.abc import Mapping
 
+# Rate keys of `midus train`, such as `learning_rate`, with their values.
 Rate = Mapping[str, float]
-"""Rate keys of `midus train`, such as `learning_rate`, with their values."""
 
 
 def rate_name(rate: Rate) -> str:

@@ -77,8 +77,8 @@ class Running:
     ):
         self.comparison, self.variants, self.watching = comparison, list(variants), watching
         self.workplace = Workplace(Path(comparison.output_dir))
+        # Why runs failed, by the name of the run.
         self.failures: dict[str, str] = {}
-        """Why runs failed, by the name of the run."""
         self._free: deque[str | None] = deque(devices) if devices else deque([None] * jobs)
         self._threads = max(1, (os.cpu_count() or 1) // len(self._free))
         self._waiting: deque[_Work] = deque()

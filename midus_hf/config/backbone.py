@@ -45,6 +45,8 @@ _GEMMA = {
     "hidden_activation": "gelu_pytorch_tanh",
 }
 
+# Traits by `model_type`, for every family that can be upscaled. `upscalers.architecture.families` adds the families of
+# other packages.
 FAMILY_TRAITS: dict[str, FamilyTraits] = {
     "llama": FamilyTraits(bias_keys=frozenset({"attention_bias", "mlp_bias"})),
     "qwen2": FamilyTraits(defaults={"num_key_value_heads": 32}, bias_keys=frozenset(), qkv_bias=True),
@@ -65,8 +67,6 @@ FAMILY_TRAITS: dict[str, FamilyTraits] = {
     "mistral": FamilyTraits(defaults={"num_key_value_heads": 8}, bias_keys=frozenset()),
     "olmo2": FamilyTraits(query_key_norm="whole", input_norms=False, output_norms=True),
 }
-"""Traits by `model_type`, for every family that can be upscaled. `upscalers.architecture.families` adds the families of
-other packages."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -11,9 +11,9 @@ from midus_hf.config.declared_tensors import ZEROS, DeclaredTensor, Role
 from midus_hf.config.memory_types import DeclaredControl, MemoryOptions
 from midus_hf.config.model_sizes import ModelSizes
 
+# Name of a control. `frozen-addresses`: only the tensors that make values train. `shuffled-addresses`: the rows of
+# values are permuted after training. `DeclaredControl` explains the others.
 Control = DeclaredControl | Literal["frozen-addresses", "shuffled-addresses"]
-"""Name of a control. `frozen-addresses`: only the tensors that make values train. `shuffled-addresses`: the rows of
-values are permuted after training. `DeclaredControl` explains the others."""
 
 
 @dataclass(frozen=True)

@@ -8,13 +8,12 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol
 if TYPE_CHECKING:
     import torch
 
+# Purpose of a tensor in a memory.
+#
+# `key`: is compared with queries. `value`: holds what is retrieved, one row per slot in the dimension before the last.
+# `transform`: makes values from other values. `projection`: any other linear map. `norm`: gain or bias of a norm.
+# `gate`: scales the memory's output. `router`: chooses parts of a memory. `buffer`: not a parameter.
 Role = Literal["key", "value", "transform", "projection", "norm", "gate", "router", "buffer"]
-"""Purpose of a tensor in a memory.
-
-`key`: is compared with queries. `value`: holds what is retrieved, one row per slot in the dimension before the last.
-`transform`: makes values from other values. `projection`: any other linear map. `norm`: gain or bias of a norm. `gate`:
-scales the memory's output. `router`: chooses parts of a memory. `buffer`: not a parameter.
-"""
 
 
 class Initial(Protocol):
@@ -65,8 +64,8 @@ class TruncatedNormal:
         tensor.uniform_(-_WITHIN_TWO, _WITHIN_TWO, generator=generator).erfinv_().mul_(self.std * math.sqrt(2))
 
 
+# Share of a normal distribution within two standard deviations of the mean.
 _WITHIN_TWO = math.erf(math.sqrt(2))
-"""Share of a normal distribution within two standard deviations of the mean."""
 
 
 @dataclass(frozen=True)

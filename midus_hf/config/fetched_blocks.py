@@ -7,24 +7,24 @@ from typing import Any, Literal
 
 from midus_hf.config.declared_tensors import DeclaredTensor
 
+# Folder in a checkpoint that holds one folder per bank, named after the bank's memory.
 BANKS_FOLDER = "memory_bank"
-"""Folder in a checkpoint that holds one folder per bank, named after the bank's memory."""
 
+# File that tells a bank apart from the banks of other models.
 BANK_DESCRIPTION = "bank.json"
-"""File that tells a bank apart from the banks of other models."""
 
+# File that records which documents trained the blocks of a bank. A bank may lack this file.
 BANK_AUDIT = "audit.sqlite3"
-"""File that records which documents trained the blocks of a bank. A bank may lack this file."""
 
+# Files of a tree of topics. The second is written last and holds the fingerprint of the first. A bank that was trained
+# with a tree has copies of both.
 TREE_FILES = ("tree.safetensors", "tree.json")
-"""Files of a tree of topics. The second is written last and holds the fingerprint of the first. A bank that was trained
-with a tree has copies of both."""
 
+# Column of documents with paths: the fingerprint of the tree that gave the paths.
 TREE_COLUMN = "memory_tree"
-"""Column of documents with paths: the fingerprint of the tree that gave the paths."""
 
+# Size of the checksum that a record stores beside its block.
 _CHECKSUM_BYTES = 4
-"""Size of the checksum that a record stores beside its block."""
 
 
 def level_file(level: int) -> str:
@@ -100,10 +100,10 @@ class BankLayout:
     layers: tuple[int, ...]
     blocks: FetchedBlocks
     base: str | None = None
+    # The levels that have blocks, counted from 1.
     levels: list[int] = field(init=False, repr=False, compare=False)
-    """The levels that have blocks, counted from 1."""
+    # Positions of the tensors in a record, layer by layer, for each level that has blocks.
     records: dict[int, tuple[BlockPlace, ...]] = field(init=False, repr=False, compare=False)
-    """Positions of the tensors in a record, layer by layer, for each level that has blocks."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "levels", [level for level, tensors in enumerate(self.blocks.levels, 1) if tensors])

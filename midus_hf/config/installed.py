@@ -3,9 +3,9 @@
 from collections.abc import Callable
 from typing import TypeVar
 
+# True in the installed package. `midus_hf.carried` takes this for false when it writes the code of a checkpoint, and
+# keeps only the branches that then run.
 INSTALLED: bool = True
-"""True in the installed package. `midus_hf.carried` takes this for false when it writes the code of a checkpoint, and
-keeps only the branches that then run."""
 
 Definition = TypeVar("Definition")
 

@@ -20,12 +20,12 @@ from midus_hf.config.memory_types import (
 from midus_hf.config.model_sizes import ModelSizes
 from midus_hf.config.options import read_options
 
+# Key in a config's `upscale` entry: the SHA-256 of the weights that the model was upscaled from.
 BASE_DIGEST = "base_sha256"
-"""Key in a config's `upscale` entry: the SHA-256 of the weights that the model was upscaled from."""
 
+# First part of tensor names. Within a layer: `memory` for an inserted memory, `memories.NAME` for an attached one.
+# Within the stack of layers: `memory_tables.NAME.NUMBER` for the tables that layers share.
 INSERTED, ATTACHED, TABLES = "memory", "memories", "memory_tables"
-"""First part of tensor names. Within a layer: `memory` for an inserted memory, `memories.NAME` for an attached one.
-Within the stack of layers: `memory_tables.NAME.NUMBER` for the tables that layers share."""
 
 
 @dataclass(frozen=True)
@@ -174,8 +174,8 @@ class Memories:
         return next(name for name in names if name not in self.attached)
 
 
+# Memories of a model without memory. The sizes in it mean nothing.
 NO_MEMORIES = Memories((), ModelSizes(hidden_size=0, num_heads=1))
-"""Memories of a model without memory. The sizes in it mean nothing."""
 
 
 def inserted_options(entry: MemoryEntry) -> InsertedOptions:

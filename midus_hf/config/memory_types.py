@@ -10,24 +10,23 @@ from midus_hf.config.installed import needed_for, not_carried
 from midus_hf.config.model_sizes import ModelSizes
 from midus_hf.config.plugins import is_same_class, load_offered
 
+# Position of a memory in a model.
+#
+# `inserted`: the memory has its own decoder layer, and reads the output of the attention in that layer. At every other
+# site the memory is attached to a layer of the base. `beside-ffn`: it reads the input of the feed-forward network
+# (FFN) and adds to the FFN's output, before the norm that follows in some families. `inside-ffn`: it changes the
+# outputs of the FFN's projections. `inside-attention`: it changes the outputs of the attention's projections, or what
+# the heads read. `behind-attention` and `behind-layer`: it reads the residual stream at that point and adds to it.
+# `skip`: it reads the input of one layer's FFN and adds to the residual stream after another layer.
 Site = Literal["inserted", "beside-ffn", "inside-ffn", "inside-attention", "behind-attention", "behind-layer", "skip"]
-"""Position of a memory in a model.
-
-`inserted`: the memory has its own decoder layer, and reads the output of the attention in that layer. At every other
-site the memory is attached to a layer of the base. `beside-ffn`: it reads the input of the feed-forward network (FFN)
-and adds to the FFN's output, before the norm that follows in some families. `inside-ffn`: it changes the outputs of the
-FFN's projections. `inside-attention`: it changes the outputs of the attention's projections, or what the heads read.
-`behind-attention` and `behind-layer`: it reads the residual stream at that point and adds to it. `skip`: it reads the
-input of one layer's FFN and adds to the residual stream after another layer.
-"""
 
 SITES: tuple[Site, ...] = get_args(Site)
 ROLES: tuple[Role, ...] = get_args(Role)
 
+# Name of a control that options make. `one-row`: the memory has a single row, or one per head where each head has
+# rows, so no choice is left. `random-slots`: the rows that a token reads are drawn at random, whatever the token
+# holds.
 DeclaredControl = Literal["one-row", "random-slots"]
-"""Name of a control that options make. `one-row`: the memory has a single row, or one per head where each head has
-rows, so no choice is left. `random-slots`: the rows that a token reads are drawn at random, whatever the token
-holds."""
 
 
 @dataclass(kw_only=True)
@@ -41,20 +40,21 @@ class MemoryOptions:
     """
 
     type: ClassVar[str]
+    # Sites that the memory can take, the default first.
     sites: ClassVar[tuple[Site, ...]] = ()
-    """Sites that the memory can take, the default first."""
+    # True if the memory replaces the layer's attention by an attention that also reads what earlier layers wrote.
     attends: ClassVar[bool] = False
-    """True if the memory replaces the layer's attention by an attention that also reads what earlier layers wrote."""
+    # Controls that options make, each with the options that it sets. `midus_hf.config.controls.controls_of` adds the
+    # controls that follow from roles.
     controls: ClassVar[Mapping[DeclaredControl, Mapping[str, Any]]] = {}
-    """Controls that options make, each with the options that it sets. `midus_hf.config.controls.controls_of` adds the
-    controls that follow from roles."""
+    # Roles of the tensors that make the retrieved values. These tensors train in the control `frozen-addresses`.
     value_roles: ClassVar[tuple[Role, ...]] = ("value", "transform")
-    """Roles of the tensors that make the retrieved values. These tensors train in the control `frozen-addresses`."""
 
+    # True if the projections that write to the residual stream start narrower in a model that is built from a config:
+    # the output projection of attention and the down projection of feed-forward networks then have `1 / sqrt(2 L)`
+    # times the standard deviation of all other projections, L the number of layers. A checkpoint's tensors stay as
+    # they are.
     narrows_start: ClassVar[bool] = False
-    """True if the projections that write to the residual stream start narrower in a model that is built from a config:
-    the output projection of attention and the down projection of feed-forward networks then have `1 / sqrt(2 L)` times
-    the standard deviation of all other projections, L the number of layers. A checkpoint's tensors stay as they are."""
 
     @property
     def reads_ahead(self) -> bool:
@@ -207,8 +207,9 @@ class InsertedOptions(MemoryOptions):
         return sizes.hidden_size if self.keeps_output_projection else sizes.num_heads * sizes.head_dim
 
 
+#: Options classes of the registered types, by type. Types of other packages are added when `known_type` meets an
+#: unknown name.
 MEMORY_TYPES: dict[str, type[MemoryOptions]] = {}
-"""Options classes of the registered types, by type. Types of other packages are added when `known_type` meets an unknown name."""
 
 Options = TypeVar("Options", bound=MemoryOptions)
 
@@ -248,11 +249,11 @@ def register_memory_type(name: str) -> Callable[[type[Options]], type[Options]]:
     return decorate
 
 
+# Attributes of torch's containers of modules. A module in a container cannot have one of these names.
 _WORDS_OF_MODULES = frozenset(
     "apply bfloat16 buffers children clear compile cpu cuda double eval float forward half ipu items keys modules mtia "
     "parameters pop to train training type update values xpu".split()
 )
-"""Attributes of torch's containers of modules. A module in a container cannot have one of these names."""
 
 
 def is_name(name: str) -> bool:

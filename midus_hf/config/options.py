@@ -22,8 +22,9 @@ _TYPE_NAMES = {
     list: "a list",
     type(None): "null",
 }
+# Number with an exponent. YAML reads the number as text if its point or the sign of its exponent is missing, as in
+# `1e-4`.
 _EXPONENT = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)[eE][+-]?\d+")
-"""Number with an exponent. YAML reads the number as text if its point or the sign of its exponent is missing, as in `1e-4`."""
 
 
 def read_options(

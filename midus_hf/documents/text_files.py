@@ -6,11 +6,11 @@ from pathlib import Path
 
 from midus_hf.documents.document_error import DocumentError
 
+# Endings of the files that are read from a folder. All but the last may be followed by one of `COMPRESSIONS`.
 FOLDER_SUFFIXES = (".txt", ".md", ".jsonl", ".parquet")
-"""Endings of the files that are read from a folder. All but the last may be followed by one of `COMPRESSIONS`."""
 
+# Compression formats by the ending of a file's name.
 COMPRESSIONS = {".gz": "gzip", ".zst": "zstd"}
-"""Compression formats by the ending of a file's name."""
 
 _ENDINGS_NAMED = 5
 

@@ -12,8 +12,8 @@ from midus_hf.retrieval.embedding import TextEmbedder
 from midus_hf.retrieval.nearest_documents import NearestDocuments
 from midus_hf.retrieval.passages import cut_into_passages
 
+# A function that takes questions and returns the document of each question.
 DocumentFinder = Callable[[Sequence[str]], list[str]]
-"""A function that takes questions and returns the document of each question."""
 
 
 def nearest_documents(settings: EvaluationSettings, embedder: TextEmbedder) -> NearestDocuments:

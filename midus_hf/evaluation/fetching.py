@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import nn
 
+# A function that takes N texts and returns their paths in a tree of topics, `[N, p]`, int64.
 PathFinder = Callable[[Sequence[str]], torch.Tensor]
-"""A function that takes N texts and returns their paths in a tree of topics, `[N, p]`, int64."""
 
 
 @contextlib.contextmanager

@@ -133,8 +133,8 @@ class Tasks:
         local = local_task_names() if data is not None else []
         others = [name for name in names if name.removeprefix(PREFIX) not in local]
         self.manager = _task_manager(others, include_path)
+        # Name of each task in the harness, by the name in the request.
         self.names: dict[str, str] = {}
-        """Name of each task in the harness, by the name in the request."""
         self.specs: list[str | dict[str, Any]] = []
         for name in names:
             short = name.removeprefix(PREFIX)

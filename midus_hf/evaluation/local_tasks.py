@@ -14,8 +14,8 @@ from midus_hf.files.json_text import parse_json
 
 PREFIX = "midus_"
 _FOLDER = Path(__file__).parent / "tasks"
+# Name of the task whose rows a person writes.
 _FACTS = "facts"
-"""Name of the task whose rows a person writes."""
 
 
 def local_task_names() -> list[str]:

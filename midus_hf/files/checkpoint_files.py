@@ -16,8 +16,8 @@ from midus_hf.files.whole_files import unfinished_name
 
 Kind = tuple[str, ...]
 
+# The file that every model's folder has.
 CONFIG_FILE = "config.json"
-"""The file that every model's folder has."""
 
 SINGLE_FILE, INDEX_FILE = "model.safetensors", "model.safetensors.index.json"
 RECORD_FILE, CARD_FILE = "upscale.json", "README.md"
@@ -25,26 +25,27 @@ TEMPLATES_FOLDER = "additional_chat_templates"
 RUN_CONFIG, RUN_LOG = "train_config.yaml", "log.jsonl"
 EVENTS_FOLDER = "runs"
 
+# Folder in which a run writes the trained model before it is moved into the output. The run owns everything in this
+# folder.
 PARTIAL_MODEL = ".partial_model"
-"""Folder in which a run writes the trained model before it is moved into the output. The run owns everything in this folder."""
 
+# Folder in which the hub's client keeps notes about its downloads. The client owns everything in this folder.
 DOWNLOADS = Path(".cache", "huggingface")
-"""Folder in which the hub's client keeps notes about its downloads. The client owns everything in this folder."""
 
+# Name that a Trainer gives to the folder of a checkpoint to resume from.
 CHECKPOINT_NAME = re.compile(r"checkpoint-(\d+)")
-"""Name that a Trainer gives to the folder of a checkpoint to resume from."""
 
+# The last file of a checkpoint that a Trainer writes.
 TRAINER_STATE = "trainer_state.json"
-"""The last file of a checkpoint that a Trainer writes."""
 
+# The last file of a checkpoint that a run writes, when all others are on the disk: their sizes and digests.
 MANIFEST_FILE = "manifest.json"
-"""The last file of a checkpoint that a run writes, when all others are on the disk: their sizes and digests."""
 
+# File that marks a checkpoint as incomplete, until its manifest is written and again from the start of its removal.
 BEGUN_CHECKPOINT = f".{MANIFEST_FILE}.begun"
-"""File that marks a checkpoint as incomplete, until its manifest is written and again from the start of its removal."""
 
+# Folder of a checkpoint with one numbered folder per bank, for the state of the bank's blocks.
 BLOCK_STATES = "block_states"
-"""Folder of a checkpoint with one numbered folder per bank, for the state of the bank's blocks."""
 
 
 def _unfinished(kind: Kind) -> Kind:
@@ -56,28 +57,35 @@ def _unfinished(kind: Kind) -> Kind:
     )
 
 
+# Weights, as named by `save_pretrained` and `upscale`. Shards with other names are found through an index:
+# `indexed_weights`.
 WEIGHTS: Kind = (SINGLE_FILE, "model-#-of-#.safetensors", INDEX_FILE)
-"""Weights, as named by `save_pretrained` and `upscale`. Shards with other names are found through an index: `indexed_weights`."""
 
+# Weights in a checkpoint of a run that shares its frozen weights with other checkpoints. The checkpoint's index names
+# them.
 PARTS_OF_WEIGHTS: Kind = tuple(
     f"{part}{number}.safetensors" for part in ("trained", "frozen") for number in ("", "-#-of-#")
 )
-"""Weights in a checkpoint of a run that shares its frozen weights with other checkpoints. The checkpoint's index names them."""
 
+# Written by `save_pretrained` and `upscale`.
 CONFIG: Kind = (CONFIG_FILE, "generation_config.json")
-"""Written by `save_pretrained` and `upscale`."""
 
+# Written by `save_pretrained` of tokenizers and processors, under names chosen by a library.
 TOKENIZER: Kind = (
     *("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "special_tokens_map.json", "added_tokens.json"),
     *("vocab.json", "vocab.txt", "merges.txt", "spiece.model", "sentencepiece.bpe.model", "tekken.json"),
     *("chat_template.jinja", "chat_template.json", f"{TEMPLATES_FOLDER}/*.jinja"),
     *("processor_config.json", "preprocessor_config.json"),
 )
-"""Written by `save_pretrained` of tokenizers and processors, under names chosen by a library."""
 
+# The terms of use of a model. `upscale`, `strip`, edits and training copy them to every model that they make from it.
 TERMS: Kind = ("LICENSE*", "LICENCE*", "COPYING*", "NOTICE*", "USE_POLICY*")
-"""The terms of use of a model. `upscale`, `strip`, edits and training copy them to every model that they make from it."""
 
+# Files beside weights and config that belong to a model, as authors of bases name them. `upscale`, `strip` and edits
+# copy them.
+#
+# This kind is wider than `TOKENIZER`. A file that only this kind matches counts as written by one of these commands
+# only in a folder that the command has written as a whole.
 TRAVELLING: Kind = (
     *TOKENIZER,
     *(
@@ -93,42 +101,39 @@ TRAVELLING: Kind = (
     *("generation_config.json", "SYSTEM_PROMPT*"),
     *TERMS,
 )
-"""Files beside weights and config that belong to a model, as authors of bases name them. `upscale`, `strip` and edits copy them.
 
-This kind is wider than `TOKENIZER`. A file that only this kind matches counts as written by one of these commands only
-in a folder that the command has written as a whole.
-"""
-
+# The code with which a model loads where this package is not installed, written with the model's config.
 CODE: Kind = ("modeling_midus.py",)
-"""The code with which a model loads where this package is not installed, written with the model's config."""
 
+# Record of what was done to the base, written by `upscale`, `strip` and edits, and copied by training.
 RECORD: Kind = (RECORD_FILE,)
-"""Record of what was done to the base, written by `upscale`, `strip` and edits, and copied by training."""
 
+# The model card, written by `upscale`, edits and training, and by libraries that train.
 CARD: Kind = (CARD_FILE,)
-"""The model card, written by `upscale`, edits and training, and by libraries that train."""
 
+# Blocks that texts fetch, written by `upscale`, edits of banks and training.
 BANKS: Kind = tuple(
     f"{BANKS_FOLDER}/*/{name}" for name in (BANK_DESCRIPTION, BANK_AUDIT, *TREE_FILES, "level-#.safetensors")
 )  # fmt: skip
-"""Blocks that texts fetch, written by `upscale`, edits of banks and training."""
 
+# Written by `Trainer.save_model` beside a model.
 ARGUMENTS: Kind = ("training_args.bin",)
-"""Written by `Trainer.save_model` beside a model."""
 
+# Written by `Trainer.save_state` beside a model, and part of every checkpoint.
 STATE: Kind = (TRAINER_STATE,)
-"""Written by `Trainer.save_state` beside a model, and part of every checkpoint."""
 
+# The file that shows that a run's checkpoint is complete.
 MANIFEST: Kind = (MANIFEST_FILE,)
-"""The file that shows that a run's checkpoint is complete."""
 
+# Written by PEFT instead of weights. A run merges adapters at its end, so only checkpoints have them.
 ADAPTERS: Kind = ("adapter_model.safetensors", "adapter_config.json")
-"""Written by PEFT instead of weights. A run merges adapters at its end, so only checkpoints have them."""
 
 _STATES_OF_BLOCKS: Kind = tuple(
     f"{BLOCK_STATES}/*/{name}" for name in ("touched.json", "level-#.safetensors", "level-#-#.safetensors", BANK_AUDIT)
 )
 
+# Files beside the model that a Trainer needs to resume from a checkpoint: optimizer, schedule, random state, block
+# states.
 RESUMED: Kind = (
     *("optimizer.pt", "optimizer.bin", "scheduler.pt", "scaler.pt", "rng_state*.pth"),
     *("pytorch_model_fsdp*", "pytorch_model_fsdp*/*", "optimizer_*/*"),  # sharded by FSDP
@@ -136,31 +141,30 @@ RESUMED: Kind = (
     *("global_step*/*", "latest", "zero_to_fp32.py"),  # by DeepSpeed
     *_STATES_OF_BLOCKS,
 )
-"""Files beside the model that a Trainer needs to resume from a checkpoint: optimizer, schedule, random state, block states."""
 
+# Options and log of a run, written into its output by `midus train` and `midus sft`.
 RUN: Kind = (RUN_CONFIG, RUN_LOG)
-"""Options and log of a run, written into its output by `midus train` and `midus sft`."""
 
+# Written for TensorBoard into the output of a run.
 EVENTS: Kind = (f"{EVENTS_FOLDER}/events.out.tfevents.*", f"{EVENTS_FOLDER}/*/events.out.tfevents.*")
-"""Written for TensorBoard into the output of a run."""
 
+# Unfinished options and logs that a killed run leaves behind.
 UNFINISHED_RUN: Kind = _unfinished(RUN)
-"""Unfinished options and logs that a killed run leaves behind."""
 
+# Name of SQLite's journal beside an audit that is being changed.
 _JOURNAL_OF_AUDIT = f"{BANK_AUDIT}-journal"
-"""Name of SQLite's journal beside an audit that is being changed."""
 
+# Files of a checkpoint that was begun and not finished.
 UNFINISHED_MANIFEST: Kind = (BEGUN_CHECKPOINT, *_unfinished(MANIFEST))
-"""Files of a checkpoint that was begun and not finished."""
 
+# Unfinished files of banks that a killed run leaves behind.
 UNFINISHED_BANKS: Kind = (*_unfinished(BANKS), f"{BANKS_FOLDER}/*/{_JOURNAL_OF_AUDIT}")
-"""Unfinished files of banks that a killed run leaves behind."""
 
+# Unfinished files of block states that a killed run leaves behind.
 UNFINISHED_STATES: Kind = (*_unfinished(_STATES_OF_BLOCKS), f"{BLOCK_STATES}/*/{_JOURNAL_OF_AUDIT}")
-"""Unfinished files of block states that a killed run leaves behind."""
 
+# Files that the hub adds to a repository, and that its client downloads with the rest.
 HUB: Kind = (".gitattributes",)
-"""Files that the hub adds to a repository, and that its client downloads with the rest."""
 
 _WILD = {"*": ".*", "#": "[0-9]+", "@": "[A-Za-z0-9_]+"}
 

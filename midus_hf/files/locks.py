@@ -10,14 +10,14 @@ import weakref
 from collections.abc import Iterator
 from pathlib import Path
 
+# Errors of file systems without locks, such as some network file systems.
 _NO_LOCKS = {errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS}
-"""Errors of file systems without locks, such as some network file systems."""
 
+# All locks that this process holds.
 _HELD: "weakref.WeakSet[Lock]" = weakref.WeakSet()
-"""All locks that this process holds."""
 
+# Locks on the outputs of runs of this process.
 _OUTPUTS_HELD: "weakref.WeakSet[Lock]" = weakref.WeakSet()
-"""Locks on the outputs of runs of this process."""
 
 _TRIES, _SECONDS_BETWEEN = 20, 0.05
 

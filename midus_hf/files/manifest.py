@@ -13,8 +13,8 @@ class FileEntry(TypedDict):
     sha256: str
 
 
+# Entries by the path of each file relative to the manifest's folder, with `/` between the parts.
 Manifest = dict[str, FileEntry]
-"""Entries by the path of each file relative to the manifest's folder, with `/` between the parts."""
 
 
 def describe_files(folder: Path, paths: Iterable[Path]) -> Manifest:

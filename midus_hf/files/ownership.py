@@ -28,11 +28,11 @@ from midus_hf.files.checkpoint_files import (
 )
 from midus_hf.files.json_text import parse_json
 
+# Entry of a config that describes how the model was made.
 CONFIG_KEY = "upscale"
-"""Entry of a config that describes how the model was made."""
 
+# Entry of a record that says that the new parts were removed.
 STRIPPED_KEY = "stripped"
-"""Entry of a record that says that the new parts were removed."""
 
 _KINDS: tuple[Kind, ...] = (
     *(WEIGHTS, CONFIG, TRAVELLING, CODE, RECORD, CARD, BANKS),  # written by upscale, strip and edits

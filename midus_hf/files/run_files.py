@@ -41,13 +41,13 @@ from midus_hf.files.checkpoint_files import (
     is_of,
 )
 
+# First line of the options in a run's output, which marks the folder as a run's.
 RUN_MARK = (
     "# The options of the run that wrote this folder, which a later run may overwrite (midus train, midus sft).\n"
 )
-"""First line of the options in a run's output, which marks the folder as a run's."""
 
+# Files that a trained model takes over from the model it was trained from: record, card and terms.
 ACCOMPANYING = (*RECORD, *CARD, *TERMS)
-"""Files that a trained model takes over from the model it was trained from: record, card and terms."""
 
 _MODEL = (WEIGHTS, CONFIG, TOKENIZER, CODE, BANKS, ACCOMPANYING, ARGUMENTS, UNFINISHED_BANKS)
 _OUTPUT = (*_MODEL, RUN, EVENTS, UNFINISHED_RUN)
@@ -55,11 +55,11 @@ _CHECKPOINT = (*_MODEL, PARTS_OF_WEIGHTS, ADAPTERS, STATE, MANIFEST, RESUMED, UN
 
 _FOLDERS = (PARTIAL_MODEL, EVENTS_FOLDER, TEMPLATES_FOLDER, BANKS_FOLDER)
 
+# Files that mark something as complete. They are removed first, in this order.
 _VOUCHING = (MANIFEST_FILE, TRAINER_STATE, CONFIG_FILE, BANK_DESCRIPTION)
-"""Files that mark something as complete. They are removed first, in this order."""
 
+# Files that mark a checkpoint as incomplete, or other files as a run's. They are removed last.
 _TELLING = (BEGUN_CHECKPOINT, INDEX_FILE, RUN_CONFIG)
-"""Files that mark a checkpoint as incomplete, or other files as a run's. They are removed last."""
 
 
 def is_of_a_run(output: Path) -> bool:

@@ -12,12 +12,12 @@ from pathlib import Path
 
 from midus_hf.files.locks import Lock, has_no_locks
 
+# Flags of Linux's fallocate: keep the size of the file, and turn a range of bytes into a hole.
 _KEEP_SIZE, _PUNCH_HOLE = 1, 2
-"""Flags of Linux's fallocate: keep the size of the file, and turn a range of bytes into a hole."""
 _COPIED_AT_ONCE = 2**24
 _UNIQUE = re.compile("[0-9a-f]{8}")
+# Suffix of the journal that SQLite writes beside a database, to undo an interrupted change.
 _JOURNAL = "-journal"
-"""Suffix of the journal that SQLite writes beside a database, to undo an interrupted change."""
 
 
 def unfinished_name(name: str, unique: str) -> str:

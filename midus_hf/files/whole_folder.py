@@ -14,8 +14,8 @@ from midus_hf.config.wording import first_few
 from midus_hf.files.locks import Lock, lock_or_warn
 from midus_hf.files.whole_files import new_unfinished_path, sync, unfinished_paths
 
+# Errors of file systems for files that are too large; `ENOSPC` comes from those without holes.
 _FILE_TOO_LARGE = frozenset({errno.EFBIG, errno.EINVAL, errno.ENOSPC})
-"""Errors of file systems for files that are too large; `ENOSPC` comes from those without holes."""
 
 
 @dataclass(frozen=True)

@@ -7,8 +7,8 @@ from torch.utils.checkpoint import checkpoint
 
 from midus_hf.memory.protocols import ScoresSubKeys
 
+# Number of scores held at a time: 64 MB in float32.
 _MOST_SCORES = 1 << 24
-"""Number of scores held at a time: 64 MB in float32."""
 
 
 def balance_loss(

@@ -34,10 +34,10 @@ from midus_hf.ops.chapters.rows import chapter_mass, chapter_rows
 from midus_hf.ops.dispatch.precision import without_autocast
 
 _EPS = 1e-6
+# If there are this many times more choices than chapters, nearly every chapter is chosen.
 _MANY_TIMES = 4
-"""If there are this many times more choices than chapters, nearly every chapter is chosen."""
+# Largest number of elements of projected memory tokens that a layer keeps during a generation: 256 MB in float32.
 _MOST_KEPT = 1 << 26
-"""Largest number of elements of projected memory tokens that a layer keeps during a generation: 256 MB in float32."""
 
 
 @register_memory("chapters")
@@ -53,8 +53,8 @@ class Chapters(MemoryModule):
     asks = ("tokens", "state", "report")
 
     options: ChaptersOptions
+    # Whether the gradient of the bank is a sparse tensor of the rows that were read; training may set it.
     sparse_gradient: bool
-    """Whether the gradient of the bank is a sparse tensor of the rows that were read; training may set it."""
     norm_weight: torch.Tensor
     router_weight: torch.Tensor
     router_bias: torch.Tensor

@@ -11,8 +11,8 @@ from midus_hf.memory.registry import MemoryModule, register_memory
 from midus_hf.memory.sequence_heads import SequenceHeads
 from midus_hf.ops.depth.joining import Depth
 
+# Prefixes of the names of the tensors that project the values of slots.
 _VALUES = ("attention_value", "ffn_value")
-"""Prefixes of the names of the tensors that project the values of slots."""
 
 
 @register_memory("depth-attention")

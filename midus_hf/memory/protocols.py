@@ -16,10 +16,10 @@ from midus_hf.memory.tables import TableReading
 class RetrievesSlots(Protocol):
     """A memory whose heads choose slots, so that the use of slots can be counted."""
 
+    # H, number of heads.
     num_heads: int
-    """H, number of heads."""
+    # N, number of slots that each head chooses from.
     num_slots: int
-    """N, number of slots that each head chooses from."""
 
     def retrieve(self, read: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the weights, float32, and the slots, int64, that each head reads for the memory's input, both `[B, T, H, k]`;
@@ -30,8 +30,8 @@ class RetrievesSlots(Protocol):
 class AddsSlots(RetrievesSlots, Protocol):
     """A memory that can return what each of its slots adds."""
 
+    # Whether the vector that a slot adds depends on the head that reads the slot.
     values_by_head: bool
-    """Whether the vector that a slot adds depends on the head that reads the slot."""
 
     def slot_outputs(
         self, slots: torch.Tensor, head: int, *, tables: Mapping[str, torch.Tensor] | None = None
@@ -45,16 +45,16 @@ class AddsSlots(RetrievesSlots, Protocol):
 class ReadsFewRows(Protocol):
     """A memory that reads few rows of large tables of values through functions whose settings training may change."""
 
+    # Functions that read the tables, with their settings.
     table_reading: TableReading
-    """Functions that read the tables, with their settings."""
 
 
 @runtime_checkable
 class GivesRowGradients(Protocol):
     """A module that may give a large table a sparse gradient of the rows that were read."""
 
+    # Whether the gradient is sparse.
     sparse_gradient: bool
-    """Whether the gradient is sparse."""
 
 
 @runtime_checkable
@@ -69,8 +69,8 @@ class HostsTables(Protocol):
 class ScoresSubKeys(Protocol):
     """A memory whose queries are compared with sub-keys, so that the selection of sub-keys can be balanced."""
 
+    # Number of sub-keys selected per head and token.
     k: int
-    """Number of sub-keys selected per head and token."""
     training: bool
 
     def queries(self, read: torch.Tensor, track_statistics: bool = True) -> torch.Tensor:
@@ -87,10 +87,10 @@ class ScoresSubKeys(Protocol):
 class ReadsChapters(Protocol):
     """A memory whose tokens read chapters that a router chose, so that reads and contents of chapters can be inspected."""
 
+    # C, number of chapters, including shared chapters.
     num_chapters: int
-    """C, number of chapters, including shared chapters."""
+    # S, number of shared chapters: the first S chapters, which every token reads.
     num_shared: int
-    """S, number of shared chapters: the first S chapters, which every token reads."""
 
     def route(
         self,

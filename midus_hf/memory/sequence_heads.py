@@ -13,10 +13,10 @@ from midus_hf.ops.depth.reference import joint_attention
 from midus_hf.ops.depth.sequence_kernels import Call
 from midus_hf.ops.depth.sequence_lse import sequence_lse, sequence_weights
 
+# Implementations whose masks tell for each query and key whether the key is read.
 _MASKS_TELL = ("eager", "sdpa")
-"""Implementations whose masks tell for each query and key whether the key is read."""
+# Implementations whose softmax has a known log-sum-exp: returned, or computed separately.
 _TELL = (*_MASKS_TELL, "flex_attention")
-"""Implementations whose softmax has a known log-sum-exp: returned, or computed separately."""
 
 
 def refuse_untold(implementation: str | None) -> None:

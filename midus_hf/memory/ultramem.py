@@ -21,8 +21,8 @@ from midus_hf.ops.product_key.op import product_key_topk
 from midus_hf.ops.tucker.op import leading_vectors, tucker_topk
 
 _EPS = 1e-6
+# Largest number of elements of normalised keys that a layer keeps during a generation: 256 MB in float32.
 _MOST_KEPT = 1 << 26
-"""Largest number of elements of normalised keys that a layer keeps during a generation: 256 MB in float32."""
 _ACTIVATIONS = {"none": lambda products: products, "gelu": nn.functional.gelu, "silu": nn.functional.silu}
 
 

@@ -11,8 +11,8 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from midus_hf.memory.sequence_heads import SequenceHeads
 from midus_hf.models.rotation import Rotation, unrotated
 
+# Function of a projection's input and output that returns the output to use instead.
 Adapter = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
-"""Function of a projection's input and output that returns the output to use instead."""
 
 
 class HeadReader(NamedTuple):
@@ -32,12 +32,12 @@ class HeadReader(NamedTuple):
 class HeadsOfDepth(Protocol):
     """Memory over the depth, with the methods that the layer's attention calls."""
 
+    # Whether the memory replaces the model's own attention.
     reads: bool
-    """Whether the memory replaces the model's own attention."""
+    # Whether the memory needs the keys and values of the tokens of the pass.
     wants_heads: bool
-    """Whether the memory needs the keys and values of the tokens of the pass."""
+    # Whether the memory needs the output of the key projection.
     wants_raw_key: bool
-    """Whether the memory needs the output of the key projection."""
 
     def attend(self, sequence: SequenceHeads) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Return the output of the heads, `[B, T, H, d]`, and attention weights if they are known."""
@@ -49,6 +49,7 @@ class HeadsOfDepth(Protocol):
         """Take the output of the key projection, `[B, T, K * d]`."""
 
 
+# Names of a layer's projections in the families' code, by the role of the projection.
 PROJECTION_NAMES = {
     "query": "q_proj",
     "key": "k_proj",
@@ -58,7 +59,6 @@ PROJECTION_NAMES = {
     "up": "up_proj",
     "down": "down_proj",
 }
-"""Names of a layer's projections in the families' code, by the role of the projection."""
 
 
 class _View:
@@ -79,8 +79,8 @@ class Adapted:
     a call leaves nothing behind on the module.
     """
 
+    # The family's class, whose `forward` is run.
     family_class: ClassVar[type[nn.Module]]
-    """The family's class, whose `forward` is run."""
 
     def forward(
         self, hidden_states: torch.Tensor, adapters: Mapping[str, Adapter] | None = None, **kwargs: Any
@@ -159,8 +159,8 @@ class AttentionCall(NamedTuple):
     keys_are_new: bool
 
 
+# Name of the attention function, different for each copy of this code that a checkpoint brings.
 _WITH_MEMORY = f"with_memory_{__name__.replace('.', '_')}"
-"""Name of the attention function, different for each copy of this code that a checkpoint brings."""
 
 
 def _attend_with_memory(

@@ -9,8 +9,8 @@ from torch import nn
 from midus_hf.config.declared_tensors import ZEROS, Role
 from midus_hf.memory.registry import MemoryModule
 
+# Roles of tensors that leave a memory without effect while they are zero, with the plural used in the warning.
 _SILENT: dict[Role, str] = {"value": "values", "projection": "projections", "gate": "gates"}
-"""Roles of tensors that leave a memory without effect while they are zero, with the plural used in the warning."""
 
 
 def warn_of_dead_memories(model: nn.Module, layers: Mapping[int, nn.Module]) -> bool:

@@ -11,8 +11,8 @@ from midus_hf.memory.sequence_heads import SequenceHeads
 from midus_hf.models.memory_inputs import Carried
 from midus_hf.models.rotation import Rotation, rotated, unrotated
 
+# A key and a value per key/value head and token, both `[B, K, T, d]`.
 Heads = tuple[torch.Tensor, torch.Tensor]
-"""A key and a value per key/value head and token, both `[B, K, T, d]`."""
 
 
 class DepthHeads:

@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING, PreTrainedConfig, PreTrainedModel
 
+#: Language models that host memory, by the `model_type` of their family.
 FAMILIES: dict[str, type[PreTrainedModel]] = {}
-"""Language models that host memory, by the `model_type` of their family."""
 
 
 def register_family(causal_lm_class: type[PreTrainedModel]) -> type[PreTrainedModel]:
@@ -122,6 +122,8 @@ class _SourceLoader(importlib.abc.InspectLoader):
         return f"{__file__.removesuffix('.py')}/{fullname.rpartition('.')[2]}.py"
 
 
+# For each set of norms that a layer may have, the names of norms that differ from Llama's, by their role in
+# `NamesNorms`.
 _ROLES_OF_NORMS: dict[frozenset[str], dict[str, str | None]] = {
     frozenset({"input_layernorm", "post_attention_layernorm"}): {},
     frozenset(
@@ -138,7 +140,6 @@ _ROLES_OF_NORMS: dict[frozenset[str], dict[str, str | None]] = {
         "mlp_output_norm": "post_feedforward_layernorm",
     },
 }
-"""For each set of norms that a layer may have, the names of norms that differ from Llama's, by their role in `NamesNorms`."""
 
 _SOURCE = '''"""{family} with memory."""
 

@@ -20,8 +20,8 @@ from midus_hf.config.installed import needed_for, not_carried
 from midus_hf.config.memory_entries import memories_of
 from midus_hf.memory.fetched import FetchedBatch
 
+# Names of arguments of a forward pass: paths whose blocks the rows fetch, and blocks that have been fetched already.
 IDS, BLOCKS = "memory_ids", "memory_blocks"
-"""Names of arguments of a forward pass: paths whose blocks the rows fetch, and blocks that have been fetched already."""
 
 
 class Banks:
@@ -39,8 +39,8 @@ class Banks:
         self._tree_folder: Path | None = None
         self._copies: Sequence[Path] = ()
         self._num_copies: int | None = None
+        # Whether a Trainer trains the blocks of the banks; set by `set_trainable`.
         self.trainable = False
-        """Whether a Trainer trains the blocks of the banks; set by `set_trainable`."""
 
     @property
     def read_without_ids(self) -> bool:

@@ -17,8 +17,8 @@ from midus_hf.models.fetching import BLOCKS
 from midus_hf.models.host import HostsMemory
 
 _IGNORED_LABEL = -100
+# Name of the argument that marks the tokens of the prompt. Without it, the prompt ends at the first label.
 _PROMPT_MASK = "prompt_mask"
-"""Name of the argument that marks the tokens of the prompt. Without it, the prompt ends at the first label."""
 
 
 class MemoryForCausalLM(HostsMemory):

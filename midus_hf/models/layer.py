@@ -15,8 +15,9 @@ from midus_hf.models.depth_heads import DepthHeads
 from midus_hf.models.memory_inputs import Carried, MemoryInputs
 from midus_hf.models.norms import NamesNorms
 
+# Empty inputs, for a pass without inputs of memories. Never written to: a layer that carries tensors gets its own
+# inputs.
 _NOTHING = MemoryInputs()
-"""Empty inputs, for a pass without inputs of memories. Never written to: a layer that carries tensors gets its own inputs."""
 
 
 class HostLayer(NamesNorms):
@@ -36,16 +37,16 @@ class HostLayer(NamesNorms):
     mlp_class: ClassVar[type[nn.Module]]
     memories: nn.ModuleDict
     self_attn: Any
+    # Tensors that the layer takes from earlier layers.
     takes: tuple[Carried, ...] = ()
-    """Tensors that the layer takes from earlier layers."""
+    # Tensors that the layer gives to later layers.
     gives: tuple[Carried, ...] = ()
-    """Tensors that the layer gives to later layers."""
+    # Tensors that no later layer takes.
     takes_last: tuple[Carried, ...] = ()
-    """Tensors that no later layer takes."""
+    # Results of memories at earlier layers that are added behind this layer.
     skips_from: tuple[Carried, ...] = ()
-    """Results of memories at earlier layers that are added behind this layer."""
+    # Whether the layer takes or gives any tensor.
     carries = False
-    """Whether the layer takes or gives any tensor."""
 
     def __init__(self, config, layer_idx: int, memories: Memories):
         super().__init__(config, layer_idx)

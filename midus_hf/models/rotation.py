@@ -2,8 +2,8 @@
 
 import torch
 
+# Cosines and sines of a pass, both `[B, T, d]`, the argument `position_embeddings` of layers.
 Rotation = tuple[torch.Tensor, torch.Tensor]
-"""Cosines and sines of a pass, both `[B, T, d]`, the argument `position_embeddings` of layers."""
 
 
 def rotated(heads: torch.Tensor, rotation: Rotation | None) -> torch.Tensor:

@@ -16,8 +16,8 @@ from midus_hf.retrieval.tree_files import (
     write_tree,
 )
 
+# Elements of centroids that are copied at a time: each embedding that descends gets its own copy of them.
 _ELEMENTS = 2**23
-"""Elements of centroids that are copied at a time: each embedding that descends gets its own copy of them."""
 
 
 class ClusterTree:

@@ -15,8 +15,8 @@ from midus_hf.files.json_text import parse_json
 from midus_hf.saved_models import load_tokenizer
 
 _MODULES = ("Transformer", "Pooling", "Normalize")
+# Prefix of the names of tensors that hidden states do not depend on, and that many checkpoints lack.
 _UNUSED = "pooler."
-"""Prefix of the names of tensors that hidden states do not depend on, and that many checkpoints lack."""
 
 
 class TextEmbedder:

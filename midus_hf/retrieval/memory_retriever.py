@@ -10,8 +10,8 @@ from midus_hf.retrieval.cluster_tree import ClusterTree
 from midus_hf.retrieval.embedding import TextEmbedder
 from midus_hf.retrieval.tree_files import check_similarity, lasting_name
 
+# Number that stands for the generic memory at every level of a path.
 _GENERIC = -1
-"""Number that stands for the generic memory at every level of a path."""
 
 
 class MemoryRetriever:

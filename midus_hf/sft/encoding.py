@@ -15,8 +15,8 @@ from midus_hf.sft.templates import set_template
 from midus_hf.training.data.corpus import usable_cores
 from midus_hf.training.data.token_cache import without_threads_of_tokenizers
 
+# Number of rows held in memory at a time.
 _ROWS_AT_A_TIME = 4096
-"""Number of rows held in memory at a time."""
 _ROWS_WORTH_PROCESSES = 512
 
 
@@ -30,8 +30,8 @@ class _Encoder:
         return encode(self.tokenizer, read_example(self.known, row, location), location)
 
 
+# Encoder that a forked process inherits; sending it with its tokenizer would take long.
 _encoder: _Encoder | None = None
-"""Encoder that a forked process inherits; sending it with its tokenizer would take long."""
 
 
 def encode_rows(

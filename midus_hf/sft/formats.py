@@ -8,9 +8,10 @@ from typing import Any
 from midus_hf.config.wording import near_matches
 from midus_hf.documents import DocumentError
 
+# Roles that chat templates know: `developer` stands for the system, `function` and `ipython` for a tool.
 _ROLES = ("system", "developer", "user", "assistant", "tool", "function", "ipython")
-"""Roles that chat templates know: `developer` stands for the system, `function` and `ipython` for a tool."""
 
+# ShareGPT's names of the roles, and the roles that they stand for.
 _SHARE_GPT_ROLES = {
     "human": "user",
     "gpt": "assistant",
@@ -18,13 +19,12 @@ _SHARE_GPT_ROLES = {
     "bot": "assistant",
     "observation": "tool",
 }
-"""ShareGPT's names of the roles, and the roles that they stand for."""
 
+# Keys about tools that templates read, by the role of the message.
 _OF_TOOLS = {
     "assistant": ("tool_calls",),
     **dict.fromkeys(("tool", "function", "ipython"), ("tool_call_id", "name")),
 }
-"""Keys about tools that templates read, by the role of the message."""
 
 
 @dataclass(frozen=True)
@@ -67,8 +67,8 @@ class Format:
     read: Reader
 
 
+# Formats by name, in the order in which `detect_format` tries them.
 FORMATS: dict[str, Format] = {}
-"""Formats by name, in the order in which `detect_format` tries them."""
 
 
 def register_format(name: str, *columns: str) -> Callable[[Reader], Reader]:

@@ -12,12 +12,12 @@ from transformers import PreTrainedTokenizerBase
 from midus_hf.documents import DocumentError
 from midus_hf.sft.formats import Chat, Example
 
+# Tag by which a template itself marks where answers stand.
 _MARKERS = re.compile(r"{%-?\s*generation\s*-?%}")
-"""Tag by which a template itself marks where answers stand."""
 
 _NOWHERE = (math.inf, math.inf)
+# Text that occurs in no template.
 _ELSEWHERE = "\u241f an answer \u241f"
-"""Text that occurs in no template."""
 
 
 @dataclass(frozen=True)

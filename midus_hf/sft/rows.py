@@ -9,8 +9,8 @@ from midus_hf.files.json_text import parse_json
 from midus_hf.sft.options import SftConfig
 from midus_hf.training.data.corpus import load_hub_dataset
 
+# Endings of files that hold rows. All but `.parquet` may be followed by the ending of a compression.
 ENDINGS = (".jsonl", ".json", ".parquet")
-"""Endings of files that hold rows. All but `.parquet` may be followed by the ending of a compression."""
 
 
 def iterate_rows(config: SftConfig) -> Iterator[tuple[str, Any]]:

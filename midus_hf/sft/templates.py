@@ -18,8 +18,8 @@ _ALPACA = (
     "{% endfor %}"
     "{% if add_generation_prompt %}{{ '### Response:\\n' }}{% endif %}"
 )
+# Built-in templates, by their name in `SftConfig.chat_template`.
 TEMPLATES = {"chatml": _CHATML, "alpaca": _ALPACA}
-"""Built-in templates, by their name in `SftConfig.chat_template`."""
 
 _CHATML_TOKENS = ("<|im_start|>", "<|im_end|>")
 

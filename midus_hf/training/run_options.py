@@ -7,14 +7,14 @@ from typing import Any, Literal, Self
 
 from midus_hf.config.declared_tensors import Role
 
+# Type of the option `trainable` of `RunOptions`.
 Trainable = Literal["auto", "new", "all"] | list[int | Role]
-"""Type of the option `trainable` of `RunOptions`."""
 
+# Layers that can have adapters: see `adapters` of `RunOptions`.
 AdapterLayers = Literal["base", "new", "all"]
-"""Layers that can have adapters: see `adapters` of `RunOptions`."""
 
+# Value of `resume_from_checkpoint` that resumes a run if there is a checkpoint: see `RunOptions`.
 AUTO = "auto"
-"""Value of `resume_from_checkpoint` that resumes a run if there is a checkpoint: see `RunOptions`."""
 
 _NAME = re.compile(r"[A-Za-z0-9_-]+")
 

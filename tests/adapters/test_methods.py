@@ -10,8 +10,8 @@ from training.tiny_run import refused
 
 from midus_hf.training.run.adapters import add_adapters, merge_adapters
 
+# BOFT compiles a kernel of its own where there is a compiler, which takes longer than all else here.
 METHODS = sorted({kind.value.lower() for kind in PEFT_TYPE_TO_CONFIG_MAPPING} - {"boft"})
-"""BOFT compiles a kernel of its own where there is a compiler, which takes longer than all else here."""
 
 REFUSED = {
     **dict.fromkeys(("prompt_tuning", "multitask_prompt_tuning", "p_tuning", "prefix_tuning", "cpt"), "adds to what"),
@@ -20,6 +20,7 @@ REFUSED = {
     "adalora": "a call after every step",
 }
 
+# What suits matrices of 16 to 48 rows and columns where the default is for larger ones.
 KEYS = {
     "c3a": {"block_size": 16},
     "fourierft": {"n_frequency": 20},
@@ -32,7 +33,6 @@ KEYS = {
     "vblora": {"vector_length": 16},
     "waveft": {"n_frequency": 20},
 }
-"""What suits matrices of 16 to 48 rows and columns where the default is for larger ones."""
 
 
 @pytest.mark.parametrize("method", METHODS)

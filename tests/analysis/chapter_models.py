@@ -10,12 +10,12 @@ from midus_hf.analysis.text_rows import TextRows
 from midus_hf.models import FAMILIES
 
 CHAPTERS, SHARED, TOKENS, LAYERS = 6, 1, 4, [0, 2]
+# Of the router for a token of kind a; for one of kind b they are the negative of it.
 LOGITS = torch.tensor([0.0, 8, 7, 0, -7, -8])
-"""Of the router for a token of kind a; for one of kind b they are the negative of it."""
+# First element of the residual stream: so much above all others that it is limited to 1 where it is routed by.
 _LARGE = 100.0
-"""First element of the residual stream: so much above all others that it is limited to 1 where it is routed by."""
+# Chapters that a token of each kind reads, the shared one included: nobody reads chapter 3.
 READ = {"a": [0, 1, 2], "b": [0, 4, 5]}
-"""Chapters that a token of each kind reads, the shared one included: nobody reads chapter 3."""
 
 
 def routed_model(family: str = "llama", **options: Any) -> PreTrainedModel:

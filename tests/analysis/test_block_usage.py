@@ -23,13 +23,13 @@ from midus_hf.retrieval.memory_retriever import MemoryRetriever
 from midus_hf.retrieval.tree_files import TreeOrigin
 from upscalers.runs.upscale import upscale
 
+# Levels of `hierarchical_model`; the second has no blocks.
 FIRST, THIRD = BankLevel("hier-ffn", 1), BankLevel("hier-ffn", 3)
-"""Levels of `hierarchical_model`; the second has no blocks."""
 
 PATHS = torch.tensor([[1, 4, 13], [1, 3, 9], [0, 0, 2]])
 ROWS = [torch.arange(1, 9), torch.arange(1, 6), torch.arange(1, 4), torch.arange(1, 4)]
+# Rows of 8, 5, 3 and 3 tokens, the first and the third of one document.
 TEXT = TextRows("text", ROWS, [0, 1, 0, 2], PATHS)
-"""Rows of 8, 5, 3 and 3 tokens, the first and the third of one document."""
 
 COUNTS = {FIRST: {0: 3, 1: 16}, THIRD: {2: 3, 9: 5, 13: 11}}
 

@@ -109,8 +109,8 @@ def test_windows_that_are_too_long_and_a_model_without_memory_are_refused(model,
     )
 
 
+# Memory that has a router, and no slots.
 CHAPTERS = {"memory_tokens": 24, "chapters": 6, "k": 2, "layers": [0, 2]}
-"""Memory that has a router, and no slots."""
 
 
 def test_a_model_whose_memories_have_no_slots_is_refused_by_their_type(model, text, tmp_path, capsys):

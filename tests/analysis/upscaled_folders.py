@@ -16,6 +16,7 @@ from midus_hf.banks.memory_bank import MemoryBank
 from midus_hf.retrieval.tree_files import TreeOrigin
 from upscalers.runs.upscale import upscale
 
+# Methods that start at the base, and small options of each.
 METHODS: dict[str, dict[str, Any]] = {
     "midus-hml": {"n": 4, "k": 2},
     "midus-pkm": {"n": 4, "k": 2},
@@ -24,7 +25,6 @@ METHODS: dict[str, dict[str, Any]] = {
     "moda": {},
     "llama-pro": {},
 }
-"""Methods that start at the base, and small options of each."""
 
 
 def saved_pair(family: str, method: str, folder: Path, **options: Any) -> tuple[Path, Path]:

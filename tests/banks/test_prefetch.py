@@ -19,8 +19,8 @@ from midus_hf.banks.trained_bank import TrainedBank
 
 ONE = torch.tensor([[1, 5, 21]])
 OTHER = torch.tensor([[2, 9, 37]])
+# That nothing here takes.
 SECONDS = 20
-"""That nothing here takes."""
 
 
 @pytest.fixture(params=[None, 64], ids=["whole", "in pieces"])

@@ -13,8 +13,8 @@ from midus_hf.banks.level_file import BankError
 from midus_hf.banks.tiers import TIERS, BankTiers
 
 LAYOUT = layout_of()
+# Bytes of the blocks of both levels, in float32.
 LARGE, SMALL = 4 * LAYOUT.record_numel(1), 4 * LAYOUT.record_numel(3)
-"""Bytes of the blocks of both levels, in float32."""
 
 IDS = torch.tensor([[1, 5, 21], [-1, -1, -1], [0, 1, 5], [1, 5, 20]])
 TIERED = [{1: one, 3: other} for one in TIERS for other in TIERS]

@@ -4,8 +4,8 @@ import time
 
 import torch
 
+# The fastest of an H200.
 CLOCK_HZ = 1.98e9
-"""The fastest of an H200."""
 
 
 class SimulatedGpu:
@@ -17,8 +17,8 @@ class SimulatedGpu:
 
     def __init__(self, monkeypatch):
         self.host_ms = 0.0
+        # When the device will have run all that was issued.
         self.device_ms = 0.0
-        """When the device will have run all that was issued."""
         gpu, real_empty = self, torch.empty
 
         class Event:

@@ -18,11 +18,11 @@ from benchmarks.ops.run import run
 from benchmarks.ops.shapes import MODES, SHAPES, Case
 from benchmarks.tracked import threads
 
+# Minutes of C compiler; the benchmark itself judges it before it is timed.
 SLOW = set(COMPILED)
-"""Minutes of C compiler; the benchmark itself judges it before it is timed."""
 
+# What differs from others on a GPU alone, where it is rehearsed.
 OF_KERNELS = {"exact", "one-block"}
-"""What differs from others on a GPU alone, where it is rehearsed."""
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

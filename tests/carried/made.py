@@ -9,6 +9,7 @@ from tiny import NATIVE_FAMILIES, save_tiny_model
 from upscalers.runs.upscale import upscale
 
 TREE = {"sizes": [3, 0, 2], "branching": 3}
+# Methods with their options.
 METHODS: dict[str, dict[str, Any]] = {
     "hier-ffn": TREE,
     "hier-kv": TREE,
@@ -22,17 +23,16 @@ METHODS: dict[str, dict[str, Any]] = {
     "moda": {},
     "ultramem-v2": {"n": 8, "k": 4},
 }
-"""Methods with their options."""
 
+# The number of lines that the code of a checkpoint may have, by method.
 MOST_LINES = dict.fromkeys(METHODS, 2500) | {"midus-hml": 1500}
-"""The number of lines that the code of a checkpoint may have, by method."""
 
 _USUAL = [("llama", method) for method in METHODS] + [
     (family, "midus-hml") for family in NATIVE_FAMILIES if family != "llama"
 ]
 ALL_CASES = [(family, method) for family in NATIVE_FAMILIES for method in METHODS]
+# Families with methods: by default every method on one family, and every family with one method.
 CASES = by_default(_USUAL, ALL_CASES)
-"""Families with methods: by default every method on one family, and every family with one method."""
 
 
 class Checkpoints:

@@ -15,8 +15,8 @@ from tiny import prompt
 from torch import nn
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+# Methods whose memories can be served where requests lie in one row.
 LOOK_AT_ONE_TOKEN = ("midus-hml", "midus-linear", "midus-pkm", "ultramem-v2")
-"""Methods whose memories can be served where requests lie in one row."""
 
 
 def copy_of_code(folder: Path, name: str) -> Any:

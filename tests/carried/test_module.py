@@ -26,8 +26,8 @@ from midus_hf.memory.registry import MEMORY_MODULES
 from midus_hf.version import __version__
 
 ROOT = Path(__file__).parent.parent.parent
+# What a carried module may import beside Python's own library: torch, transformers, and what this one installs.
 OTHERS = {"torch", "transformers", "safetensors", "huggingface_hub"}
-"""What a carried module may import beside Python's own library: torch, transformers, and what this one installs."""
 
 of_all_cases = pytest.mark.parametrize(("family", "method"), CASES)
 on_llama = pytest.mark.parametrize("method", METHODS)
@@ -213,6 +213,7 @@ def test_sites_and_types_that_a_checkpoint_was_not_written_for_are_refused(chang
         imported(folder).MidusLlamaConfig(**content)
 
 
+# The definitions that carried code has another of, ops aside.
 STANDS_FOR = {
     "check_entry": "midus_hf.config.memory_entries",
     "MEMORY_TYPES": "midus_hf.config.memory_types",
@@ -225,7 +226,6 @@ STANDS_FOR = {
     "write_code": "midus_hf.carried.module",
     "MemoryBank": "midus_hf.banks.memory_bank",
 }
-"""The definitions that carried code has another of, ops aside."""
 
 
 def test_a_stand_in_takes_the_place_of_nothing_else():

@@ -16,11 +16,13 @@ from pairs import wanted_by_tests
 from safetensors.torch import load_file, save_file
 from tiny import prompt
 
+# Those whose whole model is traced: a memory in a layer of its own, and two that are attached, of which one carries
+# slots.
 TRACED = [("llama", method) for method in ("midus-hml", "moda", "moc")]
-"""Those whose whole model is traced: a memory in a layer of its own, and two that are attached, of which one carries slots."""
 
+# Methods whose module registers an attention function with transformers, so that it has to be imported where its
+# models run.
 READ_BY_ATTENTION = ("hier-kv", "hier-lora-qk", "hier-lora-vo", "moda")
-"""Methods whose module registers an attention function with transformers, so that it has to be imported where its models run."""
 
 _RUN = """
 import json

@@ -28,11 +28,11 @@ from pyarrow import parquet
 from midus_hf.clusters.datatrove_steps import AssignPaths, AssignWindows, BuildTree, ClusterLevel, EmbedWindows
 
 OPTIONS = TreeOptions(branching=3, levels=2, steps=4, samples=50)
+# Strings are sorted `b.parquet`, `b/c.parquet`; paths the other way.
 FILES = {"a.parquet": 7, "b.parquet": 30, "b/c.parquet": 20, "b/d.parquet": 1, "e.parquet": 15}
-"""Strings are sorted `b.parquet`, `b/c.parquet`; paths the other way."""
 
+# Of documents in turn; those of other files have `p`.
 LABELS = {"b.parquet": "xyz", "b/c.parquet": "zyx"}
-"""Of documents in turn; those of other files have `p`."""
 
 TREE_FILES = ("tree.json", "tree.safetensors", "windows/leaves.npy", "windows/documents.npy", "windows/labels.npy")
 

@@ -12,8 +12,8 @@ from midus_hf.clusters.building import TreeOptions, build_tree
 from midus_hf.clusters.finished_nodes import FinishedNodes
 
 OPTIONS = TreeOptions(branching=4, levels=3, steps=3, samples=64)
+# That have children, and members enough to have several.
 NODES = 1 + 4 + 16
-"""That have children, and members enough to have several."""
 
 
 def rows(number: int = 900) -> np.ndarray:

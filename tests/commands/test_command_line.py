@@ -21,6 +21,7 @@ MISSING_FILE = {
     "midus reproduce": ["midus", "1", "--root", "absent"],
     "midus compare": ["absent"],
 }
+# What does the work of a command, and a request for it.
 WORK = {
     "upscale": ("upscalers.runs.upscale.upscale", ["--base", "model", "--method", "solar", "--output", "out"]),
     "midus train": ("midus_hf.training.run.train.prepare", ["run.yaml"]),
@@ -34,7 +35,6 @@ WORK = {
     "midus reproduce": ("midus_hf.compare.reproduce.repository.Repository.tables", []),
     "midus compare": ("midus_hf.compare.running.Running.run", ["compare.yaml"]),
 }
-"""What does the work of a command, and a request for it."""
 STATUS_OF_WORK = {RuntimeError: 1, OSError: 1, EOFError: 1, KeyboardInterrupt: 130}
 WITH_TRACEBACK = ("midus train", "midus sft")
 

@@ -9,8 +9,9 @@ from commands.installed import run_in_process
 
 from midus_hf.cli.entry_points import COMMANDS
 
+# Loading it would be refused in other words.
 MODEL = "model"
-"""Loading it would be refused in other words."""
+# A request of each that lacks nothing but the device and the model.
 WORDS = {
     "midus eval": [MODEL, "--text", "text.txt"],
     "midus look usage": [MODEL, "--text", "text.txt"],
@@ -25,7 +26,6 @@ WORDS = {
     ],
     "midus cluster assign": ["--tree", "tree", "--corpus", "text.txt", "--output", "paths.jsonl"],
 }
-"""A request of each that lacks nothing but the device and the model."""
 
 
 def commands_with_a_device() -> Iterator[str]:

@@ -6,6 +6,7 @@ import json
 import pytest
 from commands.installed import run_alone, run_in_process
 
+# Commands, and what else each needs.
 READERS = {
     "midus look usage": [],
     "midus look depth": [],
@@ -14,15 +15,14 @@ READERS = {
     "midus look values": ["--layers", "1"],
     "midus look page": ["--output", "a.html"],
 }
-"""Commands, and what else each needs."""
+# Commands that draw, and read no text with a model.
 WITHOUT_TEXTS = {"midus cluster report": ["--tree", "absent"]}
-"""Commands that draw, and read no text with a model."""
+# Options that name a file, and how it may end.
 FILES = {
     "midus look usage --output": ".html, .png, .pdf, .csv, .json",
     "midus look page --output": ".html, .png, .pdf, .csv, .json",
     "midus cluster report --output": ".png, .svg, .pdf",
 }
-"""Options that name a file, and how it may end."""
 WITH_PICTURES = (
     ("midus look usage --output", "output has pictures, which need"),
     ("midus look page --output", "output has pictures, which need"),

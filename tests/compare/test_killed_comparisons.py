@@ -18,6 +18,7 @@ from pairs import by_default
 
 ROOT = Path(__file__).parents[2]
 VARIANTS = {"hml": {"upscale": HEADWISE, "rates": [1e-2]}, "full": {"rates": [1e-3]}}
+# A signal, whether the first process that the comparison started gets it, and how the comparison ends then.
 KILLS = {
     "kill": (signal.SIGKILL, False, {-signal.SIGKILL}),
     # The comparison goes on without the run, and says so in the end.
@@ -25,9 +26,8 @@ KILLS = {
     "terminate": (signal.SIGTERM, False, {143}),
     "interrupt": (signal.SIGINT, False, {130}),
 }
-"""A signal, whether the first process that the comparison started gets it, and how the comparison ends then."""
+# How a comparison is killed, time after time.
 SEQUENCES = {"each": ("kill", "terminate", "kill-run"), **{kill: (kill,) * 3 for kill in KILLS}}
-"""How a comparison is killed, time after time."""
 RUNS = [(name, number) for name in SEQUENCES for number in range(10)]
 
 

@@ -21,8 +21,8 @@ from midus_hf.compare.learning import (
     verdict,
 )
 
+# Of Student's t distribution at 0.975, as printed in tables.
 QUANTILES = {1: 12.7062, 2: 4.3027, 3: 3.1824, 4: 2.7764, 5: 2.5706, 9: 2.2622, 10: 2.2281, 30: 2.0423}
-"""Of Student's t distribution at 0.975, as printed in tables."""
 
 
 @pytest.mark.parametrize("degrees", QUANTILES)

@@ -89,8 +89,8 @@ def test_a_table_of_texts_and_choices_can_be_planned_smaller(name, scale, tmp_pa
     assert comparison.texts == {"Wiki-PPL": "articles"}
 
 
+# Whose printed average is not that of the row, as the table's file says.
 MISPRINTED = {("2", "SOLAR", "tuned")}
-"""Whose printed average is not that of the row, as the table's file says."""
 
 
 @pytest.mark.parametrize(

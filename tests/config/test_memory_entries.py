@@ -33,8 +33,8 @@ def test_a_model_without_memory_has_no_entries(memories):
     assert read_memories(memories, SIZES).entries == ()
 
 
+# Memories that retrieve slots.
 RETRIEVAL = [name for name, options in MEMORY_TYPES.items() if issubclass(options, RetrievalOptions)]
-"""Memories that retrieve slots."""
 
 WRONG = [
     ({"type": "headwise"}, r"memory is \{'type': 'headwise'\}; expected a list of entries, one per memory"),

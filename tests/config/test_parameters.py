@@ -15,6 +15,7 @@ from midus_hf.config.parameters import ParameterCounts, count_parameters
 from upscalers.architecture import families
 
 MODELS = Path(__file__).parents[2] / "configs" / "models"
+# Entries of memories, and how many numbers their banks hold.
 MEMORIES: list[tuple[dict[str, Any], int]] = [
     ({"type": "headwise", "n": 4, "k": 2, "gate": "head", "query_norm": "batch", "layers": [1]}, 16 * 8),
     ({"type": "headwise", "n": 4, "k": 2, "output_projection": True, "layers": [0, 2]}, 2 * 16 * 8),
@@ -52,7 +53,6 @@ MEMORIES: list[tuple[dict[str, Any], int]] = [
     ),
     ({"type": "ultramem", "n": 8, "k": 2, "scoring": "sum", "rank": 1, "weights": "softmax", "layers": [2]}, 64 * 8),
 ]
-"""Entries of memories, and how many numbers their banks hold."""
 
 
 def counts_of(name: str) -> ParameterCounts:

@@ -6,12 +6,12 @@ from midus_hf.config.memories.table_sharing import TableSharing
 from midus_hf.config.memories.ultramem import UltraMemOptions
 
 LAYERS = 24
+# Tables that layers read, both counted from 1.
 TABLE_10 = {
     "noring:4": {1: {1, 2, 3, 4}, 2: {1, 2, 3, 4}, 3: {2, 3, 4, 5}, 4: {3, 4, 5, 6}, 5: {4, 5, 6, 7}, 24: {21, 22, 23, 24}},
     "ring:4": {1: {24, 1, 2, 3}, 2: {1, 2, 3, 4}, 3: {2, 3, 4, 5}, 4: {3, 4, 5, 6}, 5: {4, 5, 6, 7}, 24: {23, 24, 1, 2}},
     "block:4": {1: {1, 2, 3, 4}, 2: {1, 2, 3, 4}, 3: {1, 2, 3, 4}, 4: {1, 2, 3, 4}, 5: {5, 6, 7, 8}, 24: {21, 22, 23, 24}},
 }  # fmt: skip
-"""Tables that layers read, both counted from 1."""
 
 
 def tables_read(share: str, layer: int, num_layers: int = LAYERS) -> set[int]:

@@ -10,6 +10,7 @@ from midus_hf.config.memories.ultramem_statistics import MEASURED, UniformCores,
 from midus_hf.config.model_sizes import ModelSizes
 from midus_hf.memory.registry import build_memory
 
+# n, h, r, keys of a side that are kept, k.
 RETRIEVALS = {
     "default": (128, 1, 2, 32, 32),
     "rank-1": (64, 1, 1, 16, 16),
@@ -19,7 +20,6 @@ RETRIEVALS = {
     "every-slot": (8, 1, 2, 8, 64),
     "every-pair-that-is-kept": (40, 1, 2, 5, 25),
 }
-"""n, h, r, keys of a side that are kept, k."""
 
 
 def simulated(n: int, h: int, r: int, side: int, k: int, trials: int = 300) -> tuple[float, float]:

@@ -49,6 +49,7 @@ def messages(tmp_path, source):
             "argument x: 'Of the bank.'; say shape",
         ),
         ('def f(x):\n    """Read x.\n\n    Args:\n        x: Rows.\n    """', "argument x: 'Rows.'; say shape"),
+        ('rows = 1\n"""Rows of a bank."""', "a string after an assignment; write a comment above it"),
         ("found = 1", "'found' names a variable; name what the variable holds"),
         ("def f(told): ...", "'told' names a variable; name what the variable holds"),
     ],

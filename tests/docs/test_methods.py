@@ -18,8 +18,8 @@ CHOOSING = (FOLDER.parent / "choosing.md").read_text(encoding="utf-8")
 INDEX = (FOLDER / "README.md").read_text(encoding="utf-8")
 PAGES = sorted(page for page in FOLDER.glob("*.md") if page.name != "README.md")
 SHIPPED = sorted(name for name, method in METHODS.items() if method.__module__.startswith("upscalers."))
+# What slices cost depends on which they are.
 PRICED = [name for name in SHIPPED if name != "slices"]
-"""What slices cost depends on which they are."""
 
 BYTES_TRAINED, BYTES_FROZEN = 16, 2
 SECTIONS = ["When to use it", "How", "Cost", "Evidence", "Limits"]

@@ -11,8 +11,8 @@ from training.tiny_run import NEW_LAYERS, document, save_native, save_upscaled, 
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 DOCS = Path(__file__).parents[2] / "docs"
+# What the pages call the upscaled model.
 MODEL = "smollm2-135m-hml"
-"""What the pages call the upscaled model."""
 
 
 def script(page: str, number: int = 0) -> str:

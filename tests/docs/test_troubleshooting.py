@@ -11,8 +11,8 @@ ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "troubleshooting.md").read_text(encoding="utf-8")
 PACKAGES = ("midus_hf", "upscalers")
 QUOTED = [line for block in re.findall(r"```text\n(.*?)```", PAGE, flags=re.DOTALL) for line in block.splitlines()]
+# Stands in a text of the code for what is filled in.
 VARIES = "\0"
-"""Stands in a text of the code for what is filled in."""
 
 
 def template(node: ast.AST) -> str:

@@ -18,8 +18,8 @@ def build(memory_type: str, *, hidden_size: int, num_heads: int, head_dim: int =
     )
 
 
+# Types of memory whose heads retrieve slots by keys.
 RETRIEVING = ("headwise", "product-key", "linear")
-"""Types of memory whose heads retrieve slots by keys."""
 
 
 def retrieving(

@@ -31,8 +31,8 @@ WIDTHS = {
     "hier-lora-vo": {"value": (12, 8), "output_projection": (24, 12)},
     "hier-lora-ffn": {"gate": (12, 10), "up": (12, 10), "down": (10, 12)},
 }
+# Which of the blocks that there are each of five rows has; level 3 has none, and on level 4 all have one.
 BLOCKS = {1: [0, 1, 0, 2, 1], 2: [3, 0, 0, 1, 2], 4: [0, 0, 0, 0, 0]}
-"""Which of the blocks that there are each of five rows has; level 3 has none, and on level 4 all have one."""
 
 
 def options_of(kind, **changes):

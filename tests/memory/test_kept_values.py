@@ -245,11 +245,12 @@ OPTIMIZERS = {
     ),
     "LBFGS": of_torch("LBFGS"),
 }
+# Of optimizers, one for each way of writing into parameters. All run between eager passes, which see them by the same
+# counters.
 EACH_WAY = {
     *(f"AdamW {how}" for how in ("one by one", "foreach", "fused")),
     *("Rprop one by one", "SGD foreach", "Adafactor of torch", "Adafactor of transformers", "LBFGS"),
 }
-"""Of optimizers, one for each way of writing into parameters. All run between eager passes, which see them by the same counters."""
 
 
 def test_no_dense_optimizer_of_torch_is_left_out():

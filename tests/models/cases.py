@@ -11,8 +11,9 @@ from models import chapter_models, depth_models, hierarchical_models, ultramem_m
 from models.upscaled import upscaled_model
 from transformers import PreTrainedModel
 
+# Norms, rotations and the softmax of Gemma-2 are in float32, and `generate` gives logits in it, whatever a model is
+# in.
 CLOSE = {torch.float32: {"rtol": 1e-4, "atol": 1e-4}, torch.float64: {"rtol": 1e-5, "atol": 1e-6}}
-"""Norms, rotations and the softmax of Gemma-2 are in float32, and `generate` gives logits in it, whatever a model is in."""
 
 GREEDY = {"max_new_tokens": 6, "min_new_tokens": 6, "do_sample": False, "pad_token_id": 0}
 
@@ -99,6 +100,8 @@ CHAPTERS = {
     "prompt": {"routing": "prompt"},
     "token behind layers": {"routing": "token", "site": "behind-layer"},
 }
+# Memories at every site: inserted, behind attention, behind layers, beside the feed-forward network, across layers,
+# inside.
 CASES = (
     {name: Case(partial(_inserted, **options), torch.float32) for name, options in INSERTED.items()}
     | {
@@ -118,4 +121,3 @@ CASES = (
     | {kind: Case(partial(_fetched, kind=kind), fetches=1) for kind in hierarchical_models.KINDS}
     | {"all fetched": Case(partial(_fetched, kind=hierarchical_models.KINDS), fetches=len(hierarchical_models.KINDS))}
 )
-"""Memories at every site: inserted, behind attention, behind layers, beside the feed-forward network, across layers, inside."""

@@ -13,8 +13,9 @@ from midus_hf.memory.tables import MemoryTables
 SMALL: dict[str, Any] = {"memory_tokens": 24, "chapters": 12, "k": 2, "chunk_size": 3}
 LAYERS = (1, 3)
 
+# How far tensors are spread where memories act: hidden states of a tiny model are small, and routers shall have clear
+# opinions.
 _SPREAD = {"router_weight": 8.0, "router_bias": 0.5, "norm_weight": 1.0}
-"""How far tensors are spread where memories act: hidden states of a tiny model are small, and routers shall have clear opinions."""
 
 
 def entry(name: str = "chapters", layers: tuple[int, ...] = LAYERS, **options: Any) -> dict[str, Any]:

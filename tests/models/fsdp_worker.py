@@ -24,6 +24,7 @@ from tiny import FAMILIES, prompt
 
 Gradients = dict[str, torch.Tensor]
 
+# What makes each model, and a parameter of its memory.
 CASES: dict[str, tuple[Callable[[], Any], str]] = {
     **{family: (partial(upscaled_model, family), "layers.1.memory.value_bank") for family in FAMILIES},
     **{
@@ -34,7 +35,6 @@ CASES: dict[str, tuple[Callable[[], Any], str]] = {
         for family, kind in (("llama", "reused"), ("gemma3", "default"))
     },
 }
-"""What makes each model, and a parameter of its memory."""
 
 
 def loss_and_gradients(model, tokens: torch.Tensor) -> tuple[torch.Tensor, Gradients]:

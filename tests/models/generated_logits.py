@@ -5,8 +5,8 @@ from tiny import prompt
 from transformers import PreTrainedModel
 
 SETTINGS = {"max_new_tokens": 3, "do_sample": False, "output_logits": True, "return_dict_in_generate": True}
+# `generate` gives logits in float32.
 CLOSE = {"rtol": 1e-6, "atol": 1e-6}
-"""`generate` gives logits in float32."""
 
 
 def generated(model: PreTrainedModel) -> torch.Tensor:

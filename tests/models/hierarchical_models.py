@@ -10,12 +10,12 @@ from midus_hf.banks.memory_bank import MemoryBank, create_bank
 from midus_hf.config.fetched_blocks import BANKS_FOLDER
 
 KINDS = ("hier-ffn", "hier-lora-qk", "hier-lora-vo", "hier-lora-ffn", "hier-kv")
+# Paths of two rows in the tree of these models, three children a node; the second reads the generic memory.
 IDS = torch.tensor([[1, 4, 13], [-1, -1, -1]])
-"""Paths of two rows in the tree of these models, three children a node; the second reads the generic memory."""
 
 OTHER_IDS = torch.tensor([[1, 3, 10], [1, 3, 9]])
+# Settings of a generation without chance.
 FOUR_TOKENS = {"max_new_tokens": 4, "min_new_tokens": 4, "do_sample": False, "pad_token_id": 0}
-"""Settings of a generation without chance."""
 _PROJECTIONS = {
     "query": "self_attn.q_proj",
     "key": "self_attn.k_proj",

@@ -18,6 +18,7 @@ from transformers import AutoModelForCausalLM
 from upscalers.runs.upscale import upscale
 
 PLACEMENTS = {"distributed": [1, 4], "top-heavy": [2, 4], "bottom-heavy": [0, 2]}
+# Methods and options beside plain midus-hml, all of them placed as by default.
 MEMORIES = {
     "hml with everything": (
         "midus-hml",
@@ -26,7 +27,6 @@ MEMORIES = {
     "pkm": ("midus-pkm", {"n": 8, "k": 3}),
     "linear": ("midus-linear", {"slots": 20, "k": 3, "gate": "token"}),
 }  # fmt: skip
-"""Methods and options beside plain midus-hml, all of them placed as by default."""
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 _COMPARE = """

@@ -62,10 +62,10 @@ def test_one_seed_gives_the_same_logits_in_training_and_evaluation_alike(made, f
         assert not torch.equal(first, other)
 
 
+# Routers with losses refuse reentrant checkpointing, random or not.
 CHECKPOINTED = [
     (kind, reentrant) for kind in MODELS for reentrant in (False, True) if (kind, reentrant) != ("chapters", True)
 ]
-"""Routers with losses refuse reentrant checkpointing, random or not."""
 
 
 @pytest.mark.parametrize(("kind", "use_reentrant"), CHECKPOINTED)

@@ -9,8 +9,8 @@ from pairs import by_default
 from tiny import prompt, tiny_model
 
 each_case = pytest.mark.parametrize("case", CASES)
+# How far sums in another order may be apart, by norms.
 RELATIVE = {torch.float32: 1e-4, torch.float64: 1e-9}
-"""How far sums in another order may be apart, by norms."""
 
 
 def trained(case, family, folder, dtype=None, **how):

@@ -10,15 +10,15 @@ from transformers import PreTrainedModel
 from midus_hf.memory.registry import MemoryModule
 from midus_hf.models import FAMILIES
 
+# Where the blocks stand by default: one between base layers 0 and 1, one between 2 and 3.
 NEW_LAYERS = (1, 4)
-"""Where the blocks stand by default: one between base layers 0 and 1, one between 2 and 3."""
 
+# Small sizes of each type of memory.
 SIZES: dict[str, dict[str, int]] = {
     "headwise": {"n": 8, "k": 3},
     "product-key": {"n": 8, "k": 3},
     "linear": {"slots": 20, "k": 3},
 }
-"""Small sizes of each type of memory."""
 
 
 def donors(new_layers: tuple[int, ...], base_layers: int = NUM_LAYERS) -> list[tuple[int, bool]]:

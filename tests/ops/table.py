@@ -318,5 +318,5 @@ OPS = {
         never_direct=("triton",),
     ),
 }
+# Ops that gather rows of a bank, and may give it a sparse gradient.
 GATHERINGS = ("weighted gather", "gathered products", "parted gather")
-"""Ops that gather rows of a bank, and may give it a sparse gradient."""

@@ -10,8 +10,8 @@ from midus_hf.ops.depth.op import depth_attention, joint_shares
 from midus_hf.ops.depth.reference import joint_attention
 from midus_hf.ops.depth.sequence_lse import sequence_lse, sequence_weights
 
+# Query heads per key/value head, key/value heads, tokens, width.
 SHAPES = [(1, 1, 3, 4), (2, 1, 5, 3), (3, 2, 4, 6), (7, 1, 2, 5)]
-"""Query heads per key/value head, key/value heads, tokens, width."""
 
 
 def drawn(*shape, seed=0, dtype=torch.float64):

@@ -17,6 +17,7 @@ import sys
 import types
 from typing import Any
 
+# What programs of tests import, as far as it is installed.
 LIBRARIES = (
     "datasets",
     "pydantic.type_adapter",
@@ -36,7 +37,6 @@ LIBRARIES = (
     "transformers.trainer",
     "typer.main",
 )
-"""What programs of tests import, as far as it is installed."""
 
 
 def import_libraries() -> None:

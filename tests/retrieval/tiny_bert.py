@@ -11,8 +11,8 @@ from tokenizers.processors import TemplateProcessing
 from transformers import BertConfig, BertModel, PreTrainedTokenizerFast
 
 WIDTH = 16
+# Words of the vocabulary, `w0` and so on.
 WORDS = 60
-"""Words of the vocabulary, `w0` and so on."""
 
 
 def save_tiny_bert(folder: Path, seed: int = 0, max_tokens: int = 24, width: int = WIDTH, pad: bool = True) -> Path:

@@ -17,8 +17,8 @@ from midus_hf.sft.templates import TEMPLATES
 REPOSITORY = Path(__file__).parents[2]
 RECIPES = REPOSITORY / "configs" / "sft"
 NAMES = sorted(path.stem for path in RECIPES.glob("*.yaml"))
+# MIDUS, appendix B.1: at 8B the lower of the two that are searched.
 RATES = {"llama-3.2-1b": 1e-5, "llama-3.1-8b": 1e-6}
-"""MIDUS, appendix B.1: at 8B the lower of the two that are searched."""
 
 
 def recipe(name: str) -> SftConfig:

@@ -53,6 +53,7 @@ class SiteCase:
 
 EVERY = [0, 1, 2, 3]
 
+# A memory at every site: in every layer or in some, with tables of its own or shared ones.
 CASES = {
     case.name: case
     for case in (
@@ -70,26 +71,25 @@ CASES = {
         SiteCase("inserted", "toy-inserted", {}, "inserted", [1, 4]),
     )
 }
-"""A memory at every site: in every layer or in some, with tables of its own or shared ones."""
 
+# Every site, on a family without and one with norms behind attention and feed-forward network.
 SOME = [(case, family) for family in ("llama", "gemma3") for case in CASES]
-"""Every site, on a family without and one with norms behind attention and feed-forward network."""
 
+# Beside those, every family at the sites where most of a family's own code runs.
 MOST = SOME + [
     (case, family)
     for family in NATIVE_FAMILIES
     if family not in ("llama", "gemma3")
     for case in ("inside heads", "inside-attention")
 ]
-"""Beside those, every family at the sites where most of a family's own code runs."""
 
+# For what takes long: every site, and those where a family with more norms and kinds of layers differs most.
 FEW = [(case, "llama") for case in CASES] + [
     (case, "gemma3") for case in ("shared tables", "inside heads", "behind-attention", "skip", "inserted")
 ]
-"""For what takes long: every site, and those where a family with more norms and kinds of layers differs most."""
 
+# Every site on every family.
 ALL = [(case, family) for family in NATIVE_FAMILIES for case in CASES]
-"""Every site on every family."""
 
 
 def everywhere() -> pytest.MarkDecorator:

@@ -7,8 +7,8 @@ from tiny import prompt
 
 from tests.upscalers.checkpoints import load, logits
 
+# One a row of the prompt.
 SCALES = torch.tensor([0.5, -2.0])
-"""One a row of the prompt."""
 
 GREEDY = {"max_new_tokens": 6, "do_sample": False}
 BEAMS = {**GREEDY, "num_beams": 3, "num_return_sequences": 2}

@@ -52,8 +52,8 @@ class Toy(MemoryModule):
 class _AdapterOptions(MemoryOptions):
     """A low-rank map beside projections."""
 
+    # Role, and what the projection reads and gives.
     widths: tuple[tuple[str, str, str], ...]
-    """Role, and what the projection reads and gives."""
 
     def tensors(self, sizes):
         width = {

@@ -13,11 +13,11 @@ from midus_hf.banks.memory_bank import MemoryBank
 from upscalers.runs.upscale import upscale
 
 TYPES = ["hier-ffn", "hier-lora-qk", "hier-lora-vo", "hier-lora-ffn", "hier-kv"]
+# Those that the corpus has texts of, of nine.
 LEAVES = [0, 4, 5]
-"""Those that the corpus has texts of, of nine."""
 
+# The record of what trained blocks, within a model.
 AUDIT = Path("memory_bank", "hier-ffn", "audit.sqlite3")
-"""The record of what trained blocks, within a model."""
 
 
 def save_fetching(folder: Path) -> Path:

@@ -13,11 +13,11 @@ from midus_hf.training.output.run_checkpoints import checkpoints
 from midus_hf.training.run.train import train
 from midus_hf.training.run.training_log import read_log
 
+# What events say that differs from run to run.
 OF_TIME = ("train_runtime", "train_tokens_per_second", "training_seconds", "ended_by_max_seconds")
-"""What events say that differs from run to run."""
 
+# Files without which a folder holds no trained model.
 MODEL = ("config.json", "model.safetensors")
-"""Files without which a folder holds no trained model."""
 
 
 def events(output: Path, name: str = "loss") -> list[dict[str, Any]]:

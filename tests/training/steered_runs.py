@@ -10,8 +10,8 @@ from transformers import TrainerCallback
 from midus_hf.training.run.interruption import RunInterrupted
 from midus_hf.training.run.training_run import TrainingRun
 
+# Moments of a step: before and after the parameters move, when it counts as done, and when its checkpoint is there.
 BEFORE, AFTER, END, SAVED = "on_pre_optimizer_step", "on_optimizer_step", "on_step_end", "on_save"
-"""Moments of a step: before and after the parameters move, when it counts as done, and when its checkpoint is there."""
 
 
 class AtStep(TrainerCallback):

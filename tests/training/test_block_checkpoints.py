@@ -29,6 +29,7 @@ def whole(models, assigned, tmp_path_factory) -> Path:
     return output
 
 
+# The file of which a byte is flipped, which byte, and what is said of it.
 DAMAGES = {
     "the state of a block": (
         "block_states/0/level-1-2.safetensors",
@@ -39,7 +40,6 @@ DAMAGES = {
     "the list of states": ("block_states/0/touched.json", 0, r".*touched\.json does not name the files"),
     "the header of weights": ("model.safetensors", 8, r"Error while deserializing header"),
 }
-"""The file of which a byte is flipped, which byte, and what is said of it."""
 
 
 @pytest.mark.parametrize("name", DAMAGES)

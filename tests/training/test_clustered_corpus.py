@@ -17,8 +17,8 @@ from midus_hf.training.data.token_cache import cached_tokens
 from midus_hf.training.options import CorpusOptions
 
 EOS, T = 2, 5
+# The path of each document, and how many words it has; EOS makes one token more.
 ROWS = [([0, 1], 3), ([2, 7], 4), ([0, 1], 6), ([0, 0], 1), ([2, 7], 12), ([0, 1], 2)]
-"""The path of each document, and how many words it has; EOS makes one token more."""
 
 
 def words(document: int, count: int) -> list[str]:

@@ -32,12 +32,12 @@ GEMMA_3_270M = {
     "vocab_size": 262144,
     "torch_dtype": "bfloat16",
 }
+# Id, config, and what table 2 prints of each: millions that are fetched, billions of the bank.
 BASES = {
     "llama-3.2-1b": ("meta-llama/Llama-3.2-1B", LLAMA_3_2_1B, (102.2, 14.1)),
     "qwen2.5-0.5b": ("Qwen/Qwen2.5-0.5B", QWEN2_5_0_5B, (43.4, 11.1)),
     "gemma-3-270m": ("google/gemma-3-270m", GEMMA_3_270M, (23.2, 5.9)),
 }
-"""Id, config, and what table 2 prints of each: millions that are fetched, billions of the bank."""
 
 
 def test_every_recipe_is_checked():

@@ -19,6 +19,7 @@ from midus_hf.training.run.training_log import read_log
 
 HELPER = Path(__file__).with_name("killed_runs.py")
 STATE, BANK = "block_states/0", "memory_bank/hier-ffn"
+# Where runs are killed, each a resumption of the one before it.
 KILLS = {
     "steps-and-checkpoints": [
         ("step", "", 3),
@@ -35,7 +36,6 @@ KILLS = {
         ("os.rename", ".partial_model/memory_bank", 1),
     ],
 }
-"""Where runs are killed, each a resumption of the one before it."""
 
 
 @pytest.fixture(scope="module")

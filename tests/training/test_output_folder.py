@@ -38,6 +38,7 @@ def test_the_latest_checkpoint_is_the_highest_one_that_is_whole(tmp_path):
     assert last_checkpoint(tmp_path) == expected
 
 
+# A file that is there, options that ask for the output, and what is said of it.
 REFUSED = {
     "exists": (
         "out/file",
@@ -64,7 +65,6 @@ REFUSED = {
         "which is no whole checkpoint (it was not written to its end); expected a folder",
     ),
 }
-"""A file that is there, options that ask for the output, and what is said of it."""
 
 
 @pytest.mark.parametrize("case", REFUSED)

@@ -11,8 +11,8 @@ from midus_hf.training.optim.parameter_groups import group_schedules, parameter_
 from midus_hf.training.optim.rates import Rates
 from tests.memory.building import build
 
+# Kinds of tensors of a memory, beside which there are weights, and norms and biases.
 KINDS = {"keys": ("row_keys", "column_keys"), "values": ("value_bank",), "transforms": ("value_transform",)}
-"""Kinds of tensors of a memory, beside which there are weights, and norms and biases."""
 
 DECAY = ("decay", "weights", 1e-3, 0.1, "schedule")
 WITH_TRANSFORMS = ("decay", "weights transforms", 1e-3, 0.1, "schedule")
@@ -21,6 +21,7 @@ KEYS = ("keys", "keys", 1e-3, 0, "constant")
 VALUES = ("values", "values", 1e-3, 0, "constant")
 KEYS_AND_VALUES = ("keys_and_values", "keys values", 1e-3, 0, "constant")
 VALUES_WITH_TRANSFORMS = ("keys_and_values", "keys values transforms", 1e-3, 0, "constant")
+# Rates beside a rate of 1e-3 and a decay of 0.1, and the groups: name, kinds of tensors, rate, decay and course.
 CASES = [
     ({}, [WITH_TRANSFORMS, NO_DECAY, KEYS_AND_VALUES]),
     ({"key_value_learning_rate": 2e-3}, [WITH_TRANSFORMS, NO_DECAY, (*KEYS_AND_VALUES[:2], 2e-3, 0, "constant")]),
@@ -61,7 +62,6 @@ CASES = [
     ),
     ({"value_weight_decay": 0.1}, [WITH_TRANSFORMS, NO_DECAY, KEYS, ("values", "values", 1e-3, 0.1, "constant")]),
 ]
-"""Rates beside a rate of 1e-3 and a decay of 0.1, and the groups: name, kinds of tensors, rate, decay and course."""
 
 
 @pytest.fixture

@@ -22,19 +22,19 @@ from midus_hf.training.options import TrainConfig
 from midus_hf.training.run.train import train
 
 REPOSITORY = Path(__file__).parents[2]
+# Parameters of the models, by the names of their recipes (appendix A.4.1).
 PARAMETERS = {"moc-371m": 371_292_932, "vanilla-148m": 147_874_560, "vanilla-203m": 202_937_088}
-"""Parameters of the models, by the names of their recipes (appendix A.4.1)."""
 
 
+# Recipes of Mixture-of-Depths Attention.
 MODA = ("olmo2-669m", "moda-706m", "moda-74m", "moda-128m")
-"""Recipes of Mixture-of-Depths Attention."""
 
 
+# Rows of the paper's table 7: layers, hidden size, heads, and n, D_k, k, D_v and D_p of the memory.
 TABLE_7 = {
     "ultramem-v2-227m-1.2b": {"layers": 20, "hidden": 768, "heads": 12, "n": 360, "key": 192, "k": 32, "value": 192, "pre": 192},
     "ultramem-v2-1b-7b": {"layers": 16, "hidden": 2048, "heads": 16, "n": 528, "key": 512, "k": 128, "value": 768, "pre": 384},
 }  # fmt: skip
-"""Rows of the paper's table 7: layers, hidden size, heads, and n, D_k, k, D_v and D_p of the memory."""
 
 
 def recipe_path(name: str) -> Path:

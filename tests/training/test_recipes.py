@@ -16,27 +16,28 @@ from upscalers.plan.placements import place
 
 REPOSITORY = Path(__file__).parents[2]
 RECIPES, UPSCALING = REPOSITORY / "configs" / "train", REPOSITORY / "configs" / "upscale"
+# Recipes that begin from a config: `test_pretraining_recipes.py`.
 PRETRAINING = {path.stem for path in (REPOSITORY / "configs" / "models").glob("*.json")}
-"""Recipes that begin from a config: `test_pretraining_recipes.py`."""
+# Recipes of memories that texts fetch: `test_hierarchical_recipes.py`.
 FETCHING = {path.stem for path in RECIPES.glob("hier-*.yaml")}
-"""Recipes of memories that texts fetch: `test_hierarchical_recipes.py`."""
 NAMES = sorted({path.stem for path in RECIPES.glob("*.yaml")} - PRETRAINING - FETCHING)
+# What a recipe may leave to the command line.
 GIVEN = {"model_name_or_path": "model_name_or_path=m", "output_dir": "output_dir=o", "corpus": "corpus=c"}
-"""What a recipe may leave to the command line."""
 
+# Config, id and number of new layers (section 5.1) of the paper's bases.
 BASES = {
     "llama-3.2-1b": (LLAMA_3_2_1B, "meta-llama/Llama-3.2-1B", 8),
     "llama-3.1-8b": (LLAMA_3_1_8B, "meta-llama/Llama-3.1-8B", 16),
 }
-"""Config, id and number of new layers (section 5.1) of the paper's bases."""
 
+# What the recipes of each method, and of the base itself, say of `trainable`.
 TRAINABLE = {
     **dict.fromkeys(("midus-hml", "midus-pkm", "midus-linear", "moc", "moda", "ultramem-v2"), "new"),
     "base": "all",
     **dict.fromkeys(("solar", "llama-pro", "lesa", "opt-deus", "avg-deus"), "auto"),
 }
-"""What the recipes of each method, and of the base itself, say of `trainable`."""
 
+# Learning rate and tokens of each recipe (appendix B).
 RATES = {
     f"{method}-{base}{corpus}": (rate, tokens)
     for method in (*TRAINABLE, "matched")
@@ -48,9 +49,9 @@ RATES = {
     )
     if not corpus or method == "midus-hml"
 }
-"""Learning rate and tokens of each recipe (appendix B)."""
 
 
+# What the paper's tables 7, 8, 10 and 11 change in MIDUS-HML at 1B; the last two are placements.
 ABLATIONS = {
     "n16": {"n": 16},
     "n32": {"n": 32},
@@ -64,7 +65,6 @@ ABLATIONS = {
     "top-heavy": {},
     "bottom-heavy": {},
 }
-"""What the paper's tables 7, 8, 10 and 11 change in MIDUS-HML at 1B; the last two are placements."""
 
 
 def recipe(name: str) -> TrainConfig:

@@ -19,6 +19,7 @@ from midus_hf.cli.train import main
 from midus_hf.training.output.run_checkpoints import last_checkpoint
 
 KILLER = Path(__file__).with_name("killed_rank.py")
+# Which process is killed where, and the step of the latest checkpoint that is whole then; `...` where nobody knows.
 KILLS = {
     "before-its-random-state": (1, "save", "checkpoint-4/rng_state_1.pth", 2),
     "in-a-step": (1, "step", "4", 2),
@@ -27,7 +28,6 @@ KILLS = {
     "before-the-first-checkpoint": (1, "step", "2", None),
     "sometime": (0, "seconds", f"{random.Random().uniform(0, 1):.3f}", ...),
 }
-"""Which process is killed where, and the step of the latest checkpoint that is whole then; `...` where nobody knows."""
 PRODUCT = [name for name in KILLS if name != "before-its-random-state"]
 
 

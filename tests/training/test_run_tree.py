@@ -24,8 +24,8 @@ from tests.upscalers.banks.bank_commands import refusal, run
 from upscalers.runs.strip import strip
 from upscalers.runs.upscale import upscale
 
+# Two trees of the shape that the models of these tests fetch blocks by.
 TREE, OTHER = (random_tree(3, 2, width=WIDTH, seed=seed) for seed in (0, 1))
-"""Two trees of the shape that the models of these tests fetch blocks by."""
 
 
 def named(assigned, path, tree):

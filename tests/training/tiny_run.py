@@ -21,8 +21,8 @@ from midus_hf.training.options import CorpusOptions, TrainConfig
 from midus_hf.training.run.run_trainer import InRun
 from upscalers.runs.upscale import upscale
 
+# Where the Distributed policy puts two blocks among four layers.
 NEW_LAYERS = [1, 4]
-"""Where the Distributed policy puts two blocks among four layers."""
 
 EOS_ID = 2
 
@@ -63,6 +63,7 @@ def write_corpus(folder: Path, documents: int = 20, length: int = 60) -> Path:
     return folder
 
 
+# How a tiny base is upscaled by a method.
 METHODS: dict[str, dict[str, Any]] = {
     "midus-hml": {"num_new_layers": 2, "options": {"n": 8, "k": 2}},
     "midus-pkm": {"num_new_layers": 2, "options": {"n": 8, "k": 2}},
@@ -71,7 +72,6 @@ METHODS: dict[str, dict[str, Any]] = {
     "moc": {"options": {"memory_tokens": 24, "chapters": 12, "k": 2, "chunk_size": 4, "layers": [1, 3]}},
     "hier-ffn": {"options": {"sizes": [3, 2], "branching": 3}},
 }
-"""How a tiny base is upscaled by a method."""
 
 
 def save_upscaled(

@@ -15,8 +15,8 @@ from transformers import AutoModelForCausalLM
 from midus_hf.cli.train import main
 
 SCRIPT = Path(__file__).with_name("midus_train.py")
+# Of new layers that are dense, of head-wise memory, of memory beside layers of the base that shares a table.
 METHODS = ("llama-pro", "midus-hml", "ultramem-v2")
-"""Of new layers that are dense, of head-wise memory, of memory beside layers of the base that shares a table."""
 
 
 def write_recipe(folder: Path, model: Path, corpus: Path | str, **options: Any) -> Path:

@@ -16,6 +16,7 @@ from upscalers.record.report import UpscaleReport
 from upscalers.runs.upscale import upscale
 
 SMALL_MEMORY = {"n": 8, "k": 2}
+# What `SMALL_MEMORY` means to midus-hml, in full.
 MEMORY_OPTIONS = {
     "k": 2,
     "query_norm": "none",
@@ -27,13 +28,12 @@ MEMORY_OPTIONS = {
     "values": "expanded",
     "output_projection": False,
 }
-"""What `SMALL_MEMORY` means to midus-hml, in full."""
+# Small sizes for each method that inserts memory.
 SMALL = {"midus-hml": SMALL_MEMORY, "midus-pkm": SMALL_MEMORY, "midus-linear": {"slots": 12, "k": 2}}
-"""Small sizes for each method that inserts memory."""
 
 
+# What `strip` puts beside the base that it gives back.
 RECORD = ("upscale.json",)
-"""What `strip` puts beside the base that it gives back."""
 
 
 def save_base(

@@ -12,8 +12,8 @@ from urllib.parse import unquote, urlsplit
 
 TOKEN = "hf_loopback"
 LARGE_SUFFIXES = (".safetensors",)
+# What the hub knows of the one who holds `TOKEN`.
 ACCOUNT = {"type": "user", "name": "me", "orgs": [], "auth": {"accessToken": {"displayName": "mine", "role": "write"}}}
-"""What the hub knows of the one who holds `TOKEN`."""
 
 
 @dataclass

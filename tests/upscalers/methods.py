@@ -92,8 +92,8 @@ KINDS: dict[str, dict[str, Any]] = {
     for method, (small, kinds) in _OPTIONS.items()
     for name, options in kinds.items()
 }
+# Of the methods that insert memory.
 MEMORIES = {name: kind for name, kind in KINDS.items() if kind["method"] in SMALL}
-"""Of the methods that insert memory."""
 
 KINDS |= {
     **{f"midus-hml at {at}": {**KINDS["midus-hml"], "placement": at} for at in ("top-heavy", "bottom-heavy", "0,1,4,7,8,9")},
@@ -113,13 +113,13 @@ KINDS |= {
 }  # fmt: skip
 """Keyword arguments of `upscale`, by a name for what they make."""
 
+# Kinds that do not compute what their base computes.
 DIFFERING = (
     "solar", "avg-deus", "linear-combination", "attenuated-copy", "slices", "lesa", "llama-pro, none", "opt-deus, none",
 )  # fmt: skip
-"""Kinds that do not compute what their base computes."""
 
+# One kind of each method.
 PLAIN = [name for name in KINDS if name == KINDS[name]["method"]]
-"""One kind of each method."""
 
 
 def base_changes(name: str) -> dict[str, Any]:

@@ -9,8 +9,8 @@ from typing import Any
 
 from tests.upscalers.checkpoints import config_of
 
+# Damages a checkpoint folder; says what it did.
 Mutation = Callable[[Path, random.Random], str]
-"""Damages a checkpoint folder; says what it did."""
 
 VALUES = [
     None, True, False, 0, 1, 2, 3, -1, 7, 2**31, 2**70, -(2**70), 0.5, -1.5, 1e300, float("nan"), float("inf"),

@@ -47,10 +47,11 @@ def test_the_report_has_exactly_the_promised_keys(tmp_path):
     assert [path.name for path in folder.iterdir()] == ["config.json"]
 
 
+# At 1B: attention with its output projection and norm, query projection, values, gain and bias of the batch norm.
 BLOCK = 10_487_808 + 4_194_304 + 8_388_608 + 2 * 32 * 64
-"""At 1B: attention with its output projection and norm, query projection, values, gain and bias of the batch norm."""
 BLOCK_8B = 41_947_136 + 16_777_216 + 16_777_216 + 2 * 32 * 128
 
+# New parameters, and in billions; tables 12 and 4 print the same but for linear memory at 1B: 0.35.
 COUNTS = {
     ("midus-hml", "llama-3.2-1b"): (54_542_336, 0.05),
     ("midus-hml", "llama-3.1-8b"): (423_690_240, 0.42),
@@ -59,7 +60,6 @@ COUNTS = {
     ("midus-linear", "llama-3.2-1b"): (8 * (BLOCK + 32 * 4096 * 64), 0.25),
     ("midus-linear", "llama-3.1-8b"): (16 * (BLOCK_8B + 32 * 4096 * 128), 1.48),
 }
-"""New parameters, and in billions; tables 12 and 4 print the same but for linear memory at 1B: 0.35."""
 
 
 @pytest.mark.parametrize(("method", "name"), COUNTS, ids=" ".join)
@@ -179,6 +179,7 @@ def test_indices_may_be_a_list(tmp_path):
     assert plan.new_layer_indices == [0, 3]
 
 
+# The model that Mixture of Chapters was trained with.
 TABLE_5 = {
     "model_type": "llama",
     "hidden_size": 768,
@@ -190,7 +191,6 @@ TABLE_5 = {
     "tie_word_embeddings": True,
     "torch_dtype": "bfloat16",
 }
-"""The model that Mixture of Chapters was trained with."""
 
 
 @pytest.mark.parametrize(

@@ -201,6 +201,7 @@ def test_the_command_and_the_recipe_of_the_card_make_the_same_again(made, comman
 
 
 SECOND = ["midus-hml", "midus-pkm", "midus-linear", "moc", "ultramem-v2", "moda", "hier-ffn", "hier-kv", "llama-pro"]
+# A kind that is trained, and the one that is made of it: the second stands behind every kind of the first.
 STACKS = [
     *(pair for number in (1, 4) for pair in zip(SECOND, SECOND[number:] + SECOND[:number], strict=True)),
     *((name, name) for name in SECOND if name != "moda"),
@@ -213,7 +214,6 @@ STACKS = [
     ("llama-pro", "solar"),
     ("solar", "solar"),
 ]
-"""A kind that is trained, and the one that is made of it: the second stands behind every kind of the first."""
 
 
 @pytest.mark.parametrize(("first", "second"), STACKS)

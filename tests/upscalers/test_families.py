@@ -26,6 +26,7 @@ SIZES = {
     "num_hidden_layers": 3,
     "num_attention_heads": 4,
 }
+# Keys that decide names, shapes or types in some family; null and absent may mean different things.
 CHOICES: dict[str, list[Any]] = {
     "attention_bias": [True, False],
     "mlp_bias": [True, False],
@@ -39,7 +40,6 @@ CHOICES: dict[str, list[Any]] = {
     "_sliding_window_pattern": [2],
     "layer_types": [None],
 }
-"""Keys that decide names, shapes or types in some family; null and absent may mean different things."""
 
 
 @pytest.fixture(params=FAMILIES)

@@ -17,8 +17,8 @@ gguf = pytest.importorskip("gguf")
 
 from tests.upscalers.gguf_file import write_gguf  # noqa: E402 - needs gguf
 
+# Of logits up to 0.5, which those of another random model are 0.8 from.
 TOLERANCES = {"F32": 1e-6, "Q8_0": 0.02, "Q4_1": 0.2}
-"""Of logits up to 0.5, which those of another random model are 0.8 from."""
 REAL_PARAMETERS = 134_515_008
 
 

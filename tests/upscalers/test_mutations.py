@@ -17,8 +17,8 @@ from upscalers.runs.upscale import upscale
 
 CASES, PARTS, SECONDS = 200, 4, 60
 NUM_BASES = 3
+# Damage after which weights may be NaN, infinite or huge, so that the check of blocks alone must refuse.
 WITHOUT_NUMBERS = "rms_norm_eps|overwritten|bit flipped"
-"""Damage after which weights may be NaN, infinite or huge, so that the check of blocks alone must refuse."""
 
 
 @contextlib.contextmanager

@@ -28,23 +28,24 @@ TABLES = {
         "bottom-heavy": [0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30],
     },
 }
+# By policy: whether K new layers fit among L, and the number of base layers in front of each.
 DEFINED: dict[str, tuple[Callable[[int, int], bool], Callable[[int, int], Iterable[int]]]] = {
     "distributed": (lambda L, K: L % K == 0, lambda L, K: [(group + 1) * L // K - 1 for group in range(K)]),
     "llama-pro": (lambda L, K: L % K == 0, lambda L, K: [(group + 1) * L // K for group in range(K)]),
     "top-heavy": (lambda L, K: K < L, lambda L, K: range(L - K, L)),
     "bottom-heavy": (lambda L, K: K <= L, lambda L, K: range(K)),
 }
-"""By policy: whether K new layers fit among L, and the number of base layers in front of each."""
 POLICIES = st.sampled_from(sorted(DEFINED))
 PERIODS = st.integers(1, 6)
 
 get_method("solar")
+# Methods that insert layers where a placement says, and their own placement.
 INSERTING = {
     **dict.fromkeys(("midus-hml", "midus-pkm", "midus-linear"), "distributed"),
     **dict.fromkeys(("llama-pro", "attenuated-copy"), "llama-pro"),
     **dict.fromkeys(("avg-deus", "linear-combination", "lesa", "opt-deus"), "top-heavy"),
 }
-"""Methods that insert layers where a placement says, and their own placement."""
+# By L, K and period.
 WHOLE_PERIODS = {
     (8, 2, 2): [6, 7],
     (8, 4, 2): [2, 3, 8, 9],
@@ -55,7 +56,6 @@ WHOLE_PERIODS = {
     (34, 18, 6): [*range(6, 12), *range(24, 30), *range(36, 42)],
     (7, 3, 1): [2, 5, 8],
 }
-"""By L, K and period."""
 
 
 @pytest.mark.parametrize("sizes", TABLES, ids=str)

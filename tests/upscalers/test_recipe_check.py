@@ -19,8 +19,8 @@ from upscalers.tensors.recipes import Combine, Copy, Fill, Recipe
 
 Layers = list[dict[str, Recipe]]
 
+# A plain request to every method.
 REQUEST: dict[str, dict[str, Any]] = REQUESTS | {method: {"options": options} for method, options in SMALL.items()}
-"""A plain request to every method."""
 KEY = "self_attn.k_proj.weight"
 
 

@@ -6,8 +6,8 @@ from tests.upscalers.checkpoints import SMALL_MEMORY, save_base
 from tests.upscalers.real_configs import LLAMA_3_2_1B, write_config
 from upscalers.runs.upscale import upscale
 
+# A base of which there is no more than its config.
 ONLY_CONFIG = "llama-3.2-1b"
-"""A base of which there is no more than its config."""
 
 IDENTITY = "identity is {}; expected one of: auto, zero_out_proj, zero_out_norm, none."
 NO_NORMS = (
@@ -162,6 +162,7 @@ PRESETS = [
     ("llama", ["--set", "presets=release"], "method .* has no option 'presets'. Did you mean 'preset'"),
 ]  # fmt: skip
 NO_PRESETS = [("llama", ["--set", "preset=release"], "method .* has no option 'preset'")]
+# By method: the base, arguments of the command, and a regular expression of what is said.
 DENSE = {
     "solar": SOLAR,
     "llama-pro": LLAMA_PRO,
@@ -172,7 +173,6 @@ DENSE = {
     "lesa": PRESETS,
     "opt-deus": PRESETS,
 }
-"""By method: the base, arguments of the command, and a regular expression of what is said."""
 
 OPT_DEUS = [
     ("regularization=0", r"regularization is 0\.0; expected a number above 0\."),
@@ -362,6 +362,7 @@ HIERARCHICAL = {
     "hier-lora-vo": [("alpha=nan", "alpha is 'nan'; expected a number.")],
     "hier-lora-ffn": [("alpha=inf", "alpha is 'inf'; expected a number.")],
 }  # fmt: skip
+# By method: settings of options, and a regular expression of what is said, or its very words.
 SETTINGS = {
     "lesa": LESA,
     "opt-deus": OPT_DEUS,
@@ -373,7 +374,6 @@ SETTINGS = {
     "ultramem-v2": ULTRAMEM,
     **HIERARCHICAL,
 }
-"""By method: settings of options, and a regular expression of what is said, or its very words."""
 
 ENDS = [
     ("--placement 0", ONE_SIDE.format(0, "before")),

@@ -25,16 +25,16 @@ F, S = "full_attention", "sliding_attention"
 
 get_method("solar")
 INSERTING = [name for name, method in METHODS.items() if method.default_placement is not None]
+# p and the default K of the sizes that were published, by family and L.
 PUBLISHED = {
     ("gemma2", 26): (2, 12), ("gemma2", 42): (2, 20), ("gemma2", 46): (2, 22),
     ("gemma3", 18): (6, 6), ("gemma3", 26): (6, 12), ("gemma3", 34): (6, 18), ("gemma3", 48): (6, 24), ("gemma3", 62): (6, 30),
 }  # fmt: skip
-"""p and the default K of the sizes that were published, by family and L."""
+# Bases small enough to run, whose last period is cut short: family and changes of its config.
 TINY = {
     "gemma2": ("gemma2", {"num_hidden_layers": 5}),
     "gemma3": ("gemma3", {"num_hidden_layers": 7, "sliding_window_pattern": 3}),
 }
-"""Bases small enough to run, whose last period is cut short: family and changes of its config."""
 QWEN = {"use_sliding_window": True, "sliding_window": WINDOW, "max_window_layers": 3, "num_hidden_layers": 6}
 
 
@@ -148,6 +148,7 @@ def test_elsewhere_such_a_runtime_computes_something_else(family, tmp_path):
     assert not torch.allclose(logits(base), logits(tmp_path / "out"), atol=1e-3)
 
 
+# Base layers that the six new ones of a base of twelve are made from; its pattern has a period of three.
 SOURCES = {
     "llama-pro": [(0,), (1,), (2,), (6,), (7,), (8,)],
     "attenuated-copy": [(0,), (1,), (2,), (6,), (7,), (8,)],
@@ -157,7 +158,6 @@ SOURCES = {
     "opt-deus": [(3, 0), (4, 1), (5, 2), (9, 6), (10, 7), (11, 8)],
     "linear-combination": [(3, 0), (4, 1), (5, 2), (9, 6), (10, 7), (11, 8)],
 }
-"""Base layers that the six new ones of a base of twelve are made from; its pattern has a period of three."""
 
 
 @pytest.mark.parametrize("method", SOURCES)

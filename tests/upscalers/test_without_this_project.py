@@ -17,11 +17,11 @@ from tests.upscalers.dense.requests import REQUESTS
 from tests.upscalers.methods import DIFFERING, KINDS, PLAIN, trained
 from upscalers.runs.upscale import upscale
 
+# Kinds whose options need other code than those of their method do.
 OTHER_CODE = (
     "midus-hml, gate per head", "moc, own", "moc, per token", "moc, per sequence", "ultramem-v2, losses", "ultramem-v2, memory plus",
     "moda, released", "moda, last",
 )  # fmt: skip
-"""Kinds whose options need other code than those of their method do."""
 CASES = {
     kind: (family, number)
     for number, (kind, family) in enumerate(taking_turns([*PLAIN, *OTHER_CODE], NATIVE_FAMILIES))
@@ -126,13 +126,13 @@ def test_what_was_saved_without_the_package_loads_with_it(kind, found):
     assert state.keys() == expected.keys() and all(torch.equal(state[name], expected[name]) for name in state)
 
 
+# Methods that would compute for long on a real model: fewer layers, less training.
 QUICK = {
     "lesa": {"num_new_layers": 2, "options": {"epochs": 1, "hidden_size": 32, "batch_size": 512}},
     "opt-deus": {"num_new_layers": 2, "options": {"tolerance": 1e-2}},
 }
-"""Methods that would compute for long on a real model: fewer layers, less training."""
+# One that promises identity and one that fuses.
 BY_DEFAULT = ("llama-pro", "avg-deus")
-"""One that promises identity and one that fuses."""
 
 
 @pytest.mark.material

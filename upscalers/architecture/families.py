@@ -192,19 +192,19 @@ class Family(FamilyTraits):
         return {"lm_head.weight": self.outer_tensors(config)["model.embed_tokens.weight"]}
 
 
+# Roles of the norms, whose gain is 1 + weight in families with `unit_offset_norms`.
 NORM_ROLES = frozenset(
     {"attention_norm", "mlp_norm", "attention_output_norm", "mlp_output_norm", "query_norm", "key_norm"}
 )
-"""Roles of the norms, whose gain is 1 + weight in families with `unit_offset_norms`."""
 
+# Roles of the projections of a layer, in the order in which the layer uses them.
 MATRIX_ROLES = ("query", "key", "value", "output_projection", "gate", "up", "down")
-"""Roles of the projections of a layer, in the order in which the layer uses them."""
 
+# Roles of what attention needs without its output projection, and of the norm in front of attention.
 ATTENTION_ROLES = frozenset({"query", "key", "value", "query_norm", "key_norm", "attention_norm"})
-"""Roles of what attention needs without its output projection, and of the norm in front of attention."""
 
+# Roles of what follows the heads of an attention, up to the residual stream.
 ATTENTION_OUTPUT_ROLES = frozenset({"output_projection", "attention_output_norm"})
-"""Roles of what follows the heads of an attention, up to the residual stream."""
 
 
 def _positive(config: Config, key: str) -> int:

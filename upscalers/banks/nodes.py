@@ -6,8 +6,8 @@ from collections.abc import Iterable, Sequence
 from midus_hf.config.fetched_blocks import BankLayout
 from upscalers.request.errors import RequestError
 
+# A level, counted from 1, and the number of the node within the level, counted from 0.
 Node = tuple[int, int]
-"""A level, counted from 1, and the number of the node within the level, counted from 0."""
 
 _NODE = re.compile(r"([1-9]\d*):(\d+|generic)")
 

@@ -34,8 +34,8 @@ class Imported:
     position: int
 
 
+# Origin of a chapter; None for a chapter of zeros.
 Origin = Own | Imported | None
-"""Origin of a chapter; None for a chapter of zeros."""
 
 
 @dataclass(frozen=True)

@@ -88,8 +88,8 @@ class ChapterMemory:
         return self.model.new_name(layer, f"{ATTACHED}.{self.name}.{name}")
 
 
+# Dtype of integer rows, as safetensors names it, by the number of bits.
 STORED_INTEGERS = {8: "I8", 4: "U8"}
-"""Dtype of integer rows, as safetensors names it, by the number of bits."""
 
 
 def row_names(bank_bits: int | None) -> tuple[str, ...]:

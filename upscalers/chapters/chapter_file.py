@@ -12,8 +12,8 @@ from upscalers.checkpoint.safetensors_format import TORCH_NAMES, StoredTensor, r
 from upscalers.request.errors import RequestError
 
 METADATA_KEY = "midus_chapters"
+# Metadata key of the SHA-256 of the whole file, which is computed with zeros in place of the digest itself.
 DIGEST_KEY = "midus_chapters_sha256"
-"""Metadata key of the SHA-256 of the whole file, which is computed with zeros in place of the digest itself."""
 
 _NO_DIGEST = "0" * 64
 _DIGEST_PLACE = f'"{DIGEST_KEY}":"'.encode()

@@ -134,11 +134,11 @@ def edit_checkpoint(
     }
 
 
+# Record of an edit: `{"command", "chapters", "version", "memory", "banks"}`, and further details of the request.
 Edit = dict[str, Any]
-"""Record of an edit: `{"command", "chapters", "version", "memory", "banks"}`, and further details of the request."""
 
+# Names of the options that an edit may change.
 _EDITED = ("memory_tokens", "chapters", "shared_chapters", "bank_bits")
-"""Names of the options that an edit may change."""
 
 _HEADING = "## Edited chapters"
 

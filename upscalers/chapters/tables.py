@@ -11,8 +11,8 @@ from rich.text import Text
 
 from upscalers.chapters.numbers import written
 
+# Most chapters that are listed one by one, and most layers whose biases are; with more, tables show a summary.
 _MOST_CHAPTERS, _MOST_LAYERS = 64, 4
-"""Most chapters that are listed one by one, and most layers whose biases are; with more, tables show a summary."""
 
 
 def print_chapters(listed: dict[str, Any]) -> None:

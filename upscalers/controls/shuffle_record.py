@@ -7,8 +7,8 @@ from midus_hf.files.ownership import CONFIG_KEY, has_config_entry
 from upscalers.architecture.families import Config
 from upscalers.record.provenance import SHUFFLES_KEY
 
+# Record of one shuffle: `{"seed", "version", "memories", "same_function"}`.
 Shuffle = dict[str, Any]
-"""Record of one shuffle: `{"seed", "version", "memories", "same_function"}`."""
 
 _HEADING = "## Shuffled rows of values"
 

@@ -46,19 +46,19 @@ class Method(ABC):
     """
 
     name: ClassVar[str]
+    # One line that describes the method.
     summary: ClassVar[str]
-    """One line that describes the method."""
+    # The paper of the method; None for a common practice without a paper.
     paper: ClassVar[Paper | None]
-    """The paper of the method; None for a common practice without a paper."""
     options_class: ClassVar[type] = NoOptions
+    # Whether, with the default options, the upscaled model computes exactly what the base computes.
     identity: ClassVar[bool]
-    """Whether, with the default options, the upscaled model computes exactly what the base computes."""
+    # The part of the model that the paper trains after upscaling.
     trainable: ClassVar[Literal["new", "all"]] = "new"
-    """The part of the model that the paper trains after upscaling."""
+    # Placement used if none is requested; None for a method that orders the layers itself, or adds none.
     default_placement: ClassVar[str | None] = "distributed"
-    """Placement used if none is requested; None for a method that orders the layers itself, or adds none."""
+    # Whether the upscaled model is deeper than the base.
     adds_layers: ClassVar[bool] = True
-    """Whether the upscaled model is deeper than the base."""
 
     def __init__(self, options: Any):
         self.options = options

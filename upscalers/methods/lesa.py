@@ -22,10 +22,10 @@ if TYPE_CHECKING:
 
     from upscalers.solvers.layer_predictor import PredictorTraining
 
+# Norm, as a share of the neighbours' norm, below which a prediction counts as collapsed.
 _COLLAPSED = 0.5
-"""Norm, as a share of the neighbours' norm, below which a prediction counts as collapsed."""
+# Cosine to the neighbours' mean below which a prediction counts as unrelated; a neighbour itself has about 0.7.
 _UNRELATED = 0.1
-"""Cosine to the neighbours' mean below which a prediction counts as unrelated; a neighbour itself has about 0.7."""
 _HIDDEN_NORMS = frozenset({"attention_norm", "mlp_norm", "attention_output_norm", "mlp_output_norm"})
 
 

@@ -57,8 +57,8 @@ class AttachedMemoryMethod(HostedMemoryMethod):
     """
 
     memory_options: ClassVar[type[MemoryOptions]]
+    # Default of the option `layers`.
     default_layers: ClassVar[Any] = "all"
-    """Default of the option `layers`."""
     default_placement = None
     adds_layers = False
 

@@ -11,8 +11,8 @@ from upscalers.methods.dense_block import combination
 from upscalers.request.errors import RequestError
 from upscalers.tensors.recipes import Recipe
 
+# Key of a scale that stands for every role that the scale does not name.
 OTHERS = "others"
-"""Key of a scale that stands for every role that the scale does not name."""
 SCALE_TYPE = "a mapping of roles, or others, to numbers"
 
 

@@ -10,12 +10,14 @@ from upscalers.plan.attention_pattern import implying_its_types, keeps_pattern
 from upscalers.plan.plan import Base, Plan
 from upscalers.request.errors import RequestError
 
+# Names of lists with one entry per layer, at the top of a config or inside its mappings: their entries follow the
+# plan.
 PER_LAYER_KEYS = frozenset({"layer_types", "mlp_layer_types", "no_rope_layers"})
-"""Names of lists with one entry per layer, at the top of a config or inside its mappings: their entries follow the plan."""
 
+# Names of lists of layer indices: each index is replaced by the indices that the layer has in the upscaled model.
 LAYER_INDEX_KEYS = frozenset({"mlp_only_layers", "moe_layers", "full_attn_idxs"})
-"""Names of lists of layer indices: each index is replaced by the indices that the layer has in the upscaled model."""
 
+# Names of values that do not describe single layers of the base, whatever their length, or that other code updates.
 NOT_PER_LAYER_KEYS = frozenset(
     {
         "architectures", "bos_token_id", "eos_token_id", "pad_token_id", "bad_words_ids", "suppress_tokens",
@@ -23,7 +25,6 @@ NOT_PER_LAYER_KEYS = frozenset(
         "memory", "upscale",
     }
 )  # fmt: skip
-"""Names of values that do not describe single layers of the base, whatever their length, or that other code updates."""
 
 
 def follow_plan(base: BaseModel, plan: Plan) -> Config:

@@ -6,10 +6,9 @@ from dataclasses import dataclass
 from midus_hf.config.wording import near_matches
 from upscalers.request.errors import RequestError
 
+# Function `(L, K, p) -> K ascending indices`; p is the period of the base's attention types, or None if they do not
+# repeat.
 Policy = Callable[[int, int, int | None], list[int]]
-"""Function `(L, K, p) -> K ascending indices`; p is the period of the base's attention types, or None if they do not
-repeat.
-"""
 
 
 @dataclass(frozen=True)

@@ -12,6 +12,7 @@ from upscalers.request.errors import RequestError, one_line
 from upscalers.request.progress import Progress
 
 _LICENCE_KEYS = ("license", "license_name", "license_link")
+# Tags for file formats and runtimes of a model, which a new checkpoint does not inherit.
 _FORMATS_AND_RUNTIMES = frozenset(
     {
         "4-bit", "8-bit", "autotrain_compatible", "awq", "coreml", "custom_code", "endpoints_compatible", "exl2", "flax",
@@ -19,7 +20,6 @@ _FORMATS_AND_RUNTIMES = frozenset(
         "quantized", "rust", "safetensors", "tensorflow", "text-generation-inference", "tf", "tgi", "transformers", "vllm",
     }
 )  # fmt: skip
-"""Tags for file formats and runtimes of a model, which a new checkpoint does not inherit."""
 
 
 def base_metadata(base: Source, progress: Progress) -> dict[str, Any]:

@@ -9,8 +9,8 @@ from types import TracebackType
 import numpy
 import torch
 
+# Smallest singular value that is kept, as a share of the largest: dividing by a smaller one would amplify noise.
 SINGULAR_GUARD = 1e-6
-"""Smallest singular value that is kept, as a share of the largest: dividing by a smaller one would amplify noise."""
 
 
 @dataclass(frozen=True)

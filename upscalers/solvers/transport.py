@@ -6,8 +6,8 @@ from typing import Literal
 
 import torch
 
+# Size that scalings may reach before the solver absorbs them into the potentials, well within the range of the dtype.
 _ABSORB = {torch.float32: 1e30, torch.float64: 1e100}
-"""Size that scalings may reach before the solver absorbs them into the potentials, well within the range of the dtype."""
 _STRETCH = 500
 
 

@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 
     from upscalers.tensors.recipes import ReadTensor
 
+# Numbers that a solver measured about one tensor: `{"layer": index, "tensor": name, ...}`.
 Measurement = dict[str, Any]
-"""Numbers that a solver measured about one tensor: `{"layer": index, "tensor": name, ...}`."""
 
 
 @dataclass(frozen=True)
@@ -70,16 +70,15 @@ class Solver(ABC):
         label: Name of the solver in progress displays; each solver of a run has a different label.
     """
 
+    # The most memory, in bytes, that the solver's matrices take at once.
     work_bytes: int
-    """The most memory, in bytes, that the solver's matrices take at once."""
+    # The most bytes that the solver writes into the scratch folder. Default: 0.
     scratch_bytes: int = 0
-    """The most bytes that the solver writes into the scratch folder. Default: 0."""
+    # The most solvers that may run in parallel. Default: as many as processors and free memory allow.
     workers: int | None = None
-    """The most solvers that may run in parallel. Default: as many as processors and free memory allow."""
+    # Number of threads that the solver computes with. Default: its share of the processors, so that results may differ
+    # in the last bits between machines.
     threads: int | None = None
-    """Number of threads that the solver computes with. Default: its share of the processors, so that results may
-    differ in the last bits between machines.
-    """
 
     def __init__(self, label: str):
         self.label = label

@@ -12,8 +12,8 @@ from torch.distributed.tensor import DTensor
 from midus_hf.analysis.chapters.memories import one_memory
 from midus_hf.analysis.watched_models import decoder_of, innermost
 
+# Names of the bank's tensors that have one row per memory token.
 BANK_ROWS = ("bank", "bank_integers", "bank_scales")
-"""Names of the bank's tensors that have one row per memory token."""
 
 
 @contextlib.contextmanager

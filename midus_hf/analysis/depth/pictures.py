@@ -11,8 +11,8 @@ from midus_hf.analysis.pictures import HEAT, label_some, new_figure
 
 _WIDTH = 12.0
 _COLUMNS = 2
+# Style of the line between the sequence and the depth.
 _BOUNDARY = {"color": "#d62728", "linestyle": "--", "linewidth": 1}
-"""Style of the line between the sequence and the depth."""
 
 _LEGEND = "seq: the sequence; 2a: what attention of layer 2 wrote; 2f: what was projected from the input of its feed-forward network"
 

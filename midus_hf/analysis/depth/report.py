@@ -6,8 +6,8 @@ from typing import Any
 from midus_hf.analysis.depth.reading import DepthReading, WriterReading
 from midus_hf.analysis.table_of_words import TableOfWords
 
+# Number of slots per layer that the table names.
 _MOST_SLOTS = 3
-"""Number of slots per layer that the table names."""
 
 HOW_TO_READ = (
     "Each head joins what it reads of the sequence with what it reads of slots of the depth; shares are what it multiplies values "

@@ -13,13 +13,13 @@ from midus_hf.analysis.inside.loss_effects import Effect, ratio_with_error
 from midus_hf.analysis.text_rows import TextRows, inputs_of
 from midus_hf.analysis.watched_models import evaluating
 
+# A function that takes rows of token ids `[T]` and returns the base's logits, `[B, T, V]`.
 LogitsOfBase = Callable[[Sequence[torch.Tensor]], torch.Tensor]
-"""A function that takes rows of token ids `[T]` and returns the base's logits, `[B, T, V]`."""
 
+# Positions whose distributions are held in float32 at a time: 131 MB for each tensor, with a vocabulary of 128,000.
 _POSITIONS = 256
-"""Positions whose distributions are held in float32 at a time: 131 MB for each tensor, with a vocabulary of 128,000."""
+# Least number of predictions that the ranking divides by: the mean of a few predictions is large by chance.
 _FEWEST = 16
-"""Least number of predictions that the ranking divides by: the mean of a few predictions is large by chance."""
 
 
 @dataclass(frozen=True)

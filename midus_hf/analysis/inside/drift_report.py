@@ -10,8 +10,8 @@ from midus_hf.analysis.inside.drift import MovedRow, TextDrift
 from midus_hf.analysis.page import ColouredToken
 from midus_hf.analysis.table_of_words import TableOfWords, with_error
 
+# Number of tokens per row that a terminal shows, and number of tokens shown in front of each.
 _MOST_TOKENS, _CONTEXT = 3, 8
-"""Number of tokens per row that a terminal shows, and number of tokens shown in front of each."""
 
 HOW_TO_READ = (
     "KL(base || model) tells how far the distribution over the next token moved from the base's, whatever the next token is; the "

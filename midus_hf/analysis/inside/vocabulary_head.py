@@ -10,8 +10,8 @@ from transformers import PreTrainedTokenizerBase
 
 from midus_hf.analysis.watched_models import bare_model, decoder_of
 
+# Number of logits that are held at a time: 256 MB in float32.
 _MOST_LOGITS = 1 << 26
-"""Number of logits that are held at a time: 256 MB in float32."""
 
 
 @dataclass(frozen=True)

@@ -37,14 +37,15 @@ class BlockUsage:
     """
 
     def __init__(self, layouts: Mapping[str, BankLayout]):
+        # Tokens per block, `[1, nodes]`, int64, for each level. Tokens of the generic memory are in `generic_tokens`
+        # instead.
         self.counts = {
             BankLevel(name, level): torch.zeros(1, layout.blocks.nodes(level), dtype=torch.int64)
             for name, layout in layouts.items()
             for level in layout.levels
         }
-        """Tokens per block, `[1, nodes]`, int64, for each level. Tokens of the generic memory are in `generic_tokens` instead."""
+        # Number of tokens in rows that fetched the generic memory.
         self.generic_tokens = 0
-        """Number of tokens in rows that fetched the generic memory."""
 
     def count(self, paths: torch.Tensor, tokens: torch.Tensor) -> None:
         """Add the rows of a batch to the counts.

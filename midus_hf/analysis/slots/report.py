@@ -11,8 +11,8 @@ from midus_hf.analysis.slots.usage import MemoryUsage, Place
 from midus_hf.analysis.table_of_words import TableOfWords, csv_text
 from midus_hf.analysis.watched_models import MemoryPlace
 
+# Number of blocks per level that tables name.
 _MOST_SHOWN = 3
-"""Number of blocks per level that tables name."""
 
 
 def usage_table(usages: Mapping[str, Mapping[MemoryPlace, MemoryUsage]]) -> TableOfWords:

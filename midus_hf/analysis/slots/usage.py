@@ -21,8 +21,8 @@ from midus_hf.memory.protocols import RetrievesSlots
 from midus_hf.memory.registry import MEMORY_MODULES
 from midus_hf.ops.dispatch.private_torch import is_in_backward
 
+# A key under which retrievals are counted: a memory, or a level of a bank.
 Place = TypeVar("Place", bound=Hashable)
-"""A key under which retrievals are counted: a memory, or a level of a bank."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -10,8 +10,8 @@ from midus_hf.cli.reading import sizes_of, token_bar
 if TYPE_CHECKING:
     from midus_hf.analysis.answer import Answer
 
+# Number of slots written by earlier layers that a terminal shows. JSON and the page have all.
 _MOST_WRITERS = 10
-"""Number of slots written by earlier layers that a terminal shows. JSON and the page have all."""
 
 
 @QUESTIONS.register(

@@ -12,8 +12,8 @@ if TYPE_CHECKING:
     from midus_hf.analysis.inside.drift import LogitsOfBase
 
 _OF_CHAPTERS = ("mode", "seed", "top", "layers", "memory")
+# Number of rows per text that `drift` shows by default.
 _MOST_ROWS = 5
-"""Number of rows per text that `drift` shows by default."""
 
 
 @QUESTIONS.register(

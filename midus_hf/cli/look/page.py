@@ -11,8 +11,8 @@ from midus_hf.cli.look.values import values_of_chapters, values_of_slots
 if TYPE_CHECKING:
     from midus_hf.analysis.answer import Answer
 
+# Number of slots of each memory that the page shows.
 _MOST_SLOTS = 3
-"""Number of slots of each memory that the page shows."""
 
 
 @QUESTIONS.register("page", "all of these but heads, on one page", (*READING, "base", "top"), ("text",))

@@ -17,15 +17,15 @@ if TYPE_CHECKING:
     from midus_hf.analysis.answer import Answer
     from midus_hf.analysis.text_rows import TextRows
 
+# Names of the options of all questions for which a model reads texts.
 READING = (
     *("text", "column", "encoding", "limit", "sequence_length", "max_tokens", "batch_size", "retriever"),
     *("dtype", "device"),
 )
-"""Names of the options of all questions for which a model reads texts."""
 
 
+# Questions that `midus look` answers.
 QUESTIONS: "Subjects[Callable[[Request], Answer]]" = Subjects("question")
-"""Questions that `midus look` answers."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -16,8 +16,8 @@ if TYPE_CHECKING:
     from midus_hf.analysis.slots.block_usage import BlockUsage
     from midus_hf.analysis.watched_models import MemoryPlace
 
+# Number of layers whose typical chapters a terminal shows. JSON and the page have all layers.
 _MOST_LAYERS = 3
-"""Number of layers whose typical chapters a terminal shows. JSON and the page have all layers."""
 
 
 @dataclasses.dataclass

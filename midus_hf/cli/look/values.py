@@ -10,8 +10,8 @@ if TYPE_CHECKING:
     from midus_hf.analysis.answer import Answer
 
 HOW_TO_READ = "What a slot adds is read through the model's final norm and head, as if it were all that is added: a probe, no proof."
+# Number of slots that are shown by default.
 _MOST_SLOTS = 10
-"""Number of slots that are shown by default."""
 
 
 @QUESTIONS.register(

@@ -22,8 +22,8 @@ from midus_hf.compare.options import Comparison
 from midus_hf.compare.rates import Rate, rate_name
 from midus_hf.compare.results import Result
 
+# Metrics of a task in order of preference: reports show the first that the task has.
 _METRICS = ("acc_norm", "acc", "exact_match")
-"""Metrics of a task in order of preference: reports show the first that the task has."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -3,8 +3,8 @@
 import dataclasses
 from typing import Any, Literal
 
+# When a number is measured: `continued` after continual pretraining, `tuned` after the fine-tuning that follows.
 Stage = Literal["continued", "tuned"]
-"""When a number is measured: `continued` after continual pretraining, `tuned` after the fine-tuning that follows."""
 
 SCALES = ("paper", "small", "tiny")
 

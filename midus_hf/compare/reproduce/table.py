@@ -17,8 +17,8 @@ from midus_hf.config.options import read_options
 from midus_hf.config.yaml_options import read_mapping, with_overrides
 
 AVERAGE = "Average"
+# The metric of tasks that measure the perplexity of a text.
 _WORD_PERPLEXITY = "word_perplexity"
-"""The metric of tasks that measure the perplexity of a text."""
 
 
 @dataclasses.dataclass(frozen=True)

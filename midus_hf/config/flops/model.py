@@ -23,8 +23,8 @@ from midus_hf.config.flops.rules import (
 )
 from midus_hf.config.memory_entries import inserted_options, read_memories
 
+# Price of capping a number softly: a division, a tanh and a product.
 SOFT_CAP = TANH + 2
-"""Price of capping a number softly: a division, a tanh and a product."""
 
 
 @dataclass(frozen=True)

@@ -7,17 +7,17 @@ dropout and the optimizer are not counted.
 
 import math
 
+# Price of a softmax per number, and of cross entropy.
 SOFTMAX = 5
-"""Price of a softmax per number, and of cross entropy."""
 
+# Price of masking and scaling attention scores, per score.
 MASK_AND_SCALE = 2
-"""Price of masking and scaling attention scores, per score."""
 
+# Price of a sigmoid or a tanh, per number.
 SIGMOID = TANH = 4
-"""Price of a sigmoid or a tanh, per number."""
 
+# Prices of activations per number, by their name in configs.
 ACTIVATIONS = {"silu": 4, "swish": 4, "gelu": 8, "gelu_new": 8, "gelu_pytorch_tanh": 8, "relu": 1}
-"""Prices of activations per number, by their name in configs."""
 
 
 def linear(rows: int, inputs: int, outputs: int, bias: bool = False) -> int:

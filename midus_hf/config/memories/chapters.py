@@ -25,6 +25,7 @@ Routing = Literal["chunk", "prompt", "token", "sequence"]
 Weighting = Literal["released", "logit_bias", "paper"]
 Balance = Literal["routed", "per-choice", "released"]
 
+# Options of the paper's table 5.
 PAPER = {
     "memory_tokens": 262208,
     "chapters": 4097,
@@ -36,7 +37,6 @@ PAPER = {
     "normalise": True,
     "share": "all",
 }
-"""Options of the paper's table 5."""
 
 
 _STD = 0.02

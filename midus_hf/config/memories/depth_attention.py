@@ -12,9 +12,9 @@ from midus_hf.config.options import option
 
 _STD = 0.02
 
+# Origin of a slot. `attention`: the keys and values of attention, or other projections of the same input. `ffn`:
+# projections of the feed-forward network's input.
 SlotSource = Literal["attention", "ffn"]
-"""Origin of a slot. `attention`: the keys and values of attention, or other projections of the same input. `ffn`:
-projections of the feed-forward network's input."""
 
 
 class Slot(NamedTuple):

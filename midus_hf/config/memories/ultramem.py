@@ -26,8 +26,8 @@ from midus_hf.config.options import option
 Zero = Literal["values", "projection", "none"]
 
 _MOST_SLOTS = 2**31 - 1
+# Default limit of `side_k`: with more rows and columns the grid of their scores becomes too large (section 4.1).
 _MOST_ON_A_SIDE = 128
-"""Default limit of `side_k`: with more rows and columns the grid of their scores becomes too large (section 4.1)."""
 
 
 @register_memory_type("ultramem")

@@ -14,8 +14,9 @@ from midus_hf.config.declared_tensors import Constant, Normal
 if TYPE_CHECKING:
     import torch
 
+# Candidates to score in all trials together, and the bounds of the number of trials: a mean of many candidates needs
+# few trials.
 _CANDIDATES, _FEWEST, _MOST = 1 << 16, 4, 64
-"""Candidates to score in all trials together, and the bounds of the number of trials: a mean of many candidates needs few trials."""
 
 
 @dataclass(frozen=True)
@@ -36,8 +37,8 @@ class ScoreStatistics(NamedTuple):
     variance: float
 
 
+# Results of `best_scores` in this process, by its arguments.
 MEASURED: dict[tuple[int, int, int, int, int], ScoreStatistics] = {}
-"""Results of `best_scores` in this process, by its arguments."""
 
 
 def best_scores(n: int, key_pairs: int, rank: int, side: int, k: int) -> ScoreStatistics:

@@ -9,11 +9,11 @@ import torch
 from midus_hf.config.installed import INSTALLED
 from midus_hf.ops.chapters.op import fewest_together
 
+# Numbers of stretches: a slice, or `[S]`, int64.
 Numbers = slice | torch.Tensor
-"""Numbers of stretches: a slice, or `[S]`, int64."""
 
+# Function that reads for tokens `[S, L, ...]`, one row for each of the numbered stretches, and returns `[S, L, ...]`.
 Read = Callable[[torch.Tensor, Numbers], torch.Tensor]
-"""Function that reads for tokens `[S, L, ...]`, one row for each of the numbered stretches, and returns `[S, L, ...]`."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -9,11 +9,11 @@ from midus_hf.ops.chapters.triton.forward import segment_refusal
 from midus_hf.ops.dispatch.choices import resolve
 from midus_hf.ops.dispatch.precision import without_autocast
 
+# Largest number of elements of keys that are gathered at a time: 128 MB in float32.
 _MOST_GATHERED = 1 << 25
-"""Largest number of elements of keys that are gathered at a time: 128 MB in float32."""
 
+# Least number of queries with the same chapters for which gathering keys is faster than sorting tokens by chapter.
 _FEWEST_TOGETHER = 16
-"""Least number of queries with the same chapters for which gathering keys is faster than sorting tokens by chapter."""
 
 
 def chapter_attention(

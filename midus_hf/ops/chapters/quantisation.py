@@ -2,8 +2,9 @@
 
 import torch
 
+# Largest integer per number of bits; the element of a row with the largest magnitude becomes this integer or its
+# negative.
 _LARGEST = {8: 127, 4: 7}
-"""Largest integer per number of bits; the element of a row with the largest magnitude becomes this integer or its negative."""
 
 _LEAST_SCALE = 1e-8
 

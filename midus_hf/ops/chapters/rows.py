@@ -7,8 +7,8 @@ import torch
 
 from midus_hf.ops.dispatch.precision import without_autocast
 
+# Largest number of elements of keys, and of scores, that are held at a time: 64 MB each in float32.
 _MOST_AT_ONCE = 1 << 24
-"""Largest number of elements of keys, and of scores, that are held at a time: 64 MB each in float32."""
 
 
 def chapter_rows(bank: torch.Tensor, chapters: torch.Tensor, chapter_tokens: int) -> torch.Tensor:

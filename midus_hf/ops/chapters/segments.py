@@ -9,8 +9,8 @@ from midus_hf.ops.chapters.triton.forward import SegmentReading, triton_segments
 from midus_hf.ops.chapters.triton.gradients import triton_segment_gradients
 from midus_hf.ops.dispatch.calling import custom_op
 
+# Rows per block: the tokens that one matrix product multiplies with the keys of a chapter.
 _ROWS = 32
-"""Rows per block: the tokens that one matrix product multiplies with the keys of a chapter."""
 
 
 class Segments(NamedTuple):

@@ -7,10 +7,10 @@ import torch
 
 from midus_hf.ops.depth.inputs import DepthInputs, DepthReading
 
+# Largest number of elements in the keys of a stretch, which are copied together, so that a CPU's caches hold them.
 _NUMBERS = 2**20
-"""Largest number of elements in the keys of a stretch, which are copied together, so that a CPU's caches hold them."""
+# Least number of tokens per stretch, however many slots there are.
 _FEWEST = 16
-"""Least number of tokens per stretch, however many slots there are."""
 
 
 def batched_depth_attention(inputs: DepthInputs) -> tuple[torch.Tensor, torch.Tensor]:

@@ -8,8 +8,8 @@ import torch.nn.functional as F
 
 from midus_hf.ops.dispatch.precision import without_autocast
 
+# Limit of exponents of e, so that powers stay within float32. At this limit, a row reads the depth only.
 _LARGEST_EXPONENT = 80.0
-"""Limit of exponents of e, so that powers stay within float32. At this limit, a row reads the depth only."""
 
 
 def depth_attention(

@@ -94,10 +94,11 @@ def kernel_of(call: Call) -> Kernel | None:
     return kernel if kernel is not None and _has(device, kernel.name) else None
 
 
+# CUDA kernels take half-precision heads whose width is a multiple of this number; torch pads other heads into new
+# tensors.
 _WIDTHS = 8
-"""CUDA kernels take half-precision heads whose width is a multiple of this number; torch pads other heads into new tensors."""
+# Largest width of a head that FlashAttention takes.
 _WIDEST = 256
-"""Largest width of a head that FlashAttention takes."""
 
 
 def _static_choice(call: Call) -> str | None:
@@ -255,8 +256,8 @@ def _efficient_backward(
     return of_query, of_key, of_value
 
 
+# Offsets of texts of several lengths in queries and keys: None, since all texts have one length.
 _ONE_LENGTH = (None, None)
-"""Offsets of texts of several lengths in queries and keys: None, since all texts have one length."""
 
 
 def _lengths(call: Call) -> tuple[int, int]:
@@ -289,6 +290,7 @@ def _laid_out_as(written: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
     return tensor if tensor.stride() == written.stride() else torch.empty_like(written).copy_(tensor)
 
 
+# Kernels by device type and torch's name of the kernel.
 _KERNELS = {
     ("cpu", "FLASH_ATTENTION"): Kernel(_cpu_forward, _cpu_backward, "FLASH_ATTENTION"),
     ("cuda", "FLASH_ATTENTION"): Kernel(_flash_forward, _flash_backward, "FLASH_ATTENTION"),
@@ -296,7 +298,6 @@ _KERNELS = {
     # cuDNN returns NaN for a row that is minus infinity throughout; torch itself adds this number instead.
     ("cuda", "CUDNN_ATTENTION"): Kernel(_cudnn_forward, _cudnn_backward, "CUDNN_ATTENTION", excluded=-65504.0),
 }
-"""Kernels by device type and torch's name of the kernel."""
 
 
 def _has(device: str, name: str) -> bool:

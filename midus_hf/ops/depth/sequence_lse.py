@@ -4,8 +4,8 @@ from typing import Any
 
 import torch
 
+# Queries whose scores are held at once.
 _CHUNK = 256
-"""Queries whose scores are held at once."""
 
 
 def sequence_lse(

@@ -12,8 +12,8 @@ from midus_hf.ops.dispatch.triton import HAS_TRITON, interprets_kernels
 
 BACKENDS = ("auto", "reference", "torch", "native", "triton")
 
+# Dtypes that compiled C computes with.
 NATIVE_DTYPES = (torch.float32, torch.bfloat16)
-"""Dtypes that compiled C computes with."""
 
 NO_NATIVE_BODY = "the op has no body in C"
 

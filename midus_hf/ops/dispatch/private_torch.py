@@ -26,11 +26,11 @@ _keys = _of(torch._C, "DispatchKey")
 _before_dispatch = _of(_keys, "PreDispatch")
 _transform = _of(_of(torch._C, "_functorch"), "peek_interpreter_stack")
 _tracing = _of(torch._C, "_get_tracing_state")
+# Whether torch has every private function that `calls_are_seen` calls. `PreDispatch` is included while modes trace
+# calls before autograd sees them; `_modes` does not count these modes.
 _KNOWS_WATCHERS = None not in (_modes, _is_included, _before_dispatch, _transform, _tracing) and hasattr(
     forward_ad, "_current_level"
 )
-"""Whether torch has every private function that `calls_are_seen` calls. `PreDispatch` is included while modes trace
-calls before autograd sees them; `_modes` does not count these modes."""
 
 
 def calls_are_seen() -> bool:
@@ -119,8 +119,8 @@ EFFICIENT_ATTENTION_BACKWARD = _aten("_scaled_dot_product_efficient_attention_ba
 
 _bag_weights_backward = _aten("_embedding_bag_per_sample_weights_backward")
 
+# Elements of gathered rows that the fallback holds at a time: 64 MB in float32.
 _MOST_GATHERED = 1 << 24
-"""Elements of gathered rows that the fallback holds at a time: 64 MB in float32."""
 
 
 def products_with_bags(

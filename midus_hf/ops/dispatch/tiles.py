@@ -13,19 +13,19 @@ from typing import Any
 
 import torch
 
+# Values that replace a rule's values, by the name of a kernel's parameter or of a compiler option.
 Changes = Mapping[str, int]
-"""Values that replace a rule's values, by the name of a kernel's parameter or of a compiler option."""
+# Parameters of a kernel and compiler options, by name.
 Tile = dict[str, Any]
-"""Parameters of a kernel and compiler options, by name."""
 Rule = Callable[..., Tile]
+# Changes to the rule's tile, by device, kernel and shape.
 Measured = dict[str, dict[str, dict[tuple[Any, ...], Changes]]]
-"""Changes to the rule's tile, by device, kernel and shape."""
 
+# File of the tiles that were measured to be the fastest.
 TABLE = Path(__file__).with_name("tiles.json")
-"""File of the tiles that were measured to be the fastest."""
 
+# Tiles by the name of their kernel.
 TILES: dict[str, "Tiles"] = {}
-"""Tiles by the name of their kernel."""
 
 
 def measured_tiles(table: Path) -> Measured:

@@ -12,8 +12,9 @@ from midus_hf.ops.dispatch.private_torch import products_with_bags
 from midus_hf.ops.gather.native import native_gathered_products, native_row_sums, native_weighted_rows
 from midus_hf.ops.gather.triton.rows import triton_row_sums, triton_weight_gradients, triton_weighted_rows
 
+# Largest width of rows that C sums. PyTorch sums wider rows as fast or faster: it sorts entries by row, and writes
+# each row once.
 _MOST_COLUMNS_IN_C = 64
-"""Largest width of rows that C sums. PyTorch sums wider rows as fast or faster: it sorts entries by row, and writes each row once."""
 
 
 def weighted_rows(bank: torch.Tensor, slots: torch.Tensor, weights: torch.Tensor, backend: str) -> torch.Tensor:

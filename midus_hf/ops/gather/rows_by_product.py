@@ -12,11 +12,11 @@ import torch
 from midus_hf.ops.dispatch.precision import without_autocast
 from midus_hf.ops.gather.triton.rows import triton_spread_weights
 
+# Largest number of weights that the matrix holds at a time: 128 MB in half precision, and twice that for its gradient.
 _MOST_ELEMENTS = 1 << 26
-"""Largest number of weights that the matrix holds at a time: 128 MB in half precision, and twice that for its gradient."""
 
+# Least average number of reads per row for which multiplying with all rows can pay.
 _LEAST_READS = 4
-"""Least average number of reads per row for which multiplying with all rows can pay."""
 
 
 def product_takes_less(tokens: int, m: int, num_rows: int, width: int) -> bool:

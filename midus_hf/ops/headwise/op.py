@@ -14,14 +14,15 @@ from midus_hf.ops.headwise.triton.packed import triton_output
 from midus_hf.ops.product_key.native import native_refusal
 from midus_hf.ops.product_key.op import check_product_keys
 
+# Largest number of elements of an expanded bank, which is made for one forward pass: 512 MB in bfloat16.
 MOST_EXPANDED = 1 << 28
-"""Largest number of elements of an expanded bank, which is made for one forward pass: 512 MB in bfloat16."""
 
+# Tokens per slot from which on C expands the bank. For fewer, C transforms gathered values in the cache, which is less
+# work.
 _TIMES_EXPANDED_IN_C = 3
-"""Tokens per slot from which on C expands the bank. For fewer, C transforms gathered values in the cache, which is less work."""
 
+# Largest product of tokens and heads for which calling operations takes longer than computing them.
 _FEW_ROWS = 256
-"""Largest product of tokens and heads for which calling operations takes longer than computing them."""
 
 
 def headwise_memory(

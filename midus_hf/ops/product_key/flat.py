@@ -6,11 +6,11 @@ from midus_hf.config.installed import INSTALLED
 from midus_hf.ops.dispatch.choices import resolve
 from midus_hf.ops.dispatch.precision import without_autocast
 
+# Largest number of scores that are held at a time: 256 MB in float32.
 _MOST_SCORES = 1 << 26
-"""Largest number of scores that are held at a time: 256 MB in float32."""
 
+# Largest number of elements of keys that a CPU holds in float32 at a time: 4 MB.
 _MOST_WIDENED = 1 << 20
-"""Largest number of elements of keys that a CPU holds in float32 at a time: 4 MB."""
 
 
 def flat_key_topk(

@@ -18,20 +18,20 @@ from midus_hf.ops.dispatch.native.calls import (
 )
 
 _MOST_SUB_KEYS = 1 << 15
+# Largest number of slots per head that C retrieves: C's cost per slot grows with k, and for larger k torch is faster.
 _MOST_RETRIEVED = 64
-"""Largest number of slots per head that C retrieves: C's cost per slot grows with k, and for larger k torch is faster."""
 
+# Least number of tokens per stretch. Gradients of tables are summed for each stretch first.
 _STRETCH = 256
-"""Least number of tokens per stretch. Gradients of tables are summed for each stretch first."""
 
+# Largest number of stretches of tokens.
 _MOST_PARTS = 16
-"""Largest number of stretches of tokens."""
 
+# Largest number to a multiple of which C pads the width of a row.
 _MOST_LANES = 16
-"""Largest number to a multiple of which C pads the width of a row."""
 
+# Largest number of gradients that C writes: of query, row keys, column keys, transform and gathered values.
 _RESULTS = 5
-"""Largest number of gradients that C writes: of query, row keys, column keys, transform and gathered values."""
 
 
 def native_refusal(n: int, k: int) -> str | None:

@@ -4,8 +4,8 @@ import torch
 
 from midus_hf.ops.product_key.selection import largest
 
+# Largest number of scores of pairs that are held at a time: 64 MB in float32.
 _MOST_SCORES = 1 << 24
-"""Largest number of scores of pairs that are held at a time: 64 MB in float32."""
 _SQUARINGS = 8
 _TINY = 1e-30
 

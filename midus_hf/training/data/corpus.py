@@ -27,8 +27,8 @@ from midus_hf.training.options import CorpusOptions
 
 _DATASET_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
 
+# Assumed ratio of the length of a text to that of its compressed file.
 _UNPACKED = 5
-"""Assumed ratio of the length of a text to that of its compressed file."""
 
 
 @dataclasses.dataclass(frozen=True)

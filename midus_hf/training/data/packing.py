@@ -16,12 +16,12 @@ from transformers import PreTrainedTokenizerBase
 from midus_hf.documents import DocumentError
 from midus_hf.saved_models import check_ids
 
+# Label of tokens that transformers' losses leave out.
 IGNORED_LABEL = -100
-"""Label of tokens that transformers' losses leave out."""
 
 _DOCUMENTS_A_BATCH = 64
+# Together with `_DOCUMENTS_A_BATCH`, a bound on what a tokenizer holds at a time, about a hundred bytes per token.
 _CHARACTERS_A_BATCH = 2**20
-"""Together with `_DOCUMENTS_A_BATCH`, a bound on what a tokenizer holds at a time, about a hundred bytes per token."""
 
 
 class PackedSequence(NamedTuple):

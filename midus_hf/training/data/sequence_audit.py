@@ -17,12 +17,12 @@ from midus_hf.training.data.clustered_corpus import ClusteredDataset
 from midus_hf.training.data.corpus import HubRows, LocalText
 from midus_hf.training.data.mixture import Mixture
 
+# Key under which an example has its number in the dataset, beside the inputs of the model.
 SEQUENCE = "sequence"
-"""Key under which an example has its number in the dataset, beside the inputs of the model."""
 
 
+# Number of a sequence, and the path whose blocks it fetched.
 Seen = tuple[int, tuple[int, ...]]
-"""Number of a sequence, and the path whose blocks it fetched."""
 
 
 class NumberedSequences(Dataset):

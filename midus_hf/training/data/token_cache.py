@@ -30,21 +30,21 @@ from midus_hf.training.data.corpus import HubRows, LocalText, usable_cores
 from midus_hf.training.data.mapped_tokens import MappedTokens
 from midus_hf.training.data.packing import check_length, tokenise
 
+# Version of the procedure here and of the record's format; raise it when either changes, to ignore older entries.
 _PROCEDURE = 2
-"""Version of the procedure here and of the record's format; raise it when either changes, to ignore older entries."""
 
 _RECORD = "entry.json"
 _DOCUMENTS_A_BATCH = 64
+# Number of characters from which the number of tokens of the text is estimated.
 _SAMPLE = 2**20
-"""Number of characters from which the number of tokens of the text is estimated."""
 
+# Bytes of text above which a message announces the tokenisation; less text takes a moment.
 _WORTH_TELLING = 2**24
-"""Bytes of text above which a message announces the tokenisation; less text takes a moment."""
 
 _RESERVE = 1.1
 
+# Entries that this process has compared with their digests: path, inode and modification time of the record.
 _SEEN_WHOLE: set[tuple[Path, int, int]] = set()
-"""Entries that this process has compared with their digests: path, inode and modification time of the record."""
 
 
 def default_cache_dir() -> Path:

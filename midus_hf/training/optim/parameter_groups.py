@@ -17,8 +17,8 @@ from midus_hf.training.optim.rates import VALUE_DECAY_RATIO, Rates
 
 _COURSE_OF_VALUES = {"constant": "constant", "fixed": "schedule", "4x-to-1x": "4x-to-1x"}
 
+# Name of the optimizer's group for blocks: it has no parameters, only the rate and the decay of blocks.
 BLOCKS_GROUP = "blocks"
-"""Name of the optimizer's group for blocks: it has no parameters, only the rate and the decay of blocks."""
 
 
 def parameter_groups(model: nn.Module, rates: Rates) -> list[dict[str, Any]]:

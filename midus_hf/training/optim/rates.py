@@ -4,20 +4,20 @@ import dataclasses
 import math
 from typing import Any, Literal, get_args
 
+# Courses that the rate of memory values can take: see `Rates`.
 ValueSchedule = Literal["constant", "fixed", "4x-to-1x"]
-"""Courses that the rate of memory values can take: see `Rates`."""
 
+# Kinds of tensor that value transforms can be trained as: see `Rates`.
 ValueTransforms = Literal["weights", "values"]
-"""Kinds of tensor that value transforms can be trained as: see `Rates`."""
 
+# Kinds of tensor that memory keys can be trained as: see `Rates`.
 MemoryKeys = Literal["constant", "weights"]
-"""Kinds of tensor that memory keys can be trained as: see `Rates`."""
 
+# Default share of the steps in which the rate of values falls from 4x to 1x.
 VALUE_DECAY_RATIO = 0.25
-"""Default share of the steps in which the rate of values falls from 4x to 1x."""
 
+# Courses that the rate of all other tensors can take: see `Rates`.
 Schedule = Literal["cosine", "linear", "constant_with_warmup", "warmup_stable_decay"]
-"""Courses that the rate of all other tensors can take: see `Rates`."""
 
 
 @dataclasses.dataclass(kw_only=True)

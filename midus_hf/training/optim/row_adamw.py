@@ -7,8 +7,8 @@ from typing import Any
 import torch
 
 _MOMENTS = ("exp_avg", "exp_avg_sq")
+# Factor by which the room for moments exceeds the need, so that growth copies each row only a few times.
 _GROWTH = 1.5
-"""Factor by which the room for moments exceeds the need, so that growth copies each row only a few times."""
 
 
 class RowAdamW(torch.optim.AdamW):

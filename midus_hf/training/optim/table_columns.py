@@ -11,8 +11,8 @@ from torch import nn
 from midus_hf.memory.declared_module import DeclaredModule
 from midus_hf.memory.protocols import HostsTables, ReadsFewRows
 
+# Numbers that all processes together send in one message when a table is gathered.
 _NUMBERS_AT_ONCE = 1 << 24
-"""Numbers that all processes together send in one message when a table is gathered."""
 
 
 class TableColumns:

@@ -17,11 +17,11 @@ from midus_hf.training.optim.freezing import has_adapters
 from midus_hf.training.output.run_checkpoints import checkpoints
 from midus_hf.training.run_options import RunOptions
 
+# Factor for the files beside the weights: tokenizer, code, log.
 _MARGIN = 1.02
-"""Factor for the files beside the weights: tokenizer, code, log."""
 
+# Tensors that AdamW keeps for each parameter that trains, of the parameter's shape and dtype.
 _MOMENTS = 2
-"""Tensors that AdamW keeps for each parameter that trains, of the parameter's shape and dtype."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -20,8 +20,8 @@ from midus_hf.files.checkpoint_files import INDEX_FILE, SINGLE_FILE
 from midus_hf.files.manifest import Manifest, first_misfit
 from midus_hf.training.output.run_checkpoints import manifest_of
 
+# Smallest number of bytes of frozen weights for which a checkpoint has separate files.
 _WORTH_A_FILE = 16 * 2**20
-"""Smallest number of bytes of frozen weights for which a checkpoint has separate files."""
 
 _TRAINED, _FROZEN = "trained", "frozen"
 _STEM = SINGLE_FILE.removesuffix(".safetensors")

@@ -17,8 +17,8 @@ from midus_hf.files.whole_files import move_into_place, whole_file
 from midus_hf.training.output.resumption import check_same_run, find_checkpoint, settle_resumption, tell_passed_over
 from midus_hf.training.run_options import RunOptions
 
+# Largest number of files that a message lists.
 _NAMED = 5
-"""Largest number of files that a message lists."""
 
 
 def check_output(config: RunOptions) -> Path | None:

@@ -24,6 +24,7 @@ from midus_hf.training.run_options import AUTO, RunOptions
 
 Options = TypeVar("Options", bound=RunOptions)
 
+# Options that may change when a run is resumed, because they do not change what is computed.
 _FREE_ON_RESUME = (
     "output_dir",
     "output_on_failure",
@@ -40,10 +41,9 @@ _FREE_ON_RESUME = (
     "resume_from_checkpoint",
     "overwrite_output_dir",
 )
-"""Options that may change when a run is resumed, because they do not change what is computed."""
 
+# Options that may change if a step still takes the same number of sequences.
 _OF_A_STEP = ("per_device_train_batch_size", "gradient_accumulation_steps")
-"""Options that may change if a step still takes the same number of sequences."""
 
 
 class StepSize(TrainerCallback, ExportableState):

@@ -14,8 +14,8 @@ from midus_hf.files.manifest import FileEntry, Manifest, describe_files, first_d
 from midus_hf.files.run_files import is_of_checkpoint, remove_written
 from midus_hf.files.whole_files import sync, whole_file
 
+# Reason given for a checkpoint that a run was writing when the run ended.
 UNFINISHED = "it was not written to its end"
-"""Reason given for a checkpoint that a run was writing when the run ended."""
 
 
 def checkpoints(output: str | os.PathLike) -> dict[int, Path]:

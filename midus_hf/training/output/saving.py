@@ -19,8 +19,8 @@ _SECONDS_BETWEEN_TRIES = 30
 _SECONDS_TO_WAIT = 24 * 3600
 
 
+# Parts of the error messages of `torch.save`; the last one occurs if only the end of a file did not fit.
 _OF_A_FILE_CUT_SHORT = ("inline_container", "PytorchStreamWriter", "iostream error")
-"""Parts of the error messages of `torch.save`; the last one occurs if only the end of a file did not fit."""
 
 
 class SaveError(RuntimeError):

@@ -17,6 +17,7 @@ from midus_hf.training.run_options import AdapterLayers
 
 _OURS = ("method", "layers")
 
+# Fields of PEFT configs that record what adapters were saved for, which a run may not set.
 _RECORDS = (
     "task_type",
     "peft_type",
@@ -26,15 +27,14 @@ _RECORDS = (
     "revision",
     "inference_mode",
 )
-"""Fields of PEFT configs that record what adapters were saved for, which a run may not set."""
 
 _DEFAULTS: dict[str, dict[str, Any]] = {"lora": {"r": 16, "lora_alpha": 32}}
 
+# Methods that adapt other modules than linear layers, or only some linear layers, so that PEFT chooses the modules.
 _TARGETS_OF_PEFT = ("ia3", "ln_tuning", "trainable_tokens")
-"""Methods that adapt other modules than linear layers, or only some linear layers, so that PEFT chooses the modules."""
 
+# Methods for which the Trainer would have to do more than take steps, with the reason.
 _STEPPED = {"adalora": "whose ranks are allotted by a call after every step, which the Trainer does not make"}
-"""Methods for which the Trainer would have to do more than take steps, with the reason."""
 
 _UNMERGED = "whose result cannot be merged into the weights, as what comes out of a run is"
 

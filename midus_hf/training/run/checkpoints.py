@@ -50,8 +50,8 @@ class Checkpoints:
         best_step: Callable[[], int | None],
     ):
         self._trainer, self._tokenizer, self._keep, self._best_step = trainer, tokenizer, keep, best_step
+        # Why the last checkpoint could not be written; None if it was.
         self.failure: str | None = None
-        """Why the last checkpoint could not be written; None if it was."""
         self._parts_failed = False
         self._frozen_weights = FrozenWeights(copies=1 if keep == 1 else 2)
         self._is_writing = False

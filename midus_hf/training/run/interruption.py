@@ -13,8 +13,8 @@ from accelerate import PartialState
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
+# Seconds in which signals count as one, since launchers repeat a signal that the terminal already sent.
 _SECONDS_OF_ONE_REQUEST = 1.0
-"""Seconds in which signals count as one, since launchers repeat a signal that the terminal already sent."""
 
 
 class RunInterrupted(KeyboardInterrupt):
@@ -43,8 +43,8 @@ class Interruption(TrainerCallback):
 
     def __init__(self, largest: Callable[[int], int]):
         self.largest = largest
+        # The signal for which all processes have stopped; 0 if there was none.
         self.signal_number = 0
-        """The signal for which all processes have stopped; 0 if there was none."""
         self._noted = 0
         self._noted_at = 0.0
         self._handlers: dict[int, Any] = {}

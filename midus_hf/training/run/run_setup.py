@@ -54,8 +54,8 @@ from midus_hf.training.run.training_run import TrainingRun
 from midus_hf.training.run_options import RunOptions
 from midus_hf.training.trainer.tables import check_reads_few_rows
 
+# A model with `requires_grad` set, wrapped by PEFT if it has adapters, and a description of what trains.
 Chosen = tuple[Any, RenderableType]
-"""A model with `requires_grad` set, wrapped by PEFT if it has adapters, and a description of what trains."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -264,8 +264,8 @@ def _check_has_memory(config: RunOptions, model_config: PreTrainedConfig) -> Non
             )
 
 
+# Errors that transformers raises for models that cannot be made.
 _ERRORS = (OSError, ValueError, ImportError)
-"""Errors that transformers raises for models that cannot be made."""
 
 
 def check_attention(attn_implementation: str | None, model_config: PreTrainedConfig) -> None:

@@ -29,10 +29,10 @@ class TrainingClock(TrainerCallback, ExportableState):
 
     def __init__(self, limit: float | None, largest: Callable[[int], int], measures: bool):
         self.limit, self.largest, self.measures = limit, largest, measures
+        # Seconds of training so far.
         self.seconds = 0.0
-        """Seconds of training so far."""
+        # Whether the limit has ended training before its last step.
         self.has_ended_training = False
-        """Whether the limit has ended training before its last step."""
         self._since: float | None = None
 
     @property

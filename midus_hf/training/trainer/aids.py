@@ -146,8 +146,8 @@ class UsageEvents(TrainerCallback):
 
     def __init__(self, every: int):
         self.every = every
+        # Counts of slot usage; None while nothing is counted.
         self.usage: Usage | None = None
-        """Counts of slot usage; None while nothing is counted."""
         self._due = False
 
     def on_step_end(

@@ -35,8 +35,8 @@ class Shards:
 
     def __init__(self, trainer: Any):
         self._trainer = trainer
+        # Dtypes in which tensors of a model with shared parameters are saved, by name; other tensors keep their dtype.
         self.saved_dtypes: dict[str, torch.dtype] = {}
-        """Dtypes in which tensors of a model with shared parameters are saved, by name; other tensors keep their dtype."""
         for name, enabled in (
             ("FSDP", self._trainer.is_fsdp_enabled),
             ("DeepSpeed", self._trainer.is_deepspeed_enabled),

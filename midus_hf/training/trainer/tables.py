@@ -35,8 +35,8 @@ class Tables:
 
     def __init__(self, trainer: Any, sparse_values: bool = False, shard_values: bool = False):
         self._trainer, self.sparse_values = trainer, sparse_values
+        # The tables whose columns processes share; None if each process has all columns.
         self.columns: TableColumns | None = None
-        """The tables whose columns processes share; None if each process has all columns."""
         if shard_values:
             self._check_shard_values()
             if trainer.args.world_size > 1:

@@ -2,8 +2,8 @@
 
 import torch
 
+# Largest ratio of the error's root mean square to the reference's, by dtype of the inputs.
 TOLERANCE = {torch.float32: 5e-6, torch.float16: 2e-3, torch.bfloat16: 1.2e-2}
-"""Largest ratio of the error's root mean square to the reference's, by dtype of the inputs."""
 
 
 def assert_close(name: str, found: torch.Tensor, expected: torch.Tensor, dtype: torch.dtype, slack: float = 1) -> None:

@@ -13,8 +13,8 @@ from benchmarks.kernels import bounds
 ROOT = Path(__file__).parents[3]
 DEPTHS = ("depth of moda-700m", "depth of llama-3.1-8b", "depth of table 2 with 32 queries per key")
 BOTH = ("both of moda-700m", "both of llama-3.1-8b", "both of table 2")
+# Kernels that read slots.
 READERS = ("depth_forward_kernel", "depth_gradient_kernel", "fused_forward_kernel", "fused_query_gradient_kernel")
-"""Kernels that read slots."""
 
 
 OF_PAPERS = (
@@ -25,8 +25,8 @@ OF_PAPERS = (
     *DEPTHS,
     *BOTH,
 )
+# Which need most of what threads share.
 LARGEST = ("head 256", "n 1024", "chapters of 1000 with head 256 in float32", "depth of 512 with head 256 in float32")
-"""Which need most of what threads share."""
 
 
 @pytest.fixture(scope="module")
@@ -42,8 +42,8 @@ def compiled(request):
     return json.loads(run.stdout)
 
 
+# And how many KiB of memory the threads of a block share.
 TARGETS = [("sm_80", 163), ("sm_90", 227), ("sm_100", 227), ("gfx942", 64)]
-"""And how many KiB of memory the threads of a block share."""
 
 
 @pytest.mark.parametrize("target, shared_bytes", by_default([("sm_90", 227)], TARGETS))

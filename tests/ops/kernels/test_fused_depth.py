@@ -19,8 +19,8 @@ from midus_hf.ops.depth.op import depth_attention
 from midus_hf.ops.depth.reference import joint_attention
 
 JOININGS = ("joint", "interpolated", "added")
+# The most precise that kernels are run with; GPUs have no room for tiles of float32, Triton's interpreter has.
 EXACT = torch.float16 if DEVICE == "cuda" else torch.float32
-"""The most precise that kernels are run with; GPUs have no room for tiles of float32, Triton's interpreter has."""
 
 
 def drawn(texts, count, tokens, width, generator, dtype):
@@ -182,6 +182,7 @@ def fused(made, is_causal=True, added=False):
     return fused_attention(*sequence, *parts, 0.25, is_causal, made.get("gate"), added)
 
 
+# A row beside those of the table: it is held to the same laws.
 FUSED = OpCase(
     lambda dtype=torch.bfloat16, **sizes: inputs(joining="interpolated", dtype=dtype, **sizes),
     lambda given, backend: reference(given, True, False) if backend == "reference" else fused(given),
@@ -196,7 +197,6 @@ FUSED = OpCase(
     wide=("gate",),
     dtypes=(torch.bfloat16, torch.float16),
 )
-"""A row beside those of the table: it is held to the same laws."""
 
 
 @pytest.mark.parametrize("joining", ["joint", "added"])

@@ -11,6 +11,7 @@ from torch.autograd import forward_ad
 from midus_hf.ops import op_choices, product_key_topk
 from midus_hf.ops.product_key.triton import gradients
 
+# Tokens, heads, width and number of sub-keys, and k.
 SHAPES = [
     (64, 2, 32, 64, 4),  # without a mask
     (33, 3, 8, 12, 1),
@@ -19,7 +20,6 @@ SHAPES = [
     (70, 2, 4, 5, 5),
     (1, 2, 8, 128, 8),
 ]
-"""Tokens, heads, width and number of sub-keys, and k."""
 
 
 def inputs(tokens=40, heads=2, half=8, n=16, dtype=torch.bfloat16):

@@ -42,6 +42,7 @@ def test_the_lookup_is_registered_rightly(body, with_residual):
     torch.library.opcheck(headwise_lookup_op, arguments)
 
 
+# Arguments of ops that may be left out, or are otherwise in the table.
 OTHERS = {
     **{
         f"chapters with {weighed or 'neither'}": lambda weighed=weighed: (
@@ -66,7 +67,6 @@ OTHERS = {
         for joining in ("joint", "added")
     },
 }
-"""Arguments of ops that may be left out, or are otherwise in the table."""
 
 
 @pytest.mark.parametrize("name", OTHERS)

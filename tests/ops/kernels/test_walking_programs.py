@@ -11,8 +11,8 @@ from midus_hf.ops.headwise.lookup import lookup
 from midus_hf.ops.headwise.triton import packed
 from midus_hf.ops.headwise.triton.packed import PROGRAMS_A_MULTIPROCESSOR, blocks_a_program
 
+# Tokens of a block where heads are narrow.
 BLOCK = 64
-"""Tokens of a block where heads are narrow."""
 
 
 def inputs(tokens, heads, own, dtype):

@@ -17,16 +17,16 @@ from upscalers.runs.upscale import upscale
 
 FILES = [Document("corpus/a.jsonl", "aa", line, name) for line, name in ((3, "three"), (12, None))]
 FILES.append(Document("corpus/b.jsonl", "bb", 1, "one"))
+# Record 9 of level 2 is the generic memory's.
 TRAINED = [
     Trained((1, 0), FILES[0], 2, 40),
     Trained((1, 0), FILES[1], 1, 9),
     Trained((2, 1), FILES[0], 2, 40),
     Trained((2, 9), FILES[2], 1, 7),
 ]
-"""Record 9 of level 2 is the generic memory's."""
 
+# Of 2:7 there is no record.
 WRITTEN = [(1, 0), (2, 1), (2, 7), (2, 9)]
-"""Of 2:7 there is no record."""
 
 
 def record_in(folder: Path, trained, unrecorded=()) -> None:

@@ -13,8 +13,8 @@ from tests.upscalers.banks.bank_commands import bank_of, refusal, run, write_blo
 from upscalers.runs.strip import strip
 from upscalers.runs.upscale import upscale
 
+# Level and record: 9 of level 2 is the generic memory's.
 WRITTEN = [(1, 0), (1, 2), (2, 1), (2, 7), (2, 9)]
-"""Level and record: 9 of level 2 is the generic memory's."""
 
 
 @pytest.fixture(scope="module")

@@ -14,8 +14,8 @@ from midus_hf.banks.level_file import LevelFile
 from midus_hf.training.run.train import train
 from tests.upscalers.banks.bank_commands import bank_of, refusal, run
 
+# A leaf that the corpus has texts of, and its block.
 NODE = (2, 4)
-"""A leaf that the corpus has texts of, and its block."""
 
 
 @pytest.fixture(scope="module")

@@ -13,8 +13,8 @@ from midus_hf.config.model_sizes import ModelSizes
 from tests.upscalers.checkpoints import config_of, content_digest, read_tensors, save_base
 from upscalers.runs.code import write_code_of
 
+# C, S, T, the layers with a memory, and D of the checkpoints.
 CHAPTERS, SHARED, TOKENS, LAYERS, HIDDEN = 6, 1, 4, (0, 1, 2, 3), 32
-"""C, S, T, the layers with a memory, and D of the checkpoints."""
 
 
 def options(**changes: Any) -> dict[str, Any]:

@@ -12,8 +12,8 @@ from upscalers.controls.shuffling import shuffle
 from upscalers.runs.upscale import upscale
 
 METHODS = {method: KINDS[method]["options"] for method in ("midus-hml", "midus-pkm", "midus-linear", "moc")}
+# Those whose memories retrieve rows, and small sizes.
 METHODS["ultramem-v2"] = KINDS["ultramem-v2, ring"]["options"]
-"""Those whose memories retrieve rows, and small sizes."""
 
 
 def controls(folder):

@@ -15,6 +15,7 @@ from upscalers.runs.inspection import inspect_checkpoint
 from upscalers.runs.strip import strip
 from upscalers.runs.upscale import upscale
 
+# A memory with a layer of its own, attached ones, and tables that layers share.
 KINDS = {
     "inserted": ("midus-hml", {"n": 4, "k": 2}),
     "banks of heads": ("midus-hml", {"n": 4, "k": 2, "values": "own"}),
@@ -22,7 +23,6 @@ KINDS = {
     "shared": ("ultramem-v2", {"n": 8, "k": 4, "share": "block:2"}),
     "chapters": ("moc", {"memory_tokens": 12, "chapters": 6, "k": 2, "share": "every:1"}),
 }
-"""A memory with a layer of its own, attached ones, and tables that layers share."""
 
 
 def is_table(name: str) -> bool:

@@ -48,8 +48,8 @@ CONFIG: dict[str, Any] = {
 
 ZEROED = {"o_proj": 0.0, "down_proj": 0.0}
 ATTENUATED = {"down_proj": 0.7071, "o_proj": 0.7071, "q_proj": 0.8409, "k_proj": 0.8409}
+# First layer, the one after the last, and factors of the tensors whose names hold the key.
 Slice = tuple[int, int, dict[str, float]]
-"""First layer, the one after the last, and factors of the tensors whose names hold the key."""
 
 MERGES: dict[str, list[Slice]] = {
     "overlapping slices": [(0, 5, {}), (1, 6, {})],

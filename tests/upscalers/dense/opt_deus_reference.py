@@ -9,13 +9,13 @@ from tests.upscalers.solvers import sinkhorn_loop
 Tensors = dict[str, torch.Tensor]
 
 PRE_NORM = ("llama", "qwen2", "qwen3", "mistral")
+# Families whose norms multiply by 1 + weight.
 UNIT_OFFSET = ("gemma2", "gemma3")
-"""Families whose norms multiply by 1 + weight."""
+# What stands in front of the feed-forward network; OLMo2 has nothing there.
 MLP_NORM = {
     **dict.fromkeys(PRE_NORM, "post_attention_layernorm.weight"),
     **dict.fromkeys(UNIT_OFFSET, "pre_feedforward_layernorm.weight"),
 }
-"""What stands in front of the feed-forward network; OLMo2 has nothing there."""
 OUTPUT_NORMS = ("post_attention_layernorm.weight", "post_feedforward_layernorm.weight")
 
 

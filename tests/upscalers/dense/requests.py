@@ -14,6 +14,7 @@ from upscalers.record.report import UpscaleReport
 from upscalers.request.options import parse_options
 from upscalers.runs.upscale import upscale
 
+# Keyword arguments of `upscale` by method. All keep every layer of a base of four as it was.
 REQUESTS: dict[str, dict[str, Any]] = {
     "solar": {},
     "llama-pro": {},
@@ -24,19 +25,18 @@ REQUESTS: dict[str, dict[str, Any]] = {
     "lesa": {"options": {"epochs": 1}},
     "opt-deus": {},
 }  # fmt: skip
-"""Keyword arguments of `upscale` by method. All keep every layer of a base of four as it was."""
 
+# Methods after which the whole model is trained, unless an option says otherwise.
 TRAINS_ALL = ("solar", "slices")
-"""Methods after which the whole model is trained, unless an option says otherwise."""
 
+# Methods that make a layer from several others, by a formula.
 FUSING = ("avg-deus", "linear-combination")
-"""Methods that make a layer from several others, by a formula."""
 
+# Methods with the option `identity`, and its default.
 PROMISING = {"llama-pro": "auto", "opt-deus": "auto", "lesa": "none", **dict.fromkeys(FUSING, "none")}
-"""Methods with the option `identity`, and its default."""
 
+# Families with norms behind attention and feed-forward network.
 OUTPUT_NORMS = ("gemma2", "gemma3", "olmo2")
-"""Families with norms behind attention and feed-forward network."""
 
 
 def upscaled(base: Path, output: Path, method: str, verify: bool = False, **changes: Any) -> UpscaleReport:

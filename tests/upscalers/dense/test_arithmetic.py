@@ -8,8 +8,8 @@ from tests.upscalers.checkpoints import load, read_tensors, same_bits, save_base
 from tests.upscalers.dense.layers import coarsen, layer, same_layers
 from tests.upscalers.dense.requests import FUSING, OUTPUT_NORMS, planned, tiny_config, upscaled
 
+# Families whose norms multiply by 1 + weight.
 UNIT_OFFSET = ("gemma2", "gemma3")
-"""Families whose norms multiply by 1 + weight."""
 
 ROLES = {
     "self_attn.q_proj": "query",

@@ -13,6 +13,7 @@ from upscalers.request.errors import RequestError
 
 S, F = "sliding_attention", "full_attention"
 
+# Bases of six layers, with the types that transformers would derive from their other values.
 BASES = {
     "gemma3": {"num_hidden_layers": 6, "layer_types": [S, S, F, S, S, F]},
     "gemma2": {"num_hidden_layers": 6, "layer_types": [S, F, S, F, S, F]},
@@ -25,9 +26,8 @@ BASES = {
         "layer_types": [F, F, F, S, S, S],
     },
 }
-"""Bases of six layers, with the types that transformers would derive from their other values."""
+# What older files say instead of listing the types.
 DERIVED_FROM = {"gemma3": {"sliding_window_pattern": 3}}
-"""What older files say instead of listing the types."""
 
 SLICES = {"slices": [{"layers": [2, 6]}, {"layers": [1, 2], "scale": {"up": 2.0}}, {"layers": [0, 2]}]}
 TABLES = {

@@ -13,12 +13,12 @@ SOLAR = {
     (16, 8): [*range(0, 12), *range(4, 16)],
     (32, 16): [*range(0, 24), *range(8, 32)],
 }
+# Indices of the new layers.
 LLAMA_PRO = {
     (32, 8): [4, 9, 14, 19, 24, 29, 34, 39],
     (16, 8): [2, 5, 8, 11, 14, 17, 20, 23],
     (30, 15): [2, 5, 8, 11, 14, 17, 20, 23, 26, 29, 32, 35, 38, 41, 44],
 }
-"""Indices of the new layers."""
 
 
 def plan(num_layers: int, method: str, *request, **options):

@@ -20,8 +20,8 @@ from upscalers.tensors.solver import Solved, Solver, Workplace, solve_all
 
 EXPERTS = [f"mlp.experts.{expert}.gate_proj" for expert in range(2)]
 SHAPE = (12, 8)
+# Seconds after which two solvers that were to work at once count as working one after the other.
 PATIENCE = 30
-"""Seconds after which two solvers that were to work at once count as working one after the other."""
 
 
 class TwoExperts(Family):

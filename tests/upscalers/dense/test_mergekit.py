@@ -15,6 +15,7 @@ ROLES = {"q_proj": "query", "k_proj": "key", "o_proj": "output_projection", "up_
 PEER = json.loads(RESULTS.read_text(encoding="utf-8"))
 OUTER = ("model.embed_tokens.weight", "model.norm.weight", "lm_head.weight")
 
+# The merges that have a method of their own.
 BY_NAME = {
     "overlapping slices": {"method": "solar", "num_new_layers": 4},
     "a zeroed copy after every third layer": {"method": "llama-pro", "num_new_layers": 2},
@@ -24,7 +25,6 @@ BY_NAME = {
         "options": {"scale": {"output_projection": 0.7071, "down": 0.7071, "query": 0.8409, "key": 0.8409}},
     },
 }
-"""The merges that have a method of their own."""
 
 
 def of_peer(merge: str | None, dtype: str) -> dict:

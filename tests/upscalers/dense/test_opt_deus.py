@@ -30,8 +30,8 @@ BIASES = {
     "gemma3": {"attention_bias": True},
     "olmo2": {"attention_bias": True},
 }
+# The weights of tiny models lie so close that any plan is nearly uniform: multiplied by this, plans have a shape.
 SHARPER = 8
-"""The weights of tiny models lie so close that any plan is nearly uniform: multiplied by this, plans have a shape."""
 
 
 @pytest.fixture(scope="module")

@@ -9,8 +9,8 @@ from upscalers.runs.upscale import upscale
 
 HEADS, GROUPS, HEAD_DIM = 8, 4, 4
 GROUP_ORDER = [2, 0, 3, 1]
+# Of the query heads, two a group: those of group 2 first, in turned order, and so on.
 HEAD_ORDER = [5, 4, 0, 1, 7, 6, 2, 3]
-"""Of the query heads, two a group: those of group 2 first, in turned order, and so on."""
 
 
 def rows(order: list[int]) -> torch.Tensor:

@@ -13,20 +13,20 @@ from upscalers.request.options import parse_options
 from upscalers.runs.upscale import upscale
 
 RECIPES = Path(__file__).parents[3] / "configs" / "upscale"
+# Of hierarchical memories `tests/training/test_hierarchical_recipes.py` has the recipes.
 NAMES = sorted(path.stem for path in RECIPES.glob("*.yaml") if not path.stem.startswith("hier-"))
-"""Of hierarchical memories `tests/training/test_hierarchical_recipes.py` has the recipes."""
 BASES = {"meta-llama/Llama-3.2-1B": LLAMA_3_2_1B, "meta-llama/Llama-3.1-8B": LLAMA_3_1_8B}
 SHORT_NAMES = {"llama-3.2-1b": "meta-llama/Llama-3.2-1B", "llama-3.1-8b": "meta-llama/Llama-3.1-8B"}
 
+# Parameters that are new and in all, and what MIDUS says of them (tables 12 and 4): billions trained and in all.
 COUNTS = {
     "meta-llama/Llama-3.2-1B": (486_572_032, 1_722_386_432, "0.49 / 1.72"),
     "meta-llama/Llama-3.1-8B": (3_489_792_000, 11_520_053_248, "3.49 / 11.52"),
 }
-"""Parameters that are new and in all, and what MIDUS says of them (tables 12 and 4): billions trained and in all."""
 
 DENSE = ["llama-pro", "solar", "avg-deus", "linear-combination", "attenuated-copy", "lesa", "opt-deus"]
+# Methods that add no layers.
 ATTACHING = ["moc", "moda", "ultramem-v2"]
-"""Methods that add no layers."""
 
 
 @pytest.fixture(params=BASES)

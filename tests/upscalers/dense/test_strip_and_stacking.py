@@ -19,8 +19,8 @@ from upscalers.request.errors import RequestError
 from upscalers.runs.inspection import inspect_checkpoint
 from upscalers.runs.strip import strip
 
+# Files of an upscaled model that stripping a stacked one does not bring back.
 DERIVED = ("README.md", "upscale.json")
-"""Files of an upscaled model that stripping a stacked one does not bring back."""
 
 
 @pytest.mark.parametrize(

@@ -13,10 +13,10 @@ from tests.upscalers.solvers.recording import Recorder
 from upscalers.tensors import solver as engine
 from upscalers.tensors.solver import Cancelled, Solver, Workplace, num_workers, solve_all
 
+# Seconds after which something that was to happen soon counts as not happening.
 PATIENCE = 10
-"""Seconds after which something that was to happen soon counts as not happening."""
+# Steps that nobody waits for.
 LONG = 5000
-"""Steps that nobody waits for."""
 
 
 class Steps(Solver):

@@ -9,19 +9,19 @@ from pairs import by_default
 from processes.warm import run_warm
 
 REPOSITORY = Path(__file__).parents[3]
+# For what does not grow with the matrices.
 CONSTANT_BYTES = 8_000_000
-"""For what does not grow with the matrices."""
+# The C library gives memory back as soon as it is free (M_MMAP_THRESHOLD, M_TRIM_THRESHOLD): what a solver holds is
+# counted, not what the library keeps.
 PROGRAM = """
 import ctypes, runpy
 if hasattr(ctypes.CDLL(None), "mallopt"):
     assert ctypes.CDLL(None).mallopt(-3, 65536) and ctypes.CDLL(None).mallopt(-1, 65536)
 runpy.run_module("tests.upscalers.solvers.peak_memory", run_name="__main__")
 """
-"""The C library gives memory back as soon as it is free (M_MMAP_THRESHOLD, M_TRIM_THRESHOLD): what a solver holds is counted, not
-what the library keeps."""
 
+# A predictor that takes no memory to speak of.
 SMALL = {"epochs": 1, "batch_size": 1024, "hidden_size": 16}
-"""A predictor that takes no memory to speak of."""
 
 CASES = [
     ("opt-deus", 256, 1536, {}),
@@ -33,8 +33,8 @@ CASES = [
     ("lesa", 768, 3072, SMALL),
     ("lesa", 1536, 512, SMALL),
 ]
+# One of each solver, which are measured by default.
 QUICK = (0, 6)
-"""One of each solver, which are measured by default."""
 
 
 @cache

@@ -25,15 +25,15 @@ from midus_hf.ops.dispatch.triton import (
     triton,
 )
 
+# Largest width of a head: a tile of 16 wider rows would not fit into shared memory, from which it is multiplied.
 _MOST_WIDTH = 256
-"""Largest width of a head: a tile of 16 wider rows would not fit into shared memory, from which it is multiplied."""
 
+# Most pairs times query heads: they are numbered by 32-bit integers.
 _MOST_ROWS = 1 << 30
-"""Most pairs times query heads: they are numbered by 32-bit integers."""
 
 
+# Most pairs per program, and most memory tokens per stretch.
 LARGEST_TILE = 64
-"""Most pairs per program, and most memory tokens per stretch."""
 
 
 class Blocks(NamedTuple):

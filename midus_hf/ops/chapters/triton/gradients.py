@@ -25,11 +25,11 @@ from midus_hf.ops.chapters.triton.forward import (
 from midus_hf.ops.dispatch.tiles import Changes, Tile, tiles
 from midus_hf.ops.dispatch.triton import on_device_of, product, product_precision, quotient_above, tl, triton
 
+# Least number of pairs per split of a chapter, which one program sums.
 _FEWEST_OF_SPLIT = 512
-"""Least number of pairs per split of a chapter, which one program sums."""
 
+# Number of programs that splitting a pass over all pairs aims for. Each split of a chapter has separate partial sums.
 _SPLIT_PROGRAMS = 2048
-"""Number of programs that splitting a pass over all pairs aims for. Each split of a chapter has separate partial sums."""
 
 
 @triton.jit

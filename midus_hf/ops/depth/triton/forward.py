@@ -18,23 +18,24 @@ from midus_hf.ops.depth.inputs import DepthInputs, DepthReading
 from midus_hf.ops.dispatch.tiles import Changes, Tile, tiles
 from midus_hf.ops.dispatch.triton import on_device_of, power_of_two, product, product_precision, tl, triton
 
+# Largest width of a head: a tile of 16 wider rows would not fit into shared memory, from which it is multiplied.
 _MOST_WIDTH = 256
-"""Largest width of a head: a tile of 16 wider rows would not fit into shared memory, from which it is multiplied."""
 
+# Most query heads per head of keys and values: a program holds the outputs of all of them.
 _MOST_GROUP = 64
-"""Most query heads per head of keys and values: a program holds the outputs of all of them."""
 
+# Most programs of one launch.
 _MOST_PROGRAMS = (1 << 31) - 1
-"""Most programs of one launch."""
 
+# Numbers per run in the table: the end of its slots, then the strides in bytes of texts, heads and tokens, of keys and
+# of values.
 _RUN_NUMBERS = 7
-"""Numbers per run in the table: the end of its slots, then the strides in bytes of texts, heads and tokens, of keys and of values."""
 
+# Most slots that are read at once.
 _MOST_AT_ONCE = 64
-"""Most slots that are read at once."""
 
+# Bytes of the widest load of one thread, whose address must be a multiple of this.
 _VECTOR_BYTES = 16
-"""Bytes of the widest load of one thread, whose address must be a multiple of this."""
 
 
 class SlotTable(NamedTuple):
@@ -241,15 +242,16 @@ def depth_refusal(query: torch.Tensor, keys: Sequence[torch.Tensor]) -> str | No
     return None
 
 
+# Most numbers that one launch writes: they are 2 KB of the 4 KB of arguments that any GPU takes.
 _MOST_A_LAUNCH = 256
-"""Most numbers that one launch writes: they are 2 KB of the 4 KB of arguments that any GPU takes."""
 
+# Fewest numbers that one launch writes, after padding: the kernel is compiled for each power of two from here to the
+# most.
 _FEWEST_A_LAUNCH = 16
-"""Fewest numbers that one launch writes, after padding: the kernel is compiled for each power of two from here to the most."""
 
+# Summand of passed numbers. Triton compiles a kernel anew for an integer that is 1, or a multiple of 16, or fits into
+# 32 bits; odd 64-bit integers need no new compilation.
 _ABOVE = 1 << 62
-"""Summand of passed numbers. Triton compiles a kernel anew for an integer that is 1, or a multiple of 16, or fits into
-32 bits; odd 64-bit integers need no new compilation."""
 
 
 @triton.jit

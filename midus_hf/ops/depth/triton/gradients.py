@@ -26,8 +26,9 @@ from midus_hf.ops.depth.triton.forward import (
 from midus_hf.ops.dispatch.tiles import tiles
 from midus_hf.ops.dispatch.triton import on_device_of, product, product_precision, tl, triton
 
+# Bytes of the slots that are read at once: with twice as many, a thread takes up to 255 registers, and few programs
+# run together.
 _TILE_BYTES = 4 << 10
-"""Bytes of the slots that are read at once: with twice as many, a thread takes up to 255 registers, and few programs run together."""
 
 _tile = tiles("depth_gradient_kernel", BS=(16, 64), num_warps=(1, 8))(partial(depth_tile, tile_bytes=_TILE_BYTES))
 

@@ -23,22 +23,22 @@ FLAGS = (
     "-pthread",
 )
 
+# Further compiler flags per instruction set. Processors other than x86-64 have only the baseline.
 VARIANTS = {
     "avx512": ("-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mavx2", "-mfma"),
     "avx2": ("-mavx2", "-mfma"),
     "baseline": (),
 }
-"""Further compiler flags per instruction set. Processors other than x86-64 have only the baseline."""
 
+# Names of x86-64, in lower case.
 X86 = ("x86_64", "amd64")
-"""Names of x86-64, in lower case."""
 
+# Environment variable with the folder of built libraries, or `off`.
 CACHE_VARIABLE = "MIDUS_NATIVE_CACHE"
-"""Environment variable with the folder of built libraries, or `off`."""
 
 _SOURCES = Path(__file__).parents[2]
+# Compilers that are tried in this order if `CC` is not set.
 _COMPILERS = ("cc", "gcc", "clang")
-"""Compilers that are tried in this order if `CC` is not set."""
 
 _SECONDS = 120
 _DIGEST_BYTES = hashlib.sha256().digest_size

@@ -18,17 +18,18 @@ def _structure(addresses: str, numbers: str, more: str = "") -> struct.Struct:
     return struct.Struct(f"@{len(addresses.split())}P{len(numbers.split())}q{more}")
 
 
+# Format code of the fields that C fills in its own copy: `struct tables` and the number of groups of heads.
 _OWN = "32x"
-"""Format code of the fields that C fills in its own copy: `struct tables` and the number of groups of heads."""
 
+# `struct lookup` in `product_key/lookup.c`.
 LOOKUP_CALL = _structure(
     "query row_keys column_keys bank transform residual output slots weights",
     "tokens heads n half width k query_token query_head residual_token residual_head bank_head "
     "narrow residual_narrow slot_bytes raw threads",
     f"d{_OWN}",  # temperature
 )
-"""`struct lookup` in `product_key/lookup.c`."""
 
+# `struct score_gradients` in `product_key/lookup_gradients.c`.
 SCORE_GRADIENTS_CALL = _structure(
     "gradient query row_keys column_keys bank transform slots weights into_query into_row_keys into_column_keys into_transform "
     "passed parts transform_parts",
@@ -36,31 +37,31 @@ SCORE_GRADIENTS_CALL = _structure(
     "narrow gradient_narrow slot_bytes stretch raw threads",
     f"d{_OWN}",  # temperature
 )
-"""`struct score_gradients` in `product_key/lookup_gradients.c`."""
 
+# `struct row_sums` in `gather/native.c`.
 ROW_SUMS_CALL = _structure(
     "gradient slots weights into",
     "tokens heads rows width k gradient_token gradient_head into_head gradient_narrow slot_bytes threads",
 )
-"""`struct row_sums` in `gather/native.c`."""
 
+# `struct gathers` in `gather/native.c`.
 GATHERS_CALL = _structure(
     "bank slots factors into",
     "tokens rows width k factors_token narrow factors_narrow slot_bytes threads",
     "8x",  # passes
 )
-"""`struct gathers` in `gather/native.c`."""
 
+# `struct depth` in `depth/native.c`: address of the query, its strides for texts, heads and tokens, then the same of
+# the gradient; addresses of slots, output, lse, lse_gradient and into_query; texts, heads, kv_heads, tokens, width,
+# count, narrow, threads; scaling, softcap.
 DEPTH_CALL = struct.Struct("@P3qP3q5P8qdd24x")
-"""`struct depth` in `depth/native.c`: address of the query, its strides for texts, heads and tokens, then the same of
-the gradient; addresses of slots, output, lse, lse_gradient and into_query; texts, heads, kv_heads, tokens, width,
-count, narrow, threads; scaling, softcap."""
 
+# Least product of tokens and heads for which threads are started: starting them takes as long as computing some
+# hundreds of rows.
 _FEWEST_SHARED = 512
-"""Least product of tokens and heads for which threads are started: starting them takes as long as computing some hundreds of rows."""
 
+# Status that C returns if a slot lies outside its table.
 _OUTSIDE = 2
-"""Status that C returns if a slot lies outside its table."""
 
 
 def run(name: str, call: bytes) -> None:

@@ -23,14 +23,14 @@ from midus_hf.ops.dispatch.triton import (
     triton,
 )
 
+# Rows of a bucket: a tile of tensor cores, and the slots of one row sub-key if each side has 64 sub-keys.
 _ROWS = 64
-"""Rows of a bucket: a tile of tensor cores, and the slots of one row sub-key if each side has 64 sub-keys."""
 
+# Most entries of a program.
 _PIECE = 4096
-"""Most entries of a program."""
 
+# Columns for which the sums of pieces are held at a time.
 _STRETCH = 256
-"""Columns for which the sums of pieces are held at a time."""
 
 _REACH_OF_32_BITS = (1 << 31) - 1
 

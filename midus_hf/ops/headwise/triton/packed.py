@@ -32,9 +32,9 @@ from midus_hf.ops.product_key.triton.packed import (
     turned_keys,
 )
 
+# Most programs per multiprocessor for the heads that run together; with more blocks, each program takes several. This
+# is more than fit at once, so that the last programs leave few multiprocessors idle.
 PROGRAMS_A_MULTIPROCESSOR = 8
-"""Most programs per multiprocessor for the heads that run together; with more blocks, each program takes several. This
-is more than fit at once, so that the last programs leave few multiprocessors idle."""
 
 _LOG2_E = 1.4426950408889634
 

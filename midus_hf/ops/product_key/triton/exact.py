@@ -9,12 +9,12 @@ import torch
 from midus_hf.ops.dispatch.tiles import Changes, Tile
 from midus_hf.ops.dispatch.triton import interprets_kernels, power_of_two, tl, triton
 
+# Heads whose programs run together: their inputs for a token are adjacent in memory, and gathered rows stay in cache.
 HEADS_TOGETHER = 8
-"""Heads whose programs run together: their inputs for a token are adjacent in memory, and gathered rows stay in cache."""
 
 
+# Fewest rows of a matrix product, and so the rows that are computed for the few tokens of a decoding step.
 FEW_TOKENS = 16
-"""Fewest rows of a matrix product, and so the rows that are computed for the few tokens of a decoding step."""
 
 
 @triton.jit

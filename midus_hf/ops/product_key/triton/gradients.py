@@ -23,12 +23,13 @@ from midus_hf.ops.dispatch.triton import (
     wide_ranged_product,
 )
 
+# Most programs: they fill a GPU's multiprocessors several times. Each has separate sums for sub-keys, which are read
+# again.
 _PROGRAMS = 1024
-"""Most programs: they fill a GPU's multiprocessors several times. Each has separate sums for sub-keys, which are read again."""
 
 
+# Most elements of all these sums together: 256 MB.
 _MOST_SUMS = 1 << 26
-"""Most elements of all these sums together: 256 MB."""
 
 
 @triton.jit

@@ -11,16 +11,16 @@ from midus_hf.ops.dispatch.tiles import Changes, Tile
 from midus_hf.ops.dispatch.triton import power_of_two, tl, triton
 from midus_hf.ops.product_key.triton.exact import FEW_TOKENS
 
+# Most sub-keys per side: they fit a tile of one product, and a tag of 7 bits.
 MOST_SUB_KEYS = 128
-"""Most sub-keys per side: they fit a tile of one product, and a tag of 7 bits."""
 
 
+# Most slots per head for which sorting takes fewer instructions than searching.
 MOST_RETRIEVED = 8
-"""Most slots per head for which sorting takes fewer instructions than searching."""
 
 
+# Lowest finite number of float32: a tag would turn minus infinity into NaN.
 LOWEST = -3.4028234663852886e38
-"""Lowest finite number of float32: a tag would turn minus infinity into NaN."""
 
 
 def packs(dtype: torch.dtype, n: int, k: int) -> bool:

@@ -29,11 +29,13 @@ from midus_hf.ops.product_key.triton.packed import (
     turned_keys,
 )
 
+# Most bytes of sub-keys and queries that a program multiplies: every GPU that kernels run on has this much shared
+# memory.
 _MOST_SHARED_BYTES = 96 * 1024
-"""Most bytes of sub-keys and queries that a program multiplies: every GPU that kernels run on has this much shared memory."""
 
+# Most float32 sub-keys per side: with more, a program goes through stretches and spills some ten thousand bytes per
+# thread.
 _MOST_WIDE_SUB_KEYS = 128
-"""Most float32 sub-keys per side: with more, a program goes through stretches and spills some ten thousand bytes per thread."""
 
 
 def scores_refusal(dtype: torch.dtype, n: int, k: int, half: int, exact: bool) -> str | None:
