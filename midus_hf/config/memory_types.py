@@ -40,20 +40,20 @@ class MemoryOptions:
     """
 
     type: ClassVar[str]
-    # Sites that the memory can take, the default first.
+    #: Sites that the memory can take, the default first.
     sites: ClassVar[tuple[Site, ...]] = ()
-    # True if the memory replaces the layer's attention by an attention that also reads what earlier layers wrote.
+    #: True if the memory replaces the layer's attention by an attention that also reads what earlier layers wrote.
     attends: ClassVar[bool] = False
-    # Controls that options make, each with the options that it sets. `midus_hf.config.controls.controls_of` adds the
-    # controls that follow from roles.
+    #: Controls that options make, each with the options that it sets. `midus_hf.config.controls.controls_of` adds the
+    #: controls that follow from roles.
     controls: ClassVar[Mapping[DeclaredControl, Mapping[str, Any]]] = {}
-    # Roles of the tensors that make the retrieved values. These tensors train in the control `frozen-addresses`.
+    #: Roles of the tensors that make the retrieved values. These tensors train in the control `frozen-addresses`.
     value_roles: ClassVar[tuple[Role, ...]] = ("value", "transform")
 
-    # True if the projections that write to the residual stream start narrower in a model that is built from a config:
-    # the output projection of attention and the down projection of feed-forward networks then have `1 / sqrt(2 L)`
-    # times the standard deviation of all other projections, L the number of layers. A checkpoint's tensors stay as
-    # they are.
+    #: True if the projections that write to the residual stream start narrower in a model that is built from a config:
+    #: the output projection of attention and the down projection of feed-forward networks then have `1 / sqrt(2 L)`
+    #: times the standard deviation of all other projections, L the number of layers. A checkpoint's tensors stay as
+    #: they are.
     narrows_start: ClassVar[bool] = False
 
     @property

@@ -53,7 +53,7 @@ class Chapters(MemoryModule):
     asks = ("tokens", "state", "report")
 
     options: ChaptersOptions
-    # Whether the gradient of the bank is a sparse tensor of the rows that were read; training may set it.
+    #: Whether the gradient of the bank is a sparse tensor of the rows that were read; training may set it.
     sparse_gradient: bool
     norm_weight: torch.Tensor
     router_weight: torch.Tensor

@@ -16,9 +16,9 @@ from midus_hf.memory.tables import TableReading
 class RetrievesSlots(Protocol):
     """A memory whose heads choose slots, so that the use of slots can be counted."""
 
-    # H, number of heads.
+    #: H, number of heads.
     num_heads: int
-    # N, number of slots that each head chooses from.
+    #: N, number of slots that each head chooses from.
     num_slots: int
 
     def retrieve(self, read: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -30,7 +30,7 @@ class RetrievesSlots(Protocol):
 class AddsSlots(RetrievesSlots, Protocol):
     """A memory that can return what each of its slots adds."""
 
-    # Whether the vector that a slot adds depends on the head that reads the slot.
+    #: Whether the vector that a slot adds depends on the head that reads the slot.
     values_by_head: bool
 
     def slot_outputs(
@@ -45,7 +45,7 @@ class AddsSlots(RetrievesSlots, Protocol):
 class ReadsFewRows(Protocol):
     """A memory that reads few rows of large tables of values through functions whose settings training may change."""
 
-    # Functions that read the tables, with their settings.
+    #: Functions that read the tables, with their settings.
     table_reading: TableReading
 
 
@@ -53,7 +53,7 @@ class ReadsFewRows(Protocol):
 class GivesRowGradients(Protocol):
     """A module that may give a large table a sparse gradient of the rows that were read."""
 
-    # Whether the gradient is sparse.
+    #: Whether the gradient is sparse.
     sparse_gradient: bool
 
 
@@ -69,7 +69,7 @@ class HostsTables(Protocol):
 class ScoresSubKeys(Protocol):
     """A memory whose queries are compared with sub-keys, so that the selection of sub-keys can be balanced."""
 
-    # Number of sub-keys selected per head and token.
+    #: Number of sub-keys selected per head and token.
     k: int
     training: bool
 
@@ -87,9 +87,9 @@ class ScoresSubKeys(Protocol):
 class ReadsChapters(Protocol):
     """A memory whose tokens read chapters that a router chose, so that reads and contents of chapters can be inspected."""
 
-    # C, number of chapters, including shared chapters.
+    #: C, number of chapters, including shared chapters.
     num_chapters: int
-    # S, number of shared chapters: the first S chapters, which every token reads.
+    #: S, number of shared chapters: the first S chapters, which every token reads.
     num_shared: int
 
     def route(

@@ -46,29 +46,29 @@ class MemoryModule(DeclaredModule):
     """
 
     memory_type: ClassVar[str]
-    # Names of keyword arguments of the model's forward pass that the memory takes; options may leave some out.
+    #: Names of keyword arguments of the model's forward pass that the memory takes; options may leave some out.
     inputs: tuple[str, ...] = ()
-    # Keyword arguments that the model makes for the memory. `tokens`: a `TokenPlaces`. `state`: a `MemoryState`, if
-    # the pass has a cache and the memory `keeps_state`. `report`: a `RouterReport`, if the pass collects reports of
-    # routers. `fetched`: a `FetchedLayer`, the blocks fetched for the layer; without blocks, the memory is not called.
-    # Options may leave some out.
+    #: Keyword arguments that the model makes for the memory. `tokens`: a `TokenPlaces`. `state`: a `MemoryState`, if
+    #: the pass has a cache and the memory `keeps_state`. `report`: a `RouterReport`, if the pass collects reports of
+    #: routers. `fetched`: a `FetchedLayer`, the blocks fetched for the layer; without blocks, the memory is not called.
+    #: Options may leave some out.
     asks: tuple[Literal["tokens", "state", "report", "fetched"], ...] = ()
-    # Roles of the projections whose output a memory inside attention or a feed-forward network changes: `query`,
-    # `key`, `value`, `output_projection`, `gate`, `up`, `down`.
+    #: Roles of the projections whose output a memory inside attention or a feed-forward network changes: `query`,
+    #: `key`, `value`, `output_projection`, `gate`, `up`, `down`.
     projections: ClassVar[tuple[str, ...]] = ()
-    # Whether a memory inside attention changes the output of the heads.
+    #: Whether a memory inside attention changes the output of the heads.
     reads_heads: ClassVar[bool] = False
-    # Whether a memory that `reads_heads` also takes queries `[B, H, T, d]` without their rotation, as `unrotated`.
+    #: Whether a memory that `reads_heads` also takes queries `[B, H, T, d]` without their rotation, as `unrotated`.
     wants_unrotated: ClassVar[bool] = False
-    # Whether the result for a token depends on earlier tokens, so that the cache must keep a state of them.
+    #: Whether the result for a token depends on earlier tokens, so that the cache must keep a state of them.
     keeps_state: bool = False
-    # Whether the state stays right if the last tokens of a sequence are taken back, as in assisted decoding.
+    #: Whether the state stays right if the last tokens of a sequence are taken back, as in assisted decoding.
     can_forget: bool = True
-    # Whether the result for a token depends on later tokens, so that a sequence cannot be continued from a cache.
+    #: Whether the result for a token depends on later tokens, so that a sequence cannot be continued from a cache.
     reads_ahead: bool = False
-    # Index of the memory's layer among the layers that have the memory, from 0; set by the host.
+    #: Index of the memory's layer among the layers that have the memory, from 0; set by the host.
     index: int = 0
-    # Whether a model in training mode has seen that the frozen tensors through which the memory acts are not all zero.
+    #: Whether a model in training mode has seen that the frozen tensors through which the memory acts are not all zero.
     values_were_set: bool = False
 
     def __init__(self, options: Any, sizes: ModelSizes):

@@ -46,18 +46,18 @@ class Method(ABC):
     """
 
     name: ClassVar[str]
-    # One line that describes the method.
+    #: One line that describes the method.
     summary: ClassVar[str]
-    # The paper of the method; None for a common practice without a paper.
+    #: The paper of the method; None for a common practice without a paper.
     paper: ClassVar[Paper | None]
     options_class: ClassVar[type] = NoOptions
-    # Whether, with the default options, the upscaled model computes exactly what the base computes.
+    #: Whether, with the default options, the upscaled model computes exactly what the base computes.
     identity: ClassVar[bool]
-    # The part of the model that the paper trains after upscaling.
+    #: The part of the model that the paper trains after upscaling.
     trainable: ClassVar[Literal["new", "all"]] = "new"
-    # Placement used if none is requested; None for a method that orders the layers itself, or adds none.
+    #: Placement used if none is requested; None for a method that orders the layers itself, or adds none.
     default_placement: ClassVar[str | None] = "distributed"
-    # Whether the upscaled model is deeper than the base.
+    #: Whether the upscaled model is deeper than the base.
     adds_layers: ClassVar[bool] = True
 
     def __init__(self, options: Any):
