@@ -17,7 +17,7 @@ from transformers.cli.serving import model_manager
 
 from midus_hf.models import FAMILIES
 
-USE = Path(__file__).parents[2] / "docs" / "use.md"
+SERVE = Path(__file__).parents[2] / "docs" / "serve.md"
 
 
 @pytest.fixture
@@ -44,8 +44,8 @@ def save(tmp_path):
 
 @pytest.fixture
 def as_documented(monkeypatch) -> None:
-    """Run the file of docs/use.md up to the server, and take back what it did."""
-    blocks = [block.partition("```")[0] for block in USE.read_text().split("```python\n")[1:]]
+    """Run the file of docs/serve.md up to the server, and take back what it did."""
+    blocks = [block.partition("```")[0] for block in SERVE.read_text().split("```python\n")[1:]]
     (script,) = [block for block in blocks if "transformers.cli.transformers" in block]
     for causal_lm in FAMILIES.values():
         monkeypatch.setattr(model_manager.transformers, causal_lm.__name__, None, raising=False)
@@ -78,7 +78,7 @@ def test_the_auto_class_under_the_same_name_serves_as_well(manager, save, monkey
 @pytest.mark.xfail(
     strict=True,
     raises=AttributeError,
-    reason="transformers serve looks in its module alone: once it passes, mend docs/use.md",
+    reason="transformers serve looks in its module alone: once it passes, mend docs/serve.md",
 )
 def test_a_registered_class_is_served_without_further_ado(manager, save, tmp_path):
     model = save("llama")

@@ -110,9 +110,9 @@ def state(model) -> dict[str, torch.Tensor]:
     [
         ("With `Trainer`", "docs/train.md"),
         ("With a plain `Trainer`", "docs/train.md"),
-        ("Trained by a script of your own", "README.md"),
+        ("Trained by a script of your own", "docs/quickstart.md"),
     ],
-    ids=["docs", "docs-plain", "readme"],
+    ids=["docs", "docs-plain", "quickstart"],
 )
 def test_what_is_said_for_trainer(family, upscaled, scene, monkeypatch, heading, where):
     given = scene(upscaled(family))
