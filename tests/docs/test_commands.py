@@ -1,0 +1,133 @@
+"""Commands that the pages show are commands: their names, subjects, options and keys exist."""
+
+import ast
+import dataclasses
+import importlib
+import itertools
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer
+
+from midus_hf.cli import upscale
+from midus_hf.cli.entry_points import COMMANDS
+from midus_hf.compare.options import Comparison
+from midus_hf.evaluation.settings import EvaluationSettings
+from midus_hf.sft.options import SftConfig
+from midus_hf.training.options import TrainConfig
+
+ROOT = Path(__file__).parents[2]
+PAGES = [
+    ROOT / "README.md",
+    ROOT / "SECURITY.md",
+    *sorted((ROOT / "docs").rglob("*.md")),
+    *sorted((ROOT / "configs").rglob("*.yaml")),
+]
+KEYS = {"train": TrainConfig, "sft": SftConfig, "compare": Comparison}
+COMMAND = re.compile(r"(?<![\w/.-])(?:midus|upscale) [^`\n]*")
+
+
+def command_of(words: list[str]) -> tuple[Any, Any, list[str]]:
+    """Return the command that words name, the subject if it has one, and the words behind these."""
+    program, *rest = words
+    if program == "upscale":
+        command = typer.main.get_command(upscale.app)
+    else:
+        if rest[0] not in COMMANDS:
+            return None, None, rest
+        command = typer.main.get_command(importlib.import_module(f"midus_hf.cli.{COMMANDS[rest[0]]}").app)
+        rest = rest[1:]
+    while rest and rest[0] in getattr(command, "commands", {}):
+        command, rest = command.commands[rest[0]], rest[1:]
+    subjects = getattr(command, "subjects", {})
+    if subjects and rest and rest[0] in subjects:
+        return command, subjects[rest[0]], rest[1:]
+    return command, None, rest
+
+
+def commands_in(page: Path) -> list[str]:
+    """Return the commands of a page's code blocks and inline code, or of a recipe's comments, continued lines joined."""
+    text = page.read_text(encoding="utf-8").replace("\\\n", " ")
+    if page.suffix == ".yaml":
+        return [
+            match.group() for match in COMMAND.finditer("\n".join(re.findall(r"^#(.*)$", text, flags=re.MULTILINE)))
+        ]
+    blocks = re.findall(r"^```(?:sh|bash|)\n(.*?)^```", text, flags=re.DOTALL | re.MULTILINE)
+    lines = [line.removeprefix("$ ") for block in blocks for line in block.splitlines()]
+    inline = re.findall(
+        r"`((?:midus|upscale) [^`]+)`", re.sub(r"^```.*?^```", "", text, flags=re.DOTALL | re.MULTILINE)
+    )
+    shown = [line for line in (*lines, *inline) if re.match(r"(midus|upscale) ", line)]
+    return [re.split(r"\s#\s|\s*\|\s|\s>\s", line)[0] for line in shown]
+
+
+def mistakes(line: str) -> list[str]:
+    """Return what a shown command names that does not exist."""
+    words = [word.strip("[](),.;:") for word in line.split()]
+    command, subject, rest = command_of(words)
+    if command is None:
+        return [] if words[1].startswith(("--", "-h")) or words[1].isupper() else [f"no command {words[1]!r}"]
+    options = {name for parameter in command.params for name in (*parameter.opts, *parameter.secondary_opts)}
+    found = []
+    for word in rest:
+        name = word.partition("=")[0]
+        if word.startswith("--") and name not in {*options, "--help", "--version", "--"}:
+            found += [part for part in name.split("|") if part not in options]
+        elif word.startswith("--") and subject is not None:
+            parameter = next((each for each in command.params if name in each.opts), None)
+            always = {"models", "model", "output", "json_"}
+            if parameter is not None and parameter.name not in {*always, *subject.takes}:
+                found.append(f"{name} is not for this subject")
+    key_class = KEYS.get(words[1]) if words[0] == "midus" else None
+    if words[:2] == ["midus", "eval"]:
+        rest, key_class = (
+            [word for flag, word in itertools.pairwise(rest) if flag == "--set"],
+            EvaluationSettings,
+        )
+    for word in rest if key_class is not None else ():
+        key, equals, _ = word.partition("=")
+        known = {field.name for field in dataclasses.fields(key_class)}
+        if equals and re.fullmatch(r"[a-z_.]+", key) and key.partition(".")[0] not in known:
+            found.append(f"no key {key!r}")
+    return found
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_what_a_page_shows_exists(page):
+    wrong = {line: names for line in commands_in(page) if (names := mistakes(line))}
+    assert not wrong
+
+
+def test_commands_are_found_at_all():
+    assert sum(len(commands_in(page)) for page in PAGES) > 300
+
+
+@pytest.mark.parametrize(
+    ("line", "mistake"),
+    [
+        ("midus trian recipe.yaml", "no command 'trian'"),
+        ("midus look usage MODEL --signed", "--signed is not for this subject"),
+        ("midus eval MODEL --stride 3", "--stride"),
+        ("midus eval MODEL --set strid=3", "no key 'strid'"),
+        ("midus train recipe.yaml model=DIR", "no key 'model'"),
+        ("upscale --base DIR --methode moc", "--methode"),
+    ],
+)
+def test_mistakes_are_noticed(line, mistake):
+    assert mistakes(line) == [mistake]
+
+
+@pytest.mark.parametrize(
+    "page", [page for page in PAGES if page.suffix == ".md"], ids=lambda page: str(page.relative_to(ROOT))
+)
+def test_python_on_a_page_compiles_and_imports_names_that_exist(page):
+    """Whole scripts are run by the tests of their pages; here pieces are held to the names of the packages."""
+    text = page.read_text(encoding="utf-8")
+    for block in re.findall(r"^```python\n(.*?)^```", text, flags=re.DOTALL | re.MULTILINE):
+        for node in ast.walk(ast.parse(block)):
+            if isinstance(node, ast.ImportFrom) and (node.module or "").partition(".")[0] in ("midus_hf", "upscalers"):
+                module = importlib.import_module(node.module or "")
+                absent = [alias.name for alias in node.names if not hasattr(module, alias.name)]
+                assert not absent, f"{node.module} has no {absent}"
