@@ -12,7 +12,7 @@ import typer
 from midus_hf.cli.command_line import FAILED, Ending, command_line, run_command
 from midus_hf.cli.reading import Json, show_report
 from midus_hf.cli.runs import Devices, DryRun, Jobs, devices_of, fail_for
-from midus_hf.cli.training_command import Overrides
+from midus_hf.cli.training.command import Overrides
 
 if TYPE_CHECKING:
     from midus_hf.compare.options import Comparison

@@ -17,8 +17,8 @@ _INTERRUPTED = 128 + signal.SIGINT
 
 # The commands of `midus`, in the order of its help, and the module of each in this package.
 COMMANDS = {
-    "train": "train",
-    "sft": "sft",
+    "train": "training.train",
+    "sft": "training.sft",
     "eval": "evaluate",
     "compare": "compare",
     "look": "look",

@@ -9,8 +9,8 @@ from sft.tiny_chats import chat, write_rows
 from training.tiny_run import save_native
 from transformers import AutoModelForCausalLM
 
-from midus_hf.cli import sft as command
-from midus_hf.cli.sft import main
+from midus_hf.cli.training import sft as command
+from midus_hf.cli.training.sft import main
 
 SCRIPT = Path(__file__).with_name("midus_sft.py")
 

@@ -9,7 +9,7 @@ import pytest
 import yaml
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from midus_hf.cli.sft import main
+from midus_hf.cli.training.sft import main
 from midus_hf.config.yaml_options import read_config
 from midus_hf.sft.options import SftConfig
 from midus_hf.sft.templates import TEMPLATES

@@ -20,8 +20,8 @@ from training.two_processes import (
 )
 from transformers import AutoModelForCausalLM
 
-from midus_hf.cli.sft import main as sft
-from midus_hf.cli.train import main
+from midus_hf.cli.training.sft import main as sft
+from midus_hf.cli.training.train import main
 from midus_hf.training.optim.freezing import set_trainable
 from midus_hf.training.optim.parameter_groups import parameter_groups
 from midus_hf.training.optim.rates import Rates

@@ -17,7 +17,7 @@ from training.outcomes import assert_same_run, exact_log, moved, weights
 from training.tiny_run import refused, save_upscaled, tiny_config
 from transformers import AutoModelForCausalLM, modeling_utils
 
-from midus_hf.cli.train import main
+from midus_hf.cli.training.train import main
 from midus_hf.training.output import disk_room, saving
 from midus_hf.training.output.disk_room import room_needed
 from midus_hf.training.output.run_checkpoints import last_checkpoint

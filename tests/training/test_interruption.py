@@ -17,7 +17,7 @@ from training.steered_runs import AtStep, interrupted, signal_at
 from training.tiny_run import refused
 from training.two_processes import SCRIPT
 
-from midus_hf.cli.train import main
+from midus_hf.cli.training.train import main
 from midus_hf.training.output.run_checkpoints import last_checkpoint
 from midus_hf.training.output.saving import SaveError
 from midus_hf.training.run.train import prepare, train

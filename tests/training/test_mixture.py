@@ -12,7 +12,7 @@ from training.outcomes import assert_resumes, exact_log, logged
 from training.tiny_run import refused, tiny_tokenizer, write_corpus
 from training.two_processes import in_two_processes, write_recipe
 
-from midus_hf.cli.train import main
+from midus_hf.cli.training.train import main
 from midus_hf.config.yaml_options import from_mapping, read_config
 from midus_hf.training.data.mixture import Mixture, split_by_weights
 from midus_hf.training.data.training_data import build_dataset, open_corpora

@@ -9,7 +9,7 @@ from training.outcomes import weights
 from training.steered_runs import AFTER, AtStep
 from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
 
-from midus_hf.cli.train import main
+from midus_hf.cli.training.train import main
 from midus_hf.training.optim.finite import first_gradient_not_finite, first_not_finite
 from midus_hf.training.output.run_checkpoints import last_checkpoint
 from midus_hf.training.run.train import prepare

@@ -22,7 +22,7 @@ from midus_hf.training.run.train import prepare, train
 REFUSED = r"output '.*out' is being written by another run\. Wait for it, or choose another folder\."
 RUNS = """
 import sys
-from midus_hf.cli.train import main
+from midus_hf.cli.training.train import main
 print([main([*sys.argv[1:], *words]) for words in ([], ["resume_from_checkpoint=true"], ["overwrite_output_dir=true"])])
 """
 

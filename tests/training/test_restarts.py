@@ -15,7 +15,7 @@ from training.outcomes import as_it_was_at, assert_same_run, largest_difference,
 from training.tiny_run import save_upscaled
 from training.two_processes import SCRIPT, in_two_processes, write_recipe
 
-from midus_hf.cli.train import main
+from midus_hf.cli.training.train import main
 from midus_hf.training.output.run_checkpoints import last_checkpoint
 
 KILLER = Path(__file__).with_name("killed_rank.py")

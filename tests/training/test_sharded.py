@@ -20,7 +20,7 @@ from training.two_processes import (
 )
 from transformers.integrations import deepspeed
 
-from midus_hf.cli.train import main
+from midus_hf.cli.training.train import main
 from midus_hf.files.run_files import RUN_MARK
 from midus_hf.training.optim.parameter_groups import parameter_groups
 from midus_hf.training.optim.rates import Rates

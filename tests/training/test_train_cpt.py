@@ -12,7 +12,7 @@ from training.tiny_run import refused
 from training.two_processes import SCRIPT
 from transformers import AutoModelForCausalLM
 
-from midus_hf.cli.train import main
+from midus_hf.cli.training.train import main
 
 FAILS_IF_THE_GROUP_IS_NOT_LEFT = """
 import atexit, os, pathlib, runpy, sys, torch.distributed

@@ -8,7 +8,7 @@ from training.outcomes import as_it_was_at, assert_same_run, largest_difference,
 from training.tiny_run import save_upscaled, tiny_tokenizer
 from training.two_processes import METHODS, SCRIPT, in_two_processes, write_recipe
 
-from midus_hf.cli.train import main
+from midus_hf.cli.training.train import main
 from midus_hf.training.data.corpus import find_corpus
 from midus_hf.training.data.packing import CorpusPass, PackedStream
 from midus_hf.training.options import CorpusOptions

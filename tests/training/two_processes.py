@@ -12,7 +12,7 @@ from training.outcomes import largest_difference, logged, moved, weights
 from training.tiny_run import save_upscaled
 from transformers import AutoModelForCausalLM
 
-from midus_hf.cli.train import main
+from midus_hf.cli.training.train import main
 
 SCRIPT = Path(__file__).with_name("midus_train.py")
 # Of new layers that are dense, of head-wise memory, of memory beside layers of the base that shares a table.

@@ -14,7 +14,7 @@ import typer
 from midus_hf.cli.command_line import WRONG_REQUEST, Ending
 from midus_hf.config.yaml_options import read_yaml
 
-_PACKAGE = Path(__file__).parents[1]
+_PACKAGE = Path(__file__).parents[2]
 # Part of a recipe's name: nearly every method has a recipe for this model.
 _FIRST_CHOICE = "llama-3.2-1b"
 _WIDTH = 118

@@ -7,8 +7,8 @@ from typing import Annotated
 import typer
 
 from midus_hf.cli.command_line import WRONG_REQUEST, Ending, command_line
-from midus_hf.cli.printed_config import print_config_option
-from midus_hf.cli.training_command import Overrides, run_training_command, train_in_group
+from midus_hf.cli.training.command import Overrides, run_training_command, train_in_group
+from midus_hf.cli.training.printed_config import print_config_option
 
 _NEEDED = ("datasets", "peft", "trl")
 

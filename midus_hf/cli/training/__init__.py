@@ -1,0 +1,1 @@
+"""Commands that train: `midus train` and `midus sft`."""
