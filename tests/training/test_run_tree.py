@@ -160,8 +160,8 @@ def test_measuring_and_asking_refuse_another_tree(made, tmp_path, capsys):
     with refused(re.escape(f"the retriever {words}")):
         FetchingPipeline(model, tiny_tokenizer(), MemoryRetriever(OTHER, embedder))
     text = ["--text", str(made / "other.jsonl"), "--sequence-length", "16"]
-    for whose, more in (("retriever", str(tmp_path / "retriever")), ("path-column", "memory_ids")):
-        assert midus_eval([str(made / "model"), *text, f"--{whose}", more]) == 2
+    for paths in (["--retriever", str(tmp_path / "retriever")], ["--set", "path_column=memory_ids"]):
+        assert midus_eval([str(made / "model"), *text, *paths]) == 2
         assert words in capsys.readouterr().err
 
 
