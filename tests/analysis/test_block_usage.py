@@ -147,7 +147,7 @@ def folders(tmp_path_factory):
 
 
 def expected_tokens(folder: Path, documents: list[str], level: int) -> dict[str, int]:
-    """Tokens by block, as the retriever finds paths, in rows of 8 tokens; a row of one token predicts nothing."""
+    """Return the tokens by block, as the retriever finds paths, in rows of 8 tokens; a row of one token predicts nothing."""
     found: dict[str, int] = {}
     for document, path in zip(documents, MemoryRetriever.load(folder / "tree").paths(documents).tolist(), strict=True):
         count = len(document.split())

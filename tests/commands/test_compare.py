@@ -39,7 +39,7 @@ def run(as_command):
 
 @pytest.fixture(scope="module")
 def results(room, tmp_path_factory) -> Path:
-    """What the base and the first run of `hml` leave that are measured."""
+    """Measure the base and the first run of `hml`; return the folder that they leave."""
     output = tmp_path_factory.mktemp("results") / "out"
     measured = Measured(room, output, VARIANTS, seeds=[0, 1], controls=False, trained_parameters=9000)
     measured.measure_base()
@@ -49,7 +49,7 @@ def results(room, tmp_path_factory) -> Path:
 
 @pytest.fixture
 def measured(room, results, tmp_path) -> Measured:
-    """The base and the first run of `hml`, measured."""
+    """Return a copy of the comparison whose base and first run of `hml` are measured."""
     shutil.copytree(results, tmp_path / "out")
     return Measured(room, tmp_path / "out", VARIANTS, seeds=[0, 1], controls=False, trained_parameters=9000)
 
@@ -129,7 +129,7 @@ def test_a_report_of_nothing_says_so(run, config, tmp_path):
 
 @pytest.fixture
 def runs(monkeypatch):
-    """Runs end at once in place of being run, with words for those that fail."""
+    """End runs at once in place of running them, with words for those that fail."""
     told = SimpleNamespace(failures={}, raises=None, started=[])
 
     def run(self) -> None:

@@ -37,7 +37,7 @@ def test_the_package_is_the_command_for_launchers():
 
 @pytest.mark.parametrize("command", [*COMMANDS, *SUBCOMMANDS])
 def test_each_help_fits_one_screen(command, monkeypatch, capsys):
-    """50 lines of 80 columns."""
+    """Hold each help to 50 lines of 80 columns."""
     monkeypatch.setenv("COLUMNS", "80")
     assert run_in_process(command, ["--help"], monkeypatch) == 0
     lines = capsys.readouterr().out.splitlines()

@@ -14,11 +14,11 @@ import os
 import signal
 import subprocess
 import sys
-import traceback
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 from commands.installed import main_of
+from processes.forks import end_with
 from processes.server import import_libraries
 
 NOTED = Path(sys.argv[1])
@@ -28,21 +28,6 @@ FROM_HERE = ("midus_hf.compare.run_process", "midus_hf.compare.commands")
 def note() -> None:
     with NOTED.open("a") as noted:
         print(os.getpid(), file=noted)
-
-
-def end_with(program: Any, *arguments: Any) -> NoReturn:
-    """Run a program in a fork, and end with its status."""
-    status: Any = 1
-    try:
-        status = program(*arguments) or 0
-    except SystemExit as stopped:
-        status = stopped.code or 0
-    except BaseException:
-        traceback.print_exc()
-    finally:
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(status if isinstance(status, int) else 1)
 
 
 def run_module(words: list[str]) -> Any:

@@ -6,10 +6,11 @@ import runpy
 import signal
 import subprocess
 import sys
-import traceback
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import BinaryIO
+
+from processes.forks import end_with
 
 PRETENDED = Path(__file__).with_name("pretended_run.py")
 
@@ -32,7 +33,7 @@ class ForkedRun:
         self.returncode: int | None = None
         self.pid = os.fork()
         if self.pid == 0:
-            _pretend(args[3], env, stdout, stderr)
+            end_with(_pretend, args[3], env, stdout, stderr)
 
     def poll(self) -> int | None:
         return self._reap(os.WNOHANG)
@@ -52,25 +53,14 @@ class ForkedRun:
 
 
 def _pretend(specification: str, env: Mapping[str, str], stdout: BinaryIO, stderr: BinaryIO) -> None:
-    """Never returns."""
-    status: Any = 1
-    try:
-        os.setsid()
-        os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
-        for number, stream in ((1, stdout), (2, stderr)):
-            os.dup2(stream.fileno(), number)
-        sys.stdout, sys.stderr = (open(number, "w", buffering=1, closefd=False) for number in (1, 2))
-        variables = dict(env)
-        os.environ.clear()
-        os.environ.update(variables)
-        sys.argv = [str(PRETENDED), specification]
-        runpy.run_path(str(PRETENDED), run_name="__main__")
-        status = 0
-    except SystemExit as ended:
-        status = ended.code or 0
-    except BaseException:
-        traceback.print_exc()
-    finally:
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(status if isinstance(status, int) else 1)
+    """Run the pretended program with the streams and variables that a fresh interpreter would be given."""
+    os.setsid()
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    for number, stream in ((1, stdout), (2, stderr)):
+        os.dup2(stream.fileno(), number)
+    sys.stdout, sys.stderr = (open(number, "w", buffering=1, closefd=False) for number in (1, 2))
+    variables = dict(env)
+    os.environ.clear()
+    os.environ.update(variables)
+    sys.argv = [str(PRETENDED), specification]
+    runpy.run_path(str(PRETENDED), run_name="__main__")

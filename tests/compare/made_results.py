@@ -56,7 +56,7 @@ NULL = [
 
 
 def found(results, variants=("hml", "full"), failures=None, missing=0, **changes) -> Findings:
-    """What is found in results of these variants."""
+    """Return what is found in results of these variants."""
     told = comparison(variants, **changes)
     base = BASE
     if not told.retention:
@@ -71,7 +71,7 @@ def without_retention(one: Result) -> Result:
 
 
 def rows_of(table) -> dict[str, dict[str, str]]:
-    """Its rows by their first run, each by the head of its columns."""
+    """Return the rows of a table by their first run, each row by the heads of the columns."""
     return {row[0]: dict(zip(table.head, row, strict=True)) for row in table.rows}
 
 

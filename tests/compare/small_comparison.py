@@ -103,7 +103,7 @@ class Measured:
         self.commands = InProcess()
 
     def runs(self) -> list[Run]:
-        """All runs but those of null controls."""
+        """Return all runs but those of null controls."""
         return [run for variant in self.variants for run in runs_of(variant, self.comparison)]
 
     def measure_base(self) -> Result:
@@ -119,7 +119,7 @@ class Measured:
         return self._result(self.place.run_folder(run))
 
     def paths(self, run: Run) -> SimpleNamespace:
-        """Where the folder, the trained and the upscaled model of a run are."""
+        """Return the folder, the trained and the upscaled model of a run."""
         folder = self.place.run_folder(run)
         return SimpleNamespace(
             folder=folder, trained=folder / "trained", model=self.place.models / str(run.upscaled_name)

@@ -32,7 +32,7 @@ def wait_until(seen: Path, number: str) -> None:
 
 
 def test_a_second_signal_reaches_a_command_that_is_still_saving_and_both_end(tmp_path):
-    """As when a whole group of processes is terminated, and the comparison then terminates its runs."""
+    """Send two signals, as when a whole group of processes is terminated and the comparison then terminates its runs."""
     seen = tmp_path / "seen"
     run = subprocess.Popen([sys.executable, "-c", RUN, str(tmp_path / "logs"), COMMAND, str(seen)])
     try:

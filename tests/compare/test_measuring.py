@@ -390,7 +390,7 @@ METHODS = {
 
 @pytest.fixture(scope="module")
 def upscaled(room, tmp_path_factory):
-    """From a method to its planned variant and the config of its model; each is upscaled once."""
+    """Return a function that upscales once per method, and returns the variant and the config of the model."""
     found: dict[str, tuple[Measured, Variant, dict]] = {}
 
     def of(method: str) -> tuple[Measured, Variant, dict]:

@@ -80,13 +80,13 @@ class Place:
         return running, watching
 
     def notes(self, moment="began") -> list[dict]:
-        """What runs have noted, in order; each is told once."""
+        """Return what runs have noted at one moment of theirs, in order."""
         path = self.folder / "notes.jsonl"
         told = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
         return [note for note in told if note["moment"] == moment]
 
     def names(self) -> list[str]:
-        """Runs that have begun since this was asked last, in order."""
+        """Return the names of the runs that have begun, in order, and forget all notes."""
         names = [note["name"] for note in self.notes()]
         (self.folder / "notes.jsonl").unlink(missing_ok=True)
         return names
@@ -101,7 +101,7 @@ class Place:
 
 @pytest.fixture
 def place(tmp_path, monkeypatch) -> Place:
-    """Runs are pretended in forks."""
+    """Return a folder whose runs are pretended in forks."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("midus_hf.compare.running._SECONDS_BETWEEN_LOOKS", 0.01)
     forks = SimpleNamespace(Popen=ForkedRun, DEVNULL=subprocess.DEVNULL)
@@ -111,7 +111,7 @@ def place(tmp_path, monkeypatch) -> Place:
 
 @pytest.fixture
 def place_of_processes(tmp_path, monkeypatch) -> Place:
-    """Processes of runs find a program that pretends, and all other modules of the package where they are."""
+    """Let processes of runs find a program that pretends, and all other modules of the package where they are."""
     package = tmp_path / "midus_hf" / "compare"
     package.mkdir(parents=True)
     installed = Path(midus_hf.compare.__file__).parent
@@ -128,7 +128,7 @@ def variant(name: str, rates=(ONE,), upscale=None, controls=False, **changes) ->
 
 
 def make_models(place: Place, *runs: Run) -> None:
-    """Upscaled models as runs leave them."""
+    """Make upscaled models as runs leave them."""
     for run in runs:
         model = place.folder / "out" / "models" / str(run.upscaled_name)
         model.mkdir(parents=True)

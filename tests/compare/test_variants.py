@@ -19,7 +19,7 @@ def room(tmp_path_factory) -> Path:
 
 @pytest.fixture
 def planned(room, tmp_path):
-    """From what a file says of variants to the variants that are planned and checked, and the comparison."""
+    """Return a function that plans and checks the variants of a file, and returns the comparison and the variants."""
 
     def of(variants, **changes) -> tuple[Comparison, list[Variant]]:
         comparison, found = plan(from_mapping(Comparison, keys(room, tmp_path / "out", variants, **changes)))

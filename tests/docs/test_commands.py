@@ -123,7 +123,7 @@ def test_mistakes_are_noticed(line, mistake):
     "page", [page for page in PAGES if page.suffix == ".md"], ids=lambda page: str(page.relative_to(ROOT))
 )
 def test_python_on_a_page_compiles_and_imports_names_that_exist(page):
-    """Whole scripts are run by the tests of their pages; here pieces are held to the names of the packages."""
+    """Hold pieces of Python to the names of the packages; whole scripts are run by the tests of their pages."""
     text = page.read_text(encoding="utf-8")
     for block in re.findall(r"^```python\n(.*?)^```", text, flags=re.DOTALL | re.MULTILINE):
         for node in ast.walk(ast.parse(block)):

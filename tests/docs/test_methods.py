@@ -31,7 +31,7 @@ def cells(line: str) -> list[str]:
 
 
 def index_row(method: str) -> list[str]:
-    """The cells of a method in the table of docs/methods/README.md."""
+    """Return the cells of a method in the table of docs/methods/README.md."""
     rows = [cells(line) for line in INDEX.splitlines() if line.startswith(f"| {method} |")]
     assert rows, f"{method} has no row in docs/methods/README.md; add one"
     return rows[0]
@@ -92,7 +92,7 @@ def test_costs_of_the_index_are_those_of_a_dry_run(method, tmp_path):
 
 
 def priced() -> list[tuple[str, str, str, str]]:
-    """Method, base, new parameters and total of every row that prices a base; all dense methods share those of the index."""
+    """Return method, base, new parameters and total of every row that prices a base; all dense methods share those of the index."""
     found = [("llama-pro", *cells(line)) for line in INDEX.splitlines() if cells(line)[0] in CONFIGS]
     for page in PAGES:
         (first, *_) = [method for method in SHIPPED if f"({page.name})" in index_row(method)[-1]]
@@ -113,7 +113,7 @@ def test_costs_of_pages_are_those_of_a_dry_run(method, base, new, total, tmp_pat
 
 
 def blocks(language: str) -> list[tuple[str, str]]:
-    """The name of a page and a block of it, for every block of a language."""
+    """Return every block of a language with the name of its page."""
     fenced = re.compile(rf"^```{language}\n(.*?)^```$", flags=re.DOTALL | re.MULTILINE)
     return [(page.stem, block) for page in PAGES for block in fenced.findall(page.read_text(encoding="utf-8"))]
 

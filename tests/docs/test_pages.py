@@ -133,7 +133,7 @@ def test_scripts_are_short(page):
     ids=lambda page: page.stem,
 )
 def test_pages_say_what_works_in_the_clone_alone(page):
-    """The page of benchmarks quotes commands of this repository throughout."""
+    """Look at every page but that of benchmarks, which quotes commands of this repository throughout."""
     if page.stem == "benchmarks":
         return
     text = page.read_text(encoding="utf-8")

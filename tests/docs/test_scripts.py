@@ -18,7 +18,7 @@ SCRIPTS = Path(__file__).parents[2] / "scripts"
 
 @pytest.fixture
 def model(tmp_path):
-    """A small upscaled model with a tokenizer, in the working directory's folder `upscaled`."""
+    """Save a small upscaled model with a tokenizer in the working directory's folder `upscaled`."""
     folder = save_upscaled("llama", tmp_path)
     tiny_tokenizer().save_pretrained(folder)
     return folder
@@ -37,7 +37,7 @@ def run(script, model, monkeypatch, **changes) -> None:
 
 
 def moved(before, after) -> set[str]:
-    """Names of the tensors that differ between two checkpoints."""
+    """Return the names of the tensors that differ between two checkpoints."""
     first, second = (
         AutoModelForCausalLM.from_pretrained(folder, dtype="float32").state_dict() for folder in (before, after)
     )

@@ -38,7 +38,7 @@ def sphinx(source: Path, output: Path, builder: str) -> subprocess.CompletedProc
 
 @pytest.fixture(scope="session")
 def site(tmp_path_factory) -> Path:
-    """The folder of the built site."""
+    """Build the site; return its folder."""
     folder = tmp_path_factory.mktemp("site")
     result = sphinx(ROOT, folder, "html")
     assert (result.returncode, result.stderr) == (0, "")
@@ -46,19 +46,19 @@ def site(tmp_path_factory) -> Path:
 
 
 def text_of(page: Path) -> str:
-    """What a reader sees of a page, with single spaces."""
+    """Return what a reader sees of a page, with single spaces."""
     return " ".join(html.unescape(re.sub(r"<[^>]+>", "", page.read_text(encoding="utf-8"))).split())
 
 
 def documented_names(site: Path) -> set[str]:
-    """The Python names of the site's inventory."""
+    """Return the Python names of the site's inventory."""
     *_, names = (site / "objects.inv").read_bytes().split(b"\n", 4)
     entries = (line.split(" ") for line in zlib.decompress(names).decode().splitlines())
     return {name for name, kind, *_ in entries if kind.startswith("py:")}
 
 
 def public_names() -> set[str]:
-    """The names in every `__all__` of both packages, with the name of their module."""
+    """Return the names in every `__all__` of both packages, with the name of their module."""
     names = set()
     for package in ("midus_hf", "upscalers"):
         for path in (ROOT / package).rglob("*.py"):

@@ -74,7 +74,7 @@ def make_smaller(notebook: Any, name: str) -> None:
 
 
 def kept_outputs(notebook: Any) -> list[list[Output]]:
-    """What each cell of code shows."""
+    """Return what each cell of code shows."""
     return [
         [{output.name: output.text} if output.output_type == "stream" else output["data"] for output in cell.outputs]
         for cell in code_cells(notebook)
@@ -166,11 +166,11 @@ class CommandsHere(InProcess):
         super().__init__()
 
     def hear_signals(self) -> None:
-        """They are pytest's."""
+        """Leave the signals to pytest."""
 
 
 def kind(output: Output) -> str:
-    """What of an output does not depend on the base: of a table the title and the head, of a text all but its numbers."""
+    """Return what of an output does not depend on the base: of a table the title and the head, of a text all but its numbers."""
     if "image/png" in output:
         return "picture"
     if "text/markdown" in output:
@@ -191,7 +191,7 @@ def assert_claims_hold(name: str, outputs: list[list[Output]]) -> None:
 
 @pytest.fixture
 def tiny_room(tmp_path, monkeypatch) -> Path:
-    """A folder for tiny bases and what is made of them, in place of what notebooks fetch; comparisons run in this process."""
+    """Return a folder for tiny bases and what is made of them, in place of what notebooks fetch; comparisons run in this process."""
     texts = SimpleNamespace(train=write_corpus(tmp_path / "train"), held_out=write_corpus(tmp_path / "held_out"))
     articles = write_corpus(tmp_path / "articles")
     monkeypatch.setattr("material.addresses.addresses", lambda: texts)

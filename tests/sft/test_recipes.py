@@ -94,7 +94,7 @@ seed: 42
 
 
 def test_a_recipe_in_the_words_of_trl_trains(base, chats, tmp_path, monkeypatch):
-    """Every key is one of TRL's own dataclasses, and the output is where Transformers puts it."""
+    """Train with keys that are all of TRL's own dataclasses; the output is where Transformers puts it."""
     trl = pytest.importorskip("trl")
     model = shutil.copytree(base("llama", True), tmp_path / "model")
     tokenizer = AutoTokenizer.from_pretrained(model)

@@ -14,7 +14,7 @@ def model(tmp_path_factory):
 
 @pytest.fixture
 def code(model):
-    """The carried file, put back afterwards."""
+    """Return the carried file, and put its text back afterwards."""
     path = model / "modeling_midus.py"
     text = path.read_text()
     yield path
