@@ -54,20 +54,18 @@ def _add_gpu(commands: argparse._SubParsersAction) -> None:
         "Ends with status 1 if a step failed.",
     )
     parser.set_defaults(module="benchmarks.gpu.run")
-    parser.add_argument("--out", type=Path, required=True, help="folder of the results; it is made")
+    parser.add_argument("--out", type=Path, required=True, help="folder of the results, created if it does not exist")
     parser.add_argument(
         "--steps",
         type=words,
         default=STEPS,
         help=f"default: {','.join(STEPS)}; further ones: {','.join(FURTHER_STEPS)}",
     )
-    parser.add_argument(
-        "--seconds", type=int, default=SECONDS, help=f"that one step may take, then it is ended (default: {SECONDS})"
-    )
+    parser.add_argument("--seconds", type=int, default=SECONDS, help=f"time limit of one step (default: {SECONDS})")
     parser.add_argument(
         "--rehearse",
         action="store_true",
-        help="without a GPU: every case once, tiny, on a GPU that is pretended, whose kernels triton interprets",
+        help="run every case once, tiny, on a pretended GPU, whose kernels triton interprets",
     )
 
 
@@ -82,17 +80,18 @@ def _add_ops(commands: argparse._SubParsersAction) -> None:
     add_device(parser)
     parser.add_argument("--ops", type=words, help="default: all, most important first")
     parser.add_argument("--providers", type=words, help="default: all")
-    parser.add_argument("--shapes", type=words, help=f"of {', '.join(SHAPES)}; default: what fits the device")
+    parser.add_argument("--shapes", type=words, help=f"some of {', '.join(SHAPES)}; default: what fits the device")
     parser.add_argument("--tokens", type=numbers, help="default: 32768,1 on a GPU, 4096,1 on a CPU")
     parser.add_argument("--popularity", type=words, help="default: both")
     parser.add_argument("--modes", type=words, default=list(MODES), help="default: all three")
     parser.add_argument("--dtype", type=words, help="default: bfloat16 on a GPU, float32 on a CPU")
-    parser.add_argument("--seconds", type=float, default=2.0, help="of timing, a case and mode (default: 2)")
+    parser.add_argument("--seconds", type=float, default=2.0, help="seconds of timing per case and mode (default: 2)")
     parser.add_argument(
         "--backend",
         choices=("auto", "torch", "native", "triton"),
         default="auto",
-        help="what this project's ops run, to try kernels (on a CPU with TRITON_INTERPRET=1); its rows are not kept",
+        help="backend of this project's ops (default: auto); rows of any other are not stored, and triton on a CPU needs "
+        "TRITON_INTERPRET=1",
     )
     add_resumption(parser, "case")
     parser.add_argument(
@@ -108,13 +107,13 @@ def _add_model(commands: argparse._SubParsersAction) -> None:
     parser = commands.add_parser(
         "model",
         help="whole models with random weights: memory, training steps, generation, prefill",
-        description="Compare a base with what upscaling methods make of it, from its config.json alone; rows are appended "
+        description="Compare a base with its upscaled models, built with random weights from a config.json; rows are appended "
         "to model.csv as soon as they are measured. Defaults follow the paper's efficiency experiments on a GPU and are "
         "smaller on a CPU.",
     )
     parser.set_defaults(module="benchmarks.models.run")
     known = ", ".join(sorted(file.stem for file in CONFIGS.glob("*.json")))
-    parser.add_argument("--base", type=words, default=["smollm2-135m"], help=f"of {known}, or a config.json")
+    parser.add_argument("--base", type=words, default=["smollm2-135m"], help=f"some of {known}, or a config.json")
     parser.add_argument("--methods", type=words, default=METHODS, help=f"default: {','.join(METHODS)}")
     parser.add_argument(
         "--placements",
@@ -124,18 +123,18 @@ def _add_model(commands: argparse._SubParsersAction) -> None:
     add_device(parser)
     parser.add_argument("--dtype", help="default: bfloat16 on a GPU, float32 on a CPU")
     parser.add_argument("--phases", type=words, default=PHASES, help=f"default: {','.join(PHASES)}")
-    parser.add_argument("--batch", type=int, help="sequences an optimizer step (default: 16, of 1B models 64; CPU 4)")
-    parser.add_argument("--accumulation", type=int, help="forward passes an optimizer step (default: 16; CPU 2)")
-    parser.add_argument("--length", type=int, help="tokens of a sequence (default: 2048; CPU 64)")
+    parser.add_argument("--batch", type=int, help="sequences per optimizer step (default: 16, of 1B models 64; CPU 4)")
+    parser.add_argument("--accumulation", type=int, help="forward passes per optimizer step (default: 16; CPU 2)")
+    parser.add_argument("--length", type=int, help="tokens per sequence (default: 2048; CPU 64)")
     parser.add_argument("--batches", type=numbers, help="more batch sizes to time a step at")
     parser.add_argument("--lengths", type=numbers, help="more lengths to time a step at")
-    parser.add_argument("--prompt", type=int, help="tokens in front of those generated (default: 128; CPU 32)")
+    parser.add_argument("--prompt", type=int, help="tokens of the prompt of a generation (default: 128; CPU 32)")
     parser.add_argument("--new-tokens", type=int, help="tokens generated (default: 128; CPU 32)")
     parser.add_argument(
         "--decoding",
         type=words,
         help="eager, as generate() does; graph, a static cache and one captured step, replayed; compiled, the same with "
-        "the step compiled first, which takes a minute a model and batch (default: eager; on a GPU eager,graph)",
+        "the step compiled first, which takes a minute per model and batch (default: eager; on a GPU eager,graph)",
     )
     parser.add_argument(
         "--generate-batches",
@@ -146,10 +145,10 @@ def _add_model(commands: argparse._SubParsersAction) -> None:
         "--prompts", type=numbers, help="prompt lengths of prefill (default: 512,2048,8192; CPU 64,256)"
     )
     parser.add_argument("--prefill-batches", type=numbers, default=[1], help="default: 1")
-    parser.add_argument("--rounds", type=int, default=3, help="over all models in turn (default: 3)")
+    parser.add_argument("--rounds", type=int, default=3, help="rounds over all models in turn (default: 3)")
     add_resumption(parser, "measurement")
     parser.add_argument("--profile", action="store_true", help="append what ran, kernel by kernel, to profile.csv")
-    parser.add_argument("--quick", action="store_true", help="one round of almost nothing, to see that it runs")
+    parser.add_argument("--quick", action="store_true", help="one round at tiny sizes, to see that everything runs")
     add_results(parser)
 
 
@@ -157,15 +156,17 @@ def _add_tiles(commands: argparse._SubParsersAction) -> None:
     parser = commands.add_parser(
         "tiles",
         help="which tiles of kernels are the fastest on this GPU, and a table of them that kernels read",
-        description="Try the few tiles that the rule of a kernel allows at the papers' shapes, and time those that compute what the "
-        "rule's own does; rows are appended to tiles.csv. Nothing else ever searches: kernels take what was written down for their "
-        "device, and the rule's where nothing was. Ends with status 1 if a tile computed something else.",
+        description="Try the tiles that a kernel's rule allows at the papers' shapes, and time the tiles with right results; rows "
+        "are appended to tiles.csv. Kernels do not search for tiles themselves: a kernel takes the tile that the table has for the "
+        "device, else the rule's tile. Ends with status 1 if the result of a tile differs from the result of the rule's tile.",
     )
     parser.set_defaults(module="benchmarks.tiles.run", table=TILES)
     add_device(parser)
     parser.add_argument("--kernels", type=words, help="default: all that have tiles, most important first")
     parser.add_argument("--cases", type=words, help="default: all")
-    parser.add_argument("--seconds", type=float, default=2.0, help="of timing, a kernel and case (default: 2)")
+    parser.add_argument(
+        "--seconds", type=float, default=2.0, help="seconds of timing per kernel and case (default: 2)"
+    )
     add_resumption(parser, "kernel")
     parser.add_argument(
         "--write",
@@ -173,7 +174,7 @@ def _add_tiles(commands: argparse._SubParsersAction) -> None:
         nargs="?",
         const=TILES,
         metavar="FILE",
-        help="write down what was faster than the rule, beside what is known already (default: into the table that kernels read)",
+        help="write the tiles that were faster than the rule's into a table (default: the table that kernels read)",
     )
     add_results(parser)
 
@@ -183,13 +184,13 @@ def _add_kernels(commands: argparse._SubParsersAction) -> None:
         "kernels",
         help="compile kernels for GPUs that are not here: registers, shared memory, instructions",
         description="Compile every kernel as it would be launched, and print its shared memory, registers and spills, the "
-        "instructions of a warp by class, and what an H200 takes at least for them. Ends with status 1 if one needs more "
+        "instructions of a warp by class, and their least time on an H200. Ends with status 1 if a kernel needs more "
         "shared memory than its target has.",
     )
     parser.set_defaults(module="benchmarks.kernels.run")
     parser.add_argument("--targets", type=words, default=list(MOST_SHARED_MEMORY), help="default: all")
     parser.add_argument("--kernels", type=words, help="names of kernels; default: all")
-    parser.add_argument("--cases", type=words, help="names of what kernels are asked for; default: all")
+    parser.add_argument("--cases", type=words, help="names of cases; default: all")
     parser.add_argument(
         "--count", type=words, help="names of cases whose instructions are counted; default: all of these"
     )
@@ -201,13 +202,14 @@ def _add_report(commands: argparse._SubParsersAction) -> None:
     parser = commands.add_parser(
         "report",
         help="tables in docs/benchmarks.md and plots in docs/images from the CSV files",
-        description="Replace what stands between the markers of the document. Plots need matplotlib.",
+        description="Replace the text between the markers of the document. Plots need matplotlib.",
     )
     parser.set_defaults(module="benchmarks.report")
     parser.add_argument("--results", type=Path, default=RESULTS, help="folder of the CSV files (default: the tracked)")
     parser.add_argument("--document", type=Path, default=DOCUMENT, help="default: docs/benchmarks.md")
     parser.add_argument("--images", type=Path, default=IMAGES, help="default: docs/images")
     parser.add_argument("--no-plots", action="store_true", help="write the tables alone")
+    parser.add_argument("--print-ops", action="store_true", help="print the tables of all ops, and write nothing")
 
 
 if __name__ == "__main__":

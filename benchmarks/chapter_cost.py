@@ -59,7 +59,10 @@ def main() -> None:
     add_device(parser)
     listed(parser, "--only", PARTS, "parts")
     parser.add_argument(
-        "--seconds", type=float, default=10.0, help="for each layer and the one in the middle (default: 10)"
+        "--seconds",
+        type=float,
+        default=10.0,
+        help="seconds of timing for each layer together with the middle layer (default: 10)",
     )
     arguments = parser.parse_args()
     wanted = arguments.only.split(",")
@@ -68,13 +71,13 @@ def main() -> None:
         parser.error(f"--only names {strange[0]!r}; expected parts among {', '.join(PARTS)}.")
     columns = {"axis": "{axis}", "layout": "{layout}", "layers": "{layers}", "routing": "{routing}", "k": "{k}"}
     columns |= {"C": "{chapters}", "T": "{chapter_tokens}", "tokens": "{tokens}"}
-    columns |= {"forward ms": _told("forward_ms"), "both ms": _told("both_ms")}
-    columns |= {"against the middle": _told("against_middle", 2), "peak MB": _told("peak_mb", 0)}
+    columns |= {"forward ms": _number_cell("forward_ms"), "both ms": _number_cell("both_ms")}
+    columns |= {"against the middle": _number_cell("against_middle", 2), "peak MB": _number_cell("peak_mb", 0)}
     results = None if arguments.no_append else COST_RESULTS
     tell((row for part in wanted for row in _rows(part, arguments)), columns, results, run_columns(arguments.device))
 
 
-def _told(name: str, digits: int = 1) -> Cell:
+def _number_cell(name: str, digits: int = 1) -> Cell:
     return lambda row: "" if row[name] is None else f"{row[name]:,.{digits}f}"
 
 

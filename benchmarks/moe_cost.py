@@ -137,7 +137,7 @@ def main() -> None:
     listed(parser, "--shapes", SHAPES)
     listed(parser, "--passes", PASSES)
     listed(parser, "--batches", BATCHES)
-    parser.add_argument("--seconds", type=float, default=10.0, help="for each row (default: 10)")
+    parser.add_argument("--seconds", type=float, default=10.0, help="seconds of timing per row (default: 10)")
     arguments = parser.parse_args()
     run, results = run_columns(arguments.device), None if arguments.no_append else MOE_RESULTS
     columns = {

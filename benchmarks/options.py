@@ -21,8 +21,8 @@ def add_device(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--rehearse",
         action="store_true",
-        help="every case on a GPU that is pretended, at tiny sizes: nothing that is measured means anything; "
-        "rows go to the folder that --results names",
+        help="run every case at tiny sizes on a pretended GPU; the measurements mean nothing, and rows go to the folder that "
+        "--results names",
     )
 
 
@@ -42,11 +42,11 @@ def prepare_device(arguments: argparse.Namespace) -> None:
 
 def add_resumption(parser: argparse.ArgumentParser, what: str) -> None:
     """Add `--budget`, a time limit after which no further `what` begins, and `--resume`."""
-    parser.add_argument("--budget", type=float, help=f"seconds after which no further {what} is begun")
+    parser.add_argument("--budget", type=float, help=f"seconds after which no further {what} begins")
     parser.add_argument(
         "--resume",
         action="store_true",
-        help="go on with the newest run of the same commit, machine, device and versions: what has a row is not measured",
+        help="go on with the newest run of the same commit, machine, device and versions, without what has a row already",
     )
 
 

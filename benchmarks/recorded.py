@@ -48,7 +48,7 @@ class Recorded:
         """
         run = this_run(device)
         if device == "cuda":
-            # After a profile every later launch is a little slower, so one runs first and all rows are slowed alike.
+            # Every launch after a profile is a little slower, so a profile comes first, which slows all rows alike.
             kernels(lambda: None, device)
         if not resume or results is None:
             return cls(run, device, results, file)

@@ -39,10 +39,10 @@ class Run:
 
 
 def commit() -> str:
-    """Return the commit that is checked out, with `-dirty` if files other than results and docs differ.
+    """Return the commit that is checked out, with `-dirty-` and a digest of the code if files other than results and docs differ.
 
-    Without git, as on a machine that got only the files, return the environment variable `BENCH_COMMIT`, or a digest of
-    the code, so that a run resumes only rows of the same code.
+    Without git, as on a machine that got only the files, return the environment variable `BENCH_COMMIT`, or the digest
+    after `files-`. By the digest, a run resumes only rows of the same code.
     """
     try:
         described = _git("describe", "--always")
@@ -53,14 +53,18 @@ def commit() -> str:
         described = changed = ""
     if not described:
         return os.environ.get("BENCH_COMMIT") or f"files-{_digest()}"
-    return f"{described}-dirty" if changed else described
+    return f"{described}-dirty-{_digest()}" if changed else described
+
+
+# Suffixes of the files whose digest identifies code that no commit has: Python, C, and configs of measured models.
+_SUFFIXES = {".py", ".c", ".h", ".json"}
 
 
 def _digest() -> str:
-    """Return a digest of the code that is measured and of the code that measures."""
+    """Return a digest of the code that is measured, and of the code and configs that measure."""
     root, digest = RESULTS.parent.parent, hashlib.sha256()
     for folder in ("benchmarks", "midus_hf", "upscalers"):
-        for path in sorted((root / folder).rglob("*.py")):
+        for path in sorted(path for path in (root / folder).rglob("*") if path.suffix in _SUFFIXES):
             digest.update(f"{path.relative_to(root)}\n".encode())
             digest.update(path.read_bytes())
     return digest.hexdigest()[:12]

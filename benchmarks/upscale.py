@@ -199,8 +199,10 @@ def solver_rows(method: str, base: Path, output: Path) -> list[Row]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--gigabytes", type=float, default=4.0, help="size of the synthetic base (default: 4)")
-    parser.add_argument("--methods", default="midus-hml", help="joined by commas (default: midus-hml)")
-    parser.add_argument("--mergekit", help="path of mergekit-yaml in an environment of its own")
+    parser.add_argument(
+        "--methods", default="midus-hml", help="names of methods, joined by commas (default: midus-hml)"
+    )
+    parser.add_argument("--mergekit", help="path of mergekit-yaml in a separate environment")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--folder", help="where to work (default: a temporary folder)")
     parser.add_argument("--only-make", metavar="DIR", help="make the synthetic base there and stop")

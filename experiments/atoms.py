@@ -141,7 +141,7 @@ def _trained(
     counts = upscale_once(upscaled, smollm2_135m(), "hier-ffn", arguments.seed, **options)
     trained = arguments.work / f"{upscaled.name}-{arguments.epochs}-{arguments.rate}"
     settings = {
-        "model": upscaled,
+        "model_name_or_path": upscaled,
         "corpus": {"path": str(assigned), "path_column": "memory_ids"},
         **OF_BLOCKS,
         "generic_share": share,

@@ -173,9 +173,9 @@ def _train(
     config_file = output.with_name(f"{output.name}.config.json")
     config_file.write_text(json.dumps(config, indent=2), encoding="utf-8")
     options = {
-        "model_config": config_file,
+        "config_name": config_file,
         **FROM_NOTHING,
-        "tokenizer": tokenizer,
+        "tokenizer_name": tokenizer,
         "corpus": corpus,
         "sequence_length": _TOKENS,
         "per_device_train_batch_size": _SEQUENCES,

@@ -126,9 +126,9 @@ def _training(arguments: argparse.Namespace, config: Path, tokenizer: Path, seed
     """Return the options of `midus train`, without its output."""
     rate = float(arguments.rate)
     return {
-        "model_config": config,
+        "config_name": config,
         **FROM_NOTHING,
-        "tokenizer": tokenizer,
+        "tokenizer_name": tokenizer,
         "corpus": addresses().train,
         "sequence_length": _TOKENS,
         "per_device_train_batch_size": _SEQUENCES,

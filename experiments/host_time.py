@@ -81,7 +81,7 @@ def model_of(family: str) -> PreTrainedModel:
 def tasks_of(model: PreTrainedModel) -> Tasks:
     """Return functions that call each block, and each part of a block, with one token."""
     decoder, block = model.model.layers
-    norm = getattr(decoder, block.attention_norm or block.mlp_norm or block.attention_output_norm)
+    norm = getattr(decoder, block.attention_norm or block.attention_output_norm)
     hidden_states = torch.randn(1, 1, HEADS * HEAD_WIDTH)
     position = torch.tensor([[7]])
     layer_type = getattr(decoder, "layer_type", None) or getattr(decoder.self_attn, "layer_type", None)

@@ -7,7 +7,7 @@
 The first command reads a corpus once, document by document, and counts the `names` of each question as whole words in
 lower or upper case. A corpus may be several files and folders. The second command puts questions into bins of equal
 size, the rarest first, and prints the accuracy of each model in each bin (figure 1). Answers are files written by
-`midus eval --answers`. As in the paper, words with another meaning count too, such as the verb *lead*.
+`midus eval --set answers=FILE`. As in the paper, words with another meaning count too, such as the verb *lead*.
 """
 
 import argparse
@@ -84,7 +84,7 @@ def accuracies(answers: Iterable[dict[str, Any]], bins: list[list[str]], metric:
     """Return the mean of a metric in each bin, by model.
 
     Args:
-        answers: Rows of `midus eval --answers`. Questions without a `name` are skipped.
+        answers: Rows of `midus eval --set answers=FILE`. Questions without a `name` are skipped.
         bins: Bins of names.
         metric: Name of the metric in the scores.
 
@@ -109,7 +109,7 @@ def accuracies(answers: Iterable[dict[str, Any]], bins: list[list[str]], metric:
             means.setdefault(model, []).append(sum(held) / len(held))
     if not means:
         raise ValueError(
-            f"answers have no {metric} of questions with a name; expected what midus eval --answers wrote."
+            f"answers have no {metric} of questions with a name; expected what midus eval --set answers=FILE wrote."
         )
     return means
 

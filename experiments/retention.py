@@ -92,7 +92,7 @@ def _rows(arguments: argparse.Namespace) -> Iterator[Row]:
             for rate in arguments.rates.split(","):
                 continued = work / f"{upscaled.name}-{rate}"
                 options = {
-                    "model": upscaled,
+                    "model_name_or_path": upscaled,
                     "corpus": addresses().train,
                     "max_steps": arguments.steps,
                     "learning_rate": rate,
@@ -112,8 +112,8 @@ def _rows(arguments: argparse.Namespace) -> Iterator[Row]:
 def _fine_tuning(model: Path, bank: str, seed: int, arguments: argparse.Namespace) -> dict[str, Any]:
     """Return the options of `midus sft` for training a whole model on chats, without the output."""
     options: dict[str, Any] = {
-        "model": model,
-        "data": chats().train,
+        "model_name_or_path": model,
+        "dataset_name": chats().train,
         "trainable": "all",
         "learning_rate": arguments.chat_rate,
         "value_learning_rate": arguments.chat_rate,

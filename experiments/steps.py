@@ -96,7 +96,7 @@ def train_once(
         command: Command that trains. Default: `midus train`.
         recipe: File of options, which `options` override. Default: none.
     """
-    keys = {**options, "output": output}
+    keys = {**options, "output_dir": output}
     if recipe is None:
         recipe = output.with_name(f"{output.name}.recipe.json")
         recipe.write_text(json.dumps(keys, default=str), encoding="utf-8")  # JSON is YAML as well

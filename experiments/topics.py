@@ -88,7 +88,7 @@ def _rows(arguments: argparse.Namespace) -> Iterator[Row]:
             for rate in arguments.rates.split(","):
                 trained = work / f"{upscaled.name}-{arguments.glosses}-{rate}"
                 settings = {
-                    "model": upscaled,
+                    "model_name_or_path": upscaled,
                     "corpus": {"path": str(train), "path_column": "memory_ids"},
                     **OF_BLOCKS,
                     "generic_share": share,

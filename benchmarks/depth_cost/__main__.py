@@ -30,10 +30,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         help="as in 4096x8x64, joined by commas (default: 2048x2x32 on a CPU, else the paper's)",
     )
     parser.add_argument("--whats", type=whats, help="default: all that the device has")
-    parser.add_argument("--seconds", type=float, default=12.0, help="of timing, for each shape (default: 12)")
+    parser.add_argument("--seconds", type=float, default=12.0, help="seconds of timing per shape (default: 12)")
     add_resumption(parser, "shape")
     parser.add_argument(
-        "--profile", action="store_true", help="also write the kernels of what reads both to profile.csv"
+        "--profile", action="store_true", help="also write the kernels of the ways that read both to profile.csv"
     )
     arguments = parser.parse_args(argv)
     prepare_device(arguments)

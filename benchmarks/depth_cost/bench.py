@@ -71,14 +71,14 @@ class Bench:
         self.whats: tuple[str, ...] = arguments.whats or WHATS[device]
         results = None if arguments.no_append else arguments.results
         self.record = Recorded.begun(device, results, FILE, arguments.resume)
-        self.there = {
+        self.earlier_statuses = {
             tuple(row[name] for name in ("dtype", "tokens", "group", "slots", "what")): row["status"]
             for row in self.record.before
         }
 
     def measure(self, shape: Shape) -> None:
         """Time the ways at a shape that have no row yet."""
-        before = {what: self.there.get(self._key(shape, what)) for what in self.whats}
+        before = {what: self.earlier_statuses.get(self._key(shape, what)) for what in self.whats}
         self.record.troubles += [
             f"{shape} {what}: {status} before" for what, status in before.items() if status in ("refused", "failed")
         ]

@@ -78,9 +78,8 @@ def fused_rows_kernel(
         c = tl.load(gate + row % heads, mask=there, other=0.0)
         left, taken, share = parts_of_rows(own_sum, depth_sum, c, ADDED)
         apart = along_depth - along
-        moved = (
-            c * share / (1 + tl.exp(tl.minimum(depth_sum - own_sum, 80.0))) * apart
-        )  # what raising a score moves from one part to the other
+        # The change of the loss when a raised score moves weight from one part to the other.
+        moved = c * share / (1 + tl.exp(tl.minimum(depth_sum - own_sum, 80.0))) * apart
         tl.store(divisor + row, own_sum - tl.log(left), mask=there)
         tl.store(loss + row, along + moved / left, mask=there)
         tl.store(depth_divisor + row, depth_sum - tl.log(taken), mask=there)
@@ -119,7 +118,7 @@ def fused_query_gradient_kernel(
     scale = scaling * 1.4426950408889634
     divides = tl.load(divisor + row, mask=there, other=float("inf")) * 1.4426950408889634
     loses = tl.load(loss + row, mask=there, other=0.0)
-    into_asked = tl.zeros([BM, DP], tl.float32)
+    into_queries = tl.zeros([BM, DP], tl.float32)
     key += text * key_text + kv_head * key_head
     value += text * value_text + kv_head * value_head
     near = tl.arange(0, BN)
@@ -134,7 +133,7 @@ def fused_query_gradient_kernel(
         scores = product(queries, tl.trans(keys), PRECISION) * scale  # [BM, BN]
         shares = tl.where(seen, tl.exp2(scores - divides[:, None]), 0.0)
         into_scores = shares * (product(upstream, tl.trans(values), PRECISION) - loses[:, None])
-        into_asked += product(into_scores, keys, PRECISION)
+        into_queries += product(into_scores, keys, PRECISION)
     divides = tl.load(depth_divisor + row, mask=there, other=float("inf")) * 1.4426950408889634
     loses = tl.load(depth_loss + row, mask=there, other=0.0)
     keys_at = table + runs * 7
@@ -155,7 +154,7 @@ def fused_query_gradient_kernel(
             own = exists[None, :] & (owner[None, :] == token[:, None])
             shares = tl.where(own, tl.exp2(scores - divides[:, None]), 0.0)
             into_scores = shares * (product(upstream, tl.trans(values), PRECISION) - loses[:, None])
-            into_asked += product(into_scores, keys, PRECISION)
+            into_queries += product(into_scores, keys, PRECISION)
             if WANTS_SLOTS:
                 offset = ((text * tokens + owner) * kv_heads + kv_head) * row_bytes
                 into_keys = product(tl.trans(into_scores), queries, PRECISION) * scaling  # [BS, DP]
@@ -165,7 +164,7 @@ def fused_query_gradient_kernel(
                 places, mask = slot_rows(values_at + 2 * slots, slot, exists, offset, query, WIDTH, UNIT, DP)
                 tl.store(places, into_values.to(query.dtype.element_ty), mask=mask)
         first = end
-    store_rows(into_asked * scaling, into_query, row, there, WIDTH, DP)
+    store_rows(into_queries * scaling, into_query, row, there, WIDTH, DP)
 
 
 @triton.jit

@@ -80,8 +80,8 @@ def fused_refusal(
     for heads_read in (key, value, *keys, *values):
         if heads_read.shape != key.shape or (*key.shape[:1], *key.shape[2:]) != (texts, tokens, width):
             return (
-                f"query is {tuple(query.shape)} and what it reads {tuple(heads_read.shape)}; expected as many texts, tokens "
-                "and numbers"
+                f"query is {tuple(query.shape)} and what it reads {tuple(heads_read.shape)}; expected as many texts and "
+                "tokens, and heads of one width"
             )
     if heads % key.shape[1]:
         return f"{heads} query heads read {key.shape[1]}; expected a multiple"

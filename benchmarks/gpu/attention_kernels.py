@@ -141,7 +141,7 @@ def _both_ways(call: Call, gradient: torch.Tensor) -> tuple[Any, ...]:
     """Run both passes; return the kernel's name, the output, the logarithms and the gradients of query, key and value."""
     kernel = kernel_of(call)
     if kernel is None:
-        raise RuntimeError("no kernel tells by what its softmax divides")
+        raise RuntimeError("no kernel returns the divisor of its softmax")
     mask = call.attn_mask
     if mask is not None:
         mask = torch.zeros_like(mask, dtype=call.query.dtype).masked_fill(~mask, kernel.excluded)

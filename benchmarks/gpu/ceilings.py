@@ -1,4 +1,4 @@
-"""Measure the ceilings of a device, to compare measurements with: bytes copied and bfloat16 operations per second.
+"""Measure the ceilings of a device, which other measurements are compared with: bytes copied and bfloat16 operations per second.
 
 python -m benchmarks.gpu.ceilings --device cuda --results FOLDER
 """

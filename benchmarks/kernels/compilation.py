@@ -88,7 +88,8 @@ class Compiled:
     floor_us: float | None
 
 
-# Functions from a launch's arguments by name to how often each loop of the compiled kernel runs, outermost first.
+# By kernel: a function that takes a launch's arguments by name, and returns how often each loop of the compiled kernel
+# runs, outermost first.
 TRIPS: dict[str, Callable[[dict[str, Any]], tuple[int, ...]]] = {
     "forward_kernel": lambda values: (values["K"],),
     "scores_kernel": lambda values: (values["K"],),

@@ -25,7 +25,7 @@ def run(arguments: argparse.Namespace) -> int:
             row = compile_for(launch, target, counts=launch.case in with_counts)
             rows.append(row)
             if not arguments.json:
-                print(_told(row), flush=True)
+                print(_line(row), flush=True)
     if arguments.json:
         print(json.dumps([asdict(row) for row in rows]))
     too_large = [row for row in rows if row.shared_bytes > MOST_SHARED_MEMORY[row.target]]
@@ -44,7 +44,7 @@ def _known(chosen: list[str] | None, names: list[str], what: str) -> set[str]:
     return set(names if chosen is None else chosen)
 
 
-def _told(row: Compiled) -> str:
+def _line(row: Compiled) -> str:
     line = f"{row.kernel:28s} {row.case:40s} {row.target:7s} {row.shared_bytes:7d} B shared"
     if row.registers is not None:
         line += f" {row.registers:4d} registers {row.spilled_bytes:4d} B stack"

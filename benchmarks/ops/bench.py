@@ -33,7 +33,7 @@ class Bench:
         self, record: Recorded, only: list[str] | None, modes: list[str], seconds: float, profiled: str | None = None
     ):
         self.record, self.only, self.modes, self.seconds, self.profiled = record, only, modes, seconds, profiled
-        self.there = frozenset(map(key_of, record.before))
+        self.measured_before = frozenset(map(key_of, record.before))
         record.troubles += [
             f"{' '.join(key_of(row))}: {row['status']} before"
             for row in record.before
@@ -72,9 +72,11 @@ class Bench:
         """Return the modes that are left to measure, per provider that has any left."""
         modes = self.modes if case.tokens > 1 else ["forward"]  # one token is generated, not trained on
         wanted = {
-            name: [mode for mode in modes if mode in provider.modes and key(case, name, mode) not in self.there]
+            name: [
+                mode for mode in modes if mode in provider.modes and key(case, name, mode) not in self.measured_before
+            ]
             for name, provider in PROVIDERS[case.op].items()
-            if (self.only is None or name in self.only) and key(case, name, "") not in self.there
+            if (self.only is None or name in self.only) and key(case, name, "") not in self.measured_before
         }
         return {name: left for name, left in wanted.items() if left}
 
@@ -145,7 +147,7 @@ class Bench:
         for name, timing in self.record.timed(f"  {mode}", tasks, self.seconds, failed).items():
             measured = Measured(timing, peaks[name], self._launches(case, mode, name, tasks[name]))
             rows.append(row_of(self.record.run, case, name, mode, "ok", verdicts[name], measured))
-            say(f"  {mode:17} {name:18} {_told(measured)}  error {verdicts[name].error:.1e}")
+            say(f"  {mode:17} {name:18} {_times_in_words(measured)}  error {verdicts[name].error:.1e}")
         self.record.append(*rows)
 
     def _launches(self, case: Case, mode: str, name: str, task: Task) -> int | None:
@@ -189,7 +191,7 @@ def _kernels_of(task: Task, device: str) -> list[KernelTime]:
     return kernels(lambda: task.run(state), device)
 
 
-def _told(measured: Measured) -> str:
+def _times_in_words(measured: Measured) -> str:
     timing: Timing = measured.timing
     parts = [f"{timing.median_ms:10.3f} ms"]
     if timing.host_ms is not None and timing.wall_ms is not None:

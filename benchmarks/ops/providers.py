@@ -115,9 +115,8 @@ class _Algorithm1(torch.autograd.Function):
         (gradient,) = gradients
         bank, slots, weights = ctx.saved_tensors
         expanded = gradient.unsqueeze(1).expand(-1, slots.shape[1], -1)
-        terms = (expanded * weights.to(gradient.dtype).unsqueeze(-1)).flatten(
-            0, 1
-        )  # [S * m, v], in half precision as printed
+        # [S * m, v], in half precision as printed
+        terms = (expanded * weights.to(gradient.dtype).unsqueeze(-1)).flatten(0, 1)
         unique, inverse = torch.unique(slots.flatten(), return_inverse=True)
         aggregated = terms.new_zeros(len(unique), terms.shape[1]).index_add_(0, inverse, terms)
         into_bank = terms.new_zeros(bank.shape).index_add_(0, unique, aggregated)

@@ -50,7 +50,12 @@ def with_sections(document: str, generated: dict[str, str]) -> str:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Write the tables into the document and draw the plots; return 0."""
+    """Write the tables into the document and draw the plots, or print the tables of ops; return 0."""
+    if arguments.print_ops:
+        from benchmarks.report.tables import op_section
+
+        print(op_section(read(arguments.results / "ops.csv"), has_all=True))
+        return 0
     document = arguments.document.read_text(encoding="utf-8")
     arguments.document.write_text(with_sections(document, sections(arguments.results)), encoding="utf-8")
     if not arguments.no_plots:

@@ -1,7 +1,7 @@
 """Tables of attention over the depth: the goals, and the time of each way to join the depth with the sequence."""
 
 from benchmarks.depth_cost.shapes import JOINED, PAPER, Shape
-from benchmarks.report.rows import Record, groups, having, newest, origin, short, table
+from benchmarks.report.rows import Record, groups, having, newest, origin, short, table, without_empty_columns
 
 _SHAPE = ("tokens", "group", "slots")
 _CASE = ("device", "dtype", *_SHAPE)
@@ -41,11 +41,14 @@ def _goals(rows: list[Record]) -> str:
     text = f"GPU: the depth alone takes at most {_MOST_BOUNDS} times its bound, at every shape"
     measured = f"{max(bounds):.2f} at worst, {min(bounds):.2f} at best" if bounds else ""
     lines.append(_goal(text, measured, max(bounds, default=0.0) <= _MOST_BOUNDS))
-    return table(["goal", "measured", "reached"], lines)
+    measured = [line for line in lines if line[1]]
+    parts = [table(["goal", "measured", "reached"], measured)] if measured else []
+    unmeasured = "\n".join(f"- {text}" for text, ratios, _ in lines if not ratios)
+    return "\n\n".join([*parts, *([f"Not measured:\n\n{unmeasured}"] if unmeasured else [])])
 
 
 def _goal(text: str, measured: str, is_reached: bool) -> list[str]:
-    return [text, measured or "not measured", ("yes" if is_reached else "no") if measured else ""]
+    return [text, measured, ("yes" if is_reached else "no") if measured else ""]
 
 
 def _shapes(rows: list[Record], shape: Shape) -> list[list[Record]]:
@@ -67,7 +70,8 @@ def _table(rows: list[Record]) -> str:
             cells = [short(value) if value else "" for value in times]
             cells[0] = cells[0] or row["status"]
             lines.append([str(shape), row["what"], *cells, *_ratios(shape, row, of_shape), _error(row), row["kernel"]])
-    return f"### Depth on {rows[0]['device']}, {rows[0]['dtype']}\n\n{_origin(rows)}\n\n{table(header, lines)}"
+    shown = table(*without_empty_columns(header, lines))
+    return f"### Depth on {rows[0]['device']}, {rows[0]['dtype']}\n\n{_origin(rows)}\n\n{shown}"
 
 
 def _ratios(shape: Shape, row: Record, of_shape: list[Record]) -> list[str]:

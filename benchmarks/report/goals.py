@@ -1,12 +1,13 @@
 """Goals of this project for speed, and the newest measurements of each goal."""
 
 import operator
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
 from benchmarks.ops.names import COMPILED, OURS
-from benchmarks.report.rows import Record, groups, having
+from benchmarks.report.rows import Record, groups, having, table
 from benchmarks.tracked import threads
 
 # Decodings whose time per token depends on the GPU alone, not on the host.
@@ -42,20 +43,47 @@ class Goal:
 
 
 def goals_table(ops: list[Record], models: list[Record]) -> str:
-    """Return a table of all goals with their measurements, from the rows of `ops.csv` and `model.csv`."""
-    lines = ["| goal | measured | reached | commit |", "|---|---:|---|---|"]
+    """Return a table of the measured goals and a list of the others, from the rows of `ops.csv` and `model.csv`.
+
+    Goals that differ in the number of threads alone share a line.
+    """
+    lines: dict[
+        str, list[tuple[str, ...]]
+    ] = {}  # threads, ratio, reached, commit of goals, by their text without threads
     backends = {row["backend"] for row in (*ops, *models)}
+    unmeasured: dict[str, dict[str, list[str]]] = {}  # bounds, by reason and subject
     for goal in goals():
         measurement = goal.measure(having(ops, backend=goal.backend), having(models, backend=goal.backend))
         if measurement is None:
-            missing = "not measured (no GPU)" if goal.backend == "cuda" and "cuda" not in backends else "not measured"
-            lines.append(f"| {goal.text} | {missing} | | |")
+            reason = "Not measured (no GPU)" if goal.backend == "cuda" and "cuda" not in backends else "Not measured"
+            subject, _, bound = goal.text.partition(": ")
+            unmeasured.setdefault(reason, {}).setdefault(subject, []).append(bound)
             continue
         reached = (operator.ge if goal.at_least else operator.le)(measurement.ratio, goal.bound)
-        lines.append(
-            f"| {goal.text} | {measurement.ratio:.2f} | {'yes' if reached else 'no'} | {measurement.commit} |"
-        )
-    return "\n".join(lines)
+        counted = re.search(_THREADS, goal.text)
+        cells = (counted.group() if counted else "", f"{measurement.ratio:.2f}", "yes" if reached else "no")
+        lines.setdefault(re.sub(_THREADS, "{threads}", goal.text), []).append((*cells, measurement.commit))
+    parts = (
+        [table(["goal", "measured", "reached", "commit"], [_line(*item) for item in lines.items()])] if lines else []
+    )
+    for reason, by_subject in unmeasured.items():
+        listed = "\n".join(f"- {subject}: {'; '.join(bounds)}" for subject, bounds in by_subject.items())
+        parts.append(f"{reason}:\n\n{listed}")
+    return "\n\n".join(parts)
+
+
+_THREADS = r"\d+ threads?"
+
+
+def _line(text: str, measured: list[tuple[str, ...]]) -> list[str]:
+    """Return the cells of goals that differ in the number of threads alone; cells that are equal for all stand once."""
+    threads, ratios, reached, commits = zip(*measured, strict=True)
+    return [
+        text.replace("{threads}", " and ".join(threads)),
+        ", ".join(ratios),
+        ", ".join(reached if len(set(reached)) > 1 else reached[:1]),
+        ", ".join(dict.fromkeys(commits)),
+    ]
 
 
 def goals() -> list[Goal]:
@@ -80,15 +108,15 @@ def goals() -> list[Goal]:
                 Goal(text, "cuda", bound, True, partial(_op_ratio, mode="forward+backward", others=others, case=case))
             )
     for base, bound in (("llama-3.1-8b", 1.3), ("llama-3.2-1b", 1.25)):
-        text = f"H200: {base} with HML generates at least {bound} times the tokens/s of LLaMA-Pro, with a captured or compiled step"
+        where = f"H200, {base} with HML"
+        text = f"{where}: at least {bound} times the tokens/s of LLaMA-Pro, with a captured or compiled step"
         listed.append(Goal(text, "cuda", bound, True, partial(_generation_ratio, base=base, decodings=CAPTURED)))
-        text = f"H200: {base} with HML generates at least as many tokens/s as with LLaMA-Pro, with `generate`"
+        text = f"{where}: at least as many tokens/s as with LLaMA-Pro, with `generate`"
         listed.append(Goal(text, "cuda", 1.0, True, partial(_generation_ratio, base=base, decodings=("eager",))))
-    for base in ("llama-3.1-8b", "llama-3.2-1b"):
-        text = f"H200: a training step of {base} with HML takes at most 0.8 of OpT-DeUS's, both top-heavy"
+        text = f"{where}: a training step takes at most 0.8 of OpT-DeUS's, both top-heavy"
         listed.append(Goal(text, "cuda", 0.8, False, partial(_step_ratio, base=base)))
     listed += [goal for count in (1, 2) for goal in _goals_of_the_op_on_a_cpu(threads(count))]
-    text = "CPU: smollm2-135m with HML generates at least as many tokens/s as with LLaMA-Pro"
+    text = "CPU, smollm2-135m with HML: at least as many tokens/s as with LLaMA-Pro"
     listed.append(Goal(text, "cpu", 1.0, True, partial(_generation_ratio, base="smollm2-135m", decodings=("eager",))))
     return listed
 

@@ -67,8 +67,14 @@ def short(value: str) -> str:
 
 def table(header: list[str], lines: Iterable[list[str]]) -> str:
     """Return a table in Markdown, with all columns but the first aligned to the right."""
-    rows = [header, ["---"] + ["---:"] * (len(header) - 1), *lines]
-    return "\n".join("| " + " | ".join(cells) + " |" for cells in rows)
+    rows = ["| " + " | ".join(cells) + " |" for cells in (header, *lines)]
+    return "\n".join([rows[0], f"|---|{'---:|' * (len(header) - 1)}", *rows[1:]])
+
+
+def without_empty_columns(header: list[str], lines: list[list[str]]) -> tuple[list[str], list[list[str]]]:
+    """Return a header and lines without the columns that are empty in every line; the first column stays."""
+    kept = [index for index in range(len(header)) if index == 0 or any(line[index] for line in lines)]
+    return [header[index] for index in kept], [[line[index] for index in kept] for line in lines]
 
 
 def origin(rows: Iterable[Record]) -> str:

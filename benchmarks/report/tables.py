@@ -1,35 +1,71 @@
 """Tables of ops and of whole models."""
 
 from benchmarks.report.plots import model_images, op_image
-from benchmarks.report.rows import Record, groups, having, newest, origin, short, table
+from benchmarks.report.rows import Record, groups, having, newest, origin, short, table, without_empty_columns
 
 NOTHING = "Nothing measured yet."
 CASE = ("device", "op", "shape", "tokens", "popularity", "dtype")
 _COLUMNS = ["case and provider", "forward, ms", "backward, ms", "both, ms", "peak, MB", "error", "of roofline"]
-# Further columns for a GPU, by their heading. On a CPU the wall time is the only time.
+_PASSES = ("forward", "backward")
 _GPU_COLUMNS = {"host, ms": "host_ms", "wall, ms": "wall_ms", "launches": "launches"}
 
 
-def op_section(rows: list[Record]) -> str:
-    """Return a table per device and op, with all cases of the op."""
+def op_section(rows: list[Record], has_all: bool = False) -> str:
+    """Return a table per device and op, with all cases of the op: a line per case on a CPU, one per provider on a GPU.
+
+    Args:
+        rows: Rows of `ops.csv`.
+        has_all: Have every op of a CPU, not head-wise memory alone.
+    """
     if not rows:
         return NOTHING
     parts = []
     for (device, op), of_op in groups(newest(rows, *CASE), "device", "op").items():
-        further = _GPU_COLUMNS if any(row["backend"] == "cuda" for row in of_op) else {}
-        header = [*_COLUMNS, *further]
-        lines = []
-        for (shape, tokens, popularity, dtype), of_case in groups(of_op, *CASE[2:]).items():
-            plural = "s" if tokens != "1" else ""
-            lines.append(
-                [f"**{shape}, {int(tokens):,} token{plural}, {popularity}, {dtype}**"] + [""] * (len(header) - 1)
-            )
-            for (provider,), of_provider in groups(of_case, "provider").items():
-                by_mode = {row["mode"]: row for row in of_provider}
-                lines.append(_line(provider, by_mode) + [_by_pass(by_mode, name) for name in further.values()])
-        parts.append(f"### `{op}` on {device}\n\n{origin(of_op)}\n\n{table(header, lines)}")
+        is_gpu = any(row["backend"] == "cuda" for row in of_op)
+        if not (is_gpu or has_all or op == "headwise_memory"):
+            continue
+        shown = _lines_by_provider(of_op) if is_gpu else _lines_by_case(of_op)
+        parts.append(f"### `{op}` on {device}\n\n{origin(of_op)}\n\n{shown}")
     parts += [f"![{alternative}](images/{name})" for name, alternative, _ in op_image(rows)]
     return "\n\n".join(parts)
+
+
+def _lines_by_case(rows: list[Record]) -> str:
+    """Return tables of one op with a column per provider: ms of the forward and the backward pass, and peaks in MB.
+
+    Cases with the same providers share a table.
+    """
+    lines: dict[tuple[str, ...], list[list[str]]] = {}
+    for case, of_case in groups(rows, *CASE[2:]).items():
+        providers = tuple(provider for (provider,) in groups(of_case, "provider"))
+        passes, peaks = [], []
+        for provider in providers:
+            by_mode = {row["mode"]: row for row in having(of_case, provider=provider)}
+            times = [by_mode[""]["status"]] if "" in by_mode else [_time(by_mode.get(mode)) for mode in _PASSES]
+            passes.append(", ".join(filter(None, times)))
+            peak = by_mode["forward+backward"]["peak_mb"] if "forward+backward" in by_mode else ""
+            peaks.append(short(peak) if peak else "")
+        of_providers = lines.setdefault(providers, [])
+        of_providers.append([_case(*case), *passes])
+        if any(peaks):
+            of_providers.append(["peak, MB", *peaks])
+    return "\n\n".join(table(["ms by case", *providers], listed) for providers, listed in lines.items())
+
+
+def _lines_by_provider(rows: list[Record]) -> str:
+    """Return a table of one op on a GPU with a line per case and provider."""
+    header = [*_COLUMNS, *_GPU_COLUMNS]
+    lines = []
+    for case, of_case in groups(rows, *CASE[2:]).items():
+        lines.append([f"**{_case(*case)}**"] + [""] * (len(header) - 1))
+        for (provider,), of_provider in groups(of_case, "provider").items():
+            by_mode = {row["mode"]: row for row in of_provider}
+            lines.append(_line(provider, by_mode) + [_by_pass(by_mode, name) for name in _GPU_COLUMNS.values()])
+    return table(header, lines)
+
+
+def _case(shape: str, tokens: str, popularity: str, dtype: str) -> str:
+    return f"{shape}, {int(tokens):,} token{'s' if tokens != '1' else ''}, {popularity}, {dtype}"
 
 
 def _line(provider: str, by_mode: dict[str, Record]) -> list[str]:
@@ -44,7 +80,7 @@ def _line(provider: str, by_mode: dict[str, Record]) -> list[str]:
 
 def _by_pass(by_mode: dict[str, Record], column: str) -> str:
     """Return a column's values of the forward and the backward pass, joined by a comma."""
-    values = [by_mode[mode][column] for mode in ("forward", "backward") if mode in by_mode and by_mode[mode][column]]
+    values = [by_mode[mode][column] for mode in _PASSES if mode in by_mode and by_mode[mode][column]]
     if column == "roofline_fraction":
         return ", ".join(f"{float(value):.0%}" for value in values)
     return ", ".join(value if column == "launches" else short(value) for value in values)
@@ -68,7 +104,8 @@ _SETTING = ("batch", "accumulation", "length", "new_tokens")
 def model_section(rows: list[Record]) -> str:
     """Return the tables of models per device, base and dtype.
 
-    The first shows what the paper's tables 4 and 12 show. The others are by decoding, by size, and of where time goes.
+    The first shows what the paper's tables 4 and 12 show. The others are by decoding and of where time goes; plots
+    show the time by size.
 
     Args:
         rows: Rows of `model.csv`, summed over rounds by `over_rounds`.
@@ -78,7 +115,7 @@ def model_section(rows: list[Record]) -> str:
     parts = []
     for (device, base, dtype), of_base in groups(newest(rows, *RUN), "device", "base", "dtype").items():
         parts.append(f"### {base} in {dtype} on {device}\n\n{origin(of_base)}\n\n{_overview(of_base)}")
-        parts += [*_decodings(of_base), *_by_size(of_base), *_where_time_goes(of_base)]
+        parts += [*_decodings(of_base), *_where_time_goes(of_base)]
     parts += [f"![{alternative}](images/{name})" for name, alternative, _ in model_images(rows)]
     return "\n\n".join(parts)
 
@@ -98,7 +135,6 @@ def _overview(rows: list[Record]) -> str:
         "method (placement)",
         "new, M",
         "trained, M",
-        "all, M",
         "training, GB",
         "step, s",
         "generating, GB",
@@ -124,10 +160,11 @@ def _overview(rows: list[Record]) -> str:
         how = "" if one["decoding"] == "eager" else f", {one['decoding']}"
         notes.append(f"generated: {one['new_tokens']} tokens behind {one['length']}, batch {one['batch']}{how}")
     notes += [f"greedy, with a cache; {_rounds(training + generating)}"] if notes else []
-    return table(header, lines) + (f"\n\n({'; '.join(notes)}.)" if notes else "")
+    shown = table(*without_empty_columns(header, lines))
+    return shown + (f"\n\n({'; '.join(notes)}.)" if notes else "")
 
 
-_COUNTS = ("new_parameters", "trained_parameters", "total_parameters")
+_COUNTS = ("new_parameters", "trained_parameters")
 
 
 def _decodings(rows: list[Record]) -> list[str]:
@@ -139,22 +176,6 @@ def _decodings(rows: list[Record]) -> list[str]:
     header = [f"{decoding}, batch {batch}" for decoding, batch in points]
     matrix = _matrix(generated, ("decoding", "batch"), points, header, "tokens_per_s")
     return [f"Tokens/s of all sequences, by decoding ({_rounds(generated)}):\n\n{matrix}"]
-
-
-def _by_size(rows: list[Record]) -> list[str]:
-    """Return tables of seconds by batch and length, for phases that were measured at more than one size."""
-    tables = []
-    for title, phase in (
-        ("Seconds of a prefill, by batch x prompt length", "prefill"),
-        ("Seconds of an optimizer step, by batch x length", "train"),
-    ):
-        of_phase = having(rows, phase=phase)
-        points = sorted(groups(of_phase, "batch", "length"), key=lambda point: (int(point[0]), int(point[1])))
-        if len(points) > 1:
-            header = [f"{batch} x {int(length):,}" for batch, length in points]
-            matrix = _matrix(of_phase, ("batch", "length"), points, header, "seconds")
-            tables.append(f"{title} ({_rounds(of_phase)}):\n\n{matrix}")
-    return tables
 
 
 def _where_time_goes(rows: list[Record]) -> list[str]:

@@ -53,7 +53,7 @@ def _run(arguments: argparse.Namespace, device: str) -> int:
             release_memory(device)
     if bench.is_late and arguments.write == arguments.table:
         say(
-            f"{arguments.table.name} is left as it is until all cases are timed, since changed code is not gone on with"
+            f"{arguments.table.name} is left as it is until all cases are timed, since a run of other code cannot be resumed"
         )
     elif arguments.write:
         written(arguments.write, bench.record.run.device, fastest(bench.record.rows()))
@@ -72,7 +72,7 @@ class Bench:
         self.arguments, self.device = arguments, device
         results = None if arguments.no_append else arguments.results
         self.record = Recorded.begun(device, results, FILE, arguments.resume)
-        self.there = {(row["kernel"], row["case"]) for row in self.record.before}
+        self.measured_before = {(row["kernel"], row["case"]) for row in self.record.before}
         self.record.troubles += [
             f"{row['kernel']}, {row['case']}, {row['changes']}: {row['status']} before"
             for row in self.record.before
@@ -89,7 +89,7 @@ class Bench:
             self._trouble(case.name, error)
             return
         for kernel, call in calls.items():
-            is_wanted = (kernel, case.name) not in self.there and kernel in (self.arguments.kernels or calls)
+            is_wanted = (kernel, case.name) not in self.measured_before and kernel in (self.arguments.kernels or calls)
             if is_wanted and not self._time_is_up(f"{kernel}, {case.name}"):
                 self._measure(kernel, case.name, call)
 
@@ -192,7 +192,7 @@ def written(table: Path, device: str, timed: Mapping[tuple[str, tuple[Any, ...]]
     """Write a table of tiles, in which timed tiles replace known ones.
 
     Args:
-        table: File to write. Its tiles are the known ones; if the file is missing, the tiles that kernels use are.
+        table: File to write. The known tiles are the tiles in the file, or if the file is missing, the tiles that kernels use.
         device: Name of the device that was timed.
         timed: Changes to the rule's tile, by kernel and shape; empty if the rule's tile is the fastest.
     """

@@ -28,7 +28,7 @@ class Answer:
         terminal_tables: Shorter tables for a terminal. Default: `tables`.
         paragraphs: Paragraphs of a page on how the numbers are to be understood. Default: none.
         pictures: Functions that draw a matplotlib figure, by the figure's title. Default: none.
-        csv: Text of a CSV file. Default: the answer has none.
+        csv: Function that returns the text of a CSV file. Default: the answer has none.
         passages: Passages of coloured tokens, by their titles. Default: none.
         sections: Answers of which this answer consists; each is a section of the page. Default: none.
     """
@@ -40,7 +40,7 @@ class Answer:
     terminal_tables: Sequence[TableOfWords] | None = None
     paragraphs: Sequence[str] = ()
     pictures: Mapping[str, Callable[[], Any]] = field(default_factory=dict)
-    csv: str | None = None
+    csv: Callable[[], str] | None = None
     passages: Mapping[str, Sequence[ColouredToken]] = field(default_factory=dict)
     sections: "Sequence[Answer]" = ()
 
@@ -67,7 +67,7 @@ class Answer:
         if path.suffix == ".json":
             path.write_text(json.dumps(self.report, indent=2, allow_nan=False) + "\n", encoding="utf-8")
         elif path.suffix == ".csv":
-            path.write_text(self._present(self.csv, "no CSV", path), encoding="utf-8")
+            path.write_text(self._present(self.csv, "no CSV", path)(), encoding="utf-8")
         elif path.suffix == ".html":
             write_page(path, self.title, self._page())
         else:

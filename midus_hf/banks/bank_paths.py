@@ -12,14 +12,14 @@ def check_nodes(paths: np.ndarray, banks: Mapping[str, BankLayout], text: str) -
     """Check that a model's banks have a block for every node on the paths of documents.
 
     Args:
-        paths: Nodes per level, `[documents, p]`, int64. Rows with a negative number stand for the generic memory and
-            are not checked further.
+        paths: Nodes per level, `[documents, p]`, int64. A row of -1 stands for the generic memory.
         banks: Layouts of the model's banks by the name of the memory: one or more, all of the same tree.
         text: The documents' name in error messages.
 
     Raises:
-        ValueError: If the paths have a different number of levels than the banks, name a node that does not exist, or
-            name a node that is not a child of the node before it.
+        ValueError: If the paths have a different number of levels than the banks, have a negative number in a row that
+            is not -1 at every level, name a node that does not exist, or name a node that is not a child of the node
+            before it.
     """
     layout = next(iter(banks.values()))
     if len(paths) and paths.shape[1] != layout.num_levels:
@@ -27,7 +27,13 @@ def check_nodes(paths: np.ndarray, banks: Mapping[str, BankLayout], text: str) -
             f"{text} has paths of {paths.shape[1]} levels, and the model's banks have {layout.num_levels}; expected one tree. "
             f"Assign {text} by the tree that the model is for."
         )
-    paths = paths[(paths >= 0).all(1)]  # the other rows stand for the generic memory
+    paths = paths[(paths != -1).any(1)]  # the other rows stand for the generic memory
+    negative = np.flatnonzero((paths < 0).any(1))
+    if len(negative):
+        raise ValueError(
+            f"{text} has the path {paths[negative[0]].tolist()}; expected a node of each level of the tree, or -1 at each level for "
+            f"the generic memory. Assign {text} by the tree that the model is for."
+        )
     for level, nodes in enumerate(paths.T, 1):
         if len(paths) and int(nodes.max()) >= layout.blocks.nodes(level):
             raise ValueError(

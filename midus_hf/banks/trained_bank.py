@@ -21,7 +21,7 @@ from midus_hf.banks.level_file import BankError, LevelFile, create_level_file
 from midus_hf.banks.memory_bank import MemoryBank
 from midus_hf.banks.tiers import BlockKey, TierStatistics
 from midus_hf.config.fetched_blocks import BANK_AUDIT, level_file
-from midus_hf.files.whole_files import link_or_copy, whole_file
+from midus_hf.files.whole_files import link_or_copy, sync, whole_file
 
 _TOUCHED = "touched.json"
 _BYTES_IN_MEMORY = 8 * 2**30
@@ -247,12 +247,15 @@ class TrainedBank(BlockReader):
             self.bank.save(folder, trained, save_audit, self.tree, self.tree_folder, link_from=link_from)
             return
         with contextlib.closing(MemoryBank(folder, self.layout, writable=True)) as itself:
+            # Removed before any block is written, so that a save that is killed leaves no audit that lacks what it wrote.
+            if trained:
+                (itself.folder / BANK_AUDIT).unlink(missing_ok=True)
+                sync(itself.folder)
             for (level, index), master in trained.items():
                 itself.write(level, index, master())
             itself.sync()
             itself.save_tree(itself.folder, self.tree_folder)
         write_description(self.bank.folder, described_again(self.bank.description, self.layout, self.tree))
-        (self.bank.folder / BANK_AUDIT).unlink(missing_ok=True)
         if self.audit is not None:
             self.audit.save(self.bank.folder / BANK_AUDIT)
 

@@ -13,7 +13,7 @@ Model = Annotated[str, typer.Argument(help="A checkpoint that upscale made.", me
 Memory = Annotated[str | None, typer.Option(help="One of several memories.  [default: the only one]", metavar="NAME")]
 
 app = command_line(
-    "List the blocks of a checkpoint's bank, put together what runs have trained of it, and say what has trained it."
+    "List the blocks of a checkpoint's bank, merge the blocks that several runs trained, and show which documents trained them."
 )
 
 
@@ -71,10 +71,12 @@ def audit(
     model: Model,
     node: Annotated[
         list[str] | None,
-        typer.Option(help="Documents of a block, LEVEL:NODE or LEVEL:generic; may be repeated.", metavar="NODE"),
+        typer.Option(
+            help="List documents of this block, LEVEL:NODE or LEVEL:generic; may be repeated.", metavar="NODE"
+        ),
     ] = None,
     subtree: Annotated[bool, typer.Option("--subtree", help="Blocks of all nodes below as well.")] = False,
-    documents: Annotated[bool, typer.Option("--documents", help="By document, of all blocks.")] = False,
+    documents: Annotated[bool, typer.Option("--documents", help="List documents of all blocks.")] = False,
     memory: Memory = None,
     json_: Json = False,
 ) -> None:
@@ -97,10 +99,10 @@ def audit(
     else:
         table = Table("file", "line", "id", "block", "sequences", "tokens", "")
         for each in report["documents"]:
-            for of in each["blocks"]:
-                document = (each["file"], str(each["line"]), each["id"] or "", of["block"])
+            for block in each["blocks"]:
+                document = (each["file"], str(each["line"]), each["id"] or "", block["block"])
                 table.add_row(
-                    *document, f"{of['sequences']:,}", f"{of['tokens']:,}", "deleted" if of["deleted"] else ""
+                    *document, f"{block['sequences']:,}", f"{block['tokens']:,}", "deleted" if block["deleted"] else ""
                 )
     Console().print(table)
 

@@ -14,11 +14,11 @@ from midus_hf.cli.command_line import command_line, run_command
 from midus_hf.cli.reading import Column, Device, Encoding, Json, check_picture
 
 app = command_line(
-    "Cluster a corpus into a tree of topics, find the paths of documents in it, and report what it makes of the corpus."
+    "Cluster a corpus into a tree of topics, find the paths of documents in the tree, and report what its nodes hold."
 )
 
 CorpusPath = Annotated[str, typer.Option("--corpus", help="A file or a folder of documents.", metavar="PATH")]
-Tree = Annotated[Path, typer.Option(help="What build has made.", metavar="TREE")]
+Tree = Annotated[Path, typer.Option(help="Tree that build made.", metavar="TREE")]
 # Options of `build` that say what to embed, and how.
 _EMBEDDING = (
     "corpus",
@@ -56,28 +56,28 @@ def build(
     embeddings: Annotated[
         Path | None,
         typer.Option(
-            help="What tasks of a pipeline have embedded, in place of the three above.",
+            help="Embeddings that a datatrove pipeline made, instead of the three options above.",
             metavar="DIR",
             show_default=False,
         ),
     ] = None,
-    branching: Annotated[int, typer.Option(help="Children of a node.", metavar="N")] = 16,
+    branching: Annotated[int, typer.Option(help="Children per node.", metavar="N")] = 16,
     levels: Annotated[int, typer.Option(help="Levels of the tree.", metavar="N")] = 4,
     steps: Annotated[int, typer.Option(help="Steps of EM for each node.", metavar="N")] = 20,
-    samples: Annotated[int, typer.Option(help="Windows that are drawn for each step.", metavar="N")] = 6400,
-    seed: Annotated[int, typer.Option(help="Of everything that is random.", metavar="N")] = 0,
+    samples: Annotated[int, typer.Option(help="Windows drawn for each step.", metavar="N")] = 6400,
+    seed: Annotated[int, typer.Option(help="Seed of everything random.", metavar="N")] = 0,
     column: Column = "text",
     label_column: Annotated[
-        str | None, typer.Option(help="Where rows hold gold labels, for the report.  [default: none]", metavar="NAME")
+        str | None, typer.Option(help="Column of gold labels, for the report.  [default: none]", metavar="NAME")
     ] = None,
     encoding: Encoding = "utf-8",
-    window_tokens: Annotated[int, typer.Option(help="Tokens of a window.", metavar="N")] = 2048,
+    window_tokens: Annotated[int, typer.Option(help="Tokens per window.", metavar="N")] = 2048,
     max_tokens: Annotated[
         int | None,
-        typer.Option(help="Tokens of a window that are embedded.  [default: what the model says]", metavar="N"),
+        typer.Option(help="Tokens of each window to embed.  [default: the model's own length]", metavar="N"),
     ] = None,
     dtype: Annotated[
-        str, typer.Option(help="What embeddings are kept as: float32 or float16.", metavar="NAME")
+        str, typer.Option(help="Dtype of the stored embeddings: float32 or float16.", metavar="NAME")
     ] = "float32",
     batch_size: BatchSize = 64,
     device: Device = None,
@@ -133,17 +133,17 @@ def build(
 def assign(
     tree: Tree,
     corpus: CorpusPath,
-    output: Annotated[Path, typer.Option(help="File of JSON lines to make, a document a line.", metavar="FILE")],
+    output: Annotated[Path, typer.Option(help="File of JSON lines to write, one per document.", metavar="FILE")],
     column: Column = "text",
     encoding: Encoding = "utf-8",
     block: Annotated[
         list[str] | None, typer.Option(help="A node that is never taken; may be repeated.", metavar="LEVEL:NODE")
     ] = None,
     embedding_model: Annotated[
-        str | None, typer.Option(help="Where the model lies now.  [default: where it lay]", metavar="DIR")
+        str | None, typer.Option(help="Where the model is now.  [default: where build read it]", metavar="DIR")
     ] = None,
     tokenizer: Annotated[
-        str | None, typer.Option(help="Where the tokenizer lies now.  [default: where it lay]", metavar="DIR")
+        str | None, typer.Option(help="Where the tokenizer is now.  [default: where build read it]", metavar="DIR")
     ] = None,
     batch_size: BatchSize = 64,
     device: Device = None,
@@ -200,13 +200,13 @@ def assign(
 @app.command()
 def report(
     tree: Tree,
-    level: Annotated[int, typer.Option(help="Whose nodes are shown one by one.", metavar="N")] = 1,
-    nodes: Annotated[int, typer.Option(help="Nodes that are shown, the largest ones.", metavar="N")] = 16,
-    samples: Annotated[int, typer.Option(help="Documents of each that are quoted.", metavar="N")] = 3,
-    seed: Annotated[int, typer.Option(help="Draws them.", metavar="N")] = 0,
+    level: Annotated[int, typer.Option(help="Level whose nodes are shown one by one.", metavar="N")] = 1,
+    nodes: Annotated[int, typer.Option(help="How many nodes are shown, the largest first.", metavar="N")] = 16,
+    samples: Annotated[int, typer.Option(help="Documents that are quoted per node.", metavar="N")] = 3,
+    seed: Annotated[int, typer.Option(help="Seed of the choice of quoted documents.", metavar="N")] = 0,
     corpus: Annotated[
         str | None,
-        typer.Option(help="Where the corpus lies now.  [default: where build read it]", metavar="PATH"),
+        typer.Option(help="Where the corpus is now.  [default: where build read it]", metavar="PATH"),
     ] = None,
     output: Annotated[
         Path | None, typer.Option(help="Draw the tree (.png, .svg or .pdf).  [default: none]", metavar="FILE")

@@ -61,7 +61,7 @@ def run_command(
     interruption: str = "interrupted",
     silent: bool = False,
 ) -> int:
-    """Run a command line, and print one line behind the command's name if the work fails or is interrupted.
+    """Run a command line. If the work fails or is interrupted, print one line that opens with the command's name.
 
     SIGTERM interrupts the work as Ctrl-C does, so that half-finished files are cleaned up. Every command understands
     `--version`, and a command that needs arguments and gets none shows its help.
@@ -70,7 +70,7 @@ def run_command(
         app: The command line.
         arguments: Words after the program's name. Default: the words of `sys.argv`.
         name: The program's name, as the help shows it.
-        refusals: Errors that mean that the request is wrong (status 2), besides typer's errors of reading the words.
+        refusals: Errors that mean that the request is wrong (status 2), besides typer's own errors about arguments.
             Default: `ValueError`.
         failure: Text before the message of any other error (status 1). None: other errors are raised, for a traceback.
             Default: `"failed: "`.
@@ -85,6 +85,8 @@ def run_command(
         print(importlib.metadata.version("midus-hf"))
         return 0
     command = typer.main.get_command(app)
+    if f"_{name.upper()}_COMPLETE" in os.environ:  # a shell asks for completions
+        command.main(prog_name=name)
     path = _command_path(command, name, line_words)
     with contextlib.ExitStack() as stack:
         terminations = stack.enter_context(_termination_interrupts())
@@ -105,10 +107,10 @@ def run_command(
         except refusals as error:
             status, line = WRONG_REQUEST, str(error)
         except Exception as error:
-            if hasattr(error, "format_message"):  # an error of reading the words: of typer or of click, by version
-                reader = getattr(error, "ctx", None)
-                if reader is not None and [*name.split(), *line_words] == path.split():
-                    print(reader.get_help())
+            if hasattr(error, "format_message"):  # about arguments, from typer or click, depending on the version
+                error_context = getattr(error, "ctx", None)
+                if error_context is not None and [*name.split(), *line_words] == path.split():
+                    print(error_context.get_help())
                     return 0
                 status, line = WRONG_REQUEST, f"{error.format_message()} See '{path} --help'."
             elif failure is None:

@@ -165,10 +165,10 @@ def export(edit: Edit) -> None:
 
 
 @EDITS.register(
-    "import", "put chapters or blocks of a file in", (*_WRITES, "file", "bank", "into", "append"), ("file", "output")
+    "import", "put chapters or blocks from a file in", (*_WRITES, "file", "bank", "into", "append"), ("file", "output")
 )
 def import_file(edit: Edit) -> None:
-    """Put the chapters or blocks of a file into a checkpoint. They replace others; chapters may also be appended."""
+    """Put the chapters or blocks of a file into a checkpoint. They replace the checkpoint's; chapters may also be appended."""
     from midus_hf.config.fetched_blocks import BANKS_FOLDER
     from upscalers.chapters.chapter_file import is_chapter_file
 

@@ -18,13 +18,13 @@ Keys of --set and of the file, besides these options (docs/evaluate.md):
   answers          file of JSON lines to write, one per question and model
   apart            true: windows of the text end where documents end
   column           where rows of JSON and Parquet hold the text
-  documents        folder of documents that questions are asked behind
-  embedding_model  model by which documents are near, unless the retriever's
+  documents        documents, of which the nearest is put before each question
+  embedding_model  model that says which is nearest, if not the retriever's
   encoding         encoding of plain text and JSON lines
   include_path     folder with more task files
   num_fewshot      worked examples before a question
-  passage_tokens   documents are cut into passages of at most so many tokens
-  path_column      where rows of the text hold the paths by which models fetch
+  passage_tokens   longest passage that documents are cut into, in tokens
+  path_column      where rows of the text hold the path to fetch blocks by
   seed             seed of the choice of worked examples
   stride           tokens predicted per window
 """

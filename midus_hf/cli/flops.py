@@ -26,8 +26,8 @@ def midus_flops(
             metavar="MODEL", help="A config (.json), or folder or hub id of a model; weights are not read."
         ),
     ],
-    sequence_length: Annotated[int, typer.Option(help="Tokens of a sequence.", metavar="N")] = 1024,
-    batch: Annotated[int, typer.Option(help="Sequences.", metavar="N")] = 1,
+    sequence_length: Annotated[int, typer.Option(help="Tokens per sequence.", metavar="N")] = 1024,
+    batch: Annotated[int, typer.Option(help="Sequences in the batch.", metavar="N")] = 1,
     json_: Json = False,
 ) -> None:
     """Count the floating-point operations (FLOPs) of a model for one batch, from its config alone."""

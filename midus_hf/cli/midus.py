@@ -1,7 +1,6 @@
 """The `midus` command itself: its help, its completion by shells, and its message for an unknown command."""
 
 import importlib
-import os
 from collections.abc import Sequence
 from typing import Annotated, Any
 
@@ -10,9 +9,6 @@ from typer.core import TyperGroup
 
 from midus_hf.cli.command_line import command_line, run_command
 from midus_hf.cli.entry_points import COMMANDS
-
-# Environment variable that a shell sets when it asks for completions.
-COMPLETION = "_MIDUS_COMPLETE"
 
 
 class Commands(TyperGroup):
@@ -47,6 +43,4 @@ def main(arguments: Sequence[str] | None = None) -> int:
     Returns:
         The exit status.
     """
-    if COMPLETION in os.environ:
-        typer.main.get_command(app).main(prog_name="midus")
     return run_command(app, arguments, name="midus")

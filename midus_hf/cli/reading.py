@@ -26,13 +26,13 @@ Texts = Annotated[
     list[str],
     typer.Option(help="A file or folder to read, and what to call it. May be given again.", metavar="NAME=PATH"),
 ]
-Column = Annotated[str, typer.Option(help="Where rows of files hold the text.", metavar="NAME")]
-Encoding = Annotated[str, typer.Option(help="Of plain text and JSON lines.", metavar="NAME")]
+Column = Annotated[str, typer.Option(help="Column that holds the text.", metavar="NAME")]
+Encoding = Annotated[str, typer.Option(help="Encoding of plain text and JSON.", metavar="NAME")]
 Limit = Annotated[int | None, typer.Option(help="Documents per text.  [default: all]", metavar="N")]
 SequenceLength = Annotated[
     int | None,
     typer.Option(
-        help="Tokens of a row of a text.  [default: 1024]",
+        help="Tokens per row of a text.  [default: 1024]",
         metavar="N",
     ),
 ]

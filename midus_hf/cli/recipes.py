@@ -9,7 +9,7 @@ from midus_hf.config.yaml_options import from_mapping, read_mapping, with_overri
 
 Options = TypeVar("Options")
 
-# The command of each key that only one command's files have.
+# Command that a key points to, if the file is not for the command at hand. Of several keys, the first one here decides.
 _COMMAND_BY_KEY = {
     "variants": "midus compare",
     "corpus": "midus train",

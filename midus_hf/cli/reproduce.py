@@ -23,12 +23,10 @@ def midus_reproduce(
     paper: Annotated[
         str | None, typer.Argument(metavar="PAPER", help="Such as midus; without it, tables are listed.")
     ] = None,
-    table: Annotated[str | None, typer.Argument(metavar="TABLE", help="Its number, such as 1.")] = None,
+    table: Annotated[str | None, typer.Argument(metavar="TABLE", help="Number of the table, such as 1.")] = None,
     overrides: Annotated[
         list[str] | None,
-        typer.Argument(
-            metavar="KEY=VALUE", help="Keys of the scale that replace its own, such as limit=50.", show_default=False
-        ),
+        typer.Argument(metavar="KEY=VALUE", help="Keys of the scale to change, such as limit=50.", show_default=False),
     ] = None,
     scale: Annotated[
         str,
@@ -38,11 +36,13 @@ def midus_reproduce(
     ] = "small",
     rows: Annotated[
         str | None,
-        typer.Option(help="Some rows alone, by name, joined by semicolons.  [default: all]", metavar="NAMES"),
+        typer.Option(help="Only these rows, by name, separated by semicolons.  [default: all]", metavar="NAMES"),
     ] = None,
     output: Annotated[
         Path | None,
-        typer.Option(help="Folder, which a later run goes on with.  [default: outputs/reproduce/...]", metavar="DIR"),
+        typer.Option(
+            help="Folder of results, where a later run goes on.  [default: outputs/reproduce/...]", metavar="DIR"
+        ),
     ] = None,
     root: Annotated[
         Path | None, typer.Option(help="Clone of the repository.  [default: that of this package]", metavar="DIR")
@@ -67,7 +67,9 @@ def midus_reproduce(
         _list(repository, json_)
         return
     if table is None:
-        raise ValueError(f"no table of {paper} is named; 'midus reproduce' alone lists those that there are.")
+        raise ValueError(
+            f"no table of {paper} is named; expected one. 'midus reproduce' without arguments lists all tables."
+        )
     gpus = devices_of(devices, jobs)
     with contextlib.redirect_stdout(sys.stderr):
         read = read_table(repository, paper, table, scale, overrides or [])

@@ -6,11 +6,11 @@ import typer
 
 from midus_hf.cli.command_line import FAILED, Ending
 
-Jobs = Annotated[int, typer.Option(help="Runs beside one another, which share the processor's cores.", metavar="N")]
+Jobs = Annotated[int, typer.Option(help="Runs at a time; they share the processor's cores.", metavar="N")]
 Devices = Annotated[
     str | None,
     typer.Option(
-        help="GPUs, such as 0,1, one for each run beside the others.  [default: all, for one run]", metavar="LIST"
+        help="GPUs such as 0,1, with one run at a time on each.  [default: all, for one run]", metavar="LIST"
     ),
 ]
 DryRun = Annotated[bool, typer.Option("--dry-run", help="Say what would be run, and what is done already.")]
@@ -36,7 +36,7 @@ def devices_of(devices: str | None, jobs: int) -> list[str]:
         raise ValueError(f"devices is {devices!r}; expected numbers of GPUs, such as 0,1.")
     if jobs not in (1, len(numbers)):
         raise ValueError(
-            f"jobs is {jobs}, and devices names {len(numbers)}; give devices alone, each of which has a run."
+            f"jobs is {jobs}, and devices names {len(numbers)}; expected one run per device. Leave jobs out."
         )
     return numbers
 
@@ -53,4 +53,4 @@ def fail_for(failures: dict[str, str]) -> None:
     if failures:
         name, why = next(iter(failures.items()))
         count = f"one run failed, {name}" if len(failures) == 1 else f"{len(failures)} runs failed, the first {name}"
-        raise Ending(FAILED, f"{count}: {why}. The same command does again what failed.")
+        raise Ending(FAILED, f"{count}: {why}. The same command repeats what failed.")

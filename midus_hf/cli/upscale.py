@@ -18,7 +18,7 @@ from upscalers.record.report import PushError
 from upscalers.request.errors import RequestError, one_line
 from upscalers.request.options import parse_options
 
-app = command_line()
+app = command_line(add_completion=True)
 
 ConfigFile = Annotated[
     Path | None, typer.Option("--config", help="YAML file with these options; the command line wins.", metavar="FILE")
@@ -45,6 +45,8 @@ class RunRequest:
     push_to_hub: str | None = None
     private: bool | None = None
     revision: str | None = None
+    stream: bool | None = None
+    adapter: str | None = None
 
 
 @app.callback(invoke_without_command=True)
@@ -99,9 +101,22 @@ def run(
         str | None,
         typer.Option(help="Branch, tag or commit of a base on the hub.  [default: its main branch]", metavar="REV"),
     ] = None,
+    stream: Annotated[
+        bool,
+        typer.Option(
+            "--stream",
+            help="Fetch a base on the hub file by file and keep none: needs the disk of one file and the output.",
+        ),
+    ] = False,
+    adapter: Annotated[
+        str | None,
+        typer.Option(
+            help="Folder or hub id of a LoRA to merge into the base while it is read.", metavar="DIR_OR_HUB_ID"
+        ),
+    ] = None,
     version: Annotated[bool, typer.Option("--version", help="Print the version.")] = False,
 ) -> None:
-    """Upscale a pretrained checkpoint: add memory or depth without changing what it computes."""
+    """Upscale a pretrained checkpoint: add memory or depth. Most methods do not change what it computes."""
     if context.invoked_subcommand is not None:
         return
     if not any(context.params.values()):
@@ -123,6 +138,8 @@ def run(
         "push_to_hub": push_to_hub,
         "private": private or None,
         "revision": revision,
+        "stream": stream or None,
+        "adapter": adapter,
     }
     request = {**_read_config_file(config), **{key: value for key, value in options.items() if value is not None}}
     request["options"] = {**(request.get("options") or {}), **_parse_settings(set_ or [])}
@@ -215,10 +232,49 @@ def strip(
 
 
 @app.command()
+def extract(
+    model: Annotated[
+        str,
+        typer.Argument(help="A checkpoint that holds a language model, such as one that reads images.", metavar="DIR"),
+    ],
+    output: Annotated[str, typer.Option(help="Folder to make.", metavar="DIR2")],
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace what upscale or strip wrote there.")] = False,
+    json_: Json = False,
+) -> None:
+    """Save the language model of a larger model as a separate checkpoint."""
+    from upscalers.console import Console, print_extracted
+    from upscalers.runs.extract import extract as extract_checkpoint
+
+    result = extract_checkpoint(model, output, overwrite, progress=Console())
+    if json_:
+        print(json.dumps(result))
+    else:
+        print_extracted(result)
+
+
+@app.command()
+def adapter(
+    adapter: Annotated[str, typer.Argument(help="A PEFT adapter that was made for the base.", metavar="ADAPTER")],
+    onto: Annotated[str, typer.Option(help="The model that was upscaled from the base.", metavar="DIR")],
+    output: Annotated[str, typer.Option(help="Folder to make.", metavar="DIR2")],
+    json_: Json = False,
+) -> None:
+    """Write an adapter of the base for the upscaled model, whose layers have other numbers."""
+    from upscalers.console import print_adapter
+    from upscalers.runs.adapter import write_adapter
+
+    result = write_adapter(adapter, onto, output)
+    if json_:
+        print(json.dumps(result))
+    else:
+        print_adapter(result)
+
+
+@app.command()
 def shuffle(
     model: Annotated[str, typer.Argument(help="An upscaled checkpoint with memory, trained or not.", metavar="DIR")],
     output: Annotated[str, typer.Option(help="Folder to make.", metavar="DIR2")],
-    seed: Annotated[int, typer.Option(help="Of the orders.", metavar="N")] = 0,
+    seed: Annotated[int, typer.Option(help="Seed of the new orders.", metavar="N")] = 0,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace what upscale or strip wrote there.")] = False,
     json_: Json = False,
 ) -> None:

@@ -47,8 +47,8 @@ def document_paths(
     windows = cut_windows(documents, tokenizer, window_tokens)
     window_paths = _window_paths(retriever, windows, blocked)
     for _, group in itertools.groupby(window_paths, key=lambda pair: pair[0].number):
-        of_document = list(group)
-        yield _row(of_document[0][0], [path for _, path in of_document], retriever.tree)
+        windows_with_paths = list(group)
+        yield _row(windows_with_paths[0][0], [path for _, path in windows_with_paths], retriever.tree)
 
 
 def stored_paths(
@@ -86,13 +86,13 @@ def _paths_of_rows(
 def _row(document: Document, windows: list[list[int]], tree: ClusterTree) -> dict[str, Any]:
     ((path, _),) = collections.Counter(map(tuple, windows)).most_common(1)
     columns = {"text": document.text} if document.row is None else document.row
-    of_paths = {
+    path_columns = {
         "document": document.number,
         "memory_ids": list(path),
         TREE_COLUMN: tree.fingerprint,
         "windows": windows,
     }
-    return {**columns, **of_paths}
+    return {**columns, **path_columns}
 
 
 def _window_paths(

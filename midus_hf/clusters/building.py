@@ -16,12 +16,14 @@ from midus_hf.retrieval.tree_files import TreeOrigin
 # Number of rows that are read and assigned at a time.
 _STRETCH = 8192
 
+# Most leaves that options may ask for.
 _MOST_LEAVES = 2**24
 
 # Mean number of windows per leaf in the tree that `TreeOptions.hint` proposes for a small corpus.
 _FILLED = 8
 
-# Most rows on which a tree's least similarity is measured. With so many, its percentile is known to 0.04 of a percent.
+# Most rows on which a tree's least similarity is measured. With so many rows, the share of rows below the measured first
+# percentile has a standard error of 0.04 percentage points.
 _MOST_MEASURED = 2**16
 
 
@@ -61,9 +63,12 @@ class TreeOptions:
             )
 
     def hint(self, windows: int) -> str | None:
-        """Return a warning that a corpus cannot fill the tree's leaves, with a tree that it could fill; None if it can fill them.
+        """Return a warning if a corpus cannot fill the tree's leaves, with a proposal of a smaller tree; else None.
 
         A node is split into at most one cluster for every two windows, so a leaf needs at least two windows.
+
+        Args:
+            windows: Number of windows of the corpus.
         """
         leaves = self.branching**self.levels
         if windows >= 2 * leaves:
@@ -74,8 +79,8 @@ class TreeOptions:
         if _FILLED * branching**levels > windows:
             branching = max(2, windows // _FILLED)
         return (
-            f"{windows:,} windows cannot fill {leaves:,} leaves, so that most of them stay without text; expected two windows a leaf "
-            f"or more. Add text, or build it with --branching {branching} --levels {levels}."
+            f"{windows:,} windows cannot fill {leaves:,} leaves, so that some stay without text; expected two windows per leaf "
+            f"or more. Add text, or build the tree with --branching {branching} --levels {levels}."
         )
 
 
@@ -102,7 +107,7 @@ def build_tree(
     """Cluster rows into a tree.
 
     Each node is clustered by `kmeans`, and then each of its members is assigned to the child with the nearest centroid.
-    Since this is greedy descent, clusters can be larger than the ones that EM has balanced. A node with fewer than
+    This assignment is not balanced, so a cluster can be larger than in EM, which balances clusters. A node with fewer than
     `2 * branching` members gets one cluster for every two members, and a node with fewer than 4 gets a single child.
     Children without members have no data, and no path leads to them. Random choices at a node depend only on the seed
     and the node.
@@ -126,19 +131,19 @@ def build_tree(
     nodes = np.zeros(len(embeddings), np.int64)
     centroids, sizes = [], []
     for level in range(1, options.levels + 1):
-        of_level = cluster_level(embeddings, options, level, nodes, finished)
+        child_centroids = cluster_level(embeddings, options, level, nodes, finished)
         assigned = None if finished is None else finished.nodes(level)
         if assigned is not None:
             nodes = assigned
             if progress is not None:
                 progress(len(nodes))
         else:
-            nodes = assign_rows(embeddings, 0, nodes, of_level, branching, progress)
+            nodes = assign_rows(embeddings, 0, nodes, child_centroids, branching, progress)
             if finished is not None:
                 finished.finish_level(level, nodes)
         counts = torch.from_numpy(np.bincount(nodes, minlength=branching**level))
-        of_level[counts == 0] = torch.nan
-        centroids.append(of_level)
+        child_centroids[counts == 0] = torch.nan
+        centroids.append(child_centroids)
         sizes.append(counts)
     tree = ClusterTree(branching, centroids, origin or TreeOrigin(seed=options.seed), sizes)
     tree.min_similarity = _least_similarity(tree, embeddings, options.seed)
@@ -164,7 +169,7 @@ def cluster_level(
         `[branching ** level, c]`, float32; NaN for children that a node lacks.
     """
     branching = options.branching
-    of_level = torch.full((branching**level, embeddings.shape[1]), torch.nan)
+    child_centroids = torch.full((branching**level, embeddings.shape[1]), torch.nan)
     for parent, members in _members_of(nodes):
         centroids = None if finished is None else finished.centroids(level, parent)
         if centroids is None:
@@ -177,8 +182,8 @@ def cluster_level(
             )
             if finished is not None:
                 finished.add(level, parent, centroids)
-        of_level[branching * parent : branching * parent + len(centroids)] = centroids
-    return of_level
+        child_centroids[branching * parent : branching * parent + len(centroids)] = centroids
+    return child_centroids
 
 
 def assign_rows(
@@ -216,8 +221,8 @@ def assign_rows(
 def _least_similarity(tree: ClusterTree, embeddings: Embeddings, seed: int) -> float:
     """Return the similarity that 99 of 100 rows reach: the first percentile, rounded down to four decimal places.
 
-    If there are many rows, a sample is measured. Rounding down takes away more than a row's similarity can change when
-    the row is embedded in another batch.
+    If there are many rows, a sample is measured. Rounding down nearly always takes away more than a row's similarity
+    changes when the row is embedded in another batch.
     """
     rows = np.arange(len(embeddings))
     if len(rows) > _MOST_MEASURED:
@@ -245,7 +250,7 @@ def unit_rows(embeddings: Embeddings, rows: np.ndarray | slice) -> torch.Tensor:
     lengths = read.norm(dim=-1, keepdim=True)
     if not (lengths.isfinite() & (lengths > 0)).all():
         raise ValueError(
-            "embeddings have rows of length 0 or that are not finite; expected others. Embed the corpus again."
+            "embeddings have rows of length 0 or with values that are not finite; expected finite rows. Embed the corpus again."
         )
     return read / lengths
 

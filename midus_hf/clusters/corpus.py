@@ -90,8 +90,8 @@ def read_rows(corpus: Corpus) -> Iterator[Document]:
     """Read the documents that `read_corpus` reads, with their rows and without labels.
 
     Raises:
-        DocumentError: If the corpus cannot be read, as in `read_corpus`, or a row has a column named like one that
-            `document_paths` adds, but no `memory_ids`: then the column is the corpus's own.
+        DocumentError: If the corpus cannot be read, as in `read_corpus`, or a row has no `memory_ids` but a column with
+            a name that `document_paths` writes: the column then does not come from an earlier assignment.
     """
     documents = (
         (text, row) for file in find_files(corpus.path) for text, row in _rows_of_file(file, corpus) if text.strip()
@@ -106,11 +106,11 @@ def _rows_of_file(path: Path, corpus: Corpus) -> Iterator[tuple[str, dict[str, A
         return
     for location, row in rows:
         text = text_of_row(row, corpus.column, location)
-        taken = [column for column in _OWN_COLUMNS if column in row]
-        if taken and "memory_ids" not in row:
+        reserved = [column for column in _OWN_COLUMNS if column in row]
+        if reserved and "memory_ids" not in row:
             raise DocumentError(
-                f"{location} has a column {taken[0]!r}, which paths of documents are written with; expected columns of other "
-                "names, or those of an earlier assignment. Rename it."
+                f"{location} has a column {reserved[0]!r}, which is written beside the paths of documents; expected columns of other "
+                "names, or the columns of an earlier assignment. Rename the column."
             )
         yield text, row
 
@@ -159,11 +159,11 @@ def load_fast_tokenizer(name: str) -> PreTrainedTokenizerBase:
         tokenizer = load_tokenizer(name)
     except (OSError, ValueError, KeyError) as error:
         raise ValueError(
-            f"tokenizer is {name!r}, which cannot be loaded: {first_line(error)} Expected a folder or hub id of one."
+            f"tokenizer is {name!r}, which cannot be loaded: {first_line(error)} Expected the folder or hub id of a tokenizer."
         ) from error
     if not tokenizer.is_fast:
         raise ValueError(
-            f"tokenizer is {name!r}, which does not know the places of its tokens in a text; expected a fast one, with a "
+            f"tokenizer is {name!r}, which does not know the positions of its tokens in a text; expected a fast one, with a "
             "tokenizer.json."
         )
     return tokenizer

@@ -30,9 +30,9 @@ _DOCUMENTS = 256
 class EmbedWindows(PipelineStep):
     """Pipeline step that embeds the windows of each task's documents into a folder per task. It must be the last step.
 
-    An interrupted task resumes with the stretch of windows that it was at, and its files end with the same bytes, if it
-    gets the same documents again: the number of tasks and the previous steps must be the same. Other documents are
-    refused. Blank documents are left out.
+    An interrupted task resumes with the stretch of windows that it was at, if it gets the same documents again: the
+    number of tasks and the previous steps must be the same. Its files then have the same bytes as without the
+    interruption. Other documents are refused. Blank documents are left out.
 
     Args:
         output: Folder of all tasks. All tasks must be able to write to it, and `BuildTree` must be able to memory-map
@@ -103,10 +103,10 @@ class EmbedWindows(PipelineStep):
         with only_run(folder):
             writer = WindowWriter(folder, request, keep_sources=True)
             if not writer.record.complete:
-                before = writer.record.windows
+                windows_before = writer.record.windows
                 for record in writer.write(self._documents(data), tokenizer, embedder):
-                    self.stat_update("windows", value=record.windows - before)
-                    before = record.windows
+                    self.stat_update("windows", value=record.windows - windows_before)
+                    windows_before = record.windows
                 writer.finish()
 
     def _documents(self, data: Any) -> Iterator[Document]:
@@ -117,7 +117,7 @@ class EmbedWindows(PipelineStep):
 
 
 class BuildTree(PipelineStep):
-    """Pipeline step that builds the tree of what `EmbedWindows` wrote, in a separate pipeline.
+    """Pipeline step, in a separate pipeline, that builds the tree from the embeddings that `EmbedWindows` wrote.
 
     The step does what `midus cluster build --embeddings` does. Only the first task works. After an interruption the
     step resumes with the node that it was at, and after `ClusterLevel` and `AssignWindows` with the first level that
@@ -152,11 +152,11 @@ class BuildTree(PipelineStep):
 
 
 class ClusterLevel(PipelineStep):
-    """Pipeline step that computes the centroids of one level of the tree of what `EmbedWindows` wrote, in a separate pipeline.
+    """Pipeline step, in a separate pipeline, that computes the centroids of one level from what `EmbedWindows` wrote.
 
     Only the first task works, and reads only the windows that it samples. `AssignWindows`, in any number of tasks, then
-    assigns all windows to the nodes of the level, and so on for each level. `BuildTree` comes last and finds everything
-    done. The tree equals, bit for bit, the tree that `BuildTree` builds alone.
+    assigns all windows to the nodes of the level. The two steps are repeated for each level. `BuildTree` comes last and
+    writes the tree, which equals, bit for bit, the tree that `BuildTree` builds alone.
 
     Args:
         embeddings: Output folder of `EmbedWindows`.
@@ -195,7 +195,7 @@ class AssignWindows(PipelineStep):
     Args:
         output: Folder of the tree, to which all tasks must be able to write.
         level: A level that `ClusterLevel` has done, from 1.
-        options: The options that `ClusterLevel` was run with. Default: `TreeOptions()`.
+        options: Options of the tree, as `ClusterLevel` had them. Default: `TreeOptions()`.
     """
 
     name = "windows to the nodes of a level"
@@ -229,8 +229,8 @@ class AssignPaths(PipelineStep):
 
     Args:
         tree: Folder that `midus cluster build` wrote.
-        embedding_model: Folder or hub id of the tree's embedding model. Default: the one recorded in the tree.
-        tokenizer: Folder or hub id of the tokenizer that cuts windows. Default: the one recorded in the tree.
+        embedding_model: Folder or hub id of the tree's embedding model. Default: the model recorded in the tree.
+        tokenizer: Folder or hub id of the tokenizer that cuts windows. Default: the tokenizer recorded in the tree.
         device: Device of the model. Default: `"cpu"`.
         batch_size: Texts per forward pass. Default: 64.
         blocked: Pairs of level and node that no path may take, as in `ClusterTree.paths`. Default: none.
@@ -277,8 +277,8 @@ class AssignPaths(PipelineStep):
             with self.track_time(unit="batch"):
                 documents = [Document(number, document.text) for number, document in enumerate(batch)]
                 for row in document_paths(retriever, tokenizer, documents, origin.window_tokens or 2048, self.blocked):
-                    of_paths = {key: row[key] for key in ("memory_ids", TREE_COLUMN, "windows")}
-                    batch[row["document"]].metadata |= of_paths
+                    path_columns = {key: row[key] for key in ("memory_ids", TREE_COLUMN, "windows")}
+                    batch[row["document"]].metadata |= path_columns
             for document in batch:
                 self.stat_update("with a path" if "memory_ids" in document.metadata else "blank")
                 yield document

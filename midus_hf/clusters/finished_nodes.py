@@ -48,8 +48,8 @@ class FinishedNodes:
         )
         if read_only and self._fingerprint() != fingerprint:
             raise ValueError(
-                f"folder {str(folder)!r} has no centroids of these embeddings and options; expected those of ClusterLevel. Run it "
-                "first, with the same options."
+                f"folder {str(folder)!r} has no centroids of these embeddings and options; expected the centroids that ClusterLevel "
+                "computes. Run it first, with the same options."
             )
         folder.mkdir(parents=True, exist_ok=True)
         if self._fingerprint() != fingerprint:
@@ -121,17 +121,17 @@ class FinishedNodes:
 
     def _joined(self, level: int) -> np.ndarray | None:
         """Return the joined parts of a level, in the order of rows; None if rows are missing."""
-        kept = []
+        stored = []
         for path in sorted(self._folder.glob(f"part.{level}.*-*.npy")):
             first, end = map(int, path.name.split(".")[2].split("-"))
-            kept.append((end, first, path))
+            stored.append((end, first, path))
         parts, row = [], 0
         while row < self._rows:
             # Parts may overlap if runs had different numbers of tasks.
-            here = [part for part in kept if part[1] <= row < part[0]]
-            if not here:
+            covering = [part for part in stored if part[1] <= row < part[0]]
+            if not covering:
                 return None
-            end, first, path = max(here)
+            end, first, path = max(covering)
             parts.append(np.load(path)[row - first :])
             row = end
         nodes = np.concatenate(parts) if parts else np.zeros(0, np.int32)
@@ -172,15 +172,15 @@ class FinishedNodes:
         centroids_of: dict[tuple[int, int], torch.Tensor] = {}
         if not path.exists():
             return centroids_of
-        whole = 0
+        num_whole = 0
         for record in np.fromfile(path, self._record):
             if not np.array_equal(record["digest"], _digest(record)):
                 break
             centroids = torch.from_numpy(record["centroids"][: record["count"]].copy())
             centroids_of[int(record["level"]), int(record["parent"])] = centroids
-            whole += 1
+            num_whole += 1
         if not self._read_only:
-            os.truncate(path, whole * self._record.itemsize)
+            os.truncate(path, num_whole * self._record.itemsize)
         return centroids_of
 
     def _read_levels(self) -> tuple[int, np.ndarray] | None:

@@ -27,14 +27,14 @@ class GrowingArray:
         self.rows = rows
         self._write_header()
         self._begin = self._file.tell()
-        whole = self._begin + rows * self._dtype.itemsize * (width or 1)
-        if self._file.seek(0, os.SEEK_END) < whole:
+        whole_bytes = self._begin + rows * self._dtype.itemsize * (width or 1)
+        if self._file.seek(0, os.SEEK_END) < whole_bytes:
             self._file.close()
             raise ValueError(
                 f"file {str(path)!r} has lost rows; expected {rows:,}. Delete its folder, and build again."
             )
-        self._file.truncate(whole)
-        self._file.seek(whole)
+        self._file.truncate(whole_bytes)
+        self._file.seek(whole_bytes)
 
     def append(self, rows: np.ndarray) -> None:
         """Append rows.

@@ -97,7 +97,7 @@ def node_reports(
         leaves: The leaf of each window, `[N]`.
         documents: The document of each window, `[N]`.
         labels: The label of each window, `[N]`, integers from 0. Default: None.
-        label_names: Names of the labels. Default: none.
+        label_names: Name of each label, by the label's integer. Default: none.
         level: The level, from 1. Default: 1.
         most: Largest number of nodes. Default: 16.
         samples: Number of sample documents per node. Default: 3.
@@ -119,8 +119,8 @@ def node_reports(
         members = np.flatnonzero(nodes == node)
         present = np.unique(documents[members])
         drawn = np.random.default_rng([seed, level, node]).choice(present, min(samples, len(present)), replace=False)
-        of_node = [] if labels is None else _commonest(labels[members], label_names)
-        reports.append(NodeReport(node, len(members), of_node, sorted(drawn.tolist())))
+        node_labels = [] if labels is None else _commonest(labels[members], label_names)
+        reports.append(NodeReport(node, len(members), node_labels, sorted(drawn.tolist())))
     return reports
 
 

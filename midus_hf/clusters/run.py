@@ -37,7 +37,7 @@ _VERSION = 1
 
 @dataclass(frozen=True)
 class BuildRequest:
-    """Everything that `build` needs to know.
+    """Request for `build`: corpus, models, output and options.
 
     Args:
         corpus: Location and format of the documents.
@@ -70,11 +70,8 @@ class BuildRequest:
 def build(request: BuildRequest) -> ClusterTree:
     """Embed a corpus, cluster it and write the tree: `tree.safetensors`, `tree.json`, and `windows/` with the embeddings.
 
-    After an interruption, another run resumes with the embeddings that are there, and then with the node that was being
+    After an interruption, another run keeps the embeddings that are there, and resumes with the node that was being
     clustered.
-
-    Args:
-        request: The corpus, the models, the output and the options.
 
     Raises:
         ValueError: If the output holds a tree or other files, scikit-learn is not installed, or a function that is
@@ -180,22 +177,24 @@ def assign_windows(output: Path, level: int, options: TreeOptions, rank: int, ta
         if first == end or finished.has_part(level, first, end) or finished.nodes(level) is not None:
             return 0
         nodes = _nodes_above(finished, level, count)[first:end]
-        of_level = torch.full((options.branching**level, stored.embeddings.shape[1]), torch.nan)
+        child_centroids = torch.full((options.branching**level, stored.embeddings.shape[1]), torch.nan)
         for parent in np.unique(nodes).tolist():
             centroids = finished.centroids(level, parent)
             if centroids is None:
                 raise ValueError(
-                    f"folder {str(output)!r} has no centroids of level {level} below node {parent}; expected those that ClusterLevel "
-                    "finds. Run it first."
+                    f"folder {str(output)!r} has no centroids of level {level} below node {parent}; expected the centroids that "
+                    "ClusterLevel computes. Run it first."
                 )
-            of_level[options.branching * parent : options.branching * parent + len(centroids)] = centroids
-        finished.add_part(level, first, assign_rows(stored.embeddings, first, nodes, of_level, options.branching))
+            child_centroids[options.branching * parent : options.branching * parent + len(centroids)] = centroids
+        finished.add_part(
+            level, first, assign_rows(stored.embeddings, first, nodes, child_centroids, options.branching)
+        )
     return end - first
 
 
 def _check_level(level: int, options: TreeOptions) -> None:
     if not 1 <= level <= options.levels:
-        raise ValueError(f"level is {level}; expected one from 1 to {options.levels}, those of the tree.")
+        raise ValueError(f"level is {level}; expected a level of the tree, from 1 to {options.levels}.")
 
 
 def _nodes_above(finished: FinishedNodes, level: int, count: int) -> np.ndarray:
@@ -258,9 +257,8 @@ def _cluster(output: Path, stored: StoredWindows, options: TreeOptions, origin: 
             tqdm(desc="clustering", unit=" rows", total=rows * options.levels, disable=None) as bar,
         ):
             built = build_tree(stored.embeddings, options, origin, bar.update, finished)
-        (output / RECORD_FILE).unlink(
-            missing_ok=True
-        )  # otherwise a kill further down could leave an old tree with new leaves
+        # Otherwise a kill further down could leave an old tree with new leaves.
+        (output / RECORD_FILE).unlink(missing_ok=True)
         with whole_file(output / WINDOWS / _LEAVES) as partial, partial.open("wb") as file:
             np.save(file, built.leaves.astype(np.int32))
         built.tree.save(output)
@@ -290,8 +288,10 @@ def _check_output(output: Path, overwrite: bool) -> None:
         return
     # A build that was killed between the two files of a tree leaves its folder of finished nodes behind. The folder shows
     # that the centroids are the build's own.
-    ours = {WINDOWS, CENTROIDS_FILE} if (output / WINDOWS / _FINISHED).is_dir() else {WINDOWS}
-    if output.is_dir() and any(path.name not in ours and not path.name.startswith(".") for path in output.iterdir()):
+    own_names = {WINDOWS, CENTROIDS_FILE} if (output / WINDOWS / _FINISHED).is_dir() else {WINDOWS}
+    if output.is_dir() and any(
+        path.name not in own_names and not path.name.startswith(".") for path in output.iterdir()
+    ):
         raise ValueError(
             f"output is {str(output)!r}, which holds other files than those of a tree; expected a new folder. Name another."
         )

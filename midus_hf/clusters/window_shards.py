@@ -68,12 +68,12 @@ class JoinedRows:
     def __getitem__(self, rows: np.ndarray | slice) -> np.ndarray:
         wanted = np.arange(*rows.indices(len(self))) if isinstance(rows, slice) else np.asarray(rows)
         runs = np.searchsorted(self._ends, wanted, side="right")
-        ranks, places = self._ranks[runs], wanted + self._shifts[runs]
+        ranks, rows_in_task = self._ranks[runs], wanted + self._shifts[runs]
         rows_read = np.empty((len(wanted), self.shape[1]), self.records[0].request["dtype"])
         order = np.argsort(ranks, kind="stable")
         present, begins = np.unique(ranks[order], return_index=True)
-        for rank, here in zip(present.tolist(), np.split(order, begins[1:]), strict=False):
-            rows_read[here] = self._mapped(rank)[places[here]]
+        for rank, positions in zip(present.tolist(), np.split(order, begins[1:]), strict=False):
+            rows_read[positions] = self._mapped(rank)[rows_in_task[positions]]
         return rows_read
 
     @cached_property
@@ -149,8 +149,8 @@ class JoinedRows:
             )
         if "tasks" not in record.request:
             raise ValueError(
-                f"embeddings is {str(self._folder)!r}, whose {rank:05d} was written by no task; expected a folder that EmbedWindows "
-                "wrote. Name it."
+                f"embeddings is {str(self._folder)!r}, whose folder {rank:05d} was not written by a task; expected a folder that "
+                "EmbedWindows wrote. Name that folder."
             )
         return record
 
@@ -186,17 +186,17 @@ def join_shards(folder: Path, output: Path) -> None:
     names: dict[str, int] = {}
     documents = 0
     for run in joined.runs:
-        here = joined.map(run.rank, "documents")[run.begin : run.end]
-        numbers.append(here - here[0] + documents)
-        documents += int(here[-1] - here[0]) + 1
+        run_documents = joined.map(run.rank, "documents")[run.begin : run.end]
+        numbers.append(run_documents - run_documents[0] + documents)
+        documents += int(run_documents[-1] - run_documents[0]) + 1
         if labels is not None:
-            of_run = joined.map(run.rank, "labels")[run.begin : run.end]
-            of_task = joined.records[run.rank].label_names
-            present, firsts = np.unique(of_run, return_index=True)
-            renumbered = np.zeros(len(of_task), np.int32)
+            run_labels = joined.map(run.rank, "labels")[run.begin : run.end]
+            task_label_names = joined.records[run.rank].label_names
+            present, firsts = np.unique(run_labels, return_index=True)
+            renumbered = np.zeros(len(task_label_names), np.int32)
             for label in present[np.argsort(firsts)].tolist():
-                renumbered[label] = names.setdefault(of_task[label], len(names))
-            labels.append(renumbered[of_run])
+                renumbered[label] = names.setdefault(task_label_names[label], len(names))
+            labels.append(renumbered[run_labels])
     for written in (numbers, labels):
         if written is not None:
             written.flush()

@@ -84,7 +84,8 @@ def open_windows(folder: Path) -> StoredWindows:
     record = read_record(folder)
     if record is None or not record.complete:
         raise ValueError(
-            f"folder {str(folder)!r} holds no windows, or not all of a corpus; expected those of a tree. Run midus cluster build."
+            f"folder {str(folder)!r} holds no windows, or not all of a corpus; expected the windows of a tree. Run midus cluster "
+            "build."
         )
     request = record.request
     embeddings: Embeddings

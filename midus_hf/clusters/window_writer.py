@@ -1,8 +1,8 @@
 """Embedding windows into a folder in stretches, so that an interrupted run can be resumed.
 
 A stretch reaches the disk before the next stretch begins. A resumed run therefore uses the same stretches, and its
-files end with the same bytes. A stretch never crosses files of rows, so the embeddings of a file do not depend on the
-files that are read along with it.
+files have the same bytes as without the interruption. A stretch never crosses files of rows, so the embeddings of a
+file do not depend on the files that are read along with it.
 """
 
 import contextlib
@@ -168,8 +168,8 @@ class WindowWriter:
                 embeddings.append(embedder.embed([window.text for window in stretch], progress).numpy())
                 numbers.append(np.array([window.document.number for window in stretch]))
                 if labels is not None:
-                    of_stretch = [str(window.document.label) for window in stretch]
-                    labels.append(np.array([names.setdefault(label, len(names)) for label in of_stretch]))
+                    stretch_labels = [str(window.document.label) for window in stretch]
+                    labels.append(np.array([names.setdefault(label, len(names)) for label in stretch_labels]))
                 for written in (embeddings, numbers, labels):
                     if written is not None:
                         written.flush()
@@ -207,7 +207,7 @@ class WindowWriter:
                 return
         raise ValueError(
             f"folder {str(self._folder)!r} holds windows of other documents than the first {last + 1:,} that were read now; "
-            "expected the same ones in the same order. Choose another output, or delete this folder."
+            "expected the same documents in the same order. Choose another output, or delete this folder."
         )
 
 
@@ -224,7 +224,7 @@ def only_run(folder: Path) -> Iterator[None]:
         lock.acquire()
     except Timeout as error:
         raise ValueError(
-            f"folder {str(folder)!r} is being written by another run; wait for it, or choose another."
+            f"folder {str(folder)!r} is being written by another run; wait for that run, or choose another folder."
         ) from error
     try:
         yield
@@ -256,8 +256,8 @@ def write_record(folder: Path, record: WindowRecord) -> None:
 
 
 def _stretches(windows: Iterable[Window]) -> Iterator[list[Window]]:
-    for _, of_source in itertools.groupby(windows, key=lambda window: window.document.source):
-        while stretch := list(itertools.islice(of_source, _STRETCH)):
+    for _, windows_of_source in itertools.groupby(windows, key=lambda window: window.document.source):
+        while stretch := list(itertools.islice(windows_of_source, _STRETCH)):
             yield stretch
 
 

@@ -58,11 +58,11 @@ def check_runs(comparison: Comparison, variants: Sequence[Variant]) -> None:
         for key in {key for rate in variant.rates for key in rate}:
             if key not in _RATES:
                 raise ValueError(f"variants.{variant.name} has a rate {key!r}; expected one of: {', '.join(_RATES)}.")
-        most, of_all = variant.train.get("eval_max_tokens"), comparison.train.get("eval_max_tokens")
-        if most != of_all:
+        own, shared = variant.train.get("eval_max_tokens"), comparison.train.get("eval_max_tokens")
+        if own != shared:
             raise ValueError(
-                f"variants.{variant.name}.train.eval_max_tokens is {most}, and that of all is {of_all}; expected the same, since all "
-                "are measured alike. Set train.eval_max_tokens."
+                f"variants.{variant.name}.train.eval_max_tokens is {own}, and train.eval_max_tokens is {shared}; expected the same, "
+                "since all variants are measured alike. Set train.eval_max_tokens."
             )
         for run in runs_of(variant, comparison):
             keys = run.training_keys(comparison, model="model", output=Path("trained"))

@@ -51,7 +51,7 @@ class Done:
 
 
 class Commands:
-    """Runner of one command after the other, which passes signals of this process on to the command.
+    """Runner of commands, one after the other, which passes signals of this process on to the running command.
 
     Args:
         logs: Folder for the logs, one file per step: the command line and what the command wrote to standard error.
@@ -104,9 +104,8 @@ class Commands:
         """Pass a signal on to the running command, wait for that command, and exit."""
         if self._running is not None:
             self._running.send_signal(number)
-        if (
-            self._is_ending
-        ):  # the handler of the first signal already waits below, and only one waiter per Popen is allowed
+        # The handler of the first signal already waits below, and only one waiter per Popen is allowed.
+        if self._is_ending:
             return
         self._is_ending = True
         if self._running is not None:

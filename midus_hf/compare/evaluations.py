@@ -24,7 +24,7 @@ class Evaluations:
     Args:
         folder: Folder of the run.
         comparison: The comparison, which says whether remote code is trusted.
-        commands: Runner of the commands.
+        commands: Runner of `midus eval`.
     """
 
     def __init__(self, folder: Path, comparison: Comparison, commands: Commands):
@@ -36,7 +36,7 @@ class Evaluations:
         """Return what `midus eval --json` reports of a model, from a kept file where possible.
 
         Args:
-            step: Name of the evaluation, of its file and of its log.
+            step: Name of the evaluation, which its kept file and its log carry.
             model: Folder or Hub id of the model.
             arguments: Other arguments of `midus eval`.
 

@@ -1,4 +1,4 @@
-"""Learning and forgetting, in nats: of one run, over several seeds, and where runs have learned equally much."""
+"""Learning and forgetting in nats: of one run, over several seeds, and of several runs at equal learning."""
 
 import dataclasses
 import itertools
@@ -19,8 +19,8 @@ def origin(result: Result, base: Result) -> Point:
     """Return the losses that learning and forgetting of a run are counted from: its own start, or the base.
 
     The base counts where the upscaled model was not seen to compute what the base computes: that model has lost something before
-    training, and to regain the loss is not learning. Otherwise the run's own start counts, because the start was measured in the
-    precision of training, as the end was.
+    training, and to regain what it lost is not learning. Otherwise the run's own start counts, because the start was measured in
+    the precision of training, as the end was.
 
     Args:
         result: Result of a run.
@@ -89,14 +89,14 @@ def compared(results: Sequence[Result]) -> tuple[dict[str, list[Result]], set[in
 
 
 def forgotten_at(learned: float, moments: Sequence[tuple[float, float]]) -> float | None:
-    """Return the nats that a run had forgotten when it had first learned so much, interpolated linearly between measurements.
+    """Return the nats that a run had forgotten when it first reached an amount of learning, interpolated between measurements.
 
     Args:
         learned: Amount learned in nats, above 0.
         moments: Pairs (learned, forgotten) that `path` returned.
 
     Returns:
-        None if the run never learned so much.
+        None if the run never learned that much.
     """
     for before, here in itertools.pairwise(moments):
         if before[0] < learned <= here[0]:
@@ -177,8 +177,8 @@ class Verdict:
         control: Name of the null control.
         advantage: Nats by which the variant's loss of the domain ended below that of the null control, seed by seed. For
             `shuffled-addresses`, the rise of the loss when the variant's values are permuted.
-        conclusion: What follows: `beats it`, `does not beat it`, `not shown to beat it` or `one seed`; for `shuffled-addresses`, the
-            same said of its addresses, such as `its addresses matter`.
+        conclusion: `beats it`, `does not beat it`, `not shown to beat it` or `one seed`. For `shuffled-addresses`: `its addresses
+            matter`, `its addresses do not matter`, `its addresses are not shown to matter` or `one seed`.
     """
 
     control: str

@@ -75,7 +75,7 @@ def measure_run(run: Run, comparison: Comparison, workplace: Workplace, commands
     keys = run.training_keys(comparison, model, trained)
     peak_rss_bytes = _train("midus train", keys, trained, commands)
     events = read_events(trained / "log.jsonl")
-    peaks = [event["peak_memory_bytes"] for event in events if "peak_memory_bytes" in event]  # of each resumption
+    peaks = [event["peak_memory_bytes"] for event in events if "peak_memory_bytes" in event]  # one per resumption
     ended = next(event for event in reversed(events) if "trained_parameters" in event)
     base = read_result(workplace.root / BASE)
     assert base is not None, "the base is measured first"
@@ -84,7 +84,7 @@ def measure_run(run: Run, comparison: Comparison, workplace: Workplace, commands
         tasks_before = _ask(model, comparison, "tasks-before", evaluations)
     shuffled = unshuffled = None
     if SHUFFLED in wanted(variant, controls):
-        # The curve is of the precision of training, so its end would not compare with the shuffled model.
+        # The curve was measured in the precision of training, and the shuffled model is measured in the precision of its file.
         unshuffled = _losses(trained, comparison, variant.train, evaluations, "unshuffled")
         shuffled = _shuffled(run, comparison, trained, commands, evaluations)
     result = Result(
@@ -230,7 +230,7 @@ def _ask(model: str | Path, comparison: Comparison, step: str, evaluations: Eval
 def _losses(
     model: str | Path, comparison: Comparison, train: Mapping[str, Any] | str, evaluations: Evaluations, step: str
 ) -> dict[str, float]:
-    """Return the loss of each text in nats per token, read as training reads it: with the column and encoding of the corpus."""
+    """Return the loss of each text in nats per token, read with the column and encoding of the first corpus, as in training."""
     losses = {}
     assert isinstance(train, Mapping), "files have been read"
     corpus = train.get("corpus")
@@ -253,7 +253,7 @@ def _losses(
 
 
 def _setting(key: str, value: Any) -> list[str]:
-    """Return the words that set a key of `midus eval`. JSON is YAML, so the value is read as it is."""
+    """Return the arguments that set a key of `midus eval`. JSON is YAML too, so the command reads the value unchanged."""
     return ["--set", f"{key}={json.dumps(value)}"]
 
 

@@ -45,14 +45,14 @@ def available_controls(config: Mapping[str, Any]) -> Controls:
 
 
 def wanted(variant: Variant, available: Controls) -> list[str]:
-    """Return the names of the null controls that a variant asks for and its memory has.
+    """Return the names of the null controls that a variant asks for, its memory has and its training allows.
 
     Args:
         variant: A variant of a comparison.
         available: Null controls that `available_controls` returned.
     """
     names: Sequence[str] = list(available) if variant.controls is True else variant.controls or []
-    # If a variant trains more than its new parameters, a null control that trains only certain roles would lack more than addressing.
+    # A null control that trains only certain roles would, beside a variant that trains the base as well, lack more than addressing.
     trains_more = variant.train.get("trainable", "auto") not in ("auto", "new")
     return [name for name in names if name in available and not (trains_more and available[name]["trainable"])]
 

@@ -6,8 +6,8 @@ from typing import Any
 
 from midus_hf.compare.rates import check_rates
 
-# Pattern of the names in each mapping, and a description of the characters allowed beside letters. Variants name
-# folders.
+# Pattern of the names in each mapping, and a description of the characters allowed beside letters. Names of variants
+# become names of folders.
 _NAMES = {
     "variants": (
         re.compile(r"[A-Za-z0-9][A-Za-z0-9._+-]*"),
@@ -21,6 +21,8 @@ _NAMES = {
 # Names of the null controls; `midus_hf.config.controls` explains them.
 CONTROLS = ("one-row", "random-slots", "frozen-addresses", "shuffled-addresses")
 
+# Keys of `midus train`, `midus sft` and `upscale` that the comparison sets itself: they are dropped from recipes, and
+# refused in mappings.
 OWN_TRAINING_KEYS = (
     "model_name_or_path",
     "output_dir",
@@ -30,8 +32,6 @@ OWN_TRAINING_KEYS = (
     "overwrite_output_dir",
 )
 OWN_FINE_TUNING_KEYS = ("model_name_or_path", "output_dir", "seed", "resume_from_checkpoint", "overwrite_output_dir")
-# Keys of `midus train`, `midus sft` and `upscale` that the comparison sets itself: dropped from recipes, refused in
-# mappings.
 OWN_UPSCALING_KEYS = ("base", "output", "seed", "dry_run", "json", "overwrite", "push_to_hub", "private")
 
 
@@ -69,8 +69,8 @@ class VariantOptions:
         upscale: Keys of `upscale --config`, or the path of a recipe. Default: none, the base itself is trained.
         train: Keys of `midus train`, or the path of a recipe, that replace the comparison's keys. Default: none.
         fine_tune: Keys of `midus sft`, or the path of a recipe, that replace the comparison's keys. Default: none.
-        fit: One key of `upscale`, such as `num_new_layers` or `options.n`, with the values to choose from. The value is chosen with
-            which the number of trained parameters comes closest to `trained_parameters`. Default: none, nothing is fitted.
+        fit: One key of `upscale`, such as `num_new_layers` or `options.n`, with the values to choose from. The chosen value brings
+            the number of trained parameters closest to the comparison's `trained_parameters`. Default: none, nothing is fitted.
         rates: Learning rates for this variant alone, in the form that `Comparison` takes. Default: the rates of the comparison.
         controls: Null controls for this variant alone, in the form that `Comparison` takes. Default: the comparison's null controls.
 
@@ -107,14 +107,14 @@ class Comparison:
         train: Keys of `midus train` that all variants share, or the path of a recipe. Among them are `corpus` and `max_steps`, the
             budget of tokens.
         fine_tune: Keys of `midus sft`, or the path of a recipe: trained models are fine-tuned and measured again. Default: none.
-        domain: Paths of held-out texts that resemble the corpus, by name; learning is measured on them. Default: none, which is
-            allowed only if there are `tasks`.
+        domain: Paths of held-out texts that resemble the corpus, by name; learning is measured on them. `midus compare` needs
+            at least one. Default: none, which is allowed only if there are `tasks`.
         retention: Paths of texts outside the domain, by name; forgetting is measured on them. Default: none.
         tasks: Options of `TaskOptions`. Default: none.
         trained_parameters: Budget of trained parameters, to which variants with `fit` are sized. Default: none.
         seconds: Budget of training in seconds; a run ends with the step during which the budget is spent. Default: none.
-        rates: Learning rates, at each of which each variant is trained, or mappings from several rate keys of `midus train` to
-            numbers. Default: the rate in `train`.
+        rates: Learning rates; each variant is trained at each of them. Instead of a number, a rate may be a mapping from several rate
+            keys of `midus train` to numbers. Default: the rate in `train`.
         seeds: Seeds of new parameters and of the order of texts. Default: `[0, 1, 2]`.
         evaluations: How often a run measures the texts, not counting the start. Default: 5.
         controls: Names of the null controls that are trained beside each variant with a memory, at the variant's best rate; true for

@@ -47,7 +47,7 @@ class ShownProgress:
         self._show()
 
     def ended(self, name: str, failure: str | None) -> None:
-        """Show that a run is done or, with a line that says why, that it failed."""
+        """Show that a run is done or, if `failure` says why, that it failed."""
         began = self._began.pop(name, None)
         self._bar.advance(self._task)
         self._show()

@@ -32,7 +32,7 @@ def check_rates(rates: list[float | dict[str, float]] | None) -> None:
             )
         name = rate_name(values)
         if name in names:
-            raise ValueError(f"rates has {name} twice, by which a folder is called; expected rates that differ.")
+            raise ValueError(f"rates has {name} twice; expected rates that differ, since each names a folder.")
         names.add(name)
 
 

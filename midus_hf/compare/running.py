@@ -64,7 +64,7 @@ class Running:
         variants: Variants that `plan` returned.
         watching: Observer of the progress.
         jobs: Number of runs at a time, if there are no `devices`. Default: 1.
-        devices: Numbers of GPUs. Each run gets one, and as many runs go on at a time. Default: empty, every run sees all GPUs.
+        devices: Numbers of GPUs. Each run gets one GPU, and one run per GPU works at a time. Default: empty, every run sees all GPUs.
     """
 
     def __init__(
@@ -234,7 +234,7 @@ def _alone_in(output: Path) -> Iterator[bool]:
     except BlockingIOError:
         raise ValueError(
             f"output_dir is {str(output)!r}, in which another comparison runs; expected one at a time. Wait for it, or choose "
-            "another output_dir; --jobs has runs beside one another."
+            "another output_dir; --jobs does several runs at a time."
         ) from None
     try:
         yield lock is not None

@@ -51,6 +51,9 @@ class Variant:
 def plan(comparison: Comparison) -> tuple[Comparison, list[Variant]]:
     """Read the files that a comparison names, and count the parameters of its variants; write nothing.
 
+    Args:
+        comparison: The comparison, as its file has it.
+
     Returns:
         The comparison with the contents of files in place of their names, and its variants in order.
 
@@ -98,12 +101,14 @@ def _planned(name: str, options: VariantOptions, comparison: Comparison, shared:
         return variant if train.get("adapters") else dataclasses.replace(variant, train={"trainable": "all", **train})
     keys = _keys(f"variants.{name}.upscale", options.upscale, OWN_UPSCALING_KEYS)
     sized = [
-        (*_sizes(name, comparison.base, tried, word), tried, word)
-        for tried, word in _candidates(name, keys, options.fit)
+        (*_sizes(name, comparison.base, tried, choice), tried, choice)
+        for tried, choice in _candidates(name, keys, options.fit)
     ]
     budget = comparison.trained_parameters
-    new, trained, keys, word = min(sized, key=lambda one: abs(one[1] - budget)) if options.fit and budget else sized[0]
-    return dataclasses.replace(variant, upscale=keys, new_parameters=new, trained_parameters=trained, fitted=word)
+    new, trained, keys, fitted = (
+        min(sized, key=lambda one: abs(one[1] - budget)) if options.fit and budget else sized[0]
+    )
+    return dataclasses.replace(variant, upscale=keys, new_parameters=new, trained_parameters=trained, fitted=fitted)
 
 
 def _fine_tuning(name: str, options: VariantOptions, comparison: Comparison) -> dict[str, Any] | None:
@@ -111,7 +116,7 @@ def _fine_tuning(name: str, options: VariantOptions, comparison: Comparison) -> 
     if comparison.fine_tune is None:
         if own:
             raise ValueError(
-                f"variants.{name}.fine_tune is given, and fine_tune of all is not; expected it, since all or none are."
+                f"variants.{name}.fine_tune is given, and fine_tune is not; expected both, since all variants are fine-tuned or none."
             )
         return None
     return {**_keys("fine_tune", comparison.fine_tune, OWN_FINE_TUNING_KEYS), **own}

@@ -1,4 +1,4 @@
-"""Read the backbone from a raw `config.json`: the sizes and the traits of its family that counting needs."""
+"""Read from a raw `config.json` what counting needs of the backbone: its sizes and the traits of its family."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -16,8 +16,8 @@ class FamilyTraits:
     """Differences between a family and Llama.
 
     Args:
-        defaults: Values of config keys that a config leaves out. Without one, the activation is `silu` and biases are
-            off.
+        defaults: Values of config keys that a config leaves out. Without a default, the activation is `silu` and biases
+            are off.
         bias_keys: Config keys that give biases to projections. A family ignores the keys that are not listed.
         qkv_bias: Whether queries, keys and values have biases whatever the config says.
         query_key_norm: `"head"` if queries and keys are normalised per head, `"whole"` if over all heads together.

@@ -202,11 +202,12 @@ def memories_of(config: Any) -> Memories:
     code fail on them.
 
     Args:
-        config: Config object of transformers, of a family that hosts memory.
+        config: Config object of transformers, of a family that hosts memory, or of a larger model around one.
 
     Raises:
         ValueError: If `read_memories` refuses the list.
     """
+    config = config.get_text_config()
     return read_memories(config.memory, ModelSizes.of(config), base_digest(getattr(config, "upscale", None)))
 
 
@@ -240,7 +241,7 @@ def _check_memories(memories: Memories) -> None:
     names = [entry.name for entry in memories.entries if entry.is_attached]
     repeated = [name for name in names if names.count(name) > 1]
     if repeated:
-        raise ValueError(f"two memories have the name {repeated[0]!r}; expected a name of its own for each.")
+        raise ValueError(f"two memories have the name {repeated[0]!r}; expected a separate name for each.")
 
 
 def _check_layers(memories: Memories) -> None:
@@ -320,8 +321,8 @@ def check_entry(values: Any) -> None:
     memory_type = values.get("type")
     if not isinstance(memory_type, str) or not known_type(memory_type):
         raise ValueError(
-            f"memory type is {memory_type!r}; expected one of: {', '.join(sorted(MEMORY_TYPES))}. A type is added, not renamed: "
-            "under another name its tensors mean something else. One of another package is known where that package is installed."
+            f"memory type is {memory_type!r}; expected one of: {', '.join(sorted(MEMORY_TYPES))}. Do not rename a type, "
+            "since tensors mean something else under another type. A type of another package is known only where it is installed."
         )
     sites = MEMORY_TYPES[memory_type].sites
     site = values.get("site", sites[0])
@@ -339,8 +340,8 @@ def _check_place(values: Mapping[str, Any], options: MemoryOptions, name: Any, s
     options.check_layers(layers)
     if site == "inserted" and options.tables(sizes, layers):
         raise ValueError(
-            f"memory of type {memory_type!r} is inserted, and its options make its layers share tables, which only memories do that "
-            "are attached to layers; expected options that share none."
+            f"memory of type {memory_type!r} is inserted, and its options make its layers share tables, which only "
+            "attached memories can do; expected options that share no tables."
         )
     if not isinstance(name, str) or (site != "inserted" and not is_name(name)):
         raise ValueError(

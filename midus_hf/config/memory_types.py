@@ -74,8 +74,13 @@ class MemoryOptions:
         """Refuse a model that the memory does not fit. Default: every model fits.
 
         Raises:
-            ValueError: If the memory does not fit; names the size, the expected size and a remedy.
+            ValueError: If the memory does not fit. The message names the size, the expected size and a remedy.
         """
+
+    @not_carried
+    def layer_projections(self, sizes: ModelSizes) -> dict[str, tuple[int, int]]:
+        """Return the input and output width of the projections that a layer must have for the memory, by role. Default: none."""
+        return {}
 
     def tensors(self, sizes: ModelSizes) -> dict[str, DeclaredTensor]:
         """Return the tensors of the memory in one layer, by their name within the memory, in the order of storage.
@@ -96,7 +101,7 @@ class MemoryOptions:
             layers: Indices of the layers that have the memory, ascending.
 
         Raises:
-            ValueError: If the choice does not work; names the layers, what was expected and a remedy.
+            ValueError: If the choice does not work. The message names the layers, the expected layers and a remedy.
         """
 
     @needed_for("carries")
@@ -207,6 +212,17 @@ class InsertedOptions(MemoryOptions):
         return sizes.hidden_size if self.keeps_output_projection else sizes.num_heads * sizes.head_dim
 
 
+@not_carried
+def projections_of_heads(sizes: ModelSizes) -> dict[str, tuple[int, int]]:
+    """Return the input and output width of the projections around heads whose keys and values a memory adds to, by role."""
+    of_keys = sizes.num_key_value_heads * sizes.head_dim
+    return {
+        "key": (sizes.hidden_size, of_keys),
+        "value": (sizes.hidden_size, of_keys),
+        "output_projection": (sizes.num_heads * sizes.head_dim, sizes.hidden_size),
+    }
+
+
 #: Options classes of the registered types, by type. Types of other packages are added when `known_type` meets an
 #: unknown name.
 MEMORY_TYPES: dict[str, type[MemoryOptions]] = {}
@@ -258,7 +274,7 @@ _WORDS_OF_MODULES = frozenset(
 
 def is_name(name: str) -> bool:
     """Return whether a memory can have this name: words joined by hyphens, and no attribute of a torch container of modules."""
-    return name.replace("-", "").isalnum() and name not in _WORDS_OF_MODULES
+    return all(word.isalnum() for word in name.split("-")) and name not in _WORDS_OF_MODULES
 
 
 _WORDS_OF_ENTRIES = frozenset({"type", "name", "site", "layers", "into", "span"})
@@ -274,8 +290,8 @@ def sample_tensors(options_class: type[MemoryOptions]) -> list[tuple[str, Declar
 
 
 def _check_declaration(name: str, cls: type[MemoryOptions]) -> None:
-    strange = [site for site in cls.sites if site not in SITES]
-    if strange or not cls.sites:
+    unknown_sites = [site for site in cls.sites if site not in SITES]
+    if unknown_sites or not cls.sites:
         raise ValueError(f"memory type {name!r} has sites = {cls.sites}; expected one or more of {', '.join(SITES)}.")
     if "inserted" in cls.sites and not issubclass(cls, InsertedOptions):
         raise ValueError(f"memory type {name!r} can be inserted; expected its options to extend InsertedOptions.")
@@ -328,7 +344,9 @@ def _check_control(name: str, cls: type[MemoryOptions], control: str, changes: M
     unknown = sorted(changes.keys() - {field.name for field in fields(cls)})
     if unknown or not changes:
         what = f"the option {unknown[0]!r}, which it does not have" if unknown else "no option"
-        raise ValueError(f"the control {control!r} of memory type {name!r} sets {what}; expected some of its own.")
+        raise ValueError(
+            f"the control {control!r} of memory type {name!r} sets {what}; expected options of this type."
+        )
     try:
         cls(**changes)
     except ValueError as error:

@@ -35,13 +35,21 @@ class ModelSizes:
 
     @classmethod
     def of(cls, config: Any) -> "ModelSizes":
-        """Return the sizes in a config of transformers."""
+        """Return the sizes in a config of transformers. A size that layers do not share (Gemma 4) is unknown."""
+
+        def size(name: str) -> int:
+            try:
+                value = getattr(config, name, None)
+            except RuntimeError:  # transformers refuses to read an attribute that differs between layers
+                value = None
+            return value if isinstance(value, int) else 0
+
         return cls(
             hidden_size=config.hidden_size,
-            num_heads=config.num_attention_heads,
-            head_dim=getattr(config, "head_dim", None) or 0,
-            num_key_value_heads=getattr(config, "num_key_value_heads", None) or 0,
-            intermediate_size=config.intermediate_size,
+            num_heads=size("num_attention_heads") or 1,
+            head_dim=size("head_dim"),
+            num_key_value_heads=size("num_key_value_heads"),
+            intermediate_size=size("intermediate_size"),
             num_layers=config.num_hidden_layers,
             activation=activation_of(vars(config)),
         )

@@ -64,11 +64,11 @@ def count_parameters(config: Mapping[str, Any]) -> ParameterCounts:
         tensors = [tensor for layer in entry.layers for tensor in entry.tensors_at(layer, sizes).values()]
         if entry.is_attached:
             tensors += [tensor for tables in memories.tables(entry.name) for tensor in tables.tensors.values()]
-        of_entry = _numbers(tensor for tensor in tensors if tensor.role == "value")
-        by_a_token = entry.options.values_read(sizes)
-        values += of_entry
+        num_values = _numbers(tensor for tensor in tensors if tensor.role == "value")
+        read_per_token = entry.options.values_read(sizes)
+        values += num_values
         memory += _numbers(tensor for tensor in tensors if tensor.role not in ("value", "buffer"))
-        read += of_entry if by_a_token is None else by_a_token * len(entry.layers)
+        read += num_values if read_per_token is None else read_per_token * len(entry.layers)
     return ParameterCounts(outside + layers, values, memory, embeddings, read)
 
 

@@ -16,7 +16,7 @@ def load_offered(group: str, refuse: bool = True) -> None:
             are imported. Default: True.
 
     Raises:
-        ValueError: If a plugin cannot be imported; names the plugin and its package.
+        ValueError: If a plugin cannot be imported. The message names the plugin and its package.
     """
     for offered in entry_points(group=group):
         if (group, offered.value) not in _loaded:

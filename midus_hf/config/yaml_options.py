@@ -90,9 +90,9 @@ def _apply_override(cls: type, values: dict[str, Any], override: str) -> None:
         path = f"{path}.{name}" if path else name
         alternatives = alternatives_of(_hint_within(kind, name))
         inner_class = next(filter(dataclasses.is_dataclass, alternatives), None)
-        named = next((each for each in alternatives if each is Any or typing.get_origin(each) is dict), None)
+        mapping_hint = next((each for each in alternatives if each is Any or typing.get_origin(each) is dict), None)
         inner = values.get(name, {})
-        if inner_class is None and named is None:
+        if inner_class is None and mapping_hint is None:
             raise ValueError(f"override is {override!r}, but {name!r} has no keys of its own.")
         if isinstance(inner, list):
             raise ValueError(f"override is {override!r}, but {name!r} is a list; give all of it, as {path}=[...].")
@@ -104,7 +104,7 @@ def _apply_override(cls: type, values: dict[str, Any], override: str) -> None:
                     f"override is {override!r}, but {name!r} is {inner!r}, which has no name; give all of it, as {path}={{...}}."
                 )
             values[name] = inner or {}
-        kind, values = inner_class or named, values[name]
+        kind, values = inner_class or mapping_hint, values[name]
         name, rest = _first_key(values, rest)
     try:
         values[name] = read_yaml(text)

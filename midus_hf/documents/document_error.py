@@ -5,7 +5,7 @@ from types import ModuleType
 
 
 class DocumentError(ValueError):
-    """Text that cannot be read, or a corpus with too little text."""
+    """Error for text that cannot be read, or for a corpus with too little text."""
 
 
 def first_line(error: Exception) -> str:

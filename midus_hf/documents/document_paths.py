@@ -40,16 +40,16 @@ def read_paths(rows: Iterable[tuple[str, Any]], column: str) -> DocumentPaths:
         path = value_of_row(row, column)
         if not _is_path(path) or (paths and len(path) != len(paths[0])):
             raise DocumentError(
-                f"{location} has {path!r} under {column!r}; expected its node of each level of the tree, as midus cluster assign "
-                "writes it, such as [3, 52, 840], or -1 for each level, the path of the generic memory."
+                f"{location} has {path!r} under {column!r}; expected the document's node at each level of the tree, as midus "
+                "cluster assign writes it, such as [3, 52, 840], or -1 at each level, the path of the generic memory."
             )
-        of_row = value_of_row(row, TREE_COLUMN)
-        if paths and of_row != tree:
+        tree_of_row = value_of_row(row, TREE_COLUMN)
+        if paths and tree_of_row != tree:
             raise DocumentError(
-                f"{location} has {_named(of_row)} under {TREE_COLUMN!r}, and the rows before it have {_named(tree)}; expected paths "
-                "of one tree. Assign all documents by the same tree."
+                f"{location} has {_named(tree_of_row)} under {TREE_COLUMN!r}, and the rows before it have {_named(tree)}; expected "
+                "paths of one tree. Assign all documents by the same tree."
             )
-        tree = of_row
+        tree = tree_of_row
         paths.append(path)
     return DocumentPaths(np.array(paths, dtype=np.int64).reshape(len(paths), -1), tree)
 

@@ -53,10 +53,10 @@ def describe_files(path: str | Path) -> str | None:
     line = f"read {len(files) - others.total():,} of {len(files):,} files of {path}"
     if not others:
         return line
-    named = [f"{count:,} {ending}" for ending, count in others.most_common(_ENDINGS_NAMED)]
+    phrases = [f"{count:,} {ending}" for ending, count in others.most_common(_ENDINGS_NAMED)]
     if unnamed := others.total() - sum(count for _, count in others.most_common(_ENDINGS_NAMED)):
-        named.append(f"{unnamed:,} with other endings")
-    return f"{line}; not read: {', '.join(named)} (expected {', '.join(FOLDER_SUFFIXES)})"
+        phrases.append(f"{unnamed:,} with other endings")
+    return f"{line}; not read: {', '.join(phrases)} (expected {', '.join(FOLDER_SUFFIXES)})"
 
 
 def endings(path: Path) -> tuple[str, str]:

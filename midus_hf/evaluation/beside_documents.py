@@ -1,4 +1,4 @@
-"""Questions behind documents: retrieval-augmented generation, with which memories are compared."""
+"""Documents in front of questions: retrieval-augmented generation, with which memories are compared."""
 
 import copy
 from collections.abc import Callable, Sequence
@@ -17,7 +17,7 @@ DocumentFinder = Callable[[Sequence[str]], list[str]]
 
 
 def nearest_documents(settings: EvaluationSettings, embedder: TextEmbedder) -> NearestDocuments:
-    """Read and embed the documents that questions are asked behind.
+    """Read and embed the documents from which the nearest is put in front of each question.
 
     Args:
         settings: Settings that name the documents and say how to cut them.
@@ -38,8 +38,8 @@ def behind_documents(requests: Sequence[Any], questions: Sequence[str], find_doc
     """Return requests of the harness with the document of each question and an empty line in front of their contexts.
 
     Args:
-        requests: Requests whose first argument is a context. An empty context stays empty: the request asks how likely an answer
-            is without the question.
+        requests: Requests whose first argument is a context. An empty context stays empty, since the request asks how likely an
+            answer is without its question.
         questions: Question of each request, by which the document is found.
         find_documents: Function that finds the documents.
     """

@@ -38,7 +38,7 @@ class _Finders:
         of_tasks: Finds the path of each question of a task. Default: questions fetch nothing.
         tree: Tree by which paths are found. Default: paths are not found by a tree.
         written: Paths that the rows of the text hold. Default: rows hold no paths.
-        find_documents: Finds the document that a question is asked behind. Default: questions are asked without documents.
+        find_documents: Finds the document that is put in front of a question. Default: questions are asked without documents.
     """
 
     of_text: PathFinder | None = None

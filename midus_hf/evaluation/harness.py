@@ -293,7 +293,7 @@ def _plain(value: Any) -> float | int | str | None:
 
 
 def _task_manager(names: list[str], include_path: str | Path | None) -> TaskManager:
-    """Return the smallest task manager that has all names, if one has; it takes long to find the harness's own tasks."""
+    """Return a task manager with the names, without the harness's own tasks if no name needs them: finding them takes long."""
     paths = None if include_path is None else str(include_path)
     manager = TaskManager(include_path=paths, include_defaults=False)
     missing = set(names) - set(manager.all_tasks)

@@ -113,7 +113,7 @@ def _check_facts(path: Path, config: dict[str, Any]) -> None:
                 if not compared(answer) or compared(clause) != compared(answer):
                     raise ValueError(
                         f"line {number} of {path} has the answer {answer!r}; expected more than articles and punctuation, and no "
-                        "commas, semicolons, brackets or full stops, behind which nothing counts. Give what stands before them."
+                        "commas, semicolons, brackets or full stops, after which no text counts. Give the text before them."
                     )
 
 

@@ -44,7 +44,7 @@ class PerplexityResult:
 
 @dataclasses.dataclass(frozen=True)
 class _Text:
-    """A text as tokens, with the number of characters and bytes that each token covers; the sums cover the whole text."""
+    """A text as tokens, with the number of characters and bytes that each token covers; all tokens together cover the text."""
 
     ids: torch.Tensor  # [N]
     characters: torch.Tensor  # [N]
@@ -69,7 +69,7 @@ class PreparedText:
     """A text that `prepare_text` has prepared for `measure`.
 
     Args:
-        lead: First input of a window that begins at each target, `[N]`: the token before the target, or BOS.
+        lead: For each target, the first input of a window that begins there, `[N]`: the token before the target, or BOS.
         targets: Tokens to predict, `[N]`.
         characters: Number of characters that each target covers, `[N]`.
         utf8_bytes: Number of bytes of UTF-8 that each target covers, `[N]`.

@@ -12,8 +12,8 @@ _ABOUT_THE_TASK = ("num_fewshot", "num_questions")
 def comparison_table(report: dict[str, Any]) -> Table:
     """Return a table of the report that `evaluate` returned.
 
-    Each metric of a task has a row, which shows its standard error if the error is known. The caption names the documents that
-    questions were asked behind, and the models that are not causal, whose perplexity cannot be compared.
+    Each metric of a task has a row, which shows its standard error if the error is known. The caption names the documents
+    that were put in front of questions, and the models that are not causal, whose perplexity cannot be compared.
     """
     models = report["models"]
     table = Table(title="Evaluation")
@@ -38,10 +38,10 @@ def comparison_table(report: dict[str, Any]) -> Table:
     ahead = ", ".join(label for label, model in zip(labels, models, strict=True) if not model["causal"])
     remarks = []
     if (documents := report["settings"]["documents"]) is not None:
-        remarks.append(f"Each question of a task was asked behind the nearest document of {documents}.")
+        remarks.append(f"Each question of a task had the nearest document of {documents} in front.")
     if ahead:
         remarks.append(
-            f"Not causal: {ahead}. What it predicts it has read in part; its perplexity is none to compare."
+            f"Not causal: {ahead}. A model that reads tokens before it predicts them has a perplexity that cannot be compared."
         )
     table.caption = " ".join(remarks) or None
     return table

@@ -35,8 +35,8 @@ class EvaluationSettings:
             6b). Default: none.
         tasks: Tasks of lm-evaluation-harness. Default: none.
         data: Folder with the questions of the local tasks. Default: none, and every task is lm-eval's own.
-        documents: File or folder of documents, of the same kinds as `text`. Each question of a task is asked behind the nearest
-            document (hierarchical memories, appendix H). Default: none.
+        documents: File or folder of documents, of the same kinds as `text`. The nearest document is put in front of each
+            question of a task (hierarchical memories, appendix H). Default: none.
         passage_tokens: Greatest number of tokens, in the embedding model's tokens, of passages into which documents are cut, at
             ends of lines if possible. Default: documents stay whole.
         embedding_model: Folder or hub id of a sentence-transformers model, which decides which document is nearest. Default: the
@@ -53,7 +53,7 @@ class EvaluationSettings:
         seed: Seed for the choice of worked examples. Default: 0.
 
     Raises:
-        ValueError: If there is nothing to measure, if an option is out of range, or if an option that it depends on is missing.
+        ValueError: If there is nothing to measure, if an option is out of range, or if another option that it needs is missing.
     """
 
     text: str | None = None
@@ -113,7 +113,7 @@ class EvaluationSettings:
                 raise ValueError(f"{name} is {getattr(self, name)}, but there are no documents; give some.")
         if self.documents is not None and self.embedding_model is None and self.retriever is None:
             raise ValueError(
-                f"documents is {self.documents}, but nothing says by which model they are near; give embedding_model, or a "
+                f"documents is {self.documents}, but no model decides which of them is nearest; give embedding_model, or a "
                 "retriever, whose tree names one."
             )
         for name, least in (

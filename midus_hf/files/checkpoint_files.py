@@ -20,6 +20,8 @@ Kind = tuple[str, ...]
 CONFIG_FILE = "config.json"
 
 SINGLE_FILE, INDEX_FILE = "model.safetensors", "model.safetensors.index.json"
+# Weights as torch saves them, which bases may have.
+PICKLED_FILE, PICKLED_INDEX_FILE = "pytorch_model.bin", "pytorch_model.bin.index.json"
 RECORD_FILE, CARD_FILE = "upscale.json", "README.md"
 TEMPLATES_FOLDER = "additional_chat_templates"
 RUN_CONFIG, RUN_LOG = "train_config.yaml", "log.jsonl"
@@ -38,7 +40,7 @@ CHECKPOINT_NAME = re.compile(r"checkpoint-(\d+)")
 # The last file of a checkpoint that a Trainer writes.
 TRAINER_STATE = "trainer_state.json"
 
-# The last file of a checkpoint that a run writes, when all others are on the disk: their sizes and digests.
+# File with the sizes and digests of a checkpoint's other files. A run writes it last, when the others are on the disk.
 MANIFEST_FILE = "manifest.json"
 
 # File that marks a checkpoint as incomplete, until its manifest is written and again from the start of its removal.
@@ -182,22 +184,22 @@ def is_of(path: str | PurePath, *kinds: Kind) -> bool:
 def globs(kind: Kind) -> list[str]:
     """Return the patterns of a kind for `Path.glob` and the hub's client.
 
-    These have no pattern for numbers, so some of the returned patterns match more than the kind.
+    Neither has a pattern for numbers, so some of the returned patterns match more than the kind.
     """
     return [pattern.replace("#", "*").replace("@", "*") for pattern in kind]
 
 
-def indexed_weights(folder: Path) -> frozenset[str]:
+def indexed_weights(folder: Path, index: str = INDEX_FILE, suffix: str = ".safetensors") -> frozenset[str]:
     """Return the names of shards in a folder's index of weights, without names that lead to other folders.
 
     Without a valid index, the result is empty. `strip` and edits keep the names of a base's shards, whatever these are.
     """
     try:
-        named = set(parse_json((folder / INDEX_FILE).read_text(encoding="utf-8"))["weight_map"].values())
+        shard_names = set(parse_json((folder / index).read_text(encoding="utf-8"))["weight_map"].values())
     except (OSError, ValueError, LookupError, TypeError, AttributeError):
         return frozenset()
     return frozenset(
-        name for name in named if isinstance(name, str) and name.endswith(".safetensors") and "/" not in name
+        name for name in shard_names if isinstance(name, str) and name.endswith(suffix) and "/" not in name
     )
 
 

@@ -11,8 +11,8 @@ def parse_json(text: str | bytes) -> Any:
         text: The text; bytes are decoded as UTF-8.
 
     Raises:
-        ValueError: If the text is not JSON, or is nested more deeply than Python can read. (For the latter,
-            `json.loads` raises `RecursionError`, which callers do not expect.)
+        ValueError: If the text is not JSON, or is nested more deeply than Python can read. In the second case
+            `json.loads` raises `RecursionError`, which callers do not expect.
     """
     try:
         return json.loads(text)

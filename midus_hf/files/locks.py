@@ -48,7 +48,7 @@ class Lock:
         _HELD.add(self)
 
     def is_on(self, path: Path) -> bool:
-        """Return whether the lock is on what lies at a path now. If a locked folder is moved, its lock moves along."""
+        """Return whether the lock holds what is at a path now. If a locked folder is moved, its lock moves along."""
         try:
             return self._closing.alive and os.path.samestat(os.fstat(self._descriptor), os.stat(path))
         except OSError:
@@ -123,8 +123,9 @@ os.register_at_fork(after_in_child=_forget_in_child)
 def hold_output(output: Path) -> Lock | None:
     """Lock the output of a run, and return the lock; only one process of a run calls this.
 
-    The lock lasts until it is released, garbage-collected, or the process ends. A process trains only once at a time.
-    If it holds the output already, for a run that was prepared but not finished, the existing lock is returned.
+    The lock lasts until it is released, garbage-collected, or the process ends. If this process holds the output
+    already, for a run that was prepared but not finished, the existing lock is returned: a process trains only one
+    model at a time.
 
     Returns:
         The lock; None, so that nobody is refused, if the file system has no locks.
@@ -133,9 +134,9 @@ def hold_output(output: Path) -> Lock | None:
         ValueError: If another process holds the output.
         OSError: If the folder does not exist, or locking fails.
     """
-    mine = _lock_of_this_process(output)
-    if mine is not None:
-        return mine
+    existing = _lock_of_this_process(output)
+    if existing is not None:
+        return existing
     for _ in range(_TRIES):
         try:
             lock = lock_or_warn(output, output)

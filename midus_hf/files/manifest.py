@@ -83,9 +83,6 @@ def _first_line(
 def file_sha256(path: Path) -> str:
     """Return the hexadecimal SHA-256 digest of a file's bytes.
 
-    Args:
-        path: The path of the file.
-
     Raises:
         OSError: If the file cannot be read.
     """

@@ -31,16 +31,17 @@ from midus_hf.files.json_text import parse_json
 # Entry of a config that describes how the model was made.
 CONFIG_KEY = "upscale"
 
+# Key of the language model's config within the config of a larger model.
+LANGUAGE_KEY = "text_config"
+
 # Entry of a record that says that the new parts were removed.
 STRIPPED_KEY = "stripped"
 
 _KINDS: tuple[Kind, ...] = (
-    *(WEIGHTS, CONFIG, TRAVELLING, CODE, RECORD, CARD, BANKS),  # written by upscale, strip and edits
-    *(
-        ARGUMENTS,
-        STATE,
-        RUN,
-    ),  # written by later training; checkpoints to resume from are left out, since they belong to a run
+    # Written by upscale, strip and edits.
+    *(WEIGHTS, CONFIG, TRAVELLING, CODE, RECORD, CARD, BANKS),
+    # Written by later training. Checkpoints to resume from are left out, since they belong to a run.
+    *(ARGUMENTS, STATE, RUN),
     HUB,
 )
 
@@ -106,9 +107,15 @@ def is_record(record: Any) -> bool:
     return isinstance(record, dict) and "midus_hf" in record and ("plan" in record or STRIPPED_KEY in record)
 
 
+def language_entry(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the part of a raw config that describes the language model: the config itself, unless the model is a larger one."""
+    inner = config.get(LANGUAGE_KEY)
+    return inner if isinstance(inner, Mapping) else config
+
+
 def has_config_entry(config: Mapping[str, Any]) -> bool:
-    """Return whether a config has the entry that `upscale` writes."""
-    entry = config.get(CONFIG_KEY)
+    """Return whether a config, or that of the language model within it, has the entry that `upscale` writes."""
+    entry = language_entry(config).get(CONFIG_KEY)
     return isinstance(entry, dict) and {"method", "plan", "base_config", "new_layers"} <= entry.keys()
 
 

@@ -37,9 +37,11 @@ def new_unfinished_path(path: Path) -> Path:
 
 def unfinished_paths(path: Path) -> list[Path]:
     """Return the unfinished files and folders beside a path, left by killed processes or in use by running ones."""
-    before, _, after = unfinished_name(path.name, "*").rpartition("*")
-    beside = (one for one in path.parent.iterdir() if one.name.startswith(before) and one.name.endswith(after))
-    return [one for one in beside if _UNIQUE.fullmatch(one.name[len(before) : -len(after)])]
+    prefix, _, suffix = unfinished_name(path.name, "*").rpartition("*")
+    beside = (
+        entry for entry in path.parent.iterdir() if entry.name.startswith(prefix) and entry.name.endswith(suffix)
+    )
+    return [entry for entry in beside if _UNIQUE.fullmatch(entry.name[len(prefix) : -len(suffix)])]
 
 
 def sync(path: Path) -> None:
@@ -56,7 +58,7 @@ def whole_file(path: Path) -> Iterator[Path]:
     """Write a file under a temporary name, and move it to its path when it is complete and on the disk.
 
     A process holds a lock on its temporary file. A file left by a killed process is removed when the same file is
-    written again, unless the file system has no locks, since then nobody can tell whether its process is still running.
+    written again. On a file system without locks it stays, since nobody can tell whether its process is still running.
 
     Args:
         path: Path of the file, in an existing folder. An existing file is replaced.
@@ -189,7 +191,7 @@ def punch_hole(descriptor: int, start: int, count: int) -> None:
 
 
 def put_in_place(written: Path, path: Path) -> None:
-    """Move a complete file to its path. The file reaches the disk before the move, and the move before this returns.
+    """Move a complete file to its path. First the file reaches the disk, and then the move.
 
     Args:
         written: The file, on the same file system as `path`.

@@ -14,7 +14,7 @@ from midus_hf.config.wording import first_few
 from midus_hf.files.locks import Lock, lock_or_warn
 from midus_hf.files.whole_files import new_unfinished_path, sync, unfinished_paths
 
-# Errors of file systems for files that are too large; `ENOSPC` comes from those without holes.
+# Errors of file systems for files that are too large; `ENOSPC` comes from file systems without holes.
 _FILE_TOO_LARGE = frozenset({errno.EFBIG, errno.EINVAL, errno.ENOSPC})
 
 
@@ -121,7 +121,7 @@ class WholeFolder:
         return next(parent for parent in self.path.parents if parent.exists())
 
     def free_bytes(self) -> int:
-        """Return the number of free bytes on the output's disk, counting as free what a killed run left of the output."""
+        """Return the free bytes of the output's disk plus the bytes of a killed run's output, which is removed first."""
         free = shutil.disk_usage(self.disk).free
         if self.partial.exists():
             free += sum(file.stat().st_blocks * 512 for file in self.partial.rglob("*") if file.is_file())
@@ -172,15 +172,15 @@ class WholeFolder:
 
     def _make_workplace(self) -> None:
         """Create the working folder. It gets its name only after its mark, so it never exists without the mark."""
-        made = new_unfinished_path(self.path)
-        made.mkdir()
+        new_folder = new_unfinished_path(self.path)
+        new_folder.mkdir()
         try:
-            (made / self._replacing.mark).touch()
-            made.rename(self._workplace)
+            (new_folder / self._replacing.mark).touch()
+            new_folder.rename(self._workplace)
         except FileNotFoundError:
             raise _HeldByAnotherRun from None  # a run that now has the lock has removed the unfinished folder
         except OSError:
-            shutil.rmtree(made, ignore_errors=True)
+            shutil.rmtree(new_folder, ignore_errors=True)
             if not os.path.lexists(self._workplace):
                 raise
 
@@ -192,7 +192,7 @@ class WholeFolder:
             raise _HeldByAnotherRun from None
         if lock is None:
             return None
-        # The run that held it may have removed this very folder in the meantime.
+        # The run that held the lock before may have removed this very folder in the meantime.
         if not lock.is_on(self._workplace):
             lock.release()
             raise _HeldByAnotherRun

@@ -95,11 +95,11 @@ class FetchingPipeline:
             retrieving: Seconds that retrieving the paths took.
         """
         model: Any = self.model
-        before = model.banks.statistics()
+        counts_before = model.banks.statistics()
         started = time.perf_counter()
         blocks = model.fetch_memory(paths)
         fetched = time.perf_counter()
-        tiers = {tier: asdict(counts.since(before[tier])) for tier, counts in model.banks.statistics().items()}
+        tiers = {tier: asdict(counts.since(counts_before[tier])) for tier, counts in model.banks.statistics().items()}
         if len(following):
             model.prefetch_memory(following)
         encoded = self._encoded(texts)

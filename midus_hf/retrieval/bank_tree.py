@@ -6,7 +6,7 @@ from midus_hf.retrieval.cluster_tree import ClusterTree
 
 
 def check_tree(tree: ClusterTree, model: Any) -> None:
-    """Check that a tree is the one by which the texts of a model fetch blocks.
+    """Check that a tree is the tree by which the texts of a model fetch blocks.
 
     Paths in another tree would lead to the blocks of other topics, which no other check would notice.
 
@@ -26,5 +26,5 @@ def check_tree(tree: ClusterTree, model: Any) -> None:
     model.banks.check_tree(
         tree.fingerprint,
         "the retriever",
-        "Load the tree that lies beside the model, if the model was trained with one: its folder is a retriever's too.",
+        "If the model was saved with its tree, load the retriever from the folder of the model.",
     )

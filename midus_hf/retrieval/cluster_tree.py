@@ -16,7 +16,7 @@ from midus_hf.retrieval.tree_files import (
     write_tree,
 )
 
-# Elements of centroids that are copied at a time: each embedding that descends gets its own copy of them.
+# Most elements of centroids that are copied at a time: each embedding that descends gets a copy of its node's children.
 _ELEMENTS = 2**23
 
 
@@ -111,7 +111,7 @@ class ClusterTree:
         if embeddings.dim() != 2 or embeddings.shape[1] != self.width:
             raise ValueError(
                 f"embeddings have the shape {tuple(embeddings.shape)}; expected [N, {self.width}], the width of the tree. "
-                "Embed texts with the model that it was built with."
+                "Embed texts with the model that the tree was built with."
             )
         if not embeddings.isfinite().all():
             raise ValueError("embeddings have values that are not finite; expected numbers. Embed these texts again.")
@@ -173,10 +173,10 @@ class ClusterTree:
     def _descend(self, embeddings: torch.Tensor, takeable: list[torch.Tensor]) -> torch.Tensor:
         nodes = torch.zeros(len(embeddings), dtype=torch.int64)  # the root
         path = []
-        for centroids, of_level in zip(self.centroids, takeable, strict=True):
+        for centroids, takeable_of_level in zip(self.centroids, takeable, strict=True):
             children = centroids.unflatten(0, (-1, self.branching))[nodes]  # [N, branching, c]
             distances = squared_distances(embeddings, children)
-            distances[~of_level.unflatten(0, (-1, self.branching))[nodes]] = torch.inf
+            distances[~takeable_of_level.unflatten(0, (-1, self.branching))[nodes]] = torch.inf
             nodes = self.branching * nodes + distances.argmin(-1)
             path.append(nodes)
         return torch.stack(path, dim=-1)

@@ -54,12 +54,12 @@ class TextEmbedder:
         if missing := sorted(name for name in loading["missing_keys"] if not name.startswith(_UNUSED)):
             raise ValueError(
                 f"embedding model is {self.name!r}, whose checkpoint lacks {len(missing)} of its tensors, such as {missing[0]}, "
-                "which would be random; expected a whole one. Make it again."
+                "which would be random; expected a whole checkpoint. Make it again."
             )
         if self.tokenizer.pad_token_id is None:
             raise ValueError(
-                f"embedding model is {self.name!r}, whose tokenizer has no padding token; expected an encoder's. Set pad_token "
-                "in its tokenizer_config.json."
+                f"embedding model is {self.name!r}, whose tokenizer has no padding token; expected the tokenizer of an encoder. Set "
+                "pad_token in its tokenizer_config.json."
             )
         try:
             self.device = torch.device(device)
@@ -67,7 +67,7 @@ class TextEmbedder:
         except (RuntimeError, AssertionError) as error:
             raise ValueError(
                 f"device is {device!r}, where the embedding model cannot be put: {first_line(error)} "
-                "Expected one such as cpu or cuda:0."
+                "Expected a device such as cpu or cuda:0."
             ) from error
         self.width: int = self.model.config.hidden_size
         self.max_tokens = self._check_max_tokens(max_tokens)
@@ -99,9 +99,8 @@ class TextEmbedder:
         if not len(texts):
             return rows
         encoded = self.tokenizer(list(texts), truncation=True, max_length=self.max_tokens)["input_ids"]
-        order = sorted(
-            range(len(texts)), key=lambda index: -len(encoded[index])
-        )  # longest first, so that a lack of memory shows at once
+        # The longest texts come first, so that a lack of memory shows at once.
+        order = sorted(range(len(texts)), key=lambda index: -len(encoded[index]))
         for begin in range(0, len(order), self.batch_size):
             batch = order[begin : begin + self.batch_size]
             padded = self.tokenizer.pad({"input_ids": [encoded[index] for index in batch]}, return_tensors="pt")

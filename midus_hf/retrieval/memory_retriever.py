@@ -34,15 +34,15 @@ class MemoryRetriever:
         self.min_similarity = tree.min_similarity if min_similarity is None else check_similarity(min_similarity)
         if embedder.width != tree.width:
             raise ValueError(
-                f"embedding model {embedder.name!r} has the width {embedder.width}; expected {tree.width}, that of the tree. "
+                f"embedding model {embedder.name!r} has the width {embedder.width}; expected {tree.width}, the width of the tree. "
                 "Use the model that the tree was built with."
             )
         expected = tree.origin.embedding_fingerprint
         if expected is not None and embedder.fingerprint != expected:
             raise ValueError(
                 f"embedding model {embedder.name!r} has the fingerprint {embedder.fingerprint[:16]}...; expected "
-                f"{expected[:16]}..., that of {tree.origin.embedding_model!r}, with which the tree was built. Use that model, or "
-                "build the tree again."
+                f"{expected[:16]}..., the fingerprint of {tree.origin.embedding_model!r}, with which the tree was built. Use that "
+                "model, or build the tree again."
             )
         self.tree, self.embedder = tree, embedder
 
@@ -76,7 +76,7 @@ class MemoryRetriever:
         blocked: Sequence[tuple[int, int]] = (),
         block_best: tuple[int, int] | None = None,
     ) -> torch.Tensor:
-        """Return the paths of embeddings `[N, c]`, with the other arguments of `paths`."""
+        """Return the paths of embeddings `[N, c]`; `blocked` and `block_best` mean the same as in `paths`."""
         if block_best is None:
             paths = self.tree.paths(embeddings, blocked)
         else:
@@ -112,7 +112,7 @@ class MemoryRetriever:
         Args:
             folder: Folder that `save` or `midus cluster build` wrote, or a model's folder with the tree that its bank
                 was trained with.
-            embedding_model: Folder or hub id of the embedding model. Default: the one recorded in the tree.
+            embedding_model: Folder or hub id of the embedding model. Default: the model recorded in the tree.
             device: Device of the embedding model. Default: `"cpu"`.
             batch_size: Texts per forward pass. Default: 64.
             min_similarity: Least similarity of texts that get a path, as in the class. Default: the tree's own.
@@ -148,10 +148,10 @@ def paths_near_topics(
 def paths_without_best(
     tree: ClusterTree, embeddings: torch.Tensor, level: int, count: int, blocked: Sequence[tuple[int, int]] = ()
 ) -> torch.Tensor:
-    """Return paths for which the nodes of one level that an embedding would take first are blocked for that embedding.
+    """Return a path per embedding, without the nodes of one level that the embedding would take first.
 
-    The nodes are found one after the other: the node on the path is blocked, then the node on the path that is taken
-    instead, and so on.
+    The nodes to leave out are determined one after the other: the node on the path, then the node on the path that is
+    taken instead, and so on.
 
     Args:
         embeddings: Embeddings `[N, c]`, finite, of any float dtype.
@@ -166,14 +166,14 @@ def paths_without_best(
         ValueError: If the tree lacks the level, or `ClusterTree.paths` refuses the embeddings or the blocked nodes.
     """
     if not 1 <= level <= tree.levels:
-        raise ValueError(f"best nodes are to be blocked at level {level}; expected one from 1 to {tree.levels}.")
+        raise ValueError(f"best nodes are to be blocked at level {level}; expected a level from 1 to {tree.levels}.")
     paths = tree.paths(embeddings, blocked)
-    refused: list[frozenset[tuple[int, int]]] = [frozenset(blocked)] * len(paths)
+    blocked_of_row: list[frozenset[tuple[int, int]]] = [frozenset(blocked)] * len(paths)
     for _ in range(count):
         members: dict[frozenset[tuple[int, int]], list[int]] = {}
         for row, node in enumerate(paths[:, level - 1].tolist()):
-            refused[row] |= {(level, node)}
-            members.setdefault(refused[row], []).append(row)
+            blocked_of_row[row] |= {(level, node)}
+            members.setdefault(blocked_of_row[row], []).append(row)
         for nodes, rows in members.items():
             paths[rows] = tree.paths(embeddings[rows], sorted(nodes))
     return paths

@@ -12,8 +12,8 @@ _QUESTIONS_AT_A_TIME = 256
 class NearestDocuments:
     """Finder of the one document whose embedding is nearest to a question's (hierarchical memories, appendix H).
 
-    The paper compares only the documents of the question's cluster. Here all documents are compared, so the one
-    returned is at least as near.
+    The paper compares only the documents of the question's cluster. This class compares all documents, so the document
+    that it returns is at least as near.
 
     Args:
         documents: The documents to choose from.
@@ -37,7 +37,7 @@ class NearestDocuments:
         """Return the nearest document of each question, or the first among equally near ones."""
         new = [question for question in dict.fromkeys(questions) if question not in self._known]
         for first in range(0, len(new), _QUESTIONS_AT_A_TIME):
-            some = new[first : first + _QUESTIONS_AT_A_TIME]
-            nearness: torch.Tensor = self.embedder.embed(some) @ self._rows.T  # [questions, documents]
-            self._known |= zip(some, nearness.argmax(dim=1).tolist(), strict=True)
+            batch = new[first : first + _QUESTIONS_AT_A_TIME]
+            nearness: torch.Tensor = self.embedder.embed(batch) @ self._rows.T  # [questions, documents]
+            self._known |= zip(batch, nearness.argmax(dim=1).tolist(), strict=True)
         return [self.documents[self._known[question]] for question in questions]

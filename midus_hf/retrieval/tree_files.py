@@ -76,7 +76,7 @@ def check_similarity(min_similarity: object) -> float | None:
         or not -1 <= min_similarity <= 1
     ):
         raise ValueError(
-            f"min_similarity is {min_similarity!r}; expected a cosine from -1, which every text has, to 1, or null for no limit."
+            f"min_similarity is {min_similarity!r}; expected a cosine from -1, which every text reaches, to 1, or null for no limit."
         )
     return float(min_similarity)
 
@@ -160,11 +160,13 @@ def read_tree(folder: str | Path) -> TreeContents:
     except (KeyError, TypeError, ValueError, OverflowError, RuntimeError) as error:
         raise _altered(path, f"it lacks {error}" if isinstance(error, KeyError) else first_line(error)) from error
     if sizes is not None and not _nested(sizes, branching, levels):
-        raise _altered(path, "its sizes of nodes are not the sums of those of their children")
+        raise _altered(
+            path, "its sizes of nodes do not fit the tree: expected one per node, the sum of its children's"
+        )
     file = path.with_name(CENTROIDS_FILE)
     centroids = _read_centroids(file, branching, levels, width)
     if fingerprint_of(branching, centroids) != fingerprint:
-        raise _altered(file, f"its fingerprint is not that of {RECORD_FILE}")
+        raise _altered(file, f"its fingerprint is not the one in {RECORD_FILE}")
     return TreeContents(branching, centroids, origin, sizes, min_similarity)
 
 
@@ -225,5 +227,5 @@ def _read_centroids(path: Path, branching: int, levels: int, width: int) -> list
         _name(level): (branching ** (level + 1), width) for level in range(levels if levels == len(shapes) else 0)
     }
     if not expected or shapes != expected or any(tensor.dtype != torch.float32 for tensor in tensors.values()):
-        raise _altered(path, f"its tensors are not the float32 ones that {RECORD_FILE} speaks of")
+        raise _altered(path, f"its tensors are not the float32 tensors that {RECORD_FILE} describes")
     return [tensors[name] for name in expected]

@@ -126,8 +126,8 @@ def is_special(tokenizer: PreTrainedTokenizerBase, token: int) -> bool:
         tokenizer: Tokenizer that has the token.
         token: Id of the token.
     """
-    known = tokenizer.added_tokens_decoder
-    return token in tokenizer.all_special_ids or (token in known and known[token].special)
+    added_tokens = tokenizer.added_tokens_decoder
+    return token in tokenizer.all_special_ids or (token in added_tokens and added_tokens[token].special)
 
 
 def _as_dataset(ids: array, labels: array, ends: array) -> Dataset:

@@ -23,11 +23,11 @@ _ROWS_WORTH_PROCESSES = 512
 @dataclass(frozen=True)
 class _Encoder:
     tokenizer: PreTrainedTokenizerBase
-    known: Format
+    row_format: Format
 
     def __call__(self, located_row: tuple[str, Any]) -> Tokens:
         location, row = located_row
-        return encode(self.tokenizer, read_example(self.known, row, location), location)
+        return encode(self.tokenizer, read_example(self.row_format, row, location), location)
 
 
 # Encoder that a forked process inherits; sending it with its tokenizer would take long.
@@ -39,7 +39,7 @@ def encode_rows(
 ) -> Iterator[Tokens]:
     """Turn rows into tokens, in the order of the rows.
 
-    Call it before processes are connected or a GPU is used, since it forks.
+    Call this function before processes are connected or a GPU is used, since the function forks the process.
 
     Args:
         tokenizer: A fast tokenizer; it gets the chosen chat template.
@@ -51,15 +51,15 @@ def encode_rows(
         DocumentError: If `read_example` or `encode` raises it.
         ValueError: If `format_named` or `set_template` raises it.
     """
-    known = None if format is None else format_named(format)
+    row_format = None if format is None else format_named(format)
     first = list(itertools.islice(rows, 1))
     for location, row in first:
-        known = known or detect_format(row, location)
-        if template is not None or isinstance(read_example(known, row, location), Chat):
+        row_format = row_format or detect_format(row, location)
+        if template is not None or isinstance(read_example(row_format, row, location), Chat):
             set_template(tokenizer, template)
-    if known is None:
+    if row_format is None:
         return
-    encoder, rows = _Encoder(tokenizer, known), itertools.chain(first, rows)
+    encoder, rows = _Encoder(tokenizer, row_format), itertools.chain(first, rows)
     while block := list(itertools.islice(rows, _ROWS_AT_A_TIME)):
         yield from _encode_block(encoder, block)
 

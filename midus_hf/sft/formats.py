@@ -108,19 +108,19 @@ def detect_format(row: Any, location: str) -> Format:
         DocumentError: If the row has the columns of no format.
     """
     if isinstance(row, dict):
-        for known in FORMATS.values():
-            if all(column in row for column in known.columns):
-                return known
+        for row_format in FORMATS.values():
+            if all(column in row for column in row_format.columns):
+                return row_format
     actual = f"the columns {', '.join(map(str, row))}" if isinstance(row, dict) else f"a {type(row).__name__}"
-    expected = "; ".join(f"{known.name}: {', '.join(known.columns)}" for known in FORMATS.values())
+    expected = "; ".join(f"{row_format.name}: {', '.join(row_format.columns)}" for row_format in FORMATS.values())
     raise DocumentError(f"{location} has {actual}; expected those of a format ({expected}). Rename them.")
 
 
-def read_example(known: Format, row: Any, location: str) -> Example:
+def read_example(row_format: Format, row: Any, location: str) -> Example:
     """Turn a row into an example.
 
     Args:
-        known: Format of the data.
+        row_format: Format of the data.
         row: A row as it was read; anything but a dict is refused.
         location: Location of the row, for messages.
 
@@ -129,15 +129,15 @@ def read_example(known: Format, row: Any, location: str) -> Example:
     """
     if not isinstance(row, dict):
         raise DocumentError(
-            f"{location} is a {type(row).__name__}; expected an object with {', '.join(known.columns)}."
+            f"{location} is a {type(row).__name__}; expected an object with {', '.join(row_format.columns)}."
         )
-    absent = [column for column in known.columns if column not in row]
+    absent = [column for column in row_format.columns if column not in row]
     if absent:
         raise DocumentError(
-            f"{location} has no {absent[0]!r}, only {', '.join(map(str, row))}; expected the columns of format {known.name!r}. "
+            f"{location} has no {absent[0]!r}, only {', '.join(map(str, row))}; expected the columns of format {row_format.name!r}. "
             "Add it, or set dataset_format."
         )
-    return known.read(row, location)
+    return row_format.read(row, location)
 
 
 @register_format("messages", "messages")

@@ -69,7 +69,7 @@ def encode(tokenizer: PreTrainedTokenizerBase, example: Example, location: str) 
     except (TemplateError, TypeError, KeyError, IndexError, AttributeError) as error:
         # A template is a program that computes with the chat, and can fail in any of these ways.
         raise DocumentError(
-            f"{location} is not taken by the chat template: {error}. Correct it, or take it out."
+            f"{location} is refused by the chat template: {error}. Correct it, or take it out."
         ) from error
     return _tokens_of(tokenizer(text, add_special_tokens=False, return_offsets_mapping=True), spans)
 
@@ -126,8 +126,8 @@ def _before_first(tokenizer: PreTrainedTokenizerBase, chat: Chat, after: str) ->
         start = _render(tokenizer, Chat([{**chat.messages[0], "content": _ELSEWHERE}], chat.tools)).find(_ELSEWHERE)
     if start < 0:
         raise DocumentError(
-            "it begins with an answer, which cannot be found in what the chat template makes of it; put a question in front, or take "
-            "it out."
+            "it begins with an answer, which cannot be found in the text that the chat template writes; put a question in front, or "
+            "take it out."
         )
     return after[:start]
 

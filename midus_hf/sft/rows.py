@@ -20,7 +20,7 @@ def iterate_rows(config: SftConfig) -> Iterator[tuple[str, Any]]:
         config: Options of the run; only the keys that begin with `dataset_` are read.
 
     Raises:
-        DocumentError: If nothing has that name, a folder has no files of rows, or a file cannot be read.
+        DocumentError: If `dataset_name` names no data, a folder has no files of rows, or a file cannot be read.
     """
     path = Path(config.dataset_name).expanduser()
     if not path.exists() and not _holds_rows(path):

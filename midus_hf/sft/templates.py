@@ -54,7 +54,7 @@ def set_template(tokenizer: PreTrainedTokenizerBase, name: str | None) -> None:
     if name == "alpaca" and tokenizer.eos_token is None:
         raise ValueError(
             "chat_template is 'alpaca', which ends answers with the end token, but this tokenizer has none; set a file "
-            "with a template of its own."
+            "with a template that needs no end token."
         )
     begins = tokenizer.bos_token_id is not None and tokenizer("").input_ids[:1] == [tokenizer.bos_token_id]
     tokenizer.chat_template = "{{ bos_token }}" * begins + TEMPLATES[name]

@@ -36,5 +36,5 @@ class SftTrainer(InRun, _ModelLossTrainer):
 
     def __init__(self, *args: Any, tokenizer: PreTrainedTokenizerBase, **kwargs: Any):
         super().__init__(*args, tokenizer=tokenizer, processing_class=tokenizer, **kwargs)
-        # TRL's constructor needs it, but a Trainer that keeps it rewrites the special tokens in the model's config.
+        # TRL's constructor needs the tokenizer, but a Trainer that keeps it rewrites the special tokens in the model's config.
         self.processing_class = None

@@ -22,10 +22,12 @@ class CorpusOptions:
         column: Column, or JSON key, that holds the text. Default: `"text"`.
         encoding: Encoding of plain text and JSON lines. Default: `"utf-8"`.
         streaming: Read the text while training instead of before; needs `max_steps`. Default: false.
-        shuffle_buffer: Documents of a streamed dataset to draw from in random order; 0 keeps their order. Default: 0.
+        shuffle_buffer: Number of documents of a streamed dataset that are read ahead, to be drawn in random order; 0
+            keeps the order of the dataset. Default: 0.
         path_column: Column, or JSON key, with each document's path in a tree of topics, from `midus cluster assign`.
             Documents are then packed within leaves, and fetch blocks by this path. Default: none.
-        id_column: Column, or JSON key, that names documents in the record of `audit`. Default: none, line numbers do.
+        id_column: Column, or JSON key, with the names of documents in the record of `audit`. Default: none, the record
+            has file and line number.
         cache_dir: Folder that keeps tokens between runs. Default: `midus_hf_tokens` in the cache of `datasets`, which
             HF_HOME and HF_DATASETS_CACHE move.
 
@@ -88,13 +90,13 @@ class TrainConfig(Rates, RunOptions):
     """One run of continual pretraining, with the keys of `RunOptions` and of `Rates`.
 
     Args:
-        corpus: The keys of `CorpusOptions`, or just a path or dataset id in a file. Or a list of corpora, each with
-            these keys and a `weight` (`WeightedCorpus`).
+        corpus: The keys of `CorpusOptions`; a YAML file may give just a path or dataset id instead. Or a list of corpora,
+            each with these keys and a `weight` (`WeightedCorpus`).
         sequence_length: T, tokens per sequence. Default: 2048.
         tree: Folder of the tree of topics that gave the paths; it is saved beside the model, and paths of another tree
             are refused. Default: the tree that the corpus names, which is not saved.
-        generic_share: Share of sequences, of a corpus with `path_column`, that read the generic memory instead of their
-            path's blocks, drawn anew each epoch (hierarchical memories, section 4). Default: 1 / 17.
+        generic_share: In a corpus with `path_column`, share of the sequences that read the generic memory instead of
+            their path's blocks, drawn anew each epoch (hierarchical memories, section 4). Default: 1 / 17.
         audit: Record which documents train each fetched block, in a file beside the bank for `midus bank audit`. Every
             corpus then needs a `path_column`. Default: false.
         document_mask: Attend only within documents. Default: false, a sequence is one context, as in the paper.
@@ -128,12 +130,12 @@ class TrainConfig(Rates, RunOptions):
             if self.audit and corpus.path_column is None:
                 raise ValueError(
                     f"audit is true, and corpus {corpus.path!r} has no path_column; expected the column with the paths by which its "
-                    "documents fetch blocks. Leave audit out, or give it."
+                    "documents fetch blocks. Leave audit out, or give the column."
                 )
             if corpus.id_column is not None and not self.audit:
                 raise ValueError(
                     f"corpus.id_column is {corpus.id_column!r}, which names documents in the record of what trains blocks; expected "
-                    "audit: true with it. Leave it out, or set both."
+                    "audit: true with it. Leave id_column out, or set both."
                 )
         if self.corpora[0].streaming and self.max_steps is None:
             raise ValueError("corpus.streaming needs max_steps: a stream does not say how long it is.")

@@ -42,17 +42,17 @@ class RunOptions:
             With `new` (new layers without memory) or `all`, only adapters train. Default: none, weights train as
             `trainable` says.
         balance_loss: Coefficient of a loss that is small when tokens spread over all keys of a memory
-            (`memory.balance.balance_loss`). Default: 0, none.
+            (`midus_hf.memory.balance.balance_loss`). Default: 0, none.
         sparse_values: Compute gradients of large value tables, and update them by AdamW, only in the rows that a step
-            read; see `Tables`. Default: false.
+            read. Needs an `adamw_torch` optimizer, and one process or `shard_values`. Default: false.
         shard_values: Let each process hold some columns of these tables instead of whole tables. Default: false.
         optim: Name of the optimizer in `TrainingArguments`, such as `"adamw_torch"`. Default: transformers' choice.
         adam_beta2: Decay rate of AdamW's mean of squared gradients. Default: 0.999.
         max_grad_norm: Norm to which larger gradients are scaled down; 0 leaves gradients as they are. Default: 1.
         max_steps: Optimizer steps. Give this or `num_train_epochs`. Default: one epoch.
         num_train_epochs: Passes over the data; of several corpora, one pass is as many sequences as all have together.
-        max_seconds: Seconds of training, also before a resumption, after which the current step becomes the last.
-            Loading, evaluations and checkpoints do not count, and the schedule does not change. Default: none.
+        max_seconds: Seconds of training, including training before a resumption, after which the current step becomes
+            the last. Loading, evaluations and checkpoints do not count, and the schedule does not change. Default: none.
         per_device_train_batch_size: Sequences per device and forward pass. Default: 8.
         gradient_accumulation_steps: Forward passes per step. Default: 1.
         bf16: Compute in bfloat16, with float32 masters of what trains; otherwise in float32. Default: true.
@@ -75,9 +75,9 @@ class RunOptions:
         report_to: Trackers that get the log beside `log.jsonl`: one that the Trainer knows or a list, such as
             `"tensorboard"`, `"trackio"` or `"wandb"`. Default: `"none"`.
         seed: Seed of the order of sequences and of all that is random, such as weights of a new model. Default: 0.
-        resume_from_checkpoint: True resumes from the latest whole checkpoint in `output_dir`, a path from the
-            checkpoint there. `"auto"` resumes if there is a checkpoint, else starts, even over a run that died before.
-            Default: false.
+        resume_from_checkpoint: True resumes from the latest whole checkpoint in `output_dir`, a path resumes from that
+            checkpoint. `"auto"` resumes if there is a checkpoint, and otherwise starts anew, even over a run that died
+            before its first checkpoint. Default: false.
         overwrite_output_dir: Replace an earlier run in `output_dir`. Default: false.
 
     Raises:
@@ -182,7 +182,7 @@ class RunOptions:
             )
         if (self.tokenizer_name is None) != (self.config_name is None):
             raise ValueError(
-                "config has 'config_name' and no 'tokenizer_name'; set it to the folder or Hub id of one."
+                "config has 'config_name' and no 'tokenizer_name'; set it to the folder or Hub id of a tokenizer."
                 if self.tokenizer_name is None
                 else f"tokenizer_name is {self.tokenizer_name!r}, but a saved model has its own; leave it out, or set config_name."
             )
@@ -194,7 +194,7 @@ class RunOptions:
         for other, value in (("trainable", self.trainable), ("frozen", self.frozen)):
             if value not in ("auto", []):
                 raise ValueError(
-                    f"adapters is set and {other} is {value!r}; with adapters, adapters and what is new in the model train. "
+                    f"adapters is set and {other} is {value!r}; with adapters, only adapters and new parts of the model train. "
                     "Leave one of them out."
                 )
         if self.config_name is not None:
@@ -257,6 +257,6 @@ def _check_texts(texts: dict[str, str]) -> None:
     for name in texts:
         if not (isinstance(name, str) and _NAME.fullmatch(name)):
             raise ValueError(
-                f"eval_text names a text {name!r}; expected letters, digits, '-' and '_', since the log has eval_NAME_loss of it. "
-                "Rename it, or put a number in quotes."
+                f"eval_text names a text {name!r}; expected letters, digits, '-' and '_', since the log has an entry "
+                "eval_NAME_loss. Rename the text, or put a number in quotes."
             )

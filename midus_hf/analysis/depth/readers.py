@@ -78,10 +78,12 @@ def readers_of_depth(
     readers = whole_and_named(readers, memory)
     if layers is None:
         return readers
-    there = [reader.layer for reader in readers]
+    reading_layers = [reader.layer for reader in readers]
     for layer in layers:
-        if layer not in there:
-            raise ValueError(f"layer is {layer}; expected one that reads the depth: {', '.join(map(str, there))}.")
+        if layer not in reading_layers:
+            raise ValueError(
+                f"layer is {layer}; expected one that reads the depth: {', '.join(map(str, reading_layers))}."
+            )
     return [reader for reader in readers if reader.layer in layers]
 
 

@@ -10,9 +10,9 @@ from midus_hf.analysis.table_of_words import TableOfWords
 _MOST_SLOTS = 3
 
 HOW_TO_READ = (
-    "Each head joins what it reads of the sequence with what it reads of slots of the depth; shares are what it multiplies values "
-    "with, the gate included, the mean over tokens. They tell what is read, and not what comes of it: a slot whose value is short, "
-    "or that the output projection leaves out, adds little."
+    "A head reads keys of the sequence and slots of the depth. The share of a key or slot is the weight that the head multiplies its "
+    "value with, the gate included, averaged over tokens. Shares tell what is read, and not what is added: a slot whose value is "
+    "short, or that the output projection leaves out, adds little."
 )
 
 

@@ -84,7 +84,8 @@ class TextDrift:
 
 def base_within(model: PreTrainedModel) -> LogitsOfBase:
     """Return the logits of the base as a function that runs the model without its added parts.
-    The base's weights must be unchanged.
+
+    The logits are the base's only if training has not changed the base's weights, which is not checked here.
 
     Raises:
         ValueError: If nothing was added to the model, or if layers of the base are missing.
@@ -182,7 +183,7 @@ def _of_text(
             progress(sum(map(len, rows)))
     of_rows = torch.stack(sums)  # [R, 6]
     if not of_rows.isfinite().all():
-        raise RuntimeError(f"what is predicted of text {text.name!r} is not a finite number. Weights are broken.")
+        raise RuntimeError(f"a prediction of text {text.name!r} is not finite. The weights of a model are broken.")
     tokens = torch.tensor([len(row) - 1 for row in text.rows])
     (divergence_mean, divergence_error), (changed, changed_error) = (
         ratio_with_error(of_rows[:, column], tokens) for column in (0, 1)

@@ -15,7 +15,7 @@ _MOST_TOKENS, _CONTEXT = 3, 8
 
 HOW_TO_READ = (
     "KL(base || model) tells how far the distribution over the next token moved from the base's, whatever the next token is; the "
-    "change of loss tells of the token that came. A token is the redder the farther its prediction moved: 1 - exp(-KL) of the full "
+    "change of loss is that of the token that came. A token is the redder the farther its prediction moved: 1 - exp(-KL) of the full "
     "colour. Point at it to see what base and model find likeliest there."
 )
 

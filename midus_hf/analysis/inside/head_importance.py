@@ -64,7 +64,7 @@ def head_importance(
     """Measure how much heads matter for answers, by the product of each head's output and its gradient of the loss.
 
     A head's output is its part of the input of attention's output projection, whichever attention computed it. The loss of an
-    answer is summed over the answer's tokens, so that scores do not depend on how answers are put together. The model is not
+    answer is summed over the answer's tokens, so that scores do not depend on how answers would be batched. The model is not
     changed: gradients are taken with respect to activations, not weights.
 
     Args:
@@ -118,7 +118,7 @@ def head_importance(
 
 
 def _output_projections(model: PreTrainedModel) -> dict[int, nn.Module]:
-    """Return attention's output projection per layer. Inserted memories that read heads without a projection are left out."""
+    """Return attention's output projection by layer. Inserted layers whose memory reads heads unprojected are left out."""
     layers: Any = model.get_decoder().layers
     projections = {
         index: layer.self_attn.o_proj
@@ -172,7 +172,7 @@ def task_answers(
     for name, task in tasks.built().items():
         if task.OUTPUT_TYPE not in ("multiple_choice", "generate_until"):
             raise ValueError(
-                f"task {name!r} is of {task.OUTPUT_TYPE}; expected one of choices, or of what is written."
+                f"task {name!r} has output type {task.OUTPUT_TYPE!r}; expected multiple_choice or generate_until."
             )
         for document in list(task.eval_docs)[:limit]:
             context = task.fewshot_context(document, num_fewshot=0)
@@ -186,7 +186,7 @@ def _right_answer(name: str, task: Any, document: Any) -> str:
     if task.OUTPUT_TYPE == "multiple_choice":
         if not isinstance(target, int) or target < 0:
             raise ValueError(
-                f"task {name!r} has a question whose right choice is {target!r}; expected the number of one."
+                f"task {name!r} has a question whose right choice is {target!r}; expected the index of a choice."
             )
         target = task.doc_to_choice(document)[target]
     if isinstance(target, list) and target:

@@ -7,8 +7,8 @@ from midus_hf.analysis.pictures import new_figure
 from midus_hf.analysis.table_of_words import TableOfWords, csv_text
 
 HOW_TO_READ = (
-    "A part is worth to a text what its loss grows by without the part. Parts can stand in for one another, so effects of single "
-    "parts need not add up to the effect of all parts."
+    "The effect of a part on a text is how much the text's loss grows without the part. Parts can stand in for one another, so the "
+    "effects of single parts need not add up to the effect of all parts."
 )
 _COLUMNS = ["part", "kind", "memory", "layers", "text", "loss", "difference", "standard_error"]
 _WIDTH, _HEIGHT_OF_ROW = 4.5, 0.24

@@ -114,7 +114,7 @@ def record_block_usage(model: nn.Module) -> Iterator[BlockUsage]:
     def count(decoder: nn.Module, arguments: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         if kwargs.get("memory_blocks") is not None:
             raise ValueError(
-                "memory_blocks is given, which does not tell of which nodes blocks are; expected memory_ids while usage is recorded."
+                "memory_blocks is given, which does not name the blocks' nodes; expected memory_ids while usage is recorded."
             )
         paths = kwargs.get("memory_ids")
         if paths is None and not without_ids:

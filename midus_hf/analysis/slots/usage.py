@@ -186,7 +186,8 @@ def _counter(
 ) -> Callable[[Any, tuple[torch.Tensor, ...], torch.Tensor], None]:
     """Return a forward hook that counts the slots that a memory has retrieved.
 
-    A pre-hook would retrieve without a gradient first, and autocast would reuse those casts of the weights in the pass.
+    The hook runs after the pass: if it retrieved before, without gradients, autocast would cache casts of the weights that have
+    no gradient, and the pass would use them.
     """
 
     def count(memory: Any, arguments: tuple[torch.Tensor, ...], output: torch.Tensor) -> None:

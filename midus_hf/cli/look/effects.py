@@ -58,7 +58,7 @@ def without_parts(request: Request) -> "Answer":
         tables=[layers_table(effects)],
         paragraphs=[HOW_TO_READ],
         pictures={"Loss without each part": lambda: draw_layers(effects)},
-        csv=as_csv(effects),
+        csv=lambda: as_csv(effects),
     )
 
 
@@ -99,7 +99,7 @@ def _without_chapters(request: Request) -> "Answer":
         },
         tables=[ablation_table(effects)],
         pictures={"Loss without each chapter": lambda: draw_ablation(effects)},
-        csv=ablation_csv(effects),
+        csv=lambda: ablation_csv(effects),
     )
 
 
@@ -108,9 +108,14 @@ def _without_chapters(request: Request) -> "Answer":
 )
 def drift(request: Request) -> "Answer":
     """Answer how far predictions moved from the base's: divergence, top-1 predictions, loss, and the rows that moved most."""
-    top = _MOST_ROWS if request.top is None else request.top
     assert request.documents
     request.check_base()
+    return moved_predictions(request)
+
+
+def moved_predictions(request: Request) -> "Answer":
+    """Return how far predictions moved from the base's. The request's `check_base` has passed."""
+    top = _MOST_ROWS if request.top is None else request.top
     from midus_hf.analysis.answer import Answer
     from midus_hf.analysis.inside import drift as drifts
     from midus_hf.analysis.inside.drift_report import HOW_TO_READ, as_json, drift_table, moved_table, passages

@@ -3,7 +3,7 @@
 from typing import TYPE_CHECKING
 
 from midus_hf.cli.look.depth import depth
-from midus_hf.cli.look.effects import drift, without_parts
+from midus_hf.cli.look.effects import moved_predictions, without_parts
 from midus_hf.cli.look.request import QUESTIONS, READING, Request
 from midus_hf.cli.look.usage import can_count, count_usage, usage_answer
 from midus_hf.cli.look.values import values_of_chapters, values_of_slots
@@ -31,7 +31,7 @@ def page(request: Request) -> "Answer":
     if used is not None:
         answers["usage"] = usage_answer(request, used)
     answers["ablation"] = without_parts(request)
-    answers["drift"] = drift(request)
+    answers["drift"] = moved_predictions(request)
     if "depth-attention" in types and len(request.documents) == 1:
         answers["depth"] = depth(request)
     for hosted in memories_of_slots(model) if used is not None else ():

@@ -37,7 +37,9 @@ class Request(ReadingInBatches, Loading):
         list[str] | None, typer.Option(help="File or folder to read; may be repeated.", metavar="[NAME=]PATH")
     ] = None
     retriever: Retriever = None
-    base: Annotated[str, typer.Option(help="Base, or self: without added parts.", metavar="MODEL")] = "self"
+    base: Annotated[
+        str, typer.Option(help="Base to compare with; self: MODEL without added parts.", metavar="MODEL")
+    ] = "self"
     memory: Annotated[str | None, typer.Option(help="One of several memories.  [default: all]", metavar="NAME")] = None
     layers: Annotated[str | None, typer.Option(help="Such as 3,7-9.  [default: all]", metavar="LIST")] = None
     heads: Annotated[str | None, typer.Option(help="Such as 0,4-5.  [default: all]", metavar="LIST")] = None

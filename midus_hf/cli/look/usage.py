@@ -22,7 +22,7 @@ _MOST_LAYERS = 3
 
 @dataclasses.dataclass
 class TextUsage:
-    """Slots, chapters and blocks that texts used of a model's memories.
+    """Slots, chapters and blocks of a model's memories that texts used.
 
     Args:
         losses: Mean loss of each text, in nats per token, by the text's name; empty if the model did not read.
@@ -182,7 +182,7 @@ def usage_answer(request: Request, used: TextUsage) -> "Answer":
         summary=read_by(request.model, texts),
         paragraphs=[of_chapters.HOW_TO_READ] if used.chapters else [],
         pictures=pictures,
-        csv=of_chapters.stats_csv(used.chapters) if used.chapters else usage_csv(counts),
+        csv=lambda: of_chapters.stats_csv(used.chapters) if used.chapters else usage_csv(counts),
     )
 
 

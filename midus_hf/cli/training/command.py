@@ -121,7 +121,7 @@ def _is_in_process_group() -> bool:
 def _leave_process_group() -> None:
     """Leave the launcher's process group: at exit, a thread of the group that is still alive may abort the process (gloo).
 
-    An interrupted process does not: the others may be waiting for it.
+    A process that a second signal ends at once does not leave, since the others may be waiting for it.
     """
     if _is_in_process_group():
         sys.modules["torch.distributed"].destroy_process_group()

@@ -5,13 +5,15 @@ import dataclasses
 import json
 import re
 import textwrap
-from collections.abc import Callable
+import typing
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any
 
 import typer
 
 from midus_hf.cli.command_line import WRONG_REQUEST, Ending
+from midus_hf.config.options import alternatives_of
 from midus_hf.config.yaml_options import read_yaml
 
 _PACKAGE = Path(__file__).parents[2]
@@ -62,13 +64,22 @@ def config_text(command: str, method: str, options_class: type, sources: tuple[s
     text = _unwritten_recipe(command, method) if recipe is None else recipe.read_text(encoding="utf-8")
     written = read_yaml(text)
     described = _descriptions(*sources)
-    fields: Any = dataclasses.fields(options_class)
-    lines = ["", "# All other keys, with their defaults:"]
-    for field in fields:
+    lines = ["", "# All other keys, with their defaults:", *_described_keys(options_class, described, written, "# ")]
+    for name, hint in typing.get_type_hints(options_class).items():
+        for part in filter(dataclasses.is_dataclass, alternatives_of(hint)):
+            lines += ["", f"# Keys of `{name}: {{KEY: VALUE, ...}}`, with their defaults:"]
+            lines += _described_keys(part, described, (), "#   ")
+    return f"{text.rstrip()}\n" + "\n".join(lines) + "\n"
+
+
+def _described_keys(options_class: Any, described: dict[str, str], written: Collection[str], indent: str) -> list[str]:
+    """Return the lines of all keys that are described and not written, each below its description, behind an indent."""
+    lines = []
+    for field in dataclasses.fields(options_class):
         if field.name not in written and field.name in described:
             lines += ["", *textwrap.wrap(described[field.name], _WIDTH, initial_indent="# ", subsequent_indent="# ")]
-            lines.append(f"# {field.name}: {_default(field)}")
-    return f"{text.rstrip()}\n" + "\n".join(lines) + "\n"
+            lines.append(f"{indent}{field.name}: {_default(field)}")
+    return lines
 
 
 def recipes(command: str) -> dict[str, Path]:
@@ -110,7 +121,9 @@ def _unwritten_recipe(command: str, method: str) -> str:
 
 
 def _default(field: Any) -> str:
-    """Return the default of a key as YAML."""
+    """Return the default of a key as YAML; for a required key, its name in capitals."""
+    if field.default is field.default_factory is dataclasses.MISSING:
+        return field.name.upper()
     if field.default_factory is not dataclasses.MISSING:
         return json.dumps(field.default_factory())
     if isinstance(field.default, float):

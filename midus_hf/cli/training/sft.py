@@ -31,8 +31,8 @@ def midus_sft(
 ) -> None:
     """Fine-tune a model on chats, with the loss of answers alone.
 
-    A printed recipe has every key with its default and meaning. Keys have the names of transformers.TrainingArguments
-    and of TRL's sft where they have the key.
+    A printed recipe has every key with its default and meaning. A key that transformers.TrainingArguments or
+    TRL's sft has as well is named as there.
 
     \b
     midus sft --print-config midus-hml > recipe.yaml

@@ -26,10 +26,10 @@ def midus_train(
     overrides: Overrides = None,
     print_config: Annotated[str | None, print_config_option("train", _options, _SOURCES)] = None,
 ) -> None:
-    """Train a model on text: an upscaled model, by default as its method says, any other model, or one from the beginning.
+    """Train a model on text: an upscaled model, any other model, or a new one from random weights.
 
-    A printed recipe has every key with its default and meaning. Keys have the names of transformers.TrainingArguments
-    where it has the key.
+    An upscaled model trains the parameters that its method names, unless the recipe says otherwise. A printed recipe has
+    every key with its default and meaning. A key that transformers.TrainingArguments has as well is named as there.
 
     \b
     midus train --print-config midus-hml > recipe.yaml

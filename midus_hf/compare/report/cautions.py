@@ -28,13 +28,13 @@ def cautions(findings: Findings) -> list[str]:
     least, most = min(tokens, key=tokens.__getitem__), max(tokens, key=tokens.__getitem__)
     if tokens[least] < tokens[most]:
         sentences.append(
-            f"Variants were not trained on as many tokens: {least} on {tokens[least]:,.0f}, {most} on {tokens[most]:,.0f}."
+            f"Variants were not trained on equally many tokens: {least} on {tokens[least]:,.0f}, {most} on {tokens[most]:,.0f}."
         )
     counts = {len(variant.rates) for variant in variants}
     if len(counts) > 1:
         listed = ", ".join(f"{variant.name} at {len(variant.rates)}" for variant in variants)
         sentences.append(
-            f"Variants were not tried at as many rates, and more of them are more chances to end low: {listed}."
+            f"Variants were not tried at equally many rates, and more rates are more chances to end low: {listed}."
         )
     sentences += filter(None, map(_of_seeds, variants))
     ends = [f"{variant.name} ({variant.rate})" for variant in variants if variant.is_at_an_end_of_its_rates]
@@ -51,8 +51,7 @@ def cautions(findings: Findings) -> list[str]:
     ahead = [variant.name for variant in variants if not variant.is_causal]
     if ahead:
         sentences.append(
-            f"Not causal: {', '.join(ahead)}. Losses are of tokens that were read in part before they were predicted, and none to "
-            "compare."
+            f"Not causal: {', '.join(ahead)}. A model that reads tokens before it predicts them has losses that cannot be compared."
         )
     return sentences
 
@@ -68,7 +67,7 @@ def _of_seeds(variant: VariantFindings) -> str | None:
     if not shared:
         return f"{caution}, which have no seed in common: its best rate may be that of the luckier seed."
     which = f"seed{'s' if len(shared) > 1 else ''} {', '.join(map(str, shared))}"
-    return f"{caution}: its best rate is the best of {which}, which those of most seeds have in common."
+    return f"{caution}: its best rate is the best of {which}, which the rates with the most seeds share."
 
 
 def _list(names: Sequence[str]) -> str:

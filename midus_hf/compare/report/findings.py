@@ -187,9 +187,9 @@ class Findings:
     def at_equal_learning(self) -> list[AtEqualLearning]:
         """Return what each variant had forgotten when it had learned `common_learning`, the least first.
 
-        Variants that never learned so much are left out. Of a variant's rates the one counts at which it had forgotten least, by the
-        mean over the seeds that the rates share, if they share any. A rate counts only if it has as many seeds as the best rate
-        and every seed learned so much.
+        A variant appears at the rate at which it had forgotten least, by the mean over the seeds that its rates share, or over all
+        seeds of a rate if the rates share none. A rate counts only if it has as many seeds as the best rate and every seed learned
+        that much. A variant without a rate that counts is left out.
         """
         entries = []
         for variant in self.variants.values():

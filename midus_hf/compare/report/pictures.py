@@ -66,7 +66,7 @@ def draw_frontier(findings: Findings) -> bytes:
 def draw_curves(findings: Findings, texts: Sequence[str]) -> bytes:
     """Draw the mean loss of some texts against tokens, each variant at its best rate, and return PNG.
 
-    Lines are means over seeds; bands reach from the least to the greatest seed.
+    Lines are means over seeds; bands reach from the lowest to the highest loss of any seed.
 
     Args:
         findings: Findings of a comparison with results of at least one variant.

@@ -43,7 +43,7 @@ def planned(comparison: Comparison, variants: Sequence[Variant]) -> list[dict[st
 
 
 def plan_table(comparison: Comparison, variants: Sequence[Variant]) -> TableOfWords:
-    """Return the plan as a table with a row per variant; trained parameters have their deviation from the budget in per cent.
+    """Return the plan as a table with a row per variant, with the deviation of trained parameters from the budget in per cent.
 
     Args:
         comparison: Comparison that `plan` returned.

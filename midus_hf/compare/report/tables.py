@@ -13,7 +13,7 @@ from midus_hf.compare.report.words import short_count, with_spread
 
 
 def variants_table(findings: Findings) -> TableOfWords:
-    """Return the table of what each variant learned and forgot at its best rate, the base first, then the lowest domain loss."""
+    """Return the table of what each variant learned and forgot at its best rate: the base, then variants by rising domain loss."""
     tasks = list(findings.comparison.tasks.names) if findings.comparison.tasks is not None else []
     columns = ["variant", "rate", "seeds", "new", "trains", "domain loss", "learned"]
     columns += ["forgotten"] if findings.retention else []
@@ -89,7 +89,7 @@ def controls_table(findings: Findings) -> TableOfWords:
 
 
 def failures_table(failures: Mapping[str, str]) -> TableOfWords:
-    """Return a table of what failed, with a row per name that says why."""
+    """Return the table of failed runs, with the reason beside each name."""
     return TableOfWords("Failed", ["run", "why"], [[name, why] for name, why in failures.items()])
 
 

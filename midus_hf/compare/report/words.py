@@ -62,11 +62,11 @@ def _learned_most(findings: Findings) -> str:
 
 
 def _between(difference: Spread | None) -> str:
-    """Return a sentence on whether a difference between seeds may be chance; empty for a single seed."""
+    """Return a sentence on whether the difference of two variants, seed by seed, may be chance; empty without two common seeds."""
     if difference is None or difference.half_interval is None:
         return ""
     chance = "which is more than chance of seeds" if difference.is_above_zero else "which may be chance"
-    return f" Of the same seeds these two differ by {difference.mean:.4f} ± {difference.half_interval:.4f} (95 %), {chance}."
+    return f" With the same seeds these two differ by {difference.mean:.4f} ± {difference.half_interval:.4f} (95 %), {chance}."
 
 
 def _forgot_least(findings: Findings) -> str:

@@ -57,12 +57,12 @@ class TableOptions:
             for numbers in (row.continued, row.tuned):
                 if numbers is not None and len(numbers) != len(self.columns):
                     raise ValueError(
-                        f"rows.{name} has {len(numbers)} numbers; expected {len(self.columns)}, one a column."
+                        f"rows.{name} has {len(numbers)} numbers; expected {len(self.columns)}, one per column."
                     )
 
     @property
     def stages(self) -> list[Stage]:
-        """Stages that the table has numbers of, in order."""
+        """Stages after which the table has numbers, in order."""
         return ["continued"] if self.fine_tune is None else ["continued", "tuned"]
 
 

@@ -32,7 +32,7 @@ class Repository:
             )
 
     def tables(self) -> dict[str, list[str]]:
-        """Return the names of tables by paper, papers sorted by name, tables by length and then by name."""
+        """Return the names of tables by paper, papers sorted by name, tables by the length of the name and then by name."""
         by_paper: dict[str, list[str]] = {}
         for path in (self._configs / "reproduce").glob("*/*.yaml"):
             if not path.stem.startswith("scales"):
@@ -67,7 +67,11 @@ class Repository:
         return str(self._configs / kind / f"{name.format(base=base)}.yaml")
 
     def base(self, name: str) -> str:
-        """Return the Hub id of a base by its name in the names of recipes, as the `midus-hml` recipe of that base gives it."""
+        """Return the Hub id of a base, read from the `midus-hml` recipe of that base.
+
+        Args:
+            name: Name of the base in the names of recipes, such as `llama-3.2-1b`.
+        """
         from midus_hf.config.yaml_options import read_mapping
 
         base = read_mapping(self.recipe("upscale", "midus-hml-{base}-distributed", name))["base"]

@@ -65,7 +65,7 @@ class ModelFlops:
 
 
 def estimate_flops(config: Mapping[str, Any], tokens: int, batch: int = 1) -> ModelFlops:
-    """Count the floating-point operations of a model.
+    """Count the floating-point operations of a model for one batch.
 
     Args:
         config: The raw `config.json`.

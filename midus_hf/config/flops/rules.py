@@ -1,7 +1,7 @@
 """Prices of operations in floating-point operations (FLOPs): the rules of Mixture of Chapters, appendix A.2.
 
 A multiplication and an addition count one each, so a matrix product counts two per weight. An elementwise operation has
-a fixed price per number. Where the paper gives no price, the price is the one in the paper's code. Memory traffic,
+a fixed price per number. Where the paper gives no price, the price of the paper's code counts. Memory traffic,
 dropout and the optimizer are not counted.
 """
 
@@ -21,7 +21,7 @@ ACTIVATIONS = {"silu": 4, "swish": 4, "gelu": 8, "gelu_new": 8, "gelu_pytorch_ta
 
 
 def linear(rows: int, inputs: int, outputs: int, bias: bool = False) -> int:
-    """Return the price of a linear map of vectors, or any product of `[rows, inputs]` with `[inputs, outputs]`."""
+    """Return the price of a linear map of `rows` vectors: a product of `[rows, inputs]` with `[inputs, outputs]`."""
     return 2 * rows * inputs * outputs + (rows * outputs if bias else 0)
 
 
@@ -38,7 +38,14 @@ def attention_products(batch: int, queries: int, keys: int, width: int) -> int:
 
 
 def attention_weights(batch: int, heads: int, queries: int, keys: int) -> int:
-    """Return the price of softmax, mask and scale of attention scores, for all heads. `attention_products` has the arguments."""
+    """Return the price of the softmax, mask and scale of all attention scores.
+
+    Args:
+        batch: B, sequences in the batch.
+        heads: Number of query heads.
+        queries: Number of queries per sequence.
+        keys: Number of keys that each query is compared with, masked keys included.
+    """
     return batch * heads * queries * keys * (SOFTMAX + MASK_AND_SCALE)
 
 

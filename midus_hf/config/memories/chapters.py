@@ -77,7 +77,7 @@ class ChaptersOptions(MemoryOptions):
     memory_tokens: int = option(4096, "N_m, the rows of the bank")
     chapters: int = option(64, "C, equal parts of the bank, shared ones included")
     shared_chapters: int = option(1, "S, the first chapters, which every token reads")
-    k: int = option(4, "chapters that the router chooses besides")
+    k: int = option(4, "chapters that the router chooses beside the shared ones")
     routing: Routing = option(
         "chunk",
         "what is pooled to choose chapters. chunk: for each stretch of chunk_size tokens, the tokens before it; prompt: the prompt; "
@@ -86,8 +86,8 @@ class ChaptersOptions(MemoryOptions):
     chunk_size: int = option(64, "tokens that read the same chapters where routing is chunk")
     first_chunk: int | None = option(
         None,
-        "tokens of the first stretch of a document, which nothing guides; from there to chunk_size is another, so that short texts "
-        "too read by what they say. null: 8, or chunk_size where that is less",
+        "tokens of the first stretch of a document, for which no earlier token chooses chapters; the tokens from there to chunk_size "
+        "are a second stretch, so that short texts too choose chapters. null: 8, or chunk_size if that is less",
     )
     weighting: Weighting = option(
         "released",
@@ -102,17 +102,17 @@ class ChaptersOptions(MemoryOptions):
         "all", "which layers have one bank: all, none, or every:K for K neighbours", "all | none | every:K"
     )
     bank_rank: int | None = option(
-        None, "width of the two factors that the bank is a product of; null: it is one matrix"
+        None, "rank of the bank, which is then the product of two factors; null: the bank is one matrix"
     )
     bank_width: int | None = option(
         None, "width of memory tokens, and of the attention that reads them; null: the model's hidden size"
     )
     bank_bits: Literal[8, 4] | None = option(
         None,
-        "bits per element of a bank that no longer trains, whose rows are integers with a scale each; null: it trains",
+        "bits per element of a bank that no longer trains, whose rows are integers with a scale each; null: the bank trains",
     )
-    router_aux_loss_coef: float = option(0.01, "of the load-balance loss, which the model adds to its own in training")
-    router_z_loss_coef: float = option(0.001, "of the mean squared log-sum-exp of router logits, likewise")
+    router_aux_loss_coef: float = option(0.01, "coefficient of the load-balance loss, which is added in training")
+    router_z_loss_coef: float = option(0.001, "coefficient of the mean squared log-sum-exp of router logits")
     balance: Balance = option(
         "routed",
         "the logits and the scale of the router's losses. routed: over the logits of routed chapters alone, so that the load-balance "
@@ -121,8 +121,8 @@ class ChaptersOptions(MemoryOptions):
     )
     addressing: Addressing = option(
         "content",
-        "what routers choose chapters by. content: what is pooled; random: a vector that is drawn anew for every choice and pass, of "
-        "the length of what is pooled, so that it says nothing of the text: a control",
+        "how routers choose chapters. content: by the pooled hidden states; random: by a vector that is drawn anew for every choice "
+        "and pass, as long as the pooled one, so that it says nothing of the text: a control",
     )
 
     @not_carried

@@ -6,7 +6,7 @@ from typing import Literal, NamedTuple
 from midus_hf.config.declared_tensors import ZEROS, DeclaredTensor, Initial, Normal
 from midus_hf.config.flops.rules import attention_products, attention_weights, linear
 from midus_hf.config.installed import not_carried
-from midus_hf.config.memory_types import MemoryOptions, register_memory_type
+from midus_hf.config.memory_types import MemoryOptions, projections_of_heads, register_memory_type
 from midus_hf.config.model_sizes import ModelSizes
 from midus_hf.config.options import option
 
@@ -39,24 +39,25 @@ class DepthAttentionOptions(MemoryOptions):
 
     joining: Literal["added", "interpolated", "joint"] = option(
         "added",
-        "how heads join o_S and o_D, what they read of the sequence and of the depth, with w the depth's share of one softmax over "
-        "both and c a gate per head from 0 to 1, which starts at 0. added: (1 - c w) o_S + (1 - c + c w) o_D. interpolated: "
+        "how heads join o_S, read from the sequence, with o_D, read from the depth; w is the depth's share of one softmax over both, "
+        "and c a gate per head from 0 to 1 that starts at 0. added: (1 - c w) o_S + (1 - c + c w) o_D. interpolated: "
         "(1 - c w) o_S + c w o_D. joint: one softmax over both, as in the paper, no gate and no identity at the start",
     )
     attention_slots: Literal["reused", "projected", "none"] = option(
         "none",
-        "keys and values of attention that later layers read. reused: its own. projected: others of the same input",
+        "which keys and values of attention later layers read. reused: the keys and values that attention computes. projected: "
+        "separate projections of the same input. none: no slots of this kind",
     )
     ffn_slots: bool = option(
-        True, "whether keys and values are projected from what the feed-forward network reads as well"
+        True, "whether later layers read keys and values that are projected from the feed-forward network's input"
     )
     bias: bool = option(False, "whether the projections of slots have a bias")
     rope: Literal["same", "released"] = option(
         "same",
-        "how slots meet queries. same: rotated alike, so that the position cancels out. released: keys as they are in front of their "
-        "norm and rotation, as in the paper's code",
+        "how the keys of slots are rotated. same: like the queries, so that the position cancels out. released: not at all, and not "
+        "normalised either, as in the paper's code",
     )
-    slots: int = option(0, "S, the slots that a token reads at most, which are the newest; 0: all")
+    slots: int = option(0, "S, the most slots that a token reads, the newest ones; 0: all slots")
 
     @not_carried
     def __post_init__(self) -> None:
@@ -122,6 +123,10 @@ class DepthAttentionOptions(MemoryOptions):
                 f"slots is {self.slots}; expected {most} or fewer, which is what the last of {len(layers)} layers can read, or 0 "
                 "for all of them."
             )
+
+    @not_carried
+    def layer_projections(self, sizes: ModelSizes) -> dict[str, tuple[int, int]]:
+        return projections_of_heads(sizes)
 
     def tensors(self, sizes: ModelSizes) -> dict[str, DeclaredTensor]:
         width = sizes.num_key_value_heads * sizes.head_dim

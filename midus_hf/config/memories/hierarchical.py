@@ -9,7 +9,7 @@ from midus_hf.config.declared_tensors import ZEROS, DeclaredTensor, Role, Trunca
 from midus_hf.config.fetched_blocks import FetchedBlocks
 from midus_hf.config.flops.rules import ACTIVATIONS, attention_products, attention_weights, linear
 from midus_hf.config.installed import not_carried
-from midus_hf.config.memory_types import MemoryOptions, register_memory_type
+from midus_hf.config.memory_types import MemoryOptions, projections_of_heads, register_memory_type
 from midus_hf.config.model_sizes import ModelSizes
 from midus_hf.config.options import option
 
@@ -29,7 +29,7 @@ class HierarchicalOptions(MemoryOptions):
     )
     branching: int = option(16, "k, children of each node of the tree: level l has k ** l blocks")
     without_ids: Literal["none", "generic"] = option(
-        "none", "what is read where no memory_ids are given. none: no memory; generic: the generic one"
+        "none", "memory that a text without memory_ids reads. none: no memory; generic: the generic memory"
     )
 
     @not_carried
@@ -98,7 +98,7 @@ class HierFFNOptions(HierarchicalOptions):
 class HierLoraOptions(HierarchicalOptions):
     """LoRA memories: `alpha * B A x` is added to a projection's output, with A of rank r and B zero at the start (appendix I)."""
 
-    alpha: float = option(2.0, "what the product of both factors is multiplied by")
+    alpha: float = option(2.0, "number by which the product of both factors is multiplied")
 
     @not_carried
     def __post_init__(self) -> None:
@@ -106,14 +106,14 @@ class HierLoraOptions(HierarchicalOptions):
         if not (math.isfinite(self.alpha) and self.alpha > 0):
             raise ValueError(f"alpha is {self.alpha!r}; expected a number above 0.")
 
-    def projections(self, sizes: ModelSizes) -> dict[str, tuple[int, int]]:
+    def layer_projections(self, sizes: ModelSizes) -> dict[str, tuple[int, int]]:
         """Return the input and output width of each adapted projection, by the projection's name."""
         raise TypeError(f"{type(self).__name__} does not say which projections it adapts.")
 
     def block(self, sizes: ModelSizes, size: int) -> dict[str, DeclaredTensor]:
         tensors: dict[str, DeclaredTensor] = {}
         roles: tuple[Role, Role] = ("key", "value")
-        for name, (inputs, outputs) in self.projections(sizes).items():
+        for name, (inputs, outputs) in self.layer_projections(sizes).items():
             # Kaiming's uniform distribution with a = sqrt(5), like the first factor in LoRA.
             tensors[f"{name}_down"] = DeclaredTensor((size, inputs), roles[0], Uniform(inputs**-0.5))
             tensors[f"{name}_up"] = DeclaredTensor((outputs, size), roles[1], ZEROS)
@@ -122,7 +122,7 @@ class HierLoraOptions(HierarchicalOptions):
     @not_carried
     def flops(self, sizes: ModelSizes, batch: int, tokens: int, index: int, count: int) -> dict[str, int]:
         rows, rank = batch * tokens, self.fetched_size
-        widths = self.projections(sizes).values()
+        widths = self.layer_projections(sizes).values()
         return {
             "memory": sum(
                 linear(rows, inputs, rank) + linear(rows, rank, outputs) + 2 * rows * outputs
@@ -138,7 +138,7 @@ class HierLoraQKOptions(HierLoraOptions):
 
     sites = ("inside-attention",)
 
-    def projections(self, sizes: ModelSizes) -> dict[str, tuple[int, int]]:
+    def layer_projections(self, sizes: ModelSizes) -> dict[str, tuple[int, int]]:
         d = sizes.head_dim
         return {
             "query": (sizes.hidden_size, sizes.num_heads * d),
@@ -153,7 +153,7 @@ class HierLoraVOOptions(HierLoraOptions):
 
     sites = ("inside-attention",)
 
-    def projections(self, sizes: ModelSizes) -> dict[str, tuple[int, int]]:
+    def layer_projections(self, sizes: ModelSizes) -> dict[str, tuple[int, int]]:
         d = sizes.head_dim
         return {
             "value": (sizes.hidden_size, sizes.num_key_value_heads * d),
@@ -168,7 +168,7 @@ class HierLoraFFNOptions(HierLoraOptions):
 
     sites = ("inside-ffn",)
 
-    def projections(self, sizes: ModelSizes) -> dict[str, tuple[int, int]]:
+    def layer_projections(self, sizes: ModelSizes) -> dict[str, tuple[int, int]]:
         hidden, inner = sizes.hidden_size, sizes.intermediate_size
         return {"gate": (hidden, inner), "up": (hidden, inner), "down": (inner, hidden)}
 
@@ -189,6 +189,10 @@ class HierKVOptions(HierarchicalOptions):
             "memory_keys": DeclaredTensor(shape, "key", TruncatedNormal(_STD)),
             "memory_values": DeclaredTensor(shape, "value", ZEROS),
         }
+
+    @not_carried
+    def layer_projections(self, sizes: ModelSizes) -> dict[str, tuple[int, int]]:
+        return projections_of_heads(sizes)
 
     @not_carried
     def flops(self, sizes: ModelSizes, batch: int, tokens: int, index: int, count: int) -> dict[str, int]:

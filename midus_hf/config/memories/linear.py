@@ -20,7 +20,7 @@ class LinearOptions(SharedValueOptions):
 
     controls = {"one-row": {"slots": 1, "k": 1}, **RANDOM_SLOTS}
 
-    slots: int = option(4096, "values, and keys per head")
+    slots: int = option(4096, "number of values, and of keys per head")
 
     @not_carried
     def __post_init__(self) -> None:

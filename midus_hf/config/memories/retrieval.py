@@ -15,8 +15,8 @@ from midus_hf.config.options import option
 
 QueryNorm = Literal["none", "batch", "layer"]
 QUERY_NORM_HELP = (
-    "of each head's query: layer over its features, or batch over all tokens of a batch, padding included; in training batch "
-    "lets a token see the statistics of later ones"
+    "norm of each head's query: layer over its features, or batch over all tokens of a batch, padding included; in training batch "
+    "lets a token see the statistics of later tokens"
 )
 INNER_RESIDUAL_HELP = "whether the block's input is added to the attention output that the memory reads"
 
@@ -33,9 +33,10 @@ class RetrievalOptions(InsertedOptions):
 
     k: int = option(4, "slots retrieved per head and token")
     query_norm: QueryNorm = option("none", QUERY_NORM_HELP)
-    temperature: float = option(1.0, "scores are divided by it before the softmax")
+    temperature: float = option(1.0, "number by which scores are divided before the softmax")
     gate: Literal["none", "token", "head"] = option(
-        "none", "a sigmoid of the attention output that scales what a token retrieves, or what each head of it does"
+        "none",
+        "a sigmoid of the attention output that scales what a token retrieves (token), or each of its heads (head)",
     )
     inner_residual: bool = option(False, INNER_RESIDUAL_HELP)
     addressing: Addressing = option("content", ADDRESSING_HELP)
@@ -85,7 +86,7 @@ class RetrievalOptions(InsertedOptions):
 
     @not_carried
     def norm_and_gate_flops(self, sizes: ModelSizes, rows: int) -> dict[str, int]:
-        """Count all operations on tokens but the choice of slots and the sum of values.
+        """Count the operations of the query norm, the softmax over slots, the gate and the residual adds.
 
         The query norm has one price, whether its statistics come from features, from a batch or from running statistics.
         """

@@ -50,7 +50,8 @@ class TableSharing:
             return []
         if self.group > num_layers:
             raise ValueError(
-                f"share is '{self.kind}:{self.group}', but {num_layers} layers have the memory; expected a group of at most as many."
+                f"share is '{self.kind}:{self.group}', but {num_layers} layers have the memory; expected a group of at "
+                "most that many tables."
             )
         if self.kind != "block":
             return [range(num_layers)]

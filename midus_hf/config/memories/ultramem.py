@@ -64,31 +64,33 @@ class UltraMemOptions(MemoryOptions):
     key_pairs: int = option(
         1, "h, sets of row keys and of column keys; each of the h * h pairs scores n * n virtual slots"
     )
-    rank: int = option(2, "r of the Tucker core; each rank has queries and keys of its own")
+    rank: int = option(2, "r of the Tucker core; each rank has separate queries and keys")
     k: int = option(32, "slots that each head retrieves per token")
     side_k: int | None = option(
         None,
-        f"rows, and columns, that the first stage keeps; null: k, at most {_MOST_ON_A_SIDE} and the keys of a set",
+        f"rows, and columns, that the first stage keeps; null: k, but at most {_MOST_ON_A_SIDE} and the keys of a set",
     )
-    heads: int = option(1, "heads with queries, keys and cores of their own; all read the same table")
+    heads: int = option(1, "heads, each with separate queries, keys and cores; all read the same table")
     key_width: int | str = option("1/2", "D_k, a number or a fraction of the hidden size", "a number | 1/2")
-    value_width: int | str = option("3/16", "D_v, of the rows that are summed", "a number | 3/16")
+    value_width: int | str = option("3/16", "D_v, the width of the rows that are summed", "a number | 3/16")
     pre_value_width: int | str = option(
         "1/16",
-        "D_p, of the rows that the input is multiplied with to scale values; 0: values are not scaled",
+        "D_p, the width of pre-values, whose products with the input scale values; 0: values are not scaled",
         "a number | 1/16",
     )
-    activation: Literal["none", "gelu", "silu"] = option("none", "of what the input makes of pre-values")
+    activation: Literal["none", "gelu", "silu"] = option(
+        "none", "activation of the products of the input and pre-values"
+    )
     scoring: Literal["tucker", "sum"] = option(
         "tucker", "tucker: a core mixes the scores of rows and columns; sum: they are added up, as product keys are"
     )
-    weights: Literal["scores", "softmax"] = option("scores", "what values are weighed by")
+    weights: Literal["scores", "softmax"] = option("scores", "numbers by which values are weighed")
     projections: Literal["shared", "per-block"] = option(
         "shared", "whether the sums of all virtual blocks have one projection (equation 12), or one each (equation 9)"
     )
     output_gate: bool = option(False, "whether SiLU of a projection of the input scales the summed values")
     share: str = option(
-        "none", "which value tables a layer reads; G counts its own", "none | all | noring:G | ring:G | block:G"
+        "none", "which value tables a layer reads; G includes its own", "none | all | noring:G | ring:G | block:G"
     )
     zero: Zero = option(
         "values",

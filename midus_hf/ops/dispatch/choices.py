@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from midus_hf.config.wording import near_matches
 from midus_hf.ops.dispatch.native.library import native_library, why_missing
 from midus_hf.ops.dispatch.triton import HAS_TRITON, interprets_kernels
 
@@ -28,9 +29,10 @@ class OpChoices:
             `"triton"` runs kernels for CUDA tensors. Default: `"auto"`: kernels on GPUs from compute capability 8.0 on,
             C on a CPU for which a compiler built it, `"torch"` elsewhere.
         exact: Whether kernels compare all 32 bits of a score when they select product keys of half precision. If false,
-            and n is at most 128 and k at most 8, the last ceil(log2(n)) bits of a score are replaced by the number of
-            its sub-key: two sub-keys or slots may be swapped if their scores differ in these bits only, which for
-            n = 64 means by less than 2^-17 of their size. Default: false.
+            and n is at most 128 and k at most 8, the last max(4, ceil(log2(n)), ceil(log2(k)) + 2) bits of a sub-key's
+            score are replaced by the sub-key's number, and the last 2 ceil(log2(k)) bits of a slot's score by the ranks
+            of its two sub-keys. Two sub-keys or slots may be swapped if their scores differ in these bits only, which
+            for n = 64 means by less than 2^-17 of their size. Default: false.
     """
 
     backend: str = "auto"
@@ -57,10 +59,14 @@ def op_choices(**changes: Any) -> Iterator[None]:
         changes: Fields of `OpChoices` and their new values.
 
     Raises:
-        ValueError: If a field cannot have its new value.
+        ValueError: If `OpChoices` has no field of a name, or a field cannot have its new value.
     """
     global _standing
     before = _standing
+    fields = [field.name for field in dataclasses.fields(OpChoices)]
+    for name in changes:
+        if name not in fields:
+            raise ValueError(f"op_choices has no option {name!r}. {near_matches(name, fields)}")
     _standing = dataclasses.replace(before, **changes)
     try:
         yield

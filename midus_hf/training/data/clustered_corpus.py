@@ -16,9 +16,10 @@ from midus_hf.training.data.packing import IGNORED_LABEL, PackedSequence, check_
 class ClusteredDataset(Dataset):
     """Documents packed within the leaves of a tree (hierarchical memories, appendix A.2).
 
-    A leaf is a node of the deepest level that has blocks, so all documents of a leaf fetch the same blocks. They are
-    laid end to end in the order of the corpus and cut into sequences. The remainder becomes a sequence too, filled up
-    with a token that is no label: a leaf may have little text, and its blocks learn from nothing else.
+    A leaf is a node of the deepest level that has blocks, so all documents of a leaf fetch the same blocks. Documents
+    of a leaf are laid end to end in the order of the corpus and cut into sequences. The remainder becomes a sequence
+    too, filled up with a token on which no loss is computed: a leaf may have little text, and the blocks of the leaf
+    learn from no other text.
 
     Args:
         tokens: Tokens of all documents.
@@ -46,29 +47,30 @@ class ClusteredDataset(Dataset):
         check_length(tokens.num_documents, tokens.num_tokens, 0)
         if len(paths) != tokens.num_documents:
             raise DocumentError(
-                f"the corpus has paths of {len(paths):,} documents and tokens of {tokens.num_documents:,}; expected as many. It has "
-                "changed while it was read: start again."
+                f"the corpus has paths of {len(paths):,} documents and tokens of {tokens.num_documents:,}; expected equal "
+                "numbers. The corpus changed while it was read: start again."
             )
         self.tokens, self.paths, self.sequence_length = tokens, paths, sequence_length
         self.fill, self.document_mask, self.tree = fill, document_mask, tree
         self.num_documents, self.num_tokens = tokens.num_documents, tokens.num_tokens
         self._bounds = tokens.document_bounds()
         # The documents leaf by leaf, within a leaf in the order of the corpus, and where each document begins in this order.
-        deciding = paths[:, :depth]
-        self._order = np.lexsort(deciding.T[::-1])
+        levels_to_leaf = paths[:, :depth]
+        self._order = np.lexsort(levels_to_leaf.T[::-1])
         lengths = (self._bounds[1:] - self._bounds[:-1])[self._order]
         self._begins = np.concatenate([[0], np.cumsum(lengths)])
-        sorted_paths = deciding[self._order]
+        sorted_paths = levels_to_leaf[self._order]
         is_first = np.concatenate([[True], (sorted_paths[1:] != sorted_paths[:-1]).any(1)])
         first_documents = np.flatnonzero(is_first)
         ends = self._begins[np.concatenate([first_documents[1:], [len(paths)]])]
         leaf_begins = self._begins[first_documents]
         counts = -(-(ends - leaf_begins) // sequence_length)
         self._leaf = np.repeat(np.arange(len(counts)), counts)  # the leaf of each sequence
-        within = np.arange(len(self._leaf)) - np.repeat(np.cumsum(counts) - counts, counts)
-        self._sequence_begins = leaf_begins[self._leaf] + within * sequence_length
+        number_in_leaf = np.arange(len(self._leaf)) - np.repeat(np.cumsum(counts) - counts, counts)
+        self._sequence_begins = leaf_begins[self._leaf] + number_in_leaf * sequence_length
         self._sequence_ends = np.minimum(self._sequence_begins + sequence_length, ends[self._leaf])
-        self._leaf_paths = paths[self._order[first_documents]]  # levels below the leaf are those of its first document
+        # Below the level of a leaf, its path has the nodes of its first document.
+        self._leaf_paths = paths[self._order[first_documents]]
         self.num_leaves = len(counts)
 
     def __len__(self) -> int:
@@ -98,7 +100,7 @@ class ClusteredDataset(Dataset):
         return [(document, end - begin) for document, begin, end in stretches]
 
     def _parts(self, begin: int, end: int) -> Iterator[PackedSequence]:
-        """Return the pieces of documents between two positions in the order of leaves."""
+        """Return an iterator over the pieces of documents between two positions, counted in the order of leaves."""
         return (self.tokens.cut(first, last) for _, first, last in self._stretches(begin, end))
 
     def _stretches(self, begin: int, end: int) -> Iterator[tuple[int, int, int]]:
@@ -133,9 +135,9 @@ def check_paths(paths: np.ndarray, banks: Mapping[str, BankLayout], column: str,
 
 
 def describe_leaves(dataset: ClusteredDataset) -> str:
-    """Return a phrase about the result of packing within leaves."""
-    places = len(dataset) * dataset.sequence_length
+    """Return a phrase with the numbers of leaves and sequences, and the share of positions without text."""
+    positions = len(dataset) * dataset.sequence_length
     return (
         f"packed within {dataset.num_leaves:,} leaves: {len(dataset):,} sequences of {dataset.sequence_length:,} "
-        f"({1 - dataset.num_tokens / places:.1%} of their places filled up)"
+        f"({1 - dataset.num_tokens / positions:.1%} of the tokens are padding)"
     )

@@ -71,7 +71,7 @@ class LocalText:
             return dict(zip(self.files, pool.map(_digest, self.files), strict=True))
 
     def name_of(self, file: Path) -> str:
-        """Return a file's name below the folder that the corpus lies in, since where that folder is stays private."""
+        """Return a file's path relative to the folder that the corpus lies in; the location of that folder stays private."""
         return str(file.relative_to(Path(self.options.path).expanduser().parent))
 
     def as_dataset(self, folder: Path) -> Any:
@@ -109,7 +109,7 @@ class HubRows:
         return (row for row in rows if text_of_row(row[1], self.options.column, corpus_label).strip())
 
     def digests(self) -> dict[Path, str]:
-        """Return the fingerprint by which the library `datasets` tells the dataset from others, under the dataset's id."""
+        """Return the fingerprint that the library `datasets` computes of the dataset, under the dataset's id."""
         return {Path(self.options.path): self.dataset._fingerprint}
 
     def name_of(self, file: Path) -> str:
@@ -144,7 +144,7 @@ class HubRows:
 
 
 def find_corpus(options: CorpusOptions, seed: int = 0) -> LocalText | HubRows:
-    """Find the corpus, without reading local text.
+    """Return the corpus that options name; local text is not read yet.
 
     Args:
         options: Source of the text.
@@ -195,7 +195,7 @@ def load_hub_dataset(name: str, path: str, config: str | None, split: str, strea
         name: Name of the option that names the dataset, for messages.
         path: Id of the dataset.
         config: Configuration of the dataset; None for its default.
-        split: Split of the dataset.
+        split: Name of the split, such as `"train"`.
         streaming: Whether to read the dataset only as it is iterated. Default: false.
 
     Raises:
@@ -208,7 +208,7 @@ def load_hub_dataset(name: str, path: str, config: str | None, split: str, strea
         return datasets.load_dataset(path, config, split=split, streaming=streaming)
     except (OSError, ValueError, RuntimeError) as error:
         raise DocumentError(
-            f"{name} is {path!r}, no file or folder here, and not to be had as a dataset: {first_line(error)}"
+            f"{name} is {path!r}, which is no file or folder and cannot be loaded as a dataset: {first_line(error)}"
         ) from error
 
 

@@ -78,9 +78,6 @@ class HeldOutEvents(TrainerCallback):
 def check_held_out(config: RunOptions) -> None:
     """Check that no two held-out texts of a run are the same file or folder.
 
-    Args:
-        config: The options of the run.
-
     Raises:
         ValueError: If two texts are the same.
     """
@@ -101,12 +98,11 @@ def prepare_held_out(
     corpus: CorpusOptions | None = None,
     banks: Mapping[str, BankLayout] | None = None,
 ) -> dict[str, HeldOut]:
-    """Read and tokenize the held-out texts of a run; return them by name as in `RunOptions.eval_texts`.
+    """Read and tokenise the held-out texts of a run; return them by name as in `RunOptions.eval_texts`.
 
     Args:
-        config: The options of the run.
-        tokenizer: Tokenizer of the model.
-        model_config: Config of the model.
+        config: Options of the run, of which `eval_text` and `eval_max_tokens` are read.
+        model_config: Config of the model, whose number of positions bounds the length of contexts.
         corpus: Corpus whose columns and encoding the held-out texts share. Default: text under `"text"`, in UTF-8,
             without paths.
         banks: Layouts of the banks from which texts fetch blocks, by the name of the memory. Default: none.
@@ -154,23 +150,23 @@ def describe_held_out(held_out: Mapping[str, HeldOut], corpus: CorpusOptions | N
     """
     column = None if corpus is None else corpus.path_column
     lines = []
-    for name, of_name in held_out.items():
-        called = f"held-out text {name}".rstrip()
+    for name, prepared in held_out.items():
+        label = f"held-out text {name}".rstrip()
         if name:
-            lines.append(f"{called}: {of_name.text.num_tokens:,} tokens to predict")
-        if column is not None and of_name.paths is not None:
+            lines.append(f"{label}: {prepared.text.num_tokens:,} tokens to predict")
+        if column is not None and prepared.paths is not None:
             lines.append(
-                f"{called}: {len(of_name.paths):,} documents, each measured by itself, with the blocks of its path"
+                f"{label}: {len(prepared.paths):,} documents, each measured by itself, with the blocks of its path"
             )
         elif column is not None:
             lines.append(
-                f"{called} has no column {column!r}, which midus cluster assign writes: it is measured without blocks"
+                f"{label} has no column {column!r}, which midus cluster assign writes: it is measured without blocks"
             )
     return lines
 
 
 def metric_name(text: str, measure: str) -> str:
-    """Return the log's name of a measure of a held-out text, such as `eval_loss` or `eval_wiki_loss`.
+    """Return the name that a measure of a held-out text has in the log, such as `eval_loss` or `eval_wiki_loss`.
 
     Args:
         text: Name of the text; `""` for a text without a name.
@@ -180,7 +176,7 @@ def metric_name(text: str, measure: str) -> str:
 
 
 def perplexity_name(text: str) -> str:
-    """Return the log's name of the perplexity of a held-out text, such as `perplexity` or `eval_wiki_perplexity`.
+    """Return the name that a held-out text's perplexity has in the log: `perplexity` or, say, `eval_wiki_perplexity`.
 
     Args:
         text: Name of the text; `""` for a text without a name.

@@ -11,9 +11,10 @@ from torch.utils.data import Dataset
 class Mixture(Dataset):
     """The sequences of a whole run, in the order in which the run trains on them.
 
-    A corpus gives `weight / sum(weights)` of the sequences, to the nearest whole number. Its n sequences are spread
-    evenly: one lies at a random position in each n-th part of the run. They are taken from the corpus in a random
-    order; when the corpus is used up, it is repeated in another random order.
+    A corpus gives `weight / sum(weights)` of the sequences, a number that is rounded up or down so that all numbers add
+    up to the length of the run. The n sequences of a corpus are spread evenly: one lies at a random position in each
+    n-th part of the run. Sequences are taken from the corpus in a random order; when the corpus is used up, it is
+    repeated in another random order.
 
     Args:
         parts: Dataset of each corpus.
@@ -36,11 +37,11 @@ class Mixture(Dataset):
                     f"corpus[{index}].weight is {weights[index]:g}, less than one of the {num_sequences:,} sequences of the "
                     "run; raise it, or leave this corpus out."
                 )
-        places, indices = [], []
+        positions, indices = [], []
         for part, (dataset, count) in enumerate(zip(parts, self.counts, strict=True)):
-            places.append((np.arange(count) + np.random.default_rng([seed, part]).random(count)) / count)
+            positions.append((np.arange(count) + np.random.default_rng([seed, part]).random(count)) / count)
             indices.append(_passes(len(dataset), count, [seed, part]))
-        order = np.argsort(np.concatenate(places), kind="stable")
+        order = np.argsort(np.concatenate(positions), kind="stable")
         self._part = np.repeat(np.arange(len(parts)), self.counts)[order]
         self._index = np.concatenate(indices)[order]
 

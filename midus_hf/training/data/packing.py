@@ -1,9 +1,9 @@
 """Documents packed into sequences of one length.
 
-Every document is tokenised as its tokenizer does by default, ends in EOS, and is laid end to end with the others. The
-row of tokens is cut every `sequence_length` tokens and the remainder at the end is dropped, as is usual in continual
-pretraining. With a document mask, positions restart where a document begins: given these positions, and neither an
-attention mask nor a cache, the models attend only within each document.
+Every document is tokenised with its tokenizer's default settings and ends in EOS, and all documents are laid end to
+end. The row of tokens is cut every `sequence_length` tokens and the remainder at the end is dropped, as is usual in
+continual pretraining. With a document mask, positions restart where a document begins: if a model gets these positions,
+and neither an attention mask nor a cache, it attends only within each document.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -20,7 +20,7 @@ from midus_hf.saved_models import check_ids
 IGNORED_LABEL = -100
 
 _DOCUMENTS_A_BATCH = 64
-# Together with `_DOCUMENTS_A_BATCH`, a bound on what a tokenizer holds at a time, about a hundred bytes per token.
+# Together with `_DOCUMENTS_A_BATCH`, this bounds the memory of a tokenizer, which takes about a hundred bytes per token.
 _CHARACTERS_A_BATCH = 2**20
 
 
@@ -181,8 +181,8 @@ class PackedDataset(Dataset):
 class PackedStream(IterableDataset):
     """A corpus packed while it is read, repeated without end, always in the same order.
 
-    A run ends after a number of steps, never with the stream, so the n-th sequence is the same whichever step the run
-    resumes from.
+    The stream has no end, so a run on it ends after a number of steps. The n-th sequence is always the same, so a run
+    can resume at any step.
 
     Args:
         start_pass: Starts a pass over the corpus.

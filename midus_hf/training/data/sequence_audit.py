@@ -1,4 +1,4 @@
-"""A record of which documents trained each fetched block, by the sequences of every step."""
+"""A record of which documents trained each fetched block, kept from the sequences of every step."""
 
 import sqlite3
 from collections import Counter
@@ -26,10 +26,9 @@ Seen = tuple[int, tuple[int, ...]]
 
 
 class NumberedSequences(Dataset):
-    """Sequences that carry their number in the dataset under `SEQUENCE`, however they are shuffled and dealt out.
+    """Sequences of a dataset, each with its number in the dataset under the key `SEQUENCE`.
 
-    Args:
-        dataset: Dataset that has the sequences.
+    The number stays with the sequence when sequences are shuffled and dealt out to processes.
     """
 
     def __init__(self, dataset: Any):
@@ -47,7 +46,7 @@ class CorpusDocuments:
     """Locations of the documents of corpora, kept in a temporary SQLite file without a name.
 
     Args:
-        corpora: Pairs of a corpus and the column that names its documents, or None.
+        corpora: Pairs of a corpus and the column that names its documents; None for documents without names.
 
     Raises:
         DocumentError: If a corpus cannot be read.
@@ -98,16 +97,16 @@ class SequenceAudit:
     def follow(self, banks: Sequence[TrainedBank]) -> None:
         """Record from now on what trains the banks; only the first process calls this.
 
-        Blocks that were written before, in a bank without a record, are noted as blocks whose earlier training is
-        unknown.
+        If a bank has no record, the blocks that were already written in it are noted as blocks whose earlier training
+        is unknown.
         """
         assert self.documents is not None
         for bank in banks:
-            audit, before = BankAudit(), bank.bank
-            if (before.folder / BANK_AUDIT).exists():
-                audit.load(before.folder / BANK_AUDIT)
+            audit, stored = BankAudit(), bank.bank
+            if (stored.folder / BANK_AUDIT).exists():
+                audit.load(stored.folder / BANK_AUDIT)
             else:
-                audit.add_unrecorded((level, index) for level in bank.layout.levels for index in before.written(level))
+                audit.add_unrecorded((level, index) for level in bank.layout.levels for index in stored.written(level))
             bank.audit = audit
             self._layouts.append(bank.layout)
             self._audits.append(audit)
@@ -120,9 +119,9 @@ class SequenceAudit:
         """Record the sequences seen since the last step, once blocks are updated; all processes call this."""
         seen, self._seen = self._seen, []
         if dist.is_initialized() and dist.get_world_size() > 1:
-            of_all: list[list[Seen]] = [[] for _ in range(dist.get_world_size())]
-            dist.all_gather_object(of_all, seen)
-            seen = [each for of_process in of_all for each in of_process]
+            seen_by_process: list[list[Seen]] = [[] for _ in range(dist.get_world_size())]
+            dist.all_gather_object(seen_by_process, seen)
+            seen = [each for seen_by_one in seen_by_process for each in seen_by_one]
         if not self._audits:
             return
         sequences: Counter[tuple[Document, tuple[int, ...]]] = Counter()

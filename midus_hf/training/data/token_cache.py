@@ -1,10 +1,10 @@
-"""A cache of a corpus's tokens on disk: all cores make the tokens once, every process and every later run maps them.
+"""A cache of a corpus's tokens on disk: all cores make the tokens once, and every process and later run maps them.
 
 An entry is a folder of Arrow files. Its name is a digest of everything that decides the tokens: the text, how it is
 read, the tokenizer, and the version of the procedure in this file. An entry gets its name only when it is whole, so
-that a killed run leaves nothing that looks like an entry, and only if the text has not changed since. Each process
-compares the files of an entry with their digests before it uses the tokens. Sequences of any length can be cut from an
-entry.
+that a killed run leaves nothing that looks like an entry, and only if the text did not change while it was tokenised.
+Each process compares the files of an entry with their digests before it uses the tokens. Sequences of any length can be
+cut from an entry.
 """
 
 import contextlib
@@ -41,6 +41,7 @@ _SAMPLE = 2**20
 # Bytes of text above which a message announces the tokenisation; less text takes a moment.
 _WORTH_TELLING = 2**24
 
+# Factor by which the free room that is required exceeds the estimate.
 _RESERVE = 1.1
 
 # Entries that this process has compared with their digests: path, inode and modification time of the record.
@@ -171,7 +172,7 @@ def _write_tokens(
 ) -> list[Path]:
     """Tokenise a corpus into Arrow files in `folder`, in the order of the corpus; return the files.
 
-    A copy of the text is in `folder` meanwhile.
+    A copy of local text is in `folder` meanwhile.
     """
     import datasets
 
@@ -314,12 +315,12 @@ def _progress_bars(shown: bool) -> Iterator[None]:
 def without_threads_of_tokenizers() -> Iterator[None]:
     """Limit tokenizers to one thread per process inside the context, since there is one process per core."""
     name = "TOKENIZERS_PARALLELISM"
-    before = os.environ.get(name)
+    value_before = os.environ.get(name)
     os.environ[name] = "false"
     try:
         yield
     finally:
-        if before is None:
+        if value_before is None:
             del os.environ[name]
         else:
-            os.environ[name] = before
+            os.environ[name] = value_before

@@ -28,10 +28,9 @@ def open_corpora(
 ) -> list[Part]:
     """Return the sequences of each corpus: from cached tokens, a stream or, without `datasets`, from memory.
 
-    Call it before processes are connected or a GPU is used, since making tokens forks.
+    Call this function before processes are connected or a GPU is used, since making tokens forks processes.
 
     Args:
-        config: The options of the run.
         tokenizer: A tokenizer with an EOS token, as in `tokenise`.
         vocab_size: Number of ids the model embeds.
         banks: Layouts of the banks from which texts fetch blocks, by the name of the memory.
@@ -48,7 +47,6 @@ def build_dataset(config: TrainConfig, parts: list[Part], sequences_a_step: int)
     """Return the sequences of a run: all sequences of its only corpus, or a mixture of several corpora.
 
     Args:
-        config: The options of the run.
         parts: Sequences of each corpus, from `open_corpora`.
         sequences_a_step: Sequences that all processes together take in a step.
 
@@ -63,11 +61,10 @@ def build_dataset(config: TrainConfig, parts: list[Part], sequences_a_step: int)
 
 
 def audit_of(dataset: TrainingData, config: TrainConfig) -> SequenceAudit:
-    """Return the recorder of which documents train blocks.
+    """Return the audit of a run, which records the documents that train each block.
 
     Args:
         dataset: Sequences of the run, from `build_dataset`.
-        config: The options of the run.
 
     Raises:
         DocumentError: If a corpus can no longer be read.
@@ -83,7 +80,6 @@ def describe_corpus(config: TrainConfig, dataset: TrainingData) -> list[str]:
     """Return sentences about what was read, what was not read, and the resulting sequences.
 
     Args:
-        config: The options of the run.
         dataset: Sequences of the run, from `build_dataset`.
     """
     lines = [line for corpus in config.corpora if (line := describe_files(corpus.path)) is not None]

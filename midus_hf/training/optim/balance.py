@@ -63,7 +63,7 @@ class Readings:
         if not self._readings:
             raise ValueError(
                 "no memory that selects sub-keys has read anything; expected a forward pass of a model with head-wise, product-key "
-                "or linear memory. Set balance_loss to 0; routers of chapters have a load-balance loss of their own."
+                "or linear memory. Set balance_loss to 0; routers of chapters have a separate load-balance loss."
             )
         losses = []
         for reading in self._readings:

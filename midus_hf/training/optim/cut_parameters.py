@@ -1,4 +1,4 @@
-"""Sizes of parameters, also of those cut by DeepSpeed's ZeRO-3, which are empty except while they are in use."""
+"""Sizes of parameters, including parameters that DeepSpeed's ZeRO-3 has cut, which are empty unless they are in use."""
 
 import torch
 

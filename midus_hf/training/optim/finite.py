@@ -79,7 +79,6 @@ def first_not_finite_in(checkpoint: Path, frozen: Iterable[str]) -> str | None:
     """Return "NAME holds nan" for the first trained tensor in a checkpoint's weights that is not finite, or None.
 
     Args:
-        checkpoint: Folder of the checkpoint.
         frozen: Names of tensors that do not train, which are not checked.
     """
     left_out = frozenset(frozen)

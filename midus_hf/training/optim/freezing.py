@@ -25,7 +25,7 @@ class TrainableReport:
     """Summary of what trains, which rich prints as a sentence and a table.
 
     Args:
-        trainable: `"new"`, `"all"`, or the list of layers or roles; never `"auto"`, but what the config says instead.
+        trainable: `"new"`, `"all"`, or the list of layers or roles; the config's choice in place of `"auto"`.
         layers: Indices of the decoder layers that train, ascending.
         num_layers: L, number of all decoder layers.
         parameters: Number of parameters that train.
@@ -48,20 +48,20 @@ class TrainableReport:
 
     def __rich__(self) -> RenderableType:
         indices = ", ".join(map(str, self.layers))
-        which, caption = f"layers {indices} alone", None
+        trained_parts, caption = f"layers {indices} alone", None
         if not isinstance(self.trainable, list):
-            which, caption = _SUMMARIES[self.trainable], f"layers {indices}"
+            trained_parts, caption = _SUMMARIES[self.trainable], f"layers {indices}"
         elif isinstance(self.trainable[0], str):
-            which, caption = (
+            trained_parts, caption = (
                 f"the {' and '.join(map(str, self.trainable))} tensors of new memories alone",
                 f"layers {indices}",
             )
         if self.frozen:
-            which += f", without the {' and '.join(self.frozen)} tensors of memories"
+            trained_parts += f", without the {' and '.join(self.frozen)} tensors of memories"
         if self.blocks and not self.parameters:
             return f"Training the blocks of the bank alone, {self.blocks:,} parameters, as texts fetch them; the model is frozen"
         summary = (
-            f"Training {which}: {self.parameters:,} of {self.total_parameters:,} parameters "
+            f"Training {trained_parts}: {self.parameters:,} of {self.total_parameters:,} parameters "
             f"({self.parameters / self.total_parameters:.2%}), {len(self.layers)} of {self.num_layers} layers"
         )
         if self.blocks:
@@ -79,7 +79,6 @@ def resolve_trainable(
     """Replace `"auto"` by what the config says, and check that the layers that are to train exist.
 
     Args:
-        config: Config of the model.
         trainable: `"auto"`, `"new"`, `"all"`, a list of layer indices, or a list of roles of memory tensors.
 
     Returns:
@@ -87,8 +86,8 @@ def resolve_trainable(
 
     Raises:
         ValueError: If `trainable` is none of these; if it is `"auto"` and the config does not record what trains; if it
-            is `"new"` or a list of roles and the config records nothing new; if the list is empty, names a layer twice,
-            or names one that the model does not have.
+            is `"new"` or a list of roles and the config records nothing new; if a list of layers is empty, names a layer
+            twice, or names a layer that the model does not have.
     """
     resolved = _recorded_trainable(config) if trainable == "auto" else trainable
     if isinstance(resolved, list) and all(type(layer) is int for layer in resolved):
@@ -118,7 +117,7 @@ def new_layers(config: PreTrainedConfig) -> list[int]:
     outside = _outside(config, layers)
     if outside:
         raise ValueError(
-            f"upscale.new_layers of the config names {outside}; expected 0 <= layer < {config.num_hidden_layers}. "
+            f"upscale.new_layers of the config names {outside}; expected 0 <= layer < {config.get_text_config().num_hidden_layers}. "
             "Upscale the base again."
         )
     return sorted(layers)
@@ -170,12 +169,13 @@ def set_trainable(
     """Set `requires_grad` of every parameter. By default, train the parameters that the method's paper trains.
 
     With `"new"`, the added layers train whole (norms, projections, memory), memories attached to layers of the base
-    train, and nothing else does: not the base layers, the embeddings, the final norm or the head. With a list of
-    indices, these layers train whole; with a list of roles, only the tensors of these roles in the added memories do.
+    train, and nothing else does: not the base layers, the embeddings, the final norm or the language model's head. With
+    a list of indices, these layers train whole; with a list of roles, only the tensors of these roles in the added
+    memories do. A head that is no language model's, such as a classifier's, is new to the base, and always trains.
     `"auto"` is the choice that the config of an upscaled model records for its method: `"new"` or `"all"`.
 
     Args:
-        model: A causal language model whose decoder has `layers`.
+        model: A causal language model, or a model with another head, whose decoder has `layers`.
         trainable: `"auto"`, `"new"`, `"all"`, a list of layer indices, or a list of roles of memory tensors. Default:
             `"auto"`.
         frozen: Roles of memory tensors that stay frozen whatever `trainable` says, in all memories of the model.
@@ -196,10 +196,12 @@ def set_trainable(
     for module in _new_modules(model) if resolved == "new" else []:
         module.requires_grad_(True)
     if isinstance(resolved, list):
-        for chosen in resolved:
-            if isinstance(chosen, int):
-                layers[chosen].requires_grad_(True)
+        for index_or_role in resolved:
+            if isinstance(index_or_role, int):
+                layers[index_or_role].requires_grad_(True)
         _train_roles(model, [role for role in resolved if not isinstance(role, int)])
+    for module in task_head(model):
+        module.requires_grad_(True)
     banks: Banks | None = getattr(model, "banks", None)
     if banks is not None:
         banks.trainable = resolved in ("new", "all")
@@ -235,6 +237,18 @@ def _new_modules(model: PreTrainedModel) -> list[nn.Module]:
     return [*(layers[index] for index in _new_layers(model.config)), *attached.values()]
 
 
+def task_head(model: PreTrainedModel) -> list[nn.Module]:
+    """Return the modules of a head that the base lacks; none for a language model, whose head is the base's, and for a stack alone.
+
+    Args:
+        model: A model whose decoder has `layers`.
+    """
+    stack = model.get_decoder()
+    if stack is model or model.get_output_embeddings() is not None:
+        return []
+    return [module for module in model.children() if module is not stack]
+
+
 def _train_roles(model: PreTrainedModel, roles: list[Role]) -> None:
     """Let the tensors of some roles train, in the memories that were added to the base."""
     parameters = _parameters_of(_new_modules(model), roles) if roles else []
@@ -253,8 +267,8 @@ def _freeze_roles(model: PreTrainedModel, roles: Sequence[Role]) -> None:
         parameters = [parameter for parameter in _parameters_of([model], [role]) if parameter.requires_grad]
         if not parameters:
             raise ValueError(
-                f"frozen is {list(roles)}, but of this {model.config.model_type} model no memory tensors of the role {role!r} "
-                "would train; leave it out."
+                f"frozen is {list(roles)}, but this {model.config.model_type} model has no memory tensors of the role {role!r} that "
+                "would train; leave the role out."
             )
         for parameter in parameters:
             parameter.requires_grad_(False)
@@ -283,7 +297,7 @@ def _num_training(module: nn.Module) -> int:
 
 def _record(config: PreTrainedConfig) -> dict[str, Any]:
     """Return the record of `upscale` in the config; empty if `upscale` did not make the model."""
-    record = getattr(config, "upscale", None)
+    record = getattr(config.get_text_config(), "upscale", None)
     return record if isinstance(record, dict) else {}
 
 
@@ -308,13 +322,13 @@ def _check_listed(config: PreTrainedConfig, layers: list[int]) -> None:
     if outside:
         raise ValueError(
             f"trainable is {layers}, but this {config.model_type} model has no layers {outside}; "
-            f"expected 0 <= layer < {config.num_hidden_layers}."
+            f"expected 0 <= layer < {config.get_text_config().num_hidden_layers}."
         )
 
 
 def _outside(config: PreTrainedConfig, layers: list[int]) -> list[int]:
     """Return the indices that are not layers of the model."""
-    return [layer for layer in layers if not 0 <= layer < config.num_hidden_layers]
+    return [layer for layer in layers if not 0 <= layer < config.get_text_config().num_hidden_layers]
 
 
 def has_adapters(model: Any) -> bool:

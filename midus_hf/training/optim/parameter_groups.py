@@ -118,10 +118,10 @@ def _group_namer(model: nn.Module, rates: Rates) -> Callable[[nn.Parameter], str
     keys, values = _ids_of(model, "key"), _ids_of(model, *value_roles)
     gates = _ids_of(model, "gate")
     norms = _ids_of(model, "norm")  # norms with a row per head have two dimensions, but do not decay either
-    rest = _ids_of(model, "projection", "norm", "gate", "router", "transform") - values
+    other_tensors = _ids_of(model, "projection", "norm", "gate", "router", "transform") - values
     if rates.memory_keys == "weights":
-        keys, rest = set(), rest | keys
-    together = (
+        keys, other_tensors = set(), other_tensors | keys
+    share_a_group = (
         rates.memory_keys == "constant"
         and rates.value_learning_rate is None
         and rates.value_schedule == "constant"
@@ -130,11 +130,11 @@ def _group_namer(model: nn.Module, rates: Rates) -> Callable[[nn.Parameter], str
 
     def name_of(parameter: nn.Parameter) -> str:
         if id(parameter) in keys | values:
-            return "keys_and_values" if together else "values" if id(parameter) in values else "keys"
+            return "keys_and_values" if share_a_group else "values" if id(parameter) in values else "keys"
         decays = len(whole_shape(parameter)) > 1 and id(parameter) not in norms
         if rates.gate_learning_rate is not None and id(parameter) in gates:
             return "gates" if decays else "gates_no_decay"
-        if rates.memory_learning_rate is not None and id(parameter) in rest:
+        if rates.memory_learning_rate is not None and id(parameter) in other_tensors:
             return "memory" if decays else "memory_no_decay"
         return "decay" if decays else "no_decay"
 

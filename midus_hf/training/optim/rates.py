@@ -45,14 +45,16 @@ class Rates:
         weight_decay: Decay of matrices. Norms and biases have none, nor do constant keys. Default: 0.
         value_weight_decay: Decay of memory values. Default: 0.
         warmup_ratio: Share of the steps in which the rate rises from zero. Default: 0.1.
-        lr_scheduler_type: Course of the rate after that: `"cosine"` or `"linear"` to zero, `"constant_with_warmup"`, or
-            `"warmup_stable_decay"`, constant and then down along a cosine. Default: `"cosine"`.
-        decay_ratio: Share of the steps, at the end, in which the rate of `"warmup_stable_decay"` falls; required there.
-        min_learning_rate_ratio: Final rate of `"cosine"` or `"warmup_stable_decay"`, where the latter's warm-up begins
-            too, as a share of the maximum rate. Default: 0.
+        lr_scheduler_type: Course of the rate after the warm-up: `"cosine"` or `"linear"` to zero,
+            `"constant_with_warmup"`, or `"warmup_stable_decay"`, constant and then down along a cosine. Default:
+            `"cosine"`.
+        decay_ratio: Share of the steps, at the end, in which the rate of `"warmup_stable_decay"` falls; required by this
+            schedule, and refused by all others.
+        min_learning_rate_ratio: Final rate of `"cosine"` or `"warmup_stable_decay"`, as a share of the maximum rate. The
+            warm-up of `"warmup_stable_decay"` also begins at this rate. Default: 0.
 
     Raises:
-        ValueError: If a value lies outside its range, or the schedule does not take it.
+        ValueError: If a value lies outside its range, or is set for a schedule that does not use it.
     """
 
     learning_rate: float = 1e-4

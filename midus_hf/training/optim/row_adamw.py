@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 _MOMENTS = ("exp_avg", "exp_avg_sq")
-# Factor by which the room for moments exceeds the need, so that growth copies each row only a few times.
+# Factor by which the room for moments grows when it is used up, so that growth copies each row only a few times.
 _GROWTH = 1.5
 
 
@@ -67,7 +67,7 @@ class RowAdamW(torch.optim.AdamW):
         shape = table.shape[: gradient.sparse_dim()]
         flat = table.view(shape.numel(), *table.shape[gradient.sparse_dim() :])  # [R, ...]
         rows = _numbered(gradient.indices(), shape)
-        of_rows = gradient.values().to(table.dtype)
+        row_gradients = gradient.values().to(table.dtype)
         state = self.state[table]
         if not state:
             state["step"] = torch.zeros((), dtype=torch.float32)
@@ -77,8 +77,8 @@ class RowAdamW(torch.optim.AdamW):
         step, (beta1, beta2) = state["step"].item(), group["betas"]
         places = self._places(table, rows, len(flat)) if "rows" in state else rows
         means, squares = (state[key].view(-1, *flat.shape[1:]) for key in _MOMENTS)
-        mean = means[places].lerp_(of_rows, 1 - beta1)
-        square = squares[places].mul_(beta2).addcmul_(of_rows, of_rows, value=1 - beta2)
+        mean = means[places].lerp_(row_gradients, 1 - beta1)
+        square = squares[places].mul_(beta2).addcmul_(row_gradients, row_gradients, value=1 - beta2)
         means.index_copy_(0, places, mean)
         squares.index_copy_(0, places, square)
         root = square.div_(1 - beta2**step).sqrt_().add_(group["eps"])

@@ -20,7 +20,8 @@ class TableColumns:
 
     Gradients, moments and the optimizer's time cover only this stretch. A gradient is divided by the number of
     processes, as `DistributedDataParallel` does with all other gradients. `DistributedDataParallel` must ignore these
-    parameters: this class tells it so through an attribute of the model. The model can be saved only inside `whole`.
+    parameters, so this class lists them in the attribute of the model that it reads. The model can be saved only inside
+    `whole`.
 
     Args:
         model: A model that is the same in every process. The constructor cuts its tables.
@@ -73,14 +74,16 @@ class TableColumns:
         state: Any = {} if optimizer is None else optimizer.state
         for parameter in self.parameters.values():
             replaced.append((parameter, parameter.data))
-            moments += [(state[parameter], key, of) for key, of in _moments(state.get(parameter, {}), parameter)]
+            moments += [
+                (state[parameter], key, moment) for key, moment in _moments(state.get(parameter, {}), parameter)
+            ]
         for parameter, stretch in replaced:
             whole = self._gathered(stretch)
             if whole is not None:
                 parameter.data = whole
-        for of_parameter, key, stretch in moments:
+        for parameter_state, key, stretch in moments:
             whole = self._gathered(stretch)
-            of_parameter[key] = stretch if whole is None else whole
+            parameter_state[key] = stretch if whole is None else whole
         self._may_be_saved = True
         try:
             yield
@@ -88,23 +91,23 @@ class TableColumns:
             self._may_be_saved = False
             for parameter, stretch in replaced:
                 parameter.data = stretch
-            for of_parameter, key, stretch in moments:
-                of_parameter[key] = stretch
+            for parameter_state, key, stretch in moments:
+                parameter_state[key] = stretch
 
     @contextlib.contextmanager
     def loading(self) -> Iterator[None]:
         """Let every process load whole tables inside the context, and afterwards keep only its columns."""
-        places = {name: parameter.data for name, parameter in self.parameters.items()}
+        stretches = {name: parameter.data for name, parameter in self.parameters.items()}
         for name, parameter in self.parameters.items():
             parameter.data = torch.empty(self.shapes[name], dtype=parameter.dtype)
         try:
             yield
         except BaseException:
             for name, parameter in self.parameters.items():
-                parameter.data = places[name]
+                parameter.data = stretches[name]
             raise
         for name, parameter in self.parameters.items():
-            parameter.data = places[name].copy_(self.stretch_of(parameter.data))
+            parameter.data = stretches[name].copy_(self.stretch_of(parameter.data))
 
     def cut_moments(self, optimizer: torch.optim.Optimizer) -> None:
         """Reduce moments that were loaded whole to this process's columns."""
@@ -144,20 +147,22 @@ class TableColumns:
 
 def tables_of_values(model: nn.Module) -> dict[str, nn.Parameter]:
     """Return the value tables of memories that read few rows, by parameter name; layers may share these tables."""
-    read = {
+    ids_read = {
         id(table) for module in model.modules() if isinstance(module, ReadsFewRows) for table in module.parameters()
     }
     for host in model.modules():
         if isinstance(host, HostsTables):
             for memory, tables in host.table_readers():
-                read |= {id(table) for table in tables.values()} if isinstance(memory, ReadsFewRows) else set()
-    values = {
+                ids_read |= {id(table) for table in tables.values()} if isinstance(memory, ReadsFewRows) else set()
+    ids_of_values = {
         id(module.declared_tensor(name))
         for module in model.modules()
         if isinstance(module, DeclaredModule)
         for name in module.names_of("value")
     }
-    return {name: parameter for name, parameter in model.named_parameters() if id(parameter) in read & values}
+    return {
+        name: parameter for name, parameter in model.named_parameters() if id(parameter) in ids_read & ids_of_values
+    }
 
 
 def _moments(state: dict[str, Any], parameter: nn.Parameter) -> Iterable[tuple[str, torch.Tensor]]:

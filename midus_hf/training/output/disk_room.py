@@ -32,10 +32,10 @@ class RoomNeeded:
         model: Bytes of the trained model.
         checkpoint: Bytes of one checkpoint: the weights as they are held while training, and the optimizer's state of
             what trains.
-        written: Number of additional checkpoints on the disk while one is being written: the oldest is removed only
-            afterwards.
-        kept: Number of additional checkpoints on the disk between two checkpoints, and when the trained model is
-            written.
+        written: Most checkpoints that the run adds to the disk, counted while one is being written: the oldest is removed
+            only afterwards.
+        kept: Most checkpoints that the run adds to the disk, counted between two checkpoints and when the trained model
+            is written.
     """
 
     model: int
@@ -60,7 +60,6 @@ def check_room_of_run(
     """Check that the disks of a run's folders have room for what the run will write; nothing is written yet.
 
     Args:
-        config: The options of the run.
         model: The model as it trains, as in `room_needed`.
         dtypes: Dtypes in which the trained model is saved, as in `room_needed`.
         arguments: Arguments of the run's Trainer.
@@ -101,7 +100,6 @@ def room_needed(
     Args:
         model: The model as it trains: with `requires_grad` set and every parameter in the dtype in which it is held.
         dtypes: Dtypes in which the trained model is saved, by name, from `hold_for_training`.
-        config: The options of the run.
         saves: Number of checkpoints that the run will write.
         existing: Number of the run's checkpoints already on the disk. Default: 0.
         by_deepspeed: Whether checkpoints also hold DeepSpeed's files: the weights once more, and float32 copies and
@@ -115,10 +113,10 @@ def room_needed(
         if id(tensor) in seen:  # tied weights are saved once
             continue
         seen.add(id(tensor))
-        beside = _is_beside_the_weights(name, adapters)
-        if not beside:
+        is_beside = _is_beside_the_weights(name, adapters)
+        if not is_beside:
             final += tensor.numel() * dtypes.get(name, tensor.dtype).itemsize
-        if beside or adapters is None:
+        if is_beside or adapters is None:
             weights, state = tensor.nbytes, _MOMENTS * tensor.nbytes
             if by_deepspeed:
                 weights, state = 2 * tensor.nbytes, (1 + _MOMENTS) * tensor.numel() * torch.float32.itemsize
@@ -131,8 +129,7 @@ def room_needed(
 
 
 def _is_beside_the_weights(name: str, adapters: str | None) -> bool:
-    """Return whether a tensor of a model wrapped by PEFT belongs to an adapter or is a copy that trains, and is no
-    weight.
+    """Return whether a tensor belongs to a PEFT adapter or to a copy that trains whole, and so is no weight.
 
     Args:
         name: Name of the tensor.
@@ -191,6 +188,6 @@ def _steps(arguments: TrainingArguments, dataset: Dataset) -> int:
     """Return the number of optimizer steps of a run."""
     if arguments.max_steps > 0:
         return arguments.max_steps
-    assert isinstance(dataset, Sized), "what has no length has max_steps"
+    assert isinstance(dataset, Sized), "a run on a dataset without a length has max_steps"
     sequences_a_step = arguments.train_batch_size * arguments.gradient_accumulation_steps * arguments.world_size
     return math.ceil(arguments.num_train_epochs * math.ceil(len(dataset) / sequences_a_step))

@@ -31,7 +31,7 @@ class FrozenWeights:
     """Frozen files of a run's checkpoints whose contents this process knows, because it wrote or read them.
 
     Args:
-        copies: Number of copies to have on the disk at the same time, if there are as many checkpoints.
+        copies: Number of copies to have on the disk at the same time, once there are as many checkpoints.
     """
 
     def __init__(self, copies: int):
@@ -39,11 +39,7 @@ class FrozenWeights:
         self._checkpoints: list[Path] = []
 
     def know(self, checkpoint: Path) -> None:
-        """Remember a whole checkpoint whose frozen tensors are equal to the model's.
-
-        Args:
-            checkpoint: Folder of the checkpoint.
-        """
+        """Remember the folder of a whole checkpoint whose frozen tensors are equal to the model's."""
         self._checkpoints = [*(known for known in self._checkpoints if known != checkpoint), checkpoint]
 
     def earlier(self, folder: Path) -> list[Path]:

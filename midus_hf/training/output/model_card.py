@@ -17,17 +17,17 @@ def add_training(
 
     Args:
         card: The `README.md` of the model that was trained, in UTF-8.
-        config: The options of the run.
+        config: Options of the run, which the card shows without locations of local files.
         steps: Number of optimizer steps.
         tokens: Number of tokens trained on.
         loss: Mean loss of the last log event; None if nothing was logged.
         best_step: Step whose model was saved, chosen by held-out text. Default: None, the last step.
     """
     final_loss = "not logged" if loss is None else f"{loss:.4f}"
-    chosen = ""
+    note_on_best_step = ""
     if best_step is not None and best_step != steps:
         text = f"the held-out text {name}" if (name := next(iter(config.eval_texts), "")) else "held-out text"
-        chosen = f"\nThe weights are those after step {best_step:,}, where {text} was predicted best.\n"
+        note_on_best_step = f"\nThe weights are those after step {best_step:,}, where {text} was predicted best.\n"
     section = f"""
 
 ## Trained with
@@ -35,7 +35,7 @@ def add_training(
 | steps | tokens | final loss |
 |---|---|---|
 | {steps:,} | {tokens:,} | {final_loss} |
-{chosen}
+{note_on_best_step}
 ```yaml
 {as_yaml(config.to_share(_label))}```
 """
@@ -43,11 +43,7 @@ def add_training(
 
 
 def new_card(config: RunOptions) -> bytes:
-    """Return the card of a model made from a config, before the section on its training; it names no base.
-
-    Args:
-        config: The options of the run.
-    """
+    """Return the card of a model made from a config, without the section on training; the card names no base."""
     assert config.config_name is not None
     metadata = yaml.safe_dump(
         {"library_name": "transformers", "pipeline_tag": "text-generation", "tags": ["midus_hf"]}, sort_keys=False

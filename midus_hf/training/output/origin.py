@@ -13,10 +13,10 @@ from midus_hf.training.run_options import RunOptions, Trainable
 
 
 def config_of_run(config: RunOptions, trainable: Trainable) -> PreTrainedConfig:
-    """Load the config of the model, and check that the model has the layers that are to train.
+    """Load the config of a run's model, and check that the model has the layers that are to train.
 
     Args:
-        config: The options of the run.
+        config: Options of the run, which name the model or its config.
         trainable: What trains, as in `RunOptions`.
 
     Raises:
@@ -38,10 +38,7 @@ def config_of_run(config: RunOptions, trainable: Trainable) -> PreTrainedConfig:
 
 
 def tokenizer_of_run(config: RunOptions) -> PreTrainedTokenizerBase:
-    """Load the tokenizer that is saved with the model, or named beside a config.
-
-    Args:
-        config: The options of the run.
+    """Load the tokenizer that is saved with the model or, for a model made from a config, the tokenizer of the options.
 
     Raises:
         ValueError: If the tokenizer cannot be loaded.
@@ -50,7 +47,9 @@ def tokenizer_of_run(config: RunOptions) -> PreTrainedTokenizerBase:
         return load_tokenizer(config.model_name_or_path)
     assert config.tokenizer_name is not None
     with refusing(
-        f"tokenizer_name is {config.tokenizer_name!r}; expected the folder or Hub id of one", OSError, ValueError
+        f"tokenizer_name is {config.tokenizer_name!r}; expected the folder or Hub id of a tokenizer",
+        OSError,
+        ValueError,
     ):
         return saved_models.load_tokenizer(config.tokenizer_name)
 
@@ -61,7 +60,7 @@ def model_of_run(config: RunOptions, model_config: PreTrainedConfig) -> tuple[Pr
     A new model draws its weights from torch's random generator, and comes with a card that says so.
 
     Args:
-        config: The options of the run.
+        config: Options of the run, which name the model or its config.
         model_config: Config of the model, from `config_of_run`.
 
     Raises:

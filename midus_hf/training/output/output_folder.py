@@ -22,15 +22,15 @@ _NAMED = 5
 
 
 def check_output(config: RunOptions) -> Path | None:
-    """Check that the run may write its output, and print which checkpoints it passes over; nothing is written yet.
+    """Check that a run may write its output, and print which checkpoints the run passes over; nothing is written yet.
 
     Returns:
         The checkpoint to resume from, or None for a new run.
 
     Raises:
         ValueError: If another run is writing the output, if the output holds files and is neither resumed nor
-            overwritten, if it holds an input or lies in one, or if there is no checkpoint to resume from, or one of a
-            different run.
+            overwritten, if it holds an input or lies in one, if there is no checkpoint to resume from, or if the
+            checkpoint is of a different run.
     """
     output = Path(config.output_dir)
     inputs = config.sources()
@@ -75,12 +75,12 @@ def _check_overwritable(output: Path, name: str) -> None:
 @contextlib.contextmanager
 def made_for_nothing(output: Path) -> Iterator[None]:
     """Remove `output` and its parents, where they are new and empty, if the work inside the context fails."""
-    made = [folder for folder in (output, *output.parents) if not folder.exists()]
+    new_folders = [folder for folder in (output, *output.parents) if not folder.exists()]
     try:
         yield
     except BaseException:
         with contextlib.suppress(OSError):  # stops at the first folder that is not empty
-            for folder in made:
+            for folder in new_folders:
                 folder.rmdir()
         raise
 
@@ -101,8 +101,8 @@ def start_output(
         The lock on the output until the run has ended; None where the file system has no locks.
 
     Raises:
-        ValueError: If another run has begun to write the output since it was checked, or has left files there that lead
-            to another decision than the one made before this run held the lock.
+        ValueError: If another run has begun to write the output since it was checked, or has left files there because
+            of which this run would now start otherwise or resume from another checkpoint.
     """
     output = Path(config.output_dir)
     output.mkdir(parents=True, exist_ok=True)
@@ -111,8 +111,8 @@ def start_output(
         config.resume_from_checkpoint and find_checkpoint(config)[0] != checkpoint
     ):
         raise ValueError(
-            f"output_dir is {config.output_dir!r}, in which another run has begun or gone on since this one was asked for; start "
-            "it again to go on from what is there now, or choose another folder."
+            f"output_dir is {config.output_dir!r}, which another run has written since this run checked it; start this run again "
+            "to go on from the files that are there now, or choose another folder."
         )
     if (output / RUN_CONFIG).exists() and not (config.resume_from_checkpoint or config.overwrite_output_dir):
         raise ValueError(_exists(config.output_dir))  # another run has started and ended since the check

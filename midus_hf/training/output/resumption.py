@@ -57,7 +57,7 @@ class StepSize(TrainerCallback, ExportableState):
         self.sequences = arguments.train_batch_size * arguments.gradient_accumulation_steps * arguments.world_size
 
     def state(self) -> dict[str, Any]:
-        """Return what a checkpoint stores of this callback."""
+        """Return the state of this callback that a checkpoint stores."""
         return {"args": {}, "attributes": {"sequences": self.sequences}}
 
     def on_train_begin(
@@ -72,8 +72,8 @@ def settle_resumption(config: Options) -> Options:
     """Return the options that this start of a run uses: `resume_from_checkpoint: auto` becomes true or false.
 
     If torchrun restarts a run after one of its processes died, the run resumes as with `resume_from_checkpoint: auto`,
-    unless the option names a checkpoint: files of the run's first start neither block it nor are overwritten. Files
-    older than the first start are treated as in the first start, which may have been refused.
+    unless the option names a checkpoint: files of the run's first start neither block the restart nor are overwritten.
+    Files older than the first start are treated as at the first start, which may have refused them.
 
     If checkpoints were written to their end but none is whole any more, `find_checkpoint` refuses later: a run never
     starts over where a user may want to repair a checkpoint.
@@ -88,8 +88,8 @@ def settle_resumption(config: Options) -> Options:
     goes_on = restarted and isinstance(config.resume_from_checkpoint, bool) and not _is_of_before(output)
     if config.resume_from_checkpoint != AUTO and not goes_on:
         return config
-    whole, passed_over = whole_checkpoint(output)
-    if whole is not None or any(damage != UNFINISHED for damage in passed_over.values()):
+    latest_whole, passed_over = whole_checkpoint(output)
+    if latest_whole is not None or any(damage != UNFINISHED for damage in passed_over.values()):
         return dataclasses.replace(config, resume_from_checkpoint=True, overwrite_output_dir=False)
     # A run that died before its first checkpoint has left its options and the beginning of a log.
     has_died = is_of_a_run(output) and not (output / CONFIG_FILE).exists()
@@ -114,22 +114,22 @@ def _is_of_before(output: Path) -> bool:
 
 
 def find_checkpoint(config: RunOptions, skipped: Mapping[Path, str] | None = None) -> tuple[Path, dict[Path, str]]:
-    """Return the checkpoint from which a run resumes, and what is wrong with later checkpoints.
+    """Return the checkpoint from which a run resumes, and what is wrong with each later checkpoint.
 
     Args:
-        config: The options of the run, with `resume_from_checkpoint` set.
+        config: Options of the run, with `resume_from_checkpoint` set.
         skipped: Checkpoints that are not considered, and why. Default: None, no checkpoint is skipped.
 
     Raises:
-        ValueError: If no checkpoint is whole, or `resume_from_checkpoint` names one that is not. A checkpoint of an
-            earlier version, which has no manifest, is accepted if `resume_from_checkpoint` names it, and passed over
-            otherwise.
+        ValueError: If no checkpoint is whole, or `resume_from_checkpoint` names a checkpoint that is not whole. A
+            checkpoint of an earlier version, which has no manifest, is accepted if `resume_from_checkpoint` names it,
+            and passed over otherwise.
     """
     skipped = skipped or {}
     if isinstance(config.resume_from_checkpoint, str):
         checkpoint = Path(config.resume_from_checkpoint)
-        look = missing_of_earlier_version if is_of_earlier_version(checkpoint) else damage_of
-        damage = skipped.get(checkpoint) or look(checkpoint)
+        find_damage = missing_of_earlier_version if is_of_earlier_version(checkpoint) else damage_of
+        damage = skipped.get(checkpoint) or find_damage(checkpoint)
         if damage is not None:
             raise ValueError(
                 f"resume_from_checkpoint is {config.resume_from_checkpoint!r}, which is no whole checkpoint ({damage}); expected a "
@@ -150,7 +150,7 @@ def find_checkpoint(config: RunOptions, skipped: Mapping[Path, str] | None = Non
     hint = (
         ""
         if earlier is None
-        else f"resume_from_checkpoint: {earlier} goes on from that one with no more than a look for its files, or "
+        else f"resume_from_checkpoint: {earlier} goes on from that checkpoint after a check that its files exist, or "
     )
     reasons = "; ".join(f"{path.name}: {damage}" for path, damage in passed_over.items())
     raise ValueError(
@@ -173,10 +173,10 @@ def tell_passed_over(passed_over: Mapping[Path, str]) -> None:
 
 
 def check_same_run(config: RunOptions, checkpoint: Path) -> None:
-    """Refuse options that differ from the checkpoint's run, which keeps its schedule and data.
+    """Refuse options that differ from the options of the checkpoint's run, since a run keeps its schedule and data.
 
     Args:
-        config: The options of the run.
+        config: Options of the run that resumes.
         checkpoint: Checkpoint to resume from.
 
     Raises:
@@ -192,12 +192,12 @@ def check_same_run(config: RunOptions, checkpoint: Path) -> None:
 
 
 def passes_of_a_step(config: RunOptions, checkpoint: Path | None) -> int:
-    """Return the forward passes of each process in a step: `gradient_accumulation_steps` in a new run.
+    """Return the number of forward passes of each process in a step: `gradient_accumulation_steps` in a new run.
 
-    The step size, in sequences, stays the same if more or fewer processes resume the run.
+    If more or fewer processes resume a run, the number changes so that a step takes as many sequences as before.
 
     Args:
-        config: The options of the run.
+        config: Options of the run that starts or resumes.
         checkpoint: Checkpoint to resume from; None for a new run.
 
     Raises:
@@ -205,30 +205,30 @@ def passes_of_a_step(config: RunOptions, checkpoint: Path | None) -> int:
     """
     sequences = None if checkpoint is None else _sequences_of(checkpoint)
     processes = number_of_processes()
-    together = config.per_device_train_batch_size * processes
-    if sequences is None or sequences == together * config.gradient_accumulation_steps:
+    sequences_per_pass = config.per_device_train_batch_size * processes
+    if sequences is None or sequences == sequences_per_pass * config.gradient_accumulation_steps:
         return config.gradient_accumulation_steps
     if sequences % processes:
         raise ValueError(
             f"a step of the run to resume takes {sequences:,} sequences, which {processes} processes cannot share; expected a "
             "number of processes that divides it."
         )
-    if sequences % together:
+    if sequences % sequences_per_pass:
         share = sequences // processes
-        fits = max(size for size in range(1, config.per_device_train_batch_size + 1) if share % size == 0)
+        largest_size = max(size for size in range(1, config.per_device_train_batch_size + 1) if share % size == 0)
         raise ValueError(
             f"per_device_train_batch_size is {config.per_device_train_batch_size}, and a step of the run to resume takes "
             f"{sequences:,} sequences, {share:,} in each of {processes} processes; expected a per_device_train_batch_size that "
-            f"divides these. Set per_device_train_batch_size to {fits}."
+            f"divides these. Set per_device_train_batch_size to {largest_size}."
         )
-    return sequences // together
+    return sequences // sequences_per_pass
 
 
 def describe_resumption(config: RunOptions, checkpoint: Path | None, passes: int) -> list[str]:
     """Return sentences that tell the user where a run resumes.
 
     Args:
-        config: The options of the run.
+        config: Options of the run that starts or resumes.
         checkpoint: Checkpoint to resume from; None for a new run.
         passes: Forward passes per process and step, from `passes_of_a_step`.
     """
@@ -237,35 +237,42 @@ def describe_resumption(config: RunOptions, checkpoint: Path | None, passes: int
     lines = [f"going on from {checkpoint}"]
     if passes != config.gradient_accumulation_steps:
         lines.append(
-            f"gradient_accumulation_steps is {passes} in place of {config.gradient_accumulation_steps}, for as many sequences a step "
-            "as before"
+            f"gradient_accumulation_steps is {passes} in place of {config.gradient_accumulation_steps}, for as many sequences per "
+            "step as before"
         )
     return lines
 
 
 def number_of_processes() -> int:
-    """Return the number of processes that share the run, which launchers set before anything else is set up."""
+    """Return the number of processes that share the run; launchers put it into the environment before Python starts."""
     return int(os.environ.get("WORLD_SIZE", 1))
 
 
 def _sequences_of(checkpoint: Path) -> int | None:
-    """Return the sequences per step in a checkpoint's run; None if its version did not store them."""
+    """Return the sequences per step in a checkpoint's run; None if an earlier version, which stored no number, wrote it."""
     callbacks: Any = TrainerState.load_from_json(str(checkpoint / TRAINER_STATE)).stateful_callbacks
     step_size = callbacks.get(StepSize.__name__)
     return None if step_size is None else step_size["attributes"]["sequences"]
 
 
 def _check_options(config: RunOptions, folder: Path, free: tuple[str, ...], remedy: str) -> None:
-    """Refuse options that differ from the run in a folder, except options in `free` or free on every resumption."""
+    """Refuse options that differ from the options recorded in a folder, except options that any resumption may change.
+
+    Args:
+        config: Options of the run that resumes.
+        folder: Folder with the options of the earlier run; nothing is checked if it has none.
+        free: Further options that may change.
+        remedy: End of the message, which says what to do.
+    """
     record = folder / RUN_CONFIG
     if not record.exists():
         return
-    before, now = yaml.safe_load(record.read_text(encoding="utf-8")), dataclasses.asdict(config)
-    for values in (before, now):
+    recorded, requested = yaml.safe_load(record.read_text(encoding="utf-8")), dataclasses.asdict(config)
+    for values in (recorded, requested):
         values["corpus"] = _without_cache(values.get("corpus"))
-    for name, value in now.items():
-        if name not in (*_FREE_ON_RESUME, *free) and name in before and before[name] != value:
-            raise ValueError(f"{name} is {value!r}, but the run to resume has {before[name]!r}; {remedy}.")
+    for name, value in requested.items():
+        if name not in (*_FREE_ON_RESUME, *free) and name in recorded and recorded[name] != value:
+            raise ValueError(f"{name} is {value!r}, but the run to resume has {recorded[name]!r}; {remedy}.")
 
 
 def _without_cache(corpus: Any) -> Any:

@@ -35,7 +35,7 @@ def last_checkpoint(output: str | os.PathLike) -> Path | None:
 
 
 def whole_checkpoint(output: str | os.PathLike, skipped: Collection[Path] = ()) -> tuple[Path | None, dict[Path, str]]:
-    """Return the latest checkpoint whose files are as they were written, or None, and what is wrong with later ones.
+    """Return the latest checkpoint whose files are as they were written, or None, and the damage of later checkpoints.
 
     Args:
         output: Folder of the run.
@@ -56,20 +56,12 @@ def whole_checkpoint(output: str | os.PathLike, skipped: Collection[Path] = ()) 
 
 
 def is_complete(checkpoint: Path) -> bool:
-    """Return whether a checkpoint was written to its end: its manifest is readable. Other files are not checked.
-
-    Args:
-        checkpoint: Folder of the checkpoint.
-    """
+    """Return whether a checkpoint was written to its end: its manifest is readable. Other files are not checked."""
     return manifest_of(checkpoint) is not None
 
 
 def is_of_earlier_version(checkpoint: Path) -> bool:
-    """Return whether a checkpoint was written to its end by an earlier version, which wrote no manifests.
-
-    Args:
-        checkpoint: Folder of the checkpoint.
-    """
+    """Return whether a checkpoint was written to its end by an earlier version, which wrote no manifests."""
     if any((checkpoint / name).exists() for name in (MANIFEST_FILE, BEGUN_CHECKPOINT)):
         return False
     return isinstance(_json_of(checkpoint / TRAINER_STATE), dict)
@@ -79,9 +71,6 @@ def missing_of_earlier_version(checkpoint: Path) -> str | None:
     """Return one line that names a missing file which a Trainer would silently do without, or None.
 
     This is the only check of checkpoints without a manifest.
-
-    Args:
-        checkpoint: Folder of the checkpoint.
     """
     by_deepspeed = any(checkpoint.glob("global_step*"))
     needed = {
@@ -95,14 +84,12 @@ def missing_of_earlier_version(checkpoint: Path) -> str | None:
 def damage_of(checkpoint: Path) -> str | None:
     """Return one line about what is wrong with a checkpoint, or None if every file has the bytes that were written.
 
-    All its files are read, once per process as long as nothing about them changes. Files that a user added are ignored.
-
-    Args:
-        checkpoint: Folder of the checkpoint.
+    All files of the manifest are read, once per process as long as their sizes and times do not change. Files that a
+    user added are ignored.
     """
     if not (checkpoint / MANIFEST_FILE).exists():
         if is_of_earlier_version(checkpoint):
-            return f"it has no {MANIFEST_FILE}, as those of earlier versions"
+            return f"it has no {MANIFEST_FILE}, as checkpoints of earlier versions"
         return UNFINISHED
     manifest = manifest_of(checkpoint)
     if manifest is None:
@@ -112,12 +99,15 @@ def damage_of(checkpoint: Path) -> str | None:
 
 @functools.lru_cache(maxsize=256)
 def _damage_as_it_lies(checkpoint: Path, manifest: str, appearance: tuple[tuple[int, ...], ...]) -> str | None:
-    """Return the damage as `damage_of` does; files whose appearance, part of the cache key, is the same are read once."""
+    """Return the damage that `damage_of` returns; `appearance` is only a part of the cache key.
+
+    A checkpoint whose files look the same as at an earlier call is not read again.
+    """
     return first_damage(checkpoint, json.loads(manifest))
 
 
 def _appearance(checkpoint: Path, manifest: Mapping[str, Any]) -> tuple[tuple[int, ...], ...]:
-    """Return size, times of change, inode and device of each file, which show whether the file has changed."""
+    """Return the size, times of change, inode and device of each file, which show whether a file has changed."""
     appearance: list[tuple[int, ...]] = []
     for name in manifest:
         try:
@@ -129,11 +119,7 @@ def _appearance(checkpoint: Path, manifest: Mapping[str, Any]) -> tuple[tuple[in
 
 
 def manifest_of(checkpoint: Path) -> Manifest | None:
-    """Return the manifest of a checkpoint, or None if it is missing or cannot be read.
-
-    Args:
-        checkpoint: Folder of the checkpoint.
-    """
+    """Return the manifest of a checkpoint, or None if the manifest is missing or cannot be read."""
     manifest = _json_of(checkpoint / MANIFEST_FILE)
     return manifest if isinstance(manifest, dict) and TRAINER_STATE in manifest else None
 
@@ -173,8 +159,8 @@ def begin_checkpoint(checkpoint: Path) -> frozenset[Path]:
 def linked_entries(checkpoint: Path, earlier: Iterable[Path]) -> Manifest:
     """Return the manifest entries, by name, of a checkpoint's files that are links to earlier checkpoints' files.
 
-    Entries come from the earlier manifests, which were true when they were written, so that damage since then is found
-    when a file is read.
+    Entries come from the manifests of the earlier checkpoints, which were true when they were written. If a file was
+    damaged since then, the damage is noticed when the file is read.
 
     Args:
         checkpoint: Folder of a checkpoint that has no manifest yet.
@@ -204,13 +190,13 @@ def finish_checkpoint(
         OSError: If something cannot be written, or a file on the disk is not as it was written.
     """
     marks = {checkpoint / name for name in (MANIFEST_FILE, BEGUN_CHECKPOINT)}
-    inside = sorted(checkpoint.rglob("*"))
-    files = [path for path in inside if path.is_file() and path not in beside and path not in marks]
-    read = [path for path in files if path.relative_to(checkpoint).as_posix() not in (linked or {})]
-    manifest = {**describe_files(checkpoint, read), **(linked or {})}
+    contents = sorted(checkpoint.rglob("*"))
+    files = [path for path in contents if path.is_file() and path not in beside and path not in marks]
+    files_to_read = [path for path in files if path.relative_to(checkpoint).as_posix() not in (linked or {})]
+    manifest = {**describe_files(checkpoint, files_to_read), **(linked or {})}
     for path in files:
         sync(path)
-    for folder in (*(path for path in inside if path.is_dir()), checkpoint, checkpoint.parent):
+    for folder in (*(path for path in contents if path.is_dir()), checkpoint, checkpoint.parent):
         sync(folder)
     with whole_file(checkpoint / MANIFEST_FILE) as partial:
         partial.write_text(json.dumps(manifest, indent=1) + "\n", encoding="utf-8")
@@ -221,7 +207,7 @@ def finish_checkpoint(
 
 
 def remove_old_checkpoints(output: str | os.PathLike, step: int, keep: int | None, best: int | None = None) -> None:
-    """Remove checkpoints until `keep` are left: first those not whole or beyond `step`, then the oldest.
+    """Remove checkpoints until `keep` are left: first unfinished ones and ones beyond `step`, then the oldest.
 
     Files that a user put into a checkpoint stay.
 

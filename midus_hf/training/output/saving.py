@@ -72,12 +72,12 @@ def save_where_possible(
     All processes call this, with the same arguments.
 
     Args:
-        write: Writes to a folder, which it creates; all processes call it, perhaps several times. If it fails, it
-            removes what it wrote.
-        output: The first folder.
-        output_on_failure: The second folder; None for the system's folder for temporary files.
+        write: Creates a folder and writes to it; all processes call this function, perhaps several times. After a
+            failure it removes the files that it wrote.
+        output: Folder that is tried first.
+        output_on_failure: Folder that is tried next; None for the system's folder for temporary files.
         num_bytes: Number of bytes that are written.
-        waiting: Returns a context manager, which is entered while the user is waited for. Default: one that does
+        waiting: Returns a context that the program enters while it waits for the user. Default: a context that does
             nothing.
 
     Returns:
@@ -90,9 +90,9 @@ def save_where_possible(
     failures: list[str] = []
     places = _places(output, output_on_failure, num_bytes, failures, waiting)
     while True:
-        chosen = [next(places, None) if state.is_main_process else None]
-        broadcast_object_list(chosen)
-        folder = chosen[0]
+        next_folder = [next(places, None) if state.is_main_process else None]
+        broadcast_object_list(next_folder)
+        folder = next_folder[0]
         if folder is None:
             reasons = ["; ".join(failures)]
             broadcast_object_list(reasons)

@@ -15,6 +15,7 @@ from midus_hf.config.wording import near_matches
 from midus_hf.training.optim.freezing import recorded_new_layers
 from midus_hf.training.run_options import AdapterLayers
 
+# Keys of `RunOptions.adapters` that are no arguments of the method's config.
 _OURS = ("method", "layers")
 
 # Fields of PEFT configs that record what adapters were saved for, which a run may not set.
@@ -36,7 +37,7 @@ _TARGETS_OF_PEFT = ("ia3", "ln_tuning", "trainable_tokens")
 # Methods for which the Trainer would have to do more than take steps, with the reason.
 _STEPPED = {"adalora": "whose ranks are allotted by a call after every step, which the Trainer does not make"}
 
-_UNMERGED = "whose result cannot be merged into the weights, as what comes out of a run is"
+_UNMERGED = "whose result cannot be merged into the weights, as the result of a run is"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -89,21 +90,25 @@ def read_adapters(options: Mapping[str, Any]) -> AdapterChoice:
             f"{near_matches(str(method), sorted(kinds))}"
         )
     config_class, tuner = PEFT_TYPE_TO_CONFIG_MAPPING[kinds[method]], PEFT_TYPE_TO_TUNER_MAPPING[kinds[method]]
-    known = [field.name for field in dataclasses.fields(config_class) if field.name not in _RECORDS]
-    if not issubclass(tuner, BaseTuner) or "target_modules" not in known:
-        raise refusal_of_unmerged(method, "it adds to what layers read or compute, and changes none")
+    known_keys = [field.name for field in dataclasses.fields(config_class) if field.name not in _RECORDS]
+    if not issubclass(tuner, BaseTuner) or "target_modules" not in known_keys:
+        raise refusal_of_unmerged(method, "it adds to what layers read or compute, and changes no weights")
     if method in _STEPPED:
         raise ValueError(f"adapters.method is {method!r}, {_STEPPED[method]}; expected another, such as lora.")
     arguments = {key: value for key, value in options.items() if key not in _OURS}
     for key in arguments:
-        if key not in known:
-            raise ValueError(f"adapters of method {method!r} have no option {key!r}. {near_matches(str(key), known)}")
+        if key not in known_keys:
+            raise ValueError(
+                f"adapters of method {method!r} have no option {key!r}. {near_matches(str(key), known_keys)}"
+            )
     arguments = {**_DEFAULTS.get(method, {}), **arguments}
     if method not in _TARGETS_OF_PEFT:
         arguments.setdefault("target_modules", "all-linear")
-    read = read_options(cast(Any, config_class), arguments, "config", prefix="adapters.")
+    checked_config = read_options(cast(Any, config_class), arguments, "config", prefix="adapters.")
     # The config turns names into a set, whose order differs between processes, so the original list is kept.
-    arguments = {key: value if key == "target_modules" else getattr(read, key) for key, value in arguments.items()}
+    arguments = {
+        key: value if key == "target_modules" else getattr(checked_config, key) for key, value in arguments.items()
+    }
     return AdapterChoice(method, cast(AdapterLayers, layers), config_class, {**arguments, "task_type": "CAUSAL_LM"})
 
 

@@ -35,14 +35,14 @@ def add_adapters(model: PreTrainedModel, options: Mapping[str, Any]) -> PeftMode
     choice = read_adapters(options)
     changes: dict[str, Any] = {}
     if choice.layers == "base":
-        whole = names_of_new_modules(model)
-        if whole and "modules_to_save" not in choice.takes:
+        new_modules = names_of_new_modules(model)
+        if new_modules and "modules_to_save" not in choice.takes:
             raise ValueError(
-                f"adapters.method is {choice.method!r}, beside which PEFT trains nothing whole, but what is new in this "
-                f"{model.config.model_type} model has to; expected another method, or adapters.layers: all."
+                f"adapters.method is {choice.method!r}, beside which PEFT trains no layer whole, but the new parts of this "
+                f"{model.config.model_type} model must train whole; expected another method, or adapters.layers: all."
             )
-        if whole:
-            changes["modules_to_save"] = [*whole, *(choice.arguments.get("modules_to_save") or [])]
+        if new_modules:
+            changes["modules_to_save"] = [*new_modules, *(choice.arguments.get("modules_to_save") or [])]
     elif choice.layers == "new":
         changes["target_modules"] = _targets_in_new_layers(model, choice)
     try:
@@ -70,12 +70,12 @@ def describe_adapters(model: PeftModel, options: Mapping[str, Any]) -> str:
     """
     choice = read_adapters(options)
     training, total = model.get_nb_trainable_parameters()
-    whole = getattr(model.peft_config["default"], "modules_to_save", None)
-    beside = ", and what is new in the model whole" if whole and choice.layers == "base" else ""
+    trained_whole = getattr(model.peft_config["default"], "modules_to_save", None)
+    and_whole = ", and what is new in the model whole" if trained_whole and choice.layers == "base" else ""
     blocks = sum(layout.bank for banks in banks_that_train(model) for layout in banks.layouts.values())
     fetched = f"; and the blocks of the bank, {blocks:,} parameters, as texts fetch them" if blocks else ""
     return (
-        f"Training adapters of method {choice.method} on {_WHERE[choice.layers]}{beside}: {training:,} of {total:,} parameters "
+        f"Training adapters of method {choice.method} on {_WHERE[choice.layers]}{and_whole}: {training:,} of {total:,} parameters "
         f"({training / total:.2%}){fetched}"
     )
 
@@ -131,7 +131,7 @@ def _check_merging(model: PeftModel, choice: AdapterChoice) -> None:
     """Check on a copy of one adapted layer, one with zero weights if possible, that PEFT can merge the adapters.
 
     A layer with zero weights is the hardest case: adapters that multiply the weights cannot train them, and adapters
-    that divide by their norm give NaN.
+    that divide by the norm of the weights give NaN.
     """
     layers: dict[str, Any] = {
         name: module for name, module in model.named_modules() if isinstance(module, BaseTunerLayer)
@@ -139,7 +139,10 @@ def _check_merging(model: PeftModel, choice: AdapterChoice) -> None:
     assert layers, "PEFT refuses a model without modules to adapt"
     name = next((name for name, layer in layers.items() if _is_zero(layer)), next(iter(layers)))
     try:
-        untrained, trained = _merged_copy(layers[name], acts=False), _merged_copy(layers[name], acts=True)
+        untrained, trained = (
+            _merged_copy(layers[name], as_if_trained=False),
+            _merged_copy(layers[name], as_if_trained=True),
+        )
     except (NotImplementedError, ValueError) as error:
         raise refusal_of_unmerged(choice.method, str(error).rstrip(".")) from error
     if _is_zero(layers[name]) and (_is_zero(trained) or not untrained.get_base_layer().weight.isfinite().all()):
@@ -150,12 +153,17 @@ def _check_merging(model: PeftModel, choice: AdapterChoice) -> None:
         )
 
 
-def _merged_copy(layer: Any, acts: bool) -> Any:
-    """Return a copy of a layer with its adapter merged, as it is or with random weights as if it had trained."""
+def _merged_copy(layer: Any, as_if_trained: bool) -> Any:
+    """Return a copy of a layer with its adapter merged, with the adapter's weights or with random ones.
+
+    Args:
+        layer: A layer with an adapter.
+        as_if_trained: Whether the adapter has random weights, as if it had trained.
+    """
     merged = copy.deepcopy(layer)
     with torch.no_grad(), torch.random.fork_rng(devices=[]):
         for parameter in merged.parameters():
-            if acts and parameter.requires_grad:
+            if as_if_trained and parameter.requires_grad:
                 parameter.copy_(torch.randn(parameter.shape))
         merged.merge()
     return merged

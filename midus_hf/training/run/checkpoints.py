@@ -35,8 +35,8 @@ class Checkpoints:
     removed, and training goes on. Frozen weights that an earlier checkpoint has too are linked.
 
     Args:
-        trainer: A Trainer that has its model. Every process has its own `Checkpoints`, and all processes call its
-            methods alike.
+        trainer: A Trainer that has its model. Every process has its own `Checkpoints`, and all processes call the same
+            methods.
         tokenizer: Tokenizer that is saved beside every checkpoint.
         keep: Number of latest checkpoints to keep; None keeps all.
         best_step: Returns the step whose checkpoint is kept beside the latest, or None.
@@ -64,16 +64,16 @@ class Checkpoints:
             write_parts: Writes the files that a Trainer writes there.
 
         Raises:
-            FloatingPointError: If a trained tensor is not finite; nothing is written then.
+            FloatingPointError: If a trained tensor or block is not finite; nothing is written then.
         """
         self.check_finite()
         step, is_main = self._trainer.state.global_step, self._trainer.args.should_save
         self.failure, self._parts_failed = None, False
-        beside: list[Path] = []
+        files_of_user: list[Path] = []
         earlier = self._frozen_weights.earlier(folder)
 
         def begin() -> None:
-            beside.extend(begin_checkpoint(folder))
+            files_of_user.extend(begin_checkpoint(folder))
             self._tokenizer.save_pretrained(folder)
 
         def write() -> None:
@@ -87,7 +87,7 @@ class Checkpoints:
                 self._is_writing = False
 
         def finish() -> None:
-            finish_checkpoint(folder, beside, linked_entries(folder, earlier[-2:]))
+            finish_checkpoint(folder, files_of_user, linked_entries(folder, earlier[-2:]))
             self._frozen_weights.know(folder)
 
         failed = any(
@@ -143,28 +143,20 @@ class Checkpoints:
             OSError: If the checkpoint cannot be written.
         """
         arguments = self._trainer.args
-        home, arguments.output_dir = arguments.output_dir, str(folder)
+        run_folder, arguments.output_dir = arguments.output_dir, str(folder)
         try:
             self._trainer._save_checkpoint(self._trainer.model)
         finally:
-            arguments.output_dir = home
+            arguments.output_dir = run_folder
         if self.failure is not None:
             raise OSError(self.failure)
 
     def load(self, checkpoint: Path) -> None:
-        """Load the weights of a checkpoint into the model.
-
-        Args:
-            checkpoint: Folder of the checkpoint.
-        """
+        """Load the weights in the folder of a checkpoint into the model."""
         self._trainer._load_from_checkpoint(str(checkpoint))
 
     def know(self, checkpoint: Path) -> None:
-        """Remember a checkpoint whose weights were loaded into the model.
-
-        Args:
-            checkpoint: Folder of the checkpoint, which is whole.
-        """
+        """Remember the folder of a whole checkpoint whose weights were loaded into the model."""
         self._frozen_weights.know(checkpoint)
 
     def check_finite(self) -> None:
@@ -174,8 +166,8 @@ class Checkpoints:
             FloatingPointError: If a tensor or block is not finite in any process.
         """
         trainer = self._trainer
-        of_blocks = (bank.first_not_finite() for bank in trainer.blocks.banks)
-        finding = first_not_finite(trained_tensors(trainer.model)) or next(filter(None, of_blocks), None)
+        block_findings = (bank.first_not_finite() for bank in trainer.blocks.banks)
+        finding = first_not_finite(trained_tensors(trainer.model)) or next(filter(None, block_findings), None)
         if trainer.largest(finding is not None):
             raise error_of(finding or "what another process trains is not finite", trainer.state.global_step)
 
@@ -190,13 +182,13 @@ class Checkpoints:
             checkpoint, (name for name, parameter in parameters if not parameter.requires_grad)
         )
         banks = enumerate(self._trainer.blocks.banks)
-        of_blocks = (bank.first_not_finite_in(checkpoint / BLOCK_STATES / str(number)) for number, bank in banks)
-        return finding or next(filter(None, of_blocks), None)
+        block_findings = (bank.first_not_finite_in(checkpoint / BLOCK_STATES / str(number)) for number, bank in banks)
+        return finding or next(filter(None, block_findings), None)
 
     def _fails(self, part: Callable[[], None]) -> bool:
         """Do a part of saving; return whether any process failed, and set `failure`. All processes call this."""
         failure = _failure_of(part)
-        # A process that failed before `save_last_part` makes its call of `largest` here; the others make theirs in that method.
+        # All processes must call `largest` equally often: one that failed before `save_last_part` calls it here, others there.
         failed = self._parts_failed or bool(self._trainer.largest(failure is not None))
         if failed:
             self.failure = failure or _OF_ANOTHER_PROCESS

@@ -93,15 +93,15 @@ class HeldOutTexts:
             The best step. If it is the last step, nothing is loaded.
         """
         losses, last = self.losses(), self._trainer.state.global_step
-        whole = self._whole_checkpoints(damaged)
-        step = best_step({step: loss for step, loss in losses.items() if step == last or step in whole})
+        whole_checkpoints = self._whole_checkpoints(damaged)
+        step = best_step({step: loss for step, loss in losses.items() if step == last or step in whole_checkpoints})
         assert step is not None, "the last step is always measured"
         if step != last:
-            damage = damage_of(whole[step])
+            damage = damage_of(whole_checkpoints[step])
             if damage is not None:
-                say(f"{whole[step].name}, the best, is passed over: {damage}")
+                say(f"{whole_checkpoints[step].name}, the best, is passed over: {damage}")
                 return self.load_best(frozenset((*damaged, step)))
-            self._trainer.checkpoints.load(whole[step])
+            self._trainer.checkpoints.load(whole_checkpoints[step])
         if best_step(losses) != step:
             say(
                 f"The best model, after step {best_step(losses):,}, has no checkpoint any more; the best that is left is saved."
@@ -115,5 +115,5 @@ class HeldOutTexts:
         return step
 
     def _whole_checkpoints(self, damaged: frozenset[int]) -> dict[int, Path]:
-        of_steps = checkpoints(str(self._trainer.args.output_dir))
-        return {step: path for step, path in of_steps.items() if step not in damaged and is_complete(path)}
+        paths_by_step = checkpoints(str(self._trainer.args.output_dir))
+        return {step: path for step, path in paths_by_step.items() if step not in damaged and is_complete(path)}

@@ -52,8 +52,8 @@ class Interruption(TrainerCallback):
     def __enter__(self) -> "Interruption":
         if threading.current_thread() is threading.main_thread():
             # A signal that the process ignores, as under nohup, stays ignored.
-            heard = [number for number in _SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]
-            self._handlers = {number: signal.signal(number, self._note) for number in heard}
+            handled = [number for number in _SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]
+            self._handlers = {number: signal.signal(number, self._note) for number in handled}
         return self
 
     def __exit__(

@@ -33,8 +33,9 @@ def load_config(model: str, trainable: Trainable) -> PreTrainedConfig:
 def check_sequence_length(key: str, sequence_length: int, model_config: PreTrainedConfig) -> None:
     """Check that the model has positions for sequences of this length.
 
-    The limit is the config's `max_position_embeddings` or, if the rope scaling stretches a shorter original context,
-    that context times the factor, whichever is larger: stretched configs may or may not have raised the former.
+    The limit is the config's `max_position_embeddings`. If the rope scaling stretches a shorter original context, and
+    this context times the factor is larger, that product is the limit: some configs with rope scaling do not have a
+    raised `max_position_embeddings`.
 
     Args:
         key: Name of the option in messages, such as `"sequence_length"`.

@@ -13,6 +13,7 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 from midus_hf.training.data.held_out import perplexity_name
 from midus_hf.training.run.training_clock import TrainingClock
 
+# Columns of the table, with their widths in characters.
 _COLUMNS = {"tokens": 6, "loss": 7, "rate": 8, "grad norm": 9, "tokens/s": 9, "left": 8}
 _HELD_OUT = {"perplexity": 10}
 _LINE = 80
@@ -30,7 +31,7 @@ class ProgressTable(TrainerCallback):
 
     Args:
         held_out: Names of the held-out texts that are measured, as in `RunOptions.eval_texts`. Default: none.
-        clock: Knows how long training may still go on. Default: None, there is no limit.
+        clock: Clock of the run, which knows the seconds left until `max_seconds`. Default: None, there is no limit.
     """
 
     def __init__(self, held_out: Sequence[str] = (), clock: TrainingClock | None = None):
@@ -79,7 +80,7 @@ class ProgressTable(TrainerCallback):
         if "loss" in logs:
             now = time.perf_counter()
             tokens, seconds = state.num_input_tokens_seen - self._last_tokens, now - self._last_time
-            may_take = math.inf if self.clock is None else self.clock.seconds_left
+            seconds_allowed = math.inf if self.clock is None else self.clock.seconds_left
             seconds_a_step = (now - self._started) / max(state.global_step - self._first_step, 1)
             self._last_time, self._last_tokens = now, state.num_input_tokens_seen
             self._row |= {
@@ -88,7 +89,7 @@ class ProgressTable(TrainerCallback):
                 "rate": f"{logs['learning_rate']:.2e}",
                 "grad norm": f"{logs['grad_norm']:.3g}" if "grad_norm" in logs else "",
                 "tokens/s": f"{tokens / seconds:,.0f}",
-                "left": short_time(min((state.max_steps - state.global_step) * seconds_a_step, may_take)),
+                "left": short_time(min((state.max_steps - state.global_step) * seconds_a_step, seconds_allowed)),
             }
         measured = {name: f"{logs[key]:.4f}" for name in self.held_out if (key := perplexity_name(name)) in logs}
         if "" in measured:
@@ -115,9 +116,9 @@ class ProgressTable(TrainerCallback):
         lines = [self._line(f"{step:,}", self._row)] if self._row or perplexities else []
         if perplexities:
             indent = " " * (self._step_width + 2)
-            below = f"perplexity of {', '.join(perplexities)}"
+            perplexity_line = f"perplexity of {', '.join(perplexities)}"
             lines += textwrap.wrap(
-                below, _LINE, initial_indent=indent, subsequent_indent=indent + "  ", break_on_hyphens=False
+                perplexity_line, _LINE, initial_indent=indent, subsequent_indent=indent + "  ", break_on_hyphens=False
             )
         for line in lines:
             if self._bar is None or self._bar.disable:

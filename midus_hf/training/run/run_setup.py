@@ -65,7 +65,6 @@ class CheckedRequest:
     Args:
         checkpoint: Checkpoint to resume from; None for a new run.
         model_config: Config of the model.
-        tokenizer: Tokenizer of the model.
         passes: Forward passes of each process in a step.
     """
 
@@ -76,10 +75,10 @@ class CheckedRequest:
 
 
 def check_request(config: RunOptions, length_key: str) -> CheckedRequest:
-    """Check what can be checked before data and weights are read.
+    """Check what can be checked before data and weights are read; return what the checks loaded.
 
     Args:
-        config: The options of the run.
+        config: Options of the run, from `settle_resumption`.
         length_key: Name of the option that sets the number of tokens per sequence.
 
     Raises:
@@ -102,7 +101,7 @@ def check_request(config: RunOptions, length_key: str) -> CheckedRequest:
 
 
 def choose_what_trains(config: RunOptions, model: PreTrainedModel) -> Chosen:
-    """Set what trains in the model, or put adapters on it, as the options say.
+    """Set what trains in the model, or put adapters on it; return the model and a description of what trains.
 
     Args:
         config: Options of the run that `check_request` has checked.
@@ -133,10 +132,10 @@ def make_run(
     trainer_class: Callable[..., InRun],
     **trainer_options: Any,
 ) -> TrainingRun:
-    """Load the model, make the Trainer, open the output, and print what trains.
+    """Load the model, make the Trainer, open the output, and print what trains; return the run, ready to start.
 
     Args:
-        config: The options of the run.
+        config: Options of the run, from `settle_resumption`.
         requested: The options as the user gave them, before `settle_resumption`.
         rates: Learning rates of the run.
         request: Result of `check_request`.
@@ -144,9 +143,9 @@ def make_run(
         dataset: Sequences that the run trains on.
         data_lines: Sentences about the data, for the user.
         held_out: Held-out texts by name, from `prepare_held_out`.
-        choose: Sets what trains in the model, and may put adapters on it.
-        trainer_class: Makes the Trainer.
-        trainer_options: Arguments of `trainer_class` beside the options of a run.
+        choose: Sets what trains in the model, and may put adapters on it, as `choose_what_trains` does.
+        trainer_class: Class of the Trainer.
+        trainer_options: Further arguments of `trainer_class`, which do not follow from `config`.
 
     Raises:
         ValueError: If the options are wrong; nothing but cached tokens has been written then.
@@ -154,7 +153,7 @@ def make_run(
     if config.adapters is not None and is_deepspeed_zero3_enabled():
         raise ValueError(
             "adapters are merged into weights at the end, which DeepSpeed's ZeRO-3 cuts; expected processes that hold whole models. "
-            "Start it with configs/accelerate/ddp.yaml."
+            "Start the run with configs/accelerate/ddp.yaml."
         )
     set_seed(config.seed)
     with loaded_whole():
@@ -187,7 +186,7 @@ def make_run(
             **trainer_options,
         )
         checkpoint = None if request.checkpoint is None else _finite_checkpoint(config, trainer)
-        # Last, since this removes a run that is to be overwritten, and making the Trainer may still raise an error.
+        # This comes last: it removes a run that is to be overwritten, and making the Trainer may still raise an error.
         lock = _open_output(config, requested, request.checkpoint)
     if PartialState().is_main_process:
         resumption_lines = describe_resumption(config, checkpoint, request.passes)
@@ -309,12 +308,12 @@ def loaded_whole() -> Iterator[None]:
     Otherwise, once `TrainingArguments` exist, transformers lets ZeRO-3 cut parameters while a model is loaded. Checks
     before training would then read the dtypes and sizes of empty tensors.
     """
-    before = deepspeed._hf_deepspeed_config_weak_ref
+    config_before = deepspeed._hf_deepspeed_config_weak_ref
     deepspeed.unset_hf_deepspeed_config()
     try:
         yield
     finally:
-        deepspeed._hf_deepspeed_config_weak_ref = before
+        deepspeed._hf_deepspeed_config_weak_ref = config_before
 
 
 def check_reporting(report_to: str | list[str]) -> None:

@@ -62,10 +62,10 @@ class InRun(TrainsMemory):
         self.checkpoints = Checkpoints(self, tokenizer, save_total_limit, self.held_out.step_to_keep)
         self.interruption = Interruption(self.largest)
         self.clock = TrainingClock(max_seconds, self.largest, bool(held_out))
-        # They come before the log callback, which logs at every checkpoint, so that it knows which checkpoints they request.
+        # These callbacks come before the log callback, which logs at every checkpoint: it must see which ones they request.
         self.callback_handler.callbacks[:0] = [self.clock, self.interruption, StepSize(self.args)]
-        for talkative in (DEFAULT_PROGRESS_CALLBACK, PrinterCallback):
-            self.remove_callback(talkative)
+        for callback in (DEFAULT_PROGRESS_CALLBACK, PrinterCallback):
+            self.remove_callback(callback)
         self.progress = ProgressTable(list(self.held_out.texts), self.clock)
         self.add_callback(self.progress)
         if held_out:
@@ -86,7 +86,7 @@ class InRun(TrainsMemory):
         super().log(logs, start_time)
 
     def log_costs(self) -> None:
-        """Log the costs of a resumed run that has no step left, since its last process may have died before."""
+        """Log the costs of a resumed run that has no step left, since the earlier process may have died before it logged them."""
         self.log(self._costs())
 
     def _costs(self) -> dict[str, float]:
@@ -145,11 +145,7 @@ class RunTrainer(InRun, Trainer):
 
 
 def trained_parameters(model: nn.Module) -> int:
-    """Return the number of parameters that train; a sharded parameter counts whole.
-
-    Args:
-        model: The model of a run.
-    """
+    """Return the number of a model's parameters that train; a sharded parameter counts whole."""
     return sum(whole_numel(parameter) for parameter in model.parameters() if parameter.requires_grad)
 
 

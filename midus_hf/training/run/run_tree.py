@@ -36,7 +36,6 @@ def tree_of_run(config: TrainConfig, dataset: TrainingData, held_out: Mapping[st
     """Find the tree to which the paths of a run belong.
 
     Args:
-        config: The options of the run.
         dataset: Sequences of the run, from `build_dataset`.
         held_out: Held-out texts of the run, by name.
 
@@ -45,20 +44,20 @@ def tree_of_run(config: TrainConfig, dataset: TrainingData, held_out: Mapping[st
             be read.
     """
     parts = dataset.parts if isinstance(dataset, Mixture) else [dataset]
-    named = [
+    named_trees = [
         (f"corpus {corpus.path!r}", part.tree)
         for corpus, part in zip(config.corpora, parts, strict=True)
         if isinstance(part, ClusteredDataset)
     ]
-    named += [(f"eval_text {name}".rstrip(), text.tree) for name, text in held_out.items()]
+    named_trees += [(f"eval_text {name}".rstrip(), text.tree) for name, text in held_out.items()]
     run_tree = RunTree()
     if config.tree is not None:
         tree = ClusterTree.load(config.tree)
         run_tree = RunTree(
             tree.fingerprint, folder_of_tree(Path(config.tree).expanduser()), (tree.levels, tree.branching)
         )
-        named.insert(0, (f"tree {config.tree!r}", tree.fingerprint))
-    return dataclasses.replace(run_tree, fingerprint=_common(named))
+        named_trees.insert(0, (f"tree {config.tree!r}", tree.fingerprint))
+    return dataclasses.replace(run_tree, fingerprint=_common(named_trees))
 
 
 def use_tree(model: Any, run_tree: RunTree) -> None:
@@ -100,7 +99,7 @@ def describe_tree(run_tree: RunTree, dataset: TrainingData) -> list[str]:
         return []
     if run_tree.fingerprint is None:
         return [
-            "no text says which tree its paths are of, so that nothing ties the bank to one; set tree to its folder"
+            "no text names the tree of its paths, so the bank is not tied to a tree; set tree to the folder of the tree"
         ]
     name = f"paths are of the tree {run_tree.fingerprint[:16]}"
     if run_tree.folder is None:
@@ -109,11 +108,11 @@ def describe_tree(run_tree: RunTree, dataset: TrainingData) -> list[str]:
 
 
 def _common(named: Iterable[tuple[str, str | None]]) -> str | None:
-    known = [(name, tree) for name, tree in named if tree is not None]
-    for name, tree in known[1:]:
-        if tree != known[0][1]:
+    known_trees = [(name, tree) for name, tree in named if tree is not None]
+    for name, tree in known_trees[1:]:
+        if tree != known_trees[0][1]:
             raise ValueError(
-                f"{name} is of the tree with the fingerprint {tree[:16]}..., and {known[0][0]} of that with "
-                f"{str(known[0][1])[:16]}...; expected one tree. Assign all texts by the same tree."
+                f"{name} belongs to the tree with the fingerprint {tree[:16]}..., and {known_trees[0][0]} to the tree with "
+                f"{str(known_trees[0][1])[:16]}...; expected one tree. Assign all texts by the same tree."
             )
-    return known[0][1] if known else None
+    return known_trees[0][1] if known_trees else None

@@ -20,11 +20,8 @@ from midus_hf.training.run.training_run import TrainingRun, TrainResult
 def train(config: TrainConfig) -> TrainResult:
     """Pretrain a model, from its weights or from the beginning.
 
-    Prints which layers train. Writes to `config.output_dir`: the trained model and its tokenizer, checkpoints,
-    `log.jsonl` and the options (`train_config.yaml`).
-
-    Args:
-        config: The options of the run.
+    The function prints which layers train, and writes to `config.output_dir` the trained model and its tokenizer,
+    checkpoints, `log.jsonl` and the options (`train_config.yaml`).
 
     Returns:
         The folder of the trained model, and the steps, tokens and last loss of the run.
@@ -38,9 +35,6 @@ def train(config: TrainConfig) -> TrainResult:
 
 def prepare(config: TrainConfig) -> TrainingRun:
     """Check the options of a run, cheapest checks first, load the model and the data, and open the output.
-
-    Args:
-        config: The options of the run.
 
     Raises:
         ValueError: If the options are wrong; nothing but cached tokens has been written then.
@@ -57,8 +51,8 @@ def prepare(config: TrainConfig) -> TrainingRun:
     banks: dict[str, BankLayout] = {} if memories is None else memories.banks
     corpora = open_corpora(config, request.tokenizer, request.model_config.vocab_size, banks)
     arguments = training_arguments(config, gradient_accumulation_steps=request.passes)
-    a_step = config.per_device_train_batch_size * request.passes * arguments.world_size
-    dataset = build_dataset(config, corpora, a_step)
+    sequences_per_step = config.per_device_train_batch_size * request.passes * arguments.world_size
+    dataset = build_dataset(config, corpora, sequences_per_step)
     if isinstance(dataset, Mixture):
         arguments.max_steps, arguments.train_sampling_strategy = dataset.steps, "sequential"
     corpus = config.corpora[0]

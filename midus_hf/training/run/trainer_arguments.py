@@ -15,8 +15,8 @@ def training_arguments(
     """Return the Trainer's arguments for a run, without rates and schedule, which a `MemoryTrainer` adds.
 
     Args:
-        config: The options of the run.
-        arguments_class: Class of the arguments. Default: `TrainingArguments`.
+        config: Options of the run that the arguments stand for.
+        arguments_class: Class of the result, `TrainingArguments` or a subclass. Default: `TrainingArguments`.
         changes: Arguments that are added or replaced.
     """
     known = {field.name for field in dataclasses.fields(arguments_class)}

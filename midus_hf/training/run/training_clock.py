@@ -46,7 +46,7 @@ class TrainingClock(TrainerCallback, ExportableState):
         return math.inf if self.limit is None else max(self.limit - self.seconds, 0.0)
 
     def state(self) -> dict[str, Any]:
-        """Return what a checkpoint stores of this callback."""
+        """Return the state of this callback that a checkpoint stores."""
         return {"args": {}, "attributes": {_SECONDS: self.seconds}}
 
     def resume(self, state: TrainerState) -> None:

@@ -32,8 +32,8 @@ class TrainingLog(TrainerCallback):
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         if state.is_world_process_zero:
-            kept = [event for event in read_log(self.path) if event["step"] <= state.global_step]
-            text = "".join(json.dumps(event) + "\n" for event in kept)
+            kept_events = [event for event in read_log(self.path) if event["step"] <= state.global_step]
+            text = "".join(json.dumps(event) + "\n" for event in kept_events)
             with whole_file(self.path) as partial:
                 partial.write_text(text, encoding="utf-8")
 
@@ -45,13 +45,13 @@ class TrainingLog(TrainerCallback):
 
     def on_log(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         if state.is_world_process_zero:
-            first = not self._waiting
+            is_first_failure = not self._waiting
             self._waiting += json.dumps(state.log_history[-1]) + "\n"
             try:
                 append_whole(self.path, self._waiting)
                 self._waiting = ""
             except OSError as error:
-                if first:
+                if is_first_failure:
                     say(f"{self.path} cannot be written: {error.strerror}. Its events wait until it can.")
 
 

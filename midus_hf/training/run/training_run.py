@@ -99,25 +99,25 @@ class TrainingRun:
             )
 
     def _train(self) -> TrainResult:
-        trainer, before = self.trainer, TrainerState()
+        trainer, state_before = self.trainer, TrainerState()
         if self.checkpoint is not None:
-            before = TrainerState.load_from_json(str(self.checkpoint / TRAINER_STATE))
+            state_before = TrainerState.load_from_json(str(self.checkpoint / TRAINER_STATE))
         ended = is_stopped_early(
-            held_out_losses(before.log_history, self.config.eval_texts), self.config.early_stopping_patience
+            held_out_losses(state_before.log_history, self.config.eval_texts), self.config.early_stopping_patience
         )
-        trainer.clock.resume(before)
+        trainer.clock.resume(state_before)
         ended = ended or trainer.clock.is_over
-        if self.checkpoint is not None and (ended or before.global_step >= before.max_steps):
+        if self.checkpoint is not None and (ended or state_before.global_step >= state_before.max_steps):
             # A Trainer that resumes at the last step would take another step.
             trainer.checkpoints.load(self.checkpoint)
-            trainer.state, seconds = before, 0.0
-            if trainer.held_out.texts and before.global_step not in trainer.held_out.losses():
+            trainer.state, seconds = state_before, 0.0
+            if trainer.held_out.texts and state_before.global_step not in trainer.held_out.losses():
                 trainer.evaluate()  # resuming with less patience or fewer seconds has ended the run here
             trainer.log_costs()
         else:
             output = trainer.train(resume_from_checkpoint=None if self.checkpoint is None else str(self.checkpoint))
             seconds = output.metrics["train_runtime"]
-        tokens, tokens_before = trainer.state.num_input_tokens_seen, before.num_input_tokens_seen
+        tokens, tokens_before = trainer.state.num_input_tokens_seen, state_before.num_input_tokens_seen
         losses = [event["loss"] for event in trainer.state.log_history if "loss" in event]
         return TrainResult(
             output=self.config.output_dir,
@@ -165,8 +165,8 @@ class TrainingRun:
             saved_to = self._save_where_possible(partial(self._save_in, result), self.room.model)
         except SaveError as error:
             latest = last_checkpoint(output)
-            rest = f"resume_from_checkpoint=true goes on from {latest.name}" if latest else "no checkpoint was saved"
-            raise SaveError(f"the trained model could not be saved ({error}); {rest}") from error
+            hint = f"resume_from_checkpoint=true goes on from {latest.name}" if latest else "no checkpoint was saved"
+            raise SaveError(f"the trained model could not be saved ({error}); {hint}") from error
         if saved_to != output:
             say(
                 f"The trained model is in {saved_to}, not in {output}. Move it there once there is room: "

@@ -77,7 +77,7 @@ class Aids:
         trainer = self._trainer
         balance = readings.balance_loss(self._mean_over_processes if trainer.args.world_size > 1 else None)
         self._balance_losses.append(balance.detach())
-        # If the loss is divided by the tokens of all passes of a step, the balance loss, a mean per pass, is divided by the passes.
+        # If the loss is divided by the tokens of all passes, the balance loss, a mean per pass, is divided by the number of passes.
         by_tokens = trainer.model_accepts_loss_kwargs and is_per_token
         passes = (
             trainer.current_gradient_accumulation_steps if by_tokens or trainer.compute_loss_func is not None else 1

@@ -27,7 +27,7 @@ class Blocks:
             record.
         generic_share: Share of sequences that fetch the blocks of the generic memory instead of the blocks of their
             path (hierarchical memories, section 4). The choice follows from the seed and from the index of a sequence
-            among all sequences of the run: so it differs between epochs, and is the same when a run is resumed.
+            among all sequences of the run, so the choice differs between epochs, and is the same when a run is resumed.
             Default: 0.
 
     Raises:
@@ -41,7 +41,7 @@ class Blocks:
         banks = banks_that_train(trainer.model)
         if banks and (trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled or trainer.args.fp16):
             raise ValueError(
-                "blocks of a memory bank train, which FSDP, DeepSpeed and fp16 do not know of; expected processes that hold whole "
+                "blocks of a memory bank train, which FSDP, DeepSpeed and fp16 do not support; expected processes that hold whole "
                 "models, and bf16 or float32."
             )
         self.banks: list[TrainedBank] = [trained for bank in banks for trained in bank.train().values()]
@@ -58,25 +58,32 @@ class Blocks:
             # DistributedDataParallel refuses a model without trained parameters, and accelerate avoids wrapping it only on GPUs.
             trainer.accelerator.prepare_model = partial(trainer.accelerator.prepare_model, evaluation_mode=True)
 
-    def begin_pass(self, inputs: dict[str, Any]) -> None:
-        """Take the numbers of sequences out of a training pass's inputs, and decide which blocks it fetches."""
+    def begin_pass(self, inputs: dict[str, Any] | list[Any]) -> None:
+        """Take the numbers of sequences out of a training pass's inputs, and decide which blocks it fetches.
+
+        Raises:
+            ValueError: If blocks train, and the inputs are examples to generate from, as in TRL's GRPOTrainer.
+        """
+        if isinstance(inputs, list):
+            if self.banks:
+                raise ValueError(
+                    "blocks of a memory bank train, and this trainer generates its texts, for which it fetches none; expected a "
+                    "trainer whose batches have memory_ids. Or freeze the blocks: set_trainable(model, [3, 7]) trains layers alone."
+                )
+            return
         sequences = inputs.pop(SEQUENCE, None)
         if IDS in inputs:
             inputs[IDS] = self._with_generic(inputs[IDS])
         if self.audit is not None:
-            assert sequences is not None, "examples of a run that is recorded say which they are"
+            assert sequences is not None, "the examples of an audited run have their numbers"
             self.audit.see(sequences, inputs[IDS])
 
     def _with_generic(self, memory_ids: torch.Tensor) -> torch.Tensor:
         """Return the paths `[B, p]` of a pass, with a share of the rows replaced by the path of the generic memory."""
         args, step = self._trainer.args, self._trainer.state.global_step
         self._pass = (step, self._pass[1] + 1 if self._pass[0] == step else 0)
-        first_of_pass = (
-            step * args.gradient_accumulation_steps + self._pass[1]
-        ) * args.world_size + args.process_index
-        is_generic = draw_generic(
-            args.seed, first_of_pass * args.train_batch_size, len(memory_ids), self.generic_share
-        )
+        pass_index = (step * args.gradient_accumulation_steps + self._pass[1]) * args.world_size + args.process_index
+        is_generic = draw_generic(args.seed, pass_index * args.train_batch_size, len(memory_ids), self.generic_share)
         return memory_ids.masked_fill(is_generic[:, None].to(memory_ids.device), GENERIC)
 
     def follow(self, optimizer: torch.optim.Optimizer) -> None:

@@ -22,8 +22,8 @@ class Shards:
 
     FSDP2 is given the layer classes of the model, unless the user named them, and computes in lower precision but
     reduces gradients and returns losses in float32. With `SHARDED_STATE_DICT`, and with DeepSpeed's ZeRO-3 unless its
-    file says otherwise, a Trainer's `save_model` writes no model; here it writes one. Checkpoints are the Trainer's
-    own.
+    file says otherwise, a Trainer's `save_model` writes no model, but this class writes one. The Trainer writes
+    checkpoints without this class.
 
     Args:
         trainer: A Trainer that has its model and its accelerator.
@@ -126,21 +126,25 @@ class Shards:
             ValueError: If the processes that saved it shared parameters or moments in another way than these processes;
                 if DeepSpeed shared them among another number of processes.
         """
-        saved = _how_saved(checkpoint)
-        of_deepspeed = _ZERO_3 if self._is_zero_3() else _ZERO
-        here = (
-            _FSDP if self._trainer.is_fsdp_enabled else of_deepspeed if self._trainer.is_deepspeed_enabled else _WHOLE
+        saved_sharing = _how_saved(checkpoint)
+        deepspeed_sharing = _ZERO_3 if self._is_zero_3() else _ZERO
+        own_sharing = (
+            _FSDP
+            if self._trainer.is_fsdp_enabled
+            else deepspeed_sharing
+            if self._trainer.is_deepspeed_enabled
+            else _WHOLE
         )
-        if saved != here:
+        if saved_sharing != own_sharing:
             raise ValueError(
-                f"{checkpoint} was saved by processes that {saved}, and these {here}; go on with it as it was begun, or start a new "
-                "run."
+                f"{checkpoint} was saved by processes that {saved_sharing}, and these {own_sharing}; resume it as the run "
+                "began, or start a new run."
             )
         processes = len(list(checkpoint.glob("global_step*/*_optim_states.pt")))
         if self._trainer.is_deepspeed_enabled and processes not in (0, self._trainer.args.world_size):
             raise ValueError(
-                f"{checkpoint} was saved by DeepSpeed in {processes} processes, and it goes on in no other number; there are "
-                f"{self._trainer.args.world_size}; start {processes}, or a new run from the trained model."
+                f"{checkpoint} was saved by DeepSpeed in {processes} processes, and resumes only in as many; there are "
+                f"{self._trainer.args.world_size}. Start {processes}, or start a new run from the trained model."
             )
 
     def load(self, checkpoint: str) -> bool:
@@ -170,7 +174,7 @@ class Shards:
             model: Any = self._trainer.model
             if any(is_cut(parameter) for parameter in model.parameters()):
                 raise ValueError(
-                    "the model was cut by ZeRO-3 when it was loaded, and DeepSpeed cannot put it together before it has trained it; "
+                    "the model was cut by ZeRO-3 when it was loaded, and DeepSpeed cannot gather a model that it has not trained; "
                     "train first, or load the model before TrainingArguments are made."
                 )
             if self._trainer.args.should_save:
@@ -188,11 +192,11 @@ class Shards:
             self._trainer.model if self._trainer.is_fsdp_enabled else self._trainer.deepspeed
         )
         model: Any = self._trainer.model
-        spare = other_names(model)  # a cast would turn tied names into separate tensors
+        tied_names = other_names(model)  # a cast would turn tied names into separate tensors
         saved = {
             name: tensor.to(self.saved_dtypes.get(name, tensor.dtype))
             for name, tensor in (state or {}).items()
-            if name not in spare
+            if name not in tied_names
         }
         self._trainer._save(output_dir, saved)
         first = next((name for name, tensor in model.named_parameters() if tensor.is_floating_point()), None)
@@ -201,7 +205,7 @@ class Shards:
 
 
 def _tell_dtype(config: Path, dtype: torch.dtype) -> None:
-    """Replace the dtype in a config, which transformers wrote as that of training, by the dtype of the saved weights."""
+    """Replace the dtype of training, which transformers wrote into a config, by the dtype of the saved weights."""
     if config.is_file():
         settings = json.loads(config.read_text(encoding="utf-8"))
         settings["dtype"] = str(dtype).removeprefix("torch.")

@@ -40,7 +40,7 @@ class Tables:
         if shard_values:
             self._check_shard_values()
             if trainer.args.world_size > 1:
-                # A separate group keeps its messages apart from those of gradients, which are sent at the same time.
+                # A separate group keeps its messages apart from the messages of gradients, which are sent at the same time.
                 self.columns = TableColumns(trainer.model, dist.new_group())
         if sparse_values:
             self._check_sparse_values()
@@ -72,7 +72,7 @@ class Tables:
     @contextlib.contextmanager
     def training(self) -> Iterator[None]:
         """Make gradients of tables sparse inside the context, if `sparse_values` is set."""
-        # If processes share columns, PyTorch averages the tables that they do not share, and it takes only dense gradients.
+        # If processes share columns, PyTorch averages the gradients of all other tables, and can average only dense gradients.
         shared_alone = self.columns is not None
         readers = _row_readers(self._trainer.model, shared_alone) if self.sparse_values else []
         for reader in readers:
@@ -108,28 +108,35 @@ class Tables:
         return self.columns is not None or bool(self._trainer.blocks.banks) or bool(_with_rows(model))
 
     def clip(self, model: nn.Module, max_norm: float) -> torch.Tensor:
-        """Clip gradients of rows, and all others together; return the joint norm before, over all processes."""
+        """Clip the gradients of rows together, and all other gradients together; return the joint norm before clipping.
+
+        The norm covers the gradients of all processes.
+        """
         total: Callable[[torch.Tensor], torch.Tensor] = (
             (lambda norm: norm) if self.columns is None else self.columns.total_norm
         )
         tables = _with_rows(model)
-        taken = {id(table) for table in tables}
+        ids_with_rows = {id(table) for table in tables}
         split = {id(table) for table in self.columns.parameters.values()} if self.columns is not None else set()
-        others: list[torch.Tensor] = [parameter for parameter in model.parameters() if id(parameter) not in taken]
+        others: list[torch.Tensor] = [
+            parameter for parameter in model.parameters() if id(parameter) not in ids_with_rows
+        ]
         others += self._trainer.blocks.leaves()
         self._trainer.accelerator.unscale_gradients()
-        here = [parameter.grad for parameter in others if id(parameter) in split and parameter.grad is not None]
-        everywhere = [
+        gradients_of_columns = [
+            parameter.grad for parameter in others if id(parameter) in split and parameter.grad is not None
+        ]
+        other_gradients = [
             parameter.grad for parameter in others if id(parameter) not in split and parameter.grad is not None
         ]
-        norms = [nn.utils.get_total_norm(everywhere)]
+        norms = [nn.utils.get_total_norm(other_gradients)]
         if self.columns is not None:
-            norms.append(total(nn.utils.get_total_norm(here).to(self._trainer.args.device)))
+            norms.append(total(nn.utils.get_total_norm(gradients_of_columns).to(self._trainer.args.device)))
         norm = torch.stack([part.to(self._trainer.args.device) for part in norms]).norm()
         nn.utils.clip_grads_with_norm_(others, max_norm, norm)
         if tables:
-            rows = clip_rows(tables, max_norm, total)
-            norm = torch.stack([norm.to(rows.device), rows]).norm()
+            norm_of_rows = clip_rows(tables, max_norm, total)
+            norm = torch.stack([norm.to(norm_of_rows.device), norm_of_rows]).norm()
         return norm
 
 
@@ -165,7 +172,7 @@ def _row_readers(model: nn.Module, shared_alone: bool) -> list[GivesRowGradients
     return (
         readers
         if shared_alone
-        else [*readers, *(one for one in model.modules() if isinstance(one, GivesRowGradients))]
+        else [*readers, *(module for module in model.modules() if isinstance(module, GivesRowGradients))]
     )
 
 

@@ -1,12 +1,12 @@
 """The fused head-wise lookup for half precision: scores carry their column in their last bits, and are sorted in registers.
 
-This loses precision against `forward_kernel`, which compares all 32 bits of a score. The last ceil(log2(n)) bits of the
-float32 score of a sub-key are replaced by the sub-key's number, and the last 2 ceil(log2(k)) bits of a sum of two
-scores by the ranks of both. If only these bits tell scores apart, any of their slots may be chosen. Weights are
-computed from the changed scores: for n = 64 a score changes by less than 2^-17 of its size, whereas rounding a query to
-bfloat16 has changed it by up to 2^-9. Among 65,536 rows of normal numbers (n = 64, k = 4, d = 64, bfloat16, in the
-interpreter) 6 chose another slot, whose score was lower by at most 5.3e-6 with scores around 1; weights differ by
-3.2e-6 (RMS). Ties go to the larger number if scores are positive, else to the smaller.
+This loses precision against `forward_kernel`, which compares all 32 bits of a score. The last bits of the float32 score
+of a sub-key (`OpChoices.exact` says how many) are replaced by the sub-key's number, and the last 2 ceil(log2(k)) bits
+of a sum of two scores by the ranks of both. If only these bits tell scores apart, any of their slots may be chosen.
+Weights are computed from the changed scores: for n = 64 a score changes by less than 2^-17 of its size, whereas
+rounding a query to bfloat16 has changed it by up to 2^-9. Among 65,536 rows of normal numbers (n = 64, k = 4, d = 64,
+bfloat16, in the interpreter) 6 chose another slot, whose score was lower by at most 5.3e-6 with scores around 1;
+weights differ by 3.2e-6 (RMS). Ties go to the larger number if scores are positive, else to the smaller.
 
 If a head has more blocks of tokens than its share of a GPU has room for programs, each program reads the sub-keys of
 its head once and walks over several blocks. Which program has a block changes no bit of the result.
