@@ -4,7 +4,17 @@ import contextlib
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import (
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
+    MODEL_FOR_MULTIMODAL_LM_MAPPING,
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    AutoModelForMultimodalLM,
+    AutoTokenizer,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
 
 from midus_hf.documents import first_line
 
@@ -59,17 +69,43 @@ def load_model(
 ) -> tuple[PreTrainedModel, list[str]]:
     """Load a language model, and return it with the sorted names of the tensors that its checkpoint lacks.
 
+    A larger model that holds a language model, such as one that reads images, is loaded whole.
+
     Args:
         name: Folder or Hub id.
         dtype: Dtype of the weights, in the form that `from_pretrained` takes. Default: `"auto"`, the checkpoint's dtype.
         trust_remote_code: Whether to run code that comes with the model. Default: false.
         **options: Other options of `from_pretrained`, whose errors are raised unchanged.
     """
-    loaded: Any = AutoModelForCausalLM.from_pretrained(
+    of_files = {key: options[key] for key in _OF_FILES if key in options}
+    config = options.get("config") or AutoConfig.from_pretrained(name, trust_remote_code=trust_remote_code, **of_files)
+    loaded: Any = auto_class_of(config).from_pretrained(
         name, dtype=dtype, trust_remote_code=trust_remote_code, output_loading_info=True, **options
     )
     model, loading = loaded
     return model, sorted(loading["missing_keys"])
+
+
+def auto_class_of(config: Any) -> Any:
+    """Return the Auto class of transformers that loads all parts of a model.
+
+    Args:
+        config: The model's config.
+    """
+    if config.get_text_config(decoder=True) is config:
+        return AutoModelForCausalLM
+    auto_map = getattr(config, "auto_map", None) or {}
+    for auto_class, mapping in (
+        (AutoModelForImageTextToText, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING),
+        (AutoModelForMultimodalLM, MODEL_FOR_MULTIMODAL_LM_MAPPING),
+    ):
+        if type(config) in mapping or auto_class.__name__ in auto_map:
+            return auto_class
+    return AutoModelForCausalLM
+
+
+# Options of `from_pretrained` that say where files are.
+_OF_FILES = ("revision", "token", "cache_dir", "local_files_only", "force_download", "subfolder")
 
 
 def check_whole(name: str, missing: list[str]) -> None:

@@ -14,7 +14,10 @@ from midus_hf.carried.specialise import Edit, Facts, SourceText, specialise, wit
 _NOT_CARRIED = "not_carried"
 _NEEDED_FOR = re.compile(r"needed_for\((.*)\)")
 _USED_BY_LIBRARIES = "@used_by_libraries\n"
-_MARKS = re.compile(r"^ *@(not_carried|needed_for\(.*\)|used_by_libraries|register_family)\n", flags=re.MULTILINE)
+_MARKS = re.compile(
+    r"^ *@(not_carried|needed_for\(.*\)|used_by_libraries|register_(larger_)?family|register_head)\n",
+    flags=re.MULTILINE,
+)
 # Attributes whose annotation transformers reads.
 _READ_BY_LIBRARIES = ("config",)
 # Functions that take the name of an attribute as an argument.
@@ -64,11 +67,11 @@ class Program:
 
     def resolve(self, module: str, name: str) -> Name | None:
         """Return the definition that a name refers to within a module; None for names of libraries and local names."""
-        seen = self.module(module)
-        if name in seen.definitions:
+        source_module = self.module(module)
+        if name in source_module.definitions:
             is_own = module.partition(".")[0] in self._own
             return self._stand_ins[name] if is_own and name in self._stand_ins else Name(module, name)
-        return self.resolve(*seen.imports[name]) if name in seen.imports else None
+        return self.resolve(*source_module.imports[name]) if name in source_module.imports else None
 
     def definition(self, name: Name) -> Definition:
         """Return a definition with the branches resolved that the facts decide.
@@ -230,9 +233,10 @@ def _pattern(text: ast.JoinedStr) -> str:
 
 
 def _hooks(name: Name, packages: frozenset[str]) -> frozenset[str]:
-    """Return the attributes of the library classes that our class or its subclasses extend; libraries may use what overrides them.
+    """Return the attributes of the library classes that our class or its subclasses extend.
 
-    Subclasses from other packages do not count, since whether they are imported differs between processes.
+    Libraries may use the members that override these attributes. Subclasses from other packages do not count, since one
+    process may have imported them and another not.
     """
     cls: Any = getattr(importlib.import_module(name.module), name.name)
     if not isinstance(cls, type):

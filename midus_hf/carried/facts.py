@@ -2,6 +2,7 @@
 
 import importlib
 import inspect
+import sys
 from collections.abc import Iterator
 from dataclasses import asdict, fields
 from typing import Any
@@ -55,11 +56,11 @@ class CheckpointFacts:
         facts = {
             f"{model}needs.{name}": value
             for name, value in self.needs.items()
-            for model in ("self.model.", "model.", "self.")
+            for model in ("self.stack.", "stack.", "self.")
         }
         facts |= {known: False for known, need in _FALSE_WITHOUT.items() if not self.needs[need]}
         if not self.needs["depth"]:
-            facts |= {"self.depth": None, "entry.options.attends": False}
+            facts |= {"self.depth": None, "depth": None, "entry.options.attends": False}
         if not self.needs["banks"]:
             facts["'fetched' not in memory_class.asks"] = True
         return facts
@@ -88,7 +89,11 @@ class CheckpointFacts:
         if not wants_raw_key:
             facts |= dict.fromkeys(("depth.wants_raw_key", "self.wants_raw_key"), False)
         kinds, parameters = getattr(config, "layer_types", None), getattr(config, "rope_parameters", None) or {}
-        if kinds is None or not all(kind in parameters for kind in kinds):
+        same_angles = kinds is None or not all(kind in parameters for kind in kinds)
+        if not _some_do_not_rotate(config):
+            facts |= {"self.some_do_not_rotate": False, "some_do_not_rotate": False}
+            facts |= {"attention.rotates": True, "memory_call is None": False}
+        if same_angles and not _some_do_not_rotate(config):
             facts |= dict.fromkeys(("self._heads.without_rotation", "heads.without_rotation"), False)
         return facts
 
@@ -134,6 +139,12 @@ class CheckpointFacts:
                 yield f"options.{key}", value
 
 
+def _some_do_not_rotate(config: Any) -> bool:
+    """Return whether some layers of the config's family do not rotate queries and keys, as its host layers say."""
+    of_family = vars(sys.modules[type(config).__module__]).values()
+    return any(getattr(each, "some_do_not_rotate", False) for each in of_family)
+
+
 # For an expression, the need without which the expression is false in the code of models.
 _FALSE_WITHOUT = {
     "memories.inserted": "inserted",
@@ -173,6 +184,6 @@ _OF_DEPTH = ("self.options", "self._heads.options", "heads.options")
 
 
 def _takes(function: Any, options: MemoryOptions) -> bool:
-    """Return whether a function has an argument `options` whose annotated type these options are of."""
+    """Return whether a function has an argument `options` that is annotated with a class of these options."""
     annotation = getattr(function, "__annotations__", {}).get("options")
     return inspect.isclass(annotation) and issubclass(annotation, MemoryOptions) and isinstance(options, annotation)

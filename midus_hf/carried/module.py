@@ -62,12 +62,13 @@ def carried_module(config: Any) -> str:
     Args:
         config: A config of a family that hosts memory.
     """
-    facts = CheckpointFacts(config)
+    facts = CheckpointFacts(config.get_text_config())
     key = json.dumps([[entry.site, entry.options.type] for entry in facts.entries])
     key += json.dumps([facts.written_for(), facts.of_models], sort_keys=True)
     case = (type(config), *map(type, facts.modules), key)
     if case not in _written:
-        _written[case] = _module(type(config), facts)
+        named = {entry.rpartition(".")[2]: None for entry in config.to_dict()["auto_map"].values()}
+        _written[case] = _module(type(config), tuple(named), facts)
     return _written[case]
 
 
@@ -75,18 +76,20 @@ def carried_module(config: Any) -> str:
 _written: dict[tuple[Any, ...], str] = {}
 
 
-def _module(config_class: type, facts: CheckpointFacts) -> str:
+def _module(config_class: type, classes: tuple[str, ...], facts: CheckpointFacts) -> str:
     family = config_class.__name__.removesuffix("Config")
-    roots = [Name(config_class.__module__, f"{family}{kind}") for kind in ("Config", "Model", "ForCausalLM")]
+    roots = [Name(config_class.__module__, name) for name in classes]
     for entry, memory in zip(facts.entries, facts.modules, strict=True):
         roots += [Name(type(each).__module__, type(each).__name__) for each in (entry.options, memory)]
     packages = frozenset((*_PACKAGES, *(root.module.partition(".")[0] for root in roots)))
     program = Program(dict.fromkeys(roots), packages, facts, facts.needs, _stand_ins(), frozenset(_PACKAGES))
     texts = {"WRITTEN_FOR": f"WRITTEN_FOR = {pprint.pformat(facts.written_for(), width=_WIDTH, sort_dicts=False)}\n"}
     body = _Layout(program, texts).text()
-    kinds = ", ".join(dict.fromkeys(f"{entry.type} memory ({entry.site})" for entry in facts.entries))
+    memories = ", ".join(dict.fromkeys(f"{entry.type} memory ({entry.site})" for entry in facts.entries))
     digest = hashlib.sha256(body.encode()).hexdigest()
-    return _HEADER.format(family=family.removeprefix("Midus"), version=__version__, kinds=kinds, digest=digest) + body
+    return (
+        _HEADER.format(family=family.removeprefix("Midus"), version=__version__, kinds=memories, digest=digest) + body
+    )
 
 
 @cache
@@ -159,16 +162,16 @@ class _Layout:
                 if self._names[resolved] != name:
                     if self._names[resolved] in local:
                         raise ValueError(
-                            f"{module} has a variable {self._names[resolved]!r}, and calls what has this name in "
-                            "the code of a checkpoint; expected another name for one of them. Rename the variable."
+                            f"{module} has a variable {self._names[resolved]!r}, and uses a definition that has this name "
+                            "in the code of a checkpoint; expected another name for one of them. Rename the variable."
                         )
                     edits.append(Edit(start, start + len(name.encode()), self._names[resolved]))
             elif resolved is not None and annotates:
                 edits.append(Edit(start, start + len(name.encode()), "Any"))
                 self._imports.setdefault("typing", {})["Any"] = "Any"
             elif name in libraries:
-                of, called = libraries[name]
-                self._imports.setdefault(of, {})[name] = called
+                library, called = libraries[name]
+                self._imports.setdefault(library, {})[name] = called
             elif name in self._program.module(module).imports and not annotates:
                 raise ValueError(
                     f"{module} reads {name}, which no module of {module.partition('.')[0]} defines as a function, a class or a "

@@ -55,7 +55,7 @@ class MemoryBank(BlockReader):
         """Return the record of a block, `[numel]`; a block that was never written or was deleted is drawn from the bank's seed.
 
         Raises:
-            BankError: If the record's checksum differs from the one that was written.
+            BankError: If the record's checksum differs from the checksum that was written.
         """
         file = self._files[level]
         mark = int(file.get_slice("checksums")[index : index + 1].item())

@@ -127,7 +127,7 @@ class SourceText:
         return self._line_starts[line - 1] + column
 
     def start(self, node: Any) -> int:
-        """Return the offset of a node's first byte; for a decorated definition, that of the first decorator."""
+        """Return the offset of a node's first byte; for a decorated definition, the offset of its first decorator."""
         decorators = getattr(node, "decorator_list", None)
         if decorators:
             return self.offset(decorators[0].lineno, node.col_offset)

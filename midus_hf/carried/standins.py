@@ -88,17 +88,14 @@ def _refusal(what: str, expected: str) -> ValueError:
     )
 
 
-def auto_map(name: str) -> dict[str, str]:
-    """Return the `auto_map` for a config with the classes `{name}Config`, `{name}Model` and `{name}ForCausalLM`."""
-    return {
-        "AutoConfig": f"{ENTRY_MODULE}.{name}Config",
-        "AutoModel": f"{ENTRY_MODULE}.{name}Model",
-        "AutoModelForCausalLM": f"{ENTRY_MODULE}.{name}ForCausalLM",
-    }
+def auto_map(name: str, head_kinds: tuple[str, ...]) -> dict[str, str]:
+    """Return the `auto_map` for a config with the classes `{name}Config`, `{name}Model`, `{name}ForCausalLM` and heads."""
+    of_models = {f"AutoModel{kind}": f"{ENTRY_MODULE}.{name}{kind}" for kind in ("ForCausalLM", *head_kinds)}
+    return {"AutoConfig": f"{ENTRY_MODULE}.{name}Config", "AutoModel": f"{ENTRY_MODULE}.{name}Model", **of_models}
 
 
 def write_code(folder: str | os.PathLike, config: Any) -> list[Path]:
-    """Copy this file into a checkpoint's folder, and return the path of the copy in a list."""
+    """Copy the module of the config's class into a checkpoint's folder; return a list with the path of the copy."""
     path = Path(folder, f"{ENTRY_MODULE}.py")
     path.parent.mkdir(parents=True, exist_ok=True)
     source = Path(inspect.getfile(sys.modules[type(config).__module__]))

@@ -61,8 +61,11 @@ PROJECTION_NAMES = {
 }
 
 
-class _View:
+class View:
     """A module with some attributes replaced for one call; the module itself is not changed."""
+
+    # A layer of transformers compares its class's forward, and checkpoints its pass if it is the outermost: a view never is.
+    forward = None
 
     def __init__(self, module: nn.Module, replaced: dict[str, Any]):
         self._module, self._replaced = module, replaced
@@ -83,7 +86,7 @@ class Adapted:
     family_class: ClassVar[type[nn.Module]]
 
     def forward(
-        self, hidden_states: torch.Tensor, adapters: Mapping[str, Adapter] | None = None, **kwargs: Any
+        self, hidden_states: torch.Tensor, *, adapters: Mapping[str, Adapter] | None = None, **kwargs: Any
     ) -> Any:
         """Run the family's forward with adapted projections.
 
@@ -94,7 +97,7 @@ class Adapted:
         """
         if not adapters:
             return self.family_class.forward(self, hidden_states, **kwargs)
-        return self.family_class.forward(_View(self, self._replaced_projections(adapters)), hidden_states, **kwargs)
+        return self.family_class.forward(View(self, self._replaced_projections(adapters)), hidden_states, **kwargs)
 
     def _replaced_projections(self, adapters: Mapping[str, Adapter]) -> dict[str, Any]:
         return {
@@ -106,9 +109,13 @@ class Adapted:
 class HostAttention(Adapted):
     """Mixin for a family's attention in a layer with attached memories."""
 
+    # Whether the attention rotates queries and keys.
+    rotates: bool = True
+
     def forward(
         self,
         hidden_states: torch.Tensor,
+        *,
         adapters: Mapping[str, Adapter] | None = None,
         readers: Sequence[HeadReader] = (),
         depth: HeadsOfDepth | None = None,
@@ -124,10 +131,10 @@ class HostAttention(Adapted):
             kwargs: Other arguments of the family's forward.
         """
         if not readers and depth is None:
-            return super().forward(hidden_states, adapters, **kwargs)
+            return super().forward(hidden_states, adapters=adapters, **kwargs)
         # A family looks its attention function up in the config, and passes on every keyword argument that it does not know.
         replaced: dict[str, Any] = {
-            "config": _View(self.config, {"_attn_implementation": _WITH_MEMORY}),
+            "config": View(self.config, {"_attn_implementation": _WITH_MEMORY}),
             "own_config": self.config,
         }
         cache = kwargs.get("past_key_values")
@@ -135,10 +142,10 @@ class HostAttention(Adapted):
             before = dict(adapters or {})
             adapters = {**before, "key": _noting(before.get("key"), depth.note_raw_key)}
         if depth is not None and depth.wants_heads and cache is not None:
-            kwargs["past_key_values"] = _View(cache, {"update": _noting_update(cache.update, depth.note_heads)})
+            kwargs["past_key_values"] = View(cache, {"update": _noting_update(cache.update, depth.note_heads)})
         if adapters:
             replaced |= self._replaced_projections(adapters)
-        view = _View(self, replaced)
+        view = View(self, replaced)
         call = AttentionCall(readers, kwargs.get("position_embeddings"), depth, cache is None)
         return self.family_class.forward(view, hidden_states, memory_call=call, **kwargs)
 
@@ -170,10 +177,16 @@ def _attend_with_memory(
     value: torch.Tensor,
     attention_mask: Any,
     *,
-    memory_call: AttentionCall,
+    memory_call: AttentionCall | None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Run the model's own attention, joined with the depth if a memory reads the depth, and let readers change the output."""
+    """Run the model's own attention, joined with the depth if a memory reads the depth, and let readers change the output.
+
+    Raises:
+        _HeadsAttend: If there is no `memory_call`, as in `rotates`.
+    """
+    if memory_call is None:
+        raise _HeadsAttend
     implementation = module.own_config._attn_implementation
     eager = sys.modules[module.family_class.__module__].eager_attention_forward
     own = ALL_ATTENTION_FUNCTIONS.get_interface(implementation, eager)
@@ -187,7 +200,7 @@ def _attend_with_memory(
     else:
         output, weights = own(module, query, key, value, attention_mask, **kwargs)  # [B, T, H, d]
     if memory_call.readers:
-        output = _read_by(memory_call, module, (query, key, value), output, kwargs.get("softcap"))
+        output = _read_by(memory_call, module, (query, key, value), output, kwargs["scaling"], kwargs.get("softcap"))
     return output, weights
 
 
@@ -196,19 +209,44 @@ def _read_by(
     module: Any,
     heads: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
     output: torch.Tensor,
+    scaling: float,
     softcap: float | None,
 ) -> torch.Tensor:
     """Return the output of the heads after the changes of all readers, in turn; `heads` are queries, keys and values."""
     for reader in memory_call.readers:
         extra: dict[str, Any] = {}
         if reader.wants_unrotated:
-            rotation = memory_call.rotation
-            extra = {"unrotated": unrotated(heads[0], rotation), "scaling": module.scaling, "softcap": softcap}
+            query = unrotated(module, heads[0], memory_call.rotation)
+            extra = {"unrotated": query, "scaling": scaling, "softcap": softcap}
         output = reader.read(*heads, output, **extra)
     return output
 
 
 ALL_ATTENTION_FUNCTIONS.register(_WITH_MEMORY, _attend_with_memory)
+
+
+class _HeadsAttend(Exception):
+    """A call of attention has come to its heads."""
+
+
+@torch.no_grad()
+def rotates(attention: Any, family_class: type[nn.Module]) -> bool:
+    """Return whether an attention rotates its queries and keys, which in some families only some layers do.
+
+    Args:
+        attention: Attention whose query projection is a linear layer.
+        family_class: The family's class of the attention, whose forward is run.
+    """
+    hidden_states = attention.q_proj.weight.new_zeros(1, 1, attention.q_proj.in_features)
+    view = View(attention, {"config": View(attention.config, {"_attn_implementation": _WITH_MEMORY})})
+    forward: Any = family_class.forward
+    try:  # with a rotation that cannot be used
+        forward(view, hidden_states, position_embeddings=(None, None), attention_mask=None, memory_call=None)
+    except _HeadsAttend:
+        return False
+    except (AttributeError, TypeError):
+        return True
+    raise AssertionError("attention calls its attention function")
 
 
 def _adapted(projection: Callable[[torch.Tensor], torch.Tensor], adapter: Adapter) -> Callable[..., torch.Tensor]:

@@ -18,7 +18,7 @@ def base_layer_numbers(config: Any) -> dict[int, int]:
     Args:
         config: Config of a model. Its `upscale` holds the plan by which the model was made.
     """
-    record = getattr(config, "upscale", None)
+    record = getattr(config.get_text_config(), "upscale", None)
     plan = record.get("plan", []) if isinstance(record, Mapping) else []
     numbers: dict[int, int] = {}
     for number, layer in enumerate(plan):
@@ -72,14 +72,14 @@ def check_adapter_layers(
     moved = [layer for layer in has if numbers.get(layer, layer) != layer]
     if not moved or has[-1] >= len(numbers):
         return
-    first = moved[0]
+    first, num_layers = moved[0], config.get_text_config().num_hidden_layers
     moving = f"layer {first} of the base is layer {numbers[first]} here"
     if any(layer > has[-1] for layer in lacks):
         raise ValueError(
             f"adapter {adapter!r} has weights for layers {has[0]} to {has[-1]} and none for {', '.join(map(str, lacks))}, which its "
             f"targets also match: it was made for the base of {len(numbers)} layers, and {moving}. On this model of "
-            f"{config.num_hidden_layers} layers it would change the wrong ones. Expected an adapter that was trained on this model. "
-            "Or merge this one into the base (merge_and_unload), and upscale what comes out."
+            f"{num_layers} layers it would change the wrong ones. Expected an adapter that was trained on this model. "
+            "Or let 'upscale adapter' write this one for this model."
         )
     trained_on = getattr(adapter_config, "base_model_name_or_path", None)
     if trained_on and trained_on != config._name_or_path:

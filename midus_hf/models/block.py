@@ -8,40 +8,58 @@ from torch import nn
 from midus_hf.config.memory_entries import Memories, inserted_options
 from midus_hf.memory.registry import build_memory
 from midus_hf.models.memory_inputs import MemoryInputs
-from midus_hf.models.norms import NamesNorms
+from midus_hf.models.parts import MissingPart, NamesParts
 
 
-class MemoryBlock(NamesNorms):
+class MemoryBlock(NamesParts):
     """Mixin that turns a family's decoder layer into a MIDUS block, `M(x) = x + Mem(Attn'(LN(x)))` (equations 7 and 18).
 
     The family's layer is built first, so its parts keep their names, their place in the cache and their class: masks, caches,
     checkpointing and output capture treat the block as any other layer. The block then drops the feed-forward network, every norm
     except the one before attention, and, unless the memory wants them, attention's output projection and output norm. The memory's
     output is added directly to the residual stream: an output norm (Gemma) would give a zero output a gradient of 1 / sqrt(eps).
-
-    Args:
-        config: Config of the model.
-        layer_idx: Index of the layer.
-        memories: Memories of the model.
     """
 
-    block_attention_class: ClassVar[type[nn.Module]]
-    self_attn: Any
+    block_attention_class: ClassVar[Any] = None
 
-    def __init__(self, config, layer_idx: int, memories: Memories):
-        super().__init__(config, layer_idx)
+    @classmethod
+    def take_over(cls, layer: Any, config: Any, layer_idx: int, memories: Memories) -> Any:
+        """Turn a layer of the family into a memory block, in place, and return the block.
+
+        Args:
+            layer: A layer of the family.
+            config: Config of the model.
+            layer_idx: Index of the layer.
+            memories: Memories of the model.
+
+        Raises:
+            ValueError: If the layer has no attention whose heads a memory can read.
+        """
+        layer.__class__ = cls
+        layer.host(layer_idx, memories)
+        return layer
+
+    def host(self, layer_idx: int, memories: Memories) -> None:
+        """Drop what the block does not need, and build the block's memory."""
         self.layer_idx = layer_idx
         entry = memories.inserted[layer_idx]
         options = inserted_options(entry)
         output_norm = self.attention_output_norm if options.keeps_output_projection else None
         self.normalises_output, self.adds_block_input = output_norm is not None, options.adds_block_input
         for name in [
-            name for name, _ in self.named_children() if name not in ("self_attn", self.attention_norm, output_norm)
+            name
+            for name, _ in self.named_children()
+            if name not in (self.mixer_name, self.attention_norm, output_norm)
         ]:
             delattr(self, name)
-        self.self_attn = self.block_attention_class(config, layer_idx)
+        for name in [*self._parameters, *self._buffers]:  # such as Gemma 4's factor of a layer's output
+            delattr(self, name)
+        attention: Any = getattr(self, self.mixer_name)
+        if self.block_attention_class is None or not isinstance(attention, self.block_attention_class.family_class):
+            raise MissingPart(f"layer {layer_idx} of class {self.family_class.__name__}", "inserted")
+        attention.__class__ = self.block_attention_class
         if not options.keeps_output_projection:
-            self.self_attn.drop_output_projection()
+            attention.drop_output_projection()
         self.memory = build_memory(options, memories.sizes, entry.layers.index(layer_idx), len(entry.layers))
         self.memory_class = type(self.memory)  # stored, since PEFT may wrap the memory
         self.asks = bool(self.memory.inputs or self.memory.asks)
@@ -62,7 +80,7 @@ class MemoryBlock(NamesNorms):
             memory_inputs: Inputs of the pass for memories. Default: none.
             kwargs: Other arguments of the family's attention.
         """
-        attention_output, _ = self.self_attn(
+        attention_output, _ = getattr(self, self.mixer_name)(
             hidden_states=self.normalised(self.attention_norm, hidden_states),
             attention_mask=attention_mask,
             position_ids=position_ids,
@@ -82,12 +100,21 @@ class MemoryBlock(NamesNorms):
 class BlockAttention:
     """Mixin for a family's attention in a memory block, whose output projection can be removed. The forward is the family's own."""
 
+    # The family's class of attention.
+    family_class: ClassVar[type[nn.Module]]
+
     def drop_output_projection(self) -> None:
         """Remove the output projection, so that attention returns the heads' outputs side by side."""
         del self.o_proj
-        # A function, not an `nn.Identity`: PEFT would find the module for a LoRA on every `o_proj`, and refuse it.
-        self.o_proj = _unchanged
+        self.o_proj = _NoProjection()
 
 
-def _unchanged(heads_output: torch.Tensor) -> torch.Tensor:
-    return heads_output
+class _NoProjection:
+    """What stands for a projection that was removed. A module would not do: PEFT would find it for a LoRA on every `o_proj`."""
+
+    def __init__(self):
+        self.weight = torch.empty(0)  # some families draw the weight themselves, from a normal distribution
+
+    def __call__(self, heads_output: torch.Tensor) -> torch.Tensor:
+        """Return the outputs of the heads unchanged."""
+        return heads_output

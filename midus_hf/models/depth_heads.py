@@ -19,15 +19,17 @@ class DepthHeads:
     """Slots that a layer reads and writes in every pass.
 
     A slot and the queries that read the slot have the same position, so equal rotations of both cancel out. If layers of one
-    memory rotate by different angles (Gemma 3), slots and the queries that read them are left unrotated.
+    memory rotate by different angles (Gemma 3), or some layers do not rotate (SmolLM3), slots and the queries that read them are
+    left unrotated.
 
     Args:
         config: Config of the model.
         entry: The memory's entry in the config.
         layer: Index of the layer.
+        some_do_not_rotate: Whether some layers of the type do not rotate queries and keys.
     """
 
-    def __init__(self, config: Any, entry: MemoryEntry, layer: int):
+    def __init__(self, config: Any, entry: MemoryEntry, layer: int, some_do_not_rotate: bool):
         assert isinstance(entry.options, DepthAttentionOptions), "memories that attend have slots"
         self.name, self.options, self.layers = entry.name, entry.options, entry.layers
         self.index = entry.layers.index(layer)
@@ -40,7 +42,9 @@ class DepthHeads:
             for source in self.options.sources
             if self.options.is_read(Slot(self.index, source), len(self.layers))
         )
-        self.without_rotation = self.options.rope == "same" and _rotations_differ(config, entry.layers)
+        self.without_rotation = self.options.rope == "same" and (
+            some_do_not_rotate or _rotations_differ(config, entry.layers)
+        )
 
     def _carried(self, index: int, source: SlotSource, part: str) -> Carried:
         return Carried(self.name, self.layers[index], f"{source}_{part}")
@@ -76,7 +80,8 @@ class DepthPass:
 
     def __init__(self, heads: DepthHeads, layer: Any, carried: Mapping[Carried, Any], rotation: Rotation | None):
         self._heads, self._layer, self._carried, self._rotation = heads, layer, carried, rotation
-        self._memory = layer.memories[heads.name]
+        self._memory, self._attention = layer.memories[heads.name], getattr(layer, layer.mixer_name)
+        self._input: torch.Tensor | None = None
         self._raw_key: torch.Tensor | None = None
         self._own: Heads | None = None
 
@@ -99,6 +104,10 @@ class DepthPass:
     def _reuses(self) -> bool:
         return self._heads.options.attention_slots == "reused" and "attention" in self._heads.writes
 
+    def note_input(self, hidden_states: torch.Tensor) -> None:
+        """Take the input of attention, `[B, T, D]`."""
+        self._input = hidden_states
+
     def note_raw_key(self, key: torch.Tensor) -> None:
         """Take the output of the key projection, `[B, T, K * d]`."""
         self._raw_key = key
@@ -118,24 +127,25 @@ class DepthPass:
         values = [self._carried[value] for _, value in heads.slots]
         query = sequence.query
         if heads.options.rope == "released":
-            keys = [normalised_keys(self._layer.self_attn, key) for key in keys]
+            keys = [normalised_keys(self._attention, key) for key in keys]
         elif heads.without_rotation:
-            query = unrotated(query, self._rotation)
+            query = unrotated(self._attention, query, self._rotation)
         return self._memory(query, sequence=sequence, keys=keys, values=values)
 
-    def written(self, attention_input: torch.Tensor, mlp_input: torch.Tensor) -> dict[Carried, torch.Tensor]:
+    def written(self, mlp_input: torch.Tensor) -> dict[Carried, torch.Tensor | None]:
         """Return the slots that the layer writes, by the names under which they are carried.
 
         Args:
-            attention_input: `[B, T, D]`, the input of attention.
             mlp_input: `[B, T, D]`, the input of the feed-forward network.
         """
-        written: dict[Carried, torch.Tensor] = {}
+        written: dict[Carried, torch.Tensor | None] = {}
         for source in self._heads.writes:
             if source == "attention" and self._reuses:
                 key, value = self._own_heads()
             else:
-                key, value = self._projected(source, attention_input if source == "attention" else mlp_input)
+                read = self._input if source == "attention" else mlp_input
+                assert read is not None, "attention tells its input before the feed-forward network runs"
+                key, value = self._projected(source, read)
             written |= {self._heads.key_of(source): key, self._heads.value_of(source): value}
         return written
 
@@ -145,23 +155,24 @@ class DepthPass:
         if self.wants_raw_key:
             assert self._raw_key is not None, "attention tells what its key projection gave"
             return _split(self._raw_key, value), value
-        return unrotated(key, self._rotation) if self._heads.without_rotation else key, value
+        return unrotated(self._attention, key, self._rotation) if self._heads.without_rotation else key, value
 
     def _projected(self, source: SlotSource, read: torch.Tensor) -> Heads:
         key, value = self._memory(read, slot=source)  # [B, K, T, d]
         if self._heads.options.rope == "same":
-            key = normalised_keys(self._layer.self_attn, key)
-            key = key if self._heads.without_rotation else rotated(key, self._rotation)
+            key = normalised_keys(self._attention, key)
+            key = key if self._heads.without_rotation else rotated(self._attention, key, self._rotation)
         return key, value
 
 
 def normalised_keys(attention: Any, keys: torch.Tensor) -> torch.Tensor:
-    """Apply the key norm of a family's attention, if there is one, to keys `[B, K, T, d]`: per head (Qwen 3, Gemma 3), or over
-    all heads together (OLMo 2)."""
+    """Apply the key norm of a family's attention, if there is one, to keys `[B, K, T, d]`: per head (Qwen 3, Gemma 3, nanochat), or
+    over all heads together (OLMo 2)."""
     norm = getattr(attention, "k_norm", None)
     if norm is None:
         return keys
-    if norm.weight.shape[-1] == keys.shape[-1]:
+    weight = getattr(norm, "weight", None)
+    if weight is None or weight.shape[-1] == keys.shape[-1]:
         return norm(keys)
     return _split(norm(keys.transpose(1, 2).flatten(2)), keys)
 

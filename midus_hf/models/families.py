@@ -8,20 +8,67 @@ file: its classes are pickled by name, and code that checkpoints carry is writte
 import importlib.abc
 import importlib.util
 import sys
+from collections.abc import Mapping
 from types import ModuleType
 from typing import Any
 
-import torch
-from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING, PreTrainedConfig, PreTrainedModel
+from transformers import (
+    MODEL_FOR_QUESTION_ANSWERING_MAPPING,
+    MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING,
+    MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING,
+    AutoConfig,
+    AutoModel,
+    AutoModelForCausalLM,
+    AutoModelForQuestionAnswering,
+    AutoModelForSequenceClassification,
+    AutoModelForTokenClassification,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
+from transformers.conversion_mapping import get_checkpoint_conversion_mapping
+
+from midus_hf.models.architecture import Architecture, architecture_of
+from midus_hf.models.parts import NamesParts
 
 #: Language models that host memory, by the `model_type` of their family.
 FAMILIES: dict[str, type[PreTrainedModel]] = {}
 
 
-def register_family(causal_lm_class: type[PreTrainedModel]) -> type[PreTrainedModel]:
-    """Register a language model under the `model_type` of the config class that the model's config extends."""
-    FAMILIES[base_config_class(causal_lm_class.config_class).model_type] = causal_lm_class
+#: Task heads, by the end of the name of their classes: the Auto class, transformers' table of the classes, and the mixin.
+HEADS: dict[str, tuple[Any, Any, str]] = {
+    "ForSequenceClassification": (
+        AutoModelForSequenceClassification,
+        MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING,
+        "MemoryForClassification",
+    ),
+    "ForTokenClassification": (
+        AutoModelForTokenClassification,
+        MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING,
+        "MemoryForClassification",
+    ),
+    "ForQuestionAnswering": (
+        AutoModelForQuestionAnswering,
+        MODEL_FOR_QUESTION_ANSWERING_MAPPING,
+        "MemoryForQuestionAnswering",
+    ),
+}
+
+
+def register_family(causal_lm_class: Any) -> Any:
+    """Register a language model with the Auto classes, and under the `model_type` of the class that the model's config extends."""
+    config_class: Any = causal_lm_class.config_class
+    FAMILIES[base_config_class(config_class).model_type] = causal_lm_class
+    AutoConfig.register(config_class.model_type, config_class, exist_ok=True)
+    AutoModel.register(config_class, causal_lm_class.model_class, exist_ok=True)
+    AutoModelForCausalLM.register(config_class, causal_lm_class, exist_ok=True)
     return causal_lm_class
+
+
+def register_head(head_class: Any) -> Any:
+    """Register a task head with the Auto class of its task."""
+    auto_class = next(auto for kind, (auto, _, _) in HEADS.items() if head_class.__name__.endswith(kind))
+    auto_class.register(head_class.config_class, head_class, exist_ok=True)
+    return head_class
 
 
 def base_config_class(config_class: type[PreTrainedConfig]) -> type[PreTrainedConfig]:
@@ -37,21 +84,27 @@ def base_config_class(config_class: type[PreTrainedConfig]) -> type[PreTrainedCo
 def host_family(model_type: str) -> ModuleType:
     """Make the classes that host memory in a family, and register them.
 
-    Only the parts of a layer are checked, not its forward pass. Layers that scale their additions to the residual stream, such as
-    Granite's, need classes written by hand. `upscale` detects these layers, since it compares logits.
-
     Args:
-        model_type: The `model_type` of a causal language model of transformers, whose layers have `self_attn`, `mlp` and the norms
-            of Llama, Gemma 2 or OLMo 2.
+        model_type: The `model_type` of a causal language model of transformers.
 
     Returns:
         The module of the classes, `midus_hf.models.families.MODEL_TYPE`.
 
     Raises:
-        ValueError: If the layers have other parts.
+        ValueError: If the type's layers cannot host memory. The message says why.
+    """
+    return module_from_source(model_type, family_source(model_type))
+
+
+def module_from_source(model_type: str, source: str) -> ModuleType:
+    """Return a module of classes of a type, `midus_hf.models.families.MODEL_TYPE`, that behaves as if it came from a file.
+
+    Args:
+        model_type: The `model_type` whose classes the module has.
+        source: Source of the module.
     """
     module_name = f"{__name__}.{model_type}"
-    loader = _SourceLoader(family_source(model_type))
+    loader = _SourceLoader(source)
     spec = importlib.util.spec_from_loader(module_name, loader, origin=loader.path_of(module_name))
     assert spec is not None
     spec.has_location = True  # so the module has a `__file__`, by which Python finds the source of its classes
@@ -63,42 +116,88 @@ def host_family(model_type: str) -> ModuleType:
 
 
 def family_source(model_type: str) -> str:
-    """Return the source of the classes that host memory in a family, with the argument of `host_family`.
+    """Return the source of the classes that host memory in a family.
+
+    Args:
+        model_type: The `model_type` of a causal language model of transformers.
 
     Raises:
-        ValueError: If the layers of the family have other parts than `host_family` takes.
+        ValueError: If the type's layers cannot host memory. The message says why.
     """
-    config_class = CONFIG_MAPPING[model_type]
-    causal_lm_class = MODEL_FOR_CAUSAL_LM_MAPPING[config_class]
-    assert isinstance(causal_lm_class, type)
-    with torch.device("meta"):
-        model: Any = causal_lm_class(config_class(num_hidden_layers=1))
-    layers = getattr(getattr(model, "model", None), "layers", [None])
-    parts = frozenset(name for name, _ in layers[0].named_children()) if layers[0] is not None else frozenset()
-    norms = parts - {"self_attn", "mlp"}
-    if norms not in _ROLES_OF_NORMS or len(parts) != len(norms) + 2:
-        known = "; ".join(", ".join(sorted(names)) for names in _ROLES_OF_NORMS)
-        raise ValueError(
-            f"layers of {model_type!r} at model.layers have {', '.join(sorted(parts)) or 'no parts'}; expected self_attn, mlp and "
-            f"one of these sets of norms: {known}. Write the classes of the family by hand, and enter them with register_family."
-        )
-    layer = layers[0]
-    attention, mlp = type(layer.self_attn).__name__, type(layer.mlp).__name__
-    names = sorted([attention, mlp, type(layer).__name__, type(model.model).__name__, causal_lm_class.__name__])
+    architecture = architecture_of(model_type)
+    family = architecture.causal_lm.__name__.removesuffix("ForCausalLM")
+    attention, mlp = architecture.attention, architecture.mlp
+    heads = _head_classes(architecture.config)
+    own = (*architecture.layers, architecture.stack, architecture.causal_lm, attention, mlp, *heads.values())
+    converted = any(map(get_checkpoint_conversion_mapping, (model_type, architecture.causal_lm.__name__)))
+    kinds = {layer: _kind(family, layer, architecture) for layer in architecture.layers}
     return _SOURCE.format(
-        family=causal_lm_class.__name__.removesuffix("ForCausalLM"),
+        family=family,
         model_type=model_type,
-        config_module=config_class.__module__,
-        config=config_class.__name__,
-        modeling=causal_lm_class.__module__,
-        names="\n".join(f"    {name}," for name in names),
-        attention=attention,
-        mlp=mlp,
-        layer=type(layer).__name__,
-        model=type(model.model).__name__,
-        causal_lm=causal_lm_class.__name__,
-        roles="".join(f"    {role} = {name!r}\n" for role, name in _ROLES_OF_NORMS[norms].items()).replace("'", '"'),
+        config_module=architecture.config.__module__,
+        config=architecture.config.__name__,
+        modeling=architecture.causal_lm.__module__,
+        names="\n".join(f"    {name}," for name in sorted({each.__name__ for each in own if each is not None})),
+        attention=_ATTENTION.format(family=family, attention=attention.__name__) if attention else "",
+        mlp=_MLP.format(family=family, mlp=mlp.__name__) if mlp else "",
+        layers="\n".join(_layer_source(family, kind, layer, architecture) for layer, kind in kinds.items()),
+        layer_classes=", ".join(f"Midus{family}{kind}Layer" for kind in kinds.values()),
+        block_classes=", ".join(f"Midus{family}{kind}Block" for kind in kinds.values()),
+        model=architecture.stack.__name__,
+        causal_lm=architecture.causal_lm.__name__,
+        imported="MemoryForCausalLM, share_conversions" if converted else "MemoryForCausalLM",
+        registering=", register_head" if heads else "",
+        mixins=_MIXINS.format(names=", ".join(sorted({HEADS[kind][2] for kind in heads}))) if heads else "",
+        head_kinds=repr(tuple(heads)).replace("'", '"'),
+        heads="".join(
+            _HEAD.format(family=family, kind=kind, mixin=HEADS[kind][2], head=head.__name__)
+            for kind, head in heads.items()
+        ),
+        conversions=f"\n\nshare_conversions(Midus{family}ForCausalLM)\n" if converted else "",
     )
+
+
+def _head_classes(config_class: type[PreTrainedConfig]) -> dict[str, type[PreTrainedModel]]:
+    """Return the classes of a family's task heads, by the kind of head."""
+    return {kind: classes[config_class] for kind, (_, classes, _) in HEADS.items() if config_class in classes}
+
+
+def _kind(family: str, layer: type, architecture: Architecture) -> str:
+    """Return the part of a layer class's name that tells it from the other layer classes of its family."""
+    return "" if len(architecture.layers) == 1 else layer.__name__.removeprefix(family).removesuffix("DecoderLayer")
+
+
+def _layer_source(family: str, kind: str, layer: type, architecture: Architecture) -> str:
+    """Return the source of the classes that take over layers of one class."""
+    parts = architecture.layers[layer]
+    names = {name: repr(getattr(parts, name)) for name in _NORMS}
+    names |= {"feed_forward_name": repr(parts.feed_forward), "mixer_names": repr(architecture.mixers)}
+    differing = {name: value for name, value in names.items() if value != repr(getattr(NamesParts, name))}
+    differing = {"family_class": layer.__name__, **differing}
+    hosts: dict[str, Any] = {}
+    if architecture.attention is not None:
+        hosts["attention_class"] = f"Midus{family}Attention"
+    if architecture.mlp is not None:
+        hosts["mlp_class"] = f"Midus{family}MLP"
+    if architecture.some_do_not_rotate:
+        hosts["some_do_not_rotate"] = True
+    if not parts.adds_mixer:
+        hosts["adds_mixer"] = False
+    reads = architecture.attention is not None and parts.reads_norm
+    return _LAYER.format(
+        family=family,
+        kind=kind,
+        layer=layer.__name__,
+        host=_attributes({**differing, **hosts}),
+        block=_attributes(
+            {**differing, **({"block_attention_class": f"Midus{family}BlockAttention"} if reads else {})}
+        ),
+    )
+
+
+def _attributes(values: Mapping[str, Any]) -> str:
+    """Return lines that assign attributes of a class."""
+    return "".join(f"    {name} = {value}\n" for name, value in values.items()).replace("'", '"')
 
 
 class _SourceLoader(importlib.abc.InspectLoader):
@@ -122,24 +221,7 @@ class _SourceLoader(importlib.abc.InspectLoader):
         return f"{__file__.removesuffix('.py')}/{fullname.rpartition('.')[2]}.py"
 
 
-# For each set of norms that a layer may have, the names of norms that differ from Llama's, by their role in
-# `NamesNorms`.
-_ROLES_OF_NORMS: dict[frozenset[str], dict[str, str | None]] = {
-    frozenset({"input_layernorm", "post_attention_layernorm"}): {},
-    frozenset(
-        {"input_layernorm", "post_attention_layernorm", "pre_feedforward_layernorm", "post_feedforward_layernorm"}
-    ): {
-        "attention_output_norm": "post_attention_layernorm",
-        "mlp_norm": "pre_feedforward_layernorm",
-        "mlp_output_norm": "post_feedforward_layernorm",
-    },
-    frozenset({"post_attention_layernorm", "post_feedforward_layernorm"}): {
-        "attention_norm": None,
-        "attention_output_norm": "post_attention_layernorm",
-        "mlp_norm": None,
-        "mlp_output_norm": "post_feedforward_layernorm",
-    },
-}
+_NORMS = ("attention_norm", "attention_output_norm", "mlp_output_norm")
 
 _SOURCE = '''"""{family} with memory."""
 
@@ -150,54 +232,28 @@ from {modeling} import (
 
 from midus_hf.models.adapted import Adapted, HostAttention
 from midus_hf.models.block import BlockAttention, MemoryBlock
-from midus_hf.models.families import register_family
+from midus_hf.models.families import register_family{registering}
 from midus_hf.models.host import MemoryConfig, MemoryModel
-from midus_hf.models.language_model import MemoryForCausalLM
+from midus_hf.models.language_model import {imported}
 from midus_hf.models.layer import HostLayer
-
+{mixins}
 
 class Midus{family}Config(MemoryConfig, {config}):
     """`{config}` with a list of memory entries."""
 
     model_type = "midus_{model_type}"
     memory: list | None = None
+    head_kinds = {head_kinds}
 
-
-class Midus{family}Attention(HostAttention, {attention}):
-    """`{attention}` in a layer that memories are attached to."""
-
-    family_class = {attention}
-
-
-class Midus{family}MLP(Adapted, {mlp}):
-    """`{mlp}` in a layer that memories are attached to."""
-
-    family_class = {mlp}
-
-
-class Midus{family}Layer(HostLayer, {layer}):
-    """`{layer}` that memories are attached to."""
-
-{roles}    attention_class = Midus{family}Attention
-    mlp_class = Midus{family}MLP
-
-
-class Midus{family}BlockAttention(BlockAttention, {attention}):
-    """`{attention}` in a memory block."""
-
-
-class Midus{family}Block(MemoryBlock, {layer}):
-    """`{layer}` that was inserted for a memory."""
-
-{roles}    block_attention_class = Midus{family}BlockAttention
-
+{attention}{mlp}
+{layers}
 
 class Midus{family}Model(MemoryModel, {model}):
     """`{model}` whose layers host memory."""
 
     config: Midus{family}Config
-    layer_class = Midus{family}Layer
-    block_class = Midus{family}Block
+    layer_classes = ({layer_classes},)
+    block_classes = ({block_classes},)
 
 
 @register_family
@@ -206,7 +262,52 @@ class Midus{family}ForCausalLM(MemoryForCausalLM, {causal_lm}):
 
     config: Midus{family}Config
     model_class = Midus{family}Model
+{heads}{conversions}'''
+
+_MIXINS = "from midus_hf.models.task_heads import {names}\n"
+
+_HEAD = '''
+
+@register_head
+class Midus{family}{kind}({mixin}, {head}):
+    """`{head}` over a `Midus{family}Model`."""
+
+    config: Midus{family}Config
+    model_class = Midus{family}Model
 '''
+
+_ATTENTION = '''
+class Midus{family}Attention(HostAttention, {attention}):
+    """`{attention}` in a layer that memories are attached to."""
+
+    family_class = {attention}
+
+
+class Midus{family}BlockAttention(BlockAttention, {attention}):
+    """`{attention}` in a memory block."""
+
+    family_class = {attention}
+
+'''
+
+_MLP = '''
+class Midus{family}MLP(Adapted, {mlp}):
+    """`{mlp}` in a layer that memories are attached to."""
+
+    family_class = {mlp}
+
+'''
+
+_LAYER = '''class Midus{family}{kind}Layer(HostLayer, {layer}):
+    """`{layer}` that memories are attached to."""
+
+{host}
+
+class Midus{family}{kind}Block(MemoryBlock, {layer}):
+    """`{layer}` that was inserted for a memory."""
+
+{block}'''
+
 
 for _model_type in ("gemma2", "gemma3_text", "llama", "mistral", "olmo2", "qwen2", "qwen3"):
     host_family(_model_type)

@@ -255,8 +255,8 @@ class HostsBanks:
     @property
     def banks(self) -> Banks:
         """Banks that memories of the model fetch blocks from."""
-        stack: Any = self
-        return (stack if hasattr(stack, "own_banks") else stack.model).own_banks
+        model: Any = self
+        return (model if hasattr(model, "own_banks") else model.stack).own_banks
 
     def open_banks(self, folder: str | os.PathLike, **options: Any) -> None:
         """Open the banks that lie beside a checkpoint.

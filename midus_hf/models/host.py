@@ -34,7 +34,8 @@ class MemoryConfig:
     """Mixin for the config of a family that hosts memory.
 
     A family declares the field `memory: list | None`, a list of entries `{"type", "layers", ...}`. Entries are validated here, and
-    kept as plain dictionaries, so that `config.json` stores them unchanged.
+    kept as plain dictionaries, so that `config.json` stores them unchanged. `head_kinds` are the ends of the names of the family's
+    classes for tasks, such as `"ForSequenceClassification"`.
 
     Raises:
         ValueError: If an entry has an unknown type or key, or names layers that are absent, repeated or taken, or does not fit the
@@ -42,6 +43,7 @@ class MemoryConfig:
     """
 
     memory: list | None
+    head_kinds: ClassVar[tuple[str, ...]] = ()
     keys_to_ignore_at_inference = ["past_key_values", "router_logits", "aux_loss"]
     # The families' tensor-parallel plans split heads over devices, but a memory reads whole heads.
     base_model_tp_plan = None
@@ -59,7 +61,8 @@ class MemoryConfig:
 
     def to_dict(self) -> dict[str, Any]:
         """Return the result of `PreTrainedConfig.to_dict`, with an `auto_map` that always names the code saved beside the config."""
-        return {**super().to_dict(), "auto_map": auto_map(type(self).__name__.removesuffix("Config"))}
+        name = type(self).__name__.removesuffix("Config")
+        return {**super().to_dict(), "auto_map": auto_map(name, self.head_kinds)}
 
     def save_pretrained(self, save_directory: str | os.PathLike, **kwargs: Any) -> Any:
         """Save the config, and beside it the code that its `auto_map` names.
@@ -102,6 +105,14 @@ class HostsMemory(HostsBanks, TakesAdapters):
         adjusted: str = super()._check_and_adjust_attn_implementation(attn_implementation, *args, **kwargs)
         return adjusted
 
+    def _initialize_weights(self, module: nn.Module, *_: Any) -> None:
+        """Initialise a module that no checkpoint has filled.
+
+        Transformers passes over a module of code that is not its own if a checkpoint has filled all parameters that the module itself
+        holds. But a family's module may also fill buffers of its parts (Falcon H1), and a memory may hold linear layers alone.
+        """
+        super()._initialize_weights(module)
+
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
         if isinstance(module, DeclaredModule):
@@ -112,13 +123,15 @@ class HostsMemory(HostsBanks, TakesAdapters):
 
 
 class MemoryModel(HostsMemory):
-    """Mixin for a family's decoder stack, which replaces layers by host layers and holds shared tables.
+    """Mixin for a family's decoder stack, which takes layers over as hosts of memories and holds shared tables.
 
     If memories are attached, every layer of the base becomes a host layer, since all layers are called with the inputs for memories.
+    Layers are taken over in place, so the family alone decides how they are built.
     """
 
-    layer_class: ClassVar[type[nn.Module]]
-    block_class: ClassVar[type[nn.Module]]
+    # Classes of host layers and of memory blocks, one per class of the family's layers.
+    layer_classes: ClassVar[tuple[Any, ...]]
+    block_classes: ClassVar[tuple[Any, ...]]
     config: Any
     layers: nn.ModuleList
     memory_tables: nn.ModuleDict
@@ -130,13 +143,15 @@ class MemoryModel(HostsMemory):
         register_targets(config.model_type)
         self.register_load_state_dict_pre_hook(refuse_adapter_of_base)
         memories = memories_of(config)
-        hosts: dict[int, type[nn.Module]] = {}
+        taken_over: dict[int, tuple[Any, ...]] = {}
         if memories.attached:
-            hosts = dict.fromkeys(range(config.num_hidden_layers), self.layer_class)
+            taken_over = dict.fromkeys(range(config.num_hidden_layers), self.layer_classes)
         if memories.inserted:
-            hosts |= dict.fromkeys(memories.inserted, self.block_class)
-        for layer, host in hosts.items():
-            self.layers[layer] = host(config, layer, memories)
+            taken_over |= dict.fromkeys(memories.inserted, self.block_classes)
+        for index, hosts in taken_over.items():
+            layer = self.layers[index]
+            host = next(each for each in hosts if each.family_class is type(layer))
+            host.take_over(layer, config, index, memories)
         hosted = {(name, layer): memory for layer, name, memory in self._hosted()}
         if INSTALLED:
             entries = {(entry.name, layer): entry for entry in memories.entries for layer in entry.layers}
@@ -152,7 +167,10 @@ class MemoryModel(HostsMemory):
             self.own_banks = Banks(memories.banks)
         if self.needs.banks:
             self.memory_input_names |= {IDS, BLOCKS}
-        self._no_split_modules = {*self._no_split_modules, *(host.__name__ for host in hosts.values())}
+        self._no_split_modules = {
+            *(self._no_split_modules or ()),
+            *(type(self.layers[index]).__name__ for index in taken_over),
+        }
         if self.needs.narrow:
             self._narrow_start()
         self.post_init()
@@ -258,11 +276,14 @@ class MemoryModel(HostsMemory):
 
     def _narrow_start(self) -> None:
         """Set the start scale `1 / sqrt(2 L)` of the projections that write to the residual stream (UltraMemV2, appendix B.3)."""
-        for layer in self.layers:
-            for part, role in (("self_attn", "output_projection"), ("mlp", "down")):
-                projection: Any = getattr(getattr(layer, part, None), PROJECTION_NAMES[role], None)
-                if projection is not None:  # a layer that was inserted for a memory has none
+        layers: Any = self.layers
+        for layer in layers:
+            for part, role in ((layer.mixer_name, "output_projection"), (layer.feed_forward_name, "down")):
+                projection: Any = getattr(getattr(layer, part or "", None), PROJECTION_NAMES[role], None)
+                # A layer that was inserted for a memory has no projection of this name, and some families wrap theirs.
+                if isinstance(getattr(projection, "weight", None), nn.Parameter):
                     projection.start_scale = (2 * self.config.num_hidden_layers) ** -0.5
+                    _narrow(projection)
 
     def _hosted(self) -> Iterator[tuple[int, str, MemoryModule]]:
         """Yield the layer, the name and the module of each memory; the name of an inserted memory is empty."""
@@ -284,7 +305,11 @@ class MemoryModel(HostsMemory):
                 "a memory of this model chooses by the tokens of a sequence, and continuous batching packs several into one row; "
                 "expected generate. Or upscale with routing = 'token'."
             )
-        if cache is None and not self.training and (self.config.use_cache if use_cache is None else use_cache):
+        if (
+            cache is None
+            and not self.training
+            and (getattr(self.config, "use_cache", True) if use_cache is None else use_cache)
+        ):
             return DynamicCache(config=self.config)
         return cache
 
@@ -348,6 +373,7 @@ class MemoryModel(HostsMemory):
         return self
 
 
+@torch.no_grad()
 def _narrow(module: nn.Module) -> None:
     """Multiply the weight of a projection by its start scale, if it has one, unless a checkpoint has filled the weight."""
     scale: float | None = getattr(module, "start_scale", None)

@@ -1,46 +1,51 @@
 """Mixin for a family's language model over a stack that hosts memory."""
 
 import warnings
-from collections.abc import Mapping
 from typing import Any, ClassVar
 
 import torch
 from torch import nn
-from transformers import Cache, PreTrainedModel
+from transformers import Cache
+from transformers.conversion_mapping import (
+    get_checkpoint_conversion_mapping,
+    register_checkpoint_conversion_mapping,
+)
 from transformers.modeling_outputs import MoeCausalLMOutputWithPast
 
 from midus_hf.config.installed import INSTALLED, needed_for
 from midus_hf.memory.kept_values import kept_values
-from midus_hf.memory.routing.report import RouterReports
 from midus_hf.models.adapter_layers import refuse_adapter_of_base
 from midus_hf.models.fetching import BLOCKS
 from midus_hf.models.host import HostsMemory
+from midus_hf.models.router_losses import AddsRouterLosses
 
 _IGNORED_LABEL = -100
 # Name of the argument that marks the tokens of the prompt. Without it, the prompt ends at the first label.
 _PROMPT_MASK = "prompt_mask"
 
 
-class MemoryForCausalLM(HostsMemory):
-    """Mixin for a family's language model: the family's own head and forward over a stack that hosts memory.
+class MemoryForCausalLM(AddsRouterLosses, HostsMemory):
+    """Mixin for a family's language model: the family's own head and forward over a stack that hosts memory."""
 
-    If memories have routers, the routers' losses are added to the model's loss in training, as in transformers' mixture-of-experts
-    models. If `output_router_logits`, an argument of `forward` or an attribute of the config, is true, the routers' logits are
-    returned, and the losses are added outside training too. If it is false, the losses are never added.
-    """
-
-    model_class: ClassVar[type[PreTrainedModel]]
-    model: Any
+    output_class = MoeCausalLMOutputWithPast
+    model_class: ClassVar[Any]
+    # Path of the stack of layers within the model.
+    stack_path: ClassVar[str] = "model"
     config: Any
-    training: bool
 
     def __init__(self, config):
-        PreTrainedModel.__init__(self, config)
-        self.model = self.model_class(config)
-        self.vocab_size = config.vocab_size
-        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        super().__init__(config)
+        parent, _, name = self.stack_path.rpartition(".")
+        holder = self.get_submodule(parent)
+        setattr(holder, name, None)  # the family's stack is freed, and its name keeps the place before the head
+        setattr(holder, name, self.model_class(config.get_text_config()))
         self.register_load_state_dict_pre_hook(refuse_adapter_of_base)
         self.post_init()
+
+    @property
+    def stack(self) -> Any:
+        """The stack of layers that host memories."""
+        return self.get_submodule(self.stack_path)
 
     @needed_for("arguments", "banks", "reports", "places")
     def forward(
@@ -87,44 +92,23 @@ class MemoryForCausalLM(HostsMemory):
             "use_cache": use_cache,
             "logits_to_keep": logits_to_keep,
         }
-        if not self.model.needs.reports:
+        if not self.stack.needs.reports:
             return super().forward(**kwargs)
-        if self.model.needs.prompts and labels is not None:
-            kwargs.setdefault(_PROMPT_MASK, prompt_of(labels))
-        wanted = (
-            getattr(self.config, "output_router_logits", None)
-            if output_router_logits is None
-            else output_router_logits
-        )
-        learns = self.training and torch.is_grad_enabled()
-        if learns and labels is None:
-            _check_pass_without_labels(self.model, kwargs, wanted)
-        trains = learns and labels is not None
-        if wanted is False or not (wanted or trains):
-            return super().forward(**kwargs)
-        return_dict = kwargs.pop("return_dict", None)
-        reports = RouterReports(needs_gradient=trains)
-        family_output = super().forward(**kwargs, memory_reports=reports, return_dict=True)
-        added, loss = reports.loss(), family_output.loss
-        if loss is not None and added is not None:
-            share = _share_of_step(labels, kwargs.get("num_items_in_batch"))
-            loss = loss + (share.to(loss.device) if isinstance(share, torch.Tensor) else share) * added.to(loss.device)
-        output = MoeCausalLMOutputWithPast(
-            loss=loss,
-            aux_loss=added,
-            logits=family_output.logits,
-            past_key_values=family_output.past_key_values,
-            hidden_states=family_output.hidden_states,
-            attentions=family_output.attentions,
-            router_logits=reports.logits() if wanted else None,
-        )
-        return_dict = self.config.return_dict if return_dict is None else return_dict
-        return output if return_dict else output.to_tuple()
+        if self.stack.needs.prompts and _PROMPT_MASK not in kwargs:
+            if labels is not None:
+                kwargs[_PROMPT_MASK] = prompt_of(labels)
+            elif self.training and torch.is_grad_enabled():
+                raise ValueError(
+                    "routing is 'prompt', and a pass that trains has neither prompt_mask nor labels; expected one of them. Label "
+                    "smoothing and a loss of your own take the labels away: give prompt_mask with them."
+                )
+        share = _share_of_step(labels, kwargs.get("num_items_in_batch"))
+        return self.with_router_losses(super().forward, kwargs, output_router_logits, labels is not None, share)
 
     @needed_for("arguments", "banks")
     def _validate_model_kwargs(self, model_kwargs: dict[str, Any]) -> None:
         """Validate arguments of `generate` as the family does, without the arguments that memories take."""
-        names: set[str] = self.model.memory_input_names
+        names: set[str] = self.stack.memory_input_names
         super()._validate_model_kwargs({key: value for key, value in model_kwargs.items() if key not in names})
 
     @needed_for("places", "prompts")
@@ -148,14 +132,14 @@ class MemoryForCausalLM(HostsMemory):
         )
         tokens = inputs["input_ids"] if inputs.get("input_ids") is not None else inputs["inputs_embeds"]
         padding = attention_mask if isinstance(attention_mask, torch.Tensor) and attention_mask.dim() == 2 else None
-        if self.model.needs.prompts:
+        if self.stack.needs.prompts:
             cache = inputs.get("past_key_values")
             if inputs.get(_PROMPT_MASK) is not None and cache is not None and cache.get_seq_length() > 0:
                 del inputs[_PROMPT_MASK]  # the cache keeps what memories need of the prompt
             if inputs.get(_PROMPT_MASK) is not None:
                 seen = max(input_ids.shape[1], tokens.shape[1]) if padding is None else padding.shape[1]
                 inputs[_PROMPT_MASK] = _prompt_mask_of_pass(inputs[_PROMPT_MASK], seen, cache)
-        if self.model.needs.places and padding is not None:
+        if self.stack.needs.places and padding is not None:
             inputs["token_mask"] = padding[:, -tokens.shape[1] :].clone()
         return inputs
 
@@ -166,9 +150,9 @@ class MemoryForCausalLM(HostsMemory):
         Raises:
             ValueError: If a memory cannot take back the tokens of a rejected draft.
         """
-        if self.model.needs.states:
-            self.model.check_taking_back()
-        names: set[str] = self.model.memory_input_names
+        if self.stack.needs.states:
+            self.stack.check_taking_back()
+        names: set[str] = self.stack.memory_input_names
         others = {key: value for key, value in model_kwargs.items() if key not in names}
         return super()._get_candidate_generator(*args, model_kwargs=others, **kwargs)
 
@@ -183,7 +167,7 @@ class MemoryForCausalLM(HostsMemory):
         Raises:
             ValueError: If a memory reads the whole sequence and a cache is passed, or embeddings, which need a cache.
         """
-        if self.model.needs.whole:
+        if self.stack.needs.whole:
             if kwargs.get("past_key_values") is not None:
                 raise ValueError(
                     "past_key_values is given, but a memory of this model looks at the whole sequence, which no cache holds; "
@@ -200,7 +184,7 @@ class MemoryForCausalLM(HostsMemory):
                 stacklevel=2,
             )
             kwargs["use_cache"] = False
-        if self.model.needs.prompts and _PROMPT_MASK not in kwargs:
+        if self.stack.needs.prompts and _PROMPT_MASK not in kwargs:
             inputs = (
                 args[0] if args else None,
                 *(kwargs.get(name) for name in ("inputs", "input_ids", "inputs_embeds")),
@@ -208,7 +192,7 @@ class MemoryForCausalLM(HostsMemory):
             prompt = next((tensor for tensor in inputs if isinstance(tensor, torch.Tensor)), None)
             if prompt is not None:  # set here, since a later pass without a cache holds answers too
                 kwargs[_PROMPT_MASK] = torch.ones(prompt.shape[:2], dtype=torch.bool, device=prompt.device)
-        if self.model.needs.banks and kwargs.get(BLOCKS) is not None:
+        if self.stack.needs.banks and kwargs.get(BLOCKS) is not None:
             kwargs[BLOCKS] = {name: batch.joined() for name, batch in kwargs[BLOCKS].items()}
         if INSTALLED:
             with kept_values(self), self.banks.serving():
@@ -216,23 +200,19 @@ class MemoryForCausalLM(HostsMemory):
         return super().generate(*args, **kwargs)
 
 
-def _check_pass_without_labels(model: Any, arguments: Mapping[str, Any], wanted: bool | None) -> None:
-    """Check a training pass whose loss is computed outside the model; warn if losses of routers are missing.
+def share_conversions(causal_lm_class: Any) -> None:
+    """Let checkpoints of a language model that hosts memory be read and written as the checkpoints of its family.
 
-    Raises:
-        ValueError: If a memory chooses by the prompt, and the prompt is not known: answers would be pooled with it.
+    Transformers stores the experts of many types one by one and holds them as one tensor; what it converts, it finds by `model_type`
+    and by the name of a class.
     """
-    if model.needs.prompts and _PROMPT_MASK not in arguments:
-        raise ValueError(
-            "routing is 'prompt', and a pass that trains has neither prompt_mask nor labels; expected one of them. Label smoothing "
-            "and a loss of your own take the labels away: give prompt_mask with them."
-        )
-    if wanted is None:
-        warnings.warn(
-            "a pass that trains has no labels, so the losses of its routers are not added; where the loss is computed outside the "
-            "model, call it with output_router_logits=True and add aux_loss.",
-            stacklevel=4,
-        )
+    config_class = causal_lm_class.config_class
+    native_type = config_class.__bases__[-1].model_type
+    native_class = causal_lm_class.__bases__[-1]
+    for native, own in ((native_type, config_class.model_type), (native_class.__name__, causal_lm_class.__name__)):
+        conversions = get_checkpoint_conversion_mapping(native)
+        if conversions:
+            register_checkpoint_conversion_mapping(own, conversions, overwrite=True)
 
 
 def _prompt_mask_of_pass(prompt_mask: torch.Tensor, num_seen: int, cache: Any) -> torch.Tensor:

@@ -1,6 +1,6 @@
 """Decoder layer of the base with attached memories, at any of the sites."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, ClassVar
 
@@ -10,33 +10,32 @@ from torch import nn
 from midus_hf.config.installed import needed_for
 from midus_hf.config.memory_entries import Memories, MemoryEntry
 from midus_hf.memory.registry import build_memory
-from midus_hf.models.adapted import Adapter, HeadReader
-from midus_hf.models.depth_heads import DepthHeads
+from midus_hf.models.adapted import Adapter, HeadReader, View, rotates
+from midus_hf.models.depth_heads import DepthHeads, DepthPass
 from midus_hf.models.memory_inputs import Carried, MemoryInputs
-from midus_hf.models.norms import NamesNorms
+from midus_hf.models.parts import MissingPart, NamesParts
 
 # Empty inputs, for a pass without inputs of memories. Never written to: a layer that carries tensors gets its own
 # inputs.
 _NOTHING = MemoryInputs()
 
 
-class HostLayer(NamesNorms):
+class HostLayer(NamesParts):
     """Mixin that turns a family's decoder layer into a layer with attached memories.
 
-    The family's layer is built first, so its parts keep their names, their place in the cache and their class: masks, caches,
-    checkpointing and output capture treat the layer as any other layer. The forward is written once for all families, from
-    the roles of a layer's norms.
-
-    Args:
-        config: Config of the model.
-        layer_idx: Index of the layer.
-        memories: Memories of the model.
+    A layer of the family is taken over, so its parts keep their names, their place in the cache and their class: masks, caches,
+    checkpointing and output capture treat the layer as any other layer. The forward is the family's own. It runs on a view of
+    the layer in which memories stand at the mixer, the norm behind the mixer, or the feed-forward network, so that the forward of
+    no family is repeated here, and a call leaves nothing behind on the layer.
     """
 
-    attention_class: ClassVar[type[nn.Module]]
-    mlp_class: ClassVar[type[nn.Module]]
+    attention_class: ClassVar[type[nn.Module] | None] = None
+    mlp_class: ClassVar[type[nn.Module] | None] = None
+    # Whether some layers of the type do not rotate queries and keys.
+    some_do_not_rotate: ClassVar[bool] = False
+    # Whether the residual stream behind the mixer is the sum of the layer's input and the mixer's output.
+    adds_mixer: ClassVar[bool] = True
     memories: nn.ModuleDict
-    self_attn: Any
     # Tensors that the layer takes from earlier layers.
     takes: tuple[Carried, ...] = ()
     # Tensors that the layer gives to later layers.
@@ -48,8 +47,25 @@ class HostLayer(NamesNorms):
     # Whether the layer takes or gives any tensor.
     carries = False
 
-    def __init__(self, config, layer_idx: int, memories: Memories):
-        super().__init__(config, layer_idx)
+    @classmethod
+    def take_over(cls, layer: Any, config: Any, layer_idx: int, memories: Memories) -> Any:
+        """Turn a layer of the family into a layer with attached memories, in place, and return the layer.
+
+        Args:
+            layer: A layer of the family, `family_class`.
+            config: Config of the model.
+            layer_idx: Index of the layer.
+            memories: Memories of the model.
+
+        Raises:
+            MissingPart: If the layer lacks the part at which a memory is to be attached.
+        """
+        layer.__class__ = cls
+        layer.host(config, layer_idx, memories)
+        return layer
+
+    def host(self, config: Any, layer_idx: int, memories: Memories) -> None:
+        """Build the memories that are attached to the layer."""
         self.layer_idx = layer_idx
         entries = memories.attached_to(layer_idx)
         built = [
@@ -61,10 +77,15 @@ class HostLayer(NamesNorms):
         self.classes = {entry.name: type(memory) for entry, memory in zip(entries, built, strict=True)}
         self.adapts = any(memory.projections for memory in built)
         self.reads_heads = any(memory.reads_heads for memory in built)
+        for entry in entries:
+            check_site(self, entry.site)
         if self.hosts("inside-attention"):
-            self.self_attn = self.attention_class(config, layer_idx)
+            attention = getattr(self, self.mixer_name)
+            attention.__class__ = self.attention_class
+            if self.some_do_not_rotate:
+                attention.rotates = rotates(attention, attention.family_class)
         if self.hosts("inside-ffn"):
-            self.mlp = self.mlp_class(config)
+            getattr(self, self.feed_forward_name).__class__ = self.mlp_class
         if entries:
             self.memories = nn.ModuleDict({entry.name: memory for entry, memory in zip(entries, built, strict=True)})
         if memories.carry:
@@ -72,7 +93,7 @@ class HostLayer(NamesNorms):
         self.depth: DepthHeads | None = None
         for entry in entries:
             if entry.options.attends:
-                self.depth = DepthHeads(config, entry, layer_idx)
+                self.depth = DepthHeads(config, entry, layer_idx, self.some_do_not_rotate)
 
     def hosts(self, site: str) -> bool:
         """Return whether a memory is attached to the layer at a site."""
@@ -92,7 +113,7 @@ class HostLayer(NamesNorms):
 
     @needed_for("carries")
     def __call__(
-        self, hidden_states: torch.Tensor, *, memory_inputs: MemoryInputs | None = None, **kwargs: Any
+        self, hidden_states: torch.Tensor, *args: Any, memory_inputs: MemoryInputs | None = None, **kwargs: Any
     ) -> Any:
         """Call the layer with the tensors from earlier layers as inputs, and the tensors for later layers as outputs.
 
@@ -101,83 +122,118 @@ class HostLayer(NamesNorms):
         """
         call: Any = super().__call__
         if not self.carries:
-            return call(hidden_states, memory_inputs=memory_inputs, **kwargs)
+            return call(hidden_states, *args, memory_inputs=memory_inputs, **kwargs)
         assert memory_inputs is not None, "a model whose layers carry something calls them with memory_inputs"
         taken = memory_inputs.carried(self.takes)
-        hidden_states, *outputs = call(hidden_states, *taken, memory_inputs=memory_inputs, **kwargs)
-        memory_inputs.carry(self.gives, outputs)
+        output, *for_later = call(hidden_states, *taken, *args, memory_inputs=memory_inputs, **kwargs)
+        memory_inputs.carry(self.gives, for_later)
         memory_inputs.release(self.takes_last)
-        return hidden_states
+        return output
 
     def forward(
-        self,
-        hidden_states: torch.Tensor,
-        *taken: torch.Tensor | None,
-        attention_mask: torch.Tensor | None = None,
-        position_ids: torch.Tensor | None = None,
-        past_key_values=None,
-        memory_inputs: MemoryInputs | None = None,
-        **kwargs,
+        self, hidden_states: torch.Tensor, *args: Any, memory_inputs: MemoryInputs | None = None, **kwargs: Any
     ) -> Any:
-        """Return the residual stream behind this layer. Arguments that are not listed here are the family layer's.
+        """Return what the family's layer returns, with the changes that memories make.
 
         Args:
             hidden_states: The residual stream before this layer, `[B, T, D]`.
-            taken: Tensors from earlier layers, in the order of `takes`.
+            args: Tensors from earlier layers, in the order of `takes`, then other arguments of the family's forward.
             memory_inputs: Inputs of the pass for memories. Default: none.
-            kwargs: Other arguments of the family's attention.
+            kwargs: Other arguments of the family's forward.
 
         Returns:
-            `[B, T, D]`; if the layer takes or gives tensors, a tuple of `[B, T, D]` and the tensors given, in the order of `gives`.
+            `[B, T, D]`, or a tuple that begins with it, as the family's layer returns; if the layer takes or gives tensors, a tuple
+            of this and the tensors given, in the order of `gives`.
         """
         memory_inputs = _NOTHING if memory_inputs is None else memory_inputs
-        if self.carries or self.skips_from:
-            carried = dict(zip(self.takes, taken, strict=True))
-        if self.depth is not None:
-            depth = self.depth.begin(self, carried, kwargs.get("position_embeddings"))
-        attention_input = self.normalised(self.attention_norm, hidden_states)
-        changes: dict[str, Any] = {}  # arguments of attention
-        if self.adapts and self.hosts("inside-attention"):
-            changes["adapters"] = self._adapters("inside-attention", memory_inputs)
-        if self.reads_heads:
-            changes["readers"] = self._readers(memory_inputs)
+        carried: dict[Carried, torch.Tensor | None] = {}
+        if self.carries:
+            carried = dict(zip(self.takes, args, strict=False))
+            args = args[len(self.takes) :]
+        depth: DepthPass | None = None
         if self.depth is not None and self._at("inside-attention", memory_inputs):
-            changes["depth"] = depth
-        attention_output, _ = self.self_attn(
-            hidden_states=attention_input,
-            attention_mask=attention_mask,
-            position_ids=position_ids,
-            past_key_values=past_key_values,
-            **changes,
-            **kwargs,
-        )  # [B, T, D]
-        hidden_states = hidden_states + self.normalised(self.attention_output_norm, attention_output)
+            depth = self.depth.begin(self, carried, kwargs.get("position_embeddings"))
+        parts: dict[str, Any] = {}  # parts of the layer that memories stand at
+        if self.hosts("inside-attention"):
+            parts[self.mixer_name] = partial(self._mix, memory_inputs, depth)
         if self.hosts("behind-attention"):
-            hidden_states = self._with_added("behind-attention", hidden_states, hidden_states, memory_inputs)
-
-        mlp_input = self.normalised(self.mlp_norm, hidden_states)
-        if self.hosts("inside-ffn"):
-            mlp_output = self.mlp(mlp_input, adapters=self._adapters("inside-ffn", memory_inputs))
-        else:
-            mlp_output = self.mlp(mlp_input)
-        if self.hosts("beside-ffn"):
-            mlp_output = self._with_added("beside-ffn", mlp_output, mlp_input, memory_inputs)
-        if self.hosts("skip"):
-            for name in self._at("skip", memory_inputs):
-                carried[Carried(name, self.layer_idx)] = self._read(name, mlp_input, memory_inputs)
-        if self.depth is not None:
-            carried |= depth.written(attention_input, mlp_input)
-        hidden_states = hidden_states + self.normalised(self.mlp_output_norm, mlp_output)
+            name = self.attention_output_norm or self.mixer_name
+            part = parts.get(name, getattr(self, name))
+            parts[name] = partial(self._add_behind_mixer, hidden_states, memory_inputs, part)
+        if self.hosts("inside-ffn") or self.hosts("beside-ffn") or self.hosts("skip") or depth is not None:
+            assert self.feed_forward_name is not None, "check_site has refused a layer without a feed-forward network"
+            parts[self.feed_forward_name] = partial(self._feed_forward, memory_inputs, depth, carried)
+        output = self.family_class.forward(View(self, parts), hidden_states, *args, **kwargs)
         if self.skips_from:
             for skip in self.skips_from:
                 added = carried.get(skip)
                 if added is not None:  # None if the memory had nothing to do
-                    hidden_states = hidden_states + added.to(hidden_states.dtype)
+                    output = with_first(output, first_of(output) + added.to(hidden_states.dtype))
         if self.hosts("behind-layer"):
-            hidden_states = self._with_added("behind-layer", hidden_states, hidden_states, memory_inputs)
+            stream = first_of(output)
+            output = with_first(output, self._with_added("behind-layer", stream, stream, memory_inputs))
         if self.carries:
-            return hidden_states, *(carried.get(key) for key in self.gives)
-        return hidden_states
+            return output, *(carried.get(key) for key in self.gives)
+        return output
+
+    @needed_for("inside_attention")
+    def _mix(self, memory_inputs: MemoryInputs, depth: Any, hidden_states: torch.Tensor, **kwargs: Any) -> Any:
+        """Run the attention of the layer with the changes that memories make inside it."""
+        changes: dict[str, Any] = {}
+        if self.adapts:
+            changes["adapters"] = self._adapters("inside-attention", memory_inputs)
+        if self.reads_heads:
+            changes["readers"] = self._readers(memory_inputs)
+        if depth is not None:
+            depth.note_input(hidden_states)
+            changes["depth"] = depth
+        return getattr(self, self.mixer_name)(hidden_states, **changes, **kwargs)
+
+    @needed_for("behind_attention")
+    def _add_behind_mixer(
+        self, entered: torch.Tensor, memory_inputs: MemoryInputs, part: Callable[..., Any], *args: Any, **kwargs: Any
+    ) -> Any:
+        """Run the last part before the mixer's output is added to the residual stream, and add what memories read from the sum.
+
+        Args:
+            entered: The residual stream before the layer, `[B, T, D]`.
+            memory_inputs: Inputs of the pass for memories.
+            part: The mixer, or the norm behind it.
+            args: Arguments of the part.
+            kwargs: Arguments of the part.
+        """
+        output = part(*args, **kwargs)
+        added = first_of(output)
+        return with_first(output, self._with_added("behind-attention", added, entered + added, memory_inputs))
+
+    @needed_for("inside_ffn", "beside_ffn", "skips", "depth")
+    def _feed_forward(
+        self,
+        memory_inputs: MemoryInputs,
+        depth: Any,
+        carried: dict[Carried, torch.Tensor | None],
+        hidden_states: torch.Tensor,
+        *args: Any,
+    ) -> Any:
+        """Run the feed-forward network of the layer with the changes that memories make inside and beside it."""
+        assert self.feed_forward_name is not None, "check_site has refused a layer without a feed-forward network"
+        network = getattr(self, self.feed_forward_name)
+        if self.hosts("inside-ffn"):
+            output = network(hidden_states, *args, adapters=self._adapters("inside-ffn", memory_inputs))
+        else:
+            output = network(hidden_states, *args)
+        if self.hosts("beside-ffn"):
+            # Some networks of experts return all tokens in one dimension.
+            added = self._with_added(
+                "beside-ffn", first_of(output).view_as(hidden_states), hidden_states, memory_inputs
+            )
+            output = with_first(output, added)
+        if self.hosts("skip"):
+            for name in self._at("skip", memory_inputs):
+                carried[Carried(name, self.layer_idx)] = self._read(name, hidden_states, memory_inputs)
+        if depth is not None:
+            carried |= depth.written(hidden_states)
+        return output
 
     def _at(self, site: str, memory_inputs: MemoryInputs) -> list[str]:
         """Return the names of this layer's memories at a site that have something to do in this pass."""
@@ -217,6 +273,35 @@ class HostLayer(NamesNorms):
             for role in self.classes[name].projections:
                 adapters[role] = _after(adapters.get(role), self.memories[name], role, inputs)
         return adapters
+
+
+def check_site(layer: Any, site: str) -> None:
+    """Check that a layer has the part at which a memory is to be attached.
+
+    Raises:
+        MissingPart: If the layer lacks the part.
+    """
+    mixer, network = (getattr(layer, name or "", None) for name in (layer.mixer_name, layer.feed_forward_name))
+    attention, mlp = layer.attention_class, layer.mlp_class
+    missing = {
+        "inside-attention": attention is None or not isinstance(mixer, attention.family_class),
+        "behind-attention": mixer is None or not layer.adds_mixer,
+        "inside-ffn": mlp is None or not isinstance(network, mlp.family_class),
+        "beside-ffn": network is None,
+        "skip": network is None,
+    }
+    if missing.get(site):
+        raise MissingPart(f"layer {layer.layer_idx} of class {layer.family_class.__name__}", site)
+
+
+def first_of(output: Any) -> torch.Tensor:
+    """Return the hidden states in the output of a part, which may be a tuple that begins with them."""
+    return output if isinstance(output, torch.Tensor) else output[0]
+
+
+def with_first(output: Any, hidden_states: torch.Tensor) -> Any:
+    """Return the output of a part with other hidden states."""
+    return hidden_states if isinstance(output, torch.Tensor) else (hidden_states, *output[1:])
 
 
 def _after(first: Adapter | None, memory: nn.Module, role: str, inputs: Mapping[str, Any]) -> Adapter:

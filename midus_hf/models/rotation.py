@@ -1,28 +1,28 @@
-"""Rotary position embeddings of queries and keys, applied and removed."""
+"""Rotary position embeddings of queries and keys, applied and removed by the family's own function."""
+
+import sys
+from typing import Any
 
 import torch
 
-# Cosines and sines of a pass, both `[B, T, d]`, the argument `position_embeddings` of layers.
+# Cosines and sines of a pass, the argument `position_embeddings` of layers.
 Rotation = tuple[torch.Tensor, torch.Tensor]
 
 
-def rotated(heads: torch.Tensor, rotation: Rotation | None) -> torch.Tensor:
-    """Rotate queries or keys `[B, H, T, d]` as the families do."""
-    assert rotation is not None, "layers are called with position_embeddings"
-    cos, sin = (part.unsqueeze(1).to(heads.dtype) for part in rotation)  # [B, 1, T, d]
-    return heads * cos + _turned(heads) * sin
+def rotated(attention: Any, heads: torch.Tensor, rotation: Rotation | None) -> torch.Tensor:
+    """Rotate queries or keys `[B, H, T, d]` as a family's attention does, if it does and there is a rotation."""
+    if rotation is None or not attention.rotates:
+        return heads
+    rotate: Any = sys.modules[attention.family_class.__module__].apply_rotary_pos_emb
+    if rotate.__code__.co_varnames[1] == "cos":  # the function takes queries or keys (Gemma 4)
+        return rotate(heads, *rotation)
+    return rotate(heads, heads[:, :0], *rotation)[0]  # the function takes queries and keys
 
 
-def unrotated(heads: torch.Tensor, rotation: Rotation | None) -> torch.Tensor:
+def unrotated(attention: Any, heads: torch.Tensor, rotation: Rotation | None) -> torch.Tensor:
     """Undo the rotation of queries or keys `[B, H, T, d]`, and their lengthening by scaled rotary embeddings."""
-    assert rotation is not None, "layers are called with position_embeddings"
-    cos, sin = (
-        part.unsqueeze(1).to(torch.promote_types(heads.dtype, torch.float32)) for part in rotation
-    )  # [B, 1, T, d]
-    wide = heads.to(cos.dtype)
-    return ((wide * cos - _turned(wide) * sin) / (cos.square() + sin.square())).to(heads.dtype)
-
-
-def _turned(heads: torch.Tensor) -> torch.Tensor:
-    first, second = heads.chunk(2, dim=-1)
-    return torch.cat([-second, first], dim=-1)
+    if rotation is None or not attention.rotates:
+        return heads
+    cos, sin = (part.to(torch.promote_types(heads.dtype, torch.float32)) for part in rotation)
+    squared = cos.square() + sin.square()
+    return rotated(attention, heads.to(cos.dtype), (cos / squared, -sin / squared)).to(heads.dtype)

@@ -1,0 +1,321 @@
+"""Read the architecture of a model type from a tiny random model that transformers builds: where the layers are, and their parts.
+
+Nothing is written down per type but the sizes of its tiny model (`midus_hf/models/tiny.py`): parts are read from the built model, and
+what the parts do with the residual stream is read from a recorded forward pass.
+"""
+
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass, fields
+from functools import cache
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING, PreTrainedConfig, PreTrainedModel
+
+from midus_hf.models.adapted import rotates
+from midus_hf.models.tiny import UnknownArchitecture, tiny_config, tiny_model
+
+#: Names of the children that mix tokens, in any family's layers. The first name that a layer has is its mixer.
+MIXERS = ("self_attn", "attn", "attention", "self_attention", "linear_attn", "mamba", "conv", "temporal_block")
+
+#: Names of the children that are, or route to, the feed-forward network. The first name that a layer has is taken.
+FEED_FORWARDS = ("mlp", "feed_forward", "block_sparse_moe", "shared_mlp", "moe", "mlp_block", "ffn")
+
+#: Names of the projections of attention and of gated feed-forward networks, by role. Proofs read this table, and host layers
+#: another, so that an error in one of them shows.
+PROJECTIONS = {
+    "query": "q_proj",
+    "key": "k_proj",
+    "value": "v_proj",
+    "output_projection": "o_proj",
+    "gate": "gate_proj",
+    "up": "up_proj",
+    "down": "down_proj",
+}
+
+
+@dataclass(frozen=True)
+class LayerParts:
+    """Names of the parts of a type's decoder layers, and what is known of the residual stream between them.
+
+    Args:
+        feed_forward: Name of the feed-forward network, dense or of experts; None if there is none.
+        attention_norm: Name of the norm before the mixer; None if the mixer reads the residual stream itself.
+        attention_output_norm: Name of the norm behind the mixer; None if there is none.
+        mlp_norm: Name of the norm before the feed-forward network; None if there is none, or if it is `attention_norm`.
+        mlp_output_norm: Name of the norm behind the feed-forward network; None if there is none.
+        adds_mixer: Whether what follows the mixer reads the sum of the layer's input and the mixer's (normalised) output, bit for
+            bit. False for parallel layers and for scaled residual streams.
+        reads_norm: Whether the mixer reads the layer's input or the output of `attention_norm`, and nothing else.
+    """
+
+    feed_forward: str | None
+    attention_norm: str | None
+    attention_output_norm: str | None
+    mlp_norm: str | None
+    mlp_output_norm: str | None
+    adds_mixer: bool
+    reads_norm: bool
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """Classes of a model type, and the parts of its layers.
+
+    Args:
+        model_type: `model_type` of the config.
+        config: Class of the config.
+        causal_lm: Class of the causal language model.
+        stack: Class of the stack of layers.
+        layers: For each class of decoder layers, in the order in which they first occur, the parts of its layers.
+        attention: Class of the attention whose heads a memory can read; None if there is none.
+        mlp: Class of the feed-forward network whose projections a memory can adapt; None if there is none.
+        some_do_not_rotate: Whether some attention whose heads a memory can read does not rotate queries and keys.
+        mixers: Names of the children that mix tokens, in the order in which layers first have them.
+    """
+
+    model_type: str
+    config: type[PreTrainedConfig]
+    causal_lm: type[PreTrainedModel]
+    stack: type[nn.Module]
+    layers: dict[type[nn.Module], LayerParts]
+    attention: type[nn.Module] | None
+    mlp: type[nn.Module] | None
+    some_do_not_rotate: bool
+    mixers: tuple[str, ...]
+
+
+def mixer_of(layer: nn.Module) -> str | None:
+    """Return the name of the child of a decoder layer that mixes tokens; None if no child is known to."""
+    return next((name for name in MIXERS if isinstance(getattr(layer, name, None), nn.Module)), None)
+
+
+def feed_forward_of(layer: nn.Module) -> str | None:
+    """Return the name of the feed-forward network of a decoder layer; None if no child is known to be one."""
+    return next((name for name in FEED_FORWARDS if isinstance(getattr(layer, name, None), nn.Module)), None)
+
+
+def has_heads(mixer: Any) -> bool:
+    """Return whether a mixer is an attention whose projections stand alone, so that memories can read and adapt its heads."""
+    return hasattr(mixer, "config") and all(isinstance(getattr(mixer, name, None), nn.Module) for name in _ATTENTION)
+
+
+def has_gate(feed_forward: nn.Module) -> bool:
+    """Return whether a feed-forward network has the three projections of a gated one."""
+    return all(isinstance(getattr(feed_forward, name, None), nn.Linear) for name in _GATED)
+
+
+def has_projections(part: Any, widths: Mapping[str, tuple[int, int]]) -> bool:
+    """Return whether an attention or a feed-forward network has linear projections of some widths.
+
+    Args:
+        part: The attention or the network; None has no projections.
+        widths: Input and output width of each projection, by role.
+    """
+    projections = {role: getattr(part, PROJECTIONS[role], None) for role in widths}
+    return all(
+        isinstance(projection, nn.Linear) and (projection.in_features, projection.out_features) == widths[role]
+        for role, projection in projections.items()
+    )
+
+
+@cache
+def architecture_of(model_type: str) -> Architecture:
+    """Read the architecture of a type from a tiny random model and one recorded pass.
+
+    Args:
+        model_type: The `model_type` of a causal language model of transformers.
+
+    Raises:
+        UnknownArchitecture: If the type cannot host memory. The message says why.
+    """
+    config_class = CONFIG_MAPPING[model_type]
+    if "text_config" in config_class.sub_configs:
+        raise UnknownArchitecture(f"{model_type!r} {_why_not_a_larger_model(config_class)}")
+    if "decoder" in config_class.sub_configs or getattr(tiny_config(model_type), "is_encoder_decoder", False):
+        raise UnknownArchitecture(f"{model_type!r} is an encoder with a decoder; expected a decoder alone.")
+    model: Any = tiny_model(model_type)
+    stack = getattr(model, "model", None)
+    layers = getattr(stack, "layers", None)
+    if not isinstance(layers, nn.ModuleList) or not len(layers):
+        raise UnknownArchitecture(f"{model_type!r} {_where_layers_are(model)}")
+    counted = model.config.num_hidden_layers
+    if len(layers) != counted:
+        raise UnknownArchitecture(
+            f"{model_type!r} has {len(layers)} layers at model.layers where num_hidden_layers is {counted}; expected equal numbers."
+        )
+    passes = _record(model, layers)
+    parts: dict[type[nn.Module], list[LayerParts]] = {}
+    for layer, calls in zip(layers, passes, strict=True):
+        parts.setdefault(type(layer), []).append(_parts(layer, calls))
+    mixers = [getattr(layer, mixer_of(layer) or "", None) for layer in layers]
+    networks = [getattr(layer, feed_forward_of(layer) or "", None) for layer in layers]
+    attentions = {type(mixer) for mixer in mixers if isinstance(mixer, nn.Module) and has_heads(mixer)}
+    rotating = {_rotates(mixer) for mixer in mixers if isinstance(mixer, nn.Module) and has_heads(mixer)}
+    gated = {type(network) for network in networks if isinstance(network, nn.Module) and has_gate(network)}
+    return Architecture(
+        model_type=model_type,
+        config=type(model.config),
+        causal_lm=type(model),
+        stack=type(stack),
+        layers={kind: _agreed(of_kind) for kind, of_kind in parts.items()},
+        attention=attentions.pop() if len(attentions) == 1 else None,
+        mlp=gated.pop() if len(gated) == 1 else None,
+        some_do_not_rotate=False in rotating,
+        mixers=tuple(dict.fromkeys(name for name in map(mixer_of, layers) if name is not None)),
+    )
+
+
+def _rotates(attention: nn.Module) -> bool:
+    """Return whether an attention rotates queries and keys, or cannot be tried."""
+    with suppress(Exception):  # models raise whatever their parts raise
+        return rotates(attention, type(attention))
+    return True
+
+
+def _why_not_a_larger_model(config_class: type[PreTrainedConfig]) -> str:
+    """Return why a type that holds a language model within a larger model is refused, as the rest of a sentence."""
+    text_type = None
+    with suppress(Exception):  # config classes raise whatever their checks raise
+        text_config = config_class().text_config
+        text_type = None if text_config is None else type(text_config)
+    if text_type is not None and text_type not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        return (
+            f"holds a language model, {text_type.model_type!r}, that transformers loads only within a larger model; expected a type "
+            "that is a language model alone."
+        )
+    whose = "" if text_type is None else f", of type {text_type.model_type!r}"
+    return (
+        f"holds a language model within a larger model; expected the language model alone{whose}. Save the language model as a "
+        "checkpoint of its own first."
+    )
+
+
+def _where_layers_are(model: PreTrainedModel) -> str:
+    """Return why the layers of a model, which are not at model.layers, cannot be taken over, as the rest of a sentence."""
+    config = model.config
+    count = getattr(config, "num_hidden_layers", None)
+    paths = [name for name, part in model.named_modules() if isinstance(part, nn.ModuleList) and len(part) == count]
+    if len(paths) != 1:
+        return "has no single list of decoder layers; expected one at model.layers."
+    if ".encoder." in paths[0] and getattr(config, "is_decoder", None) is False:
+        return "is an encoder, whose tokens read later tokens; expected a decoder."
+    return f"has its layers at {paths[0]}; expected a type whose decoder layers are at model.layers."
+
+
+class _Call(NamedTuple):
+    """One call of a module in a recorded pass: its name in the layer, empty for the layer; the first tensors in and out."""
+
+    name: str
+    read: torch.Tensor
+    output: torch.Tensor
+
+
+def _record(model: Any, layers: nn.ModuleList) -> list[list[_Call]]:
+    """Return the calls of each layer and of its children, from one pass through a model.
+
+    Raises:
+        UnknownArchitecture: If the pass fails, or does not call layers with the residual stream and all keyword arguments.
+    """
+    passes: list[list[_Call]] = [[] for _ in layers]
+    receives_mark = [False] * len(layers)
+    handles = []
+
+    def recorder(calls: list[_Call], name: str) -> Any:
+        def record(_: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+            read, out = _first_tensor((*args, *kwargs.values())), _first_tensor(output)
+            if read is not None and out is not None:
+                calls.append(_Call(name, read, out))
+
+        return record
+
+    def take_mark(number: int) -> Any:
+        def take(_: nn.Module, args: Any, kwargs: Any) -> Any:
+            receives_mark[number] = kwargs.pop(_MARK, None) is not None
+            return args, kwargs
+
+        return take
+
+    for number, layer in enumerate(layers):
+        handles.append(layer.register_forward_pre_hook(take_mark(number), with_kwargs=True))
+        for name, module in (("", layer), *layer.named_children()):
+            handles.append(module.register_forward_hook(recorder(passes[number], name), with_kwargs=True))
+    ids = torch.arange(3, 3 + _LENGTH)[None]
+    model_type = model.config.model_type
+    try:
+        with torch.no_grad():
+            model(input_ids=ids, use_cache=False, **{_MARK: object()})
+    except Exception as error:  # models raise whatever their parts raise
+        raise UnknownArchitecture(
+            f"a pass through a tiny model of {model_type!r} fails with an argument for its layers ({type(error).__name__}: {error})."
+        ) from None
+    finally:
+        for handle in handles:
+            handle.remove()
+    if not all(receives_mark):
+        raise UnknownArchitecture(
+            f"{model_type!r} does not pass all keyword arguments on to its decoder layers; expected a stack that does."
+        )
+    shape = (1, _LENGTH, model.config.get_text_config().hidden_size)
+    for calls in passes:
+        if not calls or calls[-1].name or calls[-1].read.shape != shape or calls[-1].output.shape != shape:
+            raise UnknownArchitecture(
+                f"the residual stream of {model_type!r} is not one tensor [B, T, D]; expected layers that read and return one."
+            )
+    return passes
+
+
+def _parts(layer: nn.Module, calls: list[_Call]) -> LayerParts:
+    """Return the parts of one layer, from the recorded calls of the layer and its children."""
+    mixer, network = mixer_of(layer), feed_forward_of(layer)
+    of = {call.name: call for call in calls}
+    norms = [call for call in calls if "Norm" in type(getattr(layer, call.name, None)).__name__]
+
+    def before(name: str | None) -> str | None:
+        return next((norm.name for norm in norms if name in of and norm.output is of[name].read), None)
+
+    def behind(name: str | None) -> str | None:
+        return next((norm.name for norm in norms if name in of and norm.read is of[name].output), None)
+
+    attention_norm, output_norm, mlp_norm = before(mixer), behind(mixer), before(network)
+    entered = of[""].read
+    adds, reads = False, False
+    if mixer in of:
+        added = of[output_norm or mixer].output
+        following = of.get(mlp_norm or network or "")
+        adds = following is not None and following.name != "" and torch.equal(following.read, entered + added)
+        reads = of[attention_norm].read is entered if attention_norm else of[mixer].read is entered
+    return LayerParts(
+        feed_forward=network,
+        attention_norm=attention_norm,
+        attention_output_norm=output_norm,
+        mlp_norm=None if mlp_norm == attention_norm else mlp_norm,
+        mlp_output_norm=behind(network),
+        adds_mixer=adds,
+        reads_norm=reads,
+    )
+
+
+def _agreed(parts: list[LayerParts]) -> LayerParts:
+    """Return the parts that all layers agree on; a name on which they do not agree is None, a property false."""
+    values = {}
+    for field in fields(LayerParts):
+        of_layers = {getattr(each, field.name) for each in parts}
+        values[field.name] = of_layers.pop() if len(of_layers) == 1 else (False if True in of_layers else None)
+    return LayerParts(**values)
+
+
+def _first_tensor(values: Any) -> torch.Tensor | None:
+    if isinstance(values, torch.Tensor):
+        return values
+    if not isinstance(values, (tuple, list)):
+        return None
+    return next((value for value in values if isinstance(value, torch.Tensor) and value.is_floating_point()), None)
+
+
+# Argument that a stack of layers does not know, and must pass on.
+_MARK = "memory_inputs"
+_LENGTH = 7
+_ATTENTION, _GATED = tuple(PROJECTIONS.values())[:4], tuple(PROJECTIONS.values())[4:]

@@ -1,0 +1,47 @@
+"""Names of a layer's parts in the families' code."""
+
+from typing import ClassVar
+
+import torch
+from torch import nn
+
+
+class MissingPart(ValueError):
+    """A layer without the part at which a memory is to be.
+
+    Args:
+        layer: The layer, in words.
+        site: The memory's site.
+    """
+
+    def __init__(self, layer: str, site: str):
+        super().__init__(
+            f"{layer} has no part for a memory at the site {site!r}; expected another site, such as 'behind-layer', or a layer that "
+            "has the part."
+        )
+
+
+class NamesParts:
+    """Mixin for a family's layers that holds the names of parts, and how to take a layer over. The defaults are Llama's names."""
+
+    # The layer's own class, whose forward is run.
+    family_class: ClassVar[type[nn.Module]]
+    # Name of the feed-forward network, dense or of experts; None if the layers have none.
+    feed_forward_name: ClassVar[str | None] = "mlp"
+    # Name of the norm before attention; None if the family has none.
+    attention_norm: ClassVar[str | None] = "input_layernorm"
+    # Name of the norm behind the attention's output projection.
+    attention_output_norm: ClassVar[str | None] = None
+    # Name of the norm behind the feed-forward network.
+    mlp_output_norm: ClassVar[str | None] = None
+    # Names of the children that mix tokens; a layer has one of them.
+    mixer_names: ClassVar[tuple[str, ...]] = ("self_attn",)
+
+    @property
+    def mixer_name(self) -> str:
+        """Name of the child that mixes tokens; empty if no child is known to."""
+        return next((name for name in self.mixer_names if getattr(self, name, None) is not None), "")
+
+    def normalised(self, norm: str | None, hidden_states: torch.Tensor) -> torch.Tensor:
+        """Return hidden states after a norm, or unchanged if the norm is None."""
+        return hidden_states if norm is None else getattr(self, norm)(hidden_states)

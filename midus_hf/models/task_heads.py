@@ -1,0 +1,145 @@
+"""Mixins for a family's classifiers and question-answering head over a stack that hosts memory."""
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from transformers import AutoModel, Cache
+from transformers.modeling_outputs import ModelOutput
+
+from midus_hf.config.installed import INSTALLED, needed_for
+from midus_hf.models.adapter_layers import refuse_adapter_of_base
+from midus_hf.models.host import HostsMemory
+from midus_hf.models.router_losses import AddsRouterLosses
+
+
+@dataclass
+class RoutedOutput(ModelOutput):
+    """Output of a task head whose memories have routers: the fields of the family's output, the routers' losses and logits."""
+
+    loss: torch.Tensor | None = None
+    aux_loss: torch.Tensor | None = None
+    logits: torch.Tensor | None = None
+    start_logits: torch.Tensor | None = None
+    end_logits: torch.Tensor | None = None
+    past_key_values: Cache | None = None
+    hidden_states: tuple[torch.Tensor, ...] | None = None
+    attentions: tuple[torch.Tensor, ...] | None = None
+    router_logits: tuple[torch.Tensor, ...] | None = None
+
+
+class MemoryHead(AddsRouterLosses, HostsMemory):
+    """Mixin for a family's task head: the family's own head and forward over a stack that hosts memory.
+
+    The stack is always the attribute `model`, as in the causal language model, so that a checkpoint of the language model fills it.
+    Some families call the stack of their question-answering head otherwise, and then start it at random.
+    """
+
+    base_model_prefix = "model"
+    output_class = RoutedOutput
+    model_class: ClassVar[Any]
+    model: Any
+    config: Any
+
+    def __init__(self, config):
+        if not INSTALLED:  # most families get the stack from this table
+            AutoModel.register(self.model_class.config_class, self.model_class, exist_ok=True)
+        super().__init__(config)
+        if not isinstance(self.model, self.model_class):
+            self.model = None  # the family's stack is freed, and its name keeps the place before the head
+            self.model = self.model_class(config)
+            self.post_init()
+        self.register_load_state_dict_pre_hook(refuse_adapter_of_base)
+
+    @property
+    def stack(self) -> Any:
+        """The stack of layers that host memories."""
+        return self.model
+
+    @needed_for("arguments", "banks", "reports", "places")
+    def _forward(
+        self,
+        family_forward: Any,
+        has_labels: bool,
+        wanted: bool | None,
+        of_family: dict[str, Any],
+        of_memories: dict[str, torch.Tensor | None],
+    ) -> Any:
+        """Run the family's forward with the arguments of memories that are not None, and add the losses of routers."""
+        arguments = of_family | {name: value for name, value in of_memories.items() if value is not None}
+        if self.stack.needs.prompts and arguments["past_key_values"] is None and "prompt_mask" not in arguments:
+            tokens = arguments["inputs_embeds"] if arguments["input_ids"] is None else arguments["input_ids"]
+            arguments["prompt_mask"] = torch.ones(tokens.shape[:2], dtype=torch.bool, device=tokens.device)
+        if not self.stack.needs.reports:
+            return family_forward(**arguments)
+        return self.with_router_losses(family_forward, arguments, wanted, has_labels)
+
+
+class MemoryForClassification(MemoryHead):
+    """Mixin for a family's classifier of sequences or of tokens."""
+
+    @needed_for("arguments", "banks", "reports", "places")
+    def forward(
+        self,
+        input_ids: torch.Tensor | None = None,
+        attention_mask: torch.Tensor | None = None,
+        position_ids: torch.Tensor | None = None,
+        past_key_values: Cache | None = None,
+        inputs_embeds: torch.Tensor | None = None,
+        labels: torch.Tensor | None = None,
+        *,
+        output_router_logits: bool | None = None,
+        prompt_mask: torch.Tensor | None = None,
+        token_mask: torch.Tensor | None = None,
+        memory_ids: torch.Tensor | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        """Run the family's forward, and add the losses of routers.
+
+        Arguments that are not named are passed to the family's forward. Arguments of memories are described at
+        `MemoryForCausalLM.forward`; they are named, since a Trainer drops the columns of a dataset that the signature lacks.
+        Without a `prompt_mask`, all tokens are the prompt.
+
+        Args:
+            labels: `[B]`, or `[B, T]` of a classifier of tokens. Default: no loss is computed.
+        """
+        of_family = {"input_ids": input_ids, "attention_mask": attention_mask, "position_ids": position_ids, **kwargs}
+        of_family |= {"past_key_values": past_key_values, "inputs_embeds": inputs_embeds, "labels": labels}
+        of_memories = {"prompt_mask": prompt_mask, "token_mask": token_mask, "memory_ids": memory_ids}
+        return self._forward(super().forward, labels is not None, output_router_logits, of_family, of_memories)
+
+
+class MemoryForQuestionAnswering(MemoryHead):
+    """Mixin for a family's head that finds the span of an answer."""
+
+    @needed_for("arguments", "banks", "reports", "places")
+    def forward(
+        self,
+        input_ids: torch.Tensor | None = None,
+        attention_mask: torch.Tensor | None = None,
+        position_ids: torch.Tensor | None = None,
+        past_key_values: Cache | None = None,
+        inputs_embeds: torch.Tensor | None = None,
+        start_positions: torch.Tensor | None = None,
+        end_positions: torch.Tensor | None = None,
+        *,
+        output_router_logits: bool | None = None,
+        prompt_mask: torch.Tensor | None = None,
+        token_mask: torch.Tensor | None = None,
+        memory_ids: torch.Tensor | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        """Run the family's forward, and add the losses of routers.
+
+        Other arguments are described at `MemoryForCausalLM.forward`.
+
+        Args:
+            start_positions: `[B]`, index of the first token of the answer. Default: no loss is computed.
+            end_positions: `[B]`, index of the last token of the answer. Default: no loss is computed.
+        """
+        of_family = {"input_ids": input_ids, "attention_mask": attention_mask, "position_ids": position_ids, **kwargs}
+        of_family |= {"past_key_values": past_key_values, "inputs_embeds": inputs_embeds}
+        of_family |= {"start_positions": start_positions, "end_positions": end_positions}
+        of_memories = {"prompt_mask": prompt_mask, "token_mask": token_mask, "memory_ids": memory_ids}
+        has_labels = start_positions is not None and end_positions is not None
+        return self._forward(super().forward, has_labels, output_router_logits, of_family, of_memories)

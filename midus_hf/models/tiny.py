@@ -1,0 +1,262 @@
+"""Tiny random models of any type that transformers knows, on which architectures are read and proven."""
+
+import copy
+from typing import Any
+
+import torch
+from transformers import (
+    CONFIG_MAPPING,
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
+    MODEL_FOR_MULTIMODAL_LM_MAPPING,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
+
+# Sizes of a tiny model, by the names that config classes have for them. A type ignores the names that its config lacks.
+_SMALL: dict[str, Any] = {
+    "vocab_size": 96,
+    "hidden_size": 32,
+    "num_hidden_layers": 4,
+    "intermediate_size": 48,
+    "intermediate_size_mlp": 48,
+    "moe_intermediate_size": 24,
+    "shared_expert_intermediate_size": 24,
+    "moe_shared_expert_intermediate_size": 24,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "v_head_dim": 8,
+    "qk_nope_head_dim": 8,
+    "qk_rope_head_dim": 8,
+    "qk_head_dim": 16,
+    "q_lora_rank": 16,
+    "kv_lora_rank": 16,
+    "num_experts": 4,
+    "num_local_experts": 4,
+    "n_routed_experts": 4,
+    "moe_num_experts": 4,
+    "num_experts_per_tok": 2,
+    "n_group": 1,
+    "topk_group": 1,
+    "first_k_dense_replace": 1,
+    "max_position_embeddings": 128,
+    "sliding_window": 16,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
+    "mamba_n_heads": 8,
+    "mamba_d_head": 8,
+    "mamba_d_state": 8,
+    "mamba_n_groups": 1,
+    "mamba_d_ssm": 64,
+    "mamba_num_heads": 8,
+    "mamba_head_dim": 8,
+    "ssm_state_size": 8,
+    "n_groups": 1,
+    "hidden_size_per_layer_input": 8,
+    "vocab_size_per_layer_input": 96,
+    "global_head_dim": 16,
+    "num_global_key_value_heads": 1,
+    "residual_multiplier": 0.5,
+    "attention_multiplier": 0.4,
+    "embedding_multiplier": 1.5,
+    "logits_scaling": 2.0,
+}
+
+_HYBRID = ["linear_attention", "linear_attention", "linear_attention", "full_attention"]
+_ROPE = {"rope_type": "default", "rope_theta": 10000.0}
+
+# Values that single types need in addition, so that a tiny model exists and has each kind of layer.
+_SMALL_OF_TYPE: dict[str, dict[str, Any]] = {
+    "bailing_hybrid": {"layer_types": _HYBRID, "num_key_value_heads": 4, "num_mtp_layers": 0},
+    "bamba": {"attn_layer_indices": [3]},
+    "blt": {"encoder_hash_byte_group_vocab": 32},
+    "cohere_compass_text": {"rope_parameters": {"full_attention": _ROPE, "sliding_attention": _ROPE}},
+    "dbrx": {"attn_config": {"kv_n_heads": 2, "rope_theta": 10000.0}, "ffn_config": {"ffn_hidden_size": 48}},
+    "deepseek_v2": {"num_experts_per_tok": 2},
+    "dots1": {"n_routed_experts": 4, "n_shared_experts": 1, "num_experts_per_tok": 2},
+    "dots3_note_text": {
+        "num_key_value_heads": 4,
+        "head_dim": 16,
+        "index_n_heads": 2,
+        "index_head_dim": 8,
+        "index_topk": 8,
+        "shared_experts_intermediate_size": 24,
+        "swa_num_attention_heads": 4,
+        "swa_num_key_value_heads": 4,
+        "swa_q_lora_rank": 16,
+        "swa_kv_lora_rank": 16,
+        "swa_head_dim": 16,
+        "swa_qk_nope_head_dim": 8,
+        "swa_v_head_dim": 8,
+    },
+    "gemma3n_text": {"num_kv_shared_layers": 0},
+    "gpt_neo": {"attention_types": [[["global", "local"], 2]]},
+    "granitemoehybrid": {"layer_types": ["mamba", "mamba", "mamba", "attention"]},
+    "jamba": {"attn_layer_period": 4, "attn_layer_offset": 3},
+    "kimi_linear": {"layer_types": _HYBRID, "num_key_value_heads": 4, "linear_head_dim": 8, "linear_num_heads": 4},
+    "lfm2": {"full_attn_idxs": [3]},
+    "lfm2_moe": {"layer_types": ["conv", "conv", "conv", "full_attention"], "num_dense_layers": 1},
+    "longcat_flash": {
+        "num_layers": 2,
+        "ffn_hidden_size": 48,
+        "expert_ffn_hidden_size": 24,
+        "zero_expert_num": 2,
+        "moe_topk": 2,
+    },
+    "mamba2": {"num_heads": 8, "head_dim": 8, "state_size": 8, "n_groups": 1},
+    "moshi": {"ffn_dim": 96},
+    "nemotron": {"num_key_value_heads": 2},
+    "nemotron_h": {"layers_block_type": ["mamba", "moe", "attention", "mlp"]},
+    "qwen4_exp_text": {
+        "indexer_n_heads": 2,
+        "indexer_kv_heads": 1,
+        "indexer_head_dim": 8,
+        "indexer_budget": 8,
+        "indexer_compress_ratio": 2,
+        "hc_lowrank": 8,
+        "rope_parameters": {**_ROPE, "partial_rotary_factor": 1.0},
+    },
+    "reformer": {"is_decoder": True, "axial_pos_embds": False},
+    "zamba": {"layers_block_type": ["mamba", "hybrid", "mamba", "hybrid"], "mamba_d_state": 8, "n_mamba_heads": 2},
+    "zamba2": {
+        "layers_block_type": ["mamba", "hybrid", "mamba", "hybrid"],
+        "mamba_d_state": 8,
+        "n_mamba_heads": 8,
+        "mamba_ngroups": 1,
+        "adapter_rank": 4,
+    },
+    "zaya": {"num_experts_per_tok": 1, "router_hidden_size": 16},
+}
+
+
+class UnknownArchitecture(ValueError):
+    """A model type whose architecture cannot be read; the message says what is missing."""
+
+
+def tiny_config(model_type: str, **changes: Any) -> Any:
+    """Return a config of a model type with small sizes.
+
+    Args:
+        model_type: The `model_type` of a causal language model of transformers.
+        changes: Values of the config that replace the small ones.
+
+    Raises:
+        UnknownArchitecture: If the config class refuses the small sizes.
+    """
+    config_class = CONFIG_MAPPING[model_type]
+    try:
+        small = _small(config_class())
+        return config_class(**{**small, **_SMALL_OF_TYPE.get(model_type, {}), **changes})
+    except Exception as error:  # config classes raise whatever their checks raise
+        raise UnknownArchitecture(
+            f"{model_type!r} has no tiny config ({type(error).__name__}: {error}). Add the sizes that it needs to _SMALL_OF_TYPE in "
+            "midus_hf/models/tiny.py."
+        ) from None
+
+
+def tiny_model(model_type: str, seed: int = 0, **changes: Any) -> PreTrainedModel:
+    """Return a tiny random model of a type, in float32 and in eval mode, and leave the caller's random numbers as they were.
+
+    Args:
+        model_type: The `model_type` of a causal language model of transformers.
+        seed: Seed of the weights. Default: 0.
+        changes: Values of the config that replace the small ones.
+
+    Raises:
+        UnknownArchitecture: If transformers cannot build the model.
+    """
+    config = tiny_config(model_type, **changes)
+    return _drawn(MODEL_FOR_CAUSAL_LM_MAPPING[type(config)], config, seed)
+
+
+def tiny_larger_model(model_type: str, seed: int = 0) -> PreTrainedModel:
+    """Return a tiny random model that holds a language model, such as one that reads images, in float32 and in eval mode.
+
+    Args:
+        model_type: The `model_type` of a config with a `text_config`.
+        seed: Seed of the weights. Default: 0.
+
+    Raises:
+        UnknownArchitecture: If transformers has no class for the type, or cannot build the model.
+    """
+    config_class = CONFIG_MAPPING[model_type]
+    larger = larger_class_of(config_class)
+    try:
+        default = config_class()
+        language_config = default.get_text_config(decoder=True)
+        small = _small(default)
+        name = next(name for name, value in vars(default).items() if value is language_config)
+        language_type = language_config.model_type
+        small[name] |= {**_SMALL_OF_TYPE.get(language_type, {}), "model_type": language_type}
+        config = config_class(**small)
+    except Exception as error:  # config classes raise whatever their checks raise
+        raise UnknownArchitecture(f"{model_type!r} has no tiny config ({type(error).__name__}: {error}).") from None
+    return _drawn(larger, config, seed)
+
+
+def larger_class_of(config_class: Any) -> Any:
+    """Return the class of the models that hold a language model within a larger one, for a class of configs.
+
+    Raises:
+        UnknownArchitecture: If transformers has none.
+    """
+    for mapping in (MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING, MODEL_FOR_MULTIMODAL_LM_MAPPING):
+        if config_class in mapping:
+            return mapping[config_class]
+    raise UnknownArchitecture(
+        f"{config_class.model_type!r} has no class of models for text and images or sounds in this version of transformers."
+    )
+
+
+def _drawn(model_class: Any, config: Any, seed: int) -> PreTrainedModel:
+    """Return a random model of a small config.
+
+    Raises:
+        UnknownArchitecture: If transformers cannot build the model, or the model is not small.
+    """
+    model_type = config.model_type
+    with torch.random.fork_rng(devices=[]), torch.device("cpu"):
+        torch.manual_seed(seed)
+        try:
+            with torch.device("meta"):
+                size = sum(tensor.numel() for tensor in model_class(copy.deepcopy(config)).parameters())
+            if size > _MOST_PARAMETERS:
+                raise ValueError(f"it has {size:,} parameters")
+            model = model_class._from_config(config, dtype=torch.float32).eval()
+        except Exception as error:  # models raise whatever their parts raise
+            raise UnknownArchitecture(
+                f"a tiny model of {model_type!r} cannot be built ({type(error).__name__}: {error}). Add the sizes that it needs to "
+                "_SMALL_OF_TYPE in midus_hf/models/tiny.py."
+            ) from None
+        with torch.no_grad():
+            for parameter in model.parameters():
+                if parameter.dim() == 1:  # norms and biases, which start where they change nothing
+                    parameter.add_(0.1 * torch.randn_like(parameter))
+    return model
+
+
+def _small(config: PreTrainedConfig) -> dict[str, Any]:
+    """Return small values for the sizes of a config, and for the sizes of configs within it."""
+    values, small = vars(config), {}
+    for name, size in _SMALL.items():
+        name = config.attribute_map.get(name, name)
+        if name in values and _is_size(name, values[name]):
+            small[name] = size
+    if "kv_lora_rank" in small:  # latent attention has a key and a value per query head
+        small["num_key_value_heads"] = small["num_attention_heads"]
+    nested = {name: _small(value) for name, value in values.items() if isinstance(value, PreTrainedConfig)}
+    return small | nested
+
+
+def _is_size(name: str, default: Any) -> bool:
+    return type(default) in (int, float) or (name == "head_dim" and default is None)
+
+
+# A model beyond this number of parameters is not tiny.
+_MOST_PARAMETERS = 20_000_000
