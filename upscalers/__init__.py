@@ -1,4 +1,4 @@
-"""Upscale pretrained checkpoints: add memory or depth without changing what they compute."""
+"""Upscaling of pretrained checkpoints: it adds memory or depth, and most methods do not change what the model computes."""
 
 from upscalers.record.report import PushError, UpscaleReport
 from upscalers.request.errors import MethodError, RequestError, VerificationError

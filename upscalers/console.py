@@ -124,14 +124,15 @@ def print_report(report: UpscaleReport, dry_run: bool) -> None:
         rows["bank"] = f"{counts.bank:,} parameters beside the checkpoint, of which a text fetches {counts.fetched:,}"
     if report.renumbers_layers:
         rows["adapters"] = (
-            "a LoRA that was made for the base does not fit: layers have other numbers. Merge it into the base first"
+            "a LoRA that was made for the base does not fit: layers have other numbers. 'upscale adapter' writes one that fits"
         )
     if dry_run:
         rows["would write"] = _gigabytes(report.bytes.written)
         rows["identity"] = "promised" if report.promises_identity else "not promised by the method"
     else:
         rows["written"] = (
-            f"{_gigabytes(report.bytes.written)} in {report.seconds:.1f} s, peak memory {_gigabytes(report.peak_rss_bytes)}"
+            f"{_gigabytes(report.bytes.written)} in {report.seconds:.1f} s, peak memory {_gigabytes(report.peak_rss_bytes)}, "
+            f"peak disk {_gigabytes(report.peak_disk_bytes)}"
         )
         rows["identity"] = _identity(report)
     for name, value in rows.items():
@@ -224,7 +225,7 @@ def print_inspection(inspection: dict[str, Any]) -> None:
         fetched, bank = (inspection["parameters"][name] for name in ("fetched", "bank"))
         _add(table, "bank", f"{bank:,} parameters beside the checkpoint, of which a text fetches {fetched:,}")
     if inspection["code"] is not None:
-        _add(table, "carried code", _told_code(inspection["code"]))
+        _add(table, "carried code", _carried_code(inspection["code"]))
     RichConsole().print(table)
     layers = _table("layer", "from", "parameters")
     for layer in inspection["layers"]:
@@ -234,8 +235,8 @@ def print_inspection(inspection: dict[str, Any]) -> None:
     print_measurements(inspection["measurements"])
 
 
-def _told_code(code: dict[str, Any]) -> str:
-    """Return what is known of the code that a checkpoint carries."""
+def _carried_code(code: dict[str, Any]) -> str:
+    """Return as text whether the code that a checkpoint carries is the code that its version generates."""
     if code["as_generated"]:
         return f"{code['file']}, as midus-hf {code['version']} generates it"
     if code["version"] not in (None, __version__):
@@ -274,10 +275,29 @@ def print_stripped(result: dict[str, Any]) -> None:
     )
 
 
+def print_extracted(result: dict[str, Any]) -> None:
+    """Print which language model was extracted."""
+    RichConsole().print(
+        f"{result['output']}: {result['model_type']} with {result['num_layers']} layers; left out {result['left_out']} tensors of "
+        "the larger model.",
+        markup=False,
+        soft_wrap=True,
+    )
+
+
+def print_adapter(result: dict[str, Any]) -> None:
+    """Print which layers of the upscaled model have the adapter."""
+    layers = ", ".join(map(str, result["layers"])) or "no layer"
+    summary = f"{result['peft_type']} adapter on {result['modules']} modules, in layers {layers} of {result['onto']}"
+    RichConsole().print(f"{result['output']}: {summary}.", markup=False, soft_wrap=True)
+
+
 def print_shuffled(result: dict[str, Any]) -> None:
     """Print which memories were shuffled, and whether the model computes the same as before."""
     ending = (
-        "all are zero, so that the model computes what it did" if result["same_function"] else "no row where it was"
+        "all are zero, so that the model computes what it did"
+        if result["same_function"]
+        else "no row stayed where it was"
     )
     summary = f"rows of {result['tables']} tables of values of {', '.join(result['memories'])} shuffled by seed {result['seed']}"
     RichConsole().print(f"{result['output']}: {summary}; {ending}.", markup=False, soft_wrap=True)

@@ -2,7 +2,7 @@
 
 from midus_hf.config.memory_entries import NO_MEMORIES, Memories, base_digest, inserted_options, read_memories
 from midus_hf.config.memory_types import InsertedOptions
-from upscalers.architecture.families import ATTENTION_OUTPUT_ROLES, ATTENTION_ROLES, Config, Family, LayerTensor, Shape
+from upscalers.architecture.family import ATTENTION_OUTPUT_ROLES, ATTENTION_ROLES, Config, Family, LayerTensor, Shape
 from upscalers.request.errors import refusing_requests
 
 
@@ -32,7 +32,7 @@ def expected_layer(family: Family, config: Config, memories: Memories, layer: in
         memories: The memories of the model.
         layer: Index of the layer, from 0.
     """
-    tensors = family.layer_tensors(config)
+    tensors = family.layer_tensors(config, layer)
     entry = memories.inserted.get(layer)
     if entry is not None:
         roles = kept_roles(inserted_options(entry))
@@ -46,3 +46,8 @@ def expected_outer(family: Family, config: Config, memories: Memories) -> dict[s
     with refusing_requests():
         tables = {f"model.{name}": tensor.shape for name, tensor in memories.table_tensors().items()}
     return family.outer_tensors(config) | tables
+
+
+def is_embedding(name: str) -> bool:
+    """Return whether a tensor outside the layers, by its full name, stands in front of the layers."""
+    return "embed" in name

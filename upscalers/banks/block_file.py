@@ -20,8 +20,7 @@ _KEY = "midus_blocks"
 
 @dataclass(frozen=True)
 class BlockFile:
-    """A safetensors file with one tensor per block, named `LEVEL.NODE`, the layout of their bank, and a tree's
-    fingerprint.
+    """A safetensors file with one tensor per block, named `LEVEL.NODE`, the layout of the bank, and a tree's fingerprint.
 
     Args:
         path: Path of the file.

@@ -190,7 +190,7 @@ def _files_beside_banks(folder: Path) -> list[Path]:
 def _copied_without(path: Path, target: Path, layout: BankLayout, deleted: Collection[Node]) -> bool:
     """Copy a file of blocks without the deleted blocks.
 
-    Return False, and copy nothing, if the file is no file of blocks or holds none of them.
+    Return False, and copy nothing, if the file is no file of blocks or holds none of the deleted blocks.
     """
     try:
         blocks = BlockFile.read(path, layout)

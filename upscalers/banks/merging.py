@@ -11,13 +11,11 @@ from upscalers.banks.editing import BankRequest, edit_bank
 from upscalers.banks.nodes import Node, written_node
 from upscalers.banks.opened import find_layout, open_bank
 from upscalers.checkpoint.base_model import open_base
-from upscalers.checkpoint.safetensors_format import StoredTensor
+from upscalers.checkpoint.safetensors_format import holds_the_same
 from upscalers.request.errors import RequestError, refusing_requests
 
 if TYPE_CHECKING:
     from midus_hf.banks.memory_bank import MemoryBank
-
-_BYTES_AT_ONCE = 1 << 24
 
 
 def merge(request: BankRequest, runs: Sequence[str | Path]) -> dict[str, Any]:
@@ -120,24 +118,10 @@ def _check_weights(model: Path, run: Path) -> None:
         RequestError: If a tensor differs.
     """
     expected, trained = open_base(model).tensors, open_base(run).tensors
-    if expected.keys() != trained.keys() or not all(_are_same(expected[name], trained[name]) for name in expected):
+    if expected.keys() != trained.keys() or not all(
+        holds_the_same(expected[name], trained[name]) for name in expected
+    ):
         raise RequestError(
             f"the weights of {run} are not those of {model}; expected runs in which the model was frozen (trainable: new), so that "
             "blocks of one fit the others."
         )
-
-
-def _are_same(first: StoredTensor, second: StoredTensor) -> bool:
-    if (first.dtype, first.shape) != (second.dtype, second.shape):
-        return False
-    assert first.file is not None and second.file is not None
-    with first.file.open("rb") as one, second.file.open("rb") as other:
-        one.seek(first.start)
-        other.seek(second.start)
-        unread = first.num_bytes
-        while unread:
-            count = min(unread, _BYTES_AT_ONCE)
-            if one.read(count) != other.read(count):
-                return False
-            unread -= count
-    return True

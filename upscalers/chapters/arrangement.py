@@ -142,7 +142,7 @@ def recipes(
         made[name] = Rows((len(origins) * rows, *width), _ranges(origins, rows, name, file_name))
 
     for bank in banks:
-        file = imported or bank  # without a file no arrangement takes names from here
+        file = imported or bank  # without a file, no chapter is imported, so that these names are not used
         if arrangement.rows != before.rows:
             for name, file_name in zip(bank.rows, file.rows, strict=True):
                 make(name, arrangement.rows, memory.options.chapter_tokens, file_name)

@@ -93,7 +93,9 @@ STORED_INTEGERS = {8: "I8", 4: "U8"}
 
 
 def row_names(bank_bits: int | None) -> tuple[str, ...]:
-    """Return the names of a bank's tensors that have a row per memory token, or the first factor of a row.
+    """Return the names of a bank's tensors that have a row per memory token.
+
+    A bank with a `bank_rank` also has a `bank_transform`, which has no row per memory token.
 
     Args:
         bank_bits: Bits per number of a rounded bank, 8 or 4; None for a bank that is not rounded.
@@ -150,6 +152,6 @@ def check_all(verb: str, memory: ChapterMemory, banks: Sequence[Bank]) -> None:
     """
     if len(banks) < len(memory.banks):
         raise RequestError(
-            f"bank is {banks[0].number}; expected none to {verb}, for the {len(memory.banks)} banks of memory {memory.name!r} "
-            "have their sizes in common. Leave --bank out."
+            f"bank is {banks[0].number}; expected no single bank to {verb}, since the {len(memory.banks)} banks of memory "
+            f"{memory.name!r} have the same sizes. Leave --bank out."
         )

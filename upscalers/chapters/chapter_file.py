@@ -177,7 +177,7 @@ def open_chapter_file(path: Path) -> ChapterFile:
         sound = False
     if not sound:
         raise RequestError(
-            f"{path.name} says of its chapters what its tensors are not; expected a sound file. Export it again."
+            f"{path.name} has a description that does not fit its tensors; expected a sound file. Export it again."
         )
     _check_contents(file, read_metadata(path).get(DIGEST_KEY))
     return file
@@ -207,7 +207,7 @@ def _check_contents(file: ChapterFile, recorded: str | None) -> None:
             if rows.is_floating_point() and not all(torch.isfinite(part).all() for part in rows.split(_ROWS_AT_ONCE)):
                 raise RequestError(
                     f"{file.path.name} has numbers in {name} that are not finite ({tensor.dtype}); expected finite ones alone, since "
-                    "a model would compute no others from them. Export chapters of a model that was trained without fault."
+                    "a model that reads others computes nothing finite. Export chapters of a model that was trained without fault."
                 )
 
 

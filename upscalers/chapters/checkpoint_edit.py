@@ -10,7 +10,7 @@ from typing import Any
 
 from midus_hf.config.memories.chapters import ChaptersOptions
 from midus_hf.files.ownership import CONFIG_KEY, has_config_entry
-from upscalers.architecture.families import Config
+from upscalers.architecture.family import Config
 from upscalers.chapters.banks import Bank, ChapterMemory, find_memory
 from upscalers.chapters.numbers import written
 from upscalers.checkpoint.banks import bytes_of_banks, carry_banks
@@ -34,7 +34,7 @@ class EditRequest:
         memory: Name of the memory, needed if the model has several memories of chapters. Default: the only one.
         bank: Number of the bank to edit. Default: all banks.
         overwrite: Whether to replace an existing checkpoint, under the conditions of `upscale`. Default: False.
-        progress: Display that is told of every step. Default: silent.
+        progress: Display that shows every step. Default: none.
     """
 
     model: str | Path
@@ -47,7 +47,7 @@ class EditRequest:
 
 @dataclass(frozen=True)
 class Decided:
-    """An edit that was decided on.
+    """Details of an edit that was decided on.
 
     Args:
         options: Options of the memory after the edit.
@@ -84,8 +84,7 @@ def edit_checkpoint(
     started = time.perf_counter()
     progress = request.progress or NoProgress()
     with resolve_source(str(request.model)) as source:
-        config = read_config(source.folder)
-        entry = read_config_entry(config, source.folder)
+        entry = read_config_entry(read_config(source.folder), source.folder)
         opened = open_base(source.folder)
         memory = find_memory(opened, request.memory)
         banks = memory.chosen_banks(request.bank)
@@ -108,13 +107,14 @@ def edit_checkpoint(
         folder.check_space(num_bytes + bytes_of_banks(source.folder, opened.memories.banks))
         with folder as partial, shown(progress):
             begin_writing(progress, num_bytes, len(shards))
-            writer = CheckpointWriter({**opened.tensors, **decided.sources}, scan=False, progress=progress)
+            sources = {**opened.tensors, **decided.sources}
+            writer = CheckpointWriter(sources, scan=False, progress=progress, stored_name=opened.stored_name)
             done = writer.write(partial, shards)
             carry_banks(source.folder, partial, opened.memories.banks)
             write_siblings(
-                source.folder,
+                opened,
                 partial,
-                edited_config(config, memory.name, decided.options, edit),
+                edited_config(opened.config, memory.name, decided.options, edit),
                 lambda record: {**record, EDITS_KEY: [*(record.get(EDITS_KEY) or []), edit]},
                 lambda card: edited_card(card, edit),
             )
@@ -172,7 +172,7 @@ def edited_card(card: str, edit: Edit) -> str:
     line = f"- `midus edit {edit['command']}` of midus_hf {edit['version']}: {changes}\n"
     if _HEADING in card:
         return f"{card.rstrip()}\n{line}"
-    heading = "What stands above tells of the upscaling, its numbers included. Since then:"
+    heading = "The text and the numbers above describe the model after its upscaling. Since then:"
     return f"{card.rstrip()}\n\n{_HEADING}\n\n{heading}\n\n{line}"
 
 

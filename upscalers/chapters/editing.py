@@ -143,7 +143,8 @@ def _places(file: ChapterFile, into: str | None, num_chapters: int) -> tuple[int
         numbers = parse_numbers(into, num_chapters, "into")
         if len(numbers) != len(file.chapters):
             raise RequestError(
-                f"into is {into!r}, {len(numbers)} places; expected {len(file.chapters)}, as many as {file.path.name} has chapters."
+                f"into is {into!r}, which has length {len(numbers)}; expected {len(file.chapters)}, as many as {file.path.name} has "
+                "chapters."
             )
         return numbers
     beyond = [number for number in file.chapters if number >= num_chapters]

@@ -25,7 +25,7 @@ def list_chapters(
         model: A checkpoint with chapters: a folder or a hub id.
         memory: Name of one memory of chapters. Default: all memories.
         bank: Number of one bank. Default: all banks.
-        progress: Display that is told of every chapter. Default: silent.
+        progress: Display that shows every chapter. Default: none.
 
     Returns:
         `{"model", "memories", "edits"}`. Each memory has its name, its site, its options, T as `chapter_tokens`, and

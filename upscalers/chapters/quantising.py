@@ -66,8 +66,8 @@ def quantise(request: EditRequest, bits: int = 8) -> dict[str, Any]:
         check_all("quantise", memory, banks)
         if memory.options.bank_bits is not None:
             raise RequestError(
-                f"memory {memory.name!r} has bank_bits = {memory.options.bank_bits} already; expected rows that were not rounded. Go "
-                "back to the checkpoint before it was."
+                f"memory {memory.name!r} has bank_bits = {memory.options.bank_bits} already; expected rows that were not rounded. "
+                "Start from the checkpoint before it was quantised."
             )
         options = dataclasses.replace(memory.options, bank_bits=cast(Literal[8, 4], bits))
         with refusing_requests():

@@ -11,7 +11,7 @@ from rich.text import Text
 
 from upscalers.chapters.numbers import written
 
-# Most chapters that are listed one by one, and most layers whose biases are; with more, tables show a summary.
+# Greatest number of chapters with a row each, and of layers with a column of biases each; tables summarise more of them.
 _MOST_CHAPTERS, _MOST_LAYERS = 64, 4
 
 

@@ -1,17 +1,22 @@
 """The base checkpoint: its config, its family, and the position of each of its tensors."""
 
-import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
 from midus_hf.config.memory_entries import Memories
-from midus_hf.files.checkpoint_files import INDEX_FILE, SINGLE_FILE
 from midus_hf.files.json_text import parse_json
-from upscalers.architecture.families import Config, Family, LayerTensor, family_of
-from upscalers.architecture.layer_tensors import expected_layer, expected_outer, memories_of
+from midus_hf.files.ownership import has_config_entry
+from upscalers.architecture.families import check_readable, family_of
+from upscalers.architecture.family import Config, Family, LayerTensor, Shape
+from upscalers.architecture.layer_tensors import expected_layer, expected_outer, is_embedding, memories_of
+from upscalers.checkpoint.gguf_weights import GgufWeights
+from upscalers.checkpoint.hub_shards import HubShards
+from upscalers.checkpoint.larger_model import LargerModel, larger_model_of
+from upscalers.checkpoint.merged_adapter import ADAPTER_CONFIG_FILE, Adapter
+from upscalers.checkpoint.quantised_weights import names_of_packed, names_of_parts, with_products
 from upscalers.checkpoint.safetensors_format import (
     INTEGER_NAMES,
     SAFETENSORS_NAMES,
@@ -19,29 +24,28 @@ from upscalers.checkpoint.safetensors_format import (
     StoredTensor,
     dtype_of_most,
     holds_the_same,
-    read_header,
 )
-from upscalers.checkpoint.tokenizer import has_tokenizer
+from upscalers.checkpoint.stored_weights import stored_tensors
 from upscalers.request.errors import RequestError
 
 _PREFIX = "model."
 _LAYER_KEY = re.compile(r"^(?:model\.)?layers\.(?P<layer>0|[1-9][0-9]*)\.(?P<rest>.+)$")
-_PICKLED = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 MOST_LAYERS = 10_000
 _LISTED = 3
 
 
 @dataclass(frozen=True)
 class BaseModel:
-    """A checkpoint as upscaling sees it.
+    """An opened checkpoint: its config, its family, and the position of each of its tensors.
 
     Args:
         folder: Folder of the checkpoint.
-        config: The raw `config.json`.
-        family: The family that the model belongs to.
+        config: The raw `config.json`; for a larger model, the config of the language model within it.
+        family: The family that the language model belongs to.
         tensors: Every tensor, by full name. If the folder has no weights, the tensors are planned from the config and
-            have no files.
+            have no files. Tensors of a language model within a larger one have the names that they would have alone.
         unexpected: Names of stored tensors that the architecture does not have; they are copied to the result.
+        larger: The larger model that the language model is a part of; None if the language model stands alone.
     """
 
     folder: Path
@@ -49,6 +53,7 @@ class BaseModel:
     family: Family
     tensors: dict[str, StoredTensor]
     unexpected: tuple[str, ...] = ()
+    larger: LargerModel | None = None
 
     @property
     def num_layers(self) -> int:
@@ -64,6 +69,16 @@ class BaseModel:
     def dtype(self) -> str:
         """The dtype of most weights by bytes, as safetensors names it."""
         return dtype_of_most(self.tensors.values())
+
+    @cached_property
+    def parts(self) -> frozenset[str]:
+        """Names of stored tensors that are parts of quantised weights, such as scales; they are among the unexpected tensors."""
+        return names_of_parts(self.tensors)
+
+    @cached_property
+    def packed(self) -> frozenset[str]:
+        """Names of weights that are stored as parts alone, so that whoever carries the parts along carries them."""
+        return names_of_packed(self.tensors)
 
     @cached_property
     def memories(self) -> Memories:
@@ -107,11 +122,36 @@ class BaseModel:
         layers = range(self.num_layers)
         buffers = {self.new_name(layer, name) for layer in layers for name in self.memories.buffers(layer)}
         buffers |= {self.prefix + name for name in self.memories.table_buffers()}
+        buffers |= {self.prefix + name.removeprefix("model.") for name in self.family.buffers(self.config)}
         return {*self.repeated_names, *self.unexpected, *buffers}
 
     def layer_tensors(self, layer: int) -> dict[str, LayerTensor]:
         """Return roles and shapes of a layer's tensors, by their name within the layer."""
         return expected_layer(self.family, self.config, self.memories, layer)
+
+    @property
+    def auto_class(self) -> str:
+        """Name of the Auto class of transformers that loads the whole model."""
+        return "AutoModelForCausalLM" if self.larger is None else self.larger.auto_class
+
+    @property
+    def surroundings(self) -> Mapping[str, Shape]:
+        """Shapes of the tensors of the larger model outside the language model, by full name; they are copied to the result."""
+        return {} if self.larger is None else self.larger.spelling.others
+
+    def whole_config(self, config: Config) -> Config:
+        """Return the content of `config.json` for a config of the language model: around it, that of the larger model, if any."""
+        return config if self.larger is None else self.larger.wrapped(config)
+
+    def stored_name(self, name: str) -> str:
+        """Return the name under which a checkpoint stores a tensor of this model, or of a model made from it."""
+        return name if self.larger is None else self.larger.spelling.stored_name(name)
+
+    def by_name(self, stored: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:
+        """Return stored tensors of this model, or of a model made from it, by full name."""
+        if self.larger is None:
+            return dict(stored)
+        return {self.larger.spelling.language_name(name): tensor for name, tensor in stored.items()}
 
     def new_name(self, layer: int, name: str) -> str:
         """Return the full name of a tensor of output layer `layer`."""
@@ -149,17 +189,29 @@ def read_config_file(path: Path) -> Config:
     return config
 
 
-def open_base(folder: Path, needs_weights: bool = True) -> BaseModel:
+def open_base(
+    folder: Path,
+    needs_weights: bool = True,
+    shards: HubShards | GgufWeights | None = None,
+    adapter: Adapter | None = None,
+) -> BaseModel:
     """Open a checkpoint folder and check that the checkpoint is complete.
 
     Args:
         folder: Folder of a Hugging Face checkpoint.
         needs_weights: Whether to refuse a folder without weights. Default: True.
+        shards: Weights on the hub or in a GGUF file, if the folder holds the other files alone. Default: None, the folder's
+            weights.
+        adapter: A LoRA whose changes are added to the weights when they are read. Default: None.
 
     Raises:
         RequestError: If the base cannot be upscaled. The message says why and what helps.
     """
     config = read_config(folder)
+    larger = larger_model_of(config)
+    if larger is not None:
+        check_readable(config)
+        config = larger.language_config
     family = family_of(config)
     layers = config.get("num_hidden_layers")
     if not isinstance(layers, int) or isinstance(layers, bool) or not 1 <= layers <= MOST_LAYERS:
@@ -169,18 +221,27 @@ def open_base(folder: Path, needs_weights: bool = True) -> BaseModel:
     dtype = config["dtype"] if config.get("dtype") is not None else config.get("torch_dtype")
     if not isinstance(dtype, str | None):
         raise RequestError(f"config.json has dtype = {dtype!r}; expected a name such as 'bfloat16'.")
-    if (folder / "adapter_config.json").is_file():
+    if (folder / ADAPTER_CONFIG_FILE).is_file() and (adapter is None or not adapter.folder.samefile(folder)):
         raise RequestError(
             "the base holds a PEFT adapter (adapter_config.json), which transformers would add when it loads the result; "
-            "expected a model alone. Merge the adapter (merge_and_unload) and save the model, or remove the file."
+            "expected a model alone. Merge the adapter by giving its folder as --adapter, or remove the file."
         )
     expected, integers = _expected_tensors(family, config), _stored_as_integers(family, config)
-    stored = _stored_tensors(folder, needs_weights)
+    stored = stored_tensors(folder, needs_weights, shards)
+    if stored is not None:
+        stored = with_products(stored, config)
+    carried: dict[str, Shape] = {}
+    if larger is not None:
+        larger = larger.spelled_as(stored or ())
+        carried = larger.spelling.others
+        expected |= carried
     if stored is None:
         dtype = SAFETENSORS_NAMES.get(str(dtype).removeprefix("torch."), "F32")
         planned = {name: StoredTensor(dtype, shape) for name, shape in expected.items()}
-        return BaseModel(folder, config, family, planned)
+        return BaseModel(folder, config, family, planned, larger=larger)
 
+    if larger is not None:
+        stored = {larger.spelling.language_name(name): tensor for name, tensor in stored.items()}
     if not any(name.startswith(_PREFIX) for name in stored):
         expected = {name.removeprefix(_PREFIX): shape for name, shape in expected.items()}
         integers = {name.removeprefix(_PREFIX): dtype for name, dtype in integers.items()}
@@ -197,6 +258,8 @@ def open_base(folder: Path, needs_weights: bool = True) -> BaseModel:
                 f"{name} is {list(stored[name].shape)} in the base; expected {list(shape)} by its config. "
                 "Weights and config.json do not belong together."
             )
+        if name in carried:
+            continue
         if stored[name].dtype not in TORCH_NAMES and INTEGER_NAMES.get(stored[name].dtype) != integers.get(name):
             raise RequestError(
                 f"{name} is stored as {stored[name].dtype}; expected float32, float16 or bfloat16 weights. "
@@ -211,14 +274,46 @@ def open_base(folder: Path, needs_weights: bool = True) -> BaseModel:
             f"the base holds {beyond}, but config.json has num_hidden_layers = {layers}. "
             "Weights and config.json do not belong together."
         )
-    return BaseModel(folder, config, family, stored, unexpected)
+    if adapter is not None:
+        stored = _merged(adapter, stored, family, config)
+    return BaseModel(folder, config, family, stored, unexpected, larger)
+
+
+def _merged(
+    adapter: Adapter, stored: dict[str, StoredTensor], family: Family, config: Config
+) -> dict[str, StoredTensor]:
+    """Return a base's tensors with an adapter's changes.
+
+    Raises:
+        RequestError: If the adapter does not fit the base, or cannot be merged while the base is read.
+    """
+    if has_config_entry(config):
+        raise RequestError(
+            f"adapter {adapter.name!r} would be merged into a model that `upscale` made, whose layers may have other numbers; "
+            "expected the base that the adapter was made for. Merge the adapter when you upscale that base."
+        )
+    if family.is_converted(config):
+        raise RequestError(
+            f"adapter {adapter.name!r} would be merged into a {family.model_type!r} model, whose tensors transformers converts when "
+            "it loads them; expected a type whose tensors stay as they are. Merge the adapter with PEFT first."
+        )
+    prefix = _PREFIX if any(name.startswith(_PREFIX) for name in stored) else ""
+    changed = adapter.merged(stored, prefix)
+    tied = next((name for name in family.tied_tensors(config) if name in stored), None)
+    embedding = f"{prefix}embed_tokens.weight"
+    if tied is not None and any(changed[name] is not stored[name] for name in (embedding, tied)):
+        raise RequestError(
+            f"adapter {adapter.name!r} changes {embedding} or {tied}, which the config ties, and the base stores both; expected one "
+            "of them. Merge the adapter with PEFT first."
+        )
+    return changed
 
 
 def _expected_tensors(family: Family, config: Config) -> dict[str, tuple[int, ...]]:
     memories = memories_of(family, config)
     outer = expected_outer(family, config, memories)
-    last = [name for name in outer if name != "model.embed_tokens.weight"]
-    expected = {"model.embed_tokens.weight": outer["model.embed_tokens.weight"]}
+    expected = {name: shape for name, shape in outer.items() if is_embedding(name)}
+    last = [name for name in outer if name not in expected]
     for layer in range(config["num_hidden_layers"]):
         for name, tensor in expected_layer(family, config, memories, layer).items():
             expected[f"model.layers.{layer}.{name}"] = tensor.shape
@@ -234,66 +329,3 @@ def _stored_as_integers(family: Family, config: Config) -> dict[str, str]:
             f"{_PREFIX}layers.{layer}.{name}": tensor for name, tensor in memories.layer_tensors(layer).items()
         }
     return {name: tensor.dtype for name, tensor in tensors.items() if tensor.dtype}
-
-
-def _stored_tensors(folder: Path, needs_weights: bool) -> dict[str, StoredTensor] | None:
-    single = folder / SINGLE_FILE
-    if single.is_file():  # transformers prefers the single file where both exist
-        return read_header(single)
-    index_path = folder / INDEX_FILE
-    if index_path.is_file():
-        return _indexed_tensors(folder, index_path, needs_weights)
-    if not needs_weights:
-        return None
-    pickled = sorted(
-        file.name for pattern in _PICKLED for file in folder.glob(pattern) if file.name != "training_args.bin"
-    )
-    if pickled:
-        raise RequestError(pickled_message(str(folder), pickled[0], has_tokenizer(os.listdir(folder))))
-    raise RequestError(f"{folder} has no model.safetensors and no model.safetensors.index.json; expected one of them.")
-
-
-def pickled_message(base: str, file: str, with_tokenizer: bool = True) -> str:
-    """Return the message about a base with pickled weights: they are never loaded, and this is how to convert them.
-
-    Args:
-        base: A folder or a hub id.
-        file: Name of a pickled file of the base.
-        with_tokenizer: Whether the base has a tokenizer, which the conversion saves as well. Default: True.
-    """
-    classes = {"M": "AutoModelForCausalLM", "T": "AutoTokenizer"} if with_tokenizer else {"M": "AutoModelForCausalLM"}
-    imported = ", ".join(f"{name} as {letter}" for letter, name in classes.items())
-    saved = "; ".join(f"{letter}.from_pretrained({base!r}).save_pretrained('OUT')" for letter in classes)
-    code = re.sub(r'([\\"$`])', r"\\\1", f"from transformers import {imported}; {saved}")
-    return (
-        f"the base has pickled weights ({file}), which are never loaded; expected safetensors. Convert it with "
-        f'python -c "{code}" and pass --base OUT.'
-    )
-
-
-def _indexed_tensors(folder: Path, index_path: Path, needs_weights: bool) -> dict[str, StoredTensor] | None:
-    try:
-        weight_map = parse_json(index_path.read_text(encoding="utf-8"))["weight_map"]
-        files = sorted({str(name) for name in weight_map.values()})
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise RequestError(
-            f"{index_path.name} is not a shard index ({type(error).__name__}: {error}). Download or save it again."
-        ) from None
-    headers: dict[str, dict[str, StoredTensor]] = {}
-    for name in files:
-        if Path(name).name != name or not name.endswith(".safetensors"):
-            raise RequestError(f"{index_path.name} names the shard {name!r}; expected a .safetensors file beside it.")
-        if not (folder / name).is_file():
-            if not needs_weights:
-                return None
-            raise RequestError(f"{index_path.name} names {name}, which is missing. Download or save the base again.")
-        headers[name] = read_header(folder / name)
-    absent = [name for name, file in weight_map.items() if name not in headers[str(file)]]
-    if absent:
-        raise RequestError(
-            f"{index_path.name} places {absent[0]} in {weight_map[absent[0]]}, which does not hold it "
-            f"({len(absent)} such tensors). Download or save the base again."
-        )
-    # transformers also loads tensors that the files hold but the index omits.
-    forgotten = {name: tensor for header in headers.values() for name, tensor in header.items()}
-    return {**forgotten, **{name: headers[str(file)][name] for name, file in weight_map.items()}}

@@ -8,6 +8,8 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from types import TracebackType
 
 from upscalers.checkpoint.base_model import BaseModel
+from upscalers.checkpoint.computed_tensor import ComputedTensor
+from upscalers.checkpoint.hub_shards import HubShard
 from upscalers.checkpoint.safetensors_format import StoredTensor
 from upscalers.machine.processors import num_processors
 
@@ -16,12 +18,11 @@ _MOST_WAITING_BYTES = 4 << 30
 
 
 def weight_names(model: BaseModel) -> dict[str, str]:
-    """Return the name of each weight of a checkpoint in a digest, by its stored name. Digest names omit `model.` in
-    front.
+    """Return the name of each weight in digests, by its stored name; names in digests omit `model.` in front.
 
     Tensors that transformers does not save again are left out: a tied head, and tensors unknown to the architecture.
     """
-    left_out = {*model.repeated_names, *model.unexpected}
+    left_out = ({*model.repeated_names, *model.unexpected} - model.parts) | model.packed
     return {name: name.removeprefix(model.prefix) for name in model.tensors if name not in left_out}
 
 
@@ -34,10 +35,11 @@ def content_sha256(digests: Mapping[str, str]) -> str:
 class TensorDigests:
     """Threads that compute the SHA-256 of tensors, in parallel because hashing releases the interpreter's lock.
 
-    A digest covers dtype, shape and bytes. Until `begin` is called, tensors wait, so that with few processors imports
-    and copying come first. At most 4 GiB wait, which the machine may still hold in memory after copying; the first
-    ones beyond that are hashed at once. Enter the context before the first tensor. Leaving the context stops the
-    reading of tensors.
+    A digest covers dtype, shape and bytes.
+
+    Until `begin` is called, tensors wait, so that with few processors imports and copying come first. At most 4 GiB
+    wait, which the machine may still hold in memory after copying; beyond that, the tensors that have waited longest
+    are hashed at once. Enter the context before the first tensor. Leaving the context stops the reading of tensors.
 
     Args:
         tensors: The tensors of a checkpoint, by full name.
@@ -45,7 +47,7 @@ class TensorDigests:
     """
 
     def __init__(self, tensors: Mapping[str, StoredTensor], names: Mapping[str, str]):
-        self._tensors = tensors
+        self._tensors = {name: tensor.as_stored for name, tensor in tensors.items()}
         self._names = names
         self._taken: set[str] = set()
         self._waiting: deque[str] = deque()
@@ -67,6 +69,9 @@ class TensorDigests:
             self._taken.add(name)
             self._waiting.append(name)
             self._waiting_bytes += self._tensors[name].num_bytes
+            if isinstance(self._tensors[name].in_file.file, HubShard):  # the file may be gone later
+                self.begin()
+                self._futures[name].result()
             while self._waiting and (self._begun or self._waiting_bytes > _MOST_WAITING_BYTES):
                 self._submit_next()
 
@@ -93,8 +98,13 @@ class TensorDigests:
         return dict(sorted((self._names[name], future.result()) for name, future in self._futures.items()))
 
     def _digest(self, tensor: StoredTensor) -> str:
-        assert tensor.file is not None
         digest = hashlib.sha256(f"{tensor.dtype}:{list(tensor.shape)}\n".encode())
+        if isinstance(tensor, ComputedTensor):
+            import torch
+
+            digest.update(tensor.read().flatten().view(torch.uint8).numpy().data)
+            return digest.hexdigest()
+        assert tensor.file is not None
         buffer = memoryview(bytearray(min(_CHUNK_BYTES, tensor.num_bytes)))
         left = tensor.num_bytes
         with tensor.file.open("rb", buffering=0) as file:

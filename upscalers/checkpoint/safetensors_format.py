@@ -5,6 +5,7 @@ one tensor at a time, and reads tensors by position, so that no shard is ever he
 """
 
 import errno
+import io
 import json
 import math
 import os
@@ -13,7 +14,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, BinaryIO, Literal, Protocol
 
 from midus_hf.files.json_text import parse_json
 from upscalers.request.errors import RequestError
@@ -27,9 +28,20 @@ TORCH_NAMES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bf
 INTEGER_NAMES = {"I8": "int8", "U8": "uint8"}
 SAFETENSORS_NAMES = {torch_name: name for name, torch_name in TORCH_NAMES.items()}
 _METADATA = "__metadata__"
-_LONGEST_HEADER = 100_000_000
+LONGEST_HEADER = 100_000_000
 _CHUNK_BYTES = 1 << 22
 _NOT_IN_KERNEL = frozenset({errno.EXDEV, errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, errno.EPERM, errno.ETXTBSY})
+
+
+class WeightFile(Protocol):
+    """A file that holds tensors: a path, or a file that is fetched when it is opened."""
+
+    @property
+    def name(self) -> str:
+        """Name of the file, without its folder."""
+
+    def open(self, mode: Literal["rb"], buffering: Literal[0]) -> io.FileIO:
+        """Open the file for reading."""
 
 
 @dataclass(frozen=True)
@@ -45,7 +57,7 @@ class StoredTensor:
 
     dtype: str
     shape: tuple[int, ...]
-    file: Path | None = None
+    file: WeightFile | None = None
     start: int = 0
 
     @property
@@ -53,14 +65,24 @@ class StoredTensor:
         """Number of bytes of the tensor's data."""
         return math.prod(self.shape) * ITEM_BYTES[self.dtype]
 
+    @property
+    def as_stored(self) -> "StoredTensor":
+        """The tensor that a copy of this tensor is; a copy of a quantised weight stays quantised."""
+        return self
+
+    @property
+    def in_file(self) -> "StoredTensor":
+        """The tensor whose bytes lie in a file; some tensors are computed from what is stored."""
+        return self
+
 
 def holds_the_same(left: StoredTensor, right: StoredTensor) -> bool:
-    """Return whether two stored tensors have the same dtype, shape and bytes, reading no further than the first
-    difference.
+    """Return whether two stored tensors have the same dtype, shape and bytes, reading no further than the first difference.
 
     Raises:
         OSError: If a file cannot be read.
     """
+    left, right = left.in_file, right.in_file
     assert left.file is not None and right.file is not None
     if (left.dtype, left.shape) != (right.dtype, right.shape):
         return False
@@ -80,7 +102,22 @@ def read_header(file: Path) -> dict[str, StoredTensor]:
     Raises:
         RequestError: If the file is truncated, or is no safetensors file.
     """
-    header, data_start = _read_json(file)
+    with file.open("rb") as stream:
+        return header_from(file, file.stat().st_size, stream)
+
+
+def header_from(file: WeightFile, size: int, stream: BinaryIO) -> dict[str, StoredTensor]:
+    """Read the dtype, shape and position of each tensor of a file from the beginning of the file.
+
+    Args:
+        file: The file that the tensors lie in.
+        size: Number of bytes of the file.
+        stream: Stream of the first bytes of the file, at least the header.
+
+    Raises:
+        RequestError: If the file is truncated, or is no safetensors file.
+    """
+    header, data_start = _read_json(file, size, stream)
     header.pop(_METADATA, None)
     tensors: dict[str, StoredTensor] = {}
     ends: list[tuple[int, int]] = []
@@ -105,7 +142,6 @@ def read_header(file: Path) -> dict[str, StoredTensor]:
         if start != position:
             raise _corrupt(file, "its tensors overlap or leave gaps")
         position = end
-    size = file.stat().st_size
     if data_start + position != size:
         raise _corrupt(
             file, f"it has {size} bytes where its header needs {data_start + position}; it may be truncated"
@@ -119,30 +155,29 @@ def read_metadata(file: Path) -> dict[str, str]:
     Raises:
         RequestError: If the file is truncated, or is no safetensors file.
     """
-    metadata = _read_json(file)[0].get(_METADATA)
+    with file.open("rb") as stream:
+        metadata = _read_json(file, file.stat().st_size, stream)[0].get(_METADATA)
     return metadata if isinstance(metadata, dict) else {}
 
 
-def _read_json(file: Path) -> tuple[dict[str, Any], int]:
+def _read_json(file: WeightFile, size: int, stream: BinaryIO) -> tuple[dict[str, Any], int]:
     """Return the header, and the position of the data behind the header."""
-    size = file.stat().st_size
-    with file.open("rb") as stream:
-        prefix = stream.read(8)
-        if len(prefix) < 8:
-            raise _corrupt(file, f"it has {size} bytes, fewer than the 8 of a header length")
-        (header_bytes,) = struct.unpack("<Q", prefix)
-        if header_bytes > min(_LONGEST_HEADER, size - 8):
-            raise _corrupt(file, f"its header claims {header_bytes} bytes of a file of {size}")
-        try:
-            header = parse_json(stream.read(header_bytes))
-        except ValueError as error:
-            raise _corrupt(file, f"its header is not JSON ({error})") from None
+    prefix = stream.read(8)
+    if len(prefix) < 8:
+        raise _corrupt(file, f"it has {size} bytes, fewer than the 8 of a header length")
+    (header_bytes,) = struct.unpack("<Q", prefix)
+    if header_bytes > min(LONGEST_HEADER, size - 8):
+        raise _corrupt(file, f"its header claims {header_bytes} bytes of a file of {size}")
+    try:
+        header = parse_json(stream.read(header_bytes))
+    except ValueError as error:
+        raise _corrupt(file, f"its header is not JSON ({error})") from None
     if not isinstance(header, dict):
         raise _corrupt(file, "its header is not a JSON object")
     return header, 8 + header_bytes
 
 
-def _corrupt(file: Path, reason: str) -> RequestError:
+def _corrupt(file: WeightFile, reason: str) -> RequestError:
     return RequestError(f"{file.name} is not a sound safetensors file: {reason}. Download or save it again.")
 
 

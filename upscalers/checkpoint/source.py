@@ -10,19 +10,24 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from midus_hf.files.checkpoint_files import (
+    ADAPTERS,
     BANKS,
     CARD_FILE,
     CONFIG_FILE,
     INDEX_FILE,
+    PICKLED_FILE,
+    PICKLED_INDEX_FILE,
     RECORD_FILE,
     SINGLE_FILE,
     TRAVELLING,
     globs,
     indexed_weights,
 )
-from upscalers.checkpoint.base_model import pickled_message
-from upscalers.checkpoint.gguf import convert_gguf
-from upscalers.checkpoint.tokenizer import has_tokenizer
+from upscalers.checkpoint.gguf import convert_gguf, read_gguf
+from upscalers.checkpoint.gguf_weights import GgufWeights
+from upscalers.checkpoint.hub_shards import HubShards
+from upscalers.checkpoint.merged_adapter import ADAPTER_CONFIG_FILE, ADAPTER_FILE, PICKLED_ADAPTER_FILE, Adapter
+from upscalers.checkpoint.stored_weights import FORMATS, missing_weights
 from upscalers.request.errors import RequestError
 
 _HUB_ID = re.compile(r"^[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?$")
@@ -38,18 +43,28 @@ class Source:
         name: Name as the person gave it, without a hub revision.
         folder: Folder with the base's files.
         revision: The commit of a hub repository; None for local bases.
+        shards: Weights that are fetched while they are read, in place of weights in the folder. Default: None.
+        gguf: Weights that are dequantised when they are read, in place of weights in the folder. Default: None.
     """
 
     name: str
     folder: Path
     revision: str | None = None
+    shards: HubShards | None = None
+    gguf: GgufWeights | None = None
 
     @property
     def label(self) -> str:
-        """Name of the base in records: its hub id, or only the last part of a local path, so that records reveal no
-        folders.
-        """
+        """Name of the base in records: its hub id, or the last part of a local path, so that records reveal no folders."""
         return self.name if self.revision is not None else Path(self.name).expanduser().resolve().name
+
+    def disk_bytes(self) -> int:
+        """Return the bytes of disk that the base takes because of this run: fetched or converted files; 0 for a local base."""
+        if self.shards is not None:
+            return self.shards.peak_bytes
+        if self.revision is None and Path(self.name).suffix != ".gguf":
+            return 0
+        return sum(file.stat().st_size for file in self.folder.rglob("*") if file.is_file())
 
 
 def name_and_revision(base: str, revision: str | None = None) -> tuple[str, str | None]:
@@ -84,23 +99,32 @@ def name_and_revision(base: str, revision: str | None = None) -> tuple[str, str 
 
 
 @contextlib.contextmanager
-def resolve_source(base: str, revision: str | None = None, config_only: bool = False) -> Iterator[Source]:
+def resolve_source(
+    base: str, revision: str | None = None, config_only: bool = False, stream: bool = False
+) -> Iterator[Source]:
     """Bring the base into a folder, and keep it there for as long as the context is open.
 
     Args:
         base: A folder, a `.gguf` file, a `config.json`, or a hub id, with or without `@revision`.
         revision: A branch, tag or commit of a hub repository. Default: its main branch.
         config_only: Whether `config.json` suffices. Default: False.
+        stream: Whether weights on the hub are fetched file by file while they are read, and removed afterwards, in
+            place of a download into the cache of the hub. Default: False.
 
     Raises:
-        RequestError: If there is no base of this name.
+        RequestError: If there is no base of this name, or the base is to be streamed and is not on the hub.
     """
     name, revision = name_and_revision(base, revision)
     path = Path(name).expanduser()
+    if stream and path.exists():
+        raise RequestError(f"stream is on, but {name!r} is local; expected a hub id. Leave --stream out.")
     if path.is_file() and path.suffix == ".gguf":
         with tempfile.TemporaryDirectory(prefix="upscale-gguf-") as temporary:
-            convert_gguf(path, Path(temporary), config_only)
-            yield Source(name, Path(temporary))
+            if config_only:
+                convert_gguf(path, Path(temporary), config_only)
+                yield Source(name, Path(temporary))
+            else:
+                yield Source(name, Path(temporary), gguf=read_gguf(path, Path(temporary)))
     elif path.is_file() and path.name == "config.json":
         yield Source(name, path.parent)
     elif path.is_dir():
@@ -110,10 +134,35 @@ def resolve_source(base: str, revision: str | None = None, config_only: bool = F
             f"{name!r} is a file; expected a folder, a .gguf file, a config.json or a hub id. Give the folder of the checkpoint."
         )
     elif _HUB_ID.match(name):
-        folder = _download(name, revision, config_only)
-        yield Source(name, folder, revision=folder.name)
+        folder = _download(name, revision, config_only, weights=not stream)
+        if stream and not config_only:
+            with tempfile.TemporaryDirectory(prefix="upscale-shards-") as temporary:
+                yield Source(name, folder, folder.name, HubShards(name, folder.name, Path(temporary)))
+        else:
+            yield Source(name, folder, revision=folder.name)
     else:
         raise RequestError(f"{name!r} is no folder, no .gguf file and no hub id; expected one of them.")
+
+
+def resolve_adapter(name: str) -> Adapter:
+    """Return the adapter in a folder or in a repository of the hub, which is downloaded into the cache of the hub.
+
+    Args:
+        name: A folder, or a hub id with or without `@revision`.
+
+    Raises:
+        RequestError: If there is no adapter of this name, or it is no plain LoRA.
+    """
+    folder = Path(name).expanduser()
+    if not folder.is_dir():
+        repository, revision = name_and_revision(name)
+        if folder.exists() or not _HUB_ID.match(repository):
+            raise RequestError(f"adapter {name!r} is no folder and no hub id; expected one of them.")
+        wanted = (ADAPTER_CONFIG_FILE, ADAPTER_FILE, PICKLED_ADAPTER_FILE)
+        folder = _fetch(repository, revision, wanted, ignored=_ANY_FOLDER)
+    adapter = Adapter(name, folder)
+    _ = adapter.config, adapter.file
+    return adapter
 
 
 def copy_travelling_files(folder: Path, target: Path) -> None:
@@ -124,13 +173,33 @@ def copy_travelling_files(folder: Path, target: Path) -> None:
         shutil.copyfile(file, copy)
 
 
+def adapter_folder(name: str) -> Path:
+    """Return the folder of an adapter of PEFT; an adapter on the hub is downloaded, without pickled files.
+
+    Args:
+        name: A folder or a hub id, with or without `@revision`.
+
+    Raises:
+        RequestError: If there is no adapter of this name.
+    """
+    path = Path(name).expanduser()
+    if path.is_dir():
+        return path
+    repository, revision = name_and_revision(name)
+    if not _HUB_ID.match(repository) or path.exists():
+        raise RequestError(
+            f"{name!r} is no folder and no hub id; expected the folder of an adapter. Check its spelling."
+        )
+    return _fetch(repository, revision, (*ADAPTERS, *globs(TRAVELLING)), ignored=_ANY_FOLDER)
+
+
 def travelling_files(folder: Path) -> list[Path]:
     """Return the files that `copy_travelling_files` copies from a folder, sorted."""
     matches = {file for pattern in globs(TRAVELLING) for file in folder.glob(pattern)}
     return sorted(file for file in matches if file.is_file() and not file.name.startswith("."))
 
 
-def _download(name: str, revision: str | None, config_only: bool) -> Path:
+def _download(name: str, revision: str | None, config_only: bool, weights: bool = True) -> Path:
     """Fetch config and index first, then the rest of one copy of the model, leaving out copies in other formats."""
     travelling = globs(TRAVELLING)
     below = [pattern for pattern in travelling if "/" in pattern]
@@ -140,13 +209,20 @@ def _download(name: str, revision: str | None, config_only: bool) -> Path:
     if config_only:
         return folder
     commit = folder.name  # so that all files are of one commit even if the branch moves meanwhile
-    wanted = (CONFIG_FILE, *travelling, "adapter_config.json", SINGLE_FILE)
-    _fetch(name, commit, wanted, ignored=_ANY_FOLDER)
-    if not (folder / SINGLE_FILE).is_file():  # transformers prefers the single file where both exist
-        if not (folder / INDEX_FILE).is_file():
-            _explain_missing_weights(name, commit)
-        _fetch(name, commit, (CONFIG_FILE, *map(glob.escape, sorted(indexed_weights(folder)))))
-    return folder
+    beside = (CONFIG_FILE, *travelling, ADAPTER_CONFIG_FILE)
+    _fetch(name, commit, (*beside, SINGLE_FILE) if weights else beside, ignored=_ANY_FOLDER)
+    if not weights:
+        return folder
+    if not any((folder / file).is_file() for file in (SINGLE_FILE, INDEX_FILE)):
+        _fetch(name, commit, (CONFIG_FILE, PICKLED_FILE, PICKLED_INDEX_FILE), ignored=_ANY_FOLDER)
+    for form in FORMATS:
+        if (folder / form.single).is_file():  # transformers prefers the single file where both exist
+            return folder
+        if (folder / form.index).is_file():
+            shards = indexed_weights(folder, form.index, form.suffix)
+            _fetch(name, commit, (CONFIG_FILE, *map(glob.escape, sorted(shards))))
+            return folder
+    raise RequestError(missing_weights(repr(name), _listed(name, commit)))
 
 
 def _fetch(name: str, revision: str | None, wanted: Iterable[str], ignored: str | None = None) -> Path:
@@ -182,19 +258,11 @@ def _unreachable(name: str) -> str:
     return f"{name!r} is no local folder, and the hub cannot be reached (or HF_HUB_OFFLINE is set). Give a folder."
 
 
-def _explain_missing_weights(name: str, revision: str) -> None:
-    """Raise the error that says which weights a repository has instead of the weights that transformers loads."""
+def _listed(name: str, revision: str) -> list[str]:
+    """Return the names of a repository's files."""
     from huggingface_hub import HfApi
 
     try:
-        files = HfApi().list_repo_files(name, revision=revision)
+        return HfApi().list_repo_files(name, revision=revision)
     except Exception:
         raise RequestError(_unreachable(name)) from None
-    pickled = [file for file in files if file.endswith((".bin", ".pt", ".pth"))]
-    others = [file for file in files if file.endswith(".safetensors")]
-    if pickled and not others:
-        raise RequestError(pickled_message(name, pickled[0], has_tokenizer(files)))
-    raise RequestError(
-        f"{name!r} holds {others[0] if others else 'no safetensors'} on the hub; "
-        f"expected {SINGLE_FILE} or an index of shards, {INDEX_FILE}."
-    )

@@ -4,7 +4,7 @@ import copy
 from typing import Any
 
 from midus_hf.files.ownership import CONFIG_KEY, has_config_entry
-from upscalers.architecture.families import Config
+from upscalers.architecture.family import Config
 from upscalers.record.provenance import SHUFFLES_KEY
 
 # Record of one shuffle: `{"seed", "version", "memories", "same_function"}`.
@@ -57,8 +57,8 @@ def shuffled_card(card: str, shuffle: Shuffle) -> str:
         else "It does not compute what it did, and starts from another function than its base."
     )
     line = (
-        f"- `upscale shuffle --seed {shuffle['seed']}` of midus_hf {shuffle['version']}: rows of values of {memories} stand in each "
-        f"other's places, a control that takes addresses their meaning. {end}\n"
+        f"- `upscale shuffle --seed {shuffle['seed']}` of midus_hf {shuffle['version']}: the rows of values of {memories} were "
+        f"permuted: a null control, in which addresses have no meaning. {end}\n"
     )
     if _HEADING in card:
         return f"{card.rstrip()}\n{line}"

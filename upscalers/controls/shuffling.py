@@ -41,7 +41,7 @@ def shuffle(
         output: The folder to make.
         seed: Seed of the orders, from 0 to 2^63 - 1. Default: 0.
         overwrite: Whether to replace an existing checkpoint, under the conditions of `upscale`. Default: False.
-        progress: Display that is told of every step. Default: silent.
+        progress: Display that shows every step. Default: none.
 
     Returns:
         `{"model", "output", "seed", "memories", "same_function", "tables", "bytes_written", "seconds"}`. `memories`
@@ -57,8 +57,7 @@ def shuffle(
     started = time.perf_counter()
     progress = progress or NoProgress()
     with resolve_source(str(model)) as source:
-        config = read_config(source.folder)
-        entry = read_config_entry(config, source.folder)
+        entry = read_config_entry(read_config(source.folder), source.folder)
         opened = open_base(source.folder)
         tables = dict(_tables(opened))
         if not tables:
@@ -83,12 +82,13 @@ def shuffle(
         folder.check_space(num_bytes + bytes_of_banks(source.folder, opened.memories.banks))
         with folder as partial, shown(progress):
             begin_writing(progress, num_bytes, len(shards))
-            done = CheckpointWriter(opened.tensors, scan=False, progress=progress).write(partial, shards)
+            writer = CheckpointWriter(opened.tensors, scan=False, progress=progress, stored_name=opened.stored_name)
+            done = writer.write(partial, shards)
             carry_banks(source.folder, partial, opened.memories.banks)
             write_siblings(
-                source.folder,
+                opened,
                 partial,
-                shuffled_config(config, shuffled),
+                shuffled_config(opened.config, shuffled),
                 lambda record: shuffled_record(record, shuffled),
                 lambda card: shuffled_card(card, shuffled),
             )

@@ -41,15 +41,19 @@ class AttenuatedCopy(DenseMethod):
     default_placement = "llama-pro"
 
     def check(self, base: BaseModel) -> None:
+        super().check(base)
         check_roles(base, self.scale(base), "scale")
 
     def scale(self, base: BaseModel) -> dict[str, float]:
         """Return the factors by role."""
         if self.options.scale is not None:
             return self.options.scale
-        if base.family.output_norms:
+        if base.family.norms_behind(base.config):
             return {"attention_output_norm": _HALF_THE_POWER, "mlp_output_norm": _HALF_THE_POWER}
         return {"output_projection": _HALF_THE_POWER, "down": _HALF_THE_POWER}
+
+    def needed_roles(self, base: BaseModel) -> frozenset[str]:
+        return frozenset(self.scale(base)) if self.options.scale is None else frozenset()
 
     def sources(self, base: BaseModel, layer: New, index: int, number: int) -> tuple[int, ...]:
         return (layer_before(base, layer, index),)

@@ -1,5 +1,6 @@
 """Method `avg-deus`: new layers that are the mean of the layers on both sides."""
 
+from upscalers.architecture.family import LayerTensor
 from upscalers.checkpoint.base_model import BaseModel
 from upscalers.methods.contract import OPT_DEUS, register_method
 from upscalers.methods.dense_block import FusionMethod, FusionOptions, mean
@@ -16,5 +17,5 @@ class AvgDeus(FusionMethod):
     options_class = FusionOptions
     identity = False
 
-    def tensor_recipe(self, base: BaseModel, layer: New, name: str, role: str) -> Recipe:
-        return mean(base, name, role, layer.sources)
+    def tensor_recipe(self, base: BaseModel, layer: New, name: str, tensor: LayerTensor) -> Recipe:
+        return mean(base, name, tensor, layer.sources)

@@ -7,7 +7,7 @@ from typing import Any, ClassVar, Literal
 
 from midus_hf.config.plugins import load_offered
 from midus_hf.config.wording import near_matches
-from upscalers.architecture.families import Config
+from upscalers.architecture.family import Config
 from upscalers.checkpoint.base_model import BaseModel
 from upscalers.plan.layer_config import follow_plan
 from upscalers.plan.placements import default_remark, in_whole_periods, place
@@ -96,6 +96,10 @@ class Method(ABC):
         Raises:
             RequestError: If the base is refused. The message gives the reason and the remedy.
         """
+
+    def remarks(self, base: BaseModel) -> list[str]:
+        """Return what a person should know of how the base's type was checked."""
+        return []
 
     def check_machine(self) -> None:  # noqa: B027 - most methods need nothing special
         """Refuse to start if a package or device is missing. A dry run skips this check.
@@ -214,7 +218,7 @@ def register_method(name: str) -> Callable[[type[Method]], type[Method]]:
     """
     if name in METHODS:
         raise ValueError(f"method {name!r} is already registered; choose another name.")
-    if not name or name != name.lower() or not name.replace("-", "").isalnum():
+    if name != name.lower() or not all(word.isalnum() for word in name.split("-")):
         raise ValueError(f"method name is {name!r}; expected lower case words joined by hyphens.")
 
     def decorate(cls: type[Method]) -> type[Method]:

@@ -6,13 +6,17 @@ from dataclasses import dataclass
 from typing import Literal
 
 from midus_hf.config.options import option
-from upscalers.architecture.families import NORM_ROLES
+from upscalers.architecture.family import MATRIX_ROLES, NEEDED_MATRICES, LayerTensor, projections_of
 from upscalers.checkpoint.base_model import BaseModel
 from upscalers.methods.contract import Method
 from upscalers.plan.plan import New, Plan
 from upscalers.request.errors import RequestError
 from upscalers.tensors.recipes import Combine, Copy, Fill, Recipe
 
+# Methods whose new layers are made from one layer each, whatever the layer has.
+COPYING = "llama-pro, solar, slices or attenuated-copy"
+# Roles of what writes to the residual stream.
+WRITING_ROLES = frozenset({"output_projection", "down", "attention_output_norm", "mlp_output_norm"})
 IdentityInit = Literal["auto", "zero_out_proj", "zero_out_norm", "none"]
 IDENTITY_HELP = (
     "what makes a new block the identity: zero_out_proj zeroes the two projections that write to the residual stream, "
@@ -57,36 +61,96 @@ class DenseMethod(Method):
         return self.identity_init != "none"
 
     def check(self, base: BaseModel) -> None:
-        if self.identity_init == "zero_out_norm" and not base.family.output_norms:
+        super().check(base)
+        if self.identity_init == "zero_out_norm" and not base.family.norms_behind(base.config):
             raise RequestError(
                 f"identity is 'zero_out_norm', but {base.family.model_type} has no norm behind its projections; expected "
                 "'zero_out_proj' or 'auto'."
             )
 
-    def identity_fills(self, base: BaseModel) -> dict[str, float]:
-        """Return the roles whose tensors are filled to make a block the identity, each with the value that fills them.
+    def plan(self, base: BaseModel, num_new_layers: int | None, placement: str | None) -> Plan:
+        plan = super().plan(base, num_new_layers, placement)
+        for index, layer in enumerate(plan.layers):
+            if isinstance(layer, New):
+                self.check_sources(base, layer.sources, f"new layer {index}")
+        return plan
+
+    def check_sources(self, base: BaseModel, sources: Sequence[int], what: str) -> None:
+        """Refuse base layers that a new layer cannot be made from.
+
+        Args:
+            base: The base checkpoint.
+            sources: Base layers that are combined, or the one that is copied.
+            what: Name of what is made, for messages.
+
+        Raises:
+            RequestError: If a layer lacks projections that the method needs or that the identity fills, or if layers that are
+                combined have other tensors than one another, or experts.
+        """
+        first, *others = (base.family.layer_tensors(base.config, source) for source in sources)
+        experts = [source for source in sources if source in base.family.expert_layers(base.config)]
+        if experts and others:
+            raise RequestError(
+                f"{what} would be made from base layer {experts[0]}, whose feed-forward network is a mixture of experts; {self.name} "
+                "combines matrices of several layers, and experts of one layer have no counterparts in another; expected dense "
+                f"layers. Choose {COPYING}, or a method that adds memory."
+            )
+        for source, tensors in zip(sources[1:], others, strict=True):
+            if tensors != first:
+                differing = next(name for name in (*first, *tensors) if first.get(name) != tensors.get(name))
+                raise RequestError(
+                    f"{what} would be made from base layers {sources[0]} and {source}, which differ in {differing}; expected "
+                    f"layers of one kind. {self.kinds_remedy} Or choose {COPYING}."
+                )
+        filled, needed = self.filled_roles(base), self.needed_roles(base)
+        known = {tensor.role for tensor in first.values() if tensor.parts is None}
+        known |= {projection.role for projection in projections_of(first)}
+        missing = sorted({*needed, *filled} - known)
+        if missing:
+            stacked = next((name for name, tensor in first.items() if tensor.parts == ()), None)
+            others_that_do = COPYING if set(missing) - WRITING_ROLES else "solar or slices"
+            raise RequestError(
+                f"{what} would be made from base layer {sources[0]}, which has no {missing[0]} of its own that is known"
+                f"{f' ({stacked} stacks several projections)' if stacked else ''}; {self.name} "
+                f"{'fills it with zeros' if missing[0] in filled else 'needs it'}. Choose {others_that_do}, or a method that adds "
+                "memory."
+            )
+
+    def needed_roles(self, base: BaseModel) -> frozenset[str]:
+        """Return the roles that tensors of each source of a new layer must have."""
+        return frozenset()
+
+    @property
+    def kinds_remedy(self) -> str:
+        """A sentence that says how layers of one kind are combined."""
+        return "Choose another placement."
+
+    def filled_roles(self, base: BaseModel) -> frozenset[str]:
+        """Return the roles whose tensors are filled to make a block the identity.
 
         Zero projections make a block the identity in every family. But the derivative of a norm at zero is 1 /
         sqrt(eps). In families with norms behind the projections, the gains of these norms are zeroed instead, which
         keeps the first training step small.
         """
         if self.identity_init == "none":
-            return {}
-        if self.identity_init == "zero_out_norm" or (self.identity_init == "auto" and base.family.output_norms):
-            no_gain = -1.0 if base.family.unit_offset_norms else 0.0
-            return {"attention_output_norm": no_gain, "mlp_output_norm": no_gain}
-        return {"output_projection": 0.0, "down": 0.0}
+            return frozenset()
+        behind = base.family.norms_behind(base.config)
+        if self.identity_init == "zero_out_norm" or (self.identity_init == "auto" and behind):
+            return frozenset({"attention_output_norm", "mlp_output_norm"})
+        return frozenset({"output_projection", "down"})
 
     def new_layer_recipes(self, base: BaseModel, layer: New, index: int, seed: int) -> dict[str, Recipe]:
-        fills = self.identity_fills(base)
+        filled = self.filled_roles(base)
         return {
-            name: Fill(tensor.shape, fills[tensor.role])
-            if tensor.role in fills
-            else self.tensor_recipe(base, layer, name, tensor.role)
-            for name, tensor in base.family.layer_tensors(base.config).items()
+            name: Fill(tensor.shape, -(tensor.offset or 0.0))
+            if tensor.role in filled
+            else Fill(tensor.shape, 1.0)
+            if filled and tensor.role == "layer_scalar"
+            else self.tensor_recipe(base, layer, name, tensor)
+            for name, tensor in base.family.layer_tensors(base.config, layer.sources[0]).items()
         }
 
-    def tensor_recipe(self, base: BaseModel, layer: New, name: str, role: str) -> Recipe:
+    def tensor_recipe(self, base: BaseModel, layer: New, name: str, tensor: LayerTensor) -> Recipe:
         """Return the recipe of a tensor of a new layer that the identity does not fill. By default, copy the first source."""
         source = base.layer_names(layer.sources[0])[name]
         return Copy(base.tensors[source].shape, source)
@@ -111,12 +175,34 @@ class FusionMethod(DenseMethod):
 
     default_placement = "top-heavy"
 
+    @property
+    def kinds_remedy(self) -> str:
+        return "Pass --set neighbours=same_type, or choose another placement."
+
     def sources(self, base: BaseModel, layer: New, index: int, number: int) -> tuple[int, ...]:
         return both_neighbours(base, layer, index, self.options.neighbours == "same_type")
 
     def concerns(self, base: BaseModel, plan: Plan) -> list[str]:
         concerns = mixed_types_concern(base, plan, "Pass neighbours=same_type to avoid it.")
         return strict_or_warnings(concerns, self.options.strict)
+
+
+class MatrixMethod(FusionMethod):
+    """Method that works on the matrices of the layers on both sides: predicts them, or matches their rows."""
+
+    def needed_roles(self, base: BaseModel) -> frozenset[str]:
+        return NEEDED_MATRICES
+
+    def check_sources(self, base: BaseModel, sources: Sequence[int], what: str) -> None:
+        super().check_sources(base, sources, what)
+        projections = projections_of(base.family.layer_tensors(base.config, sources[0]))
+        for role in MATRIX_ROLES:
+            of_role = [each.name for each in projections if each.role == role and each.name.endswith(".weight")]
+            if len(of_role) > 1:
+                raise RequestError(
+                    f"{what} would be made from base layer {sources[0]}, which has several matrices of the role {role} "
+                    f"({', '.join(of_role)}); {self.name} expects one. Choose avg-deus, {COPYING}, or a method that adds memory."
+                )
 
 
 def layer_before(base: BaseModel, layer: New, index: int) -> int:
@@ -156,7 +242,7 @@ def both_neighbours(base: BaseModel, layer: New, index: int, same_type: bool = F
             f"new layer {index} has no base layer {side} it; expected one on each side, since both are fused. {remedy}"
         )
     following = whole_layer(base, layer.next, index)
-    types = base.family.resolved_layer_types(base.config)
+    types = base.family.layer_kinds(base.config)
     if not same_type or types is None:
         return following, whole_layer(base, layer.previous, index)
     for candidate in range(layer.previous, -1, -1):
@@ -170,7 +256,7 @@ def both_neighbours(base: BaseModel, layer: New, index: int, same_type: bool = F
 
 def mixed_types(base: BaseModel, plan: Plan) -> list[int]:
     """Return the indices of new layers whose sources have different attention types."""
-    types = base.family.resolved_layer_types(base.config)
+    types = base.family.layer_kinds(base.config)
     if types is None:
         return []
     return [
@@ -192,9 +278,14 @@ def mixed_types_concern(base: BaseModel, plan: Plan, remedy: str) -> list[str]:
     mixed = mixed_types(base, plan)
     if not mixed:
         return []
+    config, kinds = base.config, base.family.layer_kinds(base.config)
+    what = "sliding and full attention, whose rotary embeddings and windows may differ"
+    if kinds is not None and kinds != base.family.resolved_layer_types(config):
+        layer = plan.layers[mixed[0]]
+        assert isinstance(layer, New)
+        what = f"layers that the config describes differently ({' and '.join(sorted({kinds[each] for each in layer.sources}))})"
     return [
-        f"new layer{'s' * (len(mixed) > 1)} {', '.join(map(str, mixed))} fuse{'s' * (len(mixed) == 1)} sliding and full "
-        f"attention, whose rotary embeddings and windows may differ. {remedy}"
+        f"new layer{'s' * (len(mixed) > 1)} {', '.join(map(str, mixed))} fuse{'s' * (len(mixed) == 1)} {what}. {remedy}"
     ]
 
 
@@ -209,23 +300,36 @@ def strict_or_warnings(concerns: list[str], strict: bool) -> list[str]:
     return concerns
 
 
-def combination(base: BaseModel, name: str, role: str, terms: Sequence[tuple[int, float]]) -> Combine:
+def combination(base: BaseModel, name: str, tensor: LayerTensor, terms: Sequence[tuple[int, float]]) -> Recipe:
     """Return the recipe for a linear combination of the same tensor of several base layers.
 
-    Norms are combined by their gains, which are 1 + weight in some families.
+    Norms are combined by their gains, which are 1 + weight in some families. A buffer, which is no parameter, is that of the
+    first layer.
 
     Args:
         base: The base checkpoint.
         name: Name of the tensor within the layer.
-        role: Role of the tensor.
+        tensor: Role of the tensor, and what its values are added to before they multiply.
         terms: Base layers with their coefficients.
+
+    Raises:
+        RequestError: If the coefficients do not add up to 1, and the tensor is the weight of a norm whose gain is unknown.
     """
     sources = tuple((base.layer_names(layer)[name], coefficient) for layer, coefficient in terms)
+    source, shape = sources[0][0], base.tensors[sources[0][0]].shape
+    if tensor.role == "buffer":
+        return Copy(shape, source)
     excess = sum(coefficient for _, coefficient in terms) - 1.0
-    shifts = role in NORM_ROLES and base.family.unit_offset_norms and abs(excess) > 1e-12
-    return Combine(base.tensors[sources[0][0]].shape, sources, excess if shifts else 0.0)
+    if abs(excess) <= 1e-12:
+        return Combine(shape, sources)
+    if tensor.offset is None:
+        raise RequestError(
+            f"{source} would be scaled by {excess + 1:g}, but it is the weight of a norm whose gain cannot be read; expected "
+            "coefficients that add up to 1, or a scale of 1."
+        )
+    return Combine(shape, sources, excess * tensor.offset)
 
 
-def mean(base: BaseModel, name: str, role: str, sources: Sequence[int]) -> Combine:
+def mean(base: BaseModel, name: str, tensor: LayerTensor, sources: Sequence[int]) -> Recipe:
     """Return the recipe for the mean of the same tensor of several base layers."""
-    return combination(base, name, role, [(layer, 1.0 / len(sources)) for layer in sources])
+    return combination(base, name, tensor, [(layer, 1.0 / len(sources)) for layer in sources])

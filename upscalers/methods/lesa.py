@@ -7,15 +7,15 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from midus_hf.config.options import option
-from upscalers.architecture.families import MATRIX_ROLES
+from upscalers.architecture.family import LayerTensor, Projection, projections_of
 from upscalers.checkpoint.base_model import BaseModel
 from upscalers.methods.contract import LESA, register_method
-from upscalers.methods.dense_block import FusionMethod, FusionOptions, mean, strict_or_warnings
+from upscalers.methods.dense_block import FusionOptions, MatrixMethod, mean, strict_or_warnings
 from upscalers.plan.plan import New, Plan
 from upscalers.request.errors import RequestError
 from upscalers.solvers.devices import check_device, workers_on
 from upscalers.tensors.recipes import Copy, Recipe, tensor_seed
-from upscalers.tensors.solver import Measurement, Solved, Solver, Workplace
+from upscalers.tensors.solver import Measurement, Solved, Solver, Stacked, Workplace
 
 if TYPE_CHECKING:
     import torch
@@ -75,7 +75,7 @@ class LesaOptions(FusionOptions):
 
 
 @register_method("lesa")
-class Lesa(FusionMethod):
+class Lesa(MatrixMethod):
     """New layers whose matrices a network predicts from the two layers around them, in a basis that all layers share.
 
     Each kind of matrix has a basis and a network. The network is trained on base layers that are two apart, with the
@@ -99,33 +99,48 @@ class Lesa(FusionMethod):
                 "network. Upscale the base without memory first."
             )
 
+        self.check_sources(base, range(base.num_layers), "a new layer")
+
+    @property
+    def kinds_remedy(self) -> str:
+        return "lesa learns from all layers."
+
     def check_machine(self) -> None:
         check_device(self.options.device)
 
     def recipes(self, base: BaseModel, plan: Plan, seed: int) -> list[dict[str, Recipe]]:
         recipes = super().recipes(base, plan, seed)
-        filled = self.identity_fills(base)
+        filled = self.filled_roles(base)
         gaps = {
             index: (layer.sources[1], layer.sources[0])
             for index, layer in enumerate(plan.layers)
             if isinstance(layer, New)
         }
-        matrices = {
-            name: tensor
-            for name, tensor in base.family.layer_tensors(base.config).items()
-            if tensor.role in MATRIX_ROLES and tensor.role not in filled and name.endswith(".weight")
-        }
-        of_role = Counter(tensor.role for tensor in matrices.values())
-        for name, tensor in matrices.items():
-            label = tensor.role if of_role[tensor.role] == 1 else name.removesuffix(".weight")
-            solver = MatrixPrediction(base, name, label, tensor.shape, gaps, seed, self.options)
+        tensors = base.family.layer_tensors(base.config)
+        matrices = [
+            matrix
+            for matrix in projections_of(tensors)
+            if matrix.role not in filled and matrix.name.endswith(".weight")
+        ]
+        of_role = Counter(matrix.role for matrix in matrices)
+        parts: dict[str, list[Solved]] = {}
+        for matrix in matrices:
+            label = matrix.role if of_role[matrix.role] == 1 else matrix.name.removesuffix(".weight")
+            solver = MatrixPrediction(base, matrix, label, gaps, seed, self.options)
             for index in gaps:
-                recipes[index][name] = Solved(tensor.shape, solver, str(index))
+                solved = Solved(matrix.shape, solver, str(index))
+                if matrix.is_part:
+                    parts.setdefault(f"{index} {matrix.name}", []).append(solved)
+                    recipes[index][matrix.name] = Stacked(
+                        tensors[matrix.name].shape, tuple(parts[f"{index} {matrix.name}"])
+                    )
+                else:
+                    recipes[index][matrix.name] = solved
         return recipes
 
-    def tensor_recipe(self, base: BaseModel, layer: New, name: str, role: str) -> Recipe:
-        if role not in _HIDDEN_NORMS or self.options.norm_init == "mean":
-            return mean(base, name, role, layer.sources)
+    def tensor_recipe(self, base: BaseModel, layer: New, name: str, tensor: LayerTensor) -> Recipe:
+        if tensor.role not in _HIDDEN_NORMS or self.options.norm_init == "mean":
+            return mean(base, name, tensor, layer.sources)
         following, previous = layer.sources
         donor = {"layer0": 0, "previous": previous, "next": following}[self.options.norm_init]
         source = base.layer_names(donor)[name]
@@ -175,10 +190,9 @@ class MatrixPrediction(Solver):
 
     Args:
         base: The base checkpoint.
-        name: Name of the matrix within a layer.
+        matrix: The matrix: a tensor within each layer, or some of its rows.
         label: Name of the matrix in progress and measurements: its role, or its name if a layer has several matrices
             of the role.
-        shape: out and in.
         gaps: The base layers before and after each new layer, by the index of the new layer.
         seed: Seed of the run.
         options: Options of the method.
@@ -187,18 +201,18 @@ class MatrixPrediction(Solver):
     def __init__(
         self,
         base: BaseModel,
-        name: str,
+        matrix: Projection,
         label: str,
-        shape: tuple[int, ...],
         gaps: dict[int, tuple[int, int]],
         seed: int,
         options: LesaOptions,
     ):
         super().__init__(label)
-        self._sources = [base.layer_names(layer)[name] for layer in range(base.num_layers)]
+        self._sources = [base.layer_names(layer)[matrix.name] for layer in range(base.num_layers)]
         self._gaps, self._options = gaps, options
-        self._seed = tensor_seed(seed, f"lesa:{name}")
-        self._out, self._in = shape
+        self._seed = tensor_seed(seed, f"lesa:{matrix.key}")
+        self._out, self._in = matrix.shape
+        self._rows = slice(matrix.first_row, matrix.first_row + self._out)
         self.work_bytes = 8 * max(5 * self._out**2, 2 * self._out**2 + 5 * self._out * self._in)
         self.scratch_bytes = 4 * len(self._sources) * self._out * self._in
         self.workers = workers_on(options.device, options.workers)
@@ -220,7 +234,7 @@ class MatrixPrediction(Solver):
             workplace.step(self.label)
 
         def matrix_of(layer: int) -> torch.Tensor:
-            return workplace.read(self._sources[layer]).to(self._options.device, torch.float64)
+            return workplace.read(self._sources[layer])[self._rows].to(self._options.device, torch.float64)
 
         basis = shared_basis(num_layers, matrix_of, done)
         num_rows = len(basis.values)

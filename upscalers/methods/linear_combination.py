@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from midus_hf.config.options import finite_number, option
+from upscalers.architecture.family import LayerTensor
 from upscalers.checkpoint.base_model import BaseModel
 from upscalers.methods.contract import register_method
 from upscalers.methods.dense_block import (
@@ -114,8 +115,8 @@ class LinearCombination(DenseMethod):
         concerns = mixed_types_concern(base, plan, "Name layers of one type in coefficients.")
         return strict_or_warnings(concerns, self.options.strict)
 
-    def tensor_recipe(self, base: BaseModel, layer: New, name: str, role: str) -> Recipe:
-        return combination(base, name, role, list(zip(layer.sources, layer.coefficients, strict=True)))
+    def tensor_recipe(self, base: BaseModel, layer: New, name: str, tensor: LayerTensor) -> Recipe:
+        return combination(base, name, tensor, list(zip(layer.sources, layer.coefficients, strict=True)))
 
 
 def _resolved(name: int | str, layer: New) -> int | None:

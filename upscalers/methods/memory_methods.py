@@ -9,7 +9,8 @@ from midus_hf.config.declared_tensors import ZEROS, DeclaredTensor
 from midus_hf.config.memory_entries import ATTACHED, INSERTED, TABLES, MemoryEntry
 from midus_hf.config.memory_types import InsertedOptions, MemoryOptions, Site
 from midus_hf.config.options import option
-from upscalers.architecture.families import FAMILIES, MEMORY_PREFIX, Config
+from upscalers.architecture.families import FAMILIES, MEMORY_PREFIX
+from upscalers.architecture.family import Config, LayerTensor
 from upscalers.architecture.layer_tensors import kept_roles
 from upscalers.checkpoint.base_model import BaseModel
 from upscalers.methods.contract import MIDUS, Method
@@ -24,11 +25,18 @@ class HostedMemoryMethod(Method):
     """Method whose result is a model of the family that hosts memory, with one more entry in its `memory` list."""
 
     def check(self, base: BaseModel) -> None:
+        super().check(base)
         if not base.family.hosts_memory:
             raise RequestError(
                 f"model_type is {base.family.model_type!r}, which cannot host memory; expected one of: "
                 f"{', '.join(name for name, family in FAMILIES.items() if family.hosts_memory)}. Dense methods take it."
             )
+        if base.larger is not None:
+            base.larger.check_hosts()
+
+    def remarks(self, base: BaseModel) -> list[str]:
+        remark = base.family.remark()
+        return [] if remark is None else [remark]
 
     @abstractmethod
     def entry(self, base: BaseModel, plan: Plan) -> MemoryEntry:
@@ -79,6 +87,7 @@ class AttachedMemoryMethod(HostedMemoryMethod):
                 f"span is {self.options.span} and site is {self.options.site!r}; expected site skip, which alone has a span. Pass "
                 "--set site=skip, or leave span out."
             )
+        base.family.prove(self.options.site, self.memory_options.type)
 
     def plan(self, base: BaseModel, num_new_layers: int | None, placement: str | None) -> Plan:
         for name, value in (("num-new-layers", num_new_layers), ("placement", placement)):
@@ -108,10 +117,10 @@ class AttachedMemoryMethod(HostedMemoryMethod):
         """Return the indices of the layers that get the memory.
 
         Raises:
-            RequestError: If the option `layers` names no layer, a layer that the base does not have, or a memory
-                block.
+            RequestError: If the option `layers` names no layer, or a layer that the base does not have or that cannot have the
+                memory, such as a memory block.
         """
-        own = _own_layers(base)
+        own = self._hosting_layers(base)
         chosen = self.options.layers
         if chosen == "all":
             return tuple(own)
@@ -129,9 +138,30 @@ class AttachedMemoryMethod(HostedMemoryMethod):
                 return tuple(chosen)
         raise RequestError(
             f"layers is {self.options.layers!r}; expected all, a number from 1 to {len(own)}, a share such as 0.25, early:N, "
-            "middle:N or late:N for N neighbours, or a list of ascending indices among the layers of the base that have a "
-            f"feed-forward network: {', '.join(map(str, own))}."
+            "middle:N or late:N for N neighbours, or a list of ascending indices among the layers of the base that have "
+            f"{'the projections' if self._projections(base) else 'a feed-forward network'}: {', '.join(map(str, own))}."
         )
+
+    def _projections(self, base: BaseModel) -> dict[str, tuple[int, int]]:
+        """Return the widths of the projections that a layer must have, by role; none for a memory outside of parts of layers."""
+        inside = self.options.site.startswith("inside-")
+        return self._memory().layer_projections(base.family.sizes(base.config)) if inside else {}
+
+    def _hosting_layers(self, base: BaseModel) -> list[int]:
+        """Return the layers that can have the memory: for a memory inside a part, those whose projections are as wide as it needs.
+
+        Raises:
+            RequestError: If there is none.
+        """
+        own, widths = _own_layers(base), self._projections(base)
+        hosting = [layer for layer in own if _has_projections(base.family.layer_tensors(base.config, layer), widths)]
+        if not hosting:
+            needed = ", ".join(f"{role} from {inputs} to {outputs}" for role, (inputs, outputs) in widths.items())
+            raise RequestError(
+                f"no layer of the base has the projections that {self.name} needs; expected {needed}, as config.json says. Choose "
+                "another method."
+            )
+        return hosting
 
     def _skips(self, base: BaseModel, layers: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """Return the layers that have another layer `span` layers behind them, and these other layers."""
@@ -169,6 +199,12 @@ class AttachedMemoryMethod(HostedMemoryMethod):
         values = {field.name: getattr(self.options, field.name) for field in fields(self.memory_options)}
         with refusing_requests():
             return self.memory_options(**values)
+
+
+def _has_projections(tensors: dict[str, LayerTensor], widths: dict[str, tuple[int, int]]) -> bool:
+    """Return whether the tensors of a layer have a matrix of the given input and output width for each role."""
+    matrices = {(tensor.role, tensor.shape) for tensor in tensors.values()}
+    return all((role, (outputs, inputs)) in matrices for role, (inputs, outputs) in widths.items())
 
 
 def _own_layers(base: BaseModel) -> list[int]:
@@ -223,6 +259,7 @@ class InsertedMemoryMethod(HostedMemoryMethod):
         super().check(base)
         with refusing_requests():
             self.options.check(base.family.sizes(base.config))
+        base.family.prove("inserted", self.options.type)
 
     def sources(self, base: BaseModel, layer: New, index: int, number: int) -> tuple[int, ...]:
         """Return the base layer of the same phase whose attention the new block copies.
@@ -230,11 +267,11 @@ class InsertedMemoryMethod(HostedMemoryMethod):
         This is the nearest layer behind the new block, or else before it, that has all tensors which the block keeps.
         Memory blocks of an earlier upscaling may lack some of these tensors.
         """
-        wanted = {
-            tensor.role
-            for tensor in base.family.layer_tensors(base.config).values()
-            if tensor.role in kept_roles(self.options)
-        }
+        roles = (
+            {tensor.role for tensor in base.family.layer_tensors(base.config, index).values()}
+            for index in range(base.num_layers)
+        )
+        wanted = next((of_layer & kept_roles(self.options) for of_layer in roles if "query" in of_layer), {"query"})
         period = layer.period
         if layer.next is not None:
             following = layer.next

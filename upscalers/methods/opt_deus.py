@@ -8,14 +8,14 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from midus_hf.config.options import option
-from upscalers.architecture.families import MATRIX_ROLES, LayerTensor
+from upscalers.architecture.family import MATRIX_ROLES, LayerTensor, Projection, projections_of
 from upscalers.checkpoint.base_model import BaseModel
 from upscalers.methods.contract import OPT_DEUS, register_method
 from upscalers.methods.dense_block import (
     IDENTITY_HELP,
-    FusionMethod,
     FusionOptions,
     IdentityInit,
+    MatrixMethod,
     mean,
     strict_or_warnings,
 )
@@ -23,7 +23,7 @@ from upscalers.plan.plan import New
 from upscalers.request.errors import RequestError
 from upscalers.solvers.devices import check_device, check_package, workers_on
 from upscalers.tensors.recipes import Recipe
-from upscalers.tensors.solver import Measurement, Solved, Solver, Workplace
+from upscalers.tensors.solver import Measurement, Solved, Solver, Stacked, Workplace
 
 if TYPE_CHECKING:
     import torch
@@ -77,7 +77,7 @@ class OptDeusOptions(FusionOptions):
 
 
 @register_method("opt-deus")
-class OptDeus(FusionMethod):
+class OptDeus(MatrixMethod):
     """New layers with each matrix `(T^T W_previous + W_next) / 2`, where T is the transport plan between the rows.
 
     The output projection's plan also maps the inputs of the feed-forward network, which reads what attention wrote.
@@ -95,15 +95,28 @@ class OptDeus(FusionMethod):
             check_package("scipy", "scipy", "an exact assignment", "ot")
         check_device(self.options.device, self.options.precision)
 
-    def new_layer_recipes(self, base: BaseModel, layer: New, index: int, seed: int) -> dict[str, Recipe]:
-        solver = BlockFusion(base, layer, index, frozenset(self.identity_fills(base)), self.options)
-        recipes = super().new_layer_recipes(base, layer, index, seed)
-        for name, tensor in solver.made.items():
-            recipes[name] = Solved(tensor.shape, solver, name)
-        return recipes
+    def check_sources(self, base: BaseModel, sources: Sequence[int], what: str) -> None:
+        super().check_sources(base, sources, what)
+        sizes = base.family.sizes(base.config)
+        tensors = base.family.layer_tensors(base.config, sources[0])
+        shapes = {each.role: each.shape[0] for each in projections_of(tensors) if each.name.endswith(".weight")}
+        rows = {"query": sizes.num_heads * sizes.head_dim}
+        rows |= dict.fromkeys(("key", "value"), sizes.num_key_value_heads * sizes.head_dim)
+        unmatched = [name for name, tensor in tensors.items() if tensor.role == "attention"]
+        unmatched += [role for role, number in rows.items() if shapes[role] != number]
+        if self.options.head_aware and unmatched:
+            raise RequestError(
+                f"head_aware is true, but the attention of base layer {sources[0]} has {unmatched[0]}, whose rows are not those of "
+                "the heads alone; expected queries, keys and values of equally wide heads. Pass head_aware=false."
+            )
 
-    def tensor_recipe(self, base: BaseModel, layer: New, name: str, role: str) -> Recipe:
-        return mean(base, name, role, layer.sources)
+    def new_layer_recipes(self, base: BaseModel, layer: New, index: int, seed: int) -> dict[str, Recipe]:
+        solver = BlockFusion(base, layer, index, self.filled_roles(base), self.options)
+        recipes = super().new_layer_recipes(base, layer, index, seed)
+        return recipes | solver.recipes()
+
+    def tensor_recipe(self, base: BaseModel, layer: New, name: str, tensor: LayerTensor) -> Recipe:
+        return mean(base, name, tensor, layer.sources)
 
     def review(self, measurements: Sequence[Measurement]) -> list[str]:
         concerns = []
@@ -150,22 +163,38 @@ class BlockFusion(Solver):
         super().__init__(f"layer {index}")
         self._index, self._filled, self._options = index, filled, options
         self._next, self._previous = (base.layer_names(source) for source in layer.sources)
-        self._tensors = base.family.layer_tensors(base.config)
-        self._gain_offset = 1.0 if base.family.unit_offset_norms else 0.0
-        self._key_value_heads = base.family.num_key_value_heads(base.config)
-        self._head_dim = base.family.head_dim(base.config)
-        whole_norms = {"query_norm", "key_norm"} if base.family.query_key_norm == "whole" else set()
-        roles = ({*MATRIX_ROLES, "mlp_norm"} | whole_norms) - filled
-        self.made: dict[str, LayerTensor] = {
-            name: tensor for name, tensor in self._tensors.items() if tensor.role in roles
+        self._tensors = base.family.layer_tensors(base.config, layer.sources[0])
+        sizes = base.family.sizes(base.config)
+        self._key_value_heads, self._head_dim = sizes.num_key_value_heads, sizes.head_dim
+        projections = projections_of(self._tensors)
+        self._weights = {each.role: each for each in projections if each.name.endswith(".weight")}
+        self._biases = {
+            each.role: each for each in projections if each.name.endswith(".bias") and each.role not in filled
         }
-        rows = max(self._tensors[self._name(role)].shape[0] for role in ("query", "output_projection", "gate"))
+        self._norms = {
+            tensor.role: name for name, tensor in self._tensors.items() if self._is_made_norm(base, name, tensor)
+        }
+        rows = max(self._weights[role].shape[0] for role in ("query", "output_projection", "up"))
         itemsize = 8 if options.precision == "float64" else 4
         self.work_bytes = itemsize * (6 * rows * rows + 4 * rows * base.config["hidden_size"])
         self.workers = workers_on(options.device, options.workers)
 
+    def recipes(self) -> dict[str, Recipe]:
+        """Return the recipes of the tensors that the solver makes, by their name within the layer."""
+        made = [each for each in (*self._weights.values(), *self._biases.values()) if each.role not in self._filled]
+        parts: dict[str, list[Solved]] = {}
+        for each in made:
+            parts.setdefault(each.name, []).append(Solved(each.shape, self, each.key))
+        recipes: dict[str, Recipe] = {
+            name: Solved(self._tensors[name].shape, self, name) for name in self._norms.values()
+        }
+        for each in made:
+            solved = parts[each.name]
+            recipes[each.name] = Stacked(self._tensors[each.name].shape, tuple(solved)) if each.is_part else solved[0]
+        return recipes
+
     def solve(self, workplace: Workplace) -> "Iterator[tuple[str, torch.Tensor]]":
-        workplace.progress.begin(self.label, len(MATRIX_ROLES) - ("down" in self._filled) + 1)
+        workplace.progress.begin(self.label, len(self._weights) - ("down" in self._filled) + 1)
         query_rows = yield from self._attention(workplace)
         previous, following = self._pair(workplace, "output_projection")
         if query_rows is not None:
@@ -174,7 +203,7 @@ class BlockFusion(Solver):
         if "output_projection" not in self._filled:
             yield from self._fused("output_projection", residual, workplace, previous, following)
         yield from self._mlp_norm(residual, workplace)
-        for role in ("gate", "up"):
+        for role in (role for role in ("gate", "up") if role in self._weights):
             previous, following = self._pair(workplace, role)
             carried = residual.columns(previous)
             if self._options.mlp_t_in == "residual_mean":
@@ -199,8 +228,8 @@ class BlockFusion(Solver):
             previous, following = self._pair(workplace, role)
             plan = plans[role] if plans else self._transport(role, previous, following, workplace)
             yield from self._fused(role, plan, workplace, previous, following)
-            norm = f"self_attn.{role[0]}_norm.weight"
-            if norm in self.made:
+            norm = self._norms.get(f"{role}_norm")
+            if norm is not None:
                 one, other = self._read(workplace, norm)
                 yield norm, ((self._barycentric(plan, one) + other) / 2).cpu()
         return plans["query"].permutation if plans else None
@@ -224,14 +253,19 @@ class BlockFusion(Solver):
 
     def _pair(self, workplace: Workplace, role: str) -> "tuple[torch.Tensor, torch.Tensor]":
         """Return the previous and the next layer's matrix of a role."""
-        return self._read(workplace, self._name(role))
+        return self._read(workplace, self._weights[role].name, self._weights[role])
 
-    def _read(self, workplace: Workplace, name: str) -> "tuple[torch.Tensor, torch.Tensor]":
+    def _read(
+        self, workplace: Workplace, name: str, projection: Projection | None = None
+    ) -> "tuple[torch.Tensor, torch.Tensor]":
+        """Return the previous and the next layer's tensor, or their rows of a projection."""
         import torch
 
         dtype = getattr(torch, self._options.precision)
+        first = projection.first_row if projection else 0
+        rows = slice(first, first + projection.shape[0] if projection else None)
         previous, following = (
-            workplace.read(names[name]).to(self._options.device, dtype) for names in (self._previous, self._next)
+            workplace.read(names[name])[rows].to(self._options.device, dtype) for names in (self._previous, self._next)
         )
         return previous, following
 
@@ -295,23 +329,24 @@ class BlockFusion(Solver):
         if self._options.norm_preserving:
             wanted = self._barycentric(plan, (source if original is None else original).norm(dim=1))
             matched *= (wanted / matched.norm(dim=1).clamp_min(1e-30))[:, None]
-        yield self._name(role), ((matched + following) / 2).cpu()
-        bias = self._name(role, "bias")
-        if bias in self.made:
-            one, other = self._read(workplace, bias)
+        yield self._weights[role].key, ((matched + following) / 2).cpu()
+        bias = self._biases.get(role)
+        if bias is not None:
+            one, other = self._read(workplace, bias.name, bias)
             carried = one if self._options.plan_scale == "raw" else plan.rows(one)
-            yield bias, ((carried + other) / 2).cpu()
+            yield bias.key, ((carried + other) / 2).cpu()
 
     def _mlp_norm(self, residual: "Transport", workplace: Workplace) -> "Iterator[tuple[str, torch.Tensor]]":
         """Yield the norm in front of the feed-forward network.
 
         The norm reads the residual stream, so the previous layer's gain is half mapped and half unchanged.
         """
-        name = next((name for name, tensor in self.made.items() if tensor.role == "mlp_norm"), None)
+        name = self._norms.get("mlp_norm")
         if name is not None:
-            previous, following = (gain + self._gain_offset for gain in self._read(workplace, name))
+            offset = self._tensors[name].offset or 0.0
+            previous, following = (weight + offset for weight in self._read(workplace, name))
             mapped = (residual.columns(previous) + previous) / 2
-            yield name, ((mapped + following) / 2 - self._gain_offset).cpu()
+            yield name, ((mapped + following) / 2 - offset).cpu()
         workplace.step(self.label)
 
     @staticmethod
@@ -321,8 +356,11 @@ class BlockFusion(Solver):
 
         return plan.rows(values) / plan.rows(torch.ones_like(values))
 
-    def _name(self, role: str, kind: str = "weight") -> str:
-        weight = next(
-            name for name, tensor in self._tensors.items() if tensor.role == role and name.endswith(".weight")
-        )
-        return f"{weight.removesuffix('weight')}{kind}"
+    def _is_made_norm(self, base: BaseModel, name: str, tensor: LayerTensor) -> bool:
+        """Return whether a norm's weight is mapped: the feed-forward network's, and those over all heads together."""
+        if not name.endswith(".weight") or tensor.offset is None or tensor.role in self._filled:
+            return False
+        if tensor.role not in ("query_norm", "key_norm"):
+            return tensor.role == "mlp_norm"
+        whole = base.family.query_key_norm == "whole" or tensor.shape[0] != self._head_dim
+        return whole and tensor.shape[0] == self._weights[tensor.role.removesuffix("_norm")].shape[0]

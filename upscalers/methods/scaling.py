@@ -5,7 +5,7 @@ from typing import Any
 
 from midus_hf.config.options import finite_number
 from midus_hf.config.wording import near_matches
-from upscalers.architecture.families import MATRIX_ROLES, NORM_ROLES
+from upscalers.architecture.family import MATRIX_ROLES, NORM_ROLES
 from upscalers.checkpoint.base_model import BaseModel
 from upscalers.methods.dense_block import combination
 from upscalers.request.errors import RequestError
@@ -37,13 +37,19 @@ def read_scale(scale: Any, what: str) -> dict[str, float]:
     return factors
 
 
+def _roles(base: BaseModel) -> set[str]:
+    """Return the roles that tensors of the base's layers have."""
+    layers = (base.family.layer_tensors(base.config, layer) for layer in range(base.num_layers))
+    return {tensor.role for tensors in layers for tensor in tensors.values()}
+
+
 def check_roles(base: BaseModel, scale: Mapping[str, float], what: str) -> None:
     """Refuse roles that no tensor of the base's layers has.
 
     Raises:
         RequestError: If a role is unknown. The message lists the roles, or similar ones.
     """
-    roles = {tensor.role for tensor in base.family.layer_tensors(base.config).values()}
+    roles = _roles(base)
     expected = [*sorted(roles), OTHERS]
     for role in scale:
         if role not in expected:
@@ -65,7 +71,7 @@ _NORM_BEHIND = {
 
 def without_effect(base: BaseModel, scale: Mapping[str, float]) -> list[str]:
     """Return warnings about factors that change nothing because a norm follows the scaled tensors."""
-    roles = {tensor.role for tensor in base.family.layer_tensors(base.config).values()}
+    roles = _roles(base)
     return [
         f"scale.{role} changes nothing in {base.family.model_type}: a norm follows. Scale {norm} instead."
         for role, norm in _NORM_BEHIND.items()
@@ -76,6 +82,6 @@ def without_effect(base: BaseModel, scale: Mapping[str, float]) -> list[str]:
 def scaled_layer(base: BaseModel, layer: int, scale: Mapping[str, float]) -> dict[str, Recipe]:
     """Return recipes for a base layer with each tensor times the factor of its role; norms are scaled by their gains."""
     return {
-        name: combination(base, name, tensor.role, [(layer, scale.get(tensor.role, scale.get(OTHERS, 1.0)))])
-        for name, tensor in base.family.layer_tensors(base.config).items()
+        name: combination(base, name, tensor, [(layer, scale.get(tensor.role, scale.get(OTHERS, 1.0)))])
+        for name, tensor in base.family.layer_tensors(base.config, layer).items()
     }

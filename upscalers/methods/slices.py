@@ -78,6 +78,7 @@ class Slices(DenseMethod):
         return self.options.trainable
 
     def check(self, base: BaseModel) -> None:
+        super().check(base)
         for piece in self.options.parsed():
             first, end = piece.layers
             if not 0 <= first < end <= base.num_layers:

@@ -1,6 +1,6 @@
 """Attention types that some runtimes derive from a layer's index, and checks of whether a plan keeps them."""
 
-from upscalers.architecture.families import Config, Family
+from upscalers.architecture.family import Config, Family
 from upscalers.checkpoint.base_model import BaseModel
 
 

@@ -4,27 +4,18 @@ import copy
 from typing import Any
 
 from midus_hf.config.memory_entries import MemoryEntry
-from upscalers.architecture.families import Config
+from upscalers.architecture.family import Config
+from upscalers.architecture.per_layer import (
+    LAYER_INDEX_KEYS,
+    LEADING_LAYERS_KEYS,
+    NOT_PER_LAYER_KEYS,
+    PER_LAYER_KEYS,
+    PER_LAYER_MAPPING_KEYS,
+)
 from upscalers.checkpoint.base_model import BaseModel
 from upscalers.plan.attention_pattern import implying_its_types, keeps_pattern
 from upscalers.plan.plan import Base, Plan
 from upscalers.request.errors import RequestError
-
-# Names of lists with one entry per layer, at the top of a config or inside its mappings: their entries follow the
-# plan.
-PER_LAYER_KEYS = frozenset({"layer_types", "mlp_layer_types", "no_rope_layers"})
-
-# Names of lists of layer indices: each index is replaced by the indices that the layer has in the upscaled model.
-LAYER_INDEX_KEYS = frozenset({"mlp_only_layers", "moe_layers", "full_attn_idxs"})
-
-# Names of values that do not describe single layers of the base, whatever their length, or that other code updates.
-NOT_PER_LAYER_KEYS = frozenset(
-    {
-        "architectures", "bos_token_id", "eos_token_id", "pad_token_id", "bad_words_ids", "suppress_tokens",
-        "begin_suppress_tokens", "forced_decoder_ids", "id2label", "label2id", "long_factor", "short_factor", "mrope_section",
-        "memory", "upscale",
-    }
-)  # fmt: skip
 
 
 def follow_plan(base: BaseModel, plan: Plan) -> Config:
@@ -35,8 +26,9 @@ def follow_plan(base: BaseModel, plan: Plan) -> Config:
         plan: The layer plan. A new layer gets the type of the base layer whose attention the new layer takes.
 
     Returns:
-        A new config with `num_hidden_layers` and every per-layer list brought up to date. Attention types that the base
-        leaves implied are written out, since after an insertion the family would imply wrong types from the index. If
+        A new config with `num_hidden_layers` and every per-layer list brought up to date. Attention types and other values of
+        layers that the base leaves implied are written out, since after an insertion the family would imply wrong values
+        from the index. If
         the base lists exactly the types that the family implies, the values that imply types are changed to imply the
         new types, if any values do.
 
@@ -46,10 +38,9 @@ def follow_plan(base: BaseModel, plan: Plan) -> Config:
             repeats, changes or leaves out layers that a memory needs once.
     """
     config = copy.deepcopy(base.config)
-    layer_types = base.family.resolved_layer_types(config)
-    if layer_types is not None:
-        config["layer_types"] = layer_types
-    followed = _Followed(plan).mapping(config, "")
+    unchanged = plan.sources == list(range(base.num_layers))
+    config |= copy.deepcopy(base.family.per_layer_values(config))
+    followed = config if unchanged else _Followed(plan).mapping(config, "")
     for values, entry in zip(followed.get("memory") or [], base.memories.entries, strict=True):
         values |= _followed_layers(base, plan, entry)
     followed["num_hidden_layers"] = plan.num_layers
@@ -96,7 +87,15 @@ class _Followed:
     def _value(self, key: str, value: Any, path: str) -> Any:
         if key in NOT_PER_LAYER_KEYS:
             return value
+        if key in PER_LAYER_MAPPING_KEYS and isinstance(value, dict):
+            return {
+                str(index): value[str(source)] for index, source in enumerate(self._sources) if str(source) in value
+            }
+        if key in LEADING_LAYERS_KEYS and type(value) is int:
+            return self._leading(value + LEADING_LAYERS_KEYS[key]) - LEADING_LAYERS_KEYS[key]
         if isinstance(value, dict):
+            if key != "text_config" and "model_type" in value:  # config of another model, such as an audio encoder
+                return value
             if value and all(str(index).isdecimal() and int(index) < self._num_layers for index in value):
                 raise self._undeclared(path, f"a mapping by numbers below that of the layers ({self._num_layers})")
             return self.mapping(value, path)
@@ -110,6 +109,15 @@ class _Followed:
         if len(value) == self._num_layers:
             raise self._undeclared(path, f"a list as long as the model has layers ({self._num_layers})")
         return [self._value("", entry, f"{path}[{number}]") for number, entry in enumerate(value)]
+
+    def _leading(self, number: int) -> int:
+        """Return how many layers of the plan come from the first `number` layers, where these lead the plan as well.
+
+        Where they do not, no number describes the plan. The number is then left as it is, and the layers that it makes are
+        refused where they differ from what the plan has.
+        """
+        leading = [source < number for source in self._sources]
+        return sum(leading) if leading == sorted(leading, reverse=True) else number
 
     def _check_length(self, values: list[Any], path: str) -> None:
         if len(values) != self._num_layers:
@@ -131,5 +139,5 @@ class _Followed:
     def _undeclared(path: str, what: str) -> RequestError:
         return RequestError(
             f"config.json has {path}, {what}; expected one whose meaning is known. Declare it in "
-            "upscalers/plan/layer_config.py."
+            "upscalers/architecture/per_layer.py."
         )

@@ -6,7 +6,7 @@ from typing import Any
 import yaml
 
 from midus_hf.config.memory_entries import Memories
-from upscalers.architecture.families import Config
+from upscalers.architecture.family import Config
 from upscalers.checkpoint.source import Source
 from upscalers.methods.contract import Method
 from upscalers.plan.describe import describe_layer
@@ -18,7 +18,7 @@ from upscalers.tensors.solver import Measurement
 
 _ADAPTERS = [
     "An adapter, such as a LoRA, finds layers by their number. One that was made for the base does not fit this model, whose layers",
-    "are numbered as above: PEFT would put it on the wrong ones. Merge it into the base, and upscale what comes out.",
+    "are numbered as above: PEFT would put it on the wrong ones. `upscale adapter ADAPTER --onto DIR` writes it for this model.",
     "",
 ]
 
@@ -34,6 +34,7 @@ def model_card(
     concerns: Sequence[str],
     measurements: Sequence[Measurement],
     carried: dict[str, Any],
+    auto_class: str,
     repository: str | None,
 ) -> str:
     """Return the text of `README.md`.
@@ -52,13 +53,14 @@ def model_card(
         concerns: What a person should know about the result: the warnings of the run.
         measurements: What solvers measured about the tensors they made.
         carried: What still holds of the base's metadata, from `base_metadata`.
+        auto_class: Name of the class of transformers that loads the model.
         repository: Repository that the model will be uploaded to; None if unknown. The output folder is never named,
             so that the same request gives the same bytes wherever the output lies.
     """
     base_name = base.label
     needs_code = config["model_type"].startswith("midus_")
     path = "PATH" if repository is None else f'"{repository}"'
-    load = f"AutoModelForCausalLM.from_pretrained({path}" + (", trust_remote_code=True)" if needs_code else ")")
+    load = f"{auto_class}.from_pretrained({path}" + (", trust_remote_code=True)" if needs_code else ")")
     start = (
         "It computes exactly what the base computes until it is trained."
         if method.promises_identity
@@ -80,7 +82,7 @@ def model_card(
             start,
             "",
             "```python",
-            "from transformers import AutoModelForCausalLM",
+            f"from transformers import {auto_class}",
             "",
             *(['PATH = "."  # the folder that this file lies in'] if repository is None else []),
             f"model = {load}",

@@ -9,21 +9,24 @@ from typing import Any
 from midus_hf.config.memory_entries import BASE_DIGEST, Memories
 from midus_hf.files.checkpoint_files import RECORD_FILE
 from midus_hf.files.json_text import parse_json
-from midus_hf.files.ownership import CONFIG_KEY, has_config_entry
-from upscalers.architecture.families import Config
+from midus_hf.files.ownership import CONFIG_KEY, LANGUAGE_KEY, has_config_entry, language_entry
+from upscalers.architecture.family import Config
 from upscalers.checkpoint.base_model import MOST_LAYERS, BaseModel
+from upscalers.checkpoint.merged_adapter import Adapter
 from upscalers.checkpoint.safetensors_format import TORCH_NAMES
 from upscalers.methods.contract import Method
 from upscalers.plan.plan import Plan
 from upscalers.request.errors import RequestError
 
 DIGEST_KEY = BASE_DIGEST
+# Entry with the `config.json` of the larger model that holds the base; `base_config` then is that of the base itself.
+LARGER_KEY = "larger_base_config"
 EDITS_KEY = "chapter_edits"
 SHUFFLES_KEY = "shuffles"
 
 
 def config_entry(method: Method, base: BaseModel, plan: Plan, seed: int, memories: Memories) -> Config:
-    """Return the config entry of an upscaled model: what training the right layers and `strip` need to know.
+    """Return the config entry of an upscaled model, which says what training trains and how `strip` restores the base.
 
     The entry stays with the model when the model is saved after training, unlike `upscale.json`. If a memory of the
     model looks at later tokens, the entry has `causal: False`, so that nobody compares the model's perplexity with
@@ -47,7 +50,17 @@ def config_entry(method: Method, base: BaseModel, plan: Plan, seed: int, memorie
         "seed": seed,
         "base_dtype": TORCH_NAMES[base.dtype],
         "base_config": base.config,
+        **({LARGER_KEY: base.larger.config} if base.larger else {}),
     }
+
+
+def whole_base_config(entry: Config) -> Config:
+    """Return the content of the base's `config.json`, from the entry that `upscale` wrote into the config of the result."""
+    base, larger = entry["base_config"], entry.get(LARGER_KEY)
+    if larger is None:
+        return dict(base)
+    of_upscaling = {key: base[key] for key in ("memory", CONFIG_KEY) if key in base}  # edits change these
+    return {**larger, LANGUAGE_KEY: {**larger[LANGUAGE_KEY], **of_upscaling}}
 
 
 def paper_entry(method: Method | type[Method]) -> dict[str, str] | None:
@@ -55,7 +68,9 @@ def paper_entry(method: Method | type[Method]) -> dict[str, str] | None:
     return None if method.paper is None else {"title": method.paper.title, "reference": method.paper.reference}
 
 
-def base_record(base: BaseModel, name: str, revision: str | None, digests: dict[str, str]) -> dict[str, Any]:
+def base_record(
+    base: BaseModel, name: str, revision: str | None, digests: dict[str, str], adapter: Adapter | None = None
+) -> dict[str, Any]:
     """Return the record of the base: its name, the digest of each of its weights, and the layout of its files.
 
     Args:
@@ -63,16 +78,19 @@ def base_record(base: BaseModel, name: str, revision: str | None, digests: dict[
         name: Name of the base in records.
         revision: The commit of a hub repository; None for local bases.
         digests: SHA-256 of each weight, by its name in digests.
+        adapter: The LoRA that was merged into the base. Default: None.
     """
     files: dict[str, list[tuple[int, str]]] = {}
     digest = hashlib.sha256()
-    for tensor_name, tensor in base.tensors.items():
+    stored = {name: tensor.in_file for name, tensor in base.tensors.items() if name not in base.packed}
+    for tensor_name, tensor in stored.items():
         assert tensor.file is not None
         files.setdefault(tensor.file.name, []).append((tensor.start, tensor_name))
         digest.update(f"{tensor.file.name}:{tensor_name}:{tensor.dtype}:{tensor.shape}:{tensor.start}\n".encode())
     return {
         "name": name,
         "revision": revision,
+        **({} if adapter is None else {"adapter": {"name": adapter.label, "sha256": adapter.sha256()}}),
         "dtype": base.dtype,
         "layout_sha256": digest.hexdigest(),
         "tensor_sha256": digests,
@@ -111,7 +129,8 @@ def read_config_entry(config: Config, folder: Path) -> Config:
         raise RequestError(
             f"{folder} was not made by upscale: its config.json has no {CONFIG_KEY!r} entry. Give an upscaled model."
         )
-    return config[CONFIG_KEY]
+    entry: Config = language_entry(config)[CONFIG_KEY]
+    return entry
 
 
 def read_plan(entry: Config, model: BaseModel) -> Plan:

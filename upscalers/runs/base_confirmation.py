@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from upscalers.architecture.families import Config
+from upscalers.architecture.family import Config
 from upscalers.checkpoint.base_model import BaseModel, open_base, read_config
 from upscalers.checkpoint.content_digest import TensorDigests, content_sha256, weight_names
 from upscalers.checkpoint.source import resolve_source
@@ -30,7 +30,7 @@ class BaseComparison:
     total: int
 
     @property
-    def told(self) -> dict[str, Any]:
+    def entries(self) -> dict[str, Any]:
         """The result under the keys that reports use: `base_confirmed` and `differing_tensors`."""
         return {"base_confirmed": self.confirmed, "differing_tensors": self.differing}
 
@@ -39,8 +39,8 @@ class BaseComparison:
         """Warning for a person if the weights are not the base's."""
         which = "the weights are" if self.differing is None else f"{self.differing} of {self.total} tensors are"
         return (
-            f"{which} not the base's, byte for byte: trained since it was upscaled, or cast. Where the base itself is needed, go "
-            "back to it."
+            f"{which} not the base's, byte for byte: trained since it was upscaled, or cast. Where the base itself is needed, take "
+            "the base's own checkpoint."
         )
 
 
@@ -79,14 +79,16 @@ def base_tensors(model: BaseModel, plan: Plan) -> list[OutputTensor]:
     """Return the tensors of the base that an upscaled checkpoint holds, in the order of the base's layers."""
 
     def carried(name: str, source: str) -> OutputTensor:
-        return OutputTensor(name, Copy(model.tensors[source].shape, source), model.tensors[source].dtype)
+        return OutputTensor(name, Copy(model.tensors[source].shape, source), model.tensors[source].as_stored.dtype)
 
     outer = [carried(name, name) for name in model.outer_names() if not plan.owns(name)]
     layers: dict[int, list[OutputTensor]] = {}
     for layer, index in plan.kept_indices.items():
         names = model.layer_names(index)
         layers[layer] = [
-            carried(model.new_name(layer, key), source) for key, source in names.items() if not plan.owns(source)
+            carried(model.new_name(layer, key), source)
+            for key, source in names.items()
+            if not plan.owns(source) and source not in model.packed
         ]
     return in_file_order(outer, (tensor for index in sorted(layers) for tensor in layers[index]))
 

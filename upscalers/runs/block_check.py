@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModel
+from transformers import AutoModel
 
 from midus_hf.config.memory_entries import TABLES, Memories
 from upscalers.architecture.layer_tensors import memories_of
@@ -15,7 +15,7 @@ from upscalers.checkpoint.safetensors_format import TORCH_NAMES, StoredTensor
 from upscalers.plan.plan import Base, Plan
 from upscalers.request.errors import RequestError, VerificationError, one_line
 from upscalers.request.progress import Progress
-from upscalers.runs.streamed_model import inputs_of_memories, path_of_last_leaf, read_tensor
+from upscalers.runs.streamed_model import inputs_of_memories, language_config_in, path_of_last_leaf, read_tensor
 
 _BATCH, _TOKENS = 2, 16
 
@@ -117,9 +117,8 @@ class _Layers:
         }
         try:
             state = self._state(self._model.new_name(index, ""))
-            own = self._model.layer_tensors(
-                index
-            )  # a layer of the base may hold further tensors, which upscaling copies
+            # A layer of the base may hold further tensors, which upscaling copies.
+            own = self._model.layer_tensors(index)
             layer.load_state_dict({name: state[name] for name in own if name in state}, assign=True)
             for prefix, shared_tables in tables.items():
                 shared_tables.load_state_dict(self._state(prefix), assign=True)
@@ -163,8 +162,7 @@ def check_blocks(
     dtype: str,
     progress: Progress,
 ) -> None:
-    """Check, bit for bit, each layer that is new or has a new memory on random hidden states, one layer in memory at a
-    time.
+    """Check layers that are new or have a new memory, bit for bit on random hidden states, one layer in memory at a time.
 
     A new layer must return its input. A layer with a new attached memory must return what the base's layer returns.
 
@@ -175,7 +173,7 @@ def check_blocks(
         plan: The layer plan.
         tensors: Tensors of the upscaled checkpoint, by full name.
         dtype: Dtype to run in, as safetensors names it.
-        progress: Display that is told of every layer.
+        progress: Display that shows every layer.
 
     Raises:
         RequestError: If transformers cannot build a layer from the config, or cannot run it.
@@ -187,12 +185,11 @@ def check_blocks(
     checked = sorted({*plan.new_indices, *attached})
     progress.stage("checking the new blocks", len(checked), "blocks")
     torch_dtype = getattr(torch, TORCH_NAMES[dtype])
-    upscaled_config = AutoConfig.from_pretrained(folder, local_files_only=True)
+    upscaled_config = language_config_in(folder)
     layers = _Layers(upscaled_config, upscaled, torch_dtype, tuple(plan.new_memories))
     layers_of_base = None
     if attached:
-        native = AutoConfig.from_pretrained(base.folder, local_files_only=True, trust_remote_code=False)
-        layers_of_base = _Layers(native, base, torch_dtype)
+        layers_of_base = _Layers(language_config_in(base.folder), base, torch_dtype)
     generator = torch.Generator().manual_seed(0)
     for index in checked:
         shape = (_BATCH, _TOKENS, config["hidden_size"])
@@ -216,7 +213,7 @@ def check_blocks(
 
 
 def _adding_where_it_reads(config: Any) -> Any:
-    """Return the config with each memory that skips layers changed to add where it reads: other layers do not run here."""
+    """Return the config, changed so that memories that skip layers add their output where they read: other layers do not run."""
     values = config.to_dict()
     values.pop("auto_map", None)
     if "memory" in values:

@@ -23,38 +23,45 @@ def edited_shards(model: BaseModel, edited: Mapping[str, Sequence[OutputTensor]]
         edited: Tensors to write instead of a tensor, by the name of each tensor that does not stay as it is.
     """
     shards: dict[str, list[OutputTensor]] = {}
-    for name, stored in sorted(model.tensors.items(), key=lambda item: (str(item[1].file), item[1].start)):
+    tensors = {name: tensor.as_stored for name, tensor in model.tensors.items() if name not in model.packed}
+    for name, stored in sorted(tensors.items(), key=lambda item: (str(item[1].file), item[1].start)):
         assert stored.file is not None
         kept = [OutputTensor(name, Copy(stored.shape, name), stored.dtype)]
-        shards.setdefault(stored.file.name, []).extend(edited.get(name, kept))
+        shards.setdefault(_name_in_safetensors(stored.file.name), []).extend(edited.get(name, kept))
     return shards
 
 
+def _name_in_safetensors(file: str) -> str:
+    """Return the name that a file of weights has in the result, whose weights are safetensors."""
+    return (
+        file if file.endswith(".safetensors") else f"{file.removeprefix('pytorch_').removesuffix('.bin')}.safetensors"
+    )
+
+
 def write_siblings(
-    folder: Path,
+    model: BaseModel,
     partial: Path,
     config: dict[str, Any],
     edit_record: Callable[[dict[str, Any]], dict[str, Any]],
     edit_card: Callable[[str], str],
 ) -> None:
-    """Write the files beside the weights: the record and the card are edited, config and code written, and the others
-    copied.
+    """Write the files beside the weights: edit the record and the card, write config and code, and copy the other files.
 
     Args:
-        folder: Folder of the checkpoint that is edited.
+        model: The checkpoint that is edited.
         partial: Folder of the result.
-        config: Config of the result.
+        config: Config of the result; for a larger model, that of the language model within it.
         edit_record: Function that turns the content of the old `upscale.json` into the new content.
         edit_card: Function that turns the text of the old model card into the new text.
     """
+    folder, whole = model.folder, model.whole_config(config)
     copy_travelling_files(folder, partial)
-    (partial / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+    (partial / "config.json").write_text(json.dumps(whole, indent=2) + "\n", encoding="utf-8")
     record, card = read_record(folder), folder / CARD_FILE
     if record is not None:
         write_record(partial, edit_record(record))
     if card.is_file():
         (partial / CARD_FILE).write_text(edit_card(card.read_text(encoding="utf-8")), encoding="utf-8")
-    if config.get("auto_map") or code_files(
-        folder
-    ):  # which code is needed depends on options that the edit may change
+    # Which code is needed depends on options that the edit may change.
+    if whole.get("auto_map") or code_files(folder):
         write_code_of(partial)

@@ -22,11 +22,10 @@ def inspect_checkpoint(model: str | Path) -> dict[str, Any]:
         `{"model", "method", "base", "options", "seed", "trainable", "causal", "model_type", "memory", "parameters",
         "layers", "measurements", "code"}`. `code` is as `inspect_code` returns it. `parameters` has `total` and `new`, and
         where texts fetch blocks also `fetched` and `bank`. `layers` has `{"index", "new", "from", "parameters"}` per layer.
-        Where chapters were edited,
-        `"chapter_edits"` lists the edits; where rows of values were shuffled, `"shuffles"` lists the shuffles. A
-        result of `strip` also has `"stripped"`: `{"model", "method", "removed_layers", "base_confirmed",
-        "differing_tensors"}`. If the stripped model holds no earlier upscaling, the other keys are only `{"model",
-        "model_type", "num_layers", "parameters"}`.
+        Where chapters were edited, `"chapter_edits"` lists the edits; where rows of values were shuffled, `"shuffles"`
+        lists the shuffles. A result of `strip` also has `"stripped"`: `{"model", "method", "removed_layers",
+        "base_confirmed", "differing_tensors"}`. If the stripped model holds no earlier upscaling, the other keys are only
+        `{"model", "model_type", "num_layers", "parameters"}`.
 
     Raises:
         RequestError: If neither command made the model.
@@ -87,7 +86,10 @@ def inspect_checkpoint(model: str | Path) -> dict[str, Any]:
         }
 
 
-_UNKNOWN_BASE = {False: "unknown: upscale.json is gone", True: "unknown: strip does not bring the record of it back"}
+_UNKNOWN_BASE = {
+    False: "unknown: upscale.json is gone",
+    True: "unknown: strip does not restore the record of the base",
+}
 
 
 def _plain(name: str, model: BaseModel) -> dict[str, Any]:

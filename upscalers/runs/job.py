@@ -6,24 +6,26 @@ from functools import cached_property
 
 from midus_hf.config.fetched_blocks import BankLayout
 from midus_hf.files.ownership import CONFIG_KEY
-from upscalers.architecture.families import Config
+from upscalers.architecture.family import Config
 from upscalers.architecture.layer_tensors import memories_of
 from upscalers.checkpoint.base_model import BaseModel
+from upscalers.checkpoint.merged_adapter import Adapter
 from upscalers.checkpoint.safetensors_format import ITEM_BYTES, SAFETENSORS_NAMES, TORCH_NAMES, StoredTensor
 from upscalers.checkpoint.source import Source
 from upscalers.machine.free_memory import available_bytes
 from upscalers.methods.contract import Method
 from upscalers.plan.attention_pattern import pattern_concern
-from upscalers.plan.plan import Plan
+from upscalers.plan.plan import Base, Plan
+from upscalers.plan.quantization import followed_quantization
 from upscalers.record.provenance import config_entry
 from upscalers.record.report import ParameterCounts
-from upscalers.request.errors import RequestError
+from upscalers.request.errors import MethodError, RequestError, one_line
 from upscalers.request.progress import Progress
 from upscalers.runs.slow_imports import import_slow_modules
 from upscalers.tensors.file_order import in_file_order
 from upscalers.tensors.recipe_check import check_recipes
 from upscalers.tensors.recipes import Copy, Recipe
-from upscalers.tensors.solver import Solved
+from upscalers.tensors.solver import solved_parts
 from upscalers.tensors.writer import OutputTensor
 
 
@@ -39,9 +41,11 @@ class Job:
         seed: Seed of everything random.
         dtype: Name of the output's dtype in torch; `"auto"` keeps the base's.
         repository: Repository that the result will be uploaded to. Default: None, no upload.
+        adapter: The LoRA that is merged into the base. Default: None.
 
     Raises:
         MethodError: If the method breaks its contract.
+        RequestError: If new layers do not fit among the base's layers.
     """
 
     method: Method
@@ -51,20 +55,52 @@ class Job:
     seed: int
     dtype: str
     repository: str | None = None
+    adapter: Adapter | None = None
 
     def __post_init__(self) -> None:
-        check_recipes(self.method.name, self.base, self.plan, self.config, self.layers, self._outer)
+        try:
+            check_recipes(self.method.name, self.base, self.plan, self.config, self.layers, self._outer)
+        except MethodError as error:
+            if not self.base.family.layers_may_follow_from_indices:
+                raise
+            raise RequestError(
+                f"the layers of {self.base.family.model_type!r} differ, and a new layer gets another kind than its source has "
+                f"({one_line(error)}). Choose a method that adds no layer."
+            ) from None
+        change = self.base.family.layer_that_changes(self.base.config, self.config, self.plan.sources)
+        if change:
+            raise RequestError(
+                f"layers of {self.base.family.model_type!r} compute otherwise at another index or among more layers: {change}. "
+                "Choose a method that adds no layer."
+            )
 
     @cached_property
     def config(self) -> Config:
         """The raw config of the upscaled model, as far as the config is known before anything is written."""
         config = self.method.config(self.base, self.plan)
         memories = memories_of(self.base.family, config)
+        if self.base.parts:
+            config["quantization_config"] = followed_quantization(config, self.plan, self._new_modules)
         config[CONFIG_KEY] = config_entry(self.method, self.base, self.plan, self.seed, memories)
         if self.dtype != "auto":
             config.pop("torch_dtype", None)
             config["dtype"] = self.dtype
         return config
+
+    @property
+    def _new_modules(self) -> list[str]:
+        """Paths of modules that the upscaling adds: new layers, and parts of other layers that only the result has."""
+        new = [f"model.layers.{index}" for index, layer in enumerate(self.plan.layers) if not isinstance(layer, Base)]
+        made = [
+            f"layers.{index}.{name}"
+            for index, recipes in enumerate(self.layers)
+            for name, recipe in recipes.items()
+            if isinstance(self.plan.layers[index], Base) and not isinstance(recipe, Copy)
+        ]
+        made += [
+            name.removeprefix(self.base.prefix) for name, recipe in self._outer.items() if not isinstance(recipe, Copy)
+        ]
+        return [*new, *(f"model.{name.rpartition('.')[0]}" for name in made)]
 
     @cached_property
     def concerns(self) -> list[str]:
@@ -84,12 +120,26 @@ class Job:
 
     @cached_property
     def tensors(self) -> list[OutputTensor]:
-        """Every tensor of the upscaled model, in the order of its files."""
+        """Every tensor that is written, in the order of the files."""
+        # Layers of the base carry the parts of a packed weight along; new layers have the weight itself.
+        in_parts = {
+            self.base.new_name(index, name)
+            for index, recipes in enumerate(self.layers)
+            for name, recipe in recipes.items()
+            if isinstance(self.plan.layers[index], Base)
+            and isinstance(recipe, Copy)
+            and recipe.source in self.base.packed
+        }
+        return [tensor for tensor in self._made if tensor.name not in in_parts]
+
+    @cached_property
+    def _made(self) -> list[OutputTensor]:
+        """Every tensor of the upscaled model, as the model reads it."""
         outer = [
             OutputTensor(
                 name,
                 recipe,
-                self.cast(self.base.tensors[recipe.source].dtype if isinstance(recipe, Copy) else self.base.dtype),
+                self._dtype_of_copy(recipe.source) if isinstance(recipe, Copy) else self.cast(self.base.dtype),
             )
             for name, recipe in self._outer.items()
         ]
@@ -102,10 +152,17 @@ class Job:
 
     def _dtype_of(self, index: int, name: str, recipe: Recipe) -> str:
         """Return the dtype of a tensor in the output: a copy's from its source, any other's from its layer's source."""
-        if isinstance(recipe, Copy):
+        if isinstance(recipe, Copy) and isinstance(self.plan.layers[index], Base):
+            return self._dtype_of_copy(recipe.source)
+        if isinstance(recipe, Copy):  # new layers are trained, and no weight in FP8 can be
             return self.cast(self.base.tensors[recipe.source].dtype)
         source = self.base.layer_names(self.plan.sources[index]).get(name)
         return self.cast(self.base.dtype if source is None else self.base.tensors[source].dtype)
+
+    def _dtype_of_copy(self, source: str) -> str:
+        """Return the dtype of a tensor that is carried along from the base: quantised weights and their scales keep theirs."""
+        stored = self.base.tensors[source].as_stored.dtype
+        return stored if source in self.base.parts else self.cast(stored)
 
     def cast(self, dtype: str) -> str:
         """Return the dtype that a tensor of the base has in the output, as safetensors names both dtypes."""
@@ -120,13 +177,13 @@ class Job:
         buffers |= {self.base.prefix + name for name in memories.table_buffers()}
         total = sum(
             math.prod(tensor.recipe.shape)
-            for tensor in self.tensors
+            for tensor in self._made
             if tensor.name not in buffers
             and not (isinstance(tensor.recipe, Copy) and tensor.recipe.source in uncounted)
         )
         new = sum(
             math.prod(tensor.recipe.shape)
-            for tensor in self.tensors
+            for tensor in self._made
             if tensor.name not in buffers and self.plan.owns(tensor.name)
         )
         trainable = new if self.method.trained == "new" else total
@@ -145,7 +202,7 @@ class Job:
 
     def scratch_bytes(self) -> int:
         """Return the bytes of disk that solvers need while they work."""
-        solvers = {tensor.recipe.solver for tensor in self.tensors if isinstance(tensor.recipe, Solved)}
+        solvers = {part.solver for tensor in self.tensors for part in solved_parts(tensor.recipe)}
         return sum(solver.scratch_bytes for solver in solvers)
 
     def compares_logits(self, verify: bool | None, progress: Progress) -> bool:
@@ -154,7 +211,7 @@ class Job:
         Args:
             verify: True insists on comparing both models' logits, False skips the comparison, and None compares if the
                 free memory suffices.
-            progress: Display that is told which check is made instead.
+            progress: Display that shows a warning if another check is made instead.
 
         Returns:
             Whether logits are compared. Otherwise each new block is checked alone, if identity is promised.
@@ -170,9 +227,14 @@ class Job:
         progress.advance()
         from upscalers.runs.verify import comparison_bytes
 
-        new = {tensor.name: StoredTensor(tensor.dtype, tensor.recipe.shape) for tensor in self.tensors}
         dtype = self.cast(self.base.dtype)
+        new = {
+            tensor.name: StoredTensor(dtype if tensor.dtype.startswith("F8") else tensor.dtype, tensor.recipe.shape)
+            for tensor in self._made
+        }
         needed = comparison_bytes(self.base.tensors, new, self.base.config, dtype)
+        if self.base.family.is_converted(self.base.config):
+            needed += sum(tensor.num_bytes for tensor in new.values())  # such a model is not streamed
         # The blocks of one path: drawn in float32, then cast, then kept.
         banks = memories_of(self.base.family, self.config).banks
         needed += sum(layout.fetched for layout in banks.values()) * (ITEM_BYTES["F32"] + 2 * ITEM_BYTES[dtype])
@@ -181,7 +243,7 @@ class Job:
             return True
         shortage = f"comparing both models layer by layer takes {needed / 1e9:.2f} GB of memory, but {free / 1e9:.2f} GB is free"
         if verify:
-            raise RequestError(f"{shortage}. Make room, or leave --verify away to have what can be checked with less.")
+            raise RequestError(f"{shortage}. Make room, or leave --verify out to check what the memory allows.")
         instead = (
             "each new block is checked alone instead, as with --no-verify"
             if self.method.promises_identity

@@ -47,7 +47,7 @@ class OutputFolder(WholeFolder):
         """Force all files written so far to the disk; later writes are left to `commit`.
 
         Args:
-            progress: Display that is told of the bytes that are on the disk.
+            progress: Display that shows how many bytes are on the disk.
         """
         sizes = {file: file.stat().st_size for file in self.partial.rglob("*")}
         progress.stage("waiting for the disk", sum(sizes.values()), "bytes")

@@ -6,23 +6,97 @@ from typing import Any
 
 import torch
 from accelerate.hooks import attach_align_device_hook
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 import midus_hf  # noqa: F401 - registers the classes
+from midus_hf.saved_models import auto_class_of
+from upscalers.checkpoint.computed_tensor import ComputedTensor
 from upscalers.checkpoint.safetensors_format import INTEGER_NAMES, TORCH_NAMES, StoredTensor
 from upscalers.request.errors import VerificationError
 
 _NAMED = 3
 
 
-class StreamedModel:
+class RunningModel:
+    """A checkpoint's language model, complete and exact.
+
+    Args:
+        model: A causal language model in eval mode, with all weights or with hooks that load them.
+        path: Path whose blocks memories fetch; None if no memory fetches blocks.
+    """
+
+    def __init__(self, model: Any, path: tuple[int, ...] | None):
+        self._model, self._path = model, path
+        self._stack = model.get_decoder()
+        self.vocab_size: int = model.config.get_text_config().vocab_size
+
+    def logits(
+        self,
+        tokens: torch.Tensor,
+        see: Callable[[int, torch.Tensor], None],
+        entering: Mapping[int, torch.Tensor] | None = None,
+    ) -> torch.Tensor:
+        """Run the model and return its logits.
+
+        Args:
+            tokens: Token ids, `[B, T]`, int64.
+            see: Function called with 0 and the residual stream `[B, T, D]` in front of the first layer, then with i
+                and the residual stream behind the i-th layer, counted from 1.
+            entering: Residual streams that layers read instead of the model's own, by the index of the layer. Default: none.
+
+        Returns:
+            Logits `[B, T, V]`.
+        """
+        layers = self._stack.layers
+        handles = [layers[0].register_forward_pre_hook(lambda _, inputs: see(0, inputs[0]))]
+        for index, stream in (entering or {}).items():
+            handles.append(
+                layers[index].register_forward_pre_hook(lambda _, inputs, stream=stream: (stream, *inputs[1:]))
+            )
+        for number, layer in enumerate(layers, 1):
+            handles.append(layer.register_forward_hook(lambda *call, number=number: see(number, _stream(call[-1]))))
+        try:
+            with torch.no_grad():
+                inputs = inputs_of_memories(self._stack, self._path, tokens)
+                return self._model(tokens, use_cache=False, **inputs).logits
+        finally:
+            for handle in handles:
+                handle.remove()
+
+
+class LoadedModel(RunningModel):
+    """A checkpoint's language model with all weights in memory, for types whose tensors transformers converts when it loads them.
+
+    Args:
+        folder: Folder of the checkpoint.
+        dtype: Torch dtype to run in.
+
+    Raises:
+        VerificationError: If a tensor of the model is not in the checkpoint, or has another shape.
+    """
+
+    def __init__(self, folder: Path, dtype: torch.dtype):
+        config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+        loading: Any = auto_class_of(config).from_pretrained(
+            folder, dtype=dtype, local_files_only=True, trust_remote_code=False, output_loading_info=True
+        )
+        model, loaded = loading
+        wrong = [*loaded["missing_keys"], *(name for name, *_ in loaded["mismatched_keys"])]
+        if wrong:
+            raise VerificationError(
+                f"the model loads without {', '.join(sorted(wrong)[:_NAMED])}; expected every tensor in its place."
+            )
+        super().__init__(model.eval(), path_of_last_leaf(model.config.get_text_config()))
+
+
+class StreamedModel(RunningModel):
     """A checkpoint's language model, complete and exact, that holds the weights of one module at a time.
 
     The forward pass is the family's own; accelerate loads the weights of each module before its call and drops them
     after.
 
     Args:
-        folder: Folder of the checkpoint, for its config.
+        folder: Folder of the checkpoint, for its config. Of a larger model, the language model runs alone.
         tensors: Tensors of the checkpoint, by full name, with their positions in files.
         dtype: Torch dtype to run in.
 
@@ -31,15 +105,13 @@ class StreamedModel:
     """
 
     def __init__(self, folder: Path, tensors: Mapping[str, StoredTensor], dtype: torch.dtype):
-        config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+        config = language_config_in(folder)
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=False)
         _fill_buffers_outside_checkpoints(model)
-        self._model: Any = model.eval()
-        self._path = path_of_last_leaf(config)
+        super().__init__(model.eval(), path_of_last_leaf(config))
         if self._path is not None:
             self._model.open_banks(folder)
-        self.vocab_size: int = config.vocab_size
         attach_align_device_hook(
             self._model,
             execution_device=torch.device("cpu"),
@@ -48,28 +120,14 @@ class StreamedModel:
             weights_map=_StoredWeights(_places(model, tensors)),
         )
 
-    def logits(self, tokens: torch.Tensor, see: Callable[[int, torch.Tensor], None]) -> torch.Tensor:
-        """Run the model and return its logits.
 
-        Args:
-            tokens: Token ids, `[B, T]`, int64.
-            see: Function called with 0 and the residual stream `[B, T, D]` in front of the first layer, then with i
-                and the residual stream behind the i-th layer, counted from 1.
-
-        Returns:
-            Logits `[B, T, V]`.
-        """
-        layers = self._model.model.layers
-        handles = [layers[0].register_forward_pre_hook(lambda _, inputs: see(0, inputs[0]))]
-        for number, layer in enumerate(layers, 1):
-            handles.append(layer.register_forward_hook(lambda *call, number=number: see(number, _stream(call[-1]))))
-        try:
-            with torch.no_grad():
-                inputs = inputs_of_memories(self._model.model, self._path, tokens)
-                return self._model(tokens, use_cache=False, **inputs).logits
-        finally:
-            for handle in handles:
-                handle.remove()
+def language_config_in(folder: Path) -> Any:
+    """Return the config of a checkpoint as transformers reads it; of a larger model, that of the language model within it."""
+    config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+    language_config = config.get_text_config()
+    if language_config is not config:
+        language_config.tie_word_embeddings = getattr(config, "tie_word_embeddings", False)
+    return language_config
 
 
 def _stream(output: torch.Tensor | tuple[torch.Tensor, ...]) -> torch.Tensor:
@@ -129,6 +187,9 @@ def read_tensor(stored: StoredTensor, dtype: torch.dtype | None = None) -> torch
     Raises:
         OSError: If the file ends early.
     """
+    if isinstance(stored, ComputedTensor):
+        computed = stored.read()
+        return computed if dtype is None else computed.to(dtype)
     assert stored.file is not None
     names = TORCH_NAMES | INTEGER_NAMES
     tensor = torch.empty(stored.shape, dtype=getattr(torch, names[stored.dtype]))
@@ -159,8 +220,8 @@ def _places(model: Any, tensors: Mapping[str, StoredTensor]) -> dict[str, Stored
     places, wrong = {}, []
     for name, tensor in held.items():
         tied = (name, *names_of[id(tensor)])
-        known = (known for other in tied for known in (other, other.removeprefix(f"{model.base_model_prefix}.")))
-        stored = next((tensors[other] for other in known if other in tensors), None)
+        spellings = (each for other in tied for each in (other, other.removeprefix(f"{model.base_model_prefix}.")))
+        stored = next((tensors[other] for other in spellings if other in tensors), None)
         if stored is None:
             wrong.append(name)
         elif stored.shape != tuple(tensor.shape):
@@ -175,12 +236,13 @@ def _places(model: Any, tensors: Mapping[str, StoredTensor]) -> dict[str, Stored
 
 
 def _fill_buffers_outside_checkpoints(model: Any) -> None:
-    """Fill buffers that checkpoints do not hold, such as rotary frequencies, as transformers does: by the family's
-    initialiser.
-    """
+    """Fill buffers that checkpoints do not hold, such as rotary frequencies, by the family's initialiser, as transformers does."""
     for module in model.modules():
         names = [name for name in module._non_persistent_buffers_set if module._buffers[name] is not None]
         for name in names:
             module._buffers[name] = torch.empty_like(module._buffers[name], device="cpu")
         if names:
             model._init_weights(module)
+    for stack in model.modules():  # some families fill buffers of their parts from the stack
+        if isinstance(stack, PreTrainedModel):
+            model._init_weights(stack)

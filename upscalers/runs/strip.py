@@ -8,14 +8,22 @@ from pathlib import Path
 from typing import Any
 
 from midus_hf.files.ownership import STRIPPED_KEY
-from upscalers.architecture.families import MEMORY_PREFIX, Config
+from upscalers.architecture.families import MEMORY_PREFIX
+from upscalers.architecture.family import Config
 from upscalers.checkpoint.banks import bytes_of_banks, carry_banks, tie_banks
 from upscalers.checkpoint.base_model import open_base, read_config
 from upscalers.checkpoint.content_digest import TensorDigests
 from upscalers.checkpoint.safetensors_format import TORCH_NAMES, dtype_of_most
 from upscalers.checkpoint.source import copy_travelling_files, resolve_source
 from upscalers.checkpoint.tokenizer import TOKENIZER_CONFIG
-from upscalers.record.provenance import DIGEST_KEY, read_config_entry, read_plan, read_record, write_record
+from upscalers.record.provenance import (
+    DIGEST_KEY,
+    read_config_entry,
+    read_plan,
+    read_record,
+    whole_base_config,
+    write_record,
+)
 from upscalers.request.errors import RequestError
 from upscalers.request.progress import NoProgress, Progress, begin_writing, shown
 from upscalers.runs.base_confirmation import base_tensors, compare_with_base, digested_names
@@ -39,7 +47,7 @@ def strip(
         model: An upscaled checkpoint, trained or not.
         output: The folder to make.
         overwrite: Whether to replace an existing checkpoint, under the conditions of `upscale`. Default: False.
-        progress: Display that is told of every step. Default: silent.
+        progress: Display that shows every step. Default: none.
 
     Returns:
         `{"model", "output", "model_type", "num_layers", "removed_layer_indices", "removed_memories", "base_confirmed",
@@ -72,7 +80,13 @@ def strip(
         with folder as partial, shown(progress), digested as digests:
             begin_writing(progress, sum(tensor.num_bytes for tensor in tensors), len(shards))
             digests.begin()
-            writer = CheckpointWriter(opened.tensors, scan=False, progress=progress, copied=digests.add)
+            writer = CheckpointWriter(
+                opened.tensors,
+                scan=False,
+                progress=progress,
+                copied=digests.add,
+                stored_name=opened.stored_name,
+            )
             written = writer.write(partial, shards)
             carry_banks(source.folder, partial, kept)
             folder.flush(progress)  # runs beside the digests: it takes about as long, and no processor
@@ -88,7 +102,7 @@ def strip(
             what = {"model": source.label, "method": entry["method"], "removed_layers": plan.new_indices}
             what |= {"removed_memories": list(plan.new_memories)} if plan.new_memories else {}
             version = importlib.metadata.version("midus-hf")
-            write_record(partial, {"midus_hf": version, STRIPPED_KEY: {**what, **comparison.told}})
+            write_record(partial, {"midus_hf": version, STRIPPED_KEY: {**what, **comparison.entries}})
             if str(config.get("model_type")).startswith(MEMORY_PREFIX):
                 write_code_of(partial)
             folder.commit()
@@ -96,11 +110,11 @@ def strip(
     return {
         "model": str(model),
         "output": str(output),
-        "model_type": entry["base_config"].get("model_type"),
+        "model_type": whole_base_config(entry).get("model_type"),
         "num_layers": plan.num_base_layers,
         "removed_layer_indices": plan.new_indices,
         "removed_memories": list(plan.new_memories),
-        **comparison.told,
+        **comparison.entries,
         "bytes_written": written.bytes_written,
         "seconds": time.perf_counter() - started,
     }
@@ -108,7 +122,7 @@ def strip(
 
 def _base_config(entry: Config, tensors: list[OutputTensor], progress: Progress) -> Config:
     """Return the base's config, with the dtype of the tensors if these were cast."""
-    config, dtype = entry["base_config"], TORCH_NAMES[dtype_of_most(tensors)]
+    config, dtype = whole_base_config(entry), TORCH_NAMES[dtype_of_most(tensors)]
     base_dtype = entry.get("base_dtype", dtype)
     if dtype == base_dtype:
         return config

@@ -14,7 +14,7 @@ from upscalers.checkpoint.banks import bytes_of_banks
 from upscalers.checkpoint.base_model import BaseModel, open_base
 from upscalers.checkpoint.hub import check_repo_id, check_write_access, push_folder, upload_command
 from upscalers.checkpoint.safetensors_format import ITEM_BYTES
-from upscalers.checkpoint.source import name_and_revision, resolve_source
+from upscalers.checkpoint.source import name_and_revision, resolve_adapter, resolve_source
 from upscalers.methods.contract import Method, get_method
 from upscalers.plan.plan import Plan
 from upscalers.record.report import Bytes, Identity, PushError, UpscaleReport
@@ -47,6 +47,8 @@ def upscale(
     push_to_hub: str | None = None,
     private: bool = False,
     revision: str | None = None,
+    stream: bool = False,
+    adapter: str | Path | None = None,
     progress: Progress | None = None,
 ) -> UpscaleReport:
     """Upscale a checkpoint.
@@ -76,7 +78,12 @@ def upscale(
         private: Whether to make a new repository private; an existing one must be private. Default: False, the owner's
             default.
         revision: A branch, tag or commit of a base on the hub. Default: its main branch.
-        progress: Display that is told of every step. Default: silent.
+        stream: Whether to fetch the weights of a base on the hub file by file, each when it is read, and to remove each
+            file when nothing reads it any more. The run then needs the disk of one file and the output. Default: False,
+            the base is downloaded into the cache of the hub, and stays there.
+        adapter: A folder or a hub id of a plain LoRA that PEFT saved, which is merged into the base while the base is
+            read, as `merge_and_unload` does. Default: None.
+        progress: Display that shows every step. Default: none.
 
     Returns:
         The report of the upscaling.
@@ -111,36 +118,54 @@ def upscale(
         check_repo_id(push_to_hub)
     if output is not None:
         OutputFolder(output, local if local.is_dir() else None, overwrite)
+    lora = None if adapter is None else resolve_adapter(str(adapter))
     if not dry_run and not local.is_dir():
         # Downloads and conversions take long, so check first that the request fits the base's config.
         with resolve_source(base_name, revision, config_only=True) as source:
-            _planned(chosen, open_base(source.folder, needs_weights=False), num_new_layers, placement)
+            _planned(chosen, open_base(source.folder, needs_weights=False, adapter=lora), num_new_layers, placement)
             revision = source.revision
     if not dry_run:
         chosen.check_machine()
         if push_to_hub:
             push_to_hub = check_write_access(push_to_hub, private)
 
-    with resolve_source(base_name, revision, config_only=dry_run) as source:
-        opened = open_base(source.folder, needs_weights=not dry_run)
-        if opened.unexpected:
+    with resolve_source(base_name, revision, config_only=dry_run, stream=stream) as source:
+        opened = open_base(source.folder, needs_weights=not dry_run, shards=source.shards or source.gguf, adapter=lora)
+        if source.shards is not None:
+            source.shards.check_room()
+            if opened.family.is_converted(opened.config):
+                raise RequestError(
+                    f"transformers converts tensors of {opened.family.model_type!r} when it loads them, so that the result is "
+                    "checked against the whole base; expected a type whose layers are read one at a time. Leave --stream out."
+                )
+        unknown = set(opened.unexpected) - opened.parts
+        if unknown:
             progress.warn(
-                f"the base holds {len(opened.unexpected)} tensors its architecture does not have; they are carried along."
+                f"the base holds {len(unknown)} tensors its architecture does not have; they are carried along."
             )
         job = Job(
-            chosen, opened, source, _planned(chosen, opened, num_new_layers, placement), seed, dtype, push_to_hub
+            chosen, opened, source, _planned(chosen, opened, num_new_layers, placement), seed, dtype, push_to_hub, lora
         )
         remark = None if num_new_layers is not None else chosen.default_remark(opened, job.plan, placement)
         if remark:
             progress.note(remark)
+        if opened.larger is not None:
+            progress.note(
+                f"the base is a {opened.larger.config['model_type']} model. Its language model ({opened.config['model_type']}) is "
+                f"upscaled; {len(opened.surroundings)} other tensors are carried along byte for byte."
+            )
+        for remark in chosen.remarks(opened):
+            progress.note(remark)
         for concern in job.concerns:
             progress.warn(concern)
         counts, num_bytes = job.counts(), sum(tensor.num_bytes for tensor in job.tensors)
-        outcome = Outcome(Identity(None, None), Bytes(0, num_bytes))
+        outcome, scratch_bytes = Outcome(Identity(None, None), Bytes(0, num_bytes)), job.scratch_bytes()
         if output is not None:
             folder = OutputFolder(output, source.folder, overwrite)
             carried = bytes_of_banks(source.folder, opened.memories.banks)
-            folder.check_space(num_bytes + carried + job.scratch_bytes() + _SPARE_BYTES)
+            shards = source.shards
+            fetched = shards.largest_bytes if shards is not None and shards.is_on_disk_of(folder.disk) else 0
+            folder.check_space(num_bytes + carried + scratch_bytes + fetched + _SPARE_BYTES)
             for concern in check_room_for_banks(folder, job.new_banks, ITEM_BYTES[job.cast(opened.dtype)]):
                 progress.warn(concern)
             if not dry_run:
@@ -148,11 +173,17 @@ def upscale(
                 with shown(progress):
                     compares_logits = job.compares_logits(verify, progress)
                     outcome = Writing(job, folder, max_shard_bytes, scan, compares_logits, progress).run()
+        if source.shards is not None:
+            progress.note(
+                f"fetched {source.shards.num_fetches} files of weights, {source.shards.fetched_bytes / 1e9:.2f} GB, of which "
+                f"{source.shards.peak_bytes / 1e9:.2f} GB lay on the disk at once."
+            )
+        disk_bytes = outcome.volume.written + scratch_bytes + (0 if dry_run else source.disk_bytes())
     report = UpscaleReport(
         method=chosen.name,
         base=str(base),
         output=None if output is None else str(output),
-        model_type=job.config["model_type"],
+        model_type=opened.whole_config(job.config)["model_type"],
         num_layers=job.plan.num_layers,
         new_layer_indices=job.plan.new_indices,
         parameters=counts,
@@ -160,6 +191,7 @@ def upscale(
         identity=outcome.identity,
         seconds=time.perf_counter() - started,
         peak_rss_bytes=_peak_rss_bytes(),
+        peak_disk_bytes=disk_bytes,
         promises_identity=chosen.promises_identity,
         kl_divergence=outcome.kl_divergence,
         measurements=list(outcome.measurements),

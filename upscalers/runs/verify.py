@@ -9,14 +9,14 @@ from pathlib import Path
 import torch
 
 from midus_hf.config.memory_entries import TABLES
-from upscalers.architecture.families import Config
+from upscalers.architecture.family import Config
+from upscalers.architecture.layer_tensors import is_embedding
 from upscalers.checkpoint.base_model import BaseModel
 from upscalers.checkpoint.safetensors_format import ITEM_BYTES, TORCH_NAMES, StoredTensor
 from upscalers.plan.plan import Base, Plan
 from upscalers.request.errors import RequestError, VerificationError, one_line
 from upscalers.request.progress import Progress
-from upscalers.runs.streamed_model import StreamedModel, read_tensor
-from upscalers.tensors.file_order import is_embedding
+from upscalers.runs.streamed_model import LoadedModel, RunningModel, StreamedModel, read_tensor
 
 _BATCH, _TOKENS = 2, 64
 _ROWS_AT_ONCE = 16
@@ -45,7 +45,7 @@ class LogitDifference:
 def comparison_bytes(
     base: Mapping[str, StoredTensor], new: Mapping[str, StoredTensor], config: Config, dtype: str
 ) -> int:
-    """Return the most memory, in bytes, that a run takes which ends with `compare_logits`.
+    """Return the greatest memory, in bytes, that a run with `compare_logits` at its end takes.
 
     Memory that the process holds before the run writes is not included.
 
@@ -65,7 +65,7 @@ def comparison_bytes(
                 tables += tensor.num_bytes + cast
     tokens, hidden = _BATCH * _TOKENS, config["hidden_size"]
     logits = tokens * config["vocab_size"] * ITEM_BYTES[dtype]
-    hidden_states = (config["num_hidden_layers"] + 1) * tokens * hidden * ITEM_BYTES[dtype]
+    hidden_states = 2 * (config["num_hidden_layers"] + 1) * tokens * hidden * ITEM_BYTES[dtype]
     layer = _WIDTHS_OF_A_LAYER * tokens * hidden * ITEM_BYTES["F32"]
     weights = max(modules.values(), default=0)
     return (
@@ -91,7 +91,7 @@ def compare_logits(
         plan: The layer plan.
         dtype: Dtype to run in, as safetensors names it.
         identity: Whether the method promises equality; if so, hidden states are compared behind every layer as well.
-        progress: Display that is told of every layer.
+        progress: Display that shows every layer.
 
     Returns:
         The difference between the models' predictions.
@@ -99,13 +99,17 @@ def compare_logits(
     Raises:
         RequestError: If transformers cannot run the base.
         VerificationError: If a tensor was not loaded as saved, transformers cannot run the result, or identity is
-            promised and a hidden state or a logit differs. The message names the first layer that differs.
+            promised and a hidden state or a logit differs. The message names the first layer that differs. Also if a layer
+            of a type that no table describes computes otherwise where it stands in the result than in the base.
     """
     torch_dtype = getattr(torch, TORCH_NAMES[dtype])
     generator = torch.Generator().manual_seed(0)
     hidden_states: list[torch.Tensor] = []
     partings: list[tuple[int, float]] = []
     counterparts = _counterparts(plan)
+
+    new_streams: list[torch.Tensor] = []
+    replays = [] if identity or not base.family.layers_may_follow_from_indices else _replays(plan)
 
     def remember(number: int, hidden: torch.Tensor) -> None:
         if identity:
@@ -120,14 +124,18 @@ def compare_logits(
             expected = hidden_states[counterparts[number]]
             if not _are_same(expected, hidden):
                 partings.append((number, _largest_difference(expected, hidden)))
+        if replays:
+            new_streams.append(hidden)
         if number:
             progress.advance()
 
-    progress.stage("comparing with the base", base.num_layers + plan.num_layers + 2, "layers and heads")
+    steps = base.num_layers * (1 + len(replays)) + plan.num_layers + 2
+    progress.stage("comparing with the base", steps, "layers and heads")
     try:
-        model = StreamedModel(base.folder, base.tensors, torch_dtype)
+        model = _running(base, base.folder, base.tensors, torch_dtype)
         tokens = torch.randint(0, model.vocab_size, (_BATCH, _TOKENS), generator=generator)
         base_logits = model.logits(tokens, remember).flatten(0, 1)
+        del model  # its weights may all be in memory
     except Exception as error:
         raise RequestError(
             f"transformers cannot run the base ({type(error).__name__}: {one_line(error)}). Repair it or download it again; where "
@@ -135,8 +143,8 @@ def compare_logits(
         ) from None
     progress.advance()
     base_is_finite = all(bool(values.isfinite().all()) for values in (*hidden_states, base_logits))
-    model = StreamedModel(folder, tensors, torch_dtype)
     try:
+        model = _running(base, folder, tensors, torch_dtype)
         new_logits = model.logits(tokens, follow).flatten(0, 1)
     except (RuntimeError, MemoryError) as error:
         raise VerificationError(
@@ -158,7 +166,72 @@ def compare_logits(
         else LogitDifference(_largest_difference(base_logits, new_logits), _divergence(base_logits, new_logits))
     )
     progress.advance()
+    if replays:
+        model = _running(base, base.folder, base.tensors, torch_dtype)
+        for replay in replays:
+            _compare_layers(model, tokens, replay, new_streams, plan, progress)
     return difference_of_models
+
+
+def _replays(plan: Plan) -> list[dict[int, int]]:
+    """Return which layer of the result each base layer is compared with, in as many passes as a layer has copies.
+
+    Each pass maps indices of base layers to indices in the result.
+    """
+    passes: list[dict[int, int]] = []
+    for index, layer in enumerate(plan.layers):
+        if isinstance(layer, Base):
+            replay = next((each for each in passes if layer.index not in each), None)
+            if replay is None:
+                passes.append(replay := {})
+            replay[layer.index] = index
+    return passes
+
+
+def _compare_layers(
+    model: RunningModel,
+    tokens: torch.Tensor,
+    replay: Mapping[int, int],
+    streams: list[torch.Tensor],
+    plan: Plan,
+    progress: Progress,
+) -> None:
+    """Check that layers taken over from the base compute in the result what they compute in the base.
+
+    Each layer of the base reads what its copy read in the result, and must give the same bits.
+
+    Args:
+        model: The base's model, which runs again.
+        tokens: Token ids `[B, T]` that both models ran on.
+        replay: Index in the result of the copy of each layer of the base that is compared.
+        streams: Residual streams of the result, in front of the first layer and behind each layer.
+        plan: The layer plan.
+        progress: Display that shows every layer.
+
+    Raises:
+        VerificationError: If a layer computes otherwise in the result.
+    """
+
+    def compare(number: int, hidden: torch.Tensor) -> None:
+        if number == 0:
+            return
+        progress.advance()
+        index = replay.get(number - 1)
+        if index is not None and not _are_same(streams[index + 1], hidden):
+            raise VerificationError(
+                f"layer {index} ({plan.describe(index)}) computes otherwise than base layer {number - 1}, by up to "
+                f"{_largest_difference(streams[index + 1], hidden):g}; expected the same bits for the same input. The layers of this "
+                "type cannot move; choose a method that adds no layer."
+            )
+
+    model.logits(tokens, compare, {layer: streams[index] for layer, index in replay.items()})
+
+
+def _running(base: BaseModel, folder: Path, tensors: Mapping[str, StoredTensor], dtype: torch.dtype) -> RunningModel:
+    """Return a model of the base's family that runs; streamed, unless transformers converts its tensors."""
+    if base.family.is_converted(base.config):
+        return LoadedModel(folder, dtype)
+    return StreamedModel(folder, tensors, dtype)
 
 
 def _counterparts(plan: Plan) -> list[int]:

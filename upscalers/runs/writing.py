@@ -9,10 +9,12 @@ from typing import Any
 
 from midus_hf.files.checkpoint_files import CARD_FILE
 from midus_hf.files.ownership import CONFIG_KEY
-from upscalers.architecture.families import MEMORY_PREFIX, Config
+from upscalers.architecture.families import MEMORY_PREFIX
+from upscalers.architecture.family import Config
 from upscalers.architecture.layer_tensors import memories_of
 from upscalers.checkpoint.banks import carry_banks, create_banks, tie_banks
 from upscalers.checkpoint.content_digest import TensorDigests, content_sha256, weight_names
+from upscalers.checkpoint.quantised_weights import names_of_parts, with_products
 from upscalers.checkpoint.safetensors_format import TORCH_NAMES, read_header
 from upscalers.checkpoint.source import copy_travelling_files
 from upscalers.checkpoint.tokenizer import TOKENIZER_CONFIG, keep_tokenizer_class
@@ -25,6 +27,7 @@ from upscalers.request.progress import Progress, begin_writing
 from upscalers.runs.job import Job
 from upscalers.runs.output_folder import OutputFolder
 from upscalers.runs.slow_imports import import_early
+from upscalers.runs.written_base import base_in_result
 from upscalers.tensors.solver import Measurement
 from upscalers.tensors.writer import CheckpointWriter, OutputTensor, split_shards
 
@@ -57,7 +60,7 @@ class Writing:
         max_shard_bytes: The largest size of a weight file, in bytes.
         scan: Whether to refuse NaN and infinite values in the base.
         compares_logits: Whether to compare both models' logits; otherwise each new block is checked alone.
-        progress: Display that is told of every step.
+        progress: Display that shows every step.
     """
 
     job: Job
@@ -79,10 +82,11 @@ class Writing:
         imports.start()
         shards = split_shards(job.tensors, self.max_shard_bytes)
         # If base layers were dropped, `strip` refuses, so that no digest is needed to confirm what it writes.
-        digested = TensorDigests(job.base.tensors, {} if job.plan.dropped_layers else weight_names(job.base))
+        streamed, recorded = job.source.shards is not None, not job.plan.dropped_layers
+        digested = TensorDigests(job.base.tensors, weight_names(job.base) if streamed or recorded else {})
         with self.folder as partial, digested as digests:
             config = copy.deepcopy(job.config)
-            _write_config(partial, config)
+            self._write_config(partial, config)
             begin_writing(progress, sum(tensor.num_bytes for tensor in job.tensors), len(shards))
 
             def before_building() -> None:
@@ -95,6 +99,7 @@ class Writing:
                 before_building=before_building,
                 progress=progress,
                 copied=digests.add,
+                stored_name=job.base.stored_name,
             )
             written = writer.write(partial, shards)
             for concern in job.method.review(written.measurements):
@@ -105,15 +110,19 @@ class Writing:
                 imports.join()
                 progress.advance()
             record = self._write_siblings(partial, config)
-            identity, kl_divergence = self._verify(partial, shards, config)
+            identity, kl_divergence = self._verify(partial, shards, config, digests)
             self.folder.flush(progress)  # runs beside the digests: it takes about as long, and no processor
             progress.stage("recording what was done", 1)
             volume = Bytes(written.bytes_read, written.bytes_written)
             outcome = Outcome(identity, volume, kl_divergence, tuple(written.measurements))
-            self._write_provenance(partial, config, record, digests.finish(), outcome)
+            self._write_provenance(partial, config, record, digests.finish() if recorded else {}, outcome)
             self.folder.commit()
             progress.advance()
         return outcome
+
+    def _write_config(self, partial: Path, config: Config) -> None:
+        whole = self.job.base.whole_config(config)
+        (partial / "config.json").write_text(json.dumps(whole, indent=2) + "\n", encoding="utf-8")
 
     def _write_banks(self, partial: Path) -> None:
         """Create the banks of new memories, and copy the banks of the base."""
@@ -124,9 +133,7 @@ class Writing:
         self._tie_banks(partial, job.config)
 
     def _tie_banks(self, partial: Path, config: Config) -> None:
-        """Update the descriptions of banks with their layers, which may have moved, and the base's digest, if the
-        config has one.
-        """
+        """Update the descriptions of banks: their layers, which may have moved, and the base's digest, if the config has one."""
         tie_banks(partial, memories_of(self.job.base.family, config).banks)
 
     def _write_siblings(self, partial: Path, config: Config) -> dict[str, Any]:
@@ -143,12 +150,12 @@ class Writing:
 
             write_code(partial, validated)
             config["auto_map"] = validated.to_dict()["auto_map"]
-            _write_config(partial, config)
+            self._write_config(partial, config)
         self.progress.advance()
         return record
 
     def _verify(
-        self, partial: Path, shards: dict[str, list[OutputTensor]], config: Config
+        self, partial: Path, shards: dict[str, list[OutputTensor]], config: Config, digests: TensorDigests
     ) -> tuple[Identity, float | None]:
         """Check the result, and return what was checked, and the KL divergence if logits were compared."""
         from upscalers.runs.block_check import check_blocks
@@ -156,14 +163,36 @@ class Writing:
 
         job = self.job
         dtype, promised = job.cast(job.base.dtype), job.method.promises_identity
-        tensors = {name: tensor for file in shards for name, tensor in read_header(partial / file).items()}
+        files = {name: tensor for file in shards for name, tensor in read_header(partial / file).items()}
+        written = job.base.by_name(files)
+        tensors = with_products(written, config)
+        tensors = {name: tensor for name, tensor in tensors.items() if name not in names_of_parts(tensors)}
+        base = job.base
+        if job.source.shards is not None and (self.compares_logits or promised):
+            base = base_in_result(base, job.tensors, written, digests.finish())
         if self.compares_logits:
-            difference = compare_logits(job.base, partial, tensors, job.plan, dtype, promised, self.progress)
+            difference = compare_logits(base, partial, tensors, job.plan, dtype, promised, self.progress)
             return Identity("logits", difference.max_abs_diff), difference.kl_divergence
         if not promised:
             return Identity(None, None), None
-        check_blocks(partial, config, job.base, job.plan, tensors, dtype, self.progress)
-        return Identity("blocks", 0.0), None
+        family = base.family
+        unchecked = (
+            "transformers converts its tensors when it loads them" if family.is_converted(base.config) else None
+        )
+        if unchecked is None:
+            try:
+                check_blocks(partial, config, base, job.plan, tensors, dtype, self.progress)
+            except RequestError as error:
+                if not family.layers_may_follow_from_indices:
+                    raise
+                unchecked = one_line(error).rstrip(".")
+        if unchecked is None:
+            return Identity("blocks", 0.0), None
+        self.progress.warn(
+            f"layers of {family.model_type!r} cannot be run one by one ({unchecked}), so the new ones are not checked; a tiny model "
+            "of the type was. Pass --verify to compare both models whole."
+        )
+        return Identity(None, None), None
 
     def _write_provenance(
         self, partial: Path, config: Config, record: dict[str, Any], digests: dict[str, str], outcome: Outcome
@@ -173,12 +202,13 @@ class Writing:
         job, counts, entry = self.job, self.job.counts(), config[CONFIG_KEY]
         if digests:
             entry[DIGEST_KEY] = content_sha256(digests)
-            _write_config(partial, config)
+            self._write_config(partial, config)
             self._tie_banks(partial, config)
         # A recipe names only bases on the hub: the path of a local base is private.
         hub_base = {"base": job.source.label, "revision": job.source.revision}
         request = {
             **({} if job.source.revision is None else hub_base),
+            **({} if job.adapter is None else {"adapter": job.adapter.label}),
             "method": job.method.name,
             **job.method.placement_request(job.plan),
             "options": entry["options"],
@@ -196,6 +226,7 @@ class Writing:
             job.concerns,
             outcome.measurements,
             base_metadata(job.source, self.progress),
+            job.base.auto_class,
             job.repository,
         )
         (partial / CARD_FILE).write_text(card, encoding="utf-8")
@@ -206,7 +237,7 @@ class Writing:
                 **entry,
                 **record,
                 "dtype": job.dtype,
-                "base": base_record(job.base, job.source.label, job.source.revision, digests),
+                "base": base_record(job.base, job.source.label, job.source.revision, digests, job.adapter),
                 "parameters": vars(counts),
                 "identity": vars(outcome.identity),
                 "promises_identity": job.method.promises_identity,
@@ -215,10 +246,6 @@ class Writing:
                 "paper": paper_entry(job.method),
             },
         )
-
-
-def _write_config(partial: Path, config: Config) -> None:
-    (partial / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
 
 
 def _validated(folder: Path) -> Any:

@@ -39,8 +39,7 @@ def check_package(module: str, package: str, what: str, extra: str) -> None:
 
 
 def workers_on(device: str, workers: int | None) -> int | None:
-    """Return the most solvers that may run in parallel: `workers` if given, else 1 on an accelerator and no limit on a
-    CPU.
+    """Return how many solvers may run in parallel: `workers` if given, else 1 on an accelerator; None if there is no limit.
 
     Solvers on one accelerator would share its memory.
     """

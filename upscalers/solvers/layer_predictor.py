@@ -33,8 +33,7 @@ class PredictorTraining:
 
 
 class LayerPredictor(nn.Module):
-    """Network with two hidden layers and ReLU that maps `[V_previous | V_next]` [rows, 2 in] to `V` [rows, in], row by
-    row.
+    """Network with two hidden layers and ReLU that maps rows of `[V_previous | V_next]` [rows, 2 in] to rows of `V` [rows, in].
 
     Args:
         width: in, the width of a row of `V`.
@@ -73,8 +72,7 @@ def train_predictor(
     device: str,
     done: Callable[[], None] = lambda: None,
 ) -> LayerPredictor:
-    """Train a predictor on every row of every inner layer: the rows of layers l - 1 and l + 1 predict the row of layer
-    l.
+    """Train a predictor on every row of every inner layer l, which the rows of layers l - 1 and l + 1 predict.
 
     Args:
         rows: File with the coordinates of all layers.

@@ -41,7 +41,7 @@ class SharedBasis:
 def shared_basis(
     num_layers: int, matrix_of: Callable[[int], torch.Tensor], done: Callable[[], None] = lambda: None
 ) -> SharedBasis:
-    """Decompose through the Gram matrix `sum_l W_l W_l^T` [out, out], with one layer in memory at a time.
+    """Compute a shared basis from the Gram matrix `sum_l W_l W_l^T` [out, out], with one layer in memory at a time.
 
     Signs of singular vectors are arbitrary and differ between libraries, so here the largest entry of each vector, by
     absolute value, is made positive.
@@ -73,8 +73,7 @@ def shared_basis(
 
 
 class RowFile:
-    """File with the coordinates of all layers, from which random rows are read without holding the coordinates in
-    memory.
+    """File with the coordinates of all layers, from which any rows are read without holding the other rows in memory.
 
     The file is [r, L, in], float32, so that one row of consecutive layers lies in one piece.
 

@@ -8,6 +8,7 @@ import torch
 
 # Size that scalings may reach before the solver absorbs them into the potentials, well within the range of the dtype.
 _ABSORB = {torch.float32: 1e30, torch.float64: 1e100}
+# Greatest number of iterations between two calls of `check`.
 _STRETCH = 500
 
 
@@ -56,8 +57,7 @@ def sinkhorn(
     plan_scale: Literal["barycentric", "raw"],
     check: Callable[[], None] = lambda: None,
 ) -> Transport:
-    """Compute entropic optimal transport between uniform distributions over rows, with their Euclidean distance as
-    cost.
+    """Compute entropic optimal transport between uniform distributions over rows, with Euclidean distances as cost.
 
     The solver is POT's log-stabilised Sinkhorn. It starts from the row and column minima of the cost as potentials, so
     that no row of its kernel underflows, however far apart the rows are.

@@ -3,6 +3,8 @@
 from collections.abc import Iterable
 from typing import Protocol, TypeVar
 
+from upscalers.architecture.layer_tensors import is_embedding
+
 
 class Named(Protocol):
     """Anything that has the full name of a tensor."""
@@ -25,8 +27,3 @@ def in_file_order(outer: Iterable[Tensor], layers: Iterable[Tensor]) -> list[Ten
     outer = list(outer)
     embeddings = [tensor for tensor in outer if is_embedding(tensor.name)]
     return [*embeddings, *layers, *(tensor for tensor in outer if not is_embedding(tensor.name))]
-
-
-def is_embedding(name: str) -> bool:
-    """Return whether a tensor outside the layers, by its full name, stands in front of the layers."""
-    return "embed_tokens" in name

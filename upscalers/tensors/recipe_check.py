@@ -3,7 +3,8 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from upscalers.architecture.families import Config, LayerTensor, family_of
+from upscalers.architecture.families import family_of
+from upscalers.architecture.family import Config, LayerTensor
 from upscalers.architecture.layer_tensors import expected_layer, expected_outer, memories_of
 from upscalers.checkpoint.base_model import BaseModel
 from upscalers.plan.plan import Plan
@@ -93,7 +94,7 @@ def _check_part(
     for name, recipe in recipes.items():
         if name not in expected and not (
             isinstance(recipe, Copy)
-            and recipe.source in base.unexpected
+            and (recipe.source in base.unexpected or recipe.source in base.surroundings)
             and recipe.shape == base.tensors[recipe.source].shape
             and origins[recipe.source].name == name
         ):

@@ -22,6 +22,11 @@ class Recipe(ABC):
 
     shape: tuple[int, ...]
 
+    @property
+    def sources(self) -> tuple[str, ...]:
+        """Full names of the base tensors that the recipe is known to read, each name once. Default: none."""
+        return ()
+
     @abstractmethod
     def build(self, read: "ReadTensor") -> "torch.Tensor":
         """Make the tensor, in float32 or wider, or in the dtype of its source; the writer casts the tensor once.
@@ -41,6 +46,10 @@ class Copy(Recipe):
 
     source: str
 
+    @property
+    def sources(self) -> tuple[str, ...]:
+        return (self.source,)
+
     def build(self, read: "ReadTensor") -> "torch.Tensor":
         return read(self.source)
 
@@ -58,7 +67,10 @@ class Fill(Recipe):
     def build(self, read: "ReadTensor") -> "torch.Tensor":
         import torch
 
-        return torch.tensor(self.value, dtype=torch.float64).expand(self.shape)
+        value = torch.full(
+            (1,) * len(self.shape), self.value, dtype=torch.float64
+        )  # a single number needs strides of its own
+        return value.expand(self.shape)
 
 
 @dataclass(frozen=True)
@@ -72,6 +84,10 @@ class Combine(Recipe):
 
     terms: tuple[tuple[str, float], ...]
     constant: float = 0.0
+
+    @property
+    def sources(self) -> tuple[str, ...]:
+        return tuple(dict.fromkeys(name for name, _ in self.terms))
 
     def combine(self, *values: "torch.Tensor") -> "torch.Tensor":
         """Combine the sources, or the same part of each source, in float32, or in float64 if any source is float64."""

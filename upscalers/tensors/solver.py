@@ -31,7 +31,7 @@ class Workplace:
         read: Function that reads a tensor of the base by its full name. Any thread may call it.
         scratch: Folder for temporary files, removed when the work is done. Solvers that run in parallel have different
             folders.
-        progress: Display that is told of every step.
+        progress: Display that shows every step.
         cancelled: Event that is set when another solver failed or a person interrupted the run. Default: a new event.
     """
 
@@ -105,6 +105,27 @@ class Solved(Recipe):
         raise AssertionError("tensors of a solver are made together, by the writer")
 
 
+@dataclass(frozen=True)
+class Stacked(Recipe):
+    """Recipe for a tensor whose rows are tensors that solvers make, one below the other.
+
+    Args:
+        parts: Recipes of the tensors, from the first rows to the last.
+    """
+
+    parts: tuple[Solved, ...]
+
+    def build(self, read: "ReadTensor") -> "torch.Tensor":
+        raise AssertionError("tensors of a solver are made together, by the writer")
+
+
+def solved_parts(recipe: Recipe) -> tuple[Solved, ...]:
+    """Return the recipes of the parts of a tensor that solvers make; nothing if solvers make none."""
+    if isinstance(recipe, Stacked):
+        return recipe.parts
+    return (recipe,) if isinstance(recipe, Solved) else ()
+
+
 def solve_all(
     solvers: Sequence[Solver],
     workplace: Workplace,
@@ -133,9 +154,8 @@ def solve_all(
             return
         torch.set_num_threads(solver.threads or share)
         try:
-            with tempfile.TemporaryDirectory(
-                dir=workplace.scratch
-            ) as own:  # so that files of two solvers may have the same name
+            # Each solver has its own folder, so that files of two solvers may have the same name.
+            with tempfile.TemporaryDirectory(dir=workplace.scratch) as own:
                 for key, tensor in solver.solve(replace(workplace, scratch=Path(own))):
                     with lock:
                         write(solver, key, tensor)

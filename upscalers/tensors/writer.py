@@ -11,6 +11,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from midus_hf.files.checkpoint_files import INDEX_FILE, SINGLE_FILE
+from upscalers.checkpoint.computed_tensor import ComputedTensor
+from upscalers.checkpoint.hub_shards import HubShard, hub_shards
 from upscalers.checkpoint.safetensors_format import (
     INTEGER_NAMES,
     TORCH_NAMES,
@@ -23,14 +25,13 @@ from upscalers.request.errors import RequestError
 from upscalers.request.progress import NoProgress, Progress
 from upscalers.tensors.recipes import Combine, Copy, Fill, Recipe
 from upscalers.tensors.rows import RowRange, Rows
-from upscalers.tensors.solver import Measurement, Solved, Solver, Workplace, solve_all
+from upscalers.tensors.solver import Measurement, Solved, Solver, Workplace, solve_all, solved_parts
 
 if TYPE_CHECKING:
     import torch
 
 _CHUNK_ELEMENTS = 1 << 20
 _SCRATCH = ".scratch"
-_MOST_OPEN_FILES = 64
 
 
 @dataclass(frozen=True)
@@ -95,8 +96,9 @@ class CheckpointWriter:
         scan: Whether to look at every copied value, and refuse values that are not finite.
         before_building: Function called once, after all tensors that can be copied without torch, if any tensors are
             left. Default: does nothing.
-        progress: Display that is told of every step. Default: silent.
+        progress: Display that shows every step. Default: none.
         copied: Function called with the name of each base tensor right after it was copied. Default: does nothing.
+        stored_name: Function that returns the name in the files of a tensor to write, by its full name. Default: the full name.
     """
 
     def __init__(
@@ -106,14 +108,15 @@ class CheckpointWriter:
         before_building: Callable[[], None] = lambda: None,
         progress: Progress | None = None,
         copied: Callable[[str], None] = lambda name: None,
+        stored_name: Callable[[str], str] = lambda name: name,
     ):
         self._sources = sources
         self._scan = scan
         self._before_building = before_building
         self._progress: Progress = progress or NoProgress()
         self._copied = copied
+        self._stored_name = stored_name
         self._bytes_read = 0
-        self._open_files: dict[Path, int] = {}
         self._reading = threading.Lock()
 
     def write(
@@ -131,37 +134,64 @@ class CheckpointWriter:
             OSError: If reading or writing fails.
         """
         bytes_written = 0
-        later: list[_Placed] = []
-        with contextlib.ExitStack() as stack:
-            stack.callback(self._close_files)
-            for file_name, tensors in shards.items():
-                head, starts = layout(
-                    [(tensor.name, tensor.dtype, tensor.recipe.shape) for tensor in tensors], metadata
-                )
-                with _opened(folder / file_name, os.O_RDWR | os.O_CREAT | os.O_TRUNC) as target:
-                    write_all(target, head, 0)
-                    num_bytes = len(head) + sum(tensor.num_bytes for tensor in tensors)
-                    os.ftruncate(target, num_bytes)
-                    bytes_written += num_bytes
-                    for tensor in tensors:
-                        if isinstance(tensor.recipe, Fill) and tensor.recipe.value == 0:
-                            self._progress.advance(tensor.num_bytes)  # a hole in the file reads as zeros
-                        elif self._goes_through_kernel(tensor):
-                            self._copy_in_kernel(tensor, target, starts[tensor.name])
-                        else:
-                            later.append(_Placed(tensor, folder / file_name, starts[tensor.name]))
-            if later:
+        placed: list[_Placed] = []
+        for file_name, tensors in shards.items():
+            named = [(self._stored_name(each.name), each.dtype, each.recipe.shape) for each in tensors]
+            head, starts = layout(named, metadata)
+            num_bytes = len(head) + sum(tensor.num_bytes for tensor in tensors)
+            with _opened(folder / file_name, os.O_RDWR | os.O_CREAT | os.O_TRUNC) as target:
+                write_all(target, head, 0)
+                os.ftruncate(target, num_bytes)
+            bytes_written += num_bytes
+            placed += [
+                _Placed(tensor, folder / file_name, starts[self._stored_name(tensor.name)]) for tensor in tensors
+            ]
+        solved = [part for one in placed for part in one.parts()]
+        others = self._in_order_of_reading([one for one in placed if not solved_parts(one.tensor.recipe)])
+        expected = [(shard, one) for one in others for shard in self._shards_of(one)]
+        # Nobody knows in which order solvers read, so that what they might read stays.
+        kept = hub_shards(self._sources, self._sources) if solved else set()
+        for shard in (*(shard for shard, _ in expected), *kept):
+            shard.expected += 1
+        building = False
+        for one in others:
+            through_kernel = self._goes_through_kernel(one.tensor)
+            if not through_kernel and not building:
                 self._before_building()
-            for placed in later:
-                if not isinstance(placed.tensor.recipe, Solved):
-                    with _opened(placed.file, os.O_RDWR) as target:
-                        self._build(placed.tensor, target, placed.start)
-            measurements = self._solve(
-                [placed for placed in later if isinstance(placed.tensor.recipe, Solved)], folder
-            )
+                building = True
+            with _opened(one.file, os.O_RDWR) as target:
+                (self._copy_in_kernel if through_kernel else self._build)(one.tensor, target, one.start)
+            for shard in self._shards_of(one):
+                shard.expected -= 1
+        if solved and not building:
+            self._before_building()
+        measurements = self._solve(solved, folder)
+        for shard in kept:
+            shard.expected -= 1
         if set(shards) != {SINGLE_FILE}:
             self._write_index(folder, shards)
         return Written(self._bytes_read, bytes_written, measurements)
+
+    def _in_order_of_reading(self, placed: "list[_Placed]") -> "list[_Placed]":
+        """Return the tensors in the order in which they are written.
+
+        What goes through the kernel comes first. If the base is on the hub, tensors come in the order of the base's
+        files, so that each file is fetched once.
+        """
+        if not hub_shards(self._sources, self._sources):
+            return sorted(placed, key=lambda one: not self._goes_through_kernel(one.tensor))
+        ranks = {
+            file: rank for rank, file in enumerate(dict.fromkeys(each.in_file.file for each in self._sources.values()))
+        }
+        return sorted(
+            placed,
+            key=lambda one: max(
+                (ranks[self._sources[name].in_file.file] for name in one.tensor.recipe.sources), default=0
+            ),
+        )
+
+    def _shards_of(self, one: "_Placed") -> set[HubShard]:
+        return hub_shards(self._sources, one.tensor.recipe.sources)
 
     def _solve(self, placed: "list[_Placed]", folder: Path) -> list[Measurement]:
         if not placed:
@@ -189,37 +219,41 @@ class CheckpointWriter:
         return sorted(rows, key=lambda row: row["layer"])
 
     def _goes_through_kernel(self, tensor: OutputTensor) -> bool:
-        if isinstance(tensor.recipe, Copy):
-            names: tuple[str, ...] = (tensor.recipe.source,)
-        elif isinstance(tensor.recipe, Rows):
-            names = tensor.recipe.sources
-        else:
+        if isinstance(tensor.recipe, Fill) and tensor.recipe.value == 0:
+            return True
+        if not isinstance(tensor.recipe, Copy | Rows):
             return False
-        dtypes = {self._sources[name].dtype for name in names}
+        sources = [self._sources[name].as_stored for name in tensor.recipe.sources]
+        if any(isinstance(source, ComputedTensor) for source in sources):
+            return False
+        dtypes = {source.dtype for source in sources}
         return dtypes <= {tensor.dtype} and not (self._scan and tensor.dtype in TORCH_NAMES)
 
     def _copy_in_kernel(self, tensor: OutputTensor, target: int, start: int) -> None:
         recipe = tensor.recipe
         if isinstance(recipe, Copy):
-            assert self._sources[recipe.source].shape == recipe.shape, (tensor.name, recipe.shape)
-            self._copy_bytes(self._sources[recipe.source], 0, target, start, tensor.num_bytes)
+            source = self._sources[recipe.source].as_stored
+            assert source.shape == recipe.shape, (tensor.name, recipe.shape)
+            with _reading(source) as file:
+                self._copy_bytes(file, source.start, target, start, tensor.num_bytes)
             self._copied(recipe.source)
-        else:
-            assert isinstance(recipe, Rows)
+        elif isinstance(recipe, Rows):  # any other file has a hole here, which reads as zeros
             self._copy_rows(recipe.ranges, tensor.num_bytes // max(1, recipe.shape[0]), target, start)
         self._progress.advance(tensor.num_bytes)
 
     def _copy_rows(self, ranges: Sequence[RowRange], row_bytes: int, target: int, start: int) -> None:
         for rows in ranges:
             if rows.source is not None:  # a hole in the file reads as zeros
-                source = self._sources[rows.source]
+                source = self._sources[rows.source].as_stored
                 assert 0 <= rows.first <= rows.first + rows.count <= source.shape[0], (rows, source.shape)
                 assert source.num_bytes == row_bytes * source.shape[0], (rows, source.shape)
-                self._copy_bytes(source, rows.first * row_bytes, target, start, rows.count * row_bytes)
+                with _reading(source) as file:
+                    first = source.start + rows.first * row_bytes
+                    self._copy_bytes(file, first, target, start, rows.count * row_bytes)
             start += rows.count * row_bytes
 
-    def _copy_bytes(self, source: StoredTensor, first: int, target: int, start: int, num_bytes: int) -> None:
-        copy_bytes(self._file_of(source), source.start + first, target, start, num_bytes)
+    def _copy_bytes(self, source: int, first: int, target: int, start: int, num_bytes: int) -> None:
+        copy_bytes(source, first, target, start, num_bytes)
         self._bytes_read += num_bytes
 
     def _build(self, tensor: OutputTensor, target: int, start: int) -> None:
@@ -269,34 +303,27 @@ class CheckpointWriter:
     def _read_chunks(self, source: StoredTensor) -> Iterator["torch.Tensor"]:
         import torch
 
-        file, dtype = self._file_of(source), getattr(torch, TORCH_NAMES[source.dtype])
+        if isinstance(source, ComputedTensor):
+            self._bytes_read += source.in_file.num_bytes
+            yield from source.read().flatten().split(_CHUNK_ELEMENTS)
+            return
+        dtype = getattr(torch, TORCH_NAMES[source.dtype])
         position, end = source.start, source.start + source.num_bytes
-        while position < end:
-            data = bytearray(os.pread(file, min(_CHUNK_ELEMENTS * dtype.itemsize, end - position), position))
-            if len(data) % dtype.itemsize or not data:
-                raise OSError(f"the base file ended {end - position - len(data)} bytes early")
-            self._bytes_read += len(data)
-            yield torch.frombuffer(data, dtype=dtype)
-            position += len(data)
+        with _reading(source) as file:
+            while position < end:
+                data = bytearray(os.pread(file, min(_CHUNK_ELEMENTS * dtype.itemsize, end - position), position))
+                if len(data) % dtype.itemsize or not data:
+                    raise OSError(f"the base file ended {end - position - len(data)} bytes early")
+                self._bytes_read += len(data)
+                yield torch.frombuffer(data, dtype=dtype)
+                position += len(data)
 
-    def _file_of(self, source: StoredTensor) -> int:
-        assert source.file is not None
-        if source.file not in self._open_files:
-            if len(self._open_files) >= _MOST_OPEN_FILES:
-                self._close_files()
-            self._open_files[source.file] = os.open(source.file, os.O_RDONLY)
-        return self._open_files[source.file]
-
-    def _close_files(self) -> None:
-        for descriptor in self._open_files.values():
-            os.close(descriptor)
-        self._open_files.clear()
-
-    @staticmethod
-    def _write_index(folder: Path, shards: dict[str, list[OutputTensor]]) -> None:
+    def _write_index(self, folder: Path, shards: dict[str, list[OutputTensor]]) -> None:
         index = {
             "metadata": {"total_size": sum(tensor.num_bytes for shard in shards.values() for tensor in shard)},
-            "weight_map": {tensor.name: file_name for file_name, shard in shards.items() for tensor in shard},
+            "weight_map": {
+                self._stored_name(tensor.name): file_name for file_name, shard in shards.items() for tensor in shard
+            },
         }
         text = json.dumps(index, indent=2, sort_keys=True) + "\n"
         (folder / INDEX_FILE).write_text(text, encoding="utf-8")
@@ -310,6 +337,14 @@ class _Placed:
     file: Path
     start: int
 
+    def parts(self) -> "Iterator[_Placed]":
+        """Yield the parts of the tensor that solvers make, each with its own position."""
+        start = self.start
+        for recipe in solved_parts(self.tensor.recipe):
+            part = OutputTensor(self.tensor.name, recipe, self.tensor.dtype)
+            yield _Placed(part, self.file, start)
+            start += part.num_bytes
+
 
 @contextlib.contextmanager
 def _opened(path: Path, flags: int) -> Iterator[int]:
@@ -318,6 +353,14 @@ def _opened(path: Path, flags: int) -> Iterator[int]:
         yield descriptor
     finally:
         os.close(descriptor)
+
+
+@contextlib.contextmanager
+def _reading(source: StoredTensor) -> Iterator[int]:
+    """Open the file that holds a tensor, and yield its descriptor."""
+    assert source.file is not None
+    with source.file.open("rb", buffering=0) as file:
+        yield file.fileno()
 
 
 def _refuse_not_finite_base(values: "torch.Tensor", name: str) -> None:

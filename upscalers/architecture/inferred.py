@@ -1,0 +1,249 @@
+"""Families that no table describes: what surgery needs is read from the model that transformers builds from the base's config.
+
+Building it imports torch and transformers, which takes seconds, and takes no memory, since the model is built on the meta device.
+"""
+
+import json
+import tempfile
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from midus_hf.config.backbone import MEMORY_PREFIX
+from midus_hf.config.model_sizes import ModelSizes
+from upscalers.architecture.family import Config, Family, LayerTensor, Shape
+from upscalers.architecture.per_layer import PER_LAYER_KEYS, per_layer_lists
+from upscalers.request.errors import RequestError, one_line
+
+if TYPE_CHECKING:
+    from upscalers.architecture.layer_roles import LayerRoles
+    from upscalers.architecture.layer_settings import Settings
+
+_LAYERS = "model.layers."
+# Keys that an upscaled model's config has and its base's has not, and one that does not change which tensors are read.
+_OF_UPSCALING = ("memory", "upscale", "auto_map", "architectures", "quantization_config")
+
+
+@dataclass(frozen=True, kw_only=True)
+class InferredFamily(Family):
+    """A family that is read from the built model."""
+
+    layers_may_follow_from_indices = True
+
+    def sizes(self, config: Config) -> ModelSizes:
+        return _built(_native(config)).sizes
+
+    def tie_word_embeddings(self, config: Config) -> bool:
+        return bool(self.tied_tensors(config))
+
+    def resolved_layer_types(self, config: Config) -> list[str] | None:
+        return _built(_native(config)).layer_types
+
+    def period_of(self, config: Config) -> int | None:
+        return 1
+
+    def per_layer_values(self, config: Config) -> Config:
+        built = _built(_native(config))
+        stated = {built.names.get(key, key) for key, value in config.items() if value is not None}
+        return {key: values for key, values in built.lists.items() if key not in stated}
+
+    def layer_kinds(self, config: Config) -> list[str] | None:
+        lists = [
+            [str(value) if key == "layer_types" else f"{key} {value}" for value in values]
+            for key, values in _built(_native(config)).lists.items()
+            if key in PER_LAYER_KEYS
+        ]
+        return [", ".join(values) for values in zip(*lists, strict=True)] if lists else None
+
+    def norms_behind(self, config: Config) -> bool:
+        layers = [self.layer_tensors(config, layer).values() for layer in range(config["num_hidden_layers"])]
+        return all(
+            norm in {tensor.role for tensor in tensors}
+            and all(tensor.offset is not None for tensor in tensors if tensor.role == norm)
+            for tensors in layers
+            for norm in ("attention_output_norm", "mlp_output_norm")
+        )
+
+    def expert_layers(self, config: Config) -> frozenset[int]:
+        return frozenset(index for index, roles in enumerate(_built(_native(config)).roles) if roles.has_experts)
+
+    def layer_that_changes(self, config: Config, new_config: Config, sources: list[int]) -> str | None:
+        from upscalers.architecture.layer_settings import change_of_settings
+
+        before, after = (_built(_native(each)).settings for each in (config, new_config))
+        return change_of_settings(before, after, sources)
+
+    def layer_tensors(self, config: Config, layer: int = 0) -> dict[str, LayerTensor]:
+        return _built(_native(config)).layers[layer]
+
+    def outer_tensors(self, config: Config) -> dict[str, Shape]:
+        return {name: shape for name, shape in _built(_native(config)).tensors.items() if not name.startswith(_LAYERS)}
+
+    def tied_tensors(self, config: Config) -> dict[str, Shape]:
+        return dict(_built(_native(config)).tied)
+
+    def buffers(self, config: Config) -> frozenset[str]:
+        return _built(_native(config)).buffers
+
+    def is_converted(self, config: Config) -> bool:
+        return _built(_native(config)).is_converted
+
+    def remark(self) -> str | None:
+        return (
+            f"{self.model_type} was read from the model that transformers builds, and proven on a tiny random model: equal bits at "
+            "birth, bits equal to hooks on the base once the memory has values, gradients, cached steps."
+        )
+
+    def prove(self, site: str, memory_type: str) -> None:
+        from midus_hf.models.proof import prove, wirings_of
+
+        try:
+            for wiring in wirings_of(site, memory_type):
+                prove(self.model_type, wiring)
+        except ValueError as error:
+            raise RequestError(
+                f"model_type {self.model_type!r} cannot host a memory of type {memory_type!r} at the site {site!r}: "
+                f"{one_line(error)} Pass --set site=... if the method has another site, or choose another method: docs/families.md "
+                "says which methods take the type."
+            ) from None
+
+
+@dataclass(frozen=True)
+class _Built:
+    """Tensors and sizes of the model on the meta device.
+
+    Args:
+        sizes: Sizes that memories are built for.
+        tensors: Shape of each tensor that a checkpoint holds, by full name, in the model's order.
+        layers: Roles and shapes of the tensors of each layer that a checkpoint holds, by their name within the layer.
+        tied: Shape of each tensor that only repeats another, by full name.
+        buffers: Full names of the tensors that are no parameters.
+        layer_types: Types of the layers, if the config lists them; else None.
+        lists: Lists of the config that have a value for each layer, or that hold indices of layers, by key.
+        names: Names of config values that have a second name, by the second name.
+        roles: What the modules of each layer do.
+        settings: Values of the modules of each layer that are no tensors, such as the size of a window.
+        is_converted: Whether transformers converts tensors when it loads a checkpoint, so that a model holds others.
+    """
+
+    sizes: ModelSizes
+    tensors: dict[str, Shape]
+    layers: list[dict[str, LayerTensor]]
+    tied: dict[str, Shape]
+    buffers: frozenset[str]
+    layer_types: list[str] | None
+    lists: Config
+    names: dict[str, str]
+    roles: "list[LayerRoles]"
+    settings: "list[Settings]"
+    is_converted: bool
+
+
+def inferred_family(model_type: str) -> InferredFamily:
+    """Return the family of a type that transformers knows and no table describes.
+
+    Args:
+        model_type: The native `model_type`.
+
+    Raises:
+        RequestError: If transformers does not know the type, or the type cannot host memory. The message says why.
+    """
+    from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING, __version__
+
+    if model_type not in CONFIG_MAPPING or CONFIG_MAPPING[model_type] not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        raise RequestError(
+            f"model_type {model_type!r} is no causal language model of transformers {__version__}; expected one. Install a newer "
+            "transformers if the model is newer. Do not rename the type: as another type the model may load and still be a different "
+            "model."
+        )
+    from midus_hf.models.architecture import architecture_of
+
+    try:
+        architecture = architecture_of(model_type)
+    except ValueError as error:
+        raise RequestError(f"model_type {model_type!r} is not supported: {one_line(error)}") from None
+    class_name = architecture.causal_lm.__name__.removesuffix("ForCausalLM")
+    return InferredFamily(model_type=model_type, class_name=class_name)
+
+
+def _native(config: Config) -> str:
+    """Return the config of the model without its memories, as text that can be a key."""
+    native = {key: value for key, value in config.items() if key not in _OF_UPSCALING}
+    native["model_type"] = str(native["model_type"]).removeprefix(MEMORY_PREFIX)
+    return json.dumps(native, sort_keys=True)
+
+
+@cache
+def _built(native: str) -> _Built:
+    import torch
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
+    from transformers.core_model_loading import revert_weight_conversion
+
+    from midus_hf.models.architecture import architecture_of
+    from upscalers.architecture.layer_roles import read_roles
+    from upscalers.architecture.layer_settings import settings_of
+
+    try:
+        config = _config(native)
+        causal_lm: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+        with torch.device("meta"):
+            model = causal_lm(config)
+    except Exception as error:  # config classes and models raise whatever their checks raise
+        raise RequestError(
+            f"transformers cannot build the model that config.json describes ({type(error).__name__}: {one_line(error)}). Repair "
+            "config.json of the base."
+        ) from None
+    held = model.state_dict(keep_vars=True)
+    first = {id(tensor): name for name, tensor in reversed(held.items())}
+    tied = {name: tuple(tensor.shape) for name, tensor in held.items() if first[id(tensor)] != name}
+    stored = revert_weight_conversion(model, {name: tensor for name, tensor in held.items() if name not in tied})
+    own = dict(model.named_parameters())
+    stored_parameters = revert_weight_conversion(model, {name: held[name] for name in own if name not in tied})
+    tensors = {name: tuple(tensor.shape) for name, tensor in stored.items()}
+    buffers = frozenset(stored.keys() - stored_parameters.keys())
+    held_names = {id(tensor): name for name, tensor in reversed(held.items())}
+    names = {name: held_names.get(id(tensor), name) for name, tensor in stored.items()}
+    parts = architecture_of(config.model_type).layers
+    roles = [read_roles(config.model_type, layer, parts[type(layer)]) for layer in model.model.layers]
+    return _Built(
+        sizes=ModelSizes.of(config),
+        tensors=tensors,
+        layers=[_layer_tensors(index, layer, tensors, names, buffers) for index, layer in enumerate(roles)],
+        tied=tied,
+        buffers=buffers,
+        layer_types=vars(config).get("layer_types"),
+        lists=per_layer_lists(vars(config), config.num_hidden_layers),
+        names=dict(config.attribute_map),
+        roles=roles,
+        settings=[settings_of(layer) for layer in model.model.layers],
+        is_converted=stored.keys() != held.keys() - tied.keys(),
+    )
+
+
+def _layer_tensors(
+    index: int, roles: "LayerRoles", tensors: dict[str, Shape], names: dict[str, str], buffers: frozenset[str]
+) -> dict[str, LayerTensor]:
+    """Return roles and shapes of a layer's stored tensors; `names` has the names of all stored tensors in the model."""
+    prefix = f"{_LAYERS}{index}."
+    layer = {}
+    for stored, shape in tensors.items():
+        if stored.startswith(prefix):
+            name = names[stored].removeprefix(prefix)
+            role = roles.role(name)
+            layer[stored.removeprefix(prefix)] = LayerTensor(
+                "buffer" if role == "base" and stored in buffers else role,
+                shape,
+                roles.offsets.get(name, 0.0),
+                roles.parts.get(name),
+            )
+    return layer
+
+
+def _config(native: str) -> Any:
+    """Return a native config as transformers reads it from a file."""
+    from transformers import CONFIG_MAPPING
+
+    with tempfile.TemporaryDirectory() as folder:
+        (Path(folder) / "config.json").write_text(native, encoding="utf-8")
+        return CONFIG_MAPPING[json.loads(native)["model_type"]].from_pretrained(folder, local_files_only=True)

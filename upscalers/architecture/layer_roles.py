@@ -1,0 +1,178 @@
+"""Roles of a decoder layer's tensors, read from the layer that transformers builds on the meta device.
+
+Projections are known by their names and shapes, and norms around them from the recorded pass of the type. What a norm multiplies
+by, its weight or 1 + weight, is read from what the norm computes.
+"""
+
+import copy
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from midus_hf.models.architecture import FEED_FORWARDS, MIXERS, LayerParts, has_heads
+from upscalers.architecture.stacked_rows import gate_and_up, values_are_last
+
+_PROJECTIONS = {"q_proj": "query", "k_proj": "key", "v_proj": "value"}
+_HEAD_NORMS = {
+    **dict.fromkeys(("q_norm", "q_layernorm", "query_layernorm"), "query_norm"),
+    **dict.fromkeys(("k_norm", "k_layernorm", "key_layernorm"), "key_norm"),
+}
+_NORMS = ("attention_norm", "attention_output_norm", "mlp_norm", "mlp_output_norm")
+# Names of the projections by which mixers and feed-forward networks write to the residual stream.
+_OUTPUTS = ("o_proj", "out_proj", "dense", "output_proj", "linear_out", "Wo")
+_DOWNS = frozenset({"down_proj", "down_proj_bias", "c_proj", "fc2", "w2", "output_linear", "dense_4h_to_h", "Wo"})
+# Names of the other projections of a dense feed-forward network; what holds rows of both is known by its shape.
+_GATES = ("gate_proj", "w1")
+_UPS = ("up_proj", "w3", "fc1", "c_fc", "dense_h_to_4h", "gate_up_proj", "input_linear", "Wi")
+# Names of feed-forward networks in stored checkpoints.
+_NETWORKS = frozenset(FEED_FORWARDS)
+# Names of projections that hold rows of queries, keys and values.
+_STACKED = ("qkv_proj", "query_key_value")
+# Name of the number that a layer's output is multiplied by.
+_SCALAR = "layer_scalar"
+# Seed and rows of what a norm is tried on.
+_SEED, _ROWS = 0, 4
+
+
+@dataclass
+class LayerRoles:
+    """Purposes of the modules of a decoder layer.
+
+    Args:
+        modules: Role of each module whose role is known, by its name within the layer. The role is also that of the modules
+            within, unless these have their own.
+        offsets: What a norm's weight is added to before it multiplies, by the name of the weight within the layer; None if that
+            could not be read.
+        parts: Roles of the projections whose rows are stacked in a tensor, each with its number of rows, by the name of the
+            tensor within the layer; empty if they are stacked in an unknown order.
+        has_experts: Whether a feed-forward network of the layer is a mixture of experts.
+    """
+
+    modules: dict[str, str] = field(default_factory=dict)
+    offsets: dict[str, float | None] = field(default_factory=dict)
+    parts: dict[str, tuple[tuple[str, int], ...]] = field(default_factory=dict)
+    has_experts: bool = False
+
+    def stack(self, module: str, parts: tuple[tuple[str, int], ...]) -> None:
+        """Note that a linear module stacks rows of several projections."""
+        self.parts |= {f"{module}.weight": parts, f"{module}.bias": parts}
+
+    def role(self, name: str) -> str:
+        """Return the role of a tensor by its name within the layer; `"base"` if the role is unknown."""
+        parts = name.split(".")
+        if parts[0] in _NETWORKS and not _DOWNS.isdisjoint(parts):
+            return "down"
+        prefixes = (".".join(parts[:count]) for count in range(len(parts), 0, -1))
+        return next((self.modules[prefix] for prefix in prefixes if prefix in self.modules), "base")
+
+
+def read_roles(model_type: str, layer: nn.Module, parts: LayerParts) -> LayerRoles:
+    """Return what the modules of a layer do.
+
+    Args:
+        model_type: The `model_type` of the model.
+        layer: A decoder layer on the meta device.
+        parts: Parts of layers of its class.
+    """
+    roles = LayerRoles()
+    if isinstance(getattr(layer, _SCALAR, None), torch.Tensor):
+        roles.modules[_SCALAR] = _SCALAR
+    for name in _NORMS:
+        norm = getattr(parts, name)
+        if norm is not None and isinstance(getattr(layer, norm, None), nn.Module):
+            roles.modules[norm] = name
+    for name in MIXERS:
+        mixer = getattr(layer, name, None)
+        if isinstance(mixer, nn.Module):
+            _read_mixer(model_type, roles, name, mixer)
+    for name in FEED_FORWARDS:
+        network = getattr(layer, name, None)
+        if isinstance(network, nn.Module):
+            _read_network(model_type, roles, name, network)
+    for name, module in layer.named_modules():
+        weight = getattr(module, "weight", None)
+        if "Norm" in type(module).__name__ and isinstance(weight, nn.Parameter) and weight.dim() == 1:
+            roles.offsets[f"{name}.weight"] = gain_offset(module)
+    return roles
+
+
+def gain_offset(norm: nn.Module) -> float | None:
+    """Return what a norm adds to its weight before it multiplies: 0 or 1; None if the norm is neither kind.
+
+    A norm without gain and bias gives zero, so the norm is tried with the weight that would be no gain.
+    """
+    tried: Any = copy.deepcopy(norm).to_empty(device="cpu").float()
+    hidden = torch.randn((_ROWS, tried.weight.shape[0]), generator=torch.Generator().manual_seed(_SEED))
+    for offset in (0.0, 1.0):
+        with torch.no_grad():
+            for name, parameter in tried.named_parameters():
+                parameter.fill_(-offset if name == "weight" else 0.0)
+            try:
+                output = tried(hidden)
+            except Exception:  # norms of mixers read a gate as well, and raise whatever their parts raise
+                return None
+        if not output.any():
+            return offset
+    return None
+
+
+def _read_mixer(model_type: str, roles: LayerRoles, name: str, mixer: nn.Module) -> None:
+    """Add the roles within a module that mixes tokens: its output projection, and the projections and norms of heads."""
+    outputs = [child for child in _OUTPUTS if isinstance(getattr(mixer, child, None), nn.Module)]
+    roles.modules |= {f"{name}.{child}": "output_projection" for child in outputs}
+    for child in _STACKED:
+        stacked, behind = getattr(mixer, child, None), getattr(mixer, outputs[0], None) if outputs else None
+        if isinstance(stacked, nn.Linear) and isinstance(behind, nn.Linear):
+            queries, rest = behind.in_features, stacked.out_features - behind.in_features
+            known = rest > 0 and not rest % 2 and values_are_last(model_type, type(mixer).__name__, child, outputs[0])
+            of_rows = (("query", queries), ("key", rest // 2), ("value", rest // 2))
+            roles.stack(f"{name}.{child}", of_rows if known else ())
+    linear = {child: getattr(mixer, child, None) for child in _PROJECTIONS}
+    if has_heads(mixer):
+        roles.modules[name] = "attention"
+    elif not outputs or not all(isinstance(module, nn.Linear) for module in linear.values()):
+        return
+    elif any(isinstance(module, nn.Conv1d) for module in mixer.modules()):
+        return  # linear attention, which looks up no keys
+    roles.modules |= {f"{name}.{child}": role for child, role in _PROJECTIONS.items()}
+    roles.modules |= {
+        f"{name}.{child}": role
+        for child, role in _HEAD_NORMS.items()
+        if isinstance(getattr(mixer, child, None), nn.Module)
+    }
+    width, keys = (getattr(getattr(mixer, child), "out_features", None) for child in ("q_proj", "k_proj"))
+    groups = getattr(mixer, "num_key_value_groups", None)
+    widths = (
+        [keys * groups]
+        if keys and groups
+        else [getattr(getattr(mixer, child), "in_features", None) for child in outputs]
+    )
+    if width not in widths:  # such as a gate beside the query of each head
+        roles.stack(f"{name}.q_proj", ())
+
+
+def _read_network(model_type: str, roles: LayerRoles, name: str, network: nn.Module) -> None:
+    """Add the roles of a feed-forward network's projections, or that the network is a mixture of experts.
+
+    What writes to the residual stream is known by its name alone, in experts as well (`LayerRoles.role`).
+    """
+    if any(parameter.dim() > 2 for parameter in network.parameters()) or any(
+        isinstance(module, nn.ModuleList) for module in network.modules()
+    ):
+        roles.has_experts = True
+        return
+    down = next((child for child, _ in network.named_children() if child in _DOWNS), "")
+    width = getattr(getattr(network, down, None), "in_features", None)
+    for role, names in (("gate", _GATES), ("up", _UPS)):
+        for child in names:
+            module = getattr(network, child, None)
+            if not isinstance(module, nn.Linear):
+                continue
+            roles.modules[f"{name}.{child}"] = role
+            if width is not None and module.out_features == 2 * width:
+                halves = gate_and_up(model_type, type(network).__name__, child, down)
+                roles.stack(f"{name}.{child}", tuple((half, width) for half in halves))
+            elif module.out_features != width:
+                roles.stack(f"{name}.{child}", ())

@@ -1,0 +1,57 @@
+"""Tensors of a base that lie in no file as they are read: they are computed from what is stored, at each read."""
+
+import os
+from abc import abstractmethod
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from upscalers.checkpoint.safetensors_format import INTEGER_NAMES, TORCH_NAMES, StoredTensor
+
+if TYPE_CHECKING:
+    import torch
+
+FP8_NAMES = {"F8_E4M3": "float8_e4m3fn"}
+
+
+@dataclass(frozen=True)
+class ComputedTensor(StoredTensor):
+    """A tensor that is computed from a stored weight; its dtype and shape are what the computation gives.
+
+    Args:
+        weight: Position of the stored weight.
+    """
+
+    weight: StoredTensor | None = None
+
+    @property
+    def in_file(self) -> StoredTensor:
+        assert self.weight is not None
+        return self.weight
+
+    @abstractmethod
+    def read(self) -> "torch.Tensor":
+        """Compute the tensor.
+
+        Raises:
+            OSError: If a file ends early.
+        """
+
+
+def read_stored(stored: StoredTensor) -> "torch.Tensor":
+    """Read a stored tensor, FP8 and bytes included, into memory that is aligned as that of any other tensor.
+
+    Raises:
+        OSError: If the file ends early.
+    """
+    import torch
+
+    assert stored.file is not None
+    tensor = torch.empty(stored.shape, dtype=getattr(torch, (TORCH_NAMES | INTEGER_NAMES | FP8_NAMES)[stored.dtype]))
+    unread, position = tensor.view(-1).view(torch.uint8).numpy().data, stored.start
+    with stored.file.open("rb", buffering=0) as file:
+        while unread:
+            num_bytes = os.preadv(file.fileno(), [unread], position)
+            if not num_bytes:
+                raise OSError(f"{stored.file.name} ended {len(unread)} bytes early")
+            unread, position = unread[num_bytes:], position + num_bytes
+    return tensor

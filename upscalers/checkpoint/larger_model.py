@@ -1,0 +1,250 @@
+"""A language model within a larger model, such as one that reads images, seen as a separate checkpoint.
+
+Everything is planned and verified on the language model alone, under the names that its tensors have in a separate checkpoint. Only
+reading and writing know the larger model: its config, and the names that it stores the tensors under. Both are read from the
+model that transformers builds on the meta device.
+"""
+
+import copy
+import dataclasses
+import json
+import tempfile
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from midus_hf.config.backbone import MEMORY_PREFIX
+from midus_hf.files.ownership import LANGUAGE_KEY, language_entry
+from upscalers.architecture.family import Config, Shape
+from upscalers.request.errors import RequestError, one_line
+
+_STACK, _HEAD = "model.", "lm_head."
+_HOST = "Midus"  # what the names of classes begin with that host memory
+# Keys of a config that describe the file, or the upscaled model, and not the architecture.
+_OF_UPSCALING = ("memory", "upscale", "auto_map", "architectures")
+_OF_FILE = ("_name_or_path", "transformers_version", "architectures", "auto_map")
+
+
+@dataclass(frozen=True)
+class Spelling:
+    """One way in which a larger model's checkpoint names tensors.
+
+    Args:
+        stack: Prefix of the names of the language model's stack, such as `"model.language_model."`.
+        head: Prefix of the names of the language model's head, such as `"lm_head."`.
+        others: Shape of each tensor outside the language model, by stored name.
+    """
+
+    stack: str
+    head: str
+    others: dict[str, Shape]
+
+    def language_name(self, stored: str) -> str:
+        """Return the name that a stored tensor would have if the language model stood alone; other tensors keep their names."""
+        for prefix, own in ((self.stack, _STACK), (self.head, _HEAD)):
+            if stored.startswith(prefix):
+                return own + stored.removeprefix(prefix)
+        return stored
+
+    def stored_name(self, name: str) -> str:
+        """Return the stored name of a tensor, by the name that it would have if the language model stood alone."""
+        if name in self.others:
+            return name
+        for prefix, own in ((self.stack, _STACK), (self.head, _HEAD)):
+            if name.startswith(own):
+                return prefix + name.removeprefix(own)
+        return name
+
+
+@dataclass(frozen=True)
+class LargerModel:
+    """The model around a language model.
+
+    Args:
+        config: The raw `config.json` of the larger model.
+        language_config: Config of the language model, with the values that transformers reads for it.
+        spellings: The ways in which checkpoints may name tensors; first, how transformers writes them today.
+        auto_class: Name of the Auto class of transformers that loads the larger model.
+    """
+
+    config: Config
+    language_config: Config
+    spellings: tuple[Spelling, ...]
+    auto_class: str
+
+    @property
+    def spelling(self) -> Spelling:
+        """The spelling of the checkpoint."""
+        return self.spellings[0]
+
+    def spelled_as(self, stored: Iterable[str]) -> "LargerModel":
+        """Return the model with the spelling of a checkpoint alone: the first under which it stores tensors of the stack.
+
+        Args:
+            stored: Names of the tensors that the checkpoint stores.
+        """
+        names = tuple(stored)
+        present = (each for each in self.spellings if any(name.startswith(each.stack) for name in names))
+        return dataclasses.replace(self, spellings=(next(present, self.spelling),))
+
+    def check_hosts(self) -> None:
+        """Check that the language model can host memory within the larger model, and make the classes that it takes.
+
+        Raises:
+            RequestError: If the larger model cannot host memory. The message says why.
+        """
+        from midus_hf.models.larger_families import LARGER_FAMILIES, host_larger_family
+
+        model_type = str(self.config["model_type"]).removeprefix(MEMORY_PREFIX)
+        if model_type in LARGER_FAMILIES:
+            return
+        try:
+            host_larger_family(model_type)
+        except ValueError as error:
+            raise RequestError(
+                f"the language model within {model_type!r} cannot host memory: {one_line(error)} Choose a method that adds layers of "
+                "the family's own kind, or take the language model out first (upscale extract)."
+            ) from None
+
+    def wrapped(self, config: Config) -> Config:
+        """Return the config of the larger model around a config of the language model; a host of memories if the latter is.
+
+        Args:
+            config: Config of the language model, with the keys that upscaling adds.
+        """
+        inner = {key: value for key, value in config.items() if key not in ("auto_map", "architectures", "dtype")}
+        outer = {key: value for key, value in self.config.items() if key not in ("auto_map", "dtype", "torch_dtype")}
+        outer["model_type"] = str(outer["model_type"]).removeprefix(MEMORY_PREFIX)
+        if config["model_type"].startswith(MEMORY_PREFIX):
+            outer["model_type"] = MEMORY_PREFIX + outer["model_type"]
+            names = [name.removeprefix(_HOST) for name in outer.get("architectures") or []]
+            outer["architectures"] = [f"{_HOST}{name}" for name in names]
+            auto_map = config.get("auto_map", self.config.get("auto_map"))
+            outer |= {} if auto_map is None else {"auto_map": auto_map}
+        if config.get("dtype") is not None:
+            outer["dtype"] = config["dtype"]
+        return {**outer, LANGUAGE_KEY: inner}
+
+
+def larger_model_of(config: Config) -> LargerModel | None:
+    """Return the larger model that a config describes; None if the config describes a language model alone.
+
+    Args:
+        config: A raw `config.json`.
+
+    Raises:
+        RequestError: If transformers cannot build the model, or its language model is none that stands alone.
+    """
+    if not isinstance(config.get(LANGUAGE_KEY), dict) or not isinstance(config.get("model_type"), str):
+        return None
+    native = _native(config)
+    built = _built(json.dumps(native, sort_keys=True))
+    inner = language_entry(config)
+    added = {key: inner[key] for key in (*_OF_UPSCALING, "model_type") if key in inner}
+    dtype = config.get("dtype", config.get("torch_dtype"))
+    language_config = {**copy.deepcopy(built.language_config), **copy.deepcopy(added)}
+    if dtype is not None:
+        language_config["dtype"] = dtype
+    return LargerModel(config, language_config, built.spellings, built.auto_class)
+
+
+@dataclass(frozen=True)
+class _Built:
+    language_config: Config
+    spellings: tuple[Spelling, ...]
+    auto_class: str
+
+
+def _native(config: Config) -> Config:
+    """Return the config of the larger model without the memories of its language model."""
+    native = {key: value for key, value in config.items() if key not in _OF_UPSCALING}
+    inner = {key: value for key, value in config[LANGUAGE_KEY].items() if key not in _OF_UPSCALING}
+    for values in (native, inner):
+        if isinstance(values.get("model_type"), str):
+            values["model_type"] = values["model_type"].removeprefix(MEMORY_PREFIX)
+    return {**native, LANGUAGE_KEY: inner}
+
+
+@cache
+def _built(native: str) -> _Built:
+    import torch
+    from transformers import (
+        CONFIG_MAPPING,
+        MODEL_FOR_CAUSAL_LM_MAPPING,
+        MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
+        MODEL_FOR_MULTIMODAL_LM_MAPPING,
+        __version__,
+    )
+    from transformers.core_model_loading import revert_weight_conversion
+
+    model_type = json.loads(native)["model_type"]
+    if model_type not in CONFIG_MAPPING:
+        raise RequestError(
+            f"model_type {model_type!r} is unknown to transformers {__version__}; expected a model that it knows. Install a newer "
+            "transformers if the model is newer."
+        )
+    config_class = CONFIG_MAPPING[model_type]
+    mappings: dict[str, Any] = {
+        "AutoModelForImageTextToText": MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
+        "AutoModelForMultimodalLM": MODEL_FOR_MULTIMODAL_LM_MAPPING,
+    }
+    auto_class = next((name for name, mapping in mappings.items() if config_class in mapping), None)
+    if auto_class is None:
+        raise RequestError(
+            f"model_type {model_type!r} holds a language model that transformers {__version__} loads with no class for text and "
+            "images or sounds; expected one of AutoModelForImageTextToText. Save the language model as a checkpoint of its own first."
+        )
+    try:
+        with tempfile.TemporaryDirectory() as folder:
+            (Path(folder) / "config.json").write_text(native, encoding="utf-8")
+            config = config_class.from_pretrained(folder, local_files_only=True)
+        language_config = config.get_text_config(decoder=True)
+        with torch.device("meta"):
+            model: Any = mappings[auto_class][config_class](config)
+    except Exception as error:  # config classes and models raise whatever their checks raise
+        raise RequestError(
+            f"transformers cannot build the model that config.json describes ({type(error).__name__}: {one_line(error)}). Repair "
+            "config.json of the base."
+        ) from None
+    if type(language_config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        raise RequestError(
+            f"model_type {model_type!r} holds a language model, {language_config.model_type!r}, that transformers loads only within "
+            "a larger model; expected a language model that transformers loads alone too."
+        )
+    causal_lm: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(language_config)]
+    with torch.device("meta"):
+        alone = causal_lm(copy.deepcopy(language_config))
+    stack_class, head = type(alone.base_model), model.get_output_embeddings()
+    paths = [name for name, module in model.named_modules() if type(module) is stack_class]
+    heads = [name for name, module in model.named_modules() if module is head and head is not None]
+    if len(paths) != 1 or len(heads) != 1 or alone.base_model_prefix != _STACK.rstrip("."):
+        raise RequestError(
+            f"model_type {model_type!r} holds its language model otherwise than {causal_lm.__name__}; expected one stack of "
+            f"class {stack_class.__name__} and one head. Save the language model as a checkpoint of its own first."
+        )
+    held = model.state_dict(keep_vars=True)
+    embedding = next(name for name, each in model.named_modules() if each is model.get_input_embeddings())
+    own = embedding.removeprefix(f"{paths[0]}.")
+
+    def stored(name: str) -> str:
+        return next(iter(revert_weight_conversion(model, {name: held[name]})))
+
+    outside = {name: tensor for name, tensor in held.items() if not name.startswith((f"{paths[0]}.", f"{heads[0]}."))}
+    written = Spelling(
+        stored(f"{embedding}.weight").removesuffix(f"{own}.weight"),
+        stored(f"{heads[0]}.weight").removesuffix("weight"),
+        _shapes(revert_weight_conversion(model, outside)),
+    )
+    direct = Spelling(f"{paths[0]}.", f"{heads[0]}.", _shapes(outside))
+    values = {key: value for key, value in language_config.to_dict().items() if key not in _OF_FILE}
+    tied = getattr(config, "tie_word_embeddings", None)
+    if tied is not None:
+        values["tie_word_embeddings"] = tied
+    spellings = (written,) if written == direct else (written, direct)
+    return _Built(json.loads(json.dumps(values)), spellings, auto_class)
+
+
+def _shapes(tensors: Mapping[str, Any]) -> dict[str, Shape]:
+    return {name: tuple(tensor.shape) for name, tensor in tensors.items()}

@@ -1,0 +1,138 @@
+"""The weights of a checkpoint's folder: which files transformers would load, and the position of each of their tensors."""
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+from midus_hf.files.checkpoint_files import INDEX_FILE, PICKLED_FILE, PICKLED_INDEX_FILE, SINGLE_FILE
+from midus_hf.files.json_text import parse_json
+from upscalers.checkpoint.gguf_weights import GgufWeights
+from upscalers.checkpoint.hub_shards import HubShards
+from upscalers.checkpoint.pickled_weights import read_pickled
+from upscalers.checkpoint.safetensors_format import StoredTensor, read_header
+from upscalers.request.errors import RequestError
+
+_OTHERS = ("*.bin", "*.pt", "*.pth", "*.ckpt")
+_NOT_WEIGHTS = "training_args.bin"
+
+
+@dataclass(frozen=True)
+class WeightFormat:
+    """A format of weights: the names that transformers loads, and the function that reads positions.
+
+    Args:
+        single: Name of the file that holds all weights.
+        index: Name of the file that says which shard holds which tensor.
+        suffix: End of the names of shards.
+        read: Function that returns the tensors of a file, by name.
+    """
+
+    single: str
+    index: str
+    suffix: str
+    read: Callable[[Path], dict[str, StoredTensor]]
+
+
+# In the order in which transformers looks for them.
+FORMATS = (
+    WeightFormat(SINGLE_FILE, INDEX_FILE, ".safetensors", read_header),
+    WeightFormat(PICKLED_FILE, PICKLED_INDEX_FILE, ".bin", read_pickled),
+)
+
+
+def stored_tensors(
+    folder: Path, needs_weights: bool, shards: HubShards | GgufWeights | None = None
+) -> dict[str, StoredTensor] | None:
+    """Return the position of each tensor of a checkpoint, by its stored name; None for a checkpoint without weights.
+
+    Args:
+        folder: Folder of the checkpoint.
+        needs_weights: Whether to refuse a folder without weights.
+        shards: Weights on the hub or in a GGUF file, if the folder holds the other files alone. Default: None, the folder's
+            weights.
+
+    Raises:
+        RequestError: If weights are missing or not sound, or would have to be unpickled.
+    """
+    if isinstance(shards, GgufWeights):
+        return shards.tensors
+    for weights in FORMATS if shards is None else FORMATS[:1]:
+        files = _Folder(folder, weights) if shards is None else shards
+        if files.has(weights.single):  # transformers prefers the single file where both exist
+            return files.read(weights.single)
+        if (folder / weights.index).is_file():
+            return _indexed_tensors(folder, files, weights, needs_weights)
+    if shards is not None:
+        raise RequestError(
+            f"{shards.repository!r} has no {SINGLE_FILE} and no {INDEX_FILE}; expected safetensors to stream. Leave --stream out."
+        )
+    if not needs_weights:
+        return None
+    raise RequestError(missing_weights(str(folder), (path.name for path in folder.iterdir())))
+
+
+@dataclass(frozen=True)
+class _Folder:
+    """The files of weights in a folder.
+
+    Args:
+        folder: Folder of a checkpoint.
+        weights: Format of the files.
+    """
+
+    folder: Path
+    weights: WeightFormat
+
+    def has(self, file: str) -> bool:
+        return (self.folder / file).is_file()
+
+    def read(self, file: str) -> dict[str, StoredTensor]:
+        return self.weights.read(self.folder / file)
+
+
+def missing_weights(base: str, files: Iterable[str]) -> str:
+    """Return the message about a base whose files do not include weights that can be read.
+
+    Args:
+        base: A folder or a hub id.
+        files: Names of the base's files.
+    """
+    weights = [file for file in sorted(files) if file.endswith((".safetensors", *(name[1:] for name in _OTHERS)))]
+    held = next((file for file in weights if file != _NOT_WEIGHTS), "no weights")
+    return (
+        f"{base} holds {held}; expected {SINGLE_FILE}, {PICKLED_FILE} or an index of shards, {INDEX_FILE}. Give a checkpoint that "
+        "transformers loads."
+    )
+
+
+def _indexed_tensors(
+    folder: Path, shards: _Folder | HubShards, weights: WeightFormat, needs_weights: bool
+) -> dict[str, StoredTensor] | None:
+    index_path = folder / weights.index
+    try:
+        weight_map = parse_json(index_path.read_text(encoding="utf-8"))["weight_map"]
+        files = sorted({str(name) for name in weight_map.values()})
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise RequestError(
+            f"{index_path.name} is not a shard index ({type(error).__name__}: {error}). Download or save it again."
+        ) from None
+    headers: dict[str, dict[str, StoredTensor]] = {}
+    for name in files:
+        if Path(name).name != name or not name.endswith(weights.suffix):
+            raise RequestError(
+                f"{index_path.name} names the shard {name!r}; expected a {weights.suffix} file beside it."
+            )
+        if not shards.has(name):
+            if not needs_weights:
+                return None
+            raise RequestError(f"{index_path.name} names {name}, which is missing. Download or save the base again.")
+        headers[name] = shards.read(name)
+    absent = [name for name, file in weight_map.items() if name not in headers[str(file)]]
+    if absent:
+        raise RequestError(
+            f"{index_path.name} places {absent[0]} in {weight_map[absent[0]]}, which does not hold it "
+            f"({len(absent)} such tensors). Download or save the base again."
+        )
+    # transformers also loads tensors that the files hold but the index omits.
+    forgotten = {name: tensor for header in headers.values() for name, tensor in header.items()}
+    return {**forgotten, **{name: headers[str(file)][name] for name, file in weight_map.items()}}

@@ -1,0 +1,95 @@
+"""Extraction of the language model out of a larger model, as a separate checkpoint."""
+
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+from midus_hf.files.ownership import CONFIG_KEY
+from upscalers.architecture.families import MEMORY_PREFIX
+from upscalers.architecture.family import Config
+from upscalers.checkpoint.banks import bytes_of_banks, carry_banks, tie_banks
+from upscalers.checkpoint.base_model import BaseModel, open_base
+from upscalers.checkpoint.source import copy_travelling_files, resolve_source
+from upscalers.record.provenance import DIGEST_KEY, LARGER_KEY
+from upscalers.request.errors import RequestError
+from upscalers.request.progress import NoProgress, Progress, begin_writing, shown
+from upscalers.runs.code import write_code_of
+from upscalers.runs.output_folder import OutputFolder
+from upscalers.tensors.recipes import Copy
+from upscalers.tensors.writer import CheckpointWriter, OutputTensor, split_shards
+
+_SHARD_BYTES = 5 * 10**9
+
+
+def extract(
+    model: str | Path, output: str | Path, overwrite: bool = False, progress: Progress | None = None
+) -> dict[str, Any]:
+    """Write the language model of a larger model, such as one that reads images, as a separate checkpoint.
+
+    The bytes of the tensors stay as they are. If the language model was upscaled, it stays so; `strip` can then no longer confirm
+    that the base is left byte for byte, since the digest of the base covers the larger model.
+
+    Args:
+        model: A checkpoint of a larger model: a folder or hub id.
+        output: The folder to make.
+        overwrite: Whether to replace an existing checkpoint, under the conditions of `upscale`. Default: False.
+        progress: Display that shows every step. Default: none.
+
+    Returns:
+        `{"model", "output", "model_type", "num_layers", "left_out", "bytes_written", "seconds"}`, where `left_out` is the number of
+        tensors that do not belong to the language model.
+
+    Raises:
+        RequestError: If the model is a language model already, or the output cannot be made.
+    """
+    started = time.perf_counter()
+    progress = progress or NoProgress()
+    with resolve_source(str(model)) as source:
+        opened = open_base(source.folder)
+        if opened.larger is None:
+            raise RequestError(
+                f"{source.folder} is a language model alone, of type {opened.config['model_type']!r}; expected one within a larger "
+                "model. Use it as it is."
+            )
+        outside = {*opened.surroundings, *opened.unexpected}
+        tensors = [
+            OutputTensor(name, Copy(stored.shape, name), stored.dtype)
+            for name, stored in opened.tensors.items()
+            if name not in outside
+        ]
+        num_bytes = sum(tensor.num_bytes for tensor in tensors)
+        folder = OutputFolder(output, source.folder, overwrite)
+        folder.check_space(num_bytes + bytes_of_banks(source.folder, opened.memories.banks))
+        shards = split_shards(tensors, _SHARD_BYTES)
+        with folder as partial, shown(progress):
+            begin_writing(progress, num_bytes, len(shards))
+            written = CheckpointWriter(opened.tensors, scan=False, progress=progress).write(partial, shards)
+            carry_banks(source.folder, partial, opened.memories.banks)
+            copy_travelling_files(source.folder, partial)
+            config = _config(opened)
+            (partial / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+            tie_banks(partial, open_base(partial).memories.banks)
+            if config["model_type"].startswith(MEMORY_PREFIX):
+                write_code_of(partial)
+            folder.commit()
+    return {
+        "model": str(model),
+        "output": str(output),
+        "model_type": config["model_type"],
+        "num_layers": opened.num_layers,
+        "left_out": len(opened.tensors) - len(tensors),
+        "bytes_written": written.bytes_written,
+        "seconds": time.perf_counter() - started,
+    }
+
+
+def _config(opened: BaseModel) -> Config:
+    """Return the config of the language model as that of a separate checkpoint."""
+    config = dict(opened.config)
+    of_memory = config["model_type"].startswith(MEMORY_PREFIX)
+    config["architectures"] = [f"{'Midus' if of_memory else ''}{opened.family.class_name}ForCausalLM"]
+    if CONFIG_KEY in config:
+        unknown = (DIGEST_KEY, LARGER_KEY)
+        config[CONFIG_KEY] = {key: value for key, value in config[CONFIG_KEY].items() if key not in unknown}
+    return config
