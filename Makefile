@@ -25,7 +25,7 @@ OLDEST_FILES = tests/ops tests/memory tests/models tests/benchmarks/test_rehears
 OLDEST_TESTS = $(OLDEST_FILES) -k 'not test_offline_compilation and not inductor and not without_triton and not native_build'
 IN_BOTH = tests/models tests/memory tests/ops/native $(wildcard tests/ops/test_*.py)
 
-.PHONY: demo test test-all test-newest test-oldest test-product test-oldest-pairs test-lot material check format docs bench bench-gpu rehearse-gpu bench-upscale mutants test-deepspeed test-wheel clean
+.PHONY: demo test test-all test-newest test-oldest test-product test-oldest-pairs test-lot material check format docs pictures bench bench-gpu rehearse-gpu bench-upscale mutants test-deepspeed test-wheel clean
 
 demo: $(VENV)/installed
 	$(VENV)/bin/python -m demo
@@ -104,6 +104,10 @@ format: $(VENV)/installed
 docs: $(VENV)/installed
 	$(VENV)/bin/python -m sphinx --fail-on-warning --keep-going --quiet --fresh-env --write-all --conf-dir docs . outputs/docs
 	@echo "The documentation is in outputs/docs/index.html"
+
+# The pictures of what each method adds to a decoder, for README.md and docs/methods.
+pictures: $(VENV)/installed
+	$(VENV)/bin/python -m docs.pictures
 
 # Ends with the first status that is not 0, but only after all of it ran.
 bench: $(VENV)/installed

@@ -206,8 +206,8 @@ def test_defaults_are_those_of_the_short_form_and_numbers_without_a_point_are_nu
         ({"layers": "old"}, "adapters.layers is 'old'; expected one of: base, new, all."),
         (
             {"method": "prompt_tuning"},
-            "adapters.method is 'prompt_tuning', whose result cannot be merged into the weights, as what comes out of a run is (it "
-            "adds to what layers read or compute, and changes none); expected one that changes weights, such as lora or osf.",
+            "adapters.method is 'prompt_tuning', whose result cannot be merged into the weights, as the result of a run is (it adds "
+            "to what layers read or compute, and changes no weights); expected one that changes weights, such as lora or osf.",
         ),
         ({"method": "xlora"}, "adapters.method is 'xlora', whose result cannot be merged"),
         ({"method": "adaption_prompt"}, "adapters.method is 'adaption_prompt', whose result cannot be merged"),
@@ -223,7 +223,7 @@ def test_defaults_are_those_of_the_short_form_and_numbers_without_a_point_are_nu
         ),
         (
             {"method": "lily"},
-            "adapters.method is 'lily', whose result cannot be merged into the weights, as what comes out of a run",
+            "adapters.method is 'lily', whose result cannot be merged into the weights, as the result of a run",
         ),
         (
             {"method": "beft"},
@@ -251,8 +251,8 @@ def test_what_cannot_be_is_refused_before_anything_is_written(adapters, message,
         (
             "memory",
             {"method": "trainable_tokens", "token_indices": [3]},
-            "adapters.method is 'trainable_tokens', beside which PEFT trains nothing whole, but what is new in this midus_llama "
-            "model has to; expected another method, or adapters.layers: all.",
+            "adapters.method is 'trainable_tokens', beside which PEFT trains no layer whole, but the new parts of this "
+            "midus_llama model must train whole; expected another method, or adapters.layers: all.",
         ),
         (
             "copies",

@@ -99,7 +99,7 @@ def test_blocks_that_were_fetched_before_are_refused(model):
     blocks = model.fetch_memory(PATHS[:1])
     with (
         record_block_usage(model),
-        pytest.raises(ValueError, match="memory_blocks is given, which does not tell of which nodes blocks are"),
+        pytest.raises(ValueError, match="memory_blocks is given, which does not name the blocks' nodes"),
     ):
         model(torch.arange(1, 4)[None], memory_blocks=blocks)
 
@@ -131,6 +131,7 @@ def test_pictures_have_a_panel_per_level_and_a_curve_per_text(model):
     assert as_png(figure).startswith(b"\x89PNG")
     assert [axes.get_title() for axes in figure.axes] == ["hier-ffn level 1, 3 blocks", "hier-ffn level 3, 27 blocks"]
     assert [line.get_label() for line in figure.axes[0].lines] == ["a", "b", "all alike"]
+    assert {axes.get_xlabel() for axes in figure.axes} == {"blocks, most fetched first"}
 
 
 @pytest.fixture(scope="module")

@@ -83,7 +83,7 @@ def test_numbers_below_one_are_refused(name):
 def test_broken_weights_are_an_error():
     model, broken = tiny_model("llama"), tiny_model("llama")
     broken.lm_head.weight.data[5] = torch.nan
-    with pytest.raises(RuntimeError, match="what is predicted of text 'text' is not a finite number"):
+    with pytest.raises(RuntimeError, match="a prediction of text 'text' is not finite"):
         drift(broken, other_base(broken, model), [TEXT])
 
 

@@ -16,7 +16,9 @@ from banks.trained_blocks import (
 )
 
 from midus_hf.banks import MemoryBank
+from midus_hf.banks.audit import BankAudit
 from midus_hf.banks.level_file import BankError
+from midus_hf.config.fetched_blocks import BANK_AUDIT
 
 
 @pytest.fixture
@@ -59,6 +61,40 @@ def test_saving_writes_what_was_trained_in_the_dtype_of_the_bank(room, dtype, fo
     for key in ((3, 9), (1, 1), (3, 1)):
         assert torch.equal(saved.block(*key), bank.bank.block(*key))
     assert {path.name: path.read_bytes() for path in folder.iterdir()} == before  # its own files stay
+
+
+@pytest.mark.parametrize("steps", [0, 1])
+@pytest.mark.parametrize("copied", [False, True], ids=["own-folder", "copy"])
+def test_the_banks_audit_stays_unless_a_block_was_trained_without_one(copied, steps, folder, tmp_path):
+    bank = bank_in(folder)
+    with BankAudit() as audit:
+        audit.add_unrecorded([(3, 9)])
+        audit.save(folder / BANK_AUDIT)
+    train(bank, steps=range(steps))
+    output = tmp_path / "saved" if copied else folder
+    bank.save(output)
+    assert (output / BANK_AUDIT).exists() == (steps == 0)
+    if steps == 0:
+        with BankAudit(output / BANK_AUDIT) as audit:
+            assert audit.unrecorded() == {(3, 9)}
+
+
+@pytest.mark.parametrize("audited", [False, True])
+def test_a_save_that_is_killed_leaves_no_audit_beside_changed_blocks(audited, folder, monkeypatch):
+    bank = bank_in(folder)
+    with BankAudit() as empty:
+        empty.save(folder / BANK_AUDIT)
+    train(bank, steps=[0])
+
+    def killed(*arguments):
+        raise KeyboardInterrupt
+
+    # The save is killed before it writes the first block, or, with an audit to save, once it has written all blocks.
+    monkeypatch.setattr(MemoryBank, "sync" if audited else "write", killed)
+    with BankAudit() as audit, pytest.raises(KeyboardInterrupt):
+        bank.audit = audit if audited else None
+        bank.save(folder)
+    assert not (folder / BANK_AUDIT).exists()
 
 
 @pytest.mark.parametrize("room", [0, 1000, 2**30])

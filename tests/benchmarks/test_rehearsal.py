@@ -86,7 +86,7 @@ OTHER_BITS = "other bits than torch's with a gradient"
 @pytest.mark.parametrize(
     ("spoil", "told"),
     [
-        (lambda kernel: None, "RuntimeError: no kernel tells by what its softmax divides"),
+        (lambda kernel: None, "RuntimeError: no kernel returns the divisor of its softmax"),
         (lambda kernel: kernel._replace(name="MATH"), "another kernel"),
         (lambda kernel: spoiled(kernel, lambda output, lse: (output, lse + 0.01)), "wrong divisor"),
         (lambda kernel: spoiled(kernel, lambda output, lse: (output * 1.1, lse)), "wrong numbers"),

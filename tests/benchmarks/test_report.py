@@ -87,8 +87,15 @@ def _write(folder: Path, ops=(), models=()) -> Path:
 
 
 def _goal(text: str, start: str) -> list[str]:
-    (line,) = [line for line in text.splitlines() if line.startswith(f"| {start}")]
-    return [cell.strip() for cell in line.split("|")[2:-1]]
+    """Return the cells of a goal's line, or the heading of the list that has the goal if it is not measured."""
+    lines = [line for line in text.splitlines() if line.startswith(f"| {start}")]
+    if lines:
+        (line,) = lines
+        return [cell.strip() for cell in line.split("|")[2:-1]]
+    subject, _, bound = start.partition(": ")
+    listed = re.compile(rf"^- {re.escape(subject)}[^:]*: .*{re.escape(bound)}", flags=re.MULTILINE)
+    (part,) = [part for part in re.split(r"^(?=Not measured)", text, flags=re.MULTILINE) if listed.search(part)]
+    return [part.partition(":")[0]]
 
 
 FORWARD = "H200, HML op of llama-3.2-1b, 32,768 tokens: forward at most"
@@ -96,11 +103,9 @@ BOTH = "H200, HML op of llama-3.2-1b, 32,768 tokens: forward and backward at lea
 COMPILED = (
     "H200, HML op of llama-3.2-1b, 32,768 tokens: forward and backward at least 3 times as fast as the strongest"
 )
-GENERATION = "H200: llama-3.1-8b with HML generates at least as many tokens/s as with LLaMA-Pro, with `generate`"
-CAPTURED = (
-    "H200: llama-3.1-8b with HML generates at least 1.3 times the tokens/s of LLaMA-Pro, with a captured or compiled"
-)
-STEP = "H200: a training step of llama-3.1-8b"
+GENERATION = "H200, llama-3.1-8b with HML: at least as many tokens/s as with LLaMA-Pro, with `generate`"
+CAPTURED = "H200, llama-3.1-8b with HML: at least 1.3 times the tokens/s of LLaMA-Pro, with a captured or compiled"
+STEP = "H200, llama-3.1-8b with HML: a training step"
 _MEASURED = ("seconds", "host_s", "device_s", "launches", "peak_gb", "tokens_per_s")
 
 
@@ -119,10 +124,10 @@ def test_the_same_rows_give_the_same_bytes(tmp_path):
         for length in ("512", "2048")
     ]
     _write(tmp_path, rows, [MODEL, TRAIN, {**TRAIN, "length": "512"}, *prefill])
-    words = [sys.executable, "-m", "benchmarks", "report", "--results", str(tmp_path), "--document", str(document)]
+    command = [sys.executable, "-m", "benchmarks", "report", "--results", str(tmp_path), "--document", str(document)]
 
     def made(images: str) -> dict[str, bytes]:
-        subprocess.run([*words, "--images", str(tmp_path / images)], check=True, cwd=ROOT)
+        subprocess.run([*command, "--images", str(tmp_path / images)], check=True, cwd=ROOT)
         files = {path.name: path.read_bytes() for path in (tmp_path / images).iterdir()}
         return {**files, "document": document.read_bytes()}
 
@@ -142,10 +147,9 @@ def test_the_same_rows_give_the_same_bytes(tmp_path):
 def test_no_rows_show_no_number(tmp_path):
     made = sections(tmp_path)
     assert made["ops"] == made["models"] == "Nothing measured yet."
-    for line in made["goals"].splitlines()[2:]:
-        assert not re.search(r"\d", "".join(line.split("|")[2:])), line
-    assert _goal(made["goals"], FORWARD)[0] == "not measured (no GPU)"
-    assert _goal(made["goals"], "CPU: smollm2-135m")[0] == "not measured"
+    assert "|" not in made["goals"]
+    assert _goal(made["goals"], FORWARD)[0] == "Not measured (no GPU)"
+    assert _goal(made["goals"], "CPU, smollm2-135m with HML: ")[0] == "Not measured"
 
 
 def test_every_number_in_a_table_stands_in_the_results(tmp_path):
@@ -168,7 +172,7 @@ def test_every_number_in_a_table_stands_in_the_results(tmp_path):
     assert any("refused" in line for line in lines) and any("out of memory" in line for line in lines)
 
     known = {short(row[name]) for row in (MODEL, TRAIN) for name in _MEASURED if row[name]}
-    known |= {"423.7", "8,454.0", "train", "generate", "eager, batch 1", "16 x 2,048"}
+    known |= {"423.7", "train", "generate", "eager, batch 1", "16 x 2,048"}
     lines = [line for line in made["models"].splitlines() if line.startswith("| midus")]
     cells = [cell.strip() for line in lines for cell in line.split("|")[2:] if cell.strip()]
     assert cells and set(cells) <= known
@@ -195,7 +199,7 @@ def test_goals_are_ratios_of_one_run_and_the_worst_of_it(tmp_path):
     assert _goal(made, BOTH) == ["8.00", "no", "abc1234"]
     assert _goal(made, GENERATION) == ["1.25", "yes", "abc1234"]
     assert _goal(made, STEP) == ["0.78", "yes", "abc1234"]
-    assert _goal(made, "H200, HML op of llama-3.1-8b, 32,768 tokens: backward")[0] == "not measured"
+    assert _goal(made, "H200, HML op of llama-3.1-8b, 32,768 tokens: backward")[0] == "Not measured"
 
     newer = {"date": "2026-11-22T10:00:00", "commit": "def5678"}
     easier = [{**OP, **newer, "median_ms": "0.09761"}, {**both, **newer, "median_ms": "0.1"}]
@@ -220,11 +224,11 @@ def test_goals_of_a_cpu_are_of_a_number_of_threads(tmp_path):
     before = [{**row, "date": "2026-11-22T10:00:00", "machine": "x86_64 2 cores"} for row in rows]
     made = sections(_write(tmp_path, [*rows, *half, *token, *slower, *before]))["goals"]
     where = "CPU, 2 threads, HML op of smollm2-135m"
-    assert _goal(made, f"{where}, 4,096 tokens: forward at least") == ["5.00", "yes", "abc1234"]
+    both = "CPU, 1 thread and 2 threads, HML op of smollm2-135m, 4,096 tokens: forward at least"
+    assert _goal(made, both) == ["1.00, 5.00", "no, yes", "abc1234"]
     assert _goal(made, f"{where}, 4,096 tokens: forward in bfloat16") == ["2.00", "no", "abc1234"]
     assert _goal(made, f"{where}, one token") == ["0.50", "no", "abc1234"]
-    assert _goal(made, f"{where}, 4,096 tokens: backward at least")[0] == "not measured"
-    assert _goal(made, "CPU, 1 thread, HML op of smollm2-135m, 4,096 tokens: forward at least")[0] == "1.00"
+    assert _goal(made, f"{where}, 4,096 tokens: backward at least")[0] == "Not measured"
 
 
 def test_the_rival_is_the_fastest_compiled_one_of_the_run(tmp_path):
@@ -253,6 +257,39 @@ def test_host_wall_and_launches_are_shown_of_a_gpu_alone(tmp_path):
     on_cpu = {**OP, "backend": "cpu", "device": "cpu", "host_ms": "", "wall_ms": "", "launches": ""}
     made = sections(_write(tmp_path, [on_cpu]))["ops"]
     assert "launches" not in made and "host" not in made
+
+
+def test_a_case_on_a_cpu_is_a_line_with_a_column_per_provider(tmp_path):
+    cpu = {**OP, "backend": "cpu", "device": "cpu", "tokens": "4096"}
+    wrong = {**cpu, "provider": "dense", "mode": "", "status": "refused", "median_ms": "", "peak_mb": ""}
+    rows = [
+        {**cpu, "provider": "naive", "median_ms": "6.0"},
+        {**cpu, "provider": "naive", "mode": "backward", "median_ms": "7.0"},
+        {**cpu, "provider": "naive", "mode": "forward+backward", "peak_mb": "400.0"},
+        {**cpu, "provider": "sorted", "median_ms": "2.0"},
+        wrong,
+        {**cpu, "tokens": "1", "provider": "sorted", "median_ms": "0.5"},
+    ]
+    made = sections(_write(tmp_path, rows))["ops"]
+    assert "| ms by case | naive | sorted | dense |" in made and "| ms by case | sorted |" in made
+    assert (
+        "| llama-3.2-1b, 4,096 tokens, uniform, bfloat16 | 6.00, 7.00 | 2.00 | refused |\n| peak, MB | 400 |  |  |"
+        in made
+    )
+    assert "| llama-3.2-1b, 1 token, uniform, bfloat16 | 0.500 |" in made
+
+
+def test_the_document_has_head_wise_memory_alone_of_a_cpu_and_a_command_prints_all_ops(tmp_path):
+    cpu = {**OP, "backend": "cpu", "device": "cpu"}
+    folder = _write(tmp_path, [cpu, {**cpu, "op": "product_key_memory"}, {**OP, "op": "product_key_memory"}])
+    made = sections(folder)["ops"]
+    assert re.findall(r"^### (.*)", made, flags=re.MULTILINE) == [
+        "`headwise_memory` on cpu",
+        "`product_key_memory` on NVIDIA H200",
+    ]
+    command = [sys.executable, "-m", "benchmarks", "report", "--results", str(folder), "--print-ops"]
+    printed = subprocess.run(command, check=True, cwd=ROOT, capture_output=True, text=True).stdout
+    assert "### `product_key_memory` on cpu" in printed and "### `headwise_memory` on cpu" in printed
 
 
 def test_tables_show_the_newest_run(tmp_path):
@@ -289,13 +326,10 @@ def test_a_round_without_success_is_what_a_table_shows(tmp_path):
 
 
 def test_tables_say_how_many_rounds_there_were(tmp_path):
-    second = {**MODEL, "round": "2"}
-    prefill = [{**MODEL, "phase": "prefill", "decoding": "", "length": length} for length in ("512", "2048")]
-    made = sections(_write(tmp_path, [], [MODEL, second, *prefill]))["models"]
+    second, graph = {**MODEL, "round": "2"}, {**MODEL, "decoding": "graph"}
+    made = sections(_write(tmp_path, [], [MODEL, second, graph]))["models"]
     assert "batch 1; greedy, with a cache; medians of 2 rounds.)" in made
-    assert "Seconds of a prefill, by batch x prompt length (one round):" in made
-    made = sections(_write(tmp_path, [], [MODEL, *prefill, {**prefill[0], "round": "2"}]))["models"]
-    assert "Seconds of a prefill, by batch x prompt length (medians of 1 to 2 rounds):" in made
+    assert "Tokens/s of all sequences, by decoding (medians of 1 to 2 rounds):" in made
 
 
 def test_decodings_stand_side_by_side_and_time_is_told_apart(tmp_path):
@@ -333,7 +367,7 @@ def test_a_captured_and_a_compiled_step_count_by_the_faster_of_each_side(tmp_pat
     slow = {**ours, "batch": "32", "tokens_per_s": "40.0"}
     eager = {**ours, "decoding": "eager", "tokens_per_s": "90.0"}
     assert goal(ours, theirs, slow, {**theirs, "batch": "32"}, eager)[0] == "1.20"
-    assert goal(ours)[0] == "not measured"
+    assert goal(ours)[0] == "Not measured"
     slower = {**theirs, "round": "2", "tokens_per_s": "30.0"}
     assert goal(ours, theirs, slower)[0] == "1.50"  # the median of two rounds
 

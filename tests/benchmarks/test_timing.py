@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from benchmarks.timing import Lap, Stopwatch, Task, Timing, interleaved, is_out_of_memory, peak_bytes, percentile
-from benchmarks.tracked import append, commit, read, this_run
+from benchmarks.tracked import append, commit, read, resumed, this_run
 from tests.benchmarks.simulated_gpu import SimulatedGpu
 
 
@@ -111,20 +111,45 @@ def test_rows_are_appended_only_to_a_file_of_the_same_columns(tmp_path):
         append([run], tmp_path / "b.csv")
 
 
-def test_without_git_the_commit_is_what_the_environment_says_or_a_digest_of_the_code(monkeypatch, tmp_path):
+@pytest.fixture
+def code_of(monkeypatch, tmp_path):
+    """Return a function that writes a file of the code that is measured."""
+    monkeypatch.setattr("benchmarks.tracked.RESULTS", tmp_path / "benchmarks" / "results")
+
+    def write(text: str, name: str = "kernel.py") -> None:
+        path = tmp_path / "midus_hf" / "ops" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+
+    return write
+
+
+def test_without_git_the_commit_is_what_the_environment_says_or_a_digest_of_the_code(monkeypatch, code_of):
     def no_git(*arguments, **keywords):
         raise FileNotFoundError("git")
 
     monkeypatch.setattr("subprocess.run", no_git)
     monkeypatch.delenv("BENCH_COMMIT", raising=False)
-    monkeypatch.setattr("benchmarks.tracked.RESULTS", tmp_path / "benchmarks" / "results")
-    code = tmp_path / "midus_hf" / "ops" / "kernel.py"
-    code.parent.mkdir(parents=True)
     commits = []
     for text in ("slow", "fast", "slow"):
-        code.write_text(text)
+        code_of(text)
         commits.append(commit())
     assert commits[0] == commits[2] != commits[1]
     assert all(one.startswith("files-") for one in commits)
     monkeypatch.setenv("BENCH_COMMIT", "abc1234")
+    assert commit() == "abc1234"
+
+
+@pytest.mark.parametrize("name", ["kernel.py", "native.c"])
+def test_uncommitted_code_resumes_only_rows_of_the_same_code(name, monkeypatch, code_of, tmp_path):
+    monkeypatch.setattr("benchmarks.tracked._git", lambda command, *_: "abc1234" if command == "describe" else " M x")
+    results, dates = tmp_path / "rows.csv", {}
+    for date, text in (("2026-01-01", "slow"), ("2026-01-02", "fast"), ("2026-01-03", "slow")):
+        code_of(text, name)
+        this = dataclasses.replace(this_run("cpu"), date=date)
+        assert this.commit.startswith("abc1234-dirty-")
+        dates[date] = resumed(this, results).date
+        append([dataclasses.replace(this, date=dates[date])], results)
+    assert dates == {"2026-01-01": "2026-01-01", "2026-01-02": "2026-01-02", "2026-01-03": "2026-01-01"}
+    monkeypatch.setattr("benchmarks.tracked._git", lambda command, *_: "abc1234" if command == "describe" else "")
     assert commit() == "abc1234"

@@ -81,7 +81,7 @@ def test_variables_keep_their_name_where_a_definition_has_it_too(written):
 
 
 def test_a_variable_that_hides_what_is_called_is_refused(written):
-    with pytest.raises(ValueError, match="has a variable 'scale', and calls what has this name"):
+    with pytest.raises(ValueError, match="has a variable 'scale', and uses a definition that has this name"):
         written(
             "zz.apply",
             aa="def scale(x):\n    return 2 * x\n",

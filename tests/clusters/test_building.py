@@ -119,7 +119,8 @@ def test_rows_that_cannot_be_clustered_are_refused():
         build_tree(np.zeros((0, 4), np.float32), TreeOptions())
     for value in (0, np.nan, np.inf):
         with pytest.raises(
-            ValueError, match=r"embeddings have rows of length 0 or that are not finite; .* Embed the corpus"
+            ValueError,
+            match=r"embeddings have rows of length 0 or with values that are not finite; .* Embed the corpus",
         ):
             build_tree(np.full((9, 4), value, np.float32), TreeOptions())
 
@@ -129,7 +130,7 @@ def test_rows_that_cannot_be_clustered_are_refused():
     [
         (
             3,
-            "3 windows cannot fill 65,536 leaves, so that most of them stay without text; .* --branching 2 --levels 1\\.",
+            "3 windows cannot fill 65,536 leaves, so that some stay without text; .* --branching 2 --levels 1\\.",
         ),
         (100, "100 windows cannot fill 65,536 leaves, .* --branching 12 --levels 1\\."),
         (5_000, ".* --branching 16 --levels 2\\."),

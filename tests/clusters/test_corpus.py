@@ -96,7 +96,7 @@ def test_plain_text_has_no_labels(tmp_path):
 
 def test_a_tokenizer_that_is_not_there_or_knows_no_places_is_refused(monkeypatch):
     with pytest.raises(
-        ValueError, match=r"tokenizer is 'absent/one', which cannot be loaded: .* Expected a folder or hub id"
+        ValueError, match=r"tokenizer is 'absent/one', which cannot be loaded: .* Expected the folder or hub id"
     ):
         load_fast_tokenizer("absent/one")
 
@@ -105,6 +105,6 @@ def test_a_tokenizer_that_is_not_there_or_knows_no_places_is_refused(monkeypatch
 
     monkeypatch.setattr("midus_hf.clusters.corpus.load_tokenizer", lambda name: Slow())
     with pytest.raises(
-        ValueError, match=r"tokenizer is 'slow', which does not know the places of its tokens .* a fast one"
+        ValueError, match=r"tokenizer is 'slow', which does not know the positions of its tokens .* a fast one"
     ):
         load_fast_tokenizer("slow")

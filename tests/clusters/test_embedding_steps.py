@@ -166,7 +166,8 @@ def test_levels_that_are_not_done_are_missed(embed, run_tasks, tmp_path):
     ):
         ClusterLevel(embeddings, tree, 2, OPTIONS).run()
     with pytest.raises(
-        ValueError, match=r"has no centroids of level 1 below node 0; expected those that ClusterLevel finds"
+        ValueError,
+        match=r"has no centroids of level 1 below node 0; expected the centroids that ClusterLevel computes",
     ):
         AssignWindows(tree, 1, OPTIONS).run()
     ClusterLevel(embeddings, tree, 1, OPTIONS).run()
@@ -179,7 +180,7 @@ def test_levels_that_are_not_done_are_missed(embed, run_tasks, tmp_path):
         ValueError, match=r"has no centroids of these embeddings and options; .* with the same options"
     ):
         AssignWindows(tree, 1, TreeOptions(branching=3, levels=3, samples=50)).run()
-    with pytest.raises(ValueError, match="level is 3; expected one from 1 to 2, those of the tree"):
+    with pytest.raises(ValueError, match="level is 3; expected a level of the tree, from 1 to 2"):
         AssignWindows(tree, 3, OPTIONS).run()
     BuildTree(embeddings, tree, OPTIONS).run()
     assert open_build(tmp_path / "tree")[0].levels == 2, "what tasks have not done, the last step does"
@@ -279,7 +280,9 @@ def test_embeddings_that_are_not_whole_are_refused(embed, run_tasks, tmp_path, b
 
 def test_the_windows_of_a_corpus_are_not_those_of_tasks(built_alone, tmp_path):
     shutil.copytree(built_alone / "windows", tmp_path / "embeddings" / "00000")
-    with pytest.raises(ValueError, match=r"whose 00000 was written by no task; expected a folder that EmbedWindows"):
+    with pytest.raises(
+        ValueError, match=r"whose folder 00000 was not written by a task; expected a folder that EmbedWindows"
+    ):
         build_from_embeddings(tmp_path / "embeddings", tmp_path / "tree", OPTIONS)
 
 

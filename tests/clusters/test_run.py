@@ -79,7 +79,9 @@ def test_two_runs_do_not_cluster_into_one_folder(request_, monkeypatch):
     cluster = run.build_tree
 
     def during(*given):
-        with pytest.raises(ValueError, match=r"is being written by another run; wait for it, or choose another\."):
+        with pytest.raises(
+            ValueError, match=r"is being written by another run; wait for that run, or choose another folder\."
+        ):
             build(request_())
         return cluster(*given)
 

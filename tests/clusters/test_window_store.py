@@ -158,5 +158,7 @@ def test_a_store_that_has_lost_something_is_refused(tmp_path, corpus, tokenizer,
 def test_two_runs_do_not_write_one_store(tmp_path, corpus, tokenizer, embedder):
     (tmp_path / "windows").mkdir()
     with FileLock(tmp_path / "windows" / ".lock"):
-        with pytest.raises(ValueError, match=r"is being written by another run; wait for it, or choose another\."):
+        with pytest.raises(
+            ValueError, match=r"is being written by another run; wait for that run, or choose another folder\."
+        ):
             store(tmp_path / "windows", corpus, tokenizer, embedder)

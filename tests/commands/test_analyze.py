@@ -194,6 +194,16 @@ def test_one_page_joins_what_is_told(run, upscaled, text, tmp_path):
     ) == page
 
 
+def test_a_page_checks_the_base_once_and_writes_no_csv(run, upscaled, text, tmp_path, monkeypatch):
+    pytest.importorskip("matplotlib")
+    checked = []
+    monkeypatch.setattr("upscalers.runs.base_confirmation.keeps_base", lambda name: checked.append(name) or True)
+    monkeypatch.setattr("midus_hf.analysis.slots.report.usage_csv", None)
+    done = run("page", upscaled.trained, "--text", text, "--output", tmp_path / "page.html")
+    assert done.status == 0, done.err
+    assert checked == [str(upscaled.trained)]
+
+
 def test_values_of_the_most_used_slots_and_of_named_ones_are_shown(run, upscaled, text):
     done = run("values", upscaled.trained, "--layers", 1, "--text", text, "--top", 3, "--tokens", 2, "--json")
     assert done.status == 0, done.err

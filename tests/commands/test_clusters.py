@@ -148,7 +148,7 @@ def test_assign_replaces_no_column_of_a_person_and_takes_what_parquet_has(tree, 
     own.write_text('{"text": "w1 w2", "document": "Letter 5"}\n')
     words = ["assign", "--tree", tree, "--device", "cpu", "--corpus"]
     line = last_line([*words, str(own), "--output", str(tmp_path / "p.jsonl")], capsys)
-    assert "line 1 of" in line and "has a column 'document', which paths of documents are written with" in line
+    assert "line 1 of" in line and "has a column 'document', which is written beside the paths of documents" in line
     rows = {"text": ["w1 w2"], "when": [datetime.date(2024, 5, 6)], "score": [0.5]}
     parquet.write_table(pyarrow.table(rows), table)
     assert main([*words, str(table), "--output", str(tmp_path / "p.jsonl")]) == 0
@@ -268,10 +268,10 @@ def test_another_embedding_model_than_that_of_the_tree_is_refused(tree, bert, co
     words = ["assign", "--tree", tree, "--corpus", corpus, "--column", "body", "--output", str(tmp_path / "p.jsonl")]
     line = last_line([*words, "--embedding-model", str(other)], capsys)
     assert line.startswith(f"embedding model '{other}' has the fingerprint ") and line.endswith(
-        f"that of '{bert}', with which the tree was built. Use that model, or build the tree again."
+        f"the fingerprint of '{bert}', with which the tree was built. Use that model, or build the tree again."
     )
     line = last_line([*words, "--embedding-model", str(wide)], capsys)
-    expected = "has the width 32; expected 16, that of the tree. Use the model that the tree was built with."
+    expected = "has the width 32; expected 16, the width of the tree. Use the model that the tree was built with."
     assert line == f"embedding model '{wide}' {expected}"
     assert not list(tmp_path.glob("*.jsonl"))
 

@@ -105,7 +105,7 @@ def test_words_after_the_file_win(run, config):
         (["--devices", "x"], "devices is 'x'; expected numbers of GPUs, such as 0,1."),
         (["--devices", "0,"], "devices is '0,'; expected numbers of GPUs, such as 0,1."),
         (["--devices", ""], "--devices is ''; expected a value. Fill it in"),
-        (["--devices", "0,1", "--jobs", "3"], "jobs is 3, and devices names 2; give devices alone, each of which has a run."),
+        (["--devices", "0,1", "--jobs", "3"], "jobs is 3, and devices names 2; expected one run per device. Leave jobs out."),
         (["seeds=[]"], "seeds is empty; expected one or more."),
         (["domain.plants=absent"], "domain.plants is 'absent', which does not exist; expected a file or a folder of text."),
         (["variants.hml.upscale.method=hml"], "variants.hml.upscale: method 'hml' is unknown."),
@@ -163,7 +163,7 @@ def test_where_runs_failed_the_report_is_written_and_the_status_is_1(
     runs.failures = failures
     done = run(config, *json_)
     assert done.status == 1
-    assert done.err.splitlines()[-1] == f"midus compare: {words} The same command does again what failed."
+    assert done.err.splitlines()[-1] == f"midus compare: {words} The same command repeats what failed."
     if json_:
         assert json.loads(done.out)["failed"] == failures
     else:

@@ -11,7 +11,7 @@ from midus_hf.cli import entry_points
 from midus_hf.version import __version__
 
 SUBCOMMANDS = (
-    *(f"upscale {name}" for name in ("methods", "inspect", "strip", "shuffle")),
+    *(f"upscale {name}" for name in ("methods", "inspect", "strip", "adapter", "shuffle")),
     *(f"midus bank {name}" for name in ("list", "merge", "audit")),
     *(f"midus cluster {name}" for name in ("build", "assign", "report")),
 )
@@ -91,10 +91,23 @@ def test_a_typo_is_answered_with_what_is_nearest(words, line, monkeypatch, capsy
 
 @pytest.mark.parametrize(
     ("words", "completed"),
-    [("midus ", "train"), ("midus lo", "look"), ("midus look us", "usage"), ("midus flops --ba", "--batch")],
+    [
+        ("midus ", "train"),
+        ("midus lo", "look"),
+        ("midus look us", "usage"),
+        ("midus flops --ba", "--batch"),
+        ("upscale ", "strip"),
+        ("upscale --me", "--method"),
+        ("upscale strip --ou", "--output"),
+    ],
 )
 def test_shells_complete_commands_and_options(words, completed):
-    asked = {"_MIDUS_COMPLETE": "complete_bash", "COMP_WORDS": words, "COMP_CWORD": str(words.count(" "))}
-    code = "import sys\nfrom midus_hf.cli.entry_points import midus\nsys.exit(midus())"
-    done = subprocess.run([sys.executable, "-c", code], env={**os.environ, **asked}, capture_output=True, text=True)
-    assert completed in done.stdout.split(), done
+    program = words.split()[0]
+    request = {
+        f"_{program.upper()}_COMPLETE": "complete_bash",
+        "COMP_WORDS": words,
+        "COMP_CWORD": str(words.count(" ")),
+    }
+    code = f"import sys\nfrom midus_hf.cli.entry_points import {program}\nsys.exit({program}())"
+    done = subprocess.run([sys.executable, "-c", code], env={**os.environ, **request}, capture_output=True, text=True)
+    assert completed in done.stdout.splitlines(), done  # the help would name the word within a line

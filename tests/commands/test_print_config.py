@@ -9,7 +9,7 @@ from commands.installed import run_alone, run_in_process
 from midus_hf.cli.training.printed_config import recipes
 from midus_hf.config.yaml_options import read_config
 from midus_hf.sft.options import SftConfig
-from midus_hf.training.options import TrainConfig
+from midus_hf.training.options import CorpusOptions, TrainConfig
 from upscalers.methods.contract import METHODS
 
 OPTIONS = {"train": TrainConfig, "sft": SftConfig}
@@ -44,6 +44,33 @@ def test_what_is_printed_is_a_recipe_whose_comments_are_the_defaults(command, me
     written = set(re.findall(rf"^(?:# )?({names}):", text, flags=re.MULTILINE))
     assert written == keys
     assert max(map(len, text.splitlines())) <= 200
+
+
+@pytest.mark.parametrize("command", OPTIONS)
+def test_keys_stand_below_their_meaning(command, printed):
+    text = printed(command, "slices")
+    names = "|".join(field.name for field in dataclasses.fields(OPTIONS[command]))
+    of_run = text.partition("with their defaults:\n\n")[2].partition("\n\n# Keys of ")[0]
+    entries = [entry.partition("\n") for entry in of_run.split("\n\n")]
+    assert len(entries) > 40
+    for meaning, _, rest in entries:
+        assert re.fullmatch(r"# .*\w.*", meaning) and re.match(rf"# ({names}): ", rest.splitlines()[-1])
+    assert "# Maximum rate of everything without a separate rate. Default: 1e-4.\n# learning_rate: 0.0001\n" in text
+    assert "Raises:" not in text
+
+
+def test_keys_of_a_corpus_stand_below_their_meaning(printed, tmp_path):
+    of_corpus = printed("train", "midus-hml").partition(
+        "\n\n# Keys of `corpus: {KEY: VALUE, ...}`, with their defaults:\n"
+    )[2]
+    assert '# Split of a dataset on the Hub. Default: `"train"`.\n#   split: "train"\n' in of_corpus
+    keys = dict(re.findall(r"^#   (\w+): (.*)$", of_corpus, flags=re.MULTILINE))
+    assert list(keys) == [field.name for field in dataclasses.fields(CorpusOptions)]
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text("corpus:\n" + "".join(f"  {key}: {value}\n" for key, value in keys.items()))
+    words = [word for word in GIVEN["train"] if not word.startswith("corpus=")]
+    assert read_config(TrainConfig, recipe, words).corpus == CorpusOptions(path="PATH")
+    assert "Keys of" not in printed("sft", "midus-hml")
 
 
 def test_a_method_with_a_recipe_has_its_papers_settings(printed):

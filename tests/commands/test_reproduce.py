@@ -28,7 +28,7 @@ def test_rows_are_named_as_in_the_table_or_as_in_the_plan(names, run, tmp_path):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["midus"], "no table of midus is named; 'midus reproduce' alone lists those that there are."),
+        (["midus"], "no table of midus is named; expected one. 'midus reproduce' without arguments lists all tables."),
         (["midus", "1", "--rows", "HML"], "rows names 'HML'; expected some of: Base; SOLAR; Llama Pro; LESA;"),
     ],
 )

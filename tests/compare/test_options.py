@@ -17,7 +17,7 @@ GIVEN = {
 }
 QUOTES = "Rename it, or put a number in quotes."
 VARIANT_NAME = f"expected a name of letters, digits and the signs . _ + -, the first a letter or a digit. {QUOTES}"
-TWICE = "rates has 0.001 twice, by which a folder is called; expected rates that differ."
+TWICE = "rates has 0.001 twice; expected rates that differ, since each names a folder."
 TEXT_NAME = f"expected a name of letters, digits and the signs _ -. {QUOTES}"
 FIT = {"upscale": {"method": "midus-hml"}, "fit": {"num_new_layers": [1, 2]}}
 REFUSED = {

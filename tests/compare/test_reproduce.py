@@ -194,7 +194,7 @@ def test_a_folder_that_is_no_clone_is_refused(tmp_path):
 
 def test_a_row_has_a_number_for_each_column():
     row = RowOptions(train="x", continued=[1.0])
-    with pytest.raises(ValueError, match=r"rows\.a has 1 numbers; expected 2, one a column\."):
+    with pytest.raises(ValueError, match=r"rows\.a has 1 numbers; expected 2, one per column\."):
         TableOptions(title="t", base="b", columns=["x", "y"], rows={"a": row}, scales="s")
 
 

@@ -375,7 +375,7 @@ def test_another_comparison_in_the_same_output_is_refused_while_one_runs(place):
     place.run([variant("a")], watching=StartsAnother(place.folder))
     message = (
         f"output_dir is {str(place.folder / 'out')!r}, in which another comparison runs; expected one at a time. Wait for it, or "
-        "choose another output_dir; --jobs has runs beside one another."
+        "choose another output_dir; --jobs does several runs at a time."
     )
     assert refused == [message, message]
     assert place.names() == ["base", "a/0.001/seed-0"]

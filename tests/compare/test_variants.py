@@ -232,7 +232,7 @@ REFUSED = {
         {"upscale": HEADWISE, "fit": {"options.n": [4, 0]}}, "variants.a.upscale with options.n=0: n is 0"
     ),
     "fine-tuning of one variant": (
-        {"fine_tune": {"max_steps": 3}}, "variants.a.fine_tune is given, and fine_tune of all is not; expected it, since"
+        {"fine_tune": {"max_steps": 3}}, "variants.a.fine_tune is given, and fine_tune is not; expected both, since"
     ),
     "an absent file": ({"upscale": "absent.yaml"}, "config is 'absent.yaml', which cannot be read (No such file or directory)"),
 }  # fmt: skip

@@ -176,7 +176,7 @@ def test_a_vector_has_no_rows():
     [
         ({"no-rows": {"width": 1}}, "'bad' declares the control 'no-rows'; expected one of one-row, random-slots"),
         ({"one-row": {"rows": 1}}, "'one-row' of memory type 'bad' sets the option 'rows', which it does not have"),
-        ({"one-row": {}}, "'one-row' of memory type 'bad' sets no option; expected some of its own"),
+        ({"one-row": {}}, "'one-row' of memory type 'bad' sets no option; expected options of this type"),
         (
             {"one-row": {"width": 0}},
             "'one-row' of memory type 'bad' cannot be built: width is 0; expected one or more",

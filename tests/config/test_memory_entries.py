@@ -41,7 +41,7 @@ WRONG = [
     (["headwise"], r"memory entry is 'headwise'; expected a mapping such as \{'type': 'headwise', 'layers': \[1\]\}"),
     ([5], "memory entry is 5; expected a mapping"),
     ([{"layers": [1]}], "memory type is None; expected one of: chapters, depth-attention, headwise, "),
-    ([{"type": "head-wise", "layers": [1]}], "memory type is 'head-wise'; .* A type is added, not renamed"),
+    ([{"type": "head-wise", "layers": [1]}], "memory type is 'head-wise'; .* Do not rename a type"),
     ([{"type": "Headwise", "layers": [1]}], "memory type is 'Headwise'; expected one of: chapters, depth-attention, headwise"),
     ([{"type": ["headwise"], "layers": [1]}], r"memory type is \['headwise'\]; expected one of"),
     ([{"type": "headwise"}], "type 'headwise' has no 'layers'; expected the indices of the layers that hold it"),

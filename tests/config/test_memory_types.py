@@ -64,7 +64,7 @@ def test_a_name_that_is_taken_is_refused_unless_by_the_same_class_defined_again(
     assert register_memory_type("headwise")(again) is again
 
 
-@pytest.mark.parametrize("name", ["", "Example", "two words", "a.b"])
+@pytest.mark.parametrize("name", ["", "Example", "two words", "a.b", "a--b", "-a", "a-"])
 def test_a_name_of_another_form_is_refused(name):
     with pytest.raises(ValueError, match=r"memory type is .*; expected lower case words joined by hyphens"):
         register_memory_type(name)

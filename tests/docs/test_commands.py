@@ -54,7 +54,7 @@ def commands_in(page: Path) -> list[str]:
         return [
             match.group() for match in COMMAND.finditer("\n".join(re.findall(r"^#(.*)$", text, flags=re.MULTILINE)))
         ]
-    blocks = re.findall(r"^```(?:sh|bash|)\n(.*?)^```", text, flags=re.DOTALL | re.MULTILINE)
+    blocks = re.findall(r"^```(?:sh|console)\n(.*?)^```", text, flags=re.DOTALL | re.MULTILINE)
     lines = [line.removeprefix("$ ") for block in blocks for line in block.splitlines()]
     inline = re.findall(
         r"`((?:midus|upscale) [^`]+)`", re.sub(r"^```.*?^```", "", text, flags=re.DOTALL | re.MULTILINE)
@@ -69,6 +69,9 @@ def mistakes(line: str) -> list[str]:
     command, subject, rest = command_of(words)
     if command is None:
         return [] if words[1].startswith(("--", "-h")) or words[1].isupper() else [f"no command {words[1]!r}"]
+    below = getattr(command, "commands", None) or getattr(command, "subjects", None)
+    if below and subject is None and rest and re.match(r"[a-z]", rest[0]):
+        return [f"no command {rest[0]!r}"]
     options = {name for parameter in command.params for name in (*parameter.opts, *parameter.secondary_opts)}
     found = []
     for word in rest:
@@ -108,6 +111,9 @@ def test_commands_are_found_at_all():
     ("line", "mistake"),
     [
         ("midus trian recipe.yaml", "no command 'trian'"),
+        ("midus bank delete DIR", "no command 'delete'"),
+        ("midus look usages MODEL", "no command 'usages'"),
+        ("upscale stripe DIR --output DIR2", "no command 'stripe'"),
         ("midus look usage MODEL --signed", "--signed is not for this subject"),
         ("midus eval MODEL --stride 3", "--stride"),
         ("midus eval MODEL --set strid=3", "no key 'strid'"),

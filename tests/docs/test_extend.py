@@ -1,7 +1,6 @@
 """The package of docs/extend.md, word for word: installed, upscaled with, trained, stripped, loaded without any package."""
 
 import os
-import re
 import shlex
 import subprocess
 import sys
@@ -15,9 +14,10 @@ from processes.warm import run_warm
 from tiny import prompt, save_tiny_model
 from transformers import AutoModelForCausalLM
 
-PAGE = (Path(__file__).parents[2] / "docs" / "extend.md").read_text(encoding="utf-8")
-FILES = dict(re.findall(r"^```\w+ file=(\S+)\n(.*?)^```$", PAGE, flags=re.M | re.S))
-(COMMANDS,) = re.findall(r"^```bash\n(.*?)^```$", PAGE, flags=re.M | re.S)
+from tests.docs.snippets import take
+
+FILES = {block.name: block.text for block in take("docs/extend.md", "toml", "python")}
+(COMMANDS,) = (block.text for block in take("docs/extend.md", "sh"))
 
 
 @pytest.fixture(scope="module")

@@ -9,6 +9,7 @@ import pytest
 import yaml
 
 from midus_hf.cli import upscale as cli
+from tests.docs.snippets import take
 from tests.upscalers.real_configs import LLAMA_3_1_8B, LLAMA_3_2_1B, write_config
 from upscalers.methods.contract import METHODS
 from upscalers.runs.upscale import upscale
@@ -112,28 +113,37 @@ def test_costs_of_pages_are_those_of_a_dry_run(method, base, new, total, tmp_pat
     assert (new, total) == (f"{counts.new:,}", f"{counts.total:,}")
 
 
+# Blocks of the pages of methods, the index included.
+BLOCKS = [block for page in [FOLDER / "README.md", *PAGES] for block in take(f"docs/methods/{page.name}")]
+
+
 def blocks(language: str) -> list[tuple[str, str]]:
     """Return every block of a language with the name of its page."""
-    fenced = re.compile(rf"^```{language}\n(.*?)^```$", flags=re.DOTALL | re.MULTILINE)
-    return [(page.stem, block) for page in PAGES for block in fenced.findall(page.read_text(encoding="utf-8"))]
+    return [(block.page, block.text) for block in BLOCKS if block.language == language]
 
 
 def commands() -> list[str]:
-    lines = [line for _, block in blocks("") for line in block.replace("\\\n", " ").splitlines()]
-    return [line for line in lines if line.startswith("upscale --base")]
+    return [line for block in BLOCKS if block.language == "sh" for line in block.commands]
 
 
 @pytest.mark.parametrize("line", commands())
-def test_commands_are_planned(line, tmp_path):
-    arguments = shlex.split(line, comments=True)[1:]
-    place = arguments.index("--base") + 1
-    base = CONFIGS.get(arguments[place].split("/")[1], LLAMA_3_2_1B)
-    if "Llama-2-7b" in arguments[place]:
-        base = {**LLAMA_3_1_8B, "num_key_value_heads": 32}
-    arguments[place] = write_config(tmp_path / "base", base)
+def test_commands_are_planned(line, tmp_path, monkeypatch):
+    program, *arguments = shlex.split(line, comments=True)
+    assert program == "upscale"
+    if "--config" in arguments:
+        monkeypatch.chdir(tmp_path)
+        write_config(tmp_path / "base", LLAMA_3_2_1B)
+        (recipe, *_) = (block.text for block in BLOCKS if block.language == "yaml")
+        (tmp_path / "recipe.yaml").write_text(recipe.replace("meta-llama/Llama-3.2-1B", "base"))
+    else:
+        option = arguments.index("--base") + 1
+        base = CONFIGS.get(arguments[option].split("/")[1], LLAMA_3_2_1B)
+        if "Llama-2-7b" in arguments[option]:
+            base = {**LLAMA_3_1_8B, "num_key_value_heads": 32}
+        arguments[option] = str(write_config(tmp_path / "base", base))
     output = arguments.index("--output")
     del arguments[output : output + 2]  # a dry run needs no room for it
-    assert cli.main([*map(str, arguments), "--dry-run"]) == 0
+    assert cli.main([*arguments, "--dry-run"]) == 0
 
 
 @pytest.mark.parametrize(("page", "script"), blocks("python"))

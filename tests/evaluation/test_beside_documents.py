@@ -1,4 +1,4 @@
-"""Questions are asked behind the document that is nearest to them, by every kind of task."""
+"""The document that is nearest to a question is put in front of the question, by every kind of task."""
 
 import json
 
@@ -105,7 +105,7 @@ def test_the_command_tells_which_document_each_question_was_asked_behind(bert, d
     assert "document" not in asked()[0]
     main([str(model), "--tasks", "facts", "--data", str(data), *documents, "--set", f"embedding_model={bert}"])
     said = " ".join(capsys.readouterr().out.split())
-    assert "Each question of a task was asked behind the nearest document of " in said
+    assert "Each question of a task had the nearest document of " in said
 
 
 def asked_for(row: dict) -> str:
@@ -116,7 +116,7 @@ def asked_for(row: dict) -> str:
 @pytest.mark.parametrize(
     "words, message",
     [
-        (["--set", "documents=d.txt"], "documents is d.txt, but nothing says by which model they are near; give"),
+        (["--set", "documents=d.txt"], "documents is d.txt, but no model decides which of them is nearest; give"),
         (["--set", "passage_tokens=3"], "passage_tokens is 3, but there are no documents; give some."),
         (["--set", "embedding_model=m"], "embedding_model is m, but there are no documents; give some."),
         (

@@ -73,7 +73,7 @@ def entry(kind="hier-ffn", **changes):
             "memory 'hier-kv' fetches blocks by a tree of branching 3 and 3 levels, and 'hier-ffn' by one of branching 3 and 2 "
             "levels; expected one tree, by whose nodes a text fetches from both.",
         ),
-        ([entry(), entry()], "two memories have the name 'hier-ffn'; expected a name of its own for each."),
+        ([entry(), entry()], "two memories have the name 'hier-ffn'; expected a separate name for each."),
     ],
 )  # fmt: skip
 def test_entries_that_do_not_fit_are_refused(entries, message):

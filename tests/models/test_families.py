@@ -7,7 +7,7 @@ import sys
 
 import pytest
 from tiny import FAMILIES as NATIVE
-from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
+from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING
 
 from midus_hf.models import FAMILIES
 from midus_hf.models.families import family_source
@@ -32,9 +32,34 @@ def test_a_config_that_was_pickled_is_read_in_another_process(family, tmp_path):
     assert subprocess.run(line, capture_output=True, text=True, timeout=120).stdout == f"{config.model_type}\n"
 
 
-@pytest.mark.parametrize("model_type", ["gpt2", "cohere", "opt"])
-def test_layers_of_other_parts_are_refused(model_type):
-    with pytest.raises(
-        ValueError, match=rf"layers of '{model_type}' .* expected self_attn, mlp and one of these sets of norms"
-    ):
+@pytest.mark.parametrize(
+    ("model_type", "path"),
+    [("gpt2", r"transformer\.h"), ("opt", r"model\.decoder\.layers"), ("bloom", r"transformer\.h")],
+)
+def test_layers_at_another_path_are_refused(model_type, path):
+    with pytest.raises(ValueError, match=rf"'{model_type}' has its layers at {path}; expected .* at model\.layers"):
         family_source(model_type)
+
+
+@pytest.mark.parametrize(("model_type", "network"), [("cohere", "mlp"), ("lfm2", "feed_forward"), ("mixtral", "mlp")])
+def test_parts_of_other_names_and_orders_are_read(model_type, network):
+    source = family_source(model_type)
+    compile(source, model_type, "exec")
+    assert ("feed_forward_name" in source) == (network != "mlp")
+    assert ("adds_mixer = False" in source) == (model_type == "cohere")
+
+
+def test_a_config_of_a_type_with_memory_joins_when_it_is_named():
+    """Know `midus_` types in the Auto classes without an import of the type, and no type that cannot host memory."""
+    code = (
+        "import midus_hf.models.families as families; from transformers import AutoConfig; "
+        "before = 'olmo' in families.FAMILIES; config = AutoConfig.for_model('midus_olmo', num_hidden_layers=2); "
+        "print(before, config.model_type, 'olmo' in families.FAMILIES)"
+    )
+    line = [sys.executable, "-c", code]
+    printed = subprocess.run(line, capture_output=True, text=True, timeout=120)
+    assert printed.stdout == "False midus_olmo True\n", printed.stderr
+
+
+def test_a_type_that_cannot_host_memory_does_not_join():
+    assert "midus_gpt2" not in CONFIG_MAPPING and "midus_nothing" not in CONFIG_MAPPING

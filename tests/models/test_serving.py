@@ -16,8 +16,10 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 from transformers.cli.serving import model_manager
 
 from midus_hf.models import FAMILIES
+from tests.docs.snippets import take
 
-SERVE = Path(__file__).parents[2] / "docs" / "serve.md"
+# The file that the page starts the server from.
+(SCRIPT,) = take("docs/serve.md", "python", having="transformers.cli.transformers")
 
 
 @pytest.fixture
@@ -45,15 +47,13 @@ def save(tmp_path):
 @pytest.fixture
 def as_documented(monkeypatch) -> None:
     """Run the file of docs/serve.md up to the server, and take back what it did."""
-    blocks = [block.partition("```")[0] for block in SERVE.read_text().split("```python\n")[1:]]
-    (script,) = [block for block in blocks if "transformers.cli.transformers" in block]
     for causal_lm in FAMILIES.values():
         monkeypatch.setattr(model_manager.transformers, causal_lm.__name__, None, raising=False)
     started: list[bool] = []
     command = "transformers.cli.transformers"  # not imported: in some versions it asks for more than loading does
     assert importlib.util.find_spec(command) is not None
     monkeypatch.setitem(sys.modules, command, SimpleNamespace(main=lambda: started.append(True)))
-    exec(script, {})
+    exec(SCRIPT.text, {})
     assert started == [True]
 
 

@@ -8,7 +8,7 @@ import torch
 from models.cases import CASES, GREEDY
 from models.depth_models import depth_model
 from models.gradients import loss_and_gradients
-from models.hosting import logits
+from models.hosting import host_of, logits
 from models.optimizer_steps import train_steps
 from pairs import in_turn
 from tiny import WINDOW, prompt, tiny_model
@@ -101,6 +101,16 @@ def acting_tensors(model):
         for name, tensor in memory.declared.items()
         if tensor.initial == ZEROS
     ]
+
+
+def test_a_model_from_a_config_has_the_declared_start_values_in_every_layer(native_family):
+    """Build depth attention, whose first layer holds linear layers alone."""
+    native = tiny_model(native_family)
+    model = host_of(native, {"type": "depth-attention", "layers": [0, 1, 2]})
+    fresh = type(model)(model.config)
+    for memory in (module for module in fresh.modules() if isinstance(module, MemoryModule)):
+        for name, tensor in memory.declared.items():
+            assert (tensor.initial == ZEROS) == (not memory.declared_tensor(name).any())
 
 
 @pytest.mark.parametrize("case", ["headwise", "token behind layers", "ultramem own", "depth default", "depth reused"])

@@ -15,7 +15,7 @@ from typing import Any
 import nbformat
 import pytest
 from commands.installed import main_of
-from compare.small_comparison import InProcess
+from compare.runs_here import compare_in_this_process
 from evaluation.byte_models import save_byte_model
 from IPython.core.formatters import DisplayFormatter
 from nbclient import NotebookClient
@@ -145,30 +145,6 @@ def run_command(words: list[str]) -> None:
         print(printed.getvalue(), end="")
 
 
-class RunHere:
-    """A run of a comparison that is done when it has begun: what `Running` uses of `subprocess.Popen`."""
-
-    def __init__(self, line: list[str], **options: Any):
-        from midus_hf.compare import run_process
-
-        assert line[1:3] == ["-m", "midus_hf.compare.run_process"]
-        run_process.main(Path(line[3]))
-        self.returncode = 0
-
-    def poll(self) -> int:
-        return self.returncode
-
-
-class CommandsHere(InProcess):
-    """What a run uses of `Commands`."""
-
-    def __init__(self, logs: Path, held: int | None):
-        super().__init__()
-
-    def hear_signals(self) -> None:
-        """Leave the signals to pytest."""
-
-
 def kind(output: Output) -> str:
     """Return what of an output does not depend on the base: of a table the title and the head, of a text all but its numbers."""
     if "image/png" in output:
@@ -198,10 +174,7 @@ def tiny_room(tmp_path, monkeypatch) -> Path:
     monkeypatch.setattr("material.articles.articles", lambda: articles)
     monkeypatch.chdir(NOTEBOOKS)
     monkeypatch.setattr(sys, "path", list(sys.path))
-    processes = SimpleNamespace(Popen=RunHere, DEVNULL=subprocess.DEVNULL)
-    monkeypatch.setattr("midus_hf.compare.running.subprocess", processes)
-    monkeypatch.setattr("midus_hf.compare.run_process.Commands", CommandsHere)
-    monkeypatch.setattr("midus_hf.compare.run_process.ask_for_termination", lambda parent: None)
+    compare_in_this_process(monkeypatch)
     monkeypatch.setenv("WORK", str(tmp_path / "work"))
     monkeypatch.setenv("BASE", str(tmp_path / "base"))
     for variable in ("HELD_OUT", "OTHER", "FORCE_COLOR", "COLUMNS"):

@@ -40,8 +40,8 @@ def test_deeper_nodes_are_left_out_as_a_text_comes_to_them(level):
 @pytest.mark.parametrize(
     ("level", "count", "message"),
     [
-        (0, 1, r"best nodes are to be blocked at level 0; expected one from 1 to 3\."),
-        (4, 1, r"best nodes are to be blocked at level 4; expected one from 1 to 3\."),
+        (0, 1, r"best nodes are to be blocked at level 0; expected a level from 1 to 3\."),
+        (4, 1, r"best nodes are to be blocked at level 4; expected a level from 1 to 3\."),
         (1, 3, r"blocked leaves no path to a leaf with data; .* Block fewer nodes\."),
         (2, 9, r"blocked leaves no path to a leaf with data; .* Block fewer nodes\."),
     ],

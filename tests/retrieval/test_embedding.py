@@ -133,7 +133,7 @@ def test_a_device_that_is_none_is_refused(folder, device):
 
 def test_a_tokenizer_without_padding_is_refused(tmp_path):
     with pytest.raises(
-        ValueError, match=r"whose tokenizer has no padding token; expected an encoder's\. Set pad_token"
+        ValueError, match=r"whose tokenizer has no padding token; expected the tokenizer of an encoder\. Set pad_token"
     ):
         TextEmbedder(str(save_tiny_bert(tmp_path / "model", pad=False)))
 

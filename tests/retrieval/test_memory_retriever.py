@@ -84,13 +84,14 @@ def test_a_model_that_has_moved_is_named_anew_and_another_is_refused(embedder, t
         MemoryRetriever.load(tmp_path / "tree")
     other = save_tiny_bert(tmp_path / "other", seed=1)
     with pytest.raises(
-        ValueError, match=r"has the fingerprint .*\.\.\.; expected .*\.\.\., that of 'gone', with which the tree"
+        ValueError,
+        match=r"has the fingerprint .*\.\.\.; expected .*\.\.\., the fingerprint of 'gone', with which the tree",
     ):
         MemoryRetriever.load(tmp_path / "tree", str(other))
 
 
 def test_an_embedder_of_another_width_is_refused(embedder):
-    with pytest.raises(ValueError, match=rf"has the width {WIDTH}; expected 5, that of the tree\. Use the model"):
+    with pytest.raises(ValueError, match=rf"has the width {WIDTH}; expected 5, the width of the tree\. Use the model"):
         MemoryRetriever(random_tree(width=5), embedder)
 
 

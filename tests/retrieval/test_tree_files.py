@@ -51,7 +51,7 @@ def test_the_least_similarity_is_kept_and_a_tree_without_one_has_none(folder, tm
 
 @pytest.mark.parametrize("value", [1.5, "0.2", True], ids=repr)
 def test_a_least_similarity_that_is_no_cosine_is_refused(value, folder):
-    message = rf"min_similarity is {value!r}; expected a cosine from -1, which every text has, to 1, or null"
+    message = rf"min_similarity is {value!r}; expected a cosine from -1, which every text reaches, to 1, or null"
     with pytest.raises(ValueError, match=message):
         random_tree(min_similarity=value)
     record = json.loads((folder / "tree.json").read_text())
@@ -91,14 +91,17 @@ def test_a_folder_without_a_tree_is_refused(tmp_path):
     [
         ({"format_version": 2}, r"tree.json' has format_version 2; expected 1\. Build the tree again"),
         ({"width": "wide"}, r"tree.json' was altered or is not whole: invalid literal"),
-        ({"sizes": [[3, 12, 22], list(range(9))]}, r"tree.json' was altered .* its sizes of nodes are not the sums"),
+        (
+            {"sizes": [[3, 12, 22], list(range(9))]},
+            r"tree.json' was altered .* its sizes of nodes do not fit the tree",
+        ),
         ({"sizes": [[3, 12]]}, r"tree.json' was altered .* its sizes of nodes"),
         ({"levels": 30_000_000}, r"tree.json' was altered .* its sizes of nodes"),
-        ({"levels": 30_000_000, "sizes": None}, r"tree.safetensors' was altered .* not the float32 ones"),
+        ({"levels": 30_000_000, "sizes": None}, r"tree.safetensors' was altered .* not the float32 tensors"),
         ({"levels": 1e999}, r"tree.json' was altered or is not whole: cannot convert float infinity"),
-        ({"levels": 0, "sizes": []}, r"tree.safetensors' was altered .* not the float32 ones"),
-        ({"fingerprint": "0"}, r"tree.safetensors' was altered .* its fingerprint is not that of tree.json"),
-        ({"width": 6}, r"tree.safetensors' was altered .* not the float32 ones that tree.json speaks of"),
+        ({"levels": 0, "sizes": []}, r"tree.safetensors' was altered .* not the float32 tensors"),
+        ({"fingerprint": "0"}, r"tree.safetensors' was altered .* its fingerprint is not the one in tree.json"),
+        ({"width": 6}, r"tree.safetensors' was altered .* not the float32 tensors that tree.json describes"),
     ],
 )
 def test_an_altered_record_is_refused(folder, changes, message):
@@ -135,7 +138,7 @@ def test_centroids_that_are_not_those_that_were_saved_are_refused(folder):
     tensors = load_file(path)
     tensors["centroids.2"][0, 0] += 1e-6
     save_file(tensors, path)
-    with pytest.raises(ValueError, match=r"its fingerprint is not that of tree.json"):
+    with pytest.raises(ValueError, match=r"its fingerprint is not the one in tree.json"):
         ClusterTree.load(folder)
     path.unlink()
     with pytest.raises(ValueError, match=r"tree.safetensors' was altered or is not whole"):

@@ -167,18 +167,18 @@ NO_CALLS = "row 1: the chat template does not write that message 2 calls 'look';
         (
             "{% for m in messages %}{% if not loop.first %}{{ m['content'] }}{% endif %}{% endfor %}",
             BEGUN,
-            "row 1: it begins with an answer, which cannot be found in what the chat template makes of it; put a question",
+            "row 1: it begins with an answer, which cannot be found in the text that the chat template writes; put a question",
         ),
         (
             "{{ messages|length }}" + TEMPLATES["chatml"],
             TURNS,
             "row 1: the chat template writes earlier messages differently once others follow",
         ),
-        ("{{ messages[0]['content'] + 3 }}", TURNS, "row 1 is not taken by the chat template: "),
+        ("{{ messages[0]['content'] + 3 }}", TURNS, "row 1 is refused by the chat template: "),
         (
             "{{ raise_exception('roles must alternate') }}",
             TURNS,
-            "row 1 is not taken by the chat template: roles must alternate. Correct it, or take it out.",
+            "row 1 is refused by the chat template: roles must alternate. Correct it, or take it out.",
         ),
     ],
     ids=["calls", "marked-calls", "left-out", "rewritten", "stumbles", "raises"],

@@ -28,7 +28,7 @@ def test_a_recipe_is_read_with_words_that_replace_its_keys(tmp_path):
         ({"max_length": 1}, "max_length is 1; expected at least 2 tokens."),
         (
             {"adapters": {}, "trainable": [3]},
-            "adapters is set and trainable is [3]; with adapters, adapters and what is new",
+            "adapters is set and trainable is [3]; with adapters, only adapters and new",
         ),
         ({"adapters": {}, "frozen": ["value"]}, "adapters is set and frozen is ['value']; "),
         ({"lora": {"r": 4}}, "config has no option 'lora'."),
@@ -39,6 +39,11 @@ def test_a_recipe_is_read_with_words_that_replace_its_keys(tmp_path):
 def test_a_wrong_value_is_refused_with_what_was_expected(values, message):
     with refused(re.escape(message)):
         from_mapping(SftConfig, {**NEEDED, **values})
+
+
+def test_an_empty_data_set_is_refused_from_python_as_well():
+    with refused(r"dataset_name is empty; expected a file, a folder or a dataset id\."):
+        SftConfig(**{**NEEDED, "dataset_name": ""})
 
 
 def test_a_model_card_tells_no_local_paths(tmp_path):

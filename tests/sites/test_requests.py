@@ -98,7 +98,7 @@ INSERTED = {"type": "toy", "site": "inserted", "layers": [1]}
 @pytest.mark.parametrize(
     ("memory", "message"),
     [
-        ([{"type": "toy", "layers": [0]}] * 2, "two memories have the name 'toy'; expected a name of its own for each"),
+        ([{"type": "toy", "layers": [0]}] * 2, "two memories have the name 'toy'; expected a separate name for each"),
         (
             [{"type": "toy", "layers": [0]}, {"type": "toy-ffn", "name": "toy", "layers": [2]}],
             "two memories have the name 'toy'",
@@ -124,6 +124,7 @@ INSERTED = {"type": "toy", "site": "inserted", "layers": [1]}
         ([{"type": "toy", "layers": [0], "into": [1]}], r"memory entry of type 'toy' has no option 'into'\."),
         ([{"type": "toy", "layers": [0], "span": 1}], r"memory entry of type 'toy' has no option 'span'\."),
         ([{"type": "toy", "layers": [0], "name": "a.b"}], r"'toy' has name = 'a\.b'; expected words joined by hyphens"),
+        ([{"type": "toy", "layers": [0], "name": "a--b"}], "'toy' has name = 'a--b'; expected words joined by hyphens"),
         ([{"type": "toy", "layers": [0], "name": ""}], "'toy' has name = ''; expected words joined by hyphens"),
         ([{"type": "toy", "layers": [0], "name": 5}], "'toy' has name = 5; expected words joined by hyphens"),
         ([{"type": "toy", "layers": [0], "site": "inside-ffn"}], "'toy' has site = 'inside-ffn'; expected one of: beside-ffn"),

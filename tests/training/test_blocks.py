@@ -231,7 +231,10 @@ def test_of_several_held_out_texts_each_has_its_own_paths_or_none(blocks_for, tm
 @pytest.mark.parametrize(
     ("leaves", "message"),
     [
-        ([4, None], r"which cannot be measured: line 2 of .* has None under 'memory_ids'; expected its node"),
+        (
+            [4, None],
+            r"which cannot be measured: line 2 of .* has None under 'memory_ids'; expected the document's node",
+        ),
         ([4, 9], r"which cannot be measured: it has node 3 of level 1, where the model's banks have 3 blocks"),
     ],
     ids=["some", "another-tree"],

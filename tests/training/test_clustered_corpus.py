@@ -121,7 +121,10 @@ def test_paths_of_several_trees_are_refused(other, named, tmp_path):
 @pytest.mark.parametrize(
     "row, message",
     [
-        ({"text": "w3"}, "line 2 .* has None under 'memory_ids'; expected its node of each level of the tree"),
+        (
+            {"text": "w3"},
+            "line 2 .* has None under 'memory_ids'; expected the document's node at each level of the tree",
+        ),
         ({"text": "w3", "memory_ids": [1]}, r"line 2 .* has \[1\] under 'memory_ids'"),
         ({"text": "w3", "memory_ids": [1, -1]}, r"line 2 .* has \[1, -1\] under"),
         ({"text": "w3", "memory_ids": "1, 2"}, "line 2 .* has '1, 2' under"),
@@ -159,8 +162,15 @@ def layout(branching=2, levels=2):
             layout(),
             r"has the path \[1, 1\], whose node 1 of level 2 is no child of node 1; expected 2 to 3, the children of that node",
         ),
+        (
+            [[-1, -1], [0, -1]],
+            layout(),
+            r"has the path \[0, -1\]; expected a node of each level of the tree, or -1 at each",
+        ),
+        ([[-1, 0]], layout(), r"has the path \[-1, 0\]; expected a node of each level"),
+        ([[-2, -2]], layout(), r"has the path \[-2, -2\]; expected a node of each level"),
     ],
-    ids=["no-banks", "levels", "leaf", "root", "stray"],
+    ids=["no-banks", "levels", "leaf", "root", "stray", "negative-leaf", "negative-root", "not-the-generic"],
 )
 def test_paths_of_another_tree_are_refused(paths, banks, message):
     with refused(message):

@@ -80,7 +80,7 @@ def test_a_dataset_that_cannot_be_had_is_refused(monkeypatch):
         raise datasets.exceptions.DatasetNotFoundError("Dataset 'owner/name' doesn't exist\nand more")
 
     monkeypatch.setattr(datasets, "load_dataset", load_dataset)
-    with refused(r"not to be had as a dataset: Dataset 'owner/name' doesn't exist$", DocumentError):
+    with refused(r"cannot be loaded as a dataset: Dataset 'owner/name' doesn't exist$", DocumentError):
         read("owner/name")
 
 

@@ -132,12 +132,12 @@ WORDS = "expected 'auto', 'new', 'all', a list of layer indices, or one of roles
         (
             "upscaled",
             {"trainable": "new", "frozen": ["router"]},
-            "frozen is ['router'], but of this midus_llama model no memory tensors of the role 'router' would",
+            "frozen is ['router'], but this midus_llama model has no memory tensors of the role 'router' that would",
         ),
         (
             "upscaled",
             {"trainable": [0], "frozen": ["value"]},
-            "no memory tensors of the role 'value' would train; leave it out.",
+            "no memory tensors of the role 'value' that would train; leave the role out.",
         ),
         (
             "upscaled",

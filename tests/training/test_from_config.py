@@ -124,7 +124,10 @@ def test_listed_layers_alone_may_train(begun):
             {"config_name": "./absent"},
             r"config_name is '\./absent'; expected the file, folder or Hub id of a language",
         ),
-        ({"tokenizer_name": "./absent"}, r"tokenizer_name is '\./absent'; expected the folder or Hub id of one: "),
+        (
+            {"tokenizer_name": "./absent"},
+            r"tokenizer_name is '\./absent'; expected the folder or Hub id of a tokenizer: ",
+        ),
         (
             {"attn_implementation": "none_such"},
             "attn_implementation is 'none_such'; expected one that is installed and ",

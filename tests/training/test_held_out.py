@@ -273,7 +273,7 @@ def test_words_name_texts_beside_those_of_the_file(tmp_path):
         read_config(TrainConfig, path, ["eval_text=x.txt", "eval_text.b=y.txt"])
 
 
-LETTERS = "expected letters, digits, '-' and '_', since the log has eval_NAME_loss of it. "
+LETTERS = "expected letters, digits, '-' and '_', since the log has an entry eval_NAME_loss. "
 
 
 @pytest.mark.parametrize(
@@ -282,7 +282,7 @@ LETTERS = "expected letters, digits, '-' and '_', since the log has eval_NAME_lo
         ({}, "eval_text is {}; expected a name and a path at least, as in {wiki: wiki.txt}, or a path alone."),
         ({"two words": "x"}, f"eval_text names a text 'two words'; {LETTERS}"),
         ({"": "x"}, f"eval_text names a text ''; {LETTERS}"),
-        ({2020: "x"}, f"eval_text names a text 2020; {LETTERS}Rename it, or put a number in quotes."),
+        ({2020: "x"}, f"eval_text names a text 2020; {LETTERS}Rename the text, or put a number in quotes."),
         ({"a": 3}, "eval_text.a is 3; expected a string."),
         (3, "eval_text is 3; expected a string or a mapping, each value of it a string or null."),
     ],

@@ -130,7 +130,7 @@ def test_a_model_that_was_not_upscaled_or_is_wrapped_already_is_refused():
         lora_config(tiny_model("llama"))
     model = fresh_model("llama")
     wrapped = get_peft_model(model, lora_config(model))
-    with refused(r"the model is wrapped by PEFT already; expected it as from_pretrained"):
+    with refused(r"the model is wrapped by PEFT already; expected the model that from_pretrained returns"):
         lora_config(wrapped)
     with refused(r"this midus_llama model is wrapped by PEFT, which has set what trains"):
         set_trainable(wrapped)

@@ -123,12 +123,12 @@ BEGUN = {"model_name_or_path": None, "config_name": "c", "tokenizer_name": "t"}
         ({"config_name": "c"}, "model_name_or_path is 'm' and config_name is 'c'; expected one of them: model_name_or_path to"),
         (
             {**BEGUN, "tokenizer_name": None},
-            "config has 'config_name' and no 'tokenizer_name'; set it to the folder or Hub id of one",
+            "config has 'config_name' and no 'tokenizer_name'; set it to the folder or Hub id of a tokenizer",
         ),
         ({"tokenizer_name": "t"}, "tokenizer_name is 't', but a saved model has its own; leave it out, or set"),
         (
             {"adapters": {}, "trainable": "all"},
-            "adapters is set and trainable is 'all'; with adapters, adapters and what is new in the model train. Leave one of them",
+            "adapters is set and trainable is 'all'; with adapters, only adapters and new parts of the model train. Leave one",
         ),
         ({"adapters": {}, "frozen": ["value"]}, "adapters is set and frozen is ['value']; "),
         (

@@ -1,12 +1,11 @@
 """What the documents say to do in a script of one's own trains the new layers, all of them, and leaves the base alone."""
 
 import re
-from pathlib import Path
 
 import pytest
 import torch
 from datasets import Dataset
-from peft import PeftModel
+from peft import PeftModel, get_peft_model
 from tiny import FAMILIES
 from training.steered_runs import NotedRates
 from training.tiny_run import NEW_LAYERS, document, refused, tiny_tokenizer
@@ -18,19 +17,12 @@ from midus_hf.training.optim.lora import lora_config
 from midus_hf.training.optim.parameter_groups import parameter_groups
 from midus_hf.training.optim.rates import Rates
 from midus_hf.training.trainer.memory_trainer import MemoryTrainer, TrainsMemory
+from tests.docs.snippets import take
 
-ROOT = Path(__file__).parents[2]
+# Blocks of Python of the pages: with `MemoryTrainer`, and with a plain `Trainer`.
+(WITH_MEMORY_TRAINER, WITH_PLAIN_TRAINER) = take("docs/train.md", "python")
+(OF_QUICKSTART,) = take("docs/quickstart.md", "python", having="MemoryTrainer")
 STEPS = 6
-
-
-def snippet(heading: str, document: str = "docs/train.md") -> str:
-    """The first block of Python after a phrase in bold."""
-    text = (ROOT / document).read_text(encoding="utf-8")
-    _, found, after = text.partition(f"**{heading}**")
-    assert found, f"{document} has no **{heading}**"
-    block = re.search(r"```python\n(.*?)```", after, flags=re.DOTALL)
-    assert block is not None
-    return block[1]
 
 
 @pytest.fixture
@@ -101,52 +93,52 @@ def check_rates(rates: dict[str, list[float]], maximum: float) -> None:
     assert rates["decay"][0] == 0 and rates["decay"][1] == maximum and rates["decay"][-1] < maximum / 2
 
 
+class MemorySFTTrainer(TrainsMemory, SFTTrainer):
+    """The trainer of docs/trl.md."""
+
+
 def state(model) -> dict[str, torch.Tensor]:
     return {name: tensor.clone() for name, tensor in model.state_dict().items()}
 
 
 @pytest.mark.parametrize(
-    ("heading", "where"),
-    [
-        ("With `Trainer`", "docs/train.md"),
-        ("With a plain `Trainer`", "docs/train.md"),
-        ("Trained by a script of your own", "docs/quickstart.md"),
-    ],
+    ("block", "trainer_class"),
+    [(WITH_MEMORY_TRAINER, MemoryTrainer), (WITH_PLAIN_TRAINER, Trainer), (OF_QUICKSTART, MemoryTrainer)],
     ids=["docs", "docs-plain", "quickstart"],
 )
-def test_what_is_said_for_trainer(family, upscaled, scene, monkeypatch, heading, where):
+def test_what_is_said_for_trainer(family, upscaled, scene, monkeypatch, block, trainer_class):
     given = scene(upscaled(family))
     before, rates = state(given["model"]), watch_rates(monkeypatch)
-    exec(snippet(heading, where), given)
+    exec(block.text, given)
     check_moved(before, given["model"].state_dict())
-    check_rates(rates, 1e-4 if "plain" in heading else 1e-2)
-    assert type(given["trainer"]) is (Trainer if "plain" in heading else MemoryTrainer)
+    check_rates(rates, 1e-4 if trainer_class is Trainer else 1e-2)
+    assert type(given["trainer"]) is trainer_class
 
 
 @pytest.mark.parametrize("packing", [False, True])
-def test_what_is_said_for_trl(upscaled, scene, monkeypatch, packing):
+def test_a_trainer_of_trl_trains_the_new_layers_alone(upscaled, scene, monkeypatch, packing):
     given = scene(upscaled("llama"), SFTConfig, max_length=16, packing=packing)
     before, rates = state(given["model"]), watch_rates(monkeypatch)
-    exec(snippet("With TRL"), given)
+    set_trainable(given["model"])
+    trainer = MemorySFTTrainer(
+        given["model"], given["arguments"], train_dataset=given["texts"], processing_class=given["tokenizer"]
+    )
+    trainer.train()
     check_moved(before, given["model"].state_dict())
     check_rates(rates, 1e-2)
-    assert [
-        event for event in given["trainer"].state.log_history if event.get("learning_rate_keys_and_values") == 1e-2
-    ]
+    assert any(event.get("learning_rate_keys_and_values") == 1e-2 for event in trainer.state.log_history)
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma3"])
-def test_what_is_said_for_peft(family, upscaled, scene, monkeypatch):
+def test_adapters_and_new_layers_train_and_are_merged(family, upscaled, scene, monkeypatch):
     given = scene(upscaled(family))
     before, rates = state(given["model"]), watch_rates(monkeypatch)
-    exec(
-        snippet("With PEFT").replace(
-            "merged =", "trained = {n: p.clone() for n, p in model.named_parameters()}\nmerged ="
-        ),
-        given,
-    )
+    model = get_peft_model(given["model"], lora_config(given["model"], r=16, lora_alpha=32))
+    MemoryTrainer(model, given["arguments"], train_dataset=given["dataset"], data_collator=given["collator"]).train()
     check_rates(rates, 1e-2)
-    trained, merged = given["trained"], given["merged"].state_dict()
+    model.save_pretrained("adapter")
+    trained = {name: parameter.clone() for name, parameter in model.named_parameters()}
+    merged = model.merge_and_unload().state_dict()
     assert merged.keys() == before.keys()
     for name, tensor in before.items():
         linear = name.endswith("_proj.weight")
@@ -162,9 +154,6 @@ def test_what_is_said_for_peft(family, upscaled, scene, monkeypatch):
 
 
 def test_trl_takes_the_lora_config_of_an_upscaled_model(upscaled, scene, monkeypatch):
-    class MemorySFTTrainer(TrainsMemory, SFTTrainer):
-        pass
-
     given = scene(upscaled("llama"), SFTConfig, max_length=16)
     before, rates = state(given["model"]), watch_rates(monkeypatch)
     trainer = MemorySFTTrainer(
@@ -196,8 +185,6 @@ def test_without_any_of_it_the_base_moves_and_values_decay(upscaled, scene):
 
 
 def test_every_tensor_that_trains_is_in_a_group_made_for_an_adapted_model(upscaled):
-    from peft import get_peft_model
-
     for family in FAMILIES:
         model = AutoModelForCausalLM.from_pretrained(upscaled(family))
         model = get_peft_model(model, lora_config(model))
@@ -217,7 +204,7 @@ def test_what_trains_by_default_is_what_the_config_records(upscaled):
             "hier-ffn",
             {"fp16": True},
             {},
-            "blocks of a memory bank train, which FSDP, DeepSpeed and fp16 do not know of",
+            "blocks of a memory bank train, which FSDP, DeepSpeed and fp16 do not support",
         ),
         (
             "ultramem-v2",

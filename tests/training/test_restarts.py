@@ -68,7 +68,7 @@ def test_one_process_goes_on_where_two_were_with_steps_of_as_many_sequences(reci
     output = as_it_was_at(2, whole, tmp_path / "out")
     assert main([str(recipe), f"output_dir={output}", "resume_from_checkpoint=true"]) == 0
     assert (
-        "gradient_accumulation_steps is 2 in place of 1, for as many sequences a step as before\n"
+        "gradient_accumulation_steps is 2 in place of 1, for as many sequences per step as before\n"
         in capsys.readouterr().out
     )
     assert_about_the_same(output, whole)

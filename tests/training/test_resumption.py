@@ -175,8 +175,8 @@ def test_of_tied_tensors_of_which_none_was_loaded_all_are_missing():
 
 
 BEGUN_MEANWHILE = (
-    r"output_dir is '.*out', in which another run has begun or gone on since this one was asked for; start it again to go on from "
-    r"what is there now, or choose another folder\."
+    r"output_dir is '.*out', which another run has written since this run checked it; start this run again to go on from "
+    r"the files that are there now, or choose another folder\."
 )
 
 

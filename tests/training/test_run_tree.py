@@ -116,10 +116,10 @@ def test_a_corpus_of_another_tree_than_that_of_the_bank_is_refused(blocks_for, m
 
 def test_a_tree_that_the_texts_do_not_name_is_refused(blocks_for, made, tmp_path):
     config = blocks_for(corpus=made / "tree.jsonl", tree=str(made / "other"))
-    with refused(rf"corpus .* is of the tree .* {TREE.fingerprint[:16]}.*, and tree .*other"):
+    with refused(rf"corpus .* belongs to the tree .* {TREE.fingerprint[:16]}.*, and tree .*other"):
         prepare(config)
     held_out = blocks_for(corpus=made / "tree.jsonl", eval_text=str(made / "other.jsonl"))
-    with refused(rf"eval_text is of the tree .* {OTHER.fingerprint[:16]}.*expected one tree"):
+    with refused(rf"eval_text belongs to the tree .* {OTHER.fingerprint[:16]}.*expected one tree"):
         prepare(held_out)
     random_tree(2, 2, width=WIDTH).save(tmp_path / "small")
     config = blocks_for(corpus=made / "tree.jsonl", tree=str(tmp_path / "small"))
@@ -136,7 +136,7 @@ def test_a_tree_of_another_shape_is_refused(blocks_for, tmp_path):
 
 def test_a_run_says_which_tree_it_knows(blocks_for, made, assigned, capsys):
     for corpus, changes, told in (
-        (assigned, {}, "no text says which tree its paths are of, so that nothing ties the bank to one"),
+        (assigned, {}, "no text names the tree of its paths, so the bank is not tied to a tree"),
         (
             made / "tree.jsonl",
             {},

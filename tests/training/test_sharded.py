@@ -198,11 +198,11 @@ def test_with_deepspeed_a_run_goes_on_from_a_checkpoint_of_its_stage_alone(tmp_p
         shards.check_checkpoint(tmp_path)
         parts[1].unlink()
         with refused(
-            "saved by DeepSpeed in 1 processes, and it goes on in no other number; there are 2; start 1, or a new"
+            "saved by DeepSpeed in 1 processes, and resumes only in as many; there are 2. Start 1, or start a new"
         ):
             shards.check_checkpoint(tmp_path)
         trainer.is_deepspeed_enabled, here = False, "hold whole models"
-    with refused(f"was saved by processes that {SAVED[file]}, and these {here}; go on with it as it"):
+    with refused(f"was saved by processes that {SAVED[file]}, and these {here}; resume it as the run"):
         shards.check_checkpoint(tmp_path)
 
 
@@ -243,7 +243,7 @@ def test_a_run_that_was_over_is_saved_as_the_whole_model_that_was_loaded(tmp_pat
     shards.save_model("out", is_checkpoint=False)
     assert saved == ["out"] and not shards.shares_parameters
     trainer.model.weight.ds_shape = torch.Size([2, 2])
-    with refused(r"the model was cut by ZeRO-3 when it was loaded, and DeepSpeed cannot put it .* train"):
+    with refused(r"the model was cut by ZeRO-3 when it was loaded, and DeepSpeed cannot gather .* train"):
         shards.save_model("out", is_checkpoint=False)
     assert saved == ["out"]
 
@@ -289,7 +289,7 @@ def test_adapters_are_refused_where_weights_are_cut(words, zero_three, capsys):
     assert main([*words, "adapters={r: 2}"]) == 2
     assert (
         "adapters are merged into weights at the end, which DeepSpeed's ZeRO-3 cuts; expected processes that hold whole models. "
-        "Start it with configs/accelerate/ddp.yaml." in capsys.readouterr().err
+        "Start the run with configs/accelerate/ddp.yaml." in capsys.readouterr().err
     )
 
 

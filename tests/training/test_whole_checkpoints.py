@@ -65,7 +65,7 @@ DAMAGES = {
     **{f"cut-{name}": (cut, name, "{} has ") for name in ("model.safetensors", "optimizer.pt", "trainer_state.json")},
     "a-folder": (lambda path: (path.unlink(), path.mkdir()), "optimizer.pt", "{} has "),
     "garbage": (lambda path: path.write_bytes(b"\xff" * path.stat().st_size), "trainer_state.json", CONTENTS),
-    "no-manifest": (Path.unlink, "manifest.json", "it has no {}, as those of earlier versions"),
+    "no-manifest": (Path.unlink, "manifest.json", "it has no {}, as checkpoints of earlier versions"),
     "unfinished": (lambda path: path.rename(path.with_name(BEGUN_CHECKPOINT)), "manifest.json", "it was not written"),
     **{
         f"manifest-{number}": (lambda path, text=text: path.write_text(text), "manifest.json", "its {} is damaged")
@@ -150,7 +150,7 @@ def test_a_checkpoint_of_an_earlier_version_is_gone_on_from_where_it_is_named(re
     for step in (2, 4):
         (output / f"checkpoint-{step}" / "manifest.json").unlink()
     with refused(
-        rf"resume_from_checkpoint: {output}/checkpoint-4 goes on from that one with no more than a look for its files, or put back"
+        rf"resume_from_checkpoint: {output}/checkpoint-4 goes on from that checkpoint after a check that its files exist, or put back"
     ):
         train(resumed())
     named = resumed(resume_from_checkpoint=str(output / "checkpoint-4"))

@@ -158,7 +158,9 @@ def same_bits(left: torch.Tensor, right: torch.Tensor) -> bool:
     """Whether two tensors are equal bit for bit, NaN included."""
     if left.dtype != right.dtype or left.shape != right.shape:
         return False
-    return torch.equal(left.contiguous().view(torch.uint8), right.contiguous().view(torch.uint8))
+    return torch.equal(
+        left.reshape(-1).contiguous().view(torch.uint8), right.reshape(-1).contiguous().view(torch.uint8)
+    )
 
 
 def same_tensors(left: Path, right: Path) -> bool:

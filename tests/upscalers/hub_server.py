@@ -3,6 +3,7 @@
 import base64
 import hashlib
 import json
+import re
 import socket
 import threading
 from dataclasses import dataclass, field
@@ -64,6 +65,8 @@ class LoopbackHub:
         dies_in: A part of the path of those uploads whose connection is cut after half of their body.
         refuses_commits: The status that commits are refused with.
         fails_access: The status that every question for access is answered with; 0 cuts the connection instead.
+        requests: Every request, its method and path.
+        ranges: Every part of a file that was asked for: the path, the first byte and the last.
     """
 
     def __init__(self, repositories: dict[str, dict[str, bytes]]):
@@ -74,6 +77,7 @@ class LoopbackHub:
         self.refuses_commits: int | None = None
         self.fails_access: int | None = None
         self.requests: list[tuple[str, str]] = []
+        self.ranges: list[tuple[str, int, int]] = []
         hub = self
 
         class Handler(_Handler):
@@ -189,7 +193,15 @@ class _Handler(BaseHTTPRequestHandler):
             "ETag": f'"{hashlib.sha256(content).hexdigest()}"',
             "Accept-Ranges": "bytes",
         }
-        self._send(200, content, headers)
+        wanted = re.fullmatch(r"bytes=(\d+)-(\d+)", self.headers.get("Range") or "")
+        if wanted is None:
+            self._send(200, content, headers)
+            return
+        first, last = int(wanted[1]), min(int(wanted[2]), len(content) - 1)
+        self.hub.ranges.append((path, first, last))
+        self._send(
+            206, content[first : last + 1], {**headers, "Content-Range": f"bytes {first}-{last}/{len(content)}"}
+        )
 
     def do_POST(self) -> None:
         path, body = self._path(), self._body()

@@ -224,7 +224,7 @@ def test_inspect_tells_what_strip_did(command, base, tmp_path):
     assert all(word in " ".join(shown.out.split()) for word in words)
     whole = inspect_checkpoint(tmp_path / "back")
     assert whole["stripped"]["removed_layers"] == [0, 4, 8] and len(whole["layers"]) == 6
-    assert whole["base"] == "unknown: strip does not bring the record of it back"
+    assert whole["base"] == "unknown: strip does not restore the record of the base"
     assert "twice, upscaled with midus-hml; took out layers 0, 4, 8" in " ".join(
         command("inspect", tmp_path / "back").out.split()
     )

@@ -150,13 +150,3 @@ def test_a_model_pushed_from_python_brings_its_bank(base, hub, tmp_path):
         assert not torch.equal(loaded(prompt()).logits, fetched)
     with pytest.raises(ValueError, match=r"expected push_to_hub\(repo_id\), which uploads both"):
         model.save_pretrained(tmp_path / "saved", push_to_hub=True, repo_id="me/other")
-
-
-def test_a_repository_with_pickled_weights_alone_says_how_to_convert_them(base, hub, command, tmp_path):
-    files = {name: content for name, content in files_of(base).items() if "safetensors" not in name}
-    hub.repositories["org/base"] = Repository(files)
-    done = command(*REQUEST)
-    assert done.status == 2
-    assert "the base has pickled weights (pytorch_model.bin), which are never loaded" in done.err
-    assert "from_pretrained('org/base')" in done.err
-    assert not (tmp_path / "out").exists()

@@ -6,6 +6,8 @@ import shutil
 import pytest
 import yaml
 from huggingface_hub import constants, hf_hub_download
+from peft import LoraConfig, get_peft_model
+from transformers import AutoModelForCausalLM
 
 from tests.upscalers.checkpoints import read_tensors, record_of, same_tensors, save_base
 from tests.upscalers.hub_server import Repository, files_of
@@ -188,7 +190,7 @@ def test_a_repository_in_another_layout_alone_says_what_is_expected(hub, bases, 
     done = command("--base", "org/base", *REQUEST)
     assert done.status == 2
     assert (
-        "'org/base' holds consolidated.safetensors on the hub; expected model.safetensors or an index of shards"
+        "'org/base' holds consolidated.safetensors; expected model.safetensors, pytorch_model.bin or an index of shards"
     ) in done.err.splitlines()[-1]
 
 
@@ -206,3 +208,21 @@ def test_a_cached_base_needs_no_hub(hub, bases, command, tmp_path, monkeypatch, 
     assert done.status == 0, done.err
     assert hub.requests == []
     assert base_tensors(tmp_path / "out") == base_tensors(bases[0])
+
+
+def test_an_adapter_and_the_upscaled_model_are_read_from_the_hub_without_weights_of_the_model_and_pickles(
+    hub, tmp_path, command
+):
+    base = save_base(tmp_path / "base")
+    upscale(base=base, method="llama-pro", output=tmp_path / "model", verify=False)
+    model = AutoModelForCausalLM.from_pretrained(base)
+    get_peft_model(model, LoraConfig(r=2, target_modules=["q_proj"])).save_pretrained(tmp_path / "adapter")
+    (tmp_path / "adapter" / "adapter_model.bin").write_bytes(b"pickled")
+    for name in ("model", "adapter"):
+        hub.repositories[f"org/{name}"] = Repository(files=files_of(tmp_path / name))
+    done = command("adapter", "org/adapter", "--onto", "org/model", "--output", "out", "--json")
+    assert done.status == 0, done.err
+    assert hub.downloaded("org/model") == {"config.json", "upscale.json"}
+    assert hub.downloaded("org/adapter") == {"adapter_config.json", "adapter_model.safetensors"}
+    config = json.loads((tmp_path / "out" / "adapter_config.json").read_text())
+    assert config["base_model_name_or_path"] == "org/model" and len(config["target_modules"]) == 4

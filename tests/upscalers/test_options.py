@@ -103,6 +103,8 @@ def test_an_unknown_method_is_refused_with_near_matches():
         ("Midus", "method name is 'Midus'; expected lower case words joined by hyphens"),
         ("midus_x", "method name is 'midus_x'; expected lower case words"),
         ("", "method name is ''; expected lower case words"),
+        ("midus--x", "method name is 'midus--x'; expected lower case words"),
+        ("-midus", "method name is '-midus'; expected lower case words"),
     ],
 )
 def test_methods_are_registered_under_plain_names_of_their_own(name, message):

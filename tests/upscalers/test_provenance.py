@@ -100,7 +100,7 @@ def test_the_config_names_the_memory_and_the_classes(family, shared_base, tmp_pa
     assert config["architectures"] == [f"Midus{base_config['architectures'][0]}"]
     assert config["num_hidden_layers"] == 6
     assert type(load(tmp_path / "out")).__name__ == config["architectures"][0]
-    assert set(config["auto_map"]) == {"AutoConfig", "AutoModel", "AutoModelForCausalLM"}
+    assert {"AutoConfig", "AutoModel", "AutoModelForCausalLM"} < set(config["auto_map"])
     changed = {"model_type", "memory", "architectures", "num_hidden_layers", "layer_types", "auto_map", "upscale"}
     if base_config.get("use_sliding_window"):
         changed.add("max_window_layers")

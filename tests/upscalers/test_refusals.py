@@ -276,7 +276,7 @@ ULTRAMEM = [
     ("n=40000 share=ring:4", "n is 40000, key_pairs 1 and share 'ring:4', which make 6,400,000,000 slots; expected at most"),
     ("key_pairs=3000 n=64", "n is 64, key_pairs 3000 and share 'none', which make 36,864,000,000 slots; expected at most"),
     ("rank=17", "rank is 17, more than the 16 features of a key; expected fewer. Lower rank."),
-    ("share=ring:5", "share is 'ring:5', but 4 layers have the memory; expected a group of at most as many."),
+    ("share=ring:5", "share is 'ring:5', but 4 layers have the memory; expected a group of at most that many tables."),
     ("share=block:3", "share is 'block:3', which does not divide the 4 layers that have the memory; expected a divisor."),
     ("share=rings:2", "share is 'rings:2'; expected none, all, noring:G, ring:G or block:G, such as ring:4."),
     ("value_width=1/3", "value_width is 1/3 of hidden_size = 32, which is 10.6667; expected a whole number from 1 to the hidden"),

@@ -71,7 +71,7 @@ def test_what_was_cast_stays_cast_and_this_is_said(base, tmp_path):
     assert said == [
         "the base was float32, and its tensors are bfloat16 since it was upscaled; they stay so.",
         "39 of 39 tensors are not the base's, byte for byte: trained since it was upscaled, or cast. Where the base itself is "
-        "needed, go back to it.",
+        "needed, take the base's own checkpoint.",
     ]
     assert config_of(tmp_path / "stripped")["dtype"] == "bfloat16"
 

@@ -178,7 +178,7 @@ def test_who_insists_is_refused_before_the_first_byte(command, base, tmp_path, m
     assert refused.status == 2
     assert refused.err == (
         "upscale: comparing both models layer by layer takes 0.20 GB of memory, but 0.12 GB is free. Make room, or leave "
-        "--verify away to have what can be checked with less.\n"
+        "--verify out to check what the memory allows.\n"
     )
     assert not list(tmp_path.iterdir())
 

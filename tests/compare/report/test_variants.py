@@ -63,7 +63,7 @@ def test_it_is_told_where_the_rates_of_a_variant_were_tried_with_other_seeds():
     )
     assert (
         "full was not tried with the same seeds at every rate (0.001 with 0, 1; 0.01 with 1, 2): its best rate is the best of "
-        "seed 1, which those of most seeds have in common."
+        "seed 1, which the rates with the most seeds share."
     ) in told
     told = sentences(found([*HML, result("full", [0.5], seed=0), result("full", [0.5], seed=1, rate=1e-2)]))
     assert any(
@@ -84,27 +84,29 @@ def test_the_first_two_are_told_apart_by_their_seeds():
     # Of seeds 0 and 1, full ends lower by 0.5 and 0.75: 0.625 in the mean, and 12.7062 / 2 * 0.25 is half of the interval.
     told = sentences(found([*HML, *FULL]))
     assert between(told, "full ends").endswith(
-        "hml follows with 2.3750 ± 0.1768. The base has 3.0000. Of the same seeds these two differ by 0.6250 ± 1.5883 (95 %), "
+        "hml follows with 2.3750 ± 0.1768. The base has 3.0000. With the same seeds these two differ by 0.6250 ± 1.5883 (95 %), "
         "which may be chance."
     )
     alike = [result("hml", [0.25], [0.25], seed=seed) for seed in (0, 1)]
     better = [result("full", [0.5], [0.0], seed=seed) for seed in (0, 1)]
     told = sentences(found([*alike, *better]))
-    words = "Of the same seeds these two differ by 0.2500 ± 0.0000 (95 %), which is more than chance of seeds."
+    words = "With the same seeds these two differ by 0.2500 ± 0.0000 (95 %), which is more than chance of seeds."
     assert between(told, "full ends").endswith(words) and between(told, "When 0.2500 nats").endswith(words)
-    assert "Of the same seeds" not in " ".join(sentences(found([HML[0], FULL[0]])))
+    assert "With the same seeds" not in " ".join(sentences(found([HML[0], FULL[0]])))
 
 
 def test_unequal_tokens_are_told():
     longer = [result("full", [0.5, 0.6, 0.7], seed=seed) for seed in (0, 1)]
-    assert "Variants were not trained on as many tokens: hml on 200, full on 300." in sentences(found([*HML, *longer]))
+    assert "Variants were not trained on equally many tokens: hml on 200, full on 300." in sentences(
+        found([*HML, *longer])
+    )
     assert not any("tokens:" in sentence for sentence in sentences(found([*HML, *FULL])))
 
 
 def test_how_many_rates_variants_were_tried_at_and_which_was_the_last_is_told():
     told = sentences(found([*HML, *FULL, *FULL_SLOW]))
     assert (
-        "Variants were not tried at as many rates, and more of them are more chances to end low: hml at 1, full at 2."
+        "Variants were not tried at equally many rates, and more rates are more chances to end low: hml at 1, full at 2."
         in told
     )
     assert "At the lowest or highest rate that was tried, and perhaps better beyond it: full (0.001)." in told
@@ -145,7 +147,7 @@ def test_what_does_not_start_at_the_base_is_counted_from_it_and_named():
 
 
 def test_variants_that_are_not_causal_are_named():
-    because = "Losses are of tokens that were read in part before they were predicted, and none to compare."
+    because = "A model that reads tokens before it predicts them has losses that cannot be compared."
     ahead = [result("full", [0.5], is_causal=False)]
     assert f"Not causal: full. {because}" in sentences(found([*HML, *ahead]))
     both = found([result("hml", [0.5], is_causal=False), *ahead])

@@ -263,7 +263,7 @@ def test_parts_are_kept_for_a_gradient_alone():
             {"keys": []},
             r"cannot read sequence and depth: there are 0 keys and 3 values of the depth; expected as many, and one or more\.",
         ),
-        ({"tokens": 4}, r"query is \(2, 4, 4, 16\) and what it reads \(2, 2, 5, 16\); expected as many texts, tokens and numbers"),
+        ({"tokens": 4}, r"query is \(2, 4, 4, 16\) and what it reads \(2, 2, 5, 16\); expected as many texts and tokens, and heads"),
         ({"heads": 3}, r"3 query heads read 2; expected a multiple\."),
         ({"group": 65}, r"65 query heads read each head of keys; expected 64 or fewer\."),
         ({"dtype": torch.float32}, r"heads are torch\.float32; expected bfloat16 or float16\."),

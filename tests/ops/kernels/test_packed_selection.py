@@ -1,14 +1,18 @@
 """What half precision gives up where scores carry their columns: how many rows, and how much of a score."""
 
+import itertools
+import math
+import re
+
 import pytest
 import torch
 from ops.kernels.closeness import assert_close
 from ops.kernels.conftest import DEVICE
 
-from midus_hf.ops import headwise_memory, op_choices
+from midus_hf.ops import OpChoices, headwise_memory, op_choices
 from midus_hf.ops.headwise.lookup import headwise_lookup_op, lookup
 from midus_hf.ops.headwise.triton.packed import triton_output
-from midus_hf.ops.product_key.triton.packed import MOST_RETRIEVED, MOST_SUB_KEYS, packs
+from midus_hf.ops.product_key.triton.packed import MOST_RETRIEVED, MOST_SUB_KEYS, packed_tile, packs
 
 
 def inputs(tokens, heads, half, n, width, dtype=torch.bfloat16):
@@ -151,6 +155,27 @@ def test_the_op_of_half_precision_is_registered_rightly():
     arguments = [x.requires_grad_() for x in inputs(6, 2, 4, 4, 5)]
     residual = torch.randn(6, 2, 5, device=DEVICE, requires_grad=True)
     torch.library.opcheck(headwise_lookup_op, (*arguments, residual, 3, 0.5, False, "triton"))
+
+
+def test_scores_lose_as_many_bits_as_is_documented():
+    formula = "max(4, ceil(log2(n)), ceil(log2(k)) + 2)"
+    assert formula in OpChoices.__doc__
+    for n, k in itertools.product(range(1, MOST_SUB_KEYS + 1), range(1, MOST_RETRIEVED + 1)):
+        tile = packed_tile({}, n, k, 32, False)
+        assert tile["BITS"] == eval(formula, {"ceil": math.ceil, "log2": math.log2, "n": n, "k": k})
+        assert 2 * tile["RANK_BITS"] == 2 * math.ceil(math.log2(k))
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("exat", "op_choices has no option 'exat'. Did you mean 'exact'?"),
+        ("zzz", "op_choices has no option 'zzz'. Expected one of: backend, exact."),
+    ],
+)
+def test_an_unknown_choice_is_refused(name, message):
+    with pytest.raises(ValueError, match=re.escape(message)), op_choices(**{name: True}):
+        pass
 
 
 def test_exactness_is_true_or_false():

@@ -10,6 +10,8 @@ from transformers import AutoModelForCausalLM
 
 from midus_hf.cli.bank import main
 from tests.upscalers.banks.bank_commands import bank_of, refusal, run, write_blocks
+from upscalers.banks.editing import BankRequest, delete, export
+from upscalers.request.errors import RequestError
 from upscalers.runs.strip import strip
 from upscalers.runs.upscale import upscale
 
@@ -151,6 +153,14 @@ def test_wrong_requests_exit_with_2_and_one_line(model, tmp_path, capsys, words,
     line = refusal(words[0], model, *words[1:], "--output", tmp_path / "out", capsys=capsys)
     assert line.startswith(f"midus edit {words[0]}: ") and message in line
     assert not list(tmp_path.iterdir())
+
+
+def test_an_edit_of_no_node_is_refused_from_python_as_well(model, tmp_path):
+    message = "no node is named; expected one or more, each LEVEL:NODE, such as 2:52"
+    with pytest.raises(RequestError, match=message):
+        delete(BankRequest(model, tmp_path / "out"), [])
+    with pytest.raises(RequestError, match=message):
+        export(model, [], tmp_path / "blocks.safetensors")
 
 
 def test_a_checkpoint_without_a_bank_is_refused(made, capsys):

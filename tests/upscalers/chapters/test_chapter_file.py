@@ -157,7 +157,7 @@ def test_routers_of_another_width_are_refused(tmp_path, refusal, checkpoint, exp
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--into", "1"], "into is '1', 1 places; expected 2, as many as two.safetensors has chapters"),
+        (["--into", "1"], "into is '1', which has length 1; expected 2, as many as two.safetensors has chapters"),
         (["--into", "1,6"], "into is '1,6'; expected numbers from 0 to 5"),
         (["--into", "1,2", "--append"], "into is '1,2' and append is given; expected one of them"),
     ],
@@ -180,7 +180,7 @@ def test_one_bank_of_several_gets_no_more_chapters(tmp_path, chapters):
     assert chapters("export", model, "--chapters", "3", "--bank", "1", "--output", file).status == 0
     words = ("import", model, file, "--append", "--output", tmp_path / "out")
     done = chapters(*words, "--bank", "0")
-    assert done.status == 2 and "bank is 0; expected none to append to, for the 2 banks" in done.err
+    assert done.status == 2 and "bank is 0; expected no single bank to append to, since the 2 banks" in done.err
     assert chapters(*words).status == 0
 
 
@@ -216,7 +216,7 @@ def test_a_file_whose_words_are_not_its_tensors_is_refused(tmp_path, refusal, ch
         told = json.loads(file.metadata()["midus_chapters"])
     save_file(load_file(exported), exported, {"midus_chapters": json.dumps({**told, **change})})
     told = refusal("import", checkpoint, exported)
-    assert "says of its chapters what its tensors are not" in told
+    assert "has a description that does not fit its tensors" in told
 
 
 @pytest.mark.parametrize("place", ["chapters", "source", "first number", "last number", "digest"])

@@ -50,7 +50,7 @@ def test_the_model_card_tells_of_each_edit_once(tmp_path, chapters, checkpoint):
     card = (edited(chapters, checkpoint, tmp_path / "out") / "README.md").read_text()
     assert card == (
         "# A model\n\nWith chapters.\n\n## Edited chapters\n\n"
-        "What stands above tells of the upscaling, its numbers included. Since then:\n\n"
+        "The text and the numbers above describe the model after its upscaling. Since then:\n\n"
         f"- `midus edit swap` of midus_hf {version('midus-hf')}: chapters 1-2, memory chapters, banks 0, with_router False\n"
         f"- `midus edit prune` of midus_hf {version('midus-hf')}: chapters 4, memory chapters, banks 0\n"
     )

@@ -189,7 +189,9 @@ REFUSED: dict[str, tuple[str, str, dict[str, Any]]] = {
         "zero --chapters 1", "the model has several memories of chapters, chapters, chapters-2; expected one of them", {"names": TWO}
     ),
     "one of several banks": (
-        "prune --chapters 1 --bank 0", "bank is 0; expected none to prune, for the 2 banks of memory 'chapters'", {"share": "every:2"}
+        "prune --chapters 1 --bank 0",
+        "bank is 0; expected no single bank to prune, since the 2 banks of memory 'chapters'",
+        {"share": "every:2"},
     ),
     "width": ("quantise --bits 3", "bits is 3; expected 8 or 4.", {}),
     "odd rows": (

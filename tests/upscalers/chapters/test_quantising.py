@@ -56,7 +56,9 @@ def test_rounded_rows_are_edited_and_not_rounded_again(tmp_path, chapters, check
 
 def test_one_bank_of_several_is_not_rounded(tmp_path):
     model = save_chapters(tmp_path / "model", share="every:2")
-    with pytest.raises(RequestError, match=r"bank is 0; expected none to quantise, for the 2 banks of memory"):
+    with pytest.raises(
+        RequestError, match=r"bank is 0; expected no single bank to quantise, since the 2 banks of memory"
+    ):
         quantising.quantise(EditRequest(model, tmp_path / "out", bank=0))
 
 

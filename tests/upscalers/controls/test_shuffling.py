@@ -174,7 +174,7 @@ def test_the_command_tells_what_it_did(base, tmp_path, command):
     trained = make(base, tmp_path / "trained", "inserted")
     done = command("shuffle", trained, "--output", tmp_path / "out", "--seed", 7)
     assert done.status == 0
-    assert "rows of 2 tables of values of headwise shuffled by seed 7; no row where it was." in done.out
+    assert "rows of 2 tables of values of headwise shuffled by seed 7; no row stayed where it was." in done.out
     assert "rows of values of headwise, seed 7" in command("inspect", tmp_path / "out").out
     done = command("shuffle", trained, "--output", tmp_path / "out")
     assert done.status == 2 and "exists" in done.err

@@ -128,7 +128,13 @@ def test_only_the_layers_before_are_searched_and_without_types_there_is_nothing_
     ):
         upscaled(base, tmp_path / "out", "avg-deus", placement="2", options={"neighbours": "same_type"})
     assert not (tmp_path / "out").exists()
-    llama = {"model_type": "llama", "num_hidden_layers": 6}
+    llama = {
+        "model_type": "llama",
+        "num_hidden_layers": 6,
+        "hidden_size": 16,
+        "intermediate_size": 32,
+        "num_attention_heads": 2,
+    }
     for neighbours in ("adjacent", "same_type"):
         plan = planned(llama, "avg-deus", 3, neighbours=neighbours)
         assert [plan.layers[index].sources for index in plan.new_indices] == [(3, 2), (4, 3), (5, 4)]

@@ -119,6 +119,6 @@ def test_a_class_that_agrees_with_its_option_is_registered(registry, identity, o
 
 def test_a_promise_without_an_option_is_kept_as_auto_keeps_it(native_family, shared_base):
     method = type("Promising", (Copies,), {"identity": True})(None)
-    roles = set(method.identity_fills(open_base(shared_base(native_family))))
+    roles = set(method.filled_roles(open_base(shared_base(native_family))))
     norms, projections = {"attention_output_norm", "mlp_output_norm"}, {"output_projection", "down"}
     assert roles == (norms if native_family in OUTPUT_NORMS else projections)

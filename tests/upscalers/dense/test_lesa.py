@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from tests.upscalers.solvers.recording import memory_base, solved
+from upscalers.architecture.family import Projection
 from upscalers.methods.contract import get_method
 from upscalers.methods.lesa import MatrixPrediction
 from upscalers.request.errors import RequestError
@@ -32,8 +33,8 @@ def predicted(layers, tmp_path, gaps=GAPS, seed=0, **options):
     """The new matrices by index, and what was measured."""
     base = memory_base(len(layers), hidden_size=SIZE, intermediate_size=SIZE, num_attention_heads=4)
     chosen = parse_options(get_method("lesa").options_class, options, "lesa")
-    name = "self_attn.q_proj.weight"
-    solver = MatrixPrediction(base, name, "query", tuple(layers[0].shape), gaps, seed, chosen)
+    matrix = Projection("query", "self_attn.q_proj.weight", tuple(layers[0].shape))
+    solver = MatrixPrediction(base, matrix, "query", gaps, seed, chosen)
     made = solved(solver, tmp_path, lambda full: layers[int(full.partition(".")[0])])
     assert not any(tmp_path.iterdir())
     return {int(index): matrix for index, matrix in made.items()}, {row["layer"]: row for row in solver.measurements}

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from tests.upscalers.solvers.recording import MemoryBase, memory_base, solved
-from upscalers.architecture.families import Family, LayerTensor
+from upscalers.architecture.family import Family, LayerTensor
 from upscalers.checkpoint.safetensors_format import StoredTensor
 from upscalers.methods.contract import get_method
 from upscalers.plan.plan import Base, New, Plan
@@ -27,8 +27,10 @@ PATIENCE = 30
 class TwoExperts(Family):
     """A family whose layers have two gates."""
 
-    def layer_tensors(self, config):
-        own = {name: tensor for name, tensor in super().layer_tensors(config).items() if "gate_proj" not in name}
+    def layer_tensors(self, config, layer=0):
+        own = {
+            name: tensor for name, tensor in super().layer_tensors(config, layer).items() if "gate_proj" not in name
+        }
         return own | {f"{name}.weight": LayerTensor("gate", SHAPE) for name in EXPERTS}
 
 

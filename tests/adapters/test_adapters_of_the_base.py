@@ -1,0 +1,372 @@
+"""`upscale adapter` writes an adapter of a base for the upscaled model, where it does what it does on the base, bit by bit."""
+
+import json
+import re
+from functools import cache
+from pathlib import Path
+
+import peft
+import pytest
+import torch
+from adapters.adapted_models import logits
+from pairs import in_turn
+from peft import LoraConfig, PeftModel, PeftType, get_peft_model
+from peft.mapping import PEFT_TYPE_TO_CONFIG_MAPPING
+from safetensors.torch import load_file, save_file
+from tiny import prompt, save_tiny_model
+from transformers import (
+    AutoModel,
+    AutoModelForCausalLM,
+    AutoModelForQuestionAnswering,
+    AutoModelForSequenceClassification,
+)
+
+from midus_hf.cli import upscale as cli
+from midus_hf.models.tiny import tiny_model
+from tests.upscalers.checkpoints import edit_config, file_digests
+from tests.upscalers.methods import KINDS as REQUESTS
+from tests.upscalers.test_any_type import PRESENT, methods_on_the_page, options_of
+from upscalers.checkpoint.adapter import KINDS
+from upscalers.runs.adapter import write_adapter
+from upscalers.runs.upscale import upscale
+
+# Methods whose result computes what the base computes: dense, inserted, attached at each site.
+METHODS = (
+    *("llama-pro", "opt-deus", "midus-hml", "midus-pkm", "midus-linear"),
+    *("moc", "ultramem-v2", "moda", "hier-ffn", "hier-kv", "hier-lora-qk", "hier-lora-vo", "hier-lora-ffn"),
+)
+ALL_LAYERS = ["q_proj", "down_proj"]
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory):
+    """Upscale a tiny base of a family or a type by a method, once; return the folders of the base and the result."""
+    root = tmp_path_factory.mktemp("made")
+
+    @cache
+    def base_of(family: str) -> Path:
+        if family in PRESENT:
+            tiny_model(family).save_pretrained(root / family)
+            return root / family
+        return save_tiny_model(family, root / family)
+
+    @cache
+    def of(family: str, method: str) -> tuple[Path, Path]:
+        output = root / f"{family.replace('-', '_')}_{method}"
+        request = (
+            REQUESTS[method] if family not in PRESENT else {"method": method, "options": options_of(family, method)}
+        )
+        upscale(base=base_of(family), output=output, verify=None if family in PRESENT else False, **request)
+        return base_of(family), output
+
+    return of
+
+
+def save_adapter(model, config, folder) -> torch.Tensor:
+    """Save an adapter in which every trained tensor is random; return what the model computes with it when it is loaded."""
+    torch.manual_seed(0)
+    adapted = get_peft_model(model, config)
+    with torch.no_grad():
+        for parameter in adapted.parameters():
+            if parameter.requires_grad:
+                parameter.add_(0.05 * torch.randn_like(parameter))
+    adapted.save_pretrained(folder)
+    return logits(adapted, tokens())
+
+
+def tokens() -> torch.Tensor:
+    """Return token ids that every tiny model knows."""
+    return prompt().remainder(96)
+
+
+def load(folder, auto=AutoModelForCausalLM, **settings):
+    """Load a model with the same random head for the same settings."""
+    torch.manual_seed(4)
+    return auto.from_pretrained(folder, **settings).eval()
+
+
+def check_moved(made_of, config, folder, recwarn, auto=AutoModelForCausalLM, **settings) -> Path:
+    """Compare the base with an adapter and the upscaled model with the moved one; return the folder of the moved adapter."""
+    base, upscaled = made_of
+    save_adapter(load(base, auto, **settings), config, folder / "adapter")
+    expected = logits(PeftModel.from_pretrained(load(base, auto, **settings), folder / "adapter"), tokens())
+    before = file_digests(folder / "adapter")
+    result = write_adapter(folder / "adapter", upscaled, folder / "moved")
+    assert file_digests(folder / "adapter") == before
+    recwarn.clear()
+    adapted = PeftModel.from_pretrained(load(upscaled, auto, **settings), folder / "moved")
+    assert not [each for each in recwarn if "adapter keys" in str(each.message) or "wrong" in str(each.message)]
+    assert torch.equal(logits(adapted, tokens()), expected)
+    assert not torch.equal(expected, logits(load(base, auto, **settings), tokens()))
+    new = adapted.config.upscale["new_layers"]
+    assert not set(result["layers"]) & set(new)
+    named = [name for name, _ in adapted.named_modules() if ".default" in name]
+    assert not [name for name in named if any(f"layers.{layer}." in name for layer in new) or ".memor" in name]
+    return folder / "moved"
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_an_adapter_does_on_the_upscaled_model_what_it_does_on_the_base(family, method, made, tmp_path, recwarn):
+    config = LoraConfig(r=2, target_modules="all-linear", task_type="CAUSAL_LM")
+    check_moved(made(family, method), config, tmp_path, recwarn)
+
+
+@pytest.mark.parametrize("model_type", PRESENT)
+def test_an_adapter_finds_the_layers_of_types_that_no_table_describes(model_type, made, tmp_path, recwarn):
+    """Use a method that inserts layers, or, if it does not take the type, a method that attaches memories."""
+    methods = set(methods_on_the_page(model_type)) & {"midus-hml", "ultramem-v2"}
+    assert methods
+    for method in sorted(methods)[:1]:
+        folders = made(model_type, method)
+        names = {
+            name.rpartition(".")[2] for name, part in load(folders[0]).named_modules() if type(part) is torch.nn.Linear
+        }
+        config = LoraConfig(r=2, target_modules=sorted(names - {"lm_head"}), task_type="CAUSAL_LM")
+        check_moved(folders, config, tmp_path / method, recwarn)
+
+
+def test_parameters_of_experts_have_adapters_in_the_layers_of_the_base_alone(made, tmp_path, recwarn):
+    if "mixtral" not in PRESENT:
+        pytest.skip("transformers has no such type")
+    names = ["mlp.experts.down_proj", "experts.gate_up_proj"]
+    config = LoraConfig(r=2, target_modules=["q_proj"], target_parameters=names, rank_pattern={"experts.down_proj": 1})
+    moved = check_moved(made("mixtral", "midus-hml"), config, tmp_path, recwarn)
+    written = json.loads((moved / "adapter_config.json").read_text())
+    assert "model.layers.2.mlp.experts.down_proj" in written["target_parameters"]
+    assert set(written["rank_pattern"]) == {name for name in written["target_parameters"] if "down" in name}
+
+
+_SIZES = {
+    "IA3": {"feedforward_modules": ["down_proj"]},
+    "LN_TUNING": {"target_modules": ["input_layernorm"]},
+    "BOFT": {"boft_block_size": 4},
+    "OFT": {"oft_block_size": 4},
+    "FOURIERFT": {"n_frequency": 20},
+    "WAVEFT": {"n_frequency": 20},
+    "C3A": {"block_size": 16},
+    "GRALORA": {"r": 4, "gralora_k": 2},
+    "MISS": {"r": 4},
+    "ROAD": {"group_size": 16},
+    "SHIRA": {"r": 2},
+}
+
+
+@pytest.mark.parametrize(("kind", "method"), in_turn(KINDS, ["midus-hml", "llama-pro"]))
+def test_every_kind_that_belongs_to_modules_is_moved(kind, method, made, tmp_path, recwarn):
+    if kind not in PeftType.__members__:
+        pytest.skip("the installed PEFT has no such kind")
+    settings = {"target_modules": ALL_LAYERS, **_SIZES.get(kind, {})}
+    if kind == "TRAINABLE_TOKENS":
+        settings = {"token_indices": prompt()[0, :4].remainder(96).unique().tolist()}
+    config = PEFT_TYPE_TO_CONFIG_MAPPING[PeftType[kind]](task_type="CAUSAL_LM", **settings)
+    check_moved(made("llama", method), config, tmp_path, recwarn)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"target_modules": r".*layers\.[13]\..*_proj"},
+        {"target_modules": ["model.layers.1.self_attn.q_proj", "3.mlp.down_proj"]},
+        {"layers_to_transform": [0, 2]},
+        {"layers_to_transform": 3, "layers_pattern": "layers"},
+        {"exclude_modules": ["layers.1.mlp.down_proj"]},
+        {"rank_pattern": {"layers.1.self_attn.q_proj": 3, r".*\.3\..*": 1}, "alpha_pattern": {"down_proj": 16}},
+        {"modules_to_save": ["input_layernorm", "lm_head"]},
+        {"modules_to_save": ["model.layers.2.mlp"], "target_modules": ["q_proj"]},
+        {"modules_to_save": ["embed_tokens"]},
+        {"trainable_token_indices": [3, 4, 5, 6, 7, 8, 9]},
+        {"use_dora": True, "use_rslora": True},
+        {"bias": "lora_only"},
+        {"target_modules": ["embed_tokens", "lm_head", "v_proj"]},
+    ],
+    ids=str,
+)  # fmt: skip
+def test_what_names_layers_in_the_config_names_them_in_the_upscaled_model(options, made, tmp_path, recwarn):
+    config = LoraConfig(**{"r": 2, "target_modules": ALL_LAYERS, "task_type": "CAUSAL_LM", **options})
+    moved = check_moved(made("llama", "llama-pro"), config, tmp_path, recwarn)
+    written = peft.PeftConfig.from_pretrained(moved)
+    assert written.layers_to_transform is None and written.exclude_modules is None
+    assert written.base_model_name_or_path == str(made("llama", "llama-pro")[1])
+
+
+@pytest.mark.parametrize(
+    ("auto", "task"),
+    [
+        (AutoModelForSequenceClassification, "SEQ_CLS"),
+        (AutoModelForQuestionAnswering, "QUESTION_ANS"),
+        (AutoModel, "FEATURE_EXTRACTION"),
+        (AutoModel, None),
+    ],
+)
+def test_adapters_of_other_tasks_are_moved(auto, task, made, tmp_path):
+    """Compare hidden states where the head of the base is called otherwise, and starts with another stack."""
+    base, upscaled = made("llama", "midus-hml")
+    config = LoraConfig(r=2, target_modules=ALL_LAYERS, task_type=task)
+    settings = {} if auto is AutoModel else {"num_labels": 2, "pad_token_id": 0}
+    save_adapter_of = load(base, auto, **settings)
+    stack = load(base, AutoModel).state_dict()
+    prefix = "transformer" if task == "QUESTION_ANS" else "model"
+    getattr(save_adapter_of, prefix, save_adapter_of).load_state_dict(stack)
+    adapted = get_peft_model(save_adapter_of, config)
+    with torch.no_grad():
+        for parameter in adapted.parameters():
+            if parameter.requires_grad:
+                parameter.normal_(std=0.1)
+    adapted.eval().save_pretrained(tmp_path / "adapter")
+    write_adapter(tmp_path / "adapter", upscaled, tmp_path / "moved")
+    moved = PeftModel.from_pretrained(load(upscaled, auto, **settings), tmp_path / "moved").eval()
+    with torch.no_grad():
+        for ours, theirs in zip(moved(prompt()).to_tuple(), adapted(prompt()).to_tuple(), strict=True):
+            assert not isinstance(ours, torch.Tensor) or torch.equal(ours, theirs)
+
+
+@pytest.mark.parametrize("method", ["midus-hml", "llama-pro", "moc"])
+def test_transformers_loads_the_moved_adapter_as_well(method, made, tmp_path, recwarn):
+    config = LoraConfig(r=2, target_modules=ALL_LAYERS, layers_to_transform=[0, 1], task_type="CAUSAL_LM")
+    moved = check_moved(made("llama", method), config, tmp_path, recwarn)
+    base, upscaled = (load(folder) for folder in made("llama", method))
+    base.load_adapter(str(tmp_path / "adapter"))
+    recwarn.clear()
+    upscaled.load_adapter(str(moved))
+    assert not [each for each in recwarn if "wrong layers" in str(each.message)]
+    assert torch.equal(logits(upscaled, tokens()), logits(base, tokens()))
+
+
+@pytest.fixture
+def adapter(made, tmp_path):
+    """Save an adapter of LoRA for the tiny Llama."""
+    save_adapter(load(made("llama", "midus-hml")[0]), LoraConfig(r=2, target_modules=ALL_LAYERS), tmp_path / "adapter")
+    return tmp_path / "adapter"
+
+
+def test_the_command_says_what_was_written_and_copies_what_travels(adapter, made, tmp_path, capsys):
+    (adapter / "tokenizer.json").write_text("{}")
+    (adapter / "README.md").write_text("of the base")
+    words = ["adapter", adapter, "--onto", made("llama", "midus-hml")[1], "--output", tmp_path / "out"]
+    assert cli.main([*map(str, words), "--json"]) == 0
+    result = json.loads(capsys.readouterr().out)
+    assert (result["layers"], result["modules"], result["peft_type"]) == ([0, 2, 3, 5], 8, "LORA")
+    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == [
+        "adapter_config.json", "adapter_model.safetensors", "tokenizer.json",
+    ]  # fmt: skip
+    words[-1] = tmp_path / "again"
+    assert cli.main([*map(str, words)]) == 0
+    assert "again: LORA adapter on 8 modules, in layers 0, 2, 3, 5 of " in capsys.readouterr().out.replace("\n", " ")
+
+
+def without_weights(adapter):
+    (adapter / "adapter_model.safetensors").unlink()
+    (adapter / "adapter_model.bin").write_bytes(b"pickled")
+
+
+def of_more_layers(adapter):
+    tensors = load_file(adapter / "adapter_model.safetensors")
+    renamed = {name.replace("layers.3.", "layers.7."): tensor for name, tensor in tensors.items()}
+    save_file(renamed, adapter / "adapter_model.safetensors")
+
+
+def of_wider_layers(adapter):
+    tensors = load_file(adapter / "adapter_model.safetensors")
+    wider = {name: torch.zeros(2, 64) if "q_proj.lora_A" in name else tensor for name, tensor in tensors.items()}
+    save_file(wider, adapter / "adapter_model.safetensors")
+
+
+def of_other_modules(adapter):
+    tensors = load_file(adapter / "adapter_model.safetensors")
+    renamed = {name.replace("q_proj", "c_attn"): tensor for name, tensor in tensors.items()}
+    save_file(renamed, adapter / "adapter_model.safetensors")
+
+
+def without_tensors(adapter):
+    save_file({}, adapter / "adapter_model.safetensors")
+
+
+def cut(adapter):
+    data = (adapter / "adapter_model.safetensors").read_bytes()
+    (adapter / "adapter_model.safetensors").write_bytes(data[:-8])
+
+
+def with_config(**changes):
+    def change(adapter):
+        path = adapter / "adapter_config.json"
+        path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
+
+    return change
+
+
+def without_config(adapter):
+    (adapter / "adapter_config.json").unlink()
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (without_weights, r"expected one\. Pickled weights \(adapter_model\.bin\) are never loaded"),
+        (without_config, r"has no adapter_config\.json; expected the folder of a PEFT adapter"),
+        (without_tensors, r"holds no tensors; expected those of an adapter"),
+        (cut, r"is not a sound safetensors file"),
+        (with_config(peft_type="PREFIX_TUNING"), r"peft_type = 'PREFIX_TUNING', whose tensors belong to no layer by name"),
+        (with_config(peft_type=None), r"has peft_type = None"),
+        (with_config(layer_replication=[[0, 2], [1, 4]]), r"has layer_replication = \[\[0, 2\], \[1, 4\]\], which repeats layers"),
+        (with_config(task_type="SEQ_2_SEQ_LM"), r"has task_type = 'SEQ_2_SEQ_LM'; expected one of CAUSAL_LM, "),
+        (of_more_layers, r"was made for another base, .* is of layer 7, and the base has 4 layers\. Expected"),
+        (of_wider_layers, r"q_proj\.lora_A\.weight has shape \[2, 64\], and the module has in_features = 32\. Expected"),
+        (of_other_modules, r"c_attn\S+ belongs to no module of the upscaled model\. Expected an adapter"),
+    ],
+)  # fmt: skip
+def test_an_adapter_that_cannot_be_moved_is_refused_in_one_line(damage, message, adapter, made, tmp_path, refuse):
+    damage(adapter)
+    refuse([adapter, "--onto", made("llama", "midus-hml")[1]], message)
+
+
+@pytest.fixture
+def refuse(tmp_path, capsys):
+    """Run the command, which must end with status 2 and one line, and leave nothing."""
+
+    def run(words, message, output=None):
+        words = ["adapter", *map(str, words), "--output", str(output or tmp_path / "out")]
+        assert cli.main(words) == 2
+        out, err = capsys.readouterr()
+        assert out == "" and err.count("\n") == 1 and err.startswith("upscale")
+        assert re.search(message, err), err
+        assert sorted(path.name for path in tmp_path.iterdir()) == ["adapter"]
+
+    return run
+
+
+def test_a_model_that_was_not_upscaled_is_refused(adapter, made, refuse):
+    refuse([adapter, "--onto", made("llama", "midus-hml")[0]], r"was not made by upscale: .* Give an upscaled model")
+
+
+def test_an_output_that_exists_or_lies_inside_the_adapter_is_refused(adapter, made, refuse):
+    words = [adapter, "--onto", made("llama", "midus-hml")[1]]
+    refuse(words, r"output \S+ exists; expected a folder to make\. Choose another folder", adapter)
+    refuse(words, r"lies inside the base", adapter / "inside")
+
+
+def test_an_adapter_that_is_nowhere_is_refused(made, tmp_path, refuse, adapter):
+    refuse(
+        [tmp_path / "absent", "--onto", made("llama", "midus-hml")[1]],
+        r"is no folder and no hub id; expected the folder of",
+    )
+
+
+def test_a_layer_that_the_upscaled_model_lacks_is_refused(adapter, made, tmp_path_factory, refuse):
+    upscaled = tmp_path_factory.mktemp("dropped") / "model"
+    base = made("llama", "llama-pro")[0]
+    upscale(
+        base=base,
+        output=upscaled,
+        method="attenuated-copy",
+        options=REQUESTS["attenuated-copy"].get("options"),
+        verify=False,
+    )
+    config = json.loads((upscaled / "config.json").read_text())
+    plan = config["upscale"]["plan"]
+    index = next(index for index, layer in enumerate(plan) if layer.get("base") == 1)
+    plan[index] = {"previous": 0, "next": 2, "sources": [0]}
+    edit_config(upscaled, upscale=config["upscale"])
+    refuse(
+        [adapter, "--onto", upscaled],
+        r"changes layer 1 of the base, which the upscaled model does not hold as it was; expected",
+    )

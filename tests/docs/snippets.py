@@ -1,0 +1,117 @@
+"""Blocks of code on the pages, the marks of blocks that no test runs, and which test module runs each other block.
+
+A block is marked by a comment on the line before the block, which the rendered page does not show:
+
+    <!-- not run: needs several GPUs -->
+    <!-- not run, `pip`: needs a network -->
+
+The first mark is for the whole block, the second for the commands of a block that begin with `pip`.
+"""
+
+import inspect
+import re
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+# Languages of blocks that a reader runs or hands to a command, and of blocks that only show something.
+RUN_LANGUAGES = ("sh", "bash", "console", "python", "yaml")
+SHOWN_LANGUAGES = ("text", "json", "toml", "bibtex", "{eval-rst}")
+
+_BLOCK = re.compile(r"((?:^<!-- .*-->\n)*)^```(.*)\n((?:.*\n)*?)^```$", flags=re.MULTILINE)
+_MARK = re.compile(r"<!-- not run(?:, `([^`]+)`)?: (.+) -->")
+
+# Which test module has taken a block to run.
+_RUN_BY: dict["Block", str] = {}
+
+
+@dataclass(frozen=True)
+class Mark:
+    """A reason why a block, or the commands of the block that begin with some words, are not run."""
+
+    beginning: str
+    reason: str
+
+
+@dataclass(frozen=True)
+class Block:
+    """A fenced block of a page: `name` is the file that the block is, if the page says so; `line` counts from 1."""
+
+    page: str
+    line: int
+    language: str
+    name: str
+    text: str
+    marks: tuple[Mark, ...] = ()
+
+    def __str__(self) -> str:
+        return f"{self.page}:{self.line}"
+
+    @property
+    def is_marked(self) -> bool:
+        """True if a mark says that nothing of the block is run."""
+        return any(not mark.beginning for mark in self.marks)
+
+    @property
+    def commands(self) -> list[str]:
+        """Commands of a block of shell without marked ones, continued lines joined; of a console, what follows `$`."""
+        lines = self.text.replace("\\\n", " ").splitlines()
+        if self.language == "console":
+            lines = [line.removeprefix("$ ") for line in lines if line.startswith("$ ")]
+        beginnings = tuple(mark.beginning for mark in self.marks)
+        return [line for line in lines if not (beginnings and line.startswith(beginnings))]
+
+
+@cache
+def pages() -> list[str]:
+    """Return the paths of all pages of the documentation, from the root of the clone."""
+    paths = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "RELEASING.md", "SECURITY.md")]
+    return [str(path.relative_to(ROOT)) for path in [*paths, *sorted((ROOT / "docs").rglob("*.md"))]]
+
+
+def blocks_of(page: str) -> list[Block]:
+    """Return the fenced blocks of a page, in order."""
+    return blocks_in((ROOT / page).read_text(encoding="utf-8"), page)
+
+
+def blocks_in(text: str, page: str) -> list[Block]:
+    """Return the fenced blocks of a text, in order."""
+    blocks = []
+    for match in _BLOCK.finditer(text):
+        comments, header, code = match.groups()
+        language, _, rest = header.partition(" ")
+        marks = tuple(Mark(beginning, reason) for beginning, reason in _MARK.findall(comments))
+        line = text.count("\n", 0, match.start(2)) + 1
+        blocks.append(Block(page, line, language, rest.removeprefix("file="), code, marks))
+    return blocks
+
+
+def take(page: str, *languages: str, having: str = "", without: tuple[str, ...] = ()) -> list[Block]:
+    """Return the blocks of a page in some languages, which the calling test module runs, without marked ones.
+
+    Args:
+        page: Path of the page from the root of the clone.
+        languages: Languages of the blocks, by default all that are run.
+        having: A piece of every block that is taken.
+        without: Pieces of the blocks that are left to other test modules.
+    """
+    frame = inspect.currentframe()
+    assert frame and frame.f_back
+    module = frame.f_back.f_globals["__name__"]
+    taken = [
+        block
+        for block in blocks_of(page)
+        if block.language in (languages or RUN_LANGUAGES)
+        and not block.is_marked
+        and having in block.text
+        and not any(piece in block.text for piece in without)
+    ]
+    assert taken, f"{page} has no block to run"
+    _RUN_BY.update(dict.fromkeys(taken, module))
+    return taken
+
+
+def run_by() -> dict[Block, str]:
+    """Return the test module that runs each block, for all blocks that test modules have taken so far."""
+    return dict(_RUN_BY)

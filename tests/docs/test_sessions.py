@@ -1,0 +1,485 @@
+"""Blocks of a page run in the order of the page, in one folder, with tiny models in place of the models that the page names."""
+
+import re
+import runpy
+import shutil
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from commands.installed import main_of
+from compare.runs_here import compare_in_this_process
+from evaluation.byte_models import byte_tokenizer, save_byte_model
+from evaluation.questions import write_questions
+from models.fresh_process import run_python
+from retrieval.tiny_bert import save_tiny_bert
+from sft.tiny_chats import write_rows
+from training.tiny_run import document, write_corpus
+from transformers import AutoModelForCausalLM, TrainingArguments, default_data_collator
+
+from midus_hf.config.yaml_options import from_mapping
+from midus_hf.models.tiny import tiny_model
+from midus_hf.training.options import TrainConfig
+from tests.docs.shell import Program, run_shell
+from tests.docs.snippets import ROOT, RUN_LANGUAGES, Block, take
+from tests.upscalers.real_configs import LLAMA_3_2_1B, write_config
+from upscalers.runs.upscale import upscale
+
+# What a page's name of a model or a file is replaced by.
+BASE = {"HuggingFaceTB/SmolLM2-135M": "base"}
+LLAMA_CONFIG = {"meta-llama/Llama-3.2-1B": "llama-3.2-1b"}
+TINY_LLAMA = {"meta-llama/Llama-3.2-1B": "tiny-llama-16"}
+# A page's recipe with keys behind it, and a page's options with smaller numbers, so that a run takes a second.
+SHORT = "max_steps=2 sequence_length=32 per_device_train_batch_size=2"
+SHORT_RUNS = {
+    "configs/train/demo.yaml": f"configs/train/demo.yaml {SHORT}",
+    "configs/sft/demo.yaml": "configs/sft/demo.yaml max_steps=2 max_length=64 per_device_train_batch_size=2",
+}
+SMALL_COMPARISON = """
+base: base
+output_dir: compared
+train: {corpus: texts, max_steps: 2, sequence_length: 32, per_device_train_batch_size: 2, bf16: false, eval_max_tokens: 128}
+domain: {plants: held-out.txt}
+seeds: [0]
+variants: {matched: {train: {trainable: [1]}}}
+"""
+# Keys that every recipe of `midus train` needs, behind which a page shows some other keys.
+EVERY_RUN = {"model_name_or_path": "base", "output_dir": "out", "corpus": "texts"}
+SHORT_TREE = "--branching 3 --levels 2 --samples 20 --output tree"
+
+
+@dataclass(frozen=True)
+class Session:
+    """The models, files and names with which the blocks of a page run.
+
+    Attributes:
+        replace: Pieces of blocks, and what stands there instead. Every piece must occur on the page.
+        models: Folders of models that the page takes as made, and the method that makes each from the tiny base.
+        files: Names of the files that the page's blocks of YAML are, in order; of a block whose name is
+            empty, the base is upscaled by the block if it names a method, and else the block is read as keys of `midus train`.
+        names: A function of no argument that returns the names which blocks of Python take as defined.
+        languages: Languages of the blocks that run here; other test modules run the rest.
+        elsewhere: Pieces of the blocks of these languages that other test modules run.
+    """
+
+    replace: dict[str, str] = field(default_factory=dict)
+    models: dict[str, str] = field(default_factory=dict)
+    files: tuple[str, ...] = ()
+    names: Callable[[], dict[str, Any]] = dict
+    languages: tuple[str, ...] = RUN_LANGUAGES
+    elsewhere: tuple[str, ...] = ()
+
+
+def trainer_names() -> dict[str, Any]:
+    """Return what a script around a trainer has defined."""
+    tokens = [byte_tokenizer()(document(8, seed))["input_ids"][:16] for seed in range(8)]
+    settings = {"use_cpu": True, "save_strategy": "no", "report_to": "none", "disable_tqdm": True}
+    return {
+        "arguments": TrainingArguments("runs", max_steps=2, per_device_train_batch_size=2, **settings),
+        "dataset": [{"input_ids": row, "labels": row} for row in tokens],
+        "collator": default_data_collator,
+    }
+
+
+def load(folder: str) -> dict[str, Any]:
+    """Return a model of a folder in the working directory, and some tokens."""
+    return {"model": AutoModelForCausalLM.from_pretrained(folder).eval(), "tokens": torch.arange(3, 27)[None]}
+
+
+def datatrove_names() -> dict[str, Any]:
+    """Return a reader and a writer of documents."""
+    from datatrove.pipeline.readers import JsonlReader
+    from datatrove.pipeline.writers import JsonlWriter
+
+    Path("documents").mkdir()
+    shutil.copy("corpus.jsonl", "documents")
+    return {"reader": JsonlReader("documents"), "writer": JsonlWriter("assigned", compression=None)}
+
+
+METHODS: dict[str, dict[str, Any]] = {
+    "midus-hml": {"num_new_layers": 5, "options": {"n": 8, "k": 2}},
+    "moc": {"options": {"memory_tokens": 24, "chapters": 12, "k": 2, "layers": [1, 3]}},
+    "moc by prompt": {"options": {"memory_tokens": 24, "chapters": 12, "k": 2, "layers": [1, 3], "routing": "prompt"}},
+    "moda": {},
+    "hier-ffn": {"options": {"sizes": [3, 2], "branching": 3}},
+}
+SESSIONS = {
+    "README.md": Session(
+        replace={
+            **BASE,
+            **LLAMA_CONFIG,
+            **SHORT_RUNS,
+            "FOLDER_OF_TEXTS": "texts",
+            "CHATS.jsonl": "instructions.jsonl",
+            "COMPARE.yaml": "small.yaml",
+            "--text FILE": "--text text=held-out.txt --max-tokens 64",
+            "edit list CHECKPOINT": "edit list moc",
+            "bank list CHECKPOINT": "bank list hier",
+            "MINILM": "bert",
+            "--output tree": SHORT_TREE,
+        },
+        models={"moc": "moc", "hier": "hier-ffn"},
+    ),
+    "docs/quickstart.md": Session(
+        replace={
+            "configs/train/demo.yaml": SHORT_RUNS["configs/train/demo.yaml"],
+            "--sequence-length 256 --max-tokens 8192": "--sequence-length 32 --max-tokens 64",
+            "--max-tokens 1500 --sequence-length 256": "--max-tokens 64 --sequence-length 32",
+            "max_new_tokens=32": "max_new_tokens=4",
+        },
+        names=trainer_names,
+    ),
+    "docs/upscale.md": Session(
+        replace={
+            **BASE,
+            **TINY_LLAMA,
+            "strip DIR --output DIR2": "strip smollm2-135m-hml --output stripped",
+            "shuffle DIR --output DIR2": "shuffle smollm2-135m-hml --output shuffled",
+            "DIR": "smollm2-135m-hml",
+        },
+        files=("",),
+    ),
+    "docs/train.md": Session(
+        replace={"configs/train/demo.yaml": SHORT_RUNS["configs/train/demo.yaml"], "FOLDER_OF_TEXTS": "texts"},
+        models={"smollm2-135m-hml": "midus-hml"},
+        files=("", ""),
+        languages=("sh", "yaml"),
+    ),
+    "docs/sft.md": Session(
+        replace={"configs/sft/demo.yaml": SHORT_RUNS["configs/sft/demo.yaml"], "CHATS.jsonl": "instructions.jsonl"},
+        models={"smollm2-135m-hml": "midus-hml"},
+        languages=("sh",),
+    ),
+    "docs/trainer.md": Session(
+        replace={
+            **BASE,
+            "--max_steps 50 --bf16": "--max_steps 2 --sequence_length 32 --use_cpu true --report_to none",
+        },
+        languages=("sh",),
+    ),
+    "docs/trl.md": Session(
+        replace={
+            **BASE,
+            "chats.jsonl": "instructions.jsonl",
+            "--max_length 1024 --bf16": "--max_length 64 --max_steps 2 --use_cpu true --report_to none",
+        },
+        languages=("sh",),
+    ),
+    "docs/peft.md": Session(
+        replace={
+            **BASE,
+            "trainable=auto": f"trainable=auto model_name_or_path=upscaled output_dir=merged corpus=texts bf16=false {SHORT}",
+        },
+        models={"upscaled": "midus-hml"},
+        files=("",),
+        languages=("sh", "yaml"),
+    ),
+    "docs/serve.md": Session(
+        replace={"max_new_tokens=32": "max_new_tokens=4"},
+        models={"smollm2-135m-hml": "moc by prompt"},
+        names=lambda: {**load("smollm2-135m-hml"), "torch": torch, "requests": [torch.arange(3, 9)[None]]},
+        elsewhere=("transformers.cli.transformers",),
+    ),
+    "docs/evaluate.md": Session(
+        replace={
+            "MODEL [MODEL ...]": "base --max-tokens 64 --sequence-length 32",
+            "MODEL ...": "base --limit 2",
+            "MODEL": "base",
+            "FILE_OR_FOLDER": "held_out",
+            "BASE TRAINED": "base base",
+            "--tasks facts": "--tasks facts --limit 2",
+        },
+    ),
+    "docs/heads.md": Session(
+        replace={"heads smollm2-135m": "heads base", "--limit 100": "--limit 2"}, models={"trained": "midus-hml"}
+    ),
+    "docs/families.md": Session(replace={"Qwen/Qwen3-30B-A3B": "tiny-qwen3-moe"}),
+    "docs/flops.md": Session(replace={"FOLDER_OR_HUB_ID": "base"}),
+    "docs/look-inside.md": Session(
+        replace={
+            "addresses=...": "addresses=addresses/",
+            "articles=...": "articles=articles.jsonl",
+            "--layers 38": "--layers 1",
+            "1000": "64",
+            "1500": "64",
+            "2000": "64",
+            "3000": "64",
+            "--sequence-length 256": "--sequence-length 32",
+        },
+        models={"trained": "midus-hml"},
+        names=lambda: {**load("trained"), "documents": [document(20, 1)], "tokenizer": byte_tokenizer()},
+    ),
+    "docs/depth.md": Session(
+        replace={
+            "--layers 11": "--max-tokens 64 --layers 3",
+            "3000": "64",
+            "--sequence-length 256": "--sequence-length 32",
+        },
+        models={"trained": "moda"},
+        names=lambda: load("trained"),
+    ),
+    "docs/chapters.md": Session(
+        replace={
+            "--base smollm2-135m ": "--base base ",
+            "# and train it": "; cp -r smollm2-135m-moc another-moc",
+            "20000": "64",
+            "--top 8": "--top 2 --max-tokens 64",
+            "--mode drop": "--mode drop --max-tokens 64",
+        },
+        languages=("sh",),
+    ),
+    "docs/controls.md": Session(
+        replace={
+            "BASE": "base",
+            "CONFIG": SHORT_RUNS["configs/train/demo.yaml"] + " corpus=texts",
+            "UPSCALED": "random-slots",
+            "TRAINED": "frozen-addresses",
+        },
+    ),
+    "docs/compare.md": Session(
+        replace={
+            **BASE,
+            "plants/, max_steps: 200": "texts, max_steps: 2, eval_max_tokens: 128",
+            "sequence_length: 256": "sequence_length: 32",
+            "plants-held-out.txt": "held-out.txt",
+            "wiki.txt": "others.jsonl",
+            "code.txt": "code.jsonl",
+            "limit: 200": "limit: 1",
+            "[1.0e-3, 3.0e-4]": "[1.0e-3]",
+            "seeds: [0, 1, 2]": "seeds: [0]\nevaluations: 1\ncontrols: [one-row]",
+            "[1, 2, 3, 5]": "[1, 2, 5]",
+            "trainable: [10, 20]": "trainable: [1, 2]",
+            "[1.0e-4, 3.0e-5]": "[1.0e-4]",
+        },
+        files=("compare.yaml",),
+    ),
+    "docs/clusters.md": Session(
+        replace={
+            "sentence-transformers/all-MiniLM-L6-v2": "bert",
+            "--tokenizer smollm2-135m --output tree": f"--tokenizer base {SHORT_TREE}",
+            '"smollm2-135m"': '"base"',
+            "--levels 3": "--levels 2 --branching 3 --samples 20",
+            "tasks=100": "tasks=1",
+            ", 100)": ", 1)",
+            'BuildTree("embeddings", "tree")': 'BuildTree("embeddings", "tree-of-tasks")',
+            'AssignPaths("tree")': 'AssignPaths("tree-of-tasks")',
+            '"tree", level)': '"tree-of-levels", level)',
+        },
+        names=datatrove_names,
+    ),
+    "docs/banks.md": Session(
+        replace={
+            **BASE,
+            "sentence-transformers/all-MiniLM-L6-v2": "bert",
+            "--method hier-ffn": "--method hier-ffn --set sizes=4,3,2,0",
+            "max_steps: 1000": "max_steps: 2\nsequence_length: 32\nbf16: false\naudit: true",
+            "fullgraph=True": 'fullgraph=True, backend="eager"',
+            "midus bank merge": "cp -r smollm2-hier outputs/part-0; cp -r smollm2-hier outputs/part-1; midus bank merge",
+            "MODEL --text texts.jsonl --retriever": "outputs/hier --text corpus.jsonl --retriever",
+            "MODEL --text texts.jsonl --set": "outputs/hier --text assigned.jsonl --set",
+            "MODEL": "outputs/hier",
+            "TREE": "tree",
+            "CORPUS": "corpus.jsonl",
+            "import another": "import outputs/hier",
+        },
+        files=("recipe.yaml",),
+        names=lambda: {
+            "AutoModelForCausalLM": AutoModelForCausalLM,
+            "tokenizer": byte_tokenizer(),
+            "torch": torch,
+            "input_ids": torch.arange(3, 27).view(2, 12),
+        },
+    ),
+    "docs/papers.md": Session(),
+    **{
+        f"docs/methods/{page}.md": Session(replace=TINY_LLAMA)
+        for page in ("README", "hierarchical", "midus", "moc", "moda", "ultramem-v2")
+    },
+    "docs/methods/deus.md": Session(replace={**TINY_LLAMA, "google/gemma-2-2b": "tiny-gemma-2"}),
+    "docs/methods/general.md": Session(
+        replace={**TINY_LLAMA, "meta-llama/Llama-3.1-8B": "tiny-llama-32"}, files=("recipe.yaml", "")
+    ),
+    "docs/methods/lesa.md": Session(replace={**TINY_LLAMA, "device=cuda": "device=cpu"}),
+    "docs/methods/llama-pro.md": Session(replace={**TINY_LLAMA, "meta-llama/Llama-2-7b-hf": "tiny-llama-32"}),
+    "docs/methods/solar.md": Session(replace={"meta-llama/Llama-3.1-8B": "tiny-llama-32"}),
+}
+
+# A model is loaded where this package is not imported: in a process of its own.
+(SHARED,) = take("docs/share.md", "python")
+BLOCKS = {page: take(page, *session.languages, without=session.elsewhere) for page, session in SESSIONS.items()}
+
+
+@pytest.fixture(scope="module")
+def room(tmp_path_factory) -> Path:
+    """Make a folder with a tiny base, texts, questions and an embedding model."""
+    folder = tmp_path_factory.mktemp("room")
+    save_byte_model("llama", folder / "base", num_hidden_layers=10)
+    save_tiny_bert(folder / "bert")
+    save_byte_model("llama", folder / "tiny-llama-16", num_hidden_layers=16)
+    save_byte_model("llama", folder / "tiny-llama-32", num_hidden_layers=32)
+    save_byte_model("gemma2", folder / "tiny-gemma-2", num_hidden_layers=26)
+    tiny_model("qwen3_moe").save_pretrained(folder / "tiny-qwen3-moe")
+    write_config(folder / "llama-3.2-1b", LLAMA_3_2_1B)
+    for name in ("texts", "held_out", "addresses", "questions/train"):
+        write_corpus(folder / name, documents=12)
+    (folder / "held-out.txt").write_text(document(60, 99))
+    for name in ("corpus", "others", "articles", "code", "chats", "facts"):
+        write_rows(
+            folder / f"{name}.jsonl", [{"text": document(20, seed), "topic": "ab"[seed % 2]} for seed in range(30)]
+        )
+    chats = [{"prompt": document(4, seed), "completion": " " + document(4, seed + 99)} for seed in range(8)]
+    write_rows(folder / "instructions.jsonl", chats)
+    write_questions(folder / "questions")
+    names = [{"name": name, "names": [name], "number": 1} for name in ("w5", "w7", "w9", "w11", "w13")]
+    write_rows(folder / "questions" / "atomic_numbers.jsonl", names)
+    (folder / "small.yaml").write_text(SMALL_COMPARISON)
+    for name in ("configs", "scripts"):
+        (folder / name).symlink_to(ROOT / name)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def upscaled(room) -> Callable[[str], Path]:
+    """Return a function from a name in `METHODS` to a folder with the tiny base that is upscaled so."""
+    made: dict[str, Path] = {}
+
+    def model(name: str) -> Path:
+        if name not in made:
+            made[name] = room.parent / name
+            upscale(base=room / "base", method=name.split()[0], output=made[name], verify=False, **METHODS[name])
+        return made[name]
+
+    return model
+
+
+def installed(name: str) -> Program:
+    """Return the program that an entry point of the package starts."""
+
+    def run(arguments: list[str]) -> Any:
+        sys.argv = [name, *arguments]
+        return main_of(name)()
+
+    return run
+
+
+def python(arguments: list[str]) -> int:
+    """Run a script or a module."""
+    is_module = arguments[0] == "-m"
+    sys.argv = arguments[is_module:]
+    (runpy.run_module if is_module else runpy.run_path)(sys.argv[0], run_name="__main__")
+    return 0
+
+
+def python_without_material(arguments: list[str]) -> int:
+    """Run a script or a module; in place of what `python -m material` fetches, print a path of the session's folder."""
+    if arguments[:2] != ["-m", "material"]:
+        return python(arguments)
+    print(MATERIAL[arguments[2]])
+    return 0
+
+
+# What stands in a session's folder in place of what `python -m material` fetches.
+MATERIAL = {
+    "smollm2": "base",
+    "minilm": "bert",
+    "addresses/train": "texts",
+    "addresses/held_out": "held_out",
+    "glosses": "corpus.jsonl",
+    "elements": "questions",
+    "factbook": "questions",
+    "benchmarks": "questions",
+}
+PROGRAMS: dict[str, Program] = {
+    "upscale": installed("upscale"),
+    "midus": installed("midus"),
+    "python": python_without_material,
+}
+
+
+def replaced(text: str, session: Session) -> str:
+    """Return a text with the pieces that the session replaces."""
+    for piece, instead in session.replace.items():
+        text = text.replace(piece, instead)
+    return text
+
+
+def run_blocks(blocks: list[Block], session: Session, folder: Path, programs: dict[str, Program]) -> None:
+    """Run blocks in a folder, in order. The shell keeps the variables of earlier blocks, and Python their names.
+
+    Recipes are written first, since commands above a recipe may read the recipe.
+    """
+    recipes = [block for block in blocks if block.language == "yaml"]
+    assert len(recipes) == len(session.files), "the session names a file for each block of YAML"
+    for block, name in zip(recipes, session.files, strict=True):
+        text = replaced(block.text, session)
+        if name:
+            (folder / name).write_text(text)
+        elif "method" in yaml.safe_load(text):
+            upscale(**yaml.safe_load(text), output=folder / "upscaled-by-recipe")
+        else:
+            from_mapping(TrainConfig, {**EVERY_RUN, **yaml.safe_load(text)})
+    names: dict[str, Any] = {"__name__": "__main__"}
+    variables = ""
+    for block in blocks:
+        if block.language == "python":
+            if len(names) == 1:
+                names.update(session.names())
+            exec(compile(replaced(block.text, session), str(block), "exec"), names)
+        elif block.language != "yaml":
+            script = replaced("\n".join(block.commands), session)
+            done = run_shell(f"{variables}\n{script}\n", folder, programs)
+            assert done.status == 0, f"{block}: {done.err}{done.out}"
+            variables = "\n".join([variables, *re.findall(r"^[A-Z_]+=.*$", script, flags=re.MULTILINE)])
+            for output in map("".join, re.findall(r"--output(?:_dir)? (\S+)|output_dir=(\S+)", script)):
+                assert (folder / output).exists() or "--dry-run" in script, f"{block} wrote no {output}"
+
+
+@pytest.mark.parametrize("page", SESSIONS)
+def test_blocks_of_a_page_run_in_order(page, room, upscaled, tmp_path, monkeypatch):
+    session = SESSIONS[page]
+    folder = shutil.copytree(room, tmp_path / "room", symlinks=True)
+    for name, method in session.models.items():
+        shutil.copytree(upscaled(method), folder / name)
+    monkeypatch.chdir(folder)
+    monkeypatch.setattr(sys, "argv", sys.argv)
+    monkeypatch.setenv("COLUMNS", "200")
+    compare_in_this_process(monkeypatch)
+    run_blocks(BLOCKS[page], session, folder, PROGRAMS)
+
+
+@pytest.mark.parametrize("page", SESSIONS)
+def test_every_replaced_piece_is_on_the_page(page):
+    text = "".join(block.text for block in BLOCKS[page])
+    assert [piece for piece in SESSIONS[page].replace if piece not in text] == []
+
+
+def test_the_dry_run_of_the_first_page_prints_what_the_page_shows(room, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "200")
+    (block,) = [block for block in BLOCKS["README.md"] if block.language == "console"]
+    done = run_shell(replaced("\n".join(block.commands), SESSIONS["README.md"]), room, PROGRAMS)
+    _, *shown = [line.split() for line in block.text.splitlines()]
+    printed = [line.split() for line in done.out.splitlines()]
+    assert shown and [line for line in shown if line not in printed] == []
+
+
+def test_a_shared_model_loads_where_the_package_is_not_imported(upscaled, tmp_path):
+    shutil.copytree(upscaled("midus-hml"), tmp_path / "smollm2-135m-hml")
+    program = f"{SHARED.text}\nprint(type(model).__name__)"
+    assert run_python(program, tmp_path, package_present=False) == "MidusLlamaForCausalLM\n"
+
+
+@pytest.mark.material
+@pytest.mark.product
+def test_the_quickstart_runs_on_the_base_that_it_fetches(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", sys.argv)
+    (tmp_path / "configs").symlink_to(ROOT / "configs")
+    monkeypatch.syspath_prepend(ROOT)
+    page = "docs/quickstart.md"
+    run_blocks(BLOCKS[page], Session(names=trainer_names), tmp_path, {**PROGRAMS, "python": python})
+    assert (tmp_path / "layers.png").exists()

@@ -1,0 +1,471 @@
+"""Every causal type of the installed Transformers hosts memory, or is refused with a reason that a reader understands."""
+
+import inspect
+import itertools
+import re
+
+import pytest
+import torch
+import transformers
+from packaging.version import Version
+from pairs import in_turn
+from torch import nn
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+from transformers.models.llama.modeling_llama import LlamaModel
+
+from midus_hf.memory import hierarchical
+from midus_hf.memory.hierarchical import HierKV
+from midus_hf.models import adapted, depth_heads, layer, tiny
+from midus_hf.models.architecture import architecture_of
+from midus_hf.models.depth_heads import DepthHeads, DepthPass
+from midus_hf.models.families import FAMILIES, HEADS, host_family
+from midus_hf.models.layer import HostLayer
+from midus_hf.models.memory_inputs import MemoryInputs
+from midus_hf.models.parts import MissingPart
+from midus_hf.models.proof import WIRINGS, UnprovenArchitecture, prove, wirings_of
+from midus_hf.models.tiny import UnknownArchitecture, tiny_config, tiny_model
+
+TYPES = sorted(name for name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES if not name.startswith("midus_"))
+
+# Why a type is refused. A failure to build or to run a tiny model is none of the reasons: the type needs sizes of its own.
+REASONS = [
+    r"'.*' is an encoder with a decoder; expected a decoder alone\.",
+    r"'.*' is an encoder, whose tokens read later tokens; expected a decoder\.",
+    r"'.*' has its layers at [\w.]+; expected a type whose decoder layers are at model\.layers\.",
+    r"'.*' has \d+ layers at model\.layers where num_hidden_layers is \d+; expected equal numbers\.",
+    r"'.*' has no single list of decoder layers; expected one at model\.layers\.",
+    r"'.*' does not pass all keyword arguments on to its decoder layers; expected a stack that does\.",
+    r"the residual stream of '.*' is not one tensor \[B, T, D\]; expected layers that read and return one\.",
+    r"'.*' holds a language model within a larger model; expected the language model alone(, of type '\w+')?\. Save .*",
+    r"'.*' holds a language model, '.*', that transformers loads only within a larger model; expected a type that is .* alone\.",
+]
+# What is refused by its proof rather than for a part that is lacking, and what the proof says.
+UNPROVEN = {
+    **{
+        ("recurrent_gemma", wiring): "the model returns no cache; expected past_key_values"
+        for wiring in WIRINGS
+        if wiring not in ("hier-lora-ffn", "depth-attention")
+    },
+    (
+        "zaya",
+        "behind-layer",
+    ): "the proof ended with RuntimeError",  # the residual stream is in float32, and memories in bfloat16
+    # Norms stand behind the rotation, or attention has another output per head, or another function rotates.
+    **dict.fromkeys(
+        itertools.product(
+            ("hunyuan_v1_dense", "hunyuan_v1_moe"),
+            ("hier-kv", "depth-attention"),
+        ),
+        "and of hooks that state what it computes differ by up to",
+    ),
+    **dict.fromkeys(
+        itertools.product(("diffllama", "llama4_text", "stablelm"), ("hier-kv", "depth-attention")),
+        "the proof ended with",
+    ),
+    # Masks that depend on values, norms of values, and sinks, which take a share of the softmax.
+    **dict.fromkeys(
+        (
+            (name, "depth-attention")
+            for name in ("doge", "flint", "gemma4_text", "gemma4_unified_text", "gpt_oss", "recurrent_gemma")
+        ),
+        "and of hooks that state what it computes differ by up to",
+    ),
+    # An inserted layer moves what follows from the index of a layer, not from a list in the config.
+    **dict.fromkeys(
+        ((name, "inserted") for name in ("bamba", "ernie4_5_moe", "jamba", "llama4_text", "recurrent_gemma")),
+        "a model with memory has other tensors than its base",
+    ),
+    **dict.fromkeys(((name, "inserted") for name in ("beam", "diffllama")), "logits at birth differ"),
+    **dict.fromkeys(
+        ((name, "inserted") for name in ("gemma4_text", "gemma4_unified_text", "inkling_text", "moshi")),
+        "the proof ended with",
+    ),
+}
+# Types of which some versions of transformers, before 5.23, cannot build a model that is small.
+LARGE_BEFORE = ("cohere_compass_text",)
+# Sites of the wirings that are named after a type of memory.
+INSIDE = {
+    **dict.fromkeys(("hier-lora-qk", "hier-lora-vo", "hier-kv", "depth-attention"), "inside-attention"),
+    "hier-lora-ffn": "inside-ffn",
+}
+NO_PART = "has no part for a memory at the site '{}'; expected another site, such as 'behind-layer', or a layer that has the part."
+
+
+def refusal_of(model_type: str) -> str | None:
+    """Return why a type is refused; None if the type hosts memory."""
+    try:
+        architecture_of(model_type)
+    except UnknownArchitecture as error:
+        return str(error)
+    return None
+
+
+@pytest.mark.parametrize("model_type", TYPES)
+def test_every_type_is_hosted_or_refused_with_a_named_reason(model_type):
+    refusal = refusal_of(model_type)
+    if refusal is not None and model_type in LARGE_BEFORE and Version(transformers.__version__) < Version("5.23"):
+        pytest.skip(refusal)
+    if refusal is not None:
+        assert sum(re.fullmatch(reason, refusal) is not None for reason in REASONS) == 1, refusal
+        return
+    parts = architecture_of(model_type).layers
+    assert parts and all(issubclass(layer, nn.Module) for layer in parts)
+
+
+@pytest.mark.parametrize(
+    ("model_type", "reason"),
+    [
+        ("bart", "'bart' is an encoder with a decoder"),
+        ("bert", "'bert' is an encoder, whose tokens read later tokens"),
+        ("gpt2", "'gpt2' has its layers at transformer.h"),
+        ("gpt_neox", "'gpt_neox' has its layers at gpt_neox.layers"),
+        ("longcat_flash", "'longcat_flash' has 2 layers at model.layers where num_hidden_layers is 4"),
+        ("xlm", "'xlm' has no single list of decoder layers"),
+        ("gemma3", "'gemma3' holds a language model within a larger model; expected the language model alone, of type 'gemma3_text'"),
+        ("mllama", "'mllama' holds a language model, 'mllama_text_model', that transformers loads only within a larger model"),
+        ("gemma3n_text", "the residual stream of 'gemma3n_text' is not one tensor"),
+    ],
+)  # fmt: skip
+def test_the_reason_is_the_one_that_holds(model_type, reason):
+    refusal = refusal_of(model_type)
+    assert refusal is not None and refusal.startswith(reason)
+
+
+@pytest.mark.parametrize(("model_type", "wiring"), in_turn(TYPES, WIRINGS))
+def test_a_hosted_type_is_proven_in_a_wiring_or_has_no_part_for_it(model_type, wiring):
+    refusal = refusal_of(model_type)
+    if refusal is not None:
+        with pytest.raises(UnknownArchitecture) as refused:
+            prove(model_type, wiring)
+        assert str(refused.value) == refusal
+        return
+    try:
+        prove(model_type, wiring)
+    except UnprovenArchitecture as error:
+        assert (model_type, wiring) in UNPROVEN and UNPROVEN[model_type, wiring] in str(error)
+    except MissingPart as error:
+        assert str(error).endswith(NO_PART.format(INSIDE.get(wiring, wiring)))
+    else:
+        assert (model_type, wiring) not in UNPROVEN
+
+
+@pytest.mark.parametrize(("model_type", "kind"), in_turn(TYPES, HEADS))
+def test_every_hosted_type_has_the_heads_that_transformers_has(model_type, kind):
+    if refusal_of(model_type) is not None:
+        pytest.skip("the type is refused")
+    if model_type not in FAMILIES:
+        host_family(model_type)
+    config_class = FAMILIES[model_type].config_class
+    native = config_class.__bases__[-1]
+    auto, classes, mixin = HEADS[kind]
+    assert (kind in config_class.head_kinds) == (native in classes)
+    assert (config_class in auto._model_mapping) == (native in classes)
+    if native in classes:
+        head = classes[config_class]
+        assert issubclass(head, classes[native]) and mixin in [each.__name__ for each in head.__mro__]
+        names = set(inspect.signature(head.forward).parameters)
+        of_native = set(inspect.signature(classes[native].forward).parameters)
+        assert {"prompt_mask", "token_mask", "memory_ids"} <= names and of_native - {"use_cache"} <= names
+
+
+@pytest.fixture
+def wired_wrongly(monkeypatch):
+    """Change a method of layers that host memory, and return the message of the proof that then fails."""
+
+    def proof_of(name, change, site="beside-ffn"):
+        (layer,) = FAMILIES["llama"].model_class.layer_classes
+        owner = layer if name in vars(layer) else HostLayer  # transformers gives each layer class a forward of its own
+        monkeypatch.setattr(owner, name, change(getattr(owner, name)))
+        with pytest.raises(UnprovenArchitecture) as refused:
+            prove.__wrapped__("llama", site)
+        return str(refused.value)
+
+    return proof_of
+
+
+@pytest.mark.parametrize("site", ["beside-ffn", "behind-attention", "behind-layer"])
+def test_a_memory_that_is_added_twice_fails_the_proof(wired_wrongly, site):
+    def twice(added):
+        def with_added(self, at, hidden_states, read, memory_inputs):
+            return added(self, at, added(self, at, hidden_states, read, memory_inputs), read, memory_inputs)
+
+        return with_added
+
+    message = wired_wrongly("_with_added", twice, site)
+    assert re.fullmatch(
+        rf"llama: logits of a memory at {site} and of the same memory in hooks differ by up to .*; expected equal bits\.",
+        message,
+    )
+
+
+@pytest.mark.parametrize("site", ["beside-ffn", "behind-attention"])
+def test_a_memory_that_reads_another_tensor_fails_the_proof(wired_wrongly, site):
+    def of_another_tensor(added):
+        return lambda self, at, stream, read, memory_inputs: added(self, at, stream, stream, memory_inputs)
+
+    assert "in hooks differ by up to" in wired_wrongly("_with_added", of_another_tensor, site)
+
+
+def test_a_memory_whose_result_is_added_behind_another_layer_twice_fails_the_proof(wired_wrongly):
+    def doubled(read):
+        return lambda self, *inputs: 2 * read(self, *inputs)
+
+    assert "logits of a memory at skip and of the same memory in hooks differ" in wired_wrongly(
+        "_read", doubled, "skip"
+    )
+
+
+def test_a_memory_that_is_not_reached_fails_the_proof(wired_wrongly):
+    def not_reached(added):
+        return lambda self, at, hidden_states, read, memory_inputs: hidden_states
+
+    assert wired_wrongly("_with_added", not_reached) == (
+        "llama: a memory at beside-ffn changes no logit; expected a change."
+    )
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_a_layer_that_computes_something_else_at_birth_fails_the_proof(wired_wrongly, dtype):
+    def noisy(added):
+        def with_added(self, at, hidden_states, read, memory_inputs):
+            result = added(self, at, hidden_states, read, memory_inputs)
+            return result * 1.01 if result.dtype == getattr(torch, dtype) else result
+
+        return with_added
+
+    message = wired_wrongly("_with_added", noisy)
+    assert re.fullmatch(rf"llama in {dtype}: logits at birth differ by up to .*; expected equal bits\.", message)
+
+
+def test_padding_that_is_not_passed_on_fails_the_proof(wired_wrongly):
+    def without_mask(forward):
+        return lambda self, *args, **kwargs: forward(self, *args, **{**kwargs, "attention_mask": None})
+
+    assert "logits with padding at birth differ" in wired_wrongly("forward", without_mask)
+
+
+def test_a_memory_without_gradient_fails_the_proof(wired_wrongly):
+    def detached(read):
+        return lambda self, *inputs: read(self, *inputs).detach()
+
+    message = wired_wrongly("_read", detached)
+    assert re.fullmatch(
+        r"llama: model\.layers\.0\.memories\.\S+ takes no gradient; expected one for each new tensor\.", message
+    )
+
+
+def test_steps_with_a_cache_that_differ_from_one_pass_fail_the_proof(wired_wrongly):
+    def doubled_in_steps(read):
+        return lambda self, name, stream, inputs: read(self, name, stream, inputs) * (2 if stream.shape[1] == 1 else 1)
+
+    message = wired_wrongly("_read", doubled_in_steps)
+    assert re.fullmatch(
+        r"llama: with a cache, logits differ by \S+ from those of one pass, and by \S+ without memory; expected at most 1\.0e-04\.",
+        message,
+    )
+
+
+def test_a_layer_that_has_other_tensors_than_the_base_fails_the_proof(wired_wrongly):
+    def with_another_tensor(host):
+        def widened(self, *args):
+            host(self, *args)
+            self.gain = nn.Parameter(torch.ones(1))
+
+        return widened
+
+    assert wired_wrongly("host", with_another_tensor) == (
+        "llama: a model with memory has other tensors than its base, such as model.layers.0.gain."
+    )
+
+
+def test_whatever_a_model_raises_ends_the_proof(wired_wrongly):
+    def broken(forward):
+        def raising(self, *args, **kwargs):
+            raise KeyError("depth")
+
+        return raising
+
+    assert wired_wrongly("forward", broken) == "llama: the proof ended with KeyError: 'depth'"
+
+
+def without_the_last_projection(adapters):
+    return lambda self, *inputs: dict(list(adapters(self, *inputs).items())[:-1])
+
+
+def with_blocks_of_the_next_layer(of):
+    return lambda self, memory_class, name, layer: of(self, memory_class, name, (layer + 1) % 4)
+
+
+def with_keys_and_values_swapped(pair):
+    return lambda *inputs: pair(*inputs)[::-1]
+
+
+def with_values_as_keys(rows_of):
+    return lambda fetched, name: rows_of(fetched, "memory_values")
+
+
+def left_as_they_are(function):
+    return lambda attention, heads, *others: heads
+
+
+def without_the_oldest_slot(begin):
+    def shorter(self, *inputs):
+        depth_pass = begin(self, *inputs)
+        self.slots = self.slots[-1:]
+        return depth_pass
+
+    return shorter
+
+
+@pytest.mark.parametrize(
+    ("wiring", "owner", "name", "change"),
+    [
+        ("hier-lora-qk", HostLayer, "_adapters", without_the_last_projection),
+        ("hier-lora-vo", HostLayer, "_adapters", without_the_last_projection),
+        ("hier-lora-ffn", HostLayer, "_adapters", without_the_last_projection),
+        ("hier-lora-qk", MemoryInputs, "of", with_blocks_of_the_next_layer),
+        ("hier-lora-ffn", MemoryInputs, "of", with_blocks_of_the_next_layer),
+        ("hier-kv", MemoryInputs, "of", with_blocks_of_the_next_layer),
+        ("hier-kv", hierarchical, "_rows_of", with_values_as_keys),
+        ("hier-kv", adapted, "unrotated", left_as_they_are),
+        ("depth-attention", DepthPass, "_projected", with_keys_and_values_swapped),
+        ("depth-attention", DepthHeads, "begin", without_the_oldest_slot),
+        ("depth-attention", depth_heads, "rotated", left_as_they_are),
+        ("depth-attention", depth_heads, "normalised_keys", left_as_they_are),
+    ],
+)
+def test_a_memory_that_is_wired_wrongly_inside_a_part_fails_the_proof(wiring, owner, name, change, monkeypatch):
+    """Change how memories inside attention or feed-forward networks are wired, in Qwen 3, which normalises queries and keys."""
+    monkeypatch.setattr(owner, name, change(getattr(owner, name)))
+    with pytest.raises(UnprovenArchitecture, match=r"^qwen3.*: logits .*differ by up to"):
+        prove.__wrapped__("qwen3", wiring)
+
+
+@pytest.mark.parametrize(("role", "other"), [("key", "v_proj"), ("value", "k_proj"), ("up", "gate_proj")])
+def test_a_projection_that_stands_for_another_fails_the_proof(role, other, monkeypatch):
+    wiring = {"key": "hier-lora-qk", "value": "hier-lora-vo", "up": "hier-lora-ffn"}[role]
+    monkeypatch.setitem(adapted.PROJECTION_NAMES, role, other)
+    with pytest.raises(
+        UnprovenArchitecture, match=r"^qwen3: logits of a memory .* differ by up to .*; expected equal bits"
+    ):
+        prove.__wrapped__("qwen3", wiring)
+
+
+def test_layers_that_do_not_rotate_and_are_taken_for_others_fail_the_proof(monkeypatch):
+    monkeypatch.setattr(layer, "rotates", lambda *_: True)
+    with pytest.raises(UnprovenArchitecture, match=r"^smollm3: logits of a memory hier-kv .* differ by up to"):
+        prove.__wrapped__("smollm3", "hier-kv")
+
+
+def test_a_block_without_gradient_fails_the_proof(monkeypatch):
+    attend = HierKV.forward
+    monkeypatch.setattr(HierKV, "forward", lambda self, *heads, **inputs: attend(self, *heads, **inputs).detach())
+    with pytest.raises(
+        UnprovenArchitecture,
+        match=r"^llama: memory_\w+ of the blocks of level 1 for layer 0 takes no gradient; expected one for each new tensor\.",
+    ):
+        prove.__wrapped__("llama", "hier-kv")
+
+
+def test_a_type_of_memory_without_a_proof_of_its_own_needs_all_proofs_of_its_site():
+    assert wirings_of("skip", "ultramem") == ("skip",)
+    assert wirings_of("inside-attention", "hier-kv") == ("hier-kv",)
+    assert wirings_of("inside-attention", "toy") == ("hier-lora-qk", "hier-lora-vo", "hier-kv", "depth-attention")
+    assert wirings_of("inside-ffn", "toy") == ("hier-lora-ffn",)
+
+
+def test_a_proof_is_made_once_for_each_site(monkeypatch):
+    prove("llama", "behind-layer")
+    monkeypatch.setattr(HostLayer, "_with_added", None)
+    prove("llama", "behind-layer")
+
+
+def test_a_layer_without_the_part_is_named():
+    with pytest.raises(
+        ValueError, match=r"^layer 0 of class \w*MambaDecoderLayer " + re.escape(NO_PART.format("beside-ffn"))
+    ):
+        prove("zamba2", "beside-ffn")
+
+
+@pytest.mark.parametrize("model_type", ["jamba", "qwen3_5_text"])
+def test_an_inserted_layer_without_heads_is_refused(model_type):
+    """Refuse a block in the place of a layer that mixes tokens by a recurrence."""
+    if model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+        pytest.skip(f"the installed transformers has no {model_type}")
+    if model_type not in FAMILIES:
+        host_family(model_type)
+    hosting = FAMILIES[model_type]
+    fields = {
+        key: value
+        for key, value in tiny_config(model_type).to_dict().items()
+        if key not in ("model_type", "architectures")
+    }
+    config = hosting.config_class(**fields, memory=[{"type": "linear", "slots": 4, "k": 2, "layers": [0]}])
+    with pytest.raises(MissingPart, match=r"^layer 0 of class \w+ " + re.escape(NO_PART.format("inserted"))):
+        hosting(config)
+
+
+def test_sizes_that_a_config_class_refuses_are_named(monkeypatch):
+    monkeypatch.setitem(tiny._SMALL_OF_TYPE, "llama", {"num_attention_heads": "four"})
+    with pytest.raises(
+        UnknownArchitecture,
+        match=r"(?s)^'llama' has no tiny config \(.*\)\. Add the sizes that it needs to _SMALL_OF_TYPE in midus",
+    ):
+        tiny_config("llama")
+
+
+def test_a_model_that_cannot_be_built_is_named(monkeypatch):
+    with pytest.raises(
+        UnknownArchitecture,
+        match=r"^a tiny model of 'llama' cannot be built \(.*'gelo'.*\)\. Add the sizes that it needs",
+    ):
+        tiny_model("llama", hidden_act="gelo")
+    monkeypatch.setattr(tiny, "_MOST_PARAMETERS", 1000)
+    with pytest.raises(
+        UnknownArchitecture,
+        match=r"^a tiny model of 'llama' cannot be built \(ValueError: it has [\d,]+ parameters\)\.",
+    ):
+        tiny_model("llama")
+
+
+def test_a_tiny_model_leaves_random_numbers_as_they_were_and_is_always_the_same():
+    torch.manual_seed(5)
+    expected = torch.rand(3)
+    torch.manual_seed(5)
+    first, second, other = tiny_model("qwen3"), tiny_model("qwen3"), tiny_model("qwen3", seed=1)
+    assert torch.equal(torch.rand(3), expected)
+    tensors, again = first.state_dict(), second.state_dict()
+    assert all(torch.equal(tensor, again[name]) for name, tensor in tensors.items())
+    assert not torch.equal(other.lm_head.weight, first.lm_head.weight)
+
+
+def test_a_stack_that_keeps_arguments_from_its_layers_is_refused(monkeypatch):
+    forward = LlamaModel.forward
+    monkeypatch.setattr(LlamaModel, "forward", lambda self, memory_inputs=None, **kwargs: forward(self, **kwargs))
+    with pytest.raises(
+        UnknownArchitecture,
+        match=r"^'llama' does not pass all keyword arguments on to its decoder layers; expected a stack",
+    ):
+        architecture_of.__wrapped__("llama")
+
+
+def test_a_stack_that_refuses_an_argument_is_refused(monkeypatch):
+    forward = LlamaModel.forward
+
+    def strict(
+        self,
+        input_ids=None,
+        attention_mask=None,
+        position_ids=None,
+        past_key_values=None,
+        inputs_embeds=None,
+        use_cache=None,
+    ):
+        return forward(self, input_ids=input_ids, use_cache=use_cache)
+
+    monkeypatch.setattr(LlamaModel, "forward", strict)
+    with pytest.raises(
+        UnknownArchitecture,
+        match=r"^a pass through a tiny model of 'llama' fails with an argument for its layers \(TypeError: .*memory_inputs.*\)\.",
+    ):
+        architecture_of.__wrapped__("llama")

@@ -1,0 +1,200 @@
+"""Heads over upscaled models train: with `MemoryTrainer`, with PEFT, and with the trainers of TRL."""
+
+import pytest
+import torch
+from adapters.adapted_models import let_act
+from datasets import Dataset
+from peft import LoraConfig, PeftModel, get_peft_model
+from tiny import prompt
+from training.tiny_run import tiny_tokenizer
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    TrainingArguments,
+)
+from trl import DPOConfig, DPOTrainer, GRPOConfig, GRPOTrainer, RewardConfig, RewardTrainer
+
+from midus_hf.models.families import HEADS
+from midus_hf.training.optim.freezing import set_trainable
+from midus_hf.training.optim.lora import lora_config
+from midus_hf.training.trainer.memory_trainer import MemoryTrainer, TrainsMemory
+
+TASKS = {
+    "ForSequenceClassification": "SEQ_CLS",
+    "ForTokenClassification": "TOKEN_CLS",
+    "ForQuestionAnswering": "QUESTION_ANS",
+}
+# Methods: an inserted memory, an attached one with routers, and copies of layers, whose classes are the family's own.
+METHODS = ("midus-hml", "moc", "llama-pro")
+QUIET = {
+    "max_steps": 3,
+    "use_cpu": True,
+    "bf16": False,
+    "report_to": "none",
+    "save_strategy": "no",
+    "disable_tqdm": True,
+}
+QUIET |= {"per_device_train_batch_size": 2, "learning_rate": 1e-2, "logging_steps": 1}
+
+
+@pytest.fixture
+def head(upscaled):
+    """Load a head of a kind from an upscaled checkpoint of a method."""
+
+    def load(kind, method="midus-hml", **settings):
+        torch.manual_seed(1)
+        settings = {"num_labels": 2, "pad_token_id": 0, **settings}
+        return HEADS[kind][0].from_pretrained(upscaled("llama", method), **settings)
+
+    return load
+
+
+def logits_of(model):
+    """Return the logits of a head for the prompt, as one tensor."""
+    with torch.no_grad():
+        output = model.eval()(prompt())
+    return output.logits if "logits" in output else torch.stack((output.start_logits, output.end_logits), -1)
+
+
+def is_new(name, config):
+    """Return whether a tensor is new to the base: of a head, a memory or an inserted layer."""
+    new = [".memor", *(f".layers.{layer}." for layer in config.upscale["new_layers"])]
+    return not name.startswith("model.") or any(part in name for part in new)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_what_is_new_and_the_head_train_alone(method, head):
+    model = head("ForSequenceClassification", method)
+    report = set_trainable(model)
+    assert report.parameters_of_part["score.weight"] == 64
+    trains = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
+    assert trains == {name for name, _ in model.named_parameters() if is_new(name, model.config)}
+
+
+def test_the_head_of_a_language_model_and_a_bare_stack_stay_frozen(upscaled):
+    causal = AutoModelForCausalLM.from_pretrained(upscaled("llama"))
+    set_trainable(causal)
+    assert not causal.lm_head.weight.requires_grad
+    set_trainable(causal.model)
+    assert not causal.model.norm.weight.requires_grad
+
+
+def test_a_trainer_of_memories_trains_a_classifier(head, tmp_path):
+    model = head("ForTokenClassification")
+    set_trainable(model)
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    rows = [{"input_ids": row, "labels": row % 2} for row in prompt()]
+    MemoryTrainer(model, TrainingArguments(tmp_path, **QUIET), train_dataset=rows).train()
+    for name, tensor in model.state_dict().items():
+        assert torch.equal(tensor, before[name]) != is_new(name, model.config), name
+
+
+@pytest.mark.parametrize("kind", HEADS)
+def test_adapters_and_the_head_are_saved_loaded_and_merged(kind, head, tmp_path):
+    """Use `lora_config`, which trains new layers whole, and a plain config of PEFT, which knows the head by its name."""
+    for number, make in enumerate(
+        (lora_config, lambda model: LoraConfig(task_type=TASKS[kind], target_modules=["q_proj"]))
+    ):
+        config = make(head(kind))
+        assert config.task_type == TASKS[kind]
+        adapted = get_peft_model(head(kind), config)
+        layer = "qa_outputs" if kind == "ForQuestionAnswering" else "score"
+        trained = [name for name, parameter in adapted.named_parameters() if parameter.requires_grad]
+        assert any(f"{layer}.modules_to_save.default.weight" in name for name in trained)
+        let_act(adapted)
+        with torch.no_grad():
+            for name, parameter in adapted.named_parameters():
+                if f"{layer}.modules_to_save" in name:
+                    parameter.normal_()
+        expected = logits_of(adapted)
+        adapted.save_pretrained(tmp_path / str(number))
+        assert torch.equal(logits_of(PeftModel.from_pretrained(head(kind), tmp_path / str(number))), expected)
+        torch.testing.assert_close(logits_of(adapted.merge_and_unload()), expected, rtol=1e-4, atol=1e-5)
+
+
+def preferences():
+    """Return pairs of answers, of which one is chosen."""
+    rows = [{"prompt": f"w{5 + row} w9", "chosen": "w7 w8 w9", "rejected": f"w{row + 20} w3"} for row in range(8)]
+    return Dataset.from_list(rows)
+
+
+class MemoryRewardTrainer(TrainsMemory, RewardTrainer):
+    """TRL's trainer of rewards with the parameter groups of a memory model."""
+
+
+class MemoryDPOTrainer(TrainsMemory, DPOTrainer):
+    """TRL's trainer on preferences with the parameter groups of a memory model."""
+
+
+class MemoryGRPOTrainer(TrainsMemory, GRPOTrainer):
+    """TRL's trainer on rewards of groups with the parameter groups of a memory model."""
+
+
+def check_moved(model, before):
+    """Check that what trains has moved, and nothing else by one bit."""
+    trains = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
+    moved = {name for name, tensor in model.state_dict().items() if not torch.equal(tensor, before[name])}
+    assert moved and moved <= trains
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_trl_trains_a_reward_model(method, head, tmp_path):
+    model = head("ForSequenceClassification", method, num_labels=1)
+    set_trainable(model)
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    trainer = MemoryRewardTrainer(
+        model,
+        RewardConfig(output_dir=tmp_path, max_length=16, **QUIET),
+        train_dataset=preferences(),
+        processing_class=tiny_tokenizer(),
+    )
+    trainer.train()
+    check_moved(model, before)
+    assert not torch.equal(model.score.weight, before["score.weight"])
+    trainer.save_model(tmp_path / "saved")
+    saved = AutoModelForSequenceClassification.from_pretrained(tmp_path / "saved")
+    assert type(saved) is type(model) and torch.equal(logits_of(saved), logits_of(model))
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_trl_trains_on_preferences(method, upscaled, tmp_path):
+    model = AutoModelForCausalLM.from_pretrained(upscaled("llama", method))
+    set_trainable(model)
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    trainer = MemoryDPOTrainer(
+        model,
+        args=DPOConfig(output_dir=str(tmp_path), max_length=16, **QUIET),
+        train_dataset=preferences(),
+        processing_class=tiny_tokenizer(),
+    )
+    trainer.train()
+    check_moved(model, before)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_trl_trains_on_rewards_of_groups(method, upscaled, tmp_path):
+    model = AutoModelForCausalLM.from_pretrained(upscaled("llama", method))
+    set_trainable(model)
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    settings = {**QUIET, "per_device_train_batch_size": 4}
+    trainer = MemoryGRPOTrainer(
+        model,
+        reward_funcs=lambda completions, **_: [
+            float(len(set(text.split()))) + text.count("w1") for text in completions
+        ],
+        args=GRPOConfig(output_dir=str(tmp_path), num_generations=4, max_completion_length=8, **settings),
+        train_dataset=preferences().select_columns(["prompt"]),
+        processing_class=tiny_tokenizer(),
+    )
+    trainer.train()
+    check_moved(model, before)
+
+
+def test_a_trainer_that_generates_its_texts_refuses_to_train_blocks(upscaled, tmp_path):
+    model = AutoModelForCausalLM.from_pretrained(upscaled("llama", "hier-ffn"))
+    set_trainable(model)
+    trainer = MemoryTrainer(model, TrainingArguments(tmp_path, **QUIET), train_dataset=[])
+    with pytest.raises(
+        ValueError, match=r"generates its texts, for which it fetches none; expected a trainer .* Or freeze the blocks"
+    ):
+        trainer.training_step(model, [{"prompt": "w5"}])

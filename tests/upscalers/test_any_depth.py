@@ -1,0 +1,485 @@
+"""Dense methods on types that no table describes: what each layer holds and computes, and what is refused with the reason."""
+
+import itertools
+from functools import cache
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from models.test_every_type import TYPES, refusal_of
+from pairs import by_default, taking_turns
+from torch import nn
+
+from midus_hf.models.tiny import tiny_model
+from scripts.families import methods_on_the_page
+from tests.upscalers.checkpoints import config_of, edit_config, load, read_tensors, same_bits, write_tensors
+from upscalers.architecture.families import FAMILIES
+from upscalers.architecture.layer_roles import gain_offset
+from upscalers.architecture.layer_settings import change_of_settings, settings_of
+from upscalers.architecture.stacked_rows import gate_and_up
+from upscalers.checkpoint.base_model import open_base
+from upscalers.methods.contract import get_method
+from upscalers.plan.plan import Base, New, Plan
+from upscalers.request.errors import RequestError, VerificationError
+from upscalers.request.options import parse_options
+from upscalers.runs.upscale import upscale
+
+# Options by method. Coefficients and scales are such that products and sums are exact, and that they do not add up to 1.
+OPTIONS: dict[str, dict[str, Any]] = {
+    "solar": {},
+    "avg-deus": {},
+    "linear-combination": {"coefficients": {"previous": 0.25, "next": 1.0}},
+    "slices": {"slices": [{"layers": [0, 3]}, {"layers": [1, 4], "scale": {"others": 0.5}}, {"layers": [3, 4]}]},
+    "attenuated-copy": {},
+    "lesa": {"hidden_size": 8, "epochs": 1},
+    "opt-deus": {},
+    "llama-pro": {},
+}
+# Names of what LESA predicts.
+MATRICES = frozenset(
+    {
+        "q_proj", "k_proj", "v_proj", "qkv_proj", "o_proj", "dense", "gate_proj", "up_proj", "down_proj", "gate_up_proj", "fc1",
+        "fc2", "c_fc", "c_proj",
+    }
+)  # fmt: skip
+FUSING = ("avg-deus", "linear-combination", "lesa", "opt-deus")
+# Norms that multiply by 1 + weight and have biases; norms behind alone; fused projections; a feed-forward network of two
+# matrices; layers of several kinds; experts behind a dense layer; sinks; a mixer beside attention; buffers.
+SAMPLE = [
+    "nemotron",
+    "exaone4",
+    "phi3",
+    "starcoder2",
+    "qwen3_5_text",
+    "deepseek_v3",
+    "granite_swa",
+    "falcon_h1",
+    "apertus",
+    "gemma",
+]
+INFERRED = [model_type for model_type in TYPES if model_type not in FAMILIES]
+PRESENT = [model_type for model_type in SAMPLE if model_type in INFERRED]
+EVERYTHING = list(itertools.product(INFERRED, OPTIONS))
+
+of_all_methods = pytest.mark.parametrize(
+    ("model_type", "method"),
+    by_default([pair for first in (0, 5) for pair in taking_turns(PRESENT, OPTIONS, first=first)], EVERYTHING),
+)
+
+
+class Made(NamedTuple):
+    """A base, what a method made of the base, and the plan; nobody may change them."""
+
+    base: Path
+    output: Path
+    plan: Plan
+
+
+@pytest.fixture(scope="module")
+def base_of(tmp_path_factory):
+    """Save a tiny checkpoint of a type, once; nobody may change it."""
+
+    @cache
+    def saved(model_type: str) -> Path:
+        folder = tmp_path_factory.mktemp(f"base-{model_type}") / "base"
+        tiny_model(model_type).save_pretrained(folder)
+        return folder
+
+    return saved
+
+
+@pytest.fixture(scope="module")
+def make(base_of, tmp_path_factory):
+    """Upscale a tiny checkpoint of a type, once; skip what docs/families.md does not name."""
+
+    @cache
+    def made(model_type: str, method: str) -> Made:
+        if refusal_of(model_type) is not None or method not in methods_on_the_page(model_type):
+            pytest.skip("the method does not take the type, as docs/families.md says")
+        base, output = base_of(model_type), tmp_path_factory.mktemp("made") / f"{model_type}-{method}"
+        opened = open_base(base)
+        chosen = get_method(method)(parse_options(get_method(method).options_class, OPTIONS[method], method))
+        placement = None
+        try:
+            plan = chosen.plan(opened, None, None)
+        except RequestError as error:
+            assert "expected layers of one kind" in str(error) or "expected dense layers" in str(error)
+            placement = "1"
+            plan = chosen.plan(opened, None, placement)
+        try:
+            upscale(base=base, method=method, output=output, options=OPTIONS[method], placement=placement)
+        except RequestError as error:
+            assert "is the weight of a norm whose gain cannot be read" in str(error)
+            pytest.skip("a norm of the mixer reads a gate as well, so that only coefficients that add up to 1 will do")
+        return Made(base, output, plan)
+
+    return made
+
+
+def tokens() -> torch.Tensor:
+    """Return token ids `[2, 20]`, longer than the sliding windows."""
+    return torch.randint(3, 96, (2, 20), generator=torch.Generator().manual_seed(1))
+
+
+def layer_of(tensors: dict[str, torch.Tensor], index: int) -> dict[str, torch.Tensor]:
+    """Return the tensors of a layer by their name within the layer."""
+    prefix = f"model.layers.{index}."
+    return {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}
+
+
+def buffers_of(model: nn.Module) -> set[str]:
+    """Return the names within a layer of what a model holds and does not train."""
+    stored = model.state_dict().keys() - dict(model.named_parameters()).keys()
+    return {name.split(".", 3)[3] for name in stored if name.startswith("model.layers.")}
+
+
+@of_all_methods
+def test_layers_of_the_base_keep_every_bit_and_new_layers_are_of_the_kind_of_their_source(model_type, method, make):
+    made = make(model_type, method)
+    old, new = read_tensors(made.base), read_tensors(made.output)
+    for index, layer in enumerate(made.plan.layers):
+        source, copied = layer_of(old, made.plan.sources[index]), layer_of(new, index)
+        assert {name: t.shape for name, t in copied.items()} == {name: t.shape for name, t in source.items()}
+        if isinstance(layer, Base) and method != "slices":
+            assert all(same_bits(copied[name], source[name]) for name in source)
+    before, after = load(made.base), load(made.output)
+    assert type(after) is type(before) and after.config.model_type == model_type
+    settings = [[settings_of(layer) for layer in model.model.layers] for model in (before, after)]
+    assert change_of_settings(*settings, made.plan.sources) is None
+    with torch.no_grad():
+        expected, logits = before(tokens()).logits, after(tokens()).logits
+    assert torch.equal(logits, expected) if method in ("llama-pro", "opt-deus") else logits.isfinite().all()
+
+
+@pytest.mark.parametrize("model_type", by_default(PRESENT, INFERRED))
+def test_an_average_is_the_mean_of_each_tensor_and_a_buffer_that_of_the_next_layer(model_type, make):
+    made = make(model_type, "avg-deus")
+    old, new, buffers = read_tensors(made.base), read_tensors(made.output), buffers_of(load(made.base))
+    for index in made.plan.new_indices:
+        following, previous = (layer_of(old, source) for source in made.plan.layers[index].sources)
+        for name, tensor in layer_of(new, index).items():
+            mean = (previous[name].double() + following[name].double()) / 2
+            expected = following[name] if name in buffers - {"layer_scalar"} else mean.to(tensor.dtype)
+            assert same_bits(tensor, expected), name
+
+
+@pytest.mark.parametrize(
+    ("model_type", "method"),
+    by_default(
+        taking_turns(PRESENT, ["linear-combination", "slices"]),
+        itertools.product(INFERRED, ["linear-combination", "slices"]),
+    ),
+)
+def test_norms_are_combined_by_what_they_multiply_by_and_other_tensors_as_they_are(model_type, method, make):
+    made = make(model_type, method)
+    base, model = load(made.base), load(made.output)
+    coefficients = {"linear-combination": (1.0, 0.25), "slices": (0.5,)}[method]
+    for index, planned in enumerate(made.plan.layers):
+        if not isinstance(planned, New):
+            continue
+        sources = [base.model.layers[source] for source in planned.sources]
+        layer = model.model.layers[index]
+        for name, module in layer.named_modules():
+            originals = [source.get_submodule(name) for source in sources]
+            if "Norm" in type(module).__name__ and getattr(module, "weight", None) is not None:
+                hidden = torch.randn(3, module.weight.shape[0], generator=torch.Generator().manual_seed(2))
+                with torch.no_grad():
+                    terms = zip(coefficients, originals, strict=True)
+                    expected = sum(coefficient * original(hidden) for coefficient, original in terms)
+                    assert torch.allclose(module(hidden), expected, rtol=1e-4, atol=1e-5), name
+                continue
+            for own, parameter in module.named_parameters(recurse=False):
+                terms = zip(coefficients, originals, strict=True)
+                total = sum(coefficient * original.get_parameter(own).double() for coefficient, original in terms)
+                assert torch.equal(parameter, total.float()), f"{name}.{own}"
+            for own, buffer in module.named_buffers(recurse=False):
+                assert own == "layer_scalar" or torch.equal(buffer, originals[0].get_buffer(own)), f"{name}.{own}"
+
+
+@pytest.mark.parametrize("model_type", by_default(PRESENT[:5], INFERRED))
+def test_an_attenuated_copy_scales_what_writes_to_the_residual_stream_alone(model_type, make):
+    made = make(model_type, "attenuated-copy")
+    old, new = read_tensors(made.base), read_tensors(made.output)
+    for index in made.plan.new_indices:
+        source = layer_of(old, made.plan.sources[index])
+        scaled = {name for name, tensor in layer_of(new, index).items() if not same_bits(tensor, source[name])}
+        for name in scaled:
+            factors = [((layer_of(new, index)[name] + gain) / (source[name] + gain)).double() for gain in (0.0, 1.0)]
+            assert any(torch.allclose(each, torch.tensor(0.5).sqrt().double(), rtol=1e-4) for each in factors), name
+        modules = {
+            name.rsplit(".", 1)[0].rsplit(".", 1)[-1] if name.endswith(("weight", "bias")) else name for name in scaled
+        }
+        assert len(scaled) >= 2 and not modules & {
+            "q_proj",
+            "k_proj",
+            "v_proj",
+            "gate_proj",
+            "up_proj",
+            "input_layernorm",
+        }
+
+
+@pytest.mark.parametrize("model_type", by_default(PRESENT, INFERRED))
+def test_lesa_predicts_matrices_and_takes_norms_from_the_first_layer_and_the_rest_from_both_sides(model_type, make):
+    made = make(model_type, "lesa")
+    old, new, buffers = read_tensors(made.base), read_tensors(made.output), buffers_of(load(made.base))
+    for index in made.plan.new_indices:
+        following, previous = (layer_of(old, source) for source in made.plan.layers[index].sources)
+        predicted = 0
+        for name, tensor in layer_of(new, index).items():
+            mean = ((previous[name].double() + following[name].double()) / 2).to(tensor.dtype)
+            module = name.rpartition(".")[0]
+            if tensor.dim() == 2 and not MATRICES.isdisjoint(module.split(".")):
+                assert tensor.isfinite().all() and not same_bits(tensor, mean)
+                predicted += 1
+            elif "." not in module and "norm" in module:
+                assert same_bits(tensor, layer_of(old, 0)[name]), name
+            elif tensor.dim() < 2:
+                assert same_bits(tensor, following[name] if name in buffers else mean), name
+        assert predicted >= 4
+
+
+def test_a_repeated_layer_computes_what_its_source_computes_from_the_same_input(make):
+    """Run each layer of the base, in hooks, on what its copy read in the result."""
+    made = make("granite_swa", "solar")
+    base, model = load(made.base), load(made.output)
+    read: dict[int, torch.Tensor] = {}
+    gave: dict[int, torch.Tensor] = {}
+    for index, layer in enumerate(model.model.layers):
+        layer.register_forward_pre_hook(lambda _, inputs, index=index: read.update({index: inputs[0]}))
+        layer.register_forward_hook(lambda *call, index=index: gave.update({index: call[-1]}))
+    with torch.no_grad():
+        model(tokens())
+        for index, source in enumerate(made.plan.sources):
+            results = []
+            handles = [
+                base.model.layers[source].register_forward_pre_hook(lambda _, inputs, index=index: (read[index], *inputs[1:])),
+                base.model.layers[source].register_forward_hook(lambda *call, results=results: results.append(call[-1])),
+            ]  # fmt: skip
+            base(tokens())
+            assert torch.equal(results[0], gave[index])
+            for handle in handles:
+                handle.remove()
+
+
+EXPERTS = r"layer 0, whose feed-forward network is a mixture of experts; .* experts of one layer have no counterparts in another"
+
+
+@pytest.mark.parametrize(
+    ("model_type", "method", "message"),
+    [
+        *[("mixtral", method, EXPERTS.replace("layer 0", r"layer \d")) for method in FUSING],
+        ("qwen3_5_text", "avg-deus", "layers 3 and 2, which differ in .*; expected .* Pass --set neighbours=same_type"),
+        ("lfm2", "linear-combination", "expected layers of one kind. Choose another placement. Or choose llama-pro, solar"),
+        ("qwen3_5_text", "lesa", "layers 0 and 3, which differ in .*; expected layers of one kind. lesa learns from all layers"),
+        ("persimmon", "opt-deus", r"no key of its own that is known \(self_attn.query_key_value.weight stacks several projections\)"),
+        ("youtu", "lesa", "has no key of its own that is known; lesa needs it"),
+        ("falcon_h1", "opt-deus", r"several matrices of the role output_projection \(mamba.out_proj.*, self_attn.o_proj.weight\)"),
+        ("inkling2_text", "llama-pro", "has no down of its own that is known; llama-pro fills it with zeros. Choose solar or slices"),
+        ("diffllama", "solar", "compute otherwise at another index or among more layers: layer 3 has self_attn.lambda_init = 0.55"),
+        ("minicpm3", "solar", "among more layers: layer 0 has residual_scale = 0.57.* and its source, layer 0, 0.7. Choose a method"),
+        ("jamba", "solar", "the layers of 'jamba' differ, and a new layer gets another kind than its source has"),
+        ("gemma4_text", "solar", "the layers of 'gemma4_text' differ, .*embed_tokens_per_layer.weight is"),
+    ],
+)  # fmt: skip
+def test_what_a_method_cannot_make_is_refused_with_the_reason(
+    model_type, method, message, base_of, command, tmp_path, refused
+):
+    outcome = command("--base", base_of(model_type), "--method", method, "--output", tmp_path / "out")
+    refused(outcome, message)
+
+
+def test_layers_that_the_config_describes_differently_are_fused_with_a_warning(base_of, command, tmp_path):
+    outcome = command("--base", base_of("smollm3"), "--method", "avg-deus", "--output", tmp_path / "out")
+    assert outcome.status == 0 and (
+        "new layer 4 fuses layers that the config describes differently (no_rope_layers 0, full_attention and no_rope_layers 1, "
+        "full_attention). Pass neighbours=same_type to avoid it."
+    ) in " ".join(outcome.err.split())
+
+
+def test_a_scale_of_a_norm_whose_gain_cannot_be_read_is_refused(base_of, tmp_path):
+    request = {"base": base_of("qwen3_5_text"), "method": "linear-combination", "placement": "1"}
+    with pytest.raises(
+        RequestError, match=r"linear_attn.norm.weight would be scaled by 1.25, but it is the weight of a norm"
+    ):
+        upscale(**request, output=tmp_path / "out", options=OPTIONS["linear-combination"])
+    assert upscale(**request, output=tmp_path / "out").new_layer_indices == [1]
+
+
+def test_heads_with_more_than_queries_keys_and_values_are_not_matched(base_of, tmp_path):
+    request = {"method": "opt-deus", "output": tmp_path / "out", "options": {"head_aware": True}}
+    with pytest.raises(
+        RequestError, match=r"head_aware is true, but the attention of base layer 2 has self_attn.sinks, whose rows"
+    ):
+        upscale(base=base_of("granite_swa"), **request)
+    assert upscale(base=base_of("olmo3"), **request).identity.max_abs_diff == 0.0
+
+
+@pytest.mark.parametrize("verify", [None, False])
+def test_layers_that_read_what_earlier_layers_left_are_compared_where_they_stand(verify, base_of, tmp_path):
+    """Compare each layer with its source on the whole model, since no setting of a layer shows what else the layer reads."""
+    request = {"base": base_of("zaya"), "method": "solar", "output": tmp_path / "out", "verify": verify}
+    if verify is False:
+        assert upscale(**request).num_layers == 6
+        return
+    with pytest.raises(
+        VerificationError,
+        match=r"layer \d \(base \d.*\) computes otherwise than base layer \d, .* cannot move",
+    ):
+        upscale(**request)
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("model_type", "method", "placement", "expected"),
+    [
+        ("smollm3", "solar", None, {"no_rope_layers": [1, 1, 1, 1, 1, 0]}),
+        ("deepseek_v3", "llama-pro", "0", {"first_k_dense_replace": 2}),
+        ("deepseek_v3", "llama-pro", "2", {"first_k_dense_replace": 1}),
+        ("ernie4_5_moe", "llama-pro", "0,5", {"moe_layer_start_index": 2, "moe_layer_end_index": 5}),
+        ("bamba", "llama-pro", "0,5", {"attn_layer_indices": [4, 5]}),
+        ("glm_moe_dsa", "llama-pro", "0", {"indexer_types": ["full"] * 5}),
+    ],
+)  # fmt: skip
+def test_what_the_config_says_of_layers_follows_them(model_type, method, placement, expected, tmp_path):
+    tiny_model(model_type).save_pretrained(tmp_path / "base")
+    if "no_rope_layers" in expected:  # which follow from the index where config.json does not list them
+        edit_config(tmp_path / "base", no_rope_layers=...)
+    upscale(base=tmp_path / "base", method=method, output=tmp_path / "out", placement=placement)
+    config = config_of(tmp_path / "out")
+    assert {key: config[key] for key in expected} == expected
+
+
+def test_dense_layers_that_no_count_describes_are_refused(tmp_path):
+    """Refuse to repeat two dense layers among experts: the config only counts the dense layers in front."""
+    tiny_model("deepseek_v3", first_k_dense_replace=2).save_pretrained(tmp_path / "base")
+    with pytest.raises(RequestError, match="the layers of 'deepseek_v3' differ, and a new layer gets another kind"):
+        upscale(base=tmp_path / "base", method="solar", output=tmp_path / "out")
+
+
+def test_settings_of_layers_follow_and_a_number_that_scales_a_layer_does_not_scale_its_copy(tmp_path):
+    base = tmp_path / "base"
+    tiny_model("gemma4_unified_text").save_pretrained(base)
+    scaled = {name: tensor * (0.7 if "layer_scalar" in name else 1) for name, tensor in read_tensors(base).items()}
+    write_tensors(base, scaled)
+    report = upscale(base=base, method="llama-pro", output=tmp_path / "out")
+    assert report.identity.max_abs_diff == 0.0
+    own, followed = (config_of(folder)["per_layer_config"] for folder in (base, tmp_path / "out"))
+    assert own.keys() == {"3"} and followed == {"4": own["3"], "5": own["3"]}
+    new = read_tensors(tmp_path / "out")
+    assert [round(new[f"model.layers.{index}.layer_scalar"].item(), 3) for index in range(6)] == [
+        0.7,
+        0.7,
+        1,
+        0.7,
+        0.7,
+        1,
+    ]
+
+
+@pytest.mark.parametrize(
+    ("model_type", "path", "offset"),
+    [
+        ("ernie4_5", "input_layernorm", 0.0),
+        ("starcoder2", "input_layernorm", 0.0),
+        ("gemma", "input_layernorm", 1.0),
+        ("nemotron", "post_attention_layernorm", 1.0),
+        ("qwen3_5_text", "input_layernorm", 1.0),
+        ("qwen3_5_text", "linear_attn.norm", None),
+    ],
+)
+def test_what_a_norm_multiplies_by_is_read_from_what_it_computes(model_type, path, offset):
+    norm = tiny_model(model_type).model.layers[0].get_submodule(path)
+    before = {name: parameter.clone() for name, parameter in norm.named_parameters()}
+    assert gain_offset(norm) == offset
+    assert all(torch.equal(parameter, before[name]) for name, parameter in norm.named_parameters())
+
+
+def test_settings_but_the_index_and_the_number_of_layers_are_compared():
+    def settings(index: int, number: int, window: int | None) -> dict[str, Any]:
+        return {"layer_idx": index, "num_hidden_layers": number, "window": window}
+
+    base = [settings(index, 3, [8, None, 8][index]) for index in range(3)]
+    plan = [0, 1, 1, 2]
+    moved = [settings(index, 4, [8, None, None, 8][index]) for index in range(4)]
+    assert change_of_settings(base, moved, plan) is None
+    moved[2]["window"] = 8
+    assert change_of_settings(base, moved, plan) == "layer 2 has window = 8 and its source, layer 1, None"
+
+
+@pytest.mark.parametrize(
+    ("model_type", "name", "expected"),
+    [
+        ("phi3", "self_attn.qkv_proj.weight", [("query", 32), ("key", 16), ("value", 16)]),
+        ("phi3", "mlp.gate_up_proj.weight", [("gate", 48), ("up", 48)]),
+        ("phi4_multimodal", "mlp.gate_up_proj.weight", [("gate", 48), ("up", 48)]),
+        ("modernbert-decoder", "mlp.Wi.weight", [("gate", 48), ("up", 48)]),
+        ("moshi", "mlp.fc1.weight", [("gate", 48), ("up", 48)]),
+        ("persimmon", "self_attn.query_key_value.weight", []),
+        ("qwen3_5_text", "self_attn.q_proj.weight", []),
+        ("minimax", "self_attn.qkv_proj.weight", []),
+    ],
+)
+def test_the_order_of_stacked_projections_is_read_from_what_the_layer_computes(model_type, name, expected, base_of):
+    base = open_base(base_of(model_type))
+    layers = [base.family.layer_tensors(base.config, layer) for layer in range(base.num_layers)]
+    stacked = [tensors[name].parts for tensors in layers if name in tensors]
+    assert stacked and all(parts == tuple(expected) for parts in stacked)
+
+
+@pytest.mark.parametrize(("first", "expected"), [("gate", ("gate", "up")), ("up", ("up", "gate")), ("neither", ())])
+def test_either_half_of_a_stacked_projection_may_be_the_gate(first, expected, monkeypatch):
+    class Network(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.stacked, self.down = nn.Linear(8, 12), nn.Linear(6, 8)
+
+        def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+            halves = self.stacked(hidden).chunk(2, dim=-1)
+            gate, up = halves if first == "gate" else halves[::-1]
+            return self.down(nn.functional.silu(gate) * (up.tanh() if first == "neither" else up))
+
+    monkeypatch.setattr("upscalers.architecture.stacked_rows.tiny_model", lambda model_type: nn.Sequential(Network()))
+    assert gate_and_up(first, "Network", "stacked", "down") == expected
+
+
+def test_stacked_projections_are_fused_as_those_that_stand_apart(base_of, tmp_path):
+    """Split the projections of a Phi-3, as Llama has them, and compare the results of optimal transport."""
+    apart = tmp_path / "apart"
+    tiny_model("llama").save_pretrained(apart)
+    split: dict[str, torch.Tensor] = {}
+    for name, tensor in read_tensors(base_of("phi3")).items():
+        into = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
+        module = name.split(".")[-2]
+        names = [name.replace(module, part) for part in into.get(module, (module,))]
+        rows = {3: [32, 16, 16], 2: [48, 48], 1: [len(tensor)]}[len(names)]
+        split |= {part: values.clone() for part, values in zip(names, tensor.split(rows), strict=True)}
+    assert split.keys() == read_tensors(apart).keys()
+    write_tensors(apart, split)
+    for base, output in ((base_of("phi3"), "one"), (apart, "other")):
+        upscale(base=base, method="opt-deus", output=tmp_path / output, options={"identity": "none"})
+    one, other = (read_tensors(tmp_path / output) for output in ("one", "other"))
+    for index in range(6):
+        layer, parts = layer_of(one, index), layer_of(other, index)
+        for name, of in (
+            ("self_attn.qkv_proj", ["q_proj", "k_proj", "v_proj"]),
+            ("mlp.gate_up_proj", ["gate_proj", "up_proj"]),
+        ):
+            joined = torch.cat([parts[f"{name.partition('.')[0]}.{part}.weight"] for part in of])
+            assert torch.equal(layer[f"{name}.weight"], joined), (index, name)
+        assert torch.equal(layer["mlp.down_proj.weight"], parts["mlp.down_proj.weight"])
+
+
+def test_each_of_the_stacked_projections_is_predicted_on_its_own(base_of, tmp_path):
+    """Change the values of a base: nothing that is predicted of queries and keys may change."""
+    tensors = read_tensors(base_of("phi3"))
+    tiny_model("phi3").save_pretrained(tmp_path / "changed")
+    for name in (name for name in tensors if "qkv_proj" in name):
+        tensors[name][48:] *= 2
+    write_tensors(tmp_path / "changed", tensors)
+    made = []
+    for base in (base_of("phi3"), tmp_path / "changed"):
+        upscale(base=base, method="lesa", output=tmp_path / f"out-{len(made)}", options=OPTIONS["lesa"])
+        made.append(read_tensors(tmp_path / f"out-{len(made)}")["model.layers.2.self_attn.qkv_proj.weight"])
+    assert torch.equal(made[0][:48], made[1][:48]) and not torch.allclose(made[0][48:], made[1][48:])

@@ -1,0 +1,478 @@
+"""Attached memories are upscaled onto types that no table describes: exactly, back again, on one another, and without the package."""
+
+import itertools
+import json
+from functools import cache
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from models.fresh_process import run_python
+from models.test_every_type import TYPES, refusal_of
+from pairs import by_default, taking_turns, wanted_by_tests
+
+from midus_hf.models.architecture import architecture_of
+from midus_hf.models.families import HEADS
+from midus_hf.models.proof import prove, with_more_heads
+from midus_hf.models.tiny import tiny_model
+from midus_hf.training.optim.freezing import set_trainable
+from scripts.families import methods_on_the_page
+from tests.upscalers.checkpoints import (
+    config_of,
+    edit_config,
+    file_digests,
+    load,
+    same_bits,
+    same_tensors,
+)
+from tests.upscalers.methods import SMALL_CHAPTERS, SMALL_TABLES, SMALL_TREE, memory_ids, trained
+from upscalers.architecture.families import FAMILIES, family_of
+from upscalers.architecture.inferred import InferredFamily
+from upscalers.record.report import UpscaleReport
+from upscalers.request.errors import RequestError, VerificationError
+from upscalers.runs.inspection import inspect_checkpoint
+from upscalers.runs.strip import strip
+from upscalers.runs.upscale import upscale
+
+# In an order in which methods and the types of SAMPLE, in turn, fit.
+OPTIONS: dict[str, dict[str, Any]] = {
+    "moc": SMALL_CHAPTERS,
+    "ultramem-v2": SMALL_TABLES,
+    "midus-hml": {"n": 8, "k": 3},
+    "moda": {},
+    "hier-kv": SMALL_TREE,
+    "hier-ffn": SMALL_TREE,
+    "hier-lora-ffn": SMALL_TREE,
+    "hier-lora-vo": SMALL_TREE,
+    "midus-pkm": {"n": 8, "k": 3},
+    "hier-lora-qk": SMALL_TREE,
+    "midus-linear": {"slots": 16, "k": 3},
+}
+# What is proven for a method: its memory's site, or its memory's type inside a part.
+WIRINGS = {
+    "moc": "behind-attention",
+    "ultramem-v2": "beside-ffn",
+    "hier-ffn": "beside-ffn",
+    **{name: name for name in ("hier-kv", "hier-lora-qk", "hier-lora-vo", "hier-lora-ffn")},
+    "moda": "depth-attention",
+}
+# Linear attention, shared keys and values, experts in two layouts, a parallel layer, fused projections, latent attention, Mamba.
+SAMPLE = ["qwen3_5_text", "gemma4_text", "gpt_oss", "mixtral", "cohere", "phi3", "deepseek_v3", "bamba"]
+INFERRED = [model_type for model_type in TYPES if model_type not in FAMILIES]
+PRESENT = [model_type for model_type in SAMPLE if model_type in INFERRED]
+
+# Each method on one type, and depth attention where some layers do not rotate queries and keys.
+IN_TURN = [(model_type, method) for method, model_type in taking_turns(OPTIONS, PRESENT)] if PRESENT else []
+IN_TURN += [("smollm3", "moda")] if "smollm3" in INFERRED else []
+
+of_all_methods = pytest.mark.parametrize(
+    ("model_type", "method"),
+    by_default(
+        dict.fromkeys([*itertools.product(PRESENT, ["moc", "hier-kv", "midus-hml"]), *IN_TURN]),
+        itertools.product(INFERRED, OPTIONS),
+    ),
+)
+of_methods_in_turn = pytest.mark.parametrize(
+    ("model_type", "method"), by_default(IN_TURN, itertools.product(INFERRED, OPTIONS))
+)
+# Methods whose models hold what is new. Blocks lie in a bank.
+TRAINED = ["moda", "moc", "ultramem-v2"]
+of_types = pytest.mark.parametrize("model_type", by_default(PRESENT, INFERRED))
+
+
+class Made(NamedTuple):
+    """A base, what a method made of the base, and the report; nobody may change them."""
+
+    base: Path
+    output: Path
+    report: UpscaleReport
+
+
+def tokens() -> torch.Tensor:
+    """Return token ids `[2, 20]`, longer than the sliding windows."""
+    return torch.randint(3, 96, (2, 20), generator=torch.Generator().manual_seed(1))
+
+
+def options_of(model_type: str, method: str) -> dict[str, Any]:
+    """Return small options of a method, with a site that the type has."""
+    adds = all(parts.adds_mixer for parts in architecture_of(model_type).layers.values())
+    return {**OPTIONS[method], **({"site": "behind-layer"} if method == "moc" and not adds else {})}
+
+
+@pytest.fixture(scope="module")
+def make(tmp_path_factory):
+    """Upscale a tiny checkpoint of a type, once; skip what the type's layers have no part for."""
+
+    @cache
+    def base_of(model_type: str, method: str = "") -> Path:
+        folder = tmp_path_factory.mktemp(f"base-{model_type}")
+        tiny_model(model_type, **(with_more_heads(model_type) if method == "moda" else {})).save_pretrained(folder)
+        return folder
+
+    @cache
+    def made(model_type: str, method: str) -> Made:
+        if refusal_of(model_type) is not None:
+            pytest.skip("the type is refused, as tests/models/test_every_type.py says")
+        options = options_of(model_type, method)
+        try:
+            prove(model_type, options.get("site", WIRINGS.get(method, "inserted")))
+        except ValueError:
+            pytest.skip("the type's layers have no part for the memory, as tests/models/test_every_type.py says")
+        base, output = (
+            base_of(model_type, method if method == "moda" else ""),
+            tmp_path_factory.mktemp("made") / f"{model_type.replace('-', '_')}_{method}",
+        )
+        before = file_digests(base)
+        if method not in methods_on_the_page(model_type):
+            pytest.skip("the method does not take the type, as docs/families.md says")
+        report = upscale(base=base, output=output, method=method, options=options)
+        assert file_digests(base) == before
+        return Made(base, output, report)
+
+    return made
+
+
+@of_all_methods
+def test_the_result_computes_and_generates_what_the_base_computes(model_type, method, make):
+    made = make(model_type, method)
+    base, model = load(made.base), load(made.output)
+    assert made.report.promises_identity and made.report.identity.max_abs_diff == 0.0
+    assert type(model).__name__ == f"Midus{type(base).__name__}" and model.config.model_type == f"midus_{model_type}"
+    settings = {"max_new_tokens": 5, "do_sample": False, "use_cache": True, "pad_token_id": 0}
+    with torch.no_grad():
+        expected = base(tokens()).logits
+        assert torch.equal(model(tokens()).logits, expected)
+        assert torch.equal(model(tokens(), **memory_ids(model)).logits, expected)
+    assert torch.equal(model.generate(tokens(), **settings), base.generate(tokens(), **settings))
+
+
+@of_methods_in_turn
+def test_a_head_on_the_result_is_the_head_on_the_base(model_type, method, make):
+    """Compare each head that the type has; its own tensors are all that the checkpoint of the language model lacks."""
+    made = make(model_type, method)
+    kinds = load(made.output).config.head_kinds
+    if not kinds:
+        pytest.skip("transformers has no heads of the type")
+    for kind in kinds:
+        heads, lacking = [], []
+        for folder in (made.base, made.output):
+            torch.manual_seed(3)
+            settings = {"num_labels": 2, "pad_token_id": 0, "output_loading_info": True}
+            head, info = HEADS[kind][0].from_pretrained(folder, **settings)
+            heads.append(head.eval())
+            lacking.append(set(info["missing_keys"]))
+        base, head = heads
+        assert lacking[1] and not [name for name in lacking[1] if name.startswith("model.")]
+        if lacking[0] != lacking[1]:  # the family's class for question answering starts with a stack of its own
+            assert kind == "ForQuestionAnswering"
+            base.transformer.load_state_dict(load(made.base).model.state_dict())
+            base.qa_outputs.load_state_dict(head.qa_outputs.state_dict())
+        with torch.no_grad():
+            expected, found = base(tokens()), head(tokens())
+        keys = ("start_logits", "end_logits") if kind == "ForQuestionAnswering" else ("logits",)
+        assert all(torch.equal(found[key], expected[key]) for key in keys)
+
+
+@of_methods_in_turn
+def test_strip_gives_the_base_back_byte_for_byte(model_type, method, make, tmp_path):
+    made = make(model_type, method)
+    result = strip(made.output, tmp_path / "stripped")
+    assert result["base_confirmed"] is True and result["differing_tensors"] == 0
+    assert same_tensors(made.base, tmp_path / "stripped") and config_of(made.base) == config_of(tmp_path / "stripped")
+
+
+@of_methods_in_turn
+def test_inspect_says_what_was_added(model_type, method, make):
+    made = make(model_type, method)
+    seen, model = inspect_checkpoint(made.output), load(made.output)
+    assert (seen["method"], seen["model_type"]) == (method, f"midus_{model_type}")
+    assert seen["code"]["as_generated"] is True
+    assert seen["parameters"]["total"] == made.report.parameters.total == sum(p.numel() for p in model.parameters())
+
+
+@pytest.mark.parametrize(
+    ("model_type", "method"),
+    by_default(taking_turns(PRESENT, TRAINED), itertools.product(INFERRED, TRAINED)),
+)
+def test_two_steps_of_training_change_what_is_new_alone(model_type, method, make):
+    model = load(make(model_type, method).output)
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    set_trainable(model)
+    optimizer = torch.optim.AdamW([parameter for parameter in model.parameters() if parameter.requires_grad], lr=1e-2)
+    model.train()
+    for _ in range(2):
+        loss = model(input_ids=tokens(), labels=tokens(), use_cache=False).loss
+        assert loss.isfinite()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    changed = {name for name, tensor in model.state_dict().items() if not same_bits(tensor, before[name])}
+    assert changed and all(".memories." in name or ".memory_tables." in name for name in changed)
+
+
+@of_types
+def test_a_second_memory_is_put_on_a_trained_one(model_type, make, tmp_path):
+    once = trained(make(model_type, "ultramem-v2").output, tmp_path / "trained")
+    options = options_of(model_type, "moc")
+    upscale(base=once, output=tmp_path / "twice", method="moc", options=options)
+    base, first, second = (load(folder) for folder in (make(model_type, "ultramem-v2").base, once, tmp_path / "twice"))
+    with torch.no_grad():
+        assert torch.equal(second(tokens()).logits, first(tokens()).logits)
+        assert not torch.allclose(first(tokens()).logits, base(tokens()).logits)
+    strip(tmp_path / "twice", tmp_path / "stripped")
+    assert same_tensors(tmp_path / "stripped", once)
+
+
+_LOAD = """
+import json
+from transformers import AutoConfig, AutoModelForCausalLM
+
+findings = {}
+for name in ("midus_hf", "upscalers"):
+    try:
+        __import__(name)
+    except ImportError as error:
+        findings[name] = type(error).__name__
+for name in json.load(open("names.json")):
+    tokens, ids, born, acting = torch.load(f"{name}.pt")
+    inputs = {} if ids is None else {"memory_ids": ids}
+    with torch.no_grad():
+        model = AutoModelForCausalLM.from_pretrained(name, trust_remote_code=True).eval()
+        trained = AutoModelForCausalLM.from_pretrained(f"{name}_trained", trust_remote_code=True).eval()
+        again = trained(tokens, **inputs).logits
+        findings[name] = {
+            "module": type(model).__module__.partition(".")[0],
+            "born": torch.equal(model(tokens).logits, born),
+            "acting": torch.allclose(again, acting, rtol=1e-4, atol=1e-5),
+        }
+        trained.save_pretrained(f"{name}_again")
+        saved = AutoModelForCausalLM.from_pretrained(f"{name}_again", trust_remote_code=True).eval()
+        findings[name]["saved again"] = ids is not None or torch.equal(saved(tokens).logits, again)
+print(json.dumps(findings))
+"""
+
+
+@pytest.fixture(scope="module")
+def without_the_package(request, make, tmp_path_factory) -> dict[str, Any]:
+    """Load checkpoints of the tests in a process that can import nothing of this project; return what is found there."""
+    folder, names = tmp_path_factory.mktemp("elsewhere"), []
+    for model_type, method in wanted_by_tests(request, "model_type", "method"):
+        try:
+            made = make(model_type, method)
+        except pytest.skip.Exception:
+            continue
+        name = made.output.name.replace("-", "_")
+        (folder / name).symlink_to(made.output)
+        acting = load(trained(made.output, folder / f"{name}_trained"))
+        ids = memory_ids(acting)
+        with torch.no_grad():
+            logits = acting(tokens(), **ids).logits
+            torch.save(
+                (tokens(), ids.get("memory_ids"), load(made.base)(tokens()).logits, logits), folder / f"{name}.pt"
+            )
+        names.append(name)
+    (folder / "names.json").write_text(json.dumps(names))
+    return json.loads(run_python(_LOAD, folder, package_present=False).splitlines()[-1])
+
+
+@of_methods_in_turn
+def test_the_result_loads_where_the_package_is_not_installed(model_type, method, make, without_the_package):
+    name = make(model_type, method).output.name.replace("-", "_")
+    assert without_the_package["midus_hf"] == without_the_package["upscalers"] == "ModuleNotFoundError"
+    assert without_the_package[name] == {
+        "module": "transformers_modules",
+        "born": True,
+        "acting": True,
+        "saved again": True,
+    }
+
+
+@pytest.mark.parametrize("model_type", INFERRED)
+def test_a_type_that_is_not_hosted_is_refused_with_the_reason(model_type):
+    refusal = refusal_of(model_type)
+    if refusal is None:
+        assert isinstance(family_of({"model_type": model_type}), InferredFamily)
+        return
+    with pytest.raises(RequestError) as refused:
+        family_of({"model_type": model_type})
+    assert str(refused.value) == f"model_type {model_type!r} is not supported: {refusal}"
+
+
+@pytest.fixture(scope="module")
+def mixtral(tmp_path_factory) -> Path:
+    """Save a tiny Mixtral; nobody may change it."""
+    folder = tmp_path_factory.mktemp("mixtral") / "base"
+    tiny_model("mixtral").save_pretrained(folder)
+    return folder
+
+
+@of_types
+def test_copies_of_layers_are_the_identity_or_nothing_is_written(model_type, tmp_path):
+    """Compare copies with the base, but for types whose layers follow from their index or have gates of their own."""
+    if refusal_of(model_type) is not None:
+        pytest.skip("the type is refused, as tests/models/test_every_type.py says")
+    tiny_model(model_type).save_pretrained(tmp_path / "base")
+    try:
+        report = upscale(base=tmp_path / "base", output=tmp_path / "out", method="llama-pro")
+    except (RequestError, VerificationError):
+        assert model_type not in ("qwen3_5_text", "gpt_oss", "mixtral", "cohere", "phi3", "deepseek_v3")
+        assert not (tmp_path / "out").exists()
+        return
+    assert report.identity.max_abs_diff == 0.0 and report.model_type == model_type
+    base, deeper = load(tmp_path / "base"), load(tmp_path / "out")
+    with torch.no_grad():
+        assert torch.equal(deeper(tokens()).logits, base(tokens()).logits)
+    assert strip(tmp_path / "out", tmp_path / "stripped")["base_confirmed"] is True
+
+
+@pytest.mark.parametrize(
+    ("model_type", "method", "message"),
+    [
+        ("mixtral", "hier-lora-ffn", r"every layer of 'mixtral' has no part for a memory at the site 'inside-ffn'"),
+        ("qwen3_5_text", "hier-lora-qk", r"every layer of 'qwen3_5_text' has no part for a memory at the site 'inside-attention'"),
+        ("gpt_oss", "moda", r"gpt_oss: logits of a memory depth-attention at inside-attention and of hooks that state what it "
+         r"computes differ by up to \S+; expected at most \S+\."),
+    ],
+)  # fmt: skip
+def test_a_memory_inside_a_part_that_a_type_does_not_have_is_refused(
+    model_type, method, message, command, tmp_path, refused
+):
+    """Refuse memories in experts, in a query projection that also holds gates, and over the depth beside sinks."""
+    tiny_model(model_type).save_pretrained(tmp_path / "base")
+    outcome = command("--base", tmp_path / "base", "--method", method, "--output", tmp_path / "out")
+    refused(
+        outcome,
+        rf"model_type '{model_type}' cannot host a memory of type '\S+' at the site 'inside-\w+': {message}.* Pass --set site=\.\.\. "
+        r"if the method has another site, or choose another method: docs/families\.md says which methods take the type\.",
+        left=["base"],
+    )
+
+
+def test_a_memory_inside_attention_is_in_the_layers_that_have_attention(command, tmp_path, refused):
+    tiny_model("qwen3_5_text").save_pretrained(tmp_path / "base")
+    request = ["--base", tmp_path / "base", "--method", "hier-kv", "--output", tmp_path / "out"]
+    outcome = command(*request, "--set", "layers=[0]")
+    refused(outcome, r"layers is \[0\]; expected .* of the base that have the projections: 3\.", left=["base"])
+    assert command(*request, "--set", "sizes=[3]", "--set", "branching=3").status == 0
+    assert config_of(tmp_path / "out")["memory"][0]["layers"] == [3]
+
+
+def test_projections_of_other_widths_than_the_memory_has_are_refused(command, tmp_path, refused):
+    """Give values another width than keys, which the tiny model of the proof does not."""
+    tiny_model("mimo_v2_flash", v_head_dim=4, head_dim=8).save_pretrained(tmp_path / "base")
+    outcome = command("--base", tmp_path / "base", "--method", "hier-kv", "--output", tmp_path / "out")
+    refused(outcome, r"no layer of the base has the projections that hier-kv needs; expected key from 32 to 16, value from 32 to 16, "
+            r"output_projection from 32 to 32, as config\.json says\. Choose another method\.", left=["base"])  # fmt: skip
+
+
+def test_a_site_that_layers_have_no_part_for_is_refused_and_another_one_is_not(command, tmp_path, refused):
+    tiny_model("cohere").save_pretrained(tmp_path / "base")
+    request = [
+        "--base",
+        tmp_path / "base",
+        "--method",
+        "moc",
+        "--output",
+        tmp_path / "out",
+        "--set",
+        "chapters=8",
+        "--set",
+        "k=2",
+    ]
+    message = "model_type 'cohere' cannot host a memory of type 'chapters' at the site 'behind-attention': layer 0 of class Cohere"
+    refused(command(*request), message, left=["base"])
+    assert command(*request, "--set", "memory_tokens=16", "--set", "site=behind-layer").status == 0
+
+
+def test_the_command_says_that_the_type_was_proven(mixtral, command, tmp_path):
+    outcome = command(
+        "--base", mixtral, "--method", "ultramem-v2", "--set", "n=8", "--set", "k=4", "--output", tmp_path / "out"
+    )
+    said = " ".join((outcome.out + outcome.err).split())
+    assert outcome.status == 0
+    assert (
+        "mixtral was read from the model that transformers builds, and proven on a tiny random model: equal bits at birth"
+        in said
+    )
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"num_attention_heads": "four"}, "transformers cannot build the model that config.json describes"),
+        ({"hidden_act": "gelo"}, "'gelo'"),
+        ({"model_type": "mixtrel"}, r"'mixtrel' is no causal language model of transformers \S+; expected one\. Install a newer"),
+        ({"quantization_config": {"quant_method": "mxfp4"}}, r"the base is quantised \(quantization_config: mxfp4\)"),
+        ({"num_hidden_layers": 5}, "the base lacks"),
+        ({"num_local_experts": 3}, "the base"),
+    ],
+)  # fmt: skip
+def test_a_checkpoint_that_is_not_what_its_config_says_is_refused(changes, message, command, tmp_path, refused):
+    tiny_model("mixtral").save_pretrained(tmp_path / "base")
+    edit_config(tmp_path / "base", **changes)
+    outcome = command("--base", tmp_path / "base", "--method", "ultramem-v2", "--output", tmp_path / "out")
+    refused(outcome, message, left=["base"])
+
+
+def test_a_copy_of_a_layer_whose_kind_follows_from_its_index_is_refused(command, tmp_path_factory, tmp_path, refused):
+    base = tmp_path_factory.mktemp("jamba") / "base"
+    tiny_model("jamba").save_pretrained(base)
+    outcome = command("--base", base, "--method", "llama-pro", "--output", tmp_path / "out")
+    refused(
+        outcome,
+        r"the layers of 'jamba' differ, and a new layer gets another kind than its source has \(.*\)\. Choose a ",
+    )
+
+
+def test_a_comparison_that_holds_a_whole_model_is_refused_where_the_memory_does_not_suffice(
+    mixtral, tmp_path, monkeypatch
+):
+    """Count all weights of a type whose experts are converted, since the model is not streamed."""
+    num_bytes = sum(file.stat().st_size for file in mixtral.glob("*.safetensors"))
+    monkeypatch.setattr("upscalers.runs.verify.comparison_bytes", lambda *arguments: 0)
+    monkeypatch.setattr("upscalers.runs.job.available_bytes", lambda: num_bytes // 2)
+    request = {"base": mixtral, "method": "ultramem-v2", "options": SMALL_TABLES, "output": tmp_path / "out"}
+    with pytest.raises(
+        RequestError, match=r"comparing both models layer by layer takes .* GB of memory, but .* GB is free"
+    ):
+        upscale(**request, verify=True)
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_dry_run_prices_a_type_that_no_table_describes(mixtral, command, tmp_path):
+    priced = command(
+        "--base", mixtral, "--method", "ultramem-v2", "--set", "n=8", "--set", "k=4", "--dry-run", "--json"
+    ).json()
+    made = upscale(base=mixtral, output=tmp_path / "out", method="ultramem-v2", options=SMALL_TABLES)
+    assert priced["parameters"]["total"] == made.parameters.total
+    model = load(tmp_path / "out")
+    assert sum(parameter.numel() for parameter in model.parameters()) == made.parameters.total
+
+
+@pytest.mark.parametrize(
+    ("model_type", "method", "reason"),
+    [
+        ("mixtral", "moc", "transformers converts its tensors when it loads them"),
+        ("gemma4_text", "moc", "transformers cannot run a layer of this config"),
+        ("cohere", "moc", None),
+    ],
+)
+def test_without_the_comparison_it_says_whether_layers_were_checked(model_type, method, reason, command, tmp_path):
+    tiny_model(model_type).save_pretrained(tmp_path / "base")
+    request = ["--base", tmp_path / "base", "--method", method, "--output", tmp_path / "out", "--no-verify"]
+    settings = {**OPTIONS[method], "site": "behind-layer"}
+    outcome = command(*request, *(part for key, value in settings.items() for part in ("--set", f"{key}={value}")))
+    assert outcome.status == 0
+    checked = json.loads((tmp_path / "out" / "upscale.json").read_text())["identity"]["checked"]
+    assert checked == ("blocks" if reason is None else None)
+    warning = f"layers of '{model_type}' cannot be run one by one ({reason}"
+    assert reason is None or warning in " ".join(outcome.err.split())
+
+
+def test_a_block_without_output_projection_is_loaded_by_a_family_that_draws_this_projection(tmp_path):
+    tiny_model("nanochat").save_pretrained(tmp_path / "base")
+    upscale(base=tmp_path / "base", method="midus-hml", options=OPTIONS["midus-hml"], output=tmp_path / "out")
+    ids = torch.arange(3, 12)[None]
+    with torch.no_grad():
+        assert torch.equal(load(tmp_path / "out")(ids).logits, load(tmp_path / "base")(ids).logits)

@@ -1,0 +1,286 @@
+"""Language models within models that read pictures: changed in place, while everything else is carried byte for byte."""
+
+import itertools
+import json
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from larger import TYPES, larger_model, picture_with_text
+from models.fresh_process import run_python
+from pairs import by_default, taking_turns
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
+
+from midus_hf.memory.declared_module import DeclaredModule
+from midus_hf.models.larger_families import LARGER_FAMILIES
+from midus_hf.saved_models import load_model
+from midus_hf.training.optim.freezing import set_trainable
+from tests.upscalers.checkpoints import file_digests
+from tests.upscalers.methods import SMALL_CHAPTERS, SMALL_TABLES
+from upscalers.checkpoint.safetensors_format import read_header
+from upscalers.request.errors import RequestError
+from upscalers.runs.extract import extract
+from upscalers.runs.inspection import inspect_checkpoint
+from upscalers.runs.strip import strip
+from upscalers.runs.upscale import upscale
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "llama-pro": {},
+    "moc": SMALL_CHAPTERS,
+    "ultramem-v2": SMALL_TABLES,
+    "midus-hml": {"n": 8, "k": 3},
+}
+# Per-layer sizes of heads: no layer can be inserted.
+NO_NEW_LAYERS = {"gemma4"}
+CELLS = [
+    (model_type, method)
+    for model_type, method in itertools.product(TYPES, OPTIONS)
+    if not (model_type in NO_NEW_LAYERS and method in ("llama-pro", "midus-hml"))
+]
+of_cells = pytest.mark.parametrize(
+    ("model_type", "method"), by_default([cell for cell in taking_turns(TYPES, OPTIONS) if cell in CELLS], CELLS)
+)
+of_types = pytest.mark.parametrize("model_type", TYPES)
+
+
+@pytest.fixture(scope="module")
+def cells(tmp_path_factory):
+    """For a type and a method, the folders of the base and of the upscaled model; nobody may change them."""
+
+    @cache
+    def base(model_type: str) -> Path:
+        folder = tmp_path_factory.mktemp(model_type) / "base"
+        larger_model(model_type).save_pretrained(folder)
+        return folder
+
+    @cache
+    def cell(model_type: str, method: str) -> tuple[Path, Path]:
+        output = tmp_path_factory.mktemp(f"{model_type}-{method}") / "upscaled"
+        upscale(base=base(model_type), method=method, output=output, options=OPTIONS[method])
+        return base(model_type), output
+
+    return cell
+
+
+def loaded(folder: Path) -> Any:
+    return AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32).eval()
+
+
+def let_memory_act(model: Any) -> None:
+    generator = torch.Generator().manual_seed(3)
+    with torch.no_grad():
+        for module in model.modules():
+            if isinstance(module, DeclaredModule):
+                for parameter in module.parameters():
+                    parameter.copy_(0.3 * torch.randn(parameter.shape, generator=generator))
+
+
+def logits(model: Any, model_type: str) -> torch.Tensor:
+    with torch.no_grad():
+        return model(**picture_with_text(model_type)).logits
+
+
+@of_types
+def test_the_picture_matters(model_type):
+    model, inputs = larger_model(model_type), picture_with_text(model_type)
+    with torch.no_grad():
+        other = model(**{**inputs, "pixel_values": -inputs["pixel_values"]}).logits
+    assert not torch.equal(logits(model, model_type), other)
+
+
+@of_cells
+def test_it_says_about_a_picture_what_the_base_says(cells, model_type, method):
+    base, upscaled = map(loaded, cells(model_type, method))
+    assert torch.equal(logits(upscaled, model_type), logits(base, model_type))
+    inputs = picture_with_text(model_type)
+    texts = [model.generate(**inputs, max_new_tokens=5, do_sample=False) for model in (base, upscaled)]
+    assert torch.equal(*texts)
+    assert upscaled.config.model_type.removeprefix("midus_") == model_type
+
+
+@of_cells
+def test_tensors_outside_the_language_model_keep_their_names_and_bytes(cells, model_type, method):
+    before, after = (
+        {name: stored for file in folder.glob("*.safetensors") for name, stored in read_header(file).items()}
+        for folder in cells(model_type, method)
+    )
+
+    def content(stored):
+        with stored.file.open("rb") as file:
+            file.seek(stored.start)
+            return stored.dtype, stored.shape, file.read(stored.num_bytes)
+
+    outside = [name for name in before if "layers" not in name or "visual" in name or "vision" in name]
+    assert any("vis" in name for name in outside)
+    assert all(content(before[name]) == content(after[name]) for name in outside)
+
+
+@of_cells
+def test_strip_restores_the_base_byte_for_byte(cells, model_type, method, tmp_path):
+    base, upscaled = cells(model_type, method)
+    result = strip(upscaled, tmp_path / "stripped")
+    assert result["base_confirmed"] is True and result["model_type"] == model_type
+    left = file_digests(tmp_path / "stripped")
+    assert {name: left[name] for name in file_digests(base)} == file_digests(base)
+
+
+@of_types
+def test_memory_with_values_changes_what_it_says_and_comes_back_from_a_save(cells, model_type, tmp_path):
+    base, upscaled = map(loaded, cells(model_type, "moc"))
+    let_memory_act(upscaled)
+    changed = logits(upscaled, model_type)
+    assert not torch.equal(changed, logits(base, model_type))
+    upscaled.save_pretrained(tmp_path / "trained")
+    assert torch.equal(logits(loaded(tmp_path / "trained"), model_type), changed)
+    as_text = AutoModelForCausalLM.from_pretrained(tmp_path / "trained", dtype=torch.float32).eval()
+    assert torch.equal(logits(as_text, model_type), changed)
+    result = strip(tmp_path / "trained", tmp_path / "stripped")
+    assert result["base_confirmed"] is True
+
+
+@of_types
+def test_cached_steps_equal_one_pass_once_memory_has_values(cells, model_type):
+    upscaled = loaded(cells(model_type, "moc")[1])
+    let_memory_act(upscaled)
+    inputs = picture_with_text(model_type)
+    text = upscaled.generate(**inputs, max_new_tokens=6, min_new_tokens=6, do_sample=False)
+    extended = dict(inputs, input_ids=text[:, :-1], attention_mask=torch.ones_like(text[:, :-1]))
+    for name in ("mm_token_type_ids", "token_type_ids"):
+        if name in inputs:
+            extended[name] = torch.nn.functional.pad(inputs[name], (0, 5))
+    with torch.no_grad():
+        greedy = upscaled(**extended).logits[:, inputs["input_ids"].shape[1] - 1 :].argmax(-1)
+    assert torch.equal(greedy, text[:, inputs["input_ids"].shape[1] :])
+
+
+@of_cells
+def test_training_on_text_leaves_the_tower_alone(cells, model_type, method):
+    model, missing = load_model(str(cells(model_type, method)[1]), dtype="float32")
+    assert not missing
+    report = set_trainable(model)
+    assert report.parameters
+    ids = torch.arange(3, 15)[None]
+    model.train()(input_ids=ids, labels=ids).loss.backward()
+    learning = {name for name, parameter in model.named_parameters() if parameter.grad is not None}
+    assert learning and not any("vis" in name or "projector" in name for name in learning)
+
+
+def test_without_the_package_it_says_the_same(cells, tmp_path):
+    _, upscaled = cells("gemma3", "moc")
+    model = loaded(upscaled)
+    let_memory_act(model)
+    model.save_pretrained(tmp_path / "trained")
+    torch.save(dict(picture_with_text("gemma3")), tmp_path / "inputs.pt")
+    torch.save(logits(model, "gemma3"), tmp_path / "logits.pt")
+    code = """
+from transformers import AutoModelForImageTextToText
+folder = "trained"
+model = AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32, trust_remote_code=True).eval()
+with torch.no_grad():
+    logits = model(**torch.load("inputs.pt")).logits
+print(type(model).__module__.startswith("transformers_modules"), float((logits - torch.load("logits.pt")).abs().max()))
+"""
+    own_code, difference = run_python(code, tmp_path, package_present=False).split()
+    assert own_code == "True" and float(difference) < 1e-5
+
+
+def test_the_prompt_reaches_the_memory_of_the_language_model(tmp_path):
+    larger_model("mistral3").save_pretrained(tmp_path / "base")
+    options = {**SMALL_CHAPTERS, "routing": "prompt"}
+    upscale(base=tmp_path / "base", method="moc", output=tmp_path / "upscaled", options=options)
+    model = loaded(tmp_path / "upscaled")
+    let_memory_act(model)
+    inputs = picture_with_text("mistral3")
+    length = inputs["input_ids"].shape[1]
+    with torch.no_grad():
+        short, long = (model(**inputs, prompt_mask=torch.arange(length)[None] < size).logits for size in (2, length))
+    assert not torch.equal(short, long)
+
+
+@of_types
+def test_padding_changes_nothing_but_where_it_stands(cells, model_type):
+    model = loaded(cells(model_type, "moc")[1])
+    let_memory_act(model)
+    ids = torch.arange(3, 13)[None]
+    padded = torch.nn.functional.pad(ids, (2, 0), value=0)
+    mask = (torch.arange(12) >= 2).long()[None]
+    texts = [
+        model.generate(input_ids=each, attention_mask=each_mask, max_new_tokens=4, min_new_tokens=4, do_sample=False)
+        for each, each_mask in ((ids, torch.ones_like(ids)), (padded, mask))
+    ]
+    assert torch.equal(texts[0][:, -4:], texts[1][:, -4:])
+
+
+def test_an_upscaled_one_is_inspected_and_upscaled_again(cells, tmp_path):
+    base, once = cells("mistral3", "moc")
+    upscale(base=once, method="midus-hml", output=tmp_path / "twice", options=OPTIONS["midus-hml"])
+    assert torch.equal(logits(loaded(tmp_path / "twice"), "mistral3"), logits(loaded(base), "mistral3"))
+    assert inspect_checkpoint(tmp_path / "twice")["method"] == "midus-hml"
+    strip(tmp_path / "twice", tmp_path / "stripped")
+    assert {**file_digests(once), "upscale.json": "", "README.md": ""} == {
+        **file_digests(tmp_path / "stripped"),
+        **{"upscale.json": "", "README.md": ""},
+    }
+
+
+@pytest.mark.parametrize("method", [None, "moc"])
+@of_types
+def test_the_language_model_is_extracted(cells, model_type, method, tmp_path):
+    base, upscaled = cells(model_type, method or "moc")
+    folder = base if method is None else upscaled
+    result = extract(folder, tmp_path / "alone")
+    alone = AutoModelForCausalLM.from_pretrained(tmp_path / "alone", dtype=torch.float32).eval()
+    assert type(alone).__name__.endswith("ForCausalLM") and result["left_out"] > 0
+    ids = torch.arange(3, 15)[None]
+    with torch.no_grad():
+        assert torch.equal(alone(ids).logits, loaded(folder)(input_ids=ids).logits)
+    if method is not None:
+        assert strip(tmp_path / "alone", tmp_path / "stripped")["base_confirmed"] is None
+
+
+def test_a_language_model_alone_is_not_extracted(base, tmp_path):
+    with pytest.raises(
+        RequestError, match="is a language model alone, of type 'llama'; expected one within a larger model"
+    ):
+        extract(base, tmp_path / "alone")
+
+
+@pytest.mark.parametrize(
+    ("model_type", "message"),
+    [
+        (
+            "qwen2_5_vl",
+            "that transformers loads only within a larger model; expected a language model that transformers",
+        ),
+        ("llama5", "model_type 'llama5' is unknown to transformers .* Install a newer transformers"),
+        ("clip", "holds a language model that transformers .* loads with no class for text and images or sounds"),
+    ],
+)
+def test_a_larger_model_that_cannot_be_changed_is_refused(model_type, message, tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": model_type, "text_config": {}}))
+    with pytest.raises(RequestError, match=message):
+        upscale(base=tmp_path, method="moc", dry_run=True)
+
+
+def test_a_larger_model_whose_classes_cannot_be_made_takes_methods_of_its_own_layers_alone(tmp_path, monkeypatch):
+    larger_model("llava").save_pretrained(tmp_path / "base")
+    monkeypatch.delitem(LARGER_FAMILIES, "llava", raising=False)
+    monkeypatch.setattr("midus_hf.models.larger_families.is_passed_on", lambda *call: False)
+    with pytest.raises(
+        RequestError, match=r"the language model within 'llava' cannot host memory: .* \(upscale extract\)"
+    ):
+        upscale(base=tmp_path / "base", method="moc", options=SMALL_CHAPTERS, output=tmp_path / "upscaled")
+    upscale(base=tmp_path / "base", method="llama-pro", output=tmp_path / "upscaled")
+
+
+def test_a_missing_tensor_of_the_tower_is_named(tmp_path):
+    larger_model("llava").save_pretrained(tmp_path / "base")
+    config = json.loads((tmp_path / "base" / "config.json").read_text())
+    config["vision_config"]["num_hidden_layers"] = 3
+    (tmp_path / "base" / "config.json").write_text(json.dumps(config))
+    with pytest.raises(
+        RequestError, match=r"the base lacks .* tensors that its config asks for, such as vision_tower"
+    ):
+        upscale(base=tmp_path / "base", method="moc", output=tmp_path / "upscaled", options=SMALL_CHAPTERS)
