@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from transformers import CONFIG_MAPPING
 
-from midus_hf.models.tiny import larger_class_of, tiny_config
+from midus_hf.models.inference.tiny import larger_class_of, tiny_config
 
 _PICTURE, _BEGIN, _END, _VIDEO = 90, 91, 92, 93
 _TOWER = {"num_hidden_layers": 2, "hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4}

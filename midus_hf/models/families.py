@@ -27,7 +27,7 @@ from transformers import (
 )
 from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 
-from midus_hf.models.architecture import Architecture, architecture_of
+from midus_hf.models.inference.architecture import Architecture, architecture_of
 from midus_hf.models.parts import NamesParts
 
 #: Language models that host memory, by the `model_type` of their family.

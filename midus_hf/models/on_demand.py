@@ -7,8 +7,8 @@ from transformers import CONFIG_MAPPING
 
 from midus_hf.config.backbone import MEMORY_PREFIX
 from midus_hf.models.families import FAMILIES, host_family
-from midus_hf.models.larger_families import LARGER_FAMILIES, host_larger_family, is_larger
-from midus_hf.models.tiny import UnknownArchitecture
+from midus_hf.models.inference.tiny import UnknownArchitecture
+from midus_hf.models.larger.families import LARGER_FAMILIES, host_larger_family, is_larger
 
 
 class _OnDemand(dict):

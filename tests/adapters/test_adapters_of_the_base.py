@@ -22,7 +22,7 @@ from transformers import (
 )
 
 from midus_hf.cli import upscale as cli
-from midus_hf.models.tiny import tiny_model
+from midus_hf.models.inference.tiny import tiny_model
 from tests.upscalers.checkpoints import edit_config, file_digests
 from tests.upscalers.methods import KINDS as REQUESTS
 from tests.upscalers.test_any_type import PRESENT, methods_on_the_page, options_of

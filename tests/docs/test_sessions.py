@@ -23,7 +23,7 @@ from training.tiny_run import document, write_corpus
 from transformers import AutoModelForCausalLM, TrainingArguments, default_data_collator
 
 from midus_hf.config.yaml_options import from_mapping
-from midus_hf.models.tiny import tiny_model
+from midus_hf.models.inference.tiny import tiny_model
 from midus_hf.training.options import TrainConfig
 from tests.docs.shell import Program, run_shell
 from tests.docs.snippets import ROOT, RUN_LANGUAGES, Block, take

@@ -15,15 +15,16 @@ from transformers.models.llama.modeling_llama import LlamaModel
 
 from midus_hf.memory import hierarchical
 from midus_hf.memory.hierarchical import HierKV
-from midus_hf.models import adapted, depth_heads, layer, tiny
-from midus_hf.models.architecture import architecture_of
+from midus_hf.models import adapted, depth_heads, layer
 from midus_hf.models.depth_heads import DepthHeads, DepthPass
 from midus_hf.models.families import FAMILIES, HEADS, host_family
+from midus_hf.models.inference import tiny
+from midus_hf.models.inference.architecture import architecture_of
+from midus_hf.models.inference.proof import WIRINGS, UnprovenArchitecture, prove, wirings_of
+from midus_hf.models.inference.tiny import UnknownArchitecture, tiny_config, tiny_model
 from midus_hf.models.layer import HostLayer
 from midus_hf.models.memory_inputs import MemoryInputs
 from midus_hf.models.parts import MissingPart
-from midus_hf.models.proof import WIRINGS, UnprovenArchitecture, prove, wirings_of
-from midus_hf.models.tiny import UnknownArchitecture, tiny_config, tiny_model
 
 TYPES = sorted(name for name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES if not name.startswith("midus_"))
 

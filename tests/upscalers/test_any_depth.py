@@ -9,10 +9,10 @@ import pytest
 import torch
 from models.test_every_type import TYPES, refusal_of
 from pairs import by_default, taking_turns
+from scripts.families import methods_on_the_page
 from torch import nn
 
-from midus_hf.models.tiny import tiny_model
-from scripts.families import methods_on_the_page
+from midus_hf.models.inference.tiny import tiny_model
 from tests.upscalers.checkpoints import config_of, edit_config, load, read_tensors, same_bits, write_tensors
 from upscalers.architecture.families import FAMILIES
 from upscalers.architecture.layer_roles import gain_offset

@@ -12,7 +12,7 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from tiny import prompt
 from transformers import AutoModelForCausalLM
 
-from midus_hf.models.tiny import tiny_model
+from midus_hf.models.inference.tiny import tiny_model
 from tests.upscalers.checkpoints import (
     SMALL_MEMORY,
     load,

@@ -9,7 +9,7 @@ import pytest
 import torch
 from huggingface_hub import hf_hub_download
 
-from midus_hf.models.tiny import tiny_model
+from midus_hf.models.inference.tiny import tiny_model
 from tests.upscalers.checkpoints import (
     file_digests,
     logits,

@@ -96,7 +96,7 @@ class InferredFamily(Family):
         )
 
     def prove(self, site: str, memory_type: str) -> None:
-        from midus_hf.models.proof import prove, wirings_of
+        from midus_hf.models.inference.proof import prove, wirings_of
 
         try:
             for wiring in wirings_of(site, memory_type):
@@ -157,7 +157,7 @@ def inferred_family(model_type: str) -> InferredFamily:
             "transformers if the model is newer. Do not rename the type: as another type the model may load and still be a different "
             "model."
         )
-    from midus_hf.models.architecture import architecture_of
+    from midus_hf.models.inference.architecture import architecture_of
 
     try:
         architecture = architecture_of(model_type)
@@ -180,7 +180,7 @@ def _built(native: str) -> _Built:
     from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
     from transformers.core_model_loading import revert_weight_conversion
 
-    from midus_hf.models.architecture import architecture_of
+    from midus_hf.models.inference.architecture import architecture_of
     from upscalers.architecture.layer_roles import read_roles
     from upscalers.architecture.layer_settings import settings_of
 

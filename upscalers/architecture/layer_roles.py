@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from midus_hf.models.architecture import FEED_FORWARDS, MIXERS, LayerParts, has_heads
+from midus_hf.models.inference.architecture import FEED_FORWARDS, MIXERS, LayerParts, has_heads
 from upscalers.architecture.stacked_rows import gate_and_up, values_are_last
 
 _PROJECTIONS = {"q_proj": "query", "k_proj": "key", "v_proj": "value"}

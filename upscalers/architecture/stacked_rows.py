@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from midus_hf.models.tiny import tiny_model
+from midus_hf.models.inference.tiny import tiny_model
 
 _LENGTH, _SEED = 7, 0
 

@@ -15,8 +15,8 @@ from upscalers.checkpoint.source import Source
 from upscalers.machine.free_memory import available_bytes
 from upscalers.methods.contract import Method
 from upscalers.plan.attention_pattern import pattern_concern
+from upscalers.plan.layer_config import followed_quantization
 from upscalers.plan.plan import Base, Plan
-from upscalers.plan.quantization import followed_quantization
 from upscalers.record.provenance import config_entry
 from upscalers.record.report import ParameterCounts
 from upscalers.request.errors import MethodError, RequestError, one_line

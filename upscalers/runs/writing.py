@@ -3,7 +3,8 @@
 import copy
 import json
 import threading
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,21 +14,23 @@ from upscalers.architecture.families import MEMORY_PREFIX
 from upscalers.architecture.family import Config
 from upscalers.architecture.layer_tensors import memories_of
 from upscalers.checkpoint.banks import carry_banks, create_banks, tie_banks
+from upscalers.checkpoint.base_model import BaseModel
 from upscalers.checkpoint.content_digest import TensorDigests, content_sha256, weight_names
+from upscalers.checkpoint.hub_shards import HubShard
 from upscalers.checkpoint.quantised_weights import names_of_parts, with_products
-from upscalers.checkpoint.safetensors_format import TORCH_NAMES, read_header
+from upscalers.checkpoint.safetensors_format import TORCH_NAMES, StoredTensor, read_header
 from upscalers.checkpoint.source import copy_travelling_files
 from upscalers.checkpoint.tokenizer import TOKENIZER_CONFIG, keep_tokenizer_class
 from upscalers.record.card_metadata import base_metadata
 from upscalers.record.model_card import model_card
 from upscalers.record.provenance import DIGEST_KEY, base_record, paper_entry, write_record
 from upscalers.record.report import Bytes, Identity
-from upscalers.request.errors import RequestError, one_line
+from upscalers.request.errors import RequestError, VerificationError, one_line
 from upscalers.request.progress import Progress, begin_writing
 from upscalers.runs.job import Job
 from upscalers.runs.output_folder import OutputFolder
 from upscalers.runs.slow_imports import import_early
-from upscalers.runs.written_base import base_in_result
+from upscalers.tensors.recipes import Copy
 from upscalers.tensors.solver import Measurement
 from upscalers.tensors.writer import CheckpointWriter, OutputTensor, split_shards
 
@@ -260,3 +263,38 @@ def _validated(folder: Path) -> Any:
         raise RequestError(
             f"transformers refuses the config: {one_line(error)} Repair config.json of the base."
         ) from None
+
+
+def base_in_result(
+    base: BaseModel, written: Sequence[OutputTensor], stored: Mapping[str, StoredTensor], digests: Mapping[str, str]
+) -> BaseModel:
+    """Return the base with each weight that lies on the hub read from the result, if the result holds a copy.
+
+    A copy counts as the base's weight only if its SHA-256 is that of the bytes that were fetched, so that a comparison
+    with the returned model is a comparison with the base.
+
+    Args:
+        base: The base, whose weights are fetched when they are read.
+        written: The tensors that were written.
+        stored: The tensors that the files of the result hold, by full name.
+        digests: SHA-256 of each weight of the base, by its name in digests.
+
+    Raises:
+        VerificationError: If a copy differs from what was fetched.
+    """
+    names = weight_names(base)
+    copies = {
+        one.recipe.source: stored[one.name]
+        for one in written
+        if isinstance(one.recipe, Copy)
+        and one.recipe.source in names
+        and isinstance(base.tensors[one.recipe.source].in_file.file, HubShard)
+        and stored[one.name].dtype == base.tensors[one.recipe.source].as_stored.dtype
+    }
+    with TensorDigests(copies, {source: names[source] for source in copies}) as digested:
+        copied = digested.finish()
+    different = next((name for name, digest in copied.items() if digests[name] != digest), None)
+    if different is not None:
+        raise VerificationError(f"the copy of {different} is not what the base has; the disk may be faulty.")
+    kept = {name: tensor.as_stored for name, tensor in base.tensors.items()}
+    return replace(base, tensors=with_products({**kept, **copies}, base.config))

@@ -14,7 +14,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from midus_hf.config.memory_entries import MemoryEntry
 from midus_hf.memory.fetched import FetchedBatch, FetchedLayer
-from midus_hf.models.architecture import PROJECTIONS, feed_forward_of, mixer_of
+from midus_hf.models.inference.architecture import PROJECTIONS, feed_forward_of, mixer_of
 from midus_hf.models.layer import first_of, with_first
 
 _Read = Callable[[torch.Tensor], torch.Tensor]

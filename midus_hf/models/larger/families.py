@@ -21,7 +21,7 @@ from transformers import (
 from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 
 from midus_hf.models.families import FAMILIES, base_config_class, host_family, module_from_source
-from midus_hf.models.tiny import UnknownArchitecture, tiny_larger_model
+from midus_hf.models.inference.tiny import UnknownArchitecture, tiny_larger_model
 
 #: Larger models whose language model hosts memory, by the `model_type` of their family.
 LARGER_FAMILIES: dict[str, type[PreTrainedModel]] = {}
@@ -167,8 +167,8 @@ from {modeling} import {larger}
 
 from {language_module} import {language_config} as LanguageConfig
 from {language_module} import {language_model}
-{shared}from midus_hf.models.larger import LargerMemoryConfig, MemoryForConditionalGeneration
-from midus_hf.models.larger_families import register_larger_family
+{shared}from midus_hf.models.larger.model import LargerMemoryConfig, MemoryForConditionalGeneration
+from midus_hf.models.larger.families import register_larger_family
 
 
 class Midus{config}(LargerMemoryConfig, {config}):

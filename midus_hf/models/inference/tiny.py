@@ -156,7 +156,7 @@ def tiny_config(model_type: str, **changes: Any) -> Any:
     except Exception as error:  # config classes raise whatever their checks raise
         raise UnknownArchitecture(
             f"{model_type!r} has no tiny config ({type(error).__name__}: {error}). Add the sizes that it needs to _SMALL_OF_TYPE in "
-            "midus_hf/models/tiny.py."
+            "midus_hf/models/inference/tiny.py."
         ) from None
 
 
@@ -232,7 +232,7 @@ def _drawn(model_class: Any, config: Any, seed: int) -> PreTrainedModel:
         except Exception as error:  # models raise whatever their parts raise
             raise UnknownArchitecture(
                 f"a tiny model of {model_type!r} cannot be built ({type(error).__name__}: {error}). Add the sizes that it needs to "
-                "_SMALL_OF_TYPE in midus_hf/models/tiny.py."
+                "_SMALL_OF_TYPE in midus_hf/models/inference/tiny.py."
             ) from None
         with torch.no_grad():
             for parameter in model.parameters():

@@ -1,7 +1,7 @@
 """Read the architecture of a model type from a tiny random model that transformers builds: where the layers are, and their parts.
 
-Nothing is written down per type but the sizes of its tiny model (`midus_hf/models/tiny.py`): parts are read from the built model, and
-what the parts do with the residual stream is read from a recorded forward pass.
+Nothing is written down per type but the sizes of its tiny model (`midus_hf/models/inference/tiny.py`): parts are read from the built
+model, and what the parts do with the residual stream is read from a recorded forward pass.
 """
 
 from collections.abc import Mapping
@@ -15,7 +15,7 @@ from torch import nn
 from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING, PreTrainedConfig, PreTrainedModel
 
 from midus_hf.models.adapted import rotates
-from midus_hf.models.tiny import UnknownArchitecture, tiny_config, tiny_model
+from midus_hf.models.inference.tiny import UnknownArchitecture, tiny_config, tiny_model
 
 #: Names of the children that mix tokens, in any family's layers. The first name that a layer has is its mixer.
 MIXERS = ("self_attn", "attn", "attention", "self_attention", "linear_attn", "mamba", "conv", "temporal_block")

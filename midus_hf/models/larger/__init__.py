@@ -1,0 +1,1 @@
+"""Models that hold a language model beside towers for pictures or sounds, with memory in the language model."""
