@@ -110,7 +110,7 @@ class BlockAttention:
 
 
 class _NoProjection:
-    """What stands for a projection that was removed. A module would not do: PEFT would find it for a LoRA on every `o_proj`."""
+    """Stand-in for a removed projection. A module would not do: PEFT would find a module for a LoRA on every `o_proj`."""
 
     def __init__(self):
         self.weight = torch.empty(0)  # some families draw the weight themselves, from a normal distribution

@@ -4,6 +4,8 @@ import re
 
 import pytest
 import transformers
+
+from midus_hf.models.inference.proof import WIRINGS
 from scripts.families import (
     HEADING,
     LARGER_HEADING,
@@ -20,8 +22,6 @@ from scripts.families import (
     row_of,
     table_of,
 )
-
-from midus_hf.models.inference.proof import WIRINGS
 from upscalers.architecture.families import FAMILIES
 from upscalers.methods.contract import METHODS
 

@@ -9,10 +9,10 @@ import pytest
 import torch
 from models.test_every_type import TYPES, refusal_of
 from pairs import by_default, taking_turns
-from scripts.families import methods_on_the_page
 from torch import nn
 
 from midus_hf.models.inference.tiny import tiny_model
+from scripts.families import methods_on_the_page
 from tests.upscalers.checkpoints import config_of, edit_config, load, read_tensors, same_bits, write_tensors
 from upscalers.architecture.families import FAMILIES
 from upscalers.architecture.layer_roles import gain_offset
@@ -280,7 +280,6 @@ EXPERTS = r"layer 0, whose feed-forward network is a mixture of experts; .* expe
         ("diffllama", "solar", "compute otherwise at another index or among more layers: layer 3 has self_attn.lambda_init = 0.55"),
         ("minicpm3", "solar", "among more layers: layer 0 has residual_scale = 0.57.* and its source, layer 0, 0.7. Choose a method"),
         ("jamba", "solar", "the layers of 'jamba' differ, and a new layer gets another kind than its source has"),
-        ("gemma4_text", "solar", "the layers of 'gemma4_text' differ, .*embed_tokens_per_layer.weight is"),
     ],
 )  # fmt: skip
 def test_what_a_method_cannot_make_is_refused_with_the_reason(

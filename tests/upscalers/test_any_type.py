@@ -11,13 +11,13 @@ import torch
 from models.fresh_process import run_python
 from models.test_every_type import TYPES, refusal_of
 from pairs import by_default, taking_turns, wanted_by_tests
-from scripts.families import methods_on_the_page
 
 from midus_hf.models.families import HEADS
 from midus_hf.models.inference.architecture import architecture_of
 from midus_hf.models.inference.proof import prove, with_more_heads
 from midus_hf.models.inference.tiny import tiny_model
 from midus_hf.training.optim.freezing import set_trainable
+from scripts.families import methods_on_the_page
 from tests.upscalers.checkpoints import (
     config_of,
     edit_config,

@@ -21,11 +21,12 @@ class LayerTensor:
     """One tensor of a layer.
 
     Args:
-        role: What the tensor does: `query`, `key`, `value`, `output_projection`, `query_norm`, `key_norm`, `gate`,
-            `up`, `down`; `attention`, what else attention has, such as sinks; the norms in front of attention and
-            feed-forward network, `attention_norm` and `mlp_norm`; the norms behind them, `attention_output_norm` and
-            `mlp_output_norm`; `layer_scalar`, a number that the layer's output is multiplied by; `memory`; `buffer`,
-            what is no parameter; or `base`, whose purpose is unknown.
+        role: What the tensor does: `query`, `key`, `value`, `output_projection`, `query_norm`, `key_norm`, `gate`, `up`,
+            `down`; `attention`, what else attention has, such as sinks; the norms in front of attention and feed-forward
+            network, `attention_norm` and `mlp_norm`; the norms behind them, `attention_output_norm` and
+            `mlp_output_norm`; `per_layer_projection` and `per_layer_output_norm`, which write what the layer reads from
+            embeddings per layer to the residual stream; `layer_scalar`, a number that the layer's output is multiplied
+            by; `memory`; `buffer`, what is no parameter; or `base`, whose purpose is unknown.
         shape: Shape that `config.json` implies.
         offset: Number that the tensor's values are added to before they multiply: 1 for a norm that multiplies by
             1 + weight. None for a norm of which this could not be read. Default: 0.
@@ -289,6 +290,24 @@ class Family(FamilyTraits):
     def remark(self) -> str | None:
         """Return how the family was checked in this request; None if it was not."""
         return None
+
+    def blocks_by_layer(self, config: Config) -> dict[str, int]:
+        """Return the tensors outside the layers that hold one block of equal size for each layer.
+
+        Args:
+            config: Raw config of the model.
+
+        Returns:
+            The dimension along which the blocks stand, by full name, such as the columns of embeddings per layer.
+        """
+        return {}
+
+    def num_leading_layers(self, config: Config) -> int:
+        """Return the number of leading layers of which no later layer takes keys and values.
+
+        A new layer among or directly behind these leaves unchanged which layer gives its keys and values to others.
+        """
+        return positive(config, "num_hidden_layers")
 
     def buffers(self, config: Config) -> frozenset[str]:
         """Return the full names of the tensors that a checkpoint holds and that are no parameters."""

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from midus_hf.config.backbone import MEMORY_PREFIX
 from midus_hf.config.model_sizes import ModelSizes
 from upscalers.architecture.family import Config, Family, LayerTensor, Shape
-from upscalers.architecture.per_layer import PER_LAYER_KEYS, per_layer_lists
+from upscalers.architecture.per_layer import PER_LAYER_KEYS, SHARED_LAYERS_KEY, per_layer_lists
 from upscalers.request.errors import RequestError, one_line
 
 if TYPE_CHECKING:
@@ -83,6 +83,19 @@ class InferredFamily(Family):
     def tied_tensors(self, config: Config) -> dict[str, Shape]:
         return dict(_built(_native(config)).tied)
 
+    def blocks_by_layer(self, config: Config) -> dict[str, int]:
+        held = self.outer_tensors(config)
+        return {name: dim for name, dim in _blocks_by_layer(self.model_type).items() if name in held}
+
+    def num_leading_layers(self, config: Config) -> int:
+        built = _built(_native(config))
+        first_shared = len(built.layers) - built.num_shared_layers
+        types = built.layer_types or [""] * len(built.layers)
+        givers = (
+            max(layer for layer in range(first_shared) if types[layer] == each) for each in {*types[first_shared:]}
+        )
+        return min(givers, default=len(types))
+
     def buffers(self, config: Config) -> frozenset[str]:
         return _built(_native(config)).buffers
 
@@ -120,6 +133,7 @@ class _Built:
         tied: Shape of each tensor that only repeats another, by full name.
         buffers: Full names of the tensors that are no parameters.
         layer_types: Types of the layers, if the config lists them; else None.
+        num_shared_layers: Number of last layers that take keys and values of earlier layers of their type.
         lists: Lists of the config that have a value for each layer, or that hold indices of layers, by key.
         names: Names of config values that have a second name, by the second name.
         roles: What the modules of each layer do.
@@ -133,6 +147,7 @@ class _Built:
     tied: dict[str, Shape]
     buffers: frozenset[str]
     layer_types: list[str] | None
+    num_shared_layers: int
     lists: Config
     names: dict[str, str]
     roles: "list[LayerRoles]"
@@ -213,12 +228,34 @@ def _built(native: str) -> _Built:
         tied=tied,
         buffers=buffers,
         layer_types=vars(config).get("layer_types"),
+        num_shared_layers=vars(config).get(SHARED_LAYERS_KEY) or 0,
         lists=per_layer_lists(vars(config), config.num_hidden_layers),
         names=dict(config.attribute_map),
         roles=roles,
         settings=[settings_of(layer) for layer in model.model.layers],
         is_converted=stored.keys() != held.keys() - tied.keys(),
     )
+
+
+@cache
+def _blocks_by_layer(model_type: str) -> dict[str, int]:
+    """Return the tensors outside the layers that grow with the number of layers, each with the dimension that grows."""
+    from midus_hf.models.inference.tiny import tiny_model
+
+    few, more = (
+        {
+            name: tuple(tensor.shape)
+            for name, tensor in tiny_model(model_type, num_hidden_layers=number).state_dict().items()
+        }
+        for number in (4, 5)
+    )
+    return {
+        name: dim
+        for name, shape in few.items()
+        if not name.startswith(_LAYERS) and more[name] != shape
+        for dim in range(len(shape))
+        if more[name] == (*shape[:dim], shape[dim] // 4 * 5, *shape[dim + 1 :])
+    }
 
 
 def _layer_tensors(

@@ -30,6 +30,8 @@ _UPS = ("up_proj", "w3", "fc1", "c_fc", "dense_h_to_4h", "gate_up_proj", "input_
 _NETWORKS = frozenset(FEED_FORWARDS)
 # Names of projections that hold rows of queries, keys and values.
 _STACKED = ("qkv_proj", "query_key_value")
+# Roles of the modules that write what a layer reads from embeddings per layer to the residual stream, by name.
+_PER_LAYER = {"per_layer_projection": "per_layer_projection", "post_per_layer_input_norm": "per_layer_output_norm"}
 # Name of the number that a layer's output is multiplied by.
 _SCALAR = "layer_scalar"
 # Seed and rows of what a norm is tried on.
@@ -79,6 +81,9 @@ def read_roles(model_type: str, layer: nn.Module, parts: LayerParts) -> LayerRol
     roles = LayerRoles()
     if isinstance(getattr(layer, _SCALAR, None), torch.Tensor):
         roles.modules[_SCALAR] = _SCALAR
+    roles.modules |= {
+        name: role for name, role in _PER_LAYER.items() if isinstance(getattr(layer, name, None), nn.Module)
+    }
     for name in _NORMS:
         norm = getattr(parts, name)
         if norm is not None and isinstance(getattr(layer, norm, None), nn.Module):

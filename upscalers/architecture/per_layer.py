@@ -27,6 +27,9 @@ LEADING_LAYERS_KEYS = {
     "moe_layer_end_index": 1,
 }
 
+# Name of the number of last layers that take keys and values of earlier layers.
+SHARED_LAYERS_KEY = "num_kv_shared_layers"
+
 # Names of values that do not describe single layers of the base, whatever their length, or that other code updates.
 NOT_PER_LAYER_KEYS = frozenset(
     {

@@ -103,6 +103,11 @@ class BaseModel:
         own = {name for layer in self._names_by_layer for name in layer.values()}
         return (name for name in self.tensors if name not in own)
 
+    def blocks_by_layer(self) -> dict[str, int]:
+        """Return the dimension along which a tensor outside the layers has one block per layer, by the tensor's full name."""
+        blocks = self.family.blocks_by_layer(self.config)
+        return {self.prefix + name.removeprefix(_PREFIX): dim for name, dim in blocks.items()}
+
     @cached_property
     def repeated_names(self) -> frozenset[str]:
         """Names of tensors that only repeat others: a stored head that is tied to the embedding and equals its bytes.

@@ -6,7 +6,7 @@ from typing import Any
 from midus_hf.config.options import option
 from upscalers.checkpoint.base_model import BaseModel
 from upscalers.methods.contract import register_method
-from upscalers.methods.dense_block import DenseMethod, layer_before
+from upscalers.methods.dense_block import WRITING_ROLES, DenseMethod, layer_before
 from upscalers.methods.scaling import SCALE_TYPE, check_roles, read_scale, scaled_layer, without_effect
 from upscalers.plan.plan import New, Plan
 from upscalers.tensors.recipes import Recipe
@@ -42,18 +42,21 @@ class AttenuatedCopy(DenseMethod):
 
     def check(self, base: BaseModel) -> None:
         super().check(base)
-        check_roles(base, self.scale(base), "scale")
+        if self.options.scale is not None:
+            check_roles(base, self.options.scale, "scale")
 
     def scale(self, base: BaseModel) -> dict[str, float]:
         """Return the factors by role."""
         if self.options.scale is not None:
             return self.options.scale
         if base.family.norms_behind(base.config):
-            return {"attention_output_norm": _HALF_THE_POWER, "mlp_output_norm": _HALF_THE_POWER}
-        return {"output_projection": _HALF_THE_POWER, "down": _HALF_THE_POWER}
+            roles = ("attention_output_norm", "mlp_output_norm", "per_layer_output_norm")
+        else:
+            roles = ("output_projection", "down", "per_layer_projection")
+        return dict.fromkeys(roles, _HALF_THE_POWER)
 
     def needed_roles(self, base: BaseModel) -> frozenset[str]:
-        return frozenset(self.scale(base)) if self.options.scale is None else frozenset()
+        return frozenset(self.scale(base)) & WRITING_ROLES if self.options.scale is None else frozenset()
 
     def sources(self, base: BaseModel, layer: New, index: int, number: int) -> tuple[int, ...]:
         return (layer_before(base, layer, index),)

@@ -13,6 +13,7 @@ from upscalers.plan.layer_config import follow_plan
 from upscalers.plan.placements import default_remark, in_whole_periods, place
 from upscalers.plan.plan import Base, New, Plan, insertion_plan
 from upscalers.request.errors import RequestError
+from upscalers.tensors.layer_blocks import block_recipes
 from upscalers.tensors.recipes import Copy, Recipe
 from upscalers.tensors.solver import Measurement
 
@@ -119,7 +120,7 @@ class Method(ABC):
         """
         policy = self._policy(placement)
         period = base.family.period_of(base.config)
-        indices = place(policy, base.num_layers, num_new_layers, period)
+        indices = place(policy, base.family.num_leading_layers(base.config), num_new_layers, period)
         phases = period if period is not None and in_whole_periods(policy) else 1
         plan = insertion_plan(base.num_layers, indices, phases)
         layers = list(plan.layers)
@@ -142,7 +143,8 @@ class Method(ABC):
             placement: Placement as requested; None for the method's default.
         """
         period = base.family.period_of(base.config)
-        return default_remark(self._policy(placement), base.num_layers, len(plan.new_indices), period)
+        leading = base.family.num_leading_layers(base.config)
+        return default_remark(self._policy(placement), leading, len(plan.new_indices), period)
 
     def sources(self, base: BaseModel, layer: New, index: int, number: int) -> tuple[int, ...]:
         """Return the base layers that a new layer is made from. The first provides the attention and its type.
@@ -194,7 +196,8 @@ class Method(ABC):
 
     def outer_recipes(self, base: BaseModel, plan: Plan, seed: int) -> dict[str, Recipe]:
         """Return a recipe for each tensor outside the layers, by full name."""
-        return {name: Copy(base.tensors[name].shape, name) for name in base.outer_names()}
+        copies = {name: Copy(base.tensors[name].shape, name) for name in base.outer_names()}
+        return {**copies, **block_recipes(base, plan)}
 
     @staticmethod
     def copied_layer(base: BaseModel, layer: int) -> dict[str, Recipe]:

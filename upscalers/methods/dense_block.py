@@ -17,6 +17,8 @@ from upscalers.tensors.recipes import Combine, Copy, Fill, Recipe
 COPYING = "llama-pro, solar, slices or attenuated-copy"
 # Roles of what writes to the residual stream.
 WRITING_ROLES = frozenset({"output_projection", "down", "attention_output_norm", "mlp_output_norm"})
+# Roles of what writes to the residual stream in some layers alone, by the role that is filled in these layers too.
+_ALSO_WRITING = {"down": "per_layer_projection", "mlp_output_norm": "per_layer_output_norm"}
 IdentityInit = Literal["auto", "zero_out_proj", "zero_out_norm", "none"]
 IDENTITY_HELP = (
     "what makes a new block the identity: zero_out_proj zeroes the two projections that write to the residual stream, "
@@ -141,6 +143,7 @@ class DenseMethod(Method):
 
     def new_layer_recipes(self, base: BaseModel, layer: New, index: int, seed: int) -> dict[str, Recipe]:
         filled = self.filled_roles(base)
+        filled |= {_ALSO_WRITING[role] for role in filled if role in _ALSO_WRITING}
         return {
             name: Fill(tensor.shape, -(tensor.offset or 0.0))
             if tensor.role in filled

@@ -11,6 +11,7 @@ from upscalers.checkpoint.source import resolve_source
 from upscalers.plan.plan import Plan
 from upscalers.record.provenance import DIGEST_KEY, read_config_entry, read_plan, read_record
 from upscalers.tensors.file_order import in_file_order
+from upscalers.tensors.layer_blocks import with_blocks_of_base
 from upscalers.tensors.recipes import Copy
 from upscalers.tensors.writer import OutputTensor
 
@@ -115,6 +116,7 @@ def keeps_base(model: str | Path) -> bool | None:
             return False
         if DIGEST_KEY not in entry:
             return None
+        opened = with_blocks_of_base(opened, plan)
         names = digested_names(opened, base_tensors(opened, plan))
         with TensorDigests(opened.tensors, names) as digests:
             return compare_with_base(digests.finish(), entry, read_record(source.folder) or {}).confirmed

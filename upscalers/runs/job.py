@@ -23,6 +23,7 @@ from upscalers.request.errors import MethodError, RequestError, one_line
 from upscalers.request.progress import Progress
 from upscalers.runs.slow_imports import import_slow_modules
 from upscalers.tensors.file_order import in_file_order
+from upscalers.tensors.layer_blocks import LayerBlocks
 from upscalers.tensors.recipe_check import check_recipes
 from upscalers.tensors.recipes import Copy, Recipe
 from upscalers.tensors.solver import solved_parts
@@ -65,14 +66,25 @@ class Job:
                 raise
             raise RequestError(
                 f"the layers of {self.base.family.model_type!r} differ, and a new layer gets another kind than its source has "
-                f"({one_line(error)}). Choose a method that adds no layer."
+                f"({one_line(error)}). {self._remedy}"
             ) from None
         change = self.base.family.layer_that_changes(self.base.config, self.config, self.plan.sources)
         if change:
             raise RequestError(
                 f"layers of {self.base.family.model_type!r} compute otherwise at another index or among more layers: {change}. "
-                "Choose a method that adds no layer."
+                f"{self._remedy}"
             )
+
+    @property
+    def _remedy(self) -> str:
+        """A sentence that says which layers or methods the base's family takes."""
+        leading = self.base.family.num_leading_layers(self.base.config)
+        if leading == self.base.num_layers or not self.method.adds_layers:
+            return "Choose a method that adds no layer."
+        return (
+            f"Choose a --placement of new layers in front of base layer {leading}, which gives its keys and values to later "
+            "layers, or a method that adds no layer."
+        )
 
     @cached_property
     def config(self) -> Config:
@@ -139,7 +151,9 @@ class Job:
             OutputTensor(
                 name,
                 recipe,
-                self._dtype_of_copy(recipe.source) if isinstance(recipe, Copy) else self.cast(self.base.dtype),
+                self._dtype_of_copy(recipe.source)
+                if isinstance(recipe, Copy | LayerBlocks)
+                else self.cast(self.base.dtype),
             )
             for name, recipe in self._outer.items()
         ]

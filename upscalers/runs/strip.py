@@ -29,6 +29,7 @@ from upscalers.request.progress import NoProgress, Progress, begin_writing, show
 from upscalers.runs.base_confirmation import base_tensors, compare_with_base, digested_names
 from upscalers.runs.code import write_code_of
 from upscalers.runs.output_folder import OutputFolder
+from upscalers.tensors.layer_blocks import with_blocks_of_base
 from upscalers.tensors.writer import CheckpointWriter, OutputTensor, split_shards
 
 _DEFAULT_SHARD_BYTES = 5 * 10**9
@@ -70,6 +71,7 @@ def strip(
                 f"{source.folder} no longer holds base layer{'s' * (len(plan.dropped_layers) > 1)} "
                 f"{', '.join(map(str, plan.dropped_layers))} as they were; expected all of them. Go back to the base itself."
             )
+        opened = with_blocks_of_base(opened, plan)
         tensors = base_tensors(opened, plan)
         record = read_record(source.folder) or {}
         shards = _base_shards(tensors, record)

@@ -9,6 +9,7 @@ from upscalers.architecture.layer_tensors import expected_layer, expected_outer,
 from upscalers.checkpoint.base_model import BaseModel
 from upscalers.plan.plan import Plan
 from upscalers.request.errors import MethodError
+from upscalers.tensors.layer_blocks import LayerBlocks
 from upscalers.tensors.recipes import Combine, Copy, Recipe
 
 Recipes = Mapping[str, Recipe]
@@ -115,7 +116,7 @@ def _check_recipe(
         if source not in base.tensors:
             raise MethodError(f"{what} is made from {source}; expected a tensor of the base.")
         shape, origin = base.tensors[source].shape, origins[source]
-        if shape != expected.shape:
+        if shape != expected.shape and not isinstance(recipe, LayerBlocks):
             raise MethodError(
                 f"{what} is made from {source}, which is {list(shape)}; expected {list(expected.shape)}."
             )
@@ -128,6 +129,6 @@ def _check_recipe(
 
 
 def _sources(recipe: Recipe) -> tuple[str, ...]:
-    if isinstance(recipe, Copy):
+    if isinstance(recipe, Copy | LayerBlocks):
         return (recipe.source,)
     return tuple(source for source, _ in recipe.terms) if isinstance(recipe, Combine) else ()

@@ -1,0 +1,118 @@
+"""Tensors outside the layers that hold one block for each layer, such as the embeddings per layer of Gemma 4."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from upscalers.checkpoint.base_model import BaseModel
+from upscalers.checkpoint.computed_tensor import ComputedTensor, read_stored
+from upscalers.plan.plan import Plan
+from upscalers.tensors.recipes import Recipe
+
+if TYPE_CHECKING:
+    import torch
+
+    from upscalers.tensors.recipes import ReadTensor
+
+
+@dataclass(frozen=True)
+class LayerBlocks(Recipe):
+    """Recipe that takes a block for each layer of the result from a tensor that has one for each layer of the base.
+
+    Args:
+        source: Full name of the tensor in the base.
+        dim: The dimension along which the blocks stand.
+        num_blocks: Number of blocks of the source.
+        blocks: Index of a block of the source for each layer of the result.
+    """
+
+    source: str
+    dim: int
+    num_blocks: int
+    blocks: tuple[int, ...]
+
+    @property
+    def sources(self) -> tuple[str, ...]:
+        return (self.source,)
+
+    def build(self, read: "ReadTensor") -> "torch.Tensor":
+        return _chosen(read(self.source), self.dim, self.num_blocks, self.blocks)
+
+
+@dataclass(frozen=True)
+class _ChosenBlocks(ComputedTensor):
+    """Some blocks of a stored tensor.
+
+    Args:
+        dim: The dimension along which the blocks stand.
+        num_blocks: Number of blocks of the stored tensor.
+        blocks: Indices of the blocks that the tensor has.
+    """
+
+    dim: int = 0
+    num_blocks: int = 0
+    blocks: tuple[int, ...] = ()
+
+    def read(self) -> "torch.Tensor":
+        return _chosen(read_stored(self.in_file), self.dim, self.num_blocks, self.blocks)
+
+
+def block_recipes(base: BaseModel, plan: Plan) -> dict[str, LayerBlocks]:
+    """Return a recipe for each tensor outside the layers that has a block per layer, by full name.
+
+    A layer of the result gets the block of the base layer whose attention it takes.
+
+    Args:
+        base: The base checkpoint.
+        plan: The layer plan.
+
+    Returns:
+        The recipes; none if the plan leaves the layers as they are, so that tensors are copied.
+    """
+    if plan.sources == list(range(base.num_layers)):
+        return {}
+    return {
+        name: LayerBlocks(
+            _resized(base.tensors[name].shape, dim, base.num_layers, plan.num_layers),
+            name,
+            dim,
+            base.num_layers,
+            tuple(plan.sources),
+        )
+        for name, dim in base.blocks_by_layer().items()
+    }
+
+
+def with_blocks_of_base(model: BaseModel, plan: Plan) -> BaseModel:
+    """Return an upscaled model in which tensors with a block per layer have the blocks of the base alone.
+
+    Args:
+        model: The upscaled checkpoint, which holds all layers of its base.
+        plan: The plan by which the checkpoint was made.
+    """
+    blocks = tuple(plan.kept_indices[layer] for layer in range(plan.num_base_layers))
+    chosen = {
+        name: _ChosenBlocks(
+            dtype=stored.dtype,
+            shape=_resized(stored.shape, dim, model.num_layers, len(blocks)),
+            start=0,
+            weight=stored,
+            dim=dim,
+            num_blocks=model.num_layers,
+            blocks=blocks,
+        )
+        for name, dim in model.blocks_by_layer().items()
+        for stored in (model.tensors[name],)
+    }
+    return replace(model, tensors={**model.tensors, **chosen}) if plan.new_indices else model
+
+
+def _resized(shape: tuple[int, ...], dim: int, before: int, after: int) -> tuple[int, ...]:
+    return (*shape[:dim], shape[dim] // before * after, *shape[dim + 1 :])
+
+
+def _chosen(tensor: "torch.Tensor", dim: int, num_blocks: int, blocks: Sequence[int]) -> "torch.Tensor":
+    import torch
+
+    parts = tensor.unflatten(dim, (num_blocks, -1))
+    return parts.index_select(dim, torch.tensor(blocks)).flatten(dim, dim + 1)
