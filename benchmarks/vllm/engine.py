@@ -1,0 +1,37 @@
+"""Generate with vLLM: a script for the Python of an environment with vLLM, which imports nothing of this project.
+
+    python engine.py REQUEST.json RESULT.json
+
+The request has `model` (a folder), `prompts` (token ids of each prompt), `max_tokens`, and `engine` (arguments of
+`vllm.LLM`). The result has `tokens` (the tokens that follow each prompt), `seconds` of generation, and `load_seconds`.
+"""
+
+import json
+import sys
+import time
+from pathlib import Path
+
+
+def main(request_file: str, result_file: str) -> None:
+    """Answer one request."""
+    from vllm import LLM, SamplingParams
+
+    request = json.loads(Path(request_file).read_text(encoding="utf-8"))
+    began = time.perf_counter()
+    engine = LLM(model=request["model"], trust_remote_code=True, skip_tokenizer_init=True, **request["engine"])
+    load_seconds = time.perf_counter() - began
+    prompts = [{"prompt_token_ids": tokens} for tokens in request["prompts"]]
+    sampling = SamplingParams(temperature=0, max_tokens=request["max_tokens"], ignore_eos=True, detokenize=False)
+    engine.generate(prompts[:2], SamplingParams(temperature=0, max_tokens=2, detokenize=False), use_tqdm=False)
+    began = time.perf_counter()
+    answers = engine.generate(prompts, sampling, use_tqdm=False)
+    result = {
+        "tokens": [list(answer.outputs[0].token_ids) for answer in answers],
+        "seconds": time.perf_counter() - began,
+        "load_seconds": load_seconds,
+    }
+    Path(result_file).write_text(json.dumps(result), encoding="utf-8")
+
+
+if __name__ == "__main__":  # vLLM starts a process that imports this script again
+    main(*sys.argv[1:])

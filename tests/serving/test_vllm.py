@@ -1,0 +1,123 @@
+"""vLLM itself, unmodified, on what upscaling writes: `make test-vllm`, which names a Python with vLLM in `VLLM_PYTHON`."""
+
+import json
+import os
+import socket
+import subprocess
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from benchmarks.vllm.__main__ import mixed_prompts
+from benchmarks.vllm.comparison import EngineFailed, agreement, generate, load
+from benchmarks.vllm.models import BASES, MEMORY_METHODS, upscaled
+from upscalers.runs.upscale import upscale
+
+PYTHON = os.environ.get("VLLM_PYTHON", "")
+pytestmark = pytest.mark.skipif(not PYTHON, reason="vLLM has an environment apart: make test-vllm")
+
+# Few sequences at once and few tokens per step, so that prompts wait and are computed in parts.
+IN_PARTS = {"enable_prefix_caching": True, "max_num_batched_tokens": 64, "max_num_seqs": 6}
+CASES = [
+    *(("qwen3", method, IN_PARTS) for method in MEMORY_METHODS),
+    ("gemma3_text", "midus-hml", IN_PARTS),
+    ("gemma3_text", "ultramem-v2", {"async_scheduling": False}),
+    ("llama", "midus-hml", {"enable_prefix_caching": False}),
+    ("qwen3", "midus-hml", {"enforce_eager": False}),
+    ("qwen3", "llama-pro", {"model_impl": "auto"}),
+    ("gemma3_text", "solar", {"model_impl": "auto"}),
+]
+
+
+@pytest.fixture(scope="session")
+def bases(tmp_path_factory):
+    """A function that returns the folder of a family's base."""
+    folders: dict[str, Path] = {}
+
+    def base(family: str) -> Path:
+        if family not in folders:
+            folders[family] = BASES[family](tmp_path_factory.mktemp(family) / "base")
+        return folders[family]
+
+    return base
+
+
+@pytest.mark.parametrize(
+    ("family", "method", "engine"), CASES, ids=["-".join((*case[:2], *case[2])) for case in CASES]
+)
+def test_greedy_tokens_are_those_of_transformers(family, method, engine, bases, tmp_path):
+    folder = upscaled(bases(family), method, tmp_path / "model")
+    base = load(bases(family))
+    prompts = mixed_prompts(base.config.vocab_size, 12)
+    answers = generate(Path(PYTHON), folder, prompts, 40, tmp_path, **engine)
+    counts = agreement(load(folder), prompts, answers.tokens)
+    assert counts.tokens == 12 * 40 and counts.different == 0, counts
+    assert counts.ties <= 2
+    assert agreement(base, prompts, answers.tokens).different > 20  # the model is not its base
+
+
+@pytest.mark.parametrize(
+    ("method", "options", "message"),
+    [
+        (
+            "moc",
+            {"memory_tokens": 24, "chapters": 12, "k": 2},
+            "keeps nothing for the memory 'chapters', which routes",
+        ),
+        ("moda", {}, "does not tell by what its softmax divides, which a memory that reads the depth needs"),
+    ],
+)
+def test_a_memory_that_looks_back_is_refused_by_name(method, options, message, bases, tmp_path):
+    folder = tmp_path / "model"
+    upscale(base=bases("qwen3"), method=method, options=options, output=folder, verify=False)
+    with pytest.raises(EngineFailed, match=message):
+        generate(Path(PYTHON), folder, [[3, 4, 5]], 2, tmp_path)
+
+
+def test_vllm_serve_answers_requests(bases, tmp_path):
+    """The command as docs/serve.md gives it, with what a quick start on a CPU needs besides."""
+    folder = upscaled(bases("llama"), "midus-hml", tmp_path / "model")
+    with served(folder, tmp_path) as address:
+        prompt = "Fellow-citizens of the Senate"
+        request = {"model": str(folder), "prompt": prompt, "max_tokens": 16, "temperature": 0, "logprobs": 1}
+        body = json.dumps({**request, "return_token_ids": True}).encode()
+        headers = {"Content-Type": "application/json"}
+        sent = urllib.request.Request(f"{address}/v1/completions", data=body, headers=headers)
+        with urllib.request.urlopen(sent, timeout=300) as answer:
+            (choice,) = json.load(answer)["choices"]
+    counts = agreement(load(folder), [choice["prompt_token_ids"]], [choice["token_ids"]])
+    assert counts.tokens == 16 and counts.different == 0
+
+
+@contextmanager
+def served(folder: Path, work: Path) -> Iterator[str]:
+    """Yield the address of `vllm serve` on a folder, and end the server."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    command = [str(Path(PYTHON).with_name("vllm")), "serve", str(folder), "--trust-remote-code"]
+    command += ["--model-impl", "transformers", "--dtype", "float32", "--max-model-len", "256", "--enforce-eager"]
+    command += ["--host", "127.0.0.1", "--port", str(port)]
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    environment |= {"VLLM_CPU_KVCACHE_SPACE": "1", "HF_HUB_OFFLINE": "1", "HF_MODULES_CACHE": str(work / "modules")}
+    log = work / "server.log"
+    with log.open("w") as output:
+        server = subprocess.Popen(command, cwd=work, env=environment, stdout=output, stderr=subprocess.STDOUT)
+    try:
+        address = f"http://127.0.0.1:{port}"
+        for _ in range(300):
+            try:
+                urllib.request.urlopen(f"{address}/health", timeout=5).close()
+                break
+            except (urllib.error.URLError, ConnectionError, TimeoutError):
+                assert server.poll() is None, log.read_text()[-4000:]
+                time.sleep(1)
+        yield address
+    finally:
+        server.terminate()
+        server.wait(60)
