@@ -87,13 +87,12 @@ class Program:
             definition = taken_apart(self._without_bases(name, source))
             if _USED_BY_LIBRARIES in definition.head:
                 self._whole.add(name)
-            definition.head = _MARKS.sub("", definition.head)
-            definition.members = [
+            members = tuple(
                 member._replace(source=_MARKS.sub("", member.source))
                 for member in definition.members
                 if self._is_carried(member.decorators)
-            ]
-            self._definitions[name] = definition
+            )
+            self._definitions[name] = Definition(_MARKS.sub("", definition.head), members)
         return self._definitions[name]
 
     def texts(self, module: str) -> Iterator[tuple[Name | None, str]]:
@@ -179,12 +178,14 @@ class Program:
     def _is_wanted(self, name: Name, member: Member) -> bool:
         if name not in self._hooks:
             self._hooks[name] = _hooks(name, self._packages)
+        if member.name in self._attributes or member.name in self._hooks[name] or name in self._whole:
+            return True
         is_special = not member.name or (member.name.startswith("__") and member.name.endswith("__"))
-        is_special = is_special or member.name in _READ_BY_LIBRARIES or name in self._whole
-        is_special = is_special or any(
-            fnmatchcase(member.name, used) for used in self._attributes if used.endswith("*")
+        return (
+            is_special
+            or member.name in _READ_BY_LIBRARIES
+            or any(fnmatchcase(member.name, used) for used in self._attributes if used.endswith("*"))
         )
-        return is_special or member.name in self._attributes or member.name in self._hooks[name]
 
 
 def parsed(source: str) -> ast.Module:

@@ -152,11 +152,10 @@ class _Layout:
 
     def _renamed(self, module: str, source: str) -> str:
         """Return a source with each name replaced by its unique name, and record the imports that the source needs."""
-        text = SourceText(source)
+        text, names, local = _analysed(source)
         libraries = self._program.module(module).libraries
-        local = {leaf.id for function in ast.walk(text.tree) for leaf in _local_names(function)}
         edits = []
-        for name, start, annotates in _names(text):
+        for name, start, annotates in names:
             resolved = self._program.resolve(module, name)
             if resolved is not None and resolved in self._names:
                 if self._names[resolved] != name:
@@ -201,6 +200,14 @@ class _Layout:
                 line = f"from {module} import (\n" + "".join(f"    {name},\n" for name in listed) + ")"
             lines[module.partition(".")[0] not in sys.stdlib_module_names].append(line)
         return "\n\n".join("\n".join(group) for group in lines.values() if group)
+
+
+@cache
+def _analysed(source: str) -> tuple[SourceText, tuple[tuple[str, int, bool], ...], frozenset[str]]:
+    """Return a source with its syntax tree, the names that are not local as from `_names`, and the names that are local."""
+    text = SourceText(source)
+    local = {leaf.id for function in ast.walk(text.tree) for leaf in _local_names(function)}
+    return text, tuple(_names(text)), frozenset(local)
 
 
 def _names(text: SourceText) -> Iterator[tuple[str, int, bool]]:

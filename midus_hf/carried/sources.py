@@ -2,7 +2,7 @@
 
 import ast
 import importlib.util
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cache
 from types import ModuleType
 from typing import Any, NamedTuple
@@ -36,7 +36,7 @@ class Member(NamedTuple):
     decorators: tuple[str, ...] = ()
 
 
-@dataclass
+@dataclass(frozen=True)
 class Definition:
     """A definition, with the members separated from the head if the definition is a class.
 
@@ -46,7 +46,7 @@ class Definition:
     """
 
     head: str
-    members: list[Member] = field(default_factory=list)
+    members: tuple[Member, ...] = ()
 
 
 def read_module(name: str, packages: frozenset[str]) -> "Module":
@@ -161,6 +161,7 @@ def _with_comments(text: SourceText, statement: ast.stmt, following: list[ast.st
     return text.lines(first, last)
 
 
+@cache
 def taken_apart(source: str) -> Definition:
     """Return a definition with the members of a class separated from the head."""
     text = SourceText(source)
@@ -189,7 +190,7 @@ def taken_apart(source: str) -> Definition:
         name = "" if is_field else next(iter(defined(statement)), "")
         members.append(Member(name, text.lines(next_line, last), decorators))
         next_line = last + 1
-    return Definition(head, members)
+    return Definition(head, tuple(members))
 
 
 def _is_docstring(statement: ast.stmt) -> bool:

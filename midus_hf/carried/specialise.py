@@ -4,6 +4,7 @@ import ast
 import operator
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import cache
 from typing import Any, NamedTuple
 
 # Known values of expressions, by their source: `{"INSTALLED": False, "self.options.routing": "chunk"}`.
@@ -73,6 +74,7 @@ def _relevant(source: str, facts: Facts) -> Facts:
 _SECTION = re.compile(r"\n\n *(?:Args|Returns|Raises):\n(?:(?!\n\n|\n *\Z).)*", flags=re.DOTALL)
 
 
+@cache
 def with_short_docstrings(source: str) -> str:
     """Return the source without the sections of docstrings (Args, Returns, Raises) that give no shape.
 
@@ -92,6 +94,7 @@ def with_short_docstrings(source: str) -> str:
     return text.edited(edits)
 
 
+@cache
 def with_plain_defaults(source: str) -> str:
     """Return the source with `option(default, help)` replaced by the default, if the default is a constant."""
     text = SourceText(source)
