@@ -7,6 +7,7 @@ import subprocess
 import sys
 
 import pytest
+from pairs import by_default
 
 import midus_hf
 from midus_hf.config.memory_types import MEMORY_TYPES
@@ -76,6 +77,14 @@ assert {"transformers", "transformers.generation.utils"} <= {*Hook.seen}
 """,
     "behind an import that failed": "import midus_hf\ntry: import midus_hf.nothing\nexcept ImportError: pass",
 }
+# Each takes seconds. The others run with the product.
+USUAL_ORDERS = (
+    "behind the Auto classes",
+    "between transformers and its Auto classes",
+    "before a module that needs the Auto classes",
+    "behind a hook of another package",
+    "behind an import that failed",
+)
 
 EACH_ORDER = """
 import json, os, sys
@@ -97,15 +106,24 @@ for name, code in json.loads(sys.argv[1]).items():
 
 
 @pytest.fixture(scope="module")
-def registered() -> dict[str, tuple[list[str], list[str]]]:
+def registered(request) -> dict[str, tuple[list[str], list[str]]]:
     """Return where the Auto classes find a config and its model after each order of imports, and finders of the package that stay."""
-    line = [sys.executable, "-c", EACH_ORDER, json.dumps(ORDERS)]
+    orders = {order: code for order, code in ORDERS.items() if needed(request, order)}
+    line = [sys.executable, "-c", EACH_ORDER, json.dumps(orders)]
     done = subprocess.run(line, capture_output=True, text=True, timeout=300, check=True)
     rows = [json.loads(row) for row in done.stdout.splitlines()]
     return {name: (classes, finders) for name, classes, finders in rows}
 
 
-@pytest.mark.parametrize("order", ORDERS)
+def needed(request, order: str) -> bool:
+    """Whether a test of the session is about an order of imports."""
+    return any(
+        getattr(item, "callspec", None) and item.callspec.params.get("order") == order
+        for item in request.session.items
+    )
+
+
+@pytest.mark.parametrize("order", by_default(USUAL_ORDERS, ORDERS))
 def test_the_auto_classes_know_every_family_whatever_was_imported_first(registered, order):
     family = "midus_hf.models.families.qwen3"
     assert registered.get(order) == ([family, family], [])

@@ -97,7 +97,7 @@ def generate(
     command = [str(python), str(_ENGINE), str(request_file), str(result_file)]
     run = subprocess.run(command, cwd=work, env=environment, capture_output=True, text=True, check=False)
     if run.returncode or not result_file.exists():
-        raise EngineFailed("\n".join((run.stdout + run.stderr).splitlines()[-60:]))
+        raise EngineFailed("\n".join((run.stdout + run.stderr).splitlines()[-400:]))
     result = json.loads(result_file.read_text(encoding="utf-8"))
     return Answers(result["tokens"], result["seconds"], result["load_seconds"])
 

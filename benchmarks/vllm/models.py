@@ -43,6 +43,7 @@ _RANDOM: dict[str, Any] = {
     "head_dim": 64,
     "max_position_embeddings": 1024,
     "initializer_range": 0.06,
+    "tie_word_embeddings": False,
     "bos_token_id": 1,
     "eos_token_id": None,
     "pad_token_id": 0,
@@ -61,7 +62,7 @@ def _random_base(config: Any) -> Callable[[Path], Path]:
 #: Functions by family that return the folder of a base, in which they may write. Weights of Qwen3 and Gemma 3 are random.
 BASES: dict[str, Callable[[Path], Path]] = {
     "llama": lambda folder: smollm2_135m(),
-    "qwen3": _random_base(Qwen3Config(**_RANDOM, tie_word_embeddings=True)),
+    "qwen3": _random_base(Qwen3Config(**_RANDOM)),
     "gemma3_text": _random_base(
         Gemma3TextConfig(**_RANDOM, sliding_window=48, layer_types=["sliding_attention", "full_attention"] * 3)
     ),

