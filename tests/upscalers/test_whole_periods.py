@@ -308,3 +308,38 @@ def test_a_base_that_the_index_misreads_already_is_not_warned_of(changes, tmp_pa
 
 def test_a_family_without_types_is_not_warned_of(base, command):
     assert warnings(command, base, "llama-pro") == []
+
+
+# The table's heads are as wide as `query_pre_attn_scalar`; those of the models of 27 billion parameters are narrower than it.
+@pytest.mark.parametrize(
+    ("family", "layers", "changes", "scalars", "remedy"),
+    [
+        (
+            "gemma2",
+            46,
+            {"query_pre_attn_scalar": 10, "hidden_size": 40},
+            (8, 10),
+            "Run the result with transformers or vLLM.",
+        ),
+        ("gemma3", 62, {"query_pre_attn_scalar": 8}, (16, 8), "Run the result with transformers or vLLM."),
+        ("gemma3", 60, {"hidden_size": 40}, (10, 16), "Pass another --num-new-layers."),
+        ("gemma3", 58, {"hidden_size": 40}, None, ""),
+        ("gemma3", 62, {"hidden_size": 40}, None, ""),
+        ("qwen3", 60, {}, None, ""),
+    ],
+)
+def test_an_attention_scale_that_llama_cpp_derives_from_the_number_of_layers_is_warned_of(
+    family, layers, changes, scalars, remedy, tmp_path, command
+):
+    base = save_base(tmp_path / "base", family, num_hidden_layers=layers, **changes)
+    done = command("--base", base, "--method", "llama-pro", "--placement", "2,5", "--dry-run")
+    assert done.status == 0, done.err
+    found = [line for line in done.err.splitlines() if "llama.cpp would divide" in line]
+    if scalars is None:
+        assert found == []
+        return
+    derived, scalar = scalars
+    assert found == [
+        f"upscale: warning: llama.cpp would divide attention scores by the square root of {derived} instead of {scalar}, since it "
+        f"tells the model of 27 billion parameters by its {62 if family == 'gemma3' else 46} layers. {remedy}"
+    ]

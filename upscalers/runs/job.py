@@ -14,7 +14,7 @@ from upscalers.checkpoint.safetensors_format import ITEM_BYTES, SAFETENSORS_NAME
 from upscalers.checkpoint.source import Source
 from upscalers.machine.free_memory import available_bytes
 from upscalers.methods.contract import Method
-from upscalers.plan.attention_pattern import pattern_concern
+from upscalers.plan.attention_pattern import pattern_concern, scale_concern
 from upscalers.plan.layer_config import followed_quantization
 from upscalers.plan.plan import Base, Plan
 from upscalers.record.provenance import config_entry
@@ -118,8 +118,8 @@ class Job:
     def concerns(self) -> list[str]:
         """Facts that a person should know about the result, before the work begins and whenever the model is used."""
         remedy = self.method.pattern_remedy(self.base, self.plan)
-        pattern = pattern_concern(self.base, self.config, remedy)
-        return [*self.method.concerns(self.base, self.plan), *([pattern] if pattern else [])]
+        derived = [pattern_concern(self.base, self.config, remedy), scale_concern(self.base, self.config)]
+        return [*self.method.concerns(self.base, self.plan), *filter(None, derived)]
 
     @cached_property
     def layers(self) -> list[dict[str, Recipe]]:

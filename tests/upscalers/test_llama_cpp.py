@@ -1,0 +1,170 @@
+"""Results of dense methods as GGUF: llama.cpp's converter takes the folders, and llama.cpp computes what Transformers does."""
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tiny import prompt
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from material.smollm2 import smollm2_135m
+from tests.docs.snippets import Block, take
+from tests.upscalers.checkpoints import read_tensors, save_base, unverified, write_tensors
+from upscalers.runs.upscale import upscale
+
+# Where `make test-gguf` unpacks the source archive of llama-cpp-python.
+CONVERTER = Path(sys.prefix) / "llama-cpp-python" / "vendor" / "llama.cpp" / "convert_hf_to_gguf.py"
+VOCABULARY = 300
+NEW_TOKENS = 24
+SIXTH = {"num_hidden_layers": 6, "sliding_window_pattern": 6}
+# Of logits up to 1: llama.cpp looks gelu up in a table of float16.
+TOLERANCE = 5e-4
+(RUN,) = take("docs/serve.md", "python", having="from llama_cpp import")
+(TYPED,) = take("docs/serve.md", "python", having="from gguf import")
+
+
+@pytest.fixture(scope="session")
+def tokenizer_model(tmp_path_factory) -> bytes:
+    """A small vocabulary of SentencePiece, which the converter takes for every family."""
+    import sentencepiece
+
+    path = tmp_path_factory.mktemp("tokenizer") / "small"
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter(["a few words of a text that nobody reads"] * 50),
+        model_prefix=str(path),
+        model_type="bpe",
+        vocab_size=VOCABULARY,
+        hard_vocab_limit=False,
+        byte_fallback=True,
+        minloglevel=2,
+    )
+    return path.with_suffix(".model").read_bytes()
+
+
+@pytest.fixture
+def tiny_base(tmp_path, tokenizer_model):
+    """Save a tiny base of a family, with its tokenizer."""
+
+    def base(family: str, **changes: Any) -> Path:
+        folder = save_base(tmp_path / f"{family}-base", family, vocab_size=VOCABULARY, **changes)
+        (folder / "tokenizer.model").write_bytes(tokenizer_model)
+        return folder
+
+    return base
+
+
+def upscaled(base: Path, output: Path, method: str, **request: Any) -> Path:
+    """Upscale a base, and add noise to every matrix of the new layers, some of which the method has zeroed."""
+    report = upscale(base=base, method=method, output=output, verify=False, **request)
+    new = tuple(f"model.layers.{index}." for index in report.new_layer_indices)
+    generator = torch.Generator().manual_seed(3)
+    tensors = read_tensors(output)
+    for name, tensor in tensors.items():
+        if name.startswith(new) and tensor.dim() == 2:
+            tensor += 0.05 * torch.randn(tensor.shape, generator=generator)
+    write_tensors(output, tensors)
+    return output
+
+
+def convert(folder: Path, path: Path) -> subprocess.CompletedProcess[str]:
+    """Run llama.cpp's converter, in float32."""
+    command = [sys.executable, CONVERTER, folder, "--outfile", path, "--outtype", "f32"]
+    return subprocess.run([*map(str, command)], capture_output=True, text=True, cwd=path.parent)
+
+
+def converted(folder: Path) -> Path:
+    """Return the GGUF file of a checkpoint."""
+    path = folder.parent / f"{folder.name}.gguf"
+    done = convert(folder, path)
+    assert done.returncode == 0, done.stderr[-4000:]
+    return path
+
+
+def computed_by_llama_cpp(path: Path, tokens: list[int]) -> tuple[torch.Tensor, list[int]]:
+    """Return the logits `[T, V]` of a prompt of T tokens and the tokens that follow greedily, with a cache in float32."""
+    from llama_cpp import GGML_TYPE_F32, Llama
+
+    model = Llama(
+        str(path), n_ctx=128, n_threads=1, logits_all=True, verbose=False, type_k=GGML_TYPE_F32, type_v=GGML_TYPE_F32
+    )
+    model.eval(tokens)
+    logits = torch.tensor(model.scores[: len(tokens)])
+    following = model.generate(tokens, temp=0.0, repeat_penalty=1.0)
+    return logits, [next(following) for _ in range(NEW_TOKENS)]
+
+
+def computed_by_transformers(folder: Path, tokens: list[int]) -> tuple[torch.Tensor, list[int]]:
+    """Return the same by Transformers."""
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    ids = torch.tensor([tokens])
+    with torch.no_grad():
+        logits = model(ids).logits[0]
+    made = model.generate(
+        ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=NEW_TOKENS, eos_token_id=[]
+    )
+    return logits, made[0, len(tokens) :].tolist()
+
+
+def assert_same(folder: Path, path: Path, tokens: list[int] | None = None) -> None:
+    """Both compute the same logits of a prompt, and the same tokens behind it."""
+    tokens = tokens or prompt(batch=1)[0].tolist()
+    found, made = computed_by_llama_cpp(path, tokens)
+    expected, generated = computed_by_transformers(folder, tokens)
+    torch.testing.assert_close(found, expected, rtol=0, atol=TOLERANCE)
+    assert made == generated
+
+
+@pytest.mark.parametrize(
+    ("family", "method", "changes", "request_"),
+    [
+        ("llama", "llama-pro", {}, {}),
+        ("llama", "solar", {}, {}),
+        ("qwen3", "llama-pro", {}, {}),
+        ("qwen3", "lesa", {}, {}),
+        ("qwen3", "opt-deus", {}, {}),
+        ("qwen3", "avg-deus", {}, {}),
+        ("gemma2", "llama-pro", {}, {"placement": "whole-periods", "num_new_layers": 2}),
+        ("gemma3", "llama-pro", SIXTH, {"placement": "whole-periods", "num_new_layers": 6}),
+    ],
+)
+def test_a_dense_model_computes_the_same_in_llama_cpp(family, method, changes, request_, tiny_base, tmp_path):
+    output = upscaled(tiny_base(family, **changes), tmp_path / "upscaled", method, **request_)
+    assert_same(output, converted(output))
+
+
+def run_block(block: Block) -> None:
+    """Run a block of a page."""
+    exec(compile(block.text, str(block), "exec"), {})
+
+
+def test_moved_layers_of_gemma_are_said_in_the_file(tiny_base, tmp_path, monkeypatch):
+    folder = upscaled(tiny_base("gemma3", **SIXTH), tmp_path / "gemma-3-1b-pro", "llama-pro", num_new_layers=3)
+    plain = converted(folder)
+    with pytest.raises(AssertionError, match="not close"):
+        assert_same(folder, plain)
+    monkeypatch.chdir(tmp_path)
+    run_block(TYPED)
+    assert_same(folder, tmp_path / "gemma-3-1b-pro-typed.gguf")
+
+
+def test_models_with_memory_are_refused(tiny_base, tmp_path):
+    done = convert(unverified(tiny_base("llama"), tmp_path / "upscaled"), tmp_path / "upscaled.gguf")
+    assert done.returncode != 0 and "Model MidusLlamaForCausalLM is not supported" in done.stderr
+    assert not (tmp_path / "upscaled.gguf").exists()
+
+
+@pytest.mark.material
+def test_smollm2_with_new_layers_generates_the_same_in_llama_cpp(tmp_path, monkeypatch, capsys):
+    folder = upscaled(smollm2_135m(), tmp_path / "smollm2-135m-pro", "llama-pro", num_new_layers=3)
+    text = "Fellow-citizens of the Senate"
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    tokens = tokenizer(text)["input_ids"]
+    path = converted(folder)
+    assert_same(folder, path, tokens)
+    monkeypatch.chdir(tmp_path)
+    capsys.readouterr()
+    run_block(RUN)
+    assert capsys.readouterr().out.startswith(tokenizer.decode(computed_by_transformers(folder, tokens)[1]))
