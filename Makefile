@@ -25,7 +25,7 @@ OLDEST_FILES = tests/ops tests/memory tests/models tests/benchmarks/test_rehears
 OLDEST_TESTS = $(OLDEST_FILES) -k 'not test_offline_compilation and not inductor and not without_triton and not native_build'
 IN_BOTH = tests/models tests/memory tests/ops/native $(wildcard tests/ops/test_*.py)
 
-.PHONY: demo test test-all test-newest test-oldest test-product test-oldest-pairs test-lot material check format docs pictures bench bench-gpu rehearse-gpu bench-upscale mutants test-deepspeed test-vllm test-gguf test-wheel clean
+.PHONY: demo test test-all test-newest test-oldest test-product test-oldest-pairs test-lot material check format docs pictures bench bench-gpu rehearse-gpu bench-upscale mutants test-deepspeed test-vllm test-gguf test-kernels test-wheel clean
 
 demo: $(VENV)/installed
 	$(VENV)/bin/python -m demo
@@ -105,6 +105,15 @@ $(VENV)-gguf/installed: $(VENV)/installed
 	$(VENV)-gguf/bin/python -m pip download -q --no-deps --no-binary llama-cpp-python --dest $(VENV)-gguf 'llama-cpp-python==0.3.36'
 	tar xzf $(VENV)-gguf/llama_cpp_python-*.tar.gz -C $(VENV)-gguf/llama-cpp-python --strip-components 1
 	CMAKE_ARGS=-DLLAVA_BUILD=OFF $(VENV)-gguf/bin/python -m pip install -q $(abspath $(VENV)-gguf/llama-cpp-python)
+	touch $@
+
+# And Hugging Face's kernels, which loads the package that scripts/build_kernels.py writes.
+test-kernels: $(VENV)/installed $(VENV)-kernels/installed
+	$(TEST_ENV) $(VENV)-kernels/bin/python -m pytest tests/ops/test_kernel_package.py
+
+$(VENV)-kernels/installed: $(VENV)/installed
+	$(call beside,$(VENV)-kernels)
+	$(VENV)-kernels/bin/python -m pip install -q 'kernels>=0.17,<0.18'
 	touch $@
 
 # A new environment that sees what $(VENV) has.
@@ -191,4 +200,4 @@ $(OLDEST)/installed: pyproject.toml constraints-oldest.txt
 	touch $@
 
 clean:
-	rm -rf $(VENV) $(OLDEST) $(VENV)-mutants $(VENV)-deepspeed $(VENV)-vllm $(VENV)-gguf outputs build *.egg-info
+	rm -rf $(VENV) $(OLDEST) $(VENV)-mutants $(VENV)-deepspeed $(VENV)-vllm $(VENV)-gguf $(VENV)-kernels outputs build *.egg-info

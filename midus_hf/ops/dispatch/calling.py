@@ -9,10 +9,13 @@ import torch
 
 from midus_hf.ops.dispatch.private_torch import calls_are_seen
 
+# Name of the package that this module lies in: `midus_hf`, or a copy's, whose ops are registered beside those of `midus_hf`.
+_NAMESPACE = __name__.partition(".")[0]
+
 
 def custom_op(name: str) -> Callable[[Callable], torch.library.CustomOpDef]:
     """Return a decorator that registers a function as `midus_hf::name`, so that a compiled graph holds it as one node."""
-    return torch.library.custom_op(f"midus_hf::{name}", mutates_args=())
+    return torch.library.custom_op(f"{_NAMESPACE}::{name}", mutates_args=())
 
 
 def nobody_watches() -> bool:
