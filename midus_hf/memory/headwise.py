@@ -12,6 +12,7 @@ from midus_hf.config.model_sizes import ModelSizes
 from midus_hf.memory.kept_values import KeptValues
 from midus_hf.memory.registry import register_memory
 from midus_hf.memory.retrieval import RetrievalMemory
+from midus_hf.ops.gather.weighted import weighted_gather
 from midus_hf.ops.headwise.op import MOST_EXPANDED, expand_values, headwise_memory
 from midus_hf.ops.product_key.op import product_key_topk
 from midus_hf.ops.product_key.reference import sub_key_scores
@@ -36,7 +37,8 @@ class HeadwiseMemory(RetrievalMemory):
         super().__init__(options, sizes)
         self.head_dim, self.value_dim = self.query_width, sizes.hidden_size // sizes.num_heads
         self.n, self.values = options.n, options.values
-        if INSTALLED and options.values == "expanded" and self.num_heads * self.value_bank.numel() <= MOST_EXPANDED:
+        keeps = INSTALLED and options.values == "expanded" and options.value_bits is None
+        if keeps and self.num_heads * self.value_bank.numel() <= MOST_EXPANDED:
             self.kept = KeptValues(("value_bank", "value_transform"), expand_values)
 
     def queries(self, attention_output: torch.Tensor, track_statistics: bool = True) -> torch.Tensor:
@@ -59,26 +61,29 @@ class HeadwiseMemory(RetrievalMemory):
         Returns:
             `[B, T, D]`.
         """
-        bank = self.value_bank
         transform = self.value_transform if self.options.values == "expanded" else None
-        if INSTALLED and self.kept is not None:
-            expanded = self.kept.serve(self, attention_output)
-            bank, transform = (bank, transform) if expanded is None else (expanded, None)
         shape = attention_output.shape[:-1]
         flat = attention_output.reshape(shape.numel(), self.num_heads, self.head_dim)  # [S, H, d], S = B * T
-        by_head = None
+        query, by_head = self.addressed(self.normalised(flat)), None
         if residual is not None and self.options.gate == "none":
             by_head = residual.reshape(shape.numel(), self.num_heads, self.value_dim)
-        output = headwise_memory(
-            self.addressed(self.normalised(flat)),
-            self.row_keys,
-            self.column_keys,
-            bank,
-            transform,
-            self.k,
-            residual=by_head,
-            temperature=self.temperature,
-        )  # [S, H, D / H]
+        if self.options.value_bits is not None:
+            output = self._from_integers(query, transform, by_head)
+        else:
+            bank = self.value_bank
+            if INSTALLED and self.kept is not None:
+                expanded = self.kept.serve(self, attention_output)
+                bank, transform = (bank, transform) if expanded is None else (expanded, None)
+            output = headwise_memory(
+                query,
+                self.row_keys,
+                self.column_keys,
+                bank,
+                transform,
+                self.k,
+                residual=by_head,
+                temperature=self.temperature,
+            )  # [S, H, D / H]
         if self.options.gate == "none":
             return output.reshape(*shape, self.num_heads * self.value_dim)
         output = self.gated(attention_output, output.reshape(*shape, self.num_heads, self.value_dim)).flatten(-2)
@@ -97,12 +102,29 @@ class HeadwiseMemory(RetrievalMemory):
         Returns:
             `[S, 1, D]`, before the gate.
         """
-        rows = self.value_bank[head, slots] if self.values == "own" else self.value_bank[slots]  # [S, v]
+        bank, places = self.rows_of_values(self._slots_of_all(slots, head), self.dtype_of_values)
+        rows = bank[places]  # [S, v]
         if self.values == "expanded":
             rows = nn.functional.linear(rows, self.value_transform[head])
         by_head = rows.new_zeros(len(rows), 1, self.num_heads, self.value_dim)
         by_head[:, 0, head] = rows
         return by_head.flatten(-2)
+
+    def _from_integers(
+        self, query: torch.Tensor, transform: torch.Tensor | None, residual: torch.Tensor | None
+    ) -> torch.Tensor:
+        """Return what `headwise_memory` returns, of values that are integers. Values are neither expanded nor kept."""
+        scores, slots = self.select(query)  # [S, H, k]
+        heads = torch.arange(self.num_heads, device=slots.device).unsqueeze(-1)
+        bank, rows = self.rows_of_values(self._slots_of_all(slots, heads), query.dtype)
+        output = weighted_gather(bank, rows, self.weigh(scores))  # [S, H, v]
+        if transform is not None:
+            output = torch.einsum("shv,hwv->shw", output, transform.to(query.dtype))
+        return output if residual is None else (residual + output).to(residual.dtype)
+
+    def _slots_of_all(self, slots: torch.Tensor, head: torch.Tensor | int) -> torch.Tensor:
+        """Return slots of a head as slots among those of all heads, if each head has a bank; unchanged otherwise."""
+        return slots + head * self.num_slots if self.values == "own" else slots
 
     @not_carried
     def extra_repr(self) -> str:

@@ -5,6 +5,7 @@ from torch import nn
 
 from midus_hf.config.memories.retrieval import RetrievalOptions
 from midus_hf.config.model_sizes import ModelSizes
+from midus_hf.memory.quantised.rows import read_rows
 from midus_hf.memory.registry import MemoryModule
 from midus_hf.ops.dispatch.private_torch import is_in_backward
 
@@ -20,6 +21,8 @@ class RetrievalMemory(MemoryModule):
     """
 
     value_bank: torch.Tensor
+    value_bank_integers: torch.Tensor
+    value_bank_scales: torch.Tensor
     query_norm_weight: torch.Tensor
     query_norm_bias: torch.Tensor
     query_mean: torch.Tensor
@@ -37,7 +40,25 @@ class RetrievalMemory(MemoryModule):
     @property
     def num_slots(self) -> int:
         """N, number of slots that each head chooses from."""
-        return self.value_bank.shape[-2]
+        bank = self.value_bank if self.options.value_bits is None else self.value_bank_integers
+        return bank.shape[-2]
+
+    @property
+    def dtype_of_values(self) -> torch.dtype:
+        """Dtype of the values, or of the scales of values that are integers."""
+        return (self.value_bank if self.options.value_bits is None else self.value_bank_scales).dtype
+
+    def rows_of_values(self, slots: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return a table of values, `[R, v]`, and the row of this table that each slot reads.
+
+        Args:
+            slots: int64, of any shape; with a bank per head, slots of all heads are numbered in order.
+            dtype: Dtype of the values.
+        """
+        if self.options.value_bits is None:
+            return self.value_bank.flatten(0, -2).to(dtype), slots
+        integers, scales = self.value_bank_integers.flatten(0, -2), self.value_bank_scales.flatten()
+        return read_rows(integers, scales, self.options.value_bits, slots, dtype)
 
     def queries(self, attention_output: torch.Tensor, track_statistics: bool = True) -> torch.Tensor:
         """Return the query of each head.

@@ -46,8 +46,8 @@ class SharedValueMemory(RetrievalMemory):
         """
         scores, slots = self.select(self.queries(attention_output))  # [B, T, H, k]
         weights = self.weigh(scores)
-        bank = self.value_bank.to(attention_output.dtype)
-        output = weighted_gather(bank, slots.flatten(-2), weights.flatten(-2))  # [B, T, D]
+        bank, rows = self.rows_of_values(slots.flatten(-2), attention_output.dtype)
+        output = weighted_gather(bank, rows, weights.flatten(-2))  # [B, T, D]
         output = self.gated(attention_output, output)
         return output if residual is None else (residual + output).to(residual.dtype)
 
@@ -64,7 +64,8 @@ class SharedValueMemory(RetrievalMemory):
         Returns:
             `[S, 1, D]`, before the gate.
         """
-        return self.value_bank[slots].unsqueeze(1)
+        bank, rows = self.rows_of_values(slots, self.dtype_of_values)
+        return bank[rows].unsqueeze(1)
 
     def select(self, query: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         raise TypeError(f"{type(self).__name__} does not say how it selects slots.")
@@ -93,7 +94,7 @@ class LinearMemory(SharedValueMemory):
 
     @not_carried
     def extra_repr(self) -> str:
-        return f"num_heads={self.num_heads}, slots={len(self.value_bank)}, k={self.k}, query_norm={self.query_norm}"
+        return f"num_heads={self.num_heads}, slots={self.num_slots}, k={self.k}, query_norm={self.query_norm}"
 
 
 @register_memory("product-key")

@@ -11,6 +11,7 @@ from midus_hf.config.installed import INSTALLED, not_carried
 from midus_hf.config.memories.ultramem import UltraMemOptions
 from midus_hf.config.model_sizes import ModelSizes
 from midus_hf.memory.kept_values import KeptValues
+from midus_hf.memory.quantised.rows import read_rows
 from midus_hf.memory.registry import MemoryModule, register_memory
 from midus_hf.memory.retrieval import random_directions
 from midus_hf.memory.routing.report import RouterReport
@@ -87,21 +88,22 @@ class UltraMem(MemoryModule):
         if hidden_states.numel() == 0:
             return hidden_states * 0
         tables = tables or {}
-        value_table = tables["value_table"] if "value_table" in tables else self.value_table
         scores, slots = self._select(hidden_states, report)
         weights = scores.softmax(-1) if self.options.weights == "softmax" else scores
         weights, slots = weights.flatten(-2), slots.flatten(-2)  # [B, T, H * k]
-        rows = self._rows(slots, len(value_table))
+        stored = self._stored("value_table", tables)
+        rows = self._rows(slots, len(stored[0]))
         if self.has_pre_values:
-            pre_values = tables["pre_value_table"] if "pre_value_table" in tables else self.pre_value_table
-            products = self.table_reading.products(self.pre_projection(hidden_states), pre_values, rows)
+            pre_values, places = self._read(self._stored("pre_value_table", tables), rows)
+            products = self.table_reading.products(self.pre_projection(hidden_states), pre_values, places)
             weights = weights * _ACTIVATIONS[self.options.activation](products).to(weights.dtype)
+        value_table, places = self._read(stored, rows)
         num_parts = self.options.num_projected
         if num_parts == 1:
-            values = self.table_reading.sums(value_table, rows, weights)
+            values = self.table_reading.sums(value_table, places, weights)
         else:
             parts = self._shuffled(slots) // self.num_slots
-            by_part = self.table_reading.sums_by_part(value_table, rows, weights, parts, num_parts)
+            by_part = self.table_reading.sums_by_part(value_table, places, weights, parts, num_parts)
             values = by_part.flatten(-2)
         values = values.to(hidden_states.dtype)  # [B, T, E * D_v]
         if self.options.output_gate:
@@ -130,8 +132,9 @@ class UltraMem(MemoryModule):
             `[S, E, D]`, before the gate, with a pre-value of 1.
         """
         tables = tables or {}
-        value_table = tables["value_table"] if "value_table" in tables else self.value_table
-        rows = value_table[self._table_rows(slots, len(value_table))]  # [S, D_v]
+        stored = self._stored("value_table", tables)
+        value_table, places = self._read(stored, self._table_rows(slots, len(stored[0])))
+        rows = value_table[places]  # [S, D_v]
         parts = self.options.num_projected
         by_part = rows.new_zeros(len(rows), parts, parts, rows.shape[-1])
         for part in range(parts):
@@ -221,6 +224,18 @@ class UltraMem(MemoryModule):
         """Permute virtual slots, so that slots that read the same table row have neither a row key nor a column key in common."""
         count = self.options.num_virtual_slots
         return slots if count == self.num_slots else slots * _coprime(count) % count
+
+    def _stored(self, name: str, tables: Mapping[str, torch.Tensor]) -> tuple[torch.Tensor, ...]:
+        """Return a table, or the integers and the scales of its rows; of the tables that layers share, or else the layer's own."""
+        names = (name,) if self.options.value_bits is None else (f"{name}_integers", f"{name}_scales")
+        return tuple(tables[part] if part in tables else getattr(self, part) for part in names)
+
+    def _read(self, stored: tuple[torch.Tensor, ...], rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return a table of values, and the row of this table that is stored as each of `rows`."""
+        if self.options.value_bits is None:
+            return stored[0], rows
+        integers, scales = stored
+        return read_rows(integers, scales, self.options.value_bits, rows, scales.dtype)
 
     def _rows(self, slots: torch.Tensor, table_rows: int) -> torch.Tensor:
         """Return the rows of a stored table that virtual slots read."""

@@ -92,6 +92,19 @@ class HostsMemory(HostsBanks, TakesAdapters):
     def register_for_auto_class(cls, auto_class: str = "AutoModel") -> None:
         """Do nothing: transformers would copy the code a second time, and set `auto_map` to the wrong module."""
 
+    @classmethod
+    def from_pretrained(cls, *args: Any, **kwargs: Any) -> Any:
+        """Load a model as its family does.
+
+        Raises:
+            ValueError: If a quantisation config has quantised a tensor that a memory reads itself.
+        """
+        loaded = super().from_pretrained(*args, **kwargs)
+        model = loaded[0] if isinstance(loaded, tuple) else loaded
+        if getattr(model, "hf_quantizer", None) is not None:
+            _refuse_quantised_tensors(model)
+        return loaded
+
     @needed_for("depth")
     def _check_and_adjust_attn_implementation(self, attn_implementation: str | None, *args: Any, **kwargs: Any) -> str:
         """Check the implementation as the family does; called when a model is made and when its attention is set.
@@ -371,6 +384,17 @@ class MemoryModel(HostsMemory):
         if mode and not self.warned_of_dead_memories:
             self.warned_of_dead_memories = warn_of_dead_memories(self, dict(enumerate(self.layers)))
         return self
+
+
+def _refuse_quantised_tensors(model: nn.Module) -> None:
+    """Refuse tensors of memories that Transformers has quantised, other than the weights of linear layers."""
+    for path, module in model.named_modules():
+        for name, tensor in module.named_parameters(recurse=False) if isinstance(module, DeclaredModule) else ():
+            if type(tensor) is not nn.Parameter:
+                raise ValueError(
+                    f"the quantisation has made a {type(tensor).__name__} of {path}.{name}, which a memory cannot read; expected "
+                    "linear layers alone. Round tables with midus_hf.memory.quantise_tables, before or after."
+                )
 
 
 @torch.no_grad()

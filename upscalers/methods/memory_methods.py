@@ -33,6 +33,12 @@ class HostedMemoryMethod(Method):
             )
         if base.larger is not None:
             base.larger.check_hosts()
+        bits = getattr(self.options, "value_bits", None)
+        if bits is not None:
+            raise RequestError(
+                f"value_bits is {bits}, but new values have yet to learn, which integers cannot; expected null. Train the model, "
+                "then round its values with midus_hf.memory.quantise_tables."
+            )
 
     def remarks(self, base: BaseModel) -> list[str]:
         remark = base.family.remark()

@@ -10,6 +10,7 @@ from midus_hf.config.installed import not_carried
 from midus_hf.config.memories.addressing import RANDOM_SLOTS
 from midus_hf.config.memories.keys import sub_key_flops, sub_keys
 from midus_hf.config.memories.retrieval import RetrievalOptions
+from midus_hf.config.memories.value_bits import check_bits, in_bits
 from midus_hf.config.memory_types import register_memory_type
 from midus_hf.config.model_sizes import ModelSizes
 from midus_hf.config.options import option
@@ -47,13 +48,15 @@ class HeadwiseOptions(RetrievalOptions):
     def check(self, sizes: ModelSizes) -> None:
         super().check(sizes)
         self.check_halves(sizes)
+        check_bits(self.value_bits, {"hidden_size / num_attention_heads": sizes.hidden_size // sizes.num_heads})
 
     def tensors(self, sizes: ModelSizes) -> dict[str, DeclaredTensor]:
         heads, slots, width = sizes.num_heads, self.n * self.n, sizes.hidden_size // sizes.num_heads
+        bank = (heads,) * (self.values == "own") + (slots, width)
         tensors = {
             **self.norm_and_gate(sizes),
             **sub_keys(heads, self.n, self.query_width(sizes)),
-            "value_bank": DeclaredTensor((heads,) * (self.values == "own") + (slots, width), "value", ZEROS),
+            **in_bits({"value_bank": DeclaredTensor(bank, "value", ZEROS)}, self.value_bits),
         }
         if self.values == "expanded":
             initial = Normal(1.0 / math.sqrt(width))

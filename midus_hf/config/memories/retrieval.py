@@ -9,6 +9,7 @@ from midus_hf.config.declared_tensors import ONES, ZEROS, DeclaredTensor
 from midus_hf.config.flops.rules import SIGMOID, SOFTMAX, layer_norm, linear
 from midus_hf.config.installed import not_carried
 from midus_hf.config.memories.addressing import ADDRESSING_HELP, RANDOM_SLOTS, Addressing
+from midus_hf.config.memories.value_bits import VALUE_BITS_HELP, ValueBits
 from midus_hf.config.memory_types import DeclaredControl, InsertedOptions
 from midus_hf.config.model_sizes import ModelSizes
 from midus_hf.config.options import option
@@ -40,6 +41,7 @@ class RetrievalOptions(InsertedOptions):
     )
     inner_residual: bool = option(False, INNER_RESIDUAL_HELP)
     addressing: Addressing = option("content", ADDRESSING_HELP)
+    value_bits: ValueBits | None = option(None, VALUE_BITS_HELP)
 
     @not_carried
     def __post_init__(self) -> None:

@@ -7,6 +7,7 @@ from midus_hf.config.declared_tensors import ZEROS, DeclaredTensor, Normal
 from midus_hf.config.flops.rules import linear
 from midus_hf.config.installed import not_carried
 from midus_hf.config.memories.retrieval import INNER_RESIDUAL_HELP, QUERY_NORM_HELP, QueryNorm, RetrievalOptions
+from midus_hf.config.memories.value_bits import check_bits, in_bits
 from midus_hf.config.model_sizes import ModelSizes
 from midus_hf.config.options import option
 
@@ -28,6 +29,11 @@ class SharedValueOptions(RetrievalOptions):
         if self.gate == "head":
             raise ValueError("gate is 'head'; expected 'none' or 'token', since the heads' outputs are summed.")
 
+    @not_carried
+    def check(self, sizes: ModelSizes) -> None:
+        super().check(sizes)
+        check_bits(self.value_bits, {"hidden_size": sizes.hidden_size})
+
     @property
     def keeps_output_projection(self) -> bool:
         return True
@@ -41,7 +47,7 @@ class SharedValueOptions(RetrievalOptions):
         hidden = sizes.hidden_size
         return {
             "query_projection.weight": DeclaredTensor((hidden, hidden), "projection", Normal(1.0 / math.sqrt(hidden))),
-            "value_bank": DeclaredTensor((slots, hidden), "value", ZEROS),
+            **in_bits({"value_bank": DeclaredTensor((slots, hidden), "value", ZEROS)}, self.value_bits),
         }
 
     @not_carried

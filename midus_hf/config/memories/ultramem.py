@@ -19,6 +19,7 @@ from midus_hf.config.installed import not_carried
 from midus_hf.config.memories.addressing import ADDRESSING_HELP, RANDOM_SLOTS, Addressing
 from midus_hf.config.memories.table_sharing import TableSharing
 from midus_hf.config.memories.ultramem_statistics import UniformCores, gain_of_norms, value_std, values_of_scores
+from midus_hf.config.memories.value_bits import VALUE_BITS_HELP, ValueBits, check_bits, in_bits
 from midus_hf.config.memory_types import MemoryOptions, SharedTables, register_memory_type
 from midus_hf.config.model_sizes import ModelSizes
 from midus_hf.config.options import option
@@ -104,6 +105,7 @@ class UltraMemOptions(MemoryOptions):
     )
     penalty_margin: float = option(0.15, "tau, up to which singular values cost nothing")
     addressing: Addressing = option("content", ADDRESSING_HELP)
+    value_bits: ValueBits | None = option(None, VALUE_BITS_HELP)
 
     @not_carried
     def __post_init__(self) -> None:
@@ -226,6 +228,7 @@ class UltraMemOptions(MemoryOptions):
             raise ValueError(
                 f"rank is {self.rank}, more than the {key_width} features of a key; expected fewer. Lower rank."
             )
+        check_bits(self.value_bits, {name: self.width(name, sizes) for name in ("value_width", "pre_value_width")})
 
     def tensors(self, sizes: ModelSizes) -> dict[str, DeclaredTensor]:
         hidden, key_width = sizes.hidden_size, self.width("key_width", sizes)
@@ -335,4 +338,4 @@ class UltraMemOptions(MemoryOptions):
         values = {"value_table": DeclaredTensor((rows, self.width("value_width", sizes)), "value", initial)}
         if pre_width:
             values["pre_value_table"] = DeclaredTensor((rows, pre_width), "value", drawn)
-        return values
+        return in_bits(values, self.value_bits)

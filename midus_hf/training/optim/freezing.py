@@ -12,6 +12,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from midus_hf.config.declared_tensors import Role
 from midus_hf.config.memory_entries import ATTACHED, TABLES
 from midus_hf.memory.declared_module import DeclaredModule
+from midus_hf.memory.quantised.quantise import refuse_quantised
 from midus_hf.models.fetching import Banks
 from midus_hf.training.optim.cut_parameters import whole_numel
 from midus_hf.training.run_options import Trainable
@@ -183,13 +184,14 @@ def set_trainable(
 
     Raises:
         ValueError: If `resolve_trainable` raises it; if the model is wrapped by PEFT, whose config says what trains; if
-            a role in `frozen` has no tensor that would train, or nothing is left that trains.
+            a role in `frozen` has no tensor that would train, nothing is left that trains, or a memory has `value_bits`.
     """
     if has_adapters(model):
         raise ValueError(
             f"this {model.config.model_type} model is wrapped by PEFT, which has set what trains; expected the model "
             "itself. Say it in the config instead: get_peft_model(model, lora_config(model))."
         )
+    refuse_quantised(model)
     resolved = resolve_trainable(model.config, trainable)
     layers: nn.ModuleList = model.get_decoder().layers
     model.requires_grad_(resolved == "all")
