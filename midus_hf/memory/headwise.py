@@ -123,7 +123,7 @@ class HeadwiseMemory(RetrievalMemory):
         return output if residual is None else (residual + output).to(residual.dtype)
 
     def _slots_of_all(self, slots: torch.Tensor, head: torch.Tensor | int) -> torch.Tensor:
-        """Return slots of a head as slots among those of all heads, if each head has a bank; unchanged otherwise."""
+        """Return slots of a head as slots of all heads, if each head has a bank; else unchanged."""
         return slots + head * self.num_slots if self.values == "own" else slots
 
     @not_carried

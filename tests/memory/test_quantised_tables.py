@@ -71,11 +71,12 @@ def test_tables_take_the_bytes_of_their_integers_and_scales(kind, bits):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_saved_model_loads_with_equal_results(kind, dtype, tmp_path):
-    model, tokens = acting(kind, dtype), prompt(5)
+    # Loaded first, since a model that is cast keeps angles of rotation in another dtype than one that is loaded.
+    acting(kind, dtype).save_pretrained(tmp_path / "floats")
+    model, tokens = AutoModelForCausalLM.from_pretrained(tmp_path / "floats"), prompt(5)
     quantise_tables(model, 4)
-    model.save_pretrained(tmp_path)
-    # Copied, since what is mapped from a file is aligned otherwise, and products of bfloat16 then round otherwise.
-    loaded = copy.deepcopy(AutoModelForCausalLM.from_pretrained(tmp_path))
+    model.save_pretrained(tmp_path / "integers")
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "integers")
     assert torch.equal(logits(loaded, tokens), logits(model, tokens))
     assert torch.equal(loaded.generate(tokens, **GREEDY), model.generate(tokens, **GREEDY))
 
