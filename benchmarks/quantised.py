@@ -50,7 +50,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=256, help="tokens of the held-out text (default: 256)")
     parser.add_argument("--new-tokens", type=int, default=8, help="tokens that generate makes (default: 8)")
     parser.add_argument("--rounds", type=int, default=3, help="rounds of generation (default: 3)")
-    parser.add_argument("--noise", type=float, default=0.05, help="standard deviation of values (default: 0.05)")
+    parser.add_argument("--noise", type=float, default=0.3, help="standard deviation of values (default: 0.3)")
     arguments = parser.parse_args()
     columns = {
         "method": "{method}",

@@ -1,5 +1,6 @@
 """The head-wise memory layer (HML) of MIDUS."""
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -63,10 +64,11 @@ class HeadwiseMemory(RetrievalMemory):
         """
         transform = self.value_transform if self.options.values == "expanded" else None
         shape = attention_output.shape[:-1]
-        flat = attention_output.reshape(shape.numel(), self.num_heads, self.head_dim)  # [S, H, d], S = B * T
+        tokens = math.prod(shape)  # S = B * T; `numel` would fix the sizes of a traced graph
+        flat = attention_output.reshape(tokens, self.num_heads, self.head_dim)  # [S, H, d]
         query, by_head = self.addressed(self.normalised(flat)), None
         if residual is not None and self.options.gate == "none":
-            by_head = residual.reshape(shape.numel(), self.num_heads, self.value_dim)
+            by_head = residual.reshape(tokens, self.num_heads, self.value_dim)
         if self.options.value_bits is not None:
             output = self._from_integers(query, transform, by_head)
         else:

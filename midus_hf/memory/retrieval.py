@@ -1,5 +1,7 @@
 """Base class of memories that retrieve slots: queries, weights, and a gate on the result."""
 
+import math
+
 import torch
 from torch import nn
 
@@ -124,13 +126,13 @@ class RetrievalMemory(MemoryModule):
         return output * opened
 
     def _batch_statistics(self, query: torch.Tensor, track: bool) -> tuple[torch.Tensor, torch.Tensor]:
-        tokens = query.shape[:-2].numel()
         learns = self.training and self.query_norm_weight.requires_grad
-        if not learns or tokens == 0:
+        if not learns or query.numel() == 0:
             return self.query_mean.to(query.dtype), self.query_variance.to(query.dtype)
         variance, mean = torch.var_mean(query.flatten(0, -3), dim=0, correction=0)  # [H, query_width]
         if track and not is_in_backward():
             with torch.no_grad():
+                tokens = math.prod(query.shape[:-2])
                 unbiased = variance * (tokens / max(tokens - 1, 1))
                 self.query_mean.lerp_(mean.to(self.query_mean.dtype), _BATCH_MOMENTUM)
                 self.query_variance.lerp_(unbiased.to(self.query_variance.dtype), _BATCH_MOMENTUM)

@@ -11,7 +11,7 @@ from models.fresh_process import run_python
 from models.hosting import logits
 from models.upscaled import upscaled_model
 from tiny import prompt, save_tiny_model
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from midus_hf.memory import MemoryModule, kept_values, quantise_tables
 from midus_hf.memory.declared_module import DeclaredModule
@@ -83,7 +83,7 @@ def test_a_saved_model_loads_with_equal_results(kind, dtype, tmp_path):
 
 _LOAD = """
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, PreTrainedModel
 model = AutoModelForCausalLM.from_pretrained("saved", trust_remote_code=True)
 assert type(model).__module__.startswith("transformers_modules"), type(model)
 with torch.no_grad():
@@ -120,12 +120,26 @@ def test_few_slots_dequantise_their_rows_alone_and_many_the_table_once():
         assert len(read) == rows and torch.equal(read[places], whole[slots])
 
 
-def test_a_pass_is_one_graph():
-    model, tokens = acting("product-key"), prompt(5)
-    quantise_tables(model)
-    exported = torch.export.export(model, (), {"input_ids": tokens, "use_cache": False}).module()
-    with torch.no_grad():
-        assert torch.equal(exported(input_ids=tokens, use_cache=False).logits, logits(model, tokens))
+class _LogitsOf(torch.nn.Module):
+    def __init__(self, model: Any):
+        super().__init__()
+        self.model = model
+
+    def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
+        return self.model(input_ids=input_ids, use_cache=False).logits
+
+
+@pytest.mark.parametrize("bits", [None, 8])
+@pytest.mark.parametrize("kind", ["headwise", "product-key", "ultramem own"])
+def test_a_model_is_exported_as_one_graph_for_any_number_of_tokens(kind, bits):
+    model, tokens = acting(kind), prompt(7)
+    if bits is not None:
+        quantise_tables(model, bits)
+    sizes = ({0: torch.export.Dim.DYNAMIC, 1: torch.export.Dim.DYNAMIC},)
+    with op_choices(backend="reference"):
+        graph = torch.export.export(_LogitsOf(model), (tokens,), dynamic_shapes=sizes).module()
+        for some in (tokens, prompt(4, 3)):
+            assert torch.equal(graph(some), logits(model, some))
 
 
 def _unfinite(model: Any) -> Any:
@@ -174,3 +188,23 @@ def test_no_model_is_upscaled_with_integers(tmp_path):
     save_tiny_model("llama", tmp_path / "base")
     with pytest.raises(ValueError, match=r"value_bits is 8, but new values have yet to learn.*quantise_tables"):
         upscale(base=tmp_path / "base", method="midus-hml", output=tmp_path / "out", options={"n": 8, "value_bits": 8})
+
+
+class _AsTorchaoDoes(torch.nn.Parameter):
+    """A parameter of another class, as torchao's are."""
+
+
+def test_a_quantisation_config_that_quantises_what_a_memory_reads_is_refused(tmp_path, monkeypatch):
+    acting("product-key").save_pretrained(tmp_path)
+    loads = PreTrainedModel.from_pretrained.__func__
+
+    def load(cls: Any, *args: Any, **kwargs: Any) -> Any:
+        model = loads(cls, *args, **kwargs)
+        memory = next(module for module in model.modules() if isinstance(module, MemoryModule))
+        memory.value_bank = _AsTorchaoDoes(memory.value_bank.data)
+        model.hf_quantizer = object()
+        return model
+
+    monkeypatch.setattr(PreTrainedModel, "from_pretrained", classmethod(load))
+    with pytest.raises(ValueError, match=r"has made a _AsTorchaoDoes of .*value_bank.*expected linear layers alone"):
+        AutoModelForCausalLM.from_pretrained(tmp_path)

@@ -1,5 +1,7 @@
 """The head-wise memory of MIDUS: product-key retrieval per head, and values expanded per head from one shared bank."""
 
+import math
+
 import torch
 
 from midus_hf.ops.dispatch.calling import are_plain, nobody_watches
@@ -80,7 +82,7 @@ def headwise_memory(
         value_transform = None if value_transform is None else value_transform.to(query.dtype)
         if body == "reference":
             return reference(query, *tables, value_transform, k, residual=residual, temperature=temperature)
-        tokens, in_c = query.shape[:-2].numel(), body == "native"
+        tokens, in_c = math.prod(query.shape[:-2]), body == "native"
         if value_transform is not None and _expands(value_bank, tokens, heads, in_c):
             value_bank, value_transform = expand_values(value_bank, value_transform), None
         added = None

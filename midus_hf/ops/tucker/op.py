@@ -66,7 +66,7 @@ def select(
     """Return the chosen slots `[S, H, k]`, best first, with the arguments of `tucker_topk` and one leading dimension."""
     heads, sets = rows.shape[1:3]
     stretch = max(1, _MOST_SCORES // (heads * sets**2 * side**2))
-    if len(rows) <= stretch:
+    if rows.shape[0] <= stretch:  # `len` would fix the sizes of a traced graph
         return _select(rows, columns, core, row_vector, column_vector, k, side)
     parts = zip(rows.split(stretch), columns.split(stretch), strict=True)
     return torch.cat([_select(*part, core, row_vector, column_vector, k, side) for part in parts])
