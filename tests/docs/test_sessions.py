@@ -181,7 +181,7 @@ SESSIONS = {
     ),
     "docs/serve.md": Session(
         replace={"max_new_tokens=32": "max_new_tokens=4"},
-        models={"smollm2-135m-hml": "moc by prompt"},
+        models={"smollm2-135m-hml": "moc by prompt", "trained": "midus-hml"},
         names=lambda: {**load("smollm2-135m-hml"), "torch": torch, "requests": [torch.arange(3, 9)[None]]},
         elsewhere=("transformers.cli.transformers",),
     ),
