@@ -1,6 +1,6 @@
 """State that a memory keeps of a sequence between forward passes, in the cache of the model."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -136,21 +136,21 @@ def _refusal(name: str) -> ValueError:
     )
 
 
-def refuse_one_row(name: str, attn_implementation: str | None) -> None:
-    """Refuse an engine that puts the tokens of several requests into one row, and passes no cache.
+def refuse_one_row(stateful: Iterable[tuple[str, int]], engine: str, instead: str) -> None:
+    """Refuse an engine that lays the tokens of several requests in one row, and passes no cache that can hold a state.
 
     Args:
-        name: Name of a memory that keeps a state.
-        attn_implementation: The model's attention implementation; vLLM's Transformers backend sets `"vllm"`.
+        stateful: Name and layer of each memory that keeps a state.
+        engine: What lays the tokens in one row, for the message.
+        instead: What serves the model, for the message.
 
     Raises:
-        ValueError: If the implementation is `"vllm"`.
+        ValueError: If a memory keeps a state.
     """
-    if attn_implementation == "vllm":
+    for name, _ in stateful:
         raise ValueError(
-            f"attention 'vllm' lays the tokens of several requests in one row and keeps nothing for the memory {name!r}, which "
-            "routes by the tokens before; expected a server that runs Transformers' own attention, such as `transformers serve`, "
-            "a memory with routing = 'token', or a method without it."
+            f"{engine} lays the tokens of several requests in one row and keeps nothing for the memory {name!r}, which routes by the "
+            f"tokens before; expected {instead}, a memory with routing = 'token', or a method without it."
         )
 
 

@@ -37,6 +37,8 @@ def _refusal(implementation: str, where: str = "") -> str:
     remedy = "expected attn_implementation 'sdpa' or 'eager', or 'flex_attention' on a GPU."
     if implementation == "vllm":
         remedy = "expected a server that runs Transformers' own attention, such as `transformers serve`, or a method without it."
+    if implementation.startswith("paged"):  # set by continuous batching; transformers 5.23 leaves 'sdpa' as it is
+        remedy = "expected `generate`, or continuous batching with attn_implementation 'sdpa' and transformers 5.23."
     return (
         f"attention {implementation!r}{where} does not tell by what its softmax divides, which a memory that reads the depth needs; "
         f"{remedy}"

@@ -27,6 +27,7 @@ from transformers import (
 )
 from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 
+from midus_hf.models.host import show_in_transformers
 from midus_hf.models.inference.architecture import Architecture, architecture_of
 from midus_hf.models.parts import NamesParts
 
@@ -55,12 +56,16 @@ HEADS: dict[str, tuple[Any, Any, str]] = {
 
 
 def register_family(causal_lm_class: Any) -> Any:
-    """Register a language model with the Auto classes, and under the `model_type` of the class that the model's config extends."""
+    """Register a language model with the Auto classes, and under the `model_type` of the class that the model's config extends.
+
+    `transformers serve` finds the language model too, in the module of transformers by its name.
+    """
     config_class: Any = causal_lm_class.config_class
     FAMILIES[base_config_class(config_class).model_type] = causal_lm_class
     AutoConfig.register(config_class.model_type, config_class, exist_ok=True)
     AutoModel.register(config_class, causal_lm_class.model_class, exist_ok=True)
     AutoModelForCausalLM.register(config_class, causal_lm_class, exist_ok=True)
+    show_in_transformers(causal_lm_class)
     return causal_lm_class
 
 

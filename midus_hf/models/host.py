@@ -2,10 +2,12 @@
 
 import copy
 import os
+import sys
 from collections.abc import Iterator, Mapping
 from typing import Any, ClassVar
 
 import torch
+import transformers
 from torch import nn
 from transformers import Cache, DynamicCache
 
@@ -15,7 +17,7 @@ from midus_hf.config.installed import INSTALLED, needed_for, not_carried
 from midus_hf.config.memory_entries import Memories, memories_of
 from midus_hf.memory.declared_module import DeclaredModule
 from midus_hf.memory.fetched import FetchedBatch
-from midus_hf.memory.memory_state import MemoryState, check_taking_back, refuse_one_row, states_in
+from midus_hf.memory.memory_state import MemoryState, refuse_one_row, states_in
 from midus_hf.memory.needs import needs_of
 from midus_hf.memory.registry import MemoryModule
 from midus_hf.memory.routing.report import RouterReports
@@ -74,7 +76,12 @@ class MemoryConfig:
 
     @classmethod
     def register_for_auto_class(cls, auto_class: str = "AutoConfig") -> None:
-        """Do nothing: `save_pretrained` writes the code, and `auto_map` is always set."""
+        """Let `transformers serve` find the language model of this code. Nothing else is to do: `auto_map` is always set.
+
+        Transformers calls this whenever it loads a config by the code of a checkpoint. Another checkpoint may bring other code with
+        classes of the same names, so that the class is set each time.
+        """
+        show_in_transformers(getattr(sys.modules[cls.__module__], f"{cls.__name__.removesuffix('Config')}ForCausalLM"))
 
     def memories(self) -> Memories:
         """Return the memories of the model, read from the current `memory` list.
@@ -149,6 +156,8 @@ class MemoryModel(HostsMemory):
     layers: nn.ModuleList
     memory_tables: nn.ModuleDict
     memory_input_names: set[str]
+    # For each memory that keeps a state, by name and layer: whether the memory can take tokens back.
+    stateful: dict[tuple[str, int], bool]
     warned_of_dead_memories: bool = False
 
     def __init__(self, config):
@@ -173,9 +182,10 @@ class MemoryModel(HostsMemory):
         if self.needs.tables:
             self._share_tables(memories)
         if self.needs.states:
-            self._stateful = {key: memory.can_forget for key, memory in hosted.items() if memory.keeps_state}
-            for name, _ in self._stateful:
-                refuse_one_row(name, config._attn_implementation)
+            self.stateful = {key: memory.can_forget for key, memory in hosted.items() if memory.keeps_state}
+            if config._attn_implementation == "vllm":
+                own = "a server that runs Transformers' own attention, such as `transformers serve`"
+                refuse_one_row(self.stateful, "attention 'vllm'", own)
         if INSTALLED or self.needs.banks:
             self.own_banks = Banks(memories.banks)
         if self.needs.banks:
@@ -206,15 +216,6 @@ class MemoryModel(HostsMemory):
                 if of_memory
             }
         )
-
-    @needed_for("states")
-    def check_taking_back(self) -> None:
-        """Check that all memories can take back tokens that they have seen.
-
-        Raises:
-            ValueError: If a memory cannot.
-        """
-        check_taking_back(self._stateful)
 
     @needed_for("inputs")
     def forward(
@@ -308,16 +309,7 @@ class MemoryModel(HostsMemory):
 
     @needed_for("states")
     def _cache_of_pass(self, cache: Cache | None, use_cache: bool | None) -> Cache | None:
-        """Return the cache of the pass. Outside training, create one if the pass uses a cache and has none.
-
-        Raises:
-            ValueError: If the sequences of several requests are packed into one row, as in continuous batching.
-        """
-        if str(self.config._attn_implementation).startswith("paged"):
-            raise ValueError(
-                "a memory of this model chooses by the tokens of a sequence, and continuous batching packs several into one row; "
-                "expected generate. Or upscale with routing = 'token'."
-            )
+        """Return the cache of the pass. Outside training, create one if the pass uses a cache and has none."""
         if (
             cache is None
             and not self.training
@@ -334,7 +326,7 @@ class MemoryModel(HostsMemory):
         """
         if cache is None or (self.training and getattr(self, "gradient_checkpointing", False)):
             return {}
-        return states_in(cache, self._stateful, self.config.num_hidden_layers)
+        return states_in(cache, self.stateful, self.config.num_hidden_layers)
 
     @needed_for("banks")
     def _blocks_of_pass(
@@ -405,6 +397,13 @@ def _narrow(module: nn.Module) -> None:
         weight: Any = module.weight
         if not getattr(weight, "_is_hf_initialized", False):
             weight.mul_(scale)
+
+
+def show_in_transformers(model_class: type) -> None:
+    """Set a class of models as an attribute of transformers, where `transformers serve` looks for it by its name."""
+    # Transformers runs its __init__ again when it loads processors, and a server may hold the module of the first run. The class of
+    # both modules is the same.
+    setattr(type(transformers), model_class.__name__, model_class)
 
 
 def _tells_padding(attention_mask: Any) -> bool:

@@ -14,8 +14,9 @@ from transformers.modeling_outputs import MoeCausalLMOutputWithPast
 
 from midus_hf.config.installed import INSTALLED, needed_for
 from midus_hf.memory.kept_values import kept_values
+from midus_hf.memory.memory_state import check_taking_back, refuse_one_row
 from midus_hf.models.adapter_layers import refuse_adapter_of_base
-from midus_hf.models.fetching import BLOCKS
+from midus_hf.models.fetching import BLOCKS, IDS
 from midus_hf.models.host import HostsMemory
 from midus_hf.models.router_losses import AddsRouterLosses
 
@@ -151,7 +152,7 @@ class MemoryForCausalLM(AddsRouterLosses, HostsMemory):
             ValueError: If a memory cannot take back the tokens of a rejected draft.
         """
         if self.stack.needs.states:
-            self.stack.check_taking_back()
+            check_taking_back(self.stack.stateful)
         names: set[str] = self.stack.memory_input_names
         others = {key: value for key, value in model_kwargs.items() if key not in names}
         return super()._get_candidate_generator(*args, model_kwargs=others, **kwargs)
@@ -198,6 +199,36 @@ class MemoryForCausalLM(AddsRouterLosses, HostsMemory):
             with kept_values(self), self.banks.serving():
                 return super().generate(*args, **kwargs)
         return super().generate(*args, **kwargs)
+
+    @needed_for("states")
+    def init_continuous_batching(self, *args: Any, **kwargs: Any) -> Any:
+        """Make the manager of continuous batching, which all of its entry points call, as the family does.
+
+        Raises:
+            ValueError: If a memory keeps a state of a sequence.
+        """
+        if self.stack.needs.states:
+            instead = "`generate`, or `transformers serve` without --continuous-batching"
+            refuse_one_row(self.stack.stateful, "continuous batching", instead)
+        return super().init_continuous_batching(*args, **kwargs)
+
+    @needed_for("banks")
+    def generate_batch(self, *args: Any, **kwargs: Any) -> Any:
+        """Generate for several requests in one row, as the family does. Kept tensors are computed once per call, as in `generate`.
+
+        Raises:
+            ValueError: If paths or blocks are passed: a row fetches the same blocks for all of its tokens.
+        """
+        for name in (IDS, BLOCKS):
+            if kwargs.get(name) is not None:
+                raise ValueError(
+                    f"{name} is given, and continuous batching lays the tokens of several requests in one row, where all would read "
+                    "the same blocks; expected `generate`, or none."
+                )
+        if INSTALLED:
+            with kept_values(self):
+                return super().generate_batch(*args, **kwargs)
+        return super().generate_batch(*args, **kwargs)
 
 
 def share_conversions(causal_lm_class: Any) -> None:

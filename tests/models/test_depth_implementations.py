@@ -34,10 +34,10 @@ REFUSED = ["flash_attention_2", "flash_attention_3", "paged|sdpa", "own"]
 
 
 def refusal(name, place=""):
-    return (
-        f"attention '{name}'{place} does not tell by what its softmax divides, which a memory that reads the depth needs; expected "
-        "attn_implementation 'sdpa' or 'eager', or 'flex_attention' on a GPU."
-    )
+    remedy = "expected attn_implementation 'sdpa' or 'eager', or 'flex_attention' on a GPU."
+    if name.startswith("paged"):
+        remedy = "expected `generate`, or continuous batching with attn_implementation 'sdpa' and transformers 5.23."
+    return f"attention '{name}'{place} does not tell by what its softmax divides, which a memory that reads the depth needs; {remedy}"
 
 
 @pytest.mark.parametrize("name", [*REFUSED, "flex_attention"])

@@ -247,16 +247,6 @@ def test_an_empty_cache_without_a_config_will_do(native_family, routing):
     assert torch.equal(given, model.generate(prompt(PROMPT), **GREEDY))
 
 
-@pytest.mark.parametrize("routing", ["chunk", "prompt", "sequence"])
-def test_rows_of_several_requests_are_refused(routing):
-    model = chapter_model(routing=routing)
-    model.config._attn_implementation = "paged|eager"
-    with pytest.raises(
-        ValueError, match=r"continuous batching packs several into one row; expected generate\. Or upscale"
-    ):
-        model.model(prompt(PROMPT), use_cache=False)
-
-
 def test_a_prompt_of_one_token_is_one_prompt():
     model = chapter_model(routing="prompt")
     tokens = model.generate(prompt(1), use_cache=False, **GREEDY)

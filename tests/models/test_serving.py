@@ -1,25 +1,22 @@
-"""`transformers serve`: how its model manager finds classes that host memory, without a server."""
+"""`transformers serve`: how its model manager finds classes that host memory, without a server; and pipelines."""
 
-import importlib.util
-import sys
 from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
+from larger import larger_model
 from models.upscaled import upscaled_model
 from tiny import prompt
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
-from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
+from tokenizers.pre_tokenizers import Whitespace
+from transformers import PreTrainedTokenizerFast, pipeline
 from transformers.cli.serving import model_manager
 
 from midus_hf.models import FAMILIES
-from tests.docs.snippets import take
-
-# The file that the page starts the server from.
-(SCRIPT,) = take("docs/serve.md", "python", having="transformers.cli.transformers")
+from midus_hf.models.larger.families import host_larger_family
+from upscalers.runs.upscale import upscale
 
 
 @pytest.fixture
@@ -30,56 +27,53 @@ def manager() -> Iterator[model_manager.ModelManager]:
     manager.shutdown()
 
 
+def save_tokenizer(folder: Path) -> None:
+    """Save a tokenizer, which serving asks for."""
+    words = {"<unk>": 0, **{f"word{number}": number for number in range(1, 128)}}
+    tokenizer = Tokenizer(WordLevel(words, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = Whitespace()
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="<unk>").save_pretrained(folder)
+
+
 @pytest.fixture
 def save(tmp_path):
-    """Save a tiny model with memory, and a tokenizer, which serving asks for."""
+    """Save a tiny model with memory that acts, and a tokenizer."""
 
     def saved(family: str):
         model = upscaled_model(family).eval()
         model.save_pretrained(tmp_path)
-        words = Tokenizer(WordLevel({"<unk>": 0, "hello": 1}, unk_token="<unk>"))
-        PreTrainedTokenizerFast(tokenizer_object=words, unk_token="<unk>").save_pretrained(tmp_path)
+        save_tokenizer(tmp_path)
         return model
 
     return saved
 
 
-@pytest.fixture
-def as_documented(monkeypatch) -> None:
-    """Run the file of docs/serve.md up to the server, and take back what it did."""
-    for causal_lm in FAMILIES.values():
-        monkeypatch.setattr(model_manager.transformers, causal_lm.__name__, None, raising=False)
-    started: list[bool] = []
-    command = "transformers.cli.transformers"  # not imported: in some versions it asks for more than loading does
-    assert importlib.util.find_spec(command) is not None
-    monkeypatch.setitem(sys.modules, command, SimpleNamespace(main=lambda: started.append(True)))
-    exec(SCRIPT.text, {})
-    assert started == [True]
+def served(manager: model_manager.ModelManager, folder: Path):
+    return manager.load_model_and_processor(manager.process_model_name(str(folder)))[0]
 
 
-def same_logits(manager: model_manager.ModelManager, folder: Path, model) -> bool:
-    served, _ = manager.load_model_and_processor(manager.process_model_name(str(folder)))
-    assert type(served).__name__ == type(model).__name__
+def test_the_server_finds_the_classes_of_every_family(native_family, manager, save, tmp_path):
+    model = save(native_family)
+    found = served(manager, tmp_path)
+    assert type(found) is type(model) and type(found) in FAMILIES.values()
     with torch.no_grad():
-        return torch.equal(served(prompt()).logits, model(prompt()).logits)
+        assert torch.equal(found(prompt()).logits, model(prompt()).logits)
 
 
-def test_the_documented_file_serves_every_family(family, manager, save, as_documented, tmp_path):
-    model = save(family)
-    assert same_logits(manager, tmp_path, model)
+def test_the_server_finds_a_larger_model(manager, tmp_path):
+    larger_model("llava").save_pretrained(tmp_path / "base")
+    upscale(base=tmp_path / "base", method="midus-hml", output=tmp_path / "upscaled", options={"n": 8, "k": 3})
+    save_tokenizer(tmp_path / "upscaled")
+    assert type(served(manager, tmp_path / "upscaled")).__name__ == "MidusLlavaForConditionalGeneration"
+    assert host_larger_family("llava").MidusLlavaForConditionalGeneration is not None
 
 
-def test_the_auto_class_under_the_same_name_serves_as_well(manager, save, monkeypatch, tmp_path):
-    model = save("llama")
-    monkeypatch.setattr(model_manager.transformers, "MidusLlamaForCausalLM", AutoModelForCausalLM, raising=False)
-    assert same_logits(manager, tmp_path, model)
-
-
-@pytest.mark.xfail(
-    strict=True,
-    raises=AttributeError,
-    reason="transformers serve looks in its module alone: once it passes, mend docs/serve.md",
-)
-def test_a_registered_class_is_served_without_further_ado(manager, save, tmp_path):
-    model = save("llama")
-    assert same_logits(manager, tmp_path, model)
+def test_a_pipeline_continues_a_text_as_generate_does(family, save, tmp_path):
+    model, greedy = save(family), {"max_new_tokens": 6, "do_sample": False}
+    texts = ["word5 word9", "word7 word11 word20"]
+    generator = pipeline("text-generation", model=str(tmp_path), device="cpu")
+    assert type(generator.model) is type(model)
+    for text, (found,) in zip(texts, generator(texts, return_full_text=False, **greedy), strict=True):
+        ids = generator.tokenizer(text, return_tensors="pt").input_ids
+        new = model.generate(ids, **greedy)[0, ids.shape[1] :]
+        assert found["generated_text"] == generator.tokenizer.decode(new) and len(new) == 6

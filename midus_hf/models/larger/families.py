@@ -21,6 +21,7 @@ from transformers import (
 from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 
 from midus_hf.models.families import FAMILIES, base_config_class, host_family, module_from_source
+from midus_hf.models.host import show_in_transformers
 from midus_hf.models.inference.tiny import UnknownArchitecture, tiny_larger_model
 
 #: Larger models whose language model hosts memory, by the `model_type` of their family.
@@ -34,6 +35,7 @@ def register_larger_family(larger_class: Any) -> Any:
     AutoConfig.register(config_class.model_type, config_class, exist_ok=True)
     for auto_class in (AutoModelForImageTextToText, AutoModelForMultimodalLM, AutoModelForCausalLM):
         auto_class.register(config_class, larger_class, exist_ok=True)
+    show_in_transformers(larger_class)
     return larger_class
 
 

@@ -5,6 +5,7 @@ pictures or sounds reaches the stack as embeddings, and arguments of memories ar
 """
 
 import os
+import sys
 from typing import Any, ClassVar
 
 import torch
@@ -14,6 +15,7 @@ from midus_hf.carried.module import write_code
 from midus_hf.carried.standins import ENTRY_MODULE
 from midus_hf.config.installed import needed_for
 from midus_hf.config.memory_entries import Memories, memories_of
+from midus_hf.models.host import show_in_transformers
 from midus_hf.models.language_model import MemoryForCausalLM
 from midus_hf.models.peft_targets import register_targets
 
@@ -51,7 +53,8 @@ class LargerMemoryConfig:
 
     @classmethod
     def register_for_auto_class(cls, auto_class: str = "AutoConfig") -> None:
-        """Do nothing: `save_pretrained` writes the code, and `auto_map` is always set."""
+        """Let `transformers serve` find the model of this code, as `MemoryConfig` does for a language model."""
+        show_in_transformers(getattr(sys.modules[cls.__module__], cls.larger_class_name))
 
     def memories(self) -> Memories:
         """Return the memories of the language model.

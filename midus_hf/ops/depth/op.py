@@ -5,6 +5,7 @@ from typing import Any, Optional
 
 import torch
 
+from midus_hf.ops.depth import reference
 from midus_hf.ops.depth.batched import batched_depth_attention, batched_gradients, batched_reading
 from midus_hf.ops.depth.inputs import DepthInputs, DepthReading, Wanted, new_by_token
 from midus_hf.ops.depth.native import native_gradients, native_reading
@@ -62,6 +63,9 @@ def depth_attention(
         return read.to(query.dtype), lse
     if body == "torch" and not torch.compiler.is_compiling():  # a compiler fuses `_DepthAttention`
         return batched_depth_attention(DepthInputs(query, keys, values, scaling, softcap))
+    if len(keys) == 1 and torch.compiler.is_compiling():
+        # torch.compile of torch 2.13 loses tensors of an autograd function that takes any number of them, and here gets two.
+        return reference.depth_attention(query, keys, values, scaling, softcap)
     return _DepthAttention.apply(query, scaling, softcap, len(keys), *keys, *values)
 
 
