@@ -32,7 +32,7 @@ _PACKAGES = ("midus_hf",)
 _HEADER = '''"""{family} with memory: the code of one checkpoint, in plain PyTorch.
 
 midus-hf {version} wrote this module from its own sources, for {kinds}. Another checkpoint has
-another module of this name. Where the package is installed, its classes are used instead, which compute the same, faster.
+another module of this name. Where the package is imported, its classes are used instead, which compute the same, faster.
 
 SHA-256 of what follows: {digest}
 """

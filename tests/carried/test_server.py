@@ -1,0 +1,162 @@
+"""`transformers serve` and `transformers chat`, pipelines and continuous batching run the code that a checkpoint carries."""
+
+import contextlib
+import json
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from models.fresh_process import run_python
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import Whitespace
+from transformers import PreTrainedTokenizerFast
+
+ROOT = Path(__file__).parents[2]
+MOST_SECONDS = 120
+QUESTION = "word5 word9 word20"
+
+# Makes this project absent from a process, also where it is installed.
+_ABSENT = """
+import sys
+class Absent:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in ("midus_hf", "upscalers"):
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+sys.meta_path.insert(0, Absent())
+"""
+
+_EXPECTED = """
+import json
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, ContinuousBatchingConfig, GenerationConfig, pipeline
+found = {}
+for name in ("headwise", "chapters"):
+    tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=True)
+    model = AutoModelForCausalLM.from_pretrained(name, trust_remote_code=True)
+    text = tokenizer.apply_chat_template([{"role": "user", "content": QUESTION}], tokenize=False)
+    ids = tokenizer(text, return_tensors="pt").input_ids
+    greedy = {"max_new_tokens": 8, "do_sample": False}
+    tokens = model.generate(ids, **greedy)[0, ids.shape[1]:]
+    generator = pipeline("text-generation", model=name, trust_remote_code=True, device="cpu")
+    (of_pipeline,) = generator(text, return_full_text=False, **greedy)
+    try:
+        results = model.generate_batch(
+            ids.tolist(),
+            generation_config=GenerationConfig(**greedy, eos_token_id=-1, pad_token_id=0),
+            continuous_batching_config=ContinuousBatchingConfig(num_blocks=16, max_batch_tokens=64),
+        )
+        batched = [result.generated_tokens for result in results.values()]
+    except ValueError as error:
+        batched = str(error)
+    found[name] = {
+        "module": type(model).__module__, "text": tokenizer.decode(tokens), "tokens": tokens.tolist(),
+        "pipeline": of_pipeline["generated_text"], "batched": batched,
+    }
+print(json.dumps(found))
+"""
+
+
+@pytest.fixture(scope="module")
+def folder(checkpoints, tmp_path_factory) -> Path:
+    """A folder with two checkpoints of one family, each with a tokenizer that has a chat template."""
+    folder = tmp_path_factory.mktemp("served")
+    words = {"<unk>": 0, **{f"word{number}": number for number in range(1, 128)}}
+    tokenizer = Tokenizer(WordLevel(words, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = Whitespace()
+    template = "{% for message in messages %}{{ message['content'] }} {% endfor %}"
+    for name, method in {"headwise": "midus-hml", "chapters": "moc"}.items():
+        shutil.copytree(checkpoints("llama", method), folder / name)
+        of_chats = PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="<unk>", chat_template=template)
+        of_chats.save_pretrained(folder / name)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def alone(folder) -> dict[str, Any]:
+    """What `generate`, a pipeline and continuous batching give for each checkpoint in a process without this project."""
+    printed = run_python(f"QUESTION = {QUESTION!r}\n{_EXPECTED}", folder, package_present=False)
+    return json.loads(printed.splitlines()[-1])
+
+
+def command(package_present: bool, *arguments: str) -> list[str]:
+    """The command line `transformers ARGUMENTS`, with or without this project."""
+    start = "import runpy; runpy.run_module('transformers.cli.transformers', run_name='__main__')"
+    return [sys.executable, "-c", f"{'' if package_present else _ABSENT}\n{start}", *arguments]
+
+
+def environment(folder: Path, offline: str = "1") -> dict[str, str]:
+    settings = {"HF_HUB_OFFLINE": offline, "HF_HUB_DISABLE_UPDATE_CHECK": "1", "OMP_NUM_THREADS": "1"}
+    return {**os.environ, **settings, "HF_HOME": str(folder / "home"), "PYTHONPATH": str(ROOT)}
+
+
+@contextlib.contextmanager
+def server(folder: Path, package_present: bool, *models: str) -> Iterator[str]:
+    """Run `transformers serve MODELS --trust-remote-code` in a folder; give its address once it answers."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    address, log = f"http://127.0.0.1:{port}", folder / f"log-{package_present}"
+    options = ("--trust-remote-code", "--device", "cpu", "--host", "127.0.0.1", "--port", port)
+    with log.open("w") as output:
+        started = subprocess.Popen(
+            command(package_present, "serve", *models, *options),
+            **{"cwd": folder, "env": environment(folder), "stdout": output, "stderr": subprocess.STDOUT},
+        )
+    try:
+        for _ in range(10 * MOST_SECONDS):
+            assert started.poll() is None, log.read_text()
+            with contextlib.suppress(OSError), urllib.request.urlopen(f"{address}/health", timeout=5):
+                break
+            time.sleep(0.1)
+        yield address
+    finally:
+        started.terminate()
+        started.wait(timeout=30)
+
+
+def answer(address: str, model: str) -> str:
+    """Ask a server for 8 greedy tokens."""
+    asked = {"model": model, "messages": [{"role": "user", "content": QUESTION}], "max_tokens": 8, "temperature": 0}
+    request = urllib.request.Request(
+        f"{address}/v1/chat/completions", json.dumps(asked).encode(), {"Content-Type": "application/json"}
+    )
+    with urllib.request.urlopen(request, timeout=MOST_SECONDS) as reply:
+        return json.load(reply)["choices"][0]["message"]["content"]
+
+
+def test_a_server_of_one_model_answers_what_generate_does(folder, alone):
+    """The package may be installed: the server imports nothing of it. A chat on the command line has the same answer."""
+    with server(folder, True, "headwise") as address:
+        assert answer(address, "headwise") == alone["headwise"]["text"]
+        # Offline, its client refuses to ask any server.
+        talk = subprocess.run(
+            command(True, "chat", "headwise", f"{address}/v1", "max_new_tokens=8", "do_sample=false"),
+            **{"cwd": folder, "env": environment(folder, offline="0"), "input": f"{QUESTION}\n!exit\n", "text": True},
+            **{"capture_output": True, "timeout": MOST_SECONDS},
+        )
+    assert alone["headwise"]["text"] in " ".join(talk.stdout.split()), talk.stderr + talk.stdout
+
+
+def test_a_server_of_many_models_runs_the_code_of_each_without_the_package(folder, alone):
+    with server(folder, False) as address:
+        for name in ("headwise", "chapters"):  # classes of the same names, of two modules
+            assert answer(address, name) == alone[name]["text"]
+
+
+def test_pipelines_and_continuous_batching_run_the_code_of_a_checkpoint(alone):
+    for found in alone.values():
+        assert found["module"].endswith(".modeling_midus")
+        assert found["pipeline"] == found["text"]
+    assert alone["headwise"]["batched"] == [alone["headwise"]["tokens"]]
+    assert alone["chapters"]["batched"].startswith(
+        "continuous batching lays the tokens of several requests in one row and keeps nothing for the memory 'chapters'"
+    )
