@@ -27,7 +27,7 @@ def refuse_untold(implementation: str | None) -> None:
 
     Raises:
         ValueError: If the implementation gives no log-sum-exp of its softmax: FlashAttention 2 and 3 of transformers, paged
-            attention, vLLM's (which also puts tokens of several requests into one row), and any registered by a user.
+            attention, vLLM's and SGLang's (which also put tokens of several requests into one row), and any registered by a user.
     """
     if implementation is not None and implementation not in _TELL:
         raise ValueError(_refusal(implementation))
@@ -35,7 +35,7 @@ def refuse_untold(implementation: str | None) -> None:
 
 def _refusal(implementation: str, where: str = "") -> str:
     remedy = "expected attn_implementation 'sdpa' or 'eager', or 'flex_attention' on a GPU."
-    if implementation == "vllm":
+    if implementation in ("vllm", "sglang"):
         remedy = "expected a server that runs Transformers' own attention, such as `transformers serve`, or a method without it."
     if implementation.startswith("paged"):  # set by continuous batching; transformers 5.23 leaves 'sdpa' as it is
         remedy = "expected `generate`, or continuous batching with attn_implementation 'sdpa' and transformers 5.23."

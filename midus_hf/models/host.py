@@ -183,9 +183,9 @@ class MemoryModel(HostsMemory):
             self._share_tables(memories)
         if self.needs.states:
             self.stateful = {key: memory.can_forget for key, memory in hosted.items() if memory.keeps_state}
-            if config._attn_implementation == "vllm":
+            if config._attn_implementation in ("vllm", "sglang"):
                 own = "a server that runs Transformers' own attention, such as `transformers serve`"
-                refuse_one_row(self.stateful, "attention 'vllm'", own)
+                refuse_one_row(self.stateful, f"attention {config._attn_implementation!r}", own)
         if INSTALLED or self.needs.banks:
             self.own_banks = Banks(memories.banks)
         if self.needs.banks:

@@ -3,6 +3,7 @@
 import ast
 import importlib.util
 import inspect
+import json
 import sys
 import textwrap
 from pathlib import Path
@@ -46,19 +47,20 @@ def test_a_model_takes_a_config_whose_classes_are_of_another_copy_of_its_code(me
     assert torch.equal(*logits)
 
 
-def test_vllm_makes_no_model_that_keeps_a_state_of_a_sequence(checkpoints, monkeypatch):
-    """Its Transformers backend sets attention of this name in the config, and makes the model by it."""
+@pytest.mark.parametrize("engine", ["vllm", "sglang"])
+def test_an_engine_makes_no_model_that_keeps_a_state_of_a_sequence(engine, checkpoints, monkeypatch):
+    """An engine's Transformers backend sets attention of the engine's name in the config, and makes the model by it."""
     folder = checkpoints("llama", "moc")
     code = copy_of_code(folder, "served")
     config = of_llama(code, "Config").from_pretrained(folder)
-    monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS._local_mapping, "vllm", ALL_ATTENTION_FUNCTIONS["sdpa"])
-    config._attn_implementation = "vllm"
+    monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS._local_mapping, engine, ALL_ATTENTION_FUNCTIONS["sdpa"])
+    config._attn_implementation = engine
     with pytest.raises(ValueError) as raised:
         of_llama(code, "Model")(config)
     assert str(raised.value) == (
-        "attention 'vllm' lays the tokens of several requests in one row and keeps nothing for the memory 'chapters', which routes "
-        "by the tokens before; expected a server that runs Transformers' own attention, such as `transformers serve`, a memory with "
-        "routing = 'token', or a method without it."
+        f"attention {engine!r} lays the tokens of several requests in one row and keeps nothing for the memory 'chapters', which "
+        "routes by the tokens before; expected a server that runs Transformers' own attention, such as `transformers serve`, a "
+        "memory with routing = 'token', or a method without it."
     )
 
 
@@ -100,3 +102,30 @@ def test_each_layer_has_one_module_whose_source_calls_the_attention_function_onc
             if keyword.arg in ("scaling", "s_aux"):
                 text = ast.unparse(keyword.value)
                 assert isinstance(keyword.value, ast.Constant) or text.partition(".")[0] == "self", text
+
+
+@pytest.mark.parametrize(("family", "method"), [case for case in CASES if case[1] in LOOK_AT_ONE_TOKEN])
+def test_keyword_arguments_of_an_engine_reach_the_attention_of_every_layer(family, method, checkpoints, monkeypatch):
+    """SGLang's Transformers backend passes a batch and attention by layer, which the attention function reads."""
+    folder = checkpoints(family, method)
+    (architecture,) = json.loads((folder / "config.json").read_text())["architectures"]
+    model = getattr(copy_of_code(folder, "sglang"), architecture).from_pretrained(folder).eval()
+    assert model._supports_attention_backend
+    reached = []
+
+    def attention(module, query, key, value, _mask, forward_batch=None, attention_instances=None, **arguments):
+        if attention_instances is not None:
+            reached.append((module.layer_idx, forward_batch, attention_instances[module.layer_idx]))
+        arguments.pop("softcap", None)  # which sdpa does not have
+        return ALL_ATTENTION_FUNCTIONS["sdpa"](module, query, key, value, None, **arguments)
+
+    monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS._local_mapping, "sglang", attention)
+    model.config._attn_implementation = "sglang"
+    layers = range(model.config.num_hidden_layers)
+    passed = {"forward_batch": "batch", "attention_instances": {layer: f"attention {layer}" for layer in layers}}
+    positions = torch.arange(prompt().shape[1])[None].expand_as(prompt())
+    with torch.no_grad():
+        expected = model(prompt()).logits
+        output = model(input_ids=prompt(), position_ids=positions, use_cache=False, return_dict=False, **passed)
+    assert torch.equal(output[0], expected)
+    assert sorted(reached) == [(layer, "batch", f"attention {layer}") for layer in layers]
