@@ -91,7 +91,11 @@ def loaded(checkpoint: Path, matrices: int | None, tables: int | None) -> Any:
     from torchao.quantization import Int8WeightOnlyConfig
 
     kinds = {8: Int8WeightOnlyConfig(), 4: PrototypeInt4WeightOnlyConfig(group_size=_GROUP)}
-    config = {} if matrices is None else {"quantization_config": TorchAoConfig(kinds[matrices])}
+    # The kernel of 4 bits takes matrices with a multiple of 16 rows alone, which this projection of UltraMemV2 need not have.
+    left_out = ["lm_head", r".*\.pre_projection"] if matrices == 4 else None
+    config = {}
+    if matrices is not None:
+        config["quantization_config"] = TorchAoConfig(kinds[matrices], modules_to_not_convert=left_out)
     model = AutoModelForCausalLM.from_pretrained(checkpoint, **config)
     if tables is not None:
         quantise_tables(model, tables)
