@@ -58,14 +58,17 @@ HEADS: dict[str, tuple[Any, Any, str]] = {
 def register_family(causal_lm_class: Any) -> Any:
     """Register a language model with the Auto classes, and under the `model_type` of the class that the model's config extends.
 
-    `transformers serve` finds the language model too, in the module of transformers by its name.
+    `transformers serve` finds the language model too, in the module of transformers by its name. If several types share a class of
+    transformers, such as `LlamaForCausalLM`, the class for any config stands under the name.
     """
     config_class: Any = causal_lm_class.config_class
     FAMILIES[base_config_class(config_class).model_type] = causal_lm_class
     AutoConfig.register(config_class.model_type, config_class, exist_ok=True)
     AutoModel.register(config_class, causal_lm_class.model_class, exist_ok=True)
     AutoModelForCausalLM.register(config_class, causal_lm_class, exist_ok=True)
-    show_in_transformers(causal_lm_class)
+    name = causal_lm_class.__name__
+    is_shared = sum(each.__name__ == name for each in FAMILIES.values()) > 1
+    show_in_transformers(name, AutoModelForCausalLM if is_shared else causal_lm_class)
     return causal_lm_class
 
 

@@ -76,12 +76,9 @@ class MemoryConfig:
 
     @classmethod
     def register_for_auto_class(cls, auto_class: str = "AutoConfig") -> None:
-        """Let `transformers serve` find the language model of this code. Nothing else is to do: `auto_map` is always set.
-
-        Transformers calls this whenever it loads a config by the code of a checkpoint. Another checkpoint may bring other code with
-        classes of the same names, so that the class is set each time.
-        """
-        show_in_transformers(getattr(sys.modules[cls.__module__], f"{cls.__name__.removesuffix('Config')}ForCausalLM"))
+        """Let `transformers serve` find this language model, at each load of a config, since others may have taken its name."""
+        name = f"{cls.__name__.removesuffix('Config')}ForCausalLM"
+        show_in_transformers(name, getattr(sys.modules[cls.__module__], name))
 
     def memories(self) -> Memories:
         """Return the memories of the model, read from the current `memory` list.
@@ -156,8 +153,7 @@ class MemoryModel(HostsMemory):
     layers: nn.ModuleList
     memory_tables: nn.ModuleDict
     memory_input_names: set[str]
-    # For each memory that keeps a state, by name and layer: whether the memory can take tokens back.
-    stateful: dict[tuple[str, int], bool]
+    stateful: dict[tuple[str, int], bool]  # by name and layer of a memory with a state: whether it takes tokens back
     warned_of_dead_memories: bool = False
 
     def __init__(self, config):
@@ -380,13 +376,13 @@ class MemoryModel(HostsMemory):
 
 def _refuse_quantised_tensors(model: nn.Module) -> None:
     """Refuse tensors of memories that Transformers has quantised, other than the weights of linear layers."""
-    for path, module in model.named_modules():
-        for name, tensor in module.named_parameters(recurse=False) if isinstance(module, DeclaredModule) else ():
-            if type(tensor) is not nn.Parameter:
-                raise ValueError(
-                    f"the quantisation has made a {type(tensor).__name__} of {path}.{name}, which a memory cannot read; expected "
-                    "linear layers alone. Round tables with midus_hf.memory.quantise_tables, before or after."
-                )
+    for name, tensor in model.named_parameters():
+        holder = model.get_submodule(name.rpartition(".")[0])
+        if isinstance(holder, DeclaredModule) and type(tensor) is not nn.Parameter:
+            raise ValueError(
+                f"the quantisation has made a {type(tensor).__name__} of {name}, which a memory cannot read; expected linear layers "
+                "alone. Round tables with midus_hf.memory.quantise_tables, before or after."
+            )
 
 
 @torch.no_grad()
@@ -399,11 +395,10 @@ def _narrow(module: nn.Module) -> None:
             weight.mul_(scale)
 
 
-def show_in_transformers(model_class: type) -> None:
+def show_in_transformers(name: str, model_class: type) -> None:
     """Set a class of models as an attribute of transformers, where `transformers serve` looks for it by its name."""
-    # Transformers runs its __init__ again when it loads processors, and a server may hold the module of the first run. The class of
-    # both modules is the same.
-    setattr(type(transformers), model_class.__name__, model_class)
+    # On the class: transformers runs its __init__ again when it loads processors, and a server may hold the first module.
+    setattr(type(transformers), name, model_class)
 
 
 def _tells_padding(attention_mask: Any) -> bool:

@@ -87,13 +87,14 @@ def blocks_in(text: str, page: str) -> list[Block]:
     return blocks
 
 
-def take(page: str, *languages: str, having: str = "") -> list[Block]:
+def take(page: str, *languages: str, having: str = "", without: tuple[str, ...] = ()) -> list[Block]:
     """Return the blocks of a page in some languages, which the calling test module runs, without marked ones.
 
     Args:
         page: Path of the page from the root of the clone.
         languages: Languages of the blocks, by default all that are run.
         having: A piece of every block that is taken.
+        without: Pieces of the blocks that are left to other test modules.
     """
     frame = inspect.currentframe()
     assert frame and frame.f_back
@@ -101,7 +102,10 @@ def take(page: str, *languages: str, having: str = "") -> list[Block]:
     taken = [
         block
         for block in blocks_of(page)
-        if block.language in (languages or RUN_LANGUAGES) and not block.is_marked and having in block.text
+        if block.language in (languages or RUN_LANGUAGES)
+        and not block.is_marked
+        and having in block.text
+        and not any(piece in block.text for piece in without)
     ]
     assert taken, f"{page} has no block to run"
     _RUN_BY.update(dict.fromkeys(taken, module))

@@ -64,6 +64,7 @@ class Session:
             empty, the base is upscaled by the block if it names a method, and else the block is read as keys of `midus train`.
         names: A function of no argument that returns the names which blocks of Python take as defined.
         languages: Languages of the blocks that run here; other test modules run the rest.
+        elsewhere: Pieces of the blocks of these languages that other test modules run.
     """
 
     replace: dict[str, str] = field(default_factory=dict)
@@ -71,6 +72,7 @@ class Session:
     files: tuple[str, ...] = ()
     names: Callable[[], dict[str, Any]] = dict
     languages: tuple[str, ...] = RUN_LANGUAGES
+    elsewhere: tuple[str, ...] = ()
 
 
 def trainer_names() -> dict[str, Any]:
@@ -181,6 +183,7 @@ SESSIONS = {
         replace={"max_new_tokens=32": "max_new_tokens=4"},
         models={"smollm2-135m-hml": "moc by prompt", "trained": "midus-hml"},
         names=lambda: {**load("smollm2-135m-hml"), "torch": torch, "requests": [torch.arange(3, 9)[None]]},
+        elsewhere=("from llama_cpp import", "from gguf import", "from kernels import"),
     ),
     "docs/evaluate.md": Session(
         replace={
@@ -308,7 +311,7 @@ SESSIONS = {
 
 # A model is loaded where this package is not imported: in a process of its own.
 (SHARED,) = take("docs/share.md", "python")
-BLOCKS = {page: take(page, *session.languages) for page, session in SESSIONS.items()}
+BLOCKS = {page: take(page, *session.languages, without=session.elsewhere) for page, session in SESSIONS.items()}
 
 
 @pytest.fixture(scope="module")

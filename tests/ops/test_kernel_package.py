@@ -114,7 +114,8 @@ def test_every_backend_has_the_same_files_and_its_own_identifier(folder):
         metadata = json.loads((variant / "metadata.json").read_text())
         assert metadata["backend"] == {"type": backend}
         names.add(metadata["id"])
-        found = {str(path.relative_to(variant)): path.read_bytes() for path in variant.rglob("*") if path.is_file()}
+        files = (path for path in variant.rglob("*") if path.is_file() and path.parent.name != "__pycache__")
+        found = {str(path.relative_to(variant)): path.read_bytes() for path in files}
         assert found == {**package_files(), "metadata.json": found["metadata.json"]}
     assert len(names) == len(BACKENDS)
 

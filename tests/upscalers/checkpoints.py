@@ -24,6 +24,7 @@ MEMORY_OPTIONS = {
     "gate": "none",
     "inner_residual": False,
     "addressing": "content",
+    "value_bits": None,
     "n": 8,
     "values": "expanded",
     "output_projection": False,

@@ -35,7 +35,7 @@ def register_larger_family(larger_class: Any) -> Any:
     AutoConfig.register(config_class.model_type, config_class, exist_ok=True)
     for auto_class in (AutoModelForImageTextToText, AutoModelForMultimodalLM, AutoModelForCausalLM):
         auto_class.register(config_class, larger_class, exist_ok=True)
-    show_in_transformers(larger_class)
+    show_in_transformers(larger_class.__name__, larger_class)
     return larger_class
 
 

@@ -54,7 +54,8 @@ class LargerMemoryConfig:
     @classmethod
     def register_for_auto_class(cls, auto_class: str = "AutoConfig") -> None:
         """Let `transformers serve` find the model of this code, as `MemoryConfig` does for a language model."""
-        show_in_transformers(getattr(sys.modules[cls.__module__], cls.larger_class_name))
+        name = cls.larger_class_name
+        show_in_transformers(name, getattr(sys.modules[cls.__module__], name))
 
     def memories(self) -> Memories:
         """Return the memories of the language model.
