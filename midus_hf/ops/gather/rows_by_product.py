@@ -47,6 +47,7 @@ def product_of_rows(bank: torch.Tensor, slots: torch.Tensor, weights: torch.Tens
     """
     if not slots.is_cuda and slots.numel() and not 0 <= int(slots.min()) <= int(slots.max()) < len(bank):
         raise IndexError(f"slots lie from {int(slots.min())} to {int(slots.max())}; the bank has {len(bank)} rows.")
+    bank = bank.contiguous()  # for another layout, a product may add in another order
     stretch = _tokens_at_a_time(len(bank))
     parts = [
         _wide_product(_spread(*part, len(bank), bank.dtype, backend), bank).to(bank.dtype)
@@ -59,6 +60,7 @@ def gradients_of_product(
     gradient: torch.Tensor, bank: torch.Tensor, slots: torch.Tensor, weights: torch.Tensor, backend: str
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the gradients of the bank `[R, v]` and of the weights `[S, m]`, float32 at least, for a gradient `[S, v]`."""
+    bank, gradient = bank.contiguous(), gradient.contiguous()  # for another layout, a product may add in another order
     stretch = _tokens_at_a_time(len(bank))
     wide = torch.promote_types(bank.dtype, torch.float32)
     into_bank, into_weights = torch.zeros(bank.shape, dtype=wide, device=bank.device), []
