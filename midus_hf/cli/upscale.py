@@ -3,7 +3,7 @@
 import dataclasses
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -23,6 +23,8 @@ app = command_line(add_completion=True)
 ConfigFile = Annotated[
     Path | None, typer.Option("--config", help="YAML file with these options; the command line wins.", metavar="FILE")
 ]
+Output = Annotated[str, typer.Option(help="Folder to make.", metavar="DIR2")]
+Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace what upscale or strip wrote there.")]
 
 
 @dataclasses.dataclass
@@ -94,7 +96,7 @@ def run(
     allow_nan: Annotated[
         bool, typer.Option("--allow-nan", help="Let NaN and infinite values in the base pass.")
     ] = False,
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace what upscale or strip wrote there.")] = False,
+    overwrite: Overwrite = False,
     push_to_hub: Annotated[str | None, typer.Option(help="Upload the result.", metavar="REPO")] = None,
     private: Annotated[bool, typer.Option("--private", help="Upload to a private repository.")] = False,
     revision: Annotated[
@@ -191,10 +193,7 @@ def methods(
         }
         for method in ([get_method(name)] if name else [METHODS[known] for known in sorted(METHODS)])
     ]
-    if json_:
-        print(json.dumps(described))
-    else:
-        print_methods(described)
+    _tell(described, json_, print_methods)
 
 
 @app.command()
@@ -207,17 +206,14 @@ def inspect(
     from upscalers.runs.inspection import inspect_checkpoint
 
     inspection = inspect_checkpoint(model)
-    if json_:
-        print(json.dumps(inspection))
-    else:
-        print_inspection(inspection)
+    _tell(inspection, json_, print_inspection)
 
 
 @app.command()
 def strip(
     model: Annotated[str, typer.Argument(help="An upscaled checkpoint.", metavar="DIR")],
-    output: Annotated[str, typer.Option(help="Folder to make.", metavar="DIR2")],
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace what upscale or strip wrote there.")] = False,
+    output: Output,
+    overwrite: Overwrite = False,
     json_: Json = False,
 ) -> None:
     """Take the new parts out again, and say whether exactly the base is left, byte for byte."""
@@ -225,10 +221,7 @@ def strip(
     from upscalers.runs.strip import strip as strip_checkpoint
 
     result = strip_checkpoint(model, output, overwrite, progress=Console())
-    if json_:
-        print(json.dumps(result))
-    else:
-        print_stripped(result)
+    _tell(result, json_, print_stripped)
 
 
 @app.command()
@@ -237,8 +230,8 @@ def extract(
         str,
         typer.Argument(help="A checkpoint that holds a language model, such as one that reads images.", metavar="DIR"),
     ],
-    output: Annotated[str, typer.Option(help="Folder to make.", metavar="DIR2")],
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace what upscale or strip wrote there.")] = False,
+    output: Output,
+    overwrite: Overwrite = False,
     json_: Json = False,
 ) -> None:
     """Save the language model of a larger model as a separate checkpoint."""
@@ -246,17 +239,14 @@ def extract(
     from upscalers.runs.extract import extract as extract_checkpoint
 
     result = extract_checkpoint(model, output, overwrite, progress=Console())
-    if json_:
-        print(json.dumps(result))
-    else:
-        print_extracted(result)
+    _tell(result, json_, print_extracted)
 
 
 @app.command()
 def adapter(
     adapter: Annotated[str, typer.Argument(help="A PEFT adapter that was made for the base.", metavar="ADAPTER")],
     onto: Annotated[str, typer.Option(help="The model that was upscaled from the base.", metavar="DIR")],
-    output: Annotated[str, typer.Option(help="Folder to make.", metavar="DIR2")],
+    output: Output,
     json_: Json = False,
 ) -> None:
     """Write an adapter of the base for the upscaled model, whose layers have other numbers."""
@@ -264,18 +254,15 @@ def adapter(
     from upscalers.runs.adapter import write_adapter
 
     result = write_adapter(adapter, onto, output)
-    if json_:
-        print(json.dumps(result))
-    else:
-        print_adapter(result)
+    _tell(result, json_, print_adapter)
 
 
 @app.command()
 def shuffle(
     model: Annotated[str, typer.Argument(help="An upscaled checkpoint with memory, trained or not.", metavar="DIR")],
-    output: Annotated[str, typer.Option(help="Folder to make.", metavar="DIR2")],
+    output: Output,
     seed: Annotated[int, typer.Option(help="Seed of the new orders.", metavar="N")] = 0,
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace what upscale or strip wrote there.")] = False,
+    overwrite: Overwrite = False,
     json_: Json = False,
 ) -> None:
     """Permute the rows of a memory's values: a null control, whose addresses have lost their meaning."""
@@ -283,10 +270,15 @@ def shuffle(
     from upscalers.controls.shuffling import shuffle as shuffle_checkpoint
 
     result = shuffle_checkpoint(model, output, seed, overwrite, progress=Console())
-    if json_:
+    _tell(result, json_, print_shuffled)
+
+
+def _tell(result: Any, as_json: bool, show: Callable[[Any], None]) -> None:
+    """Print a result, as one object of JSON or as a person reads it."""
+    if as_json:
         print(json.dumps(result))
     else:
-        print_shuffled(result)
+        show(result)
 
 
 def _parse_settings(settings: list[str]) -> dict[str, Any]:

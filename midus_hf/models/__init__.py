@@ -1,9 +1,46 @@
-"""Models that host memory. Importing this package registers their families with the Auto classes, other packages' families too."""
+"""Models that host memory. Importing this package registers their families with the Auto classes, other packages' families too.
 
+Classes of more families are made when a checkpoint names their type.
+"""
+
+from contextlib import suppress
+from typing import Any
+
+from transformers import CONFIG_MAPPING
+
+from midus_hf.config.backbone import MEMORY_PREFIX
 from midus_hf.config.plugins import load_offered
-from midus_hf.models import on_demand  # noqa: F401 - more families join when a checkpoint names their type
-from midus_hf.models.families import FAMILIES
-
-load_offered("midus_hf.families", refuse=False)  # a broken family must not keep the others from loading
+from midus_hf.models.families import FAMILIES, host_family
+from midus_hf.models.inference.tiny import UnknownArchitecture
+from midus_hf.models.larger.families import LARGER_FAMILIES, host_larger_family, is_larger
 
 __all__ = ["FAMILIES"]
+
+
+class _OnDemand(dict):
+    """Configs that were registered with the Auto classes; configs of more families join when a checkpoint names their type."""
+
+    def __contains__(self, model_type: object) -> bool:
+        return super().__contains__(model_type) or self._can_join(model_type)
+
+    def __getitem__(self, model_type: str) -> Any:
+        self._can_join(model_type)
+        return super().__getitem__(model_type)
+
+    def _can_join(self, model_type: object) -> bool:
+        """Return whether a type, say `midus_cohere`, is one of a family that hosts memory; make the classes of the family first."""
+        if not isinstance(model_type, str) or not model_type.startswith(MEMORY_PREFIX):
+            return False
+        native = model_type.removeprefix(MEMORY_PREFIX)
+        if native not in FAMILIES and native not in LARGER_FAMILIES and native in CONFIG_MAPPING:
+            with suppress(UnknownArchitecture):
+                (host_larger_family if is_larger(native) else host_family)(native)
+        return native in FAMILIES or native in LARGER_FAMILIES
+
+
+# transformers looks a type's config up in this table, which has no public name (seen in 5.17 to 5.23). If the table is gone, a family
+# joins only by `host_family`.
+if isinstance(getattr(CONFIG_MAPPING, "_extra_content", None), dict):
+    CONFIG_MAPPING._extra_content = _OnDemand(CONFIG_MAPPING._extra_content)
+
+load_offered("midus_hf.families", refuse=False)  # a broken family must not keep the others from loading

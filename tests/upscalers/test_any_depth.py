@@ -15,8 +15,8 @@ from midus_hf.models.inference.tiny import tiny_model
 from scripts.families import methods_on_the_page
 from tests.upscalers.checkpoints import config_of, edit_config, load, read_tensors, same_bits, write_tensors
 from upscalers.architecture.families import FAMILIES
+from upscalers.architecture.inferred import change_of_settings, settings_of
 from upscalers.architecture.layer_roles import gain_offset
-from upscalers.architecture.layer_settings import change_of_settings, settings_of
 from upscalers.architecture.stacked_rows import gate_and_up
 from upscalers.checkpoint.base_model import open_base
 from upscalers.methods.contract import get_method

@@ -5,6 +5,7 @@ Building it imports torch and transformers, which takes seconds, and takes no me
 
 import json
 import tempfile
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -17,9 +18,13 @@ from upscalers.architecture.per_layer import PER_LAYER_KEYS, SHARED_LAYERS_KEY, 
 from upscalers.request.errors import RequestError, one_line
 
 if TYPE_CHECKING:
-    from upscalers.architecture.layer_roles import LayerRoles
-    from upscalers.architecture.layer_settings import Settings
+    from torch import nn
 
+    from upscalers.architecture.layer_roles import LayerRoles
+
+# Settings of a layer by the name of their module within the layer and their own.
+Settings = dict[str, Any]
+_PLAIN = (bool, int, float, str, type(None))
 _LAYERS = "model.layers."
 # Keys that an upscaled model's config has and its base's has not, and one that does not change which tensors are read.
 _OF_UPSCALING = ("memory", "upscale", "auto_map", "architectures", "quantization_config")
@@ -69,8 +74,6 @@ class InferredFamily(Family):
         return frozenset(index for index, roles in enumerate(_built(_native(config)).roles) if roles.has_experts)
 
     def layer_that_changes(self, config: Config, new_config: Config, sources: list[int]) -> str | None:
-        from upscalers.architecture.layer_settings import change_of_settings
-
         before, after = (_built(_native(each)).settings for each in (config, new_config))
         return change_of_settings(before, after, sources)
 
@@ -151,7 +154,7 @@ class _Built:
     lists: Config
     names: dict[str, str]
     roles: "list[LayerRoles]"
-    settings: "list[Settings]"
+    settings: list[Settings]
     is_converted: bool
 
 
@@ -197,7 +200,6 @@ def _built(native: str) -> _Built:
 
     from midus_hf.models.inference.architecture import architecture_of
     from upscalers.architecture.layer_roles import read_roles
-    from upscalers.architecture.layer_settings import settings_of
 
     try:
         config = _config(native)
@@ -284,3 +286,37 @@ def _config(native: str) -> Any:
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "config.json").write_text(native, encoding="utf-8")
         return CONFIG_MAPPING[json.loads(native)["model_type"]].from_pretrained(folder, local_files_only=True)
+
+
+def settings_of(layer: "nn.Module") -> Settings:
+    """Return the settings of a layer and of the modules within: numbers, names and truth values, and lists of these."""
+    return {
+        f"{path}.{name}" if path else name: value
+        for path, module in layer.named_modules()
+        for name, value in [("class", type(module).__name__), *vars(module).items()]
+        if not name.startswith("_") and name != "training" and _is_plain(value)
+    }
+
+
+def change_of_settings(before: Sequence[Settings], after: Sequence[Settings], sources: Sequence[int]) -> str | None:
+    """Return which layer of a new model has another setting than its source, and what it is; None if none has.
+
+    The index of a layer and the number of layers, which differ by right, are not compared.
+
+    Args:
+        before: Settings of each layer of a model.
+        after: Settings of each layer of a model that is made from its layers.
+        sources: For each layer of the new model, the layer that it is made from.
+    """
+    for index, source in enumerate(sources):
+        for name in sorted(before[source].keys() | after[index].keys()):
+            pair = before[source].get(name), after[index].get(name)
+            if pair[0] != pair[1] and pair not in ((source, index), (len(before), len(after))):
+                return f"layer {index} has {name} = {pair[1]!r} and its source, layer {source}, {pair[0]!r}"
+    return None
+
+
+def _is_plain(value: Any) -> bool:
+    if isinstance(value, list | tuple):
+        return all(map(_is_plain, value))
+    return isinstance(value, _PLAIN)
