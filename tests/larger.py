@@ -32,6 +32,13 @@ _GEMMA4_TOWER = {
 _SIZES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "gemma3": (_PATCHED, {"image_token_index": _PICTURE, "mm_tokens_per_image": 4}),
     "gemma4": (_GEMMA4_TOWER, {"image_token_id": _PICTURE}),
+    "llama4": (
+        {
+            **{**_PATCHED, "intermediate_size": 128, "image_size": 56, "pixel_shuffle_ratio": 0.5},
+            **{"vision_output_dim": 32, "projector_input_dim": 32, "projector_output_dim": 32},
+        },
+        {"image_token_index": _PICTURE},
+    ),
     "llava": ({**_PATCHED, "projection_dim": 32}, {"image_token_index": _PICTURE}),
     "mistral3": ({**_PATCHED, "image_size": 56, "head_dim": 8}, {"image_token_index": _PICTURE}),
     "qwen3_5": (
@@ -93,7 +100,8 @@ def picture_with_text(model_type: str) -> dict[str, torch.Tensor]:
             "image_sizes": torch.tensor([[56, 56]]),
         }
     else:
-        of_picture = {"pixel_values": torch.randn(1, 3, 28, 28, generator=generator)}
+        size = 56 if model_type == "llama4" else 28
+        of_picture = {"pixel_values": torch.randn(1, 3, size, size, generator=generator)}
         if model_type == "gemma3":
             of_picture["token_type_ids"] = kinds
     return {"input_ids": ids, "attention_mask": torch.ones_like(ids), **of_picture}

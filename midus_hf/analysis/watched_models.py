@@ -9,6 +9,8 @@ import torch
 from accelerate.utils import extract_model_from_parallel
 from torch import nn
 
+from midus_hf.models import parts
+
 
 class MemoryPlace(NamedTuple):
     """Place of a memory in a model.
@@ -61,7 +63,7 @@ def bare_model(model: nn.Module) -> Any:
 
 def decoder_of(model: nn.Module) -> Any:
     """Return the decoder of a causal language model, which may be compiled, or wrapped by accelerate or PEFT."""
-    return bare_model(model).get_decoder()
+    return parts.decoder_of(bare_model(model))
 
 
 def hosted_memories(model: nn.Module, kind: type) -> list[HostedMemory]:

@@ -1,6 +1,6 @@
-"""Names of a layer's parts in the families' code."""
+"""Names of a model's and of a layer's parts in the families' code."""
 
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
@@ -19,6 +19,17 @@ class MissingPart(ValueError):
             f"{layer} has no part for a memory at the site {site!r}; expected another site, such as 'behind-layer', or a layer that "
             "has the part."
         )
+
+
+def decoder_of(model: Any) -> Any:
+    """Return the decoder of a language model: the module whose `layers` are the decoder layers, also within a larger model.
+
+    Args:
+        model: A causal language model, a model with another head, or a larger model that holds a language model.
+    """
+    decoder = model.get_decoder()
+    # Llama 4's language model names another attribute than that of its stack as its base model.
+    return decoder if hasattr(decoder, "layers") else decoder.model
 
 
 class NamesParts:

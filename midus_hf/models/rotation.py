@@ -20,9 +20,18 @@ def rotated(attention: Any, heads: torch.Tensor, rotation: Rotation | None) -> t
 
 
 def unrotated(attention: Any, heads: torch.Tensor, rotation: Rotation | None) -> torch.Tensor:
-    """Undo the rotation of queries or keys `[B, H, T, d]`, and their lengthening by scaled rotary embeddings."""
+    """Undo the rotation of queries or keys `[B, H, T, d]`, and their lengthening by scaled rotary embeddings.
+
+    Raises:
+        ValueError: If the family rotates by complex numbers, as Llama 4 does.
+    """
     if rotation is None or not attention.rotates:
         return heads
+    if not isinstance(rotation, tuple):
+        raise ValueError(
+            f"{attention.family_class.__name__} rotates queries and keys by complex numbers; expected cosines and sines. Choose a "
+            "memory that does not read rotated heads."
+        )
     cos, sin = (part.to(torch.promote_types(heads.dtype, torch.float32)) for part in rotation)
     squared = cos.square() + sin.square()
     return rotated(attention, heads.to(cos.dtype), (cos / squared, -sin / squared)).to(heads.dtype)

@@ -1,6 +1,7 @@
 """Models whose memories fetch blocks: what they compute on every family, and ids and blocks that are refused."""
 
 import inspect
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -15,8 +16,10 @@ from models.hierarchical_models import (
 )
 from models.hosting import host_of, logits
 from tiny import prompt, tiny_model
+from transformers.models.llama4.modeling_llama4 import Llama4TextAttention
 
 from midus_hf.banks.level_file import BankError
+from midus_hf.models.rotation import unrotated
 
 
 @pytest.mark.parametrize("kind", [*KINDS, KINDS], ids=lambda kind: kind if isinstance(kind, str) else "all")
@@ -49,6 +52,13 @@ def test_queries_are_unrotated_also_where_the_rotation_makes_them_longer(native_
     expected = logits(native, prompt())
     assert not torch.allclose(expected, plain)
     torch.testing.assert_close(logits(model, prompt(), memory_ids=IDS), expected)
+
+
+def test_a_rotation_by_complex_numbers_is_refused():
+    attention = SimpleNamespace(rotates=True, family_class=Llama4TextAttention)
+    message = "Llama4TextAttention rotates queries and keys by complex numbers; expected cosines and sines."
+    with pytest.raises(ValueError, match=message):
+        unrotated(attention, torch.randn(2, 4, 6, 8), torch.polar(torch.ones(1, 6, 4), torch.randn(1, 6, 4)))
 
 
 def test_scores_are_capped_where_those_of_the_sequence_are(tmp_path):

@@ -32,8 +32,8 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "ultramem-v2": SMALL_TABLES,
     "midus-hml": {"n": 8, "k": 3},
 }
-# Heads of several sizes: no memory can be inserted.
-NO_INSERTED_MEMORY = {"gemma4"}
+# Heads of several sizes, and experts at listed layers: no memory can be inserted.
+NO_INSERTED_MEMORY = {"gemma4", "llama4"}
 CELLS = [
     (model_type, method)
     for model_type, method in itertools.product(TYPES, OPTIONS)

@@ -179,6 +179,8 @@ def _built(native: str) -> _Built:
     )
     from transformers.core_model_loading import revert_weight_conversion
 
+    from midus_hf.models.parts import decoder_of
+
     model_type = json.loads(native)["model_type"]
     if model_type not in CONFIG_MAPPING:
         raise RequestError(
@@ -216,10 +218,10 @@ def _built(native: str) -> _Built:
     causal_lm: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(language_config)]
     with torch.device("meta"):
         alone = causal_lm(copy.deepcopy(language_config))
-    stack_class, head = type(alone.base_model), model.get_output_embeddings()
+    stack_class, head = type(decoder_of(alone)), model.get_output_embeddings()
     paths = [name for name, module in model.named_modules() if type(module) is stack_class]
     heads = [name for name, module in model.named_modules() if module is head and head is not None]
-    if len(paths) != 1 or len(heads) != 1 or alone.base_model_prefix != _STACK.rstrip("."):
+    if len(paths) != 1 or len(heads) != 1 or type(getattr(alone, _STACK.rstrip("."), None)) is not stack_class:
         raise RequestError(
             f"model_type {model_type!r} holds its language model otherwise than {causal_lm.__name__}; expected one stack of "
             f"class {stack_class.__name__} and one head. Save the language model as a checkpoint of its own first."

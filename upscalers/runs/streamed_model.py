@@ -9,6 +9,7 @@ from accelerate.hooks import attach_align_device_hook
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 import midus_hf  # noqa: F401 - registers the classes
+from midus_hf.models.parts import decoder_of
 from midus_hf.saved_models import auto_class_of
 from upscalers.checkpoint.computed_tensor import ComputedTensor
 from upscalers.checkpoint.safetensors_format import INTEGER_NAMES, TORCH_NAMES, StoredTensor
@@ -27,7 +28,7 @@ class RunningModel:
 
     def __init__(self, model: Any, path: tuple[int, ...] | None):
         self._model, self._path = model, path
-        self._stack = model.get_decoder()
+        self._stack = decoder_of(model)
         self.vocab_size: int = model.config.get_text_config().vocab_size
 
     def logits(
@@ -48,7 +49,13 @@ class RunningModel:
             Logits `[B, T, V]`.
         """
         layers = self._stack.layers
-        handles = [layers[0].register_forward_pre_hook(lambda _, inputs: see(0, inputs[0]))]
+        # Llama 4 moves ids to its embedding's device, which is the meta device until the embedding is called.
+        handles = [
+            self._model.get_input_embeddings().register_forward_pre_hook(
+                lambda _, inputs: (tokens,) if inputs[0].is_meta else None
+            ),
+            layers[0].register_forward_pre_hook(lambda _, inputs: see(0, inputs[0])),
+        ]
         for index, stream in (entering or {}).items():
             handles.append(
                 layers[index].register_forward_pre_hook(lambda _, inputs, stream=stream: (stream, *inputs[1:]))

@@ -11,6 +11,7 @@ from torch.nn import functional as F
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from midus_hf.analysis.watched_models import held_hooks
+from midus_hf.models.parts import decoder_of
 
 if TYPE_CHECKING:
     from midus_hf.evaluation.harness import Tasks
@@ -119,7 +120,7 @@ def head_importance(
 
 def _output_projections(model: PreTrainedModel) -> dict[int, nn.Module]:
     """Return attention's output projection by layer. Inserted layers whose memory reads heads unprojected are left out."""
-    layers: Any = model.get_decoder().layers
+    layers: Any = decoder_of(model).layers
     projections = {
         index: layer.self_attn.o_proj
         for index, layer in enumerate(layers)

@@ -14,6 +14,7 @@ from midus_hf.config.memory_entries import ATTACHED, TABLES
 from midus_hf.memory.declared_module import DeclaredModule
 from midus_hf.memory.quantised.quantise import refuse_quantised
 from midus_hf.models.fetching import Banks
+from midus_hf.models.parts import decoder_of
 from midus_hf.training.optim.cut_parameters import whole_numel
 from midus_hf.training.run_options import Trainable
 
@@ -193,7 +194,7 @@ def set_trainable(
         )
     refuse_quantised(model)
     resolved = resolve_trainable(model.config, trainable)
-    layers: nn.ModuleList = model.get_decoder().layers
+    layers: nn.ModuleList = decoder_of(model).layers
     model.requires_grad_(resolved == "all")
     for module in _new_modules(model) if resolved == "new" else []:
         module.requires_grad_(True)
@@ -234,7 +235,7 @@ def set_trainable(
 
 def _new_modules(model: PreTrainedModel) -> list[nn.Module]:
     """Return the layers and memories that were added to the base."""
-    layers = model.get_decoder().layers
+    layers = decoder_of(model).layers
     attached = attached_modules(model, recorded_new_memories(model.config))
     return [*(layers[index] for index in _new_layers(model.config)), *attached.values()]
 
@@ -245,7 +246,7 @@ def task_head(model: PreTrainedModel) -> list[nn.Module]:
     Args:
         model: A model whose decoder has `layers`.
     """
-    stack = model.get_decoder()
+    stack = decoder_of(model)
     if stack is model or model.get_output_embeddings() is not None:
         return []
     return [module for module in model.children() if module is not stack]

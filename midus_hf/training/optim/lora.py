@@ -5,6 +5,7 @@ from typing import Any
 from peft import LoraConfig
 from transformers import PreTrainedModel
 
+from midus_hf.models.parts import decoder_of
 from midus_hf.training.optim.freezing import (
     attached_modules,
     has_adapters,
@@ -64,7 +65,7 @@ def names_of_new_modules(model: PreTrainedModel) -> list[str]:
     Args:
         model: A causal language model or a model with another head, not wrapped by PEFT.
     """
-    stack = model.get_decoder().layers
+    stack = decoder_of(model).layers
     name_of_stack = next(name for name, module in model.named_modules() if module is stack)
     layers = new_layers(model.config) if recorded_new_layers(model.config) else []
     attached = attached_modules(model, recorded_new_memories(model.config))

@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 
 from midus_hf.memory.declared_module import DeclaredModule
 from midus_hf.models.fetching import Banks
+from midus_hf.models.parts import decoder_of
 from midus_hf.training.optim.freezing import new_layers
 from midus_hf.training.optim.lora import names_of_new_modules
 from midus_hf.training.optim.parameter_groups import banks_that_train
@@ -98,7 +99,7 @@ def merge_adapters(model: PeftModel) -> PreTrainedModel:
 
 def _targets_in_new_layers(model: PreTrainedModel, choice: AdapterChoice) -> list[str]:
     """Return the names of the modules in new layers that get adapters."""
-    stack = model.get_decoder().layers
+    stack = decoder_of(model).layers
     names = {module: name for name, module in model.named_modules()}
     layers = [stack[index] for index in new_layers(model.config)]
     if any(isinstance(module, DeclaredModule) for layer in layers for module in layer.modules()):
