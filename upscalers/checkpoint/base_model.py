@@ -30,6 +30,8 @@ from upscalers.request.errors import RequestError
 
 _PREFIX = "model."
 _LAYER_KEY = re.compile(r"^(?:model\.)?layers\.(?P<layer>0|[1-9][0-9]*)\.(?P<rest>.+)$")
+# Number of layers behind the last that predict further tokens; transformers does not load them.
+_PREDICTING = "num_nextn_predict_layers"
 MOST_LAYERS = 10_000
 _LISTED = 3
 
@@ -102,6 +104,20 @@ class BaseModel:
         """Return the names of the tensors that belong to no layer, in the order in which they are stored."""
         own = {name for layer in self._names_by_layer for name in layer.values()}
         return (name for name in self.tensors if name not in own)
+
+    def outer_name(self, name: str, num_layers: int) -> str:
+        """Return the name of a tensor outside the layers in a model with another number of layers.
+
+        Layers that predict further tokens (`num_nextn_predict_layers`) stand behind all layers, and are numbered on.
+
+        Args:
+            name: Full name of the tensor in this model.
+            num_layers: Number of layers of the other model.
+        """
+        match = _LAYER_KEY.match(name)
+        if match is None or not name.startswith(f"{self.prefix}layers."):
+            return name
+        return self.new_name(int(match["layer"]) - self.num_layers + num_layers, match["rest"])
 
     def blocks_by_layer(self) -> dict[str, int]:
         """Return the dimension along which a tensor outside the layers has one block per layer, by the tensor's full name."""
@@ -271,12 +287,19 @@ def open_base(
                 "Start from the unquantised checkpoint."
             )
     unexpected = tuple(name for name in stored if name not in expected)
+    predicting = config.get(_PREDICTING) or 0
     beyond = next(
-        (name for name in unexpected if (match := _LAYER_KEY.match(name)) and int(match["layer"]) >= layers), None
+        (
+            name
+            for name in unexpected
+            if (match := _LAYER_KEY.match(name)) and int(match["layer"]) >= layers + predicting
+        ),
+        None,
     )
     if beyond:
+        also = f" and {_PREDICTING} = {predicting}" if predicting else ""
         raise RequestError(
-            f"the base holds {beyond}, but config.json has num_hidden_layers = {layers}. "
+            f"the base holds {beyond}, but config.json has num_hidden_layers = {layers}{also}. "
             "Weights and config.json do not belong together."
         )
     if adapter is not None:

@@ -196,7 +196,9 @@ class Method(ABC):
 
     def outer_recipes(self, base: BaseModel, plan: Plan, seed: int) -> dict[str, Recipe]:
         """Return a recipe for each tensor outside the layers, by full name."""
-        copies = {name: Copy(base.tensors[name].shape, name) for name in base.outer_names()}
+        copies = {
+            base.outer_name(name, plan.num_layers): Copy(base.tensors[name].shape, name) for name in base.outer_names()
+        }
         return {**copies, **block_recipes(base, plan)}
 
     @staticmethod

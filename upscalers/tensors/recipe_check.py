@@ -45,7 +45,7 @@ def check_recipes(
             raise MethodError(
                 f"method {method} gives {what} {number}; expected {plan.num_layers}, as many as its plan has."
             )
-    family, origins = family_of(config), _origins(base)
+    family, origins = family_of(config), _origins(base, plan.num_layers)
     memories = memories_of(family, config)
     for index, recipes in enumerate(layers):
         expected = expected_layer(family, config, memories, index)
@@ -67,8 +67,8 @@ class _Origin:
     role: str | None
 
 
-def _origins(base: BaseModel) -> dict[str, _Origin]:
-    origins = {name: _Origin(name, name) for name in base.outer_names()}
+def _origins(base: BaseModel, num_layers: int) -> dict[str, _Origin]:
+    origins = {name: _Origin(base.outer_name(name, num_layers), name) for name in base.outer_names()}
     for layer in range(base.num_layers):
         tensors = base.layer_tensors(layer)
         for name, full_name in base.layer_names(layer).items():
