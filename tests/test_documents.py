@@ -30,13 +30,8 @@ def compress(path, data: bytes) -> None:
 
 def test_a_text_file_is_one_document_whatever_its_ending(tmp_path):
     for name in ("a.txt", "b.md", "no_ending", "c.tex"):
-        (tmp_path / name).write_text("one\n\ntwo ü\n", encoding="utf-8")
-        assert read_documents(tmp_path / name) == ["one\n\ntwo ü\n"]
-
-
-def test_line_endings_of_plain_text_are_kept(tmp_path):
-    (tmp_path / "a.txt").write_bytes(b"one\r\ntwo")
-    assert read_documents(tmp_path / "a.txt") == ["one\r\ntwo"]
+        (tmp_path / name).write_bytes("one\r\n\ntwo ü\n".encode())
+        assert read_documents(tmp_path / name) == ["one\r\n\ntwo ü\n"]
 
 
 @pytest.mark.parametrize("encoding", ["utf-8", "UTF8", "utf_8"])
@@ -71,22 +66,6 @@ def test_parquet_holds_a_document_a_row(tmp_path):
         read_documents(path, column="body")
 
 
-def test_what_is_no_parquet_is_refused(tmp_path):
-    pytest.importorskip("datasets")
-    (tmp_path / "a.parquet").write_bytes(b"not parquet")
-    with pytest.raises(DocumentError, match=r"a\.parquet' is no readable Parquet: .*\. Write it again\."):
-        read_documents(tmp_path / "a.parquet")
-
-
-def test_without_the_package_datasets_parquet_says_how_to_install_it(tmp_path, monkeypatch):
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    (tmp_path / "a.parquet").touch()
-    with pytest.raises(
-        DocumentError, match=r"a\.parquet' needs the package datasets; install it with pip install data"
-    ):
-        read_documents(tmp_path / "a.parquet")
-
-
 @pytest.mark.parametrize("ending", [".gz", ".zst"])
 def test_compressed_files_are_read_as_they_are(tmp_path, ending):
     rows = "".join(json.dumps({"text": f"row {index} ü"}, ensure_ascii=False) + "\n" for index in range(5_000))
@@ -115,27 +94,12 @@ def test_archives_laid_end_to_end_are_read_to_their_end(tmp_path, ending):
 @pytest.mark.parametrize("damage", ["cut", "foreign"])
 def test_a_damaged_archive_is_named(tmp_path, name, ending, kind, damage):
     path = tmp_path / f"{name}{ending}"
-    compress(path, b"".join(b'{"text": "%d"}\n' % (index * 7919) for index in range(50_000)))
+    compress(path, b"".join(b'{"text": "%d"}\n' % (index * 7919) for index in range(9_000)))
     path.write_bytes(path.read_bytes()[:-2_000] if damage == "cut" else b"something else entirely")
     with pytest.raises(
         DocumentError,
         match=rf"{re.escape(path.name)}' is no whole {kind} archive: .+\. Fetch it or compress it again\.",
     ):
-        read_documents(tmp_path)
-
-
-def test_a_gzip_archive_with_a_wrong_checksum_is_named(tmp_path):
-    data = bytearray(gzip.compress(b"words " * 100))
-    data[-8] ^= 0xFF
-    (tmp_path / "a.txt.gz").write_bytes(data)
-    with pytest.raises(DocumentError, match=r"a\.txt\.gz' is no whole gzip archive: CRC check failed"):
-        read_documents(tmp_path)
-
-
-def test_without_the_package_datasets_zstd_says_how_to_install_it(tmp_path, monkeypatch):
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    (tmp_path / "a.jsonl.zst").touch()
-    with pytest.raises(DocumentError, match=r"zst' needs the package datasets; install it with pip install datasets"):
         read_documents(tmp_path)
 
 
@@ -145,15 +109,6 @@ def test_a_file_that_cannot_be_opened_is_named(tmp_path):
         with pytest.raises(DocumentError, match=rf"file '.*{name}' cannot be read: .*No such file"):
             read_documents(tmp_path)
         (tmp_path / name).unlink()
-
-
-def test_what_is_hidden_is_not_read(tmp_path):
-    (tmp_path / ".versions").mkdir()
-    (tmp_path / ".versions" / "old.txt").write_text("old")
-    (tmp_path / ".hidden.txt").write_text("hidden")
-    (tmp_path / "a.txt").write_text("words")
-    assert read_documents(tmp_path) == ["words"]
-    assert describe_files(tmp_path) == f"read 1 of 1 files of {tmp_path}"
 
 
 def test_of_a_folder_it_is_told_what_was_not_read(tmp_path):
@@ -183,7 +138,10 @@ def test_a_folder_is_read_recursively_in_order_and_skips_what_holds_no_text(tmp_
         (tmp_path / name).write_text(text, encoding="utf-8")
     (tmp_path / "image.png").write_bytes(b"\x89PNG\x00")
     (tmp_path / "code.py").write_text("not text")
+    (tmp_path / "blank.txt").write_text(" \n\t")
     (tmp_path / ".hidden.txt").write_text("hidden", encoding="utf-8")
+    (tmp_path / ".versions").mkdir()
+    (tmp_path / ".versions" / "old.txt").write_text("hidden too")
     assert read_documents(tmp_path) == ["a.txt", "b/1.jsonl", "b/2.txt", "c.md"]
 
 
@@ -191,12 +149,6 @@ def test_a_home_folder_can_be_abbreviated(tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path))
     (tmp_path / "a.txt").write_text("words")
     assert read_documents("~/a.txt") == ["words"]
-
-
-def test_documents_of_white_space_are_left_out(tmp_path):
-    (tmp_path / "a.txt").write_text(" \n\t")
-    (tmp_path / "b.txt").write_text("words")
-    assert read_documents(tmp_path) == ["words"]
 
 
 def test_files_are_read_only_as_far_as_documents_are_taken(tmp_path):
@@ -208,47 +160,57 @@ def test_files_are_read_only_as_far_as_documents_are_taken(tmp_path):
         next(documents)
 
 
-def test_a_path_that_does_not_exist_is_refused(tmp_path):
+def gzip_with_a_wrong_checksum() -> bytes:
+    data = bytearray(gzip.compress(b"words " * 100, mtime=0))
+    data[-8] ^= 0xFF
+    return bytes(data)
+
+
+@pytest.mark.parametrize(
+    ("name", "data", "message"),
+    [
+        (
+            "a.txt",
+            b"good\xff\xfe",
+            r"is not text in utf-8: .* at byte \d+\. Take it out, convert it, or set encoding\.",
+        ),
+        (
+            "a.txt",
+            bytes(range(256)),
+            r"is not text in utf-8: .* at byte \d+\. Take it out, convert it, or set encoding\.",
+        ),
+        ("a.txt", b"abc\0def", r"is not text in utf-8: it has zero bytes\. Take it out"),
+        ("a.txt", b"\n\n", r"' is empty: it has no document with a visible character"),
+        (
+            "a.jsonl",
+            b'{"text": "one"}\n' * 10_000 + b'{"text": "\xff"}\n',
+            r"a\.jsonl' is not text in utf-8: invalid start byte after line \d+\.",
+        ),
+        ("a.parquet", b"not parquet", r"a\.parquet' is no readable Parquet: .*\. Write it again\."),
+        ("a.txt.gz", gzip_with_a_wrong_checksum(), r"a\.txt\.gz' is no whole gzip archive: CRC check failed"),
+        ("a.png", b"", r"a folder without text; expected files ending in \.txt, \.md, \.jsonl, \.parquet\."),
+    ],
+)
+def test_what_is_no_text_is_refused(tmp_path, name, data, message):
+    (tmp_path / name).write_bytes(data)
+    with pytest.raises(DocumentError, match=message):
+        read_documents(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["a.parquet", "a.jsonl.zst"])
+def test_without_the_package_datasets_files_say_how_to_install_it(tmp_path, monkeypatch, name):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    (tmp_path / name).touch()
+    with pytest.raises(
+        DocumentError, match=rf"{name}' needs the package datasets; install it with pip install datasets"
+    ):
+        read_documents(tmp_path)
+
+
+def test_a_path_or_an_encoding_that_is_none_is_refused(tmp_path):
     with pytest.raises(DocumentError, match=r"text is '.*absent', which does not exist; expected a file or a folder"):
         read_documents(tmp_path / "absent")
-
-
-def test_a_folder_without_text_is_refused(tmp_path):
-    with pytest.raises(
-        DocumentError, match=r"a folder without text; expected files ending in \.txt, \.md, \.jsonl, \.parquet\."
-    ):
-        read_documents(tmp_path)
-
-
-def test_an_empty_file_is_refused(tmp_path):
-    (tmp_path / "a.txt").write_text("\n\n")
-    with pytest.raises(DocumentError, match=r"a\.txt' is empty: it has no document with a visible character"):
-        read_documents(tmp_path / "a.txt")
-
-
-@pytest.mark.parametrize("data", [b"good\xff\xfe", bytes(range(256))])
-def test_bytes_that_are_no_text_are_refused(tmp_path, data):
-    (tmp_path / "a.txt").write_bytes(data)
-    with pytest.raises(
-        DocumentError, match=r"is not text in utf-8: .* at byte \d+\. Take it out, convert it, or set encoding\."
-    ):
-        read_documents(tmp_path)
-
-
-def test_json_lines_that_are_no_text_are_refused(tmp_path):
-    (tmp_path / "a.jsonl").write_bytes(b'{"text": "one"}\n' * 10_000 + b'{"text": "\xff"}\n')
-    with pytest.raises(DocumentError, match=r"a\.jsonl' is not text in utf-8: invalid start byte after line \d+\."):
-        read_documents(tmp_path)
-
-
-def test_zero_bytes_are_no_text_although_they_decode(tmp_path):
-    (tmp_path / "a.txt").write_bytes(b"abc\0def")
-    with pytest.raises(DocumentError, match=r"is not text in utf-8: it has zero bytes\. Take it out"):
-        read_documents(tmp_path)
-
-
-def test_an_unknown_encoding_is_refused(tmp_path):
-    (tmp_path / "a.txt").write_text("a", encoding="utf-8")
+    (tmp_path / "a.txt").touch()
     with pytest.raises(
         DocumentError, match=r"encoding is 'utf-99', which Python does not know; expected e\.g\. 'utf-8'"
     ):

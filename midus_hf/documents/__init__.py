@@ -1,10 +1,29 @@
 """Reading documents from text files, JSON lines and Parquet, compressed or not, and from folders of them."""
 
-from midus_hf.documents.document_error import DocumentError, first_line, import_datasets
-from midus_hf.documents.document_reading import document_rows, iterate_documents, read_documents
-from midus_hf.documents.file_rows import RowPlace, has_column, json_line_rows, parquet_rows, rows_of, text_of_row
-from midus_hf.documents.file_text import codec_of, read_text
-from midus_hf.documents.text_files import describe_files, endings, find_files, is_compressed, is_text_name, walk_files
+from midus_hf.documents.document_reading import (
+    RowPlace,
+    document_rows,
+    has_column,
+    iterate_documents,
+    json_line_rows,
+    parquet_rows,
+    read_documents,
+    rows_of,
+    text_of_row,
+)
+from midus_hf.documents.text_files import (
+    DocumentError,
+    codec_of,
+    describe_files,
+    endings,
+    find_files,
+    first_line,
+    import_datasets,
+    is_compressed,
+    is_text_name,
+    read_text,
+    walk_files,
+)
 
 __all__ = [
     "DocumentError",

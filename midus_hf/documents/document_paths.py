@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 
 from midus_hf.config.fetched_blocks import TREE_COLUMN
-from midus_hf.documents.document_error import DocumentError
-from midus_hf.documents.file_rows import value_of_row
+from midus_hf.documents.document_reading import value_of_row
+from midus_hf.documents.text_files import DocumentError
 
 
 @dataclass(frozen=True)
@@ -25,11 +25,7 @@ class DocumentPaths:
 
 
 def read_paths(rows: Iterable[tuple[str, Any]], column: str) -> DocumentPaths:
-    """Read the paths of documents.
-
-    Args:
-        rows: Rows of the documents, each after its location, which error messages name.
-        column: Column with the paths.
+    """Read the paths of documents from a column of their rows, each of which follows its location, for error messages.
 
     Raises:
         DocumentError: If a row has no path, or a path of another length or another tree than the rows before.
