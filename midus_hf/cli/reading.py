@@ -253,7 +253,7 @@ def path_finder(model: "PreTrainedModel", retriever: str | None) -> "PathFinder 
     if not fetches_blocks(model):
         raise ValueError(f"retriever is {retriever!r}, and the texts of this model fetch no blocks; leave it out.")
     from midus_hf.library_bars import library_bars_on_terminals
-    from midus_hf.retrieval.bank_tree import check_tree
+    from midus_hf.retrieval.cluster_tree import check_tree
     from midus_hf.retrieval.memory_retriever import MemoryRetriever
 
     with library_bars_on_terminals():

@@ -9,8 +9,7 @@ from tqdm import tqdm
 from midus_hf.documents import read_documents
 from midus_hf.evaluation.settings import EvaluationSettings
 from midus_hf.retrieval.embedding import TextEmbedder
-from midus_hf.retrieval.nearest_documents import NearestDocuments
-from midus_hf.retrieval.passages import cut_into_passages
+from midus_hf.retrieval.nearest_documents import NearestDocuments, cut_into_passages
 
 # A function that takes questions and returns the document of each question.
 DocumentFinder = Callable[[Sequence[str]], list[str]]

@@ -175,7 +175,7 @@ def _measure(
     if not fetches_blocks(model):
         finders = _Finders(find_documents=finders.find_documents)
     elif finders.tree is not None:
-        from midus_hf.retrieval.bank_tree import check_tree
+        from midus_hf.retrieval.cluster_tree import check_tree
 
         check_tree(finders.tree, model)
     elif finders.written is not None:

@@ -21,8 +21,7 @@ from midus_hf.evaluation.beside_documents import DocumentFinder, behind_document
 from midus_hf.evaluation.fetching import PathFinder, by_path, fetches_blocks, question_of
 from midus_hf.evaluation.local_tasks import PREFIX, load_local_task, local_task_names
 from midus_hf.evaluation.quiet import without_bars
-from midus_hf.retrieval.bank_tree import check_tree
-from midus_hf.retrieval.cluster_tree import ClusterTree
+from midus_hf.retrieval.cluster_tree import ClusterTree, check_tree
 from midus_hf.retrieval.memory_retriever import MemoryRetriever
 from midus_hf.saved_models import check_ids
 

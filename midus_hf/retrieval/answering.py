@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from midus_hf.retrieval.bank_tree import check_tree
+from midus_hf.retrieval.cluster_tree import check_tree
 from midus_hf.retrieval.memory_retriever import MemoryRetriever
 
 

@@ -4,17 +4,11 @@ import itertools
 from collections.abc import Sequence
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 import torch
 
-from midus_hf.retrieval.tree_files import (
-    TreeContents,
-    TreeOrigin,
-    check_similarity,
-    fingerprint_of,
-    read_tree,
-    write_tree,
-)
+from midus_hf.retrieval.tree_files import TreeOrigin, check_similarity, fingerprint_of, read_tree, write_tree
 
 # Most elements of centroids that are copied at a time: each embedding that descends gets a copy of its node's children.
 _ELEMENTS = 2**23
@@ -155,7 +149,7 @@ class ClusterTree:
         Args:
             folder: Folder of the files, which is created.
         """
-        write_tree(folder, TreeContents(self.branching, self.centroids, self.origin, self.sizes, self.min_similarity))
+        write_tree(folder, self.branching, self.centroids, self.origin, self.sizes, self.min_similarity)
 
     @classmethod
     def load(cls, folder: str | Path) -> "ClusterTree":
@@ -167,8 +161,7 @@ class ClusterTree:
         Raises:
             ValueError: If a file is missing, of another version, truncated or altered. The message names the file.
         """
-        contents = read_tree(folder)
-        return cls(contents.branching, contents.centroids, contents.origin, contents.sizes, contents.min_similarity)
+        return cls(**read_tree(folder))
 
     def _descend(self, embeddings: torch.Tensor, takeable: list[torch.Tensor]) -> torch.Tensor:
         nodes = torch.zeros(len(embeddings), dtype=torch.int64)  # the root
@@ -219,3 +212,28 @@ def squared_distances(embeddings: torch.Tensor, centroids: torch.Tensor) -> torc
     products = rows @ wide.T if wide.dim() == 2 else (wide @ rows.unsqueeze(-1)).squeeze(-1)
     lengths = rows.square().sum(-1, keepdim=True)
     return (lengths - 2 * products + wide.square().sum(-1)).float()
+
+
+def check_tree(tree: ClusterTree, model: Any) -> None:
+    """Check that a tree is the tree by which the texts of a model fetch blocks.
+
+    Paths in another tree would lead to the blocks of other topics, which no other check would notice.
+
+    Args:
+        tree: Tree in which paths are looked up.
+        model: Model whose texts fetch blocks from banks.
+
+    Raises:
+        ValueError: If the number of levels or of children differs, or the bank was trained with another tree.
+    """
+    for name, layout in model.banks.layouts.items():
+        if (layout.blocks.branching, layout.num_levels) != (tree.branching, tree.levels):
+            raise ValueError(
+                f"memory {name!r} fetches blocks by a tree of {layout.num_levels} levels of {layout.blocks.branching}, and the "
+                f"retriever has {tree.levels} levels of {tree.branching}; expected the tree that the bank was trained with."
+            )
+    model.banks.check_tree(
+        tree.fingerprint,
+        "the retriever",
+        "If the model was saved with its tree, load the retriever from the folder of the model.",
+    )

@@ -133,13 +133,7 @@ class MemoryRetriever:
 def paths_near_topics(
     tree: ClusterTree, embeddings: torch.Tensor, paths: torch.Tensor, min_similarity: float | None
 ) -> torch.Tensor:
-    """Return paths `[N, p]`, with -1 at each level for embeddings that are near no topic.
-
-    Args:
-        tree: Tree of the paths.
-        paths: Paths of the embeddings, from `ClusterTree.paths`.
-        min_similarity: Least similarity, as in `MemoryRetriever`. None for no limit.
-    """
+    """Return paths `[N, p]`, with -1 at each level for embeddings whose similarity is below `min_similarity`, if not None."""
     if min_similarity is None or min_similarity == -1:
         return paths
     return paths.masked_fill((tree.similarity(embeddings) < min_similarity)[:, None], _GENERIC)

@@ -43,31 +43,8 @@ class TreeOrigin:
     seed: int | None = None
 
 
-@dataclass(frozen=True)
-class TreeContents:
-    """Contents of the files of a tree.
-
-    Args:
-        branching: Number of children per node.
-        centroids: `[branching ** (l + 1), c]`, float32, for level l, from 0; NaN for nodes without data.
-        origin: Models, settings and seed that the tree was built with.
-        sizes: Number of windows per node, `[branching ** (l + 1)]`, int64, for level l; None if not counted.
-        min_similarity: Least similarity of texts that belong to a topic, as in `ClusterTree`. Default: None.
-    """
-
-    branching: int
-    centroids: list[torch.Tensor]
-    origin: TreeOrigin
-    sizes: list[torch.Tensor] | None
-    min_similarity: float | None = None
-
-
 def check_similarity(min_similarity: object) -> float | None:
-    """Return a least similarity as a float, or None, after checking that it is a cosine or None.
-
-    Raises:
-        ValueError: If `min_similarity` is neither a cosine nor None.
-    """
+    """Return a least similarity as a float, or None; anything but a cosine or None is an error."""
     if min_similarity is None:
         return None
     if (
@@ -82,62 +59,50 @@ def check_similarity(min_similarity: object) -> float | None:
 
 
 def lasting_name(model: str) -> str:
-    """Return the name of a model that stays valid in other working directories: a folder as an absolute path.
-
-    Args:
-        model: Folder or hub id.
-    """
+    """Return the name of a model that stays valid in other working directories: a folder as an absolute path."""
     path = Path(model).expanduser()
     return str(path.resolve()) if path.is_dir() else model
 
 
 def fingerprint_of(branching: int, centroids: Sequence[torch.Tensor]) -> str:
-    """Return the SHA-256 of the branching, as 8 bytes, and of the bytes of all centroids; all numbers are little-endian.
-
-    Args:
-        branching: Number of children per node.
-        centroids: Centroids of each level, as in `TreeContents`.
-
-    Returns:
-        64 hexadecimal digits.
-    """
+    """Return the SHA-256 of the branching, as 8 bytes, and of the bytes of all centroids; all numbers are little-endian."""
     digest = hashlib.sha256(branching.to_bytes(8, "little"))
     for level in centroids:
         digest.update(level.contiguous().numpy().astype("<f4", copy=False).tobytes())
     return digest.hexdigest()
 
 
-def write_tree(folder: str | Path, contents: TreeContents) -> None:
-    """Write both files, the record last. Each file appears complete or not at all.
-
-    Args:
-        folder: Folder of the files, which is created.
-    """
+def write_tree(
+    folder: str | Path,
+    branching: int,
+    centroids: Sequence[torch.Tensor],
+    origin: TreeOrigin,
+    sizes: Sequence[torch.Tensor] | None,
+    min_similarity: float | None,
+) -> None:
+    """Write both files of a `ClusterTree` with these arguments, the record last. Each file appears complete or not at all."""
     folder = Path(folder).expanduser()
     folder.mkdir(parents=True, exist_ok=True)
     record = {
         "format_version": FORMAT_VERSION,
-        "branching": contents.branching,
-        "levels": len(contents.centroids),
-        "width": contents.centroids[0].shape[1],
-        "fingerprint": fingerprint_of(contents.branching, contents.centroids),
-        **dataclasses.asdict(contents.origin),
-        "min_similarity": contents.min_similarity,
-        "sizes": None if contents.sizes is None else [level.tolist() for level in contents.sizes],
+        "branching": branching,
+        "levels": len(centroids),
+        "width": centroids[0].shape[1],
+        "fingerprint": fingerprint_of(branching, centroids),
+        **dataclasses.asdict(origin),
+        "min_similarity": min_similarity,
+        "sizes": None if sizes is None else [level.tolist() for level in sizes],
     }
     lines = ",\n".join(f"  {json.dumps(key)}: {json.dumps(value)}" for key, value in record.items())
-    tensors = {_name(level): centroids.contiguous() for level, centroids in enumerate(contents.centroids)}
+    tensors = {_name(number): level.contiguous() for number, level in enumerate(centroids)}
     with whole_file(folder / CENTROIDS_FILE) as partial:
         save_file(tensors, partial, metadata={"format": "pt"})
     with whole_file(folder / RECORD_FILE) as partial:
         partial.write_text(f"{{\n{lines}\n}}\n", encoding="utf-8")
 
 
-def read_tree(folder: str | Path) -> TreeContents:
-    """Read both files and check that they fit each other.
-
-    Args:
-        folder: Folder that `write_tree` wrote, or folder of a model whose bank has the tree's files.
+def read_tree(folder: str | Path) -> dict[str, Any]:
+    """Return the arguments of a `ClusterTree` from both files, in their folder or in that of a model whose bank has them.
 
     Raises:
         ValueError: If a file is missing, of another version, truncated or altered. The message names the file.
@@ -167,7 +132,13 @@ def read_tree(folder: str | Path) -> TreeContents:
     centroids = _read_centroids(file, branching, levels, width)
     if fingerprint_of(branching, centroids) != fingerprint:
         raise _altered(file, f"its fingerprint is not the one in {RECORD_FILE}")
-    return TreeContents(branching, centroids, origin, sizes, min_similarity)
+    return {
+        "branching": branching,
+        "centroids": centroids,
+        "origin": origin,
+        "sizes": sizes,
+        "min_similarity": min_similarity,
+    }
 
 
 def folder_of_tree(folder: Path) -> Path:

@@ -45,28 +45,18 @@ def test_paths_are_greedy_and_avoid_what_is_blocked_or_empty(data, branching, le
     embeddings = torch.randn(20, 5, generator=torch.Generator().manual_seed(seed + 1))
     expected = [path_by_hand(tree, embedding, set(blocked)) for embedding in embeddings]
     assert tree.paths(embeddings, blocked).tolist() == expected
-
-
-def test_the_next_best_sibling_is_taken_where_a_node_is_blocked():
-    tree = ClusterTree(2, [torch.tensor([[0.0], [10.0]]), torch.tensor([[0.0], [1.0], [9.0], [11.0]])])
-    text = torch.tensor([[0.1]])
-    assert tree.paths(text).tolist() == [[0, 0]]
-    assert tree.paths(text, [(2, 0)]).tolist() == [[0, 1]]
-    assert tree.paths(text, [(1, 0)]).tolist() == [[1, 2]]
-    assert tree.paths(text, [(2, 0), (2, 1)]).tolist() == [[1, 2]], (
-        "a node whose children are all blocked leads nowhere"
-    )
-    assert tree.paths(text).tolist() == [[0, 0]], "nothing stays blocked"
+    unblocked = [path_by_hand(tree, embedding, set()) for embedding in embeddings]
+    assert tree.paths(embeddings).tolist() == unblocked, "nothing stays blocked"
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32, torch.float64])
 def test_paths_do_not_depend_on_what_descends_along(dtype):
     tree = random_tree(4, 3)
-    embeddings = torch.randn(2500, 5, generator=torch.Generator().manual_seed(1)).to(dtype)
+    embeddings = torch.randn(700, 5, generator=torch.Generator().manual_seed(1)).to(dtype)
     paths = tree.paths(embeddings)
-    assert paths.dtype == torch.int64 and paths.shape == (2500, 3)
-    for size in (1, 7, 1024):
-        assert torch.equal(torch.cat([tree.paths(rows) for rows in embeddings[:2100].split(size)]), paths[:2100])
+    assert paths.dtype == torch.int64 and paths.shape == (700, 3)
+    for size in (1, 7, 256):
+        assert torch.equal(torch.cat([tree.paths(rows) for rows in embeddings.split(size)]), paths)
     assert tree.paths(embeddings[:0]).shape == (0, 3)
 
 
@@ -96,55 +86,64 @@ def test_the_fingerprint_is_that_of_branching_and_centroids():
     wide, narrow = ClusterTree(16, [rows]), ClusterTree(4, [rows[:4], rows])
     assert wide.fingerprint != narrow.fingerprint
     halves = [torch.tensor([[0.0, torch.nan], [1.0, 1.0]]), torch.tensor([[torch.nan, 5.0], [1.0, 1.0]])]
-    assert ClusterTree(2, halves[:1]).fingerprint == ClusterTree(2, [halves[1]]).fingerprint, (
+    assert ClusterTree(2, halves[:1]).fingerprint == ClusterTree(2, halves[1:]).fingerprint, (
         "an empty node has no value"
     )
 
 
 @pytest.mark.parametrize(
-    ("branching", "shapes", "message"),
+    ("branching", "centroids", "message"),
     [
-        (1, [(1, 2)], r"branching is 1; expected at least 2 children of a node\."),
+        (1, [torch.zeros(1, 2)], r"branching is 1; expected at least 2 children of a node\."),
         (2, [], r"centroids is empty; expected one tensor for each level"),
-        (2, [(2, 3), (5, 3)], r"centroids of level 2 have the shape \(5, 3\); expected \(4, 3\), a row for each"),
-        (2, [(2, 3), (4, 2)], r"centroids of level 2 have the shape \(4, 2\); expected \(4, 3\)"),
+        (
+            2,
+            [torch.zeros(2, 3), torch.zeros(5, 3)],
+            r"centroids of level 2 have the shape \(5, 3\); expected \(4, 3\), a row",
+        ),
+        (
+            2,
+            [torch.zeros(2, 3), torch.zeros(4, 2)],
+            r"centroids of level 2 have the shape \(4, 2\); expected \(4, 3\)",
+        ),
+        (2, [torch.tensor([[1.0], [torch.inf]])], r"centroids have infinite values; expected finite ones"),
+        (
+            2,
+            [torch.tensor([[1.0], [torch.nan]]), torch.tensor([[torch.nan]] * 2 + [[1.0]] * 2)],
+            r"NaN on every way to a leaf",
+        ),
     ],
 )
-def test_centroids_of_wrong_shapes_are_refused(branching, shapes, message):
+def test_centroids_that_make_no_tree_are_refused(branching, centroids, message):
     with pytest.raises(ValueError, match=message):
-        ClusterTree(branching, [torch.zeros(shape) for shape in shapes])
-
-
-def test_values_and_sizes_that_are_none_are_refused():
-    with pytest.raises(ValueError, match=r"centroids have infinite values; expected finite ones"):
-        ClusterTree(2, [torch.tensor([[1.0], [torch.inf]])])
-    with pytest.raises(ValueError, match=r"centroids are NaN on every way to a leaf; expected at least one leaf"):
-        ClusterTree(2, [torch.tensor([[1.0], [torch.nan]]), torch.tensor([[torch.nan]] * 2 + [[1.0]] * 2)])
-    with pytest.raises(ValueError, match=r"sizes do not fit centroids; expected a number for each node"):
-        ClusterTree(2, [torch.zeros(2, 1)], sizes=[torch.zeros(3)])
+        ClusterTree(branching, centroids)
 
 
 @pytest.mark.parametrize(
-    ("blocked", "message"),
+    ("act", "message"),
     [
-        ([(0, 0)], r"blocked names level 0; expected one from 1 to 3\."),
-        ([(4, 0)], r"blocked names level 4; expected one from 1 to 3\."),
-        ([(2, 9)], r"blocked names node 9 of level 2; expected one from 0 to 8\."),
-        ([(1, 0), (1, 1), (1, 2)], r"blocked leaves no path to a leaf with data; .* Block fewer nodes\."),
+        (
+            lambda tree: ClusterTree(2, [torch.zeros(2, 1)], sizes=[torch.zeros(3)]),
+            r"sizes do not fit centroids; expected a",
+        ),
+        (lambda tree: tree.paths(torch.zeros(1, 5), [(0, 0)]), r"blocked names level 0; expected one from 1 to 3\."),
+        (lambda tree: tree.paths(torch.zeros(1, 5), [(4, 0)]), r"blocked names level 4; expected one from 1 to 3\."),
+        (lambda tree: tree.paths(torch.zeros(1, 5), [(2, 9)]), r"names node 9 of level 2; expected one from 0 to 8\."),
+        (
+            lambda tree: tree.paths(torch.zeros(1, 5), [(1, 0), (1, 1), (1, 2)]),
+            r"no path to a leaf with data; .* Block fewer",
+        ),
+        (
+            lambda tree: tree.paths(torch.zeros(2, 4)),
+            r"embeddings have the shape \(2, 4\); expected \[N, 5\], the width of",
+        ),
+        (
+            lambda tree: tree.paths(torch.full((1, 5), torch.nan)),
+            r"embeddings have values that are not finite; expected numbers",
+        ),
+        (lambda tree: tree.leaf_path(27), r"leaf is 27; expected a number from 0 to 26\."),
     ],
 )
-def test_what_cannot_be_blocked_is_refused(blocked, message):
+def test_arguments_that_do_not_fit_the_tree_are_refused(act, message):
     with pytest.raises(ValueError, match=message):
-        random_tree().paths(torch.zeros(1, 5), blocked)
-
-
-def test_embeddings_that_do_not_fit_and_leaves_that_are_none_are_refused():
-    tree = random_tree()
-    with pytest.raises(
-        ValueError, match=r"embeddings have the shape \(2, 4\); expected \[N, 5\], the width of the tree"
-    ):
-        tree.paths(torch.zeros(2, 4))
-    with pytest.raises(ValueError, match=r"embeddings have values that are not finite; expected numbers"):
-        tree.paths(torch.full((1, 5), torch.nan))
-    with pytest.raises(ValueError, match=r"leaf is 27; expected a number from 0 to 26\."):
-        tree.leaf_path(27)
+        act(random_tree())

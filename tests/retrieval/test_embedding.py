@@ -80,67 +80,55 @@ def test_without_the_files_of_sentence_transformers_the_mean_is_taken_of_all_pos
 
 
 @pytest.mark.parametrize(
-    ("pooling", "modes"),
+    ("file", "content", "message"),
     [
-        ({"pooling_mode_mean_tokens": False, "pooling_mode_cls_token": True}, "cls_token"),
-        ({"pooling_mode_mean_tokens": True, "pooling_mode_max_tokens": True}, "max_tokens, mean_tokens"),
-        ({"pooling_mode": "lasttoken"}, "lasttoken"),
+        (
+            "1_Pooling/config.json",
+            {"pooling_mode_cls_token": True},
+            r"pools by cls_token; expected mean_tokens alone\. Choose a",
+        ),
+        (
+            "1_Pooling/config.json",
+            {"pooling_mode_mean_tokens": True, "pooling_mode_max_tokens": True},
+            "which pools by max_tokens, mean_tokens; expected",
+        ),
+        (
+            "1_Pooling/config.json",
+            {"pooling_mode": "lasttoken"},
+            "which pools by lasttoken; expected mean_tokens alone",
+        ),
+        ("modules.json", [{"type": "models.Dense"}], "has a Dense; expected Transformer, Pooling, Normalize alone"),
+        ("modules.json", None, r"whose modules.json is not JSON: .* Copy the model again\."),
+        ("config.json", {"model_type": "nothing"}, r"which cannot be loaded: .* Expected a folder or hub id"),
     ],
 )
-def test_another_pooling_is_refused(fresh, pooling, modes):
-    (fresh / "1_Pooling" / "config.json").write_text(json.dumps(pooling))
-    with pytest.raises(ValueError, match=rf"which pools by {modes}; expected mean_tokens alone\. Choose a model that"):
+def test_a_model_of_another_kind_is_refused(fresh, file, content, message):
+    (fresh / file).write_text("[" if content is None else json.dumps(content))
+    with pytest.raises(ValueError, match=message):
         TextEmbedder(str(fresh))
 
 
-def test_a_model_that_changes_vectors_once_more_is_refused(fresh):
-    (fresh / "modules.json").write_text(json.dumps([{"type": "sentence_transformers.models.Dense"}]))
-    with pytest.raises(
-        ValueError, match=r"whose modules.json has a Dense; expected Transformer, Pooling, Normalize alone"
-    ):
-        TextEmbedder(str(fresh))
-
-
-def test_a_model_that_is_not_there_or_not_whole_is_refused(fresh):
-    with pytest.raises(
-        ValueError, match=r"embedding model is 'absent/model', which cannot be loaded: .* Expected a folder"
-    ):
-        TextEmbedder("absent/model")
+def test_a_model_that_is_not_whole_is_refused(fresh, tmp_path):
     tensors = load_file(fresh / "model.safetensors")
     del tensors["encoder.layer.0.output.dense.weight"]
     save_file(tensors, fresh / "model.safetensors")
     with pytest.raises(ValueError, match=r"lacks 1 of its tensors, such as encoder\.layer\.0\.output\.dense\.weight"):
         TextEmbedder(str(fresh))
+    with pytest.raises(ValueError, match=r"no padding token; expected the tokenizer of an encoder\. Set pad_token"):
+        TextEmbedder(str(save_tiny_bert(tmp_path / "unpadded", pad=False)))
 
 
-def test_files_that_are_not_json_and_kinds_that_nobody_knows_are_refused(fresh):
-    (fresh / "modules.json").write_text("[")
-    with pytest.raises(ValueError, match=r"whose modules.json is not JSON: .* Copy the model again\."):
-        TextEmbedder(str(fresh))
-    (fresh / "modules.json").unlink()
-    (fresh / "config.json").write_text('{"model_type": "nothing"}')
-    with pytest.raises(ValueError, match=r"which cannot be loaded: .* Expected a folder or hub id"):
-        TextEmbedder(str(fresh))
-
-
-@pytest.mark.parametrize("device", ["abacus", "cuda:99"])
-def test_a_device_that_is_none_is_refused(folder, device):
-    with pytest.raises(
-        ValueError, match=rf"device is '{device}', where the embedding model cannot be put: .* such as cpu or"
-    ):
-        TextEmbedder(str(folder), device=device)
-
-
-def test_a_tokenizer_without_padding_is_refused(tmp_path):
-    with pytest.raises(
-        ValueError, match=r"whose tokenizer has no padding token; expected the tokenizer of an encoder\. Set pad_token"
-    ):
-        TextEmbedder(str(save_tiny_bert(tmp_path / "model", pad=False)))
-
-
-@pytest.mark.parametrize("max_tokens", [2, 65])
-def test_numbers_out_of_range_are_refused(folder, max_tokens):
-    with pytest.raises(ValueError, match=rf"max_tokens is {max_tokens}; expected a number from 3 to 64, the model's"):
-        TextEmbedder(str(folder), max_tokens=max_tokens)
-    with pytest.raises(ValueError, match=r"batch_size is 0; expected at least 1 text\."):
-        TextEmbedder(str(folder), batch_size=0)
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"model": "absent/model"}, "embedding model is 'absent/model', which cannot be loaded: .* Expected a folder"),
+        ({"device": "abacus"}, "device is 'abacus', where the embedding model cannot be put: .* such as cpu or"),
+        ({"device": "cuda:99"}, "device is 'cuda:99', where the embedding model cannot be put: .* such as cpu or"),
+        ({"max_tokens": 2}, "max_tokens is 2; expected a number from 3 to 64, the model's"),
+        ({"max_tokens": 65}, "max_tokens is 65; expected a number from 3 to 64, the model's"),
+        ({"batch_size": 0}, r"batch_size is 0; expected at least 1 text\."),
+    ],
+)
+def test_options_that_do_not_fit_are_refused(folder, options, message):
+    with pytest.raises(ValueError, match=message):
+        TextEmbedder(**{"model": str(folder), **options})

@@ -1,7 +1,5 @@
 """A retriever gives the paths of what its embedder makes of texts, and takes no other embedder than its tree's."""
 
-import dataclasses
-
 import pytest
 import torch
 from retrieval.tiny_bert import WIDTH, save_tiny_bert
@@ -9,10 +7,11 @@ from retrieval.trees import random_tree
 
 from midus_hf.retrieval.cluster_tree import ClusterTree
 from midus_hf.retrieval.embedding import TextEmbedder
-from midus_hf.retrieval.memory_retriever import MemoryRetriever
+from midus_hf.retrieval.memory_retriever import MemoryRetriever, paths_without_best
 from midus_hf.retrieval.tree_files import TreeOrigin
 
 TEXTS = [f"w{index} w{index + 1} w{index // 2}" for index in range(30)]
+EMBEDDINGS = torch.randn(40, 5, generator=torch.Generator().manual_seed(1))
 
 
 @pytest.fixture(scope="module")
@@ -68,7 +67,7 @@ def test_a_saved_retriever_finds_its_model_again(embedder, tmp_path):
     assert torch.equal(again.paths(TEXTS), MemoryRetriever(random_tree(width=WIDTH), embedder).paths(TEXTS))
 
 
-def test_a_saved_retriever_finds_its_model_from_another_folder(embedder, tmp_path, monkeypatch):
+def test_a_saved_retriever_finds_its_model_from_another_folder(tmp_path, monkeypatch):
     folder = save_tiny_bert(tmp_path / "near" / "model")
     monkeypatch.chdir(folder.parent)
     MemoryRetriever(random_tree(width=WIDTH), TextEmbedder("model")).save(tmp_path / "tree")
@@ -83,10 +82,7 @@ def test_a_model_that_has_moved_is_named_anew_and_another_is_refused(embedder, t
     with pytest.raises(ValueError, match=r"embedding model is 'gone', which cannot be loaded"):
         MemoryRetriever.load(tmp_path / "tree")
     other = save_tiny_bert(tmp_path / "other", seed=1)
-    with pytest.raises(
-        ValueError,
-        match=r"has the fingerprint .*\.\.\.; expected .*\.\.\., the fingerprint of 'gone', with which the tree",
-    ):
+    with pytest.raises(ValueError, match=r"has the fingerprint .*\.\.\.; expected .* of 'gone', with which the tree"):
         MemoryRetriever.load(tmp_path / "tree", str(other))
 
 
@@ -97,9 +93,48 @@ def test_an_embedder_of_another_width_is_refused(embedder):
 
 def test_a_tree_that_names_no_model_needs_one(embedder, tmp_path):
     random_tree(width=WIDTH).save(tmp_path)
-    with pytest.raises(
-        ValueError, match=r"does not say which model embeds its texts; expected a name\. Set embedding_model"
-    ):
+    with pytest.raises(ValueError, match=r"does not say which model embeds its texts; .*\. Set embedding_model"):
         MemoryRetriever.load(tmp_path)
     assert MemoryRetriever.load(tmp_path, embedder.name).tree.levels == 3
-    assert dataclasses.asdict(ClusterTree.load(tmp_path).origin)["embedding_model"] is None
+
+
+def test_without_a_best_node_paths_are_those_of_the_tree():
+    tree = random_tree()
+    assert torch.equal(paths_without_best(tree, EMBEDDINGS, 1, 0), tree.paths(EMBEDDINGS))
+    blocked = [(1, 2)]
+    assert torch.equal(paths_without_best(tree, EMBEDDINGS, 3, 0, blocked), tree.paths(EMBEDDINGS, blocked))
+
+
+def test_nodes_of_level_1_are_left_out_from_the_nearest_on():
+    tree = random_tree()
+    order = torch.cdist(EMBEDDINGS, tree.centroids[0]).argsort(-1)
+    for count in range(3):
+        assert torch.equal(paths_without_best(tree, EMBEDDINGS, 1, count)[:, 0], order[:, count])
+
+
+@pytest.mark.parametrize("level", [2, 3])
+def test_deeper_nodes_are_left_out_as_a_text_comes_to_them(level):
+    """Each by itself: what its own paths took before, and nothing else, is blocked."""
+    tree = random_tree()
+    for row in EMBEDDINGS[:8].split(1):
+        taken: list[tuple[int, int]] = [(1, 0)]
+        for count in range(5):
+            expected = tree.paths(row, taken)
+            assert torch.equal(paths_without_best(tree, row, level, count, [(1, 0)]), expected)
+            taken.append((level, int(expected[0, level - 1])))
+    together = paths_without_best(tree, EMBEDDINGS, level, 4)
+    assert torch.equal(together, torch.cat([paths_without_best(tree, row, level, 4) for row in EMBEDDINGS.split(1)]))
+
+
+@pytest.mark.parametrize(
+    ("level", "count", "message"),
+    [
+        (0, 1, r"best nodes are to be blocked at level 0; expected a level from 1 to 3\."),
+        (4, 1, r"best nodes are to be blocked at level 4; expected a level from 1 to 3\."),
+        (1, 3, r"blocked leaves no path to a leaf with data; .* Block fewer nodes\."),
+        (2, 9, r"blocked leaves no path to a leaf with data; .* Block fewer nodes\."),
+    ],
+)
+def test_what_cannot_be_blocked_is_refused(level, count, message):
+    with pytest.raises(ValueError, match=message):
+        paths_without_best(random_tree(), EMBEDDINGS, level, count)
