@@ -1,6 +1,7 @@
 """The audit of a bank: a SQLite database beside the bank that records which documents trained each block."""
 
 import contextlib
+import dataclasses
 import sqlite3
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -108,21 +109,13 @@ class BankAudit:
         self._database.close()
 
     def load(self, path: Path) -> None:
-        """Replace the whole record by one that `save` wrote.
-
-        Raises:
-            BankError: If there is no audit at `path`.
-        """
+        """Replace the whole record by one that `save` wrote."""
         with BankAudit(path) as saved:
             self._database.commit()
             saved._database.backup(self._database)
 
     def save(self, path: Path) -> None:
-        """Write the current record to a file. The file appears complete or not at all.
-
-        Raises:
-            OSError: If the file cannot be written, for example because the disk is full.
-        """
+        """Write the current record to a file, which appears complete or not at all. Every failure is an `OSError`."""
         self._database.commit()
         try:
             with whole_file(path) as partial, contextlib.closing(sqlite3.connect(partial)) as copy:
@@ -145,7 +138,7 @@ class BankAudit:
     def delete(self, blocks: Sequence[Block]) -> None:
         """Mark the records of some blocks as records of deleted blocks."""
         for block in blocks:
-            gone = [Trained(each.block, each.document, each.sequences, each.tokens, True) for each in self._of(block)]
+            gone = [dataclasses.replace(each, deleted=True) for each in self.trained([block]) if not each.deleted]
             self._database.execute("delete from trained where level = ? and block = ? and not deleted", block)
             self.add(gone)
         self._database.executemany("delete from unrecorded where level = ? and block = ?", blocks)
@@ -162,11 +155,7 @@ class BankAudit:
         return set(self._database.execute("select level, block from unrecorded"))
 
     def totals(self) -> Iterator[tuple[Block, bool, int, int, int]]:
-        """Yield the totals of each trained block, in ascending order.
-
-        An item holds the block, whether the block was deleted since, and its numbers of documents, sequences and
-        tokens.
-        """
+        """Yield each trained block, whether it was deleted since, and its numbers of documents, sequences and tokens."""
         rows = self._database.execute(
             "select level, block, deleted, count(*), sum(sequences), sum(tokens) from trained group by level, block, deleted "
             "order by level, block, deleted"
@@ -174,11 +163,9 @@ class BankAudit:
         return (((level, block), bool(deleted), *numbers) for level, block, deleted, *numbers in rows)
 
     def trained(self, blocks: Iterable[Block] | None = None) -> Iterator[Trained]:
-        """Yield the records of blocks, one per document.
+        """Yield the records of blocks, one per document, in the order of the blocks, then of `deleted`, file and line.
 
-        Args:
-            blocks: Blocks in the order wanted. The records of each block are ordered by `deleted`, file and line.
-                Default: all blocks, ordered by file and line, then by `deleted` and block.
+        Without blocks, yield all records in the order of file and line, then of `deleted` and block.
         """
         if blocks is None:
             return self._rows("order by files.name, digest, line, deleted, level, block")
@@ -187,9 +174,6 @@ class BankAudit:
             for block in blocks
             for each in self._rows("where level = ? and block = ? order by deleted, files.name, digest, line", block)
         )
-
-    def _of(self, block: Block) -> list[Trained]:
-        return list(self._rows("where level = ? and block = ? and not deleted", block))
 
     def _rows(self, which: str, values: Sequence[int] = ()) -> Iterator[Trained]:
         rows = self._database.execute(

@@ -14,43 +14,27 @@ _FORMAT = 2
 
 
 def describe(layout: BankLayout, seed: int) -> dict[str, Any]:
-    """Return the description of a new bank, which no tree has trained yet.
-
-    Args:
-        seed: Seed of the initial values of blocks that were never written.
-    """
+    """Return the description of a new bank, which no tree has trained yet; `seed` decides how blocks start."""
     return {"format": _FORMAT, "layout": layout.to_dict(), "seed": seed, "tree": None}
 
 
 def described_again(description: dict[str, Any], layout: BankLayout, tree: str | None) -> dict[str, Any]:
-    """Return the description of a copy of a bank.
+    """Return the description of a copy of a bank that a model of this layout and the paths of this tree have trained.
 
-    Args:
-        description: Description of the original bank.
-        layout: Layout that the model's config implies. If `layout.base` (the digest of the base) is unset, the original
-            bank's digest is kept.
-        tree: Fingerprint of the tree whose paths trained the copy; None if unknown.
+    If `layout.base` (the digest of the base) is unset, the original bank's digest is kept.
     """
     base = layout.base or description["layout"].get("base")
     return {**description, "layout": {**layout.to_dict(), "base": base}, "tree": tree}
 
 
-def tree_of(description: dict[str, Any]) -> str | None:
-    """Return the fingerprint of the tree whose paths trained a bank; None if unknown, as before any training."""
-    return description.get("tree")
-
-
 def check_same_tree(own: str | None, other: str | None, whose: str, remedy: str) -> str | None:
-    """Check that a bank is used with the tree that trained the bank, and return the tree's fingerprint.
+    """Check that a bank is used with the tree that trained the bank, and return the tree's fingerprint; None if unknown.
 
     Args:
         own: Fingerprint of the tree whose paths trained the bank; None if unknown.
         other: Fingerprint of the tree that is to be used with the bank; None if unknown.
         whose: Owner of the other tree, as the error message names it.
         remedy: Last sentence of the error message.
-
-    Returns:
-        The known fingerprint; None if neither is known.
 
     Raises:
         ValueError: If both fingerprints are known and differ.
@@ -102,11 +86,7 @@ def read_description(folder: Path, layout: BankLayout) -> dict[str, Any]:
 
 
 def lock(folder: Path) -> Lock | None:
-    """Lock a bank for writing, and return the lock, or None if the file system has no locks.
-
-    Raises:
-        BankError: If another run holds the lock.
-    """
+    """Lock a bank for writing, and return the lock; None if the file system has no locks. Raise a `BankError` if it is locked."""
     try:
         return Lock(folder / BANK_DESCRIPTION)
     except BlockingIOError:

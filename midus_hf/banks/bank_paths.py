@@ -56,10 +56,6 @@ def check_nodes(paths: np.ndarray, banks: Mapping[str, BankLayout], text: str) -
 def first_stray(path: Sequence[int], branching: int) -> tuple[int, int, int] | None:
     """Return the first node of a path that is not a child of the node before it, or None.
 
-    Args:
-        path: One node per level.
-        branching: Number of children per node.
-
     Returns:
         The level of the node, counted from 1, the node, and the node before it.
     """

@@ -8,13 +8,9 @@ from midus_hf.config.fetched_blocks import BankLayout
 
 
 def initial_block(layout: BankLayout, level: int, index: int, seed: int, dtype: torch.dtype) -> torch.Tensor:
-    """Return the initial record of a block, `[numel]`.
+    """Return the initial record of a block, `[numel]`, drawn in float32 and cast to `dtype`.
 
     The same seed gives the same bytes, in whatever order blocks are read.
-
-    Args:
-        level: Level of the block, counted from 1.
-        dtype: Dtype of the result. The random numbers are drawn in float32.
     """
     digest = hashlib.sha256(f"{seed}/{layout.memory_type}/{level}/{index}".encode()).digest()
     generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)

@@ -15,8 +15,7 @@ from typing import Any
 import numpy
 import torch
 
-from midus_hf.banks.reading_threads import ReadingThreads
-from midus_hf.banks.record_read import DELETED, HALF_WRITTEN, UNWRITTEN, RecordRead, checksum_of, pieces
+from midus_hf.banks.record_read import DELETED, HALF_WRITTEN, UNWRITTEN, RecordRead, checksum_of, pieces, submit
 from midus_hf.files.json_text import parse_json
 from midus_hf.files.whole_files import have_own_file, punch_hole
 
@@ -45,18 +44,13 @@ class LevelFile:
         numel: Expected number of elements per record.
         writable: Whether records will be written. If the file has other names (hard links), the file is first replaced
             by a copy, so that writes do not reach the other names. Default: false.
-        threads: Threads that read and check large records; the caller closes them. Default: new threads, which `close`
-            ends.
 
     Raises:
         BankError: If the file is missing, truncated, not a bank's file, or of other sizes.
     """
 
-    def __init__(
-        self, path: Path, num_records: int, numel: int, writable: bool = False, threads: ReadingThreads | None = None
-    ):
+    def __init__(self, path: Path, num_records: int, numel: int, writable: bool = False):
         self.path, self.num_records, self.numel, self.writable = path, num_records, numel, writable
-        self._threads, self._owns_threads = threads or ReadingThreads(), threads is None
         if writable:
             have_own_file(path)
         try:
@@ -127,11 +121,7 @@ class LevelFile:
         return (self.checksums() == DELETED).nonzero()[0].tolist()
 
     def is_written(self, index: int) -> bool:
-        """Return whether a record was written and not deleted since.
-
-        Raises:
-            BankError: If the record's checksum was lost, or the record is half written.
-        """
+        """Return whether a record was written and not deleted since. A lost checksum or a half-written record is a `BankError`."""
         checksum = self.checksum(index)
         self._check_mark(index, checksum)
         return checksum not in (UNWRITTEN, DELETED)
@@ -158,24 +148,20 @@ class LevelFile:
         read = self.prepare(index)
         if read is None:
             return None
-        return (read.begin(self._threads) if len(pieces(self.record_bytes)) > 1 else read).result()
+        return (read.begin() if len(pieces(self.record_bytes)) > 1 else read).result()
 
     def prepare(self, index: int, mapped: bool = False) -> RecordRead | None:
-        """Return the pending read of a record, or None if the record was never written or was deleted.
+        """Return the pending read of a record, whose `result` raises the faults, or None if the record is unwritten or deleted.
 
         Args:
-            mapped: Whether the record may be memory-mapped instead of copied. A mapped record takes no memory itself,
-                and shows what others write to the file. Ignored if the file is writable. Default: false.
-
-        Raises:
-            BankError: If the file ends within a record that is mapped. All other faults are raised by the read's
-                `result`.
+            mapped: Whether the record may be memory-mapped instead of copied. A mapped record takes no memory itself, and shows
+                what others write to the file. Ignored if the file is writable. Default: false.
         """
         expected = self.checksum(index)
         if expected in (UNWRITTEN, DELETED):
             return None
         if expected in (0, HALF_WRITTEN):
-            return RecordRead(expected, self.record_bytes, functools.partial(self._check_mark, index, expected))
+            return RecordRead(expected, self.record_bytes, [], lambda _: self._check_mark(index, expected))
         # Records that were fetched earlier must not change when this object writes, so a writable file is not mapped.
         record = self._mapped(index) if mapped and not self.writable else None
         record, is_there = (torch.empty(self.numel, dtype=self.dtype), False) if record is None else (record, True)
@@ -186,13 +172,16 @@ class LevelFile:
                 self._read_at(index, start, data[start:end])
             return zlib.crc32(data[start:end])
 
-        def fail() -> None:
-            raise BankError(
-                f"block {index} of bank file {self.path} is not what was written: its checksum differs. Copy the bank again, or "
-                "delete the block."
-            )
+        def finish(sums: list[int]) -> torch.Tensor:
+            if checksum_of(sums) != expected:
+                raise BankError(
+                    f"block {index} of bank file {self.path} is not what was written: its checksum differs. Copy the bank again, or "
+                    "delete the block."
+                )
+            return record
 
-        return RecordRead(expected, self.record_bytes, record, work, fail)
+        spans = pieces(self.record_bytes)
+        return RecordRead(expected, self.record_bytes, [functools.partial(work, *span) for span in spans], finish)
 
     def _mapped(self, index: int) -> torch.Tensor | None:
         """Return a record memory-mapped from the file; None if the record's offset is not a multiple of its element size."""
@@ -252,9 +241,7 @@ class LevelFile:
         os.fsync(self._file)
 
     def close(self) -> None:
-        """Close the file, and end the threads unless the caller passed them in."""
-        if self._owns_threads:
-            self._threads.close()
+        """Close the file."""
         self._closing()
         self._file = -1  # the system may soon give the old descriptor's number to another file
 
@@ -262,7 +249,7 @@ class LevelFile:
         spans = pieces(len(data))
         if len(spans) == 1:
             return checksum_of([zlib.crc32(data)])
-        sums = [self._threads.submit(lambda start, end: zlib.crc32(data[start:end]), *span) for span in spans]
+        sums = [submit(functools.partial(zlib.crc32, data[start:end])) for start, end in spans]
         return checksum_of([future.result() for future in sums])
 
     def _put_checksum(self, index: int, checksum: int) -> None:
@@ -300,14 +287,7 @@ class LevelCopy:
         return record
 
     def write(self, path: Path) -> None:
-        """Write the copy to a file and flush the file to the disk.
-
-        Args:
-            path: Path of the file; an existing file is overwritten.
-
-        Raises:
-            BankError: If a block of the source does not match its checksum.
-        """
+        """Write the copy over a file, and flush the file to the disk. Every block of the source is checked."""
         source = self._source
         create_level_file(path, source.num_records, source.numel, source.dtype)
         with contextlib.closing(LevelFile(path, source.num_records, source.numel, writable=True)) as copy:
@@ -318,12 +298,9 @@ class LevelCopy:
             copy.sync()
 
     def link(self, file: Path, path: Path) -> bool:
-        """Link an existing file at `path` (a hard link) if the file equals this copy, and return whether that was done.
+        """Make a hard link at a new path to a level's file if its records equal this copy, and return whether that was done.
 
-        Args:
-            file: A level's file. All its records are read and compared. A damaged file, or one that is not a level's,
-                is not linked.
-            path: Path of the new link; nothing may exist there.
+        A damaged file, or one that is not a level's, is not linked.
         """
         try:
             if not self._is_in(file):

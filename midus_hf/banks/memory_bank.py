@@ -12,20 +12,11 @@ from typing import Any
 
 import torch
 
-from midus_hf.banks.bank_description import (
-    describe,
-    described_again,
-    lock,
-    read_description,
-    tree_of,
-    write_description,
-)
+from midus_hf.banks.bank_description import describe, described_again, lock, read_description, write_description
 from midus_hf.banks.block_reader import BlockReader, stacked
 from midus_hf.banks.initial_blocks import initial_block
 from midus_hf.banks.level_file import LevelCopy, LevelFile, create_level_file
-from midus_hf.banks.reading_threads import ReadingThreads
-from midus_hf.banks.reads_under_way import ReadsUnderWay
-from midus_hf.banks.record_read import DELETED, UNWRITTEN, RecordRead
+from midus_hf.banks.record_read import DELETED, UNWRITTEN, ReadsUnderWay, RecordRead
 from midus_hf.banks.tiers import TIERS, BankTiers, BlockKey, KeptBlock, KeptBlocks, Tier, TierStatistics
 from midus_hf.config.fetched_blocks import BANK_AUDIT, BANK_DESCRIPTION, TREE_FILES, BankLayout, level_file
 from midus_hf.files.locks import Lock, has_no_locks
@@ -71,10 +62,10 @@ class MemoryBank(BlockReader):
         self.folder = Path(folder)
         self.description = read_description(self.folder, layout)
         self.seed: int = self.description["seed"]
-        self._threads = ReadingThreads()
-        self._memory, self._device = KeptBlocks(self.tiers.memory_bytes), KeptBlocks(self.tiers.device_bytes)
+        rooms = {"device": self.tiers.device_bytes, "memory": self.tiers.memory_bytes, "disk": 0}
+        self._kept = {tier: KeptBlocks(rooms[tier]) for tier in TIERS}
         self._device_and_dtype: tuple[torch.device, torch.dtype] | None = None
-        self._under_way = ReadsUnderWay(self._threads, self.tiers.ahead_bytes)
+        self._under_way = ReadsUnderWay(self.tiers.ahead_bytes)
         self._counts = {tier: TierStatistics() for tier in TIERS}
         self._writable = writable
         self._lock = lock(self.folder) if writable else None
@@ -82,11 +73,11 @@ class MemoryBank(BlockReader):
         try:
             for level in layout.levels:
                 path, records = self.folder / level_file(level), layout.num_records(level)
-                self._files[level] = LevelFile(path, records, layout.record_numel(level), writable, self._threads)
+                self._files[level] = LevelFile(path, records, layout.record_numel(level), writable)
         except BaseException:
             self.close()
             raise
-        weakref.finalize(self, self._threads.abandon)
+        weakref.finalize(self, self._under_way.clear)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -96,7 +87,7 @@ class MemoryBank(BlockReader):
     @property
     def tree(self) -> str | None:
         """Fingerprint of the tree whose paths trained the blocks; None if unknown, as before any training."""
-        return tree_of(self.description)
+        return self.description.get("tree")
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "MemoryBank":
         """Return this bank itself: copies of a model share one bank."""
@@ -108,17 +99,15 @@ class MemoryBank(BlockReader):
 
     def block(self, level: int, index: int) -> torch.Tensor:
         """Return the record of a block, as `BlockReader.block`."""
-        tier: Tier = "disk" if self.tiers.of_level(level) == "disk" else "memory"
-        return self._block(level, index, self._counts[tier], None if tier == "disk" else self._memory)
+        return self._block(level, index, "disk" if self.tiers.of_level(level) == "disk" else "memory")
 
     def keeps(self, level: int, index: int) -> bool:
         """Return whether a block is kept in memory or on a device, so that a fetch needs no read."""
-        return any(self._current(kept, (level, index)) is not None for kept in (self._memory, self._device))
+        return any(self._current(kept, (level, index)) is not None for kept in self._kept.values())
 
     def statistics(self) -> dict[str, TierStatistics]:
         """Return the counts of hits, misses and bytes per tier since the bank was opened."""
-        held = {"device": self._device.held_bytes, "memory": self._memory.held_bytes, "disk": 0}
-        return {tier: replace(counts, held_bytes=held[tier]) for tier, counts in self._counts.items()}
+        return {tier: replace(counts, held_bytes=self._kept[tier].held_bytes) for tier, counts in self._counts.items()}
 
     def read_ahead(self, keys: Sequence[BlockKey]) -> None:
         """Start reading blocks in threads, ahead of their fetch, and return at once."""
@@ -131,10 +120,9 @@ class MemoryBank(BlockReader):
             return super()._stacked(level, indices, device, dtype)
         device_and_dtype = (torch.device(device), dtype or self.dtype)
         if device_and_dtype != self._device_and_dtype:
-            self._device.clear()
+            self._kept["device"].clear()
             self._device_and_dtype = device_and_dtype
-        counts = self._counts["device"]
-        return stacked([self._block(level, index, counts, self._device, device_and_dtype) for index in indices])
+        return stacked([self._block(level, index, "device", device_and_dtype) for index in indices])
 
     @contextlib.contextmanager
     def _all_at_once(
@@ -153,35 +141,22 @@ class MemoryBank(BlockReader):
         return tuple(self.checksum(*key) for key in keys)
 
     def _block(
-        self,
-        level: int,
-        index: int,
-        counts: TierStatistics,
-        kept: KeptBlocks | None,
-        device_and_dtype: tuple[torch.device, torch.dtype] | None = None,
+        self, level: int, index: int, tier: Tier, device_and_dtype: tuple[torch.device, torch.dtype] | None = None
     ) -> torch.Tensor:
-        """Return a block from where it is kept, or else read the block and keep it.
-
-        Args:
-            counts: Statistics of the block's tier.
-            kept: Blocks that the tier keeps; None if the tier keeps nothing.
-            device_and_dtype: Device and dtype of the kept blocks. Default: the CPU and the dtype of the file.
-        """
-        key = (level, index)
-        kept_block = None if kept is None else self._current(kept, key)
+        """Return a block that its tier keeps, or else read the block and let the tier keep it on a device in a dtype."""
+        key, counts, kept = (level, index), self._counts[tier], self._kept[tier]
+        kept_block = self._current(kept, key)
         if kept_block is not None:
             counts.hits += 1
             return kept_block.record
-        read, ahead = self._under_way.taken(key, self.checksum(level, index))
-        read = read or self._prepared(key)
+        read = self._under_way.taken(key, self.checksum(level, index)) or self._prepared(key)
         record = read.result()
         counts.misses += 1
-        counts.ahead += ahead
+        counts.ahead += read.ahead
         counts.read_bytes += record.nbytes
         if device_and_dtype is not None:
             record = record.to(*device_and_dtype)
-        if kept is not None:
-            kept.put(key, KeptBlock(record, read.checksum))
+        kept.put(key, KeptBlock(record, read.checksum))
         return record
 
     def _current(self, kept: KeptBlocks, key: BlockKey) -> KeptBlock | None:
@@ -197,7 +172,7 @@ class MemoryBank(BlockReader):
         level, index = key
         read = self._files[level].prepare(index, mapped=self.tiers.of_level(level) == "disk")
         drawn = functools.partial(initial_block, self.layout, level, index, self.seed, self.dtype)
-        return read or RecordRead(UNWRITTEN, self._files[level].record_bytes, drawn)
+        return read or RecordRead(UNWRITTEN, self._files[level].record_bytes, [drawn], lambda records: records[0])
 
     def write(self, level: int, index: int, record: torch.Tensor) -> None:
         """Write the record of a block, `[numel]`."""
@@ -319,9 +294,8 @@ class MemoryBank(BlockReader):
         return Path(folder).exists() and Path(folder).resolve() == self.folder.resolve()
 
     def close(self) -> None:
-        """End the threads, close the files and drop all kept blocks. Nothing can be fetched afterwards."""
-        self._threads.close()
-        for kept in (self._memory, self._device):
+        """Close the files and drop all kept blocks and all reads under way. Nothing can be fetched afterwards."""
+        for kept in self._kept.values():
             kept.clear()
         self._under_way.clear()
         self.changed()
@@ -331,7 +305,7 @@ class MemoryBank(BlockReader):
             self._lock.release()
 
     def _drop(self, level: int, index: int) -> None:
-        for kept in (self._memory, self._device):
+        for kept in self._kept.values():
             kept.drop((level, index))
         self._under_way.drop([(level, index)])
         self.changed()
@@ -339,10 +313,7 @@ class MemoryBank(BlockReader):
 
 @contextlib.contextmanager
 def _nobody_writes(folder: Path | None) -> Iterator[bool]:
-    """Keep others from writing to a bank, and yield true; yield false if there is no bank, or somebody is writing.
-
-    Without locks in the file system, yield true.
-    """
+    """Keep others from writing to a bank, and yield true; or yield false if there is no bank, or another run is writing."""
     try:
         held = None if folder is None else Lock(folder / BANK_DESCRIPTION, shared=True)
     except OSError as error:
@@ -356,13 +327,7 @@ def _nobody_writes(folder: Path | None) -> Iterator[bool]:
 
 
 def create_bank(folder: str | os.PathLike, layout: BankLayout, dtype: torch.dtype, seed: int) -> None:
-    """Create a bank of unwritten blocks. The bank takes a few pages of disk space, and four bytes per block.
-
-    Args:
-        folder: Folder of the bank, which is created if missing.
-        dtype: Dtype in which blocks are stored.
-        seed: Seed of the blocks' initial values.
-    """
+    """Create a bank of unwritten blocks, which start by the seed. The bank takes a few pages of disk, and four bytes per block."""
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     for level in layout.levels:

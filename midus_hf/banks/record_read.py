@@ -1,14 +1,16 @@
-"""A record that is being read from a file: threads read and check it in pieces."""
+"""Records that are being read from files: threads read and check them in pieces, since a disk answers several requests at a time."""
 
+import functools
+import os
 import struct
 import zlib
-from collections.abc import Callable
-from concurrent.futures import Future
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import torch
 
-from midus_hf.banks.reading_threads import ReadingThreads
+from midus_hf.banks.tiers import BlockKey
 
 # The marks that stand in place of a checksum. 0 is not a mark, since file system damage leaves pages of zeros.
 UNWRITTEN, DELETED, HALF_WRITTEN = (int.from_bytes(mark, "little") for mark in (b"none", b"gone", b"half"))
@@ -16,6 +18,7 @@ UNWRITTEN, DELETED, HALF_WRITTEN = (int.from_bytes(mark, "little") for mark in (
 _NO_CHECKSUMS = frozenset({0, UNWRITTEN, DELETED, HALF_WRITTEN})
 # Bytes that one thread reads and checks at a time.
 _PIECE = 2**22
+_MOST_THREADS = 8
 
 
 class RecordRead:
@@ -24,31 +27,27 @@ class RecordRead:
     Args:
         checksum: The checksum, or the mark in its place, that the file had for the record when the read was prepared.
         nbytes: Size of the record in bytes.
-        record: Tensor to fill, `[numel]`, or, without `work`, a function that returns the record.
-        work: Function that reads the bytes from a start to an end and returns their CRC-32. Default: None; `record` is
-            called instead.
-        fail: Function that raises the error of a wrong checksum.
+        work: Functions that read the pieces of the record. They must not refer to a bank, which could then not be
+            garbage-collected.
+        finish: Function that takes the results of `work` and returns the record, `[numel]`.
     """
 
     def __init__(
         self,
         checksum: int,
         nbytes: int,
-        record: torch.Tensor | Callable[[], torch.Tensor],
-        work: Callable[[int, int], int] | None = None,
-        fail: Callable[[], Any] = lambda: None,
+        work: Sequence[Callable[[], Any]],
+        finish: Callable[[list[Any]], torch.Tensor],
     ):
         self.checksum, self.nbytes = checksum, nbytes
-        self._record, self._work, self._fail = record, work, fail
+        # Whether the read was begun ahead of any fetch.
+        self.ahead = False
+        self._work, self._finish = work, finish
         self._begun: list[Future] | None = None
 
-    def begin(self, threads: ReadingThreads) -> "RecordRead":
+    def begin(self, ahead: bool = False) -> "RecordRead":
         """Let threads read the record from now on, and return at once."""
-        if self._work is None:
-            assert callable(self._record)
-            self._begun = [threads.submit(self._record)]
-        else:
-            self._begun = [threads.submit(self._work, *piece) for piece in pieces(self.nbytes)]
+        self.ahead, self._begun = ahead, [submit(piece) for piece in self._work]
         return self
 
     def cancel(self) -> None:
@@ -57,22 +56,77 @@ class RecordRead:
             piece.cancel()
 
     def result(self) -> torch.Tensor:
-        """Return the record, `[numel]`, once it is read. If `begin` was not called, the record is read now.
-
-        Raises:
-            BankError: If the record cannot be read or does not match its checksum.
-        """
-        if self._work is None:
-            assert callable(self._record)
-            return self._record() if self._begun is None else self._begun[0].result()
-        assert isinstance(self._record, torch.Tensor)
+        """Return the record, `[numel]`, once it is read and checked. If `begin` was not called, the record is read now."""
         if self._begun is None:
-            sums = [self._work(*piece) for piece in pieces(self.nbytes)]
-        else:
-            sums = [piece.result() for piece in self._begun]
-        if checksum_of(sums) != self.checksum:
-            self._fail()
-        return self._record
+            return self._finish([piece() for piece in self._work])
+        return self._finish([piece.result() for piece in self._begun])
+
+
+class ReadsUnderWay:
+    """Reads of blocks that have been begun. Each block is read once, and a fetch waits for a read under way.
+
+    Args:
+        room: Bytes for blocks that are read ahead. If they need more, the reads that were begun first are dropped.
+    """
+
+    def __init__(self, room: int):
+        self._room = room
+        self._reads: dict[BlockKey, RecordRead] = {}
+        self._process = os.getpid()
+
+    def begin(
+        self, keys: Iterable[BlockKey], prepared: Callable[[BlockKey], RecordRead], ahead: bool = True
+    ) -> list[BlockKey]:
+        """Let threads read the blocks that are not under way yet, and return the keys of these blocks.
+
+        Args:
+            prepared: Function that returns the pending read of a block.
+            ahead: Whether the reads are ahead of any fetch, and therefore limited to `room`. Default: true.
+        """
+        reads = self._of_this_process()
+        begun = [key for key in keys if key not in reads]
+        for key in begun:
+            reads[key] = prepared(key).begin(ahead)
+        held = sum(read.nbytes for read in reads.values() if read.ahead)
+        for key in [key for key, read in reads.items() if read.ahead]:
+            if held <= self._room:
+                break
+            held -= reads[key].nbytes
+            self.drop([key])
+        return begun
+
+    def taken(self, key: BlockKey, checksum: int) -> RecordRead | None:
+        """Remove and return the read of a block; None if there is none, or the file has another checksum for the block by now."""
+        read = self._of_this_process().pop(key, None)
+        return None if read is None or read.checksum != checksum else read
+
+    def drop(self, keys: Iterable[BlockKey]) -> None:
+        """Cancel and remove the reads of the blocks that are under way."""
+        for key in keys:
+            if (read := self._of_this_process().pop(key, None)) is not None:
+                read.cancel()
+
+    def clear(self) -> None:
+        """Cancel and remove all reads."""
+        self.drop(list(self._of_this_process()))
+
+    def _of_this_process(self) -> dict[BlockKey, RecordRead]:
+        """Return the reads of this process. A forked process drops its parent's reads, which would never finish there."""
+        if self._process != os.getpid():
+            self._reads.clear()
+            self._process = os.getpid()
+        return self._reads
+
+
+def submit(work: Callable[[], Any]) -> Future:
+    """Let a thread call `work`. All banks of a process share its threads."""
+    return _threads(os.getpid()).submit(work)
+
+
+@functools.cache
+def _threads(process: int) -> ThreadPoolExecutor:
+    """Return the threads of a process. A forked process has none of its parent's threads."""
+    return ThreadPoolExecutor(_MOST_THREADS, thread_name_prefix="bank")
 
 
 def pieces(count: int) -> list[tuple[int, int]]:

@@ -56,11 +56,7 @@ class BankTiers:
 
     @classmethod
     def of(cls, tiers: "BankTiers | Mapping[str, Any] | None") -> "BankTiers":
-        """Return `BankTiers` as they are, or build them from a mapping; None gives the defaults.
-
-        Raises:
-            ValueError: If the mapping has a key that is not an argument of `BankTiers`.
-        """
+        """Return `BankTiers` as they are, or build them from a mapping of arguments; None gives the defaults."""
         if tiers is None or isinstance(tiers, BankTiers):
             return tiers or cls()
         names = [one.name for one in fields(cls)]
@@ -72,11 +68,7 @@ class BankTiers:
         return cls(**tiers)
 
     def check(self, layout: BankLayout) -> None:
-        """Check that the tree of a bank has the levels that the tiers name.
-
-        Raises:
-            ValueError: If the tree lacks one of these levels.
-        """
+        """Raise an error if the tree of a bank lacks a level that the tiers name."""
         for level in self.levels:
             if level > layout.num_levels:
                 raise ValueError(
@@ -117,33 +109,18 @@ class TierStatistics:
 
 
 class KeptBlock(NamedTuple):
-    """A block that a tier keeps.
-
-    Args:
-        record: The block's values, `[numel]`.
-        checksum: Checksum that the file had for the block when the block was read.
-    """
+    """A block's record, `[numel]`, with the checksum that the file had for the block when the block was read."""
 
     record: torch.Tensor
     checksum: int
 
 
 class KeptBlocks:
-    """Recently fetched blocks, as many as there is room for. A block larger than the whole room is not kept.
-
-    Args:
-        room: Room in bytes.
-    """
+    """Recently fetched blocks, as many as `room` bytes hold. A block larger than the whole room is not kept."""
 
     def __init__(self, room: int):
         self.room, self.held_bytes = room, 0
         self._blocks: collections.OrderedDict[BlockKey, KeptBlock] = collections.OrderedDict()
-
-    def __contains__(self, key: BlockKey) -> bool:
-        return key in self._blocks
-
-    def __len__(self) -> int:
-        return len(self._blocks)
 
     def get(self, key: BlockKey) -> KeptBlock | None:
         """Return a block and mark it as fetched last, or return None if the block is not kept."""

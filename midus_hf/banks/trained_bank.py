@@ -10,11 +10,12 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from midus_hf.banks.audit import BankAudit
 from midus_hf.banks.bank_description import described_again, write_description
 from midus_hf.banks.block_reader import BlockReader
 from midus_hf.banks.level_file import BankError, LevelFile, create_level_file
@@ -25,16 +26,6 @@ from midus_hf.files.whole_files import link_or_copy, sync, whole_file
 
 _TOUCHED = "touched.json"
 _BYTES_IN_MEMORY = 8 * 2**30
-
-
-class Audit(Protocol):
-    """A record of which documents trained each block."""
-
-    def save(self, path: Path) -> None:
-        """Write the current record to a file."""
-
-    def load(self, path: Path) -> None:
-        """Replace the record by one that was saved."""
 
 
 @dataclass
@@ -73,20 +64,13 @@ class BlockState:
 
 @dataclass(frozen=True)
 class StatePart:
-    """A file with the states of some blocks of a level.
+    """A file with the states of some blocks of a level: `indices` has the block of each record.
 
-    Args:
-        path: Path of the file.
-        indices: Block of each record in the file. A later file may have a newer record of the same block.
+    A later file may have a newer record of the same block.
     """
 
     path: Path
     indices: list[int]
-
-    @property
-    def number(self) -> int:
-        """Number of the file among the files of its level."""
-        return int(self.path.stem.split("-")[2])
 
 
 class TrainedBank(BlockReader):
@@ -103,7 +87,7 @@ class TrainedBank(BlockReader):
 
     trains = True
     # The record of what trains the blocks, saved and loaded with the blocks; None if the run records nothing.
-    audit: Audit | None = None
+    audit: BankAudit | None = None
 
     # Fingerprint of the tree whose paths train the blocks, initially the bank's; None if unknown.
     tree: str | None
@@ -115,13 +99,16 @@ class TrainedBank(BlockReader):
     def __init__(self, bank: MemoryBank, bytes_in_memory: int = _BYTES_IN_MEMORY):
         super().__init__(bank.layout)
         self.bank, self.tree = bank, bank.tree
-        self._states: collections.OrderedDict[tuple[int, int], BlockState] = collections.OrderedDict()
+        # States in memory, from the one that was fetched longest ago.
+        self._states: collections.OrderedDict[BlockKey, BlockState] = collections.OrderedDict()
         self._bytes_in_memory = bytes_in_memory
+        # Temporary files, by level, with the states that memory has no room for.
         self._waiting: dict[int, LevelFile] = {}
-        self._resumed: dict[tuple[int, int], tuple[LevelFile, int]] = {}
-        self._changed: set[tuple[int, int]] = set()
+        # Files, and positions in them, of the states that training resumed from.
+        self._resumed: dict[BlockKey, tuple[LevelFile, int]] = {}
+        # Blocks that were updated since the last state was saved or loaded, and the files of this state.
+        self._changed: set[BlockKey] = set()
         self._parts: dict[int, list[StatePart]] = {}
-        self._opened: list[LevelFile] = []
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "TrainedBank":
         """Return this bank itself: copies of a model share one bank."""
@@ -160,7 +147,7 @@ class TrainedBank(BlockReader):
     def average_gradients(self) -> None:
         """Average gradients over all processes, for every block that any process fetched. All processes must call this."""
         own = sorted(key for key, state in self._states.items() if state.master.grad is not None)
-        of_all: list[list[tuple[int, int]]] = [[] for _ in range(dist.get_world_size())]
+        of_all: list[list[BlockKey]] = [[] for _ in range(dist.get_world_size())]
         dist.all_gather_object(of_all, own)
         for level, index in sorted({key for keys in of_all for key in keys}):
             master = self._state(level, index).master
@@ -171,13 +158,7 @@ class TrainedBank(BlockReader):
 
     @torch.no_grad()
     def step(self, lr: float, betas: tuple[float, float], eps: float, weight_decay: float) -> None:
-        """Update each block that has a gradient, as `torch.optim.AdamW` would if it saw only the steps that fetched the block.
-
-        Args:
-            betas: Decay rates of the mean of gradients and of the mean of squared gradients.
-            eps: Number added to the square root in the denominator, to keep it from zero.
-            weight_decay: Decoupled weight decay, applied only to the blocks that are updated.
-        """
+        """Update each block that has a gradient, as `torch.optim.AdamW` would if it saw only the steps that fetched the block."""
         for key, state in self._states.items():
             gradient = state.master.grad
             if gradient is None:
@@ -203,32 +184,31 @@ class TrainedBank(BlockReader):
 
         Blocks that no pass has fetched since training began or resumed have not changed, and are not checked.
         """
-        waiting = ((level, index) for level, file in self._waiting.items() for index in file.written())
-        keys = sorted({*waiting, *(key for key, state in self._states.items() if state.step)})
-        return _first_not_finite((key, self._read_state(*key)) for key in keys)
+        return _first_not_finite((key, self._read_state(*key)) for key in sorted(self._updated()))
 
     def first_not_finite_in(self, folder: Path) -> str | None:
-        """Return the message of `first_not_finite` for the blocks that `save_state` wrote to a folder, or None.
-
-        Raises:
-            BankError: If a file is missing or belongs to another bank.
-        """
-        parts = [(level, part) for level, of_level in _parts_in(folder).items() for part in of_level]
-        for level, part in parts:
-            with contextlib.closing(self._state_file(level, part)) as file:
-                records = ((index, file.read(position)) for position, index in enumerate(part.indices))
-                message = _first_not_finite(
-                    ((level, index), BlockState.unpacked(record)) for index, record in records if record is not None
-                )
-            if message is not None:
-                return message
+        """Return the message of `first_not_finite` for the blocks that `save_state` wrote to a folder, or None."""
+        for level, parts in _parts_in(folder).items():
+            for part in parts:
+                with contextlib.closing(self._state_file(level, part)) as file:
+                    records = ((index, file.read(position)) for position, index in enumerate(part.indices))
+                    message = _first_not_finite(
+                        ((level, index), BlockState.unpacked(record))
+                        for index, record in records
+                        if record is not None
+                    )
+                if message is not None:
+                    return message
         return None
 
-    def touched(self) -> list[tuple[int, int]]:
+    def touched(self) -> list[BlockKey]:
         """Return the level and index of every block that was updated, ascending."""
+        return sorted({*self._updated(), *self._resumed})
+
+    def _updated(self) -> set[BlockKey]:
+        """Return the blocks that were updated since training began or resumed."""
         waiting = {(level, index) for level, file in self._waiting.items() for index in file.written()}
-        trained = {key for key, state in self._states.items() if state.step}
-        return sorted({*trained, *waiting, *self._resumed})
+        return waiting | {key for key, state in self._states.items() if state.step}
 
     def save(self, folder: str | os.PathLike, link_from: Path | None = None) -> None:
         """Write the bank with its trained blocks into a folder, in the dtype of the bank.
@@ -241,9 +221,9 @@ class TrainedBank(BlockReader):
                 written into the bank.
             link_from: Folder of this bank or of a copy, whose equal files are hard-linked, as in `MemoryBank.save`.
         """
-        trained = {key: partial(self._master, *key) for key in self.touched()}
+        trained = {key: partial(self._read_master, *key) for key in self.touched()}
         if not self.bank.lies_in(folder):
-            save_audit = (_save_nothing if trained else None) if self.audit is None else self.audit.save
+            save_audit = ((lambda path: None) if trained else None) if self.audit is None else self.audit.save
             self.bank.save(folder, trained, save_audit, self.tree, self.tree_folder, link_from=link_from)
             return
         with contextlib.closing(MemoryBank(folder, self.layout, writable=True)) as itself:
@@ -297,7 +277,8 @@ class TrainedBank(BlockReader):
         for source, part in zip(before, parts, strict=True):
             link_or_copy(source.path, part.path)
         if written := changed if before else touched:
-            number = 1 + max((part.number for part in self._parts.get(level, [])), default=0)
+            last = self._parts.get(level, [])[-1:]
+            number = 1 + (int(last[0].path.stem.split("-")[2]) if last else 0)
             numel = 3 * self.layout.record_numel(level) + 1
             path = folder / f"level-{level}-{number}.safetensors"
             with whole_file(path) as unfinished:  # an open state may still read an older file of this name
@@ -309,11 +290,7 @@ class TrainedBank(BlockReader):
         return parts
 
     def load_state(self, folder: Path) -> None:
-        """Resume from the files that `save_state` wrote. Blocks are read when they are fetched.
-
-        Raises:
-            BankError: If a file is missing or belongs to another bank.
-        """
+        """Resume from the files that `save_state` wrote, whose blocks are read when they are fetched. Damage is a `BankError`."""
         parts = _parts_in(folder)
         if self.audit is not None:
             self.audit.load(folder / BANK_AUDIT)
@@ -325,7 +302,6 @@ class TrainedBank(BlockReader):
         for level, of_level in parts.items():
             for part in of_level:  # later files hold newer records of the same blocks
                 file = self._state_file(level, part)
-                self._opened.append(file)
                 self._resumed |= {(level, index): (file, position) for position, index in enumerate(part.indices)}
 
     def _is_sound(self, level: int, part: StatePart) -> bool:
@@ -346,9 +322,8 @@ class TrainedBank(BlockReader):
 
     def _close_files(self) -> None:
         """Close the temporary files and the files of the state that training resumed from."""
-        for file in (*self._waiting.values(), *self._opened):
+        for file in (*self._waiting.values(), *(file for file, _ in self._resumed.values())):
             file.close()
-        self._opened.clear()
         self._waiting.clear()
         self._resumed.clear()
 
@@ -367,7 +342,7 @@ class TrainedBank(BlockReader):
         self._states.move_to_end(key)
         return self._states[key]
 
-    def _master(self, level: int, index: int) -> torch.Tensor:
+    def _read_master(self, level: int, index: int) -> torch.Tensor:
         return self._read_state(level, index).master
 
     def _read_state(self, level: int, index: int) -> BlockState:
@@ -406,39 +381,22 @@ class TrainedBank(BlockReader):
 
 
 def _parts_in(folder: Path) -> dict[int, list[StatePart]]:
-    """Return the files, by level, that `save_state` wrote to a folder.
-
-    Raises:
-        BankError: If the folder has no valid list of these files.
-    """
+    """Return the files, by level, that `save_state` wrote to a folder."""
     try:
         touched = json.loads((folder / _TOUCHED).read_text())
+        return {
+            int(level): [StatePart(folder / name, list(indices)) for name, indices in parts]
+            for level, parts in touched.items()
+        }
     except OSError as error:
         raise BankError(
             f"there is no state of blocks in {folder} ({error.strerror}: {_TOUCHED}); expected that of a run that trains blocks."
         ) from None
-    except (ValueError, RecursionError):
-        touched = None
-    if not _is_list_of_parts(touched):
+    except (AttributeError, RecursionError, TypeError, ValueError):
         raise BankError(
             f"{folder / _TOUCHED} does not name the files that have the state of blocks; expected one that this version wrote. "
             "Resume from another checkpoint."
-        )
-    return {
-        int(word): [StatePart(folder / name, indices) for name, indices in parts] for word, parts in touched.items()
-    }
-
-
-def _is_list_of_parts(touched: Any) -> bool:
-    """Return whether an object has the form that `save_state` writes: per level, file names with the indices of their blocks."""
-    return isinstance(touched, dict) and all(
-        isinstance(parts, list)
-        and all(
-            isinstance(part, list) and len(part) == 2 and isinstance(part[0], str) and isinstance(part[1], list)
-            for part in parts
-        )
-        for parts in touched.values()
-    )
+        ) from None
 
 
 def _first_not_finite(states: Iterable[tuple[BlockKey, BlockState]]) -> str | None:
@@ -447,7 +405,3 @@ def _first_not_finite(states: Iterable[tuple[BlockKey, BlockState]]) -> str | No
         if not math.isfinite(largest):
             return f"block {index} of level {level} holds {largest}"
     return None
-
-
-def _save_nothing(path: Path) -> None:
-    """Write no audit."""

@@ -58,6 +58,8 @@ def test_records_come_back_and_others_were_never_written(dtype, tmp_path):
         found = again.read(index)
         if index in (0, 3, 6):
             assert found.dtype == dtype and torch.equal(found, record(4 if index == 3 else index, dtype=dtype))
+            found.zero_()
+            assert torch.equal(again.read(index), record(4 if index == 3 else index, dtype=dtype)), "the file stays"
         else:
             assert found is None and not again.is_written(index)
     again.close()
@@ -84,11 +86,6 @@ def test_what_is_written_is_cast_and_may_want_gradients(file):
     wide = torch.arange(2 * NUMEL, dtype=torch.float64)[::2].requires_grad_()
     file.write(1, wide)
     assert torch.equal(file.read(1), torch.arange(0, 2 * NUMEL, 2, dtype=torch.float32))
-
-
-def test_what_is_read_may_be_changed_and_the_file_stays(file):
-    file.read(2).zero_()
-    assert torch.equal(file.read(2), record(2))
 
 
 def test_what_was_forgotten_is_deleted_until_it_is_written_again(file):
@@ -264,33 +261,6 @@ def test_a_file_takes_little_of_the_disk_until_it_is_written(tmp_path):
     assert path.stat().st_blocks * 512 <= 4 * 65537 + 2**21 + 2**16
 
 
-def test_a_file_that_is_absent_is_missed(tmp_path):
-    with pytest.raises(BankError) as raised:
-        LevelFile(tmp_path / "none", RECORDS, NUMEL)
-    path = tmp_path / "none"
-    assert (
-        str(raised.value)
-        == f"bank file {path} cannot be opened (No such file or directory); expected it beside the model."
-    )
-
-
-@pytest.mark.parametrize("cut", [1, 4 * NUMEL, 4 * NUMEL * RECORDS + 1])
-def test_a_file_that_was_cut_short_is_refused(file, path, cut):
-    size = path.stat().st_size
-    with path.open("r+b") as opened:
-        opened.truncate(size - cut)
-    with pytest.raises(BankError) as raised:
-        LevelFile(path, RECORDS, NUMEL)
-    assert str(raised.value) == f"bank file {path} has {size - cut:,} bytes; expected {size:,}. Copy the bank again."
-
-
-def test_a_file_that_is_cut_while_it_is_open_says_so(file, path):
-    with path.open("r+b") as opened:
-        opened.truncate(path.stat().st_size - 1)
-    with pytest.raises(BankError, match=rf"^bank file {path} ends within block 6\. Copy the bank again\.$"):
-        file.read(6)
-
-
 def other_header(change):
     header = {
         "checksums": {"dtype": "U32", "shape": [RECORDS], "data_offsets": [0, 4 * RECORDS]},
@@ -301,24 +271,33 @@ def other_header(change):
     return struct.pack("<Q", len(text)) + text + bytes(28 + 4 * RECORDS * NUMEL)
 
 
+BLOCKS = {"dtype": "F32", "shape": [RECORDS, NUMEL], "data_offsets": [28, 28 + 4 * RECORDS * NUMEL]}
+SUMS = {"dtype": "U32", "shape": [RECORDS], "data_offsets": [0, 4 * RECORDS]}
+
+
+def headed(header, length=None):
+    text = header if isinstance(header, bytes) else json.dumps(header).encode()
+    return struct.pack("<Q", length or len(text)) + text + bytes(28 + 4 * RECORDS * NUMEL)
+
+
 @pytest.mark.parametrize(
     "content",
     [
         b"",
         b"1234",
         bytes(100),
-        struct.pack("<Q", 2**62) + bytes(100),
-        struct.pack("<Q", 8) + b"no json!" + bytes(100),
-        struct.pack("<Q", 8) + b"\xff" * 8 + bytes(100),
-        struct.pack("<Q", 2) + b"[]" + bytes(100),
-        struct.pack("<Q", 4) + b"null" + bytes(100),
-        other_header(lambda header: header.pop("checksums")),
-        other_header(lambda header: header.pop("blocks")),
-        other_header(lambda header: header["blocks"].pop("data_offsets")),
-        other_header(lambda header: header["blocks"].update(data_offsets=[])),
-        other_header(lambda header: header["checksums"].update(data_offsets=[])),
-        other_header(lambda header: header["blocks"].update(data_offsets=["0", "1"])),
-        other_header(lambda header: header["blocks"].update(dtype="I32")),
+        headed(b"", 2**62),
+        headed(b"no json!"),
+        headed(b"\xff" * 8),
+        headed([]),
+        headed(None),
+        headed({"blocks": BLOCKS}),
+        headed({"checksums": SUMS}),
+        headed({"checksums": SUMS, "blocks": {"dtype": "F32", "shape": [RECORDS, NUMEL]}}),
+        headed({"checksums": SUMS, "blocks": {**BLOCKS, "data_offsets": []}}),
+        headed({"checksums": {**SUMS, "data_offsets": []}, "blocks": BLOCKS}),
+        headed({"checksums": SUMS, "blocks": {**BLOCKS, "data_offsets": ["0", "1"]}}),
+        headed({"checksums": SUMS, "blocks": {**BLOCKS, "dtype": "I32"}}),
     ],
 )
 def test_what_is_no_file_of_a_bank_is_refused(content, path):
@@ -328,18 +307,25 @@ def test_what_is_no_file_of_a_bank_is_refused(content, path):
     assert str(raised.value) == f"bank file {path} has no header of a bank; expected one. Copy the bank again."
 
 
-@pytest.mark.parametrize("sizes", [(RECORDS + 1, NUMEL), (RECORDS, NUMEL + 1), (NUMEL, RECORDS)], ids=str)
-def test_a_file_of_other_sizes_belongs_to_another_model(sizes, path):
-    with pytest.raises(BankError) as raised:
-        LevelFile(path, *sizes)
-    assert str(raised.value) == (
-        f"bank file {path} has blocks of shape [7, 5]; expected {list(sizes)}. It belongs to another model."
-    )
-
-
-def test_files_that_are_refused_are_closed(path):
+def test_files_that_do_not_fit_are_refused_and_closed(file, path):
     before = open_files()
-    for _ in range(3):
-        with pytest.raises(BankError):
-            LevelFile(path, RECORDS, NUMEL + 1)
+
+    def refused(read, message):
+        with pytest.raises(BankError) as raised:
+            read()
+        assert str(raised.value) == f"bank file {message}"
+
+    absent = path.with_name("none")
+    missed = f"{absent} cannot be opened (No such file or directory); expected it beside the model."
+    refused(lambda: LevelFile(absent, RECORDS, NUMEL), missed)
+    for sizes in ((RECORDS + 1, NUMEL), (RECORDS, NUMEL + 1), (NUMEL, RECORDS)):
+        other = f"{path} has blocks of shape [7, 5]; expected {list(sizes)}. It belongs to another model."
+        refused(lambda sizes=sizes: LevelFile(path, *sizes), other)
+    size = path.stat().st_size
+    os.truncate(path, size - 1)
+    refused(lambda: file.read(6), f"{path} ends within block 6. Copy the bank again.")  # open since before
+    for cut in (1, 4 * NUMEL, 4 * NUMEL * RECORDS + 1):
+        os.truncate(path, size - cut)
+        short = f"{path} has {size - cut:,} bytes; expected {size:,}. Copy the bank again."
+        refused(lambda: LevelFile(path, RECORDS, NUMEL), short)
     assert open_files() == before

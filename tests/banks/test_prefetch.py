@@ -1,15 +1,14 @@
-"""Blocks that are read ahead: the call returns at once, each block is read once, errors reach the fetch, and threads end."""
+"""Blocks that are read ahead: the call returns at once, each block is read once, and errors reach the fetch."""
 
 import gc
 import os
 import signal
 import threading
 import time
-from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
-from banks.small_bank import filled, flip, open_files, same
+from banks.small_bank import filled, flip, made, open_files, same
 from banks.test_tiers import IDS, LARGE, LAYOUT, SMALL, TIERED, ids_of_tiers
 from models.fresh_process import run_python
 
@@ -53,24 +52,11 @@ def gate(monkeypatch):
     opened.set()
 
 
-def bank_threads():
-    return [thread for thread in threading.enumerate() if thread.name.startswith("bank")]
-
-
 def eventually(holds):
     deadline = time.monotonic() + SECONDS
     while not holds():
         assert time.monotonic() < deadline
         time.sleep(0.001)
-
-
-@pytest.fixture(autouse=True)
-def no_thread_is_left():
-    gc.collect()
-    eventually(lambda: not bank_threads())
-    yield
-    gc.collect()
-    eventually(lambda: not bank_threads())
 
 
 def test_it_returns_at_once_and_the_fetch_waits_for_what_is_under_way(folder, gate, opened):
@@ -86,7 +72,7 @@ def test_it_returns_at_once_and_the_fetch_waits_for_what_is_under_way(folder, ga
     assert {path for path, _, _ in gate.reading} == {"level-1.safetensors", "level-3.safetensors"}
     counts = bank.statistics()["memory"]
     assert (counts.hits, counts.misses, counts.ahead, counts.read_bytes) == (0, 2, 2, LARGE + SMALL)
-    assert same(fetched, plain.fetch(ONE)) and len(bank._under_way) == 0
+    assert same(fetched, plain.fetch(ONE)) and not bank._under_way._reads
 
 
 @pytest.mark.parametrize("levels", TIERED, ids=ids_of_tiers)
@@ -106,7 +92,7 @@ def test_blocks_that_are_kept_are_not_read_ahead(folder, gate, opened):
     count = len(gate.reading)
     bank.prefetch(ONE)
     bank.fetch(torch.cat([ONE, ONE]))
-    assert len(gate.reading) == count and len(bank._under_way) == 0
+    assert len(gate.reading) == count and not bank._under_way._reads
 
 
 def test_what_is_read_ahead_takes_no_more_room_than_there_is(folder, opened):
@@ -119,7 +105,7 @@ def test_what_is_read_ahead_takes_no_more_room_than_there_is(folder, opened):
     assert bank.statistics()["memory"].ahead == 2
     small = opened(folder, tiers={"ahead_bytes": 0})
     small.prefetch(ONE)
-    assert len(small._under_way) == 0
+    assert not small._under_way._reads
     assert same(small.fetch(ONE), bank.fetch(ONE))
 
 
@@ -184,34 +170,19 @@ def test_a_bank_that_trains_reads_ahead_what_it_has_not_trained(folder):
     bank.close()
 
 
-def test_closing_ends_threads_and_drops_what_nobody_reads_yet(folder, gate, monkeypatch):
-    shutdown = ThreadPoolExecutor.shutdown
-
-    def opening(pool, *, wait, cancel_futures):
-        shutdown(pool, wait=False, cancel_futures=cancel_futures)
-        gate.set()
-        shutdown(pool, wait=wait)
-
-    bank = MemoryBank(folder, LAYOUT)
-    bank.prefetch(torch.tensor([[index // 16, index // 4, index] for index in range(64)]))
-    eventually(lambda: len(gate.reading) == 8 == len(bank_threads()))
-    monkeypatch.setattr(ThreadPoolExecutor, "shutdown", opening)
-    bank.close()
-    assert not bank_threads() and len(gate.reading) == 8
-
-
-def test_a_bank_that_nobody_holds_leaves_no_threads_and_no_open_files(folder, gate):
+@pytest.mark.parametrize("how", ["closed", "dropped"])
+def test_a_bank_that_is_gone_reads_nothing_more_and_leaves_no_open_files(how, folder, gate):
     before = open_files()
     bank = MemoryBank(folder, LAYOUT)
     bank.prefetch(torch.tensor([[index // 16, index // 4, index] for index in range(64)]))
-    eventually(lambda: len(gate.reading) == 8)
+    eventually(lambda: len(gate.reading) == 8)  # as many as there are threads
+    if how == "closed":
+        bank.close()
     del bank
     gc.collect()
     gate.set()
-    eventually(lambda: not bank_threads())
-    gc.collect()
-    assert open_files() == before
-    assert len(gate.reading) < 64
+    eventually(lambda: open_files() == before)
+    assert len(gate.reading) == 8
 
 
 def test_a_process_that_was_forked_reads_by_threads_of_its_own(folder, gate, opened):
@@ -244,8 +215,8 @@ def test_a_process_that_was_forked_reads_by_threads_of_its_own(folder, gate, ope
     assert same(bank.fetch(both), expected)
 
 
-def test_a_program_ends_while_blocks_are_read_ahead(tmp_path):
-    filled(tmp_path / "bank")
+def test_a_program_draws_the_same_blocks_and_ends_while_blocks_are_read_ahead(tmp_path, opened):
+    bank = opened(made(tmp_path / "bank"))
     run_python(
         """
 import sys
@@ -254,8 +225,11 @@ import torch
 from banks.test_tiers import LAYOUT
 from midus_hf.banks import MemoryBank
 bank = MemoryBank("bank", LAYOUT)
+torch.save({key: bank.block(*key).clone() for key in [(3, 64), (1, 0), (3, 7)]}, "blocks.pt")
 bank.prefetch(torch.tensor([[index // 16, index // 4, index] for index in range(64)]))
 """.replace("TESTS", os.path.dirname(os.path.dirname(__file__))),
         tmp_path,
         package_present=True,
     )
+    for key, block in torch.load(tmp_path / "blocks.pt").items():
+        assert torch.equal(block, bank.block(*key))

@@ -95,7 +95,7 @@ def test_another_device_or_dtype_empties_the_tier_of_the_device(folder, opened):
     for device, dtype, element in (("cpu", torch.float32, 4), ("meta", torch.float32, 4), ("cpu", torch.bfloat16, 2)):
         fetched = bank.fetch(IDS, device, dtype)
         assert all(record.device.type == device and record.dtype == dtype for record in fetched.records.values())
-        blocks = [block.record for block in bank._device._blocks.values()]
+        blocks = [block.record for block in bank._kept["device"]._blocks.values()]
         assert len(blocks) == 7 and all(block.device.type == device and block.dtype == dtype for block in blocks)
         assert bank.statistics()["device"].held_bytes == element * sum(block.numel() for block in blocks)
     assert same(bank.fetch(IDS, "cpu", torch.float32), expected)
