@@ -172,20 +172,13 @@ _WILD = {"*": ".*", "#": "[0-9]+", "@": "[A-Za-z0-9_]+"}
 
 
 def is_of(path: str | PurePath, *kinds: Kind) -> bool:
-    """Return whether the name of a file fits one of several kinds.
-
-    Args:
-        path: Path of the file relative to the folder of the checkpoint.
-    """
+    """Return whether the name of a file, relative to the folder of the checkpoint, fits one of several kinds."""
     parts = PurePath(path).parts
     return any(_fits(parts, pattern) for pattern in chain(*kinds))
 
 
 def globs(kind: Kind) -> list[str]:
-    """Return the patterns of a kind for `Path.glob` and the hub's client.
-
-    Neither has a pattern for numbers, so some of the returned patterns match more than the kind.
-    """
+    """Return the patterns of a kind for `Path.glob` and the hub's client, which match more where the kind has a number."""
     return [pattern.replace("#", "*").replace("@", "*") for pattern in kind]
 
 

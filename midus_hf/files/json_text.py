@@ -5,14 +5,11 @@ from typing import Any
 
 
 def parse_json(text: str | bytes) -> Any:
-    """Return the value of JSON text.
-
-    Args:
-        text: The text; bytes are decoded as UTF-8.
+    """Return the value of JSON text; bytes are decoded as UTF-8.
 
     Raises:
-        ValueError: If the text is not JSON, or is nested more deeply than Python can read. In the second case
-            `json.loads` raises `RecursionError`, which callers do not expect.
+        ValueError: If the text is not JSON, or is nested more deeply than Python can read, for which `json.loads` raises
+            `RecursionError`.
     """
     try:
         return json.loads(text)

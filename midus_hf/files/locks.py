@@ -60,13 +60,7 @@ class Lock:
 
 
 def lock_or_warn(path: Path, output: Path) -> Lock | None:
-    """Lock a file or folder of an output, or warn on standard error that its file system has no locks.
-
-    Args:
-        output: Output that the warning names.
-
-    Returns:
-        The lock; None if the file system has no locks.
+    """Lock a file or folder of an output, and return the lock; or warn that the file system has no locks, and return None.
 
     Raises:
         BlockingIOError: If somebody else holds the lock.
@@ -89,16 +83,10 @@ def has_no_locks(error: OSError) -> bool:
 
 @contextlib.contextmanager
 def alone(path: Path) -> Iterator[int]:
-    """Wait until no other process holds a file or folder, and hold it while the context lasts.
+    """Wait until no other process holds an existing file or folder, and hold it while the context lasts.
 
-    On a file system without locks, nobody waits.
-
-    Args:
-        path: Path of an existing file or folder.
-
-    Yields:
-        The file descriptor. Unlike a `Lock`, the lock is shared by a child process that inherits the descriptor, until
-        the child ends.
+    On a file system without locks, nobody waits. Unlike a `Lock`, the lock is shared by a child process that inherits the
+    descriptor that is yielded, until the child ends.
     """
     descriptor = os.open(path, os.O_RDONLY)
     try:
@@ -123,12 +111,8 @@ os.register_at_fork(after_in_child=_forget_in_child)
 def hold_output(output: Path) -> Lock | None:
     """Lock the output of a run, and return the lock; only one process of a run calls this.
 
-    The lock lasts until it is released, garbage-collected, or the process ends. If this process holds the output
-    already, for a run that was prepared but not finished, the existing lock is returned: a process trains only one
-    model at a time.
-
-    Returns:
-        The lock; None, so that nobody is refused, if the file system has no locks.
+    If this process holds the output already, for a run that was prepared but not finished, the existing lock is returned: a
+    process trains only one model at a time. The result is None, so that nobody is refused, if the file system has no locks.
 
     Raises:
         ValueError: If another process holds the output.
@@ -150,10 +134,7 @@ def hold_output(output: Path) -> Lock | None:
 
 
 def check_not_held(output: Path) -> None:
-    """Check that no other process holds an output. All processes of a run may check, before one of them locks the output.
-
-    Args:
-        output: Folder of the output, which need not exist.
+    """Check that no other process holds an output, which need not exist. All processes of a run may check before one locks it.
 
     Raises:
         ValueError: If another process holds the output.

@@ -18,15 +18,7 @@ Manifest = dict[str, FileEntry]
 
 
 def describe_files(folder: Path, paths: Iterable[Path]) -> Manifest:
-    """Return the manifest of some files of a folder.
-
-    Args:
-        folder: The folder that the names in the manifest start from.
-        paths: The files, all of them inside the folder.
-
-    Raises:
-        OSError: If a file cannot be read.
-    """
+    """Return the manifest of some files inside a folder, from which the names in the manifest start."""
     return {
         path.relative_to(folder).as_posix(): FileEntry(bytes=path.stat().st_size, sha256=file_sha256(path))
         for path in sorted(paths)
@@ -36,21 +28,13 @@ def describe_files(folder: Path, paths: Iterable[Path]) -> Manifest:
 def first_damage(folder: Path, manifest: Mapping[str, FileEntry]) -> str | None:
     """Return one line about the first file that differs from its entry in the manifest, or None if every file agrees.
 
-    Names and sizes of all files are compared before any file is read. Files that the manifest does not name are
-    ignored.
-
-    Args:
-        manifest: A manifest from `describe_files`, which may have been written to JSON and read again.
+    Names and sizes of all files are compared before any file is read. Files that the manifest does not name are ignored.
     """
     return first_misfit(folder, manifest) or _first_line(folder, manifest, _other_contents)
 
 
 def first_misfit(folder: Path, manifest: Mapping[str, FileEntry]) -> str | None:
-    """Return one line about the first file that is missing or differs in size from its entry, or None. No file is read.
-
-    Args:
-        manifest: A manifest from `describe_files`, as for `first_damage`.
-    """
+    """Return one line about the first file that is missing or differs in size from its entry, or None. No file is read."""
     return _first_line(folder, manifest, _other_size)
 
 
@@ -81,10 +65,6 @@ def _first_line(
 
 
 def file_sha256(path: Path) -> str:
-    """Return the hexadecimal SHA-256 digest of a file's bytes.
-
-    Raises:
-        OSError: If the file cannot be read.
-    """
+    """Return the hexadecimal SHA-256 digest of a file's bytes."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()

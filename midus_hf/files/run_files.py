@@ -75,9 +75,6 @@ def foreign_files(output: str | os.PathLike) -> list[str]:
     """Return the paths in a run's output that no run wrote, in order and relative to the output; folders end in a slash.
 
     Links never count as written by a run.
-
-    Args:
-        output: Folder of the run.
     """
     output = Path(output)
     shards = indexed_weights(output)
@@ -95,26 +92,20 @@ def foreign_files(output: str | os.PathLike) -> list[str]:
 
 
 def is_of_checkpoint(path: str | os.PathLike) -> bool:
-    """Return whether a file's name is one that runs use in their checkpoints.
-
-    Args:
-        path: Path of the file relative to the folder of the checkpoint.
-    """
+    """Return whether a file's name, relative to the folder of the checkpoint, is one that runs use in their checkpoints."""
     return is_of(Path(path), *_CHECKPOINT)
 
 
 def remove_written(output: str | os.PathLike, path: str | os.PathLike) -> bool:
-    """Remove the files that a run wrote at a path, and folders that become empty. Files that cannot be removed stay.
+    """Remove the files that a run wrote at a path, and folders that become empty; return whether nothing is left at the path.
 
-    Before anything else of a checkpoint is removed, its manifest is renamed to the mark of an incomplete checkpoint.
-    The mark is removed last, so a checkpoint whose removal was interrupted is never taken for a complete one.
+    Files that cannot be removed stay. Before anything else of a checkpoint is removed, its manifest is renamed to the mark of
+    an incomplete checkpoint. The mark is removed last, so a checkpoint whose removal was interrupted is never taken for a
+    complete one.
 
     Args:
         output: Folder of the run, which itself is never removed.
         path: The output, or a path inside it, which need not exist.
-
-    Returns:
-        Whether nothing is left at the path.
     """
     return _remove(Path(path), Path(output), indexed_weights(Path(output)))
 

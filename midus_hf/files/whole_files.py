@@ -24,7 +24,6 @@ def unfinished_name(name: str, unique: str) -> str:
     """Return the name of a file or folder while it is being written, in a form that only this package uses.
 
     Args:
-        name: Final name of the file or folder.
         unique: String that tells this attempt from others; 8 random hexadecimal digits.
     """
     return f".{name}.midus-{unique}.partial"
@@ -57,15 +56,11 @@ def sync(path: Path) -> None:
 def whole_file(path: Path) -> Iterator[Path]:
     """Write a file under a temporary name, and move it to its path when it is complete and on the disk.
 
-    A process holds a lock on its temporary file. A file left by a killed process is removed when the same file is
-    written again. On a file system without locks it stays, since nobody can tell whether its process is still running.
-
-    Args:
-        path: Path of the file, in an existing folder. An existing file is replaced.
+    A process holds a lock on its temporary file. A file left by a killed process is removed when the same file is written
+    again. On a file system without locks it stays, since nobody can tell whether its process is still running.
 
     Yields:
-        Path of an empty file in the same folder, to write to, named by `unfinished_name`. The file is removed after an
-        error.
+        Path of an empty file in the same folder, to write to, named by `unfinished_name`. The file is removed after an error.
     """
     _remove_abandoned(path)
     partial, lock = _begin(path)
@@ -109,12 +104,7 @@ def _begin(path: Path) -> tuple[Path, Lock | None]:
 
 
 def link_or_copy(source: Path, path: Path) -> None:
-    """Link `path` to a file that is never changed in place, or copy the file if the file system cannot link to `path`.
-
-    Args:
-        source: The file, which is only ever replaced as a whole.
-        path: Path of the hard link. An existing file is replaced.
-    """
+    """Link `path` to a file that is never changed in place, or copy the file if the file system cannot link to `path`."""
     linked = new_unfinished_path(path)
     try:
         os.link(os.path.realpath(source), linked)  # symbolic links of the hub's cache would break elsewhere
@@ -129,29 +119,14 @@ def link_or_copy(source: Path, path: Path) -> None:
 
 
 def have_own_file(path: Path) -> None:
-    """Replace a file that has several hard links by a copy, so that writing to it in place does not change the other links.
-
-    Args:
-        path: Path of a file that is about to be written in place. Without a file, nothing is done.
-
-    Raises:
-        OSError: If the copy cannot be written.
-    """
+    """Replace a file that has several hard links by a copy, so that writing to it in place does not change the other links."""
     if path.is_file() and path.stat().st_nlink > 1:
         with whole_file(path) as partial:
             copy_with_holes(path, partial)
 
 
 def copy_with_holes(source: Path, path: Path) -> None:
-    """Copy the contents of a file. Holes stay holes if the system can tell them from zeros.
-
-    Args:
-        source: Path of the file.
-        path: Path of the copy; an existing file is overwritten.
-
-    Raises:
-        OSError: If the file cannot be read or the copy cannot be written.
-    """
+    """Copy the contents of a file over another file. Holes stay holes if the system can tell them from zeros."""
     with source.open("rb", buffering=0) as read, path.open("wb", buffering=0) as written:
         size = os.fstat(read.fileno()).st_size
         start = end = 0
@@ -176,27 +151,14 @@ def _next_data(descriptor: int, start: int, size: int) -> tuple[int, int]:
 
 
 def punch_hole(descriptor: int, start: int, count: int) -> None:
-    """Return the disk space of a range of zero bytes to the file system, if the system and the file system can.
-
-    The contents and the size of the file stay the same.
-
-    Args:
-        descriptor: Descriptor of a file that is open for writing.
-        start: First byte of the range.
-        count: Number of bytes.
-    """
+    """Return the disk space of `count` zero bytes of an open file to the file system, if the system and the file system can."""
     fallocate = getattr(ctypes.CDLL(None), "fallocate", None) if sys.platform == "linux" else None
     if fallocate is not None:
         fallocate(descriptor, _KEEP_SIZE | _PUNCH_HOLE, ctypes.c_int64(start), ctypes.c_int64(count))
 
 
 def put_in_place(written: Path, path: Path) -> None:
-    """Move a complete file to its path. First the file reaches the disk, and then the move.
-
-    Args:
-        written: The file, on the same file system as `path`.
-        path: Final path; an existing file is replaced.
-    """
+    """Move a complete file to its path on the same file system. First the file reaches the disk, and then the move."""
     sync(written)
     os.replace(written, path)
     sync(path.parent)

@@ -5,37 +5,19 @@ import errno
 import os
 import shutil
 import tempfile
-from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 
 from midus_hf.config.wording import first_few
 from midus_hf.files.locks import Lock, lock_or_warn
+from midus_hf.files.ownership import check_replaceable
 from midus_hf.files.whole_files import new_unfinished_path, sync, unfinished_paths
 
 # Errors of file systems for files that are too large; `ENOSPC` comes from file systems without holes.
 _FILE_TOO_LARGE = frozenset({errno.EFBIG, errno.EINVAL, errno.ENOSPC})
 
-
-@dataclass(frozen=True)
-class Replacing:
-    """Rules for replacing an existing folder.
-
-    Args:
-        by: Name of the command that writes the folder, for messages.
-        check: Function that raises `ValueError` if a person's files would be lost with the folder.
-        error: Type of the errors that are raised for people. Default: `ValueError`.
-    """
-
-    by: str
-    check: Callable[[Path], None]
-    error: type[ValueError] = ValueError
-
-    @property
-    def mark(self) -> str:
-        """Name of the file that marks a run's working folder, so that the next run with the same output may remove the folder."""
-        return f".written-by-{self.by}"
+# Name of the file that marks a run's working folder, so that the next run with the same output may remove the folder.
+MARK = ".written-by-upscale"
 
 
 class _HeldByAnotherRun(Exception):
@@ -57,20 +39,20 @@ class WholeFolder:
 
     Args:
         path: The output. A link is followed.
-        replacing: Rules for replacing an existing output.
-        overwrite: Whether an existing folder may be replaced if `replacing` accepts it. Default: false.
+        overwrite: Whether an existing folder may be replaced if `check_replaceable` accepts it. Default: false.
 
     Raises:
         ValueError: If the output exists and may not be replaced, cannot be written, or is being written by another run.
-            The type of the error is `replacing.error`.
+            The type of the error is the attribute `error`.
     """
 
-    def __init__(self, path: Path, replacing: Replacing, overwrite: bool = False):
+    error: type[ValueError] = ValueError
+
+    def __init__(self, path: Path, overwrite: bool = False):
         self.path = Path(os.path.realpath(path))
         self._workplace = self.path.parent / f".{self.path.name}.partial"
         self.partial = self._workplace / "output"
         self._replaced = self._workplace / "replaced"
-        self._replacing = replacing
         self._overwrite = overwrite
         self._lock: Lock | None = None
         self._committed = False
@@ -82,35 +64,31 @@ class WholeFolder:
             self._replaced.rename(self.path)
 
     def _check(self) -> None:
-        error = self._replacing.error
         if os.path.lexists(self.path):
             if not self._overwrite:
-                raise error(f"output {self.path} exists; pass --overwrite to replace it, or choose another folder.")
+                raise self.error(
+                    f"output {self.path} exists; pass --overwrite to replace it, or choose another folder."
+                )
             try:
-                self._replacing.check(self.path)
+                check_replaceable(self.path)
             except ValueError as refusal:
-                raise error(str(refusal)) from None
+                raise self.error(str(refusal)) from None
         self._check_workplace()
         if not self.disk.is_dir() or not os.access(self.disk, os.W_OK):
-            raise error(f"output {self.path} cannot be made: {self.disk} is not a writable folder.")
+            raise self.error(f"output {self.path} cannot be made: {self.disk} is not a writable folder.")
 
     def _check_workplace(self) -> None:
         if os.path.lexists(self._workplace) and not self._is_ours(self._workplace):
-            by = self._replacing.by
-            raise self._replacing.error(
-                f"{self._workplace} is in the way of output {self.path}: {by} works in a folder of that name and deletes it, but "
+            raise self.error(
+                f"{self._workplace} is in the way of output {self.path}: upscale works in a folder of that name and deletes it, but "
                 f"no run of it left this one ({_described(self._workplace)}). Move it elsewhere, or choose another output."
             )
 
     def check_space(self, num_bytes: int) -> None:
-        """Check that the disk has room for `num_bytes` bytes.
-
-        Raises:
-            ValueError: If the disk has too little room.
-        """
+        """Raise an error if the disk has less room than `num_bytes` bytes."""
         free = self.free_bytes()
         if free < num_bytes:
-            raise self._replacing.error(
+            raise self.error(
                 f"the output needs {num_bytes / 1e9:.2f} GB, but {self.disk} has {free / 1e9:.2f} GB free. Make room or "
                 "choose another disk."
             )
@@ -163,7 +141,7 @@ class WholeFolder:
             self._lock = self._locked()
             self._check_workplace()
         except _HeldByAnotherRun:
-            raise self._replacing.error(
+            raise self.error(
                 f"output {self.path} is being written by another run. Wait for it, or choose another folder."
             ) from None
         except BaseException:
@@ -175,7 +153,7 @@ class WholeFolder:
         new_folder = new_unfinished_path(self.path)
         new_folder.mkdir()
         try:
-            (new_folder / self._replacing.mark).touch()
+            (new_folder / MARK).touch()
             new_folder.rename(self._workplace)
         except FileNotFoundError:
             raise _HeldByAnotherRun from None  # a run that now has the lock has removed the unfinished folder
@@ -203,11 +181,7 @@ class WholeFolder:
             self._lock.release()
 
     def commit(self) -> None:
-        """Flush the folder's files to the disk and move the folder to its path.
-
-        Raises:
-            ValueError: If something that may not be replaced has appeared at the path.
-        """
+        """Flush the folder's files to the disk and move the folder to its path, unless a person's files have appeared there."""
         for file in (*self.partial.rglob("*"), self.partial):
             sync(file)
         self._check()  # once more, since the work may have taken hours
@@ -227,7 +201,7 @@ class WholeFolder:
         self._release()
 
     def _is_ours(self, folder: Path) -> bool:
-        return folder.is_dir() and not folder.is_symlink() and (folder / self._replacing.mark).is_file()
+        return folder.is_dir() and not folder.is_symlink() and (folder / MARK).is_file()
 
     def _clear_workplace(self) -> None:
         """Delete everything in the working folder except the mark.
@@ -237,7 +211,7 @@ class WholeFolder:
         """
         deleted = self._workplace / "deleted"
         for path in self._workplace.iterdir():
-            if path not in (self._workplace / self._replacing.mark, self._replaced):
+            if path not in (self._workplace / MARK, self._replaced):
                 shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
         if self._replaced.exists():
             self._replaced.rename(deleted)

@@ -43,11 +43,6 @@ def test_one_that_is_forgotten_is_released(tmp_path):
     assert is_free(tmp_path)
 
 
-def test_there_is_none_on_nothing(tmp_path):
-    with pytest.raises(FileNotFoundError):
-        Lock(tmp_path / "absent")
-
-
 def test_it_moves_with_what_it_is_on(tmp_path):
     (tmp_path / "one").mkdir()
     lock = Lock(tmp_path / "one")

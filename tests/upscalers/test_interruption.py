@@ -10,9 +10,10 @@ import pytest
 import torch
 from pairs import by_default
 
+from midus_hf.files.whole_folder import MARK
 from tests.upscalers.checkpoints import SMALL_MEMORY, file_digests, load, logits, save_base
 from upscalers.request.errors import RequestError
-from upscalers.runs.output_folder import REPLACING, OutputFolder
+from upscalers.runs.output_folder import OutputFolder
 from upscalers.runs.upscale import upscale
 from upscalers.tensors import writer
 
@@ -158,7 +159,7 @@ def test_killed_while_it_deletes_a_run_leaves_what_the_next_one_knows_as_its_own
         unlink, clear, left = os.unlink, OutputFolder._clear_workplace, []
 
         def watched(path, **kwargs):
-            at_mark = os.path.basename(path) == REPLACING.mark
+            at_mark = os.path.basename(path) == MARK
             if len(left) == files or (files == "all but the mark" and at_mark):
                 os.kill(os.getpid(), signal.SIGKILL)
             left.append(path)
@@ -167,7 +168,7 @@ def test_killed_while_it_deletes_a_run_leaves_what_the_next_one_knows_as_its_own
                 os.kill(os.getpid(), signal.SIGKILL)
 
         def watch(folder):
-            if os.listdir(folder._workplace) != [REPLACING.mark]:
+            if os.listdir(folder._workplace) != [MARK]:
                 os.unlink = watched
             clear(folder)
 

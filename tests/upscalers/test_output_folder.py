@@ -11,9 +11,10 @@ import tempfile
 import pytest
 import torch
 
+from midus_hf.files.whole_folder import MARK
 from tests.upscalers.checkpoints import file_digests, logits, unverified
 from upscalers.request.errors import RequestError
-from upscalers.runs.output_folder import REPLACING, OutputFolder
+from upscalers.runs.output_folder import OutputFolder
 from upscalers.runs.strip import strip
 
 
@@ -183,7 +184,7 @@ def test_whether_a_file_is_too_large_is_tried_and_leaves_nothing(tmp_path, monke
 def test_what_a_killed_run_left_is_counted_as_room_and_cleaned_up(tmp_path, monkeypatch, base):
     left = tmp_path / ".out.partial" / "output"
     (left / "sub").mkdir(parents=True)
-    (left.parent / REPLACING.mark).touch()
+    (left.parent / MARK).touch()
     (left / "model.safetensors").write_bytes(bytes(80_000_000))
     (left / "sub" / "x").write_text("x")
     (left / "link").symlink_to(base)
@@ -198,7 +199,7 @@ def test_what_a_killed_run_left_is_counted_as_room_and_cleaned_up(tmp_path, monk
 
 def test_a_checkpoint_that_was_moved_aside_comes_back(tmp_path, base):
     checkpoint(tmp_path / ".out.partial" / "replaced")
-    (tmp_path / ".out.partial" / REPLACING.mark).touch()
+    (tmp_path / ".out.partial" / MARK).touch()
     with pytest.raises(RequestError, match="exists"):
         unverified(base, tmp_path / "out")
     assert names(tmp_path) == ["out"]
@@ -207,7 +208,7 @@ def test_a_checkpoint_that_was_moved_aside_comes_back(tmp_path, base):
 
 def test_what_a_run_killed_after_its_commit_left_aside_is_cleaned_up(tmp_path):
     checkpoint(tmp_path / ".out.partial" / "replaced", "older")
-    (tmp_path / ".out.partial" / REPLACING.mark).touch()
+    (tmp_path / ".out.partial" / MARK).touch()
     checkpoint(tmp_path / "out", "old")
     write(tmp_path / "out", overwrite=True)
     assert names(tmp_path) == ["out"]

@@ -11,11 +11,12 @@ from transformers import AutoConfig
 from midus_hf.carried.module import write_code
 from midus_hf.files.checkpoint_files import RUN_CONFIG, RUN_LOG
 from midus_hf.files.ownership import check_replaceable, foreign_files, is_replaceable
+from midus_hf.files.whole_folder import MARK
 from tests.upscalers.checkpoints import file_digests, load, save_base, unverified
 from tests.upscalers.methods import KINDS
 from tests.upscalers.test_provenance import tokenizer
 from upscalers.request.errors import RequestError
-from upscalers.runs.output_folder import REPLACING, OutputFolder
+from upscalers.runs.output_folder import OutputFolder
 from upscalers.runs.strip import strip
 from upscalers.runs.upscale import upscale
 from upscalers.runs.writing import Writing
@@ -239,7 +240,7 @@ def test_a_persons_folder_of_the_name_we_work_in_is_left_untouched(base, tmp_pat
         with pytest.raises(RequestError, match=message):
             unverified(base, tmp_path / "out", overwrite=overwrite)
         assert entries(tmp_path) == before
-    (theirs / REPLACING.mark).touch()
+    (theirs / MARK).touch()
     unverified(base, tmp_path / "out", overwrite=overwrite)
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
 

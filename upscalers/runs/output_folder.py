@@ -3,13 +3,10 @@
 import os
 from pathlib import Path
 
-from midus_hf.files.ownership import check_replaceable
 from midus_hf.files.whole_files import sync
-from midus_hf.files.whole_folder import Replacing, WholeFolder
+from midus_hf.files.whole_folder import WholeFolder
 from upscalers.request.errors import RequestError
 from upscalers.request.progress import Progress
-
-REPLACING = Replacing("upscale", check_replaceable, RequestError)
 
 
 class OutputFolder(WholeFolder):
@@ -26,11 +23,13 @@ class OutputFolder(WholeFolder):
             being written by another run.
     """
 
+    error = RequestError
+
     def __init__(self, path: str | Path, base: Path | None = None, overwrite: bool = False):
         if path == "":  # an empty path would stand for the current folder
             raise RequestError("output is ''; expected the folder to make. Pass --output DIR.")
         self._base = base
-        super().__init__(Path(path).expanduser(), REPLACING, overwrite)
+        super().__init__(Path(path).expanduser(), overwrite)
 
     def _check(self) -> None:
         if self._base is not None:
