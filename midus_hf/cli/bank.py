@@ -81,9 +81,9 @@ def audit(
     json_: Json = False,
 ) -> None:
     """Show which documents have trained which blocks. The training run must have had audit: true."""
-    from upscalers.banks import audit as of_bank
+    from upscalers.banks.listing import audit as audit_of
 
-    report = of_bank.audit(model, node or [], subtree, documents, memory)
+    report = audit_of(model, node or [], subtree, documents, memory)
     if json_:
         print(json.dumps(report))
         return

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from midus_hf.config.fetched_blocks import BankLayout
 from midus_hf.files.json_text import parse_json
 from midus_hf.files.whole_files import whole_file
-from upscalers.banks.nodes import Node
+from upscalers.banks.opened import Node
 from upscalers.request.errors import RequestError
 
 if TYPE_CHECKING:
@@ -23,7 +23,6 @@ class BlockFile:
     """A safetensors file with one tensor per block, named `LEVEL.NODE`, the layout of the bank, and a tree's fingerprint.
 
     Args:
-        path: Path of the file.
         nodes: Nodes whose blocks the file holds, ascending.
         tree: Fingerprint of the tree whose paths the blocks were trained with; None if unknown.
     """
@@ -32,32 +31,18 @@ class BlockFile:
     nodes: tuple[Node, ...]
     tree: str | None
 
-    @classmethod
-    def write(
-        cls, path: Path, layout: BankLayout, tree: str | None, blocks: Mapping[Node, "torch.Tensor"]
-    ) -> "BlockFile":
-        """Write a file of blocks.
-
-        Args:
-            path: Path of the file.
-            layout: Layout of the bank that the blocks are from.
-            tree: Fingerprint of the tree whose paths the blocks were trained with; None if unknown.
-            blocks: Record `[numel]` of each block, by node.
-        """
+    @staticmethod
+    def write(path: Path, layout: BankLayout, tree: str | None, blocks: Mapping[Node, "torch.Tensor"]) -> None:
+        """Write a file with the record `[numel]` of each block of a bank of this layout."""
         from safetensors.torch import save_file
 
         tensors = {f"{level}.{index}": record for (level, index), record in blocks.items()}
         with whole_file(path) as partial:
             save_file(tensors, partial, metadata={_KEY: json.dumps({**layout.to_dict(), "tree": tree})})
-        return cls(path, tuple(sorted(blocks)), tree)
 
     @classmethod
     def read(cls, path: Path, layout: BankLayout) -> "BlockFile":
         """Open a file of blocks and check that the blocks fit a bank.
-
-        Args:
-            path: Path of the file.
-            layout: Layout of the bank that the blocks must fit.
 
         Raises:
             RequestError: If the file is no file of blocks, or is of a model with other sizes, other layers or another

@@ -9,10 +9,16 @@ from typing import TYPE_CHECKING, Any
 
 from midus_hf.config.fetched_blocks import BANKS_FOLDER, BankLayout
 from midus_hf.files.checkpoint_files import BLOCK_STATES, CHECKPOINT_NAME, PARTIAL_MODEL, RESUMED, STATE, is_of
-from upscalers.banks.audit import record_of
 from upscalers.banks.block_file import BlockFile
-from upscalers.banks.nodes import Node, parse_nodes, written_node
-from upscalers.banks.opened import find_layout, open_bank
+from upscalers.banks.opened import (
+    Node,
+    find_layout,
+    open_bank,
+    parse_nodes,
+    record_of,
+    written_node,
+    written_nodes,
+)
 from upscalers.checkpoint.banks import bytes_of_banks, carry_banks
 from upscalers.checkpoint.base_model import open_base
 from upscalers.checkpoint.source import resolve_source
@@ -43,23 +49,20 @@ class BankRequest:
 def delete(request: BankRequest, nodes: Sequence[str], subtree: bool = False) -> dict[str, Any]:
     """Delete blocks, so that they are as if they were never written: they add zero, and what they learned is gone.
 
-    No file of the output holds any of the deleted blocks. They are not copied into the bank. States to resume training
-    from are left out with the checkpoints that hold them. The blocks are also removed from files that `export` wrote
-    into the folder.
+    No file of the output holds any of the deleted blocks. They are not copied into the bank. States to resume training from
+    are left out with the checkpoints that hold them. The blocks are also removed from files that `export` wrote into the
+    folder.
 
     Args:
-        request: The checkpoint to read and the folder to make.
         nodes: Nodes whose blocks are deleted, each `LEVEL:NODE`.
         subtree: Whether to delete the blocks of all nodes below as well. Default: False.
 
     Returns:
-        `{"command", "model", "output", "memory", "blocks", "seconds"}`, where `blocks` has the deleted blocks that had
-        been written.
+        The result of `edit_bank`, where `blocks` has the deleted blocks that had been written.
 
     Raises:
         RequestError: If a node does not exist, or the output cannot be made.
     """
-
     deleted: list[Node] = []
 
     def examine(bank: "MemoryBank") -> list[Node]:
@@ -72,36 +75,29 @@ def delete(request: BankRequest, nodes: Sequence[str], subtree: bool = False) ->
                 audit.delete(deleted)
         return deleted
 
-    return edit_bank("delete", request, edit, lambda layout: parse_nodes(nodes, layout, subtree), examine)
+    return edit_bank("delete", request, examine, edit)
 
 
 def import_blocks(request: BankRequest, file: str | Path) -> dict[str, Any]:
-    """Write the blocks of a file that `export` wrote into the bank, at the same nodes.
-
-    Args:
-        request: The checkpoint to read and the folder to make.
-        file: A file that `export` wrote.
-
-    Returns:
-        The same keys as from `delete`, where `blocks` has the imported blocks.
+    """Write the blocks of a file that `export` wrote into the bank, at the same nodes, and return the result of `edit_bank`.
 
     Raises:
         RequestError: If the blocks are of another model or tree, or the output cannot be made.
     """
     from midus_hf.banks.bank_description import check_same_tree
 
-    def tree_of_both(bank: "MemoryBank") -> str | None:
-        tree = BlockFile.read(Path(file), bank.layout).tree
+    def read(bank: "MemoryBank") -> tuple[BlockFile, str | None]:
+        blocks = BlockFile.read(Path(file), bank.layout)
         with refusing_requests():
-            return check_same_tree(bank.tree, tree, f"the file {file}", "Export blocks of a model of the same tree.")
+            remedy = "Export blocks of a model of the same tree."
+            return blocks, check_same_tree(bank.tree, blocks.tree, f"the file {file}", remedy)
 
     def examine(bank: "MemoryBank") -> list[Node]:
-        tree_of_both(bank)
+        read(bank)
         return []
 
     def edit(bank: "MemoryBank") -> list[Node]:
-        blocks = BlockFile.read(Path(file), bank.layout)
-        bank.description["tree"] = tree_of_both(bank)
+        blocks, bank.description["tree"] = read(bank)
         for (level, index), record in blocks.records():
             bank.write(level, index, record)
         with record_of(bank.folder) as audit:
@@ -110,26 +106,23 @@ def import_blocks(request: BankRequest, file: str | Path) -> dict[str, Any]:
                 audit.add_unrecorded(blocks.nodes)
         return list(blocks.nodes)
 
-    return edit_bank("import", request, edit, lambda layout: BlockFile.read(Path(file), layout), examine)
+    return edit_bank("import", request, examine, edit)
 
 
 def edit_bank(
     command: str,
     request: BankRequest,
+    examine: Callable[["MemoryBank"], list[Node]],
     edit: Callable[["MemoryBank"], list[Node]],
-    check: Callable[[BankLayout], Any],
-    examine: Callable[["MemoryBank"], list[Node]] = lambda bank: [],
 ) -> dict[str, Any]:
     """Write a copy of a checkpoint with an edit applied to one of its banks.
 
     Args:
         command: Name of the edit in the result.
         request: The checkpoint to read and the folder to make.
+        examine: Function that looks at the original bank before anything is written, raises an error for a bad request,
+            and returns the nodes of blocks that are not copied.
         edit: Function that changes the copy of the bank and returns the nodes of the changed blocks.
-        check: Function that raises an error for a bad request, called with the layout of the bank before anything is
-            written.
-        examine: Function that looks at the original bank before anything is written, and returns the nodes of blocks
-            that are not copied. Default: returns none.
 
     Returns:
         `{"command", "model", "output", "memory", "blocks", "seconds"}`, where `blocks` has the changed blocks.
@@ -142,12 +135,11 @@ def edit_bank(
     started = time.perf_counter()
     with resolve_source(str(request.model)) as source:
         name, layout = find_layout(source.folder, request.memory)
-        check(layout)
+        with open_bank(source.folder, name, layout) as bank:
+            deleted = examine(bank)
         memories = open_base(source.folder, needs_weights=False).memories
         folder = OutputFolder(request.output, source.folder, request.overwrite)
         files = _files_beside_banks(source.folder)
-        with open_bank(source.folder, name, layout) as bank:
-            deleted = examine(bank)
         folder.check_space(sum(path.stat().st_size for path in files) + bytes_of_banks(source.folder, memories.banks))
         with folder as partial:
             for path in files:
@@ -188,10 +180,7 @@ def _files_beside_banks(folder: Path) -> list[Path]:
 
 
 def _copied_without(path: Path, target: Path, layout: BankLayout, deleted: Collection[Node]) -> bool:
-    """Copy a file of blocks without the deleted blocks.
-
-    Return False, and copy nothing, if the file is no file of blocks or holds none of the deleted blocks.
-    """
+    """Copy a file of blocks without the deleted blocks; return False, and copy nothing, if it holds none of them."""
     try:
         blocks = BlockFile.read(path, layout)
     except RequestError:
@@ -202,10 +191,6 @@ def _copied_without(path: Path, target: Path, layout: BankLayout, deleted: Colle
     if kept:
         BlockFile.write(target, layout, blocks.tree, kept)
     return True
-
-
-def _written(bank: "MemoryBank") -> list[Node]:
-    return [(level, index) for level in bank.layout.levels for index in bank.written(level)]
 
 
 def export(
@@ -233,7 +218,7 @@ def export(
         name, layout = find_layout(source.folder, memory)
         chosen = set(parse_nodes(nodes, layout, subtree))
         with open_bank(source.folder, name, layout) as bank:
-            written = [node for node in _written(bank) if node in chosen]
+            written = [node for node in written_nodes(bank) if node in chosen]
             if not written:
                 raise RequestError("none of these blocks was ever written; expected one that was trained or imported.")
             BlockFile.write(path, layout, bank.tree, {node: bank.block(*node) for node in written})

@@ -5,11 +5,9 @@ from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from midus_hf.config.fetched_blocks import BANK_AUDIT, TREE_FILES, BankLayout
-from upscalers.banks.audit import record_of
+from midus_hf.config.fetched_blocks import BANK_AUDIT, TREE_FILES
 from upscalers.banks.editing import BankRequest, edit_bank
-from upscalers.banks.nodes import Node, written_node
-from upscalers.banks.opened import find_layout, open_bank
+from upscalers.banks.opened import Node, find_layout, open_bank, record_of, written_node, written_nodes
 from upscalers.checkpoint.base_model import open_base
 from upscalers.checkpoint.safetensors_format import holds_the_same
 from upscalers.request.errors import RequestError, refusing_requests
@@ -19,20 +17,18 @@ if TYPE_CHECKING:
 
 
 def merge(request: BankRequest, runs: Sequence[str | Path]) -> dict[str, Any]:
-    """Write a model with the blocks that several runs trained from it.
-
-    Each run trained a different part of the tree, with the model itself frozen.
+    """Write a model with the blocks that several runs trained from it, each in another part of the tree, with the model frozen.
 
     Args:
         request: The model that all runs began from, and the folder to make.
         runs: Folders of the trained models.
 
     Returns:
-        The same keys as from `editing.delete`, where `blocks` has the blocks that a run changed.
+        The result of `edit_bank`, where `blocks` has the blocks that a run changed.
 
     Raises:
-        RequestError: If a run has another model or tree, a run changed weights outside the bank, or two runs trained
-            the same block.
+        RequestError: If a run has another model or tree, a run changed weights outside the bank, or two runs trained the
+            same block.
     """
     from midus_hf.banks.bank_description import check_same_tree
 
@@ -40,19 +36,20 @@ def merge(request: BankRequest, runs: Sequence[str | Path]) -> dict[str, Any]:
         raise RequestError("no run is given; expected the folders of one or more trained models.")
     folders = [Path(run).expanduser() for run in runs]
 
-    def check(layout: BankLayout) -> None:
+    def examine(bank: "MemoryBank") -> list[Node]:
         for folder in folders:
             layout_of_run = find_layout(folder, request.memory)[1]
-            if layout_of_run.to_dict() != layout.to_dict():
+            if layout_of_run.to_dict() != bank.layout.to_dict():
                 raise RequestError(
                     f"{folder} has another memory than {request.model}; expected runs that began from it."
                 )
             _check_weights(Path(request.model).expanduser(), folder)
+        return []
 
     def edit(bank: "MemoryBank") -> list[Node]:
         trained_by: dict[Node, Path] = {}
         banks: dict[Node, Path] = {}
-        start = {node: bank.checksum(*node) for node in _nodes(bank)}
+        start = {node: bank.checksum(*node) for node in written_nodes(bank)}
         for folder in folders:
             name = find_layout(folder, request.memory)[0]
             with open_bank(folder, name, bank.layout) as run:
@@ -61,7 +58,7 @@ def merge(request: BankRequest, runs: Sequence[str | Path]) -> dict[str, Any]:
                     bank.description["tree"] = check_same_tree(bank.tree, run.tree, str(folder), remedy)
                 if not (bank.folder / TREE_FILES[-1]).exists():
                     bank.save_tree(bank.folder, run.folder)
-                for node in _nodes(run):
+                for node in written_nodes(run):
                     if run.checksum(*node) == start.get(node):
                         continue
                     if node in trained_by:
@@ -75,17 +72,11 @@ def merge(request: BankRequest, runs: Sequence[str | Path]) -> dict[str, Any]:
         _merge_records(bank, start, banks)
         return sorted(trained_by)
 
-    return edit_bank("merge", request, edit, check)
+    return edit_bank("merge", request, examine, edit)
 
 
 def _merge_records(bank: "MemoryBank", start: Collection[Node], trained_by: Mapping[Node, Path]) -> None:
-    """Merge the records of what trained each block, as far as the runs have records.
-
-    Args:
-        bank: The bank with the blocks of the runs.
-        start: Nodes of the blocks that were trained before the runs.
-        trained_by: Folder of the bank that each changed block is from.
-    """
+    """Merge the records of what trained each block: the blocks of `start` before the runs, the others in the bank of a run."""
     of_run: dict[Path, list[Node]] = {}
     for node, folder in trained_by.items():
         of_run.setdefault(folder, []).append(node)
@@ -107,16 +98,8 @@ def _merge_records(bank: "MemoryBank", start: Collection[Node], trained_by: Mapp
                 merged.take(node, record)
 
 
-def _nodes(bank: "MemoryBank") -> list[Node]:
-    return [(level, index) for level in bank.layout.levels for index in bank.written(level)]
-
-
 def _check_weights(model: Path, run: Path) -> None:
-    """Check that both checkpoints have the same tensors, wherever they lie in the files.
-
-    Raises:
-        RequestError: If a tensor differs.
-    """
+    """Raise an error if a tensor differs between two checkpoints, wherever it lies in the files."""
     expected, trained = open_base(model).tensors, open_base(run).tensors
     if expected.keys() != trained.keys() or not all(
         holds_the_same(expected[name], trained[name]) for name in expected

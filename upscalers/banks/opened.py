@@ -1,24 +1,80 @@
-"""Opening of a checkpoint's banks for reading and editing."""
+"""Nodes of a tree as people write them, and opening of a checkpoint's banks and of their records, for reading and editing."""
 
 import contextlib
-from collections.abc import Iterator
+import re
+import sqlite3
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from midus_hf.config.fetched_blocks import BANKS_FOLDER, BankLayout
+from midus_hf.config.fetched_blocks import BANK_AUDIT, BANKS_FOLDER, BankLayout
 from upscalers.checkpoint.base_model import open_base
 from upscalers.request.errors import RequestError
 
 if TYPE_CHECKING:
+    from midus_hf.banks.audit import BankAudit
     from midus_hf.banks.memory_bank import MemoryBank
+
+# A level, counted from 1, and the number of the node within the level, counted from 0.
+Node = tuple[int, int]
+
+_NODE = re.compile(r"([1-9]\d*):(\d+|generic)")
+
+
+def parse_nodes(names: Sequence[str], layout: BankLayout, subtree: bool = False) -> list[Node]:
+    """Return the nodes with blocks that a person names `LEVEL:NODE` or `LEVEL:generic`, ascending.
+
+    Args:
+        subtree: Whether to include all nodes below each node as well. Default: False.
+
+    Raises:
+        RequestError: If no node is named, or a name is not that of a node with a block.
+    """
+    if not names:
+        raise RequestError("no node is named; expected one or more, each LEVEL:NODE, such as 2:52.")
+    nodes: set[Node] = set()
+    for name in names:
+        match = _NODE.fullmatch(name)
+        if match is None:
+            raise RequestError(f"node is {name!r}; expected LEVEL:NODE, such as 2:52, or LEVEL:generic.")
+        level = int(match[1])
+        if not 1 <= level <= layout.num_levels:
+            raise RequestError(f"node {name!r} is of level {level}; expected 1 to {layout.num_levels}.")
+        count = layout.blocks.nodes(level)
+        number = count if match[2] == "generic" else int(match[2])
+        if number > count or (number == count and match[2] != "generic"):
+            raise RequestError(f"node {name!r} is not there; expected 0 to {count - 1}, or generic.")
+        if not subtree and level not in layout.levels:
+            raise RequestError(f"level {level} has no blocks; expected one of {', '.join(map(str, layout.levels))}.")
+        nodes |= set(_below(level, number, layout) if subtree else [(level, number)])
+    return sorted(nodes)
+
+
+def _below(level: int, number: int, layout: BankLayout) -> Iterable[Node]:
+    """Yield a node and all nodes below, at levels with blocks. A generic node has the deeper generic nodes below it."""
+    k = layout.blocks.branching
+    for deeper in range(level, layout.num_levels + 1):
+        if deeper in layout.levels:
+            if number == layout.blocks.nodes(level):
+                yield (deeper, layout.blocks.nodes(deeper))
+                continue
+            first = number * k ** (deeper - level)
+            yield from ((deeper, node) for node in range(first, first + k ** (deeper - level)))
+
+
+def written_node(node: Node, layout: BankLayout) -> str:
+    """Return a node as people write it."""
+    level, number = node
+    return f"{level}:{'generic' if number == layout.blocks.nodes(level) else number}"
+
+
+def written_nodes(bank: "MemoryBank") -> list[Node]:
+    """Return the nodes of a bank whose blocks were written, level by level."""
+    return [(level, index) for level in bank.layout.levels for index in bank.written(level)]
 
 
 def find_layout(folder: Path, memory: str | None) -> tuple[str, BankLayout]:
-    """Return the name of a memory that fetches blocks, and the layout of its bank.
-
-    Args:
-        folder: Folder of the checkpoint.
-        memory: Name of the memory; None for the only one.
+    """Return the name of a memory that fetches blocks (of the only one, if `memory` is None), and the layout of its bank.
 
     Raises:
         RequestError: If the model has no memory of this name, or several and `memory` is None.
@@ -40,13 +96,7 @@ def find_layout(folder: Path, memory: str | None) -> tuple[str, BankLayout]:
 
 @contextlib.contextmanager
 def open_bank(folder: Path, name: str, layout: BankLayout, writable: bool = False) -> Iterator["MemoryBank"]:
-    """Open the bank of a memory, and close the bank afterwards.
-
-    Args:
-        folder: Folder of the checkpoint.
-        name: Name of the memory.
-        layout: Layout of the bank.
-        writable: Whether blocks can be written. Default: False.
+    """Open the bank of a memory in the folder of a checkpoint, and close the bank afterwards.
 
     Raises:
         RequestError: If the bank is absent, damaged, or another model's.
@@ -64,3 +114,34 @@ def open_bank(folder: Path, name: str, layout: BankLayout, writable: bool = Fals
         raise RequestError(str(error)) from None
     finally:
         bank.close()
+
+
+@contextlib.contextmanager
+def record_of(folder: Path, make: bool = False) -> Iterator["BankAudit | None"]:
+    """Open the record of what trained the blocks in a bank's folder, and close it afterwards; yield None if there is none.
+
+    Args:
+        make: Whether to create an empty record if there is none. Default: False.
+
+    Raises:
+        RequestError: If the record is damaged.
+    """
+    from midus_hf.banks.audit import BankAudit
+    from midus_hf.banks.level_file import BankError
+
+    path = folder / BANK_AUDIT
+    if make and not path.exists():
+        with BankAudit() as empty:
+            empty.save(path)
+    if not path.exists():
+        yield None
+        return
+    try:
+        with BankAudit(path) as record:
+            yield record
+    except BankError as error:
+        raise RequestError(str(error)) from None
+    except sqlite3.DatabaseError as error:
+        raise RequestError(
+            f"{path} is damaged ({error}); expected a record as a run wrote it. Copy the bank again."
+        ) from None

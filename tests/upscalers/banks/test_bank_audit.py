@@ -5,7 +5,6 @@ import shutil
 from pathlib import Path
 
 import pytest
-from tiny import save_tiny_model
 from transformers import AutoModelForCausalLM
 
 from midus_hf.banks.audit import BankAudit, Document, Trained
@@ -41,22 +40,12 @@ def record_in(folder: Path, trained, unrecorded=()) -> None:
 
 
 @pytest.fixture(scope="module")
-def made(tmp_path_factory):
-    """A model some of whose blocks were trained, before and after that was recorded, and one that was not trained."""
-    folder = tmp_path_factory.mktemp("audits")
-    base = save_tiny_model("llama", folder / "base")
-    upscale(
-        base=base, method="hier-ffn", output=folder / "fresh", options={"sizes": [4, 2], "branching": 3}, verify=False
-    )
-    shutil.copytree(folder / "fresh", folder / "model")
-    write_blocks(folder / "model", WRITTEN)
-    record_in(folder / "model", TRAINED, [(2, 7), (2, 9)])
+def model(upscaled, tmp_path_factory):
+    """A model some of whose blocks were trained, before and after that was recorded."""
+    folder = shutil.copytree(upscaled / "fresh", tmp_path_factory.mktemp("audits") / "model")
+    write_blocks(folder, WRITTEN)
+    record_in(folder, TRAINED, [(2, 7), (2, 9)])
     return folder
-
-
-@pytest.fixture
-def model(made):
-    return made / "model"
 
 
 def by_block(folder: Path, capsys) -> dict[tuple[str, bool], tuple]:
@@ -134,12 +123,12 @@ def test_deleted_blocks_keep_their_record(model, tmp_path, capsys):
     assert by_block(tmp_path / "again", capsys) == after | {("1:0", True): (2, 4, 69, True)}
 
 
-def test_of_imported_blocks_nothing_is_known(made, model, tmp_path, capsys):
+def test_of_imported_blocks_nothing_is_known(upscaled, model, tmp_path, capsys):
     run("export", model, "--node", "1:0", "--output", tmp_path / "blocks", capsys=capsys)
     run("import", model, tmp_path / "blocks", "--output", tmp_path / "out", capsys=capsys)
     imported = {("1:0", False): (0, 0, 0, False), ("1:0", True): (2, 3, 49, True)}
     assert by_block(tmp_path / "out", capsys) == KNOWN | imported
-    run("import", made / "fresh", tmp_path / "blocks", "--output", tmp_path / "new", capsys=capsys)
+    run("import", upscaled / "fresh", tmp_path / "blocks", "--output", tmp_path / "new", capsys=capsys)
     assert not (tmp_path / "new" / "memory_bank" / "hier-ffn" / "audit.sqlite3").exists()
 
 
@@ -163,7 +152,7 @@ def test_merged_runs_bring_their_records(model, tmp_path, capsys):
     assert by_block(tmp_path / "out", capsys) == KNOWN | of_runs
 
 
-def test_a_merged_run_that_has_no_record_is_told(made, model, tmp_path, capsys):
+def test_a_merged_run_that_has_no_record_is_told(model, tmp_path, capsys):
     runs = runs_of(model, tmp_path, second_is_recorded=False)
     run("merge", model, *runs, "--output", tmp_path / "out", capsys=capsys)
     found = by_block(tmp_path / "out", capsys)
@@ -171,8 +160,8 @@ def test_a_merged_run_that_has_no_record_is_told(made, model, tmp_path, capsys):
     assert found["1:0", False] == (3, 4, 54, True)
 
 
-def test_runs_of_a_model_that_has_no_record_are_merged(made, model, tmp_path, capsys):
-    write_blocks(shutil.copytree(made / "fresh", tmp_path / "start"), [(2, 8)])
+def test_runs_of_a_model_that_has_no_record_are_merged(upscaled, tmp_path, capsys):
+    write_blocks(shutil.copytree(upscaled / "fresh", tmp_path / "start"), [(2, 8)])
     runs = runs_of(tmp_path / "start", tmp_path)
     run("merge", tmp_path / "start", *runs, "--output", tmp_path / "out", capsys=capsys)
     assert by_block(tmp_path / "out", capsys) == {
@@ -198,8 +187,8 @@ def test_the_record_goes_with_the_bank(model, tmp_path, capsys):
     assert by_block(tmp_path / "stripped", capsys) == KNOWN
 
 
-def test_a_bank_without_a_record_or_with_a_damaged_one_is_refused(made, model, tmp_path, capsys):
-    line = refusal("audit", made / "fresh", capsys=capsys)
+def test_a_bank_without_a_record_or_with_a_damaged_one_is_refused(upscaled, model, tmp_path, capsys):
+    line = refusal("audit", upscaled / "fresh", capsys=capsys)
     assert "has no audit.sqlite3; expected one, of a run that was given audit: true" in line
     assert "node '2:99' is not there" in refusal("audit", model, "--node", "2:99", capsys=capsys)
     shutil.copytree(model, tmp_path / "damaged")

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from tiny import prompt, save_tiny_model
+from tiny import prompt
 from transformers import AutoModelForCausalLM
 
 from midus_hf.cli.bank import main
@@ -20,21 +20,11 @@ WRITTEN = [(1, 0), (1, 2), (2, 1), (2, 7), (2, 9)]
 
 
 @pytest.fixture(scope="module")
-def made(tmp_path_factory):
-    """An upscaled model some blocks of whose bank were written; nobody may change it."""
-    folder = tmp_path_factory.mktemp("banks")
-    base = save_tiny_model("llama", folder / "base")
-    upscale(
-        base=base, method="hier-ffn", output=folder / "model", options={"sizes": [4, 2], "branching": 3}, verify=False
-    )
-    shutil.copytree(folder / "model", folder / "fresh")
-    write_blocks(folder / "model", WRITTEN)
+def model(upscaled, tmp_path_factory):
+    """A model some blocks of whose bank were written; nobody may change it."""
+    folder = shutil.copytree(upscaled / "fresh", tmp_path_factory.mktemp("banks") / "model")
+    write_blocks(folder, WRITTEN)
     return folder
-
-
-@pytest.fixture
-def model(made):
-    return made / "model"
 
 
 def blocks(folder: Path) -> dict[tuple[int, int], torch.Tensor]:
@@ -87,23 +77,23 @@ def test_a_subtree_is_a_node_and_all_below(model, tmp_path, capsys):
     assert done["blocks"] == ["2:generic"]
 
 
-def test_exported_blocks_are_imported_where_they_were(made, model, tmp_path, capsys):
+def test_exported_blocks_are_imported_where_they_were(upscaled, model, tmp_path, capsys):
     file = tmp_path / "blocks.safetensors"
     done = run("export", model, "--node", "1:2", "--subtree", "--node", "1:1", "--output", file, capsys=capsys)
     assert done["blocks"] == ["1:2", "2:7"]
-    done = run("import", made / "fresh", file, "--output", tmp_path / "out", capsys=capsys)
+    done = run("import", upscaled / "fresh", file, "--output", tmp_path / "out", capsys=capsys)
     assert done["blocks"] == ["1:2", "2:7"]
     found, expected = blocks(tmp_path / "out"), blocks(model)
     assert found.keys() == {(1, 2), (2, 7)} and all(torch.equal(found[node], expected[node]) for node in found)
 
 
-def test_an_edited_checkpoint_is_stripped_to_the_base(made, model, tmp_path, capsys):
+def test_an_edited_checkpoint_is_stripped_to_the_base(model, tmp_path, capsys):
     run("delete", model, "--node", "1:0", "--output", tmp_path / "out", capsys=capsys)
     assert strip(tmp_path / "out", tmp_path / "base")["base_confirmed"] is True
     assert not (tmp_path / "base" / "memory_bank").exists()
 
 
-def test_runs_of_different_parts_of_the_tree_are_put_together(made, model, tmp_path, capsys):
+def test_runs_of_different_parts_of_the_tree_are_put_together(model, tmp_path, capsys):
     for name, nodes, seed in (("one", [(1, 0), (2, 0)], 1), ("two", [(1, 1), (2, 7)], 2)):
         shutil.copytree(model, tmp_path / name)
         write_blocks(tmp_path / name, nodes, seed)
@@ -163,14 +153,18 @@ def test_an_edit_of_no_node_is_refused_from_python_as_well(model, tmp_path):
         export(model, [], tmp_path / "blocks.safetensors")
 
 
-def test_a_checkpoint_without_a_bank_is_refused(made, capsys):
-    assert "has no memory that fetches blocks" in refusal("list", made / "base", capsys=capsys)
+def test_a_checkpoint_without_a_bank_is_refused(upscaled, capsys):
+    assert "has no memory that fetches blocks" in refusal("list", upscaled / "base", capsys=capsys)
 
 
-def test_blocks_of_another_model_are_refused(made, model, tmp_path, capsys):
+def test_blocks_of_another_model_are_refused(upscaled, model, tmp_path, capsys):
     other = tmp_path / "other"
     upscale(
-        base=made / "base", method="hier-ffn", output=other, options={"sizes": [4, 3], "branching": 3}, verify=False
+        base=upscaled / "base",
+        method="hier-ffn",
+        output=other,
+        options={"sizes": [4, 3], "branching": 3},
+        verify=False,
     )
     run("export", model, "--node", "1:0", "--output", tmp_path / "f.safetensors", capsys=capsys)
     line = refusal("import", other, tmp_path / "f.safetensors", "--output", tmp_path / "out", capsys=capsys)
@@ -180,10 +174,14 @@ def test_blocks_of_another_model_are_refused(made, model, tmp_path, capsys):
     assert "is no file of blocks that midus edit export wrote" in line
 
 
-def test_a_level_without_blocks_has_none_to_edit(made, tmp_path, capsys):
+def test_a_level_without_blocks_has_none_to_edit(upscaled, tmp_path, capsys):
     sparse = tmp_path / "sparse"
     upscale(
-        base=made / "base", method="hier-ffn", output=sparse, options={"sizes": [0, 3], "branching": 3}, verify=False
+        base=upscaled / "base",
+        method="hier-ffn",
+        output=sparse,
+        options={"sizes": [0, 3], "branching": 3},
+        verify=False,
     )
     line = refusal("delete", sparse, "--node", "1:0", "--output", tmp_path / "out", capsys=capsys)
     assert "level 1 has no blocks; expected one of 2." in line
