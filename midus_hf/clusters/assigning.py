@@ -60,12 +60,8 @@ def stored_paths(
     """Yield the rows of `document_paths` for the corpus that a tree was built from, whose windows are embedded already.
 
     Args:
-        stored: The windows that the tree was built from.
         documents: All documents of the corpus, in their order.
         blocked: Pairs of level and node that no path may take, as in `ClusterTree.paths`. Default: none.
-
-    Raises:
-        ValueError: If `ClusterTree.paths` refuses `blocked`.
     """
     paths: Iterator[list[int]] = itertools.chain.from_iterable(
         _paths_of_rows(tree, stored, slice(begin, begin + _STRETCH), blocked)

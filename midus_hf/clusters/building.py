@@ -1,5 +1,6 @@
 """Hierarchical k-means: building a tree level by level, and assigning each row to a leaf."""
 
+import functools
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -9,7 +10,7 @@ import torch
 
 from midus_hf.clusters.finished_nodes import FinishedNodes
 from midus_hf.clusters.kmeans import kmeans, nearest
-from midus_hf.clusters.window_shards import Embeddings
+from midus_hf.clusters.window_store import Embeddings
 from midus_hf.retrieval.cluster_tree import ClusterTree
 from midus_hf.retrieval.tree_files import TreeOrigin
 
@@ -157,16 +158,12 @@ def cluster_level(
     nodes: np.ndarray,
     finished: FinishedNodes | None = None,
 ) -> torch.Tensor:
-    """Return the centroids of the children of all nodes of a level.
+    """Return the centroids of the children of all nodes of a level, `[branching ** level, c]`, float32; NaN for absent children.
 
     Args:
-        embeddings: Rows `[N, c]`, as in `build_tree`.
         level: Level of the children, from 1.
         nodes: The node of each row in the level above, `[N]`, int64.
         finished: Results of an interrupted run, as in `build_tree`. Default: None.
-
-    Returns:
-        `[branching ** level, c]`, float32; NaN for children that a node lacks.
     """
     branching = options.branching
     child_centroids = torch.full((branching**level, embeddings.shape[1]), torch.nan)
@@ -174,8 +171,8 @@ def cluster_level(
         centroids = None if finished is None else finished.centroids(level, parent)
         if centroids is None:
             centroids = kmeans(
-                _Members(embeddings, members),
-                _num_clusters(len(members), branching),
+                functools.partial(_drawn_rows, embeddings, members),
+                max(1, min(branching, len(members) // 2)),
                 options.steps,
                 options.samples,
                 np.random.default_rng([options.seed, level, parent]),
@@ -194,18 +191,13 @@ def assign_rows(
     branching: int,
     progress: Callable[[int], None] | None = None,
 ) -> np.ndarray:
-    """Return, for consecutive rows, the child of each row's node that is nearest to the row.
+    """Return, for n consecutive rows, the child of each row's node that is nearest to the row, `[n]`, int64.
 
     Args:
-        embeddings: All rows `[N, c]`, as in `build_tree`.
         first: Index of the first of the consecutive rows.
-        nodes: The node of each row in the level above, `[n]`, int64.
+        nodes: The node of each of these rows in the level above, `[n]`, int64.
         of_level: Centroids of the children, from `cluster_level`.
-        branching: Number of children per node.
         progress: Called with the number of rows that were just assigned. Default: None.
-
-    Returns:
-        The child of each row, `[n]`, int64.
     """
     children = np.empty_like(nodes)
     for parent, members in _members_of(nodes):
@@ -219,29 +211,19 @@ def assign_rows(
 
 
 def _least_similarity(tree: ClusterTree, embeddings: Embeddings, seed: int) -> float:
-    """Return the similarity that 99 of 100 rows reach: the first percentile, rounded down to four decimal places.
-
-    If there are many rows, a sample is measured. Rounding down nearly always takes away more than a row's similarity
-    changes when the row is embedded in another batch.
-    """
+    """Return the similarity that 99 of 100 rows, or of a sample, reach: the first percentile, rounded down to four places."""
     rows = np.arange(len(embeddings))
     if len(rows) > _MOST_MEASURED:
         drawn = np.random.default_rng([seed, 0]).choice(len(rows), _MOST_MEASURED, replace=False, shuffle=False)
         rows = np.sort(drawn)
     stretches = np.array_split(rows, range(_STRETCH, len(rows), _STRETCH))
     similarity = np.concatenate([tree.similarity(unit_rows(embeddings, stretch)).numpy() for stretch in stretches])
+    # Rounding down takes away more than a row's similarity changes if the row is embedded in another batch.
     return math.floor(np.percentile(similarity, 1, method="lower") * 10_000) / 10_000
 
 
 def unit_rows(embeddings: Embeddings, rows: np.ndarray | slice) -> torch.Tensor:
-    """Read rows and divide each by its length.
-
-    Args:
-        embeddings: Rows `[N, c]`, float16 or float32.
-        rows: The rows to read. Ascending order is fastest.
-
-    Returns:
-        `[n, c]`, float32.
+    """Read some of the rows `[N, c]`, float16 or float32, and divide each by its length: `[n, c]`, float32.
 
     Raises:
         ValueError: If a row has length 0 or is not finite.
@@ -255,17 +237,11 @@ def unit_rows(embeddings: Embeddings, rows: np.ndarray | slice) -> torch.Tensor:
     return read / lengths
 
 
-class _Members:
-    """Sampler that draws rows from the members of one node."""
-
-    def __init__(self, embeddings: Embeddings, members: np.ndarray):
-        self._embeddings, self._members = embeddings, members
-
-    def __call__(self, number: int, rng: np.random.Generator) -> torch.Tensor:
-        drawn = self._members
-        if len(drawn) > number:
-            drawn = np.sort(rng.choice(drawn, number, replace=False, shuffle=False))
-        return unit_rows(self._embeddings, drawn)
+def _drawn_rows(embeddings: Embeddings, members: np.ndarray, number: int, rng: np.random.Generator) -> torch.Tensor:
+    """Return a sample of the rows of a node's members, as `kmeans` draws them."""
+    if len(members) > number:
+        members = np.sort(rng.choice(members, number, replace=False, shuffle=False))
+    return unit_rows(embeddings, members)
 
 
 def _members_of(nodes: np.ndarray) -> Iterator[tuple[int, np.ndarray]]:
@@ -274,7 +250,3 @@ def _members_of(nodes: np.ndarray) -> Iterator[tuple[int, np.ndarray]]:
     in_order = nodes[order]
     begins = np.flatnonzero(np.concatenate([[True], in_order[1:] != in_order[:-1]]))
     return zip(in_order[begins].tolist(), np.split(order, begins[1:]), strict=True)
-
-
-def _num_clusters(members: int, branching: int) -> int:
-    return max(1, min(branching, members // 2))

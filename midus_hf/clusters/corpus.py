@@ -9,7 +9,7 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from midus_hf.config.fetched_blocks import TREE_COLUMN
-from midus_hf.documents import DocumentError, find_files, first_line, iterate_documents, rows_of, text_of_row
+from midus_hf.documents import DocumentError, find_files, first_line, read_text, rows_of, text_of_row
 from midus_hf.saved_models import load_tokenizer
 
 _DOCUMENTS_A_BATCH = 64
@@ -56,13 +56,7 @@ class Document:
 
 @dataclass(frozen=True)
 class Window:
-    """A window of a document: consecutive tokens.
-
-    Args:
-        document: The document that contains the window.
-        number: Index among the windows of the document, from 0.
-        text: The window's text.
-    """
+    """A window of a document: consecutive tokens, as text. `number` is its index among the windows of the document."""
 
     document: Document
     number: int
@@ -70,63 +64,70 @@ class Window:
 
 
 def read_corpus(corpus: Corpus) -> Iterator[Document]:
-    """Read the documents of a corpus one after the other, without the blank ones.
+    """Yield the documents of a corpus one after the other, without the blank ones.
 
     Raises:
-        DocumentError: If `find_files` or `iterate_documents` cannot read the corpus, labels are wanted from a file
-            without columns, or a row lacks a label.
+        DocumentError: If the corpus cannot be read, labels are wanted from a file without columns, or a row lacks a label.
     """
-    documents = (
-        (text, label, source)
-        for file in find_files(corpus.path)
-        for source in [None if rows_of(file, corpus.encoding) is None else str(file)]
-        for text, label in _read_file(file, corpus)
-        if text.strip()
-    )
-    return (Document(number, text, label, source) for number, (text, label, source) in enumerate(documents))
+    numbers = itertools.count()
+    for file in find_files(corpus.path):
+        for location, row, text in _texts(file, corpus):
+            label = None if corpus.label_column is None else _label(file, location, row, corpus.label_column)
+            if text.strip():
+                yield Document(next(numbers), text, label, None if location is None else str(file))
 
 
 def read_rows(corpus: Corpus) -> Iterator[Document]:
-    """Read the documents that `read_corpus` reads, with their rows and without labels.
+    """Yield the documents that `read_corpus` yields, with their rows and without labels.
 
     Raises:
-        DocumentError: If the corpus cannot be read, as in `read_corpus`, or a row has no `memory_ids` but a column with
-            a name that `document_paths` writes: the column then does not come from an earlier assignment.
+        DocumentError: If the corpus cannot be read, or a row has no `memory_ids` but a column that `document_paths` writes,
+            which then does not come from an earlier assignment.
     """
-    documents = (
-        (text, row) for file in find_files(corpus.path) for text, row in _rows_of_file(file, corpus) if text.strip()
-    )
-    return (Document(number, text, row=row) for number, (text, row) in enumerate(documents))
+    numbers = itertools.count()
+    for file in find_files(corpus.path):
+        for location, row, text in _texts(file, corpus):
+            reserved = [column for column in _OWN_COLUMNS if column in (row or ())]
+            if reserved and "memory_ids" not in row:
+                raise DocumentError(
+                    f"{location} has a column {reserved[0]!r}, which is written beside the paths of documents; expected columns of "
+                    "other names, or the columns of an earlier assignment. Rename the column."
+                )
+            if text.strip():
+                yield Document(next(numbers), text, row=row)
 
 
-def _rows_of_file(path: Path, corpus: Corpus) -> Iterator[tuple[str, dict[str, Any] | None]]:
-    rows = rows_of(path, corpus.encoding)
+def _texts(file: Path, corpus: Corpus) -> Iterator[tuple[str | None, Any, str]]:
+    """Yield the location, the row and the text of each document of a file; location and row are None for plain text."""
+    rows = rows_of(file, corpus.encoding)
     if rows is None:
-        yield from ((text, None) for text in iterate_documents([path], corpus.column, corpus.encoding))
+        yield None, None, read_text(file, corpus.encoding)
         return
     for location, row in rows:
-        text = text_of_row(row, corpus.column, location)
-        reserved = [column for column in _OWN_COLUMNS if column in row]
-        if reserved and "memory_ids" not in row:
-            raise DocumentError(
-                f"{location} has a column {reserved[0]!r}, which is written beside the paths of documents; expected columns of other "
-                "names, or the columns of an earlier assignment. Rename the column."
-            )
-        yield text, row
+        yield location, row, text_of_row(row, corpus.column, location)
+
+
+def _label(file: Path, location: str | None, row: Any, column: str) -> str:
+    if location is None:
+        raise DocumentError(
+            f"file {str(file)!r} is plain text, which has no column {column!r} of labels; expected JSON lines or Parquet. Leave "
+            "--label-column out."
+        )
+    label = row.get(column)
+    if not isinstance(label, str | int):
+        description = "nothing" if label is None else f"a {type(label).__name__}"
+        raise DocumentError(
+            f"{location} has {description} under {column!r}; expected a label, a string or a whole number."
+        )
+    return str(label)
 
 
 def cut_windows(
     documents: Iterable[Document], tokenizer: PreTrainedTokenizerBase, window_tokens: int
 ) -> Iterator[Window]:
-    """Cut documents into consecutive windows that do not overlap.
+    """Cut documents into consecutive windows of `window_tokens` tokens that do not overlap; the last one may be shorter.
 
-    The windows of a document add up to its text, except that blank windows are left out. The last window may be
-    shorter. Special tokens are not counted.
-
-    Args:
-        documents: Documents, in any order.
-        tokenizer: Tokenizer from `load_fast_tokenizer`.
-        window_tokens: Tokens per window.
+    The windows of a document add up to its text, except that blank windows are left out. Special tokens are not counted.
     """
     remaining = iter(documents)
     while batch := list(itertools.islice(remaining, _DOCUMENTS_A_BATCH)):
@@ -147,10 +148,7 @@ def cut_windows(
 
 
 def load_fast_tokenizer(name: str) -> PreTrainedTokenizerBase:
-    """Load a tokenizer that can map its tokens to characters of the text.
-
-    Args:
-        name: Folder or hub id.
+    """Load a tokenizer from a folder or the hub that can map its tokens to characters of the text.
 
     Raises:
         ValueError: If the tokenizer cannot be loaded, or cannot map its tokens.
@@ -167,28 +165,3 @@ def load_fast_tokenizer(name: str) -> PreTrainedTokenizerBase:
             "tokenizer.json."
         )
     return tokenizer
-
-
-def _read_file(path: Path, corpus: Corpus) -> Iterator[tuple[str, str | None]]:
-    if corpus.label_column is None:
-        return ((text, None) for text in iterate_documents([path], corpus.column, corpus.encoding))
-    rows = rows_of(path, corpus.encoding)
-    if rows is None:
-        raise DocumentError(
-            f"file {str(path)!r} is plain text, which has no column {corpus.label_column!r} of labels; expected JSON lines or "
-            "Parquet. Leave --label-column out."
-        )
-    return (
-        (text_of_row(row, corpus.column, location), _label(row, corpus.label_column, location))
-        for location, row in rows
-    )
-
-
-def _label(row: dict[str, Any], column: str, location: str) -> str:
-    label = row.get(column)
-    if not isinstance(label, str | int):
-        description = "nothing" if label is None else f"a {type(label).__name__}"
-        raise DocumentError(
-            f"{location} has {description} under {column!r}; expected a label, a string or a whole number."
-        )
-    return str(label)

@@ -16,7 +16,7 @@ from midus_hf.clusters.assigning import document_paths
 from midus_hf.clusters.building import TreeOptions
 from midus_hf.clusters.corpus import Document, load_fast_tokenizer
 from midus_hf.clusters.run import assign_windows, build_from_embeddings, cluster_level_from_embeddings
-from midus_hf.clusters.window_shards import task_folder
+from midus_hf.clusters.window_store import task_folder
 from midus_hf.clusters.window_writer import WindowWriter, only_run, windows_request
 from midus_hf.config.fetched_blocks import TREE_COLUMN
 from midus_hf.retrieval.embedding import TextEmbedder
@@ -76,17 +76,12 @@ class EmbedWindows(PipelineStep):
         self.label_key, self.source_key = label_key, source_key
 
     def run(self, data: Any, rank: int = 0, world_size: int = 1) -> None:
-        """Embed the documents of the previous step.
-
-        Args:
-            data: Documents of the previous step.
-            rank: Number of the task. Default: 0.
-            world_size: Number of tasks. Default: 1.
+        """Embed the documents of the previous step, as task `rank` of `world_size` tasks.
 
         Raises:
-            ValueError: If `load_fast_tokenizer` or `TextEmbedder` refuses its arguments; if the folder holds windows of
-                another request, of other documents or of another number of tasks; if another run is writing to the
-                folder; or if a document lacks its label or source.
+            ValueError: If `load_fast_tokenizer` or `TextEmbedder` refuses its arguments; if the folder holds windows of another
+                request, of other documents or of another number of tasks; if another run is writing to the folder; or if a
+                document lacks its label or source.
         """
         tokenizer = load_fast_tokenizer(self.tokenizer)
         embedder = TextEmbedder(self.embedding_model, self.device, self.batch_size, self.max_tokens)
@@ -116,7 +111,25 @@ class EmbedWindows(PipelineStep):
             yield Document(number, document.text, label, source)
 
 
-class BuildTree(PipelineStep):
+class _OneTask(PipelineStep):
+    """Pipeline step, in a separate pipeline, of which only the first task works."""
+
+    type = "clusters"
+
+    def __init__(self, embeddings: str, output: str, options: TreeOptions | None):
+        super().__init__()
+        self.embeddings, self.output, self.options = Path(embeddings), Path(output), options or TreeOptions()
+
+    def run(self, data: Any = None, rank: int = 0, world_size: int = 1) -> None:
+        """Run the step in the task of rank 0 only; `data` and `world_size` are ignored."""
+        if rank == 0:
+            self._work()
+
+    def _work(self) -> None:
+        raise NotImplementedError
+
+
+class BuildTree(_OneTask):
     """Pipeline step, in a separate pipeline, that builds the tree from the embeddings that `EmbedWindows` wrote.
 
     The step does what `midus cluster build --embeddings` does. Only the first task works. After an interruption the
@@ -130,28 +143,15 @@ class BuildTree(PipelineStep):
     """
 
     name = "a tree of topics"
-    type = "clusters"
 
     def __init__(self, embeddings: str, output: str, options: TreeOptions | None = None):
-        super().__init__()
-        self.embeddings, self.output, self.options = embeddings, output, options or TreeOptions()
+        super().__init__(embeddings, output, options)
 
-    def run(self, data: Any = None, rank: int = 0, world_size: int = 1) -> None:
-        """Build the tree, in the first task only.
-
-        Args:
-            data: Ignored. Default: None.
-            rank: Number of the task; task 0 builds. Default: 0.
-            world_size: Ignored. Default: 1.
-
-        Raises:
-            ValueError: If `build_from_embeddings` refuses its arguments.
-        """
-        if rank == 0:
-            build_from_embeddings(Path(self.embeddings), Path(self.output), self.options)
+    def _work(self) -> None:
+        build_from_embeddings(self.embeddings, self.output, self.options)
 
 
-class ClusterLevel(PipelineStep):
+class ClusterLevel(_OneTask):
     """Pipeline step, in a separate pipeline, that computes the centroids of one level from what `EmbedWindows` wrote.
 
     Only the first task works, and reads only the windows that it samples. `AssignWindows`, in any number of tasks, then
@@ -166,25 +166,13 @@ class ClusterLevel(PipelineStep):
     """
 
     name = "centroids of a level"
-    type = "clusters"
 
     def __init__(self, embeddings: str, output: str, level: int, options: TreeOptions | None = None):
-        super().__init__()
-        self.embeddings, self.output, self.level, self.options = embeddings, output, level, options or TreeOptions()
+        super().__init__(embeddings, output, options)
+        self.level = level
 
-    def run(self, data: Any = None, rank: int = 0, world_size: int = 1) -> None:
-        """Compute the centroids, in the first task only.
-
-        Args:
-            data: Ignored. Default: None.
-            rank: Number of the task; task 0 works. Default: 0.
-            world_size: Ignored. Default: 1.
-
-        Raises:
-            ValueError: If `cluster_level_from_embeddings` refuses its arguments.
-        """
-        if rank == 0:
-            cluster_level_from_embeddings(Path(self.embeddings), Path(self.output), self.level, self.options)
+    def _work(self) -> None:
+        cluster_level_from_embeddings(self.embeddings, self.output, self.level, self.options)
 
 
 class AssignWindows(PipelineStep):
@@ -206,19 +194,9 @@ class AssignWindows(PipelineStep):
         self.output, self.level, self.options = output, level, options or TreeOptions()
 
     def run(self, data: Any = None, rank: int = 0, world_size: int = 1) -> None:
-        """Assign a task's share of the windows, unless that was done before.
-
-        Args:
-            data: Ignored. Default: None.
-            rank: Number of the task. Default: 0.
-            world_size: Number of tasks. Default: 1.
-
-        Raises:
-            ValueError: If `assign_windows` refuses its arguments.
-        """
-        self.stat_update(
-            "windows", value=assign_windows(Path(self.output), self.level, self.options, rank, world_size)
-        )
+        """Assign the share of task `rank` of `world_size` tasks, unless that was done before; `data` is ignored."""
+        assigned = assign_windows(Path(self.output), self.level, self.options, rank, world_size)
+        self.stat_update("windows", value=assigned)
 
 
 class AssignPaths(PipelineStep):
@@ -253,16 +231,11 @@ class AssignPaths(PipelineStep):
         self.device, self.batch_size, self.blocked = device, batch_size, tuple(blocked)
 
     def run(self, data: Any, rank: int = 0, world_size: int = 1) -> Iterator[Any]:
-        """Yield the documents of the previous step with their paths, in the same order.
-
-        Args:
-            data: Documents of the previous step. Each process has its own documents.
-            rank: Ignored. Default: 0.
-            world_size: Ignored. Default: 1.
+        """Yield the documents of the previous step with their paths, in the same order; `rank` and `world_size` are ignored.
 
         Raises:
-            ValueError: If `MemoryRetriever.load` or `load_fast_tokenizer` refuses its arguments, or neither the tree
-                nor `tokenizer` names a tokenizer.
+            ValueError: If `MemoryRetriever.load` or `load_fast_tokenizer` refuses its arguments, or neither the tree nor
+                `tokenizer` names a tokenizer.
         """
         retriever = MemoryRetriever.load(self.tree, self.embedding_model, self.device, self.batch_size)
         origin = retriever.tree.origin

@@ -15,20 +15,15 @@ Sampler = Callable[[int, np.random.Generator], torch.Tensor]
 
 
 def kmeans(sample: Sampler, num_clusters: int, steps: int, samples: int, rng: np.random.Generator) -> torch.Tensor:
-    """Compute centroids by expectation maximisation.
+    """Compute centroids, `[num_clusters, c]`, float32, by expectation maximisation.
 
-    Each step assigns a fresh sample to its nearest centroids, balances the clusters, and moves each centroid to the
-    mean of its rows. A centroid without rows stays where it is.
+    Each step assigns a fresh sample to its nearest centroids, balances the clusters, and moves each centroid to the mean of
+    its rows. A centroid without rows stays where it is.
 
     Args:
-        sample: Draws rows from the data to be clustered.
         num_clusters: Number of clusters, from 1 to the number of rows.
         steps: Steps after the initialisation.
         samples: Number of rows drawn for the initialisation and for each step.
-        rng: Generator of all random choices.
-
-    Returns:
-        Centroids `[num_clusters, c]`, float32.
     """
     from sklearn.cluster import kmeans_plusplus
 
@@ -46,30 +41,15 @@ def kmeans(sample: Sampler, num_clusters: int, steps: int, samples: int, rng: np
 
 
 def nearest(rows: torch.Tensor, centroids: torch.Tensor) -> torch.Tensor:
-    """Return the nearest centroid of each row, or the first among equally near ones, as in a tree's greedy descent.
-
-    Args:
-        rows: Rows `[n, c]`.
-        centroids: Centroids `[k, c]`.
-
-    Returns:
-        `[n]`, int64.
-    """
+    """Return the nearest of the centroids `[k, c]` of each row, `[n]`, int64; the first among equally near ones."""
     return squared_distances(rows, centroids).argmin(-1)
 
 
 def balanced(assigned: np.ndarray, num_clusters: int, rng: np.random.Generator) -> np.ndarray:
-    """Return assignments in which no cluster exceeds its share of `BALANCE / num_clusters`.
+    """Return assignments `[n]` in which no cluster exceeds its share of `BALANCE / num_clusters`.
 
-    While the largest cluster exceeds its share, randomly drawn assignments move from it to the smallest cluster, as
-    many as make the two equally large. A cluster exceeds its share by at most one assignment, which cannot be split.
-
-    Args:
-        assigned: The cluster of each sample, `[n]`, int64.
-        rng: Generator that draws the assignments to move.
-
-    Returns:
-        `[n]`, int64.
+    While the largest cluster exceeds its share, randomly drawn assignments move from it to the smallest cluster, as many as
+    make the two equally large. A cluster exceeds its share by at most one assignment, which cannot be split.
     """
     assigned = assigned.copy()
     sizes = np.bincount(assigned, minlength=num_clusters)

@@ -23,16 +23,12 @@ def draw_tree(
 ) -> None:
     """Draw a tree with the first level at the top and children below their node. Requires matplotlib.
 
-    With labels, a box has the colour of the node's commonest label, and wide boxes show the label's name. Without
-    labels, a box has the colour of its node of level 1.
+    With labels, a box has the colour of the node's commonest label, and wide boxes show the label's name. Without labels, a
+    box has the colour of its node of level 1.
 
     Args:
-        branching: Number of children per node.
-        levels: Number of levels of the tree.
         leaves: The leaf of each window, `[N]`.
-        path: File to write, with a suffix from `midus_hf.analysis.pictures.PICTURE_SUFFIXES`.
         labels: The label of each window, `[N]`, as an index into `label_names`. Default: None.
-        label_names: Names of the labels. Default: none.
     """
     from matplotlib import colormaps
 

@@ -125,14 +125,7 @@ def node_reports(
 
 
 def sample_texts(corpus: Corpus, numbers: Sequence[int]) -> dict[int, str]:
-    """Return the beginnings of documents, by number, each on one line. The corpus is read up to the last of these documents.
-
-    Args:
-        numbers: Numbers of documents, as in `Document`.
-
-    Raises:
-        ValueError: If `read_corpus` cannot read the corpus.
-    """
+    """Return the beginnings of documents by number, each on one line. The corpus is read up to the last of these documents."""
     wanted = set(numbers)
     texts: dict[int, str] = {}
     for document in read_corpus(corpus) if wanted else ():
@@ -144,12 +137,7 @@ def sample_texts(corpus: Corpus, numbers: Sequence[int]) -> dict[int, str]:
 
 
 def commonest_labels(nodes: np.ndarray, labels: np.ndarray) -> dict[int, int]:
-    """Return the commonest label of each node that has windows, or the smallest label among equally common ones.
-
-    Args:
-        nodes: The node of each window, `[N]`.
-        labels: The label of each window, `[N]`.
-    """
+    """Return the commonest label of each node that has windows, or the smallest label among equally common ones."""
     best: dict[int, tuple[int, int]] = {}
     for node, label, count in _pairs(nodes, labels):
         if count > best.get(node, (0, 0))[0]:
@@ -158,11 +146,7 @@ def commonest_labels(nodes: np.ndarray, labels: np.ndarray) -> dict[int, int]:
 
 
 def level_table(levels: Sequence[LevelReport]) -> Table:
-    """Return a table with a row per level.
-
-    Args:
-        levels: Reports from `level_reports`.
-    """
+    """Return a table with a row per report of `level_reports`."""
     table = _table("Windows of the nodes of each level")
     labelled = levels[0].purity is not None
     for name in ("level", "nodes", "empty", "least", "median", "most", *(("purity", "NMI") if labelled else ())):
@@ -174,12 +158,7 @@ def level_table(levels: Sequence[LevelReport]) -> Table:
 
 
 def node_table(nodes: Sequence[NodeReport], level: int, texts: Mapping[int, str]) -> Table:
-    """Return a table with a row per node: its labels, if any, and a line for each sample document.
-
-    Args:
-        nodes: Reports from `node_reports`.
-        texts: Beginnings of the documents, from `sample_texts`.
-    """
+    """Return a table with a row per report of `node_reports`: its labels, if any, and a line for each sample document."""
     table = _table(f"Nodes of level {level}")
     labelled = any(node.labels for node in nodes)
     for name in ("node", "windows"):

@@ -14,10 +14,8 @@ import torch
 from midus_hf.clusters.building import TreeOptions, assign_rows, build_tree, cluster_level
 from midus_hf.clusters.corpus import Corpus, load_fast_tokenizer
 from midus_hf.clusters.finished_nodes import FinishedNodes
-from midus_hf.clusters.growing_array import map_array
-from midus_hf.clusters.window_shards import JoinedRows, join_shards
-from midus_hf.clusters.window_store import StoredWindows, open_windows, store_windows
-from midus_hf.clusters.window_writer import only_run, read_record
+from midus_hf.clusters.window_store import JoinedRows, StoredWindows, join_shards, open_windows, store_windows
+from midus_hf.clusters.window_writer import map_array, only_run, read_record
 from midus_hf.documents import find_files
 from midus_hf.files.whole_files import whole_file
 from midus_hf.retrieval.cluster_tree import ClusterTree
@@ -131,16 +129,11 @@ def build_from_embeddings(
 
 
 def cluster_level_from_embeddings(embeddings: Path, output: Path, level: int, options: TreeOptions) -> None:
-    """Compute and store the centroids of one level of the tree that `build_from_embeddings` will build.
-
-    Args:
-        embeddings: Folder of embeddings, as in `build_from_embeddings`.
-        output: Folder of the tree.
-        level: The level, from 1. Windows must be assigned to the nodes of the level above.
+    """Compute and store the centroids of one level, from 1, of the tree that `build_from_embeddings` will build.
 
     Raises:
-        ValueError: In the cases of `build_from_embeddings`; if the tree lacks the level, or windows are not assigned in
-            the level above.
+        ValueError: In the cases of `build_from_embeddings`; if the tree lacks the level, or windows are not assigned in the
+            level above.
     """
     check_scikit_learn()
     _check_level(level, options)
@@ -153,20 +146,12 @@ def cluster_level_from_embeddings(embeddings: Path, output: Path, level: int, op
 
 
 def assign_windows(output: Path, level: int, options: TreeOptions, rank: int, tasks: int) -> int:
-    """Assign a share of a tree's windows to the nodes of a level. Other processes may assign other shares at the same time.
+    """Assign share `rank` of `tasks` shares of a tree's windows to the nodes of a level, and return the number of windows.
 
-    Args:
-        output: Folder of the tree.
-        level: A level, from 1, whose centroids `cluster_level_from_embeddings` has computed.
-        options: The options that the centroids were computed with.
-        rank: Number of the share, from 0.
-        tasks: Number of shares.
-
-    Returns:
-        The number of windows that were assigned; 0 if they were assigned before.
+    Other processes may assign other shares at the same time. A share that was assigned before counts 0.
 
     Raises:
-        ValueError: If the tree lacks the level, or the level's centroids are missing.
+        ValueError: If the tree lacks the level, or `cluster_level_from_embeddings` has not computed the level's centroids.
     """
     _check_level(level, options)
     output = output.expanduser()
@@ -267,11 +252,7 @@ def _cluster(output: Path, stored: StoredWindows, options: TreeOptions, origin: 
 
 
 def check_scikit_learn() -> None:
-    """Raise an error, before any work, if scikit-learn is missing.
-
-    Raises:
-        ValueError: If scikit-learn is not installed.
-    """
+    """Raise an error, before any work, if scikit-learn is missing."""
     if importlib.util.find_spec("sklearn") is None:
         raise ValueError("clustering needs scikit-learn; install it with pip install 'midus-hf[clusters]'.")
 

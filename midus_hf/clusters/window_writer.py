@@ -9,6 +9,7 @@ import contextlib
 import hashlib
 import itertools
 import json
+import os
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,7 +20,7 @@ from filelock import FileLock, Timeout
 from transformers import PreTrainedTokenizerBase
 
 from midus_hf.clusters.corpus import Document, Window, cut_windows
-from midus_hf.clusters.growing_array import GrowingArray
+from midus_hf.documents import first_line
 from midus_hf.files.json_text import parse_json
 from midus_hf.files.whole_files import whole_file
 from midus_hf.retrieval.embedding import TextEmbedder
@@ -68,16 +69,7 @@ class WindowRecord:
 def windows_request(
     tokenizer: PreTrainedTokenizerBase, embedder: TextEmbedder, window_tokens: int, dtype: str
 ) -> dict[str, Any]:
-    """Return the settings that embeddings depend on, beside the documents.
-
-    Args:
-        tokenizer: Tokenizer that cuts windows.
-        window_tokens: Tokens per window.
-        dtype: Dtype in which embeddings are stored, `"float16"` or `"float32"`.
-
-    Raises:
-        ValueError: If an option is out of range.
-    """
+    """Return the settings that embeddings depend on, beside the documents, after checking them."""
     if window_tokens < 1:
         raise ValueError(f"window_tokens is {window_tokens}; expected at least 1.")
     if dtype not in DTYPES:
@@ -94,22 +86,75 @@ def windows_request(
 
 
 def check_request(folder: Path, existing: dict[str, Any], wanted: dict[str, Any]) -> None:
-    """Check that a folder's windows were made for the wanted request.
-
-    Args:
-        folder: The folder, for the error message.
-        existing: Request of the folder.
-        wanted: The wanted request.
-
-    Raises:
-        ValueError: If the requests differ in anything but locations.
-    """
+    """Raise an error if a folder's windows were made for a request that differs from the wanted one in more than locations."""
     for key, value in wanted.items():
         if key not in _PLACES and existing.get(key) != value:
             raise ValueError(
                 f"folder {str(folder)!r} holds windows that were made with another {key}, {existing.get(key)!r}; expected {value!r}. "
                 "Choose another output, or delete this folder."
             )
+
+
+class GrowingArray:
+    """Array on disk to which rows are appended. `numpy.load` can read or memory-map the file.
+
+    Args:
+        width: Width c of rows `[c]`. Default: None; rows are single numbers.
+        rows: Number of existing rows to keep; 0 creates the file anew. A file with fewer rows is an error. Default: 0.
+    """
+
+    def __init__(self, path: Path, dtype: str, width: int | None = None, rows: int = 0):
+        self._dtype = np.dtype(dtype).newbyteorder("<")
+        self._inner = () if width is None else (width,)
+        self._file = path.open("r+b" if rows else "w+b")
+        self.rows = rows
+        self._write_header()
+        self._begin = self._file.tell()
+        whole_bytes = self._begin + rows * self._dtype.itemsize * (width or 1)
+        if self._file.seek(0, os.SEEK_END) < whole_bytes:
+            self._file.close()
+            raise ValueError(
+                f"file {str(path)!r} has lost rows; expected {rows:,}. Delete its folder, and build again."
+            )
+        self._file.truncate(whole_bytes)
+        self._file.seek(whole_bytes)
+
+    def append(self, rows: np.ndarray) -> None:
+        """Append rows `[n, c]`, or `[n]` if rows are single numbers, in the dtype of the file."""
+        assert rows.shape[1:] == self._inner
+        self._file.write(np.ascontiguousarray(rows, self._dtype).tobytes())
+        self.rows += len(rows)
+
+    def flush(self) -> None:
+        """Write the row count and flush all rows to the disk. The file is valid until more rows are appended."""
+        end = self._file.tell()
+        self._write_header()
+        assert self._file.tell() == self._begin, "numpy leaves room for a growing first axis"
+        self._file.seek(end)
+        self._file.flush()
+        os.fsync(self._file.fileno())
+
+    def close(self) -> None:
+        """Close the file."""
+        self._file.close()
+
+    def _write_header(self) -> None:
+        self._file.seek(0)
+        header = {"descr": self._dtype.str, "fortran_order": False, "shape": (self.rows, *self._inner)}
+        np.lib.format.write_array_header_1_0(self._file, header)
+
+
+def map_array(path: Path, rows: int, remedy: str = "Delete its folder, and build again.") -> np.ndarray:
+    """Open a `.npy` file that has `rows` rows, one per window, memory-mapped. `remedy` ends the message for any other file."""
+    try:
+        array = np.load(path, mmap_mode="r")
+    except (OSError, ValueError, EOFError) as error:
+        raise ValueError(f"file {str(path)!r} is absent or not whole: {first_line(error)}. {remedy}") from error
+    if len(array) != rows:
+        raise ValueError(
+            f"file {str(path)!r} has {len(array):,} rows; expected {rows:,}, one for each window. {remedy}"
+        )
+    return array
 
 
 class WindowWriter:
@@ -137,18 +182,12 @@ class WindowWriter:
         embedder: TextEmbedder,
         progress: Callable[[int], None] | None = None,
     ) -> Iterator[WindowRecord]:
-        """Embed the windows that are not stored yet, stretch by stretch.
+        """Embed the windows that are not stored yet, and yield the record after each stretch that has reached the disk.
 
         Args:
-            documents: All documents, starting with the first.
-            tokenizer: Tokenizer that cuts windows.
+            documents: All documents, starting with the first. Documents other than the interrupted run began with are
+                an error.
             progress: Called with the number of windows that were just embedded. Default: None.
-
-        Yields:
-            The record, after each stretch that has reached the disk.
-
-        Raises:
-            ValueError: If the documents differ from the documents that the interrupted run began with.
         """
         record = self.record
         names = {name: index for index, name in enumerate(record.label_names)}
@@ -213,11 +252,7 @@ class WindowWriter:
 
 @contextlib.contextmanager
 def only_run(folder: Path) -> Iterator[None]:
-    """Lock a folder for writing while the context lasts. The folder is created.
-
-    Raises:
-        ValueError: If another run is writing to the folder.
-    """
+    """Lock a folder for writing, and create it, while the context lasts. A folder that another run is writing to is an error."""
     folder.mkdir(parents=True, exist_ok=True)
     lock = FileLock(folder / ".lock", timeout=0)
     try:
@@ -233,11 +268,7 @@ def only_run(folder: Path) -> Iterator[None]:
 
 
 def read_record(folder: Path) -> WindowRecord | None:
-    """Return the record of a folder of windows, or None if the folder has no record.
-
-    Raises:
-        ValueError: If the record was altered or is incomplete.
-    """
+    """Return the record of a folder of windows, or None if the folder has no record. A damaged record is an error."""
     path = folder / _RECORD
     if not path.is_file():
         return None

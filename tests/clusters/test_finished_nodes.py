@@ -1,11 +1,8 @@
 """A clustering that was interrupted goes on at the node it was at, and ends in the tree of one that was not."""
 
-import os
-from pathlib import Path
-
 import numpy as np
+import pytest
 import torch
-from processes.warm import run_warm
 
 from midus_hf.clusters import building
 from midus_hf.clusters.building import TreeOptions, build_tree
@@ -29,48 +26,19 @@ def assert_equal_trees(first, second) -> None:
     assert all(torch.equal(one, other) for one, other in zip(first.tree.sizes, second.tree.sizes, strict=True))
 
 
-KILLED = """
-import os, signal, sys
-from pathlib import Path
-import torch
-torch.set_num_threads(1)
-from midus_hf.clusters import building
-from midus_hf.clusters.finished_nodes import FinishedNodes
-sys.path.insert(0, sys.argv[1])
-from test_finished_nodes import OPTIONS, nodes_in, rows
-
-kmeans = building.kmeans
-for calls in map(int, sys.argv[3:]):
-    child = os.fork()
-    if not child:
-        done = []
-        def killed(*given):
-            if len(done) == calls:
-                os.kill(os.getpid(), signal.SIGKILL)
-            done.append(None)
-            return kmeans(*given)
-        building.kmeans = killed
-        building.build_tree(rows(), OPTIONS, finished=nodes_in(Path(sys.argv[2], str(calls))))
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGKILL
-"""
-
-
-def test_a_killed_clustering_goes_on_at_the_node_it_was_at(tmp_path, monkeypatch):
+@pytest.mark.parametrize("calls", [0, 1, 3, 12, NODES - 1])
+def test_a_killed_clustering_goes_on_at_the_node_it_was_at(tmp_path, interrupted, monkeypatch, calls):
     whole = build_tree(rows(), OPTIONS)
-    calls = [0, 1, 3, 12, NODES - 1]
-    here = Path(__file__).parent
-    paths = os.pathsep.join([str(here.parents[1]), str(here.parent)])
-    run = run_warm(KILLED, here, tmp_path, *calls, PYTHONPATH=paths)
-    assert run.returncode == 0, run.stderr
-    kmeans, done = building.kmeans, []
+    killed = nodes_in(tmp_path)  # stays open: what it has not written yet would be lost with its process
+    with interrupted(calls, building, "kmeans"):
+        build_tree(rows(), OPTIONS, finished=killed)
+    kmeans, done, progress = building.kmeans, [], []
     monkeypatch.setattr(building, "kmeans", lambda *given: done.append(None) or kmeans(*given))
-    for number in calls:
-        done.clear()
-        finished, told = nodes_in(tmp_path / str(number)), []
-        assert_equal_trees(build_tree(rows(), OPTIONS, progress=told.append, finished=finished), whole)
-        assert len(done) == NODES - number, "no finished node is clustered again"
-        assert sum(told) == 3 * 900
-        finished.close()
+    again = build_tree(rows(), OPTIONS, progress=progress.append, finished=nodes_in(tmp_path))
+    assert_equal_trees(again, whole)
+    assert len(done) == NODES - calls, "no finished node is clustered again"
+    assert sum(progress) == 3 * 900
+    killed.close()
 
 
 def test_rows_of_a_finished_level_are_not_assigned_again(tmp_path, interrupted, monkeypatch):

@@ -40,8 +40,7 @@ def documents(tmp_path):
     return str(folder)
 
 
-@pytest.mark.parametrize("expand", [False, True], ids=["metadata", "columns"])
-def test_documents_become_a_tree_paths_a_trained_bank_and_answers(documents, tmp_path, expand):
+def test_documents_become_a_tree_paths_a_trained_bank_and_answers(documents, tmp_path):
     bert = str(save_tiny_bert(tmp_path / "bert"))
     embeddings, tree, assigned = (str(tmp_path / name) for name in ("embeddings", "tree", "assigned"))
     read = JsonlReader(documents)
@@ -50,7 +49,7 @@ def test_documents_become_a_tree_paths_a_trained_bank_and_answers(documents, tmp
         pipelines.append(([ClusterLevel(embeddings, tree, level, OPTIONS)], 1))
         pipelines.append(([AssignWindows(tree, level, OPTIONS)], 2))
     pipelines.append(([BuildTree(embeddings, tree, OPTIONS)], 1))
-    pipelines.append(([read, AssignPaths(tree), JsonlWriter(assigned, compression=None, expand_metadata=expand)], 2))
+    pipelines.append(([read, AssignPaths(tree), JsonlWriter(assigned, compression=None)], 2))
     before = None
     for number, (pipeline, tasks) in enumerate(pipelines):
         before = LocalPipelineExecutor(

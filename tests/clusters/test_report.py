@@ -114,8 +114,7 @@ def test_tables_have_all_columns_on_a_narrow_terminal():
     assert [column.header for column in unlabelled.columns] == ["node", "windows", "documents"]
 
 
-@pytest.mark.parametrize("suffix", [".png", ".svg", ".pdf"])
-@pytest.mark.parametrize("labels", [None, LABELS])
+@pytest.mark.parametrize(("suffix", "labels"), [(".png", None), (".svg", LABELS), (".pdf", LABELS)])
 def test_a_picture_is_drawn(tmp_path, suffix, labels):
     path = tmp_path / f"tree{suffix}"
     draw_tree(3, 2, LEAVES, path, labels, NAMES)

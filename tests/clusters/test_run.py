@@ -7,7 +7,7 @@ import json
 import numpy as np
 import pytest
 
-from midus_hf.clusters import building, run, window_writer
+from midus_hf.clusters import building, run
 from midus_hf.clusters.assigning import document_paths
 from midus_hf.clusters.building import TreeOptions
 from midus_hf.clusters.corpus import read_corpus
@@ -43,17 +43,6 @@ def test_a_tree_says_what_it_was_built_with_and_where_its_windows_went(request_,
     assert len(leaves) == len(stored.documents) == int(tree.sizes[0].sum())
 
 
-@pytest.mark.parametrize("batch_size", [4, 64])
-def test_an_interrupted_build_gives_the_same_tree_byte_for_byte(request_, interrupted, monkeypatch, batch_size):
-    monkeypatch.setattr(window_writer, "_STRETCH", 16)
-    build(request_("whole", batch_size=batch_size))
-    with interrupted(2, window_writer, "write_record"):
-        build(request_("resumed", batch_size=batch_size))
-    assert not (request_("resumed").output / "tree.json").exists()
-    build(request_("resumed", batch_size=batch_size))
-    assert_equal_files(request_("resumed").output, request_("whole").output)
-
-
 def test_an_interrupted_clustering_goes_on_and_leaves_nothing_behind(request_, interrupted, monkeypatch):
     build(request_("whole"))
     kmeans, done = building.kmeans, []
@@ -79,9 +68,7 @@ def test_two_runs_do_not_cluster_into_one_folder(request_, monkeypatch):
     cluster = run.build_tree
 
     def during(*given):
-        with pytest.raises(
-            ValueError, match=r"is being written by another run; wait for that run, or choose another folder\."
-        ):
+        with pytest.raises(ValueError, match=r"is being written by another run; wait for that run, or choose another"):
             build(request_())
         return cluster(*given)
 
@@ -168,32 +155,25 @@ def test_an_output_that_is_something_else_is_refused(request_, tmp_path):
 def test_clustering_needs_scikit_learn(request_, monkeypatch):
     find = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "sklearn" else find(name))
-    with pytest.raises(
-        ValueError, match=r"clustering needs scikit-learn; install it with pip install 'midus-hf\[clusters\]'"
-    ):
+    with pytest.raises(ValueError, match=r"needs scikit-learn; install it with pip install 'midus-hf\[clusters\]'"):
         build(request_())
 
 
-def test_leaves_that_are_not_those_of_the_windows_are_refused(request_):
+def test_windows_that_have_lost_something_are_refused(request_):
     build(request_())
     folder = request_().output
-    np.save(folder / "windows" / "leaves.npy", np.zeros(3, np.int32))
-    with pytest.raises(
-        ValueError, match=r"leaves.npy' has 3 rows; expected .* one for each window\. Build the tree again"
-    ):
-        open_build(folder)
-    (folder / "windows" / "leaves.npy").unlink()
-    with pytest.raises(
-        ValueError, match=r"leaves.npy' is absent or not whole: .* Build the tree again with --overwrite\."
-    ):
-        open_build(folder)
-    embeddings = folder / "windows" / "embeddings.npy"
-    embeddings.write_bytes(embeddings.read_bytes()[:-8])
-    with pytest.raises(
-        ValueError, match=r"embeddings.npy' is absent or not whole: .* Delete its folder, and build again\."
-    ):
-        open_build(folder)
-    record = json.loads((folder / "windows" / "windows.json").read_text())
-    (folder / "windows" / "windows.json").write_text(json.dumps({**record, "complete": False}))
-    with pytest.raises(ValueError, match=r"holds no windows, or not all of a corpus"):
-        open_build(folder)
+    windows = folder / "windows"
+
+    def refused(message):
+        with pytest.raises(ValueError, match=message):
+            open_build(folder)
+
+    np.save(windows / "leaves.npy", np.zeros(3, np.int32))
+    refused(r"leaves.npy' has 3 rows; expected .* one for each window\. Build the tree again")
+    (windows / "leaves.npy").unlink()
+    refused(r"leaves.npy' is absent or not whole: .* Build the tree again with --overwrite\.")
+    (windows / "embeddings.npy").write_bytes((windows / "embeddings.npy").read_bytes()[:-8])
+    refused(r"embeddings.npy' is absent or not whole: .* Delete its folder, and build again\.")
+    record = json.loads((windows / "windows.json").read_text())
+    (windows / "windows.json").write_text(json.dumps({**record, "complete": False}))
+    refused(r"holds no windows, or not all of a corpus")
