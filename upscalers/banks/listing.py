@@ -101,7 +101,7 @@ def audit(
 
 def _blocks(record: "BankAudit", layout: BankLayout) -> list[dict[str, Any]]:
     unrecorded = record.unrecorded()
-    rows = {(block, False): (0, 0, 0, False) for block in unrecorded}
+    rows: dict[tuple[Node, bool], tuple[int, ...]] = {(block, False): (0, 0, 0, False) for block in unrecorded}
     for block, deleted, *sums in record.totals():
         rows[block, deleted] = (*sums, deleted or block not in unrecorded)
     names = ("documents", "sequences", "tokens", "whole")
