@@ -168,6 +168,28 @@ UNFINISHED_STATES: Kind = (*_unfinished(_STATES_OF_BLOCKS), f"{BLOCK_STATES}/*/{
 # Files that the hub adds to a repository, and that its client downloads with the rest.
 HUB: Kind = (".gitattributes",)
 
+# Files that a trained model takes over from the model it was trained from: record, card and terms.
+ACCOMPANYING: Kind = (*RECORD, *CARD, *TERMS)
+
+# All files in a folder that upscale, strip or an edit wrote. Later training may have added some; checkpoints to resume
+# from are left out, since they belong to a run.
+OF_UPSCALED: Kind = (
+    *(*WEIGHTS, *CONFIG, *TRAVELLING, *CODE, *RECORD, *CARD, *BANKS),
+    *(*ARGUMENTS, *STATE, *RUN, *HUB),
+)
+
+_OF_TRAINED: Kind = (
+    *(*WEIGHTS, *CONFIG, *TOKENIZER, *CODE, *BANKS, *ACCOMPANYING),
+    *(*ARGUMENTS, *UNFINISHED_BANKS),
+)
+
+# All files of a run in its output, and in each of its checkpoints.
+OF_OUTPUT: Kind = (*_OF_TRAINED, *RUN, *EVENTS, *UNFINISHED_RUN)
+OF_CHECKPOINT: Kind = (
+    *(*_OF_TRAINED, *PARTS_OF_WEIGHTS, *ADAPTERS, *STATE, *MANIFEST),
+    *(*RESUMED, *UNFINISHED_MANIFEST, *UNFINISHED_STATES),
+)
+
 _WILD = {"*": ".*", "#": "[0-9]+", "@": "[A-Za-z0-9_]+"}
 
 

@@ -7,22 +7,12 @@ from typing import Any
 from midus_hf.config.fetched_blocks import BANKS_FOLDER
 from midus_hf.config.wording import first_few
 from midus_hf.files.checkpoint_files import (
-    ARGUMENTS,
-    BANKS,
-    CARD,
     CODE,
-    CONFIG,
     CONFIG_FILE,
     DOWNLOADS,
-    HUB,
-    RECORD,
+    OF_UPSCALED,
     RECORD_FILE,
-    RUN,
-    STATE,
     TEMPLATES_FOLDER,
-    TRAVELLING,
-    WEIGHTS,
-    Kind,
     indexed_weights,
     is_of,
 )
@@ -36,14 +26,6 @@ LANGUAGE_KEY = "text_config"
 
 # Entry of a record that says that the new parts were removed.
 STRIPPED_KEY = "stripped"
-
-_KINDS: tuple[Kind, ...] = (
-    # Written by upscale, strip and edits.
-    *(WEIGHTS, CONFIG, TRAVELLING, CODE, RECORD, CARD, BANKS),
-    # Written by later training. Checkpoints to resume from are left out, since they belong to a run.
-    *(ARGUMENTS, STATE, RUN),
-    HUB,
-)
 
 
 def check_replaceable(folder: Path) -> None:
@@ -88,7 +70,7 @@ def foreign_files(folder: Path) -> list[str]:
 
     def belongs(path: Path) -> bool:
         name = path.relative_to(folder)
-        return path.is_file() and (is_of(name, *_KINDS) or str(name) in weights)
+        return path.is_file() and (is_of(name, OF_UPSCALED) or str(name) in weights)
 
     foreign: list[str] = []
     for path in folder.iterdir():

@@ -7,36 +7,18 @@ from pathlib import Path
 
 from midus_hf.config.fetched_blocks import BANK_DESCRIPTION, BANKS_FOLDER
 from midus_hf.files.checkpoint_files import (
-    ADAPTERS,
-    ARGUMENTS,
-    BANKS,
     BEGUN_CHECKPOINT,
-    CARD,
     CHECKPOINT_NAME,
-    CODE,
-    CONFIG,
     CONFIG_FILE,
-    EVENTS,
     EVENTS_FOLDER,
     INDEX_FILE,
-    MANIFEST,
     MANIFEST_FILE,
+    OF_CHECKPOINT,
+    OF_OUTPUT,
     PARTIAL_MODEL,
-    PARTS_OF_WEIGHTS,
-    RECORD,
-    RESUMED,
-    RUN,
     RUN_CONFIG,
-    STATE,
     TEMPLATES_FOLDER,
-    TERMS,
-    TOKENIZER,
     TRAINER_STATE,
-    UNFINISHED_BANKS,
-    UNFINISHED_MANIFEST,
-    UNFINISHED_RUN,
-    UNFINISHED_STATES,
-    WEIGHTS,
     indexed_weights,
     is_of,
 )
@@ -45,13 +27,6 @@ from midus_hf.files.checkpoint_files import (
 RUN_MARK = (
     "# The options of the run that wrote this folder, which a later run may overwrite (midus train, midus sft).\n"
 )
-
-# Files that a trained model takes over from the model it was trained from: record, card and terms.
-ACCOMPANYING = (*RECORD, *CARD, *TERMS)
-
-_MODEL = (WEIGHTS, CONFIG, TOKENIZER, CODE, BANKS, ACCOMPANYING, ARGUMENTS, UNFINISHED_BANKS)
-_OUTPUT = (*_MODEL, RUN, EVENTS, UNFINISHED_RUN)
-_CHECKPOINT = (*_MODEL, PARTS_OF_WEIGHTS, ADAPTERS, STATE, MANIFEST, RESUMED, UNFINISHED_MANIFEST, UNFINISHED_STATES)
 
 _FOLDERS = (PARTIAL_MODEL, EVENTS_FOLDER, TEMPLATES_FOLDER, BANKS_FOLDER)
 
@@ -93,7 +68,7 @@ def foreign_files(output: str | os.PathLike) -> list[str]:
 
 def is_of_checkpoint(path: str | os.PathLike) -> bool:
     """Return whether a file's name, relative to the folder of the checkpoint, is one that runs use in their checkpoints."""
-    return is_of(Path(path), *_CHECKPOINT)
+    return is_of(Path(path), OF_CHECKPOINT)
 
 
 def remove_written(output: str | os.PathLike, path: str | os.PathLike) -> bool:
@@ -147,4 +122,4 @@ def _is_ours(path: Path, output: Path, shards: Collection[str]) -> bool:
         return is_of_checkpoint(Path(*parts[1:]))
     if parts[0] == PARTIAL_MODEL:
         return True
-    return is_of(Path(*parts), *_OUTPUT) or (len(parts) == 1 and parts[0] in shards)
+    return is_of(Path(*parts), OF_OUTPUT) or (len(parts) == 1 and parts[0] in shards)

@@ -8,7 +8,7 @@ from safetensors import SafetensorError
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from midus_hf import saved_models
-from midus_hf.files.run_files import ACCOMPANYING
+from midus_hf.files.checkpoint_files import ACCOMPANYING
 from midus_hf.saved_models import refusing
 from midus_hf.training.optim.freezing import resolve_trainable
 from midus_hf.training.run_options import Trainable
