@@ -1,10 +1,8 @@
-"""Banks that are copied, locked, pickled or left by a writer: what was written is there once, and none writes over another."""
+"""Banks that are copied, locked or left by a writer: what was written is there once, and none writes over another."""
 
 import contextlib
-import copy
 import errno
 import os
-import pickle
 import shutil
 
 import pytest
@@ -183,13 +181,6 @@ def test_a_copy_does_not_take_the_place_of_what_another_run_writes(bank, tmp_pat
     bank.save(tmp_path / "there")
 
 
-def test_a_writer_that_closed_lets_another_write(folder):
-    for _ in range(2):
-        bank = MemoryBank(folder, layout_of(), writable=True)
-        bank.write(1, 0, torch.zeros(bank.layout.record_numel(1)))
-        bank.close()
-
-
 def test_a_bank_that_could_not_be_opened_for_writing_can_be_once_it_is_repaired(folder, tmp_path):
     path = folder / "level-3.safetensors"
     shutil.copy(path, tmp_path / "kept")
@@ -201,12 +192,3 @@ def test_a_bank_that_could_not_be_opened_for_writing_can_be_once_it_is_repaired(
     assert open_files() == before
     shutil.copy(tmp_path / "kept", path)
     MemoryBank(folder, layout_of(), writable=True).close()
-
-
-def test_a_pickled_bank_opens_its_files_anew(bank):
-    """What number an open file has means nothing to another process."""
-    again = pickle.loads(pickle.dumps(bank))
-    assert again._files[3]._file != bank._files[3]._file and again._lock is None
-    assert torch.equal(again.block(3, 5), record_of(again.layout, 3, 5))
-    assert copy.deepcopy(again) is again
-    again.close()

@@ -142,9 +142,9 @@ def test_a_bank_whose_file_was_replaced_goes_on_with_what_it_opened_and_a_new_on
     assert same(opened(folder, tiers={"levels": levels}).fetch(IDS), new) and not same(old, new)
 
 
-def test_a_pickled_bank_has_its_tiers_and_nothing_in_them(folder, opened):
+def test_a_pickled_bank_has_its_tiers_and_nothing_in_them_and_opens_its_files_to_read(folder, opened):
     tiers = BankTiers({1: "device", 3: "disk"}, device_bytes=10 * LARGE, memory_bytes=5, ahead_bytes=6)
-    bank = opened(folder, tiers=tiers)
+    bank = opened(folder, writable=True, tiers=tiers)
     fetched = bank.fetch(IDS)
     again = pickle.loads(pickle.dumps(bank))
     assert again.tiers == tiers and copy.deepcopy(bank) is bank

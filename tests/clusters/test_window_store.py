@@ -42,24 +42,6 @@ def test_the_store_holds_every_window_with_its_document_and_label(tmp_path, corp
     assert stored.corpus == corpus
 
 
-def test_a_file_of_rows_is_embedded_together_with_others_as_alone(tmp_path, corpus, tokenizer, embedder, monkeypatch):
-    with open(corpus.path) as file:
-        lines = file.read().splitlines(keepends=True)
-    embed, stretches = embedder.embed, []
-    monkeypatch.setattr(embedder, "embed", lambda texts, progress: stretches.append(texts) or embed(texts, progress))
-    alone = []
-    for name, begin, end in (("a", 0, 5), ("b", 5, 30), ("c", 30, 40)):
-        for folder in (tmp_path / "whole", tmp_path / name):
-            folder.mkdir(exist_ok=True)
-            (folder / f"{name}.jsonl").write_text("".join(lines[begin:end]))
-        alone.append(store(tmp_path / f"windows-{name}", Corpus(str(tmp_path / name)), tokenizer, embedder).embeddings)
-    stretches_alone = stretches.copy()
-    stretches.clear()
-    together = store(tmp_path / "windows", Corpus(str(tmp_path / "whole")), tokenizer, embedder).embeddings
-    assert stretches == stretches_alone and max(map(len, stretches)) == 16
-    assert np.array_equal(together, np.concatenate(alone)), "to the last bit"
-
-
 @pytest.mark.parametrize("calls", [0, 3])
 def test_resuming_ends_in_the_same_bytes(tmp_path, corpus, tokenizer, embedder, calls, interrupted, monkeypatch):
     store(tmp_path / "whole", corpus, tokenizer, embedder)

@@ -28,12 +28,7 @@ def write_blocks(folder: Path, nodes: Iterable[tuple[int, int]], seed: int = 0) 
 
 def command_of(words: Sequence[Any]) -> Callable[[list[str]], int]:
     """Return the command that has what the first word names."""
-    return edit_blocks if words[0] in ("delete", "export", "import") else bank.main
-
-
-def edit_blocks(words: list[str]) -> int:
-    """Run `midus edit`."""
-    return edit.main(words)
+    return edit.main if words[0] in ("delete", "export", "import") else bank.main
 
 
 def run(*words, capsys) -> dict:
