@@ -197,16 +197,13 @@ class ClusterTree:
 
 
 def squared_distances(embeddings: torch.Tensor, centroids: torch.Tensor) -> torch.Tensor:
-    """Return squared L2 distances, |x|^2 - 2 <x, m> + |m|^2.
+    """Return squared L2 distances `[N, k]`, |x|^2 - 2 <x, m> + |m|^2, float32; NaN where the centroid is NaN.
 
     The distances are computed in float64 and then rounded, so they do not depend on how many are computed at a time.
 
     Args:
         embeddings: x, `[N, c]`.
         centroids: m, `[k, c]` for all embeddings, or `[N, k, c]`, with separate centroids for each embedding.
-
-    Returns:
-        `[N, k]`, float32; NaN where the centroid is NaN.
     """
     rows, wide = embeddings.double(), centroids.double()
     products = rows @ wide.T if wide.dim() == 2 else (wide @ rows.unsqueeze(-1)).squeeze(-1)
@@ -215,13 +212,9 @@ def squared_distances(embeddings: torch.Tensor, centroids: torch.Tensor) -> torc
 
 
 def check_tree(tree: ClusterTree, model: Any) -> None:
-    """Check that a tree is the tree by which the texts of a model fetch blocks.
+    """Check that a tree is the tree by which the texts of a model fetch blocks from the model's banks.
 
     Paths in another tree would lead to the blocks of other topics, which no other check would notice.
-
-    Args:
-        tree: Tree in which paths are looked up.
-        model: Model whose texts fetch blocks from banks.
 
     Raises:
         ValueError: If the number of levels or of children differs, or the bank was trained with another tree.

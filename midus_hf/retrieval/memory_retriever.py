@@ -142,19 +142,10 @@ def paths_near_topics(
 def paths_without_best(
     tree: ClusterTree, embeddings: torch.Tensor, level: int, count: int, blocked: Sequence[tuple[int, int]] = ()
 ) -> torch.Tensor:
-    """Return a path per embedding, without the nodes of one level that the embedding would take first.
+    """Return a path per embedding, without the `count` nodes of one level, from 1, that the embedding would take first.
 
-    The nodes to leave out are determined one after the other: the node on the path, then the node on the path that is
-    taken instead, and so on.
-
-    Args:
-        embeddings: Embeddings `[N, c]`, finite, of any float dtype.
-        level: Level of the blocked nodes, from 1.
-        count: Number of nodes that are blocked for each embedding, 0 or more.
-        blocked: Pairs of level and node that are blocked for all embeddings. Default: none.
-
-    Returns:
-        The node at each level, `[N, p]`, int64, on the CPU.
+    The nodes to leave out are determined one after the other: the node on the path, then the node on the path that is taken
+    instead, and so on. The nodes of `blocked`, pairs of level and node, are left out for all embeddings.
 
     Raises:
         ValueError: If the tree lacks the level, or `ClusterTree.paths` refuses the embeddings or the blocked nodes.
