@@ -26,6 +26,7 @@ def sizes_by_hand(sizes: list[int], limit: float) -> list[int]:
 @example(sizes=[600, *[387] * 10, *[386] * 5], seed=0)  # the paper's limit of 16 clusters of 6400 samples
 @example(sizes=[601, *[387] * 9, *[386] * 6], seed=0)
 @example(sizes=[6400, *[0] * 15], seed=0)
+@example(sizes=[1, 0], seed=0)  # what cannot be split
 def test_clusters_have_the_sizes_of_the_rule(sizes, seed):
     before = np.random.default_rng(seed).permutation(np.repeat(np.arange(len(sizes)), sizes))
     after = balanced(before, len(sizes), np.random.default_rng(seed))
