@@ -12,10 +12,11 @@ from rich.text import Text
 
 from midus_hf.version import __version__
 from upscalers.record.report import ParameterCounts, UpscaleReport
+from upscalers.request.progress import Progress
 from upscalers.tensors.measurements import summary_table
 
 
-class Console:
+class Console(Progress):
     """Progress bars on standard error: one for the current stage, and one for each task that runs beside it.
 
     Nothing is drawn if standard error is not a terminal.
@@ -32,7 +33,6 @@ class Console:
         self._tasks: dict[str, rich_progress.TaskID] = {}
 
     def start(self) -> None:
-        """Start the display of progress bars."""
         self._bar = rich_progress.Progress(
             rich_progress.SpinnerColumn(),
             rich_progress.TextColumn("{task.description}"),
@@ -46,42 +46,34 @@ class Console:
         self._bar.start()
 
     def stage(self, name: str, num_steps: int, unit: str = "steps") -> None:
-        """Reset the bar of the current stage to 0 of `num_steps`, and show `name` beside the bar."""
         if self._bar:
             if self._task is None:
                 self._task = self._bar.add_task(name, total=num_steps, unit=unit)
             self._bar.reset(self._task, description=name, total=num_steps, unit=unit)
 
     def advance(self, num_steps: int = 1) -> None:
-        """Advance the bar of the current stage."""
         if self._bar and self._task is not None:
             self._bar.advance(self._task, num_steps)
 
     def begin(self, task: str, num_steps: int) -> None:
-        """Add a bar for a task that runs beside the stage."""
         if self._bar:
             self._tasks[task] = self._bar.add_task(f"  {task}", total=num_steps, unit="steps")
 
     def step(self, task: str, num_steps: int = 1) -> None:
-        """Advance the bar of a task; do nothing for a task that is not shown."""
         if self._bar and task in self._tasks:
             self._bar.advance(self._tasks[task], num_steps)
 
     def end(self, task: str) -> None:
-        """Remove the bar of a task."""
         if self._bar and task in self._tasks:
             self._bar.remove_task(self._tasks.pop(task))
 
     def warn(self, message: str) -> None:
-        """Print a warning."""
         self._console.print(f"{self._command}: warning: {message}", markup=False, highlight=False, soft_wrap=True)
 
     def note(self, message: str) -> None:
-        """Print a line."""
         self._console.print(message, markup=False, highlight=False, soft_wrap=True)
 
     def finish(self) -> None:
-        """Stop the display of progress bars, which removes the bars."""
         if self._bar:
             self._bar.stop()
 
@@ -253,13 +245,10 @@ def _add_stripped(table: Table, stripped: dict[str, Any]) -> None:
 
 
 def _confirmation(record: dict[str, Any], verb: str) -> str:
-    """Return whether the weights that `strip` wrote equal the base's, as text.
-
-    `verb` is "were" where the weights may have been trained since, else "are".
-    """
+    """Return whether the weights that `strip` wrote equal the base's, as text."""
     confirmed, differing = record.get("base_confirmed"), record.get("differing_tensors")
     if confirmed is None:
-        return f"{verb} not known to be the base's: it was upscaled before a digest of the base was recorded"
+        return f"{verb} not known to be the base's: its config holds no digest of the base"
     if confirmed:
         return f"{verb} the base's, byte for byte"
     return f"{verb} not the base's, byte for byte" + ("" if differing is None else f": {differing} tensors differ")

@@ -128,7 +128,8 @@ STATE: Kind = (TRAINER_STATE,)
 MANIFEST: Kind = (MANIFEST_FILE,)
 
 # Written by PEFT instead of weights. A run merges adapters at its end, so only checkpoints have them.
-ADAPTERS: Kind = ("adapter_model.safetensors", "adapter_config.json")
+ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+ADAPTERS: Kind = (ADAPTER_WEIGHTS, ADAPTER_CONFIG)
 
 _STATES_OF_BLOCKS: Kind = tuple(
     f"{BLOCK_STATES}/*/{name}" for name in ("touched.json", "level-#.safetensors", "level-#-#.safetensors", BANK_AUDIT)

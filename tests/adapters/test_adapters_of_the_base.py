@@ -26,8 +26,7 @@ from midus_hf.models.inference.tiny import tiny_model
 from tests.upscalers.checkpoints import edit_config, file_digests
 from tests.upscalers.methods import KINDS as REQUESTS
 from tests.upscalers.test_any_type import PRESENT, methods_on_the_page, options_of
-from upscalers.checkpoint.adapter import KINDS
-from upscalers.runs.adapter import write_adapter
+from upscalers.runs.adapter import KINDS, write_adapter
 from upscalers.runs.upscale import upscale
 
 # Methods whose result computes what the base computes: dense, inserted, attached at each site.
@@ -347,7 +346,7 @@ def test_an_output_that_exists_or_lies_inside_the_adapter_is_refused(adapter, ma
 def test_an_adapter_that_is_nowhere_is_refused(made, tmp_path, refuse, adapter):
     refuse(
         [tmp_path / "absent", "--onto", made("llama", "midus-hml")[1]],
-        r"is no folder and no hub id; expected the folder of",
+        r"is no folder and no hub id; expected one of them",
     )
 
 

@@ -4,7 +4,7 @@ import pytest
 from training.tiny_run import save_upscaled
 
 from midus_hf.version import __version__
-from upscalers.runs.code import inspect_code
+from upscalers.runs.inspection import inspect_code
 
 
 @pytest.fixture(scope="module")

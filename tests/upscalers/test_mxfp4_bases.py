@@ -24,7 +24,7 @@ from tests.upscalers.checkpoints import (
 from tests.upscalers.methods import SMALL_CHAPTERS, SMALL_TABLES
 from tests.upscalers.test_any_type import tokens
 from upscalers.checkpoint.base_model import open_base
-from upscalers.runs.streamed_model import read_tensor
+from upscalers.checkpoint.computed_tensor import read_tensor
 from upscalers.runs.strip import strip
 from upscalers.runs.upscale import upscale
 

@@ -13,10 +13,10 @@ from torch import nn
 from tests.upscalers.checkpoints import logits, read_tensors, same_bits, save_base, with_memory
 from tests.upscalers.hub_server import Repository, files_of
 from upscalers.checkpoint.base_model import open_base
+from upscalers.checkpoint.computed_tensor import read_tensor
 from upscalers.checkpoint.pickled_weights import read_pickled
 from upscalers.request.errors import RequestError
 from upscalers.runs.edited_checkpoint import edited_shards
-from upscalers.runs.streamed_model import read_tensor
 from upscalers.runs.strip import strip
 from upscalers.tensors.writer import CheckpointWriter
 

@@ -20,7 +20,7 @@ from upscalers.checkpoint.safetensors_format import (
     write_all,
 )
 from upscalers.request.errors import RequestError
-from upscalers.request.progress import NoProgress
+from upscalers.request.progress import Progress
 from upscalers.tensors.recipes import Combine, Copy, Fill, Initialise, tensor_seed
 from upscalers.tensors.writer import CheckpointWriter, OutputTensor, split_shards
 
@@ -140,7 +140,7 @@ def test_a_full_disk_is_not_taken_for_a_kernel_that_cannot_copy(tmp_path, monkey
             copy_bytes(source.fileno(), 0, target.fileno(), 0, 100)
 
 
-class CountedBytes(NoProgress):
+class CountedBytes(Progress):
     """Adds up what it is told."""
 
     num_bytes = 0

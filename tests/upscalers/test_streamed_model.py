@@ -4,14 +4,16 @@ from collections import Counter
 
 import pytest
 import torch
+from pairs import in_turn
 from tiny import prompt
 
 from tests.upscalers.checkpoints import load, read_tensors, save_base, write_tensors
 from tests.upscalers.methods import KINDS, MEMORIES, base_changes
 from upscalers.checkpoint.base_model import open_base
+from upscalers.checkpoint.computed_tensor import read_tensor
 from upscalers.request.errors import VerificationError
 from upscalers.runs import streamed_model
-from upscalers.runs.streamed_model import StreamedModel, read_tensor
+from upscalers.runs.streamed_model import StreamedModel
 from upscalers.runs.upscale import upscale
 
 LAYOUTS = {
@@ -36,18 +38,9 @@ def expected_logits(folder, dtype=torch.float32):
         return load(folder, dtype)(prompt(), use_cache=False).logits
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("stored", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(("layout", "stored"), in_turn(LAYOUTS, [torch.float32, torch.bfloat16]), ids=str)
 def test_logits_are_those_of_the_model_in_memory(native_family, tmp_path, layout, stored):
     folder = save_base(tmp_path / "base", native_family, stored, **LAYOUTS[layout])
-    for dtype in (torch.float32, torch.bfloat16):
-        assert torch.equal(streamed_logits(folder, dtype), expected_logits(folder, dtype))
-
-
-def test_tensors_of_several_dtypes_are_cast_as_transformers_casts_them(native_family, tmp_path):
-    folder = save_base(tmp_path / "base", native_family)
-    tensors = read_tensors(folder)
-    write_tensors(folder, {name: t.bfloat16() if i % 2 else t for i, (name, t) in enumerate(tensors.items())})
     for dtype in (torch.float32, torch.bfloat16):
         assert torch.equal(streamed_logits(folder, dtype), expected_logits(folder, dtype))
 

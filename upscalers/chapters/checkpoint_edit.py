@@ -18,7 +18,7 @@ from upscalers.checkpoint.base_model import open_base, read_config
 from upscalers.checkpoint.safetensors_format import StoredTensor
 from upscalers.checkpoint.source import resolve_source
 from upscalers.record.provenance import EDITS_KEY, read_config_entry, read_plan
-from upscalers.request.progress import NoProgress, Progress, begin_writing, shown
+from upscalers.request.progress import Progress, begin_writing, shown
 from upscalers.runs.edited_checkpoint import edited_shards, write_siblings
 from upscalers.runs.output_folder import OutputFolder
 from upscalers.tensors.writer import CheckpointWriter, OutputTensor
@@ -82,7 +82,7 @@ def edit_checkpoint(
         RequestError: If the memory or the bank does not exist, or the output cannot be made.
     """
     started = time.perf_counter()
-    progress = request.progress or NoProgress()
+    progress = request.progress or Progress()
     with resolve_source(str(request.model)) as source:
         entry = read_config_entry(read_config(source.folder), source.folder)
         opened = open_base(source.folder)

@@ -10,7 +10,7 @@ from upscalers.chapters.banks import Bank, ChapterMemory, find_memories, find_me
 from upscalers.checkpoint.base_model import open_base
 from upscalers.checkpoint.source import resolve_source
 from upscalers.record.provenance import EDITS_KEY
-from upscalers.request.progress import NoProgress, Progress, shown
+from upscalers.request.progress import Progress, shown
 
 if TYPE_CHECKING:
     import torch
@@ -35,7 +35,7 @@ def list_chapters(
     Raises:
         RequestError: If the model has no memory or bank of this name or number.
     """
-    progress = progress or NoProgress()
+    progress = progress or Progress()
     with resolve_source(str(model)) as source:
         opened = open_base(source.folder)
         by_name = find_memories(opened) if memory is None else {memory: find_memory(opened, memory)}
@@ -59,7 +59,7 @@ def _described(memory: ChapterMemory, banks: tuple[Bank, ...], progress: Progres
 
 
 def _described_bank(memory: ChapterMemory, bank: Bank, progress: Progress) -> dict[str, Any]:
-    from upscalers.runs.streamed_model import read_tensor
+    from upscalers.checkpoint.computed_tensor import read_tensor
 
     norms = []
     for number in range(memory.options.chapters):
@@ -81,7 +81,7 @@ def _rows(memory: ChapterMemory, bank: Bank, number: int) -> "torch.Tensor":
     import torch
 
     from midus_hf.ops.chapters.quantisation import dequantise_rows
-    from upscalers.runs.streamed_model import read_tensor
+    from upscalers.checkpoint.computed_tensor import read_tensor
 
     def read(name: str) -> torch.Tensor:
         whole = memory.model.tensors[name]

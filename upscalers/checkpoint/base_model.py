@@ -1,5 +1,6 @@
 """The base checkpoint: its config, its family, and the position of each of its tensors."""
 
+import json
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -7,15 +8,15 @@ from functools import cached_property
 from pathlib import Path
 
 from midus_hf.config.memory_entries import Memories
+from midus_hf.files.checkpoint_files import ADAPTER_CONFIG
 from midus_hf.files.json_text import parse_json
 from midus_hf.files.ownership import has_config_entry
 from upscalers.architecture.families import check_readable, family_of
 from upscalers.architecture.family import Config, Family, LayerTensor, Shape
 from upscalers.architecture.layer_tensors import expected_layer, expected_outer, is_embedding, memories_of
-from upscalers.checkpoint.gguf_weights import GgufWeights
 from upscalers.checkpoint.hub_shards import HubShards
 from upscalers.checkpoint.larger_model import LargerModel, larger_model_of
-from upscalers.checkpoint.merged_adapter import ADAPTER_CONFIG_FILE, Adapter
+from upscalers.checkpoint.merged_adapter import Adapter
 from upscalers.checkpoint.quantised_weights import names_of_packed, names_of_parts, with_products
 from upscalers.checkpoint.safetensors_format import (
     INTEGER_NAMES,
@@ -193,6 +194,11 @@ def read_config(folder: Path) -> Config:
     return read_config_file(path)
 
 
+def write_config(folder: Path, config: Config) -> None:
+    """Write `config.json`."""
+    (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+
+
 def read_config_file(path: Path) -> Config:
     """Read a config from a file of any name.
 
@@ -213,7 +219,7 @@ def read_config_file(path: Path) -> Config:
 def open_base(
     folder: Path,
     needs_weights: bool = True,
-    shards: HubShards | GgufWeights | None = None,
+    shards: HubShards | dict[str, StoredTensor] | None = None,
     adapter: Adapter | None = None,
 ) -> BaseModel:
     """Open a checkpoint folder and check that the checkpoint is complete.
@@ -242,7 +248,7 @@ def open_base(
     dtype = config["dtype"] if config.get("dtype") is not None else config.get("torch_dtype")
     if not isinstance(dtype, str | None):
         raise RequestError(f"config.json has dtype = {dtype!r}; expected a name such as 'bfloat16'.")
-    if (folder / ADAPTER_CONFIG_FILE).is_file() and (adapter is None or not adapter.folder.samefile(folder)):
+    if (folder / ADAPTER_CONFIG).is_file() and (adapter is None or not adapter.folder.samefile(folder)):
         raise RequestError(
             "the base holds a PEFT adapter (adapter_config.json), which transformers would add when it loads the result; "
             "expected a model alone. Merge the adapter by giving its folder as --adapter, or remove the file."
@@ -310,11 +316,7 @@ def open_base(
 def _merged(
     adapter: Adapter, stored: dict[str, StoredTensor], family: Family, config: Config
 ) -> dict[str, StoredTensor]:
-    """Return a base's tensors with an adapter's changes.
-
-    Raises:
-        RequestError: If the adapter does not fit the base, or cannot be merged while the base is read.
-    """
+    """Return a base's tensors with an adapter's changes."""
     if has_config_entry(config):
         raise RequestError(
             f"adapter {adapter.name!r} would be merged into a model that `upscale` made, whose layers may have other numbers; "

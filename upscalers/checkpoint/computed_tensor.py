@@ -37,14 +37,24 @@ class ComputedTensor(StoredTensor):
         """
 
 
-def read_stored(stored: StoredTensor) -> "torch.Tensor":
-    """Read a stored tensor, FP8 and bytes included, into memory that is aligned as that of any other tensor.
+def read_tensor(stored: StoredTensor, dtype: "torch.dtype | None" = None) -> "torch.Tensor":
+    """Read or compute a tensor, and cast it unless it is stored as integers.
+
+    The tensor is read, not mapped: a mapping takes address space for a whole file, and a matrix product may round
+    differently if its factors lie at another alignment.
+
+    Args:
+        stored: Position of the tensor in its file.
+        dtype: Torch dtype to cast to. Default: the dtype that the tensor is stored in.
 
     Raises:
         OSError: If the file ends early.
     """
     import torch
 
+    if isinstance(stored, ComputedTensor):
+        computed = stored.read()
+        return computed if dtype is None else computed.to(dtype)
     assert stored.file is not None
     tensor = torch.empty(stored.shape, dtype=getattr(torch, (TORCH_NAMES | INTEGER_NAMES | FP8_NAMES)[stored.dtype]))
     unread, position = tensor.view(-1).view(torch.uint8).numpy().data, stored.start
@@ -54,4 +64,4 @@ def read_stored(stored: StoredTensor) -> "torch.Tensor":
             if not num_bytes:
                 raise OSError(f"{stored.file.name} ended {len(unread)} bytes early")
             unread, position = unread[num_bytes:], position + num_bytes
-    return tensor
+    return tensor if dtype is None or stored.dtype in INTEGER_NAMES else tensor.to(dtype)

@@ -2,7 +2,6 @@
 
 import hashlib
 import threading
-from collections import deque
 from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from types import TracebackType
@@ -14,7 +13,6 @@ from upscalers.checkpoint.safetensors_format import StoredTensor
 from upscalers.machine.processors import num_processors
 
 _CHUNK_BYTES = 1 << 20
-_MOST_WAITING_BYTES = 4 << 30
 
 
 def weight_names(model: BaseModel) -> dict[str, str]:
@@ -35,11 +33,7 @@ def content_sha256(digests: Mapping[str, str]) -> str:
 class TensorDigests:
     """Threads that compute the SHA-256 of tensors, in parallel because hashing releases the interpreter's lock.
 
-    A digest covers dtype, shape and bytes.
-
-    Until `begin` is called, tensors wait, so that with few processors imports and copying come first. At most 4 GiB
-    wait, which the machine may still hold in memory after copying; beyond that, the tensors that have waited longest
-    are hashed at once. Enter the context before the first tensor. Leaving the context stops the reading of tensors.
+    A digest covers dtype, shape and bytes. Enter the context before the first tensor. Leaving the context stops the reading.
 
     Args:
         tensors: The tensors of a checkpoint, by full name.
@@ -49,10 +43,6 @@ class TensorDigests:
     def __init__(self, tensors: Mapping[str, StoredTensor], names: Mapping[str, str]):
         self._tensors = {name: tensor.as_stored for name, tensor in tensors.items()}
         self._names = names
-        self._taken: set[str] = set()
-        self._waiting: deque[str] = deque()
-        self._waiting_bytes = 0
-        self._begun = False
         self._futures: dict[str, Future[str]] = {}
         self._stopped = threading.Event()
         self._pool = ThreadPoolExecutor(num_processors(), thread_name_prefix="digest")
@@ -61,30 +51,14 @@ class TensorDigests:
         return self
 
     def add(self, name: str) -> None:
-        """Queue a tensor by its full name, best right after other code has read its bytes from the disk.
+        """Begin with a tensor by its full name, best right after other code has read its bytes from the disk.
 
-        Tensors that are not in `names`, or were queued before, are ignored.
+        Tensors that are not in `names`, or were added before, are ignored.
         """
-        if name in self._names and name not in self._taken:
-            self._taken.add(name)
-            self._waiting.append(name)
-            self._waiting_bytes += self._tensors[name].num_bytes
+        if name in self._names and name not in self._futures:
+            self._futures[name] = self._pool.submit(self._digest, self._tensors[name])
             if isinstance(self._tensors[name].in_file.file, HubShard):  # the file may be gone later
-                self.begin()
                 self._futures[name].result()
-            while self._waiting and (self._begun or self._waiting_bytes > _MOST_WAITING_BYTES):
-                self._submit_next()
-
-    def begin(self) -> None:
-        """Start hashing all waiting tensors, and from now on each tensor that is added."""
-        self._begun = True
-        while self._waiting:
-            self._submit_next()
-
-    def _submit_next(self) -> None:
-        name = self._waiting.popleft()
-        self._waiting_bytes -= self._tensors[name].num_bytes
-        self._futures[name] = self._pool.submit(self._digest, self._tensors[name])
 
     def finish(self) -> dict[str, str]:
         """Return the digests of all tensors, by their name in the result, sorted.
@@ -92,7 +66,6 @@ class TensorDigests:
         Raises:
             OSError: If a file cannot be read, or ends early.
         """
-        self.begin()
         for name in self._names:
             self.add(name)
         return dict(sorted((self._names[name], future.result()) for name, future in self._futures.items()))

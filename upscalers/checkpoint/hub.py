@@ -102,11 +102,7 @@ def _unreachable(repo_id: str, error: Exception) -> str:
 
 
 def _check_may_create(account: Mapping[str, Any], repository: str) -> None:
-    """Check that the account may create a repository, by its token's role and its role in the organisation.
-
-    Raises:
-        RequestError: If the account may not.
-    """
+    """Check that the account may create a repository, by its token's role and its role in the organisation."""
     owner = repository.partition("/")[0]
     token = (account.get("auth") or {}).get("accessToken") or {}
     if token.get("role") == "read":

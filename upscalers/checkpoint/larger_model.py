@@ -147,14 +147,7 @@ def larger_model_of(config: Config) -> LargerModel | None:
     language_config = {**copy.deepcopy(built.language_config), **copy.deepcopy(added)}
     if dtype is not None:
         language_config["dtype"] = dtype
-    return LargerModel(config, language_config, built.spellings, built.auto_class)
-
-
-@dataclass(frozen=True)
-class _Built:
-    language_config: Config
-    spellings: tuple[Spelling, ...]
-    auto_class: str
+    return dataclasses.replace(built, config=config, language_config=language_config)
 
 
 def _native(config: Config) -> Config:
@@ -168,7 +161,7 @@ def _native(config: Config) -> Config:
 
 
 @cache
-def _built(native: str) -> _Built:
+def _built(native: str) -> LargerModel:
     import torch
     from transformers import (
         CONFIG_MAPPING,
@@ -245,7 +238,7 @@ def _built(native: str) -> _Built:
     if tied is not None:
         values["tie_word_embeddings"] = tied
     spellings = (written,) if written == direct else (written, direct)
-    return _Built(json.loads(json.dumps(values)), spellings, auto_class)
+    return LargerModel(json.loads(native), json.loads(json.dumps(values)), spellings, auto_class)
 
 
 def _shapes(tensors: Mapping[str, Any]) -> dict[str, Shape]:

@@ -9,17 +9,18 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from midus_hf.files.checkpoint_files import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 from midus_hf.files.json_text import parse_json
-from upscalers.checkpoint.computed_tensor import ComputedTensor, read_stored
+from upscalers.checkpoint.computed_tensor import ComputedTensor, read_tensor
 from upscalers.checkpoint.pickled_weights import read_pickled
 from upscalers.checkpoint.safetensors_format import TORCH_NAMES, StoredTensor, holds_the_same, read_header
+from upscalers.checkpoint.source import adapter_folder
 from upscalers.request.errors import RequestError
 
 if TYPE_CHECKING:
     import torch
 
-ADAPTER_CONFIG_FILE, ADAPTER_FILE = "adapter_config.json", "adapter_model.safetensors"
-PICKLED_ADAPTER_FILE = "adapter_model.bin"
+_PICKLED_WEIGHTS = "adapter_model.bin"
 _PREFIX = "base_model.model."
 _MATRIX = re.compile(r"^(?P<module>.+)\.(?P<kind>lora|lora_embedding)_(?P<side>[AB])(?:\.weight)?$")
 # Keys of an adapter's config that say how the matrices are merged, or that do not matter for merging.
@@ -61,12 +62,23 @@ class Adapter:
         Raises:
             RequestError: If there is none.
         """
-        for name in (ADAPTER_FILE, PICKLED_ADAPTER_FILE):
+        for name in (ADAPTER_WEIGHTS, _PICKLED_WEIGHTS):
             if (self.folder / name).is_file():
                 return self.folder / name
         raise RequestError(
-            f"adapter {self.name!r} has no {ADAPTER_FILE}; expected a LoRA that PEFT saved. Save it again."
+            f"adapter {self.name!r} has no {ADAPTER_WEIGHTS}; expected a LoRA that PEFT saved. Save it again."
         )
+
+    @classmethod
+    def open(cls, name: str) -> "Adapter":
+        """Open the adapter in a folder or in a repository of the hub, which is downloaded into the cache of the hub.
+
+        Raises:
+            RequestError: If there is no adapter of this name, or it is no plain LoRA.
+        """
+        adapter = cls(name, adapter_folder(name, (ADAPTER_CONFIG, ADAPTER_WEIGHTS, _PICKLED_WEIGHTS)))
+        _ = adapter.config, adapter.file
+        return adapter
 
     def sha256(self) -> str:
         """Return the SHA-256 of the file of the adapter's matrices."""
@@ -80,12 +92,12 @@ class Adapter:
         Raises:
             RequestError: If it is another kind of adapter.
         """
-        path = self.folder / ADAPTER_CONFIG_FILE
+        path = self.folder / ADAPTER_CONFIG
         try:
             config = parse_json(path.read_text(encoding="utf-8"))
         except (OSError, ValueError) as error:
             raise RequestError(
-                f"adapter {self.name!r} has no sound {ADAPTER_CONFIG_FILE} ({type(error).__name__}); expected a LoRA that PEFT "
+                f"adapter {self.name!r} has no sound {ADAPTER_CONFIG} ({type(error).__name__}); expected a LoRA that PEFT "
                 "saved. Give its folder."
             ) from None
         if not isinstance(config, dict) or config.get("peft_type") != "LORA":
@@ -148,7 +160,7 @@ class Adapter:
         self, base: Mapping[str, StoredTensor], prefix: str
     ) -> Iterator[tuple[str, str, StoredTensor, StoredTensor]]:
         """Yield the path of each changed module, the kind of the change, and the matrices A and B."""
-        tensors = (read_header if self.file.name == ADAPTER_FILE else read_pickled)(self.file)
+        tensors = (read_header if self.file.name == ADAPTER_WEIGHTS else read_pickled)(self.file)
         modules: dict[tuple[str, str], dict[str, StoredTensor]] = {}
         for name, tensor in tensors.items():
             match = _MATRIX.match(name.removeprefix(_PREFIX))
@@ -184,8 +196,8 @@ class MergedTensor(ComputedTensor):
         assert self.weight is not None and self.a is not None and self.b is not None
         # PEFT holds adapters in float32, and adds the change in float32 to the weight in place; the change of an embedding
         # is rounded before it is added.
-        weight = read_stored(self.weight)
-        change = read_stored(self.b).float() @ read_stored(self.a).float()
+        weight = read_tensor(self.weight)
+        change = read_tensor(self.b).float() @ read_tensor(self.a).float()
         if self.of_embedding:
             weight += (change.T * self.scaling).to(weight.dtype)
         else:

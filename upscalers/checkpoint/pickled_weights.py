@@ -163,12 +163,7 @@ class _Call:
 
 
 class _Inert(pickle.Unpickler):
-    """Unpickler that builds descriptions of tensors, and calls nothing that a file chooses.
-
-    Args:
-        stream: Stream that stands at the start of a pickle.
-        file: The file, for messages.
-    """
+    """Unpickler that builds descriptions of tensors, and calls nothing that a file chooses."""
 
     def __init__(self, stream: BinaryIO, file: Path):
         super().__init__(stream, encoding="utf-8")

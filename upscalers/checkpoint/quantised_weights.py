@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from upscalers.architecture.family import Config
 from upscalers.architecture.quantization import has_block_scales, has_packed_experts
-from upscalers.checkpoint.computed_tensor import FP8_NAMES, ComputedTensor, read_stored
+from upscalers.checkpoint.computed_tensor import FP8_NAMES, ComputedTensor, read_tensor
 from upscalers.checkpoint.safetensors_format import SAFETENSORS_NAMES, TORCH_NAMES, StoredTensor
 from upscalers.request.errors import RequestError
 
@@ -45,7 +45,7 @@ class ScaledTensor(ComputedTensor):
         import torch
 
         assert self.scales is not None
-        weight, scales = read_stored(self.in_file), read_stored(self.scales).float()
+        weight, scales = read_tensor(self.in_file), read_tensor(self.scales).float()
         rows, columns = self.shape[0] // scales.shape[0], self.shape[1] // scales.shape[1]
         blocks = weight.float().view(
             scales.shape[0], rows, scales.shape[1], columns
@@ -71,8 +71,8 @@ class PackedTensor(ComputedTensor):
 
         assert self.scales is not None
         dtype = getattr(torch, TORCH_NAMES[self.dtype])
-        numbers, table = read_stored(self.in_file), torch.tensor(_FP4, dtype=dtype)
-        exponents = read_stored(self.scales).int() - _EXPONENT_OF_ONE
+        numbers, table = read_tensor(self.in_file), torch.tensor(_FP4, dtype=dtype)
+        exponents = read_tensor(self.scales).int() - _EXPONENT_OF_ONE
         pairs = torch.stack([table[(numbers & 15).long()], table[(numbers >> 4).long()]], dim=-1)
         product = torch.ldexp(pairs.flatten(-2), exponents[..., None]).flatten(-2)  # [experts, outputs, inputs]
         return product.to(dtype).transpose(1, 2).contiguous()

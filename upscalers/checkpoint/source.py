@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from midus_hf.files.checkpoint_files import (
-    ADAPTERS,
+    ADAPTER_CONFIG,
     BANKS,
     CARD_FILE,
     CONFIG_FILE,
@@ -24,9 +24,8 @@ from midus_hf.files.checkpoint_files import (
     indexed_weights,
 )
 from upscalers.checkpoint.gguf import convert_gguf, read_gguf
-from upscalers.checkpoint.gguf_weights import GgufWeights
 from upscalers.checkpoint.hub_shards import HubShards
-from upscalers.checkpoint.merged_adapter import ADAPTER_CONFIG_FILE, ADAPTER_FILE, PICKLED_ADAPTER_FILE, Adapter
+from upscalers.checkpoint.safetensors_format import StoredTensor
 from upscalers.checkpoint.stored_weights import FORMATS, missing_weights
 from upscalers.request.errors import RequestError
 
@@ -51,7 +50,7 @@ class Source:
     folder: Path
     revision: str | None = None
     shards: HubShards | None = None
-    gguf: GgufWeights | None = None
+    gguf: dict[str, StoredTensor] | None = None
 
     @property
     def label(self) -> str:
@@ -144,40 +143,12 @@ def resolve_source(
         raise RequestError(f"{name!r} is no folder, no .gguf file and no hub id; expected one of them.")
 
 
-def resolve_adapter(name: str) -> Adapter:
-    """Return the adapter in a folder or in a repository of the hub, which is downloaded into the cache of the hub.
-
-    Args:
-        name: A folder, or a hub id with or without `@revision`.
-
-    Raises:
-        RequestError: If there is no adapter of this name, or it is no plain LoRA.
-    """
-    folder = Path(name).expanduser()
-    if not folder.is_dir():
-        repository, revision = name_and_revision(name)
-        if folder.exists() or not _HUB_ID.match(repository):
-            raise RequestError(f"adapter {name!r} is no folder and no hub id; expected one of them.")
-        wanted = (ADAPTER_CONFIG_FILE, ADAPTER_FILE, PICKLED_ADAPTER_FILE)
-        folder = _fetch(repository, revision, wanted, ignored=_ANY_FOLDER)
-    adapter = Adapter(name, folder)
-    _ = adapter.config, adapter.file
-    return adapter
-
-
-def copy_travelling_files(folder: Path, target: Path) -> None:
-    """Copy a model's files beside weights and config: tokenizer, chat templates, generation config, licence."""
-    for file in travelling_files(folder):
-        copy = target / file.relative_to(folder)
-        copy.parent.mkdir(exist_ok=True)
-        shutil.copyfile(file, copy)
-
-
-def adapter_folder(name: str) -> Path:
-    """Return the folder of an adapter of PEFT; an adapter on the hub is downloaded, without pickled files.
+def adapter_folder(name: str, wanted: Iterable[str]) -> Path:
+    """Return the folder of an adapter of PEFT; of an adapter on the hub, the wanted files are downloaded.
 
     Args:
         name: A folder or a hub id, with or without `@revision`.
+        wanted: Patterns of the names of files.
 
     Raises:
         RequestError: If there is no adapter of this name.
@@ -186,11 +157,17 @@ def adapter_folder(name: str) -> Path:
     if path.is_dir():
         return path
     repository, revision = name_and_revision(name)
-    if not _HUB_ID.match(repository) or path.exists():
-        raise RequestError(
-            f"{name!r} is no folder and no hub id; expected the folder of an adapter. Check its spelling."
-        )
-    return _fetch(repository, revision, (*ADAPTERS, *globs(TRAVELLING)), ignored=_ANY_FOLDER)
+    if path.exists() or not _HUB_ID.match(repository):
+        raise RequestError(f"adapter {name!r} is no folder and no hub id; expected one of them.")
+    return _fetch(repository, revision, wanted, ignored=_ANY_FOLDER)
+
+
+def copy_travelling_files(folder: Path, target: Path) -> None:
+    """Copy a model's files beside weights and config: tokenizer, chat templates, generation config, licence."""
+    for file in travelling_files(folder):
+        copy = target / file.relative_to(folder)
+        copy.parent.mkdir(exist_ok=True)
+        shutil.copyfile(file, copy)
 
 
 def travelling_files(folder: Path) -> list[Path]:
@@ -209,7 +186,7 @@ def _download(name: str, revision: str | None, config_only: bool, weights: bool 
     if config_only:
         return folder
     commit = folder.name  # so that all files are of one commit even if the branch moves meanwhile
-    beside = (CONFIG_FILE, *travelling, ADAPTER_CONFIG_FILE)
+    beside = (CONFIG_FILE, *travelling, ADAPTER_CONFIG)
     _fetch(name, commit, (*beside, SINGLE_FILE) if weights else beside, ignored=_ANY_FOLDER)
     if not weights:
         return folder

@@ -6,7 +6,6 @@ from pathlib import Path
 
 from midus_hf.files.checkpoint_files import INDEX_FILE, PICKLED_FILE, PICKLED_INDEX_FILE, SINGLE_FILE
 from midus_hf.files.json_text import parse_json
-from upscalers.checkpoint.gguf_weights import GgufWeights
 from upscalers.checkpoint.hub_shards import HubShards
 from upscalers.checkpoint.pickled_weights import read_pickled
 from upscalers.checkpoint.safetensors_format import StoredTensor, read_header
@@ -41,7 +40,7 @@ FORMATS = (
 
 
 def stored_tensors(
-    folder: Path, needs_weights: bool, shards: HubShards | GgufWeights | None = None
+    folder: Path, needs_weights: bool, shards: HubShards | dict[str, StoredTensor] | None = None
 ) -> dict[str, StoredTensor] | None:
     """Return the position of each tensor of a checkpoint, by its stored name; None for a checkpoint without weights.
 
@@ -54,8 +53,8 @@ def stored_tensors(
     Raises:
         RequestError: If weights are missing or not sound, or would have to be unpickled.
     """
-    if isinstance(shards, GgufWeights):
-        return shards.tensors
+    if isinstance(shards, dict):
+        return shards
     for weights in FORMATS if shards is None else FORMATS[:1]:
         files = _Folder(folder, weights) if shards is None else shards
         if files.has(weights.single):  # transformers prefers the single file where both exist
@@ -73,12 +72,7 @@ def stored_tensors(
 
 @dataclass(frozen=True)
 class _Folder:
-    """The files of weights in a folder.
-
-    Args:
-        folder: Folder of a checkpoint.
-        weights: Format of the files.
-    """
+    """The files of weights in a folder."""
 
     folder: Path
     weights: WeightFormat

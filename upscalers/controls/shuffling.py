@@ -18,7 +18,7 @@ from upscalers.controls.shuffle_record import Shuffle, shuffled_card, shuffled_c
 from upscalers.record.provenance import read_config_entry, read_plan
 from upscalers.request.errors import RequestError
 from upscalers.request.options import check_seed
-from upscalers.request.progress import NoProgress, Progress, begin_writing, shown
+from upscalers.request.progress import Progress, begin_writing, shown
 from upscalers.runs.edited_checkpoint import edited_shards, write_siblings
 from upscalers.runs.output_folder import OutputFolder
 from upscalers.tensors.recipes import Recipe, tensor_seed
@@ -55,7 +55,7 @@ def shuffle(
     """
     check_seed(seed)
     started = time.perf_counter()
-    progress = progress or NoProgress()
+    progress = progress or Progress()
     with resolve_source(str(model)) as source:
         entry = read_config_entry(read_config(source.folder), source.folder)
         opened = open_base(source.folder)

@@ -1,12 +1,11 @@
-"""Progress of an upscaling: the interface that shows progress, and a version that shows nothing."""
+"""Progress of an upscaling."""
 
 import contextlib
 from collections.abc import Iterator
-from typing import Protocol
 
 
-class Progress(Protocol):
-    """Interface for showing progress: stages that follow each other, and tasks that run beside the stages."""
+class Progress:
+    """Progress that shows nothing; a subclass shows stages that follow each other, and tasks that run beside the stages."""
 
     def start(self) -> None:
         """Start showing progress, when the work begins."""
@@ -49,25 +48,3 @@ def shown(progress: Progress) -> Iterator[None]:
 def begin_writing(progress: Progress, num_bytes: int, num_shards: int) -> None:
     """Begin the stage in which tensors are written."""
     progress.stage(f"writing {num_shards} shard{'s' * (num_shards > 1)}", num_bytes, "bytes")
-
-
-class NoProgress:
-    """Progress that shows nothing."""
-
-    def start(self) -> None: ...
-
-    def stage(self, name: str, num_steps: int, unit: str = "steps") -> None: ...
-
-    def advance(self, num_steps: int = 1) -> None: ...
-
-    def begin(self, task: str, num_steps: int) -> None: ...
-
-    def step(self, task: str, num_steps: int = 1) -> None: ...
-
-    def end(self, task: str) -> None: ...
-
-    def warn(self, message: str) -> None: ...
-
-    def note(self, message: str) -> None: ...
-
-    def finish(self) -> None: ...

@@ -9,23 +9,32 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from midus_hf.files.checkpoint_files import ADAPTER_CONFIG, ADAPTER_WEIGHTS, ADAPTERS, TRAVELLING, globs
 from upscalers.architecture.family import Config
-from upscalers.checkpoint.adapter import (
-    ADAPTER_CONFIG,
-    ADAPTER_WEIGHTS,
-    Adapter,
-    layer_of,
-    module_path,
-    open_adapter,
-    renumbered,
+from upscalers.checkpoint.base_model import open_base, read_config_file
+from upscalers.checkpoint.safetensors_format import (
+    StoredTensor,
+    copy_bytes,
+    layout,
+    read_header,
+    read_metadata,
+    write_all,
 )
-from upscalers.checkpoint.base_model import open_base
-from upscalers.checkpoint.safetensors_format import copy_bytes, layout, read_metadata, write_all
-from upscalers.checkpoint.source import copy_travelling_files, resolve_source
+from upscalers.checkpoint.source import adapter_folder, copy_travelling_files, resolve_source
 from upscalers.plan.plan import Plan
 from upscalers.record.provenance import read_config_entry, read_plan
 from upscalers.request.errors import RequestError, one_line
 from upscalers.runs.output_folder import OutputFolder
+
+#: Kinds of adapters whose tensors belong to modules, by whose names PEFT finds them. Adapters of other kinds belong to the model as a
+#: whole (prompts, prefixes), or count layers in other ways.
+KINDS = (
+    *("LORA", "LOHA", "LOKR", "IA3", "OFT", "BOFT", "HRA", "VERA", "FOURIERFT", "LN_TUNING", "MISS", "C3A", "ROAD", "RANDLORA"),
+    *("WAVEFT", "HIRA", "DELORA", "GRALORA", "OSF", "SHIRA", "TRAINABLE_TOKENS"),
+)  # fmt: skip
+
+_PREFIX = "base_model.model."
+_LAYER = re.compile(r"(?P<before>(?:^|.*?\.)layers\.)(?P<layer>\d+)(?=\.|$)")
 
 _AUTO_CLASSES = {
     "CAUSAL_LM": "AutoModelForCausalLM",
@@ -37,6 +46,65 @@ _AUTO_CLASSES = {
 
 # What some families call the stack of a question-answering head.
 _QUESTION_STACK = "transformer."
+
+
+@dataclass(frozen=True)
+class _Adapter:
+    """An adapter in a folder."""
+
+    folder: Path
+    config: Config
+    tensors: dict[str, StoredTensor]
+
+
+def _open_adapter(name: str) -> _Adapter:
+    """Open an adapter of PEFT; nothing that is pickled is read."""
+    folder = adapter_folder(name, (*ADAPTERS, *globs(TRAVELLING)))
+    path = folder / ADAPTER_CONFIG
+    if not path.is_file():
+        raise RequestError(
+            f"{name} has no {ADAPTER_CONFIG}; expected the folder of a PEFT adapter. Give the one that save_pretrained wrote."
+        )
+    config = read_config_file(path)
+    kind = config.get("peft_type")
+    if kind not in KINDS:
+        raise RequestError(
+            f"{path} has peft_type = {kind!r}, whose tensors belong to no layer by name, or are not tried; expected one of "
+            f"{', '.join(KINDS)}. Train such an adapter on the upscaled model itself."
+        )
+    if config.get("layer_replication"):
+        raise RequestError(
+            f"{path} has layer_replication = {config['layer_replication']}, which repeats layers of the base; expected null. Merge "
+            "the adapter into the base (merge_and_unload), and upscale what comes out."
+        )
+    weights = folder / ADAPTER_WEIGHTS
+    if not weights.is_file():
+        raise RequestError(
+            f"{name} has no {ADAPTER_WEIGHTS}; expected one. Pickled weights (adapter_model.bin) are never loaded: load the adapter "
+            "with PEFT, whose save_pretrained writes safetensors."
+        )
+    tensors = read_header(weights)
+    if not tensors:
+        raise RequestError(f"{weights} holds no tensors; expected those of an adapter. Save or download it again.")
+    return _Adapter(folder, config, tensors)
+
+
+def _module_path(tensor: str) -> str:
+    """Return the name of a tensor of an adapter without PEFT's prefix: the name of a module of the model, and what follows it."""
+    return tensor.removeprefix(_PREFIX)
+
+
+def _layer_of(name: str) -> int | None:
+    """Return the number of the layer in the name of a module or tensor; None if it is in no layer."""
+    match = _LAYER.match(name)
+    return int(match["layer"]) if match else None
+
+
+def _renumbered(name: str, numbers: dict[int, int]) -> str:
+    """Return the name of a module or tensor with the number of its layer replaced; unchanged outside of layers."""
+    return _LAYER.sub(
+        lambda match: f"{match['before']}{numbers.get(int(match['layer']), match['layer'])}", name, count=1
+    )
 
 
 def write_adapter(adapter: str | Path, onto: str | Path, output: str | Path) -> dict[str, Any]:
@@ -61,7 +129,7 @@ def write_adapter(adapter: str | Path, onto: str | Path, output: str | Path) -> 
     started = time.perf_counter()
     if output != "" and os.path.lexists(Path(output).expanduser()):
         raise RequestError(f"output {output} exists; expected a folder to make. Choose another folder.")
-    opened = open_adapter(str(adapter))
+    opened = _open_adapter(str(adapter))
     with resolve_source(str(onto), config_only=True) as source:
         model = open_base(source.folder, needs_weights=False)
         plan = read_plan(read_config_entry(model.config, source.folder), model)
@@ -81,7 +149,7 @@ def write_adapter(adapter: str | Path, onto: str | Path, output: str | Path) -> 
         "onto": str(onto),
         "output": str(output),
         "peft_type": opened.config["peft_type"],
-        "layers": sorted({layer for layer in map(layer_of, modules) if layer is not None}),
+        "layers": sorted({layer for layer in map(_layer_of, modules) if layer is not None}),
         "modules": len(modules),
         "bytes_written": num_bytes,
         "seconds": time.perf_counter() - started,
@@ -90,20 +158,12 @@ def write_adapter(adapter: str | Path, onto: str | Path, output: str | Path) -> 
 
 @dataclass
 class _Renaming:
-    """Names that the parts of an adapter have in the upscaled model.
+    """Names that the parts of an adapter have in the upscaled model, by their names in the base."""
 
-    Args:
-        adapter: An adapter that was made for the base.
-        modules: Names in the base of the modules that have an adapter.
-        parameters: Names in the base of the parameters that have an adapter themselves, such as stacked experts.
-        whole: Names in the base of the tensors that replace tensors of the model, in modules that were trained whole.
-        names: Names in the upscaled model, by name in the base, of modules, parameters and tensors.
-    """
-
-    adapter: Adapter
+    adapter: _Adapter
     modules: list[str] = field(default_factory=list)
-    parameters: list[str] = field(default_factory=list)
-    whole: list[str] = field(default_factory=list)
+    parameters: list[str] = field(default_factory=list)  # that have an adapter themselves, such as stacked experts
+    whole: list[str] = field(default_factory=list)  # tensors in modules that were trained whole
     names: dict[str, str] = field(default_factory=dict)
 
     def config(self) -> Config:
@@ -139,25 +199,21 @@ class _Renaming:
         return values
 
 
-def _renaming(adapter: Adapter, plan: Plan, model: Any) -> _Renaming:
-    """Find the parts of an adapter in the upscaled model.
-
-    Raises:
-        RequestError: If the adapter does not fit the base of the model.
-    """
+def _renaming(adapter: _Adapter, plan: Plan, model: Any) -> _Renaming:
+    """Find the parts of an adapter in the upscaled model."""
     renaming = _Renaming(adapter)
     modules, held = dict(model.named_modules()), dict(model.named_parameters())
     targets = adapter.config.get("target_modules") or []
     parameters = adapter.config.get("target_parameters") or []
     for tensor, stored in adapter.tensors.items():
-        path = module_path(tensor)
-        layer = layer_of(path)
+        path = _module_path(tensor)
+        layer = _layer_of(path)
         if layer is not None and layer >= plan.num_base_layers:
             reason = f"{tensor} is of layer {layer}, and the base has {plan.num_base_layers} layers"
             raise _another_base(adapter, reason)
         if layer in plan.dropped_layers:
             raise _dropped(adapter, layer)
-        name = renumbered(path, plan.kept_indices)
+        name = _renumbered(path, plan.kept_indices)
         if name.startswith(_QUESTION_STACK) and _QUESTION_STACK[:-1] not in modules:
             name = "model." + name.removeprefix(_QUESTION_STACK)
         renaming.names[path] = name
@@ -181,7 +237,7 @@ def _renaming(adapter: Adapter, plan: Plan, model: Any) -> _Renaming:
         renaming.names |= {each: module + each.removeprefix(in_base) for each in names}
     for end in _saved_modules(adapter.config.get("modules_to_save") or [], renaming.whole):
         inside = next((path for path in renaming.whole if path.startswith(f"{end}.")), end)
-        new = renaming.names.get(inside) or renumbered(inside, plan.kept_indices)
+        new = renaming.names.get(inside) or _renumbered(inside, plan.kept_indices)
         renaming.names[end] = new.removesuffix(inside.removeprefix(end))
     return renaming
 
@@ -201,12 +257,7 @@ def _is_target(module: str, targets: str | Iterable[str]) -> bool:
 
 
 def _saved_modules(ends: Iterable[str], whole: Iterable[str]) -> list[str]:
-    """Return whole names of modules in place of ends of names; an end that no module has stays.
-
-    Args:
-        ends: Ends of names of modules.
-        whole: Names of tensors within the modules.
-    """
+    """Return whole names of modules in place of ends of names; an end that no module has stays."""
     parts = [name.split(".") for name in whole]
     modules = dict.fromkeys(".".join(each[:number]) for each in parts for number in range(1, len(each)))
     saved: dict[str, None] = {}
@@ -215,7 +266,7 @@ def _saved_modules(ends: Iterable[str], whole: Iterable[str]) -> list[str]:
     return list(saved)
 
 
-def _check_shape(adapter: Adapter, tensor: str, shape: tuple[int, ...], rest: str, module: Any) -> None:
+def _check_shape(adapter: _Adapter, tensor: str, shape: tuple[int, ...], rest: str, module: Any) -> None:
     """Refuse a matrix of LoRA that does not fit the linear layer that it is for."""
     sizes = {"lora_A.weight": (1, "in_features"), "lora_B.weight": (0, "out_features")}
     if rest in sizes and hasattr(module, "in_features") and len(shape) == 2:
@@ -226,21 +277,21 @@ def _check_shape(adapter: Adapter, tensor: str, shape: tuple[int, ...], rest: st
             )
 
 
-def _another_base(adapter: Adapter, reason: str) -> RequestError:
+def _another_base(adapter: _Adapter, reason: str) -> RequestError:
     return RequestError(
         f"the adapter in {adapter.folder} was made for another base, perhaps {adapter.config.get('base_model_name_or_path')!r}: "
         f"{reason}. Expected an adapter of the model that was upscaled. Give one, or the model that was upscaled from its base."
     )
 
 
-def _dropped(adapter: Adapter, layer: int | None) -> RequestError:
+def _dropped(adapter: _Adapter, layer: int | None) -> RequestError:
     return RequestError(
         f"the adapter in {adapter.folder} changes layer {layer} of the base, which the upscaled model does not hold as it was; "
         "expected an adapter of layers that it holds. Merge the adapter into the base (merge_and_unload), and upscale what comes out."
     )
 
 
-def _empty_model(adapter: Adapter, folder: Path) -> Any:
+def _empty_model(adapter: _Adapter, folder: Path) -> Any:
     """Return the upscaled model that the adapter's task asks for, without memory for its tensors."""
     import torch
     import transformers
@@ -256,7 +307,7 @@ def _empty_model(adapter: Adapter, folder: Path) -> Any:
     if task is None:
         task = (
             "FEATURE_EXTRACTION"
-            if any(module_path(name).startswith("layers.") for name in adapter.tensors)
+            if any(_module_path(name).startswith("layers.") for name in adapter.tensors)
             else "CAUSAL_LM"
         )
     try:
@@ -270,9 +321,9 @@ def _empty_model(adapter: Adapter, folder: Path) -> Any:
         ) from None
 
 
-def _write_tensors(adapter: Adapter, renaming: _Renaming, path: Path) -> int:
+def _write_tensors(adapter: _Adapter, renaming: _Renaming, path: Path) -> int:
     """Write the tensors of an adapter under their names in the upscaled model; return the size of the file in bytes."""
-    new = {name: name.replace(module_path(name), renaming.names[module_path(name)]) for name in adapter.tensors}
+    new = {name: name.replace(_module_path(name), renaming.names[_module_path(name)]) for name in adapter.tensors}
     source = adapter.folder / ADAPTER_WEIGHTS
     described = [(new[name], tensor.dtype, tensor.shape) for name, tensor in adapter.tensors.items()]
     header, starts = layout(described, read_metadata(source))

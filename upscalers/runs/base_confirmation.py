@@ -1,6 +1,5 @@
 """Comparison of the weights of an upscaled checkpoint with its base's, byte for byte."""
 
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,36 +15,7 @@ from upscalers.tensors.recipes import Copy
 from upscalers.tensors.writer import OutputTensor
 
 
-@dataclass(frozen=True)
-class BaseComparison:
-    """Result of comparing weights with the base's, byte for byte.
-
-    Args:
-        confirmed: Whether all weights are the base's; None if unknown.
-        differing: Number of tensors that differ; None if unknown.
-        total: Number of tensors that were compared; 0 if no digest of the base is known.
-    """
-
-    confirmed: bool | None
-    differing: int | None
-    total: int
-
-    @property
-    def entries(self) -> dict[str, Any]:
-        """The result under the keys that reports use: `base_confirmed` and `differing_tensors`."""
-        return {"base_confirmed": self.confirmed, "differing_tensors": self.differing}
-
-    @property
-    def warning(self) -> str:
-        """Warning for a person if the weights are not the base's."""
-        which = "the weights are" if self.differing is None else f"{self.differing} of {self.total} tensors are"
-        return (
-            f"{which} not the base's, byte for byte: trained since it was upscaled, or cast. Where the base itself is needed, take "
-            "the base's own checkpoint."
-        )
-
-
-def compare_with_base(digests: dict[str, str], entry: Config, record: dict[str, Any]) -> BaseComparison:
+def compare_with_base(digests: dict[str, str], entry: Config, record: dict[str, Any]) -> dict[str, Any]:
     """Compare digests of weights with the base's.
 
     Args:
@@ -53,17 +23,21 @@ def compare_with_base(digests: dict[str, str], entry: Config, record: dict[str, 
             is known.
         entry: The entry that `upscale` wrote into the config.
         record: Content of `upscale.json`, which may be empty.
+
+    Returns:
+        `{"base_confirmed", "differing_tensors"}`: whether all weights are the base's, byte for byte, and the number of tensors that
+        differ; None if unknown.
     """
     if not digests:
-        return BaseComparison(None, None, 0)
+        return {"base_confirmed": None, "differing_tensors": None}
     if content_sha256(digests) == entry[DIGEST_KEY]:
-        return BaseComparison(True, 0, len(digests))
+        return {"base_confirmed": True, "differing_tensors": 0}
     base = record.get("base")
     recorded = base.get("tensor_sha256") if isinstance(base, dict) else None
-    if not isinstance(recorded, dict) or content_sha256(recorded) != entry[DIGEST_KEY]:
-        return BaseComparison(False, None, len(digests))
-    differing = sum(recorded.get(name) != digest for name, digest in digests.items())
-    return BaseComparison(False, differing, len(digests))
+    differing = None
+    if isinstance(recorded, dict) and content_sha256(recorded) == entry[DIGEST_KEY]:
+        differing = sum(recorded.get(name) != digest for name, digest in digests.items())
+    return {"base_confirmed": False, "differing_tensors": differing}
 
 
 def digested_names(model: BaseModel, tensors: list[OutputTensor]) -> dict[str, str]:
@@ -107,7 +81,7 @@ def keeps_base(model: str | Path) -> bool | None:
         model: A folder or hub id.
 
     Returns:
-        True or False; None if the model was upscaled before digests were recorded.
+        True or False; None if its config holds no digest of the base.
 
     Raises:
         RequestError: If the model was not made by `upscale`.
@@ -123,4 +97,6 @@ def keeps_base(model: str | Path) -> bool | None:
         opened = with_blocks_of_base(opened, plan)
         names = digested_names(opened, base_tensors(opened, plan))
         with TensorDigests(opened.tensors, names) as digests:
-            return compare_with_base(digests.finish(), entry, read_record(source.folder) or {}).confirmed
+            record = read_record(source.folder) or {}
+            confirmed: bool | None = compare_with_base(digests.finish(), entry, record)["base_confirmed"]
+            return confirmed

@@ -11,11 +11,12 @@ from transformers import AutoModel
 from midus_hf.config.memory_entries import TABLES, Memories
 from upscalers.architecture.layer_tensors import memories_of
 from upscalers.checkpoint.base_model import BaseModel
+from upscalers.checkpoint.computed_tensor import read_tensor
 from upscalers.checkpoint.safetensors_format import TORCH_NAMES, StoredTensor
 from upscalers.plan.plan import Base, Plan
 from upscalers.request.errors import RequestError, VerificationError, one_line
 from upscalers.request.progress import Progress
-from upscalers.runs.streamed_model import inputs_of_memories, language_config_in, path_of_last_leaf, read_tensor
+from upscalers.runs.streamed_model import inputs_of_memories, language_config_in, path_of_last_leaf
 
 _BATCH, _TOKENS = 2, 16
 
@@ -29,13 +30,7 @@ class _PassedBy(torch.nn.Module):
 
 
 class _Given(torch.nn.Module):
-    """A layer that gets random values for the inputs that it would take from earlier layers, which are skipped.
-
-    Args:
-        layer: A layer of the model.
-        memories: Memories of the model.
-        new: Names of the memories that the base does not have.
-    """
+    """A layer that gets random values for the inputs that it would take from earlier layers, which are skipped."""
 
     def __init__(self, layer: Any, memories: Memories, new: tuple[str, ...]):
         super().__init__()
@@ -43,16 +38,9 @@ class _Given(torch.nn.Module):
         self._memories, self._new = memories, new
 
     def forward(self, hidden_states: torch.Tensor, *, memory_inputs: Any, **kwargs: Any) -> torch.Tensor:
-        """Run the layer with random inputs from earlier layers.
-
-        The seed of each input follows from the memory, the layer and the part that it stands for, so that the input is
-        the same in the base and in the upscaled model. Inputs that a new memory promises to leave zero are zero, and
-        what this layer passes on for them must be zero as well.
-
-        Raises:
-            VerificationError: If the layer passes on values other than zero there.
-        """
+        """Run the layer with random inputs from earlier layers."""
         batch, tokens, _ = hidden_states.shape
+        # Inputs are the same in the base and in the upscaled model, and zero where a new memory promises to leave them zero.
         for carried in self.layer.takes:
             entry, sizes = self._memories.attached[carried.name], self._memories.sizes
             index = entry.layers.index(carried.layer)
@@ -75,17 +63,7 @@ class _Given(torch.nn.Module):
 
 
 class _Layers:
-    """The layers of a model, to be run one at a time, while all other layers are skipped and hold no weights.
-
-    Args:
-        config: Config of the model, as transformers reads it.
-        model: The opened checkpoint; the tensors of the upscaled model may have just been written.
-        dtype: Torch dtype to run in.
-        new_memories: Names of the memories that the base does not have. Default: none.
-
-    Raises:
-        RequestError: If transformers cannot build a model from the config.
-    """
+    """The layers of a model, to be run one at a time, while all other layers are skipped and hold no weights."""
 
     def __init__(self, config: Any, model: BaseModel, dtype: torch.dtype, new_memories: tuple[str, ...] = ()):
         self._model, self._dtype, self._new_memories = model, dtype, new_memories

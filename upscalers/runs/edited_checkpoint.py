@@ -1,16 +1,17 @@
-"""Steps that all edits of a checkpoint share: sorting tensors into the old files, and writing files beside the weights."""
+"""Steps that edits of a checkpoint share: sorting tensors into the old files, and writing files beside the weights."""
 
-import json
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from midus_hf.files.checkpoint_files import CARD_FILE
 from midus_hf.files.ownership import code_files
-from upscalers.checkpoint.base_model import BaseModel
+from upscalers.architecture.families import MEMORY_PREFIX
+from upscalers.architecture.family import Config
+from upscalers.checkpoint.banks import tie_banks
+from upscalers.checkpoint.base_model import BaseModel, open_base, write_config
 from upscalers.checkpoint.source import copy_travelling_files
 from upscalers.record.provenance import read_record, write_record
-from upscalers.runs.code import write_code_of
 from upscalers.tensors.recipes import Copy
 from upscalers.tensors.writer import OutputTensor
 
@@ -56,7 +57,7 @@ def write_siblings(
     """
     folder, whole = model.folder, model.whole_config(config)
     copy_travelling_files(folder, partial)
-    (partial / "config.json").write_text(json.dumps(whole, indent=2) + "\n", encoding="utf-8")
+    write_config(partial, whole)
     record, card = read_record(folder), folder / CARD_FILE
     if record is not None:
         write_record(partial, edit_record(record))
@@ -65,3 +66,28 @@ def write_siblings(
     # Which code is needed depends on options that the edit may change.
     if whole.get("auto_map") or code_files(folder):
         write_code_of(partial)
+
+
+def write_part(source: Path, partial: Path, config: Config) -> None:
+    """Write the files beside the weights of a checkpoint that holds a part of another one's tensors.
+
+    Args:
+        source: Folder of the other checkpoint.
+        partial: Folder of the result, with its weights and banks.
+        config: Raw config of the result.
+    """
+    copy_travelling_files(source, partial)
+    write_config(partial, config)
+    tie_banks(partial, open_base(partial).memories.banks)
+    if str(config.get("model_type")).startswith(MEMORY_PREFIX):
+        write_code_of(partial)
+
+
+def write_code_of(folder: Path) -> None:
+    """Write the code that a checkpoint's config needs into its folder, so that the checkpoint loads without this package."""
+    from transformers import AutoConfig
+
+    import midus_hf  # noqa: F401 - registers the classes
+    from midus_hf.carried.module import write_code
+
+    write_code(folder, AutoConfig.from_pretrained(folder, local_files_only=True))

@@ -1,6 +1,5 @@
 """Extraction of the language model out of a larger model, as a separate checkpoint."""
 
-import json
 import time
 from pathlib import Path
 from typing import Any
@@ -8,13 +7,13 @@ from typing import Any
 from midus_hf.files.ownership import CONFIG_KEY
 from upscalers.architecture.families import MEMORY_PREFIX
 from upscalers.architecture.family import Config
-from upscalers.checkpoint.banks import bytes_of_banks, carry_banks, tie_banks
+from upscalers.checkpoint.banks import bytes_of_banks, carry_banks
 from upscalers.checkpoint.base_model import BaseModel, open_base
-from upscalers.checkpoint.source import copy_travelling_files, resolve_source
+from upscalers.checkpoint.source import resolve_source
 from upscalers.record.provenance import DIGEST_KEY, LARGER_KEY
 from upscalers.request.errors import RequestError
-from upscalers.request.progress import NoProgress, Progress, begin_writing, shown
-from upscalers.runs.code import write_code_of
+from upscalers.request.progress import Progress, begin_writing, shown
+from upscalers.runs.edited_checkpoint import write_part
 from upscalers.runs.output_folder import OutputFolder
 from upscalers.tensors.recipes import Copy
 from upscalers.tensors.writer import CheckpointWriter, OutputTensor, split_shards
@@ -44,7 +43,7 @@ def extract(
         RequestError: If the model is a language model already, or the output cannot be made.
     """
     started = time.perf_counter()
-    progress = progress or NoProgress()
+    progress = progress or Progress()
     with resolve_source(str(model)) as source:
         opened = open_base(source.folder)
         if opened.larger is None:
@@ -66,12 +65,8 @@ def extract(
             begin_writing(progress, num_bytes, len(shards))
             written = CheckpointWriter(opened.tensors, scan=False, progress=progress).write(partial, shards)
             carry_banks(source.folder, partial, opened.memories.banks)
-            copy_travelling_files(source.folder, partial)
             config = _config(opened)
-            (partial / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
-            tie_banks(partial, open_base(partial).memories.banks)
-            if config["model_type"].startswith(MEMORY_PREFIX):
-                write_code_of(partial)
+            write_part(source.folder, partial, config)
             folder.commit()
     return {
         "model": str(model),

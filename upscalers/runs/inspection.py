@@ -1,6 +1,7 @@
 """Inspection of what was done to a checkpoint."""
 
 import math
+import re
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,8 @@ from upscalers.checkpoint.base_model import BaseModel, open_base, read_config
 from upscalers.checkpoint.source import resolve_source
 from upscalers.plan.describe import describe_layer
 from upscalers.record.provenance import EDITS_KEY, SHUFFLES_KEY, read_config_entry, read_plan, read_record
-from upscalers.runs.code import inspect_code
+
+_CODE = "modeling_midus.py"
 
 
 def inspect_checkpoint(model: str | Path) -> dict[str, Any]:
@@ -104,3 +106,27 @@ def _plain(name: str, model: BaseModel) -> dict[str, Any]:
 def _num_parameters(model: BaseModel) -> int:
     uncounted = model.uncounted_names()
     return sum(math.prod(tensor.shape) for name, tensor in model.tensors.items() if name not in uncounted)
+
+
+def inspect_code(folder: Path) -> dict[str, Any] | None:
+    """Compare the code that a checkpoint carries with the code that the installed version generates for the checkpoint's config.
+
+    Args:
+        folder: Folder of the checkpoint.
+
+    Returns:
+        `{"file", "version", "as_generated"}`: the name of the file, the version that its header names (None
+        without a header), and whether the file is byte for byte what this version generates. None if the checkpoint carries no code.
+    """
+    path = folder / _CODE
+    if not path.is_file():
+        return None
+    from transformers import AutoConfig
+
+    import midus_hf  # noqa: F401 - registers the classes
+    from midus_hf.carried.module import carried_module
+
+    text = path.read_text(encoding="utf-8", errors="replace")
+    header = re.search(r"^midus-hf (\S+) wrote this module", text, flags=re.MULTILINE)
+    generated = carried_module(AutoConfig.from_pretrained(folder, local_files_only=True))
+    return {"file": path.name, "version": header and header.group(1), "as_generated": text == generated}

@@ -21,7 +21,6 @@ from upscalers.record.provenance import config_entry
 from upscalers.record.report import ParameterCounts
 from upscalers.request.errors import MethodError, RequestError, one_line
 from upscalers.request.progress import Progress
-from upscalers.runs.slow_imports import import_slow_modules
 from upscalers.tensors.file_order import in_file_order
 from upscalers.tensors.layer_blocks import LayerBlocks
 from upscalers.tensors.recipe_check import check_recipes
@@ -265,3 +264,18 @@ class Job:
         )
         progress.warn(f"{shortage}; {instead}. Make room and pass --verify to insist.")
         return False
+
+
+def import_slow_modules() -> None:
+    """Import the modules that checking a result needs.
+
+    Raises:
+        RequestError: If they cannot be imported, for example because memory is short.
+    """
+    try:
+        import upscalers.runs.streamed_model  # noqa: F401 - brings torch, transformers and the classes of midus_hf
+    except (ImportError, OSError, MemoryError) as error:
+        raise RequestError(
+            f"torch and transformers cannot be loaded ({type(error).__name__}: {one_line(error)}). Make room in memory or raise "
+            "the limit on it (ulimit -v); if it is not that, install midus-hf again."
+        ) from None

@@ -11,8 +11,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 import midus_hf  # noqa: F401 - registers the classes
 from midus_hf.models.parts import decoder_of
 from midus_hf.saved_models import auto_class_of
-from upscalers.checkpoint.computed_tensor import ComputedTensor
-from upscalers.checkpoint.safetensors_format import INTEGER_NAMES, TORCH_NAMES, StoredTensor
+from upscalers.checkpoint.computed_tensor import read_tensor
+from upscalers.checkpoint.safetensors_format import StoredTensor
 from upscalers.request.errors import VerificationError
 
 _NAMED = 3
@@ -181,45 +181,8 @@ class _StoredWeights(Mapping[str, torch.Tensor]):
         return len(self._places)
 
 
-def read_tensor(stored: StoredTensor, dtype: torch.dtype | None = None) -> torch.Tensor:
-    """Read a stored tensor, and cast it unless it is stored as integers.
-
-    The tensor is read, not mapped: a mapping takes address space for a whole file, and a matrix product may round
-    differently if its factors lie at another alignment.
-
-    Args:
-        stored: Position of the tensor in its file.
-        dtype: Torch dtype to cast to. Default: the dtype that the tensor is stored in.
-
-    Raises:
-        OSError: If the file ends early.
-    """
-    if isinstance(stored, ComputedTensor):
-        computed = stored.read()
-        return computed if dtype is None else computed.to(dtype)
-    assert stored.file is not None
-    names = TORCH_NAMES | INTEGER_NAMES
-    tensor = torch.empty(stored.shape, dtype=getattr(torch, names[stored.dtype]))
-    unread = tensor.view(-1).view(torch.uint8).numpy().data
-    with stored.file.open("rb", buffering=0) as file:
-        file.seek(stored.start)
-        while unread:
-            num_bytes = file.readinto(unread)
-            if not num_bytes:
-                raise OSError(f"{stored.file.name} ended {len(unread)} bytes early")
-            unread = unread[num_bytes:]
-    return tensor if dtype is None or stored.dtype in INTEGER_NAMES else tensor.to(dtype)
-
-
 def _places(model: Any, tensors: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:
-    """Return the stored tensor of each parameter and buffer of the model.
-
-    A tensor is looked up by its name, with and without the stack's prefix, and by the names of tensors that it is tied
-    to.
-
-    Raises:
-        VerificationError: If a tensor is missing or has another shape.
-    """
+    """Return the stored tensor of each parameter and buffer of the model."""
     held = model.state_dict(keep_vars=True)
     names_of: dict[int, list[str]] = {}
     for name, tensor in held.items():

@@ -1,20 +1,18 @@
 """Removal of the new layers and memories of an upscaled checkpoint."""
 
 import importlib.metadata
-import json
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from midus_hf.files.ownership import STRIPPED_KEY
-from upscalers.architecture.families import MEMORY_PREFIX
 from upscalers.architecture.family import Config
-from upscalers.checkpoint.banks import bytes_of_banks, carry_banks, tie_banks
+from upscalers.checkpoint.banks import bytes_of_banks, carry_banks
 from upscalers.checkpoint.base_model import open_base, read_config
 from upscalers.checkpoint.content_digest import TensorDigests
 from upscalers.checkpoint.safetensors_format import TORCH_NAMES, dtype_of_most
-from upscalers.checkpoint.source import copy_travelling_files, resolve_source
+from upscalers.checkpoint.source import resolve_source
 from upscalers.checkpoint.tokenizer import TOKENIZER_CONFIG
 from upscalers.record.provenance import (
     DIGEST_KEY,
@@ -25,9 +23,9 @@ from upscalers.record.provenance import (
     write_record,
 )
 from upscalers.request.errors import RequestError
-from upscalers.request.progress import NoProgress, Progress, begin_writing, shown
+from upscalers.request.progress import Progress, begin_writing, shown
 from upscalers.runs.base_confirmation import base_tensors, compare_with_base, digested_names
-from upscalers.runs.code import write_code_of
+from upscalers.runs.edited_checkpoint import write_part
 from upscalers.runs.output_folder import OutputFolder
 from upscalers.tensors.layer_blocks import with_blocks_of_base
 from upscalers.tensors.writer import CheckpointWriter, OutputTensor, split_shards
@@ -53,7 +51,7 @@ def strip(
     Returns:
         `{"model", "output", "model_type", "num_layers", "removed_layer_indices", "removed_memories", "base_confirmed",
         "differing_tensors", "bytes_written", "seconds"}`. `base_confirmed` is whether the weights are the base's, byte
-        for byte; None if the model was upscaled before digests were recorded. `differing_tensors` is the number of
+        for byte; None if its config holds no digest of the base. `differing_tensors` is the number of
         tensors that differ; None if unknown.
 
     Raises:
@@ -61,7 +59,7 @@ def strip(
             be made.
     """
     started = time.perf_counter()
-    progress = progress or NoProgress()
+    progress = progress or Progress()
     with resolve_source(str(model)) as source:
         entry = read_config_entry(read_config(source.folder), source.folder)
         opened = open_base(source.folder)
@@ -81,7 +79,6 @@ def strip(
         digested = TensorDigests(opened.tensors, digested_names(opened, tensors) if DIGEST_KEY in entry else {})
         with folder as partial, shown(progress), digested as digests:
             begin_writing(progress, sum(tensor.num_bytes for tensor in tensors), len(shards))
-            digests.begin()
             writer = CheckpointWriter(
                 opened.tensors,
                 scan=False,
@@ -93,20 +90,21 @@ def strip(
             carry_banks(source.folder, partial, kept)
             folder.flush(progress)  # runs beside the digests: it takes about as long, and no processor
             progress.stage("checking what was written", 1)
-            copy_travelling_files(source.folder, partial)
+            write_part(source.folder, partial, _base_config(entry, tensors, progress))
             _restore_tokenizer_config(partial, record)
-            config = _base_config(entry, tensors, progress)
-            (partial / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
-            tie_banks(partial, open_base(partial).memories.banks)
-            comparison = compare_with_base(digests.finish(), entry, record)
-            if comparison.confirmed is False:
-                progress.warn(comparison.warning)
+            hashes = digests.finish()
+            comparison = compare_with_base(hashes, entry, record)
+            if comparison["base_confirmed"] is False:
+                differing = comparison["differing_tensors"]
+                which = "the weights are" if differing is None else f"{differing} of {len(hashes)} tensors are"
+                progress.warn(
+                    f"{which} not the base's, byte for byte: trained since it was upscaled, or cast. Where the base itself is "
+                    "needed, take the base's own checkpoint."
+                )
             what = {"model": source.label, "method": entry["method"], "removed_layers": plan.new_indices}
             what |= {"removed_memories": list(plan.new_memories)} if plan.new_memories else {}
             version = importlib.metadata.version("midus-hf")
-            write_record(partial, {"midus_hf": version, STRIPPED_KEY: {**what, **comparison.entries}})
-            if str(config.get("model_type")).startswith(MEMORY_PREFIX):
-                write_code_of(partial)
+            write_record(partial, {"midus_hf": version, STRIPPED_KEY: {**what, **comparison}})
             folder.commit()
             progress.advance()
     return {
@@ -116,7 +114,7 @@ def strip(
         "num_layers": plan.num_base_layers,
         "removed_layer_indices": plan.new_indices,
         "removed_memories": list(plan.new_memories),
-        **comparison.entries,
+        **comparison,
         "bytes_written": written.bytes_written,
         "seconds": time.perf_counter() - started,
     }

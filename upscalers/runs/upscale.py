@@ -13,17 +13,18 @@ from midus_hf.config.fetched_blocks import BankLayout
 from upscalers.checkpoint.banks import bytes_of_banks
 from upscalers.checkpoint.base_model import BaseModel, open_base
 from upscalers.checkpoint.hub import check_repo_id, check_write_access, push_folder, upload_command
+from upscalers.checkpoint.merged_adapter import Adapter
 from upscalers.checkpoint.safetensors_format import ITEM_BYTES
-from upscalers.checkpoint.source import name_and_revision, resolve_adapter, resolve_source
+from upscalers.checkpoint.source import name_and_revision, resolve_source
 from upscalers.methods.contract import Method, get_method
 from upscalers.plan.plan import Plan
 from upscalers.record.report import Bytes, Identity, PushError, UpscaleReport
 from upscalers.request.errors import RequestError, one_line
 from upscalers.request.options import check_seed, parse_options
-from upscalers.request.progress import NoProgress, Progress, shown
+from upscalers.request.progress import Progress, shown
 from upscalers.runs.job import Job
 from upscalers.runs.output_folder import OutputFolder
-from upscalers.runs.writing import Outcome, Writing
+from upscalers.runs.writing import Writing
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 _SPARE_BYTES = 64_000_000
@@ -96,7 +97,7 @@ def upscale(
         PushError: If the upload fails; the output is complete, and the error has the report.
     """
     started = time.perf_counter()
-    progress = progress or NoProgress()
+    progress = progress or Progress()
     chosen = _method(method, options)
     if dtype not in DTYPES:
         raise RequestError(f"dtype is {dtype!r}; expected one of: {', '.join(DTYPES)}.")
@@ -118,7 +119,7 @@ def upscale(
         check_repo_id(push_to_hub)
     if output is not None:
         OutputFolder(output, local if local.is_dir() else None, overwrite)
-    lora = None if adapter is None else resolve_adapter(str(adapter))
+    lora = None if adapter is None else Adapter.open(str(adapter))
     if not dry_run and not local.is_dir():
         # Downloads and conversions take long, so check first that the request fits the base's config.
         with resolve_source(base_name, revision, config_only=True) as source:
@@ -159,7 +160,13 @@ def upscale(
         for concern in job.concerns:
             progress.warn(concern)
         counts, num_bytes = job.counts(), sum(tensor.num_bytes for tensor in job.tensors)
-        outcome, scratch_bytes = Outcome(Identity(None, None), Bytes(0, num_bytes)), job.scratch_bytes()
+        scratch_bytes = job.scratch_bytes()
+        outcome: dict[str, Any] = {
+            "bytes": Bytes(0, num_bytes),
+            "identity": Identity(None, None),
+            "kl_divergence": None,
+            "measurements": [],
+        }
         if output is not None:
             folder = OutputFolder(output, source.folder, overwrite)
             carried = bytes_of_banks(source.folder, opened.memories.banks)
@@ -178,7 +185,7 @@ def upscale(
                 f"fetched {source.shards.num_fetches} files of weights, {source.shards.fetched_bytes / 1e9:.2f} GB, of which "
                 f"{source.shards.peak_bytes / 1e9:.2f} GB lay on the disk at once."
             )
-        disk_bytes = outcome.volume.written + scratch_bytes + (0 if dry_run else source.disk_bytes())
+        disk_bytes = outcome["bytes"].written + scratch_bytes + (0 if dry_run else source.disk_bytes())
     report = UpscaleReport(
         method=chosen.name,
         base=str(base),
@@ -187,15 +194,12 @@ def upscale(
         num_layers=job.plan.num_layers,
         new_layer_indices=job.plan.new_indices,
         parameters=counts,
-        bytes=outcome.volume,
-        identity=outcome.identity,
         seconds=time.perf_counter() - started,
         peak_rss_bytes=_peak_rss_bytes(),
         peak_disk_bytes=disk_bytes,
         promises_identity=chosen.promises_identity,
-        kl_divergence=outcome.kl_divergence,
-        measurements=list(outcome.measurements),
         renumbers_layers=job.plan.renumbers,
+        **outcome,
     )
     if push_to_hub and not dry_run:
         _push(Path(str(output)).expanduser(), push_to_hub, private, report, progress)

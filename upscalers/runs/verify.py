@@ -3,7 +3,6 @@
 import math
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -12,11 +11,12 @@ from midus_hf.config.memory_entries import TABLES
 from upscalers.architecture.family import Config
 from upscalers.architecture.layer_tensors import is_embedding
 from upscalers.checkpoint.base_model import BaseModel
+from upscalers.checkpoint.computed_tensor import read_tensor
 from upscalers.checkpoint.safetensors_format import ITEM_BYTES, TORCH_NAMES, StoredTensor
 from upscalers.plan.plan import Base, Plan
 from upscalers.request.errors import RequestError, VerificationError, one_line
 from upscalers.request.progress import Progress
-from upscalers.runs.streamed_model import LoadedModel, RunningModel, StreamedModel, read_tensor
+from upscalers.runs.streamed_model import LoadedModel, RunningModel, StreamedModel
 
 _BATCH, _TOKENS = 2, 64
 _ROWS_AT_ONCE = 16
@@ -26,20 +26,6 @@ _NAMED = 3
 # states; and for checking config and tokenizer and for stacks and heaps of threads, up to 0.2 GB of address space.
 _COPIES_OF_WEIGHTS, _COPIES_OF_LOGITS, _WIDTHS_OF_A_LAYER = 2, 4, 64
 _REST_OF_RUN_BYTES = 200_000_000
-
-
-@dataclass(frozen=True)
-class LogitDifference:
-    """Difference between two models' predictions.
-
-    Args:
-        max_abs_diff: The largest absolute difference between logits.
-        kl_divergence: KL divergence from the first model's next-token distribution to the second's, mean over tokens,
-            in nats.
-    """
-
-    max_abs_diff: float
-    kl_divergence: float
 
 
 def comparison_bytes(
@@ -81,7 +67,7 @@ def compare_logits(
     dtype: str,
     identity: bool,
     progress: Progress,
-) -> LogitDifference:
+) -> tuple[float, float]:
     """Run both models on a fixed batch, with the weights of one module in memory at a time, and compare their logits.
 
     Args:
@@ -94,7 +80,8 @@ def compare_logits(
         progress: Display that shows every layer.
 
     Returns:
-        The difference between the models' predictions.
+        The largest absolute difference between logits, and the KL divergence from the base's next-token distribution to the result's,
+        mean over tokens, in nats.
 
     Raises:
         RequestError: If transformers cannot run the base.
@@ -160,24 +147,19 @@ def compare_logits(
             f"the upscaled model's {what} differ from the base's by up to {difference:g}; expected a difference of exactly 0. "
             f"They part {position}."
         )
-    difference_of_models = (
-        LogitDifference(0.0, 0.0)
-        if equal
-        else LogitDifference(_largest_difference(base_logits, new_logits), _divergence(base_logits, new_logits))
-    )
+    differences = 0.0, 0.0
+    if not equal:
+        differences = _largest_difference(base_logits, new_logits), _divergence(base_logits, new_logits)
     progress.advance()
     if replays:
         model = _running(base, base.folder, base.tensors, torch_dtype)
         for replay in replays:
             _compare_layers(model, tokens, replay, new_streams, plan, progress)
-    return difference_of_models
+    return differences
 
 
 def _replays(plan: Plan) -> list[dict[int, int]]:
-    """Return which layer of the result each base layer is compared with, in as many passes as a layer has copies.
-
-    Each pass maps indices of base layers to indices in the result.
-    """
+    """Return passes that map base layers to their copies in the result, as many passes as a layer has copies."""
     passes: list[dict[int, int]] = []
     for index, layer in enumerate(plan.layers):
         if isinstance(layer, Base):
@@ -196,21 +178,7 @@ def _compare_layers(
     plan: Plan,
     progress: Progress,
 ) -> None:
-    """Check that layers taken over from the base compute in the result what they compute in the base.
-
-    Each layer of the base reads what its copy read in the result, and must give the same bits.
-
-    Args:
-        model: The base's model, which runs again.
-        tokens: Token ids `[B, T]` that both models ran on.
-        replay: Index in the result of the copy of each layer of the base that is compared.
-        streams: Residual streams of the result, in front of the first layer and behind each layer.
-        plan: The layer plan.
-        progress: Display that shows every layer.
-
-    Raises:
-        VerificationError: If a layer computes otherwise in the result.
-    """
+    """Check that layers of the base compute in the result what they compute in the base, for the same input."""
 
     def compare(number: int, hidden: torch.Tensor) -> None:
         if number == 0:
@@ -267,10 +235,7 @@ def _rows(left: torch.Tensor, right: torch.Tensor) -> Iterator[tuple[torch.Tenso
 def _place(
     number: int | None, base: BaseModel, tensors: Mapping[str, StoredTensor], plan: Plan, dtype: torch.dtype
 ) -> str:
-    """Return, as text, where two models first differ.
-
-    `number` counts layers from 1; 0 means in front of all layers, and None behind all.
-    """
+    """Return, as text, where two models first differ: in layer `number`, from 1; 0 is in front of all layers, None behind."""
     if number:
         layer = plan.layers[number - 1]
         position = f"in layer {number - 1} ({plan.describe(number - 1)})"

@@ -1,7 +1,7 @@
 """Writing of a decided job: tensors, config, verification, provenance, and the move of the folder to its final path."""
 
+import contextlib
 import copy
-import json
 import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -14,43 +14,22 @@ from upscalers.architecture.families import MEMORY_PREFIX
 from upscalers.architecture.family import Config
 from upscalers.architecture.layer_tensors import memories_of
 from upscalers.checkpoint.banks import carry_banks, create_banks, tie_banks
-from upscalers.checkpoint.base_model import BaseModel
+from upscalers.checkpoint.base_model import BaseModel, write_config
 from upscalers.checkpoint.content_digest import TensorDigests, content_sha256, weight_names
 from upscalers.checkpoint.hub_shards import HubShard
 from upscalers.checkpoint.quantised_weights import names_of_parts, with_products
 from upscalers.checkpoint.safetensors_format import TORCH_NAMES, StoredTensor, read_header
 from upscalers.checkpoint.source import copy_travelling_files
 from upscalers.checkpoint.tokenizer import TOKENIZER_CONFIG, keep_tokenizer_class
-from upscalers.record.card_metadata import base_metadata
-from upscalers.record.model_card import model_card
+from upscalers.record.model_card import base_metadata, model_card
 from upscalers.record.provenance import DIGEST_KEY, base_record, paper_entry, write_record
 from upscalers.record.report import Bytes, Identity
 from upscalers.request.errors import RequestError, VerificationError, one_line
 from upscalers.request.progress import Progress, begin_writing
-from upscalers.runs.job import Job
+from upscalers.runs.job import Job, import_slow_modules
 from upscalers.runs.output_folder import OutputFolder
-from upscalers.runs.slow_imports import import_early
 from upscalers.tensors.recipes import Copy
-from upscalers.tensors.solver import Measurement
 from upscalers.tensors.writer import CheckpointWriter, OutputTensor, split_shards
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """Results of a job that was carried out.
-
-    Args:
-        identity: What was verified.
-        volume: Bytes read and written.
-        kl_divergence: KL divergence from the base's next-token distribution to the result's, mean over tokens, in
-            nats. Default: None, not compared.
-        measurements: What solvers measured about each tensor they made. Default: none.
-    """
-
-    identity: Identity
-    volume: Bytes
-    kl_divergence: float | None = None
-    measurements: tuple[Measurement, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -73,15 +52,18 @@ class Writing:
     compares_logits: bool
     progress: Progress
 
-    def run(self) -> Outcome:
+    def run(self) -> dict[str, Any]:
         """Write and verify the result, and move the folder to its final path.
+
+        Returns:
+            `bytes`, `identity`, `kl_divergence` and `measurements` of an `UpscaleReport`.
 
         Raises:
             RequestError: If NaN is refused or transformers cannot read the result; nothing of the result is left.
             VerificationError: If the result does not do what the method promises; nothing of the result is left.
         """
         job, progress = self.job, self.progress
-        imports = threading.Thread(target=import_early, daemon=True)
+        imports = threading.Thread(target=_import_early, daemon=True)
         imports.start()
         shards = split_shards(job.tensors, self.max_shard_bytes)
         # If base layers were dropped, `strip` refuses, so that no digest is needed to confirm what it writes.
@@ -91,15 +73,10 @@ class Writing:
             config = copy.deepcopy(job.config)
             self._write_config(partial, config)
             begin_writing(progress, sum(tensor.num_bytes for tensor in job.tensors), len(shards))
-
-            def before_building() -> None:
-                digests.begin()
-                imports.join()  # transformers' lazy modules break if two threads import them at once
-
             writer = CheckpointWriter(
                 job.base.tensors,
                 scan=self.scan,
-                before_building=before_building,
+                before_building=imports.join,  # transformers' lazy modules break if two threads import them at once
                 progress=progress,
                 copied=digests.add,
                 stored_name=job.base.stored_name,
@@ -116,16 +93,19 @@ class Writing:
             identity, kl_divergence = self._verify(partial, shards, config, digests)
             self.folder.flush(progress)  # runs beside the digests: it takes about as long, and no processor
             progress.stage("recording what was done", 1)
-            volume = Bytes(written.bytes_read, written.bytes_written)
-            outcome = Outcome(identity, volume, kl_divergence, tuple(written.measurements))
+            outcome = {
+                "bytes": Bytes(written.bytes_read, written.bytes_written),
+                "identity": identity,
+                "kl_divergence": kl_divergence,
+                "measurements": written.measurements,
+            }
             self._write_provenance(partial, config, record, digests.finish() if recorded else {}, outcome)
             self.folder.commit()
             progress.advance()
         return outcome
 
     def _write_config(self, partial: Path, config: Config) -> None:
-        whole = self.job.base.whole_config(config)
-        (partial / "config.json").write_text(json.dumps(whole, indent=2) + "\n", encoding="utf-8")
+        write_config(partial, self.job.base.whole_config(config))
 
     def _write_banks(self, partial: Path) -> None:
         """Create the banks of new memories, and copy the banks of the base."""
@@ -174,8 +154,8 @@ class Writing:
         if job.source.shards is not None and (self.compares_logits or promised):
             base = base_in_result(base, job.tensors, written, digests.finish())
         if self.compares_logits:
-            difference = compare_logits(base, partial, tensors, job.plan, dtype, promised, self.progress)
-            return Identity("logits", difference.max_abs_diff), difference.kl_divergence
+            largest, kl_divergence = compare_logits(base, partial, tensors, job.plan, dtype, promised, self.progress)
+            return Identity("logits", largest), kl_divergence
         if not promised:
             return Identity(None, None), None
         family = base.family
@@ -198,7 +178,7 @@ class Writing:
         return Identity(None, None), None
 
     def _write_provenance(
-        self, partial: Path, config: Config, record: dict[str, Any], digests: dict[str, str], outcome: Outcome
+        self, partial: Path, config: Config, record: dict[str, Any], digests: dict[str, str], outcome: dict[str, Any]
     ) -> None:
         from midus_hf.version import __version__
 
@@ -227,7 +207,7 @@ class Writing:
             counts,
             request,
             job.concerns,
-            outcome.measurements,
+            outcome["measurements"],
             base_metadata(job.source, self.progress),
             job.base.auto_class,
             job.repository,
@@ -242,13 +222,19 @@ class Writing:
                 "dtype": job.dtype,
                 "base": base_record(job.base, job.source.label, job.source.revision, digests, job.adapter),
                 "parameters": vars(counts),
-                "identity": vars(outcome.identity),
+                "identity": vars(outcome["identity"]),
                 "promises_identity": job.method.promises_identity,
-                "kl_divergence": outcome.kl_divergence,
-                "measurements": list(outcome.measurements),
+                "kl_divergence": outcome["kl_divergence"],
+                "measurements": outcome["measurements"],
                 "paper": paper_entry(job.method),
             },
         )
+
+
+def _import_early() -> None:
+    """Import slow modules while bytes are copied, so that checking can begin at once; a failure is left to the first use."""
+    with contextlib.suppress(RequestError):
+        import_slow_modules()
 
 
 def _validated(folder: Path) -> Any:

@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from upscalers.checkpoint.base_model import BaseModel
-from upscalers.checkpoint.computed_tensor import ComputedTensor, read_stored
+from upscalers.checkpoint.computed_tensor import ComputedTensor, read_tensor
 from upscalers.plan.plan import Plan
 from upscalers.tensors.recipes import Recipe
 
@@ -54,7 +54,7 @@ class _ChosenBlocks(ComputedTensor):
     blocks: tuple[int, ...] = ()
 
     def read(self) -> "torch.Tensor":
-        return _chosen(read_stored(self.in_file), self.dim, self.num_blocks, self.blocks)
+        return _chosen(read_tensor(self.in_file), self.dim, self.num_blocks, self.blocks)
 
 
 def block_recipes(base: BaseModel, plan: Plan) -> dict[str, LayerBlocks]:

@@ -22,7 +22,7 @@ from upscalers.checkpoint.safetensors_format import (
     write_all,
 )
 from upscalers.request.errors import RequestError
-from upscalers.request.progress import NoProgress, Progress
+from upscalers.request.progress import Progress
 from upscalers.tensors.recipes import Combine, Copy, Fill, Recipe
 from upscalers.tensors.rows import RowRange, Rows
 from upscalers.tensors.solver import Measurement, Solved, Solver, Workplace, solve_all, solved_parts
@@ -113,7 +113,7 @@ class CheckpointWriter:
         self._sources = sources
         self._scan = scan
         self._before_building = before_building
-        self._progress: Progress = progress or NoProgress()
+        self._progress = progress or Progress()
         self._copied = copied
         self._stored_name = stored_name
         self._bytes_read = 0

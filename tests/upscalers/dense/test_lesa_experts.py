@@ -14,7 +14,7 @@ from upscalers.checkpoint.safetensors_format import StoredTensor
 from upscalers.methods.contract import get_method
 from upscalers.plan.plan import Base, New, Plan
 from upscalers.request.options import parse_options
-from upscalers.request.progress import NoProgress
+from upscalers.request.progress import Progress
 from upscalers.solvers import layer_predictor
 from upscalers.tensors.solver import Solved, Solver, Workplace, solve_all
 
@@ -74,7 +74,7 @@ def test_two_solvers_of_one_role_at_work_at_once_make_what_each_makes_alone(both
     solvers, made = gate_solvers(), {}
     solve_all(
         list(solvers),
-        Workplace(weights, tmp_path, NoProgress()),
+        Workplace(weights, tmp_path, Progress()),
         lambda solver, key, tensor: made.update({solvers[solver]: tensor}),
     )
     assert made.keys() == alone.keys()

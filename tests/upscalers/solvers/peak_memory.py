@@ -21,7 +21,7 @@ from upscalers.methods.lesa import MatrixPrediction
 from upscalers.methods.opt_deus import BlockFusion
 from upscalers.plan.plan import New
 from upscalers.request.options import parse_options
-from upscalers.request.progress import NoProgress
+from upscalers.request.progress import Progress
 from upscalers.solvers import transport
 from upscalers.tensors.solver import Solver, Workplace
 
@@ -55,7 +55,7 @@ def run(base: MemoryBase, solver: Solver) -> None:
         return torch.cat(values.flatten().split(_CHUNK)).view(shape)  # a second copy for a moment, as the writer
 
     with tempfile.TemporaryDirectory() as folder:
-        for _, made in solver.solve(Workplace(read, Path(folder), NoProgress())):
+        for _, made in solver.solve(Workplace(read, Path(folder), Progress())):
             assert made.isfinite().all()
 
 

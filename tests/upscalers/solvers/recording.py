@@ -9,11 +9,11 @@ import torch
 
 from upscalers.architecture.families import family_of
 from upscalers.checkpoint.base_model import BaseModel
-from upscalers.request.progress import NoProgress
+from upscalers.request.progress import Progress
 from upscalers.tensors.solver import Solver, Workplace
 
 
-class Recorder(NoProgress):
+class Recorder(Progress):
     """Remembers tasks, their steps and warnings; any thread may tell it."""
 
     def __init__(self) -> None:
