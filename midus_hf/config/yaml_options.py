@@ -115,11 +115,10 @@ def _apply_override(cls: type, values: dict[str, Any], override: str) -> None:
 
 
 def _first_key(values: Mapping[str, Any], path: str) -> tuple[str, str]:
-    """Split a path into its first key and the rest.
-
-    Names may have dots: the first key is the longest one that `values` has, or what stands before the first dot.
-    """
-    parts = path.split(".")
+    """Split a path into its first key and the rest."""
+    parts = path.split(
+        "."
+    )  # names may have dots: the longest key that `values` has is taken, else what stands before the first
     known = [size for size in range(1, len(parts) + 1) if ".".join(parts[:size]) in values]
     size = max(known, default=1)
     return ".".join(parts[:size]), ".".join(parts[size:])

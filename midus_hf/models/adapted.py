@@ -9,7 +9,9 @@ from torch import nn
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from midus_hf.memory.sequence_heads import SequenceHeads
-from midus_hf.models.rotation import Rotation, unrotated
+
+# Cosines and sines of a pass, the argument `position_embeddings` of layers.
+Rotation = tuple[torch.Tensor, torch.Tensor]
 
 # Function of a projection's input and output that returns the output to use instead.
 Adapter = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
@@ -180,11 +182,7 @@ def _attend_with_memory(
     memory_call: AttentionCall | None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Run the model's own attention, joined with the depth if a memory reads the depth, and let readers change the output.
-
-    Raises:
-        _HeadsAttend: If there is no `memory_call`, as in `rotates`.
-    """
+    """Run the model's own attention, joined with the depth if a memory reads the depth, and let readers change the output."""
     if memory_call is None:
         raise _HeadsAttend
     implementation = module.own_config._attn_implementation
@@ -247,6 +245,34 @@ def rotates(attention: Any, family_class: type[nn.Module]) -> bool:
     except (AttributeError, TypeError):
         return True
     raise AssertionError("attention calls its attention function")
+
+
+def rotated(attention: Any, heads: torch.Tensor, rotation: Rotation | None) -> torch.Tensor:
+    """Rotate queries or keys `[B, H, T, d]` as a family's attention does, if it does and there is a rotation."""
+    if rotation is None or not attention.rotates:
+        return heads
+    rotate: Any = sys.modules[attention.family_class.__module__].apply_rotary_pos_emb
+    if rotate.__code__.co_varnames[1] == "cos":  # the function takes queries or keys (Gemma 4)
+        return rotate(heads, *rotation)
+    return rotate(heads, heads[:, :0], *rotation)[0]  # the function takes queries and keys
+
+
+def unrotated(attention: Any, heads: torch.Tensor, rotation: Rotation | None) -> torch.Tensor:
+    """Undo the rotation of queries or keys `[B, H, T, d]`, and their lengthening by scaled rotary embeddings.
+
+    Raises:
+        ValueError: If the family rotates by complex numbers, as Llama 4 does.
+    """
+    if rotation is None or not attention.rotates:
+        return heads
+    if not isinstance(rotation, tuple):
+        raise ValueError(
+            f"{attention.family_class.__name__} rotates queries and keys by complex numbers; expected cosines and sines. Choose a "
+            "memory that does not read rotated heads."
+        )
+    cos, sin = (part.to(torch.promote_types(heads.dtype, torch.float32)) for part in rotation)
+    squared = cos.square() + sin.square()
+    return rotated(attention, heads.to(cos.dtype), (cos / squared, -sin / squared)).to(heads.dtype)
 
 
 def _adapted(projection: Callable[[torch.Tensor], torch.Tensor], adapter: Adapter) -> Callable[..., torch.Tensor]:

@@ -48,10 +48,7 @@ def _silent_names(memory: MemoryModule) -> list[str]:
 
 
 def _are_frozen_at_zero(memory: MemoryModule, names: list[str], adapted: set[str | None]) -> bool:
-    """Return whether all named tensors are zero and frozen; False if their values are unknown (on the meta device, or sharded).
-
-    Tensors that were nonzero once are not read again, since a Trainer calls `train` at every step.
-    """
+    """Return whether all named tensors are zero and frozen; False if their values are unknown (on the meta device, or sharded)."""
     parents = [name.rpartition(".")[0] for name in names]
     if any(parent and type(attrgetter(parent)(memory)) is not nn.Linear for parent in parents):
         return False  # the parent is an adapter, which may train
@@ -62,6 +59,7 @@ def _are_frozen_at_zero(memory: MemoryModule, names: list[str], adapted: set[str
         return False
     if any(type(value) is not nn.Parameter or value.is_meta or value.numel() == 0 for value in values):
         return False
+    # A Trainer calls `train` at every step: what was nonzero once is not read again.
     memory.values_were_set = memory.values_were_set or any(value.any().item() for value in values)
     return not memory.values_were_set
 

@@ -8,8 +8,8 @@ import torch
 from midus_hf.config.memories.depth_attention import DepthAttentionOptions, Slot, SlotSource
 from midus_hf.config.memory_entries import MemoryEntry
 from midus_hf.memory.sequence_heads import SequenceHeads
+from midus_hf.models.adapted import Rotation, rotated, unrotated
 from midus_hf.models.memory_inputs import Carried
-from midus_hf.models.rotation import Rotation, rotated, unrotated
 
 # A key and a value per key/value head and token, both `[B, K, T, d]`.
 Heads = tuple[torch.Tensor, torch.Tensor]

@@ -209,11 +209,7 @@ def _attributes(values: Mapping[str, Any]) -> str:
 
 
 class _SourceLoader(importlib.abc.InspectLoader):
-    """Loader of a module from its source.
-
-    Args:
-        source: The module's source code.
-    """
+    """Loader of a module from its source."""
 
     def __init__(self, source: str):
         self._source = source

@@ -25,11 +25,10 @@ from midus_hf.memory.routing.token_places import token_places
 from midus_hf.memory.sequence_heads import refuse_untold
 from midus_hf.memory.tables import MemoryTables
 from midus_hf.models.adapted import PROJECTION_NAMES
-from midus_hf.models.adapter_layers import TakesAdapters, refuse_adapter_of_base
+from midus_hf.models.adapter_layers import TakesAdapters, refuse_adapter_of_base, register_targets
 from midus_hf.models.dead_memories import warn_of_dead_memories
 from midus_hf.models.fetching import BLOCKS, IDS, Banks, HostsBanks
 from midus_hf.models.memory_inputs import MemoryInputs
-from midus_hf.models.peft_targets import register_targets
 
 
 class MemoryConfig:
@@ -111,11 +110,7 @@ class HostsMemory(HostsBanks, TakesAdapters):
 
     @needed_for("depth")
     def _check_and_adjust_attn_implementation(self, attn_implementation: str | None, *args: Any, **kwargs: Any) -> str:
-        """Check the implementation as the family does; called when a model is made and when its attention is set.
-
-        Raises:
-            ValueError: If a memory attends to the depth, and the implementation gives no log-sum-exp of its softmax.
-        """
+        """Check the implementation as the family does; called when a model is made and when its attention is set."""
         model: Any = self
         if any(entry.options.attends for entry in memories_of(model.config).entries):
             refuse_untold(attn_implementation)
@@ -123,11 +118,9 @@ class HostsMemory(HostsBanks, TakesAdapters):
         return adjusted
 
     def _initialize_weights(self, module: nn.Module, *_: Any) -> None:
-        """Initialise a module that no checkpoint has filled.
-
-        Transformers passes over a module of code that is not its own if a checkpoint has filled all parameters that the module itself
-        holds. But a family's module may also fill buffers of its parts (Falcon H1), and a memory may hold linear layers alone.
-        """
+        """Initialise a module that no checkpoint has filled."""
+        # Transformers passes over a module of other code if a checkpoint has filled the parameters that the module itself holds. But
+        # a family's module may also fill buffers of its parts (Falcon H1), and a memory may hold linear layers alone.
         super()._initialize_weights(module)
 
     @torch.no_grad()
@@ -316,10 +309,8 @@ class MemoryModel(HostsMemory):
 
     @needed_for("states")
     def _memory_states(self, cache: Cache | None) -> dict[tuple[str, int], MemoryState]:
-        """Return the states that memories keep of the sequences, in the cache of the pass.
-
-        Under activation checkpointing there are no states, since the repetition of a layer would read what the layer had kept.
-        """
+        """Return the states that memories keep of the sequences, in the cache of the pass."""
+        # The repetition of a checkpointed layer would read what the layer had kept.
         if cache is None or (self.training and getattr(self, "gradient_checkpointing", False)):
             return {}
         return states_in(cache, self.stateful, self.config.num_hidden_layers)
@@ -331,11 +322,7 @@ class MemoryModel(HostsMemory):
         memory_ids: torch.Tensor | None,
         memory_blocks: Mapping[str, FetchedBatch] | None,
     ) -> Mapping[str, FetchedBatch]:
-        """Return the blocks of the texts of the pass, by the name of the memory.
-
-        Raises:
-            ValueError: If both ids and blocks are passed, ids are wrong, or blocks were fetched for another number of rows.
-        """
+        """Return the blocks of the texts of the pass, by the name of the memory."""
         if memory_ids is not None and memory_blocks is not None:
             raise ValueError("memory_ids and memory_blocks are given; expected one of them.")
         if memory_ids is None and memory_blocks is None and not self.own_banks.read_without_ids:

@@ -146,11 +146,7 @@ class MemoryForCausalLM(AddsRouterLosses, HostsMemory):
 
     @needed_for("arguments", "banks", "states")
     def _get_candidate_generator(self, *args: Any, model_kwargs: dict[str, Any], **kwargs: Any) -> Any:
-        """Return the family's generator of candidates for assisted decoding, without the arguments that memories take.
-
-        Raises:
-            ValueError: If a memory cannot take back the tokens of a rejected draft.
-        """
+        """Return the family's generator of candidates for assisted decoding, without the arguments that memories take."""
         if self.stack.needs.states:
             check_taking_back(self.stack.stateful)
         names: set[str] = self.stack.memory_input_names
@@ -247,16 +243,7 @@ def share_conversions(causal_lm_class: Any) -> None:
 
 
 def _prompt_mask_of_pass(prompt_mask: torch.Tensor, num_seen: int, cache: Any) -> torch.Tensor:
-    """Return the mask of the prompt, extended to all tokens seen so far; tokens behind the mask do not belong to the prompt.
-
-    Args:
-        prompt_mask: `[B, P]`, true for tokens of the prompt.
-        num_seen: Number of tokens of the pass and of all passes before it.
-        cache: The cache of the pass.
-
-    Raises:
-        ValueError: If the pass is the first, and has only a part of the prompt.
-    """
+    """Return the mask of the prompt, extended to all tokens seen so far; tokens behind the mask do not belong to the prompt."""
     missing = num_seen - prompt_mask.shape[1]
     if missing < 0 and (cache is None or cache.get_seq_length() == 0):
         raise ValueError(

@@ -193,15 +193,7 @@ class HostLayer(NamesParts):
     def _add_behind_mixer(
         self, entered: torch.Tensor, memory_inputs: MemoryInputs, part: Callable[..., Any], *args: Any, **kwargs: Any
     ) -> Any:
-        """Run the last part before the mixer's output is added to the residual stream, and add what memories read from the sum.
-
-        Args:
-            entered: The residual stream before the layer, `[B, T, D]`.
-            memory_inputs: Inputs of the pass for memories.
-            part: The mixer, or the norm behind it.
-            args: Arguments of the part.
-            kwargs: Arguments of the part.
-        """
+        """Run the last part before the mixer's output is added to the residual stream, and add what memories read from the sum."""
         output = part(*args, **kwargs)
         added = first_of(output)
         return with_first(output, self._with_added("behind-attention", added, entered + added, memory_inputs))

@@ -93,19 +93,6 @@ def test_what_an_edit_put_in_the_place_of_the_bank_is_served_once_it_is_opened(m
     assert the_same(model, plain()) and not the_same(model, before)
 
 
-def test_weights_that_are_loaded_are_computed_with_the_same_blocks(model, plain):
-    other = plain()
-    state = {name: value * 1.5 for name, value in model.state_dict().items()}
-    for one in (model, other):
-        one.load_state_dict(state)
-    assert the_same(model, other)
-    wide = {name: value.double() for name, value in state.items()}
-    for one in (model, other):
-        one.load_state_dict(wide, assign=True)
-    assert logits(model, prompt(), memory_ids=IDS).dtype == torch.float64
-    assert the_same(model, other)
-
-
 def test_a_model_in_another_dtype_gets_its_blocks_in_it(model, plain):
     other = plain()
     for dtype in (torch.bfloat16, torch.float64, torch.float32):

@@ -1,16 +1,25 @@
-"""`torch.compile(fullgraph=True)` takes the whole model as one graph."""
+"""`torch.compile(fullgraph=True)` takes the whole model as one graph, and decoding steps as one for all positions."""
 
-import contextlib
 import os
+from typing import Any
 
 import pytest
 import torch
+from models.cases import CASES
+from models.chapter_models import chapter_model
 from models.upscaled import upscaled_model, upscaled_pair
 from pairs import by_default
 from tiny import FAMILIES, prompt
-from transformers import PreTrainedModel, StaticCache
+from transformers import CompileConfig, PreTrainedModel, StaticCache
 
 from midus_hf.memory.kept_values import kept_values
+
+MEMORIES = ["headwise", "product-key", "linear", "chunk", "prompt", "ultramem own", "ultramem skip"]
+MEMORIES += ["depth default", "depth joint", "depth projected"]
+USUAL = [("llama", case) for case in MEMORIES if case not in ("linear", "ultramem own", "depth projected")]
+USUAL += [("qwen3", "headwise"), ("gemma3", "headwise"), ("gemma3", "chunk")]
+ALL = [(family, case) for family in ("llama", "qwen3", "gemma3") for case in MEMORIES]
+LENGTH = 16
 
 
 @pytest.fixture(autouse=True)
@@ -20,31 +29,22 @@ def no_graphs_of_other_tests():
     torch._dynamo.reset()
 
 
-def small_model(family: str) -> PreTrainedModel:
-    """Two layers and a block, to be compiled soon. With eager attention the graph adds in the order that eager does."""
-    return upscaled_model(family, attention="eager", num_hidden_layers=2, new_layers=(1,))
-
-
 def logits_and_gradients(model: PreTrainedModel, forward) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
     logits = forward(input_ids=prompt(), use_cache=False).logits
     upstream = torch.randn(logits.shape, generator=torch.Generator().manual_seed(5))
     return logits.detach(), torch.autograd.grad(logits, list(model.parameters()), upstream)
 
 
-@pytest.mark.parametrize("values", ["plain", "kept"])
-def test_a_step_through_a_static_cache_is_one_graph(family, values):
-    model = small_model(family)
-    graphs = []
+def test_a_step_with_kept_values_is_one_graph_with_one_call_of_the_op():
+    model, graphs, logits = upscaled_model("llama", attention="eager", num_hidden_layers=2, new_layers=(1,)), [], []
 
     def counting(graph, _):
         graphs.append(graph)
         return graph.forward
 
-    compiled = torch.compile(model, fullgraph=True, backend=counting)
-    logits = []
-    for forward in (model, compiled):
+    for forward in (model, torch.compile(model, fullgraph=True, backend=counting)):
         cache = StaticCache(model.config, max_cache_len=26)
-        with torch.no_grad(), kept_values(model) if values == "kept" else contextlib.nullcontext():
+        with torch.no_grad(), kept_values(model):
             model(input_ids=prompt(), past_key_values=cache, use_cache=True)
             logits.append(forward(input_ids=prompt(1), past_key_values=cache, use_cache=True).logits)
     assert torch.equal(logits[0], logits[1])
@@ -94,3 +94,35 @@ def test_a_pass_without_gradients_between_two_with_them_changes_neither():
     together = together + model(second).logits.sum()
     for found, *parts in zip(torch.autograd.grad(together, tables), *apart, strict=True):
         torch.testing.assert_close(found, sum(parts), rtol=1e-4, atol=1e-6)
+
+
+def test_a_pass_that_is_told_nothing_of_prompts_is_one_graph():
+    model = chapter_model(routing="prompt", config={"num_hidden_layers": 1}, layers=(0,))
+    with torch.no_grad(), pytest.warns(UserWarning, match="prompt"):
+        expected = model(prompt(9)).logits
+    with torch.no_grad():
+        compiled = torch.compile(model, fullgraph=True, backend="eager")(prompt(9)).logits
+    assert torch.equal(compiled, expected)
+
+
+@pytest.mark.parametrize(("name", "case"), by_default(USUAL, ALL))
+def test_generation_with_a_static_cache_compiles_nothing_after_the_first_call(name, case, tmp_path):
+    model, graphs = CASES[case].model(name, tmp_path, small=True), []
+
+    def counting(graph: Any, _: Any) -> Any:
+        graphs.append(graph)
+        return graph.forward
+
+    # What `generate` does on a GPU by itself.
+    compiled = CompileConfig(fullgraph=True, backend=counting, mode=None)
+    compiled._compile_all_devices = True
+    after_each = []
+    for length in (5, 9, 12):
+        greedy = {"max_new_tokens": LENGTH - length, "min_new_tokens": LENGTH - length, "do_sample": False}
+        tokens = prompt(length, seed=length)
+        found = model.generate(tokens, **greedy, cache_implementation="static", compile_config=compiled)
+        after_each.append(len(graphs))
+        assert torch.equal(found, model.generate(tokens, **greedy))
+    assert after_each == [after_each[0]] * 3
+    # A cache of a sliding window counts the tokens that it holds in Python, in the base too.
+    assert after_each[0] == 1 or name == "gemma3"

@@ -169,124 +169,118 @@ def test_every_hosted_type_has_the_heads_that_transformers_has(model_type, kind)
         assert {"prompt_mask", "token_mask", "memory_ids"} <= names and of_native - {"use_cache"} <= names
 
 
-@pytest.fixture
-def wired_wrongly(monkeypatch):
-    """Change a method of layers that host memory, and return the message of the proof that then fails."""
-
-    def proof_of(name, change, site="beside-ffn"):
-        (layer,) = FAMILIES["llama"].model_class.layer_classes
-        owner = layer if name in vars(layer) else HostLayer  # transformers gives each layer class a forward of its own
-        monkeypatch.setattr(owner, name, change(getattr(owner, name)))
-        with pytest.raises(UnprovenArchitecture) as refused:
-            prove.__wrapped__("llama", site)
-        return str(refused.value)
-
-    return proof_of
+def added_twice(added):
+    return lambda self, at, hidden, read, inputs: added(self, at, added(self, at, hidden, read, inputs), read, inputs)
 
 
-@pytest.mark.parametrize("site", ["beside-ffn", "behind-attention", "behind-layer"])
-def test_a_memory_that_is_added_twice_fails_the_proof(wired_wrongly, site):
-    def twice(added):
-        def with_added(self, at, hidden_states, read, memory_inputs):
-            return added(self, at, added(self, at, hidden_states, read, memory_inputs), read, memory_inputs)
+def reading_another_tensor(added):
+    return lambda self, at, stream, read, inputs: added(self, at, stream, stream, inputs)
+
+
+def not_reached(added):
+    return lambda self, at, hidden_states, read, inputs: hidden_states
+
+
+def noisy_in(dtype):
+    def change(added):
+        def with_added(self, *inputs):
+            result = added(self, *inputs)
+            return result * 1.01 if result.dtype == dtype else result
 
         return with_added
 
-    message = wired_wrongly("_with_added", twice, site)
-    assert re.fullmatch(
-        rf"llama: logits of a memory at {site} and of the same memory in hooks differ by up to .*; expected equal bits\.",
-        message,
-    )
+    return change
 
 
-@pytest.mark.parametrize("site", ["beside-ffn", "behind-attention"])
-def test_a_memory_that_reads_another_tensor_fails_the_proof(wired_wrongly, site):
-    def of_another_tensor(added):
-        return lambda self, at, stream, read, memory_inputs: added(self, at, stream, stream, memory_inputs)
-
-    assert "in hooks differ by up to" in wired_wrongly("_with_added", of_another_tensor, site)
+def doubled(read):
+    return lambda self, *inputs: 2 * read(self, *inputs)
 
 
-def test_a_memory_whose_result_is_added_behind_another_layer_twice_fails_the_proof(wired_wrongly):
-    def doubled(read):
-        return lambda self, *inputs: 2 * read(self, *inputs)
-
-    assert "logits of a memory at skip and of the same memory in hooks differ" in wired_wrongly(
-        "_read", doubled, "skip"
-    )
+def detached(read):
+    return lambda self, *inputs: read(self, *inputs).detach()
 
 
-def test_a_memory_that_is_not_reached_fails_the_proof(wired_wrongly):
-    def not_reached(added):
-        return lambda self, at, hidden_states, read, memory_inputs: hidden_states
-
-    assert wired_wrongly("_with_added", not_reached) == (
-        "llama: a memory at beside-ffn changes no logit; expected a change."
-    )
+def doubled_in_steps(read):
+    return lambda self, name, stream, inputs: read(self, name, stream, inputs) * (2 if stream.shape[1] == 1 else 1)
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-def test_a_layer_that_computes_something_else_at_birth_fails_the_proof(wired_wrongly, dtype):
-    def noisy(added):
-        def with_added(self, at, hidden_states, read, memory_inputs):
-            result = added(self, at, hidden_states, read, memory_inputs)
-            return result * 1.01 if result.dtype == getattr(torch, dtype) else result
-
-        return with_added
-
-    message = wired_wrongly("_with_added", noisy)
-    assert re.fullmatch(rf"llama in {dtype}: logits at birth differ by up to .*; expected equal bits\.", message)
+def without_mask(forward):
+    return lambda self, *args, **kwargs: forward(self, *args, **{**kwargs, "attention_mask": None})
 
 
-def test_padding_that_is_not_passed_on_fails_the_proof(wired_wrongly):
-    def without_mask(forward):
-        return lambda self, *args, **kwargs: forward(self, *args, **{**kwargs, "attention_mask": None})
-
-    assert "logits with padding at birth differ" in wired_wrongly("forward", without_mask)
+def raising(forward):
+    return lambda self, *args, **kwargs: {}["depth"]
 
 
-def test_a_memory_without_gradient_fails_the_proof(wired_wrongly):
-    def detached(read):
-        return lambda self, *inputs: read(self, *inputs).detach()
+def with_another_tensor(host):
+    def widened(self, *args):
+        host(self, *args)
+        self.gain = nn.Parameter(torch.ones(1))
 
-    message = wired_wrongly("_read", detached)
-    assert re.fullmatch(
-        r"llama: model\.layers\.0\.memories\.\S+ takes no gradient; expected one for each new tensor\.", message
-    )
+    return widened
 
 
-def test_steps_with_a_cache_that_differ_from_one_pass_fail_the_proof(wired_wrongly):
-    def doubled_in_steps(read):
-        return lambda self, name, stream, inputs: read(self, name, stream, inputs) * (2 if stream.shape[1] == 1 else 1)
-
-    message = wired_wrongly("_read", doubled_in_steps)
-    assert re.fullmatch(
-        r"llama: with a cache, logits differ by \S+ from those of one pass, and by \S+ without memory; expected at most 1\.0e-04\.",
-        message,
-    )
+IN_HOOKS = r"logits of a memory at {} and of the same memory in hooks differ by up to .*; expected equal bits\."
 
 
-def test_a_layer_that_has_other_tensors_than_the_base_fails_the_proof(wired_wrongly):
-    def with_another_tensor(host):
-        def widened(self, *args):
-            host(self, *args)
-            self.gain = nn.Parameter(torch.ones(1))
-
-        return widened
-
-    assert wired_wrongly("host", with_another_tensor) == (
-        "llama: a model with memory has other tensors than its base, such as model.layers.0.gain."
-    )
-
-
-def test_whatever_a_model_raises_ends_the_proof(wired_wrongly):
-    def broken(forward):
-        def raising(self, *args, **kwargs):
-            raise KeyError("depth")
-
-        return raising
-
-    assert wired_wrongly("forward", broken) == "llama: the proof ended with KeyError: 'depth'"
+@pytest.mark.parametrize(
+    ("wiring", "name", "change", "message"),
+    [
+        *(
+            (site, "_with_added", added_twice, f"llama: {IN_HOOKS.format(site)}")
+            for site in ("beside-ffn", "behind-attention", "behind-layer")
+        ),
+        *(
+            (site, "_with_added", reading_another_tensor, f"llama: {IN_HOOKS.format(site)}")
+            for site in ("beside-ffn", "behind-attention")
+        ),
+        ("skip", "_read", doubled, f"llama: {IN_HOOKS.format('skip')}"),
+        (
+            "beside-ffn",
+            "_with_added",
+            not_reached,
+            r"llama: a memory at beside-ffn changes no logit; expected a change\.",
+        ),
+        *(
+            (
+                "beside-ffn",
+                "_with_added",
+                noisy_in(dtype),
+                rf"llama in {str(dtype)[6:]}: logits at birth differ by up to .*; expected equal bits\.",
+            )
+            for dtype in (torch.bfloat16, torch.float32)
+        ),
+        ("beside-ffn", "forward", without_mask, r"llama in \w+: logits with padding at birth differ .*"),
+        (
+            "beside-ffn",
+            "_read",
+            detached,
+            r"llama: model\.layers\.0\.memories\.\S+ takes no gradient; expected one for each new tensor\.",
+        ),
+        (
+            "beside-ffn",
+            "_read",
+            doubled_in_steps,
+            r"llama: with a cache, logits differ by \S+ from those of one pass, and by \S+ .*; expected at most 1\.0e-04\.",
+        ),
+        (
+            "beside-ffn",
+            "host",
+            with_another_tensor,
+            r"llama: a model with memory has other tensors than its base, such as model\.layers\.0\.gain\.",
+        ),
+        ("beside-ffn", "forward", raising, "llama: the proof ended with KeyError: 'depth'"),
+    ],
+)
+def test_a_layer_that_is_wired_wrongly_fails_the_proof(wiring, name, change, message, monkeypatch):
+    (layer_class,) = FAMILIES["llama"].model_class.layer_classes
+    owner = (
+        layer_class if name in vars(layer_class) else HostLayer
+    )  # transformers gives each layer class a forward of its own
+    monkeypatch.setattr(owner, name, change(getattr(owner, name)))
+    with pytest.raises(UnprovenArchitecture) as refused:
+        prove.__wrapped__("llama", wiring)
+    assert re.fullmatch(message, str(refused.value))
 
 
 def without_the_last_projection(adapters):

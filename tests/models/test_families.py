@@ -2,10 +2,9 @@
 
 import inspect
 import pickle
-import subprocess
-import sys
 
 import pytest
+from models.fresh_process import run_python
 from tiny import FAMILIES as NATIVE
 from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING
 
@@ -21,26 +20,6 @@ def test_the_classes_of_a_family_extend_its_own(family):
     assert f"class {hosting.__name__}(MemoryForCausalLM, {native.__name__}):" in inspect.getsource(hosting)
 
 
-def test_a_config_that_was_pickled_is_read_in_another_process(family, tmp_path):
-    config = FAMILIES[NATIVE[family].config_class.model_type].config_class(num_hidden_layers=1)
-    (tmp_path / "config.pkl").write_bytes(pickle.dumps(config))
-    if family != "llama":
-        assert pickle.loads((tmp_path / "config.pkl").read_bytes()).to_dict() == config.to_dict()
-        return
-    code = "import pickle, sys; print(pickle.load(open(sys.argv[1], 'rb')).model_type)"
-    line = [sys.executable, "-c", code, str(tmp_path / "config.pkl")]
-    assert subprocess.run(line, capture_output=True, text=True, timeout=120).stdout == f"{config.model_type}\n"
-
-
-@pytest.mark.parametrize(
-    ("model_type", "path"),
-    [("gpt2", r"transformer\.h"), ("opt", r"model\.decoder\.layers"), ("bloom", r"transformer\.h")],
-)
-def test_layers_at_another_path_are_refused(model_type, path):
-    with pytest.raises(ValueError, match=rf"'{model_type}' has its layers at {path}; expected .* at model\.layers"):
-        family_source(model_type)
-
-
 @pytest.mark.parametrize(("model_type", "network"), [("cohere", "mlp"), ("lfm2", "feed_forward"), ("mixtral", "mlp")])
 def test_parts_of_other_names_and_orders_are_read(model_type, network):
     source = family_source(model_type)
@@ -49,16 +28,18 @@ def test_parts_of_other_names_and_orders_are_read(model_type, network):
     assert ("adds_mixer = False" in source) == (model_type == "cohere")
 
 
-def test_a_config_of_a_type_with_memory_joins_when_it_is_named():
-    """Know `midus_` types in the Auto classes without an import of the type, and no type that cannot host memory."""
-    code = (
-        "import midus_hf.models.families as families; from transformers import AutoConfig; "
-        "before = 'olmo' in families.FAMILIES; config = AutoConfig.for_model('midus_olmo', num_hidden_layers=2); "
-        "print(before, config.model_type, 'olmo' in families.FAMILIES)"
-    )
-    line = [sys.executable, "-c", code]
-    printed = subprocess.run(line, capture_output=True, text=True, timeout=120)
-    assert printed.stdout == "False midus_olmo True\n", printed.stderr
+def test_another_process_reads_pickled_configs_and_makes_classes_of_types_that_are_named(tmp_path):
+    config = FAMILIES["llama"].config_class(num_hidden_layers=1)
+    (tmp_path / "config.pkl").write_bytes(pickle.dumps(config))
+    code = """
+import pickle
+print(pickle.load(open("config.pkl", "rb")).model_type)
+import midus_hf.models.families as families
+from transformers import AutoConfig
+print("olmo" in families.FAMILIES, AutoConfig.for_model("midus_olmo", num_hidden_layers=2).model_type, "olmo" in families.FAMILIES)
+"""
+    printed = run_python(code, tmp_path, package_present=True)
+    assert printed == f"{config.model_type}\nFalse midus_olmo True\n"
 
 
 def test_a_type_that_cannot_host_memory_does_not_join():

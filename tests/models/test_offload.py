@@ -48,11 +48,3 @@ def test_an_automatic_device_map_never_splits_a_layer(native_family, case, tmp_p
         )
         assert set(device_map.values()) == {"cpu", "disk"}
         assert not [name for name in device_map if name.startswith("model.layers.") and name.count(".") > 2]
-
-
-@pytest.mark.parametrize("case", ["headwise", "chunk"])
-def test_device_map_auto_loads(native_family, case, tmp_path):
-    model = CASES[case].model(native_family, tmp_path, torch.float32)
-    model.save_pretrained(tmp_path / "saved")
-    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "saved", device_map="auto")
-    assert torch.equal(logits(loaded, prompt().to(loaded.device)).cpu(), logits(model, prompt()))

@@ -34,13 +34,6 @@ def made(request):
     return MODELS[request.param]
 
 
-@pytest.fixture
-def no_graphs_of_other_tests():
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
-
-
 @torch.no_grad()
 def logits(model, seed=0):
     torch.manual_seed(seed)
@@ -79,13 +72,6 @@ def test_a_layer_that_is_computed_twice_reads_the_same_slots(kind, family, use_r
     assert not torch.equal(of_seed(model, seed=1)[0], loss)
 
 
-@pytest.mark.parametrize("made", by_default(["chapters"], MODELS), indirect=True)
-def test_a_model_is_one_graph(made, no_graphs_of_other_tests):
-    model = made("llama").train()
-    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
-    torch.testing.assert_close(of_seed(model, forward=compiled), of_seed(model), rtol=1e-4, atol=1e-5)
-
-
 def test_tokens_are_generated_with_kept_values_and_a_cache(made, family):
     model = made(family)
     written = []
@@ -107,6 +93,20 @@ def test_a_batch_norm_learns_the_statistics_of_what_would_be_asked():
         model(prompt(), use_cache=False)
         statistics.append(model.model.layers[1].memory.query_mean.clone())
     assert torch.equal(*statistics) and statistics[0].any()
+
+
+@pytest.fixture
+def no_graphs_of_other_tests():
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+@pytest.mark.parametrize("made", by_default(["chapters"], MODELS), indirect=True)
+def test_a_model_is_one_graph(made, no_graphs_of_other_tests):
+    model = made("llama").train()
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(of_seed(model, forward=compiled), of_seed(model), rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("options", [{}, {"balance_coef": 0.1}], ids=["none", "balanced"])

@@ -1,86 +1,17 @@
 """A saved folder loads where this package is not installed, with the code that was saved in it."""
 
 import importlib
-import json
-import shutil
 import sys
 from pathlib import Path
 
 import pytest
-import torch
-from models.fresh_process import run_python
 from models.upscaled import memory_config, upscaled_model
-from pairs import by_default, wanted_by_tests
-from tiny import FAMILIES, prompt, tiny_model
-from transformers import AutoModelForCausalLM
+from tiny import FAMILIES, tiny_model
 
 from midus_hf.carried.module import carried_module, write_code
 from midus_hf.carried.standins import ENTRY_MODULE
 from midus_hf.memory.headwise import HeadwiseMemory
 from midus_hf.memory.registry import MEMORY_MODULES
-
-_LOAD = """
-import json
-from pathlib import Path
-from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
-
-def code(folder):
-    return {path.name: path.read_text() for path in Path(folder).glob("*.py")}
-
-def close(found, expected):
-    return torch.allclose(found, expected, rtol=1e-4, atol=1e-5)
-
-def refusal(attempt):
-    try:
-        attempt()
-    except (ImportError, OSError, ValueError) as error:
-        return type(error).__name__
-
-findings = {"imports": [refusal(lambda: __import__(name)) for name in ("midus_hf", "midus_hf.ops", "upscalers")]}
-for family in json.load(open("families.json")):
-    tokens, logits, stream, trained = torch.load(f"{family}.pt")
-    config = AutoConfig.from_pretrained(family, trust_remote_code=True)
-    model = AutoModelForCausalLM.from_pretrained(family, trust_remote_code=True)
-    stack = AutoModel.from_pretrained(family, trust_remote_code=True)
-    sharded = AutoModelForCausalLM.from_pretrained(f"{family}-sharded", trust_remote_code=True)
-    model.save_pretrained(f"{family}-again")
-    again = AutoModelForCausalLM.from_pretrained(f"{family}-again", trust_remote_code=True)
-    stack.save_pretrained(f"{family}-stack")
-    stack_again = AutoModel.from_pretrained(f"{family}-stack", trust_remote_code=True)
-    again.save_pretrained(f"{family}-thrice")
-    fresh = AutoModelForCausalLM.from_config(config, trust_remote_code=True)
-    with torch.no_grad():
-        own_logits, own_stream = model(tokens).logits, stack(tokens).last_hidden_state
-        findings[family] = {
-            "comes from the folder": all(
-                type(part).__module__.startswith("transformers_modules.") for part in (config, model, stack, again)
-            ),
-            "is of the classes it was saved as": [type(part).__name__ for part in (config, stack, model)],
-            "AutoModelForCausalLM": close(own_logits, logits),
-            "AutoModel": close(own_stream, stream),
-            "sharded": torch.equal(sharded(tokens).logits, own_logits),
-            "saved again": torch.equal(again(tokens).logits, own_logits),
-            "stack saved again": torch.equal(stack_again(tokens).last_hidden_state, own_stream),
-            "a new model of its config has zero values": not fresh.model.layers[1].memory.value_bank.any(),
-            "its code saved again": code(f"{family}-again") == code(family) == code(f"{family}-thrice"),
-            "its config saved again": Path(f"{family}-again/config.json").read_text()
-            == Path(f"{family}/config.json").read_text(),
-            "refused without its code": [
-                refusal(lambda: AutoModelForCausalLM.from_pretrained(f"{family}-bare", trust_remote_code=trust))
-                for trust in (False, True)
-            ]
-            == ["ValueError", "OSError"],
-        }
-    model.train()
-    loss = model(tokens, labels=tokens, use_cache=False).loss
-    loss.backward()
-    findings[family]["trains"] = close(loss.detach(), trained) and all(p.grad is not None for p in model.parameters())
-print(json.dumps(findings))
-"""
-
-
-# test_identity.py loads every family from the code in its folder.
-some_families = pytest.mark.parametrize("family", by_default(["qwen3", "gemma2"], FAMILIES))
 
 
 @pytest.fixture(scope="module")
@@ -90,55 +21,6 @@ def saved(tmp_path_factory) -> Path:
     for family in FAMILIES:
         upscaled_model(family).save_pretrained(folder / family)
     return folder
-
-
-@pytest.fixture(scope="module")
-def folder(request, saved) -> Path:
-    """Families saved, whole and in shards, loaded, and saved again by a process without this package."""
-    folder = saved
-    families = [family for (family,) in wanted_by_tests(request, "family")]
-    for family in families:
-        model = upscaled_model(family)
-        model.save_pretrained(folder / f"{family}-sharded", max_shard_size="20KB")
-        shutil.copytree(folder / family, folder / f"{family}-bare", ignore=shutil.ignore_patterns("*.py"))
-        assert len(list((folder / f"{family}-sharded").glob("*.safetensors"))) > 2
-        with torch.no_grad():
-            logits, stream = model(prompt()).logits, model.model(prompt()).last_hidden_state
-        loss = model(prompt(), labels=prompt(), use_cache=False).loss.detach()
-        torch.save((prompt(), logits, stream, loss), folder / f"{family}.pt")
-    (folder / "families.json").write_text(json.dumps(families))
-    printed = run_python(_LOAD, folder, package_present=False)
-    (folder / "findings.json").write_text(printed.splitlines()[-1])
-    return folder
-
-
-def test_the_process_of_these_tests_cannot_import_the_package(folder):
-    assert json.loads((folder / "findings.json").read_text())["imports"] == ["ModuleNotFoundError"] * 3
-
-
-@some_families
-def test_a_folder_loads_runs_trains_and_saves_again_without_the_package(family, folder):
-    found = json.loads((folder / "findings.json").read_text())[family]
-    model = upscaled_model(family)
-    names = found.pop("is of the classes it was saved as")
-    assert names == [type(part).__name__ for part in (model.config, model.model, model)]
-    assert len(found) == 11
-    assert [name for name, holds in found.items() if holds is not True] == []
-
-
-@some_families
-def test_what_was_saved_without_the_package_loads_with_it(family, folder):
-    model = upscaled_model(family)
-    again = AutoModelForCausalLM.from_pretrained(folder / f"{family}-again")
-    assert type(again) is type(model)
-    assert again.state_dict().keys() == model.state_dict().keys()
-    assert all(torch.equal(tensor, model.state_dict()[name]) for name, tensor in again.state_dict().items())
-
-
-@some_families
-def test_with_the_package_installed_its_own_classes_load_even_when_remote_code_is_trusted(family, folder):
-    again = AutoModelForCausalLM.from_pretrained(folder / family, trust_remote_code=True)
-    assert type(again) is type(upscaled_model(family))
 
 
 def test_the_code_is_one_file_that_holds_this_family_alone(family, saved):

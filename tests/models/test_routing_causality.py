@@ -9,9 +9,8 @@ import warnings
 import pytest
 import torch
 from models.chapter_models import chapter_model
-from models.hosting import in_steps
 from tiny import prompt
-from transformers import PreTrainedModel, StaticCache
+from transformers import PreTrainedModel
 
 CAUSAL = ("chunk", "prompt", "token")
 TOKENS, PROMPT = 14, 5
@@ -64,16 +63,6 @@ def test_a_token_of_the_prompt_sees_all_of_the_prompt(family):
     assert (unsaid - before).abs().max() > 1e-3
 
 
-@pytest.mark.parametrize("routing", CAUSAL)
-def test_earlier_tokens_get_no_gradient_from_later_ones(routing):
-    model = chapter_model(routing=routing)
-    embedded = model.get_input_embeddings()(prompt(TOKENS)).detach().requires_grad_()
-    given = {"prompt_mask": prompt_mask()} if routing == "prompt" else {}
-    output = model(inputs_embeds=embedded, use_cache=False, **given).logits
-    (gradient,) = torch.autograd.grad(output[:, 8].sum(), embedded)
-    assert gradient[:, :9].abs().amax(-1).all() and not gradient[:, 9:].any()
-
-
 @pytest.mark.parametrize("family", ["llama", "gemma3"])
 def test_a_whole_sequence_is_one_document_of_those_packed_in_a_row(family):
     """Positions that begin again, without a mask, as collators for packed rows give them."""
@@ -81,15 +70,6 @@ def test_a_whole_sequence_is_one_document_of_those_packed_in_a_row(family):
     packed = logits(model, tokens, position_ids=torch.tensor([[*range(4), *range(9), *range(1)]]))
     for first, last in ((0, 4), (4, 13), (13, 14)):
         torch.testing.assert_close(packed[:, first:last], logits(model, tokens[:, first:last]), **CLOSE)
-
-
-@pytest.mark.parametrize("routing", CAUSAL)
-def test_a_cache_that_was_reset_begins_another_sequence(routing):
-    model, tokens = chapter_model(routing=routing), prompt(TOKENS)
-    cache = StaticCache(model.config, max_cache_len=TOKENS)
-    in_steps(model, prompt(TOKENS, seed=8), [PROMPT, 9], cache)
-    cache.reset()
-    torch.testing.assert_close(in_steps(model, tokens, [PROMPT, 9], cache), logits(model, tokens), **CLOSE)
 
 
 def test_documents_packed_in_a_row_have_no_prompt_of_their_own():

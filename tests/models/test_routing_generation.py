@@ -19,7 +19,6 @@ from midus_hf.memory.memory_state import MemoryState
 CAUSAL = ("chunk", "prompt", "token")
 PROMPT, NEW = 7, 6
 GREEDY = {"max_new_tokens": NEW, "do_sample": False}
-CLOSE = {"rtol": 1e-6, "atol": 1e-6}
 
 
 def full_pass(model: PreTrainedModel, tokens: torch.Tensor, prompt_length: int) -> torch.Tensor:
@@ -73,20 +72,6 @@ def test_only_looking_ahead_is_warned_of(routing):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         chapter_model(routing=routing).generate(prompt(PROMPT), max_new_tokens=1, do_sample=False)
-
-
-BEAMS = {"num_beams": 4, "num_return_sequences": 3, "output_scores": True, "return_dict_in_generate": True}
-
-
-def test_beams_that_forgot_to_carry_what_is_kept_would_be_seen(monkeypatch):
-    """So that tests of beams can fail: chunks are short, and beams change places."""
-    model = chapter_model(routing="chunk")
-    expected = model.generate(prompt(PROMPT), **GREEDY, **BEAMS)
-    moved = []
-    monkeypatch.setattr(MemoryState, "reorder_cache", lambda self, rows: moved.append(rows.tolist()))
-    forgetful = model.generate(prompt(PROMPT), **GREEDY, **BEAMS)
-    assert any(rows != sorted(rows) for rows in moved)
-    assert not torch.allclose(forgetful.sequences_scores, expected.sequences_scores, **CLOSE)
 
 
 @pytest.mark.parametrize("cache", ["dynamic", "static"])
@@ -170,16 +155,6 @@ def test_no_state_is_kept_where_tokens_choose_for_themselves():
     assert not any(isinstance(layer, MemoryState) for layer in cache.layers)
 
 
-def test_assisted_decoding_is_refused_before_a_pass_is_computed():
-    """Also where no token would have to be taken back: of this prompt nothing can be looked up."""
-    model = chapter_model(routing="chunk")
-    passes = []
-    model.model.register_forward_pre_hook(lambda *given: passes.append(given))
-    with pytest.raises(ValueError, match="'chapters' routes by all tokens before, and cannot take tokens back"):
-        model.generate(torch.arange(3, 3 + PROMPT)[None], **GREEDY, prompt_lookup_num_tokens=3)
-    assert not passes
-
-
 def test_looking_ahead_keeps_no_cache_and_takes_none():
     model = chapter_model(routing="sequence")
     with looking_ahead("sequence"):
@@ -245,11 +220,3 @@ def test_an_empty_cache_without_a_config_will_do(native_family, routing):
     model = chapter_model(native_family, routing=routing)
     given = model.generate(prompt(PROMPT), past_key_values=DynamicCache(), **GREEDY)
     assert torch.equal(given, model.generate(prompt(PROMPT), **GREEDY))
-
-
-def test_a_prompt_of_one_token_is_one_prompt():
-    model = chapter_model(routing="prompt")
-    tokens = model.generate(prompt(1), use_cache=False, **GREEDY)
-    assert torch.equal(tokens, model.generate(prompt(1), **GREEDY))
-    positions = torch.zeros(len(prompt(1)), 1, dtype=torch.long)
-    model(prompt(1), position_ids=positions, prompt_mask=torch.ones_like(prompt(1)), use_cache=False)

@@ -119,14 +119,7 @@ def _layer(backbone: Backbone, batch: int, tokens: int) -> dict[str, int]:
 
 
 def _attention(backbone: Backbone, batch: int, tokens: int, keeps_output: bool) -> dict[str, int]:
-    """Count the operations of attention and of the norms before, inside and after attention.
-
-    Args:
-        backbone: Backbone of the model.
-        batch: B, sequences in the batch.
-        tokens: T, tokens per sequence.
-        keeps_output: Whether attention has its output projection and the norm that follows it.
-    """
+    """Count the operations of attention and of the norms before, inside and after attention."""
     sizes, rows = backbone.sizes, batch * tokens
     query, key = backbone.query_width, backbone.key_width
     inner_norms = {

@@ -16,7 +16,7 @@ from midus_hf.config.flops.rules import (
     top_k,
 )
 from midus_hf.config.installed import not_carried
-from midus_hf.config.memories.addressing import RANDOM_SLOTS, Addressing
+from midus_hf.config.memories.retrieval import RANDOM_SLOTS, Addressing
 from midus_hf.config.memory_types import MemoryOptions, SharedTables, register_memory_type
 from midus_hf.config.model_sizes import ModelSizes
 from midus_hf.config.options import option

@@ -7,10 +7,14 @@ from typing import Literal
 from midus_hf.config.declared_tensors import ZEROS, DeclaredTensor, Normal
 from midus_hf.config.flops.rules import linear
 from midus_hf.config.installed import not_carried
-from midus_hf.config.memories.addressing import RANDOM_SLOTS
-from midus_hf.config.memories.keys import sub_key_flops, sub_keys
-from midus_hf.config.memories.retrieval import RetrievalOptions
-from midus_hf.config.memories.value_bits import check_bits, in_bits
+from midus_hf.config.memories.retrieval import (
+    RANDOM_SLOTS,
+    RetrievalOptions,
+    check_bits,
+    in_bits,
+    sub_key_flops,
+    sub_keys,
+)
 from midus_hf.config.memory_types import register_memory_type
 from midus_hf.config.model_sizes import ModelSizes
 from midus_hf.config.options import option

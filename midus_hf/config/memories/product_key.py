@@ -4,9 +4,7 @@ from dataclasses import dataclass
 
 from midus_hf.config.declared_tensors import DeclaredTensor
 from midus_hf.config.installed import not_carried
-from midus_hf.config.memories.addressing import RANDOM_SLOTS
-from midus_hf.config.memories.keys import sub_key_flops, sub_keys
-from midus_hf.config.memories.shared_values import SharedValueOptions
+from midus_hf.config.memories.retrieval import RANDOM_SLOTS, SharedValueOptions, sub_key_flops, sub_keys
 from midus_hf.config.memory_types import register_memory_type
 from midus_hf.config.model_sizes import ModelSizes
 from midus_hf.config.options import option

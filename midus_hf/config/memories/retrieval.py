@@ -1,18 +1,30 @@
-"""Options that all slot-retrieving memories share: the number of slots, the norm of queries, and a gate."""
+"""What memories that retrieve slots share: their options, keys, and values as integers."""
 
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
-from midus_hf.config.declared_tensors import ONES, ZEROS, DeclaredTensor
-from midus_hf.config.flops.rules import SIGMOID, SOFTMAX, layer_norm, linear
+from midus_hf.config.declared_tensors import ONES, ZEROS, DeclaredTensor, Normal, Uniform
+from midus_hf.config.flops.rules import SIGMOID, SOFTMAX, layer_norm, linear, top_k
 from midus_hf.config.installed import not_carried
-from midus_hf.config.memories.addressing import ADDRESSING_HELP, RANDOM_SLOTS, Addressing
-from midus_hf.config.memories.value_bits import VALUE_BITS_HELP, ValueBits
 from midus_hf.config.memory_types import DeclaredControl, InsertedOptions
 from midus_hf.config.model_sizes import ModelSizes
 from midus_hf.config.options import option
+
+Addressing = Literal["content", "random"]
+ADDRESSING_HELP = (
+    "how slots are retrieved. content: by what a token holds; random: by a query that is drawn anew for every token and pass, as "
+    "long as the token's own query, so that it says nothing of the text: a control"
+)
+# Control of every memory that has the option `addressing`.
+RANDOM_SLOTS: Mapping[DeclaredControl, Mapping[str, Any]] = {"random-slots": {"addressing": "random"}}
+
+ValueBits = Literal[8, 4]
+VALUE_BITS_HELP = (
+    "bits per element of values that no longer train, whose rows are integers with a scale each, as quantise_tables makes them; "
+    "null: the values train"
+)
 
 QueryNorm = Literal["none", "batch", "layer"]
 QUERY_NORM_HELP = (
@@ -122,3 +134,107 @@ class RetrievalOptions(InsertedOptions):
         if width % 2:
             name = "hidden_size / num_attention_heads" if self.keeps_output_projection else "head_dim"
             raise ValueError(f"{name} is {width}; expected an even number, half for rows and half for columns.")
+
+
+@dataclass(kw_only=True)
+class SharedValueOptions(RetrievalOptions):
+    """Options of a memory whose heads read the same values of full width: `RetrievalOptions` with other defaults.
+
+    The attention in front keeps its output projection, the block's input is added to the projection's output (MIDUS,
+    equation 6), and queries are batch-normalised (section 5.2).
+    """
+
+    query_norm: QueryNorm = option("batch", QUERY_NORM_HELP)
+    inner_residual: bool = option(True, INNER_RESIDUAL_HELP)
+
+    @not_carried
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.gate == "head":
+            raise ValueError("gate is 'head'; expected 'none' or 'token', since the heads' outputs are summed.")
+
+    @not_carried
+    def check(self, sizes: ModelSizes) -> None:
+        super().check(sizes)
+        check_bits(self.value_bits, {"hidden_size": sizes.hidden_size})
+
+    @property
+    def keeps_output_projection(self) -> bool:
+        return True
+
+    @not_carried
+    def values_read(self, sizes: ModelSizes) -> int:
+        return sizes.num_heads * self.k * sizes.hidden_size
+
+    def projection_and_values(self, sizes: ModelSizes, slots: int) -> dict[str, DeclaredTensor]:
+        """Declare the query projection, which keeps the scale of its input, and the values, which start at zero."""
+        hidden = sizes.hidden_size
+        return {
+            "query_projection.weight": DeclaredTensor((hidden, hidden), "projection", Normal(1.0 / math.sqrt(hidden))),
+            **in_bits({"value_bank": DeclaredTensor((slots, hidden), "value", ZEROS)}, self.value_bits),
+        }
+
+    @not_carried
+    def projection_and_values_flops(self, sizes: ModelSizes, rows: int) -> dict[str, int]:
+        """Count the operations of the query projection and of the weighted sum of values."""
+        hidden = sizes.hidden_size
+        return {
+            "query projection": linear(rows, hidden, hidden),
+            "values": linear(rows, sizes.num_heads * self.k, hidden),
+        }
+
+
+def sub_keys(num_heads: int, n: int, query_width: int) -> dict[str, DeclaredTensor]:
+    """Declare row and column keys `[H, n, w]`, w = query_width / 2, uniform within +-1 / sqrt(w) (Lample et al.)."""
+    width = query_width // 2
+    keys = DeclaredTensor((num_heads, n, width), "key", key_initial(width))
+    return {"row_keys": keys, "column_keys": keys}
+
+
+def sub_key_flops(queries: int, n: int, query_width: int, k: int) -> dict[str, int]:
+    """Count the operations that find the k best pairs of sub-keys: k rows, k columns, then k of the k * k sums of both."""
+    return {
+        "scores": 2 * linear(queries, query_width // 2, n),
+        "choice": 2 * top_k(queries, n, k) + queries * k * k + top_k(queries, k * k, k),
+    }
+
+
+def key_initial(width: int) -> Uniform:
+    """Return the initial values of keys of a width: uniform within +-1 / sqrt(width)."""
+    return Uniform(1.0 / math.sqrt(width))
+
+
+def in_bits(values: Mapping[str, DeclaredTensor], bits: ValueBits | None) -> dict[str, DeclaredTensor]:
+    """Declare tables of values as they are stored: as they are, or as `NAME_integers` and `NAME_scales`.
+
+    Args:
+        values: The tables, `[..., N, W]`, by name.
+        bits: Bits per element, 8 or 4; None for tables that train.
+    """
+    if bits is None:
+        return dict(values)
+    stored = {}
+    for name, table in values.items():
+        *rows, width = table.shape
+        shape = (*rows, width if bits == 8 else width // 2)
+        stored[f"{name}_integers"] = DeclaredTensor(shape, "buffer", ZEROS, dtype="int8" if bits == 8 else "uint8")
+        stored[f"{name}_scales"] = DeclaredTensor(tuple(rows), "buffer", ONES)
+    return stored
+
+
+@not_carried
+def check_bits(bits: ValueBits | None, widths: Mapping[str, int]) -> None:
+    """Refuse rows that their number of bits does not fit.
+
+    Args:
+        bits: Bits per element, 8 or 4; None for tables that train.
+        widths: Width of the rows of each table, by the name of the option or size that sets it.
+
+    Raises:
+        ValueError: If `bits` is 4 and a width is odd.
+    """
+    for name, width in widths.items():
+        if bits == 4 and width % 2:
+            raise ValueError(
+                f"value_bits is 4 and {name} is {width}; expected an even width, two elements per byte. Choose 8 bits."
+            )

@@ -16,10 +16,17 @@ from midus_hf.config.declared_tensors import (
 )
 from midus_hf.config.flops.rules import ACTIVATIONS, SOFTMAX, linear, rms_norm, top_k
 from midus_hf.config.installed import not_carried
-from midus_hf.config.memories.addressing import ADDRESSING_HELP, RANDOM_SLOTS, Addressing
+from midus_hf.config.memories.retrieval import (
+    ADDRESSING_HELP,
+    RANDOM_SLOTS,
+    VALUE_BITS_HELP,
+    Addressing,
+    ValueBits,
+    check_bits,
+    in_bits,
+)
 from midus_hf.config.memories.table_sharing import TableSharing
 from midus_hf.config.memories.ultramem_statistics import UniformCores, gain_of_norms, value_std, values_of_scores
-from midus_hf.config.memories.value_bits import VALUE_BITS_HELP, ValueBits, check_bits, in_bits
 from midus_hf.config.memory_types import MemoryOptions, SharedTables, register_memory_type
 from midus_hf.config.model_sizes import ModelSizes
 from midus_hf.config.options import option

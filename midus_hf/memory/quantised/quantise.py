@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from midus_hf.config.installed import not_carried
-from midus_hf.config.memories.value_bits import ValueBits, in_bits
+from midus_hf.config.memories.retrieval import ValueBits, in_bits
 from midus_hf.config.memory_entries import MemoryEntry, memories_of
 from midus_hf.config.model_sizes import ModelSizes
 from midus_hf.memory.declared_module import DeclaredModule

@@ -214,11 +214,7 @@ class _Call(NamedTuple):
 
 
 def _record(model: Any, layers: nn.ModuleList) -> list[list[_Call]]:
-    """Return the calls of each layer and of its children, from one pass through a model.
-
-    Raises:
-        UnknownArchitecture: If the pass fails, or does not call layers with the residual stream and all keyword arguments.
-    """
+    """Return the calls of each layer and of its children, from one pass through a model."""
     passes: list[list[_Call]] = [[] for _ in layers]
     receives_mark = [False] * len(layers)
     handles = []

@@ -195,11 +195,7 @@ def _hosting(base: Any, wiring: str, dtype: torch.dtype) -> Any:
 
 
 def _layers_with_projections(base: Any, memory_type: str, site: Site) -> list[int]:
-    """Return the layers of a base whose projections fit a memory inside a part.
-
-    Raises:
-        MissingPart: If too few layers have projections that fit.
-    """
+    """Return the layers of a base whose projections fit a memory inside a part."""
     options = MEMORY_TYPES[memory_type]()
     widths = options.layer_projections(ModelSizes.of(base.config))
     part_of = mixer_of if site == "inside-attention" else feed_forward_of
@@ -211,11 +207,7 @@ def _layers_with_projections(base: Any, memory_type: str, site: Site) -> list[in
 
 
 def _donor(base: Any) -> int:
-    """Return the last layer with attention whose heads a memory can read.
-
-    Raises:
-        MissingPart: If no layer has one.
-    """
+    """Return the last layer with attention whose heads a memory can read."""
     layers = enumerate(base.model.layers)
     donors = [index for index, layer in layers if has_heads(getattr(layer, mixer_of(layer) or "", None))]
     if not donors:
@@ -259,11 +251,7 @@ def is_of_memory(name: str) -> bool:
 
 @torch.no_grad()
 def _prove_birth(base: Any, hosting: Any, blocks: dict[str, Any], model_type: str) -> None:
-    """Compare bits of a model whose memory adds nothing with its base: padded, cached and generated.
-
-    Raises:
-        UnprovenArchitecture: If a bit differs.
-    """
+    """Compare bits of a model whose memory adds nothing with its base: padded, cached and generated."""
     ids, mask = _batch()
     for name, arguments in {"logits": {}, "logits with padding": {"attention_mask": mask}}.items():
         computed = hosting(ids, **arguments, **blocks).logits
@@ -277,11 +265,7 @@ def _prove_birth(base: Any, hosting: Any, blocks: dict[str, Any], model_type: st
 
 @torch.no_grad()
 def _prove_values(base: Any, hosting: Any, fetched: Mapping[str, FetchedBatch], wiring: str, model_type: str) -> None:
-    """Compare a memory that has values with the same memory in forward hooks on the base.
-
-    Raises:
-        UnprovenArchitecture: If logits differ, or are the logits of the base alone.
-    """
+    """Compare a memory that has values with the same memory in forward hooks on the base."""
     ids, _ = _batch()
     inputs: dict[int, Any] = {}
     handles = [
@@ -322,11 +306,7 @@ def _prove_inside(
     computed: torch.Tensor,
     compared: str,
 ) -> None:
-    """Compare logits with the logits of a base whose attention or feed-forward networks have hooks that compute a memory.
-
-    Raises:
-        UnprovenArchitecture: If logits differ: in a bit, for a memory of projections; by more than rounding, for others.
-    """
+    """Compare logits with the logits of a base whose attention or feed-forward networks have hooks that compute a memory."""
     ids, _ = _batch()
     hook = HOOKS_INSIDE.get(entry.type, adapted_projections)
     implementation = base.config._attn_implementation
@@ -351,11 +331,7 @@ def _prove_inside(
 
 @torch.no_grad()
 def _prove_steps(base: Any, hosting: Any, fetched: Mapping[str, FetchedBatch], model_type: str) -> None:
-    """Compare passes in steps with a pass in one piece.
-
-    Raises:
-        UnprovenArchitecture: If they differ more than the logits of the base do.
-    """
+    """Compare passes in steps with a pass in one piece."""
     own, allowed = _difference_of_steps(hosting, **_arguments(fetched)), _difference_of_steps(base)
     if own > max(_TOLERANCE, 4 * allowed):
         raise UnprovenArchitecture(
@@ -382,11 +358,7 @@ def _difference_of_steps(model: Any, **arguments: Any) -> float:
 
 
 def _prove_gradients(hosting: Any, fetched: Mapping[str, FetchedBatch], model_type: str) -> None:
-    """Check that every parameter of a memory, and every tensor of fetched blocks, takes a gradient.
-
-    Raises:
-        UnprovenArchitecture: If one does not.
-    """
+    """Check that every parameter of a memory, and every tensor of fetched blocks, takes a gradient."""
     ids, _ = _batch()
     hosting(ids, labels=ids, **_arguments(fetched)).loss.backward()
     dead = [

@@ -241,23 +241,13 @@ def _scores(query: torch.Tensor, key: torch.Tensor, arguments: Any) -> torch.Ten
 
 
 class _Call:
-    """A call of an attention module whose heads are seen.
-
-    Args:
-        attention: Module that is called.
-        args: Arguments of the call.
-        kwargs: Keyword arguments of the call.
-    """
+    """A call of an attention module whose heads are seen."""
 
     def __init__(self, attention: Any, args: Any, kwargs: Any):
         self._attention, self._args, self._kwargs = attention, args, kwargs
 
     def unrotated(self, attention: Any = None) -> Heads:
-        """Return the heads of the call without rotation, or the heads of a call of another attention with the same arguments.
-
-        Args:
-            attention: The other attention. Default: the attention that is called.
-        """
+        """Return the heads of the call without rotation, or the heads of a call of another attention with the same arguments."""
         attention = self._attention if attention is None else attention
         rotation = self._kwargs.get("position_embeddings")
         changed: dict[str, Any] = {"past_key_values": None, "observe": _stop}
@@ -272,11 +262,7 @@ class _Call:
 
 
 class _Seen(Exception):
-    """The heads of a call, which ends before the heads are used.
-
-    Args:
-        heads: Heads that the attention function was called with.
-    """
+    """The heads of a call, which ends before the heads are used."""
 
     def __init__(self, heads: Heads):
         super().__init__("heads are seen")

@@ -215,11 +215,7 @@ def larger_class_of(config_class: Any) -> Any:
 
 
 def _drawn(model_class: Any, config: Any, seed: int) -> PreTrainedModel:
-    """Return a random model of a small config.
-
-    Raises:
-        UnknownArchitecture: If transformers cannot build the model, or the model is not small.
-    """
+    """Return a random model of a small config."""
     model_type = config.model_type
     with torch.random.fork_rng(devices=[]), torch.device("cpu"):
         torch.manual_seed(seed)

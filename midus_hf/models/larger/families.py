@@ -112,11 +112,7 @@ def larger_family_source(model_type: str) -> str:
 
 
 def _path_of_stack(model: PreTrainedModel, language: Any) -> str:
-    """Return where a larger model holds the stack of layers of a language model.
-
-    Raises:
-        UnknownArchitecture: If the larger model holds no stack of this class, or several.
-    """
+    """Return where a larger model holds the stack of layers of a language model."""
     stack_class = language.model_class.__bases__[-1]
     paths = [name for name, module in model.named_modules() if type(module) is stack_class]
     if len(paths) != 1:

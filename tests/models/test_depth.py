@@ -1,0 +1,209 @@
+"""Models whose heads read the depth: what they compute and learn, and which attention they take."""
+
+import pytest
+import torch
+from models.depth_models import KINDS, depth_model
+from models.depth_reference import add_depth
+from models.gradients import check_close, loss_and_gradients
+from models.hosting import logits
+from tiny import prompt, tiny_model
+from transformers import AutoModel, AutoModelForCausalLM
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+SEVEN = {"num_hidden_layers": 7}
+OTHERS = {
+    "the newest of seven layers": {"attention_slots": "projected", "slots": 5} | SEVEN,
+    "the newest, released": {"slots": 4, "rope": "released", "attention_slots": "reused", "joining": "joint"} | SEVEN,
+    "layers of one kind": {"layers": [1, 3]},
+    "the paper's": {"joining": "joint", "attention_slots": "reused", "rope": "released"},
+}
+
+
+def distance(found, expected):
+    return ((found - expected).norm() / expected.norm()).item()
+
+
+def compare(family, kind="default", **options):
+    model, tokens = depth_model(family, kind, **options), prompt()
+    layers = {"num_hidden_layers": model.config.num_hidden_layers}
+    native = tiny_model(family, torch.float64, **layers, **(options.get("base") or {}))
+    plain = logits(native, tokens)
+    owned = add_depth(native, model)
+    expected = native(tokens, labels=tokens, use_cache=False)
+    assert (expected.logits - plain).abs().max() > 1e-2
+    expected.loss.backward()
+    found = model(tokens, labels=tokens, use_cache=False)
+    found.loss.backward()
+    # Norms, cosines, and the softmax of eager attention are in float32, whatever the model is in.
+    assert distance(found.logits, expected.logits) < 1e-6
+    gradients = {name: value.grad for name, value in [*native.named_parameters(), *owned.items()]}
+    assert gradients.keys() == dict(model.named_parameters()).keys()
+    for name, parameter in model.named_parameters():
+        assert gradients[name].any(), name
+        assert distance(parameter.grad, gradients[name]) < 5e-6, name
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_logits_and_every_gradient_are_those_of_hooks_on_the_base(family, kind):
+    compare(family, kind)
+
+
+@pytest.mark.parametrize("family", ["qwen2", "qwen3", "gemma2", "mistral", "olmo2"])
+@pytest.mark.parametrize("kind", ["default", "reused", "projected", "released"])
+def test_they_are_on_the_other_families_too(family, kind):
+    compare(family, kind)
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3", "gemma3", "olmo2"])
+@pytest.mark.parametrize("kind", OTHERS)
+def test_they_are_in_other_models(family, kind):
+    compare(family, **OTHERS[kind])
+
+
+@pytest.mark.parametrize("kind", ["default", "projected", "released"])
+def test_they_are_where_the_rotation_makes_keys_longer(kind):
+    yarn = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 8.0, "original_max_position_embeddings": 16}
+    compare("qwen3", kind, base={"rope_parameters": yarn})
+
+
+def gate_of(model, layer=2):
+    return model.model.layers[layer].memories["depth-attention"].depth_gate
+
+
+@pytest.mark.parametrize(("bound", "beyond", "inside"), [(0.0, -0.3, 1e-6), (1.0, 1.3, 1 - 1e-6)], ids=["0", "1"])
+@pytest.mark.parametrize("kind", ["default", "reused"])
+def test_a_gate_beyond_a_bound_is_the_bound_with_the_gradient_that_leads_back(
+    native_family, kind, bound, beyond, inside
+):
+    model, tokens = depth_model(native_family, kind), prompt()
+    with torch.no_grad():
+        gate_of(model).fill_(bound)
+    at_bound, of_bound = logits(model, tokens), loss_and_gradients(model, tokens)[1]
+    name = "model.layers.2.memories.depth-attention.depth_gate"
+    with torch.no_grad():
+        gate_of(model).fill_(beyond)
+    assert torch.equal(logits(model, tokens), at_bound)
+    outside = loss_and_gradients(model, tokens)[1][name]
+    # At the bound as beyond it: what would lead inside is kept, what would lead further out is left out.
+    assert torch.equal(outside, of_bound[name])
+    with torch.no_grad():
+        gate_of(model).fill_(inside)
+    free = loss_and_gradients(model, tokens)[1][name]
+    back = free.clamp(max=0) if bound == 0 else free.clamp(min=0)
+    torch.testing.assert_close(outside, back, rtol=1e-3, atol=1e-9)
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+@pytest.mark.parametrize("kind", ["default", "reused", "released"])
+def test_padding_of_texts_changes_no_gradient(native_family, kind, attention):
+    """Also where rows that are padding alone read nothing of the sequence."""
+    attention = "eager" if native_family == "gemma2" else attention  # whose scores are capped, which sdpa cannot
+    model, texts = (
+        depth_model(native_family, kind, torch.float32).train(),
+        [prompt(length, 1, 1) for length in (11, 6)],
+    )
+    model.set_attn_implementation(attention)
+    expected: dict[str, torch.Tensor] = {}
+    for text in texts:
+        model.zero_grad()
+        model(text, labels=text, num_items_in_batch=15, use_cache=False).loss.backward()
+        for name, value in model.named_parameters():
+            expected[name] = expected.get(name, 0) + value.grad
+    for before in (True, False):
+        padded = [
+            torch.nn.functional.pad(text, (11 - text.shape[1], 0) if before else (0, 11 - text.shape[1]))
+            for text in texts
+        ]
+        tokens = torch.cat(padded)
+        mask = (tokens != 0).long()
+        labels = tokens.masked_fill(mask == 0, -100)
+        labels[1, 11 - 6 if before else 0] = -100  # alone, the first token of a text is predicted from nothing
+        given = {"attention_mask": mask, "position_ids": (mask.cumsum(1) - 1).clamp(min=0), "num_items_in_batch": 15}
+        model.zero_grad()
+        model(tokens, labels=labels, use_cache=False, **given).loss.backward()
+        check_close({name: value.grad for name, value in model.named_parameters()}, expected, 1e-4)
+
+
+def told(module, query, key, value, mask, *, scaling, **_):
+    """Causal attention, and the logarithm of its sum, as `flex_attention` gives it on a GPU."""
+    key, value = (part.repeat_interleave(module.num_key_value_groups, 1) for part in (key, value))
+    ahead = torch.ones(query.shape[2], key.shape[2], dtype=torch.bool).triu(1)
+    scores = (query @ key.transpose(-1, -2) * scaling).masked_fill(ahead, float("-inf"))
+    return (scores.softmax(-1) @ value).transpose(1, 2), scores.logsumexp(-1)
+
+
+def untold(*given, **named):
+    return told(*given, **named)[0], None
+
+
+def with_attention(model, name, function, monkeypatch):
+    monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS._local_mapping, name, function)
+    # That of flex_attention is compiled, which takes fifteen seconds.
+    monkeypatch.setitem(ALL_MASK_ATTENTION_FUNCTIONS._local_mapping, name, ALL_MASK_ATTENTION_FUNCTIONS["sdpa"])
+    model.config._attn_implementation = name
+    return model
+
+
+REFUSED = ["flash_attention_2", "flash_attention_3", "paged|sdpa", "own"]
+
+
+def refusal(name, place=""):
+    remedy = "expected attn_implementation 'sdpa' or 'eager', or 'flex_attention' on a GPU."
+    if name.startswith("paged"):
+        remedy = "expected `generate`, or continuous batching with attn_implementation 'sdpa' and transformers 5.23."
+    return f"attention '{name}'{place} does not tell by what its softmax divides, which a memory that reads the depth needs; {remedy}"
+
+
+@pytest.mark.parametrize("name", [*REFUSED, "flex_attention"])
+def test_attention_that_does_not_tell_is_refused_where_it_would_run(name, monkeypatch):
+    # The first layer, which reads nothing of the depth, runs it.
+    model = with_attention(depth_model("llama", dtype=torch.float32), name, untold, monkeypatch)
+    with pytest.raises(ValueError) as raised:
+        logits(model, prompt())
+    assert str(raised.value) == refusal(name, " on cpu" if name == "flex_attention" else "")
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_a_model_is_not_made_with_attention_that_never_tells_nor_set_to_it(family, name, tmp_path):
+    model = depth_model(family, dtype=torch.float32)
+    before = model.config._attn_implementation
+    for one in (model, model.model):
+        with pytest.raises(ValueError) as raised:
+            one.set_attn_implementation(name)
+        assert str(raised.value) == refusal(name) and one.config._attn_implementation == before
+    if name == "flash_attention_2":
+        model.save_pretrained(tmp_path)
+        for kind in (AutoModelForCausalLM, AutoModel):
+            with pytest.raises(ValueError) as raised:
+                kind.from_pretrained(tmp_path, attn_implementation=name)
+            assert str(raised.value) == refusal(name)
+
+
+def test_vllm_makes_no_such_model(monkeypatch):
+    """Its Transformers backend sets attention of this name in the config, and makes the model by it."""
+    config = depth_model("llama").config
+    monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS._local_mapping, "vllm", untold)
+    config._attn_implementation = "vllm"
+    with pytest.raises(ValueError) as raised:
+        AutoModel.from_config(config)
+    assert str(raised.value) == (
+        "attention 'vllm' does not tell by what its softmax divides, which a memory that reads the depth needs; expected a server "
+        "that runs Transformers' own attention, such as `transformers serve`, or a method without it."
+    )
+    config.memory = []
+    AutoModel.from_config(config)
+
+
+def test_what_flex_attention_tells_is_taken(monkeypatch):
+    found = []
+    for name in ("sdpa", "flex_attention"):
+        model = depth_model("llama")
+        if name == "flex_attention":
+            with_attention(model, name, told, monkeypatch)
+        output = model(prompt(), labels=prompt(), use_cache=False)
+        output.loss.backward()
+        found.append([output.logits.detach(), *(parameter.grad for parameter in model.parameters())])
+    for sdpa, flex in zip(*found, strict=True):
+        torch.testing.assert_close(flex, sdpa, rtol=1e-5, atol=1e-7)

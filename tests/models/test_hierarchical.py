@@ -1,0 +1,301 @@
+"""Models whose memories fetch blocks: what they compute, save and learn, and ids and blocks that are refused."""
+
+import json
+import shutil
+from types import SimpleNamespace
+
+import pytest
+import torch
+from models.fresh_process import run_python
+from models.gradients import gradients_of_blocks, loss_and_gradients
+from models.hierarchical_models import (
+    FOUR_TOKENS,
+    IDS,
+    KINDS,
+    OTHER_IDS,
+    add_reference,
+    entry_of,
+    hierarchical_model,
+)
+from models.hosting import host_of, logits
+from tiny import prompt, tiny_model
+from transformers import AutoModel, AutoModelForCausalLM
+from transformers.models.llama4.modeling_llama4 import Llama4TextAttention
+
+from midus_hf.banks.level_file import BankError
+from midus_hf.models.adapted import unrotated
+from midus_hf.models.fetching import folder_of_checkpoint
+
+
+@pytest.mark.parametrize("kind", [*KINDS, KINDS], ids=lambda kind: kind if isinstance(kind, str) else "all")
+def test_they_compute_what_hooks_on_the_base_do(native_family, kind, tmp_path):
+    """Each row its own blocks, which the rows of another batch do not see; nothing without ids."""
+    model, native = hierarchical_model(native_family, kind, tmp_path), tiny_model(native_family, torch.float64)
+    plain = logits(native, prompt())
+    assert torch.equal(logits(model, prompt()), plain)
+    for ids in (IDS, OTHER_IDS, IDS):
+        handles = add_reference(native, model, ids)
+        expected = logits(native, prompt())
+        for handle in handles:
+            handle.remove()
+        assert all((expected[row] - plain[row]).abs().max() > 1e-3 for row in range(2))
+        torch.testing.assert_close(logits(model, prompt(), memory_ids=ids), expected)
+    assert torch.equal(logits(model, prompt()), plain)
+
+
+YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 8.0, "original_max_position_embeddings": 16}
+
+
+def test_queries_are_unrotated_also_where_the_rotation_makes_them_longer(native_family, tmp_path):
+    rope = {"full_attention": YARN, "sliding_attention": YARN} if native_family == "gemma3" else YARN
+    base = {"rope_parameters": rope}
+    native = tiny_model(native_family, torch.float64, **base)
+    model = hierarchical_model(native_family, "hier-kv", tmp_path, base=base)
+    plain = logits(native, prompt())
+    assert not torch.allclose(plain, logits(tiny_model(native_family, torch.float64), prompt()))
+    add_reference(native, model, IDS)
+    expected = logits(native, prompt())
+    assert not torch.allclose(expected, plain)
+    torch.testing.assert_close(logits(model, prompt(), memory_ids=IDS), expected)
+
+
+def test_a_rotation_by_complex_numbers_is_refused():
+    attention = SimpleNamespace(rotates=True, family_class=Llama4TextAttention)
+    message = "Llama4TextAttention rotates queries and keys by complex numbers; expected cosines and sines."
+    with pytest.raises(ValueError, match=message):
+        unrotated(attention, torch.randn(2, 4, 6, 8), torch.polar(torch.ones(1, 6, 4), torch.randn(1, 6, 4)))
+
+
+def test_scores_are_capped_where_those_of_the_sequence_are(tmp_path):
+    base = {"attn_logit_softcapping": 0.2}
+    native = tiny_model("gemma2", torch.float64, **base)
+    model = hierarchical_model("gemma2", "hier-kv", tmp_path, base=base)
+    add_reference(native, model, IDS)
+    expected = logits(native, prompt())
+    torch.testing.assert_close(logits(model, prompt(), memory_ids=IDS), expected)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_texts_without_ids_read_the_generic_memory_where_options_say_so(native_family, kind, tmp_path):
+    model = hierarchical_model(native_family, kind, tmp_path, without_ids="generic")
+    generic = logits(model, prompt(), memory_ids=torch.full((2, 3), -1))
+    assert torch.equal(logits(model, prompt()), generic)
+    assert not torch.allclose(generic, logits(tiny_model(native_family, torch.float64), prompt()))
+    assert not torch.allclose(generic, logits(model, prompt(), memory_ids=OTHER_IDS))
+    stack = model.model(inputs_embeds=model.get_input_embeddings()(prompt()), use_cache=False).last_hidden_state
+    assert torch.equal(model.lm_head(stack).shape == generic.shape and stack, model.model(prompt()).last_hidden_state)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_blocks_fetched_ahead_are_those_of_the_ids(family, kind, tmp_path):
+    model = hierarchical_model(family, kind, tmp_path, torch.float32)
+    blocks = model.fetch_memory(IDS)
+    expected = logits(model, prompt(), memory_ids=IDS)
+    assert not torch.equal(logits(model, prompt(), memory_ids=OTHER_IDS), expected)
+    assert torch.equal(logits(model, prompt(), memory_blocks=blocks), expected)
+    generated = model.generate(prompt(9), memory_ids=IDS, **FOUR_TOKENS)
+    assert torch.equal(model.generate(prompt(9), memory_blocks=blocks, **FOUR_TOKENS), generated)
+
+
+NOT_OPEN = (
+    "memory 'hier-kv' fetches blocks from a bank, and none is open; expected a model that from_pretrained loaded from its folder. "
+    "Call open_banks(folder) on a model that was made otherwise."
+)
+BOTH = "memory_ids and memory_blocks are given; expected one of them."
+EXPECTED = "expected integers [batch, 3], for each row a node of each level of the tree."
+
+
+# tests/banks/test_bank_refusals.py has every message.
+@pytest.mark.parametrize(
+    ("ids", "message"),
+    [
+        (IDS[:1], "memory_ids has 1 rows; expected 2, one for each text of the batch."),
+        (IDS.float(), f"memory_ids is (2, 3), torch.float32; {EXPECTED}"),
+    ],
+    ids=["rows", "floats"],
+)
+def test_ids_that_do_not_fit_are_refused(ids, message, tmp_path):
+    model = hierarchical_model("llama", "hier-kv", tmp_path)
+    for call in (model, model.model):
+        with pytest.raises(ValueError) as raised:
+            call(prompt(), memory_ids=ids)
+        assert str(raised.value) == message
+
+
+def test_ids_and_blocks_together_are_refused(tmp_path):
+    model = hierarchical_model("llama", "hier-kv", tmp_path)
+    with pytest.raises(ValueError, match=BOTH):
+        model(prompt(), memory_ids=IDS, memory_blocks=model.fetch_memory(IDS))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_blocks_of_another_number_of_rows_are_refused(kind, tmp_path):
+    model = hierarchical_model("llama", kind, tmp_path)
+    for ids, rows in ((IDS[:1], 2), (IDS, 1), (torch.cat([IDS, OTHER_IDS]), 2)):
+        with pytest.raises(ValueError) as raised:
+            model(prompt(batch=rows), memory_blocks=model.fetch_memory(ids))
+        assert str(raised.value) == (
+            f"memory_blocks were fetched for {len(ids)} rows; expected {rows}, one for each text of the batch."
+        )
+
+
+def test_without_an_open_bank_ids_are_refused_and_texts_without_ids_are_not():
+    model = host_of(tiny_model("llama"), entry_of("hier-kv"))
+    assert torch.equal(logits(model, prompt()), logits(tiny_model("llama"), prompt()))
+    with pytest.raises(BankError) as raised:
+        model(prompt(), memory_ids=IDS)
+    assert str(raised.value) == NOT_OPEN
+    generic = host_of(tiny_model("llama"), entry_of("hier-kv", without_ids="generic"))
+    with pytest.raises(BankError) as raised:
+        generic(prompt())
+    assert str(raised.value) == NOT_OPEN
+
+
+def test_a_model_without_banks_does_not_know_ids():
+    with pytest.raises(ValueError, match="memory_ids"):
+        tiny_model("llama").generate(prompt(6), memory_ids=IDS, **FOUR_TOKENS)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_it_is_saved_with_its_bank_and_loaded(native_family, kind, tmp_path):
+    model = hierarchical_model(native_family, kind, tmp_path / "first", torch.float32)
+    expected = logits(model, prompt(), memory_ids=IDS)
+    model.save_pretrained(tmp_path / "saved")
+    shutil.rmtree(tmp_path / "first")
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "saved").eval()
+    assert torch.equal(logits(loaded, prompt(), memory_ids=IDS), expected)
+    loaded.save_pretrained(tmp_path / "saved")  # where it was loaded from
+    again, info = type(model).from_pretrained(tmp_path / "saved", output_loading_info=True)
+    assert not info["missing_keys"] and not info["unexpected_keys"]
+    assert torch.equal(logits(again.eval(), prompt(), memory_ids=IDS), expected)
+    stack = AutoModel.from_pretrained(tmp_path / "saved").eval()
+    with torch.no_grad():
+        hidden = stack(prompt(), memory_ids=IDS).last_hidden_state
+        assert torch.equal(hidden, model.model(prompt(), memory_ids=IDS).last_hidden_state)
+    stack.save_pretrained(tmp_path / "stack")
+    assert (tmp_path / "stack" / "memory_bank" / kind / "bank.json").is_file()
+    half = AutoModelForCausalLM.from_pretrained(tmp_path / "saved", dtype=torch.bfloat16)
+    assert logits(half, prompt(), memory_ids=IDS).dtype == torch.bfloat16
+
+
+def test_what_blocks_have_learnt_is_saved_with_the_model(tmp_path):
+    model = hierarchical_model("llama", "hier-ffn", tmp_path / "first", torch.float32, acting=False).train()
+    bank = model.banks.train()["hier-ffn"]
+    model(prompt(), labels=prompt(), memory_ids=IDS).loss.backward()
+    bank.step(1e-1, (0.9, 0.95), 1e-8, 0.0)
+    model.eval().save_pretrained(tmp_path / "saved")
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "saved").eval()
+    expected = logits(model, prompt(), memory_ids=IDS)
+    assert torch.equal(logits(loaded, prompt(), memory_ids=IDS), expected)
+    assert not torch.allclose(expected, logits(model, prompt()))
+    assert loaded.banks.of("hier-ffn").written(1) == [1, 3] and loaded.banks.of("hier-ffn").written(3) == [13, 27]
+
+
+def test_only_the_main_process_saves_banks(tmp_path):
+    hierarchical_model("llama", "hier-kv", tmp_path / "first").save_pretrained(
+        tmp_path / "saved", is_main_process=False
+    )
+    assert not (tmp_path / "saved" / "memory_bank").exists()
+
+
+def test_a_model_in_a_subfolder_has_its_bank_there(tmp_path):
+    model = hierarchical_model("llama", "hier-kv", tmp_path / "first", torch.float32)
+    model.save_pretrained(tmp_path / "repository" / "inner")
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "repository", subfolder="inner").eval()
+    assert torch.equal(logits(loaded, prompt(), memory_ids=IDS), logits(model, prompt(), memory_ids=IDS))
+
+
+@pytest.mark.parametrize("subfolder", [None, "inner"])
+def test_of_a_model_on_the_hub_the_files_of_its_banks_are_downloaded(subfolder, tmp_path, monkeypatch):
+    asked = {}
+    monkeypatch.setattr(
+        "midus_hf.models.fetching.snapshot_download",
+        lambda name, **given: asked.update(given, name=name) or str(tmp_path),
+    )
+    options = {"revision": "v1", "subfolder": subfolder, "dtype": "auto", "token": None}
+    folder = folder_of_checkpoint("somebody/model", {key: value for key, value in options.items() if value})
+    prefix = f"{subfolder}/" if subfolder else ""
+    assert asked == {"name": "somebody/model", "revision": "v1", "allow_patterns": [f"{prefix}memory_bank/**"]}
+    assert folder == (tmp_path / subfolder if subfolder else tmp_path)
+
+
+def test_a_model_without_its_bank_is_missed(tmp_path):
+    hierarchical_model("llama", "hier-kv", tmp_path / "first").save_pretrained(tmp_path / "saved")
+    shutil.rmtree(tmp_path / "saved" / "memory_bank")
+    with pytest.raises(BankError, match=r"there is no memory bank in .*hier-kv"):
+        AutoModelForCausalLM.from_pretrained(tmp_path / "saved")
+
+
+def test_a_folder_computes_generates_trains_and_is_saved_where_this_project_is_not_installed(tmp_path):
+    families = {"llama": KINDS, "gemma3": "hier-kv", "qwen3": "hier-ffn"}
+    for family, kind in families.items():
+        model = hierarchical_model(family, kind, tmp_path / "first" / family, torch.float32)
+        model.save_pretrained(tmp_path / family)
+        generated = model.generate(prompt(6), memory_ids=IDS, **FOUR_TOKENS)
+        torch.save((logits(model, prompt(), memory_ids=IDS), generated), tmp_path / f"{family}.pt")
+    torch.save((prompt(), prompt(6), IDS), tmp_path / "inputs.pt")
+    code = """
+import json, sys
+from transformers import AutoModelForCausalLM
+tokens, short, ids = torch.load("inputs.pt")
+found = {}
+for family in ("llama", "gemma3", "qwen3"):
+    logits, generated = torch.load(f"{family}.pt")
+    model = AutoModelForCausalLM.from_pretrained(family, trust_remote_code=True).eval()
+    model.save_pretrained(f"{family}-again")
+    again = AutoModelForCausalLM.from_pretrained(f"{family}-again", trust_remote_code=True).eval()
+    settings = {"max_new_tokens": 4, "min_new_tokens": 4, "do_sample": False, "pad_token_id": 0}
+    with torch.no_grad():
+        own, of_again = (one(tokens, memory_ids=ids, use_cache=False).logits for one in (model, again))
+    same = [torch.equal(own, of_again), torch.allclose(own, logits, rtol=1e-4, atol=1e-5)]
+    same.append(torch.equal(model.generate(short, memory_ids=ids, **settings), generated))
+    model.train()(tokens, labels=tokens, memory_ids=ids).loss.backward()
+    same.append(model.model.embed_tokens.weight.grad is not None)
+    same.append(type(model).__module__.startswith("transformers_modules."))
+    found[family] = same
+assert not {"midus_hf", "upscalers"} & {name.partition(".")[0] for name in sys.modules}
+print(json.dumps(found))
+"""
+    found = json.loads(run_python(code, tmp_path, package_present=False).splitlines()[-1])
+    assert {family: set(same) for family, same in found.items()} == {family: {True} for family in families}
+
+
+TWO_LAYERS = {"base": {"num_hidden_layers": 2}, "layers": [1]}
+
+
+def test_with_ids_it_compiles_around_the_fetching(tmp_path):
+    torch._dynamo.reset()
+    model, tokens = hierarchical_model("llama", "hier-ffn", tmp_path, torch.float32, **TWO_LAYERS), prompt(6)
+    compiled = torch.compile(model, backend="aot_eager")
+    torch.testing.assert_close(logits(compiled, tokens, memory_ids=IDS), logits(model, tokens, memory_ids=IDS))
+
+
+@pytest.mark.parametrize("kind", [*KINDS, KINDS], ids=lambda kind: kind if isinstance(kind, str) else "all")
+def test_gradients_of_blocks_are_those_of_hooks_on_the_base(native_family, kind, tmp_path):
+    """Of each block that was fetched, and of no other."""
+    model, native, tokens = (
+        hierarchical_model(native_family, kind, tmp_path),
+        tiny_model(native_family, torch.float64),
+        prompt(7),
+    )
+    model.banks.train()
+    _, found = loss_and_gradients(model, tokens, memory_ids=IDS)
+    add_reference(native, model, IDS)
+    native(tokens, labels=tokens, use_cache=False).loss.backward()
+    expected = {name: value.grad for name, value in native.named_parameters()} | gradients_of_blocks(model)
+    names = sorted(model.banks.layouts)
+    fetched = [(name, *key) for name in names for key in ((1, 1), (1, 3), (3, 13), (3, 27))]
+    assert sorted(key for key in found if isinstance(key, tuple)) == fetched and found.keys() == expected.keys()
+    for key, gradient in expected.items():
+        assert gradient.any()
+        torch.testing.assert_close(found[key], gradient, rtol=1e-4, atol=1e-7)
+
+
+def test_what_inference_mode_fetched_serves_a_pass_with_gradients(tmp_path):
+    model, tokens = hierarchical_model("llama", KINDS, tmp_path), prompt(6)
+    with torch.inference_mode():
+        expected = model(tokens, memory_ids=IDS).logits
+    output = model(tokens, memory_ids=IDS, labels=tokens)
+    torch.testing.assert_close(output.logits.detach(), expected.clone())
+    output.loss.backward()
+    assert all(parameter.grad is not None for parameter in model.parameters())
