@@ -185,12 +185,14 @@ def test_a_request_that_makes_no_sense_is_refused(command, base, tmp_path, argum
     refused(command(*usual, *arguments), message, [])
 
 
-@pytest.mark.parametrize("verify", ["--verify", "--no-verify"])
-@pytest.mark.parametrize("case", BASES)
+@pytest.mark.parametrize(
+    ("case", "verify"),
+    [*((case, "--verify") for case in BASES), *((case, "--no-verify") for case in WITHOUT_VERIFICATION)],
+)
 def test_a_base_that_cannot_be_upscaled_is_refused(command, tmp_path, case, verify, refused):
     mutate, message = BASES[case]
     if verify == "--no-verify":
-        message = WITHOUT_VERIFICATION.get(case, message)
+        message = WITHOUT_VERIFICATION[case]
     base = save_base(tmp_path / "base")
     mutate(base)
     arguments = ("--base", base, "--method", "midus-hml", "--output", tmp_path / "out", "--set", "n=8", "--set", "k=2")

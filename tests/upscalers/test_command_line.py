@@ -107,23 +107,6 @@ def test_a_method_says_what_places_its_layers(command, method, placement):
     assert line.removeprefix(" placement ").strip() == placement
 
 
-def test_one_method_is_described_alone(command):
-    shown = command("methods", "llama-pro")
-    assert "LLaMA Pro: Progressive LLaMA" in shown.out
-    assert "solar" not in shown.out
-    assert [row["name"] for row in command("methods", "solar", "--json").json()] == ["solar"]
-    refused = command("methods", "lessa")
-    assert (refused.status, refused.out) == (2, "")
-    assert "method 'lessa' is unknown. Did you mean 'lesa'" in refused.err
-
-
-def test_every_option_of_every_method_is_explained(command):
-    for method in command("methods", "--json").json():
-        assert method["summary"]
-        for option in method["options"]:
-            assert option["help"] and option["type"], (method["name"], option["name"])
-
-
 def test_inspect_and_strip_from_the_command_line(command, base, tmp_path):
     command("--base", base, "--method", "midus-hml", "--output", tmp_path / "out", *SMALL)
     told = command("inspect", tmp_path / "out", "--json").json()

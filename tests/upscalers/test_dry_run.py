@@ -72,31 +72,9 @@ def test_every_memory_has_as_many_parameters_as_the_paper_says(method, name, tmp
     assert method != "midus-hml" or round(counts.total, -7) == total, "table 1"
 
 
-@pytest.mark.parametrize(
-    ("options", "difference"),
-    [
-        ({"query_norm": "batch"}, 2 * 2048),
-        ({"query_norm": "layer"}, 2 * 2048),
-        ({"inner_residual": True}, 0),
-        ({"output_projection": True}, 2048 * 2048),
-        ({"values": "shared"}, -32 * 64 * 64),
-        ({"values": "own"}, 31 * 4096 * 64 - 32 * 64 * 64),
-        ({"gate": "token"}, 2048 + 1),
-        ({"gate": "head"}, 32 * (2048 + 1)),
-        ({"n": 16}, -(64 * 64 - 16 * 16) * 64 - 2 * 32 * 48 * 32),
-    ],
-    ids=str,
-)
-def test_options_of_head_wise_memory_cost_what_their_shapes_say(options, difference, tmp_path):
-    base = write_config(tmp_path / "base", LLAMA_3_2_1B)
-    counts = upscale(base=base, method="midus-hml", options=options, dry_run=True).parameters
-    assert counts.new == 54_542_336 + 8 * difference
-
-
-@pytest.mark.parametrize("method", ["midus-hml", "midus-pkm", "midus-linear"])
-def test_a_dry_run_imports_neither_torch_nor_transformers(tmp_path, method):
+def test_a_dry_run_imports_neither_torch_nor_transformers(tmp_path):
     folder = write_config(tmp_path / "base", LLAMA_3_2_1B)
-    result = run_python(IMPORTED, "--base", folder, "--method", method, "--dry-run")
+    result = run_python(IMPORTED, "--base", folder, "--method", "midus-hml", "--dry-run")
     assert result.returncode == 0
     imported = set(json.loads(result.stderr))
     assert "upscalers" in imported
@@ -174,11 +152,6 @@ def test_the_python_call_refuses_what_the_command_line_would(tmp_path, changes, 
         upscale(base=save_base(tmp_path / "base"), method="midus-hml", dry_run=True, **changes)
 
 
-def test_indices_may_be_a_list(tmp_path):
-    plan = upscale(base=save_base(tmp_path / "base"), method="midus-hml", placement=[0, 3], dry_run=True)
-    assert plan.new_layer_indices == [0, 3]
-
-
 # The model that Mixture of Chapters was trained with.
 TABLE_5 = {
     "model_type": "llama",
@@ -205,12 +178,3 @@ def test_chapters_have_the_sizes_that_the_documentation_gives(config, options, n
     base = write_config(tmp_path / "base", config)
     counts = upscale(base=base, method="moc", options=options, dry_run=True).parameters
     assert (counts.new, counts.total, counts.trainable) == (new, total, new)
-
-
-def test_the_papers_mixture_of_chapters_has_its_published_parts(tmp_path):
-    """Appendix A.4.1: 147.87 M of backbone, 201.38 M of bank and 22.04 M of memory layers, 371.29 M in all."""
-    base = write_config(tmp_path / "base", TABLE_5)
-    counts = upscale(base=base, method="moc", options={"preset": "paper"}, dry_run=True).parameters
-    bank = 262_208 * 768
-    parts = [round(number / 1e6, 2) for number in (counts.base, bank, counts.new - bank, counts.total)]
-    assert parts == [147.87, 201.38, 22.04, 371.29]

@@ -7,14 +7,12 @@ from pathlib import Path
 import pytest
 import torch
 from pairs import by_default
-from tiny import prompt
 from transformers import AutoConfig, AutoModelForCausalLM, FineGrainedFP8Config
 from transformers.integrations.finegrained_fp8 import FP8Linear, replace_with_fp8_linear
 
 from tests.upscalers.checkpoints import (
     config_of,
     edit_config,
-    load,
     logits,
     read_tensors,
     record_of,
@@ -218,11 +216,3 @@ def test_other_forms_of_fp8_are_refused(tmp_path, command, refused, case):
     mutate, message = REFUSED[case]
     mutate(base)
     refused(command("--base", base, "--method", "llama-pro", "--output", tmp_path / "out"), message, ["base"])
-
-
-def test_tokens_are_generated_as_the_base_generates_them(tmp_path):
-    base = save_scaled(tmp_path / "base")
-    upscale(base=base, method="midus-hml", options=OPTIONS["midus-hml"], output=tmp_path / "out")
-    tokens = prompt()
-    settings = {"max_new_tokens": 8, "do_sample": False}
-    assert torch.equal(load(base).generate(tokens, **settings), load(tmp_path / "out").generate(tokens, **settings))

@@ -102,22 +102,6 @@ def test_killed_at_any_moment_a_run_leaves_a_whole_output_or_none(bases, tmp_pat
         shutil.rmtree(output)
 
 
-@pytest.mark.parametrize("part", by_default([0], range(3)))
-def test_killed_while_overwriting_a_run_leaves_the_old_output_or_the_new(bases, tmp_path, part):
-    (first, old, _), (second, new, seconds) = bases
-    rng = random.Random(part)
-    output = tmp_path / "out"
-    upscaled(first, output)
-    for _ in range(KILLS):
-        killed_after(rng.uniform(0, 1.1 * seconds), lambda: upscaled(second, output, overwrite=True))
-        with pytest.raises(RequestError, match="exists"):
-            upscaled(second, output)
-        assert file_digests(output) in (old, new)
-        upscaled(first, output, overwrite=True)
-        assert file_digests(output) == old
-        assert os.listdir(tmp_path) == ["out"]
-
-
 @pytest.mark.parametrize("step", range(5))
 def test_killed_before_any_of_its_renames_a_run_leaves_one_of_two_outputs(tiny_bases, tmp_path, step):
     """The place of work gets its name, the old output is moved there and the new one out of it, and what is left is deleted."""

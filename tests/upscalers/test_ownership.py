@@ -1,16 +1,12 @@
 """`--overwrite` deletes what this package wrote, and nothing that a person put there."""
 
-import json
 import os
 import re
-import shutil
 
 import pytest
-from transformers import AutoConfig
 
-from midus_hf.carried.module import write_code
 from midus_hf.files.checkpoint_files import RUN_CONFIG, RUN_LOG
-from midus_hf.files.ownership import check_replaceable, foreign_files, is_replaceable
+from midus_hf.files.ownership import check_replaceable, foreign_files
 from midus_hf.files.whole_folder import MARK
 from tests.upscalers.checkpoints import file_digests, load, save_base, unverified
 from tests.upscalers.methods import KINDS
@@ -37,32 +33,18 @@ def project(folder, config="{}"):
     return folder
 
 
-@pytest.fixture(params=["upscale", "strip"])
-def replacing(request, command, base, tmp_path):
-    """Try to replace a folder, by either command; its outcome."""
-    unverified(base, tmp_path / "model")
-
-    def replace(output):
-        if request.param == "strip":
-            return command("strip", tmp_path / "model", "--output", output, "--overwrite")
-        arguments = ("--base", base, "--method", "midus-hml", "--set", "n=8", "--set", "k=2", "--no-verify")
-        return command(*arguments, "--output", output, "--overwrite")
-
-    return replace
-
-
-def refused(outcome, output):
-    """The message with which a folder was refused that is as it was."""
-    assert (outcome.status, outcome.out) == (2, "")
-    assert not [path for path in output.parent.iterdir() if path.name.startswith(".")]
-    return outcome.err
+def refusal_of(output):
+    """The message with which a folder is refused as an output that may be replaced."""
+    with pytest.raises(RequestError) as refused:
+        OutputFolder(output, overwrite=True)
+    return str(refused.value)
 
 
 @pytest.mark.parametrize("config", ["{}", '{"model_type": "llama"}', "no JSON", "[]", '{"upscale": true}'])
-def test_a_project_with_a_config_is_left_untouched(replacing, tmp_path, config):
+def test_a_project_with_a_config_is_left_untouched(tmp_path, config):
     output = project(tmp_path / "project", config)
     before = entries(output)
-    message = refused(replacing(output), output)
+    message = refusal_of(output)
     assert (
         f"output {output} was not written by upscale or strip, so --overwrite will not delete it: its config.json has no 'upscale' "
         "entry, it has no upscale.json of theirs, and it holds .git/, notes.txt, src/. Choose another folder, or remove it yourself."
@@ -70,12 +52,12 @@ def test_a_project_with_a_config_is_left_untouched(replacing, tmp_path, config):
     assert entries(output) == before
 
 
-def test_a_project_around_a_checkpoint_of_ours_is_left_untouched(replacing, base, tmp_path):
+def test_a_project_around_a_checkpoint_of_ours_is_left_untouched(base, tmp_path):
     output = unverified(base, tmp_path / "out")
     config = (output / "config.json").read_text()
     project(output, config)
     before = entries(output)
-    message = refused(replacing(output), output)
+    message = refusal_of(output)
     assert (
         f"output {output} holds what no checkpoint has, and --overwrite would delete it: .git/, notes.txt, src/; expected "
         "nothing but weights, config, tokenizer, licence, model card and exported code. Move it, or choose another folder."
@@ -111,34 +93,29 @@ def test_links_to_nowhere_and_folders_that_are_called_like_files_are_named(base,
     assert foreign_files(output) == ["model-00001-of-00002.safetensors/", "tokenizer.json", "vocab.json/"]
 
 
-def test_of_many_files_the_first_are_named_and_the_others_counted(base, tmp_path):
-    output = unverified(base, tmp_path / "out")
-    for number in range(7):
-        (output / f"{number}.txt").touch()
-    with pytest.raises(RequestError, match=r"delete it: 0\.txt, 1\.txt, 2\.txt, 3\.txt and 3 more; expected"):
-        unverified(base, output, overwrite=True)
-
-
 @pytest.mark.parametrize("record", [None, "{}", "no JSON", '{"plan": []}', '{"midus_hf": "0.1.0"}', "[]"])
-def test_a_checkpoint_of_somebody_else_is_left_untouched(replacing, tmp_path, record):
+def test_a_checkpoint_of_somebody_else_is_left_untouched(tmp_path, record):
     output = save_base(tmp_path / "theirs")
     if record is not None:
         (output / "upscale.json").write_text(record)
     before = entries(output)
-    message = refused(replacing(output), output)
+    message = refusal_of(output)
     assert "theirs was not written by upscale or strip, so --overwrite will not delete it" in message
     assert "it has no upscale.json of theirs. Choose another folder" in message
     assert entries(output) == before
 
 
-def test_what_upscale_and_strip_wrote_is_replaced(replacing, base, tmp_path):
-    for output in (unverified(base, tmp_path / "one"), strip(tmp_path / "one", tmp_path / "two")["output"]):
-        outcome = replacing(output)
-        assert outcome.status == 0, outcome.err
+def test_what_upscale_and_strip_wrote_is_replaced_by_either(command, base, tmp_path):
+    arguments = ("--base", base, "--method", "midus-hml", "--set", "n=8", "--set", "k=2", "--no-verify", "--overwrite")
+    unverified(base, tmp_path / "model")
+    for output in (unverified(base, tmp_path / "one"), strip(tmp_path / "model", tmp_path / "two")["output"]):
+        for words in (arguments, ("strip", tmp_path / "model", "--overwrite")):
+            outcome = command(*words, "--output", output)
+            assert outcome.status == 0, outcome.err
     assert not [path for path in tmp_path.iterdir() if path.name.startswith(".")]
 
 
-def test_a_model_that_was_saved_again_or_downloaded_is_replaced(replacing, base, tmp_path):
+def test_a_model_that_was_saved_again_or_downloaded_is_replaced(base, tmp_path):
     output = tmp_path / "saved"
     load(unverified(base, tmp_path / "out")).save_pretrained(output, max_shard_size="30KB")
     tokenizer().save_pretrained(output)
@@ -146,8 +123,7 @@ def test_a_model_that_was_saved_again_or_downloaded_is_replaced(replacing, base,
         (output / name).touch()
     (output / ".cache" / "huggingface" / "download").mkdir(parents=True)
     (output / ".cache" / "huggingface" / "download" / "config.json.metadata").touch()
-    outcome = replacing(output)
-    assert outcome.status == 0, outcome.err
+    unverified(base, output, overwrite=True)
     assert not (output / ".cache").exists() and not (output / RUN_LOG).exists()
 
 
@@ -165,25 +141,6 @@ def test_every_output_may_be_replaced_with_all_that_travels_with_it(method, tmp_
     for output in (tmp_path / "out", tmp_path / "stripped"):
         check_replaceable(output)
         assert foreign_files(output) == []
-
-
-def test_shards_of_any_name_are_of_a_checkpoint_where_its_index_names_them(base, tmp_path):
-    odd = tmp_path / "odd"
-    shutil.copytree(base, odd)
-    (odd / "model.safetensors").rename(odd / "weights.safetensors")
-    weight_map = dict.fromkeys(load(base).state_dict(), "weights.safetensors")
-    (odd / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
-    strip(unverified(odd, tmp_path / "out"), tmp_path / "stripped")
-    assert (tmp_path / "stripped" / "weights.safetensors").is_file() and is_replaceable(tmp_path / "stripped")
-    (tmp_path / "stripped" / "model.safetensors.index.json").write_text('{"weight_map": {"a": 5, "b": "notes.txt"}}')
-    (tmp_path / "stripped" / "notes.txt").touch()
-    assert foreign_files(tmp_path / "stripped") == ["notes.txt", "weights.safetensors"]
-
-
-def test_the_code_that_a_checkpoint_carries_belongs_to_it(family, shared_base, tmp_path):
-    output = unverified(shared_base(family), tmp_path / "out")
-    written = write_code(tmp_path / "code", AutoConfig.from_pretrained(output))
-    assert written == list((tmp_path / "code").iterdir()) and foreign_files(tmp_path / "code") == []
 
 
 def test_what_appears_in_the_old_output_while_the_work_goes_on_is_kept(base, tmp_path, monkeypatch):
@@ -243,19 +200,6 @@ def test_a_persons_folder_of_the_name_we_work_in_is_left_untouched(base, tmp_pat
     (theirs / MARK).touch()
     unverified(base, tmp_path / "out", overwrite=overwrite)
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
-
-
-@pytest.mark.parametrize("sibling", [".out.replaced", ".out.midus-mine.partial", "out.partial"])
-@pytest.mark.parametrize("overwrite", [True, False])
-def test_a_persons_folder_of_another_name_than_that_is_not_even_looked_at(base, tmp_path, sibling, overwrite):
-    unverified(base, tmp_path / sibling)
-    before = entries(tmp_path / sibling)
-    if overwrite:
-        unverified(base, tmp_path / "out")
-    unverified(base, tmp_path / "out", overwrite=overwrite)
-    with pytest.raises(RequestError, match="exists"):
-        unverified(base, tmp_path / "out")
-    assert entries(tmp_path / sibling) == before and sorted(os.listdir(tmp_path)) == sorted([sibling, "out"])
 
 
 def test_a_file_or_a_link_of_the_name_we_work_in_is_left_untouched(base, tmp_path):

@@ -53,7 +53,7 @@ def check(progress):
     assert "writing 1 shard" in progress.names[:-1], "the bar of bytes ends before the work does"
 
 
-@pytest.mark.parametrize("method", [*SMALL, "llama-pro", "solar", "avg-deus"])
+@pytest.mark.parametrize("method", ["midus-hml", "avg-deus"])
 @pytest.mark.parametrize("verify", [None, False])
 def test_every_stage_tells_of_all_its_steps(shared_base, tmp_path, method, verify):
     progress = Stages()

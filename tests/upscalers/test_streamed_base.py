@@ -148,16 +148,6 @@ def test_solvers_keep_what_they_read(base, hub, tmp_path, on_disk):
     assert all(torch.equal(made[name], expected[name]) for name in expected)
 
 
-def test_one_file_of_weights_is_streamed_and_stripped_to_the_base(hub, tmp_path):
-    base = save_base(tmp_path / "base")
-    hub.repositories["org/base"] = Repository(files_of(base))
-    done = with_memory("org/base", tmp_path / "out", stream=True)
-    assert done.identity.max_abs_diff == 0.0
-    assert record_of(tmp_path / "out")["base"]["revision"] == hub.repositories["org/base"].revision
-    strip(tmp_path / "out", tmp_path / "stripped")
-    assert (tmp_path / "stripped" / "model.safetensors").read_bytes() == (base / "model.safetensors").read_bytes()
-
-
 REFUSED = {
     "local": (lambda hub: None, "base", "stream is on, but '.*base' is local; expected a hub id. Leave --stream out"),
     "missing shard": (
@@ -243,3 +233,13 @@ def test_a_copy_that_the_disk_changed_is_noticed(base, hub, tmp_path, monkeypatc
     with pytest.raises(VerificationError, match=r"the copy of .* is not what the base has; the disk may be faulty"):
         upscale(base="org/base", method="llama-pro", output=tmp_path / "out", stream=True, verify=False)
     assert not (tmp_path / "out").exists()
+
+
+def test_one_file_of_weights_is_streamed_and_stripped_to_the_base(hub, tmp_path):
+    base = save_base(tmp_path / "base")
+    hub.repositories["org/base"] = Repository(files_of(base))
+    done = with_memory("org/base", tmp_path / "out", stream=True)
+    assert done.identity.max_abs_diff == 0.0
+    assert record_of(tmp_path / "out")["base"]["revision"] == hub.repositories["org/base"].revision
+    strip(tmp_path / "out", tmp_path / "stripped")
+    assert (tmp_path / "stripped" / "model.safetensors").read_bytes() == (base / "model.safetensors").read_bytes()

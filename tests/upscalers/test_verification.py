@@ -5,10 +5,10 @@ import re
 
 import pytest
 import torch
+from pairs import in_turn
 
 from tests.upscalers.checkpoints import (
     SMALL,
-    load,
     logits,
     read_tensors,
     save_base,
@@ -22,7 +22,7 @@ from upscalers.request.errors import RequestError, VerificationError
 from upscalers.runs import job, streamed_model
 from upscalers.runs.upscale import upscale
 from upscalers.runs.writing import Writing
-from upscalers.tensors.recipes import Copy, Fill
+from upscalers.tensors.recipes import Fill
 
 
 def replace_recipe(monkeypatch, name, make, method=MidusHml):
@@ -42,8 +42,7 @@ def put_nan(folder, name, index=0, value=math.nan):
     write_tensors(folder, tensors)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("method", SMALL)
+@pytest.mark.parametrize(("method", "dtype"), in_turn(SMALL, [torch.float32, torch.bfloat16]), ids=str)
 @pytest.mark.parametrize(
     ("verify", "small", "message"),
     [
@@ -62,22 +61,6 @@ def test_values_that_are_not_zero_are_caught_even_if_too_small_for_any_tolerance
     with pytest.raises(VerificationError, match=message):
         upscale(base=base, method=method, output=tmp_path / "out", options=SMALL[method], verify=verify)
     assert [path.name for path in tmp_path.iterdir()] == ["base"]
-
-
-def test_a_base_tensor_in_the_wrong_place_is_caught(tmp_path, monkeypatch):
-    base = save_base(tmp_path / "base")
-    honest = MidusHml.recipes
-
-    def swapped(self, base, plan, seed):
-        recipes = honest(self, base, plan, seed)
-        source = "model.layers.0.mlp.up_proj.weight"
-        recipes[2]["mlp.up_proj.weight"] = Copy(base.tensors[source].shape, source)
-        return recipes
-
-    monkeypatch.setattr(MidusHml, "recipes", swapped)
-    with pytest.raises(VerificationError, match="logits differ"):
-        with_memory(base, tmp_path / "out")
-    assert not (tmp_path / "out").exists()
 
 
 def change_written(monkeypatch, name, change=lambda tensor: tensor + 1e-3):
@@ -114,14 +97,6 @@ def test_a_wrong_tensor_of_the_result_is_found_and_named(tmp_path, monkeypatch, 
     with pytest.raises(VerificationError, match=rf"differ from the base's by up to [\d.e-]+; {re.escape(expected)}$"):
         with_memory(base, tmp_path / "out")
     assert [path.name for path in tmp_path.iterdir()] == ["base"]
-
-
-def test_several_wrong_tensors_are_named(base, tmp_path, monkeypatch):
-    names = ["model.layers.2.mlp.down_proj.weight", "model.layers.2.mlp.up_proj.weight"]
-    for name in names:
-        change_written(monkeypatch, name)
-    with pytest.raises(VerificationError, match=rf"\(base 1\): {', '.join(names)} are not what the base has\.$"):
-        with_memory(base, tmp_path / "out")
 
 
 def test_a_layer_that_computes_otherwise_with_the_bases_tensors_is_named(tmp_path, monkeypatch):
@@ -161,14 +136,6 @@ def test_without_enough_memory_blocks_are_checked_and_this_is_said(base, tmp_pat
     report = upscale(base=base, method="solar", output=tmp_path / "solar", progress=unchecked)
     assert report.identity.checked is None
     assert "0.12 GB is free; nothing is compared, since the method promises no identity." in unchecked.warnings[0]
-
-
-def test_nan_is_still_searched_for_without_enough_memory(tmp_path, monkeypatch):
-    base = save_base(tmp_path / "base")
-    put_nan(base, "model.layers.2.mlp.down_proj.weight")
-    monkeypatch.setattr(job, "available_bytes", lambda: 0)
-    with pytest.raises(RequestError, match=r"model\.layers\.2\.mlp\.down_proj\.weight holds NaN"):
-        with_memory(base, tmp_path / "out")
 
 
 def test_who_insists_is_refused_before_the_first_byte(command, base, tmp_path, monkeypatch):
@@ -240,11 +207,13 @@ def test_a_method_that_promises_no_identity_reports_the_difference(tmp_path, mon
     assert (unchecked.identity.checked, unchecked.identity.max_abs_diff) == (None, None)
 
 
-@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize(
-    ("name", "share"),
-    [("model.embed_tokens", 0.5), ("model.layers.2.mlp.down_proj", 0), ("model.norm", 1), ("lm_head", 1)],
+    ("value", "dtype"),
+    in_turn([math.nan, math.inf, -math.inf], [torch.float32, torch.bfloat16, torch.float16]),
+    ids=str,
+)
+@pytest.mark.parametrize(
+    ("name", "share"), [("model.embed_tokens", 0.5), ("model.layers.2.mlp.down_proj", 0), ("lm_head", 1)]
 )
 def test_what_is_not_finite_in_the_base_is_refused_by_name_wherever_it_stands(
     tmp_path, monkeypatch, value, dtype, name, share
@@ -282,29 +251,3 @@ def test_a_block_check_names_nan_that_comes_from_the_base(tmp_path):
     with pytest.raises(VerificationError, match="new layer 1 gives NaN: what it takes from the base holds NaN"):
         with_memory(base, tmp_path / "out", verify=False)
     assert [path.name for path in tmp_path.iterdir()] == ["base"]
-
-
-@pytest.mark.parametrize(
-    "request_", [{"verify": True, "allow_nan": True}, {"verify": False}], ids=["allowed", "blocks"]
-)
-def test_infinite_weights_that_matter_are_never_passed_over(tmp_path, request_):
-    base = save_base(tmp_path / "base")
-    tensors = read_tensors(base)
-    tensors["model.layers.1.self_attn.v_proj.weight"][:] = float("inf")
-    write_tensors(base, tensors)
-    try:
-        with_memory(base, tmp_path / "out", **request_)
-    except VerificationError:
-        assert [path.name for path in tmp_path.iterdir()] == ["base"]
-    else:
-        old, new = logits(base), logits(tmp_path / "out")
-        assert ((old == new) | (old.isnan() & new.isnan())).all()
-
-
-def test_verification_leaves_the_global_random_state_alone(base, tmp_path):
-    torch.manual_seed(0)
-    expected = torch.randn(3)
-    torch.manual_seed(0)
-    with_memory(base, tmp_path / "out")
-    assert torch.equal(torch.randn(3), expected)
-    assert load(tmp_path / "out").config.num_hidden_layers == 6

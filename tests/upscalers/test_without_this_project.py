@@ -28,9 +28,10 @@ CASES = {
 }
 
 RUN = """
-import json, sys
+import json, os, sys
+from pathlib import Path
 import transformers
-from transformers import AutoModelForCausalLM
+from transformers import AutoModel, AutoModelForCausalLM
 
 transformers.logging.set_verbosity_error()
 transformers.logging.disable_progress_bar()
@@ -38,6 +39,16 @@ transformers.logging.disable_progress_bar()
 def loaded(folder):
     model, info = AutoModelForCausalLM.from_pretrained(folder, dtype="auto", trust_remote_code=True, output_loading_info=True)
     return model.eval(), [sorted(map(str, info[key])) for key in ("missing_keys", "unexpected_keys", "mismatched_keys")]
+
+def code(folder):
+    return [path.read_text() for path in Path(folder).glob("*.py")]
+
+def refuses_without_code(folder):
+    os.remove(f"{folder}/modeling_midus.py")
+    try:
+        AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True)
+    except OSError:
+        return True
 
 @torch.no_grad()
 def computed(model, tokens):
@@ -61,6 +72,11 @@ for case, tokens in json.load(open("cases.json")):
     row["acts"] = torch.allclose(computed(acting, tokens), torch.load(f"{case}/acting.pt"), rtol=1e-4, atol=1e-5)
     acting.save_pretrained(f"{case}/again")
     row["saved"] = torch.equal(computed(loaded(f"{case}/again")[0], tokens), computed(acting, tokens))
+    row["saved code"] = code(f"{case}/again") == code(f"{case}/acting")
+    stack = AutoModel.from_pretrained(f"{case}/again", dtype="auto", trust_remote_code=True).eval()
+    with torch.no_grad():
+        row["stack"] = torch.equal(stack(tokens).last_hidden_state, acting.model(tokens).last_hidden_state)
+    row["needs code"] = bool(code(f"{case}/again")) and refuses_without_code(f"{case}/again")
     loss = acting.train()(tokens, labels=tokens).loss
     loss.backward()
     row["loss"] = torch.allclose(loss, torch.load(f"{case}/loss.pt"), rtol=1e-4, atol=1e-5)
@@ -114,6 +130,9 @@ def test_a_folder_works_without_the_package_as_it_does_with_it(kind, found):
         "layers": config["num_hidden_layers"],
         "wrong": [[], [], []],
         "saved": True,
+        "saved code": True,
+        "stack": True,
+        "needs code": carried,
         "trains": [],
     }
 
