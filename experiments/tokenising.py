@@ -65,9 +65,9 @@ def measure(start: str, model: str, text: str, cache: str) -> dict:
     """Tokenise a text or open its cached tokens, and return the time and memory that this took."""
     import datasets  # noqa: F401 - not counted
 
+    from midus_hf.saved_models import load_tokenizer
     from midus_hf.training.data import training_data
     from midus_hf.training.options import CorpusOptions, TrainConfig
-    from midus_hf.training.run.loading import load_tokenizer
 
     config = TrainConfig(model_name_or_path=model, output_dir="none", corpus=CorpusOptions(path=text, cache_dir=cache))
     tokenizer = load_tokenizer(model)
@@ -78,8 +78,8 @@ def measure(start: str, model: str, text: str, cache: str) -> dict:
     (dataset,) = training_data.open_corpora(config, tokenizer, len(tokenizer), {})
     seconds = time.perf_counter() - started
     return {
-        "documents": dataset.num_documents,
-        "tokens": dataset.num_tokens,
+        "documents": dataset.tokens.num_documents,
+        "tokens": dataset.tokens.num_tokens,
         "seconds": round(seconds, 2),
         "processor_s": round(_processor_time() - busy, 2),
         "memory_mb": round((_anonymous_memory() - before) / 1e6, 1),

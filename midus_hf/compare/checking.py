@@ -10,9 +10,9 @@ from midus_hf.compare.runs import runs_of
 from midus_hf.compare.variants import Variant
 from midus_hf.config.yaml_options import from_mapping
 from midus_hf.sft.options import SftConfig
-from midus_hf.training.data.held_out import check_held_out
 from midus_hf.training.optim.rates import Rates
 from midus_hf.training.options import TrainConfig
+from midus_hf.training.run.held_out import check_held_out
 
 # Keys of `midus train` that hold a learning rate: the numeric fields of `Rates`.
 _RATES = [field.name for field in dataclasses.fields(Rates) if isinstance(field.default, float | None)]

@@ -1,7 +1,13 @@
-"""Sequences of a run: chats as tokens, with labels where there is a loss, cut to a length and perhaps packed."""
+"""Sequences of a run: rows of data read, turned into tokens on all cores, and cut to a length, perhaps packed."""
 
 import dataclasses
+import itertools
+import multiprocessing
+import signal
 from array import array
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow
@@ -9,10 +15,153 @@ from datasets import Dataset
 from transformers import PreTrainedTokenizerBase
 from trl import pack_dataset
 
-from midus_hf.documents import DocumentError
-from midus_hf.sft.encoding import encode_rows
+from midus_hf.documents import DocumentError, endings, json_line_rows, parquet_rows, read_text, walk_files
+from midus_hf.files.json_text import parse_json
+from midus_hf.sft.formats import Chat, Format, detect_format, format_named, read_example
+from midus_hf.sft.labels import Tokens, encode, set_template
 from midus_hf.sft.options import SftConfig
-from midus_hf.sft.rows import iterate_rows
+from midus_hf.training.data.corpus import load_hub_dataset, usable_cores
+from midus_hf.training.data.token_cache import without_threads_of_tokenizers
+
+# Endings of files that hold rows. All but `.parquet` may be followed by the ending of a compression.
+ENDINGS = (".jsonl", ".json", ".parquet")
+
+
+def iterate_rows(config: SftConfig) -> Iterator[tuple[str, Any]]:
+    """Return an iterator over the rows of the data, each with its location, for messages.
+
+    Args:
+        config: Options of the run; only the keys that begin with `dataset_` are read.
+
+    Raises:
+        DocumentError: If `dataset_name` names no data, a folder has no files of rows, or a file cannot be read.
+    """
+    path = Path(config.dataset_name).expanduser()
+    if not path.exists() and not _holds_rows(path):
+        rows = load_hub_dataset("dataset_name", config.dataset_name, config.dataset_config, config.dataset_train_split)
+        return ((f"row {number} of {config.dataset_name!r}", row) for number, row in enumerate(rows, start=1))
+    if config.dataset_config is not None:
+        raise DocumentError(
+            f"dataset_name is {config.dataset_name!r}, which is local; dataset_config is for datasets of the Hub."
+        )
+    return (row for file in _find_files(path) for row in _read_file(file, config.dataset_encoding))
+
+
+def _find_files(path: Path) -> list[Path]:
+    if not path.exists():
+        raise DocumentError(
+            f"dataset_name is {str(path)!r}, which does not exist; expected a file, a folder or a dataset id."
+        )
+    if path.is_file():
+        if not _holds_rows(path):
+            raise DocumentError(f"dataset_name is {str(path)!r}; expected a file ending in {', '.join(ENDINGS)}.")
+        return [path]
+    files = [file for file in walk_files(path) if _holds_rows(file) and not file.is_dir()]
+    if not files:
+        raise DocumentError(
+            f"dataset_name is {str(path)!r}, a folder without rows; expected files ending in {', '.join(ENDINGS)}."
+        )
+    return files
+
+
+def _holds_rows(path: Path) -> bool:
+    suffix, compression = endings(path)
+    return suffix in ENDINGS and not (compression and suffix == ".parquet")
+
+
+def _read_file(path: Path, encoding: str) -> Iterator[tuple[str, Any]]:
+    suffix, compression = endings(path)
+    if suffix == ".parquet":
+        return parquet_rows(path)
+    # Published corpora name JSON lines .json.gz. A plain .json file is one list if it begins with a bracket.
+    if suffix == ".jsonl" or compression:
+        return json_line_rows(path, encoding)
+    text = read_text(path, encoding)
+    return _rows_of_list(path, text) if text.lstrip().startswith("[") else json_line_rows(path, encoding)
+
+
+def _rows_of_list(path: Path, text: str) -> Iterator[tuple[str, Any]]:
+    try:
+        rows = parse_json(text)
+    except ValueError as error:
+        raise DocumentError(f"file {str(path)!r} is not JSON: {error}. Expected a list of objects.") from error
+    return ((f"row {number} of {str(path)!r}", row) for number, row in enumerate(rows, start=1))
+
+
+# Number of rows held in memory at a time.
+_ROWS_AT_A_TIME = 4096
+_ROWS_WORTH_PROCESSES = 512
+
+
+@dataclasses.dataclass(frozen=True)
+class _Encoder:
+    tokenizer: PreTrainedTokenizerBase
+    row_format: Format
+
+    def __call__(self, located_row: tuple[str, Any]) -> Tokens:
+        location, row = located_row
+        return encode(self.tokenizer, read_example(self.row_format, row, location), location)
+
+
+# Encoder that a forked process inherits; sending it with its tokenizer would take long.
+_encoder: _Encoder | None = None
+
+
+def encode_rows(
+    tokenizer: PreTrainedTokenizerBase, rows: Iterator[tuple[str, Any]], format: str | None, template: str | None
+) -> Iterator[Tokens]:
+    """Turn rows into tokens, in the order of the rows.
+
+    Call this function before processes are connected or a GPU is used, since the function forks the process.
+
+    Args:
+        tokenizer: A fast tokenizer; it gets the chosen chat template.
+        format: Name of the format, as in `SftConfig.dataset_format`; None detects it from the columns of the first row.
+        template: Chat template, as in `SftConfig.chat_template`.
+
+    Raises:
+        DocumentError: If `read_example` or `encode` raises it.
+        ValueError: If `format_named` or `set_template` raises it.
+    """
+    row_format = None if format is None else format_named(format)
+    first = list(itertools.islice(rows, 1))
+    for location, row in first:
+        row_format = row_format or detect_format(row, location)
+        if template is not None or isinstance(read_example(row_format, row, location), Chat):
+            set_template(tokenizer, template)
+    if row_format is None:
+        return
+    encoder, rows = _Encoder(tokenizer, row_format), itertools.chain(first, rows)
+    while block := list(itertools.islice(rows, _ROWS_AT_A_TIME)):
+        yield from _encode_block(encoder, block)
+
+
+def _encode_block(encoder: _Encoder, block: list[tuple[str, Any]]) -> list[Tokens]:
+    global _encoder
+    if len(block) < _ROWS_WORTH_PROCESSES or usable_cores() == 1:
+        return [encoder(row) for row in block]
+    _encoder = encoder
+    try:
+        pools = multiprocessing.get_context("fork")
+        with without_threads_of_tokenizers(), pools.Pool(usable_cores(), initializer=_end_when_told) as pool:
+            tokens = pool.map(_encode_in_fork, block, chunksize=64)
+            # The context manager would kill the workers, perhaps one that holds a lock which another waits for.
+            pool.close()
+            pool.join()
+            return tokens
+    finally:
+        _encoder = None
+
+
+def _end_when_told() -> None:
+    """Let SIGTERM end a worker at once: an inherited Python handler is not called while a worker waits for a lock."""
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+
+def _encode_in_fork(located_row: tuple[str, Any]) -> Tokens:
+    assert _encoder is not None
+    return _encoder(located_row)
+
 
 NO_LABEL = -100
 
@@ -44,11 +193,7 @@ class ChatDataset:
     ends: bool
 
     def describe(self, config: SftConfig) -> list[str]:
-        """Return sentences about what was read, left out and made.
-
-        Args:
-            config: The options of the run.
-        """
+        """Return sentences about what was read, left out and made."""
         lines = [
             f"{self.examples:,} examples, {self.tokens:,} tokens, {self.labels:,} of them with a loss "
             f"({self.labels / self.tokens:.1%})"
@@ -69,9 +214,7 @@ def build_chat_dataset(config: SftConfig, tokenizer: PreTrainedTokenizerBase, vo
     """Read the data of a run and turn it into sequences.
 
     Args:
-        config: The options of the run.
         tokenizer: Tokenizer of the model; it gets the chat template that the options name.
-        vocab_size: Number of ids the model embeds.
 
     Raises:
         DocumentError: If the data cannot be read, or holds no answer.
@@ -120,12 +263,7 @@ def build_chat_dataset(config: SftConfig, tokenizer: PreTrainedTokenizerBase, vo
 
 
 def is_special(tokenizer: PreTrainedTokenizerBase, token: int) -> bool:
-    """Return whether a token is a special mark rather than text.
-
-    Args:
-        tokenizer: Tokenizer that has the token.
-        token: Id of the token.
-    """
+    """Return whether a token is a special mark rather than text."""
     added_tokens = tokenizer.added_tokens_decoder
     return token in tokenizer.all_special_ids or (token in added_tokens and added_tokens[token].special)
 

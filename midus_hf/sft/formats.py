@@ -67,25 +67,6 @@ class Format:
     read: Reader
 
 
-# Formats by name, in the order in which `detect_format` tries them.
-FORMATS: dict[str, Format] = {}
-
-
-def register_format(name: str, *columns: str) -> Callable[[Reader], Reader]:
-    """Register the decorated function as the reader of a format.
-
-    Args:
-        name: Name of the format in `SftConfig.dataset_format`.
-        columns: Columns that every row of the format has.
-    """
-
-    def register(read: Reader) -> Reader:
-        FORMATS[name] = Format(name, columns, read)
-        return read
-
-    return register
-
-
 def format_named(name: str) -> Format:
     """Return the format that has a name.
 
@@ -99,10 +80,6 @@ def format_named(name: str) -> Format:
 
 def detect_format(row: Any, location: str) -> Format:
     """Return the first format all of whose columns a row has.
-
-    Args:
-        row: The first row of the data.
-        location: Location of the row, for messages.
 
     Raises:
         DocumentError: If the row has the columns of no format.
@@ -118,11 +95,6 @@ def detect_format(row: Any, location: str) -> Format:
 
 def read_example(row_format: Format, row: Any, location: str) -> Example:
     """Turn a row into an example.
-
-    Args:
-        row_format: Format of the data.
-        row: A row as it was read; anything but a dict is refused.
-        location: Location of the row, for messages.
 
     Raises:
         DocumentError: If the row does not have this format.
@@ -140,17 +112,14 @@ def read_example(row_format: Format, row: Any, location: str) -> Example:
     return row_format.read(row, location)
 
 
-@register_format("messages", "messages")
 def _messages(row: dict[str, Any], location: str) -> Chat:
     return Chat(_read_messages(row["messages"], f"{location}, messages"), _read_tools(row, location))
 
 
-@register_format("sharegpt", "conversations")
 def _sharegpt(row: dict[str, Any], location: str) -> Chat:
     return Chat(_read_messages(row["conversations"], f"{location}, conversations"), _read_tools(row, location))
 
 
-@register_format("prompt-completion", "prompt", "completion")
 def _prompt_completion(row: dict[str, Any], location: str) -> Example:
     if isinstance(row["prompt"], list):
         prompt = _read_messages(row["prompt"], f"{location}, prompt")
@@ -158,12 +127,10 @@ def _prompt_completion(row: dict[str, Any], location: str) -> Example:
     return Completion(_text(row, "prompt", location), _answer(row, "completion", location))
 
 
-@register_format("alpaca", "instruction", "output")
 def _alpaca(row: dict[str, Any], location: str) -> Chat:
     return _instructed(row, "input", "output", location)
 
 
-@register_format("dolly", "instruction", "response")
 def _dolly(row: dict[str, Any], location: str) -> Chat:
     return _instructed(row, "context", "response", location)
 
@@ -260,3 +227,16 @@ def _answer(row: dict[str, Any], column: str, location: str) -> str:
             f"{location} has an empty answer under {column!r}; expected text. Fill it in, or take the row out."
         )
     return answer
+
+
+# Formats by name, in the order in which `detect_format` tries them.
+FORMATS = {
+    row_format.name: row_format
+    for row_format in (
+        Format("messages", ("messages",), _messages),
+        Format("sharegpt", ("conversations",), _sharegpt),
+        Format("prompt-completion", ("prompt", "completion"), _prompt_completion),
+        Format("alpaca", ("instruction", "output"), _alpaca),
+        Format("dolly", ("instruction", "response"), _dolly),
+    )
+}

@@ -1,19 +1,46 @@
 """One run of supervised fine-tuning, from its options to the trained model."""
 
-from transformers import PreTrainedConfig, PreTrainedModel
-from trl import SFTConfig
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase, Trainer
+from trl import SFTConfig, SFTTrainer
 from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 
 from midus_hf.config.fetched_blocks import BankLayout
 from midus_hf.models.host import MemoryConfig
 from midus_hf.sft.chat_dataset import build_chat_dataset, is_special
 from midus_hf.sft.options import SftConfig
-from midus_hf.sft.trainer import SftTrainer
-from midus_hf.training.data.held_out import describe_held_out, prepare_held_out
-from midus_hf.training.output.resumption import settle_resumption
-from midus_hf.training.run.run_setup import Chosen, check_request, choose_what_trains, make_run
-from midus_hf.training.run.trainer_arguments import training_arguments
+from midus_hf.training.run.held_out import describe_held_out, prepare_held_out
+from midus_hf.training.run.run_setup import Chosen, check_request, choose_what_trains, make_run, training_arguments
+from midus_hf.training.run.run_trainer import InRun
 from midus_hf.training.run.training_run import TrainingRun, TrainResult
+
+
+class _ModelLossTrainer(SFTTrainer):
+    """TRL's trainer with the loss that the model computes, which may have terms that TRL does not know."""
+
+    def compute_loss(
+        self,
+        model: nn.Module,
+        inputs: dict[str, torch.Tensor | Any],
+        return_outputs: bool = False,
+        num_items_in_batch: torch.Tensor | int | None = None,
+    ) -> Any:
+        return Trainer.compute_loss(self, model, inputs, return_outputs, num_items_in_batch)
+
+    def create_model_card(self, *args: Any, **kwargs: Any) -> None:
+        """Write no card, since the run extends the card of its model."""
+
+
+class SftTrainer(InRun, _ModelLossTrainer):
+    """The Trainer of a run of supervised fine-tuning, on sequences that are already tokens."""
+
+    def __init__(self, *args: Any, tokenizer: PreTrainedTokenizerBase, **kwargs: Any):
+        super().__init__(*args, tokenizer=tokenizer, processing_class=tokenizer, **kwargs)
+        # TRL's constructor needs the tokenizer, but a Trainer that keeps it rewrites the special tokens in the model's config.
+        self.processing_class = None
 
 
 def finetune(config: SftConfig) -> TrainResult:
@@ -37,15 +64,11 @@ def finetune(config: SftConfig) -> TrainResult:
 def prepare(config: SftConfig) -> TrainingRun:
     """Check the options of a run, cheapest checks first, load the model and the data, and open the output.
 
-    Args:
-        config: The options of the run.
-
     Raises:
         ValueError: If the options are wrong; nothing has been written then.
     """
-    requested, config = config, settle_resumption(config)
     request = check_request(config, "max_length")
-    tokenizer = request.tokenizer
+    config, tokenizer = request.config, request.tokenizer
     data = build_chat_dataset(config, tokenizer, request.model_config.vocab_size)
     arguments = training_arguments(
         config,
@@ -73,9 +96,6 @@ def prepare(config: SftConfig) -> TrainingRun:
 
     padding = next((token for token in (tokenizer.pad_token_id, tokenizer.eos_token_id) if token is not None), 0)
     return make_run(
-        config,
-        requested,
-        config,
         request,
         arguments,
         data.dataset,

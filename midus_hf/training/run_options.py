@@ -241,11 +241,7 @@ class RunOptions:
 
 
 def text_option(name: str) -> str:
-    """Return the name by which messages call a held-out text.
-
-    Args:
-        name: Name of the text, `""` if it has none.
-    """
+    """Return the name by which messages call a held-out text."""
     return f"eval_text.{name}" if name else "eval_text"
 
 

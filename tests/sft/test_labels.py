@@ -10,8 +10,7 @@ from training.tiny_run import refused, tiny_tokenizer
 
 from midus_hf.documents import DocumentError
 from midus_hf.sft.formats import Chat, Completion
-from midus_hf.sft.labels import encode
-from midus_hf.sft.templates import TEMPLATES, set_template
+from midus_hf.sft.labels import TEMPLATES, encode, set_template
 
 QUESTION = {"role": "user", "content": "q"}
 TURNS = Chat(

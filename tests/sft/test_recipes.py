@@ -11,8 +11,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from midus_hf.cli.training.sft import main
 from midus_hf.config.yaml_options import read_config
+from midus_hf.sft.labels import TEMPLATES
 from midus_hf.sft.options import SftConfig
-from midus_hf.sft.templates import TEMPLATES
 
 REPOSITORY = Path(__file__).parents[2]
 RECIPES = REPOSITORY / "configs" / "sft"

@@ -7,19 +7,19 @@ import torch
 from training.tiny_run import tiny_tokenizer
 
 from midus_hf.training.data.corpus import find_corpus
-from midus_hf.training.data.mapped_tokens import MappedTokens
+from midus_hf.training.data.packing import CorpusTokens
 from midus_hf.training.data.token_cache import cached_tokens
 from midus_hf.training.options import CorpusOptions
 
 FORK = multiprocessing.get_context("fork")
 
 
-def tokens_of(path, cache: Path, tokenizer=None, vocab_size: int = 128, **options) -> MappedTokens:
+def tokens_of(path, cache: Path, tokenizer=None, vocab_size: int = 128, **options) -> CorpusTokens:
     corpus = find_corpus(CorpusOptions(path=str(path), **options))
     return cached_tokens(corpus, tokenizer or tiny_tokenizer(), vocab_size, str(cache))
 
 
-def row(tokens: MappedTokens) -> list[int]:
+def row(tokens: CorpusTokens) -> list[int]:
     return tokens.cut(0, tokens.num_tokens).tokens.tolist()
 
 

@@ -10,8 +10,8 @@ from safetensors.torch import load_file
 
 from midus_hf.training.options import TrainConfig
 from midus_hf.training.output.run_checkpoints import checkpoints
+from midus_hf.training.run.callbacks import read_log
 from midus_hf.training.run.train import train
-from midus_hf.training.run.training_log import read_log
 
 # What events say that differs from run to run.
 OF_TIME = ("train_runtime", "train_tokens_per_second", "training_seconds", "ended_by_max_seconds")

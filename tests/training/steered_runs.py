@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from transformers import TrainerCallback
 
-from midus_hf.training.run.interruption import RunInterrupted
+from midus_hf.training.run.callbacks import RunInterrupted
 from midus_hf.training.run.training_run import TrainingRun
 
 # Moments of a step: before and after the parameters move, when it counts as done, and when its checkpoint is there.

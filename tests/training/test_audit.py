@@ -13,7 +13,7 @@ from training.outcomes import assert_resumes
 from training.tiny_run import document, refused
 
 from midus_hf.banks.audit import BankAudit
-from midus_hf.training.options import CorpusOptions, TrainConfig, WeightedCorpus
+from midus_hf.training.options import TrainConfig, WeightedCorpus
 from midus_hf.training.run.train import prepare, train
 
 
@@ -47,8 +47,8 @@ def audited(blocks_for, numbered):
     return config
 
 
-@pytest.mark.parametrize("epochs", [1, 2])
-def test_every_token_of_a_document_trains_the_blocks_of_its_path_once_an_epoch(audited, tmp_path, epochs):
+def test_every_token_of_a_document_trains_the_blocks_of_its_path_once_an_epoch(audited, tmp_path):
+    epochs = 2
     train(audited(num_train_epochs=epochs))
     found = recorded(tmp_path / "out")
     expected = {(1, LEAVES[line % 3] // 3, line) for line in READ} | {(2, LEAVES[line % 3], line) for line in READ}
@@ -86,10 +86,8 @@ def test_what_reads_the_generic_memory_trains_it_and_no_other_block(audited, tmp
     }
 
 
-@pytest.mark.parametrize(
-    "changes", [{}, {"gradient_accumulation_steps": 2, "per_device_train_batch_size": 2}], ids=str
-)
-def test_recording_changes_nothing_that_is_trained_and_passes_of_a_step_count_together(audited, tmp_path, changes):
+def test_recording_changes_nothing_that_is_trained_and_passes_of_a_step_count_together(audited, tmp_path):
+    changes = {"gradient_accumulation_steps": 2, "per_device_train_batch_size": 2}
     train(audited(num_train_epochs=1, **changes))
     train(audited("off", audit=False, num_train_epochs=1, **changes))
     one, other = bank_of(tmp_path / "out"), bank_of(tmp_path / "off")
@@ -148,17 +146,6 @@ def test_documents_of_several_corpora_are_told_apart(audited, numbered, tmp_path
         lines = {(each.document.file, each.document.line) for each in audit.trained()}
     assert {file for file, _ in lines} == {"corpus.jsonl", "other.jsonl"}
     assert {line for file, line in lines if file == "other.jsonl"} == {1, 2, 3}
-
-
-def test_a_corpus_without_paths_cannot_be_recorded():
-    with refused(r"audit is true, and corpus 'a\.jsonl' has no path_column; expected the column"):
-        TrainConfig(model_name_or_path="m", output_dir="o", corpus=CorpusOptions(path="a.jsonl"), audit=True)
-
-
-def test_names_of_documents_are_for_the_record_alone():
-    corpus = CorpusOptions(path="a.jsonl", path_column="memory_ids", id_column="id")
-    with refused(r"corpus\.id_column is 'id', .* expected audit: true with it"):
-        TrainConfig(model_name_or_path="m", output_dir="o", corpus=corpus)
 
 
 def test_a_run_that_trains_no_blocks_has_nothing_to_record(audited):

@@ -177,11 +177,6 @@ def test_a_script_of_ones_own_gets_the_blocks_of_the_best_step_as_well(models, t
     assert_same_blocks(bank_of(tmp_path / "saved"), bank_of(best))
 
 
-def test_old_checkpoints_are_removed_with_their_blocks(blocks_for, tmp_path):
-    train(blocks_for(save_steps=2, save_total_limit=1))
-    assert [path.name for path in (tmp_path / "out").glob("checkpoint-*")] == ["checkpoint-6"]
-
-
 def test_a_run_of_blocks_is_replaced_where_that_is_asked(blocks_for, tmp_path):
     train(blocks_for(save_steps=3))
     train(blocks_for(max_steps=2, overwrite_output_dir=True))

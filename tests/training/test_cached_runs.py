@@ -8,7 +8,7 @@ from training.cached_tokens import in_a_process, tokens_of
 from training.tiny_run import tiny_config
 
 from midus_hf.training.data import token_cache
-from midus_hf.training.data.mapped_tokens import MappedDataset
+from midus_hf.training.data.packing import PackedDataset
 from midus_hf.training.run.train import prepare, train
 
 datasets = pytest.importorskip("datasets")
@@ -37,7 +37,7 @@ def train_on_a_long_corpus(connection, model, corpus, folder) -> None:
     for index in range(0, len(dataset), 5):
         dataset[index]
     result = run.execute()
-    connection.send((dataset.num_tokens, result.steps, anonymous_memory() - before))
+    connection.send((dataset.tokens.num_tokens, result.steps, anonymous_memory() - before))
 
 
 def anonymous_memory() -> int:
@@ -53,15 +53,15 @@ def a_row():
 def make_a_long_corpus(connection, cache: Path) -> None:
     """Keep thirty million tokens as those of a dataset of the Hub."""
     datasets.load_dataset = lambda *args, **kwargs: a_row()
-    tile = token_cache._Tokenise.__call__
+    tile = token_cache._tokenise_batch
 
-    def many(self, texts):
-        table = tile(self, texts)
+    def many(*arguments):
+        table = tile(*arguments)
         values = np.tile(table.column("tokens").chunk(0).values.to_numpy(), 15_500_000)
         offsets = np.arange(0, len(values) + 1, 200, dtype=np.int64)
         return pyarrow.table({"tokens": pyarrow.LargeListArray.from_arrays(offsets, values[: offsets[-1]])})
 
-    token_cache._Tokenise.__call__ = many
+    token_cache._tokenise_batch = many
     connection.send(tokens_of("owner/name", cache).num_tokens)
 
 
@@ -73,8 +73,8 @@ def test_resuming_makes_no_tokens_and_reads_no_sequence_that_was_trained_on(conf
         monkeypatch.setattr(token_cache, name, lambda *args: pytest.fail("tokens are made again"))
     run = prepare(config_for(**options))
     read: list[int] = []
-    get = MappedDataset.__getitem__
-    monkeypatch.setattr(MappedDataset, "__getitem__", lambda self, index: read.append(index) or get(self, index))
+    get = PackedDataset.__getitem__
+    monkeypatch.setattr(PackedDataset, "__getitem__", lambda self, index: read.append(index) or get(self, index))
     assert run.execute().steps == 20
     assert len(read) == len(set(read)) == (20 - 16 + 1) * 2, "those of four steps, and of one that is read ahead"
 

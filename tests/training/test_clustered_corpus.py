@@ -175,8 +175,3 @@ def layout(branching=2, levels=2):
 def test_paths_of_another_tree_are_refused(paths, banks, message):
     with refused(message):
         check_paths(np.array(paths), banks, "memory_ids")
-
-
-def test_options_that_contradict_are_refused():
-    with refused(r"corpus.path_column and corpus.streaming are given; expected one of them"):
-        CorpusOptions(path="x", path_column="memory_ids", streaming=True)

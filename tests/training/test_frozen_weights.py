@@ -6,14 +6,16 @@ from pathlib import Path
 
 import pytest
 import torch
+from pairs import by_default
 from safetensors.torch import load_file
+from tiny import FAMILIES
 from training.block_runs import assert_same_blocks, bank_of
 from training.outcomes import exact_log, flip, weights
 from training.steered_runs import END, SAVED, AtStep
 from transformers import AutoModelForCausalLM
 
-from midus_hf.training.output import frozen_weights
 from midus_hf.training.output.run_checkpoints import damage_of
+from midus_hf.training.run import checkpoints
 from midus_hf.training.run.train import prepare, train
 
 OPTIONS = {"max_steps": 8, "save_steps": 2, "save_total_limit": None}
@@ -23,7 +25,7 @@ FROZEN, INDEX = "frozen.safetensors", "model.safetensors.index.json"
 @pytest.fixture(autouse=True)
 def worth_it(monkeypatch):
     """Tiny models have too little that is frozen."""
-    monkeypatch.setattr(frozen_weights, "_WORTH_A_FILE", 1)
+    monkeypatch.setattr(checkpoints, "_WORTH_A_FILE", 1)
 
 
 def numbers(output: Path, name: str = FROZEN) -> list[int]:
@@ -41,13 +43,14 @@ def assert_same_state(one: Path, other: Path) -> None:
     assert of_one.keys() == of_other.keys() and all(torch.equal(of_one[name], of_other[name]) for name in of_one)
 
 
+@pytest.mark.parametrize("family", by_default(["llama", "qwen2"], FAMILIES))
 def test_what_is_frozen_is_written_twice_and_linked_from_then_on(family, config_for, tmp_path, monkeypatch):
     output, plain = tmp_path / "out", tmp_path / "plain"
     train(config_for(output, family, **OPTIONS))
     two, four, six, eight = numbers(output)
     assert two == six and four == eight and two != four
     assert len(set(numbers(output, "trained.safetensors"))) == 4
-    monkeypatch.setattr(frozen_weights, "_WORTH_A_FILE", 2**40)
+    monkeypatch.setattr(checkpoints, "_WORTH_A_FILE", 2**40)
     train(config_for(plain, family, **OPTIONS))
     for step in (2, 8):
         shared, whole = (folder / f"checkpoint-{step}" for folder in (output, plain))

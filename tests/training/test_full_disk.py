@@ -3,6 +3,7 @@
 import contextlib
 import errno
 import io
+import itertools
 import os
 import re
 import shutil
@@ -12,18 +13,19 @@ from pathlib import Path
 
 import pytest
 import torch
+from pairs import by_default
+from tiny import FAMILIES
 from tokenizers import Tokenizer, models
 from training.outcomes import assert_same_run, exact_log, moved, weights
 from training.tiny_run import refused, save_upscaled, tiny_config
 from transformers import AutoModelForCausalLM, modeling_utils
 
 from midus_hf.cli.training.train import main
-from midus_hf.training.output import disk_room, saving
-from midus_hf.training.output.disk_room import room_needed
+from midus_hf.training.output import disk_room
+from midus_hf.training.output.disk_room import SaveError, room_needed, write_failure
 from midus_hf.training.output.run_checkpoints import last_checkpoint
-from midus_hf.training.output.saving import SaveError, write_failure
+from midus_hf.training.run.callbacks import append_whole, read_log
 from midus_hf.training.run.train import prepare, train
-from midus_hf.training.run.training_log import append_whole, read_log
 
 
 @pytest.fixture
@@ -52,11 +54,12 @@ def temporary(tmp_path, monkeypatch) -> Path:
 
 
 def free(monkeypatch, num_bytes: int) -> None:
-    for module in (disk_room, saving):
-        monkeypatch.setattr(module, "free_bytes", lambda folder: num_bytes)
+    monkeypatch.setattr(disk_room, "free_bytes", lambda folder: num_bytes)
 
 
-@pytest.mark.parametrize("bf16", [False, True])
+@pytest.mark.parametrize(
+    ("family", "bf16"), by_default([("llama", True), ("qwen2", False)], itertools.product(FAMILIES, [False, True]))
+)
 def test_the_room_that_is_counted_is_the_room_that_is_taken(family, bf16, config_for, tmp_path):
     model = save_upscaled(family, tmp_path, dtype=torch.bfloat16)
     config = config_for(model=model, max_steps=4, save_steps=1, bf16=bf16)
@@ -200,7 +203,7 @@ def test_at_a_terminal_it_waits_for_room(config_for, tmp_path, full, temporary, 
 
     monkeypatch.setattr(sys, "stdin", Terminal())
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
-    monkeypatch.setattr(saving.select, "select", lambda *arguments: ([sys.stdin], [], []))
+    monkeypatch.setattr(disk_room.select, "select", lambda *arguments: ([sys.stdin], [], []))
     result = train(config_for())
     assert result.output == str(tmp_path / "out")
     AutoModelForCausalLM.from_pretrained(tmp_path / "out")
@@ -245,7 +248,7 @@ def test_events_wait_while_the_log_cannot_be_written(config_for, tmp_path, monke
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         append_whole(path, text)
 
-    monkeypatch.setattr("midus_hf.training.run.training_log.append_whole", append)
+    monkeypatch.setattr("midus_hf.training.run.callbacks.append_whole", append)
     train(config_for(max_steps=5))
     assert [event["step"] for event in exact_log(tmp_path / "out")] == [1, 2, 3, 4, 5]
     err = capsys.readouterr().err

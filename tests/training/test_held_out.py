@@ -6,6 +6,7 @@ import shutil
 from pathlib import Path
 
 import pytest
+from pairs import by_default
 from tiny import FAMILIES
 from training.outcomes import assert_same_run, by_step, exact_log, moved
 from training.steered_runs import interrupted
@@ -15,12 +16,11 @@ from transformers import TrainerControl, TrainerState
 from midus_hf.config.yaml_options import from_mapping, read_config
 from midus_hf.evaluation.evaluate import evaluate
 from midus_hf.evaluation.settings import EvaluationSettings
-from midus_hf.training.data.held_out import best_step, describe_held_out, held_out_losses, is_stopped_early
 from midus_hf.training.options import TrainConfig
-from midus_hf.training.output.model_card import add_training
-from midus_hf.training.output.output_folder import check_output
+from midus_hf.training.output.output_folder import add_training, check_output
 from midus_hf.training.output.run_checkpoints import last_checkpoint
-from midus_hf.training.run.progress import ProgressTable
+from midus_hf.training.run.callbacks import ProgressTable, TrainingClock
+from midus_hf.training.run.held_out import best_step, describe_held_out, held_out_losses, is_stopped_early
 from midus_hf.training.run.train import prepare, train
 
 NEEDED = {"model_name_or_path": "m", "output_dir": "o", "corpus": "c"}
@@ -56,7 +56,7 @@ def assert_measured_by_the_command(model: Path, output: Path, text: str, scores:
     assert scores[6] != pytest.approx(scores[0], rel=1e-3)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", by_default(["llama", "gemma3"], FAMILIES))
 def test_the_last_perplexity_is_that_of_the_evaluation_command(family, upscaled, config_for, held_out, tmp_path):
     train(config_for("out", family, max_steps=6, eval_text=str(held_out), eval_steps=4, trainable="all"))
     assert_measured_by_the_command(upscaled(family), tmp_path / "out", str(held_out), measured(tmp_path / "out"))
@@ -79,7 +79,7 @@ def test_each_of_several_is_measured_as_the_evaluation_command_measures_it(
     assert "eval_text:\n  near: near\n  wiki-2: wiki-2\n" in (output / "README.md").read_text()
 
 
-@pytest.mark.parametrize("changes", [{}, {"bf16": True}, {"method": "midus-pkm"}], ids=["fp32", "bf16", "batch_norm"])
+@pytest.mark.parametrize("changes", [{"bf16": True}, {"method": "midus-pkm"}], ids=["bf16", "batch_norm"])
 def test_measuring_changes_nothing_that_is_computed(changes, upscaled, config_for, held_out, tmp_path):
     method, bf16 = changes.get("method", "midus-hml"), changes.get("bf16", False)
     options = {"model": upscaled("llama", method), "bf16": bf16, "max_steps": 6}
@@ -88,15 +88,6 @@ def test_measuring_changes_nothing_that_is_computed(changes, upscaled, config_fo
     assert len(measured(tmp_path / "with")) == 7
     assert exact_log(tmp_path / "with", "loss") == exact_log(tmp_path / "without")
     assert moved(tmp_path / "with", tmp_path / "without") == set()
-
-
-def test_a_text_has_the_losses_that_it_has_alone(config_for, texts, tmp_path):
-    options = {"max_steps": 4, "eval_steps": 2}
-    train(config_for("one", eval_text=texts["wiki-2"], **options))
-    train(config_for("both", eval_text=texts, **options))
-    assert by_step(tmp_path / "one", "eval_loss") == by_step(tmp_path / "both", "eval_wiki-2_loss")
-    assert exact_log(tmp_path / "one", "loss") == exact_log(tmp_path / "both", "loss")
-    assert moved(tmp_path / "one", tmp_path / "both") == set()
 
 
 def test_the_best_model_is_kept_and_saved(upscaled, config_for, held_out, tmp_path, monkeypatch, capsys):
@@ -196,17 +187,6 @@ def test_an_interrupted_run_measures_as_the_uninterrupted_one_and_keeps_its_text
     assert_same_run(tmp_path / "parts", tmp_path / "whole")
 
 
-def test_texts_cannot_be_left_out_or_taken_from_elsewhere_when_a_run_is_resumed(config_for, texts, tmp_path):
-    for eval_text in (texts, texts["near"]):
-        output = tmp_path / str(len(eval_text))
-        train(config_for(output, max_steps=2, save_steps=1, eval_text=eval_text))
-        for other in (None, str(shutil.copytree(texts["near"], tmp_path / f"other-{len(eval_text)}"))):
-            with refused(rf"eval_text is .*, but the run to resume has {re.escape(repr(eval_text))}"):
-                check_output(
-                    config_for(output, max_steps=2, save_steps=1, eval_text=other, resume_from_checkpoint=True)
-                )
-
-
 def test_the_order_may_change_when_a_run_is_resumed_and_then_another_text_decides(config_for, texts, tmp_path):
     options = {"max_steps": 4, "save_steps": 2, "eval_steps": 2}
     train(config_for(eval_text=texts, **options))
@@ -301,7 +281,7 @@ def test_texts_of_one_label_are_told_of_in_the_card_all_the_same():
 
 def test_perplexities_of_many_texts_stand_below_the_row_in_80_columns(capsys):
     names = [f"text-{number:02}" for number in range(9)]
-    table = ProgressTable(names)
+    table = ProgressTable(names, TrainingClock(None, int, False))
     state = TrainerState(max_steps=100)
     table.on_train_begin(None, state, TrainerControl())
     state.global_step = 50

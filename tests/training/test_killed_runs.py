@@ -15,7 +15,7 @@ from training.block_runs import bank_of, recorded
 
 from midus_hf.banks.memory_bank import MemoryBank
 from midus_hf.training.output.run_checkpoints import checkpoints, is_complete
-from midus_hf.training.run.training_log import read_log
+from midus_hf.training.run.callbacks import read_log
 
 HELPER = Path(__file__).with_name("killed_runs.py")
 STATE, BANK = "block_states/0", "memory_bank/hier-ffn"

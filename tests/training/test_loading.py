@@ -1,4 +1,4 @@
-"""What a run names must be a whole model with a tokenizer, and have what is to be trained."""
+"""What a run names must be a whole model with a tokenizer, have what is to be trained, and be installed."""
 
 import re
 import shutil
@@ -8,9 +8,14 @@ from safetensors.torch import load_file, save_file
 from tiny import FAMILIES
 from training.tiny_run import refused, tiny_config
 from transformers import LlamaConfig, MambaConfig
+from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK
 
+from midus_hf.config.yaml_options import from_mapping
+from midus_hf.training.options import TrainConfig
+from midus_hf.training.run import run_setup
 from midus_hf.training.run.loading import check_sequence_length
-from midus_hf.training.run.train import train
+from midus_hf.training.run.run_setup import check_reporting
+from midus_hf.training.run.train import prepare, train
 
 
 @pytest.mark.parametrize(
@@ -47,27 +52,16 @@ def test_weights_that_lack_a_tensor_are_refused(upscaled, config_for, tmp_path):
         train(config_for(model=model))
 
 
-@pytest.mark.parametrize(
-    ("trainable", "message"),
-    [
-        (
-            "auto",
-            "trainable is 'auto', but upscale.trainable in the config of this llama model is None; expected 'new'",
-        ),
-        ("new", "records no new layers in upscale.new_layers; upscale the model first, or set trainable: all."),
-        ([], r"trainable is \[\], no layer; list at least one"),
-        ([1, 1], r"trainable is \[1, 1\], which repeats \[1\]"),
-        ([4], r"trainable is \[4\], but this llama model has no layers \[4\]; expected 0 <= layer < 4."),
-    ],
-)
 def test_a_base_without_the_layers_that_are_to_train_is_refused_before_its_weights_are_read(
-    upscaled, config_for, tmp_path, trainable, message
+    upscaled, config_for, tmp_path
 ):
     base = tmp_path / "base"
     shutil.copytree(upscaled("llama").parent / "base", base)
     (base / "model.safetensors").unlink()
-    with refused(message):
-        train(config_for(model=base, trainable=trainable))
+    with refused(
+        "trainable is 'auto', but upscale.trainable in the config of this llama model is None; expected 'new'"
+    ):
+        train(config_for(model=base))
     assert not (tmp_path / "out").exists()
 
 
@@ -171,3 +165,42 @@ def test_where_kinds_of_layers_have_rope_of_their_own_the_longest_counts():
 
 def test_a_model_without_positions_has_no_longest_sequence():
     check_sequence_length("sequence_length", 1_000_000, MambaConfig())
+
+
+NEEDED = {"model_name_or_path": "m", "output_dir": "o", "corpus": "c"}
+
+
+@pytest.fixture
+def installed(monkeypatch):
+    monkeypatch.setattr(run_setup, "get_available_reporting_integrations", lambda: ["tensorboard", "wandb"])
+
+
+def test_one_or_several_trackers_may_be_named(installed):
+    assert from_mapping(TrainConfig, {**NEEDED, "report_to": "wandb"}).report_to == "wandb"
+    assert from_mapping(TrainConfig, {**NEEDED, "report_to": ["wandb", "trackio"]}).report_to == ["wandb", "trackio"]
+    for names in ("none", "wandb", ["none"], ["tensorboard", "wandb"], []):
+        check_reporting(names)
+
+
+@pytest.mark.parametrize(
+    ("report_to", "message"),
+    [
+        ("trackio", "report_to is 'trackio', which is not installed; pip install trackio, or set report_to: none."),
+        (["wandb", "mlflow"], "report_to is 'mlflow', which is not installed; pip install mlflow, or set"),
+        ("wand", "report_to is 'wand'; expected none, or one or more of "),
+        (["none", "wandb"], "report_to is ['none', 'wandb']; expected none, or one or more of "),
+    ],
+)
+def test_what_is_unknown_or_missing_is_named(report_to, message, installed):
+    with refused(re.escape(message)):
+        check_reporting(report_to)
+
+
+@pytest.mark.parametrize("name", ["tensorboard", "trackio", "wandb"])
+def test_the_trainer_knows_the_trackers_that_are_documented(name):
+    assert name in INTEGRATION_TO_CALLBACK
+
+
+def test_a_run_sees_to_its_trackers_first(config_for, installed):
+    with refused("report_to is 'trackio', which is not installed"):
+        prepare(config_for(report_to=["wandb", "trackio"]))

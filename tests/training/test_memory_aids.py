@@ -77,8 +77,7 @@ def test_usage_is_told_of_the_tokens_since_the_last_time(config_for, upscaled, t
         assert events[step]["memory_perplexity"] == pytest.approx(sum(layer.perplexity for layer in layers) / 2)
 
 
-@pytest.mark.parametrize("bf16", [False, True])
-@pytest.mark.parametrize("entry", ["headwise", "linear"])
+@pytest.mark.parametrize(("entry", "bf16"), [("headwise", True), ("linear", False)])
 def test_telling_of_usage_changes_nothing_that_is_computed(config_for, tmp_path, entry, bf16):
     memory_model("llama", entry).save_pretrained(tmp_path / "model")
     tiny_tokenizer().save_pretrained(tmp_path / "model")

@@ -17,8 +17,7 @@ from midus_hf.config.yaml_options import from_mapping, read_config
 from midus_hf.training.data.mixture import Mixture, split_by_weights
 from midus_hf.training.data.training_data import build_dataset, open_corpora
 from midus_hf.training.options import TrainConfig, WeightedCorpus
-from midus_hf.training.output.model_card import add_training
-from midus_hf.training.output.output_folder import check_output
+from midus_hf.training.output.output_folder import add_training, check_output
 from midus_hf.training.run.train import train
 
 hypothesis = pytest.importorskip("hypothesis")

@@ -4,7 +4,8 @@ import json
 
 import pytest
 import torch
-from tiny import save_tiny_model
+from pairs import by_default
+from tiny import FAMILIES, save_tiny_model
 from training.outcomes import moved, weights
 from training.tiny_run import NEW_LAYERS, letter_tokenizer, save_native
 from transformers import AutoConfig, AutoModelForCausalLM, TrainerCallback
@@ -36,33 +37,27 @@ def train_watched(config) -> tuple[set[str], set[str], set[str]]:
     return set(weights(config.model_name_or_path)), moved(config.model_name_or_path, config.output_dir), seen.names
 
 
-def test_the_layers_that_the_config_records_as_new_train_and_all_else_keeps_its_bytes(family, native, config_for):
-    names, changed, with_gradient = train_watched(config_for(model=native(family), max_steps=6))
-    assert changed == with_gradient == of_layers(names, NEW_LAYERS)
-
-
-def test_in_bf16_too(family, config_for, tmp_path):
+def test_the_layers_that_the_config_records_as_new_train_in_bf16_and_all_else_keeps_its_bytes(
+    family, config_for, tmp_path
+):
     model = save_native(family, tmp_path / "model", dtype=torch.bfloat16)
     names, changed, with_gradient = train_watched(config_for(model=model, bf16=True, max_steps=6))
     assert changed == with_gradient == of_layers(names, NEW_LAYERS)
 
 
-def test_listed_layers_train_in_a_plain_base_and_all_else_keeps_its_bytes(family, config_for, tmp_path):
+@pytest.mark.parametrize("family", by_default(["llama", "gemma3"], FAMILIES))
+def test_listed_layers_or_everything_trains_in_a_plain_base(family, config_for, tmp_path):
     base = save_tiny_model(family, tmp_path / "base")
     letter_tokenizer().save_pretrained(base)
-    names, changed, with_gradient = train_watched(config_for(model=base, trainable=[0, 3], max_steps=6))
+    names, changed, with_gradient = train_watched(config_for("some", model=base, trainable=[0, 3], max_steps=6))
     assert changed == with_gradient == of_layers(names, [0, 3])
-
-
-def test_everything_trains_if_the_config_records_that(family, config_for, tmp_path):
-    model = save_native(family, tmp_path / "model", method="solar", trainable="all")
-    names, changed, _ = train_watched(config_for(model=model, max_steps=6))
+    names, changed, _ = train_watched(config_for("every", model=base, trainable="all", max_steps=6))
     assert changed == names
 
 
+@pytest.mark.parametrize("family", by_default(["qwen3"], FAMILIES))
 def test_the_record_survives_training_and_checkpoints_and_a_second_training(family, native, config_for, tmp_path):
-    config = config_for("first", model=native(family), max_steps=2, save_steps=1)
-    train(config)
+    train(config_for("first", model=native(family), max_steps=2, save_steps=1))
     train(config_for("second", model=tmp_path / "first", max_steps=1))
     before = json.loads((native(family) / "config.json").read_text())
     for folder in ("first", "first/checkpoint-1", "second"):

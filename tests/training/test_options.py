@@ -136,6 +136,18 @@ BEGUN = {"model_name_or_path": None, "config_name": "c", "tokenizer_name": "t"}
             "adapters is set and config_name is 'c'; adapters are for weights that are trained already. Give ",
         ),
         ({"adapters": "osf"}, "adapters is 'osf'; expected a mapping or null."),
+        ({"corpus": {"path": "a"}, "audit": True}, "audit is true, and corpus 'a' has no path_column; expected the column"),
+        (
+            {"corpus": {"path": "a.jsonl", "path_column": "memory_ids", "id_column": "id"}},
+            "corpus.id_column is 'id', which names documents in the record of what trains blocks; expected audit: true with it.",
+        ),
+        (
+            {"corpus": {"path": "x", "path_column": "memory_ids", "streaming": True}},
+            "corpus.path_column and corpus.streaming are given; expected one of them",
+        ),
+        ({"tree": "x"}, "tree is 'x', and no corpus has a path_column; expected the column with the paths"),
+        *(({"generic_share": share}, f"generic_share is {share}; expected a share from 0 to 1") for share in (-0.1, 1.5)),
+        *(({"max_seconds": seconds}, f"max_seconds is {float(seconds)}; expected a number above 0.") for seconds in (0, -1)),
     ],
     ids=str,
 )  # fmt: skip

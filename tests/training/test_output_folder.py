@@ -129,7 +129,7 @@ def written(upscaled, corpus, tmp_path_factory) -> Path:
 
 def test_everything_that_a_run_writes_is_overwritten(written, config_for, tmp_path):
     output = shutil.copytree(written, tmp_path / "out")
-    assert foreign_files(output) == []
+    assert foreign_files(output) == [] and list(output.rglob("events.out.tfevents.*"))
     train(config_for(output, model=written.parent / "model", max_steps=1, overwrite_output_dir=True))
     fresh = tmp_path / "fresh"
     train(config_for(fresh, model=written.parent / "model", max_steps=1))

@@ -4,7 +4,6 @@ import errno
 import os
 import re
 import shutil
-import signal
 from pathlib import Path
 
 import pytest
@@ -99,21 +98,6 @@ def test_a_run_that_fails_lets_go(config_for, elsewhere):
     assert not elsewhere(hold_output)
 
 
-def test_a_run_that_is_killed_lets_go(tmp_path, elsewhere):
-    (tmp_path / "out").mkdir()
-
-    def killed(output):
-        lock = hold_output(output)
-        assert lock is not None and lock.is_on(output)
-        os.kill(os.getpid(), signal.SIGKILL)
-
-    child = os.fork()
-    if child == 0:
-        killed(tmp_path / "out")
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGKILL
-    assert not elsewhere(hold_output)
-
-
 def test_in_one_process_a_run_that_was_never_started_gives_way_to_the_next(config_for, elsewhere):
     config = config_for(max_steps=1, overwrite_output_dir=True)
     abandoned = prepare(config)
@@ -159,12 +143,12 @@ def test_a_run_that_began_meanwhile_is_not_written_over(tmp_path, monkeypatch):
     lock = Lock(output)
     monkeypatch.setattr(locks, "_SECONDS_BETWEEN", 0)
     with refused(REFUSED):
-        start_output(config)
+        start_output(config, config, None)
     assert not list(output.iterdir())
     (output / "train_config.yaml").write_text("another run")
     lock.release()
     with refused(r"which exists; choose another, or set resume_from_checkpoint or overwrite_output_dir: true\."):
-        start_output(config)
+        start_output(config, config, None)
     assert (output / "train_config.yaml").read_text() == "another run"
 
 

@@ -5,8 +5,6 @@ import re
 import pytest
 import torch
 from datasets import Dataset
-from peft import PeftModel, get_peft_model
-from tiny import FAMILIES
 from training.steered_runs import NotedRates
 from training.tiny_run import NEW_LAYERS, document, refused, tiny_tokenizer
 from transformers import AutoModelForCausalLM, Trainer, TrainingArguments, default_data_collator
@@ -14,8 +12,6 @@ from trl import SFTConfig, SFTTrainer
 
 from midus_hf.training.optim.freezing import set_trainable
 from midus_hf.training.optim.lora import lora_config
-from midus_hf.training.optim.parameter_groups import parameter_groups
-from midus_hf.training.optim.rates import Rates
 from midus_hf.training.trainer.memory_trainer import MemoryTrainer, TrainsMemory
 from tests.docs.snippets import take
 
@@ -129,30 +125,6 @@ def test_a_trainer_of_trl_trains_the_new_layers_alone(upscaled, scene, monkeypat
     assert any(event.get("learning_rate_keys_and_values") == 1e-2 for event in trainer.state.log_history)
 
 
-@pytest.mark.parametrize("family", ["llama", "gemma3"])
-def test_adapters_and_new_layers_train_and_are_merged(family, upscaled, scene, monkeypatch):
-    given = scene(upscaled(family))
-    before, rates = state(given["model"]), watch_rates(monkeypatch)
-    model = get_peft_model(given["model"], lora_config(given["model"], r=16, lora_alpha=32))
-    MemoryTrainer(model, given["arguments"], train_dataset=given["dataset"], data_collator=given["collator"]).train()
-    check_rates(rates, 1e-2)
-    model.save_pretrained("adapter")
-    trained = {name: parameter.clone() for name, parameter in model.named_parameters()}
-    merged = model.merge_and_unload().state_dict()
-    assert merged.keys() == before.keys()
-    for name, tensor in before.items():
-        linear = name.endswith("_proj.weight")
-        assert torch.equal(tensor, merged[name]) != (is_new(name) or linear), name
-    kept = [name for name in trained if "lora_" not in name and "modules_to_save" not in name]
-    for name in kept:
-        plain = name.removeprefix("base_model.model.").replace(".base_layer", "").replace(".original_module", "")
-        assert torch.equal(trained[name], before[plain]), name
-    again = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(upscaled(family)), "adapter")
-    loaded = dict(again.named_parameters())
-    assert loaded.keys() == trained.keys()
-    assert all(torch.equal(loaded[name], tensor) for name, tensor in trained.items())
-
-
 def test_trl_takes_the_lora_config_of_an_upscaled_model(upscaled, scene, monkeypatch):
     given = scene(upscaled("llama"), SFTConfig, max_length=16)
     before, rates = state(given["model"]), watch_rates(monkeypatch)
@@ -167,34 +139,6 @@ def test_trl_takes_the_lora_config_of_an_upscaled_model(upscaled, scene, monkeyp
     check_rates(rates, 1e-2)
     merged = trainer.model.merge_and_unload().state_dict()
     assert all(not torch.equal(tensor, merged[name]) for name, tensor in before.items() if is_new(name))
-
-
-def test_without_any_of_it_the_base_moves_and_values_decay(upscaled, scene):
-    """Which is what the documents warn of."""
-    given = scene(upscaled("llama"))
-    before = state(given["model"])
-    trainer = Trainer(
-        given["model"], given["arguments"], train_dataset=given["dataset"], data_collator=given["collator"]
-    )
-    trainer.train()
-    moved = [name for name, tensor in given["model"].state_dict().items() if not torch.equal(tensor, before[name])]
-    assert any(not is_new(name) for name in moved)
-    bank = given["model"].model.layers[NEW_LAYERS[0]].memory.value_bank
-    decayed = next(group for group in trainer.optimizer.param_groups if group["weight_decay"])
-    assert any(parameter is bank for parameter in decayed["params"])
-
-
-def test_every_tensor_that_trains_is_in_a_group_made_for_an_adapted_model(upscaled):
-    for family in FAMILIES:
-        model = AutoModelForCausalLM.from_pretrained(upscaled(family))
-        model = get_peft_model(model, lora_config(model))
-        grouped = {id(p) for group in parameter_groups(model, Rates(learning_rate=1e-3)) for p in group["params"]}
-        assert grouped == {id(p) for p in model.parameters() if p.requires_grad}
-
-
-def test_what_trains_by_default_is_what_the_config_records(upscaled):
-    model = AutoModelForCausalLM.from_pretrained(upscaled("llama"))
-    assert set_trainable(model) == set_trainable(model, "auto")
 
 
 @pytest.mark.parametrize(

@@ -1,14 +1,20 @@
-"""Keys and values keep one rate, unless values have a schedule, and do not decay; all else follows the schedule."""
+"""Groups of parameters, their rates and schedules, and the dtypes in which tensors are held while they train."""
+
+import math
+import re
 
 import pytest
 import torch
+from analysis.memory_models import memory_model
 from training.tiny_run import refused
-from transformers import AutoModelForCausalLM, get_cosine_schedule_with_warmup
+from transformers import AutoModelForCausalLM, TrainingArguments, get_cosine_schedule_with_warmup
 
 from midus_hf.memory.registry import MemoryModule
 from midus_hf.training.optim.freezing import set_trainable
 from midus_hf.training.optim.parameter_groups import group_schedules, parameter_groups
 from midus_hf.training.optim.rates import Rates
+from midus_hf.training.optim.tensors import hold_for_training, restore_dtypes
+from midus_hf.training.trainer.memory_trainer import MemoryTrainer
 from tests.memory.building import build
 
 # Kinds of tensors of a memory, beside which there are weights, and norms and biases.
@@ -225,3 +231,152 @@ def test_values_can_fall_from_four_times_the_schedule_to_once(schedule, ratio, e
     assert multipliers[0] == (0, 0) and multipliers[4] == (1, pytest.approx(expected[4]))
     end = 1 if schedule == "constant_with_warmup" else 0
     assert multipliers[20] == (pytest.approx(end), pytest.approx(end))
+
+
+def course(rates: Rates, steps: int) -> list[float]:
+    """What the maximum rate is multiplied by at each step, and after the last."""
+    optimizer = torch.optim.SGD([{"params": [torch.zeros(1)], "lr": 1.0, "course": "schedule"}])
+    scheduler, factors = group_schedules(optimizer, rates, steps), []
+    for _ in range(steps + 1):
+        factors.append(scheduler.get_last_lr()[0])
+        optimizer.step()
+        scheduler.step()
+    return factors
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"learning_rate": 0}, "learning_rate is 0; expected a number above 0."),
+        ({"memory_learning_rate": -1}, "memory_learning_rate is -1; expected a number above 0."),
+        ({"gate_learning_rate": 0}, "gate_learning_rate is 0; expected a number above 0."),
+        ({"value_weight_decay": -1}, "value_weight_decay is -1; expected 0 or more."),
+        ({"value_schedule": "2x"}, "value_schedule is '2x'; expected one of 'constant', 'fixed', '4x-to-1x'."),
+        (
+            {"value_decay_ratio": 0.25, "value_schedule": "fixed"},
+            "value_decay_ratio is 0.25, which value_schedule 'fixed' does not take; leave it out, or set value_schedule: 4x-to-1x.",
+        ),
+        (
+            {"value_decay_ratio": 0, "value_schedule": "4x-to-1x"},
+            "value_decay_ratio is 0; expected a share of the steps, 0 < ratio <= 1, such as 0.25.",
+        ),
+        ({"value_transforms": "keys"}, "value_transforms is 'keys'; expected one of 'weights', 'values'."),
+        ({"memory_keys": "values"}, "memory_keys is 'values'; expected one of 'constant', 'weights'."),
+        (
+            {"lr_scheduler_type": "polynomial"},
+            "lr_scheduler_type is 'polynomial'; expected one of 'cosine', 'linear', 'constant_with_warmup', 'warmup_stable_decay'.",
+        ),
+        (
+            {"lr_scheduler_type": "warmup_stable_decay"},
+            "lr_scheduler_type is 'warmup_stable_decay', which needs decay_ratio, the share of the steps in which the rate falls",
+        ),
+        (
+            {"lr_scheduler_type": "warmup_stable_decay", "decay_ratio": 0.95},
+            "decay_ratio is 0.95; expected a share of the steps, 0 < ratio <= 1 - warmup_ratio = 0.9.",
+        ),
+        (
+            {"decay_ratio": 0.1},
+            "decay_ratio is 0.1, which lr_scheduler_type 'cosine' does not take; leave it out, or set "
+            "lr_scheduler_type: warmup_stable_decay.",
+        ),
+        (
+            {"min_learning_rate_ratio": 1},
+            "min_learning_rate_ratio is 1; expected a share of the maximum rate, 0 <= ratio < 1.",
+        ),
+        (
+            {"min_learning_rate_ratio": 0.1, "lr_scheduler_type": "linear"},
+            "min_learning_rate_ratio is 0.1, which lr_scheduler_type 'linear' does not take; leave it out, or set "
+            "lr_scheduler_type: cosine or ",
+        ),
+    ],
+)
+def test_a_wrong_value_is_refused_with_what_was_expected(values, message):
+    with refused(re.escape(message)):
+        Rates(**values)
+
+
+def test_the_schedule_of_mixture_of_chapters_warms_up_stays_and_falls_where_the_paper_has_it():
+    """Table 6: 9600 steps, warm-up over 250, decay from step 8160 on, to a tenth."""
+    rates = Rates(
+        lr_scheduler_type="warmup_stable_decay", warmup_ratio=0.02604, decay_ratio=0.15, min_learning_rate_ratio=0.1
+    )
+    factors = course(rates, 9600)
+    assert factors[0] == pytest.approx(0.1) and factors[249] < 1
+    assert factors[250] == factors[8159] == factors[8160] == 1 and factors[8161] < 1
+    assert factors[8880] == pytest.approx(0.55) and factors[9600] == pytest.approx(0.1)
+
+
+def test_a_cosine_can_end_above_zero():
+    factors = course(Rates(warmup_ratio=0.1, min_learning_rate_ratio=0.1), 20)
+    assert factors[:3] == [0, 0.5, 1] and factors[20] == pytest.approx(0.1)
+    assert factors[2:] == pytest.approx([0.1 + 0.9 * (1 + math.cos(math.pi * i / 18)) / 2 for i in range(19)])
+
+
+@pytest.mark.parametrize("steps", [3, 7, 10, 11])
+def test_warm_up_and_decay_fill_no_more_than_the_run(steps):
+    rates = Rates(lr_scheduler_type="warmup_stable_decay", warmup_ratio=0.5, decay_ratio=0.5)
+    factors = course(rates, steps)
+    assert factors[math.ceil(steps / 2)] == 1 and factors[steps] == 0
+
+
+def test_a_trainer_takes_rates_and_its_arguments_say_the_same(upscaled, tmp_path):
+    arguments = TrainingArguments(str(tmp_path), learning_rate=1.0, use_cpu=True, report_to="none")
+    rates = Rates(
+        learning_rate=1e-3,
+        memory_learning_rate=2e-3,
+        weight_decay=0.1,
+        lr_scheduler_type="warmup_stable_decay",
+        decay_ratio=0.5,
+    )
+    model = AutoModelForCausalLM.from_pretrained(upscaled("llama"))
+    trainer = MemoryTrainer(model, arguments, rates=rates)
+    trainer.create_optimizer_and_scheduler(num_training_steps=20)
+    found = {group["name"]: group["initial_lr"] for group in trainer.optimizer.param_groups}
+    assert found == {"decay": 1e-3, "no_decay": 1e-3, "memory": 2e-3, "keys_and_values": 1e-3}
+    assert trainer.args.learning_rate == 1e-3 and trainer.args.weight_decay == 0.1
+    assert trainer.args.lr_scheduler_type == "warmup_stable_decay" and trainer.args.get_warmup_steps(20) == 2
+    assert [factor(12) for factor in trainer.lr_scheduler.lr_lambdas] == pytest.approx(
+        [0.9045, 0.9045, 0.9045, 1], rel=1e-4
+    )
+
+
+def test_without_rates_a_trainer_takes_any_schedule_of_its_arguments(upscaled, tmp_path):
+    options = {"lr_scheduler_type": "cosine_with_min_lr", "lr_scheduler_kwargs": {"min_lr_rate": 0.5}}
+    arguments = TrainingArguments(str(tmp_path), learning_rate=1e-2, use_cpu=True, report_to="none", **options)
+    trainer = MemoryTrainer(AutoModelForCausalLM.from_pretrained(upscaled("llama")), arguments)
+    trainer.create_optimizer_and_scheduler(num_training_steps=20)
+    assert {group["initial_lr"] for group in trainer.optimizer.param_groups} == {1e-2}
+    assert [factor(20) for factor in trainer.lr_scheduler.lr_lambdas] == [0.5, 0.5, 1]
+
+
+def batch_norm_model(family: str):
+    return memory_model(family, "product-key").to(torch.bfloat16)
+
+
+@pytest.mark.parametrize("bf16", [True, False])
+def test_what_trains_and_running_statistics_are_held_in_float32_and_given_back(family, bf16):
+    model = batch_norm_model(family).requires_grad_(False)
+    memory = model.model.layers[1].memory
+    memory.requires_grad_()
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    dtypes = hold_for_training(model, bf16)
+    assert memory.query_mean.dtype == memory.query_variance.dtype == memory.value_bank.dtype == torch.float32
+    frozen = model.model.layers[0].self_attn.q_proj.weight
+    assert frozen.dtype == (torch.bfloat16 if bf16 else torch.float32)
+    restore_dtypes(model, dtypes)
+    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+    assert {tensor.dtype for name, tensor in model.state_dict().items()} == {torch.bfloat16}
+
+
+def test_running_statistics_of_a_bfloat16_model_arrive_where_those_of_float64_do():
+    model = batch_norm_model("llama")
+    hold_for_training(model, bf16=True)
+    memory = model.model.layers[1].memory.train()
+    inputs = torch.randn(4, 50, 32, generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        for _ in range(200):
+            memory.queries(inputs.float() + 3)
+        query = memory.query_projection((inputs + 3).to(memory.query_projection.weight.dtype)).double()
+    exact = query.flatten(0, 1).unflatten(-1, (memory.num_heads, -1))
+    torch.testing.assert_close(memory.query_mean.double(), exact.mean(0), rtol=1e-3, atol=1e-4)
+    torch.testing.assert_close(memory.query_variance.double(), exact.var(0), rtol=1e-3, atol=1e-4)

@@ -1,24 +1,36 @@
-"""The recipes in `configs/train` are read, say what the paper says, and fit the recipes that make their models."""
+"""The recipes in `configs/train` are read, say what papers and releases say, and fit what makes their models."""
 
 import dataclasses
+import json
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, LlamaConfig
+from training.outcomes import logged
+from training.tiny_run import tiny_tokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig
 
+from midus_hf import models  # noqa: F401 - registers the families that host memory
+from midus_hf.config.memories.chapters import PAPER, ChaptersOptions
+from midus_hf.config.memories.ultramem import UltraMemOptions
+from midus_hf.config.memory_entries import read_memories
+from midus_hf.config.model_sizes import ModelSizes
+from midus_hf.config.parameters import count_parameters
 from midus_hf.config.yaml_options import read_config, read_mapping
 from midus_hf.training.optim.freezing import set_trainable
 from midus_hf.training.options import TrainConfig
-from tests.upscalers.real_configs import LLAMA_3_1_8B, LLAMA_3_2_1B
+from midus_hf.training.run.train import train
+from tests.upscalers.real_configs import LLAMA_3_1_8B, LLAMA_3_2_1B, write_config
 from upscalers.plan.placements import place
+from upscalers.runs.upscale import upscale
 
 REPOSITORY = Path(__file__).parents[2]
 RECIPES, UPSCALING = REPOSITORY / "configs" / "train", REPOSITORY / "configs" / "upscale"
-# Recipes that begin from a config: `test_pretraining_recipes.py`.
+# Recipes that begin from a config.
 PRETRAINING = {path.stem for path in (REPOSITORY / "configs" / "models").glob("*.json")}
-# Recipes of memories that texts fetch: `test_hierarchical_recipes.py`.
+# Recipes of memories that texts fetch.
 FETCHING = {path.stem for path in RECIPES.glob("hier-*.yaml")}
 NAMES = sorted({path.stem for path in RECIPES.glob("*.yaml")} - PRETRAINING - FETCHING)
 # What a recipe may leave to the command line.
@@ -186,3 +198,263 @@ def test_recipes_of_one_base_and_corpus_differ_only_in_what_is_trained():
             for key in ("model_name_or_path", "output_dir", "trainable"):
                 del config[key]
         assert all(config == configs[0] for config in configs)
+
+
+# Parameters of the models, by the names of their recipes (appendix A.4.1).
+PARAMETERS = {"moc-371m": 371_292_932, "vanilla-148m": 147_874_560, "vanilla-203m": 202_937_088}
+
+
+# Recipes of Mixture-of-Depths Attention.
+MODA = ("olmo2-669m", "moda-706m", "moda-74m", "moda-128m")
+
+
+# Rows of the paper's table 7: layers, hidden size, heads, and n, D_k, k, D_v and D_p of the memory.
+TABLE_7 = {
+    "ultramem-v2-227m-1.2b": {"layers": 20, "hidden": 768, "heads": 12, "n": 360, "key": 192, "k": 32, "value": 192, "pre": 192},
+    "ultramem-v2-1b-7b": {"layers": 16, "hidden": 2048, "heads": 16, "n": 528, "key": 512, "k": 128, "value": 768, "pre": 384},
+}  # fmt: skip
+
+
+def recipe_path(name: str) -> Path:
+    return REPOSITORY / "configs" / "train" / f"{name}.yaml"
+
+
+def model_config(name: str) -> dict[str, Any]:
+    return json.loads((REPOSITORY / "configs" / "models" / f"{name}.json").read_text())
+
+
+def test_every_config_has_a_recipe_that_is_tested():
+    configs = {path.stem for path in (REPOSITORY / "configs" / "models").glob("*.json")}
+    assert configs == set(PARAMETERS) | set(TABLE_7) | set(MODA)
+
+
+@pytest.mark.parametrize("name", MODA)
+def test_recipes_of_attention_over_the_depth_have_the_settings_of_its_paper(name):
+    """Section 4: 1,024 sequences of 4,096 tokens a step, 400B in all, 2,000 steps up to 3e-4 and a cosine down to 3e-5."""
+    config = read_config(TrainConfig, recipe_path(name))
+    assert (config.model_name_or_path, config.config_name, config.trainable) == (
+        None,
+        f"configs/models/{name}.json",
+        "all",
+    )
+    assert config.per_device_train_batch_size * config.gradient_accumulation_steps == 1024
+    assert config.sequence_length == model_config(name)["max_position_embeddings"]
+    assert config.max_steps == int(4e11 / 1024 / 4096)
+    assert (config.learning_rate, config.lr_scheduler_type, config.min_learning_rate_ratio) == (3e-4, "cosine", 0.1)
+    assert config.warmup_steps(config.max_steps) == 2000
+    assert (config.weight_decay, config.adam_beta2, config.max_grad_norm) == (0.1, 0.95, 1.0)
+
+
+@pytest.mark.parametrize("name", MODA[1:])
+def test_configs_of_attention_over_the_depth_write_every_option_out(name):
+    config = model_config(name)
+    (entry,) = config["memory"]
+    sizes = ModelSizes(hidden_size=config["hidden_size"], num_heads=16, num_layers=config["num_hidden_layers"])
+    (read,) = read_memories([entry], sizes).entries
+    assert entry == read.to_dict() and read.layers == tuple(range(config["num_hidden_layers"]))
+
+
+@pytest.mark.parametrize("name", PARAMETERS)
+def test_a_recipe_has_the_papers_settings(name):
+    """Table 6."""
+    config = read_config(TrainConfig, recipe_path(name))
+    assert (config.model_name_or_path, config.config_name) == (None, f"configs/models/{name}.json")
+    assert (config.tokenizer_name, config.trainable) == ("HuggingFaceTB/SmolLM2-135M", "all")
+    assert (config.sequence_length, config.per_device_train_batch_size, config.gradient_accumulation_steps) == (
+        1024,
+        32,
+        4 * 8,
+    )
+    assert (config.learning_rate, config.weight_decay, config.adam_beta2, config.max_grad_norm) == (
+        3e-4,
+        0.1,
+        0.95,
+        1.0,
+    )
+    assert (config.bf16, config.activation_checkpointing) == (True, True)
+    assert config.max_steps == 9600
+    assert (config.lr_scheduler_type, config.min_learning_rate_ratio) == ("warmup_stable_decay", 0.1)
+    assert config.warmup_steps(config.max_steps) == 250
+    assert config.max_steps - config.scheduler_options(config.max_steps)["num_decay_steps"] == 8160
+    rates = (config.memory_learning_rate, config.value_learning_rate, config.value_schedule, config.value_weight_decay)
+    assert rates == ((6e-4, 6e-4, "fixed", 0.1) if name == "moc-371m" else (None, None, "constant", 0))
+
+
+@pytest.mark.parametrize("name", [*PARAMETERS, *TABLE_7])
+def test_a_recipe_says_how_it_is_run(name):
+    words = re.findall(r"^#   (.+)$", recipe_path(name).read_text(), flags=re.MULTILINE)
+    assert words == [f"midus train configs/train/{name}.yaml"]
+
+
+@pytest.mark.parametrize("name", PARAMETERS)
+def test_a_model_has_the_papers_shape_and_parameters(name):
+    """Table 5."""
+    config = AutoConfig.from_pretrained(REPOSITORY / "configs" / "models" / f"{name}.json")
+    assert config.num_hidden_layers == (24 if name == "vanilla-203m" else 16)
+    assert (config.hidden_size, config.intermediate_size, config.vocab_size) == (768, 2304, 49152)
+    assert (config.num_attention_heads, config.num_key_value_heads) == (12, 4)
+    assert (config.rope_parameters["rope_theta"], config.tie_word_embeddings) == (100_000, True)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    assert model.num_parameters() == PARAMETERS[name]
+    assert type(model).__name__ == config.architectures[0]
+
+
+def test_the_memory_is_the_papers_with_every_option_written_out():
+    (entry,) = model_config("moc-371m")["memory"]
+    sizes = ModelSizes(hidden_size=768, num_heads=12, num_layers=16)
+    (read,) = read_memories([entry], sizes).entries
+    assert entry == read.to_dict()
+    assert read.options == ChaptersOptions(**PAPER, heads=12, kv_heads=12)
+    assert (read.site, read.layers) == ("behind-attention", (2, 6, 10, 14))
+
+
+def sizes_in_millions(config: dict[str, Any]) -> tuple[float, float, float]:
+    """Parameters that a token uses, with and without embeddings, and all of them but embeddings."""
+    counts = count_parameters(config)
+    sizes = (counts.activated, counts.activated - counts.embeddings, counts.total - counts.embeddings)
+    used, used_without, total_without = (size / 1e6 for size in sizes)
+    return used, used_without, total_without
+
+
+@pytest.mark.parametrize("name", TABLE_7)
+def test_a_config_has_the_row_of_its_table_with_every_option_written_out(name):
+    config, row = model_config(name), TABLE_7[name]
+    (entry,) = config["memory"]
+    sizes = ModelSizes(hidden_size=row["hidden"], num_heads=row["heads"], num_layers=row["layers"])
+    (read,) = read_memories([entry], sizes).entries
+    assert entry == read.to_dict()
+    assert read.options == UltraMemOptions(
+        n=row["n"], k=row["k"], key_width=row["key"], value_width=row["value"], pre_value_width=row["pre"], zero="none"
+    )
+    assert (read.site, read.layers) == ("beside-ffn", tuple(range(row["layers"])))
+    assert (config["num_hidden_layers"], config["hidden_size"]) == (row["layers"], row["hidden"])
+    assert config["num_attention_heads"] == config["num_key_value_heads"] == row["heads"]
+
+
+def test_the_smaller_model_has_the_parameters_of_table_7():
+    """225 M of 1.18 B: what a token uses counts embeddings there, and the total does not, as in the table's row of OLMoE."""
+    used, _, total = sizes_in_millions(model_config("ultramem-v2-227m-1.2b"))
+    assert abs(used - 225) < 1 and round(total / 1e3, 2) == 1.18
+
+
+def test_the_larger_model_has_what_a_token_uses_and_not_the_total():
+    """1,079 M of 6.70 B, both without embeddings. With 528 keys, as the table says, the total is 6.21 B; with 552 it is 6.69 B."""
+    config = model_config("ultramem-v2-1b-7b")
+    _, used, total = sizes_in_millions(config)
+    assert round(used) == 1079 and round(total / 1e3, 2) == 6.21
+    assert round(100 * (1 - total / 6700), 1) == 7.2
+    (entry,) = config["memory"]
+    _, used, total = sizes_in_millions({**config, "memory": [{**entry, "n": 552}]})
+    assert round(used) == 1080 and round(total / 1e3, 2) == 6.69
+
+
+@pytest.mark.parametrize(
+    ("name", "sequences", "tokens"), [("ultramem-v2-227m-1.2b", 768, 5e11), ("ultramem-v2-1b-7b", 1024, 1e12)]
+)
+def test_a_recipe_has_the_settings_of_the_release(name, sequences, tokens):
+    config = read_config(TrainConfig, recipe_path(name))
+    assert (config.model_name_or_path, config.config_name) == (None, f"configs/models/{name}.json")
+    assert config.per_device_train_batch_size * config.gradient_accumulation_steps == sequences
+    assert config.max_steps == tokens // (sequences * config.sequence_length)
+    assert (config.learning_rate, config.value_learning_rate, config.value_schedule) == (4e-4, 4e-4, "4x-to-1x")
+    assert (config.memory_keys, config.weight_decay, config.value_weight_decay) == ("weights", 0.1, 0.1)
+    assert (config.lr_scheduler_type, config.min_learning_rate_ratio, config.adam_beta2) == ("cosine", 0.1, 0.95)
+    assert abs(config.warmup_ratio * tokens - 1e10) < 6e8
+
+
+SMALL_MEMORIES = {
+    "chapters": {"memory_tokens": 32, "chapters": 8, "k": 2},
+    "ultramem": {"n": 8, "k": 4, "key_width": 6, "value_width": 12, "pre_value_width": 4, "layers": [0, 1]},
+}
+
+
+@pytest.mark.parametrize("name", [*PARAMETERS, *TABLE_7])
+def test_a_small_copy_trains(name, corpus, tmp_path):
+    small = {**model_config(name), "vocab_size": 128, "hidden_size": 48, "intermediate_size": 64, "head_dim": 4}
+    for entry in small.get("memory", []):
+        entry |= SMALL_MEMORIES[entry["type"]]
+    if name in TABLE_7:
+        small["num_hidden_layers"] = 2
+    (tmp_path / "config.json").write_text(json.dumps(small))
+    tiny_tokenizer().save_pretrained(tmp_path / "tokenizer")
+    words = {
+        "config_name": tmp_path / "config.json",
+        "tokenizer_name": tmp_path / "tokenizer",
+        "output_dir": tmp_path / "out",
+    }
+    words |= {
+        "corpus": corpus,
+        "sequence_length": 16,
+        "per_device_train_batch_size": 4,
+        "gradient_accumulation_steps": 1,
+    }
+    words |= {"max_steps": 3, "logging_steps": 1}
+    overrides = [f"{key}={value}" for key, value in words.items()]
+    assert train(read_config(TrainConfig, recipe_path(name), overrides)).steps == 3
+    assert len(logged(tmp_path / "out")) == 3
+    trained = AutoModelForCausalLM.from_pretrained(tmp_path / "out").state_dict()
+    started_at_zero = [tensor for key, tensor in trained.items() if key.endswith("output_projection.weight")]
+    assert len(started_at_zero) == (4 if name == "moc-371m" else 0)
+    assert all(tensor.any() for tensor in started_at_zero)
+
+
+QWEN2_5_0_5B = {
+    "model_type": "qwen2",
+    "hidden_size": 896,
+    "intermediate_size": 4864,
+    "num_hidden_layers": 24,
+    "num_attention_heads": 14,
+    "num_key_value_heads": 2,
+    "vocab_size": 151936,
+    "tie_word_embeddings": True,
+    "torch_dtype": "bfloat16",
+}
+GEMMA_3_270M = {
+    "model_type": "gemma3_text",
+    "hidden_size": 640,
+    "intermediate_size": 2048,
+    "num_hidden_layers": 18,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 1,
+    "head_dim": 256,
+    "vocab_size": 262144,
+    "torch_dtype": "bfloat16",
+}
+# Id, config, and what table 2 prints of each: millions that are fetched, billions of the bank.
+FETCHING_BASES = {
+    "llama-3.2-1b": ("meta-llama/Llama-3.2-1B", LLAMA_3_2_1B, (102.2, 14.1)),
+    "qwen2.5-0.5b": ("Qwen/Qwen2.5-0.5B", QWEN2_5_0_5B, (43.4, 11.1)),
+    "gemma-3-270m": ("google/gemma-3-270m", GEMMA_3_270M, (23.2, 5.9)),
+}
+
+
+def test_every_recipe_of_fetching_models_is_checked():
+    expected = {f"hier-ffn-{name}" for name in FETCHING_BASES}
+    for folder in ("train", "upscale"):
+        assert {path.stem for path in (REPOSITORY / "configs" / folder).glob("hier-*.yaml")} == expected
+
+
+@pytest.mark.parametrize("name", FETCHING_BASES)
+def test_a_model_has_the_sizes_of_table_2(name, tmp_path):
+    base, config, (fetched, bank) = FETCHING_BASES[name]
+    recipe = read_mapping(REPOSITORY / "configs" / "upscale" / f"hier-ffn-{name}.yaml")
+    assert recipe["base"] == base
+    folder = write_config(tmp_path / "base", config)
+    counts = upscale(base=folder, method=recipe["method"], options=recipe["options"], dry_run=True).parameters
+    assert counts.new == 0 and counts.trainable == counts.bank
+    assert (round(counts.fetched / 1e6, 1), round(counts.bank / 1e9, 1)) == (fetched, bank)
+
+
+@pytest.mark.parametrize("name", FETCHING_BASES)
+def test_a_run_of_a_fetching_model_has_the_papers_settings(name):
+    """Appendices A.2 and A.6."""
+    config = read_config(TrainConfig, REPOSITORY / "configs" / "train" / f"hier-ffn-{name}.yaml", [])
+    assert config.model_name_or_path == f"{name}-hier" and config.corpora[0].path_column == "memory_ids"
+    assert (config.trainable, config.generic_share, config.document_mask) == ("new", 0, False)
+    assert (config.value_learning_rate, config.value_schedule, config.value_weight_decay) == (1e-4, "fixed", 1e-3)
+    assert (config.adam_beta2, config.max_grad_norm, config.bf16) == (0.95, 1.0, True)
+    assert config.value_learning_rate * config.min_learning_rate_ratio == pytest.approx(1e-5)
+    tokens_per_step = config.sequence_length * config.per_device_train_batch_size * config.gradient_accumulation_steps
+    assert (tokens_per_step, tokens_per_step * config.max_steps) == (2**21, 2**40)
+    assert round(config.warmup_ratio * config.max_steps, -2) == 5000

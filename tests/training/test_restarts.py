@@ -138,25 +138,3 @@ def test_torchrun_starts_a_run_again_whose_process_was_killed_and_it_goes_on(rec
     assert done.returncode == 0, done.stderr
     assert done.stdout.count(f"going on from {tmp_path / 'out' / 'checkpoint-2'}\n") == 1
     assert_same_run(tmp_path / "out", whole)
-
-
-@pytest.mark.parametrize(
-    ("processes", "words", "message"),
-    [
-        (3, [], "a step of the run to resume takes 4 sequences, which 3 processes cannot share; expected a number of"),
-        (
-            1,
-            ["per_device_train_batch_size=3"],
-            "per_device_train_batch_size is 3, but the run to resume has 2; give the same, or start a new run with",
-        ),
-        (
-            1,
-            ["gradient_accumulation_steps=3"],
-            "gradient_accumulation_steps is 3, but the run to resume has 1; give the same",
-        ),
-    ],
-)
-def test_steps_of_other_sizes_are_refused(processes, words, message, recipe, whole, tmp_path, monkeypatch, capsys):
-    monkeypatch.setenv("WORLD_SIZE", str(processes))
-    assert main([str(recipe), *words, f"output_dir={whole}", "resume_from_checkpoint=true"]) == 2
-    assert re.search(message, capsys.readouterr().err)

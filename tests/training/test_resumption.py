@@ -12,7 +12,7 @@ from training.tiny_run import refused
 from transformers import AutoConfig
 from transformers.utils import logging
 
-from midus_hf.training.optim.tied_tensors import really_missing
+from midus_hf.training.optim.tensors import really_missing
 from midus_hf.training.output.output_folder import check_output, start_output, write_options
 from midus_hf.training.output.resumption import passes_of_a_step, settle_resumption
 from midus_hf.training.output.run_checkpoints import finish_checkpoint

@@ -210,14 +210,3 @@ def test_layers_that_moved_take_their_bank_along(made, tmp_path):
     assert after.description["layout"]["layers"] == list(after.layout.layers)
     assert after.description["layout"]["base"] == after.layout.base
     assert all(torch.equal(before.block(2, index), after.block(2, index)) for index in before.written(2))
-
-
-def test_a_tree_without_paths_is_refused(blocks_for, corpus):
-    with refused(r"tree is 'x', and no corpus has a path_column; expected the column with the paths"):
-        config = blocks_for(corpus=corpus)
-        type(config)(
-            model_name_or_path=config.model_name_or_path,
-            corpus=type(config.corpus)(path="y"),
-            output_dir="o",
-            tree="x",
-        )

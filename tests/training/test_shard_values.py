@@ -4,13 +4,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from training.outcomes import assert_close_weights, logged, moved, weights
+from training.outcomes import assert_close_weights, logged, moved
 from training.tiny_run import refused, tiny_tokenizer
 from training.two_processes import in_two_processes, write_recipe
 from transformers import AutoModelForCausalLM
 
-from midus_hf.training.optim.table_columns import TableColumns, tables_of_values
 from midus_hf.training.run.train import train
+from midus_hf.training.trainer.tables import TableColumns, tables_of_values
 from upscalers.runs.upscale import upscale
 
 RUN = {"max_steps": 4, "save_steps": 2, "bf16": False, "sequence_length": 16, "logging_steps": 1}
@@ -49,19 +49,6 @@ def test_two_processes_train_as_one_and_go_on_from_a_checkpoint(ultramem, config
     shared(ultramem, corpus, two, eval_text=corpus, save_total_limit="null", resume_from_checkpoint=True)
     assert len(logged(two, "loss")) == 4
     assert_close_weights(one, two)
-
-
-def test_rows_that_were_read_are_updated_alone_in_two_processes_as_in_one(ultramem, config_for, corpus, tmp_path):
-    one, two = tmp_path / "one", tmp_path / "two"
-    train(config_for(one, model=ultramem, **RUN, sparse_values=True))
-    shared(ultramem, corpus, two, sparse_values=True)
-    assert logged(two, "loss") == pytest.approx(logged(one, "loss"), rel=1e-5)
-    assert_close_weights(one, two)
-    start, trained = weights(ultramem), weights(two)
-    for name in start:
-        if name.endswith("value_table") and not name.endswith("pre_value_table"):
-            rows = (start[name] != trained[name]).any(-1)
-            assert rows.any() and not rows.all()
 
 
 def test_banks_of_chapters_beside_columns_that_are_shared_train_as_in_a_dense_run(

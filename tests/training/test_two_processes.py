@@ -10,7 +10,7 @@ from training.two_processes import METHODS, SCRIPT, in_two_processes, write_reci
 
 from midus_hf.cli.training.train import main
 from midus_hf.training.data.corpus import find_corpus
-from midus_hf.training.data.packing import CorpusPass, PackedStream
+from midus_hf.training.data.packing import PackedStream, tokenise
 from midus_hf.training.options import CorpusOptions
 
 OPTIONS = {
@@ -49,9 +49,8 @@ def test_a_stream_is_read_by_the_first_process_in_the_order_of_one_and_gone_on_w
     assert main([str(recipe), "per_device_train_batch_size=4", f"output_dir={tmp_path / 'one'}"]) == 0
     assert logged(tmp_path / "two", "loss") == pytest.approx(logged(tmp_path / "one", "loss"), rel=1e-5)
     seen = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2)]
-    packed = PackedStream(
-        lambda: CorpusPass(find_corpus(CorpusOptions(path=str(corpus))).documents(), tiny_tokenizer(), 16)
-    )
+    texts = find_corpus(CorpusOptions(path=str(corpus)))
+    packed = PackedStream(lambda: tokenise(texts.documents(), tiny_tokenizer()), 16)
     expected = [example["input_ids"].tolist() for example in itertools.islice(packed, 24)]
     taken = [sequence for step in zip(*seen, strict=True) for batch in step for sequence in batch]
     assert taken == expected

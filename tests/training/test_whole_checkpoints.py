@@ -87,9 +87,8 @@ def test_what_is_damaged_is_passed_over_for_what_is_whole_beside_it(name, resume
     assert line.startswith(f"checkpoint-4 is passed over: {reason.format(file)}")
 
 
-@pytest.mark.parametrize("name", ["no-optimizer.pt", "flipped-model.safetensors"])
-def test_what_goes_on_from_the_whole_one_is_the_run_that_nobody_disturbed(name, resumed, output, whole, capsys):
-    damage, file, _ = DAMAGES[name]
+def test_what_goes_on_from_the_whole_one_is_the_run_that_nobody_disturbed(resumed, output, whole, capsys):
+    damage, file, _ = DAMAGES["flipped-model.safetensors"]
     damage(output / "checkpoint-4" / file)
     train(resumed())
     told = capsys.readouterr()
@@ -163,17 +162,16 @@ def test_a_checkpoint_of_an_earlier_version_is_gone_on_from_where_it_is_named(re
     assert exact_log(output) == exact_log(whole)
 
 
-@pytest.mark.parametrize("value", ["nan", "inf"])
-def test_a_checkpoint_whose_trained_tensors_are_not_finite_is_passed_over(value, resumed, output, whole, capsys):
+def test_a_checkpoint_whose_trained_tensors_are_not_finite_is_passed_over(resumed, output, whole, capsys):
     """As versions left them that looked at logged losses alone; what is frozen may be what it is."""
     tensors = weights(output / "checkpoint-4")
-    tensors["model.layers.4.self_attn.q_proj.weight"].view(-1)[3] = float(value)
+    tensors["model.layers.4.self_attn.q_proj.weight"].view(-1)[3] = float("inf")
     save_file(tensors, output / "checkpoint-4" / "model.safetensors", {"format": "pt"})
     finish_checkpoint(output / "checkpoint-4", ())
-    with refused(rf"no whole checkpoint \(model\.layers\.4\.self_attn\.q_proj\.weight holds {value}\)"):
+    with refused(r"no whole checkpoint \(model\.layers\.4\.self_attn\.q_proj\.weight holds inf\)"):
         train(resumed(resume_from_checkpoint=str(output / "checkpoint-4")))
     train(resumed())
-    line = f"checkpoint-4 is passed over: model.layers.4.self_attn.q_proj.weight holds {value}\n"
+    line = "checkpoint-4 is passed over: model.layers.4.self_attn.q_proj.weight holds inf\n"
     assert capsys.readouterr().err.count(line) == 1
     assert exact_log(output) == exact_log(whole)
 
@@ -292,14 +290,12 @@ def test_the_best_model_is_taken_from_a_checkpoint_that_is_whole(config_for, tmp
         "load_best_model_at_end": True,
         "resume_from_checkpoint": False,
     }
-    monkeypatch.setattr(
-        "midus_hf.training.run.held_out_texts.held_out_losses", lambda *_: {0: 4.0, 2: 2.0, 4: 1.0, 6: 3.0}
-    )
+    monkeypatch.setattr("midus_hf.training.run.held_out.held_out_losses", lambda *_: {0: 4.0, 2: 2.0, 4: 1.0, 6: 3.0})
 
     def spoil(self, *_):
         flip(output / "checkpoint-4" / "model.safetensors")
 
-    monkeypatch.setattr("midus_hf.training.run.progress.ProgressTable.close", spoil)
+    monkeypatch.setattr("midus_hf.training.run.callbacks.ProgressTable.close", spoil)
     result = train(config_for(output, **options))
     assert result.best_step == 2
     assert moved(output, output / "checkpoint-2") == set()

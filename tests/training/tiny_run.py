@@ -16,8 +16,8 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from midus_hf.evaluation.perplexity import PerplexityResult
-from midus_hf.training.data.held_out import HeldOut
 from midus_hf.training.options import CorpusOptions, TrainConfig
+from midus_hf.training.run.held_out import HeldOut
 from midus_hf.training.run.run_trainer import InRun
 from upscalers.runs.upscale import upscale
 

@@ -71,8 +71,8 @@ def _train(options_class: type[Any], module: str, path: str, overrides: Sequence
     from midus_hf.documents import DocumentError
     from midus_hf.library_bars import library_bars_on_terminals
     from midus_hf.training.optim.finite import NotFiniteError
-    from midus_hf.training.output.saving import SaveError
-    from midus_hf.training.run.interruption import RunInterrupted
+    from midus_hf.training.output.disk_room import SaveError
+    from midus_hf.training.run.callbacks import RunInterrupted
 
     try:
         try:

@@ -9,8 +9,13 @@ from torch.utils.data import Dataset
 from midus_hf.banks.bank_paths import check_nodes
 from midus_hf.config.fetched_blocks import BankLayout
 from midus_hf.documents import DocumentError
-from midus_hf.training.data.mapped_tokens import MappedTokens
-from midus_hf.training.data.packing import IGNORED_LABEL, PackedSequence, check_length, training_example
+from midus_hf.training.data.packing import (
+    IGNORED_LABEL,
+    CorpusTokens,
+    PackedSequence,
+    check_length,
+    training_example,
+)
 
 
 class ClusteredDataset(Dataset):
@@ -22,9 +27,7 @@ class ClusteredDataset(Dataset):
     learn from no other text.
 
     Args:
-        tokens: Tokens of all documents.
         paths: `[documents, p]`, int64, the node of each level that a document is in.
-        sequence_length: T, tokens per sequence.
         fill: Id of the token that sequences are filled up with.
         depth: Number of levels down to the deepest level that has blocks. Default: all p levels.
         document_mask: Whether tokens attend only within their document, as in `training_example`. Default: false.
@@ -36,7 +39,7 @@ class ClusteredDataset(Dataset):
 
     def __init__(
         self,
-        tokens: MappedTokens,
+        tokens: CorpusTokens,
         paths: np.ndarray,
         sequence_length: int,
         fill: int,
@@ -50,9 +53,8 @@ class ClusteredDataset(Dataset):
                 f"the corpus has paths of {len(paths):,} documents and tokens of {tokens.num_documents:,}; expected equal "
                 "numbers. The corpus changed while it was read: start again."
             )
-        self.tokens, self.paths, self.sequence_length = tokens, paths, sequence_length
+        self.tokens, self.sequence_length = tokens, sequence_length
         self.fill, self.document_mask, self.tree = fill, document_mask, tree
-        self.num_documents, self.num_tokens = tokens.num_documents, tokens.num_tokens
         self._bounds = tokens.document_bounds()
         # The documents leaf by leaf, within a leaf in the order of the corpus, and where each document begins in this order.
         levels_to_leaf = paths[:, :depth]
@@ -79,7 +81,7 @@ class ClusteredDataset(Dataset):
     def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
         if not 0 <= index < len(self):
             raise IndexError(f"sequence {index} of {len(self)}")
-        parts = list(self._parts(int(self._sequence_begins[index]), int(self._sequence_ends[index])))
+        parts = [self.tokens.cut(first, last) for _, first, last in self._stretches(index)]
         length = sum(len(part.tokens) for part in parts)
         missing = self.sequence_length - length
         tokens = torch.cat([*(part.tokens for part in parts), torch.full((missing,), self.fill, dtype=torch.int32)])
@@ -96,15 +98,11 @@ class ClusteredDataset(Dataset):
 
     def documents(self, index: int) -> list[tuple[int, int]]:
         """Return the index in the corpus of each document in a sequence, and its number of tokens there."""
-        stretches = self._stretches(int(self._sequence_begins[index]), int(self._sequence_ends[index]))
-        return [(document, end - begin) for document, begin, end in stretches]
+        return [(document, end - begin) for document, begin, end in self._stretches(index)]
 
-    def _parts(self, begin: int, end: int) -> Iterator[PackedSequence]:
-        """Return an iterator over the pieces of documents between two positions, counted in the order of leaves."""
-        return (self.tokens.cut(first, last) for _, first, last in self._stretches(begin, end))
-
-    def _stretches(self, begin: int, end: int) -> Iterator[tuple[int, int, int]]:
-        """Yield the index of each document between two positions, and where its piece begins and ends among all tokens."""
+    def _stretches(self, index: int) -> Iterator[tuple[int, int, int]]:
+        """Yield the index of each document in a sequence, and where its piece begins and ends among all tokens."""
+        begin, end = int(self._sequence_begins[index]), int(self._sequence_ends[index])
         number = int(np.searchsorted(self._begins, begin, side="right")) - 1
         while begin < end:
             document = int(self._order[number])
@@ -119,9 +117,6 @@ def check_paths(paths: np.ndarray, banks: Mapping[str, BankLayout], column: str,
 
     Args:
         paths: `[documents, p]`, int64, the node of each level that a document is in.
-        banks: Layouts of the model's banks, by the name of the memory.
-        column: Name of the column that holds the paths.
-        text: Name of the text in messages. Default: `"the corpus"`.
 
     Raises:
         ValueError: If the model has no banks, or the paths do not fit the tree of its banks.
@@ -132,12 +127,3 @@ def check_paths(paths: np.ndarray, banks: Mapping[str, BankLayout], column: str,
             "of the methods hier-ffn, hier-lora-qk, hier-lora-vo, hier-lora-ffn and hier-kv."
         )
     check_nodes(paths, banks, text)
-
-
-def describe_leaves(dataset: ClusteredDataset) -> str:
-    """Return a phrase with the numbers of leaves and sequences, and the share of positions without text."""
-    positions = len(dataset) * dataset.sequence_length
-    return (
-        f"packed within {dataset.num_leaves:,} leaves: {len(dataset):,} sequences of {dataset.sequence_length:,} "
-        f"({1 - dataset.num_tokens / positions:.1%} of the tokens are padding)"
-    )

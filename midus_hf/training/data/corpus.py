@@ -39,19 +39,11 @@ class LocalText:
     files: list[Path]
 
     def documents(self) -> Iterator[str]:
-        """Return an iterator over the documents that have a visible character.
-
-        Raises:
-            DocumentError: If `iterate_documents` raises it.
-        """
+        """Return an iterator over the documents that have a visible character, as `iterate_documents` reads them."""
         return iterate_documents(self.files, self.options.column, self.options.encoding)
 
     def rows(self) -> Iterator[tuple[RowPlace, Any]]:
-        """Return an iterator over the rows of the documents that `documents` yields, each with its location.
-
-        Raises:
-            DocumentError: If `document_rows` raises it, such as for plain text, which has no rows.
-        """
+        """Return an iterator over the rows of these documents, each with its location, as `document_rows` reads them."""
         return document_rows(self.files, self.options.column, self.options.encoding)
 
     def size(self) -> int:
@@ -75,11 +67,7 @@ class LocalText:
         return str(file.relative_to(Path(self.options.path).expanduser().parent))
 
     def as_dataset(self, folder: Path) -> Any:
-        """Return the documents as a `datasets.Dataset` of one column, `options.column`, which is written to `folder`.
-
-        Raises:
-            DocumentError: If `iterate_documents` raises it.
-        """
+        """Return the documents as a `datasets.Dataset` of one column, `options.column`, which is written to `folder`."""
         import datasets
 
         try:
@@ -117,13 +105,8 @@ class HubRows:
         return str(file)
 
     def documents(self) -> Iterator[str]:
-        """Return an iterator over the documents that have a visible character.
-
-        Raises:
-            DocumentError: If a row has no text in the column.
-        """
-        documents = (text_of_row(row, self.options.column, f"corpus {self.options.path!r}") for row in self.dataset)
-        return (document for document in documents if document.strip())
+        """Return an iterator over the documents that have a visible character; a row without text raises `DocumentError`."""
+        return (row[self.options.column] for _, row in self.rows())
 
     def size(self) -> int:
         """Return the number of bytes of the text column."""
@@ -134,11 +117,7 @@ class HubRows:
         return ["dataset", self.options.column, self.dataset._fingerprint]
 
     def as_dataset(self, folder: Path | None) -> Any:
-        """Return the text column of the dataset as a dataset; nothing is written to `folder`.
-
-        Raises:
-            DocumentError: If the dataset lacks the column.
-        """
+        """Return the text column of the dataset, or raise `DocumentError`; nothing is written to `folder`."""
         text_of_row(dict.fromkeys(self.dataset.column_names, ""), self.options.column, f"corpus {self.options.path!r}")
         return self.dataset.select_columns([self.options.column])
 
@@ -147,7 +126,6 @@ def find_corpus(options: CorpusOptions, seed: int = 0) -> LocalText | HubRows:
     """Return the corpus that options name; local text is not read yet.
 
     Args:
-        options: Source of the text.
         seed: Seed of the order in which a streamed dataset is read, if it is shuffled. Default: 0.
 
     Raises:
@@ -192,11 +170,7 @@ def load_hub_dataset(name: str, path: str, config: str | None, split: str, strea
     """Load a dataset from the Hub.
 
     Args:
-        name: Name of the option that names the dataset, for messages.
-        path: Id of the dataset.
         config: Configuration of the dataset; None for its default.
-        split: Name of the split, such as `"train"`.
-        streaming: Whether to read the dataset only as it is iterated. Default: false.
 
     Raises:
         DocumentError: If the dataset does not exist or cannot be loaded, or the package `datasets` is not installed.

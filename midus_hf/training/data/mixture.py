@@ -17,9 +17,7 @@ class Mixture(Dataset):
     repeated in another random order.
 
     Args:
-        parts: Dataset of each corpus.
         weights: Weight of each corpus, above 0.
-        steps: Steps of the run.
         sequences_a_step: Sequences that all processes together take in a step.
         seed: Seed of the order. The order depends on nothing else, so it is the same in every process and when a run
             resumes.
@@ -58,12 +56,7 @@ class Mixture(Dataset):
 
 
 def split_by_weights(weights: Sequence[float], total: int) -> list[int]:
-    """Split `total` into whole numbers in proportion to weights, by the method of largest remainders.
-
-    Args:
-        weights: Weights above 0.
-        total: Sum of the numbers.
-    """
+    """Split `total` into whole numbers in proportion to weights, by the method of largest remainders."""
     shares = np.asarray(weights, np.float64) / np.sum(weights) * total
     counts = np.floor(shares).astype(np.int64)
     largest = np.argsort(counts - shares, kind="stable")[: total - int(counts.sum())]

@@ -6,9 +6,11 @@ continual pretraining. With a document mask, positions restart where a document 
 and neither an attention mask nor a cache, it attends only within each document.
 """
 
-from collections.abc import Callable, Iterable, Iterator
+from array import array
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch.utils.data import Dataset, IterableDataset
 from transformers import PreTrainedTokenizerBase
@@ -37,7 +39,6 @@ def tokenise(
     """Turn documents into token ids, each document ending in EOS.
 
     Args:
-        documents: Texts of the documents.
         tokenizer: A tokenizer with an EOS token; it adds its default special tokens.
         vocab_size: Number of ids the model embeds. Default: unchecked.
 
@@ -55,18 +56,31 @@ def tokenise(
             yield ids
 
 
-def pack(token_lists: Iterable[list[int]], sequence_length: int) -> Iterator[PackedSequence]:
-    """Lay token lists end to end and cut them into sequences; the remainder is dropped.
+def _batches(documents: Iterable[str]) -> Iterator[list[str]]:
+    batch: list[str] = []
+    characters = 0
+    for document in documents:
+        batch.append(document)
+        characters += len(document)
+        if len(batch) == _DOCUMENTS_A_BATCH or characters >= _CHARACTERS_A_BATCH:
+            yield batch
+            batch, characters = [], 0
+    if batch:
+        yield batch
 
-    Args:
-        token_lists: Token ids of each document.
-        sequence_length: T, tokens per sequence.
+
+def pack(token_lists: Iterable[list[int]], sequence_length: int) -> Iterator[PackedSequence]:
+    """Lay the token ids of documents end to end and cut them into sequences; the remainder is dropped.
+
+    Raises:
+        DocumentError: At the end, if the corpus is empty or shorter than one sequence.
     """
-    pending: list[int] = []
-    starts: list[int] = []
+    pending, starts = array("i"), []
+    num_documents = num_tokens = 0
     for tokens in token_lists:
+        num_documents, num_tokens = num_documents + 1, num_tokens + len(tokens)
         starts.append(len(pending))
-        pending += tokens
+        pending.extend(tokens)
         full = len(pending) // sequence_length * sequence_length
         if full:
             is_start = torch.zeros(full, dtype=torch.bool)
@@ -75,13 +89,13 @@ def pack(token_lists: Iterable[list[int]], sequence_length: int) -> Iterator[Pac
             yield from map(PackedSequence, cut.split(sequence_length), is_start.split(sequence_length))
             del pending[:full]
             starts = [start - full for start in starts if start >= full]
+    check_length(num_documents, num_tokens, sequence_length)
 
 
 def training_example(sequence: PackedSequence, document_mask: bool) -> dict[str, torch.Tensor]:
     """Return the inputs of a causal language model for one sequence.
 
     Args:
-        sequence: Tokens and starts of documents.
         document_mask: Whether to add positions that restart with each document. The first token of a document is then
             no label, since nothing that it attends to predicts it.
 
@@ -99,12 +113,7 @@ def training_example(sequence: PackedSequence, document_mask: bool) -> dict[str,
 
 
 def check_length(num_documents: int, num_tokens: int, sequence_length: int) -> None:
-    """Check that a corpus is long enough for one sequence.
-
-    Args:
-        num_documents: Number of documents in the corpus.
-        num_tokens: Number of tokens in all documents together.
-        sequence_length: T, tokens per sequence.
+    """Check that a corpus is long enough for one sequence of `sequence_length` tokens.
 
     Raises:
         DocumentError: If the corpus is empty or shorter than one sequence.
@@ -118,64 +127,82 @@ def check_length(num_documents: int, num_tokens: int, sequence_length: int) -> N
         )
 
 
-class CorpusPass:
-    """One pass over a corpus: iterating yields its sequences, and counts documents and tokens.
+class CorpusTokens:
+    """The tokens of a corpus's documents, laid end to end, in memory or in memory-mapped files.
 
     Args:
-        documents: Texts of the documents.
-        tokenizer: A tokenizer with an EOS token, as in `tokenise`.
-        sequence_length: T, tokens per sequence.
-        vocab_size: Number of ids the model embeds. Default: unchecked.
-
-    Raises:
-        DocumentError: At the end of the pass, if the corpus is empty or shorter than one sequence.
-        ValueError: If `tokenise` raises it.
+        chunks: For each chunk of documents its `values`, int32, and `offsets`: `values[offsets[d]:offsets[d + 1]]` are
+            the tokens of document d of the chunk, of which there are some. Of mapped files, only the parts that a cut
+            needs are read.
     """
 
-    def __init__(
-        self,
-        documents: Iterable[str],
-        tokenizer: PreTrainedTokenizerBase,
-        sequence_length: int,
-        vocab_size: int | None = None,
-    ):
-        self.token_lists = tokenise(documents, tokenizer, vocab_size)
-        self.sequence_length = sequence_length
-        self.num_documents = self.num_tokens = 0
+    def __init__(self, chunks: Sequence[tuple[np.ndarray, np.ndarray]]):
+        self._chunks = chunks
+        lengths = [int(offsets[-1] - offsets[0]) for _, offsets in chunks]
+        self._begins = np.concatenate([np.zeros(1, np.int64), np.cumsum(lengths, dtype=np.int64)])
+        self.num_documents = sum(len(offsets) - 1 for _, offsets in chunks)
+        self.num_tokens = int(self._begins[-1])
 
-    def __iter__(self) -> Iterator[PackedSequence]:
-        yield from pack(self._counted(), self.sequence_length)
-        check_length(self.num_documents, self.num_tokens, self.sequence_length)
+    @classmethod
+    def held(cls, token_lists: Iterable[list[int]]) -> "CorpusTokens":
+        """Return the tokens of documents in memory, four bytes per token."""
+        values, offsets = array("i"), array("q", [0])
+        for tokens in token_lists:
+            values.extend(tokens)
+            offsets.append(len(values))
+        return cls([(np.asarray(values, np.int32), np.asarray(offsets, np.int64))])
 
-    def _counted(self) -> Iterator[list[int]]:
-        for tokens in self.token_lists:
-            self.num_documents += 1
-            self.num_tokens += len(tokens)
-            yield tokens
+    def cut(self, begin: int, end: int) -> PackedSequence:
+        """Return the tokens at positions `begin` to `end` (exclusive), and which of them begin a document."""
+        tokens = np.empty(end - begin, np.int32)
+        starts = np.zeros(end - begin, np.bool_)
+        chunk = int(np.searchsorted(self._begins, begin, side="right")) - 1
+        position = begin
+        while position < end:
+            values, offsets = self._chunks[chunk]
+            # Added to a position among all tokens, this gives the position in the values of this chunk.
+            shift = int(offsets[0]) - int(self._begins[chunk])
+            until = min(end, int(self._begins[chunk + 1]))
+            tokens[position - begin : until - begin] = values[position + shift : until + shift]
+            first, last = np.searchsorted(offsets[:-1], (position + shift, until + shift))
+            starts[offsets[first:last] - shift - begin] = True
+            position, chunk = until, chunk + 1
+        return PackedSequence(torch.from_numpy(tokens), torch.from_numpy(starts))
+
+    def document_bounds(self) -> np.ndarray:
+        """Return where each document begins among all tokens, and where the last one ends, `[documents + 1]`, int64."""
+        chunks = zip(self._chunks, self._begins[:-1], strict=True)
+        begins = [offsets[:-1] - offsets[0] + begin for (_, offsets), begin in chunks]
+        return np.concatenate([*begins, self._begins[-1:]]).astype(np.int64)
+
+    def largest_id(self) -> int:
+        """Return the largest token id; this reads all tokens, a chunk at a time."""
+        used = [values[offsets[0] : offsets[-1]] for values, offsets in self._chunks]
+        return max(int(values.max()) for values in used if len(values))
 
 
 class PackedDataset(Dataset):
-    """A corpus packed in memory, five bytes per token.
+    """Sequences of a corpus.
 
     Args:
-        corpus: A new pass over the corpus, which the constructor consumes.
         document_mask: Whether tokens attend only within their document, as in `training_example`. Default: false.
 
     Raises:
         DocumentError: If the corpus is empty or shorter than one sequence.
-        ValueError: If `tokenise` raises it.
     """
 
-    def __init__(self, corpus: CorpusPass, document_mask: bool = False):
-        self.sequences = list(corpus)
-        self.num_documents, self.num_tokens = corpus.num_documents, corpus.num_tokens
-        self.document_mask = document_mask
+    def __init__(self, tokens: CorpusTokens, sequence_length: int, document_mask: bool = False):
+        check_length(tokens.num_documents, tokens.num_tokens, sequence_length)
+        self.tokens, self.sequence_length, self.document_mask = tokens, sequence_length, document_mask
 
     def __len__(self) -> int:
-        return len(self.sequences)
+        return self.tokens.num_tokens // self.sequence_length
 
     def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
-        return training_example(self.sequences[index], self.document_mask)
+        if not 0 <= index < len(self):
+            raise IndexError(f"sequence {index} of {len(self)}")
+        begin = index * self.sequence_length
+        return training_example(self.tokens.cut(begin, begin + self.sequence_length), self.document_mask)
 
 
 class PackedStream(IterableDataset):
@@ -185,31 +212,19 @@ class PackedStream(IterableDataset):
     can resume at any step.
 
     Args:
-        start_pass: Starts a pass over the corpus.
+        start_pass: Starts a pass over the corpus, which yields the token ids of each document.
         document_mask: Whether tokens attend only within their document, as in `training_example`. Default: false.
 
     Raises:
         DocumentError: When read, if the corpus is empty or shorter than one sequence.
-        ValueError: When read, if `tokenise` raises it.
     """
 
-    def __init__(self, start_pass: Callable[[], CorpusPass], document_mask: bool = False):
-        self.start_pass, self.document_mask = start_pass, document_mask
+    def __init__(
+        self, start_pass: Callable[[], Iterable[list[int]]], sequence_length: int, document_mask: bool = False
+    ):
+        self.start_pass, self.sequence_length, self.document_mask = start_pass, sequence_length, document_mask
 
     def __iter__(self) -> Iterator[dict[str, torch.Tensor]]:
         while True:
-            for sequence in self.start_pass():
+            for sequence in pack(self.start_pass(), self.sequence_length):
                 yield training_example(sequence, self.document_mask)
-
-
-def _batches(documents: Iterable[str]) -> Iterator[list[str]]:
-    batch: list[str] = []
-    characters = 0
-    for document in documents:
-        batch.append(document)
-        characters += len(document)
-        if len(batch) == _DOCUMENTS_A_BATCH or characters >= _CHARACTERS_A_BATCH:
-            yield batch
-            batch, characters = [], 0
-    if batch:
-        yield batch

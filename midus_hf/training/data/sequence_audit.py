@@ -2,7 +2,7 @@
 
 import sqlite3
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -20,7 +20,6 @@ from midus_hf.training.data.mixture import Mixture
 # Key under which an example has its number in the dataset, beside the inputs of the model.
 SEQUENCE = "sequence"
 
-
 # Number of a sequence, and the path whose blocks it fetched.
 Seen = tuple[int, tuple[int, ...]]
 
@@ -35,7 +34,6 @@ class NumberedSequences(Dataset):
         self.dataset = dataset
 
     def __len__(self) -> int:
-        assert isinstance(self.dataset, Sized)
         return len(self.dataset)
 
     def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
@@ -65,12 +63,7 @@ class CorpusDocuments:
             )
 
     def __call__(self, corpus: int, number: int) -> Document:
-        """Return the location and the name of a document.
-
-        Args:
-            corpus: Index of the corpus, from 0.
-            number: Index of the document in the corpus, from 0.
-        """
+        """Return the location and the name of a document, by the index of its corpus and its index there, from 0."""
         location = self._database.execute(
             "select file, digest, line, name from places where corpus = ? and number = ?", (corpus, number)
         ).fetchone()
@@ -90,8 +83,7 @@ class SequenceAudit:
 
     def __init__(self, dataset: ClusteredDataset | Mixture, documents: Callable[[int, int], Document] | None = None):
         self.dataset, self.documents = dataset, documents
-        self._layouts: list[BankLayout] = []
-        self._audits: list[BankAudit] = []
+        self._audits: list[tuple[BankLayout, BankAudit]] = []
         self._seen: list[Seen] = []
 
     def follow(self, banks: Sequence[TrainedBank]) -> None:
@@ -108,8 +100,7 @@ class SequenceAudit:
             else:
                 audit.add_unrecorded((level, index) for level in bank.layout.levels for index in stored.written(level))
             bank.audit = audit
-            self._layouts.append(bank.layout)
-            self._audits.append(audit)
+            self._audits.append((bank.layout, audit))
 
     def see(self, sequences: torch.Tensor, paths: torch.Tensor) -> None:
         """Note the numbers `[B]` of the sequences of a training pass, and the paths `[B, p]` whose blocks they fetch."""
@@ -130,7 +121,7 @@ class SequenceAudit:
             for document, count in self._in_sequence(number):
                 sequences[document, path] += times
                 tokens[document, path] += times * count
-        for layout, audit in zip(self._layouts, self._audits, strict=True):
+        for layout, audit in self._audits:
             audit.add(
                 Trained((level, _index(layout, level, path)), document, sequences[document, path], count)
                 for (document, path), count in tokens.items()
@@ -140,10 +131,11 @@ class SequenceAudit:
     def _in_sequence(self, number: int) -> Iterator[tuple[Document, int]]:
         """Return an iterator over the documents of a sequence, each with its number of tokens there."""
         assert self.documents is not None
-        find = self.documents
-        corpus, index = self.dataset.place(number) if isinstance(self.dataset, Mixture) else (0, number)
-        part = self.dataset.parts[corpus] if isinstance(self.dataset, Mixture) else self.dataset
-        return ((find(corpus, document), count) for document, count in part.documents(index))
+        find, corpus, part = self.documents, 0, self.dataset
+        if isinstance(part, Mixture):
+            corpus, number = part.place(number)
+            part = part.parts[corpus]
+        return ((find(corpus, document), count) for document, count in part.documents(number))
 
 
 def _index(layout: BankLayout, level: int, path: Sequence[int]) -> int:

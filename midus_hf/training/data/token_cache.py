@@ -15,6 +15,7 @@ import shutil
 import sys
 import tempfile
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,8 +28,7 @@ from midus_hf.files.manifest import describe_files, first_damage
 from midus_hf.files.whole_files import sync
 from midus_hf.saved_models import check_ids
 from midus_hf.training.data.corpus import HubRows, LocalText, usable_cores
-from midus_hf.training.data.mapped_tokens import MappedTokens
-from midus_hf.training.data.packing import check_length, tokenise
+from midus_hf.training.data.packing import CorpusTokens, check_length, tokenise
 
 # Version of the procedure here and of the record's format; raise it when either changes, to ignore older entries.
 _PROCEDURE = 2
@@ -48,34 +48,26 @@ _RESERVE = 1.1
 _SEEN_WHOLE: set[tuple[Path, int, int]] = set()
 
 
-def default_cache_dir() -> Path:
-    """Return the default folder of the token cache, inside the cache of the library `datasets`."""
-    import datasets
-
-    return Path(datasets.config.HF_DATASETS_CACHE, "midus_hf_tokens")
-
-
 def cached_tokens(
     corpus: LocalText | HubRows, tokenizer: PreTrainedTokenizerBase, vocab_size: int, cache_dir: str | None = None
-) -> MappedTokens:
+) -> CorpusTokens:
     """Return the tokens of a corpus, each document ending in EOS as in `tokenise`; make them if the cache lacks them.
 
     If several processes request the same tokens at once, one process makes the tokens and the others wait.
 
     Args:
         corpus: The text, which must not be a stream.
-        tokenizer: A tokenizer with an EOS token, as in `tokenise`.
-        vocab_size: Number of ids the model embeds.
-        cache_dir: Folder of the cache, created if missing. Default: `default_cache_dir()`.
+        cache_dir: Folder of the cache, created if missing. Default: `midus_hf_tokens` in the cache of `datasets`.
 
     Raises:
         DocumentError: If the corpus is empty, cannot be read or changes while it is tokenised, if the folder cannot be
             written or lacks room, or if the tokens there are damaged.
         ValueError: If `tokenise` raises it.
     """
+    import datasets
     from filelock import FileLock
 
-    folder = default_cache_dir() if cache_dir is None else Path(cache_dir).expanduser()
+    folder = Path(cache_dir or Path(datasets.config.HF_DATASETS_CACHE, "midus_hf_tokens")).expanduser()
     entry = folder / _fingerprint(corpus, tokenizer)
     if not entry.exists():
         try:
@@ -170,10 +162,7 @@ def _write_tokens(
     vocab_size: int,
     show_progress: bool,
 ) -> list[Path]:
-    """Tokenise a corpus into Arrow files in `folder`, in the order of the corpus; return the files.
-
-    A copy of local text is in `folder` meanwhile.
-    """
+    """Tokenise a corpus into Arrow files in `folder`, where a copy of local text is meanwhile; return the files in order."""
     import datasets
 
     text, column = folder / "text", corpus.options.column
@@ -182,7 +171,7 @@ def _write_tokens(
     processes = min(usable_cores(), -(-len(documents) // _DOCUMENTS_A_BATCH))
     with _progress_bars(show_progress), without_threads_of_tokenizers():
         tokens = documents.map(
-            _Tokenise(tokenizer, vocab_size, column, f"corpus {corpus.options.path!r}"),
+            partial(_tokenise_batch, tokenizer, vocab_size, column, f"corpus {corpus.options.path!r}"),
             batched=True,
             batch_size=_DOCUMENTS_A_BATCH,
             input_columns=[column],
@@ -199,24 +188,21 @@ def _write_tokens(
     return [file.rename(folder / f"{index:05}.arrow") for index, file in enumerate(files)]
 
 
-class _Tokenise:
-    """Picklable function, for other processes, that turns a batch of texts into a table of their tokens."""
+def _tokenise_batch(
+    tokenizer: PreTrainedTokenizerBase, vocab_size: int, column: str, location: str, texts: list[Any]
+) -> Any:
+    """Turn a batch of texts into a table of their tokens, in any process."""
+    import pyarrow
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, vocab_size: int, column: str, location: str):
-        self.tokenizer, self.vocab_size, self.column, self.location = tokenizer, vocab_size, column, location
-
-    def __call__(self, texts: list[Any]) -> Any:
-        import pyarrow
-
-        documents = (text_of_row({self.column: text}, self.column, self.location) for text in texts)
-        visible = (document for document in documents if document.strip())
-        rows = [np.asarray(ids, np.int32) for ids in tokenise(visible, self.tokenizer, self.vocab_size)]
-        offsets = np.cumsum([0, *map(len, rows)], dtype=np.int64)
-        values = np.concatenate([np.zeros(0, np.int32), *rows])
-        return pyarrow.table({"tokens": pyarrow.LargeListArray.from_arrays(offsets, values)})
+    documents = (text_of_row({column: text}, column, location) for text in texts)
+    visible = (document for document in documents if document.strip())
+    rows = [np.asarray(ids, np.int32) for ids in tokenise(visible, tokenizer, vocab_size)]
+    offsets = np.cumsum([0, *map(len, rows)], dtype=np.int64)
+    values = np.concatenate([np.zeros(0, np.int32), *rows])
+    return pyarrow.table({"tokens": pyarrow.LargeListArray.from_arrays(offsets, values)})
 
 
-def _open(entry: Path, vocab_size: int) -> MappedTokens:
+def _open(entry: Path, vocab_size: int) -> CorpusTokens:
     record = _whole_record(entry)
     check_ids(record["largest_id"], vocab_size)
     try:
@@ -226,11 +212,7 @@ def _open(entry: Path, vocab_size: int) -> MappedTokens:
 
 
 def _whole_record(entry: Path) -> dict[str, Any]:
-    """Return the record of an entry, after comparing the entry's files with the record once per process.
-
-    Raises:
-        DocumentError: If the record or a file is not what was written.
-    """
+    """Return the record of an entry, after comparing the entry's files with the record once per process."""
     try:
         record = parse_json((entry / _RECORD).read_text(encoding="utf-8"))
         stamp = _stamp(entry)
@@ -261,11 +243,12 @@ def _damaged(entry: Path, reason: str) -> str:
     return f"the cached tokens in {str(entry)!r} are damaged: {reason}. Remove this folder; it is made again."
 
 
-def _map(files: list[Path]) -> MappedTokens:
+def _map(files: list[Path]) -> CorpusTokens:
     import datasets
 
-    return MappedTokens(
-        [chunk for file in files for chunk in datasets.Dataset.from_file(str(file)).data.column("tokens").chunks]
+    chunks = [chunk for file in files for chunk in datasets.Dataset.from_file(str(file)).data.column("tokens").chunks]
+    return CorpusTokens(
+        [(chunk.values.to_numpy(zero_copy_only=True), chunk.offsets.to_numpy(zero_copy_only=True)) for chunk in chunks]
     )
 
 

@@ -2,7 +2,7 @@
 
 import importlib.util
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 
 from accelerate import PartialState
 from transformers import PreTrainedTokenizerBase
@@ -10,16 +10,15 @@ from transformers import PreTrainedTokenizerBase
 from midus_hf.config.fetched_blocks import BankLayout
 from midus_hf.documents import describe_files, import_datasets
 from midus_hf.documents.document_paths import read_paths
-from midus_hf.training.data.clustered_corpus import ClusteredDataset, check_paths, describe_leaves
+from midus_hf.training.data.clustered_corpus import ClusteredDataset, check_paths
 from midus_hf.training.data.corpus import find_corpus
-from midus_hf.training.data.mapped_tokens import MappedDataset
 from midus_hf.training.data.mixture import Mixture
-from midus_hf.training.data.packing import CorpusPass, PackedDataset, PackedStream
+from midus_hf.training.data.packing import CorpusTokens, PackedDataset, PackedStream, tokenise
 from midus_hf.training.data.sequence_audit import CorpusDocuments, SequenceAudit
 from midus_hf.training.data.token_cache import cached_tokens
 from midus_hf.training.options import CorpusOptions, TrainConfig
 
-Part = MappedDataset | PackedDataset | PackedStream | ClusteredDataset
+Part = PackedDataset | PackedStream | ClusteredDataset
 TrainingData = Part | Mixture
 
 
@@ -31,8 +30,6 @@ def open_corpora(
     Call this function before processes are connected or a GPU is used, since making tokens forks processes.
 
     Args:
-        tokenizer: A tokenizer with an EOS token, as in `tokenise`.
-        vocab_size: Number of ids the model embeds.
         banks: Layouts of the banks from which texts fetch blocks, by the name of the memory.
 
     Raises:
@@ -47,7 +44,6 @@ def build_dataset(config: TrainConfig, parts: list[Part], sequences_a_step: int)
     """Return the sequences of a run: all sequences of its only corpus, or a mixture of several corpora.
 
     Args:
-        parts: Sequences of each corpus, from `open_corpora`.
         sequences_a_step: Sequences that all processes together take in a step.
 
     Raises:
@@ -60,11 +56,13 @@ def build_dataset(config: TrainConfig, parts: list[Part], sequences_a_step: int)
     return Mixture(parts, [corpus.weight for corpus in config.corpus], steps, sequences_a_step, config.seed)
 
 
+def parts_of(dataset: TrainingData) -> Sequence[Part]:
+    """Return the sequences of each corpus of a run."""
+    return dataset.parts if isinstance(dataset, Mixture) else [dataset]
+
+
 def audit_of(dataset: TrainingData, config: TrainConfig) -> SequenceAudit:
     """Return the audit of a run, which records the documents that train each block.
-
-    Args:
-        dataset: Sequences of the run, from `build_dataset`.
 
     Raises:
         DocumentError: If a corpus can no longer be read.
@@ -77,23 +75,17 @@ def audit_of(dataset: TrainingData, config: TrainConfig) -> SequenceAudit:
 
 
 def describe_corpus(config: TrainConfig, dataset: TrainingData) -> list[str]:
-    """Return sentences about what was read, what was not read, and the resulting sequences.
-
-    Args:
-        dataset: Sequences of the run, from `build_dataset`.
-    """
+    """Return sentences about what was read, what was not read, and the resulting sequences."""
     lines = [line for corpus in config.corpora if (line := describe_files(corpus.path)) is not None]
+    if isinstance(dataset, PackedStream):
+        return lines
     if isinstance(dataset, Mixture):
         for corpus, part, count in zip(config.corpora, dataset.parts, dataset.counts, strict=True):
-            lines += [f"{corpus.path}: {_made(part, config.sequence_length)}"]
+            lines += [f"{corpus.path}: {_made(part)}"]
             lines += [f"  {count:,} drawn ({count / len(dataset):.1%} of the run), {count / len(part):.2f} passes"]
-        parts = dataset.parts
-    elif isinstance(dataset, PackedStream):
-        return lines
     else:
-        lines.append(_made(dataset, config.sequence_length))
-        parts = [dataset]
-    if any(isinstance(part, PackedDataset) for part in parts):
+        lines.append(_made(dataset))
+    if not _can_cache():
         lines.append("the package datasets is not installed: tokens are in memory, and made again at the next start")
     return lines
 
@@ -112,41 +104,44 @@ def _open(
             "paths. midus cluster assign writes them."
         )
 
-    def start_pass() -> CorpusPass:
-        return CorpusPass(corpus.documents(), tokenizer, config.sequence_length, vocab_size)
+    def start_pass() -> Iterator[list[int]]:
+        return tokenise(corpus.documents(), tokenizer, vocab_size)
 
+    if options.streaming:
+        stream = PackedStream(start_pass, config.sequence_length, config.document_mask)
+        next(iter(stream))
+        return stream
+    documents = None
     if options.path_column is not None:
         documents = read_paths(corpus.rows(), options.path_column)
         check_paths(documents.paths, banks, options.path_column)
         import_datasets("a corpus that is packed within the leaves of a tree")
+    if documents is None and not _can_cache():
+        tokens = CorpusTokens.held(start_pass())
+    else:
         tokens = cached_tokens(corpus, tokenizer, vocab_size, options.cache_dir)
-        depth = max(max(layout.levels) for layout in banks.values())
-        return ClusteredDataset(
-            tokens,
-            documents.paths,
-            config.sequence_length,
-            tokenizer.eos_token_id,
-            depth,
-            config.document_mask,
-            documents.tree,
-        )
-    if options.streaming:
-        stream = PackedStream(start_pass, config.document_mask)
-        next(iter(stream))
-        return stream
-    if not _can_cache():
-        return PackedDataset(start_pass(), config.document_mask)
-    tokens = cached_tokens(corpus, tokenizer, vocab_size, options.cache_dir)
-    return MappedDataset(tokens, config.sequence_length, config.document_mask)
-
-
-def _made(dataset: MappedDataset | PackedDataset | ClusteredDataset, sequence_length: int) -> str:
-    if isinstance(dataset, ClusteredDataset):
-        return f"{dataset.num_documents:,} documents, {dataset.num_tokens:,} tokens, {describe_leaves(dataset)}"
-    return (
-        f"{dataset.num_documents:,} documents, {dataset.num_tokens:,} tokens: {len(dataset):,} sequences of "
-        f"{sequence_length:,} ({dataset.num_tokens % sequence_length:,} tokens left over)"
+    if documents is None:
+        return PackedDataset(tokens, config.sequence_length, config.document_mask)
+    return ClusteredDataset(
+        tokens,
+        documents.paths,
+        config.sequence_length,
+        tokenizer.eos_token_id,
+        depth=max(max(layout.levels) for layout in banks.values()),
+        document_mask=config.document_mask,
+        tree=documents.tree,
     )
+
+
+def _made(dataset: PackedDataset | ClusteredDataset) -> str:
+    """Return a phrase about the documents, tokens and sequences of a corpus."""
+    tokens, length = dataset.tokens, dataset.sequence_length
+    made = f"{tokens.num_documents:,} documents, {tokens.num_tokens:,} tokens"
+    sequences = f"{len(dataset):,} sequences of {length:,}"
+    if isinstance(dataset, ClusteredDataset):
+        padding = 1 - tokens.num_tokens / (len(dataset) * length)
+        return f"{made}, packed within {dataset.num_leaves:,} leaves: {sequences} ({padding:.1%} of the tokens are padding)"
+    return f"{made}: {sequences} ({tokens.num_tokens % length:,} tokens left over)"
 
 
 def _can_cache() -> bool:

@@ -21,7 +21,6 @@ def error_of(what: str, step: int) -> NotFiniteError:
 
     Args:
         what: Beginning of the message, which says what is not finite: "loss is nan".
-        step: Optimizer step at which the number was seen.
     """
     return NotFiniteError(
         f"{what} at step {step}; expected a finite number. Lower the learning rates, and resume from a checkpoint before that "
@@ -51,9 +50,6 @@ def first_gradient_not_finite(model: nn.Module) -> str | None:
 
     Return None if every gradient is finite. Return None, too, if no gradient is finite, as after clipping by a norm
     that is NaN: then it is unknown which gradient was the first.
-
-    Args:
-        model: The model, after a backward pass.
     """
     gradients = ((name, parameter.grad) for name, parameter in model.named_parameters() if parameter.grad is not None)
     shares = [
@@ -65,11 +61,7 @@ def first_gradient_not_finite(model: nn.Module) -> str | None:
 
 
 def trained_tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the name and tensor of each parameter that trains, or this process's share of the tensor.
-
-    Args:
-        model: The model, as it trains.
-    """
+    """Yield the name and tensor of each parameter that trains, or this process's share of the tensor."""
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
             yield name, _share(getattr(parameter, "ds_tensor", parameter).detach())

@@ -1,6 +1,7 @@
 """Choice of the parameters that train: the layers added to the base, everything, layers by index, or tensors by role."""
 
 import dataclasses
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import Any, Literal, cast, get_args
 
@@ -15,11 +16,10 @@ from midus_hf.memory.declared_module import DeclaredModule
 from midus_hf.memory.quantised.quantise import refuse_quantised
 from midus_hf.models.fetching import Banks
 from midus_hf.models.parts import decoder_of
-from midus_hf.training.optim.cut_parameters import whole_numel
+from midus_hf.training.optim.tensors import whole_numel
 from midus_hf.training.run_options import Trainable
 
 _ROLES = tuple(role for role in get_args(Role) if role != "buffer")
-_SUMMARIES = {"new": "the new layers alone", "all": "everything"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,15 +49,13 @@ class TrainableReport:
     blocks: int = 0
 
     def __rich__(self) -> RenderableType:
-        indices = ", ".join(map(str, self.layers))
-        trained_parts, caption = f"layers {indices} alone", None
+        caption: str | None = f"layers {', '.join(map(str, self.layers))}"
         if not isinstance(self.trainable, list):
-            trained_parts, caption = _SUMMARIES[self.trainable], f"layers {indices}"
+            trained_parts = {"new": "the new layers alone", "all": "everything"}[self.trainable]
         elif isinstance(self.trainable[0], str):
-            trained_parts, caption = (
-                f"the {' and '.join(map(str, self.trainable))} tensors of new memories alone",
-                f"layers {indices}",
-            )
+            trained_parts = f"the {' and '.join(map(str, self.trainable))} tensors of new memories alone"
+        else:
+            trained_parts, caption = f"{caption} alone", None
         if self.frozen:
             trained_parts += f", without the {' and '.join(self.frozen)} tensors of memories"
         if self.blocks and not self.parameters:
@@ -95,7 +93,8 @@ def resolve_trainable(
     if isinstance(resolved, list) and all(type(layer) is int for layer in resolved):
         _check_listed(config, cast(list[int], resolved))
     elif resolved == "new" or (isinstance(resolved, list) and set(resolved) <= set(_ROLES)):
-        _new_layers(config)
+        if recorded_new_layers(config) or not recorded_new_memories(config):
+            new_layers(config)
     elif resolved != "all":
         raise ValueError(
             f"trainable is {trainable!r}; expected 'auto', 'new', 'all', a list of layer indices, or one of roles of memory tensors: "
@@ -116,18 +115,13 @@ def new_layers(config: PreTrainedConfig) -> list[int]:
             f"what trains is 'new', but the config of this {config.model_type} model records no new layers in "
             "upscale.new_layers; upscale the model first, or set trainable: all."
         )
-    outside = _outside(config, layers)
+    num_layers = config.get_text_config().num_hidden_layers
+    outside = [layer for layer in layers if not 0 <= layer < num_layers]
     if outside:
         raise ValueError(
-            f"upscale.new_layers of the config names {outside}; expected 0 <= layer < {config.get_text_config().num_hidden_layers}. "
-            "Upscale the base again."
+            f"upscale.new_layers of the config names {outside}; expected 0 <= layer < {num_layers}. Upscale the base again."
         )
     return sorted(layers)
-
-
-def _new_layers(config: PreTrainedConfig) -> list[int]:
-    """Return `new_layers`, or no layers if only memories were attached."""
-    return [] if recorded_new_memories(config) and not recorded_new_layers(config) else new_layers(config)
 
 
 def recorded_new_memories(config: PreTrainedConfig) -> list[str]:
@@ -137,10 +131,6 @@ def recorded_new_memories(config: PreTrainedConfig) -> list[str]:
 
 def attached_modules(model: PreTrainedModel, names: list[str]) -> dict[str, nn.Module]:
     """Return the modules of attached memories, and the tables that their layers share, by their names in the model.
-
-    Args:
-        model: A causal language model.
-        names: Names of the attached memories.
 
     Raises:
         ValueError: If the model lacks a memory that `names` has.
@@ -210,14 +200,12 @@ def set_trainable(
         banks.trainable = resolved in ("new", "all")
     _freeze_roles(model, frozen)
 
-    parameters_of_part: dict[str, int] = {}
+    parameters_of_part: Counter[str] = Counter()
     inside = {id(parameter) for parameter in layers.parameters()}
     training = [index for index, layer in enumerate(layers) if _num_training(layer)]
     for index in training:
         for part, module in layers[index].named_children():
-            if _num_training(module):
-                count = parameters_of_part.get(f"layers.{part}", 0) + _num_training(module)
-                parameters_of_part[f"layers.{part}"] = count
+            parameters_of_part[f"layers.{part}"] += _num_training(module)
     for name, parameter in model.named_parameters():
         if parameter.requires_grad and id(parameter) not in inside:
             parameters_of_part[name] = whole_numel(parameter)
@@ -225,9 +213,9 @@ def set_trainable(
         trainable=resolved,
         layers=training,
         num_layers=len(layers),
-        parameters=sum(whole_numel(parameter) for parameter in model.parameters() if parameter.requires_grad),
+        parameters=_num_training(model),
         total_parameters=sum(whole_numel(parameter) for parameter in model.parameters()),
-        parameters_of_part=parameters_of_part,
+        parameters_of_part=dict(+parameters_of_part),
         frozen=list(frozen),
         blocks=sum(layout.bank for layout in banks.layouts.values()) if banks is not None and banks.trainable else 0,
     )
@@ -237,15 +225,12 @@ def _new_modules(model: PreTrainedModel) -> list[nn.Module]:
     """Return the layers and memories that were added to the base."""
     layers = decoder_of(model).layers
     attached = attached_modules(model, recorded_new_memories(model.config))
-    return [*(layers[index] for index in _new_layers(model.config)), *attached.values()]
+    new = new_layers(model.config) if recorded_new_layers(model.config) or not attached else []
+    return [*(layers[index] for index in new), *attached.values()]
 
 
 def task_head(model: PreTrainedModel) -> list[nn.Module]:
-    """Return the modules of a head that the base lacks; none for a language model, whose head is the base's, and for a stack alone.
-
-    Args:
-        model: A model whose decoder has `layers`.
-    """
+    """Return the modules of a head that the base lacks; none for a language model, whose head is the base's, or a bare stack."""
     stack = decoder_of(model)
     if stack is model or model.get_output_embeddings() is not None:
         return []
@@ -321,17 +306,13 @@ def _check_listed(config: PreTrainedConfig, layers: list[int]) -> None:
     repeated = sorted({layer for layer in layers if layers.count(layer) > 1})
     if repeated:
         raise ValueError(f"trainable is {layers}, which repeats {repeated}; name each layer once.")
-    outside = _outside(config, layers)
+    num_layers = config.get_text_config().num_hidden_layers
+    outside = [layer for layer in layers if not 0 <= layer < num_layers]
     if outside:
         raise ValueError(
             f"trainable is {layers}, but this {config.model_type} model has no layers {outside}; "
-            f"expected 0 <= layer < {config.get_text_config().num_hidden_layers}."
+            f"expected 0 <= layer < {num_layers}."
         )
-
-
-def _outside(config: PreTrainedConfig, layers: list[int]) -> list[int]:
-    """Return the indices that are not layers of the model."""
-    return [layer for layer in layers if not 0 <= layer < config.get_text_config().num_hidden_layers]
 
 
 def has_adapters(model: Any) -> bool:

@@ -60,11 +60,7 @@ def lora_config(model: PreTrainedModel, *, r: int = 16, lora_alpha: int = 32, **
 
 
 def names_of_new_modules(model: PreTrainedModel) -> list[str]:
-    """Return the names of the layers and memories added to the base; empty if the config records none.
-
-    Args:
-        model: A causal language model or a model with another head, not wrapped by PEFT.
-    """
+    """Return the names of the layers and memories added to the base; empty if the config records none."""
     stack = decoder_of(model).layers
     name_of_stack = next(name for name, module in model.named_modules() if module is stack)
     layers = new_layers(model.config) if recorded_new_layers(model.config) else []

@@ -12,8 +12,8 @@ from midus_hf.config.declared_tensors import Role
 from midus_hf.memory.declared_module import DeclaredModule
 from midus_hf.models.fetching import Banks
 from midus_hf.models.host import MemoryModel
-from midus_hf.training.optim.cut_parameters import whole_shape
 from midus_hf.training.optim.rates import VALUE_DECAY_RATIO, Rates
+from midus_hf.training.optim.tensors import whole_shape
 
 _COURSE_OF_VALUES = {"constant": "constant", "fixed": "schedule", "4x-to-1x": "4x-to-1x"}
 
@@ -82,16 +82,14 @@ def schedule_groups(
     """Return a scheduler as `group_schedules` does, but for any schedule.
 
     Args:
-        optimizer: An optimizer built on `parameter_groups`.
         factor: The schedule: maps a step to the factor of the maximum rate.
-        total_steps: Steps of the run.
         value_decay_ratio: Share of the steps in which the factor of `"4x-to-1x"` falls, as in `Rates`. Default: 0.25.
     """
 
     def falling(step: int) -> float:
         return factor(step) * (4 - 3 * min(step / (value_decay_ratio * total_steps), 1))
 
-    courses = {"schedule": factor, "constant": _constant, "4x-to-1x": falling}
+    courses = {"schedule": factor, "constant": lambda step: 1.0, "4x-to-1x": falling}
     return LambdaLR(optimizer, [courses[group["course"]] for group in optimizer.param_groups])
 
 
@@ -102,8 +100,6 @@ def schedule_factor(
 
     Args:
         scheduler_type: Name of a schedule that scales the maximum rate, such as `"cosine"`.
-        warmup_steps: Steps in which the rate rises.
-        total_steps: Steps of the run.
         options: Other arguments of the schedule. Default: None, no others.
     """
     probe = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=1.0)
@@ -170,10 +166,6 @@ def _ids_of(model: nn.Module, *roles: Role) -> set[int]:
         if isinstance(module, DeclaredModule)
         for name in module.names_of(*roles)
     }
-
-
-def _constant(step: int) -> float:
-    return 1.0
 
 
 def banks_that_train(model: torch.nn.Module) -> list[Banks]:

@@ -146,11 +146,7 @@ class Rates:
         )
 
     def scheduler_options(self, total_steps: int) -> dict[str, Any]:
-        """Return the arguments that transformers' schedule takes beside the steps of the warm-up and of the run.
-
-        Args:
-            total_steps: Steps of the run.
-        """
+        """Return the arguments that transformers' schedule takes beside the steps of the warm-up and of the run."""
         if self.lr_scheduler_type == "warmup_stable_decay":
             assert self.decay_ratio is not None
             # Warm-up steps are rounded up: the decay must fit into the steps that remain.
@@ -160,11 +156,7 @@ class Rates:
         return {"min_lr_rate": self.min_learning_rate_ratio} if self.scheduler_type == "cosine_with_min_lr" else {}
 
     def warmup_steps(self, total_steps: int) -> int:
-        """Return the number of steps in which the rate rises, rounded up as the Trainer rounds it.
-
-        Args:
-            total_steps: Steps of the run.
-        """
+        """Return the number of steps in which the rate rises, rounded up as the Trainer rounds it."""
         return math.ceil(self.warmup_ratio * total_steps)
 
 

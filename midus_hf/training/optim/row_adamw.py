@@ -148,7 +148,6 @@ def clip_rows(
 
     Args:
         tables: Tables with sparse gradients, which are replaced by coalesced ones.
-        max_norm: Largest joint norm.
         total: Turns the norm in this process into the norm over all processes. Default: the identity, for one process.
 
     Returns:

@@ -1,4 +1,4 @@
-"""The output folder of a run: when it may be written, and how the trained model gets there."""
+"""The output folder of a run: when it may be written, and how the trained model and its card get there."""
 
 import contextlib
 import dataclasses
@@ -85,17 +85,14 @@ def made_for_nothing(output: Path) -> Iterator[None]:
         raise
 
 
-def start_output(
-    config: RunOptions, requested: RunOptions | None = None, checkpoint: Path | None = None
-) -> Lock | None:
+def start_output(config: RunOptions, requested: RunOptions, checkpoint: Path | None) -> Lock | None:
     """Create the output, record the options in it, and remove an earlier run's files unless that run is resumed.
 
     Only the main process of a run calls this.
 
     Args:
-        config: Options that `check_output` has checked.
-        requested: Options as the user gave them, before `settle_resumption`. Default: None, the same as `config`.
-        checkpoint: Checkpoint to resume from, from `check_output`. Default: None.
+        requested: Options as the user gave them, before `settle_resumption`.
+        checkpoint: Checkpoint to resume from, from `check_output`.
 
     Returns:
         The lock on the output until the run has ended; None where the file system has no locks.
@@ -107,7 +104,7 @@ def start_output(
     output = Path(config.output_dir)
     output.mkdir(parents=True, exist_ok=True)
     lock = hold_output(output)
-    if settle_resumption(requested or config) != config or (
+    if settle_resumption(requested) != config or (
         config.resume_from_checkpoint and find_checkpoint(config)[0] != checkpoint
     ):
         raise ValueError(
@@ -147,7 +144,6 @@ def publish(partial: Path, output: Path, extra_files: Mapping[str, bytes]) -> No
 
     Args:
         partial: A folder inside `output`, which is removed.
-        output: Folder of the run.
         extra_files: Contents, by name, of further files to put beside the model.
     """
     for name, content in extra_files.items():
@@ -174,3 +170,56 @@ def _check_place(name: str, value: str, others: Iterable[tuple[str, str]]) -> No
                 raise ValueError(
                     f"{name} is {value!r}, which {verb} the {other_name} {other!r}; choose another folder."
                 )
+
+
+def add_training(
+    card: bytes, config: RunOptions, steps: int, tokens: int, loss: float | None, best_step: int | None = None
+) -> bytes:
+    """Append the section "Trained with" to a model card.
+
+    The card shows only the last part of local paths, since cards are made to be shared.
+
+    Args:
+        card: The `README.md` of the model that was trained, in UTF-8.
+        loss: Mean loss of the last log event; None if nothing was logged.
+        best_step: Step whose model was saved, chosen by held-out text. Default: None, the last step.
+    """
+    final_loss = "not logged" if loss is None else f"{loss:.4f}"
+    note_on_best_step = ""
+    if best_step is not None and best_step != steps:
+        text = f"the held-out text {name}" if (name := next(iter(config.eval_texts), "")) else "held-out text"
+        note_on_best_step = f"\nThe weights are those after step {best_step:,}, where {text} was predicted best.\n"
+    section = f"""
+
+## Trained with
+
+| steps | tokens | final loss |
+|---|---|---|
+| {steps:,} | {tokens:,} | {final_loss} |
+{note_on_best_step}
+```yaml
+{as_yaml(config.to_share(_label))}```
+"""
+    return card.rstrip() + section.encode()
+
+
+def new_card(config: RunOptions) -> bytes:
+    """Return the card of a model made from a config, without the section on training; the card names no base."""
+    assert config.config_name is not None
+    metadata = yaml.safe_dump(
+        {"library_name": "transformers", "pipeline_tag": "text-generation", "tags": ["midus_hf"]}, sort_keys=False
+    )
+    text = f"""---
+{metadata}---
+
+# {Path(config.output_dir).name}
+
+Trained from the beginning: the weights were made at random by seed {config.seed}, for the config `{_label(config.config_name)}`. The
+model is based on no other.
+"""
+    return text.encode()
+
+
+def _label(name: str) -> str:
+    path = Path(name).expanduser()
+    return path.resolve().name if path.exists() else name

@@ -47,11 +47,7 @@ _OF_A_STEP = ("per_device_train_batch_size", "gradient_accumulation_steps")
 
 
 class StepSize(TrainerCallback, ExportableState):
-    """Callback that stores in checkpoints how many sequences all processes together take in a step.
-
-    Args:
-        arguments: Arguments of the run's Trainer.
-    """
+    """Callback that stores in checkpoints how many sequences all processes together take in a step."""
 
     def __init__(self, arguments: TrainingArguments):
         self.sequences = arguments.train_batch_size * arguments.gradient_accumulation_steps * arguments.world_size
@@ -60,9 +56,7 @@ class StepSize(TrainerCallback, ExportableState):
         """Return the state of this callback that a checkpoint stores."""
         return {"args": {}, "attributes": {"sequences": self.sequences}}
 
-    def on_train_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         # The Trainer only updates existing entries, and checkpoints of earlier versions have none for this callback.
         callbacks: dict[str, Any] = state.stateful_callbacks  # type: ignore[assignment]  # a list only until it has been read
         callbacks.setdefault(type(self).__name__, self.state())
@@ -77,9 +71,6 @@ def settle_resumption(config: Options) -> Options:
 
     If checkpoints were written to their end but none is whole any more, `find_checkpoint` refuses later: a run never
     starts over where a user may want to repair a checkpoint.
-
-    Args:
-        config: The options as the user gave them.
 
     Raises:
         ValueError: If the output has no checkpoint, but the files of a run with other options.
@@ -105,10 +96,9 @@ def _is_of_before(output: Path) -> bool:
     error_file = os.environ.get("TORCHELASTIC_ERROR_FILE")  # LAUNCH/attempt_N/RANK/error.json
     if not error_file:
         return False  # torchrun was told to keep no files
+    first_start = Path(error_file).parents[1].with_name("attempt_0")
     try:
-        return (output / RUN_CONFIG).stat().st_mtime < Path(error_file).parents[1].with_name(
-            "attempt_0"
-        ).stat().st_mtime
+        return (output / RUN_CONFIG).stat().st_mtime < first_start.stat().st_mtime
     except OSError:
         return False  # the folder has no run, or this machine joined after the first start
 
@@ -117,7 +107,6 @@ def find_checkpoint(config: RunOptions, skipped: Mapping[Path, str] | None = Non
     """Return the checkpoint from which a run resumes, and what is wrong with each later checkpoint.
 
     Args:
-        config: Options of the run, with `resume_from_checkpoint` set.
         skipped: Checkpoints that are not considered, and why. Default: None, no checkpoint is skipped.
 
     Raises:
@@ -147,11 +136,11 @@ def find_checkpoint(config: RunOptions, skipped: Mapping[Path, str] | None = Non
             "start the run again with overwrite_output_dir: true, and save_steps to have checkpoints."
         )
     earlier = next(filter(is_of_earlier_version, passed_over), None)
-    hint = (
-        ""
-        if earlier is None
-        else f"resume_from_checkpoint: {earlier} goes on from that checkpoint after a check that its files exist, or "
-    )
+    hint = ""
+    if earlier is not None:
+        hint = (
+            f"resume_from_checkpoint: {earlier} goes on from that checkpoint after a check that its files exist, or "
+        )
     reasons = "; ".join(f"{path.name}: {damage}" for path, damage in passed_over.items())
     raise ValueError(
         f"output_dir {config.output_dir!r} holds no whole checkpoint ({reasons}); {hint}put back what is missing, "
@@ -160,12 +149,9 @@ def find_checkpoint(config: RunOptions, skipped: Mapping[Path, str] | None = Non
 
 
 def tell_passed_over(passed_over: Mapping[Path, str]) -> None:
-    """Print, in the main process, one line on standard error that says which checkpoints are passed over and why.
+    """Print, in the main process, one line on standard error that says which checkpoints are passed over and why, if any.
 
     This may be called before processes are connected.
-
-    Args:
-        passed_over: What is wrong with each checkpoint; nothing is printed if it is empty.
     """
     if passed_over and int(os.environ.get("RANK", 0)) == 0:
         reasons = (f"{path.name} is passed over: {damage}" for path, damage in passed_over.items())
@@ -174,10 +160,6 @@ def tell_passed_over(passed_over: Mapping[Path, str]) -> None:
 
 def check_same_run(config: RunOptions, checkpoint: Path) -> None:
     """Refuse options that differ from the options of the checkpoint's run, since a run keeps its schedule and data.
-
-    Args:
-        config: Options of the run that resumes.
-        checkpoint: Checkpoint to resume from.
 
     Raises:
         ValueError: If an option differs, or the processes cannot take as many sequences in a step as before.
@@ -194,11 +176,8 @@ def check_same_run(config: RunOptions, checkpoint: Path) -> None:
 def passes_of_a_step(config: RunOptions, checkpoint: Path | None) -> int:
     """Return the number of forward passes of each process in a step: `gradient_accumulation_steps` in a new run.
 
-    If more or fewer processes resume a run, the number changes so that a step takes as many sequences as before.
-
-    Args:
-        config: Options of the run that starts or resumes.
-        checkpoint: Checkpoint to resume from; None for a new run.
+    If more or fewer processes resume a run from a checkpoint, the number changes so that a step takes as many sequences
+    as before.
 
     Raises:
         ValueError: If no number of passes gives a step as many sequences as before.
@@ -224,25 +203,6 @@ def passes_of_a_step(config: RunOptions, checkpoint: Path | None) -> int:
     return sequences // sequences_per_pass
 
 
-def describe_resumption(config: RunOptions, checkpoint: Path | None, passes: int) -> list[str]:
-    """Return sentences that tell the user where a run resumes.
-
-    Args:
-        config: Options of the run that starts or resumes.
-        checkpoint: Checkpoint to resume from; None for a new run.
-        passes: Forward passes per process and step, from `passes_of_a_step`.
-    """
-    if checkpoint is None:
-        return []
-    lines = [f"going on from {checkpoint}"]
-    if passes != config.gradient_accumulation_steps:
-        lines.append(
-            f"gradient_accumulation_steps is {passes} in place of {config.gradient_accumulation_steps}, for as many sequences per "
-            "step as before"
-        )
-    return lines
-
-
 def number_of_processes() -> int:
     """Return the number of processes that share the run; launchers put it into the environment before Python starts."""
     return int(os.environ.get("WORLD_SIZE", 1))
@@ -256,13 +216,9 @@ def _sequences_of(checkpoint: Path) -> int | None:
 
 
 def _check_options(config: RunOptions, folder: Path, free: tuple[str, ...], remedy: str) -> None:
-    """Refuse options that differ from the options recorded in a folder, except options that any resumption may change.
+    """Refuse options that differ from those recorded in a folder, if any, except `free` ones and `_FREE_ON_RESUME`.
 
-    Args:
-        config: Options of the run that resumes.
-        folder: Folder with the options of the earlier run; nothing is checked if it has none.
-        free: Further options that may change.
-        remedy: End of the message, which says what to do.
+    `remedy` is the end of the message, which says what to do.
     """
     record = folder / RUN_CONFIG
     if not record.exists():

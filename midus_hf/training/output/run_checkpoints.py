@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from midus_hf.files.checkpoint_files import BEGUN_CHECKPOINT, CHECKPOINT_NAME, MANIFEST_FILE, TRAINER_STATE
-from midus_hf.files.manifest import FileEntry, Manifest, describe_files, first_damage, first_misfit
+from midus_hf.files.manifest import Manifest, describe_files, first_damage, first_misfit
 from midus_hf.files.run_files import is_of_checkpoint, remove_written
 from midus_hf.files.whole_files import sync, whole_file
 
@@ -37,21 +37,16 @@ def last_checkpoint(output: str | os.PathLike) -> Path | None:
 def whole_checkpoint(output: str | os.PathLike, skipped: Collection[Path] = ()) -> tuple[Path | None, dict[Path, str]]:
     """Return the latest checkpoint whose files are as they were written, or None, and the damage of later checkpoints.
 
-    Args:
-        output: Folder of the run.
-        skipped: Checkpoints that are not considered. Default: none.
-
     Returns:
         The checkpoint, and why each later checkpoint is not whole, by path, latest first.
     """
     passed_over: dict[Path, str] = {}
     for _, path in sorted(checkpoints(output).items(), reverse=True):
-        if path in skipped:
-            continue
-        damage = damage_of(path)
-        if damage is None:
-            return path, passed_over
-        passed_over[path] = damage
+        if path not in skipped:
+            damage = damage_of(path)
+            if damage is None:
+                return path, passed_over
+            passed_over[path] = damage
     return None, passed_over
 
 
@@ -134,9 +129,6 @@ def _json_of(path: Path) -> Any:
 def begin_checkpoint(checkpoint: Path) -> frozenset[Path]:
     """Make the folder of a checkpoint, remove what a run wrote there before, and mark the checkpoint as being written.
 
-    Args:
-        checkpoint: Folder of the checkpoint, in the output of the run.
-
     Returns:
         The files there that belong to the user.
 
@@ -161,10 +153,6 @@ def linked_entries(checkpoint: Path, earlier: Iterable[Path]) -> Manifest:
 
     Entries come from the manifests of the earlier checkpoints, which were true when they were written. If a file was
     damaged since then, the damage is noticed when the file is read.
-
-    Args:
-        checkpoint: Folder of a checkpoint that has no manifest yet.
-        earlier: Folders of whole checkpoints.
     """
     entries: Manifest = {}
     for folder in earlier:
@@ -175,25 +163,24 @@ def linked_entries(checkpoint: Path, earlier: Iterable[Path]) -> Manifest:
     return entries
 
 
-def finish_checkpoint(
-    checkpoint: Path, beside: Collection[Path], linked: Mapping[str, FileEntry] | None = None
-) -> None:
+def finish_checkpoint(checkpoint: Path, beside: Collection[Path] = (), linked: Manifest | None = None) -> None:
     """Force all files of a checkpoint to the disk, and then write the manifest that completes the checkpoint.
 
     Args:
         checkpoint: Folder of the checkpoint, into which all processes have written their parts.
-        beside: The files there that belong to the user, from `begin_checkpoint`.
+        beside: The files there that belong to the user, from `begin_checkpoint`. Default: none.
         linked: Manifest entries, by name, of files whose contents are known from another checkpoint. Default: None, all
             files are read.
 
     Raises:
         OSError: If something cannot be written, or a file on the disk is not as it was written.
     """
+    linked = linked or {}
     marks = {checkpoint / name for name in (MANIFEST_FILE, BEGUN_CHECKPOINT)}
     contents = sorted(checkpoint.rglob("*"))
     files = [path for path in contents if path.is_file() and path not in beside and path not in marks]
-    files_to_read = [path for path in files if path.relative_to(checkpoint).as_posix() not in (linked or {})]
-    manifest = {**describe_files(checkpoint, files_to_read), **(linked or {})}
+    files_to_read = [path for path in files if path.relative_to(checkpoint).as_posix() not in linked]
+    manifest = {**describe_files(checkpoint, files_to_read), **linked}
     for path in files:
         sync(path)
     for folder in (*(path for path in contents if path.is_dir()), checkpoint, checkpoint.parent):
@@ -206,13 +193,12 @@ def finish_checkpoint(
         raise OSError(errno.EIO, misfit or f"{MANIFEST_FILE} does not have the contents that were written")
 
 
-def remove_old_checkpoints(output: str | os.PathLike, step: int, keep: int | None, best: int | None = None) -> None:
+def remove_old_checkpoints(output: Path, step: int, keep: int | None, best: int | None = None) -> None:
     """Remove checkpoints until `keep` are left: first unfinished ones and ones beyond `step`, then the oldest.
 
     Files that a user put into a checkpoint stay.
 
     Args:
-        output: Folder of the run.
         step: Current step of the run. A checkpoint beyond it was written before the run was resumed at an earlier step.
         keep: Number of checkpoints to keep; None keeps all.
         best: Step of a checkpoint to keep in addition. Default: None.

@@ -1,34 +1,139 @@
-"""PEFT adapters on a model that trains: where they are put, and what trains beside them. This needs PEFT."""
+"""PEFT adapters of a run: their options, where they are put on a model, and what trains beside them. This needs PEFT."""
 
 import copy
+import dataclasses
 import re
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, cast, get_args
 
+import peft
 import torch
-from peft import PeftModel, get_peft_model
-from peft.tuners.tuners_utils import BaseTunerLayer
+from peft import PeftConfig, PeftModel, get_peft_model
+from peft.mapping import PEFT_TYPE_TO_CONFIG_MAPPING, PEFT_TYPE_TO_TUNER_MAPPING
+from peft.tuners.tuners_utils import BaseTuner, BaseTunerLayer
 from peft.utils import ModulesToSaveWrapper
 from torch import nn
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
+from midus_hf.config.options import read_options
+from midus_hf.config.wording import near_matches
 from midus_hf.memory.declared_module import DeclaredModule
 from midus_hf.models.fetching import Banks
 from midus_hf.models.parts import decoder_of
-from midus_hf.training.optim.freezing import new_layers
+from midus_hf.training.optim.freezing import new_layers, recorded_new_layers
 from midus_hf.training.optim.lora import names_of_new_modules
 from midus_hf.training.optim.parameter_groups import banks_that_train
-from midus_hf.training.run.adapter_options import AdapterChoice, read_adapters, refusal_of_unmerged
+from midus_hf.training.run_options import AdapterLayers
 
-_WHERE = {"base": "the base", "new": "the new layers alone", "all": "all layers"}
+# Keys of `RunOptions.adapters` that are no arguments of the method's config.
+_OURS = ("method", "layers")
+
+# Fields of PEFT configs that record what adapters were saved for, which a run may not set.
+_RECORDS = (
+    "task_type",
+    "peft_type",
+    "auto_mapping",
+    "peft_version",
+    "base_model_name_or_path",
+    "revision",
+    "inference_mode",
+)
+
+_DEFAULTS: dict[str, dict[str, Any]] = {"lora": {"r": 16, "lora_alpha": 32}}
+
+# Methods that adapt other modules than linear layers, or only some linear layers, so that PEFT chooses the modules.
+_TARGETS_OF_PEFT = ("ia3", "ln_tuning", "trainable_tokens")
+
+# Methods for which the Trainer would have to do more than take steps, with the reason.
+_STEPPED = {"adalora": "whose ranks are allotted by a call after every step, which the Trainer does not make"}
+
+
+@dataclasses.dataclass(frozen=True)
+class AdapterChoice:
+    """The adapters of a run.
+
+    Args:
+        method: PEFT's name of the method, in lower case.
+        arguments: Arguments of this config: the user's, and this project's defaults.
+    """
+
+    method: str
+    layers: AdapterLayers
+    config_class: type[PeftConfig]
+    arguments: dict[str, Any]
+
+    def config(self, **changes: Any) -> PeftConfig:
+        """Return the method's config, with `changes` added to the arguments."""
+        return self.config_class(**{**self.arguments, **changes})
+
+
+def read_adapters(options: Mapping[str, Any]) -> AdapterChoice:
+    """Read the value of `RunOptions.adapters`.
+
+    Raises:
+        ValueError: If PEFT has no method of this name, `layers` or a key of the method's config is unknown, the result
+            of the method cannot be merged into the weights, or the method needs calls that the Trainer does not make.
+    """
+    method, layers = options.get("method", "lora"), options.get("layers", "base")
+    if layers not in get_args(AdapterLayers):
+        raise ValueError(f"adapters.layers is {layers!r}; expected one of: {', '.join(get_args(AdapterLayers))}.")
+    kinds = {kind.value.lower(): kind for kind in PEFT_TYPE_TO_CONFIG_MAPPING}
+    if method not in list(kinds):
+        raise ValueError(
+            f"adapters.method is {method!r}, which PEFT {peft.__version__} does not have. "
+            f"{near_matches(str(method), sorted(kinds))}"
+        )
+    config_class, tuner = PEFT_TYPE_TO_CONFIG_MAPPING[kinds[method]], PEFT_TYPE_TO_TUNER_MAPPING[kinds[method]]
+    known_keys = [field.name for field in dataclasses.fields(config_class) if field.name not in _RECORDS]
+    if not issubclass(tuner, BaseTuner) or "target_modules" not in known_keys:
+        raise _refusal_of_unmerged(method, "it adds to what layers read or compute, and changes no weights")
+    if method in _STEPPED:
+        raise ValueError(f"adapters.method is {method!r}, {_STEPPED[method]}; expected another, such as lora.")
+    arguments = {key: value for key, value in options.items() if key not in _OURS}
+    for key in arguments:
+        if key not in known_keys:
+            raise ValueError(
+                f"adapters of method {method!r} have no option {key!r}. {near_matches(str(key), known_keys)}"
+            )
+    arguments = {**_DEFAULTS.get(method, {}), **arguments}
+    if method not in _TARGETS_OF_PEFT:
+        arguments.setdefault("target_modules", "all-linear")
+    checked_config = read_options(cast(Any, config_class), arguments, "config", prefix="adapters.")
+    # The config turns names into a set, whose order differs between processes, so the original list is kept.
+    arguments = {
+        key: value if key == "target_modules" else getattr(checked_config, key) for key, value in arguments.items()
+    }
+    return AdapterChoice(method, cast(AdapterLayers, layers), config_class, {**arguments, "task_type": "CAUSAL_LM"})
+
+
+def check_adapters(options: Mapping[str, Any], model_config: PreTrainedConfig) -> None:
+    """Check from a model's config whether the model can have the adapters of `RunOptions.adapters`, or raise `ValueError`."""
+    choice = read_adapters(options)
+    if choice.layers != "new":
+        return
+    if not recorded_new_layers(model_config):
+        raise ValueError(
+            f"adapters.layers is 'new', but the config of this {model_config.model_type} model records no new layers in "
+            "upscale.new_layers; upscale the model first, or set adapters.layers: base."
+        )
+    if "target_modules" not in choice.arguments:
+        raise ValueError(
+            f"adapters.layers is 'new' and adapters.method {choice.method!r}, for which PEFT chooses modules itself; give "
+            "adapters.target_modules too."
+        )
+
+
+def _refusal_of_unmerged(method: str, reason: str) -> ValueError:
+    """Return the error for a method whose result cannot be merged into the weights, with the reason if PEFT gives one."""
+    reason_in_brackets = f" ({reason})" if reason else ""
+    return ValueError(
+        f"adapters.method is {method!r}, whose result cannot be merged into the weights, as the result of a run is"
+        f"{reason_in_brackets}; expected one that changes weights, such as lora or osf."
+    )
 
 
 def add_adapters(model: PreTrainedModel, options: Mapping[str, Any]) -> PeftModel:
-    """Put adapters on a model, and return the model wrapped by PEFT.
-
-    Args:
-        model: A model from `from_pretrained`.
-        options: Value of `RunOptions.adapters`.
+    """Put adapters by `RunOptions.adapters` on a model from `from_pretrained`, and return the model wrapped by PEFT.
 
     Raises:
         ValueError: If the model cannot have the adapters, or they could not be merged into its weights.
@@ -37,7 +142,7 @@ def add_adapters(model: PreTrainedModel, options: Mapping[str, Any]) -> PeftMode
     changes: dict[str, Any] = {}
     if choice.layers == "base":
         new_modules = names_of_new_modules(model)
-        if new_modules and "modules_to_save" not in choice.takes:
+        if new_modules and "modules_to_save" not in [field.name for field in dataclasses.fields(choice.config_class)]:
             raise ValueError(
                 f"adapters.method is {choice.method!r}, beside which PEFT trains no layer whole, but the new parts of this "
                 f"{model.config.model_type} model must train whole; expected another method, or adapters.layers: all."
@@ -63,20 +168,16 @@ def add_adapters(model: PreTrainedModel, options: Mapping[str, Any]) -> PeftMode
 
 
 def describe_adapters(model: PeftModel, options: Mapping[str, Any]) -> str:
-    """Return a sentence about what trains.
-
-    Args:
-        model: A model with adapters.
-        options: Value of `RunOptions.adapters`.
-    """
+    """Return a sentence about what trains in a model with adapters by `RunOptions.adapters`."""
     choice = read_adapters(options)
+    where = {"base": "the base", "new": "the new layers alone", "all": "all layers"}[choice.layers]
     training, total = model.get_nb_trainable_parameters()
     trained_whole = getattr(model.peft_config["default"], "modules_to_save", None)
     and_whole = ", and what is new in the model whole" if trained_whole and choice.layers == "base" else ""
     blocks = sum(layout.bank for banks in banks_that_train(model) for layout in banks.layouts.values())
     fetched = f"; and the blocks of the bank, {blocks:,} parameters, as texts fetch them" if blocks else ""
     return (
-        f"Training adapters of method {choice.method} on {_WHERE[choice.layers]}{and_whole}: {training:,} of {total:,} parameters "
+        f"Training adapters of method {choice.method} on {where}{and_whole}: {training:,} of {total:,} parameters "
         f"({training / total:.2%}){fetched}"
     )
 
@@ -84,8 +185,7 @@ def describe_adapters(model: PeftModel, options: Mapping[str, Any]) -> str:
 def merge_adapters(model: PeftModel) -> PreTrainedModel:
     """Merge adapters into the weights, and put modules that trained whole in place; return the model without PEFT.
 
-    Args:
-        model: A model with adapters, which must not be used afterwards.
+    The model with adapters must not be used afterwards.
     """
     base: Any = model.get_base_model()
     for name, module in list(base.named_modules()):
@@ -140,12 +240,10 @@ def _check_merging(model: PeftModel, choice: AdapterChoice) -> None:
     assert layers, "PEFT refuses a model without modules to adapt"
     name = next((name for name, layer in layers.items() if _is_zero(layer)), next(iter(layers)))
     try:
-        untrained, trained = (
-            _merged_copy(layers[name], as_if_trained=False),
-            _merged_copy(layers[name], as_if_trained=True),
-        )
+        untrained = _merged_copy(layers[name], as_if_trained=False)
+        trained = _merged_copy(layers[name], as_if_trained=True)
     except (NotImplementedError, ValueError) as error:
-        raise refusal_of_unmerged(choice.method, str(error).rstrip(".")) from error
+        raise _refusal_of_unmerged(choice.method, str(error).rstrip(".")) from error
     if _is_zero(layers[name]) and (_is_zero(trained) or not untrained.get_base_layer().weight.isfinite().all()):
         raise ValueError(
             f"adapters.method is {choice.method!r}, which with these options cannot train {name.removeprefix('base_model.model.')}, "
@@ -155,12 +253,7 @@ def _check_merging(model: PeftModel, choice: AdapterChoice) -> None:
 
 
 def _merged_copy(layer: Any, as_if_trained: bool) -> Any:
-    """Return a copy of a layer with its adapter merged, with the adapter's weights or with random ones.
-
-    Args:
-        layer: A layer with an adapter.
-        as_if_trained: Whether the adapter has random weights, as if it had trained.
-    """
+    """Return a copy of a layer with its adapter merged, perhaps with random weights of the adapter, as if it had trained."""
     merged = copy.deepcopy(layer)
     with torch.no_grad(), torch.random.fork_rng(devices=[]):
         for parameter in merged.parameters():

@@ -1,31 +1,39 @@
-"""Load what a run's options name: the model, its config and its tokenizer; a failure is an error of the options."""
+"""Load what a run's options name: the model, its config and its tokenizer; a failure is an error of the options.
+
+The model is a saved one, or is made from a config, with weights drawn at random.
+"""
 
 from pathlib import Path
 
 from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HfHubHTTPError
 from safetensors import SafetensorError
-from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from midus_hf import saved_models
 from midus_hf.files.checkpoint_files import ACCOMPANYING
 from midus_hf.saved_models import refusing
 from midus_hf.training.optim.freezing import resolve_trainable
-from midus_hf.training.run_options import Trainable
+from midus_hf.training.output.output_folder import new_card
+from midus_hf.training.run_options import RunOptions, Trainable
 
 
-def load_config(model: str, trainable: Trainable) -> PreTrainedConfig:
-    """Load the config of a model, and check that the model has the layers that are to train.
-
-    Args:
-        model: Folder or Hub id of the model.
-        trainable: What trains, as in `RunOptions`.
+def config_of_run(config: RunOptions, trainable: Trainable) -> PreTrainedConfig:
+    """Load the config of a run's model, and check that the model has the layers that are to train.
 
     Raises:
-        ValueError: If the model does not exist, does not say what trains, or lacks the layers that are to train.
+        ValueError: If the config cannot be read, does not say what trains, or lacks the layers that are to train.
     """
-    with refusing(_not_a_model(model), OSError, ValueError):
-        model_config = AutoConfig.from_pretrained(model, trust_remote_code=False)
+    source = config.model_name_or_path or config.config_name
+    assert source is not None, "the options name one of both"
+    path = Path(source).expanduser()
+    if config.config_name is not None and path.suffix == ".json" and not path.exists():
+        raise ValueError(f"config_name is {source!r}, which does not exist; give another file.")
+    with refusing(_expected(config), OSError, ValueError):
+        made_from = path if config.config_name is not None and path.exists() else source
+        model_config = AutoConfig.from_pretrained(made_from, trust_remote_code=False)
+    if config.config_name is not None and hasattr(model_config, "upscale"):
+        del model_config.upscale  # it describes a base whose weights this model does not have
     resolve_trainable(model_config, trainable)
     return model_config
 
@@ -39,8 +47,6 @@ def check_sequence_length(key: str, sequence_length: int, model_config: PreTrain
 
     Args:
         key: Name of the option in messages, such as `"sequence_length"`.
-        sequence_length: Tokens per sequence.
-        model_config: Config of the model, from `load_config`.
 
     Raises:
         ValueError: If the model has too few positions.
@@ -62,41 +68,51 @@ def check_sequence_length(key: str, sequence_length: int, model_config: PreTrain
         )
 
 
-def load_tokenizer(model: str) -> PreTrainedTokenizerBase:
-    """Load the tokenizer that is saved with a model.
-
-    Args:
-        model: Folder or Hub id of the model.
+def tokenizer_of_run(config: RunOptions) -> PreTrainedTokenizerBase:
+    """Load the tokenizer that is saved with the model or, for a model made from a config, the tokenizer of the options.
 
     Raises:
-        ValueError: If the model has no tokenizer.
+        ValueError: If the tokenizer cannot be loaded.
     """
-    with refusing(f"model_name_or_path is {model!r}, which has no tokenizer", OSError, ValueError):
-        return saved_models.load_tokenizer(model)
+    source = config.model_name_or_path or config.tokenizer_name
+    assert source is not None, "a config is named with a tokenizer"
+    message = (
+        f"tokenizer_name is {source!r}; expected the folder or Hub id of a tokenizer"
+        if config.model_name_or_path is None
+        else f"model_name_or_path is {source!r}, which has no tokenizer"
+    )
+    with refusing(message, OSError, ValueError):
+        return saved_models.load_tokenizer(source)
 
 
-def load_model(model: str, attn_implementation: str | None = None) -> PreTrainedModel:
-    """Load a model in the dtype of its checkpoint; only safetensors are read.
+def model_of_run(config: RunOptions, model_config: PreTrainedConfig) -> tuple[PreTrainedModel, dict[str, bytes]]:
+    """Load or make the model, and return it with the contents, by name, of the files that accompany it.
+
+    A saved model has the dtype of its checkpoint, of which only safetensors are read. A new model draws its weights
+    from torch's random generator, and comes with a card that says so.
 
     Args:
-        model: Folder or Hub id of the model.
-        attn_implementation: Implementation of attention, as in `from_pretrained`. Default: transformers' choice.
+        model_config: Config of the model, from `config_of_run`.
 
     Raises:
-        ValueError: If the weights cannot be read, or lack a tensor.
+        ValueError: If the weights of a saved model cannot be read or lack a tensor, or no model can be made from the
+            config.
     """
-    with refusing(_not_a_model(model), OSError, ValueError, ImportError, SafetensorError):
-        loaded, missing = saved_models.load_model(model, attn_implementation=attn_implementation, use_safetensors=True)
-    saved_models.check_whole(model, missing)
-    return loaded
+    attention, source = config.attn_implementation, config.model_name_or_path
+    if source is None:
+        with refusing(_expected(config), ValueError, ImportError):
+            model = AutoModelForCausalLM.from_config(
+                model_config, attn_implementation=attention, trust_remote_code=False
+            )
+        return model, {"README.md": new_card(config)}
+    with refusing(_expected(config), OSError, ValueError, ImportError, SafetensorError):
+        model, missing = saved_models.load_model(source, attn_implementation=attention, use_safetensors=True)
+    saved_models.check_whole(source, missing)
+    return model, load_accompanying_files(source)
 
 
 def load_accompanying_files(model: str) -> dict[str, bytes]:
-    """Return the contents, by name, of files beside the model that match `ACCOMPANYING`; `{}` if the download fails.
-
-    Args:
-        model: Folder or Hub id of the model.
-    """
+    """Return the contents, by name, of files beside the model that match `ACCOMPANYING`; `{}` if the download fails."""
     folder = Path(model)
     if not folder.is_dir():
         try:
@@ -107,5 +123,10 @@ def load_accompanying_files(model: str) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in paths}
 
 
-def _not_a_model(model: str) -> str:
-    return f"model_name_or_path is {model!r}; expected the folder or Hub id of a language model"
+def _expected(config: RunOptions) -> str:
+    """Return the beginning of messages about a model that cannot be loaded or made."""
+    if config.model_name_or_path is not None:
+        return (
+            f"model_name_or_path is {config.model_name_or_path!r}; expected the folder or Hub id of a language model"
+        )
+    return f"config_name is {config.config_name!r}; expected the file, folder or Hub id of a language model's config"

@@ -6,7 +6,7 @@ import dataclasses
 import importlib.util
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Generic
 
 import torch
 from accelerate import PartialState
@@ -30,26 +30,24 @@ from transformers.integrations.integration_utils import (
 )
 
 from midus_hf.banks.level_file import BankError
-from midus_hf.files.checkpoint_files import RUN_LOG
 from midus_hf.files.locks import Lock
 from midus_hf.saved_models import refusing
-from midus_hf.training.data.held_out import HeldOut, check_held_out
 from midus_hf.training.optim.freezing import set_trainable
 from midus_hf.training.optim.parameter_groups import BLOCKS_GROUP, banks_that_train, parameter_groups
-from midus_hf.training.optim.precision import hold_for_training
 from midus_hf.training.optim.rates import VALUE_DECAY_RATIO, Rates
+from midus_hf.training.optim.tensors import hold_for_training
 from midus_hf.training.output.disk_room import check_room_of_run
-from midus_hf.training.output.origin import config_of_run, model_of_run, tokenizer_of_run
 from midus_hf.training.output.output_folder import check_output, made_for_nothing, start_output
 from midus_hf.training.output.resumption import (
-    describe_resumption,
+    Options,
     find_checkpoint,
     passes_of_a_step,
+    settle_resumption,
     tell_passed_over,
 )
-from midus_hf.training.run.loading import check_sequence_length
+from midus_hf.training.run.held_out import HeldOut, check_held_out
+from midus_hf.training.run.loading import check_sequence_length, config_of_run, model_of_run, tokenizer_of_run
 from midus_hf.training.run.run_trainer import InRun
-from midus_hf.training.run.training_log import TrainingLog
 from midus_hf.training.run.training_run import TrainingRun
 from midus_hf.training.run_options import RunOptions
 from midus_hf.training.trainer.tables import check_reads_few_rows
@@ -59,53 +57,97 @@ Chosen = tuple[Any, RenderableType]
 
 
 @dataclasses.dataclass(frozen=True)
-class CheckedRequest:
-    """Checkpoint, model config and tokenizer that the options of a run name, loaded before any data is read.
+class CheckedRequest(Generic[Options]):
+    """The parts of a run that its options name, loaded before any data is read.
 
     Args:
+        requested: The options as the user gave them.
+        config: The options that this start of the run uses, from `settle_resumption`.
         checkpoint: Checkpoint to resume from; None for a new run.
-        model_config: Config of the model.
         passes: Forward passes of each process in a step.
     """
 
+    requested: Options
+    config: Options
     checkpoint: Path | None
     model_config: PreTrainedConfig
     tokenizer: PreTrainedTokenizerBase
     passes: int
 
 
-def check_request(config: RunOptions, length_key: str) -> CheckedRequest:
+def check_request(requested: Options, length_key: str) -> CheckedRequest[Options]:
     """Check what can be checked before data and weights are read; return what the checks loaded.
 
     Args:
-        config: Options of the run, from `settle_resumption`.
         length_key: Name of the option that sets the number of tokens per sequence.
 
     Raises:
         ValueError: If the options are wrong.
     """
+    config = settle_resumption(requested)
     checkpoint = check_output(config)
     check_held_out(config)
     check_reporting(config.report_to)
-    adapters = config.adapters
-    model_config = config_of_run(config, config.trainable if adapters is None else "all")
-    if adapters is not None:
-        _check_has_peft()
-        from midus_hf.training.run.adapter_options import check_adapters
+    model_config = config_of_run(config, config.trainable if config.adapters is None else "all")
+    if config.adapters is not None:
+        if importlib.util.find_spec("peft") is None:
+            raise ValueError(
+                "adapters need peft, which is not installed here; pip install 'midus-hf[train]', or leave adapters out."
+            )
+        from midus_hf.training.run.adapters import check_adapters
 
-        check_adapters(adapters, model_config)
+        check_adapters(config.adapters, model_config)
     check_sequence_length(length_key, getattr(config, length_key), model_config)
-    _check_has_memory(config, model_config)
+    for name in ("balance_loss", "usage_steps"):
+        if getattr(config, name) and not getattr(model_config, "memory", None):
+            raise ValueError(
+                f"{name} is {getattr(config, name)}, but this {model_config.model_type} model has no memory layers; train one "
+                f"that has, or leave {name} out."
+            )
     check_attention(config.attn_implementation, model_config)
-    return CheckedRequest(checkpoint, model_config, tokenizer_of_run(config), passes_of_a_step(config, checkpoint))
+    passes = passes_of_a_step(config, checkpoint)
+    return CheckedRequest(requested, config, checkpoint, model_config, tokenizer_of_run(config), passes)
+
+
+def training_arguments(
+    config: RunOptions, arguments_class: type[TrainingArguments] = TrainingArguments, **changes: Any
+) -> TrainingArguments:
+    """Return the Trainer's arguments for a run, without rates and schedule, which a `MemoryTrainer` adds.
+
+    Args:
+        arguments_class: Class of the result, `TrainingArguments` or a subclass. Default: `TrainingArguments`.
+    """
+    known = {field.name for field in dataclasses.fields(arguments_class)}
+    checkpointing = "activation_checkpointing" if "activation_checkpointing" in known else "gradient_checkpointing"
+    options: dict[str, Any] = {
+        "output_dir": config.output_dir,
+        "max_steps": -1 if config.max_steps is None else config.max_steps,
+        "num_train_epochs": 1.0 if config.num_train_epochs is None else config.num_train_epochs,
+        "per_device_train_batch_size": config.per_device_train_batch_size,
+        "adam_beta2": config.adam_beta2,
+        "max_grad_norm": config.max_grad_norm,
+        "bf16": config.bf16,
+        "use_cpu": not torch.accelerator.is_available(),
+        "save_strategy": "no" if config.save_steps is None else "steps",
+        "logging_steps": config.logging_steps,
+        "logging_nan_inf_filter": False,
+        "include_num_input_tokens_seen": "all",
+        "report_to": config.report_to,
+        "remove_unused_columns": False,
+        "dataloader_pin_memory": torch.accelerator.is_available(),
+        "seed": config.seed,
+        checkpointing: config.activation_checkpointing,
+    }
+    if config.activation_checkpointing:
+        options[f"{checkpointing}_kwargs"] = {"use_reentrant": False}
+    for name in ("optim", "save_steps"):
+        if getattr(config, name) is not None:
+            options[name] = getattr(config, name)
+    return arguments_class(**options | changes)
 
 
 def choose_what_trains(config: RunOptions, model: PreTrainedModel) -> Chosen:
     """Set what trains in the model, or put adapters on it; return the model and a description of what trains.
-
-    Args:
-        config: Options of the run that `check_request` has checked.
-        model: The model as it was loaded.
 
     Raises:
         ValueError: If the model lacks what is to train, or cannot have the adapters.
@@ -119,10 +161,7 @@ def choose_what_trains(config: RunOptions, model: PreTrainedModel) -> Chosen:
 
 
 def make_run(
-    config: RunOptions,
-    requested: RunOptions,
-    rates: Rates,
-    request: CheckedRequest,
+    request: CheckedRequest[Any],
     arguments: TrainingArguments,
     dataset: Dataset,
     *,
@@ -135,21 +174,13 @@ def make_run(
     """Load the model, make the Trainer, open the output, and print what trains; return the run, ready to start.
 
     Args:
-        config: Options of the run, from `settle_resumption`.
-        requested: The options as the user gave them, before `settle_resumption`.
-        rates: Learning rates of the run.
-        request: Result of `check_request`.
-        arguments: Arguments of the Trainer.
-        dataset: Sequences that the run trains on.
-        data_lines: Sentences about the data, for the user.
         held_out: Held-out texts by name, from `prepare_held_out`.
         choose: Sets what trains in the model, and may put adapters on it, as `choose_what_trains` does.
-        trainer_class: Class of the Trainer.
-        trainer_options: Further arguments of `trainer_class`, which do not follow from `config`.
 
     Raises:
         ValueError: If the options are wrong; nothing but cached tokens has been written then.
     """
+    config = request.config
     if config.adapters is not None and is_deepspeed_zero3_enabled():
         raise ValueError(
             "adapters are merged into weights at the end, which DeepSpeed's ZeRO-3 cuts; expected processes that hold whole models. "
@@ -170,38 +201,26 @@ def make_run(
             model=model,
             args=arguments,
             train_dataset=dataset,
-            callbacks=[TrainingLog(Path(config.output_dir, RUN_LOG))],
+            config=config,
             tokenizer=request.tokenizer,
-            save_total_limit=config.save_total_limit,
             held_out=held_out,
-            eval_steps=config.eval_steps,
-            load_best_model_at_end=config.load_best_model_at_end,
-            early_stopping_patience=config.early_stopping_patience,
-            max_seconds=config.max_seconds,
-            rates=rates,
-            balance_loss=config.balance_loss,
-            sparse_values=config.sparse_values,
-            shard_values=config.shard_values,
-            usage_steps=config.usage_steps,
             **trainer_options,
         )
         checkpoint = None if request.checkpoint is None else _finite_checkpoint(config, trainer)
         # This comes last: it removes a run that is to be overwritten, and making the Trainer may still raise an error.
-        lock = _open_output(config, requested, request.checkpoint)
+        lock = _open_output(request)
     if PartialState().is_main_process:
-        resumption_lines = describe_resumption(config, checkpoint, request.passes)
-        print_start(rates, report, model, [*data_lines, *resumption_lines])
+        lines = [*data_lines]
+        if checkpoint is not None:
+            lines.append(f"going on from {checkpoint}")
+        if request.passes != config.gradient_accumulation_steps:
+            lines.append(
+                f"gradient_accumulation_steps is {request.passes} in place of {config.gradient_accumulation_steps}, for as many "
+                "sequences per step as before"
+            )
+        print_start(config, report, model, lines)
     return TrainingRun(
-        config,
-        checkpoint,
-        model,
-        request.tokenizer,
-        trainer,
-        dtypes,
-        use_cache,
-        accompanying_files,
-        room,
-        lock,
+        config, checkpoint, model, request.tokenizer, trainer, dtypes, use_cache, accompanying_files, room, lock
     )
 
 
@@ -226,7 +245,7 @@ def _finite_checkpoint(config: RunOptions, trainer: InRun) -> Path:
     return checkpoint
 
 
-def _open_output(config: RunOptions, requested: RunOptions, checkpoint: Path | None) -> Lock | None:
+def _open_output(request: CheckedRequest[Any]) -> Lock | None:
     """Open the output in the main process, once no process reads files there; raise an error in all processes.
 
     Returns:
@@ -238,29 +257,13 @@ def _open_output(config: RunOptions, requested: RunOptions, checkpoint: Path | N
     refusal: list[str | None] = [None]
     if state.is_main_process:
         try:
-            lock = start_output(config, requested, checkpoint)
+            lock = start_output(request.config, request.requested, request.checkpoint)
         except ValueError as error:
             refusal = [str(error)]
     broadcast_object_list(refusal)
     if refusal[0] is not None:
         raise ValueError(refusal[0])
     return lock
-
-
-def _check_has_peft() -> None:
-    if importlib.util.find_spec("peft") is None:
-        raise ValueError(
-            "adapters need peft, which is not installed here; pip install 'midus-hf[train]', or leave adapters out."
-        )
-
-
-def _check_has_memory(config: RunOptions, model_config: PreTrainedConfig) -> None:
-    for name, is_set in (("balance_loss", config.balance_loss), ("usage_steps", config.usage_steps)):
-        if is_set and not getattr(model_config, "memory", None):
-            raise ValueError(
-                f"{name} is {is_set}, but this {model_config.model_type} model has no memory layers; train one that has, "
-                f"or leave {name} out."
-            )
 
 
 # Errors that transformers raises for models that cannot be made.
@@ -275,7 +278,6 @@ def check_attention(attn_implementation: str | None, model_config: PreTrainedCon
     Args:
         attn_implementation: Implementation of attention, as in `from_pretrained`; None leaves the choice to
             transformers.
-        model_config: Config of the model.
 
     Raises:
         ValueError: If the implementation is not installed, is unknown, or does not suit the model.
@@ -317,14 +319,7 @@ def loaded_whole() -> Iterator[None]:
 
 
 def check_reporting(report_to: str | list[str]) -> None:
-    """Check that every tracker is known and installed.
-
-    Args:
-        report_to: Names of trackers, as in `RunOptions`.
-
-    Raises:
-        ValueError: If a tracker is unknown or not installed.
-    """
+    """Check that every tracker of `RunOptions.report_to` is known and installed, or raise `ValueError`."""
     names = [report_to] if isinstance(report_to, str) else report_to
     if names == ["none"]:
         return
@@ -338,15 +333,8 @@ def check_reporting(report_to: str | list[str]) -> None:
             )
 
 
-def print_start(rates: Rates, report: RenderableType, model: PreTrainedModel, data: Sequence[str]) -> None:
-    """Print what trains, the parameter groups, and what was read.
-
-    Args:
-        rates: Learning rates of the run.
-        report: Description of what trains.
-        model: A model with `requires_grad` set.
-        data: Sentences about the data.
-    """
+def print_start(rates: Rates, report: RenderableType, model: PreTrainedModel, lines: Sequence[str]) -> None:
+    """Print what trains, the parameter groups, and sentences about the data and the resumption."""
     console = Console()
     console.print(report)
     groups = Table("group", "tensors", "parameters", "maximum rate", "course", "decay")
@@ -369,5 +357,5 @@ def print_start(rates: Rates, report: RenderableType, model: PreTrainedModel, da
             f"{group['weight_decay']:g}",
         )
     console.print(groups)
-    for line in data:
+    for line in lines:
         console.print(line, markup=False, highlight=False, soft_wrap=True)

@@ -12,15 +12,14 @@ from transformers import PreTrainedTokenizerBase, Trainer
 from transformers.trainer import DEFAULT_PROGRESS_CALLBACK
 from transformers.trainer_callback import PrinterCallback
 
-from midus_hf.training.data.held_out import HeldOut, HeldOutEvents
-from midus_hf.training.optim.cut_parameters import whole_numel
-from midus_hf.training.optim.freezing import has_adapters
+from midus_hf.files.checkpoint_files import RUN_LOG
+from midus_hf.training.optim.rates import Rates
+from midus_hf.training.optim.tensors import whole_numel
 from midus_hf.training.output.resumption import StepSize
+from midus_hf.training.run.callbacks import Interruption, ProgressTable, TrainingClock, TrainingLog
 from midus_hf.training.run.checkpoints import Checkpoints
-from midus_hf.training.run.held_out_texts import HeldOutTexts
-from midus_hf.training.run.interruption import Interruption
-from midus_hf.training.run.progress import ProgressTable
-from midus_hf.training.run.training_clock import TrainingClock
+from midus_hf.training.run.held_out import HeldOut, HeldOutTexts
+from midus_hf.training.run_options import RunOptions
 from midus_hf.training.trainer.memory_trainer import TrainsMemory
 
 
@@ -32,45 +31,45 @@ class InRun(TrainsMemory):
     model's config.
 
     Args:
-        tokenizer: Tokenizer that is saved beside every checkpoint.
-        save_total_limit: Number of latest checkpoints to keep, `keep` of `Checkpoints`. Default: None, all.
-        held_out: Texts to measure by name, as in `HeldOutTexts`. Default: None, no texts.
-        eval_steps: Steps between evaluations, as in `RunOptions`. Default: None, only at the start and at the end.
-        load_best_model_at_end: Whether to save the best steps, as in `HeldOutTexts`. Default: false.
-        early_stopping_patience: Evaluations without improvement, as in `HeldOutTexts`. Default: None, never stop early.
-        max_seconds: Seconds of training, as in `RunOptions`. Default: None, no limit.
-        kwargs: Arguments of the Trainer; its `args.save_total_limit` must be None.
+        config: Options of the run, with its rates.
+        held_out: Texts to measure by name, as in `HeldOutTexts`.
+        kwargs: Arguments of `TrainsMemory` that do not follow from `config`, and of the Trainer; its
+            `args.save_total_limit` must be None.
     """
 
     def __init__(
         self,
         *args: Any,
+        config: RunOptions,
         tokenizer: PreTrainedTokenizerBase,
-        save_total_limit: int | None = None,
-        held_out: Mapping[str, HeldOut] | None = None,
-        eval_steps: int | None = None,
-        load_best_model_at_end: bool = False,
-        early_stopping_patience: int | None = None,
-        max_seconds: float | None = None,
+        held_out: Mapping[str, HeldOut],
         **kwargs: Any,
     ):
-        super().__init__(*args, **kwargs)
+        assert isinstance(config, Rates), "a run's options have its rates"
+        super().__init__(
+            *args,
+            rates=config,
+            balance_loss=config.balance_loss,
+            usage_steps=config.usage_steps,
+            sparse_values=config.sparse_values,
+            shard_values=config.shard_values,
+            **kwargs,
+        )
         assert self.args.save_total_limit is None, (
             "checkpoints are removed here, once all processes have written theirs"
         )
-        self.held_out = HeldOutTexts(self, held_out or {}, load_best_model_at_end, early_stopping_patience)
-        self.checkpoints = Checkpoints(self, tokenizer, save_total_limit, self.held_out.step_to_keep)
+        self.held_out = HeldOutTexts(self, held_out, config)
+        self.checkpoints = Checkpoints(self, tokenizer, config.save_total_limit)
         self.interruption = Interruption(self.largest)
-        self.clock = TrainingClock(max_seconds, self.largest, bool(held_out))
-        # These callbacks come before the log callback, which logs at every checkpoint: it must see which ones they request.
+        self.clock = TrainingClock(config.max_seconds, self.largest, bool(held_out))
+        self.progress = ProgressTable(list(held_out), self.clock)
+        for unwanted in (DEFAULT_PROGRESS_CALLBACK, PrinterCallback):
+            self.remove_callback(unwanted)
+        # The log logs at every checkpoint, so it comes after the callbacks that request checkpoints. Held-out texts are logged
+        # when training begins, so they come after the log and the table, which begin there.
         self.callback_handler.callbacks[:0] = [self.clock, self.interruption, StepSize(self.args)]
-        for callback in (DEFAULT_PROGRESS_CALLBACK, PrinterCallback):
-            self.remove_callback(callback)
-        self.progress = ProgressTable(list(self.held_out.texts), self.clock)
-        self.add_callback(self.progress)
-        if held_out:
-            # This callback is last since it logs when training begins, after the log and the table have begun.
-            self.add_callback(HeldOutEvents(eval_steps, self.evaluate))
+        for callback in (TrainingLog(Path(config.output_dir, RUN_LOG)), self.progress, self.held_out):
+            self.add_callback(callback)
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """Log as `Trainer.log` does; with a loss, add the seconds of training, and whether `max_seconds` has ended it.
@@ -90,10 +89,14 @@ class InRun(TrainsMemory):
         self.log(self._costs())
 
     def _costs(self) -> dict[str, float]:
-        if not isinstance(self.model, nn.Module):
-            return {}
-        costs = {"trained_parameters": trained_parameters(self.model), "peak_memory_bytes": peak_memory_bytes()}
-        return {**costs, "training_seconds": self.clock.seconds}
+        assert isinstance(self.model, nn.Module)
+        # A sharded parameter counts whole.
+        parameters = sum(whole_numel(parameter) for parameter in self.model.parameters() if parameter.requires_grad)
+        return {
+            "trained_parameters": parameters,
+            "peak_memory_bytes": peak_memory_bytes(),
+            "training_seconds": self.clock.seconds,
+        }
 
     def evaluate(self, eval_dataset: Any = None, *args: Any, **kwargs: Any) -> dict[str, float]:
         """Measure the held-out texts as `midus eval` does, and log `eval_loss` (nats per token) and `perplexity`.
@@ -105,14 +108,6 @@ class InRun(TrainsMemory):
         if eval_dataset is not None or not self.held_out.texts:
             return super().evaluate(eval_dataset, *args, **kwargs)
         return self.held_out.evaluate()
-
-    def merge_adapters(self) -> None:
-        """Replace a model with adapters by a model without adapters that computes the same."""
-        model: Any = self.model
-        if has_adapters(model):
-            from midus_hf.training.run.adapters import merge_adapters
-
-            self.model = merge_adapters(model)
 
     def largest(self, number: int) -> int:
         """Return the largest of the numbers with which the processes call this method."""
@@ -142,11 +137,6 @@ class InRun(TrainsMemory):
 
 class RunTrainer(InRun, Trainer):
     """The Trainer of a run of continual pretraining."""
-
-
-def trained_parameters(model: nn.Module) -> int:
-    """Return the number of a model's parameters that train; a sharded parameter counts whole."""
-    return sum(whole_numel(parameter) for parameter in model.parameters() if parameter.requires_grad)
 
 
 def peak_memory_bytes() -> int:

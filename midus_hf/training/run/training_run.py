@@ -1,10 +1,9 @@
 """A run that is ready to start, and its course up to the trained model."""
 
 import dataclasses
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainerState
@@ -13,14 +12,13 @@ from midus_hf.files.checkpoint_files import PARTIAL_MODEL, TRAINER_STATE
 from midus_hf.files.locks import Lock
 from midus_hf.files.run_files import remove_written
 from midus_hf.library_bars import without_library_bars
-from midus_hf.training.data.held_out import held_out_losses, is_stopped_early
-from midus_hf.training.optim.precision import restore_dtypes
-from midus_hf.training.output.disk_room import RoomNeeded
-from midus_hf.training.output.model_card import add_training
-from midus_hf.training.output.output_folder import publish, write_options
+from midus_hf.training.optim.freezing import has_adapters
+from midus_hf.training.optim.tensors import restore_dtypes
+from midus_hf.training.output.disk_room import RoomNeeded, SaveError, save_where_possible, say
+from midus_hf.training.output.output_folder import add_training, publish, write_options
 from midus_hf.training.output.run_checkpoints import last_checkpoint
-from midus_hf.training.output.saving import SaveError, save_where_possible, say
-from midus_hf.training.run.interruption import RunInterrupted
+from midus_hf.training.run.callbacks import RunInterrupted
+from midus_hf.training.run.held_out import held_out_losses, is_stopped_early
 from midus_hf.training.run.run_trainer import InRun
 from midus_hf.training.run_options import RunOptions
 
@@ -76,37 +74,30 @@ class TrainingRun:
             SaveError: If the trained model could not be saved anywhere.
         """
         try:
-            return self._execute()
+            with self.trainer.interruption as interruption, without_library_bars():
+                try:
+                    result = self._train()
+                finally:
+                    self.trainer.progress.close()
+                if interruption.signal_number:
+                    self._stop(interruption.signal_number)
+                if self.config.load_best_model_at_end:
+                    result = dataclasses.replace(result, best_step=self.trainer.held_out.load_best())
+                saved_to = self._save(result)
+                if saved_to != Path(self.config.output_dir):
+                    result = dataclasses.replace(result, output=str(saved_to))
+                return result
         finally:
             if self.lock is not None:
                 self.lock.release()
-
-    def _execute(self) -> TrainResult:
-        with self.trainer.interruption as interruption, without_library_bars():
-            try:
-                result = self._train()
-            finally:
-                self.trainer.progress.close()
-            if interruption.signal_number:
-                self._stop(interruption.signal_number)
-            if self.config.load_best_model_at_end:
-                result = dataclasses.replace(result, best_step=self.trainer.held_out.load_best())
-            saved_to = self._save(result)
-            return (
-                result
-                if saved_to == Path(self.config.output_dir)
-                else dataclasses.replace(result, output=str(saved_to))
-            )
 
     def _train(self) -> TrainResult:
         trainer, state_before = self.trainer, TrainerState()
         if self.checkpoint is not None:
             state_before = TrainerState.load_from_json(str(self.checkpoint / TRAINER_STATE))
-        ended = is_stopped_early(
-            held_out_losses(state_before.log_history, self.config.eval_texts), self.config.early_stopping_patience
-        )
         trainer.clock.resume(state_before)
-        ended = ended or trainer.clock.is_over
+        losses_before = held_out_losses(state_before.log_history, self.config.eval_texts)
+        ended = trainer.clock.is_over or is_stopped_early(losses_before, self.config.early_stopping_patience)
         if self.checkpoint is not None and (ended or state_before.global_step >= state_before.max_steps):
             # A Trainer that resumes at the last step would take another step.
             trainer.checkpoints.load(self.checkpoint)
@@ -131,10 +122,10 @@ class TrainingRun:
     def _stop(self, signal_number: int) -> NoReturn:
         """End an interrupted run, whose checkpoint is in the output unless writing it failed."""
         step, output = self.trainer.state.global_step, Path(self.config.output_dir)
-        saved_to = output
+        saved_to, lifted = output, self.trainer.interruption.lifted
         if self.trainer.checkpoints.failure is not None:
             try:
-                saved_to = self._save_where_possible(self._save_interrupted, self.room.checkpoint)
+                saved_to = save_where_possible(self._save_interrupted, self.config, self.room.checkpoint, lifted)
             except SaveError as error:
                 latest = last_checkpoint(output)
                 raise RunInterrupted(
@@ -153,16 +144,20 @@ class TrainingRun:
 
     def _save(self, result: TrainResult) -> Path:
         """Save model and tokenizer, with the original dtypes, cache setting and further files; return the folder."""
-        output = Path(self.config.output_dir)
+        output, lifted = Path(self.config.output_dir), self.trainer.interruption.lifted
         if self.trainer.shards.shares_parameters:
             self.trainer.shards.saved_dtypes = self.dtypes
         else:
             restore_dtypes(self.model, self.dtypes)
         self.trainer.checkpoints.check_finite()
-        self.trainer.merge_adapters()
+        adapted: Any = self.trainer.model
+        if has_adapters(adapted):
+            from midus_hf.training.run.adapters import merge_adapters
+
+            self.trainer.model = merge_adapters(adapted)
         self.model.config.use_cache = self.use_cache
         try:
-            saved_to = self._save_where_possible(partial(self._save_in, result), self.room.model)
+            saved_to = save_where_possible(partial(self._save_in, result), self.config, self.room.model, lifted)
         except SaveError as error:
             latest = last_checkpoint(output)
             hint = f"resume_from_checkpoint=true goes on from {latest.name}" if latest else "no checkpoint was saved"
@@ -183,25 +178,11 @@ class TrainingRun:
                 self.tokenizer.save_pretrained(partial_model)
                 files = dict(self.accompanying_files)
                 if "README.md" in files:
+                    card = files["README.md"]
                     files["README.md"] = add_training(
-                        files["README.md"],
-                        self.config,
-                        result.steps,
-                        result.tokens,
-                        result.loss,
-                        result.best_step,
+                        card, self.config, result.steps, result.tokens, result.loss, result.best_step
                     )
                 publish(partial_model, folder, files)
         finally:
             if self.trainer.is_world_process_zero():
                 remove_written(folder, partial_model)
-
-    def _save_where_possible(self, write: Callable[[Path], None], num_bytes: int) -> Path:
-        on_failure = self.config.output_on_failure
-        return save_where_possible(
-            write,
-            Path(self.config.output_dir),
-            None if on_failure is None else Path(on_failure),
-            num_bytes,
-            self.trainer.interruption.lifted,
-        )

@@ -1,6 +1,7 @@
 """Additions to a Trainer of memories: a balance loss, a log of memory usage, and checks that numbers are finite."""
 
 import contextlib
+import dataclasses
 import math
 import statistics
 from collections.abc import Callable, Iterator
@@ -11,7 +12,9 @@ from torch import nn
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from midus_hf.analysis.slots.usage import Usage, record_usage, summarise
-from midus_hf.training.optim.balance import record_readings
+from midus_hf.memory.balance import balance_loss
+from midus_hf.memory.protocols import ScoresSubKeys
+from midus_hf.ops.dispatch.private_torch import is_in_backward
 from midus_hf.training.optim.finite import error_of, first_gradient_not_finite
 
 
@@ -19,7 +22,6 @@ class Aids:
     """Additions to a Trainer of memories: a balance loss, a log of memory usage, and checks that numbers are finite.
 
     Args:
-        trainer: A Trainer that has its model and its accelerator.
         balance_loss: Coefficient of the balance loss of the memories, which is added to the loss only in training.
             Default: 0.
         usage_steps: Steps between log events on how memory slots are used. Default: None, usage is not logged.
@@ -53,19 +55,15 @@ class Aids:
             return
         with record_usage(self._trainer.model, training_only=True) as usage:
             self._usage_events.usage = usage
-            try:
-                yield
-            finally:
-                self._usage_events.usage = None
+            yield
+        self._usage_events.usage = None
 
-    def with_balance(self, model: nn.Module, compute: Callable[[], Any], is_per_token: bool, returns: bool) -> Any:
+    def with_balance(self, model: nn.Module, compute: Callable[[], Any], is_per_token: bool) -> Any:
         """Compute a loss and, in training, add the balance loss times its coefficient.
 
         Args:
-            model: The model that computes the loss.
             compute: Returns the loss, or a tuple that begins with the loss.
             is_per_token: Whether the loss is divided by the tokens of all passes of a step.
-            returns: Whether `compute` returns a tuple.
 
         Returns:
             The result of `compute`, with the balance loss added to the loss.
@@ -83,7 +81,7 @@ class Aids:
             trainer.current_gradient_accumulation_steps if by_tokens or trainer.compute_loss_func is not None else 1
         )
         added = self.balance_loss / passes * balance
-        return (result[0] + added, *result[1:]) if returns else result + added
+        return (result[0] + added, *result[1:]) if isinstance(result, tuple) else result + added
 
     def check_norm(self, model: nn.Module, norm: Any) -> None:
         """Check the norm of all gradients, the last check before the optimizer's step.
@@ -107,9 +105,6 @@ class Aids:
 
     def measures(self, logs: dict[str, float]) -> dict[str, float]:
         """Return further entries of a log event: `balance_loss`, the mean since the last event, and the use of slots.
-
-        Args:
-            logs: Entries of the event so far.
 
         Raises:
             FloatingPointError: If the loss is not finite, since further steps would only waste time and spoil
@@ -139,9 +134,6 @@ class UsageEvents(TrainerCallback):
 
     Events also fall on the steps that save a checkpoint, so that a resumed run has the same events as an uninterrupted
     run.
-
-    Args:
-        every: Optimizer steps between events.
     """
 
     def __init__(self, every: int):
@@ -150,9 +142,7 @@ class UsageEvents(TrainerCallback):
         self.usage: Usage | None = None
         self._due = False
 
-    def on_step_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         if self.usage is not None and (state.global_step % self.every == 0 or control.should_save):
             self._due = control.should_log = True
 
@@ -165,11 +155,85 @@ class UsageEvents(TrainerCallback):
         if self.usage is None or not self._due:
             return {}
         self._due = False
-        memories = summarise(
-            {memory_name: add_up(counts) for memory_name, counts in self.usage.counts.items()}
-        ).values()
+        memories = summarise({memory: add_up(counts) for memory, counts in self.usage.counts.items()}).values()
         self.usage.reset()
         return {
             "memory_used_share": statistics.fmean(memory.used for memory in memories),
             "memory_perplexity": statistics.fmean(memory.perplexity for memory in memories),
         }
+
+
+@dataclasses.dataclass(frozen=True)
+class Reading:
+    """Input of a memory in one forward pass, and the autocast settings of that pass."""
+
+    memory: ScoresSubKeys
+    attention_output: torch.Tensor
+    autocast: dict[str, Any]
+
+
+class Readings:
+    """Inputs of a model's memories in one or more forward passes."""
+
+    def __init__(self) -> None:
+        self.readings: list[Reading] = []
+
+    def record(self, memory: ScoresSubKeys, arguments: tuple[torch.Tensor, ...]) -> None:
+        """Record the input of a memory, as a forward pre-hook; ignore recomputations in the backward pass.
+
+        Raises:
+            ValueError: If the memory trains, but gradients are disabled.
+        """
+        if is_in_backward():
+            return
+        if memory.training and not torch.is_grad_enabled():
+            raise ValueError(
+                "balance_loss found a forward pass of training without gradients, as reentrant activation checkpointing runs; "
+                "expected gradient_checkpointing_kwargs={'use_reentrant': False}."
+            )
+        attention_output = arguments[0]
+        device_type = attention_output.device.type
+        autocast = {
+            "device_type": device_type,
+            "enabled": torch.is_autocast_enabled(device_type),
+            "dtype": torch.get_autocast_dtype(device_type),
+        }
+        self.readings.append(Reading(memory, attention_output, autocast))
+
+    def balance_loss(self, mean_over_processes: Callable[[torch.Tensor], torch.Tensor] | None = None) -> torch.Tensor:
+        """Return the mean of `memory.balance.balance_loss` over all recorded inputs, a scalar, float32 at least.
+
+        Args:
+            mean_over_processes: Averages a tensor over processes, as in `memory.balance.balance_loss`. Default: None,
+                one process.
+
+        Raises:
+            ValueError: If no memory has read anything.
+        """
+        if not self.readings:
+            raise ValueError(
+                "no memory that selects sub-keys has read anything; expected a forward pass of a model with head-wise, product-key "
+                "or linear memory. Set balance_loss to 0; routers of chapters have a separate load-balance loss."
+            )
+        losses = []
+        for reading in self.readings:
+            with torch.autocast(**reading.autocast):
+                losses.append(balance_loss(reading.memory, reading.attention_output, mean_over_processes))
+        return torch.stack([loss.to(losses[0].device) for loss in losses]).mean()
+
+
+@contextlib.contextmanager
+def record_readings(model: nn.Module) -> Iterator[Readings]:
+    """Record, inside the context, the input of each memory of a model, wrapped or not, with its gradient graph.
+
+    The loss is computed from these inputs after the forward pass. If the pass computed the loss, activation
+    checkpointing would repeat this work.
+    """
+    readings = Readings()
+    memories: list[Any] = [module for module in model.modules() if isinstance(module, ScoresSubKeys)]
+    handles = [memory.register_forward_pre_hook(readings.record) for memory in memories]
+    try:
+        yield readings
+    finally:
+        for handle in handles:
+            handle.remove()

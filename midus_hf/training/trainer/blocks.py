@@ -22,7 +22,6 @@ class Blocks:
     some processes fetched stay equal in all.
 
     Args:
-        trainer: A Trainer that has its model and its accelerator.
         audit: Records which documents train blocks; examples must then come from `NumberedSequences`. Default: None, no
             record.
         generic_share: Share of sequences that fetch the blocks of the generic memory instead of the blocks of their
@@ -128,9 +127,7 @@ def draw_generic(seed: int, first: int, count: int, share: float) -> torch.Tenso
     """Draw which of several consecutive sequences of a run fetch the generic memory, `[count]`, bool.
 
     Args:
-        seed: Seed of the run.
         first: Index of the first sequence among all sequences that the run trains on, from 0.
-        count: Number of sequences.
         share: Probability that a sequence fetches the generic memory.
     """
     drawn = [np.random.default_rng([seed, number]).random() < share for number in range(first, first + count)]

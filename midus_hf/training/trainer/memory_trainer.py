@@ -14,7 +14,8 @@ from midus_hf.training.optim.parameter_groups import (
     schedule_groups,
 )
 from midus_hf.training.optim.rates import Rates
-from midus_hf.training.optim.tied_tensors import really_missing
+from midus_hf.training.optim.row_adamw import RowAdamW
+from midus_hf.training.optim.tensors import really_missing
 from midus_hf.training.trainer.aids import Aids
 from midus_hf.training.trainer.blocks import Blocks
 from midus_hf.training.trainer.shards import Shards
@@ -102,7 +103,6 @@ class TrainsMemory(AnyTrainer):
             model,
             lambda: compute(model, inputs, return_outputs, num_items_in_batch),
             num_items_in_batch is not None,
-            return_outputs,
         )
 
     def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
@@ -113,7 +113,9 @@ class TrainsMemory(AnyTrainer):
             groups = parameter_groups(target, rates)
             class_and_options = self.optimizer_cls_and_kwargs
             optimizer_class, options = class_and_options or self.get_optimizer_cls_and_kwargs(self.args, target)
-            self.optimizer = self.tables.optimizer_class(optimizer_class)(groups, **options)
+            if self.tables.sparse_values:
+                optimizer_class = RowAdamW
+            self.optimizer = optimizer_class(groups, **options)
             self.blocks.follow(self.optimizer)
         return super().create_optimizer(model)
 

@@ -10,8 +10,7 @@ import torch
 from transformers.integrations.deepspeed import deepspeed_load_checkpoint
 from transformers.utils import CONFIG_NAME
 
-from midus_hf.training.optim.cut_parameters import is_cut
-from midus_hf.training.optim.tied_tensors import other_names
+from midus_hf.training.optim.tensors import is_cut, other_names
 
 _WHOLE, _FSDP = "hold whole models", "share parameters by FSDP"
 _ZERO, _ZERO_3 = "share moments by DeepSpeed", "share parameters by DeepSpeed"
@@ -25,9 +24,6 @@ class Shards:
     file says otherwise, a Trainer's `save_model` writes no model, but this class writes one. The Trainer writes
     checkpoints without this class.
 
-    Args:
-        trainer: A Trainer that has its model and its accelerator.
-
     Raises:
         ValueError: If accelerate is told to shard but does not, as on CPUs; if it uses FSDP version 1; if DeepSpeed
             would round frozen parameters, or its file has an optimizer or a scheduler.
@@ -37,11 +33,8 @@ class Shards:
         self._trainer = trainer
         # Dtypes in which tensors of a model with shared parameters are saved, by name; other tensors keep their dtype.
         self.saved_dtypes: dict[str, torch.dtype] = {}
-        for name, enabled in (
-            ("FSDP", self._trainer.is_fsdp_enabled),
-            ("DeepSpeed", self._trainer.is_deepspeed_enabled),
-        ):
-            if _is_told(name.upper()) and not enabled:
+        for name, enabled in (("FSDP", trainer.is_fsdp_enabled), ("DeepSpeed", trainer.is_deepspeed_enabled)):
+            if os.environ.get(f"ACCELERATE_USE_{name.upper()}", "false").lower() == "true" and not enabled:
                 raise ValueError(
                     f"accelerate was started with {name}, which does not shard on {trainer.args.device.type}: all processes would "
                     "hold whole models. Start it with configs/accelerate/ddp.yaml, or on accelerators."
@@ -119,22 +112,14 @@ class Shards:
     def check_checkpoint(self, checkpoint: Path) -> None:
         """Check that the run can resume from a checkpoint.
 
-        Args:
-            checkpoint: Folder of the checkpoint.
-
         Raises:
             ValueError: If the processes that saved it shared parameters or moments in another way than these processes;
                 if DeepSpeed shared them among another number of processes.
         """
         saved_sharing = _how_saved(checkpoint)
-        deepspeed_sharing = _ZERO_3 if self._is_zero_3() else _ZERO
-        own_sharing = (
-            _FSDP
-            if self._trainer.is_fsdp_enabled
-            else deepspeed_sharing
-            if self._trainer.is_deepspeed_enabled
-            else _WHOLE
-        )
+        own_sharing = _FSDP if self._trainer.is_fsdp_enabled else _WHOLE
+        if self._trainer.is_deepspeed_enabled:
+            own_sharing = _ZERO_3 if self._is_zero_3() else _ZERO
         if saved_sharing != own_sharing:
             raise ValueError(
                 f"{checkpoint} was saved by processes that {saved_sharing}, and these {own_sharing}; resume it as the run "
@@ -157,11 +142,8 @@ class Shards:
     def save_model(self, output_dir: str | None, is_checkpoint: bool) -> bool:
         """Save the model if processes share it or DeepSpeed does not have it yet; return whether this was done.
 
-        All processes call this; shared parameters are gathered in the first process.
-
-        Args:
-            output_dir: Folder for the model; None for the folder of the run.
-            is_checkpoint: Whether the model is part of a checkpoint, which is left to the Trainer.
+        All processes call this; shared parameters are gathered in the first process. A model that is part of a
+        checkpoint is left to the Trainer.
 
         Raises:
             ValueError: If ZeRO-3 cut the model when it was loaded, and the model has not been trained.
@@ -219,8 +201,3 @@ def _how_saved(checkpoint: Path) -> str:
     if any(checkpoint.glob("global_step*/zero_pp_rank_*_model_states.pt")):
         return _ZERO_3
     return _ZERO if any(checkpoint.glob("global_step*")) else _WHOLE
-
-
-def _is_told(name: str) -> bool:
-    """Return whether accelerate was started with FSDP or DeepSpeed; `name` is `"FSDP"` or `"DEEPSPEED"`."""
-    return os.environ.get(f"ACCELERATE_USE_{name}", "false").lower() == "true"

@@ -13,7 +13,7 @@ from upscalers.request.options import parse_options
 from upscalers.runs.upscale import upscale
 
 RECIPES = Path(__file__).parents[3] / "configs" / "upscale"
-# Of hierarchical memories `tests/training/test_hierarchical_recipes.py` has the recipes.
+# Of hierarchical memories `tests/training/test_recipes.py` has the recipes.
 NAMES = sorted(path.stem for path in RECIPES.glob("*.yaml") if not path.stem.startswith("hier-"))
 BASES = {"meta-llama/Llama-3.2-1B": LLAMA_3_2_1B, "meta-llama/Llama-3.1-8B": LLAMA_3_1_8B}
 SHORT_NAMES = {"llama-3.2-1b": "meta-llama/Llama-3.2-1B", "llama-3.1-8b": "meta-llama/Llama-3.1-8B"}
