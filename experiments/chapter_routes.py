@@ -24,7 +24,7 @@ from material.addresses import addresses
 from material.articles import articles
 from material.factbook import factbook
 from material.smollm2 import smollm2_135m
-from midus_hf.analysis.chapters.memories import memories_of_chapters
+from midus_hf.analysis.chapters.edits import memories_of_chapters
 from midus_hf.documents.document_reading import read_documents
 from midus_hf.saved_models import load_model
 

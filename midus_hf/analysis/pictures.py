@@ -31,12 +31,7 @@ def as_png(figure: Any, tight: bool = True) -> bytes:
 
 
 def save_figures(path: Path, figures: Sequence[Any]) -> None:
-    """Write figures to one file: as the pages of a PDF, or one below another in a PNG.
-
-    Args:
-        path: File to write, which ends in `.pdf` or `.png`.
-        figures: One matplotlib figure or more.
-    """
+    """Write one figure or more to a file: as the pages of a `.pdf`, or one below another in a `.png`."""
     if path.suffix == ".pdf":
         from matplotlib.backends.backend_pdf import PdfPages
 
@@ -56,12 +51,9 @@ def save_figures(path: Path, figures: Sequence[Any]) -> None:
 
 
 def label_some(ticks: Callable[..., Any], names: Sequence[str], most: int = 16) -> None:
-    """Label an axis with names, or with some of them if there are many.
+    """Label an axis with names of positions 0, 1, 2 and so on, or with `most` names, evenly spread, if there are more.
 
-    Args:
-        ticks: The method `set_xticks` or `set_yticks` of the axes.
-        names: Names of positions 0, 1, 2 and so on.
-        most: Greatest number of names that are shown, evenly spread. Default: 16.
+    `ticks` is the method `set_xticks` or `set_yticks` of the axes.
     """
     step = math.ceil(len(names) / most)
     ticks(range(0, len(names), step), names[::step], fontsize="small")

@@ -1,5 +1,6 @@
-"""Texts as rows of tokens, and a model's losses on the rows."""
+"""Texts as rows of tokens, a model's losses on the rows, and the effect of a change of the model on its losses."""
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
@@ -8,6 +9,7 @@ import torch
 from torch.nn import functional as F
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from midus_hf.analysis.page import with_error
 from midus_hf.analysis.watched_models import decoder_of, evaluating
 from midus_hf.evaluation.perplexity import DEFAULT_SEQUENCE_LENGTH, automatic_bos
 
@@ -73,6 +75,47 @@ class RowLosses:
     def joined(cls, parts: "Sequence[RowLosses]") -> "RowLosses":
         """Return the losses on a text from the losses on its parts."""
         return cls(torch.cat([part.sums for part in parts]), torch.cat([part.tokens for part in parts]))
+
+
+@dataclass(frozen=True)
+class Effect:
+    """Effect of an intervention on the loss of a text.
+
+    Args:
+        difference: Loss with the intervention minus loss without it, in nats per predicted token.
+        standard_error: Standard error of the difference, from its variation over rows. None for one row.
+    """
+
+    difference: float
+    standard_error: float | None
+
+    @property
+    def words(self) -> str:
+        """Difference and standard error as text for a table."""
+        return with_error(f"{self.difference:+.5f}", self.standard_error)
+
+
+def effect_between(usual: RowLosses, changed: RowLosses) -> Effect:
+    """Return the loss per token of the changed model minus that of the unchanged model on the same rows, with its error."""
+    return Effect(*ratio_with_error(changed.sums - usual.sums, usual.tokens))
+
+
+def ratio_with_error(sums: torch.Tensor, tokens: torch.Tensor) -> tuple[float, float | None]:
+    """Return a mean per token and its standard error, or None instead of the error for one row.
+
+    The error is the standard error of a ratio of sums over rows that were drawn at random.
+
+    Args:
+        sums: Sum over the tokens of each row, `[R]`, float64.
+        tokens: Number of tokens of each row, `[R]`.
+    """
+    counts = tokens.double()
+    mean = (sums.sum() / counts.sum()).item()
+    rows = len(counts)
+    if rows < 2:
+        return mean, None
+    scatter = (sums - mean * counts).square().sum().item()
+    return mean, math.sqrt(scatter * rows / (rows - 1)) / counts.sum().item()
 
 
 def text_rows(
@@ -179,16 +222,7 @@ def read_texts(
 ) -> dict[str, RowLosses]:
     """Let a model read texts one after another, and return the losses of each text, by the text's name.
 
-    Args:
-        model: A causal language model. It is in eval mode while it reads.
-        texts: Texts, as `text_rows` returns them.
-        batch_size: Rows per forward pass. Default: 4.
-        records: Records to which each pass is announced. Default: none.
-        progress: Called with the number of tokens read so far and the total number. Default: none.
-
-    Raises:
-        ValueError: For the reasons of `read_rows`.
-        RuntimeError: For the reasons of `read_rows`.
+    Arguments and errors are as in `read_rows`, but `progress` is called with the number of tokens read so far and the total.
     """
     advance = adding(progress, sum(text.num_tokens for text in texts))
     return {
@@ -197,12 +231,7 @@ def read_texts(
 
 
 def adding(show: Callable[[int, int], None] | None, total: int) -> Callable[[int], None]:
-    """Return a function that takes the number of tokens of each pass, adds them up and shows the progress.
-
-    Args:
-        show: Called with the number of tokens read so far and `total`. None: nothing is shown.
-        total: Number of tokens to read.
-    """
+    """Return a function that adds up the tokens of each pass, and calls `show` with the tokens read so far and the `total`."""
     done = 0
 
     def add(num_tokens: int) -> None:

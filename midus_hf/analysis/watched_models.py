@@ -66,19 +66,31 @@ def decoder_of(model: nn.Module) -> Any:
     return parts.decoder_of(bare_model(model))
 
 
-def hosted_memories(model: nn.Module, kind: type) -> list[HostedMemory]:
+def hosted_memories(
+    model: nn.Module, kind: type, lack: str | None = None, name: str | None = None, *, whole: bool = True
+) -> list[HostedMemory]:
     """Return the memories of a model that are of a kind, in the order of layers.
 
     Args:
         model: A causal language model whose decoder has `layers`. It may be compiled, or wrapped by accelerate or PEFT.
         kind: Protocol of `midus_hf.memory.protocols` that the memories implement.
+        lack: What a model without these memories has, for the error, as in `"no memory of chapters; expected one with it"`.
+            Default: no error, and nothing is checked.
+        name: Name of the memories. Default: memories of all names.
+        whole: Whether to refuse memories that are offloaded. Default: True.
+
+    Raises:
+        ValueError: If no memory is of the kind or has the name, or if a memory is offloaded and `whole` is true.
     """
-    return [
-        HostedMemory(layer, name, block, memory, modules)
+    hosts = [
+        HostedMemory(layer, own_name, block, memory, modules)
         for layer, block in enumerate(decoder_of(model).layers)
-        for name, memory in _memories_of(block)
+        for own_name, memory in _memories_of(block)
         if (modules := innermost(memory, kind))
     ]
+    if lack is not None:
+        check_hosted(model, hosts, lack, whole)
+    return named(hosts, name)
 
 
 def _memories_of(block: Any) -> Iterator[tuple[str, nn.Module]]:
@@ -88,12 +100,7 @@ def _memories_of(block: Any) -> Iterator[tuple[str, nn.Module]]:
 
 
 def innermost(memory: nn.Module, kind: type) -> tuple[nn.Module, ...]:
-    """Return the memory itself and all copies that PEFT has made, without PEFT's wrappers around them.
-
-    Args:
-        memory: The memory as its layer calls it.
-        kind: Protocol of `midus_hf.memory.protocols` that the memory implements.
-    """
+    """Return a memory of a kind, and all copies that PEFT has made, without PEFT's wrappers around them."""
     matching = [module for module in memory.modules() if isinstance(module, kind)]
     return tuple(
         module
@@ -105,23 +112,23 @@ def innermost(memory: nn.Module, kind: type) -> tuple[nn.Module, ...]:
 H = TypeVar("H", bound=HostedMemory)
 
 
-def whole_and_named(hosts: Sequence[H], name: str | None) -> list[H]:
-    """Check that no memory is offloaded, and return the memories that have a name, as `named` does.
+def check_hosted(model: nn.Module, hosts: Sequence[HostedMemory], lack: str, whole: bool = True) -> None:
+    """Refuse a model without memories of a kind, and memories that are offloaded, unless `whole` is false.
 
     Raises:
-        ValueError: If a memory is offloaded, or if no memory has the name.
+        ValueError: If there are no `hosts`; the message ends with `lack`. If a parameter of a memory is offloaded.
     """
+    if not hosts:
+        raise ValueError(f"this {bare_model(model).config.model_type} model has {lack}.")
     for hosted in hosts:
-        check_on_device(hosted.memory, hosted.layer)
-    return named(hosts, name)
+        if whole and any(parameter.device.type == "meta" for parameter in hosted.memory.parameters()):
+            raise ValueError(
+                f"the memory of layer {hosted.layer} is offloaded; expected its parameters on a device. Load the model whole."
+            )
 
 
 def named(hosts: Sequence[H], name: str | None) -> list[H]:
-    """Return the memories that have a name.
-
-    Args:
-        hosts: Memories to choose from, one or more.
-        name: Name of the memories; None for all.
+    """Return the memories that have a name, or all, if the name is None.
 
     Raises:
         ValueError: If no memory has the name.
@@ -132,28 +139,11 @@ def named(hosts: Sequence[H], name: str | None) -> list[H]:
     return [hosted for hosted in hosts if name in (None, hosted.name)]
 
 
-def check_on_device(memory: nn.Module, layer: int | MemoryPlace) -> None:
-    """Check that the parameters of a memory are on a device.
-
-    Args:
-        memory: Memory to check.
-        layer: Layer or place of the memory, for the message.
-
-    Raises:
-        ValueError: If a parameter is offloaded.
-    """
-    if any(parameter.device.type == "meta" for parameter in memory.parameters()):
-        raise ValueError(
-            f"the memory of layer {layer} is offloaded; expected its parameters on a device. Load the model whole."
-        )
-
-
 @contextlib.contextmanager
 def held_hooks() -> Iterator[Callable[[Any], object]]:
     """Yield a function that takes the handles of hooks, and remove these hooks when the context ends.
 
-    All compiled models run uncompiled while the context is open, since compiled code does not call hooks that were added after
-    compilation.
+    Compiled code does not call hooks that were added after compilation, so all compiled models run uncompiled meanwhile.
     """
     with contextlib.ExitStack() as handles, torch.compiler.set_stance("force_eager"):
         yield lambda handle: handles.callback(handle.remove)

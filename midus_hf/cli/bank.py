@@ -1,16 +1,13 @@
 """The `midus bank` command."""
 
-import json
 from functools import partial
-from typing import Annotated
-
-import typer
+from typing import Annotated, Any
 
 from midus_hf.cli.command_line import command_line, run_command
-from midus_hf.cli.reading import Json
+from midus_hf.cli.options import Json, argument, flag, option, show
 
-Model = Annotated[str, typer.Argument(help="A checkpoint that upscale made.", metavar="DIR")]
-Memory = Annotated[str | None, typer.Option(help="One of several memories.  [default: the only one]", metavar="NAME")]
+Model = Annotated[str, argument("A checkpoint that upscale made.", "DIR")]
+Memory = Annotated[str | None, option("One of several memories.  [default: the only one]", "NAME")]
 
 app = command_line(
     "List the blocks of a checkpoint's bank, merge the blocks that several runs trained, and show which documents trained them."
@@ -22,10 +19,10 @@ def list_(model: Model, memory: Memory = None, json_: Json = False) -> None:
     """Show each level, how large its blocks are, and how many were written."""
     from upscalers.banks.listing import list_bank
 
-    listed = list_bank(model, memory)
-    if json_:
-        print(json.dumps(listed))
-        return
+    show(list_bank(model, memory), json_, _print_bank)
+
+
+def _print_bank(listed: dict[str, Any]) -> None:
     from rich.console import Console
     from rich.table import Table
 
@@ -48,11 +45,11 @@ def list_(model: Model, memory: Memory = None, json_: Json = False) -> None:
 
 @app.command()
 def merge(
-    model: Annotated[str, typer.Argument(help="The checkpoint that all runs began from.", metavar="DIR")],
-    runs: Annotated[list[str], typer.Argument(help="Folders of trained models.", metavar="RUN...")],
-    output: Annotated[str, typer.Option(help="Folder to make.", metavar="DIR2")],
+    model: Annotated[str, argument("The checkpoint that all runs began from.", "DIR")],
+    runs: Annotated[list[str], argument("Folders of trained models.", "RUN...")],
+    output: Annotated[str, option("Folder to make.", "DIR2")],
     memory: Memory = None,
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace what upscale or midus edit wrote.")] = False,
+    overwrite: Annotated[bool, flag("--overwrite", "Replace what upscale or midus edit wrote.")] = False,
     json_: Json = False,
 ) -> None:
     """Merge the blocks of runs that trained different parts of the tree into one model."""
@@ -60,33 +57,28 @@ def merge(
     from upscalers.banks.merging import merge as merge_runs
 
     merged = merge_runs(BankRequest(model, output, memory, overwrite), runs)
-    if json_:
-        print(json.dumps(merged))
-    else:
-        print(f"{merged['output']}: merge of {len(merged['blocks']):,} blocks of {merged['memory']}")
+    line = f"{merged['output']}: merge of {len(merged['blocks']):,} blocks of {merged['memory']}"
+    show(merged, json_, lambda _: print(line))
 
 
 @app.command()
 def audit(
     model: Model,
     node: Annotated[
-        list[str] | None,
-        typer.Option(
-            help="List documents of this block, LEVEL:NODE or LEVEL:generic; may be repeated.", metavar="NODE"
-        ),
+        list[str] | None, option("List documents of this block, LEVEL:NODE or LEVEL:generic; may be repeated.", "NODE")
     ] = None,
-    subtree: Annotated[bool, typer.Option("--subtree", help="Blocks of all nodes below as well.")] = False,
-    documents: Annotated[bool, typer.Option("--documents", help="List documents of all blocks.")] = False,
+    subtree: Annotated[bool, flag("--subtree", "Blocks of all nodes below as well.")] = False,
+    documents: Annotated[bool, flag("--documents", "List documents of all blocks.")] = False,
     memory: Memory = None,
     json_: Json = False,
 ) -> None:
     """Show which documents have trained which blocks. The training run must have had audit: true."""
     from upscalers.banks.listing import audit as audit_of
 
-    report = audit_of(model, node or [], subtree, documents, memory)
-    if json_:
-        print(json.dumps(report))
-        return
+    show(audit_of(model, node or [], subtree, documents, memory), json_, _print_audit)
+
+
+def _print_audit(report: dict[str, Any]) -> None:
     from rich.console import Console
     from rich.table import Table
 

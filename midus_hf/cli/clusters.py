@@ -11,14 +11,14 @@ from typing import Annotated, Any
 import typer
 
 from midus_hf.cli.command_line import command_line, run_command
-from midus_hf.cli.reading import Column, Device, Encoding, Json, check_picture
+from midus_hf.cli.options import Column, Device, Encoding, Json, check_file, flag, is_passed, option, show
 
 app = command_line(
     "Cluster a corpus into a tree of topics, find the paths of documents in the tree, and report what its nodes hold."
 )
 
-CorpusPath = Annotated[str, typer.Option("--corpus", help="A file or a folder of documents.", metavar="PATH")]
-Tree = Annotated[Path, typer.Option(help="Tree that build made.", metavar="TREE")]
+CorpusPath = Annotated[str, option("A file or a folder of documents.", "PATH", "--corpus")]
+Tree = Annotated[Path, option("Tree that build made.", "TREE")]
 # Options of `build` that say what to embed, and how.
 _EMBEDDING = (
     "corpus",
@@ -34,54 +34,46 @@ _EMBEDDING = (
     "device",
 )
 
-BatchSize = Annotated[int, typer.Option(help="Windows per forward pass.", metavar="N")]
+BatchSize = Annotated[int, option("Windows per forward pass.", "N")]
 
 
 @app.command()
 def build(
     context: typer.Context,
-    output: Annotated[Path, typer.Option(help="Folder of the tree.", metavar="TREE")],
+    output: Annotated[Path, option("Folder of the tree.", "TREE")],
     corpus: Annotated[
-        str | None,
-        typer.Option("--corpus", help="A file or a folder of documents.", metavar="PATH", show_default=False),
+        str | None, option("A file or a folder of documents.", "PATH", "--corpus", show_default=False)
     ] = None,
     embedding_model: Annotated[
-        str | None,
-        typer.Option(help="Folder or hub id of a sentence-transformers model.", metavar="DIR", show_default=False),
+        str | None, option("Folder or hub id of a sentence-transformers model.", "DIR", show_default=False)
     ] = None,
     tokenizer: Annotated[
-        str | None,
-        typer.Option(help="Folder or hub id of the tokenizer that cuts windows.", metavar="DIR", show_default=False),
+        str | None, option("Folder or hub id of the tokenizer that cuts windows.", "DIR", show_default=False)
     ] = None,
     embeddings: Annotated[
         Path | None,
-        typer.Option(
-            help="Embeddings that a datatrove pipeline made, instead of the three options above.",
-            metavar="DIR",
-            show_default=False,
+        option(
+            "Embeddings that a datatrove pipeline made, instead of the three options above.", "DIR", show_default=False
         ),
     ] = None,
-    branching: Annotated[int, typer.Option(help="Children per node.", metavar="N")] = 16,
-    levels: Annotated[int, typer.Option(help="Levels of the tree.", metavar="N")] = 4,
-    steps: Annotated[int, typer.Option(help="Steps of EM for each node.", metavar="N")] = 20,
-    samples: Annotated[int, typer.Option(help="Windows drawn for each step.", metavar="N")] = 6400,
-    seed: Annotated[int, typer.Option(help="Seed of everything random.", metavar="N")] = 0,
+    branching: Annotated[int, option("Children per node.", "N")] = 16,
+    levels: Annotated[int, option("Levels of the tree.", "N")] = 4,
+    steps: Annotated[int, option("Steps of EM for each node.", "N")] = 20,
+    samples: Annotated[int, option("Windows drawn for each step.", "N")] = 6400,
+    seed: Annotated[int, option("Seed of everything random.", "N")] = 0,
     column: Column = "text",
     label_column: Annotated[
-        str | None, typer.Option(help="Column of gold labels, for the report.  [default: none]", metavar="NAME")
+        str | None, option("Column of gold labels, for the report.  [default: none]", "NAME")
     ] = None,
     encoding: Encoding = "utf-8",
-    window_tokens: Annotated[int, typer.Option(help="Tokens per window.", metavar="N")] = 2048,
+    window_tokens: Annotated[int, option("Tokens per window.", "N")] = 2048,
     max_tokens: Annotated[
-        int | None,
-        typer.Option(help="Tokens of each window to embed.  [default: the model's own length]", metavar="N"),
+        int | None, option("Tokens of each window to embed.  [default: the model's own length]", "N")
     ] = None,
-    dtype: Annotated[
-        str, typer.Option(help="Dtype of the stored embeddings: float32 or float16.", metavar="NAME")
-    ] = "float32",
+    dtype: Annotated[str, option("Dtype of the stored embeddings: float32 or float16.", "NAME")] = "float32",
     batch_size: BatchSize = 64,
     device: Device = None,
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace a tree; its embeddings are kept.")] = False,
+    overwrite: Annotated[bool, flag("--overwrite", "Replace a tree; its embeddings are kept.")] = False,
 ) -> None:
     """Embed a corpus and cluster it. After an interruption, the same command goes on where it stopped."""
     from midus_hf.clusters.building import TreeOptions
@@ -133,21 +125,19 @@ def build(
 def assign(
     tree: Tree,
     corpus: CorpusPath,
-    output: Annotated[Path, typer.Option(help="File of JSON lines to write, one per document.", metavar="FILE")],
+    output: Annotated[Path, option("File of JSON lines to write, one per document.", "FILE")],
     column: Column = "text",
     encoding: Encoding = "utf-8",
-    block: Annotated[
-        list[str] | None, typer.Option(help="A node that is never taken; may be repeated.", metavar="LEVEL:NODE")
-    ] = None,
+    block: Annotated[list[str] | None, option("A node that is never taken; may be repeated.", "LEVEL:NODE")] = None,
     embedding_model: Annotated[
-        str | None, typer.Option(help="Where the model is now.  [default: where build read it]", metavar="DIR")
+        str | None, option("Where the model is now.  [default: where build read it]", "DIR")
     ] = None,
     tokenizer: Annotated[
-        str | None, typer.Option(help="Where the tokenizer is now.  [default: where build read it]", metavar="DIR")
+        str | None, option("Where the tokenizer is now.  [default: where build read it]", "DIR")
     ] = None,
     batch_size: BatchSize = 64,
     device: Device = None,
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the file.")] = False,
+    overwrite: Annotated[bool, flag("--overwrite", "Replace the file.")] = False,
 ) -> None:
     """Find the path of each document. A corpus that the tree was built from is not embedded again."""
     import torch
@@ -164,7 +154,9 @@ def assign(
     from midus_hf.retrieval.cluster_tree import ClusterTree
     from midus_hf.retrieval.memory_retriever import MemoryRetriever
 
-    _check_lines(output, overwrite)
+    check_file("output", output, [".jsonl"])
+    if output.exists() and not overwrite:
+        raise ValueError(f"output {str(output)!r} exists; pass --overwrite to replace it, or choose another file.")
     blocked = [_parse_block(each) for each in block or []]
     with contextlib.redirect_stdout(sys.stderr), library_bars_on_terminals():
         device = usable_device(device)
@@ -200,17 +192,12 @@ def assign(
 @app.command()
 def report(
     tree: Tree,
-    level: Annotated[int, typer.Option(help="Level whose nodes are shown one by one.", metavar="N")] = 1,
-    nodes: Annotated[int, typer.Option(help="How many nodes are shown, the largest first.", metavar="N")] = 16,
-    samples: Annotated[int, typer.Option(help="Documents that are quoted per node.", metavar="N")] = 3,
-    seed: Annotated[int, typer.Option(help="Seed of the choice of quoted documents.", metavar="N")] = 0,
-    corpus: Annotated[
-        str | None,
-        typer.Option(help="Where the corpus is now.  [default: where build read it]", metavar="PATH"),
-    ] = None,
-    output: Annotated[
-        Path | None, typer.Option(help="Draw the tree (.png, .svg or .pdf).  [default: none]", metavar="FILE")
-    ] = None,
+    level: Annotated[int, option("Level whose nodes are shown one by one.", "N")] = 1,
+    nodes: Annotated[int, option("How many nodes are shown, the largest first.", "N")] = 16,
+    samples: Annotated[int, option("Documents that are quoted per node.", "N")] = 3,
+    seed: Annotated[int, option("Seed of the choice of quoted documents.", "N")] = 0,
+    corpus: Annotated[str | None, option("Where the corpus is now.  [default: where build read it]", "PATH")] = None,
+    output: Annotated[Path | None, option("Draw the tree (.png, .svg or .pdf).  [default: none]", "FILE")] = None,
     json_: Json = False,
 ) -> None:
     """Report how large the nodes of a tree are, how they agree with gold labels, and which texts they hold."""
@@ -220,7 +207,8 @@ def report(
     from midus_hf.clusters.report import level_reports, level_table, node_reports, node_table, sample_texts
     from midus_hf.clusters.run import check_scikit_learn, open_build
 
-    check_picture("output", output, *PICTURE_SUFFIXES, what="is a picture, which needs")
+    if output is not None:
+        check_file("output", output, PICTURE_SUFFIXES, PICTURE_SUFFIXES, "is a picture, which needs")
     built, stored, leaves = open_build(tree)
     if stored.labels is not None:
         check_scikit_learn()
@@ -240,26 +228,27 @@ def report(
     source = stored.corpus if corpus is None else dataclasses.replace(stored.corpus or Corpus(corpus), path=corpus)
     quoted = [number for node in of_nodes for number in node.samples]
     texts = {} if source is None else sample_texts(source, quoted)
-    if json_:
-        report_ = {
-            "tree": str(tree),
-            "fingerprint": built.fingerprint,
-            "windows": len(leaves),
-            "documents": int(stored.documents[-1]) + 1,
-            "levels": [dataclasses.asdict(row) for row in of_levels],
-            "level": level,
-            "nodes": [
-                {**dataclasses.asdict(row), "samples": [{"document": n, "text": texts.get(n)} for n in row.samples]}
-                for row in of_nodes
-            ],
-        }
-        print(json.dumps(report_, indent=2, allow_nan=False))
-    else:
+    report_ = {
+        "tree": str(tree),
+        "fingerprint": built.fingerprint,
+        "windows": len(leaves),
+        "documents": int(stored.documents[-1]) + 1,
+        "levels": [dataclasses.asdict(row) for row in of_levels],
+        "level": level,
+        "nodes": [
+            {**dataclasses.asdict(row), "samples": [{"document": n, "text": texts.get(n)} for n in row.samples]}
+            for row in of_nodes
+        ],
+    }
+
+    def print_report(_: dict[str, Any]) -> None:
         from rich.console import Console
 
         console = Console()
         console.print(level_table(of_levels))
         console.print(node_table(of_nodes, level, texts))
+
+    show(report_, json_, print_report, indent=2)
     if output is not None:  # last, so that the report is printed even if the picture cannot be written
         draw_tree(built.branching, built.levels, leaves, output, stored.labels, stored.label_names)
 
@@ -267,7 +256,7 @@ def report(
 def _check_no_embedding(context: typer.Context) -> None:
     """Refuse options of embedding beside `--embeddings`, whose windows are embedded already."""
     for name in _EMBEDDING:
-        if (source := context.get_parameter_source(name)) is not None and source.name == "COMMANDLINE":
+        if is_passed(context, name):
             raise ValueError(
                 f"--{name.replace('_', '-')} is given with --embeddings, which were made without it; expected one of the two. "
                 "Leave it out."
@@ -279,15 +268,6 @@ def _describe(corpus: str) -> None:
 
     if (line := describe_files(corpus)) is not None:
         print(line, file=sys.stderr)
-
-
-def _check_lines(output: Path, overwrite: bool) -> None:
-    if output.suffix != ".jsonl":
-        raise ValueError(f"output is {str(output)!r}; expected a file ending in .jsonl.")
-    if not output.absolute().parent.is_dir():
-        raise ValueError(f"output is {str(output)!r}, in a folder that does not exist; create it first.")
-    if output.exists() and not overwrite:
-        raise ValueError(f"output {str(output)!r} exists; pass --overwrite to replace it, or choose another file.")
 
 
 def _as_text(value: Any) -> str:

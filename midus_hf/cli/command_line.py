@@ -29,21 +29,14 @@ INTERRUPTED, TERMINATED = 128 + signal.SIGINT, 128 + signal.SIGTERM
 def command_line(help: str | None = None, **settings: Any) -> typer.Typer:
     """Return an empty command line in the style of all commands.
 
-    Args:
-        help: First text of the help. Default: the docstring of the only command.
-        settings: Further arguments of `typer.Typer`.
+    `help` is the first text of the help; by default the docstring of the only command. `settings` are arguments of `typer.Typer`.
     """
     style: dict[str, Any] = {"add_completion": False, "rich_markup_mode": None, "pretty_exceptions_enable": False}
     return typer.Typer(help=help, **{**style, **settings})
 
 
 class Ending(Exception):
-    """Exception that ends a command.
-
-    Args:
-        status: Exit status of the command.
-        line: Reason that is printed. None: the reason has been printed already.
-    """
+    """Exception that ends a command with an exit status, and a line that says why. None: the reason has been printed already."""
 
     def __init__(self, status: int, line: str | None = None):
         super().__init__(line)
@@ -135,11 +128,7 @@ def _command_path(command: Any, name: str, line_words: Sequence[str]) -> str:
 
 
 def _refuse_empty(line_words: Sequence[str]) -> None:
-    """Refuse empty words, which a shell makes of unset variables. As a path, an empty word would be the current folder.
-
-    Raises:
-        Ending: If a word, or the value of an option, is empty.
-    """
+    """Refuse empty words, which a shell makes of unset variables. As a path, an empty word would be the current folder."""
     for before, word in zip(["", *line_words], line_words, strict=False):
         name, equals, value = word.partition("=")
         if word and not (word.startswith("--") and equals and not value):

@@ -44,16 +44,7 @@ def midus() -> int:
 
 
 def start(command: str, module: str, arguments: Sequence[str]) -> int:
-    """Import a command and run it.
-
-    Args:
-        command: Name of the command, for messages.
-        module: Name of the module of this package that holds the command's `main`.
-        arguments: Words after the command's name.
-
-    Returns:
-        The exit status of the command.
-    """
+    """Import the module of this package that holds the `main` of a command, run the command, and return its exit status."""
     interruptible = signal.getsignal(signal.SIGINT) is signal.default_int_handler  # otherwise the shell ignores it
     if interruptible:
         signal.signal(signal.SIGINT, partial(_end, command))

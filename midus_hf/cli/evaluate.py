@@ -1,15 +1,26 @@
 """The `midus eval` command."""
 
 import contextlib
-import json
+import dataclasses
 import sys
 from functools import partial
 from typing import Annotated, Any
 
 import typer
 
-from midus_hf.cli.command_line import INTERRUPTED, WRONG_REQUEST, Ending, command_line, run_command
-from midus_hf.cli.reading import Device, Json, TaskData, TaskLimit, model_argument
+from midus_hf.cli.command_line import INTERRUPTED, Ending, command_line, run_command
+from midus_hf.cli.options import (
+    Device,
+    Json,
+    TaskData,
+    TaskLimit,
+    flag,
+    model_argument,
+    needing_harness,
+    option,
+    sharing_options,
+    show,
+)
 from midus_hf.cli.recipes import other_command
 from midus_hf.config.yaml_options import read_mapping
 
@@ -31,45 +42,39 @@ Keys of --set and of the file, besides these options (docs/evaluate.md):
 app = command_line()
 
 
+@dataclasses.dataclass(kw_only=True)
+class _Keys:
+    """Options that are keys of `EvaluationSettings` as well."""
+
+    text: Annotated[str | None, option("File or folder to measure perplexity on.", "PATH")] = None
+    tasks: Annotated[str | None, option("Tasks of lm-eval, separated by commas.", "NAMES")] = None
+    data: TaskData = None
+    limit: TaskLimit = None
+    sequence_length: Annotated[int | None, option("Tokens per window of the text.  [default: 1024]", "N")] = None
+    max_tokens: Annotated[int | None, option("Tokens of the text to predict.  [default: all]", "N")] = None
+    retriever: Annotated[str | None, option("Tree of topics by which models fetch blocks.", "TREE")] = None
+    blocked: Annotated[
+        list[str] | None, option("Never fetch this node LEVEL:NODE, nor any below.", "NODE", "--blocked")
+    ] = None
+    block_best: Annotated[str | None, option("Block the best COUNT nodes of level L per text.", "L:COUNT")] = None
+    batch_size: Annotated[int | None, option("Windows or requests per forward pass.  [default: 4]", "N")] = None
+    dtype: Annotated[str | None, option("auto, float32, bfloat16 or float16.  [default: auto]", "NAME")] = None
+    device: Device = None
+    trust_remote_code: Annotated[
+        bool | None, flag("--trust-remote-code", "Run code that comes with a checkpoint.")
+    ] = None
+
+
 @app.command(epilog=_REST)
+@sharing_options
 def midus_eval(
     models: Annotated[
         list[str] | None, model_argument("Folders or Hub ids, compared side by side.", "MODEL...")
     ] = None,
-    text: Annotated[str | None, typer.Option(help="File or folder to measure perplexity on.", metavar="PATH")] = None,
-    tasks: Annotated[str | None, typer.Option(help="Tasks of lm-eval, separated by commas.", metavar="NAMES")] = None,
-    data: TaskData = None,
-    limit: TaskLimit = None,
-    config: Annotated[str | None, typer.Option(help="YAML file of keys; options win.", metavar="FILE")] = None,
-    set_: Annotated[
-        list[str] | None, typer.Option("--set", help="Set a key listed below; may be repeated.", metavar="KEY=VALUE")
-    ] = None,
-    sequence_length: Annotated[
-        int | None, typer.Option(help="Tokens per window of the text.  [default: 1024]", metavar="N")
-    ] = None,
-    max_tokens: Annotated[
-        int | None, typer.Option(help="Tokens of the text to predict.  [default: all]", metavar="N")
-    ] = None,
-    retriever: Annotated[
-        str | None, typer.Option(help="Tree of topics by which models fetch blocks.", metavar="TREE")
-    ] = None,
-    blocked: Annotated[
-        list[str] | None,
-        typer.Option("--blocked", help="Never fetch this node LEVEL:NODE, nor any below.", metavar="NODE"),
-    ] = None,
-    block_best: Annotated[
-        str | None, typer.Option(help="Block the best COUNT nodes of level L per text.", metavar="L:COUNT")
-    ] = None,
-    batch_size: Annotated[
-        int | None, typer.Option(help="Windows or requests per forward pass.  [default: 4]", metavar="N")
-    ] = None,
-    dtype: Annotated[
-        str | None, typer.Option(help="auto, float32, bfloat16 or float16.  [default: auto]", metavar="NAME")
-    ] = None,
-    device: Device = None,
-    trust_remote_code: Annotated[
-        bool | None, typer.Option("--trust-remote-code", help="Run code that comes with a checkpoint.")
-    ] = None,
+    *,
+    keys: _Keys,
+    config: Annotated[str | None, option("YAML file of keys; options win.", "FILE")] = None,
+    set_: Annotated[list[str] | None, option("Set a key listed below; may be repeated.", "KEY=VALUE", "--set")] = None,
     verbose: Annotated[
         bool,
         typer.Option(
@@ -77,9 +82,7 @@ def midus_eval(
         ),
     ] = False,
     json_: Json = False,
-    write_tasks: Annotated[
-        str | None, typer.Option(help="Only write the local tasks to a folder.", metavar="DIR")
-    ] = None,
+    write_tasks: Annotated[str | None, option("Only write the local tasks to a folder.", "DIR")] = None,
 ) -> None:
     """Measure the perplexity of models on a text, and their accuracy on tasks of lm-evaluation-harness.
 
@@ -87,7 +90,7 @@ def midus_eval(
     openbookqa and piqa take their questions from that folder. Others are lm-eval's own.
     """
     if write_tasks is not None:
-        _write_tasks(write_tasks, data)
+        _write_tasks(write_tasks, keys.data)
         return
     if not models:
         raise ValueError("no model is given; expected one or more folders or hub ids.")
@@ -97,25 +100,10 @@ def midus_eval(
         other = other_command(EvaluationSettings, config, read_mapping(config))
         if other is not None:
             raise ValueError(other)
-    settings = read_settings(
-        config,
-        {
-            "text": text,
-            "tasks": None if tasks is None else [name.strip() for name in tasks.split(",") if name.strip()],
-            "data": data,
-            "limit": limit,
-            "sequence_length": sequence_length,
-            "max_tokens": max_tokens,
-            "retriever": retriever,
-            "blocked": blocked or None,
-            "block_best": block_best,
-            "batch_size": batch_size,
-            "dtype": dtype,
-            "device": device,
-            "trust_remote_code": trust_remote_code,
-        },
-        set_ or [],
-    )
+    passed = vars(keys)
+    if keys.tasks is not None:
+        passed["tasks"] = [name.strip() for name in keys.tasks.split(",") if name.strip()]
+    settings = read_settings(config, {**passed, "blocked": keys.blocked or None}, set_ or [])
     if settings.text is not None:
         from midus_hf.documents import describe_files
 
@@ -124,38 +112,26 @@ def midus_eval(
     from midus_hf.evaluation.quiet import quiet_libraries
 
     ending: Ending | None = None
-    with _loud_libraries() if verbose else quiet_libraries():
+    # What libraries print goes to standard error, so that standard output holds the result alone.
+    with needing_harness(), contextlib.redirect_stdout(sys.stderr) if verbose else quiet_libraries():
         from midus_hf.evaluation.evaluate import EvaluationInterrupted, evaluate
 
         try:
             report = evaluate(models, settings, quiet=not verbose)
         except EvaluationInterrupted as interrupted:
             report, ending = {**interrupted.report, "interrupted": True}, Ending(INTERRUPTED, str(interrupted))
-        except ModuleNotFoundError as error:
-            if (error.name or "").partition(".")[0] not in ("lm_eval", "datasets"):
-                raise
-            missing = f"tasks need lm-evaluation-harness ({error.name} is missing): pip install 'midus-hf[eval]'"
-            raise Ending(WRONG_REQUEST, missing) from error
     if report["models"]:
-        _show(report, json_)
+        show(report, json_, _print_table, indent=2)
     if ending is not None:
         raise ending
 
 
-def _loud_libraries() -> contextlib.AbstractContextManager[Any]:
-    """Send what libraries print to standard error, so that standard output holds the result alone."""
-    return contextlib.redirect_stdout(sys.stderr)
+def _print_table(report: dict[str, Any]) -> None:
+    from rich.console import Console
 
+    from midus_hf.evaluation.report import comparison_table
 
-def _show(report: dict[str, Any], json_: bool) -> None:
-    if json_:
-        print(json.dumps(report, indent=2, allow_nan=False))
-    else:
-        from rich.console import Console
-
-        from midus_hf.evaluation.report import comparison_table
-
-        Console().print(comparison_table(report))
+    Console().print(comparison_table(report))
 
 
 def _write_tasks(folder: str, data: str | None) -> None:

@@ -9,6 +9,7 @@ from typer.core import TyperGroup
 
 from midus_hf.cli.command_line import command_line, run_command
 from midus_hf.cli.entry_points import COMMANDS
+from midus_hf.cli.options import flag
 
 
 class Commands(TyperGroup):
@@ -30,17 +31,10 @@ app = command_line(cls=Commands, add_completion=True)
 
 
 @app.callback()
-def midus(version: Annotated[bool, typer.Option("--version", help="Print the version.")] = False) -> None:
+def midus(version: Annotated[bool, flag("--version", "Print the version.")] = False) -> None:
     """Train, evaluate, compare and look into language models that upscale has given memory or depth."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command line.
-
-    Args:
-        arguments: Words after the program's name. Default: the words of `sys.argv`.
-
-    Returns:
-        The exit status.
-    """
+    """Run the command line, by default with the words of `sys.argv`, and return the exit status."""
     return run_command(app, arguments, name="midus")

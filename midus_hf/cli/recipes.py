@@ -20,12 +20,7 @@ _COMMAND_BY_KEY = {
 
 
 def read_recipe(options_class: type[Options], path: str | Path, overrides: Sequence[str]) -> Options:
-    """Return the options of a YAML file, some of which `key=value` overrides replace.
-
-    Args:
-        options_class: Dataclass of the options.
-        path: Path of the YAML file.
-        overrides: Words `key=value` that replace options of the file.
+    """Return the options of a YAML file as a dataclass; words `key=value` replace some of them.
 
     Raises:
         ValueError: As `read_config`. If the file is for another command, the message names that command.
@@ -42,13 +37,7 @@ def read_recipe(options_class: type[Options], path: str | Path, overrides: Seque
 
 
 def other_command(options_class: type, path: str | Path, keys: Iterable[str]) -> str | None:
-    """Return a message that names the command whose file has some keys; None if the file may be for this command.
-
-    Args:
-        options_class: Dataclass of this command's options.
-        path: Path of the file.
-        keys: Keys of the file.
-    """
+    """Return a message that names the command whose file has some keys; None if the file may be for this command."""
     fields: Any = dataclasses.fields(options_class)
     of_commands = [key for key in _COMMAND_BY_KEY if key in set(keys)]
     if not of_commands or any(field.name in of_commands for field in fields):

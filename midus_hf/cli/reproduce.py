@@ -6,11 +6,9 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-import typer
-
 from midus_hf.cli.command_line import command_line, run_command
-from midus_hf.cli.reading import Json, show_report
-from midus_hf.cli.runs import Devices, DryRun, Jobs, devices_of, fail_for
+from midus_hf.cli.compare import Devices, DryRun, Jobs, devices_of, fail_for
+from midus_hf.cli.options import Json, argument, option, show, show_tables
 
 if TYPE_CHECKING:
     from midus_hf.compare.reproduce.repository import Repository
@@ -20,33 +18,22 @@ app = command_line()
 
 @app.command()
 def midus_reproduce(
-    paper: Annotated[
-        str | None, typer.Argument(metavar="PAPER", help="Such as midus; without it, tables are listed.")
-    ] = None,
-    table: Annotated[str | None, typer.Argument(metavar="TABLE", help="Number of the table, such as 1.")] = None,
+    paper: Annotated[str | None, argument("Such as midus; without it, tables are listed.", "PAPER")] = None,
+    table: Annotated[str | None, argument("Number of the table, such as 1.", "TABLE")] = None,
     overrides: Annotated[
         list[str] | None,
-        typer.Argument(metavar="KEY=VALUE", help="Keys of the scale to change, such as limit=50.", show_default=False),
+        argument("Keys of the scale to change, such as limit=50.", "KEY=VALUE", show_default=False),
     ] = None,
     scale: Annotated[
-        str,
-        typer.Option(
-            help="paper: as printed, on GPUs. small: SmolLM2-135M on a CPU. tiny: a random model.", metavar="NAME"
-        ),
+        str, option("paper: as printed, on GPUs. small: SmolLM2-135M on a CPU. tiny: a random model.", "NAME")
     ] = "small",
     rows: Annotated[
-        str | None,
-        typer.Option(help="Only these rows, by name, separated by semicolons.  [default: all]", metavar="NAMES"),
+        str | None, option("Only these rows, by name, separated by semicolons.  [default: all]", "NAMES")
     ] = None,
     output: Annotated[
-        Path | None,
-        typer.Option(
-            help="Folder of results, where a later run goes on.  [default: outputs/reproduce/...]", metavar="DIR"
-        ),
+        Path | None, option("Folder of results, where a later run goes on.  [default: outputs/reproduce/...]", "DIR")
     ] = None,
-    root: Annotated[
-        Path | None, typer.Option(help="Clone of the repository.  [default: that of this package]", metavar="DIR")
-    ] = None,
+    root: Annotated[Path | None, option("Clone of the repository.  [default: that of this package]", "DIR")] = None,
     jobs: Jobs = 1,
     devices: Devices = None,
     dry_run: DryRun = False,
@@ -89,11 +76,8 @@ def midus_reproduce(
     from midus_hf.compare.running import Running
 
     if dry_run:
-        show_report(
-            {"needs": read.scale.needs, "rows": planned(comparison, variants)},
-            [plan_table(comparison, variants)],
-            json_,
-        )
+        report = {"needs": read.scale.needs, "rows": planned(comparison, variants)}
+        show(report, json_, lambda _: show_tables([plan_table(comparison, variants)]), indent=2)
         return
     with ShownProgress() as progress:
         running = Running(comparison, variants, progress, jobs, gpus)
@@ -102,14 +86,15 @@ def midus_reproduce(
     of_rows = {variant.name: [result for result in results if result.variant == variant.name] for variant in variants}
     files = write_table(folder, read, of_rows, running.failures)
     report = {**as_json(read, of_rows, running.failures), "files": list(map(str, files))}
-    show_report(report, [stage_table(read, stage, of_rows, running.failures) for stage in read.options.stages], json_)
+    tables = [stage_table(read, stage, of_rows, running.failures) for stage in read.options.stages]
+    show(report, json_, lambda _: show_tables(tables), indent=2)
     if not json_:
         print(f"\nreport: {files[-1]}")
     fail_for(running.failures)
 
 
 def _list(repository: "Repository", json_: bool) -> None:
-    from midus_hf.analysis.table_of_words import TableOfWords
+    from midus_hf.analysis.page import TableOfWords
     from midus_hf.compare.reproduce.table import read_options_of
 
     listed = [
@@ -118,7 +103,7 @@ def _list(repository: "Repository", json_: bool) -> None:
         for table in tables
     ]
     table_of_words = TableOfWords("Tables", ["paper", "table", "title"], [list(row.values()) for row in listed])
-    show_report({"tables": listed}, [table_of_words], json_)
+    show({"tables": listed}, json_, lambda _: show_tables([table_of_words]), indent=2)
 
 
 main = partial(run_command, app, name="midus reproduce", interruption="interrupted; the same command goes on")

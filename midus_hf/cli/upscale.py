@@ -1,9 +1,8 @@
 """The `upscale` command."""
 
 import dataclasses
-import json
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -11,7 +10,7 @@ import typer
 import yaml
 
 from midus_hf.cli.command_line import FAILED, INTERRUPTED, Ending, command_line, run_command
-from midus_hf.cli.reading import Json
+from midus_hf.cli.options import Json, argument, flag, option, sharing_options, show
 from midus_hf.cli.recipes import other_command
 from midus_hf.config.yaml_options import GivenTwice, read_yaml
 from upscalers.record.report import PushError
@@ -20,103 +19,85 @@ from upscalers.request.options import parse_options
 
 app = command_line(add_completion=True)
 
-ConfigFile = Annotated[
-    Path | None, typer.Option("--config", help="YAML file with these options; the command line wins.", metavar="FILE")
-]
-Output = Annotated[str, typer.Option(help="Folder to make.", metavar="DIR2")]
-Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace what upscale or strip wrote there.")]
+Output = Annotated[str, option("Folder to make.", "DIR2")]
+_OVERWRITE = flag("--overwrite", "Replace what upscale or strip wrote there.")
+Overwrite = Annotated[bool, _OVERWRITE]
 
 
-@dataclasses.dataclass
-class RunRequest:
-    """Keys of a YAML file, with the names and meanings of the arguments of `upscalers.upscale`. `placement` may be a list."""
+@dataclasses.dataclass(kw_only=True)
+class _Options:
+    """Options that a YAML file may hold as well. `placement` may be a list there."""
 
-    base: str | None = None
-    method: str | None = None
-    output: str | None = None
-    num_new_layers: int | None = None
-    placement: Any = None
+    base: Annotated[
+        str | None, option("Folder, .gguf file or hub id (owner/name, owner/name@revision).", "DIR_OR_HUB_ID")
+    ] = None
+    method: Annotated[str | None, option("See 'upscale methods'.", "NAME")] = None
+    output: Annotated[str | None, option("Folder to make; needed unless --dry-run.", "DIR")] = None
+    num_new_layers: Annotated[
+        int | None, option("New layers to insert.  [default: half the base's, or near it]", "K")
+    ] = None
+    placement: Annotated[
+        Any,
+        option(
+            "distributed, top-heavy, bottom-heavy, llama-pro, whole-periods (keeps a pattern of sliding and full "
+            "attention), or indices in the result.  [default: the method's]",
+            "POLICY|I,J,K",
+            parser=str,
+        ),
+    ] = None
+    seed: Annotated[int | None, option("Seed of everything random.  [default: 0]", "N")] = None
+    dtype: Annotated[str | None, option("auto, float32, bfloat16 or float16.  [default: auto]", "DTYPE")] = None
+    max_shard_size: Annotated[Any, option("Largest size of an output file.  [default: 5GB]", "SIZE", parser=str)] = (
+        None
+    )
+    dry_run: Annotated[bool | None, flag("--dry-run", "Say what would be done; config.json suffices.")] = None
+    verify: Annotated[
+        bool | None,
+        flag(
+            "--verify/--no-verify",
+            "Scan the base for NaN and compare both models' logits, layer by layer in little memory, or only check "
+            "each new block.  [default: verify, but check new blocks where memory does not suffice]",
+        ),
+    ] = None
+    allow_nan: Annotated[bool | None, flag("--allow-nan", "Let NaN and infinite values in the base pass.")] = None
+    overwrite: Annotated[bool | None, _OVERWRITE] = None
+    push_to_hub: Annotated[str | None, option("Upload the result.", "REPO")] = None
+    private: Annotated[bool | None, flag("--private", "Upload to a private repository.")] = None
+    revision: Annotated[
+        str | None, option("Branch, tag or commit of a base on the hub.  [default: its main branch]", "REV")
+    ] = None
+    stream: Annotated[
+        bool | None,
+        flag(
+            "--stream",
+            "Fetch a base on the hub file by file and keep none: needs the disk of one file and the output.",
+        ),
+    ] = None
+    adapter: Annotated[
+        str | None, option("Folder or hub id of a LoRA to merge into the base while it is read.", "DIR_OR_HUB_ID")
+    ] = None
+
+
+@dataclasses.dataclass(kw_only=True)
+class RunRequest(_Options):
+    """Keys of a YAML file, with the names and meanings of the arguments of `upscalers.upscale`."""
+
     options: dict | None = None
-    seed: int | None = None
-    dtype: str | None = None
-    max_shard_size: Any = None
-    dry_run: bool | None = None
-    verify: bool | None = None
-    allow_nan: bool | None = None
-    overwrite: bool | None = None
-    push_to_hub: str | None = None
-    private: bool | None = None
-    revision: str | None = None
-    stream: bool | None = None
-    adapter: str | None = None
 
 
 @app.callback(invoke_without_command=True)
+@sharing_options
 def run(
     context: typer.Context,
-    base: Annotated[
-        str | None,
-        typer.Option(help="Folder, .gguf file or hub id (owner/name, owner/name@revision).", metavar="DIR_OR_HUB_ID"),
+    request: _Options,
+    config: Annotated[
+        Path | None, option("YAML file with these options; the command line wins.", "FILE", "--config")
     ] = None,
-    method: Annotated[str | None, typer.Option(help="See 'upscale methods'.", metavar="NAME")] = None,
-    output: Annotated[str | None, typer.Option(help="Folder to make; needed unless --dry-run.", metavar="DIR")] = None,
-    num_new_layers: Annotated[
-        int | None, typer.Option(help="New layers to insert.  [default: half the base's, or near it]", metavar="K")
-    ] = None,
-    placement: Annotated[
-        str | None,
-        typer.Option(
-            help="distributed, top-heavy, bottom-heavy, llama-pro, whole-periods (keeps a pattern of sliding and full "
-            "attention), or indices in the result.  [default: the method's]",
-            metavar="POLICY|I,J,K",
-        ),
-    ] = None,
-    config: ConfigFile = None,
     set_: Annotated[
-        list[str] | None,
-        typer.Option("--set", help="An option of the method, such as n=32; repeat for more.", metavar="KEY=VALUE"),
+        list[str] | None, option("An option of the method, such as n=32; repeat for more.", "KEY=VALUE", "--set")
     ] = None,
-    seed: Annotated[int | None, typer.Option(help="Seed of everything random.  [default: 0]", metavar="N")] = None,
-    dtype: Annotated[
-        str | None, typer.Option(help="auto, float32, bfloat16 or float16.  [default: auto]", metavar="DTYPE")
-    ] = None,
-    max_shard_size: Annotated[
-        str | None, typer.Option(help="Largest size of an output file.  [default: 5GB]", metavar="SIZE")
-    ] = None,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what would be done; config.json suffices.")] = False,
     json_: Json = False,
-    verify: Annotated[
-        bool | None,
-        typer.Option(
-            "--verify/--no-verify",
-            help="Scan the base for NaN and compare both models' logits, layer by layer in little memory, or only check "
-            "each new block.  [default: verify, but check new blocks where memory does not suffice]",
-        ),
-    ] = None,
-    allow_nan: Annotated[
-        bool, typer.Option("--allow-nan", help="Let NaN and infinite values in the base pass.")
-    ] = False,
-    overwrite: Overwrite = False,
-    push_to_hub: Annotated[str | None, typer.Option(help="Upload the result.", metavar="REPO")] = None,
-    private: Annotated[bool, typer.Option("--private", help="Upload to a private repository.")] = False,
-    revision: Annotated[
-        str | None,
-        typer.Option(help="Branch, tag or commit of a base on the hub.  [default: its main branch]", metavar="REV"),
-    ] = None,
-    stream: Annotated[
-        bool,
-        typer.Option(
-            "--stream",
-            help="Fetch a base on the hub file by file and keep none: needs the disk of one file and the output.",
-        ),
-    ] = False,
-    adapter: Annotated[
-        str | None,
-        typer.Option(
-            help="Folder or hub id of a LoRA to merge into the base while it is read.", metavar="DIR_OR_HUB_ID"
-        ),
-    ] = None,
-    version: Annotated[bool, typer.Option("--version", help="Print the version.")] = False,
+    version: Annotated[bool, flag("--version", "Print the version.")] = False,
 ) -> None:
     """Upscale a pretrained checkpoint: add memory or depth. Most methods do not change what it computes."""
     if context.invoked_subcommand is not None:
@@ -124,31 +105,13 @@ def run(
     if not any(context.params.values()):
         print(context.get_help())
         return
-    options = {
-        "base": base,
-        "method": method,
-        "output": output,
-        "num_new_layers": num_new_layers,
-        "placement": placement,
-        "seed": seed,
-        "dtype": dtype,
-        "max_shard_size": max_shard_size,
-        "dry_run": dry_run or None,
-        "verify": verify,
-        "allow_nan": allow_nan or None,
-        "overwrite": overwrite or None,
-        "push_to_hub": push_to_hub,
-        "private": private or None,
-        "revision": revision,
-        "stream": stream or None,
-        "adapter": adapter,
-    }
-    request = {**_read_config_file(config), **{key: value for key, value in options.items() if value is not None}}
-    request["options"] = {**(request.get("options") or {}), **_parse_settings(set_ or [])}
-    if isinstance(request.get("placement"), int):
-        request["placement"] = [request["placement"]]
+    passed = {key: value for key, value in vars(request).items() if value is not None}
+    arguments = {**_read_config_file(config), **passed}
+    arguments["options"] = {**(arguments.get("options") or {}), **_parse_settings(set_ or [])}
+    if isinstance(arguments.get("placement"), int):
+        arguments["placement"] = [arguments["placement"]]
     for needed in ("base", "method"):
-        if not request.get(needed):
+        if not arguments.get(needed):
             raise RequestError(f"--{needed} is missing. See 'upscale --help'; 'upscale methods' lists the methods.")
 
     from upscalers.console import Console, print_report
@@ -156,20 +119,17 @@ def run(
 
     ending: Ending | None = None
     try:
-        report = upscale(**request, progress=Console())
+        report = upscale(**arguments, progress=Console())
     except PushError as error:
         report, ending = error.report, Ending(INTERRUPTED if error.interrupted else FAILED, str(error))
-    if json_:
-        print(json.dumps(report.to_dict()))
-    else:
-        print_report(report, dry_run=bool(request.get("dry_run")))
+    show(report.to_dict(), json_, lambda _: print_report(report, dry_run=bool(arguments.get("dry_run"))))
     if ending is not None:
         raise ending
 
 
 @app.command()
 def methods(
-    name: Annotated[str | None, typer.Argument(help="Only this one.  [default: all]", metavar="NAME")] = None,
+    name: Annotated[str | None, argument("Only this one.  [default: all]", "NAME")] = None,
     json_: Json = False,
 ) -> None:
     """List every method, its options, defaults and paper."""
@@ -193,12 +153,12 @@ def methods(
         }
         for method in ([get_method(name)] if name else [METHODS[known] for known in sorted(METHODS)])
     ]
-    _tell(described, json_, print_methods)
+    show(described, json_, print_methods)
 
 
 @app.command()
 def inspect(
-    model: Annotated[str, typer.Argument(help="A checkpoint that was upscaled or stripped.", metavar="DIR")],
+    model: Annotated[str, argument("A checkpoint that was upscaled or stripped.", "DIR")],
     json_: Json = False,
 ) -> None:
     """Show what was done to a checkpoint."""
@@ -206,12 +166,12 @@ def inspect(
     from upscalers.runs.inspection import inspect_checkpoint
 
     inspection = inspect_checkpoint(model)
-    _tell(inspection, json_, print_inspection)
+    show(inspection, json_, print_inspection)
 
 
 @app.command()
 def strip(
-    model: Annotated[str, typer.Argument(help="An upscaled checkpoint.", metavar="DIR")],
+    model: Annotated[str, argument("An upscaled checkpoint.", "DIR")],
     output: Output,
     overwrite: Overwrite = False,
     json_: Json = False,
@@ -221,14 +181,14 @@ def strip(
     from upscalers.runs.strip import strip as strip_checkpoint
 
     result = strip_checkpoint(model, output, overwrite, progress=Console())
-    _tell(result, json_, print_stripped)
+    show(result, json_, print_stripped)
 
 
 @app.command()
 def extract(
     model: Annotated[
         str,
-        typer.Argument(help="A checkpoint that holds a language model, such as one that reads images.", metavar="DIR"),
+        argument("A checkpoint that holds a language model, such as one that reads images.", "DIR"),
     ],
     output: Output,
     overwrite: Overwrite = False,
@@ -239,13 +199,13 @@ def extract(
     from upscalers.runs.extract import extract as extract_checkpoint
 
     result = extract_checkpoint(model, output, overwrite, progress=Console())
-    _tell(result, json_, print_extracted)
+    show(result, json_, print_extracted)
 
 
 @app.command()
 def adapter(
-    adapter: Annotated[str, typer.Argument(help="A PEFT adapter that was made for the base.", metavar="ADAPTER")],
-    onto: Annotated[str, typer.Option(help="The model that was upscaled from the base.", metavar="DIR")],
+    adapter: Annotated[str, argument("A PEFT adapter that was made for the base.", "ADAPTER")],
+    onto: Annotated[str, option("The model that was upscaled from the base.", "DIR")],
     output: Output,
     json_: Json = False,
 ) -> None:
@@ -254,14 +214,14 @@ def adapter(
     from upscalers.runs.adapter import write_adapter
 
     result = write_adapter(adapter, onto, output)
-    _tell(result, json_, print_adapter)
+    show(result, json_, print_adapter)
 
 
 @app.command()
 def shuffle(
-    model: Annotated[str, typer.Argument(help="An upscaled checkpoint with memory, trained or not.", metavar="DIR")],
+    model: Annotated[str, argument("An upscaled checkpoint with memory, trained or not.", "DIR")],
     output: Output,
-    seed: Annotated[int, typer.Option(help="Seed of the new orders.", metavar="N")] = 0,
+    seed: Annotated[int, option("Seed of the new orders.", "N")] = 0,
     overwrite: Overwrite = False,
     json_: Json = False,
 ) -> None:
@@ -270,15 +230,7 @@ def shuffle(
     from upscalers.controls.shuffling import shuffle as shuffle_checkpoint
 
     result = shuffle_checkpoint(model, output, seed, overwrite, progress=Console())
-    _tell(result, json_, print_shuffled)
-
-
-def _tell(result: Any, as_json: bool, show: Callable[[Any], None]) -> None:
-    """Print a result, as one object of JSON or as a person reads it."""
-    if as_json:
-        print(json.dumps(result))
-    else:
-        show(result)
+    show(result, json_, print_shuffled)
 
 
 def _parse_settings(settings: list[str]) -> dict[str, Any]:
@@ -323,14 +275,7 @@ def _read_config_file(path: Path | None) -> dict[str, Any]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command line.
-
-    Args:
-        arguments: Words after the program's name. Default: the words of `sys.argv`.
-
-    Returns:
-        The exit status.
-    """
+    """Run the command line, by default with the words of `sys.argv`, and return the exit status."""
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # upscale checks the base itself
     return run_command(
         app,

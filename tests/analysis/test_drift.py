@@ -9,11 +9,9 @@ from tiny import prompt, save_tiny_model, tiny_model
 from torch.nn import functional as F
 from training.tiny_run import tiny_tokenizer
 
-from midus_hf.analysis.inside.drift import base_within, drift, other_base
-from midus_hf.analysis.inside.drift_report import as_json, drift_table, moved_table, passages
-from midus_hf.analysis.inside.loss_effects import Effect
+from midus_hf.analysis.inside.drift import as_json, base_within, drift, drift_table, moved_table, other_base, passages
 from midus_hf.analysis.page import Section, write_page
-from midus_hf.analysis.text_rows import TextRows, read_rows
+from midus_hf.analysis.text_rows import Effect, TextRows, read_rows
 from upscalers.request.errors import RequestError
 from upscalers.runs.base_confirmation import keeps_base
 from upscalers.runs.upscale import upscale
@@ -22,8 +20,8 @@ TEXT = TextRows("text", [prompt(20, 1)[0], prompt(14, 1, seed=2)[0], prompt(9, 1
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_right_after_upscaling_nothing_has_moved_at_all(family, method, tmp_path):
-    base, folder = saved_pair(family, method, tmp_path)
+def test_right_after_upscaling_nothing_has_moved_at_all(family, method):
+    base, folder = saved_pair(family, method)
     model = loaded(folder)
     for logits_of_base in (base_within(model), other_base(model, loaded(base))):
         (found,) = drift(model, logits_of_base, [TEXT], batch_size=2)
@@ -32,8 +30,8 @@ def test_right_after_upscaling_nothing_has_moved_at_all(family, method, tmp_path
     assert keeps_base(folder)
 
 
-def test_divergence_is_that_of_the_definition(family, tmp_path):
-    base, folder = saved_pair(family, "midus-hml", tmp_path)
+def test_divergence_is_that_of_the_definition(family):
+    base, folder = saved_pair(family, "midus-hml")
     model, of_base = acting(loaded(folder)), loaded(base)
     told = []
     (found,) = drift(model, base_within(model), [TEXT], most_shown=2, batch_size=2, progress=told.append)
@@ -59,8 +57,8 @@ def test_divergence_is_that_of_the_definition(family, tmp_path):
         torch.testing.assert_close(row.loss_change.mean().item(), row.loss_change.double().mean().item())
 
 
-def test_long_rows_are_compared_in_parts(monkeypatch, tmp_path):
-    model = acting(loaded(saved_pair("llama", "midus-hml", tmp_path)[1]))
+def test_long_rows_are_compared_in_parts(monkeypatch):
+    model = acting(loaded(saved_pair("llama", "midus-hml")[1]))
     (whole,) = drift(model, base_within(model), [TEXT])
     monkeypatch.setattr("midus_hf.analysis.inside.drift._POSITIONS", 7)
     (parts,) = drift(model, base_within(model), [TEXT])
@@ -87,8 +85,8 @@ def test_broken_weights_are_an_error():
         drift(broken, other_base(broken, model), [TEXT])
 
 
-def test_a_model_without_some_layers_of_its_base_does_not_hold_it(tmp_path):
-    model = loaded(saved_pair("llama", "midus-hml", tmp_path)[1])
+def test_a_model_without_some_layers_of_its_base_does_not_hold_it():
+    model = loaded(saved_pair("llama", "midus-hml")[1])
     model.config.upscale["plan"].pop(0)
     with pytest.raises(
         ValueError, match="base is 'self', but the model does not have all layers of its base; expected"
@@ -97,7 +95,7 @@ def test_a_model_without_some_layers_of_its_base_does_not_hold_it(tmp_path):
 
 
 def test_a_checkpoint_keeps_its_base_until_that_trains(tmp_path):
-    _, folder = saved_pair("llama", "moc", tmp_path)
+    _, folder = saved_pair("llama", "moc")
     model = acting(loaded(folder))
     model.save_pretrained(tmp_path / "memory-trained")
     assert keeps_base(tmp_path / "memory-trained") is True
@@ -119,7 +117,7 @@ def test_a_checkpoint_that_dropped_layers_of_its_base_does_not_keep_it(tmp_path)
 
 
 def test_reports_have_the_rows_that_moved_farthest(tmp_path):
-    model = acting(loaded(saved_pair("llama", "midus-hml", tmp_path)[1]))
+    model = acting(loaded(saved_pair("llama", "midus-hml")[1]))
     tokenizer = tiny_tokenizer()
     found = drift(model, base_within(model), [TEXT], most_shown=2)
     table = drift_table(found)
@@ -144,6 +142,6 @@ def test_reports_have_the_rows_that_moved_farthest(tmp_path):
     assert page.count("title=") == sum(len(row.divergence) for row in found[0].worst)
 
 
-def test_of_what_has_not_moved_no_rows_are_told(tmp_path):
-    model = loaded(saved_pair("llama", "midus-hml", tmp_path)[1])
+def test_of_what_has_not_moved_no_rows_are_told():
+    model = loaded(saved_pair("llama", "midus-hml")[1])
     assert moved_table(drift(model, base_within(model), [TEXT]), tiny_tokenizer()).rows == []

@@ -8,8 +8,7 @@ import torch
 from tiny import FAMILIES, save_tiny_model, tiny_model
 from transformers import AutoModelForCausalLM
 
-from midus_hf.analysis.inside.head_importance import Answer, head_importance
-from midus_hf.analysis.inside.head_report import as_json, draw_heads, layers_table
+from midus_hf.analysis.inside.head_importance import Answer, as_json, draw_heads, head_importance, layers_table
 from midus_hf.analysis.pictures import as_png
 from upscalers.runs.upscale import upscale
 

@@ -14,11 +14,9 @@ from training.tiny_run import save_native
 
 from midus_hf.analysis.inside.added_parts import Part, added_parts, switched_off
 from midus_hf.analysis.inside.drift import base_within, drift
-from midus_hf.analysis.inside.layer_effects import layer_effects
-from midus_hf.analysis.inside.layer_report import as_csv, as_json, draw_layers, layers_table
-from midus_hf.analysis.inside.loss_effects import effect_between
+from midus_hf.analysis.inside.layer_effects import as_csv, as_json, draw_layers, layer_effects, layers_table
 from midus_hf.analysis.pictures import as_png
-from midus_hf.analysis.text_rows import TextRows, read_rows
+from midus_hf.analysis.text_rows import TextRows, effect_between, read_rows
 from upscalers.runs.upscale import upscale
 
 TEXT = TextRows("text", [prompt(20, 1)[0], prompt(14, 1, seed=2)[0], prompt(9, 1, seed=3)[0]], [0, 1, 2])
@@ -38,8 +36,8 @@ def state_of(model) -> list:
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_without_all_parts_a_model_is_its_base_and_then_itself_again(family, method, tmp_path):
-    base, folder = saved_pair(family, method, tmp_path)
+def test_without_all_parts_a_model_is_its_base_and_then_itself_again(family, method):
+    base, folder = saved_pair(family, method)
     model = acting(loaded(folder))
     usual, state = logits(model), state_of(model)
     added = added_parts(model)
@@ -62,8 +60,8 @@ def test_a_layer_of_the_familys_own_kind_is_left_out_of_every_family(native_fami
         assert torch.equal(logits(model), logits(loaded(base)))
 
 
-def test_parts_are_named_by_what_they_are(tmp_path):
-    added = {method: added_parts(loaded(saved_pair("llama", method, tmp_path / method)[1])) for method in METHODS}
+def test_parts_are_named_by_what_they_are():
+    added = {method: added_parts(loaded(saved_pair("llama", method)[1])) for method in METHODS}
     assert {method: list(map(str, found.parts)) for method, found in added.items()} == {
         "midus-hml": ["block 1", "block 4"],
         "midus-pkm": ["block 1", "block 4"],
@@ -78,15 +76,15 @@ def test_parts_are_named_by_what_they_are(tmp_path):
     assert list(map(str, added["llama-pro"].base)) == [f"layer {layer} of the base" for layer in (0, 1, 3, 4)]
 
 
-def test_slots_are_written_while_the_depth_is_not_read(tmp_path):
-    base, folder = saved_pair("llama", "moda", tmp_path, attention_slots="projected", slots=3)
+def test_slots_are_written_while_the_depth_is_not_read():
+    base, folder = saved_pair("llama", "moda", attention_slots="projected", slots=3)
     model = acting(loaded(folder))
     with switched_off(model, added_parts(model).parts):
         assert torch.equal(logits(model), logits(loaded(base)))
 
 
 def test_of_a_model_that_was_upscaled_twice_the_last_time_counts(tmp_path):
-    _, first = saved_pair("llama", "midus-hml", tmp_path)
+    _, first = saved_pair("llama", "midus-hml")
     acting(loaded(first)).save_pretrained(tmp_path / "trained")
     options = {**METHODS["moc"], "layers": [0, 5]}
     upscale(base=tmp_path / "trained", method="moc", output=tmp_path / "second", options=options, verify=False)
@@ -111,8 +109,8 @@ def test_a_plan_that_drops_layers_of_the_base_leaves_no_base(tmp_path):
     assert layers_table(layer_effects(model, [TEXT])).rows[-1][0] == "loss of what is left"
 
 
-def test_losses_are_those_of_the_model_without_each_part(tmp_path):
-    base, folder = saved_pair("llama", "moc", tmp_path)
+def test_losses_are_those_of_the_model_without_each_part():
+    base, folder = saved_pair("llama", "moc")
     model = acting(loaded(folder))
     told = []
     found = layer_effects(model, [TEXT], with_base=True, batch_size=2, progress=lambda *counts: told.append(counts))
@@ -131,8 +129,8 @@ def test_losses_are_those_of_the_model_without_each_part(tmp_path):
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_layers_in_front_of_a_part_compute_once_and_losses_are_the_same_bits(family, method, tmp_path):
-    model = acting(loaded(saved_pair(family, method, tmp_path)[1]))
+def test_layers_in_front_of_a_part_compute_once_and_losses_are_the_same_bits(family, method):
+    model = acting(loaded(saved_pair(family, method)[1]))
     computed = [0] * len(model.model.layers)
     for layer, block in enumerate(model.model.layers):
         forward = block.forward
@@ -188,8 +186,8 @@ def test_a_layer_of_the_base_is_left_out_by_itself():
 
 
 @pytest.mark.parametrize("what", ["compiled", "peft"])
-def test_wrapped_models_do_without_their_parts_too(what, tmp_path):
-    base, folder = saved_pair("llama", "moc", tmp_path)
+def test_wrapped_models_do_without_their_parts_too(what):
+    base, folder = saved_pair("llama", "moc")
     model = acting(loaded(folder))
     if what == "compiled":
         called = torch.compile(model, backend="eager")
@@ -208,17 +206,17 @@ def test_a_model_that_nothing_was_added_to_is_refused():
         added_parts(tiny_model("llama"))
 
 
-def test_a_model_is_restored_when_the_work_fails(tmp_path):
-    model = acting(loaded(saved_pair("llama", "moc", tmp_path)[1]))
+def test_a_model_is_restored_when_the_work_fails():
+    model = acting(loaded(saved_pair("llama", "moc")[1]))
     usual, state = logits(model), state_of(model)
     with pytest.raises(RuntimeError, match="stopped"), switched_off(model, added_parts(model).parts):
         raise RuntimeError("stopped")
     assert torch.equal(logits(model), usual) and state_of(model) == state
 
 
-def test_a_report_has_every_number(tmp_path):
+def test_a_report_has_every_number():
     pytest.importorskip("matplotlib")
-    model = acting(loaded(saved_pair("llama", "midus-hml", tmp_path)[1]))
+    model = acting(loaded(saved_pair("llama", "midus-hml")[1]))
     found = layer_effects(model, [TEXT], with_base=True)
     told = json.loads(json.dumps(as_json(found)))
     assert told["without_all_is_the_base"] and told["texts"] == {

@@ -6,10 +6,8 @@ import subprocess
 
 import pytest
 
-from midus_hf.analysis.answer import Answer
-from midus_hf.analysis.page import ColouredToken
+from midus_hf.analysis.page import Answer, ColouredToken, TableOfWords
 from midus_hf.analysis.pictures import new_figure
-from midus_hf.analysis.table_of_words import TableOfWords
 
 BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 FLAGS = (

@@ -85,8 +85,8 @@ def test_nearest_tokens_are_the_heads_best(family, entry):
         assert [token.logit for token in near.tokens] == pytest.approx(best, rel=1e-4, abs=1e-5)
 
 
-def test_the_norm_behind_the_feed_forward_network_is_on_the_way(family, tmp_path):
-    model = acting(loaded(saved_pair(family, "ultramem-v2", tmp_path)[1]))
+def test_the_norm_behind_the_feed_forward_network_is_on_the_way(family):
+    model = acting(loaded(saved_pair(family, "ultramem-v2")[1]))
     (near, *_) = slot_tokens(model, tiny_tokenizer(), 1, slots=[3], top=4)
     block = model.model.layers[1]
     memory = block.memories["ultramem"]
@@ -135,8 +135,8 @@ def test_a_slot_that_adds_nothing_is_near_to_nothing():
     assert table.rows[1] == ["1", "0", "", "0", "adds nothing"] and "in layer 1 " in table.title
 
 
-def test_the_memory_of_a_wrapped_model_is_probed(tmp_path):
-    folder = saved_pair("llama", "ultramem-v2", tmp_path)[1]
+def test_the_memory_of_a_wrapped_model_is_probed():
+    folder = saved_pair("llama", "ultramem-v2")[1]
     usual = slot_tokens(acting(loaded(folder)), tiny_tokenizer(), 1, slots=[0, 2])
     lora = LoraConfig(r=2, target_modules=["q_proj"], modules_to_save=["memories.ultramem"])
     wrapped = get_peft_model(acting(loaded(folder)), lora)

@@ -11,6 +11,7 @@ from pairs import by_default
 from tiny import FAMILIES, prompt
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
+from midus_hf.analysis.slots.report import usage_curves
 from midus_hf.analysis.slots.usage import (
     MemoryUsage,
     Usage,
@@ -204,6 +205,11 @@ def test_even_usage_is_one_and_a_single_slot_is_one_of_all():
     assert memories[first] == MemoryUsage(used=1.0, perplexity=pytest.approx(1.0), largest=pytest.approx(0.1))
     assert memories[second] == MemoryUsage(used=pytest.approx(0.1), perplexity=pytest.approx(0.1), largest=1.0)
     assert memories[third] == MemoryUsage(0.0, 0.0, 0.0)
+
+
+def test_curves_are_sorted_multiples_of_the_mean():
+    counts = torch.tensor([[0, 8, 4, 0], [2, 2, 0, 0]])
+    assert usage_curves({5: counts})[5].tolist() == [(8 / 3 + 2) / 2, (4 / 3 + 2) / 2, 0, 0]
 
 
 def test_heads_are_averaged_and_the_largest_share_is_of_any_head():

@@ -1,5 +1,7 @@
 """Tiny checkpoints of the methods that add something, whose new parts act."""
 
+import functools
+import tempfile
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -27,18 +29,18 @@ METHODS: dict[str, dict[str, Any]] = {
 }
 
 
-def saved_pair(family: str, method: str, folder: Path, **options: Any) -> tuple[Path, Path]:
-    """A tiny base in `folder / "base"`, and what a method makes of it in `folder / "model"`, which computes the same.
+_folders = tempfile.TemporaryDirectory(prefix="upscaled-")
 
-    Args:
-        family: Of the table.
-        method: Of `METHODS`.
-        folder: Where to.
-        options: Of the method that differ.
+
+@functools.cache
+def saved_pair(family: str, method: str, **options: Any) -> tuple[Path, Path]:
+    """Return the folders of a tiny base and of what a method of `METHODS` makes of it, which computes the same.
+
+    `options` of the method differ from those of `METHODS`. The folders are shared by tests, which leave them as they are.
     """
+    folder = Path(tempfile.mkdtemp(dir=_folders.name))
     base = save_tiny_model(family, folder / "base")
-    given = {**METHODS[method], **options}
-    upscale(base=base, method=method, output=folder / "model", options=given, verify=False)
+    upscale(base=base, method=method, output=folder / "model", options={**METHODS[method], **options}, verify=False)
     return base, folder / "model"
 
 

@@ -1,12 +1,19 @@
-"""Every command ends by one table of exit statuses, and says in one line what is wrong with a request."""
+"""Every command shows its help at once, ends by one table of exit statuses, and says in one line what is wrong with a request."""
 
+import importlib
 import os
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator
+from types import SimpleNamespace
 
 import pytest
-from commands.installed import COMMANDS, REPOSITORY, run_alone, run_in_process
+import typer
+from commands.installed import COMMANDS, ENTRY_POINTS, REPOSITORY, run_alone, run_in_process
+
+from midus_hf.cli import command_line, entry_points
+from midus_hf.version import __version__
 
 MISSING_FILE = {
     "upscale": ["--config", "absent"],
@@ -37,21 +44,143 @@ WORK = {
 }
 STATUS_OF_WORK = {RuntimeError: 1, OSError: 1, EOFError: 1, KeyboardInterrupt: 130}
 WITH_TRACEBACK = ("midus train", "midus sft")
+# A request of each command that takes a device, which lacks nothing but the device and the model.
+TEXT, MODEL = ["model", "--text", "text.txt"], "model"
+WITH_A_DEVICE = {
+    "midus eval": TEXT,
+    "midus look usage": TEXT,
+    "midus look depth": TEXT,
+    "midus look ablation": TEXT,
+    "midus look drift": [*TEXT, "--base", MODEL],
+    "midus look values": [MODEL, "--layers", "1", "--slots", "1"],
+    "midus look heads": [MODEL, "--tasks", "piqa"],
+    "midus look page": [*TEXT, "--base", MODEL, "--output", "page.html"],
+    "midus cluster build": [
+        "--corpus",
+        "text.txt",
+        "--embedding-model",
+        MODEL,
+        "--tokenizer",
+        MODEL,
+        "--output",
+        "tree",
+    ],
+    "midus cluster assign": ["--tree", "tree", "--corpus", "text.txt", "--output", "paths.jsonl"],
+}
+SUBCOMMANDS = (
+    *(f"upscale {name}" for name in ("methods", "inspect", "strip", "adapter", "shuffle")),
+    *(f"midus bank {name}" for name in ("list", "merge", "audit")),
+    *(f"midus cluster {name}" for name in ("build", "assign", "report")),
+)
 
 
-@pytest.fixture(autouse=True)
+@pytest.fixture
 def room(tmp_path, monkeypatch):
     """A working directory with the files that requests name."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "text.txt").write_text("A text.")
-    (tmp_path / "model").mkdir()
-    (tmp_path / "model" / "config.json").write_text("{}")
+    for name, file in (("model", "config.json"), ("adapter", "adapter_config.json")):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / file).write_text("{}")
     (tmp_path / "run.yaml").write_text("model_name_or_path: model\ncorpus: text.txt\noutput_dir: out\n")
     (tmp_path / "compare.yaml").write_text(
         "base: model\noutput_dir: out\nvariants: {full: {}}\ntrain: {corpus: text.txt, max_steps: 1}\ndomain: {text: text.txt}\n"
     )
     (tmp_path / "chats.jsonl").touch()
     (tmp_path / "sft.yaml").write_text("model_name_or_path: model\ndataset_name: chats.jsonl\noutput_dir: out\n")
+    return tmp_path
+
+
+# Help
+
+
+def test_help_and_completion_import_nothing_heavy():
+    """Ask for the help of each command, all in one process."""
+    commands = [command.split()[1] for command in COMMANDS[1:]]
+    code = f"""
+for arguments in [["upscale"], *(["midus", name] for name in {commands!r})]:
+    sys.argv = [*arguments, "--help"]
+    assert getattr(entry_points, arguments[0])() in (0, None)
+    assert not {{"torch", "transformers", "midus_hf.models"}} & set(sys.modules), arguments
+"""
+    done = run_alone("midus", ["--help"], afterwards=f"from midus_hf.cli import entry_points{code}")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert all(f"Usage: {command} " in done.stdout for command in COMMANDS)
+
+
+def test_the_package_is_the_command_for_launchers():
+    words = [sys.executable, "-m", "midus_hf", "train", "--no-such-option"]
+    done = subprocess.run(words, capture_output=True, text=True)
+    assert done.returncode == 2
+    assert done.stderr == "midus train: No such option: --no-such-option See 'midus train --help'.\n"
+
+
+@pytest.mark.parametrize("command", [*COMMANDS, *SUBCOMMANDS, "midus"])
+def test_each_help_fits_one_screen(command, monkeypatch, capsys):
+    """Hold each help to 50 lines of 80 columns."""
+    monkeypatch.setenv("COLUMNS", "80")
+    for option in ("-h", "--help"):
+        assert run_in_process(command, [option], monkeypatch) == 0
+        lines = capsys.readouterr().out.splitlines()
+        assert lines[0].startswith(f"Usage: {command} ") and len(lines) <= 50 and max(map(len, lines)) <= 80
+
+
+@pytest.mark.parametrize("command", ["upscale", "midus", "midus train", "midus look", "midus edit"])
+def test_without_words_a_command_that_needs_some_shows_its_help(command, monkeypatch, capsys):
+    assert run_in_process(command, [], monkeypatch) == 0
+    out, err = capsys.readouterr()
+    assert out.startswith(f"Usage: {command} ") and err == ""
+
+
+@pytest.mark.parametrize("command", ["upscale", "upscale strip", "midus", "midus train", "midus look usage"])
+def test_every_command_tells_the_version(command, monkeypatch, capsys):
+    assert run_in_process(command, ["--version"], monkeypatch) == 0
+    assert capsys.readouterr().out == f"{__version__}\n"
+
+
+@pytest.mark.parametrize(
+    ("words", "line"),
+    [
+        ("midus trian", "midus: No such command 'trian'. Did you mean 'train'? See 'midus --help'."),
+        (
+            "midus look usge model",
+            "midus look: Invalid value for 'QUESTION': No such question 'usge'. Did you mean 'usage'? See 'midus look --help'.",
+        ),
+        (
+            "midus flops model --bach 2",
+            "midus flops: No such option: --bach (Possible options: --batch) See 'midus flops --help'.",
+        ),
+        ("upscale strp", "upscale: No such command 'strp'. Did you mean 'strip'? See 'upscale --help'."),
+    ],
+)
+def test_a_typo_is_answered_with_what_is_nearest(words, line, monkeypatch, capsys):
+    program, *rest = words.split()
+    assert run_in_process(program, rest, monkeypatch) == 2
+    assert capsys.readouterr().err == f"{line}\n"
+
+
+@pytest.mark.parametrize(
+    ("words", "completed"),
+    [
+        ("midus ", "train"),
+        ("midus lo", "look"),
+        ("midus look us", "usage"),
+        ("midus flops --ba", "--batch"),
+        ("upscale ", "strip"),
+        ("upscale --me", "--method"),
+        ("upscale strip --ou", "--output"),
+    ],
+)
+def test_shells_complete_commands_and_options(words, completed, monkeypatch, capsys):
+    program = words.split()[0]
+    monkeypatch.setenv(f"_{program.upper()}_COMPLETE", "complete_bash")
+    monkeypatch.setenv("COMP_WORDS", words)
+    monkeypatch.setenv("COMP_CWORD", str(words.count(" ")))
+    run_in_process(program, [], monkeypatch)
+    assert completed in capsys.readouterr().out.splitlines()  # the help would name the word within a line
+
+
+# Requests
 
 
 def test_the_tables_have_every_command():
@@ -59,32 +188,72 @@ def test_the_tables_have_every_command():
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-def test_a_wrong_option_is_2_and_one_line(command, monkeypatch):
-    monkeypatch.setenv("PYTHONPATH", str(REPOSITORY))
-    done = run_alone(command, ["--no-such-option"])
-    assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1)
-    assert "No such option: --no-such-option" in done.stderr
+def test_a_wrong_option_a_missing_file_and_an_empty_word_are_2_and_one_line(command, room, monkeypatch, capsys):
+    requests = [
+        (["--no-such-option"], "No such option: --no-such-option"),
+        (MISSING_FILE[command], "absent"),
+        (["--text", ""], ": --text is ''; expected a value. Fill it in"),
+        (["--text="], ": --text is ''; expected a value. Fill it in"),
+        ([""], ": an argument is ''; expected a value. Fill it in"),
+        (["list", ""], ": an argument is ''; expected a value. Fill it in"),
+    ]
+    for words, message in requests:
+        assert run_in_process(command, words, monkeypatch) == 2
+        out, err = capsys.readouterr()
+        assert (out, err.count("\n")) == ("", 1) and err.startswith(command) and message in err
 
 
-@pytest.mark.parametrize("command", ["train", "sft"])
-def test_the_package_exits_as_its_command(command):
-    words = [sys.executable, "-m", "midus_hf", command, "--no-such-option"]
-    done = subprocess.run(words, capture_output=True, text=True)
-    assert done.returncode == 2
-    assert done.stderr == f"midus {command}: No such option: --no-such-option See 'midus {command} --help'.\n"
+def commands_with_a_device() -> Iterator[str]:
+    for name, module in entry_points.COMMANDS.items():
+        whole = typer.main.get_command(importlib.import_module(f"midus_hf.cli.{module}").app)
+        subjects = getattr(whole, "subjects", {})
+        for subject, each in subjects.items():
+            if "device" in each.takes:
+                yield f"midus {name} {subject}"
+        for subcommand, part in {"": whole, **getattr(whole, "commands", {})}.items():
+            if not subjects and any(option.name == "device" for option in part.params):
+                yield f"midus {name} {subcommand}".strip()
 
 
-@pytest.mark.parametrize("command", COMMANDS)
-def test_a_missing_file_is_2_and_one_line(command, monkeypatch, capsys):
-    assert run_in_process(command, MISSING_FILE[command], monkeypatch) == 2
+def test_the_table_has_every_command_that_takes_a_device():
+    assert set(commands_with_a_device()) == set(WITH_A_DEVICE)
+
+
+@pytest.mark.parametrize("command", WITH_A_DEVICE)
+def test_a_device_that_is_not_there_is_2_and_one_line_before_a_model_is_loaded(command, room, monkeypatch, capsys):
+    monkeypatch.setattr("midus_hf.evaluation.harness.Tasks", lambda *names, **options: None)
+    before = {path.name for path in room.iterdir()}
+    assert run_in_process(command, [*WITH_A_DEVICE[command], "--device", "cuda:99"], monkeypatch) == 2
     out, err = capsys.readouterr()
     assert (out, err.count("\n")) == ("", 1)
-    assert "absent" in err
+    assert "device is 'cuda:99', which cannot be used here (" in err
+    assert {path.name for path in room.iterdir()} == before
+
+
+def test_an_adapter_given_as_a_model_is_refused_before_torch_is_imported(room):
+    for name in ("run.yaml", "sft.yaml"):
+        (room / name).write_text((room / name).read_text().replace(": model", ": adapter"))
+    requests = [
+        *(["train", "run.yaml"], ["sft", "sft.yaml"], ["eval", "adapter", "--text", "a=b"]),
+        *(["look", "heads", "adapter", "--tasks", "piqa"], ["look", "usage", "adapter", "--text", "a=b"]),
+    ]
+    code = f"""
+for arguments in {requests!r}:
+    sys.argv = ["midus", *arguments]
+    assert entry_points.midus() == 2 and "torch" not in sys.modules, arguments
+"""
+    done = run_alone("midus", ["--help"], afterwards=f"from midus_hf.cli import entry_points{code}", folder=room)
+    lines = done.stderr.splitlines()
+    assert done.returncode == 0 and len(lines) == len(requests), done.stderr
+    assert all("is 'adapter', an adapter of PEFT; expected a whole model." in line for line in lines)
+
+
+# Work
 
 
 @pytest.mark.parametrize("error", STATUS_OF_WORK)
 @pytest.mark.parametrize("command", COMMANDS)
-def test_work_that_does_not_get_done_is_1_or_130(command, error, monkeypatch, capsys):
+def test_work_that_does_not_get_done_is_1_or_130(command, error, room, monkeypatch, capsys):
     def fail(*arguments, **options):
         raise error("broken")
 
@@ -100,19 +269,7 @@ def test_work_that_does_not_get_done_is_1_or_130(command, error, monkeypatch, ca
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-@pytest.mark.parametrize(
-    ("words", "what"),
-    [(["--text", ""], "--text"), (["--text="], "--text"), ([""], "an argument"), (["list", ""], "an argument")],
-    ids=["option", "joined", "argument", "second"],
-)
-def test_an_empty_word_is_refused_by_every_command(command, words, what, monkeypatch, capsys):
-    assert run_in_process(command, words, monkeypatch) == 2
-    told = capsys.readouterr().err
-    assert told.startswith(command) and f": {what} is ''; expected a value. Fill it in" in told
-
-
-@pytest.mark.parametrize("command", COMMANDS)
-def test_work_that_is_terminated_is_143_and_may_clean_up(command, monkeypatch, capsys):
+def test_work_that_is_terminated_is_143_and_may_clean_up(command, room, monkeypatch, capsys):
     before, cleaned = signal.getsignal(signal.SIGTERM), []
 
     def terminated(*arguments, **options):
@@ -157,3 +314,65 @@ def test_sigterm_that_is_ignored_stays_ignored(monkeypatch):
         assert run_in_process("midus bank", words, monkeypatch) == 1
     finally:
         signal.signal(signal.SIGTERM, before)
+
+
+# Interruptions before a command reads its words
+
+INTERRUPTED_WHILE_IMPORTING = """
+import signal, sys
+
+class Interrupting:
+    def find_spec(self, name, path=None, target=None):
+        if name == "typer":
+            signal.raise_signal(signal.SIGINT)
+
+signal.signal(signal.SIGINT, getattr(signal, sys.argv.pop(1)))
+sys.meta_path.insert(0, Interrupting())
+from midus_hf.cli import entry_points
+name = sys.argv.pop(1).split()
+sys.argv[0], sys.argv[1:1] = name[0], name[1:]
+sys.exit(getattr(entry_points, name[0])())
+"""
+
+
+def started(command: str, handler: str = "default_int_handler") -> subprocess.CompletedProcess:
+    """The command, interrupted among its imports, in a process whose SIGINT has this handler."""
+    words = [handler, command, "--no-such-option"]
+    return subprocess.run(
+        [sys.executable, "-c", INTERRUPTED_WHILE_IMPORTING, *words], cwd=REPOSITORY, capture_output=True, text=True
+    )
+
+
+def test_both_programs_begin_here():
+    assert ENTRY_POINTS == {name: f"midus_hf.cli.entry_points:{name}" for name in ("upscale", "midus")}
+
+
+@pytest.mark.parametrize("command", ["upscale", "midus train", "midus look"])
+def test_an_interruption_among_imports_is_130_and_one_line(command):
+    done = started(command)
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", f"{command}: interrupted\n")
+
+
+def test_what_the_shell_has_ignored_stays_ignored():
+    done = started("midus flops", "SIG_IGN")
+    assert done.returncode == 2 and "No such option" in done.stderr
+
+
+def test_while_a_command_works_an_interruption_is_its_own(keyboard, monkeypatch, capsys):
+    seen = []
+
+    def main(words) -> None:
+        seen.append(signal.getsignal(signal.SIGINT))
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(entry_points.importlib, "import_module", lambda name: SimpleNamespace(main=main))
+    monkeypatch.setattr(sys, "argv", ["midus", "eval"])
+    assert entry_points.midus() == command_line.INTERRUPTED
+    assert seen == [signal.default_int_handler]
+    assert capsys.readouterr().err == "midus eval: interrupted\n"
+
+
+def test_a_command_that_cannot_be_imported_leaves_interruptions_as_they_were(keyboard):
+    with pytest.raises(ModuleNotFoundError, match="absent"):
+        entry_points.start("upscale", "absent", [])
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler

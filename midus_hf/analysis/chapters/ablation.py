@@ -9,11 +9,10 @@ from typing import Literal, get_args
 import torch
 from transformers import PreTrainedModel
 
-from midus_hf.analysis.chapters.edits import swap_chapters, zero_chapters
-from midus_hf.analysis.chapters.interventions import close_chapters, hosts_of, swap_in_layers, zero_in_layers
+from midus_hf.analysis.chapters.edits import hosts_of, swap_chapters, zero_chapters
+from midus_hf.analysis.chapters.interventions import close_chapters, swap_in_layers, zero_in_layers
 from midus_hf.analysis.chapters.records import ChapterRecords, record_chapters
-from midus_hf.analysis.inside.loss_effects import Effect, effect_between
-from midus_hf.analysis.text_rows import TextRows, adding, read_rows
+from midus_hf.analysis.text_rows import Effect, TextRows, adding, effect_between, read_rows
 from midus_hf.analysis.watched_models import MemoryPlace
 
 Mode = Literal["zero", "swap-random", "drop"]

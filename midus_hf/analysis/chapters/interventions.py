@@ -7,8 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from midus_hf.analysis.chapters.edits import BANK_ROWS, restored
-from midus_hf.analysis.chapters.memories import one_memory
+from midus_hf.analysis.chapters.edits import BANK_ROWS, hosts_of, restored
 from midus_hf.analysis.watched_models import HostedMemory, held_hooks
 
 
@@ -19,14 +18,15 @@ def zero_in_layers(
     """Let some layers read zeros in place of a chapter while the context is open; other layers read the bank unchanged.
 
     Args:
-        model: A model as in `memories_of_chapters`. Its memories have an additional hook while the context is open; its
-            parameters are not changed.
+        model: A causal language model with chapters, which has an additional hook while the context is open. It may be compiled, or
+            wrapped by accelerate or PEFT. Its parameters are not changed.
         chapter: Number of the chapter.
         layers: Indices of decoder layers.
         memory: Name of the memory, if the model has several memories of chapters. Default: the only one.
 
     Raises:
-        ValueError: For the reasons of `one_memory`; if the chapter does not exist, or a layer does not read chapters.
+        ValueError: If the model has no chapters or several memories to choose from; if the chapter does not exist, or a layer does
+            not read chapters.
     """
 
     def zeroed(by_chapter: torch.Tensor) -> torch.Tensor:
@@ -44,15 +44,7 @@ def swap_in_layers(
 ) -> Iterator[None]:
     """Exchange two chapters in some layers while the context is open: where a router opens one, the layer reads the other.
 
-    Args:
-        model: A model as in `zero_in_layers`.
-        first: Number of one chapter.
-        second: Number of the other chapter.
-        layers: Indices of decoder layers.
-        memory: Name of the memory, if the model has several memories of chapters. Default: the only one.
-
-    Raises:
-        ValueError: For the reasons of `zero_in_layers`.
+    Other arguments and errors are as in `zero_in_layers`.
     """
 
     def swapped(by_chapter: torch.Tensor) -> torch.Tensor:
@@ -71,13 +63,13 @@ def close_chapters(
     """Keep routers from opening chapters while the context is open. They open the next best chapters instead, as after `prune`.
 
     Args:
-        model: A model as in `memories_of_chapters`. Biases of its routers are changed while the context is open.
+        model: A model as in `zero_in_layers`. Biases of its routers are changed while the context is open.
         chapters: Numbers of the chapters, all of them routed.
         layers: Indices of the layers whose routers are changed. Default: all layers that read chapters.
         memory: Name of the memory, if the model has several memories of chapters. Default: the only one.
 
     Raises:
-        ValueError: For the reasons of `zero_in_layers`; if a chapter is shared, or fewer than k routed chapters would be left.
+        ValueError: As `zero_in_layers`; if a chapter is shared, or fewer than k routed chapters would be left.
     """
     hosts = hosts_of(model, chapters, layers, memory)
     numbers = sorted(set(chapters))
@@ -100,34 +92,9 @@ def close_chapters(
         yield
 
 
-def hosts_of(
-    model: nn.Module, chapters: Collection[int], layers: Collection[int] | None, memory: str | None
-) -> list[HostedMemory]:
-    """Return one memory of chapters in each of the requested layers.
-
-    Args:
-        model: A model as in `memories_of_chapters`.
-        chapters: Numbers of chapters, which are checked to exist.
-        layers: Indices of decoder layers; None for all layers that read chapters.
-        memory: Name of the memory; None for the only one.
-
-    Raises:
-        ValueError: For the reasons of `one_memory`; if a chapter does not exist, or a layer does not read chapters.
-    """
-    hosts = {hosted.layer: hosted for hosted in one_memory(model, memory)}
-    num_chapters = next(iter(hosts.values())).module.num_chapters
-    unknown = [number for number in chapters if not 0 <= number < num_chapters]
-    if unknown:
-        raise ValueError(f"chapter is {unknown[0]}; expected a number from 0 to {num_chapters - 1}.")
-    absent = [layer for layer in layers or () if layer not in hosts]
-    if absent:
-        raise ValueError(f"layer is {absent[0]}; expected one with chapters: {', '.join(map(str, hosts))}.")
-    return [hosted for layer, hosted in hosts.items() if layers is None or layer in layers]
-
-
 @contextlib.contextmanager
 def _rows_edited(hosts: list[HostedMemory], edit: Any) -> Iterator[None]:
-    """Call memories with edited copies of their bank's tensors; `edit` takes and returns them as `[C, M, ...]`."""
+    """Call memories with edited copies of their banks' tensors; `edit` takes and returns them as `[C, M, ...]`."""
 
     def replace(module: Any, arguments: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
         tables = dict(kwargs.get("tables") or {})

@@ -7,20 +7,14 @@ from typing import Any
 import torch
 from torch import nn
 
-from midus_hf.analysis.chapters.memories import memories_of_chapters
+from midus_hf.analysis.chapters.edits import memories_of_chapters
 from midus_hf.analysis.watched_models import HostedMemory, MemoryPlace, held_hooks
 from midus_hf.memory.routing.pooling import Routing
 from midus_hf.ops.dispatch.private_torch import is_in_backward
 
 
 class ChapterCounts:
-    """Sums over the reads of one text's tokens in one memory, float64.
-
-    Args:
-        num_chapters: C, the number of chapters, including shared chapters.
-        num_shared: S, the number of shared chapters, which come first.
-        device: Device on which the memory computes.
-    """
+    """Sums over the reads of one text's tokens in one memory with C chapters, of which the first S are shared, float64."""
 
     SUMS = (
         "tokens",
@@ -75,23 +69,14 @@ class ChapterCounts:
         self._compare_rows(rows / guided.sum(1, keepdim=True).clamp(min=1), documents)
 
     def add_mass(self, chapters: torch.Tensor, mass: torch.Tensor, real: torch.Tensor | None) -> None:
-        """Add how attention is shared among chapters.
-
-        Args:
-            chapters: Chapters that each token reads, `[B, T, n]`.
-            mass: Share of the token's attention that each chapter gets, `[B, T, n]`.
-            real: `[B, T]`, false for padding. None: no token is padding.
-        """
+        """Add the shares of each token's attention that the chapters that the token reads get, both `[B, T, n]`."""
         wide = mass.double() if real is None else mass.double() * real.unsqueeze(-1)
         self.mass.scatter_add_(0, chapters.flatten(), wide.flatten())
 
     def add_norms(
         self, added: torch.Tensor, attention: torch.Tensor, read: torch.Tensor, real: torch.Tensor | None
     ) -> None:
-        """Add the ratios of the norm of `added` to the norms of `attention` and of `read`, all `[B, T, D]`.
-
-        These are the memory's output, attention's output and the memory's input.
-        """
+        """Add the norm of the memory's output over the norms of attention's output and of the memory's input, `[B, T, D]`."""
         norms = added.double().norm(dim=-1)
         for name, other in (("to_attention", attention), ("to_residual", read)):
             ratio = norms / other.double().norm(dim=-1).clamp(min=torch.finfo(torch.float32).tiny)
@@ -125,11 +110,7 @@ class ChapterCounts:
 
 
 class ChapterRecords:
-    """Counts of reads, per text and per place of a memory.
-
-    Args:
-        hosts: Memories to record.
-    """
+    """Counts of reads of some memories, per text and per place of a memory."""
 
     def __init__(self, hosts: Sequence[HostedMemory]):
         self._hosts = {hosted.place: hosted for hosted in hosts}
@@ -137,12 +118,7 @@ class ChapterRecords:
         self._reading: tuple[str, Sequence[int]] = ("", ())
 
     def begin(self, text: str, documents: Sequence[int]) -> None:
-        """Announce what the next forward pass reads.
-
-        Args:
-            text: Name of the text.
-            documents: Number of the document that each row of the batch belongs to.
-        """
+        """Announce the name of the text that the next forward pass reads, and the number of the document of each row."""
         self._reading = (text, documents)
 
     def at(self, memory_place: MemoryPlace) -> tuple[ChapterCounts, Sequence[int]]:
@@ -227,13 +203,7 @@ def _recorder(
 
 @torch.no_grad()
 def routing_of(memory: Any, arguments: tuple[torch.Tensor, ...], kwargs: Mapping[str, Any]) -> Routing | None:
-    """Return the routing of a memory's forward pass; None for a pass without tokens, or repeated by activation checkpointing.
-
-    Args:
-        memory: Memory that reads chapters.
-        arguments: Positional arguments of the forward pass.
-        kwargs: Keyword arguments of the forward pass.
-    """
+    """Return the routing of a memory's forward pass; None for a pass without tokens, or repeated by activation checkpointing."""
     if is_in_backward() or not arguments[0].numel():
         return None
     return memory.route(arguments[0], **{name: kwargs.get(name) for name in ("tokens", "state", "prompt_mask")})

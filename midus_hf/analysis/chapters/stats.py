@@ -103,11 +103,7 @@ class ChapterStats:
 
 
 def chapter_stats(records: ChapterRecords) -> list[ChapterStats]:
-    """Return the statistics of each memory in each layer, in the order of layers.
-
-    Args:
-        records: Records of texts that a model has read.
-    """
+    """Return the statistics of each memory in each layer, in the order of layers, from records of texts that a model read."""
     places = sorted({key for of_text in records.counts.values() for key in of_text})
     return [
         _of_memory(*key, {text: of_text[key] for text, of_text in records.counts.items() if key in of_text})

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedTokenizerBase
 
-from midus_hf.analysis.chapters.interventions import hosts_of
+from midus_hf.analysis.chapters.edits import hosts_of
 from midus_hf.analysis.inside.vocabulary_head import NearToken, VocabularyHead, check_top
 from midus_hf.analysis.watched_models import decoder_of
 
@@ -49,7 +49,7 @@ def nearest_tokens(
     tokens by attention, and the reaction of later layers. So the tokens suggest what a chapter is about; `ablate` shows what it does.
 
     Args:
-        model: A model as in `memories_of_chapters`.
+        model: A causal language model with chapters. It may be compiled, or wrapped by accelerate or PEFT.
         tokenizer: The model's tokenizer.
         chapters: Numbers of the chapters. Default: all chapters.
         layers: Indices of decoder layers. Default: all layers that read chapters.
@@ -58,7 +58,7 @@ def nearest_tokens(
         memory: Name of the memory, if the model has several memories of chapters. Default: the only one.
 
     Raises:
-        ValueError: For the reasons of `hosts_of`; if `top` is less than 1.
+        ValueError: As `zero_in_layers`; if `top` is less than 1.
     """
     check_top(top)
     hosts = hosts_of(model, chapters or (), layers, memory)

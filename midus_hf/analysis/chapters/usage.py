@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from midus_hf.analysis.chapters.memories import memories_of_chapters
+from midus_hf.analysis.chapters.edits import memories_of_chapters
 from midus_hf.analysis.chapters.records import routing_of
 from midus_hf.analysis.slots.usage import Usage
 from midus_hf.analysis.watched_models import held_hooks

@@ -11,10 +11,11 @@ from torch import nn
 from midus_hf.analysis.watched_models import (
     HostedMemory,
     bare_model,
+    check_hosted,
     decoder_of,
     held_hooks,
     hosted_memories,
-    whole_and_named,
+    named,
 )
 from midus_hf.memory.protocols import AttendsToDepth
 from midus_hf.memory.routing.token_places import token_places
@@ -70,20 +71,14 @@ def readers_of_depth(
         for hosted in hosted_memories(model, AttendsToDepth)
         if (depth := getattr(hosted.block, "depth", None)) is not None and depth.slots and depth.name == hosted.name
     ]
-    if not readers:
-        model_type = bare_model(model).config.model_type
-        raise ValueError(
-            f"this {model_type} model has no memory that reads the depth; expected one upscaled with method 'moda'."
-        )
-    readers = whole_and_named(readers, memory)
+    check_hosted(model, readers, "no memory that reads the depth; expected one upscaled with method 'moda'")
+    readers = named(readers, memory)
     if layers is None:
         return readers
-    reading_layers = [reader.layer for reader in readers]
+    by_layer = {reader.layer: reader for reader in readers}
     for layer in layers:
-        if layer not in reading_layers:
-            raise ValueError(
-                f"layer is {layer}; expected one that reads the depth: {', '.join(map(str, reading_layers))}."
-            )
+        if layer not in by_layer:
+            raise ValueError(f"layer is {layer}; expected one that reads the depth: {', '.join(map(str, by_layer))}.")
     return [reader for reader in readers if reader.layer in layers]
 
 
@@ -115,23 +110,11 @@ class DepthCall(NamedTuple):
         )
 
 
-Watcher = Callable[[DepthReader, DepthCall], None]
-
-
 @contextlib.contextmanager
 def watch_depth(
     model: nn.Module, memory: str | None, watcher: Callable[[DepthReader, DepthCall], None]
 ) -> Iterator[None]:
-    """Call a function after each attention to the depth, without gradients, while the context is open.
-
-    Args:
-        model: A model as in `readers_of_depth`. It has additional hooks while the context is open.
-        memory: Name of the memory that reads the depth; None for memories of all names.
-        watcher: Function that is called with the reader and the call of its memory.
-
-    Raises:
-        ValueError: For the reasons of `readers_of_depth`.
-    """
+    """Call a function after each attention to the depth, without gradients, while the context is open."""
     real: list[torch.Tensor | None] = [None]
 
     def before(decoder: Any, arguments: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

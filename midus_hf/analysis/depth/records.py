@@ -11,12 +11,7 @@ from midus_hf.analysis.watched_models import MemoryPlace
 
 
 class DepthSums:
-    """Sums over tokens of the shares of one layer's heads, float64.
-
-    Args:
-        reader: The layer that reads the depth.
-        heads: Indices of the heads to record.
-    """
+    """Sums over tokens of the shares of some heads of one layer, float64."""
 
     def __init__(self, reader: DepthReader, heads: Sequence[int]):
         self.reader, self.heads = reader, tuple(heads)
@@ -92,11 +87,7 @@ def record_depth(
 
 
 def check_head(reader: DepthReader, head: int) -> None:
-    """Check that a layer has a head.
-
-    Raises:
-        ValueError: If `head` is not an index of the layer's heads.
-    """
+    """Check that a layer has a head."""
     if not 0 <= head < reader.num_heads:
         raise ValueError(
             f"head is {head}; expected one from 0 to {reader.num_heads - 1}, those of layer {reader.layer}."

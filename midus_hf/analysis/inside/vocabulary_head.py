@@ -76,11 +76,6 @@ def in_words(tokens: Sequence[NearToken]) -> str:
 
 
 def check_top(top: int) -> None:
-    """Check a number of tokens.
-
-    Raises:
-        ValueError: If the number is less than 1.
-    """
     if top < 1:
         raise ValueError(f"top is {top}; expected at least 1.")
 

@@ -66,11 +66,7 @@ class BlockUsage:
 
 
 def bank_layouts(model: nn.Module) -> dict[str, BankLayout]:
-    """Return the layouts of the banks from which a model fetches blocks, by the name of the memory; empty without a bank.
-
-    Args:
-        model: A causal language model. It may be compiled, or wrapped by accelerate or PEFT.
-    """
+    """Return the layouts of the banks from which a model fetches blocks, by the name of the memory; empty without a bank."""
     banks = getattr(decoder_of(model), "own_banks", None)
     return {} if banks is None else dict(banks.layouts)
 

@@ -5,10 +5,10 @@ from typing import Any
 
 import torch
 
+from midus_hf.analysis.page import TableOfWords, csv_text
 from midus_hf.analysis.pictures import draw_curves, new_figure
 from midus_hf.analysis.slots.block_usage import BankLevel, BlockUsage
 from midus_hf.analysis.slots.usage import MemoryUsage, Place
-from midus_hf.analysis.table_of_words import TableOfWords, csv_text
 from midus_hf.analysis.watched_models import MemoryPlace
 
 # Number of blocks per level that tables name.
@@ -16,11 +16,7 @@ _MOST_SHOWN = 3
 
 
 def usage_table(usages: Mapping[str, Mapping[MemoryPlace, MemoryUsage]]) -> TableOfWords:
-    """Return a table with one row per text and memory.
-
-    Args:
-        usages: Usage of each memory, as `summarise` returns it, by the text's name.
-    """
+    """Return a table with one row per text and memory, from the usage of each memory by the text's name."""
     rows = [
         [text, str(memory_place), f"{usage.used:.1%}", f"{usage.perplexity:.1%}", f"{usage.largest:.2%}"]
         for text, memories in usages.items()
@@ -30,11 +26,7 @@ def usage_table(usages: Mapping[str, Mapping[MemoryPlace, MemoryUsage]]) -> Tabl
 
 
 def blocks_table(usages: Mapping[str, BlockUsage]) -> TableOfWords:
-    """Return a table with one row per text and level, and one per text that fetched the generic memory.
-
-    Args:
-        usages: Usage of each text, by the text's name.
-    """
+    """Return a table with one row per text and level, and one per text that fetched the generic memory."""
     rows = []
     for text, usage in usages.items():
         for bank_level, of_level in usage.summary().items():
@@ -82,8 +74,7 @@ def as_json(usage: BlockUsage) -> dict[str, Any]:
 def usage_csv(counts: Mapping[str, Mapping[MemoryPlace | BankLevel, torch.Tensor]]) -> str:
     """Return a CSV file with one line per text and slot, chapter or block, also for slots that were never used.
 
-    Args:
-        counts: Retrievals per memory or fetches per level, in the shapes of `usage_curves`, by the text's name.
+    `counts` are retrievals per memory or fetches per level, in the shapes of `usage_curves`, by the text's name.
     """
     lines = [
         [text, key, head, number, count, count / total]
@@ -115,11 +106,7 @@ def usage_curves(counts: Mapping[Place, torch.Tensor]) -> dict[Place, torch.Tens
 
 
 def draw_usage(counts: Mapping[MemoryPlace, torch.Tensor]) -> Any:
-    """Return a figure with one curve per memory, coloured from dark (first) to light (last). Needs matplotlib.
-
-    Args:
-        counts: Retrievals per memory, in the shapes of `usage_curves`.
-    """
+    """Return a figure with one curve per memory of `counts`, coloured from dark (first) to light (last). Needs matplotlib."""
     from matplotlib import colormaps
 
     figure = new_figure(7.5, 4.2, layout=None)

@@ -8,15 +8,15 @@ from torch import nn
 from transformers import PreTrainedTokenizerBase
 
 from midus_hf.analysis.inside.vocabulary_head import NearToken, VocabularyHead, check_top, in_words, on_its_way
+from midus_hf.analysis.page import TableOfWords
 from midus_hf.analysis.slots.usage import Usage, types_whose_slots_add
-from midus_hf.analysis.table_of_words import TableOfWords
 from midus_hf.analysis.watched_models import (
     HostedMemory,
     MemoryPlace,
-    bare_model,
+    check_hosted,
     decoder_of,
     hosted_memories,
-    whole_and_named,
+    named,
 )
 from midus_hf.memory.protocols import AddsSlots
 
@@ -55,18 +55,15 @@ def memory_of_slots(model: nn.Module, layer: int, name: str | None = None) -> Ho
         ValueError: If the model or the layer has no memory whose slots add values, if no memory of the layer has the name, if
             several are left to choose from, or if a memory of the layer is offloaded.
     """
-    hosts = memories_of_slots(model)
-    if not hosts:
-        model_type = bare_model(model).config.model_type
-        raise ValueError(
-            f"this {model_type} model has no memory whose slots add values; expected one upscaled with memory of one of "
-            f"the types: {', '.join(types_whose_slots_add())}."
-        )
+    types = ", ".join(types_whose_slots_add())
+    lack = f"no memory whose slots add values; expected one upscaled with memory of one of the types: {types}"
+    hosts = hosted_memories(model, AddsSlots, lack, whole=False)
     here = [hosted for hosted in hosts if hosted.layer == layer]
     if not here:
         with_slots = ", ".join(map(str, dict.fromkeys(hosted.layer for hosted in hosts)))
         raise ValueError(f"layer is {layer}; expected one with a memory of slots: {with_slots}.")
-    here = whole_and_named(here, name)
+    check_hosted(model, here, lack)
+    here = named(here, name)
     if len(here) > 1:
         names = ", ".join(hosted.name for hosted in here)
         raise ValueError(f"layer {layer} has memories {names}; expected one of them. Pass memory.")

@@ -8,14 +8,7 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
-from midus_hf.analysis.watched_models import (
-    MemoryPlace,
-    bare_model,
-    check_on_device,
-    decoder_of,
-    held_hooks,
-    hosted_memories,
-)
+from midus_hf.analysis.watched_models import MemoryPlace, decoder_of, held_hooks, hosted_memories
 from midus_hf.config.plugins import load_offered
 from midus_hf.memory.protocols import RetrievesSlots
 from midus_hf.memory.registry import MEMORY_MODULES
@@ -121,16 +114,12 @@ def record_usage(model: nn.Module, training_only: bool = False) -> Iterator[Usag
     Raises:
         ValueError: If the model has no memory that retrieves slots, or if the parameters of one are offloaded.
     """
-    hosts = hosted_memories(model, RetrievesSlots)
-    if not hosts:
-        model_type = bare_model(model).config.model_type
-        others = ", ".join(uncounted_memories(model))
-        raise ValueError(
-            f"this {model_type} model has no memory that retrieves slots{others and f', only memory of type {others}'}; "
-            f"expected an upscaled model with memory of one of the types: {', '.join(types_with_slots())}."
-        )
-    for hosted in hosts:
-        check_on_device(hosted.memory, hosted.place)
+    others = ", ".join(uncounted_memories(model))
+    lack = (
+        f"no memory that retrieves slots{others and f', only memory of type {others}'}; "
+        f"expected an upscaled model with memory of one of the types: {', '.join(types_with_slots())}"
+    )
+    hosts = hosted_memories(model, RetrievesSlots, lack)
     usage = Usage({hosted.place: _no_counts(hosted.module) for hosted in hosts})
     with held_hooks() as hold:
         for hosted in hosts:
@@ -140,11 +129,7 @@ def record_usage(model: nn.Module, training_only: bool = False) -> Iterator[Usag
 
 
 def uncounted_memories(model: nn.Module) -> dict[str, list[int]]:
-    """Return the layers with memories that retrieve no slots, by type of memory. `record_usage` counts nothing there.
-
-    Args:
-        model: A model as in `record_usage`.
-    """
+    """Return the layers with memories that retrieve no slots, by type of memory. `record_usage` counts nothing there."""
     layers: dict[str, list[int]] = {}
     for layer, block in enumerate(decoder_of(model).layers):
         for module in block.modules():

@@ -1,6 +1,8 @@
 """`midus look`: what the memories of a model read, do and hold, and what has changed."""
 
-import json
+import contextlib
+import importlib
+import sys
 from functools import partial
 from pathlib import Path
 from typing import Annotated
@@ -8,9 +10,8 @@ from typing import Annotated
 import typer
 
 from midus_hf.cli.command_line import command_line, run_command
-from midus_hf.cli.look import depth, effects, heads, page, usage, values  # noqa: F401  # these register the questions
 from midus_hf.cli.look.request import QUESTIONS, Request
-from midus_hf.cli.reading import Json, check_file, check_matplotlib, sharing_options, show_tables, working
+from midus_hf.cli.options import Json, check_file, option, sharing_options, show, show_tables
 
 app = command_line()
 
@@ -22,26 +23,19 @@ def look(
     question: QUESTIONS.argument(),  # type: ignore[valid-type]
     *,
     request: Request,
-    output: Annotated[
-        list[Path] | None,
-        typer.Option(help="Write .html, .png, .pdf, .csv or .json.", metavar="FILE"),
-    ] = None,
+    output: Annotated[list[Path] | None, option("Write .html, .png, .pdf, .csv or .json.", "FILE")] = None,
     json_: Json = False,
 ) -> None:
     """Answer a question about a model: print tables or JSON, and write the files of --output."""
     files = output or []
-    with working():
+    with contextlib.redirect_stdout(sys.stderr):
         QUESTIONS.check_options(context, question, Request, always=("models",))
         _check_files(question, files)
-        from midus_hf.evaluation.settings import check_dtype
-
-        check_dtype(request.dtype)
-        request.check_counts()
-        answer = QUESTIONS.by_name[question].work(request)
-    if json_:
-        print(json.dumps(answer.report, indent=2, allow_nan=False))
-    else:
-        show_tables(answer.tables if answer.terminal_tables is None else answer.terminal_tables)
+        request.check()
+        questions = importlib.import_module("midus_hf.cli.look.questions")  # which imports torch
+        answer = getattr(questions, question)(request)
+    show(answer.report, json_, lambda report: show_tables(answer.shown), indent=2)
+    if not json_:
         print(answer.summary)
     for path in files:  # last, so that the answer is printed even if a file cannot be written
         answer.write(path)
@@ -53,14 +47,12 @@ def _check_files(question: str, files: list[Path]) -> None:
     Raises:
         ValueError: If a file has another ending, its folder does not exist, or matplotlib is missing for pictures.
     """
-    from midus_hf.analysis.answer import DRAWN_SUFFIXES, FILE_SUFFIXES
+    from midus_hf.analysis.page import DRAWN_SUFFIXES, FILE_SUFFIXES
 
     if question == "page" and not files:
         raise ValueError("--output is missing; page needs it, such as --output page.html.")
     for path in files:
-        check_file("output", path, *FILE_SUFFIXES)
-        if path.suffix in DRAWN_SUFFIXES:
-            check_matplotlib("output has pictures, which need")
+        check_file("output", path, FILE_SUFFIXES, DRAWN_SUFFIXES)
 
 
 main = partial(run_command, app, name="midus look")

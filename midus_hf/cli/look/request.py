@@ -1,62 +1,110 @@
 """Questions about a model, their options, and the models, texts and rows of tokens that the options name."""
 
 import dataclasses
+import sys
 from collections.abc import Callable
 from functools import cached_property
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-import typer
-
-from midus_hf.cli.reading import Loading, ReadingInBatches, Retriever, TaskData, TaskFiles, model_argument
-from midus_hf.cli.subjects import Subjects
+from midus_hf.cli.options import (
+    Column,
+    Device,
+    Encoding,
+    Subject,
+    Subjects,
+    TaskData,
+    flag,
+    model_argument,
+    option,
+)
 from midus_hf.model_names import check_model_name
 
 if TYPE_CHECKING:
+    import torch
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-    from midus_hf.analysis.answer import Answer
     from midus_hf.analysis.text_rows import TextRows
 
-# Names of the options of all questions for which a model reads texts.
-READING = (
+_READING = (
     *("text", "column", "encoding", "limit", "sequence_length", "max_tokens", "batch_size", "retriever"),
     *("dtype", "device"),
 )
-
-
-# Questions that `midus look` answers.
-QUESTIONS: "Subjects[Callable[[Request], Answer]]" = Subjects("question")
+_OF_HEADS = ("tasks", "data", "include_path", "limit", "signed", "dtype", "device")
+_OF_VALUES = ("memory", "layers", "heads", "slots", "chapters", "rows", "top", "tokens")
+# Options of `ablation` that apply to chapters only.
+OF_CHAPTERS = ("mode", "seed", "top", "layers", "memory")
+# Questions that `midus look` answers. The function of the same name in `questions.py` answers each.
+QUESTIONS = Subjects(
+    "question",
+    {
+        "usage": Subject(
+            "slots, chapters and blocks that texts use, and how evenly", (*_READING, "memory"), ("text",)
+        ),
+        "depth": Subject(
+            "what heads read of earlier layers (moda)", (*_READING, "memory", "layers", "heads"), ("text",)
+        ),
+        "ablation": Subject(
+            "loss of texts without each added part, or each of --chapters",
+            (*_READING, "chapters", "all_", *OF_CHAPTERS),
+            ("text",),
+        ),
+        "drift": Subject(
+            "how far predictions moved from the base's, and where most", (*_READING, "base", "top"), ("text",)
+        ),
+        "heads": Subject("how much each head matters for answers of tasks", _OF_HEADS, ("tasks",)),
+        "values": Subject("tokens nearest to what slots add, or --chapters hold", (*_READING, *_OF_VALUES)),
+        "page": Subject("all of these but heads, on one page", (*_READING, "base", "top"), ("text",)),
+    },
+)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Request(ReadingInBatches, Loading):
+class Request:
     """Options of a question. Each question takes some of them."""
 
+    dtype: Annotated[str, option("auto, float32, bfloat16 or float16.", "NAME")] = "auto"
+    device: Device = None
+    column: Column = "text"
+    encoding: Encoding = "utf-8"
+    limit: Annotated[int | None, option("Documents per text.  [default: all]", "N")] = None
+    sequence_length: Annotated[int | None, option("Tokens per row of a text.  [default: 1024]", "N")] = None
+    max_tokens: Annotated[int | None, option("Tokens of each text to read.  [default: all]", "N")] = None
+    batch_size: Annotated[int, option("Rows per forward pass.", "N")] = 4
     models: Annotated[list[str], model_argument("A model that upscale made; heads takes several.", "MODEL")]
-    text: Annotated[
-        list[str] | None, typer.Option(help="File or folder to read; may be repeated.", metavar="[NAME=]PATH")
-    ] = None
-    retriever: Retriever = None
-    base: Annotated[
-        str, typer.Option(help="Base to compare with; self: MODEL without added parts.", metavar="MODEL")
-    ] = "self"
-    memory: Annotated[str | None, typer.Option(help="One of several memories.  [default: all]", metavar="NAME")] = None
-    layers: Annotated[str | None, typer.Option(help="Such as 3,7-9.  [default: all]", metavar="LIST")] = None
-    heads: Annotated[str | None, typer.Option(help="Such as 0,4-5.  [default: all]", metavar="LIST")] = None
-    slots: Annotated[str | None, typer.Option(help="Such as 3,7-9.  [default: most used]", metavar="LIST")] = None
-    chapters: Annotated[str | None, typer.Option(help="all, or such as 3,7-9.  [default: none]", metavar="LIST")] = (
-        None
-    )
-    mode: Annotated[str, typer.Option(help="zero, swap-random or drop chapters.", metavar="NAME")] = "zero"
-    seed: Annotated[int, typer.Option(help="Seed of swap-random.", metavar="N")] = 0
-    all_: Annotated[bool, typer.Option("--all", help="Ablate layers of the base as well.")] = False
-    top: Annotated[int | None, typer.Option(help="How many slots, rows or chapters to show.", metavar="N")] = None
-    tokens: Annotated[int, typer.Option(help="Nearest tokens to show.", metavar="N")] = 10
-    rows: Annotated[bool, typer.Option("--rows", help="Show each row of a chapter.")] = False
-    tasks: Annotated[str | None, typer.Option(help="Tasks of lm-eval, separated by commas.", metavar="NAMES")] = None
+    text: Annotated[list[str] | None, option("File or folder to read; may be repeated.", "[NAME=]PATH")] = None
+    retriever: Annotated[str | None, option("Tree of topics by which texts fetch blocks.", "TREE")] = None
+    base: Annotated[str, option("Base to compare with; self: MODEL without added parts.", "MODEL")] = "self"
+    memory: Annotated[str | None, option("One of several memories.  [default: all]", "NAME")] = None
+    layers: Annotated[str | None, option("Such as 3,7-9.  [default: all]", "LIST")] = None
+    heads: Annotated[str | None, option("Such as 0,4-5.  [default: all]", "LIST")] = None
+    slots: Annotated[str | None, option("Such as 3,7-9.  [default: most used]", "LIST")] = None
+    chapters: Annotated[str | None, option("all, or such as 3,7-9.  [default: none]", "LIST")] = None
+    mode: Annotated[str, option("zero, swap-random or drop chapters.", "NAME")] = "zero"
+    seed: Annotated[int, option("Seed of swap-random.", "N")] = 0
+    all_: Annotated[bool, flag("--all", "Ablate layers of the base as well.")] = False
+    top: Annotated[int | None, option("How many slots, rows or chapters to show.", "N")] = None
+    tokens: Annotated[int, option("Nearest tokens to show.", "N")] = 10
+    rows: Annotated[bool, flag("--rows", "Show each row of a chapter.")] = False
+    tasks: Annotated[str | None, option("Tasks of lm-eval, separated by commas.", "NAMES")] = None
     data: TaskData = None
-    include_path: TaskFiles = None
-    signed: Annotated[bool, typer.Option("--signed", help="Signed sums in place of absolute values.")] = False
+    include_path: Annotated[str | None, option("Folder with more task files.", "DIR")] = None
+    signed: Annotated[bool, flag("--signed", "Signed sums in place of absolute values.")] = False
+
+    def check(self) -> None:
+        """Check what can be checked before anything large is imported, and read the texts.
+
+        Raises:
+            ValueError: If an option is out of range, a text cannot be read, or two texts have one name.
+        """
+        from midus_hf.evaluation.settings import check_dtype
+
+        check_dtype(self.dtype)
+        for name in ("top", "tokens", "limit"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ValueError(f"{name} is {value}; expected at least 1.")
+        assert self.documents is not None
 
     @property
     def model(self) -> str:
@@ -71,40 +119,106 @@ class Request(ReadingInBatches, Loading):
 
     @cached_property
     def documents(self) -> dict[str, list[str]]:
-        """Documents of each text, by the text's name.
+        """Documents of each text, by the text's name. Which files of a folder were not read is printed on standard error."""
+        from midus_hf.documents import describe_files, read_documents
 
-        Raises:
-            ValueError: If a text cannot be read, or two texts have one name.
-        """
-        return self.named_documents(self.text or [])
+        paths: dict[str, str] = {}
+        for text in self.text or []:
+            name, equals, path = text.partition("=")
+            if not equals or Path(text).exists():
+                name, path = Path(text).absolute().name, text
+            if not (name and path):
+                raise ValueError(f"text is {text!r}; expected PATH or NAME=PATH, such as code=code.jsonl.")
+            if name in paths:
+                raise ValueError(f"text {name!r} is given twice; expected each name once.")
+            paths[name] = path
+        documents = {}
+        for name, path in paths.items():
+            if (line := describe_files(path)) is not None:
+                print(line, file=sys.stderr)
+            documents[name] = read_documents(path, self.column, self.encoding)[: self.limit]
+        return documents
 
     @cached_property
     def loaded(self) -> "tuple[PreTrainedModel, PreTrainedTokenizerBase]":
         """The model, in eval mode, and its tokenizer."""
         return self.load(self.model)
 
-    @cached_property
-    def text_rows(self) -> "list[TextRows]":
-        """The texts as rows of tokens, in the order of `text`."""
-        return self.rows_of(*self.loaded, self.documents, self.retriever)
-
-    def check_counts(self) -> None:
-        """Check that `top` and `tokens` are at least 1.
-
-        Raises:
-            ValueError: If one of them is less.
-        """
-        for option in ("top", "tokens"):
-            value = getattr(self, option)
-            if value is not None and value < 1:
-                raise ValueError(f"{option} is {value}; expected at least 1.")
-
-    def numbers(self, option: str, end: int) -> tuple[int, ...] | None:
-        """Return the numbers that an option lists; None for all, if the option is absent or `all`.
+    def load(self, name: str, what: str = "model") -> "tuple[PreTrainedModel, PreTrainedTokenizerBase]":
+        """Load a model, in eval mode, and its tokenizer. Progress bars of libraries are shown on terminals only.
 
         Args:
-            option: Name of the option: `layers`, `heads`, `slots` or `chapters`.
-            end: Numbers are from 0 to `end - 1`.
+            name: Folder or hub id.
+            what: Name of the option that holds `name`, for the error. Default: `"model"`.
+
+        Raises:
+            ValueError: If the device cannot be used, the model cannot be loaded, or its checkpoint lacks tensors.
+        """
+        import torch
+
+        from midus_hf.config.usable_device import usable_device
+        from midus_hf.library_bars import library_bars_on_terminals
+        from midus_hf.saved_models import check_whole, load_model, load_tokenizer, refusing
+
+        device = usable_device(self.device)
+        unloaded = f"{what} is {name!r}, which cannot be loaded on {device}"
+        with refusing(unloaded, OSError, RuntimeError, ValueError), library_bars_on_terminals():
+            tokenizer = load_tokenizer(name)
+            model, missing = load_model(name, self.dtype)
+            model.to(torch.device(device))  # type: ignore[arg-type]  # transformers' wrapper hides the argument
+        check_whole(name, missing)
+        return model.eval(), tokenizer
+
+    @cached_property
+    def text_rows(self) -> "list[TextRows]":
+        """The texts as rows of tokens, no longer than the model's positions, with paths if there is a retriever."""
+        import torch
+
+        from midus_hf.analysis.text_rows import text_rows
+
+        model, tokenizer = self.loaded
+        longest = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+        lengths = {"longest": longest, "sequence_length": self.sequence_length, "max_tokens": self.max_tokens}
+        texts = [text_rows(name, of_text, tokenizer, **lengths) for name, of_text in self.documents.items()]
+        find_paths = self._path_finder()
+        if find_paths is None:
+            return texts
+        with_paths = []
+        for text in texts:
+            documents = self.documents[text.name]
+            read = sorted(set(text.documents))
+            paths_read = find_paths([documents[number] for number in read])
+            paths = torch.zeros(len(documents), paths_read.shape[1], dtype=torch.int64)
+            paths[read] = paths_read.cpu()
+            with_paths.append(dataclasses.replace(text, paths=paths))
+        return with_paths
+
+    def _path_finder(self) -> "Callable[[list[str]], torch.Tensor] | None":
+        """Return the function that finds the paths by which texts fetch blocks; None without a retriever."""
+        from midus_hf.evaluation.fetching import fetches_blocks
+
+        model, _ = self.loaded
+        fetches = fetches_blocks(model)
+        if self.retriever is None:
+            if fetches:
+                line = "texts fetch nothing from the model's bank; give --retriever with its tree of topics"
+                print(line, file=sys.stderr)
+            return None
+        if not fetches:
+            raise ValueError(
+                f"retriever is {self.retriever!r}, and the texts of this model fetch no blocks; leave it out."
+            )
+        from midus_hf.library_bars import library_bars_on_terminals
+        from midus_hf.retrieval.cluster_tree import check_tree
+        from midus_hf.retrieval.memory_retriever import MemoryRetriever
+
+        with library_bars_on_terminals():
+            retriever = MemoryRetriever.load(self.retriever, device=str(model.device))
+        check_tree(retriever.tree, model)
+        return retriever.paths
+
+    def numbers(self, option: str, end: int) -> tuple[int, ...] | None:
+        """Return the numbers from 0 to `end - 1` that an option lists; None for all, if the option is absent or `all`.
 
         Raises:
             ValueError: If the list has another form, or numbers outside the range.
@@ -134,19 +248,12 @@ class Request(ReadingInBatches, Loading):
         if self.base != "self":
             check_model_name("base", self.base)
             return
-        from upscalers.request.errors import RequestError
         from upscalers.runs.base_confirmation import keeps_base
 
-        try:
-            kept = keeps_base(self.model)
-        except RequestError as error:
-            raise ValueError(str(error)) from error
+        kept = keeps_base(self.model)
         if not kept:
-            why = (
-                "are not those that it was upscaled from: trained since, or cast"
-                if kept is False
-                else "are of no known base"
-            )
+            trained = "are not those that it was upscaled from: trained since, or cast"
+            why = trained if kept is False else "are of no known base"
             raise ValueError(
                 f"base is 'self', but the base's weights in {self.model!r} {why}; expected the base itself. Give its folder as base."
             )

@@ -11,25 +11,19 @@ from typing import Annotated, Any
 import typer
 
 from midus_hf.cli.command_line import FAILED, WRONG_REQUEST, Ending, run_command
+from midus_hf.cli.options import argument
 
 Overrides = Annotated[
     list[str] | None,
-    typer.Argument(metavar="KEY=VALUE", help="Keys that replace those of the file.", show_default=False),
+    argument("Keys that replace those of the file.", "KEY=VALUE", show_default=False),
 ]
 
 
 def run_training_command(app: typer.Typer, arguments: Sequence[str] | None = None, *, name: str) -> int:
-    """Run a command that trains.
+    """Run a command that trains, and return its exit status.
 
-    Args:
-        app: Command line of the command.
-        arguments: Words after the program's name. Default: the words of `sys.argv`.
-        name: The program's name, as the help shows it.
-
-    Returns:
-        Exit status: 0 done; 1 the trained model is not in the output folder, or numbers were not finite; 2 the request is
-        wrong; 130 or 143 interrupted by Ctrl-C or SIGTERM. One line on standard error says why it is not 0. Any other failure of
-        the work raises its exception.
+    1: the trained model is not in the output folder, or numbers were not finite. 2: the request is wrong. 130 or 143: interrupted by
+    Ctrl-C or SIGTERM. One line on standard error says why it is not 0. Any other failure of the work raises its exception.
     """
     return run_command(
         app,
@@ -97,11 +91,7 @@ def _train(options_class: type[Any], module: str, path: str, overrides: Sequence
 
 
 def _read_options(options_class: type[Any], path: str, overrides: Sequence[str]) -> Any:
-    """Read the options of a run, and check that the model and the texts that the options name exist.
-
-    Raises:
-        ValueError: If an option is wrong, the file is for another command, or the model or a text does not exist.
-    """
+    """Read the options of a run, and check that the model and the texts that the options name exist."""
     from midus_hf.cli.recipes import read_recipe
     from midus_hf.model_names import check_sources
 

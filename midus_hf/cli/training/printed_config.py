@@ -51,11 +51,7 @@ def print_config_option(command: str, options_class: Callable[[], type], sources
 def config_text(command: str, method: str, options_class: type, sources: tuple[str, ...]) -> str:
     """Return a recipe of a method as YAML: the keys of the shipped recipe, then all other keys as comments with their defaults.
 
-    Args:
-        command: `train` or `sft`.
-        method: Name of an upscaling method, or of a shipped recipe.
-        options_class: Dataclass of the keys.
-        sources: Paths within `midus_hf` of the files whose docstrings describe the keys.
+    Arguments are as in `print_config_option`; `method` may also be the name of a shipped recipe.
 
     Raises:
         ValueError: If there is no method and no recipe of this name.

@@ -4,9 +4,8 @@ import importlib.util
 from functools import partial
 from typing import Annotated
 
-import typer
-
 from midus_hf.cli.command_line import WRONG_REQUEST, Ending, command_line
+from midus_hf.cli.options import argument
 from midus_hf.cli.training.command import Overrides, run_training_command, train_in_group
 from midus_hf.cli.training.printed_config import print_config_option
 
@@ -25,7 +24,7 @@ app = command_line()
 
 @app.command()
 def midus_sft(
-    config: Annotated[str, typer.Argument(metavar="CONFIG", help="YAML file of keys; recipes are in configs/sft.")],
+    config: Annotated[str, argument("YAML file of keys; recipes are in configs/sft.", "CONFIG")],
     overrides: Overrides = None,
     print_config: Annotated[str | None, print_config_option("sft", _options, _SOURCES)] = None,
 ) -> None:

@@ -3,9 +3,8 @@
 from functools import partial
 from typing import Annotated
 
-import typer
-
 from midus_hf.cli.command_line import command_line
+from midus_hf.cli.options import argument
 from midus_hf.cli.training.command import Overrides, run_training_command, train_in_group
 from midus_hf.cli.training.printed_config import print_config_option
 
@@ -22,7 +21,7 @@ app = command_line()
 
 @app.command()
 def midus_train(
-    config: Annotated[str, typer.Argument(metavar="CONFIG", help="YAML file of keys; recipes are in configs/train.")],
+    config: Annotated[str, argument("YAML file of keys; recipes are in configs/train.", "CONFIG")],
     overrides: Overrides = None,
     print_config: Annotated[str | None, print_config_option("train", _options, _SOURCES)] = None,
 ) -> None:

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from midus_hf.analysis.table_of_words import TableOfWords
+from midus_hf.analysis.page import TableOfWords
 from midus_hf.compare.options import Comparison
 from midus_hf.compare.rates import rate_name
 from midus_hf.compare.report.words import short_count

@@ -5,7 +5,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from midus_hf.analysis.table_of_words import TableOfWords
+from midus_hf.analysis.page import TableOfWords
 from midus_hf.compare.learning import mean_loss, spread
 from midus_hf.compare.report.cautions import cautions
 from midus_hf.compare.report.findings import Findings, VariantFindings, metric_of

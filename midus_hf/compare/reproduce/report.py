@@ -4,8 +4,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from midus_hf.analysis.page import Section, write_page
-from midus_hf.analysis.table_of_words import TableOfWords
+from midus_hf.analysis.page import Section, TableOfWords, write_page
 from midus_hf.compare.report.tables import as_markdown, failures_table
 from midus_hf.compare.report.words import with_spread
 from midus_hf.compare.reproduce.options import Stage

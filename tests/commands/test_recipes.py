@@ -1,4 +1,4 @@
-"""`--print-config METHOD` of `midus train` and `midus sft`: recipes that run, with every other key and its default."""
+"""Recipes of commands: a file of another command is named, and `--print-config METHOD` prints recipes that run."""
 
 import dataclasses
 import re
@@ -13,10 +13,11 @@ from midus_hf.training.options import CorpusOptions, TrainConfig
 from upscalers.methods.contract import METHODS
 
 OPTIONS = {"train": TrainConfig, "sft": SftConfig}
-GIVEN = {
+NEEDED = {
     "train": ["model_name_or_path=m", "output_dir=o", "corpus=c"],
     "sft": ["model_name_or_path=m", "output_dir=o", "dataset_name=d"],
 }
+ANOTHER = "a key of another command; run"
 
 
 @pytest.fixture
@@ -37,12 +38,11 @@ def test_what_is_printed_is_a_recipe_whose_comments_are_the_defaults(command, me
     recipe, all_keys = tmp_path / "recipe.yaml", tmp_path / "all.yaml"
     recipe.write_text(text)
     keys = {field.name for field in dataclasses.fields(options)}
-    config = read_config(options, recipe, GIVEN[command])
+    config = read_config(options, recipe, NEEDED[command])
     names = "|".join(sorted(keys))
     all_keys.write_text(re.sub(rf"^# ({names}): (.*)$", r"\1: \2", text, flags=re.MULTILINE))
-    assert read_config(options, all_keys, GIVEN[command]) == config
-    written = set(re.findall(rf"^(?:# )?({names}):", text, flags=re.MULTILINE))
-    assert written == keys
+    assert read_config(options, all_keys, NEEDED[command]) == config
+    assert set(re.findall(rf"^(?:# )?({names}):", text, flags=re.MULTILINE)) == keys
     assert max(map(len, text.splitlines())) <= 200
 
 
@@ -60,16 +60,14 @@ def test_keys_stand_below_their_meaning(command, printed):
 
 
 def test_keys_of_a_corpus_stand_below_their_meaning(printed, tmp_path):
-    of_corpus = printed("train", "midus-hml").partition(
-        "\n\n# Keys of `corpus: {KEY: VALUE, ...}`, with their defaults:\n"
-    )[2]
+    heading = "\n\n# Keys of `corpus: {KEY: VALUE, ...}`, with their defaults:\n"
+    of_corpus = printed("train", "midus-hml").partition(heading)[2]
     assert '# Split of a dataset on the Hub. Default: `"train"`.\n#   split: "train"\n' in of_corpus
     keys = dict(re.findall(r"^#   (\w+): (.*)$", of_corpus, flags=re.MULTILINE))
     assert list(keys) == [field.name for field in dataclasses.fields(CorpusOptions)]
     recipe = tmp_path / "recipe.yaml"
     recipe.write_text("corpus:\n" + "".join(f"  {key}: {value}\n" for key, value in keys.items()))
-    words = [word for word in GIVEN["train"] if not word.startswith("corpus=")]
-    assert read_config(TrainConfig, recipe, words).corpus == CorpusOptions(path="PATH")
+    assert read_config(TrainConfig, recipe, NEEDED["train"][:2]).corpus == CorpusOptions(path="PATH")
     assert "Keys of" not in printed("sft", "midus-hml")
 
 
@@ -90,3 +88,32 @@ def test_another_name_is_refused_with_those_that_are_there(monkeypatch, capsys):
 def test_it_imports_no_torch():
     done = run_alone("midus train", ["--print-config", "moc"], afterwards="assert 'torch' not in sys.modules")
     assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize(
+    ("command", "keys", "message"),
+    [
+        (
+            "midus train",
+            "dataset_name: a.jsonl",
+            f"recipe.yaml has 'dataset_name', {ANOTHER} 'midus sft recipe.yaml'.",
+        ),
+        ("midus sft", "corpus: a.txt", f"recipe.yaml has 'corpus', {ANOTHER} 'midus train recipe.yaml'."),
+        ("midus train", "variants: {}", f"recipe.yaml has 'variants', {ANOTHER} 'midus compare recipe.yaml'."),
+        ("midus compare", "method: moc", f"recipe.yaml has 'method', {ANOTHER} 'upscale --config recipe.yaml'."),
+        ("midus sft", "tasks: [piqa]", f"recipe.yaml has 'tasks', {ANOTHER} 'midus eval MODEL --config"),
+        ("midus sft", "corpus: a.txt\ndataset_name: b.jsonl", "config has no option 'corpus'."),
+        ("midus train", "corpus: a.txt\nrates: 1", "config has no option 'rates'."),
+        ("upscale --config", "corpus: a.txt", f"recipe.yaml has 'corpus', {ANOTHER} 'midus train recipe.yaml'."),
+        ("upscale --config", "base: b\nmethods: moc", "--config recipe.yaml has no option 'methods'"),
+        ("midus eval model --config", "method: moc", f"recipe.yaml has 'method', {ANOTHER} 'upscale --config recipe"),
+    ],
+)
+def test_a_file_of_another_command_is_called_that(command, keys, message, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text("{}")
+    (tmp_path / "recipe.yaml").write_text(f"{keys}\n")
+    assert run_in_process(command, ["recipe.yaml"], monkeypatch) == 2
+    name = " ".join(word for word in command.split()[:2] if word != "--config")
+    assert capsys.readouterr().err.startswith(f"{name}: {message}")

@@ -1,0 +1,546 @@
+"""`midus look`: what each question answers, as tables, JSON and files, and what it refuses."""
+
+import csv
+import importlib.util
+import json
+import math
+import shutil
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from analysis.chapter_models import CHAPTERS, LAYERS, READ, routed_model, rows_of
+from analysis.memory_models import write_text
+from analysis.upscaled_folders import METHODS, acting, loaded, saved_pair, saved_with_bank
+from models.depth_models import depth_model
+from retrieval.tiny_bert import WIDTH
+from retrieval.trees import random_tree
+from safetensors.torch import load_file, save_file
+from training.tiny_run import document, letter_tokenizer, tiny_tokenizer
+
+from midus_hf.analysis.slots.usage import counted_types, record_usage
+from midus_hf.retrieval.memory_retriever import MemoryRetriever
+from midus_hf.retrieval.tree_files import TreeOrigin
+from upscalers.runs.upscale import upscale
+
+QUESTIONS = [
+    {"question": "w5 w6", "choices": ["w9 w10", "w11"], "gold": 1},
+    {"question": "w7", "choices": ["w12", "w13 w14"], "gold": 0},
+]
+HEADS = 4
+FILES = ".html, .png, .pdf, .csv, .json"
+
+
+def with_tokenizer(folder: Path) -> Path:
+    tiny_tokenizer().save_pretrained(folder)
+    return folder
+
+
+def write_documents(path: Path, documents: list[str]) -> Path:
+    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in documents))
+    return path
+
+
+@pytest.fixture(scope="module")
+def room(tmp_path_factory):
+    """A base without memory; a model with memory blocks, as made and with other values; models of other methods; texts."""
+    folder = tmp_path_factory.mktemp("room")
+    base, made = (
+        shutil.copytree(saved, folder / name)
+        for saved, name in zip(saved_pair("llama", "midus-hml"), ("base", "made"), strict=True)
+    )
+    acting(loaded(made)).save_pretrained(folder / "trained")
+    routed_model().save_pretrained(folder / "chapters")
+    depth_model(dtype=torch.float32, kind="reused").save_pretrained(folder / "depth")
+    for checkpoint in (base, made, *(folder / name for name in ("trained", "chapters", "depth"))):
+        with_tokenizer(checkpoint)
+    (folder / "piqa.jsonl").write_text("".join(json.dumps(question) + "\n" for question in QUESTIONS))
+    text = ["--text", f"words={write_text(folder / 'text.txt', 60)}"]
+    of_kinds = []
+    for kind in READ:
+        lines = [" ".join(f"w{id}" for id in row.tolist()) for row in rows_of(kind).rows]
+        of_kinds += ["--text", f"{kind}={write_documents(folder / f'{kind}.jsonl', lines)}"]
+    three = write_documents(folder / "three.jsonl", [document(length, length) for length in (20, 12, 7)])
+    return SimpleNamespace(
+        base=base,
+        made=made,
+        trained=folder / "trained",
+        chapters=folder / "chapters",
+        depth=folder / "depth",
+        data=folder,
+        text=text,
+        kinds=of_kinds,
+        three=["--text", str(three)],
+    )
+
+
+@pytest.fixture(scope="module")
+def bank(room, tmp_path_factory):
+    """A model with a bank of 3 by 9, the tree for it, and six documents."""
+    folder = tmp_path_factory.mktemp("bank")
+    saved = saved_with_bank(room.base, folder)
+    documents = [" ".join(f"w{(3 + 7 * i + 5 * word) % 55}" for word in range(10 + i)) for i in range(6)]
+    texts = str(write_documents(folder / "six.jsonl", documents))
+    return SimpleNamespace(**vars(saved), documents=documents, text=["--text", texts], texts=texts)
+
+
+@pytest.fixture
+def run(as_command) -> Callable[..., SimpleNamespace]:
+    """Return a function that asks a question; it must be answered unless `refused` is true."""
+    look = as_command("midus look")
+
+    def ask(*words, refused: bool = False) -> SimpleNamespace:
+        done = look(*words)
+        assert done.status == (2 if refused else 0), done.err
+        return done
+
+    return ask
+
+
+def outputs(*files: Path) -> list[str]:
+    return [word for file in files for word in ("--output", str(file))]
+
+
+# usage
+
+
+def test_usage_is_a_row_per_layer_and_files(run, room, tmp_path):
+    pytest.importorskip("matplotlib")
+    files = [tmp_path / f"usage.{kind}" for kind in ("png", "pdf", "html", "csv", "json")]
+    done = run("usage", room.trained, *room.text, "--sequence-length", 32, *outputs(*files))
+    rows = [line.split() for line in done.out.splitlines() if line.strip().startswith("words ")]
+    assert [int(row[1]) for row in rows] == [1, 4]
+    assert "read words (60 tokens, loss " in done.out
+    picture, pdf, page, table, report = (file.read_bytes() for file in files)
+    assert picture.startswith(b"\x89PNG") and pdf.startswith(b"%PDF-") and b"data:image/png;base64," in page
+    assert table.count(b"\n") == 1 + 2 * HEADS * 16 and json.loads(report)["model"] == str(room.trained)
+
+
+def test_usage_counts_the_tokens_that_were_read(run, room, tmp_path):
+    text = write_text(tmp_path / "short.txt", words=101)
+    report = json.loads(run("usage", room.trained, "--text", text, "--sequence-length", 100, "--json").out)
+    model = loaded(room.trained)
+    ids = torch.tensor([[int(word[1:]) for word in text.read_text().split()]])
+    with record_usage(model) as usage, torch.no_grad():
+        model(ids[:, :-1])
+    for layer, expected in usage.summary().items():
+        assert report["texts"]["short.txt"]["layers"][str(layer)] == pytest.approx(vars(expected))
+    limited = run("usage", room.trained, "--text", text, "--sequence-length", 20, "--max-tokens", 40, "--json")
+    assert json.loads(limited.out)["texts"]["short.txt"]["tokens"] == 40
+
+
+def test_usage_says_which_files_of_a_folder_were_not_read(run, room, tmp_path):
+    write_text(tmp_path / "a.txt")
+    (tmp_path / "b.csv").touch()
+    done = run("usage", room.trained, "--text", tmp_path, "--json")
+    assert f"read 1 of 2 files of {tmp_path}; not read: 1 .csv (expected .txt, " in done.err
+
+
+@pytest.mark.parametrize("is_terminal", [True, False])
+def test_bars_are_for_terminals(is_terminal, run, room, library_bars, monkeypatch):
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: is_terminal)
+    assert ("Loading weights" in run("usage", room.trained, *room.text, "--json").err) == is_terminal
+
+
+def test_memories_without_slots_are_named_beside_those_that_are_counted(run, room, tmp_path):
+    upscale(base=room.made, method="moc", output=tmp_path / "both", options=METHODS["moc"], verify=False)
+    upscale(base=tmp_path / "both", method="moda", output=tmp_path / "all", options={"layers": [3, 5]}, verify=False)
+    done = run("usage", tmp_path / "all", *room.text, "--json")
+    report = json.loads(done.out)
+    layers = report["texts"]["words"]["layers"]
+    assert list(layers) == ["0 chapters", "1", "2 chapters", "4"] and report["not_counted"] == {
+        "depth-attention": [3, 5]
+    }
+    assert "not counted: memory of type depth-attention in layers 3, 5, which has no slots" in done.err
+    assert [of_layer["layer"] for of_layer in report["chapters"]] == [0, 2]
+    for layer in (layers["0 chapters"], layers["2 chapters"]):
+        assert 2 / 5 <= layer["used"] <= 1 and 1 / 5 <= layer["largest"] <= 1 / 2 < 2 / 5 + layer["perplexity"]
+
+
+def test_usage_of_chapters_is_all_there_is_to_know(run, room, tmp_path):
+    pytest.importorskip("matplotlib")
+    files = [tmp_path / f"chapters.{kind}" for kind in ("html", "png", "csv", "json")]
+    done = run("usage", room.chapters, *room.kinds, *outputs(*files))
+    title = "2 of 5 routed chapters; entropy at most 1.609, information 0.693 nats"
+    assert all(part in done.out for part in (title, "typical of a text", "x 2.00"))
+    page, picture, table, report = (file.read_bytes() for file in files)
+    assert picture.startswith(b"\x89PNG") and page.count(b"data:image/png;base64,") == 4
+    assert all(f"chapters: {name}".encode() in page for name in ("entropies", "shares", "specialisation"))
+    rows = list(csv.DictReader(table.decode().splitlines()))
+    assert len(rows) == len(LAYERS) * 2 * CHAPTERS
+    assert {row["chapter"] for row in rows if row["text"] == "a" and float(row["read_share"]) == 1} == {"0", "1", "2"}
+    told = json.loads(report)
+    assert set(told) == {"model", "texts", "chapters", "not_counted"}
+    assert [of_layer["layer"] for of_layer in told["chapters"]] == LAYERS
+    for of_layer in told["chapters"]:
+        assert of_layer["mutual_information"] == pytest.approx(math.log(2))
+        assert set(of_layer["texts"]["a"]) == {
+            "tokens", "unguided_share", "read_shares", "entropy", "effective_chapters", "dead_chapters", "stability_within",
+            "stability_between", "attention_mass", "shared_mass", "routed_mass", "added_to_attention", "added_to_residual",
+        }  # fmt: skip
+        assert {row["chapter"] for row in of_layer["typical"]["b"]} == {4, 5}
+    alone = run("usage", room.chapters, *room.kinds[:2], "--limit", 1, "--sequence-length", 6, *outputs(*files))
+    assert "typical" not in alone.out and b"specialisation" not in files[0].read_bytes()
+    read = json.loads(files[3].read_bytes())["texts"]["a"]
+    assert read == {**read, "documents": 1, "rows": 2, "tokens": 12}
+
+
+def test_blocks_that_the_paths_of_documents_name_are_counted_without_reading_them(run, bank, tmp_path, monkeypatch):
+    pytest.importorskip("matplotlib")
+    monkeypatch.setattr("midus_hf.analysis.text_rows._row_sums", None)
+    files = [tmp_path / f"blocks.{kind}" for kind in ("png", "csv")]
+    texts = ["--text", f"a={bank.texts}", "--text", f"b={bank.texts}"]
+    words = ["usage", bank.model, *texts, "--retriever", bank.tree, "--sequence-length", 8]
+    report = json.loads(run(*words, "--json", *outputs(*files)).out)
+    told = report["texts"]
+    assert told["a"] == told["b"] and told["a"]["documents"] == 6
+    assert told["a"]["layers"] == {} and report["not_counted"] == {}
+    levels = told["a"]["blocks"]["hier-ffn"]["levels"]
+    paths = MemoryRetriever.load(bank.tree).paths(bank.documents).tolist()
+    for level in (1, 2):
+        expected: dict[str, int] = {}
+        for text, path in zip(bank.documents, paths, strict=True):
+            count = len(text.split())
+            read = count - (count % 8 == 1)  # a row of one token predicts nothing
+            expected[str(path[level - 1])] = expected.get(str(path[level - 1]), 0) + read
+        assert levels[str(level)]["tokens"] == expected
+    assert levels["2"]["never_fetched"] == 9 - len(levels["2"]["tokens"])
+    assert files[0].read_bytes().startswith(b"\x89PNG") and files[1].read_text().count("\n") == 1 + 2 * 12
+    printed = run(*words).out
+    assert "Blocks fetched" in printed and "never fetched" in printed and "Slots retrieved" not in printed
+
+
+def test_slots_and_blocks_of_one_model_are_counted_together(run, bank, tmp_path):
+    upscale(
+        base=bank.model,
+        method="midus-pkm",
+        output=tmp_path,
+        options=METHODS["midus-pkm"],
+        verify=False,
+        overwrite=True,
+    )
+    words = ["usage", tmp_path, *bank.text, "--sequence-length", 20, "--json"]
+    report = json.loads(run(*words, "--retriever", bank.tree).out)
+    read = report["texts"]["six.jsonl"]
+    assert len(read["layers"]) == 2 and read["blocks"]["hier-ffn"] and report["not_counted"] == {}
+    done = run(*words)
+    report = json.loads(done.out)
+    assert report["texts"]["six.jsonl"]["blocks"] == {} and list(report["not_counted"]) == ["hier-ffn"]
+    assert "texts fetch nothing from the model's bank; give --retriever with its tree of topics" in done.err
+
+
+# ablation and drift
+
+
+def test_ablation_of_parts_is_a_table_json_csv_and_a_picture(run, room, tmp_path):
+    pytest.importorskip("matplotlib")
+    words = ["ablation", room.trained, *room.text, "--sequence-length", 20]
+    files = [tmp_path / "layers.png", tmp_path / "layers.csv"]
+    told = json.loads(run(*words, "--json", *outputs(*files)).out)
+    assert told["model"] == str(room.trained) and told["base"] == []
+    assert [row["part"] for row in told["parts"]] == ["block 1", "block 4"]
+    assert told["texts"]["words"]["tokens"] == 57
+    assert files[0].read_bytes().startswith(b"\x89PNG") and files[1].read_text().count("\n") == 4
+    table = run(*words, "--all").out
+    assert "all of them" in table and "layer 3 of the base" in table and "loss of the base's layers" in table
+
+
+def test_ablation_of_chapters_is_a_table_json_csv_and_a_picture(run, room, tmp_path):
+    pytest.importorskip("matplotlib")
+    files = [tmp_path / f"ablation.{kind}" for kind in ("json", "csv", "png", "html")]
+    words = ["ablation", room.chapters, *room.kinds]
+    done = run(*words, "--chapters", "0-1,3-4", "--layers", "0,2", *outputs(*files), "--json")
+    report = json.loads(done.out)
+    assert set(report) == {"model", "texts", "mode", "memory", "layers", "chapters"}
+    moved = {
+        row["chapter"]: {kind for kind in READ if row["effects"][kind]["difference"]} for row in report["chapters"]
+    }
+    assert moved == {0: {"a", "b"}, 1: {"a"}, 3: set(), 4: {"b"}}
+    assert json.loads(files[0].read_text()) == report
+    assert files[2].read_bytes().startswith(b"\x89PNG") and "What texts lose without a chapter" in files[3].read_text()
+    assert len(list(csv.DictReader(files[1].read_text().splitlines()))) == 8
+    table = run(*words, "--mode", "swap-random", "--chapters", "1-5", "--top", 2).out
+    assert "as it is" in table and "±" in table and " as " in table
+
+
+def test_drift_is_the_same_from_a_base_within_and_from_another(run, room, tmp_path):
+    words = ["drift", room.trained, *room.text, "--sequence-length", 20]
+    within, other = (
+        json.loads(run(*words, "--base", base, "--json", "--top", 2).out)["texts"] for base in ("self", room.base)
+    )
+    assert within == other and within["words"]["divergence"] > 0 and len(within["words"]["worst"]) == 2
+    page = tmp_path / "drift.html"
+    table = run(*words, "--output", page).out
+    assert "KL(base || model)" in table and "What moved farthest" in table
+    assert "compared with its base, which is the model without what was added" in page.read_text()
+    unmoved = run("drift", room.made, *room.text).out
+    assert " 0.00000 " in unmoved and "+0.00000" in unmoved and "What moved farthest" not in unmoved
+
+
+def test_texts_fetch_by_a_retriever(run, room, bank):
+    words = ["drift", bank.model, *room.text, "--json"]
+    assert json.loads(run(*words).out)["texts"]["words"]["divergence"] == 0
+    assert json.loads(run(*words, "--retriever", bank.tree).out)["texts"]["words"]["divergence"] > 0
+    parts = json.loads(run("ablation", *words[1:], "--retriever", bank.tree).out)["parts"]
+    assert len(parts) == 4 and all(row["texts"]["words"]["difference"] for row in parts)
+
+
+def test_a_base_that_trained_or_has_other_tokens_is_refused(run, room, tmp_path):
+    def refusal(*words) -> str:
+        return run("drift", *words, *room.text, refused=True).err
+
+    model, changed = loaded(room.trained), with_tokenizer(tmp_path / "all-trained")
+    model.model.layers[0].mlp.up_proj.weight.data[0, 0] += 1
+    model.save_pretrained(changed)
+    assert "are not those that it was upscaled from: trained since, or cast; expected" in refusal(changed)
+    del model.config.upscale["base_sha256"]
+    model.save_pretrained(changed)
+    assert "are of no known base; expected the base itself. Give its folder as base." in refusal(changed)
+    other, absent = shutil.copytree(room.base, tmp_path / "other"), tmp_path / "absent"
+    letter_tokenizer().save_pretrained(other)
+    message = "whose tokenizer has other tokens than the model's; expected one tokenizer."
+    assert message in refusal(room.trained, "--base", other)
+    message = f"base is '{absent}', which does not exist; expected the folder"
+    assert message in refusal(room.trained, "--base", absent)
+
+
+# values, depth and heads
+
+
+def test_values_of_the_most_used_slots_and_of_named_ones_are_shown(run, room):
+    done = run("values", room.trained, "--layers", 1, *room.text, "--top", 3, "--tokens", 2, "--json")
+    told = json.loads(done.out)
+    assert (told["layer"], told["memory"], len(told["slots"])) == (1, "", 3)
+    assert told["slots"][0]["share"] >= told["slots"][2]["share"] > 0
+    assert all(len(of_slot["tokens"]) == 2 for of_slot in told["slots"])
+    table = run("values", room.trained, "--layers", 4, "--slots", "2,5-6", "--heads", 3).out
+    assert "a probe, no proof" in table and "'w" in table
+    assert run("values", room.made, "--layers", 4, "--slots", "0").out.count("adds nothing") == HEADS
+
+
+def test_values_of_chapters_are_shown(run, room):
+    done = run("values", room.chapters, "--chapters", "2", "--layers", "0", "--tokens", 3, "--rows", "--json")
+    (chapter,) = json.loads(done.out)["chapters"]
+    assert (chapter["layer"], chapter["chapter"]) == (0, 2)
+    assert len(chapter["tokens"]) == 3 and [len(row) for row in chapter["rows"]] == [3] * 4
+    done = run("values", room.chapters, "--chapters", "all")
+    assert "a probe, no proof" in done.out and "'w" in done.out
+
+
+def test_depth_is_all_there_is_to_know(run, room):
+    report = json.loads(run("depth", room.depth, *room.three, "--json").out)
+    assert set(report) == {"model", "texts", "layers", "writers"}
+    assert {**report["texts"]["three.jsonl"], "loss": 0} == {"documents": 3, "rows": 3, "tokens": 39, "loss": 0}
+    assert [of_layer["layer"] for of_layer in report["layers"]] == [1, 2, 3]
+    first, best = report["layers"][0], report["writers"][0]
+    assert first["slots"] == [{"source": "attention", "layer": 0}, {"source": "ffn", "layer": 0}]
+    assert first["tokens"] == 39 and first["heads"] == list(range(HEADS)) and first["memory"] == "depth-attention"
+    for of_layer in report["layers"]:
+        assert of_layer["depth_shares"] == pytest.approx(list(map(sum, of_layer["shares"])))
+        assert all(0 < share < 1 for share in of_layer["depth_shares"]) and min(of_layer["gates"]) > 0.19
+        both = [sum(pair) for pair in zip(of_layer["depth_shares"], of_layer["sequence_shares"], strict=True)]
+        assert both == pytest.approx([1.0] * HEADS)
+    assert {(writer["layer"], writer["source"]) for writer in report["writers"]} == {
+        (layer, source) for layer in range(3) for source in ("attention", "ffn")
+    }
+    some = json.loads(run("depth", room.depth, *room.three, "--json", "--layers", "2-3", "--heads", "1").out)
+    assert [(of_layer["layer"], of_layer["heads"]) for of_layer in some["layers"]] == [(2, [1]), (3, [1])]
+    assert some["layers"][0]["shares"] == [pytest.approx(report["layers"][1]["shares"][1])]
+    lines = run("depth", room.depth, *room.three).out.splitlines()
+    mean, most = sum(first["depth_shares"]) / HEADS, max(first["depth_shares"])
+    (of_first,) = [line for line in lines if line.strip().startswith("1 ") and " to " in line]
+    assert f" {mean:.1%} " in of_first and f" {most:.1%} ({first['depth_shares'].index(most)})" in of_first
+    assert f"{min(first['gates']):.3g} to {max(first['gates']):.3g}" in of_first
+    assert f" {sum(first['sequence_shares']) / HEADS:.1%} " in of_first
+    behind = lines[next(number for number, line in enumerate(lines) if "Slots that are read most" in line) :]
+    cells = [str(best["layer"]), best["source"], str(best["readers"]), f"{best['mean_share']:.2%}"]
+    assert behind[3].split()[:4] == cells
+
+
+@pytest.mark.parametrize(("kind", "acting"), [("default", True), ("reused", False)], ids=["default", "not yet read"])
+def test_depth_is_drawn_with_the_map_of_one_head(run, room, tmp_path, kind, acting):
+    pytest.importorskip("matplotlib")
+    model = with_tokenizer(tmp_path / "model")
+    depth_model(dtype=torch.float32, kind=kind, acting=acting).save_pretrained(model)
+    picture, page = tmp_path / "depth.png", tmp_path / "depth.html"
+    done = run("depth", model, *room.three, *outputs(picture, page))
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    assert page.read_text().count("data:image/png;base64,") == 2 and "39 tokens" in page.read_text()
+    if not acting:
+        assert done.out.count(" 0 to 0 ") == 3 and done.out.count("nothing") == 3
+    run("depth", model, *room.three, *outputs(page), "--layers", "3", "--heads", "1")
+    assert "Layer 3, head 1: tokens by keys and slots" in page.read_text()
+
+
+def test_heads_are_told_as_json_and_drawn(run, room, tmp_path):
+    words = ["heads", room.base, "--tasks", "piqa", "--data", room.data]
+    (told,) = json.loads(run(*words, "--json", *outputs(tmp_path / "heads.png")).out)["models"]
+    assert (told["model"], told["answers"], told["layers"]) == (str(room.base), 2, [0, 1, 2, 3])
+    assert len(told["absolute"][0]) == HEADS and (tmp_path / "heads.png").read_bytes().startswith(b"\x89PNG")
+    one = run(*words, "--limit", 1, "--signed").out
+    assert "1 answers" in one and "variance" in one and room.base.name in one and str(room.base) not in one
+
+
+# page
+
+
+def test_one_page_joins_all_answers_and_checks_the_base_once(run, room, tmp_path, monkeypatch):
+    pytest.importorskip("matplotlib")
+    from upscalers.runs import base_confirmation
+
+    checked, keeps_base = [], base_confirmation.keeps_base
+    monkeypatch.setattr(base_confirmation, "keeps_base", lambda name: checked.append(name) or keeps_base(name))
+    monkeypatch.setattr(
+        "midus_hf.analysis.slots.report.usage_csv", None
+    )  # nothing but what the page holds is computed
+    words = ["page", room.trained, *room.text, "--sequence-length", 20, "--output"]
+    assert "Slots retrieved" in run(*words, tmp_path / "page.html").out and checked == [str(room.trained)]
+    page = (tmp_path / "page.html").read_text()
+    titles = ("Slots retrieved", "How far predictions moved", "Loss without a part", "What moved farthest")
+    assert all(title in page for title in (*titles, "slots add in layer 4"))
+    assert page.count("data:image/png;base64,") == 2 and page.count('class="passage"') == 3
+    run(*words, tmp_path / "other.html", "--base", room.base)
+    of_base = "compared with its base, which is the model without what was added"
+    assert (tmp_path / "other.html").read_text().replace(f"compared with {room.base}", of_base) == page
+
+
+def test_a_page_has_blocks_chapters_and_depth(run, room, bank, tmp_path):
+    pytest.importorskip("matplotlib")
+    page = tmp_path / "page.html"
+    words = ["page", bank.model, *room.text, "--output", page]
+    run(*words)
+    assert "Blocks fetched" not in page.read_text()
+    run(*words, "--retriever", bank.tree)
+    told = page.read_text()
+    assert "Blocks fetched" in told and "hier-ffn level 2" in told and told.count("data:image/png;base64,") == 2
+    for model, answer in ((room.chapters, "What chapters hold"), (room.depth, "What heads read of the depth")):
+        run("page", model, *room.text, "--base", room.base, "--output", page)
+        assert answer in page.read_text()
+
+
+# refusals
+
+NO_COUNTS = "has no memory whose use can be counted"
+REFUSALS = [
+    ("usage TRAINED --text absent", "text is 'absent', which does not exist; expected"),
+    ("usage TRAINED --text b=absent", "text is 'absent', which does not exist; expected"),
+    ("usage TRAINED --text =a.txt", "text is '=a.txt'; expected PATH or NAME=PATH, such as code=code.jsonl."),
+    ("usage TRAINED --text a=b --text a=c", "text 'a' is given twice; expected each name once."),
+    ("usage TRAINED TEXT --limit 0", "limit is 0; expected at least 1."),
+    ("usage TRAINED --text absent --dtype int8", "dtype is 'int8'; expected auto, float32, bfloat16 or float16."),
+    ("usage BROKEN TEXT --device cpu", "model is 'BROKEN', which cannot be loaded on cpu"),
+    ("usage TRAINED TEXT --output a.txt", f"output is 'a.txt'; expected a file ending in {FILES}."),
+    (
+        "usage TRAINED TEXT --output /absent/a.csv",
+        "output is '/absent/a.csv', in a folder that does not exist; create",
+    ),
+    (
+        "usage TRAINED TEXT --sequence-length 4000",
+        "sequence_length is 4000; the model was made for at most 128 tokens.",
+    ),
+    ("usage BASE TEXT", f"this llama model {NO_COUNTS}; expected an upscaled model with memory of one of the types:"),
+    (
+        "usage DEPTH TEXT",
+        f"this midus_llama model {NO_COUNTS}, only memory of type depth-attention; expected an upscaled",
+    ),
+    ("usage TRAINED TEXT --retriever TREE", "and the texts of this model fetch no blocks; leave it out."),
+    (
+        "usage BANK TEXT",
+        "the texts of this midus_llama model fetch blocks, and nothing says which; expected the tree of",
+    ),
+    ("usage CHAPTERS TEXT --memory other", "memory is 'other'; expected one of: chapters."),
+    ("heads BASE --tasks piqa --limit 0", "limit is 0; expected at least 1."),
+    (
+        "heads BASE --tasks midus_piqa",
+        "task is 'midus_piqa', whose questions are local; give the folder that holds them",
+    ),
+    (
+        "heads BASE --tasks piqa --text a.txt",
+        "--text is an option of usage and depth and ablation and drift and values",
+    ),
+    ("heads BASE --data questions", "--tasks is missing; heads needs it."),
+    ("values TRAINED --layers 1", "neither text nor slots are given; expected one: slots by number, or a text"),
+    ("values TRAINED --layers 0 --slots 0", "layer is 0; expected one with a memory of slots: 1, 4."),
+    ("values TRAINED --layers 1 --slots 16", "slots is '16'; expected numbers from 0 to 15"),
+    ("values TRAINED --layers 1 TEXT --top 0", "top is 0; expected at least 1."),
+    ("values TRAINED --layers 1-2 --slots 0", "layers is '1-2'; expected one number."),
+    ("values TRAINED --slots 0", "neither layers nor chapters are given; expected the layer whose slots"),
+    ("values CHAPTERS --chapters all --tokens 0", "tokens is 0; expected at least 1."),
+    ("values CHAPTERS --rows", "rows is true, which is for chapters; give --chapters as well."),
+    ("values BASE --chapters all", "this llama model has no memory of chapters; expected one upscaled with"),
+    ("drift TRAINED BASE TEXT", "2 models are given; expected one, for all questions but heads."),
+    ("drift BASE TEXT", "base was not made by upscale: its config.json has no 'upscale' entry. Give an upscaled"),
+    ("page TRAINED TEXT", "--output is missing; page needs it, such as --output page.html."),
+    ("ablation BASE TEXT", "this llama model has no layer and no memory that was added to a base; expected"),
+    ("ablation BASE TEXT --chapters all", "this llama model has no memory of chapters; expected one upscaled with"),
+    ("ablation CHAPTERS TEXT --chapters 6", "chapters is '6'; expected numbers from 0 to 5, the model's."),
+    ("ablation CHAPTERS TEXT --chapters all --layers 1", "layer is 1; expected one with chapters: 0, 2."),
+    ("ablation CHAPTERS TEXT --chapters 1 --layers 2,2", "layers is '2,2', which names 2 twice; expected each once."),
+    ("ablation CHAPTERS TEXT --chapters 1 --mode burn", "mode is 'burn'; expected one of: zero, swap-random, drop."),
+    ("ablation CHAPTERS TEXT --mode drop", "mode is 'drop', which is for chapters; give --chapters as well."),
+    ("ablation CHAPTERS TEXT --chapters 1 --all", "all is true and chapters are given; --all is for layers of"),
+    ("depth DEPTH TEXT --memory other", "memory is 'other'; expected one of: depth-attention."),
+    ("depth DEPTH TEXT --layers 0", "layer is 0; expected one that reads the depth: 1, 2, 3."),
+    ("depth DEPTH TEXT --layers 4", "layers is '4'; expected numbers from 0 to 3, the model's."),
+    ("depth DEPTH TEXT --heads 4", "heads is '4'; expected numbers from 0 to 3, the model's."),
+    ("depth DEPTH TEXT TEXT2", "2 texts are given; expected one to read the depth with."),
+    ("depth BASE TEXT", "this llama model has no memory that reads the depth; expected one upscaled"),
+]
+
+
+@pytest.mark.parametrize(("words", "message"), REFUSALS, ids=[words for words, _ in REFUSALS])
+def test_a_wrong_request_is_told_in_one_line(run, room, bank, tmp_path, words, message):
+    broken = tmp_path / "broken"
+    broken.mkdir()
+    (broken / "config.json").write_text("{}")
+    replaced = {"BROKEN": [broken], "BANK": [bank.model], "TREE": [bank.tree], "TEXT": room.text}
+    replaced |= {name.upper(): [getattr(room, name)] for name in ("base", "trained", "chapters", "depth")}
+    replaced["TEXT2"] = ["--text", f"other={bank.texts}"]
+    done = run(*[part for word in words.split() for part in replaced.get(word, [word])], refused=True)
+    assert done.out == ""
+    line = done.err.splitlines()[-1]
+    assert line.startswith(f"midus look {words.split()[0]}: ") and message.replace("BROKEN", str(broken)) in line
+
+
+def test_a_memory_of_slots_chapters_or_blocks_is_expected_by_its_type(run, room):
+    assert run("usage", room.base, *room.text, refused=True).err.endswith(f"types: {', '.join(counted_types())}.\n")
+
+
+def test_a_checkpoint_that_lacks_a_tensor_is_refused(run, room, tmp_path):
+    lacking = shutil.copytree(room.made, tmp_path / "lacking")
+    tensors = load_file(lacking / "model.safetensors")
+    del tensors["model.layers.1.memory.value_bank"]
+    save_file(tensors, lacking / "model.safetensors", {"format": "pt"})
+    message = "whose checkpoint lacks 1 of its tensors, such as model.layers.1.memory.value_bank"
+    assert message in run("usage", lacking, *room.text, refused=True).err
+
+
+@pytest.mark.parametrize(("branching", "levels"), [(2, 2), (5, 2), (3, 1)], ids=["fewer", "more", "flat"])
+def test_a_tree_of_another_shape_than_that_of_the_bank_is_refused(branching, levels, run, bank, tmp_path):
+    origin = TreeOrigin(embedding_model=str(bank.bert))
+    random_tree(branching, levels, width=WIDTH, origin=origin).save(tmp_path / "tree")
+    done = run("usage", bank.model, *bank.text, "--retriever", tmp_path / "tree", refused=True)
+    message = (
+        f"memory 'hier-ffn' fetches blocks by a tree of 2 levels of 3, and the retriever has {levels} levels of {branching}; "
+        "expected the tree that the bank was trained with.\n"
+    )
+    assert message in done.err
+
+
+def test_pictures_need_matplotlib(run, room, monkeypatch):
+    find = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "matplotlib" else find(name))
+    done = run("usage", room.made, *room.text, "--output", "a.png", refused=True)
+    message = "output has pictures, which need matplotlib; install it with pip install 'midus-hf[look]'.\n"
+    assert done.err == f"midus look usage: {message}"
+
+
+@pytest.mark.parametrize(("kind", "lack"), [("csv", "no CSV"), ("png", "no picture")])
+def test_a_file_that_an_answer_does_not_have_is_refused_behind_the_answer(kind, lack, run, room, tmp_path):
+    file = tmp_path / f"drift.{kind}"
+    done = run("drift", room.made, *room.text, "--output", file, refused=True)
+    assert "How far predictions moved" in done.out and not file.exists()
+    assert f"output is '{file}', and this answer has {lack}; expected a file ending in .html or .json." in done.err
