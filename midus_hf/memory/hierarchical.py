@@ -197,6 +197,22 @@ def block_linear(
     Raises:
         ValueError: If shapes disagree.
     """
+    if INSTALLED:
+        _check_blocks(inputs, weights, blocks)
+    weights = weights.to(inputs.dtype)
+    if INSTALLED and resolve(backend, inputs) == "reference":
+        return torch.einsum("bti,boi->bto", inputs, weights if blocks is None else weights[blocks])
+    if len(weights) == 1:
+        return F.linear(inputs, weights[0])
+    if blocks is None:
+        return torch.bmm(inputs, weights.transpose(1, 2))
+    on_cpu = inputs.device.type == "cpu" and not torch.compiler.is_compiling()
+    if INSTALLED and on_cpu and len(weights) < len(inputs):
+        return block_by_block(inputs, weights, blocks)
+    return torch.bmm(inputs, weights[blocks].transpose(1, 2))
+
+
+def _check_blocks(inputs: torch.Tensor, weights: torch.Tensor, blocks: torch.Tensor | None) -> None:
     if inputs.dim() != 3 or weights.dim() != 3 or inputs.shape[-1] != weights.shape[-1]:
         raise ValueError(
             f"inputs is {tuple(inputs.shape)} and weights {tuple(weights.shape)}; expected [batch, tokens, width] and "
@@ -208,19 +224,9 @@ def block_linear(
         )
     if blocks is not None and blocks.shape != inputs.shape[:1]:
         raise ValueError(f"blocks is {tuple(blocks.shape)}; expected one for each of the {len(inputs)} rows.")
-    weights = weights.to(inputs.dtype)
-    if INSTALLED and resolve(backend, inputs) == "reference":
-        return torch.einsum("bti,boi->bto", inputs, weights if blocks is None else weights[blocks])
-    if len(weights) == 1:
-        return F.linear(inputs, weights[0])
-    if blocks is None:
-        return torch.bmm(inputs, weights.transpose(1, 2))
-    if inputs.device.type == "cpu" and len(weights) < len(inputs) and not torch.compiler.is_compiling():
-        return grouped(inputs, weights, blocks)
-    return torch.bmm(inputs, weights[blocks].transpose(1, 2))
 
 
-def grouped(inputs: torch.Tensor, weights: torch.Tensor, blocks: torch.Tensor) -> torch.Tensor:
+def block_by_block(inputs: torch.Tensor, weights: torch.Tensor, blocks: torch.Tensor) -> torch.Tensor:
     """Compute `block_linear` with one matrix product per block."""
     order = blocks.argsort(stable=True)
     counts = blocks.bincount(minlength=len(weights)).tolist()

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from midus_hf.memory.hierarchical import block_linear, grouped
+from midus_hf.memory.hierarchical import block_by_block, block_linear
 
 
 def inputs(rows=5, tokens=3, width=4, outputs=6, num_blocks=3, dtype=torch.float64):
@@ -41,7 +41,7 @@ def test_rows_grouped_by_block_give_what_they_give_alone():
             for row in range(7)
         ]
     )
-    torch.testing.assert_close(grouped(**given), alone)
+    torch.testing.assert_close(block_by_block(**given), alone)
 
 
 @pytest.mark.parametrize("backend", ["reference", "torch", "auto"])
