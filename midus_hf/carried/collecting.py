@@ -9,7 +9,16 @@ from functools import cache
 from typing import Any
 
 from midus_hf.carried.sources import Definition, Member, Module, Name, read_module, taken_apart
-from midus_hf.carried.specialise import Edit, Facts, SourceText, specialise, with_plain_defaults, with_short_docstrings
+from midus_hf.carried.specialise import (
+    READ_BY_LIBRARIES,
+    Edit,
+    Facts,
+    SourceText,
+    specialise,
+    with_plain_defaults,
+    with_short_docstrings,
+    without_bare_annotations,
+)
 
 _NOT_CARRIED = "not_carried"
 _NEEDED_FOR = re.compile(r"needed_for\((.*)\)")
@@ -18,8 +27,6 @@ _MARKS = re.compile(
     r"^ *@(not_carried|needed_for\(.*\)|used_by_libraries|register_(larger_)?family|register_head)\n",
     flags=re.MULTILINE,
 )
-# Attributes whose annotation transformers reads.
-_READ_BY_LIBRARIES = ("config",)
 # Functions that take the name of an attribute as an argument.
 _BY_NAME = ("getattr", "hasattr", "attrgetter")
 
@@ -83,7 +90,7 @@ class Program:
             if self.module(name.module).refusal:
                 raise ValueError(self.module(name.module).refusal)
             source = specialise(self.module(name.module).definitions[name.name], self._facts(name))
-            source = with_plain_defaults(with_short_docstrings(source))
+            source = without_bare_annotations(with_plain_defaults(with_short_docstrings(source)))
             definition = taken_apart(self._without_bases(name, source))
             if _USED_BY_LIBRARIES in definition.head:
                 self._whole.add(name)
@@ -183,7 +190,7 @@ class Program:
         is_special = not member.name or (member.name.startswith("__") and member.name.endswith("__"))
         return (
             is_special
-            or member.name in _READ_BY_LIBRARIES
+            or member.name in READ_BY_LIBRARIES
             or any(fnmatchcase(member.name, used) for used in self._attributes if used.endswith("*"))
         )
 

@@ -12,6 +12,7 @@ import json
 import os
 import pkgutil
 import pprint
+import re
 import sys
 from collections.abc import Iterable, Iterator
 from functools import cache
@@ -126,9 +127,8 @@ class _Layout:
         for module in self._order():
             definitions = [self._renamed(module, self._text(name, text)) for name, text in self._program.texts(module)]
             if definitions:
-                first, *others = definitions
-                sections += [f"# {module}\n{first.lstrip()}", *others]
-        return f"{self._import_lines()}\n\n" + "\n\n".join(_spaced(section) for section in sections)
+                sections.append(f"# {module}\n" + _listed(definitions))
+        return f"{self._import_lines()}\n\n" + "\n\n".join(sections)
 
     def _text(self, name: Name | None, text: str) -> str:
         return self._texts.get(name.name, text) if name and name.module == standins.__name__ else text
@@ -260,5 +260,15 @@ def _unique_names(kept: Iterable[Name]) -> dict[Name, str]:
     return unique
 
 
-def _spaced(source: str) -> str:
-    return source.strip("\n") + "\n"
+def _listed(definitions: Iterable[str]) -> str:
+    """Return definitions in order, with two empty lines around functions and classes, and none between constants."""
+    listed, before_is_constant = "", False
+    for definition in definitions:
+        text = definition.strip("\n") + "\n"
+        is_constant = not _COMPOUND.search(text)
+        listed += ("" if not listed or (is_constant and before_is_constant) else "\n\n") + text
+        before_is_constant = is_constant
+    return listed
+
+
+_COMPOUND = re.compile(r"^(@|def |class )", flags=re.MULTILINE)

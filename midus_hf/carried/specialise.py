@@ -11,6 +11,8 @@ from typing import Any, NamedTuple
 Facts = Mapping[str, Any]
 
 _UNKNOWN = object()
+# Attributes whose annotation transformers reads.
+READ_BY_LIBRARIES = ("config",)
 _COMPARISONS: dict[type[ast.cmpop], Callable[[Any, Any], Any]] = {
     ast.Eq: operator.eq,
     ast.NotEq: operator.ne,
@@ -71,12 +73,9 @@ def _relevant(source: str, facts: Facts) -> Facts:
     return {expression: value for expression, value in facts.items() if present.issuperset(_WORD.findall(expression))}
 
 
-_SECTION = re.compile(r"\n\n *(?:Args|Returns|Raises):\n(?:(?!\n\n|\n *\Z).)*", flags=re.DOTALL)
-
-
 @cache
 def with_short_docstrings(source: str) -> str:
-    """Return the source without the sections of docstrings (Args, Returns, Raises) that give no shape.
+    """Return the source with docstrings of one paragraph, behind which only equations and sections that give shapes are kept.
 
     Args:
         source: One or more statements at the top level.
@@ -86,12 +85,37 @@ def with_short_docstrings(source: str) -> str:
     for node in ast.walk(text.tree):
         if isinstance(node, ast.FunctionDef | ast.ClassDef) and ast.get_docstring(node, clean=False):
             docstring = node.body[0]
-            before = text.of(docstring)
-            after = _SECTION.sub(lambda section: section[0] if "`[" in section[0] else "", before.removesuffix('"""'))
-            after = after.rstrip()
-            end = f"\n{' ' * docstring.col_offset}" if "\n" in after else ""
-            edits.append(Edit(text.start(docstring), text.end(docstring), f'{after}{end}"""'))
+            first, *others = text.of(docstring).removesuffix('"""').rstrip().split("\n\n")
+            kept = [first, *(each for each in others if "`[" in each or _EQUATION.search(each))]
+            end = f"\n{' ' * docstring.col_offset}" if "\n" in "\n\n".join(kept) else ""
+            edits.append(Edit(text.start(docstring), text.end(docstring), "\n\n".join(kept) + f'{end}"""'))
     return text.edited(edits)
+
+
+_EQUATION = re.compile(r"`[^`]*[^=`]= [^`]*`")
+
+
+@cache
+def without_bare_annotations(source: str) -> str:
+    """Return the source of a class without attributes that are annotated and have no value, unless libraries read the annotation.
+
+    Fields of a dataclass, of a named tuple and of a protocol stay.
+
+    Args:
+        source: One or more statements at the top level.
+    """
+    text = SourceText(source)
+    edits = []
+    for node in text.tree.body:
+        if not isinstance(node, ast.ClassDef) or (node.decorator_list and "dataclass" in text.of(node)):
+            continue
+        if any(ast.unparse(base) in ("NamedTuple", "Protocol") for base in node.bases):
+            continue
+        for statement in node.body:
+            if isinstance(statement, ast.AnnAssign) and statement.value is None:
+                if ast.unparse(statement.target) not in READ_BY_LIBRARIES:
+                    edits.append(_removal(text, statement))
+    return specialise(text.edited(edits), {}) if edits else source
 
 
 @cache

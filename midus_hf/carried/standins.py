@@ -23,21 +23,20 @@ WRITTEN_FOR: dict[str, dict[str, Any]] = {}
 
 def register_memory_type(name: str) -> Any:
     """Return a decorator that registers the options class of a type of memory."""
-
-    def decorate(cls: Any) -> Any:
-        cls.type = name
-        MEMORY_TYPES[name] = cls
-        return cls
-
-    return decorate
+    return _entering(MEMORY_TYPES, "type", name)
 
 
 def register_memory(name: str) -> Any:
     """Return a decorator that registers the module class of a type of memory."""
+    return _entering(MEMORY_MODULES, "memory_type", name)
+
+
+def _entering(table: dict[str, Any], attribute: str, name: str) -> Any:
+    """Return a decorator that enters a class in a table, and sets the name as an attribute of the class."""
 
     def decorate(cls: Any) -> Any:
-        cls.memory_type = name
-        MEMORY_MODULES[name] = cls
+        setattr(cls, attribute, name)
+        table[name] = cls
         return cls
 
     return decorate

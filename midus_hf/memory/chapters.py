@@ -273,15 +273,14 @@ class Chapters(MemoryModule):
         shared, every = self.options.shared_chapters, self.options.chapters
         chosen = chapters[:, shared:]
         at_most = shared + chosen.numel()
-        if torch.compiler.is_compiling():
+        if torch.compiler.is_compiling() or not INSTALLED:
             if at_most >= every:
                 return None, chapters
             read = torch.cat([chapters[0, :shared], chosen.flatten()])
             places = torch.arange(shared, at_most, device=chapters.device).view(chosen.shape)
             return read, torch.cat([chapters[:, :shared], places], dim=1)
         if at_most >= _MANY_TIMES * every:
-            reads_all = INSTALLED and self.sparse_gradient
-            return (torch.arange(every, device=chapters.device) if reads_all else None), chapters
+            return (torch.arange(every, device=chapters.device) if self.sparse_gradient else None), chapters
         return torch.unique(chapters, return_inverse=True)
 
     def _gives_rows(

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from midus_hf.config.fetched_blocks import BankLayout
+from midus_hf.config.installed import INSTALLED
 
 _MOST_JOINED_BYTES = 2**30
 
@@ -46,8 +47,9 @@ class FetchedBatch:
 
     def __init__(self, layout: BankLayout, records: Mapping[int, torch.Tensor], blocks: Mapping[int, torch.Tensor]):
         self.layout, self.records, self.blocks = layout, dict(records), dict(blocks)
-        self._joined: FetchedBatch | None = None
-        self._joins = bool(layout.blocks.joined_along)
+        if INSTALLED:
+            self._joined: FetchedBatch | None = None
+            self._joins = bool(layout.blocks.joined_along)
         # Split once, so that the gradients of all tensors are concatenated once.
         parts = {
             level: self.records[level].split([field.numel for field in fields], dim=1)
@@ -122,14 +124,7 @@ class FetchedBatch:
 def _joined_level(
     layer: FetchedLayer, layout: BankLayout, of_levels: list[torch.Tensor], blocks: torch.Tensor | None
 ) -> FetchedLevel:
-    """Return the levels of a layer joined into one.
-
-    Args:
-        layer: The layer's blocks.
-        layout: Layout of the bank.
-        of_levels: For each level, the block of each of P paths, `[P]`.
-        blocks: The path of each row, `[B]`; None if row b has path b.
-    """
+    """Return a layer's levels joined into one, for P paths with a block of each level, `[P]`, and rows with a path each, `[B]`."""
     tensors = {
         name: torch.cat(
             [level.tensors[name][chosen] for level, chosen in zip(layer.levels, of_levels, strict=True)], 1 + along

@@ -38,8 +38,8 @@ class HeadwiseMemory(RetrievalMemory):
         super().__init__(options, sizes)
         self.head_dim, self.value_dim = self.query_width, sizes.hidden_size // sizes.num_heads
         self.n, self.values = options.n, options.values
-        keeps = INSTALLED and options.values == "expanded" and options.value_bits is None
-        if keeps and self.num_heads * self.value_bank.numel() <= MOST_EXPANDED:
+        expands = options.values == "expanded" and options.value_bits is None
+        if INSTALLED and expands and self.num_heads * self.value_bank.numel() <= MOST_EXPANDED:
             self.kept = KeptValues(("value_bank", "value_transform"), expand_values)
 
     def queries(self, attention_output: torch.Tensor, track_statistics: bool = True) -> torch.Tensor:

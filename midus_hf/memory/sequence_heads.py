@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch.overrides import TorchFunctionMode
 
+from midus_hf.config.installed import INSTALLED
 from midus_hf.ops.depth.joining import Depth, joined_attention
 from midus_hf.ops.depth.reference import joint_attention
 from midus_hf.ops.depth.sequence_kernels import Call
@@ -92,25 +93,23 @@ class SequenceHeads:
         Raises:
             ValueError: If the log-sum-exp of the softmax over the sequence is not known.
         """
-        if self.implementation == "sdpa":
+        if INSTALLED and self.implementation == "sdpa":
             with _InPlaceOfSdpa(depth):
-                return self._own()
+                return self.alone()
         refuse_untold(self.implementation)
-        output, extra = self._own()  # weights, or the log-sum-exp of flex_attention
-        if self.implementation == "eager":
-            lse = sequence_lse(self.query, self.key, self.mask, False, self.scaling, self.softcap)
+        output, extra = self.alone()  # weights, or the log-sum-exp of flex_attention
+        if self.implementation in _MASKS_TELL:
+            softcap = self.softcap if self.implementation == "eager" else None  # torch's attention does not cap
+            lse = sequence_lse(self.query, self.key, self.mask, self._is_causal, self.scaling, softcap)
         elif extra is None:
             raise ValueError(self._refusal)
         else:
             lse, extra = extra.to(torch.promote_types(extra.dtype, torch.float32)), None
         return joint_attention(output.transpose(1, 2), lse, *depth.read(), depth.added).transpose(1, 2), extra
 
-    def _own(self) -> tuple[torch.Tensor, torch.Tensor | None]:
-        return self.own(self.module, self.query, self.key, self.value, self.mask, **self.arguments)
-
     def alone(self) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Run the model's own attention, and return its output `[B, T, H, d]` and its second result (weights, or None)."""
-        return self._own()
+        return self.own(self.module, self.query, self.key, self.value, self.mask, **self.arguments)
 
     def log_sum(self) -> torch.Tensor:
         """Return the log-sum-exp of scores, `[B, H, T]`, float32 at least, for inspection. Dropout is not applied.
@@ -120,7 +119,7 @@ class SequenceHeads:
         """
         if self.implementation in _MASKS_TELL:
             return sequence_lse(self.query, self.key, self.mask, self._is_causal, self.scaling, self.softcap)
-        lse = self._own()[1] if self.implementation == "flex_attention" else None
+        lse = self.alone()[1] if self.implementation == "flex_attention" else None
         if lse is None:
             raise ValueError(self._refusal)
         return lse.to(torch.promote_types(lse.dtype, torch.float32))

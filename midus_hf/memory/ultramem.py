@@ -19,7 +19,8 @@ from midus_hf.memory.tables import TableReading
 from midus_hf.ops.dispatch.precision import without_autocast
 from midus_hf.ops.dispatch.private_torch import is_in_backward
 from midus_hf.ops.product_key.op import product_key_topk
-from midus_hf.ops.tucker.op import leading_vectors, tucker_topk
+from midus_hf.ops.tucker.op import tucker_topk
+from midus_hf.ops.tucker.reference import leading_vectors
 
 _EPS = 1e-6
 # Largest number of elements of normalised keys that a layer keeps during a generation: 256 MB in float32.
@@ -187,14 +188,7 @@ class UltraMem(MemoryModule):
     def _report_sums(
         self, query: torch.Tensor, row_keys: torch.Tensor, column_keys: torch.Tensor, report: RouterReport
     ) -> None:
-        """Report the scores of keys, if slots are scored by sums, and the balance loss times its coefficient; no core is penalised.
-
-        Args:
-            query: `[B, T, 2, H, D_k]`.
-            row_keys: `[H, n, D_k]`.
-            column_keys: `[H, n, D_k]`.
-            report: Receives scores and loss.
-        """
+        """Report the scores of queries `[B, T, 2, H, D_k]` with keys `[H, n, D_k]` of each side, and the weighted balance loss."""
         wide = torch.promote_types(query.dtype, torch.float32)
         with without_autocast(query.device.type):
             keys = torch.stack([row_keys, column_keys]).to(wide)  # [2, H, n, D_k]
@@ -263,19 +257,7 @@ def _keys_and_vectors(
     row_vector: torch.Tensor,
     wide: torch.dtype | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Derive, from stored parameters, the tensors that scores are computed with.
-
-    Args:
-        row_keys: `[H, h, n, r, D_k]`, before the norm.
-        column_keys: `[H, h, n, r, D_k]`, before the norm.
-        key_norm_weight: `[D_k]`, gain of the keys' norm.
-        core: `[H, h, h, r, r]`, Tucker cores.
-        row_vector: `[H, h, h, r]`, the left vectors stored last.
-        wide: Dtype of the computation. Default: the dtype of the keys, float32 at least.
-
-    Returns:
-        Normalised keys of both sides, `[2 * H * r, h * n, D_k]`, and the left and right singular vectors of cores, `[H, h, h, r]`.
-    """
+    """Return normalised keys of both sides, `[2 * H * r, h * n, D_k]`, and both singular vectors of cores, `[H, h, h, r]`."""
     wide = wide or torch.promote_types(row_keys.dtype, torch.float32)
     with without_autocast(row_keys.device.type):  # for kept tensors too: tokens must read the same rows, kept or not
         gain = key_norm_weight.to(wide)
@@ -288,16 +270,7 @@ def _keys_and_vectors(
 
 
 def _scores(query: torch.Tensor, keys: torch.Tensor, sets: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the scores of row keys and of column keys.
-
-    Args:
-        query: `[B, T, 2, H, r, D_k]`.
-        keys: `[2 * H * r, h * n, D_k]`.
-        sets: h, number of sets of keys per side.
-
-    Returns:
-        Two tensors `[B, T, H, h, n, r]`.
-    """
+    """Return scores of row keys and of column keys, `[B, T, H, h, n, r]` each, for queries `[B, T, 2, H, r, D_k]` and h sets."""
     batch, tokens, _, heads, rank, _ = query.shape
     by_rank = query.flatten(2, 4).flatten(0, 1).transpose(0, 1)  # [2 * H * r, S, D_k]
     scores = (by_rank @ keys.transpose(1, 2)).view(2, heads, rank, batch, tokens, sets, -1)

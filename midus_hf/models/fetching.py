@@ -16,7 +16,7 @@ from midus_hf.banks.memory_bank import MemoryBank
 from midus_hf.banks.tiers import TIERS, TierStatistics
 from midus_hf.banks.trained_bank import TrainedBank
 from midus_hf.config.fetched_blocks import BANKS_FOLDER, BankLayout
-from midus_hf.config.installed import needed_for, not_carried
+from midus_hf.config.installed import INSTALLED, needed_for, not_carried
 from midus_hf.config.memory_entries import memories_of
 from midus_hf.memory.fetched import FetchedBatch
 
@@ -173,8 +173,11 @@ class Banks:
             elif layout.blocks.without_ids == "generic":
                 bank = self.of(name)
                 fetched[name] = bank.fetch(bank.generic_ids(batch), device, dtype)
-        return {name: batch.joined() for name, batch in fetched.items()} if self._serves else fetched
+        if INSTALLED and self._serves:
+            return {name: batch.joined() for name, batch in fetched.items()}
+        return fetched
 
+    @not_carried
     @contextlib.contextmanager
     def serving(self) -> Iterator[None]:
         """Let `fetch`, inside the context, join the levels of blocks, which then serve many passes."""

@@ -153,7 +153,7 @@ class MemoryForCausalLM(AddsRouterLosses, HostsMemory):
         others = {key: value for key, value in model_kwargs.items() if key not in names}
         return super()._get_candidate_generator(*args, model_kwargs=others, **kwargs)
 
-    @needed_for("banks", "prompts", "whole")
+    @needed_for("prompts", "whole")
     def generate(self, *args: Any, **kwargs: Any) -> Any:
         """Generate as the family does.
 
@@ -189,7 +189,7 @@ class MemoryForCausalLM(AddsRouterLosses, HostsMemory):
             prompt = next((tensor for tensor in inputs if isinstance(tensor, torch.Tensor)), None)
             if prompt is not None:  # set here, since a later pass without a cache holds answers too
                 kwargs[_PROMPT_MASK] = torch.ones(prompt.shape[:2], dtype=torch.bool, device=prompt.device)
-        if self.stack.needs.banks and kwargs.get(BLOCKS) is not None:
+        if INSTALLED and self.stack.needs.banks and kwargs.get(BLOCKS) is not None:
             kwargs[BLOCKS] = {name: batch.joined() for name, batch in kwargs[BLOCKS].items()}
         if INSTALLED:
             with kept_values(self), self.banks.serving():

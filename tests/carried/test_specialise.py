@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from midus_hf.carried.specialise import specialise, with_short_docstrings
+from midus_hf.carried.specialise import specialise, with_short_docstrings, without_bare_annotations
 
 FACTS = {"YES": True, "NO": False, "NONE": None, "self.options.routing": "chunk", "self.k": 3}
 
@@ -291,12 +291,14 @@ def test_text_that_is_not_ascii_is_cut_where_it_should():
     assert specialised(source) == "def function(x):\n    a = f('Ä', '→')  # ü\n    return 'ß'\n"
 
 
-def test_of_docstrings_the_sections_stay_that_tell_shapes():
+def test_of_docstrings_the_first_paragraph_stays_with_equations_and_shapes():
     source = '''
     def function(a, b):
         """Return something.
 
         It is told at length.
+
+        It is `c = a + b`, or a number.
 
         Args:
             a: `[B, T, D]`.
@@ -321,7 +323,7 @@ def test_of_docstrings_the_sections_stay_that_tell_shapes():
         def function(a, b):
             """Return something.
 
-            It is told at length.
+            It is `c = a + b`, or a number.
 
             Args:
                 a: `[B, T, D]`.
@@ -335,6 +337,30 @@ def test_of_docstrings_the_sections_stay_that_tell_shapes():
             return b
         '''
     )
+
+
+def test_of_a_class_attributes_without_a_value_go_unless_they_are_fields():
+    source = """
+    class Some:
+        # What it holds.
+        held: int
+        config: Any
+        given: int = 3
+
+        def method(self):
+            self.held: int = 1
+    """
+    expected = """
+    class Some:
+        config: Any
+        given: int = 3
+
+        def method(self):
+            self.held: int = 1
+    """
+    assert without_bare_annotations(dedent(source)) == dedent(expected)
+    for fields in ("@dataclass(frozen=True)\nclass Some:\n", "class Some(NamedTuple):\n"):
+        assert without_bare_annotations(f"{fields}    held: int\n") == f"{fields}    held: int\n"
 
 
 NAMES = ("p", "q", "r", "s")

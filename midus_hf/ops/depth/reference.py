@@ -1,10 +1,8 @@
 """Attention to the slots of the depth, and its union with attention to the sequence (MoDA, section 2.3)."""
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
-import torch.nn.functional as F
 
 from midus_hf.ops.dispatch.precision import without_autocast
 
@@ -49,27 +47,6 @@ def depth_scores(
     scores = torch.stack([(grouped * key.to(wide).unsqueeze(2)).sum(-1) for key in keys], dim=-1) * scaling
     scores = scores if softcap is None else softcap * torch.tanh(scores / softcap)
     return scores.flatten(1, 2)
-
-
-def joined_attention(call: Any, depth: Any) -> torch.Tensor:
-    """Return what heads read of the sequence and the depth (`joint_attention`), in the shape of the call's query, `[B, H, T, d]`.
-
-    For a single token, transformers may pass the query heads that share a key head as if they were tokens.
-
-    Args:
-        call: Call of attention to the sequence, a `Call`.
-        depth: Slots of the same positions, a `Depth`.
-    """
-    shape = call.query.shape
-    read, *rows = depth.read()
-    read, (lse, gate) = read.reshape(shape), (part.reshape(shape[:3]) for part in rows)
-    output = F.scaled_dot_product_attention(
-        *(call.query, call.key, call.value, call.attn_mask, call.dropout_p, call.is_causal),
-        scale=call.scale,
-        enable_gqa=call.enable_gqa,
-    )
-    own = sequence_lse(call.query, call.key, call.attn_mask, call.is_causal, call.scaling)
-    return joint_attention(output, own, read, lse, gate, depth.added)
 
 
 def joint_attention(

@@ -6,8 +6,6 @@ from midus_hf.ops.product_key.selection import largest
 
 # Largest number of scores of pairs that are held at a time: 64 MB in float32.
 _MOST_SCORES = 1 << 24
-_SQUARINGS = 8
-_TINY = 1e-30
 
 
 def tucker_topk(
@@ -119,45 +117,6 @@ def slot_scores(rows: torch.Tensor, columns: torch.Tensor, core: torch.Tensor, s
     cores = core.flatten(1, 2)  # [H, h * h, r, r]
     every = torch.einsum("shkr,hbrq,shkq->shkb", row, cores, column)  # [S, H, k, h * h]
     return every.gather(-1, block.unsqueeze(-1)).squeeze(-1)
-
-
-def leading_vectors(core: torch.Tensor, row_vector: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the leading singular vectors of cores, with the sign of the previous vectors.
-
-    The sign must not flip while cores change: the first stage keeps the rows and columns with the largest leading
-    scores, so the sign decides which. Repeated squaring finds the vectors, so nothing waits for the device. Only the
-    sign depends on the previous vectors, so a repeated pass gives the same result.
-
-    Args:
-        core: `[..., r, r]`.
-        row_vector: Previous left vectors, `[..., r]`.
-
-    Returns:
-        Left and right vectors `[..., r]`, of length one, in the dtype of `core`. For a core of zeros, the previous left
-        vector and zeros.
-    """
-    power = core @ core.transpose(-1, -2)
-    for _ in range(_SQUARINGS):
-        power = power / power.diagonal(dim1=-2, dim2=-1).sum(-1)[..., None, None].clamp_min(_TINY)
-        power = power @ power
-    longest = power.diagonal(dim1=-2, dim2=-1).argmax(-1)[..., None, None]
-    row = power.gather(-1, longest.expand(*power.shape[:-1], 1)).squeeze(-1)  # all columns are multiples of the vector
-    before = row_vector.to(core.dtype)
-    row = torch.where((row * before).sum(-1, keepdim=True) < 0, -row, row)
-    row = torch.where((row == 0).all(-1, keepdim=True), before, _unit(row))
-    return row, _unit((core.transpose(-1, -2) @ row.unsqueeze(-1)).squeeze(-1))
-
-
-def _unit(vector: torch.Tensor) -> torch.Tensor:
-    return vector / vector.norm(dim=-1, keepdim=True).clamp_min(_TINY)
-
-
-def reference(
-    row_scores: torch.Tensor, column_scores: torch.Tensor, core: torch.Tensor, k: int
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Score every pair of keys and choose the k best (equation 11 as written), which the two stages of `tucker_topk` approximate."""
-    grid = torch.einsum("...hair,habrq,...hbjq->...habij", row_scores, core, column_scores)
-    return grid.flatten(-4).topk(k, dim=-1)
 
 
 def _check(

@@ -1,0 +1,80 @@
+"""The contract of retrieval by Tucker-decomposed keys (UltraMemV2, equations 6, 7, 10 and 11)."""
+
+import torch
+
+_SQUARINGS = 8
+_TINY = 1e-30
+
+
+def tucker_topk(
+    row_scores: torch.Tensor,
+    column_scores: torch.Tensor,
+    core: torch.Tensor,
+    row_vector: torch.Tensor,
+    column_vector: torch.Tensor,
+    k: int,
+    side: int,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Find, for every head, the best pairs of the `side` rows and columns per pair of sets whose leading scores are largest.
+
+    Args:
+        row_scores: Scores of the row keys of each set and rank, `[..., H, h, n, r]`, floating point.
+        column_scores: Scores of the column keys of each set and rank, `[..., H, h, n, r]`.
+        core: Core of each pair of sets, `[H, h, h, r, r]`.
+        row_vector: Leading left singular vector of each core, `[H, h, h, r]`.
+        column_vector: Leading right singular vector of each core, `[H, h, h, r]`.
+        k: Slots retrieved per head, `1 <= k <= h * h * side * side`.
+        side: Rows, and columns, that are kept per pair of sets, `1 <= side <= n`.
+
+    Returns:
+        Scores `[..., H, k]`, descending, and slots `[..., H, k]`, int64: slot `((a * h + b) * n + i) * n + j` is row i of set a with
+        column j of set b.
+    """
+    (sets, n), dtype = row_scores.shape[-3:-1], row_scores.dtype
+    row_leading = torch.einsum("...hanr,habr->...habn", row_scores, row_vector.to(dtype))
+    column_leading = torch.einsum("...hbnr,habr->...habn", column_scores, column_vector.to(dtype))
+    rows, columns = (leading.topk(side, dim=-1).indices for leading in (row_leading, column_leading))
+    kept_rows = _at(row_scores.unsqueeze(-3), rows)  # [..., H, h, h, side, r]
+    kept_columns = _at(column_scores.unsqueeze(-4), columns)
+    scores = (kept_rows @ core.to(dtype)) @ kept_columns.transpose(-1, -2)  # [..., H, h, h, side, side]
+    blocks = torch.arange(sets**2, device=rows.device).view(sets, sets, 1, 1)
+    slots = (blocks * n + rows.unsqueeze(-1)) * n + columns.unsqueeze(-2)
+    best, places = scores.flatten(-4).topk(k, dim=-1)  # [..., H, k]
+    return best, slots.flatten(-4).gather(-1, places)
+
+
+def _at(scores: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
+    """Gather the scores `[..., H, h or 1, 1 or h, n, r]` of keys `[..., H, h, h, side]`, to `[..., H, h, h, side, r]`."""
+    every = scores.expand(*keys.shape[:-1], *scores.shape[-2:])
+    return every.gather(-2, keys.unsqueeze(-1).expand(*keys.shape, scores.shape[-1]))
+
+
+def leading_vectors(core: torch.Tensor, row_vector: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the leading singular vectors of cores, with the sign of the previous vectors.
+
+    The sign must not flip while cores change: the first stage keeps the rows and columns with the largest leading
+    scores, so the sign decides which. Repeated squaring finds the vectors, so nothing waits for the device. Only the
+    sign depends on the previous vectors, so a repeated pass gives the same result.
+
+    Args:
+        core: `[..., r, r]`.
+        row_vector: Previous left vectors, `[..., r]`.
+
+    Returns:
+        Left and right vectors `[..., r]`, of length one, in the dtype of `core`. For a core of zeros, the previous left
+        vector and zeros.
+    """
+    power = core @ core.transpose(-1, -2)
+    for _ in range(_SQUARINGS):
+        power = power / power.diagonal(dim1=-2, dim2=-1).sum(-1)[..., None, None].clamp_min(_TINY)
+        power = power @ power
+    longest = power.diagonal(dim1=-2, dim2=-1).argmax(-1)[..., None, None]
+    row = power.gather(-1, longest.expand(*power.shape[:-1], 1)).squeeze(-1)  # all columns are multiples of the vector
+    before = row_vector.to(core.dtype)
+    row = torch.where((row * before).sum(-1, keepdim=True) < 0, -row, row)
+    row = torch.where((row == 0).all(-1, keepdim=True), before, _unit(row))
+    return row, _unit((core.transpose(-1, -2) @ row.unsqueeze(-1)).squeeze(-1))
+
+
+def _unit(vector: torch.Tensor) -> torch.Tensor:
+    return vector / vector.norm(dim=-1, keepdim=True).clamp_min(_TINY)
