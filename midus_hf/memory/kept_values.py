@@ -3,20 +3,13 @@
 import contextlib
 from collections.abc import Callable, Iterator, Mapping
 from operator import attrgetter
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import torch
 from torch import nn
 
+from midus_hf.memory.protocols import HostsTables
 from midus_hf.ops.dispatch.private_torch import keep_address
-
-
-@runtime_checkable
-class LendsTables(Protocol):
-    """A stack of layers that holds tables for its memories."""
-
-    def table_readers(self) -> Iterator[tuple[nn.Module, Mapping[str, torch.Tensor]]]:
-        """Yield each memory that reads shared tables, with these tables by name."""
 
 
 @contextlib.contextmanager
@@ -146,7 +139,7 @@ def _tables_of_readers(model: nn.Module) -> dict[int, Mapping[str, torch.Tensor]
     return {
         id(module): tables
         for stack in model.modules()
-        if isinstance(stack, LendsTables)
+        if isinstance(stack, HostsTables)
         for reader, tables in stack.table_readers()
         for module in reader.modules()
     }

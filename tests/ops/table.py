@@ -268,6 +268,7 @@ OPS = {
             "headwise_lookup",
             narrows=True,
             entry=(headwise_memory, "headwise_lookup_op"),
+            never_direct=("torch",),
         )
         for name, own in (("shared bank", False), ("bank per head", True))
     },

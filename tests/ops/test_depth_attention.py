@@ -47,7 +47,9 @@ JOININGS = ["added", "interpolated", "joint"]
 @pytest.mark.parametrize("joining", JOININGS)
 @pytest.mark.parametrize("softcap", [None, 1.5])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_the_union_and_every_gradient_are_those_of_loops(shape, softcap, joining):
+def test_the_union_and_every_gradient_are_those_of_loops(shape, softcap, joining, monkeypatch):
+    monkeypatch.setattr("midus_hf.ops.depth.batched._FEWEST", 2)  # several stretches of tokens
+    monkeypatch.setattr("midus_hf.ops.depth.batched._NUMBERS", 0)
     *heads, gate = heads_of(*shape)
     query, key, value, keys, values = heads
     leaves = (query, key, value, *keys, *values, *([] if joining == "joint" else [gate]))
@@ -60,29 +62,6 @@ def test_the_union_and_every_gradient_are_those_of_loops(shape, softcap, joining
         torch.autograd.grad(got, leaves, along), torch.autograd.grad(expected, leaves, along), strict=True
     ):
         torch.testing.assert_close(ours, loops)
-
-
-@pytest.mark.parametrize("joining", JOININGS)
-@pytest.mark.parametrize("softcap", [None, 1.5])
-def test_gradients_of_the_union_are_those_of_finite_differences(softcap, joining):
-    *heads, gate = heads_of(2, 1, 3, 4, slots=2)
-    query, key, value, keys, values = heads
-    gate = None if joining == "joint" else gate
-
-    def union(query, key, value, first, second, *rest):
-        return joined(query, key, value, [first, second], rest[:2], gate, 0.5, softcap, joining == "added")
-
-    assert torch.autograd.gradcheck(union, (query, key, value, *keys, *values, *([] if gate is None else [gate])))
-
-
-@pytest.mark.parametrize("softcap", [None, 1.5])
-def test_gradients_of_the_depth_are_those_of_finite_differences(softcap):
-    query, _, _, keys, values, _ = heads_of(2, 2, 3, 4, slots=2)
-
-    def depth(query, *slots):
-        return depth_attention(query, slots[:2], slots[2:], 0.5, softcap)
-
-    assert torch.autograd.gradcheck(depth, (query, *keys, *values))
 
 
 @pytest.mark.parametrize("softcap", [None, 1.5])
@@ -164,17 +143,6 @@ def test_a_closed_gate_changes_no_bit_and_an_open_one_is_none(dtype):
     assert not torch.equal(of_one_softmax, sequence)
     for added in (False, True):
         assert torch.equal(of_one_softmax, joint_attention(sequence, sums[0], depth, sums[1], opened, added))
-
-
-def test_half_precision_is_summed_in_float32():
-    query, _, _, keys, values, _ = heads_of(2, 2, 3, 8)
-    halves = [tensor.detach().bfloat16() for tensor in (query, *keys, *values)]
-    read, lse = depth_attention(halves[0], halves[1:4], halves[4:], 0.5)
-    wide, wide_lse = depth_attention(
-        *(halves[0].float(), [k.float() for k in halves[1:4]], [v.float() for v in halves[4:]]), 0.5
-    )
-    assert read.dtype == torch.bfloat16 and lse.dtype == torch.float32
-    assert torch.equal(lse, wide_lse) and torch.equal(read, wide.bfloat16())
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,5 @@
 """Registered ops are passed by only where nobody would miss them."""
 
-import contextlib
-
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -64,40 +62,10 @@ def test_tensors_of_a_subclass_are_not_plain():
     assert not are_plain(plain, plain.as_subclass(Standing))
 
 
-def asked_ops(monkeypatch) -> list:
-    """Calls of the registered op."""
-    asked = []
-    registered = headwise_memory.__globals__["headwise_lookup_op"]
-    monkeypatch.setitem(
-        headwise_memory.__globals__, "headwise_lookup_op", lambda *given: (asked.append(given), registered(*given))[1]
-    )
-    return asked
-
-
 def inputs(tokens=3, heads=2, half=4, n=6, width=5, dtype=torch.float32) -> list[torch.Tensor]:
     generator = torch.Generator().manual_seed(0)
     shapes = ((tokens, heads, 2 * half), (heads, n, half), (heads, n, half), (n * n, width))
     return [torch.randn(shape, generator=generator).to(dtype) for shape in shapes]
-
-
-@pytest.mark.parametrize("backend", ["torch", "native", "triton"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("with_residual", [False, True], ids=["plain", "residual"])
-def test_a_direct_call_gives_the_bits_of_the_registered_op(backend, dtype, with_residual, request, monkeypatch):
-    if backend == "triton":
-        pytest.importorskip("triton")
-    if backend == "native":
-        request.getfixturevalue("library")
-    arguments = inputs(dtype=dtype)
-    residual = torch.randn(3, 2, 5).to(dtype) if with_residual else None
-    asked = asked_ops(monkeypatch)
-    outputs = []
-    for context in (torch.no_grad(), torch.enable_grad()):
-        with context, mended_interpreter() if backend == "triton" else contextlib.nullcontext():
-            outputs.append(headwise_memory(*arguments, None, 3, residual=residual, temperature=0.7, backend=backend))
-        outputs.append(len(asked))
-    assert outputs[1] == 0 and outputs[3] == 1
-    assert torch.equal(outputs[0], outputs[2])
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -112,15 +80,6 @@ def test_a_direct_call_of_a_kernel_makes_no_room_for_a_gradient(dtype, monkeypat
         headwise_memory(*inputs(1, 1, dtype=dtype), None, 2, backend="triton")
     with pytest.raises(AssertionError, match="slots and weights are kept"), mended_interpreter():
         headwise_memory(*inputs(1, 1, dtype=dtype), None, 2, backend="triton")
-
-
-def test_what_has_no_direct_body_is_left_to_the_registered_op(monkeypatch):
-    asked = asked_ops(monkeypatch)
-    with torch.no_grad():
-        headwise_memory(*inputs(), None, 3, backend="torch")
-        assert not asked
-        headwise_memory(*inputs(tokens=129), None, 3, backend="torch")  # so many that calls do not count
-    assert len(asked) == 1
 
 
 def test_a_residual_of_another_width_is_refused():

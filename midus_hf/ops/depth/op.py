@@ -29,7 +29,7 @@ def depth_attention(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Attend from each token to the n slots of the token's position, in one softmax.
 
-    No tensor of the size of all slots is made or kept for the gradient. Kernels read slots in place; slots are copied
+    Only the contract makes a tensor of the size of all slots. Kernels read slots in place; slots are copied
     only if dtypes differ or rows are not contiguous. Query head h reads key/value head h // (H / K).
 
     Args:
@@ -38,7 +38,7 @@ def depth_attention(
         values: Value of each slot, `[B, K, T, d]`.
         scaling: Factor of scores.
         softcap: Bound c of scores in `c * tanh(score / c)`. Default: None, no bound.
-        backend: Body to run, as in `OpChoices`: `"reference"` reads one slot after another, `"torch"` copies the slots
+        backend: Body to run, as in `OpChoices`: `"reference"` is the contract, `"torch"` copies the slots
             of a few tokens together, `"native"` is compiled C, and `"triton"` runs kernels. Default: `"auto"`.
 
     Returns:
@@ -61,12 +61,9 @@ def depth_attention(
         else:
             read, lse = depth_attention_op(*inputs, body)
         return read.to(query.dtype), lse
-    if body == "torch" and not torch.compiler.is_compiling():  # a compiler fuses `_DepthAttention`
+    if body == "torch" and not torch.compiler.is_compiling():  # a compiler fuses the contract
         return batched_depth_attention(DepthInputs(query, keys, values, scaling, softcap))
-    if len(keys) == 1 and torch.compiler.is_compiling():
-        # torch.compile of torch 2.13 loses tensors of an autograd function that takes any number of them, and here gets two.
-        return reference.depth_attention(query, keys, values, scaling, softcap)
-    return _DepthAttention.apply(query, scaling, softcap, len(keys), *keys, *values)
+    return reference.depth_attention(query, keys, values, scaling, softcap)
 
 
 def joint_shares(
@@ -110,58 +107,6 @@ def _check(query: torch.Tensor, keys: Sequence[torch.Tensor], values: Sequence[t
                 f"query is {tuple(query.shape)} and a slot {tuple(slot.shape)}; expected [batch, heads, tokens, width], and "
                 "as many heads or a divisor of them."
             )
-
-
-def _grouped(heads: torch.Tensor, kv_heads: int) -> torch.Tensor:
-    """Return `[B, H, T, d]` as `[B, K, H / K, T, d]`."""
-    return heads.unflatten(1, (kv_heads, -1))
-
-
-class _DepthAttention(torch.autograd.Function):
-    """Autograd function of `depth_attention` that computes scores again in the backward pass instead of keeping intermediates."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, query: torch.Tensor, scaling: float, softcap: float | None, count: int, *slots: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        keys, values = slots[:count], slots[count:]
-        scores = depth_scores(query, keys, scaling, softcap)
-        lse = scores.logsumexp(-1)
-        shares = _grouped((scores - lse.unsqueeze(-1)).exp(), keys[0].shape[1])  # [B, K, G, T, n]
-        read: torch.Tensor = sum(  # type: ignore[assignment]
-            share.unsqueeze(-1) * value.to(share.dtype).unsqueeze(2)
-            for share, value in zip(shares.unbind(-1), values, strict=True)
-        )
-        read = read.flatten(1, 2)
-        # If `to` has nothing to convert, torch.compile of torch 2.11 loses the gradient of its result.
-        read = read if read.dtype == query.dtype else read.to(query.dtype)
-        ctx.save_for_backward(query, read, lse, *slots)
-        ctx.scaling, ctx.softcap, ctx.count = scaling, softcap, count
-        return read, lse
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        of_read, of_lse = gradients
-        query, read, lse, *slots = ctx.saved_tensors
-        keys, values = slots[: ctx.count], slots[ctx.count :]
-        kv_heads, wide = keys[0].shape[1], lse.dtype
-        scores = depth_scores(query, keys, ctx.scaling, ctx.softcap)
-        shares = _grouped((scores - lse.unsqueeze(-1)).exp(), kv_heads)  # [B, K, G, T, n]
-        grouped, of_read = _grouped(query.to(wide), kv_heads), of_read.to(wide)
-        # Gradient of a score: its share * (<gradient, value> - <gradient, output> + gradient of the log-sum-exp).
-        mean = _grouped((of_read * read.to(wide)).sum(-1) - of_lse, kv_heads)  # [B, K, G, T]
-        of_read = _grouped(of_read, kv_heads)
-        slopes = None if ctx.softcap is None else _grouped(1 - (scores / ctx.softcap).square(), kv_heads)
-        of_query = torch.zeros_like(grouped)
-        of_keys, of_values = [], []
-        for slot, (key, value) in enumerate(zip(keys, values, strict=True)):
-            share = shares[..., slot]
-            of_score = share * ((of_read * value.to(wide).unsqueeze(2)).sum(-1) - mean)  # [B, K, G, T]
-            of_score = (of_score if slopes is None else of_score * slopes[..., slot]) * ctx.scaling
-            of_query = of_query + of_score.unsqueeze(-1) * key.to(wide).unsqueeze(2)
-            of_keys.append((of_score.unsqueeze(-1) * grouped).sum(2).to(key.dtype))
-            of_values.append((share.unsqueeze(-1) * of_read).sum(2).to(value.dtype))
-        return of_query.flatten(1, 2).to(query.dtype), None, None, None, *of_keys, *of_values
 
 
 @custom_op("depth_attention")

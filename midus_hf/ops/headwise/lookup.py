@@ -19,7 +19,7 @@ from midus_hf.ops.headwise.inputs import LookupInputs
 from midus_hf.ops.headwise.native import native_lookup
 from midus_hf.ops.headwise.triton.packed import triton_lookup
 from midus_hf.ops.product_key.native import native_score_gradients
-from midus_hf.ops.product_key.selection import best_slots, halves, query_and_key_gradients, select
+from midus_hf.ops.product_key.selection import halves, query_and_key_gradients, select
 from midus_hf.ops.product_key.triton.gradients import triton_score_gradients
 
 _FEW_SCORES = 4096
@@ -70,17 +70,6 @@ def torch_lookup(inputs: LookupInputs) -> tuple[torch.Tensor, torch.Tensor, torc
         slots.transpose(0, 1).to(narrowest_integer(n * n)).contiguous(),
         weights.transpose(0, 1).contiguous(),
     )
-
-
-def lookup_few(inputs: LookupInputs) -> torch.Tensor:
-    """Return the output only, `[S, H, v]`, by as few calls as possible: calls dominate the time of a decoding step's few tokens."""
-    query, row_keys, column_keys, bank, residual, k, temperature = inputs
-    tokens, heads, _ = query.shape
-    scores, slots = best_slots(query, row_keys, column_keys, k)
-    weights = _weights(scores, temperature)
-    output = weighted_rows(*_flat(bank, slots), weights.flatten(0, 1), "torch")
-    output = output.view(heads, tokens, bank.shape[-1]).transpose(0, 1)
-    return output if residual is None else (residual + output).to(residual.dtype)
 
 
 @headwise_lookup_op.register_fake

@@ -8,7 +8,7 @@ from midus_hf.ops.dispatch.calling import are_plain, nobody_watches
 from midus_hf.ops.dispatch.choices import chosen_exact, resolve
 from midus_hf.ops.dispatch.precision import without_autocast
 from midus_hf.ops.headwise.inputs import LookupInputs
-from midus_hf.ops.headwise.lookup import headwise_lookup_op, lookup_few
+from midus_hf.ops.headwise.lookup import headwise_lookup_op
 from midus_hf.ops.headwise.native import native_output
 from midus_hf.ops.headwise.reference import headwise_memory as reference
 from midus_hf.ops.headwise.transformed import transformed, transformed_lookup_op
@@ -22,9 +22,6 @@ MOST_EXPANDED = 1 << 28
 # Tokens per slot from which on C expands the bank. For fewer, C transforms gathered values in the cache, which is less
 # work.
 _TIMES_EXPANDED_IN_C = 3
-
-# Largest product of tokens and heads for which calling operations takes longer than computing them.
-_FEW_ROWS = 256
 
 
 def headwise_memory(
@@ -132,8 +129,6 @@ def _looked_up(inputs: LookupInputs, body: str) -> torch.Tensor:
             return native_output(inputs)
         if body == "triton":
             return triton_output(inputs, chosen_exact())
-        if query.shape[0] * query.shape[1] <= _FEW_ROWS:
-            return lookup_few(inputs)
     return headwise_lookup_op(*inputs, chosen_exact(), body)[0]
 
 

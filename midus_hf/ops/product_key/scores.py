@@ -6,9 +6,9 @@ import torch
 
 from midus_hf.ops.dispatch.calling import custom_op
 from midus_hf.ops.dispatch.native.library import native_library
-from midus_hf.ops.dispatch.precision import without_autocast
 from midus_hf.ops.product_key.native import native_gradients_of_scores, native_scores
-from midus_hf.ops.product_key.selection import best_slots, query_and_key_gradients
+from midus_hf.ops.product_key.reference import product_key_topk
+from midus_hf.ops.product_key.selection import query_and_key_gradients
 from midus_hf.ops.product_key.triton.gradients import triton_gradients_of_scores
 from midus_hf.ops.product_key.triton.scores import triton_scores
 
@@ -26,9 +26,7 @@ def product_key_scores_op(
         return triton_scores(query, row_keys, column_keys, k, exact)
     if native_library() is not None:
         return native_scores(query, row_keys, column_keys, k)
-    with without_autocast(query.device.type):
-        scores, slots = best_slots(query, row_keys, column_keys, k)
-    return scores.transpose(0, 1).contiguous(), slots.transpose(0, 1).contiguous()
+    return product_key_topk(query, row_keys, column_keys, k)
 
 
 @product_key_scores_op.register_fake
