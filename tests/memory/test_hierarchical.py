@@ -151,16 +151,6 @@ def act(kind, fetched, read, layer=1):
     return torch.cat(parts, dim=-1)
 
 
-@pytest.mark.parametrize("kind", TYPES)
-def test_rows_of_a_batch_get_what_they_get_alone(kind):
-    fetched, read = fetch(kind), states(5, 3, 24)
-    together = act(kind, fetched, read)
-    for row in range(5):
-        blocks = {level: found[row : row + 1] for level, found in fetched.blocks.items()}
-        alone = act(kind, FetchedBatch(fetched.layout, fetched.records, blocks), read[row : row + 1])
-        torch.testing.assert_close(alone[0], together[row], rtol=1e-11, atol=1e-12)
-
-
 PATHS = {
     "one path": {1: [1] * 5, 2: [0] * 5, 4: [2] * 5},
     "some": {1: [1, 0, 1, 1, 0], 2: [0, 0, 0, 1, 0], 4: [2, 1, 2, 2, 1]},
@@ -191,35 +181,6 @@ def test_levels_are_not_joined_that_have_no_room_or_want_gradients():
     for most, joins in ((size - 1, False), (size, True)):
         apart = FetchedBatch(fetched.layout, records, fetched.blocks)
         assert (apart.joined(most) is not apart) == joins
-
-
-@pytest.mark.parametrize("kind", TYPES)
-def test_one_block_for_all_rows_equals_a_copy_for_each(kind):
-    """Its gradient is the sum of those of the copies."""
-    shared, read = fetch(kind, {1: [0] * 5, 2: [0] * 5, 4: [0] * 5}), states(5, 3, 24)
-    copies = {level: record.detach().repeat(5, 1).requires_grad_() for level, record in shared.records.items()}
-    separate = FetchedBatch(shared.layout, copies, {level: torch.arange(5) for level in copies})
-    outputs = [act(kind, fetched, read) for fetched in (shared, separate)]
-    torch.testing.assert_close(*outputs, rtol=1e-11, atol=1e-12)
-    cotangent = states(*outputs[0].shape, seed=3).detach()
-    of_shared = torch.autograd.grad(outputs[0], list(shared.records.values()), cotangent)
-    of_copies = torch.autograd.grad(outputs[1], list(copies.values()), cotangent)
-    for one, many in zip(of_shared, of_copies, strict=True):
-        # Of the record of two layers the other layer's half has no gradient.
-        assert many.any() and torch.allclose(one[0], many.sum(0), rtol=1e-9, atol=1e-11)
-
-
-@pytest.mark.parametrize("kind", TYPES)
-def test_layers_read_their_own_part_of_a_record(kind):
-    fetched, read = fetch(kind), states(5, 3, 24)
-    halves = {}
-    for layer in LAYERS:
-        gradients = torch.autograd.grad(act(kind, fetched, read, layer).sum(), list(fetched.records.values()))
-        halves[layer] = [gradient.abs().sum(0) > 0 for gradient in gradients]
-    for first, last in zip(*halves.values(), strict=True):
-        middle = len(first) // 2
-        assert first[:middle].any() and not first[middle:].any()
-        assert last[middle:].any() and not last[:middle].any()
 
 
 @pytest.mark.parametrize("kind", TYPES)

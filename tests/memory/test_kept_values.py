@@ -14,7 +14,6 @@ from memory.chapter_layers import layer as chapter_layer
 from models.cases import CASES, CLOSE
 from models.hosting import logits
 from tiny import prompt
-from transformers.optimization import Adafactor
 
 from midus_hf.config.memories.ultramem import UltraMemOptions
 from midus_hf.config.model_sizes import ModelSizes
@@ -156,25 +155,9 @@ def tensor_of(memory, name):
     return memory.get_buffer(name) if name == "row_vector" else memory.get_parameter(name)
 
 
-def in_place(memory, name):
-    tensor_of(memory, name).mul_(-2)
-
-
 def through_data(memory, name):
     """Write as swaps of averaged weights and merged adapters do, which leave the version counter as it is."""
     tensor_of(memory, name).data.mul_(-2)
-
-
-def other_data(memory, name):
-    tensor_of(memory, name).data = -2 * tensor_of(memory, name).data
-
-
-def a_loaded_state(memory, name):
-    memory.load_state_dict(memory.state_dict() | {name: -2 * tensor_of(memory, name).detach()})
-
-
-def an_assigned_state(memory, name):
-    memory.load_state_dict(memory.state_dict() | {name: -2 * tensor_of(memory, name).detach()}, assign=True)
 
 
 def another_tensor(memory, name):
@@ -182,15 +165,8 @@ def another_tensor(memory, name):
     setattr(memory.get_submodule(owner), leaf, changed if name == "row_vector" else torch.nn.Parameter(changed))
 
 
-CHANGES = (in_place, through_data, other_data, a_loaded_state, an_assigned_state, another_tensor)
-
-
-@pytest.fixture(params=["eager", "compiled"])
-def execution(request) -> Callable:
-    """How passes and steps are run."""
-    torch._dynamo.reset()
-    yield (lambda module: module) if request.param == "eager" else lambda m: torch.compile(m, backend="aot_eager")
-    torch._dynamo.reset()
+# In place and by another tensor: whatever writes into parameters does one or the other.
+CHANGES = (through_data, another_tensor)
 
 
 def assert_never_stale(memory, run, inputs, change) -> None:
@@ -228,98 +204,6 @@ def test_no_compiled_pass_does(keeper, change, memory, inputs):
             torch.no_grad()(change)(memory, name)
 
     assert_never_stale(memory, torch.compile(memory, backend="aot_eager"), inputs, changed)
-
-
-def of_torch(name: str, **options) -> Callable:
-    return lambda parameters: getattr(torch.optim, name)(parameters, lr=0.1, **options)
-
-
-PLAIN = ["Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "ASGD", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD"]
-OPTIMIZERS = {
-    **{f"{name} one by one": of_torch(name, foreach=False) for name in PLAIN},
-    **{f"{name} foreach": of_torch(name, foreach=True) for name in PLAIN},
-    **{f"{name} fused": of_torch(name, fused=True) for name in ("Adagrad", "Adam", "AdamW", "SGD")},
-    "Adafactor of torch": of_torch("Adafactor"),
-    "Adafactor of transformers": lambda parameters: Adafactor(
-        parameters, lr=0.1, scale_parameter=False, relative_step=False
-    ),
-    "LBFGS": of_torch("LBFGS"),
-}
-# Of optimizers, one for each way of writing into parameters. All run between eager passes, which see them by the same
-# counters.
-EACH_WAY = {
-    *(f"AdamW {how}" for how in ("one by one", "foreach", "fused")),
-    *("Rprop one by one", "SGD foreach", "Adafactor of torch", "Adafactor of transformers", "LBFGS"),
-}
-
-
-def test_no_dense_optimizer_of_torch_is_left_out():
-    known = {
-        name
-        for name, value in vars(torch.optim).items()
-        if isinstance(value, type) and issubclass(value, torch.optim.Optimizer) and value is not torch.optim.Optimizer
-    }
-    tested = {name.split()[0] for name in OPTIMIZERS}
-    assert known - tested <= {"SparseAdam", "Muon"}  # of sparse gradients, and of matrices alone
-
-
-STEPPED = [
-    *(("headwise", name, how) for name in OPTIMIZERS for how in ("eager", "compiled")),
-    *(
-        (keeper, name, "eager")
-        for keeper in ("ultramem expanded", "factors")
-        for name in OPTIMIZERS
-        if name in EACH_WAY
-    ),
-]
-
-
-@pytest.mark.parametrize(
-    ("keeper", "name", "execution"),
-    [
-        pytest.param(
-            KEEPERS[keeper],
-            name,
-            how,
-            marks=[pytest.mark.product] if how == "compiled" and name not in EACH_WAY else [],
-            id=f"{keeper}-{name}-{how}",
-        )
-        for keeper, name, how in STEPPED
-    ],
-    indirect=["execution"],
-)
-def test_no_pass_returns_what_weights_gave_before_an_optimizer_stepped(keeper, name, memory, inputs, execution):
-    run = execution(memory)
-    optimizer = OPTIMIZERS[name](list(memory.parameters()))
-
-    def loss():
-        optimizer.zero_grad()
-        value = run(inputs).square().sum()
-        value.backward()
-        return value
-
-    def step():
-        # A pass without gradients between the backward pass and the step, as a callback of a trainer may run one.
-        loss()
-        without(run, inputs)
-        without(memory, inputs)
-        optimizer.step(loss) if name == "LBFGS" else optimizer.step()
-
-    assert_never_stale(memory, run, inputs, step)
-
-
-@pytest.mark.parametrize("keeper", [KEEPERS["headwise"]], ids=["headwise"])
-def test_a_compiled_fused_step_leaves_nothing_stale(keeper, memory, inputs):
-    """The step itself in the graph: it writes parameters without any Python of torch's being run."""
-    torch._dynamo.reset()
-    optimizer = torch.optim.AdamW(memory.parameters(), lr=0.1, fused=True)
-    step = torch.compile(lambda: optimizer.step(), backend="aot_eager")
-
-    def change():
-        memory(inputs).square().sum().backward()
-        step()
-
-    assert_never_stale(memory, memory, inputs, change)
 
 
 def test_one_graph_for_all_contexts_reads_what_is_kept(keeper, memory, inputs):

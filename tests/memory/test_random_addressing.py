@@ -1,7 +1,5 @@
 """Memories whose addressing is random: every slot is read, whatever tokens hold, and nothing goes back to queries."""
 
-import copy
-
 import pytest
 import torch
 from memory.building import retrieving
@@ -134,15 +132,6 @@ def test_reading_by_content_draws_nothing(memory_type):
     assert memory_type != "headwise" or "addressing=random" in build("headwise", addressing="random").extra_repr()
 
 
-def test_a_memory_of_one_row_gives_that_row_to_every_token():
-    memory = retrieving("headwise", hidden_size=HIDDEN, num_heads=2, size=1, k=1)
-    with torch.no_grad():
-        memory.value_bank.normal_()
-    output = memory(torch.randn(1, 9, HIDDEN))
-    torch.testing.assert_close(output, output[:, :1].expand_as(output))
-    assert output.any()
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
 def test_directions_are_as_long_as_what_they_replace(dtype):
     vectors = torch.randn(50, 8, generator=torch.Generator().manual_seed(2)).to(dtype).requires_grad_()
@@ -158,12 +147,3 @@ def test_directions_are_as_long_as_what_they_replace(dtype):
 
 def test_where_nothing_is_asked_nothing_is_drawn_beside_zero():
     assert torch.equal(random_directions(torch.zeros(3, 4)), torch.zeros(3, 4))
-
-
-def test_a_copy_of_a_memory_draws_as_it_does():
-    memory = even_keys(build("headwise", addressing="random"))
-    states, found = torch.randn(1, 9, HIDDEN), []
-    for one in (memory, copy.deepcopy(memory)):
-        torch.manual_seed(3)
-        found.append(one.retrieve(states)[1])
-    assert torch.equal(*found)

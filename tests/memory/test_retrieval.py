@@ -16,7 +16,6 @@ from transformers import AutoModelForCausalLM
 from midus_hf.config.memory_entries import read_memories
 from midus_hf.config.model_sizes import ModelSizes
 from midus_hf.memory.registry import build_memory
-from midus_hf.ops import headwise_memory, op_choices
 from tests.memory.loops import memory_by_loops
 
 SHAPES = {
@@ -58,17 +57,6 @@ def test_values_start_at_zero_and_the_rest_at_the_documented_scale(memory_type):
     assert (memory.query_variance == 1).all() and not memory.query_mean.any()
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_the_same_generator_gives_the_same_bytes(memory_type, dtype):
-    memory = retrieving(memory_type, query_norm="batch", gate="token")
-    for name, tensor in memory.state_dict().items():
-        first, second, other = (torch.full_like(tensor, 5.0, dtype=dtype) for _ in range(3))
-        for filled, seed in ((first, 3), (second, 3), (other, 4)):
-            memory.declared[name].initial.fill(filled, torch.Generator().manual_seed(seed))
-        assert torch.equal(first, second) and not (first == 5.0).any(), name
-        assert torch.equal(first, other) != name.endswith(("_keys", "projection.weight", "transform")), name
-
-
 @pytest.mark.parametrize("name", ["product-key", "linear"])
 def test_a_family_initialises_the_projection_as_the_memory_says(family, name):
     """Transformers' own initialisation of linear layers, with a deviation of 0.02, must not come last."""
@@ -77,16 +65,6 @@ def test_a_family_initialises_the_projection_as_the_memory_says(family, name):
     memory = AutoModelForCausalLM.from_config(config).model.layers[1].memory
     assert memory.query_projection.weight.std().item() == pytest.approx(1 / 8, rel=0.1)
     assert (memory.query_variance == 1).all() and not memory.value_bank.any()
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("training", [True, False])
-def test_a_new_layer_returns_zeros_and_leaves_the_residual_stream_as_it_is(memory_type, dtype, training):
-    memory = retrieving(memory_type, query_norm="batch", gate="token").to(dtype).train(training)
-    output = memory(read_by(memory))
-    assert output.shape == (2, 7, 24) and output.dtype == dtype
-    stream = torch.randn(2, 7, 24, generator=torch.Generator().manual_seed(0)).to(dtype)
-    assert torch.equal(output, torch.zeros_like(output)) and torch.equal(stream + output, stream)
 
 
 def test_the_first_step_moves_the_values_alone_and_the_second_everything(memory_type):
@@ -143,52 +121,6 @@ def test_gradients_are_those_of_finite_differences(memory_type):
     assert torch.autograd.gradcheck(computed, (inputs, *parameters.values()))
 
 
-def test_each_head_asks_with_its_own_slice_and_writes_its_own_slice():
-    memory = acting(retrieving("headwise"))
-    inputs = read_by(memory)
-    changed = inputs.clone()
-    changed[..., 6:12] = torch.randn(2, 7, 6, generator=torch.Generator().manual_seed(5))  # head 1
-    difference = memory(inputs) != memory(changed)
-    assert difference[..., 6:12].any()
-    assert not difference[..., :6].any() and not difference[..., 12:].any()
-
-
-@pytest.mark.parametrize("name", ["product-key", "linear"])
-def test_every_head_writes_to_the_whole_width_and_heads_are_summed(name):
-    memory = acting(retrieving(name))
-    weights, slots = memory.retrieve(read_by(memory))
-    by_head = (weights.unsqueeze(-1) * memory.value_bank[slots]).sum(-2)  # [B, T, H, D]
-    assert by_head.shape == (2, 7, 4, 24) and by_head.any(-1).all()
-    torch.testing.assert_close(memory(read_by(memory)), by_head.sum(-2))
-
-
-def test_tokens_do_not_see_each_other_once_trained(memory_type):
-    memory = acting(retrieving(memory_type, query_norm="batch")).eval()
-    inputs = read_by(memory, batch=1, tokens=6)
-    changed = inputs.clone()
-    changed[:, 3] += 1
-    difference = (memory(inputs) - memory(changed)).abs().amax(-1)[0] > 1e-5
-    assert difference.tolist() == [False, False, False, True, False, False]
-
-
-@pytest.mark.parametrize("backend", ["reference", "torch"])
-def test_every_body_of_the_ops_computes_the_same(memory_type, backend):
-    memory = acting(retrieving(memory_type, query_norm="layer"))
-    with op_choices(backend=backend):
-        output = memory(read_by(memory))
-    torch.testing.assert_close(output, memory(read_by(memory)))
-
-
-def test_head_wise_memory_is_the_op_on_its_parameters():
-    memory = acting(retrieving("headwise"))
-    inputs = read_by(memory)
-    tables = (memory.row_keys, memory.column_keys, memory.value_bank, memory.value_transform)
-    for backend in ("auto", "torch"):
-        expected = headwise_memory(inputs.view(2, 7, 4, 6), *tables, 2, backend=backend)
-        with op_choices(backend=backend):
-            assert torch.equal(memory(inputs), expected.reshape(2, 7, 24))
-
-
 @pytest.mark.parametrize("training", [True, False])
 @pytest.mark.parametrize(("batch", "tokens"), [(0, 3), (1, 1), (2, 0)])
 def test_empty_and_one_token_batches_run(memory_type, batch, tokens, training):
@@ -214,11 +146,6 @@ def test_a_block_of_any_family_holds_one_with_the_options_of_its_entry(family, m
     width = config.num_attention_heads * asks
     assert memory.gate_weight.shape[1] == width
     assert memory(torch.randn(2, 3, width)).shape == (2, 3, config.hidden_size)
-
-
-def test_some_families_have_queries_wider_than_the_values():
-    wider = {name for name, family in FAMILIES.items() if getattr(family.config(), "head_dim", 8) != 32 // 4}
-    assert wider == {"qwen3", "gemma3"}
 
 
 def test_their_text_names_their_sizes():
@@ -350,24 +277,6 @@ def test_so_are_those_of_a_whole_model(memory_type, use_reentrant):
     assert all(torch.equal(states[0][name], states[1][name]) for name in states[0])
 
 
-def test_statistics_converge_to_those_of_the_data(memory_type):
-    memory = acting(small(memory_type, query_norm="batch"))
-    inputs = read_by(memory, tokens=500)
-    for _ in range(150):
-        memory.queries(inputs)
-    training = memory.queries(inputs, track_statistics=False)
-    torch.testing.assert_close(memory.eval().queries(inputs), training, rtol=1e-2, atol=1e-2)
-
-
-def test_a_low_temperature_takes_the_best_slot_alone_and_a_high_one_all_alike(memory_type):
-    cold, warm = acting(small(memory_type, temperature=1e-4)), acting(small(memory_type, temperature=1e4))
-    inputs = read_by(cold)
-    torch.testing.assert_close(cold.retrieve(inputs)[0].amax(-1).median(), torch.tensor(1.0))
-    weights, slots = warm.retrieve(inputs)
-    torch.testing.assert_close(weights, torch.full_like(weights, 1 / warm.k), rtol=1e-2, atol=1e-2)
-    assert torch.equal(slots, cold.retrieve(inputs)[1])
-
-
 @pytest.mark.parametrize("gate", ["none", "token"])
 @pytest.mark.parametrize("dtype, tolerance", [(torch.float64, 1e-12), (torch.bfloat16, 2e-2)])
 def test_a_residual_is_added_to_what_is_retrieved_and_kept_bit_for_bit_where_values_are_zero(
@@ -398,17 +307,6 @@ def test_gates_start_half_open(memory_type, gate):
         gated.value_bank.copy_(bare.value_bank)
     inputs = read_by(bare)
     torch.testing.assert_close(gated(inputs), bare(inputs) / 2)
-
-
-def test_a_gate_a_head_closes_that_head_alone():
-    memory = acting(small("headwise", gate="head"))
-    inputs = read_by(memory)
-    before = memory(inputs)
-    with torch.no_grad():
-        memory.gate_weight[1], memory.gate_bias[1] = 0, -1e4
-    output = memory(inputs)
-    assert not output[..., 4:8].any()
-    assert torch.equal(output[..., :4], before[..., :4]) and torch.equal(output[..., 8:], before[..., 8:])
 
 
 @pytest.mark.parametrize(

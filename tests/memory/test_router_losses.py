@@ -26,30 +26,12 @@ def counts(*numbers: float) -> torch.Tensor:
     return torch.tensor(numbers, dtype=torch.float32)
 
 
-def test_balance_of_equal_stretches():
-    """f = (1/3, 2/3, 1/3, 2/3), P = (3/4, 7/8, 1/2, 7/8) / 3: 4 * (0.75 + 1.75 + 0.5 + 1.75) / 9."""
-    assert balance_loss(LOGITS, CHOSEN, counts(5, 5, 5)).item() == pytest.approx(19 / 9)
-    assert balance_loss(LOGITS, CHOSEN, counts(5, 5, 5), per_choice=True).item() == pytest.approx(19 / 18)
-
-
-def test_balance_counts_tokens_and_not_stretches():
-    """Of 4 tokens 1, 3 and 0: f = (3/4, 3/4, 1/4, 1/4), P = (13/32, 7/32, 5/32, 7/32): 4 * (39 + 21 + 5 + 7) / 128."""
-    assert balance_loss(LOGITS, CHOSEN, counts(1, 3, 0)).item() == pytest.approx(4 * 72 / 128)
-    assert balance_loss(LOGITS, CHOSEN, counts(1, 3, 0), per_choice=True).item() == pytest.approx(2 * 72 / 128)
-
-
 def test_balance_is_k_where_all_is_even_and_more_where_all_is_one():
     even, everyone = torch.zeros(4, 4), torch.tensor([[0, 1], [2, 3], [1, 2], [3, 0]])
     assert balance_loss(even, everyone, counts(1, 1, 1, 1)).item() == pytest.approx(2)
     assert balance_loss(even, everyone, counts(1, 1, 1, 1), per_choice=True).item() == pytest.approx(1)
     certain = torch.tensor([[50.0, 50.0, 0.0, 0.0]]).expand(4, 4)
     assert balance_loss(certain, torch.tensor([[0, 1]]).expand(4, 2), counts(1, 1, 1, 1)).item() == pytest.approx(4)
-
-
-def test_z_is_the_mean_squared_log_sum_exp():
-    assert z_loss(LOGITS, counts(1, 1, 1)).item() == pytest.approx((0 + 1 + 4) / 3)
-    assert z_loss(LOGITS, counts(6, 1, 1)).item() == pytest.approx(5 / 8)
-    assert z_loss(LOGITS, counts(0, 2, 0)).item() == pytest.approx(1)
 
 
 @pytest.mark.parametrize("loss", [lambda logits, of: balance_loss(logits, CHOSEN, of), z_loss])
@@ -155,33 +137,6 @@ def test_a_collapsed_router_costs_more_than_an_even_one_whatever_the_shared_logi
         collapsed = loss_of_choices(COLLAPSED, shared_logit, balance=balance)
         assert collapsed > 2.5 * even
         assert collapsed == pytest.approx(loss_of_choices(COLLAPSED, 0.0, balance=balance))
-
-
-def test_the_loss_of_the_release_lets_a_collapsed_router_cost_less_than_an_even_one():
-    """Where it puts its probability on the shared chapter: so the test above would have told."""
-    assert loss_of_choices(EVEN, 0.0, balance="released") < loss_of_choices(COLLAPSED, 0.0, balance="released")
-    assert loss_of_choices(COLLAPSED, 10.0, balance="released") < 0.1 * loss_of_choices(EVEN, 0.0, balance="released")
-
-
-@pytest.mark.parametrize("shared", [1, 2])
-def test_training_takes_no_probability_to_shared_chapters(shared):
-    """Their logits get no gradient. Each of N tokens gives k / C or more to the k it chose, so the loss is k / N or more."""
-    memory = layer(shared_chapters=shared, routing="token", router_aux_loss_coef=1.0, router_z_loss_coef=0.0)
-    hidden_states = states(1, 4).detach()
-    optimizer = torch.optim.SGD([memory.router_weight, memory.router_bias], lr=1.0)
-    before = memory.router_weight[:shared].clone(), memory.router_bias[:shared].clone()
-    losses = []
-    for _ in range(50):
-        optimizer.zero_grad()
-        _, loss = told(memory, hidden_states)
-        loss.backward()
-        for parameter in (memory.router_weight, memory.router_bias):
-            assert not parameter.grad[:shared].any() and parameter.grad[shared:].any()
-        optimizer.step()
-        losses.append(loss.item())
-    assert torch.equal(memory.router_weight[:shared], before[0])
-    assert torch.equal(memory.router_bias[:shared], before[1])
-    assert min(losses) >= memory.options.k / 4
 
 
 @pytest.mark.parametrize("routing", ["chunk", "token", "sequence"])

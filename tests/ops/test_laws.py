@@ -1,4 +1,7 @@
-"""What PyTorch and C compute is what every body of every op computes; kernels are held to the same in `kernels/`."""
+"""What PyTorch and C compute is what every body of every op computes, also where memory that it does not fill holds no numbers.
+
+Kernels are held to the same in `kernels/`.
+"""
 
 import pytest
 import torch
@@ -6,10 +9,12 @@ from ops.laws import *  # noqa: F403 - the tests of this file
 from ops.laws import assert_same_bits, each_body, output_and_gradients
 from ops.table import GATHERINGS, OPS
 
+pytestmark = pytest.mark.usefixtures("poisoned_memory")
+
 CASES = [(name, body) for name, op in OPS.items() for body in op.bodies if body != "triton"]
 
-case = each_body(OPS, CASES, in_c="library")
-gathering = each_body(OPS, [pair for pair in CASES if pair[0] in GATHERINGS], in_c="library")
+case = each_body(OPS, CASES, in_c="in_c")
+gathering = each_body(OPS, [pair for pair in CASES if pair[0] in GATHERINGS], in_c="in_c")
 in_c = pytest.mark.parametrize("name", [name for name, op in OPS.items() if "native" in op.bodies])
 
 

@@ -63,32 +63,6 @@ def test_two_stages_find_what_one_topk_over_the_whole_grid_finds(n, k):
     assert torch.equal(grid.gather(-1, slots), scores)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_half_precision_queries_select_as_the_same_numbers_in_float32_do(dtype):
-    generator = torch.Generator().manual_seed(0)
-    query = torch.randn(256, 4, 64, generator=generator).to(dtype)
-    row_keys, column_keys = (torch.randn(4, 64, 32, generator=generator).to(dtype) for _ in range(2))
-
-    scores, slots = product_key_topk(query, row_keys, column_keys, 4)
-    wide_scores, wide_slots = product_key_topk(query.float(), row_keys.float(), column_keys.float(), 4)
-
-    assert scores.dtype == torch.float32
-    assert torch.equal(slots, wide_slots) and torch.equal(scores, wide_scores)
-    rounded = torch.einsum("thp,hnp->thn", query[..., :32], row_keys).topk(4).indices
-    exact = torch.einsum("thp,hnp->thn", query[..., :32].float(), row_keys.float()).topk(4).indices
-    assert not torch.equal(rounded, exact), "this data does not tell rounded scores from exact ones"
-
-
-def test_autocast_does_not_round_the_scores():
-    generator = torch.Generator().manual_seed(0)
-    query = torch.randn(256, 4, 64, generator=generator)
-    row_keys, column_keys = (torch.randn(4, 64, 32, generator=generator) for _ in range(2))
-    expected = product_key_topk(query, row_keys, column_keys, 4)
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        scores, slots = product_key_topk(query, row_keys, column_keys, 4)
-    assert torch.equal(scores, expected[0]) and torch.equal(slots, expected[1])
-
-
 def test_runs_on_the_meta_device():
     query, keys = torch.empty(5, 2, 8, device="meta"), torch.empty(2, 6, 4, device="meta")
     scores, slots = product_key_topk(query, keys, keys, 3)
@@ -109,13 +83,6 @@ def test_leading_shape_and_strides_of_the_query_do_not_matter():
     strided_keys = torch.stack([row_keys, column_keys], dim=-1)
     scores, slots = product_key_topk(flat, strided_keys[..., 0], strided_keys[..., 1], 5)
     assert torch.equal(scores, expected_scores) and torch.equal(slots, expected_slots)
-
-
-def test_one_token_without_a_batch_is_a_query():
-    query, keys = integers(2, 8, largest=9, seed=0), integers(2, 5, 4, largest=9, seed=1)
-    scores, slots = product_key_topk(query, keys, keys, 2)
-    batch_scores, batch_slots = product_key_topk(query[None], keys, keys, 2)
-    assert torch.equal(scores, batch_scores[0]) and torch.equal(slots, batch_slots[0])
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""The fast bodies of attention of single tokens to chapters against the float64 reference: output and every gradient."""
+"""The kernels of attention of single tokens to chapters against the float64 reference: output and every gradient."""
 
 import math
 
@@ -15,6 +15,12 @@ from midus_hf.ops.chapters.triton import gradients as chapter_gradients_triton
 from midus_hf.ops.chapters.triton.forward import blocks_of, sorted_pairs, triton_segments
 
 OP = OPS["chapters"]
+
+
+@pytest.fixture
+def backend() -> str:
+    """Kernels; `tests/ops/test_chapter_attention.py` holds PyTorch's body to the same."""
+    return "triton"
 
 
 @pytest.fixture

@@ -8,7 +8,6 @@ from ops.kernels.closeness import assert_close
 from ops.kernels.conftest import DEVICE
 from pairs import by_default
 
-from midus_hf.ops import op_choices
 from midus_hf.ops.depth.op import depth_attention
 from midus_hf.ops.depth.triton import forward as depth_attention_triton
 from midus_hf.ops.depth.triton import gradients as depth_gradients_triton
@@ -261,16 +260,6 @@ def test_tensors_of_several_dtypes_are_read_in_one(autocast, asked):
             name, torch.bfloat16 if name == "key 1" or name.startswith("value") else torch.float32
         )
         assert_close(name, found[name], exact, torch.bfloat16)
-
-
-def test_what_ops_choose_holds_here_too(asked):
-    with op_choices(backend="triton"):
-        depth_attention(*inputs(), 0.5)
-        assert len(asked) == 1
-        depth_attention(*inputs(), 0.5, backend="torch")
-    with op_choices(backend="reference"):
-        depth_attention(*inputs(), 0.5)
-    assert len(asked) == 1
 
 
 @pytest.mark.parametrize(

@@ -99,14 +99,6 @@ def test_a_residual_is_added_and_gets_the_gradient_as_it_is(backend, transform):
     assert torch.equal(torch.autograd.grad(output, residual, upstream)[0], upstream)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_a_bank_of_zeros_leaves_the_residual_bit_for_bit(backend, dtype):
-    query, row_keys, column_keys, bank, _ = inputs(40, 3, 16, 8, 12, dtype=dtype)
-    residual = torch.randn(40, 3, 12, device=DEVICE).to(dtype)
-    output = headwise_memory(query, row_keys, column_keys, bank * 0, None, 4, residual=residual, backend=backend)
-    assert torch.equal(output, residual)
-
-
 @pytest.mark.parametrize("transform", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 def test_gradients_stay_accurate_when_every_token_retrieves_the_same_slots(backend, dtype, transform):

@@ -10,7 +10,7 @@ from ops.kernels.closeness import assert_close
 from ops.kernels.conftest import DEVICE
 
 from midus_hf.ops import OpChoices, headwise_memory, op_choices
-from midus_hf.ops.headwise.lookup import headwise_lookup_op, lookup
+from midus_hf.ops.headwise.lookup import lookup
 from midus_hf.ops.headwise.triton.packed import triton_output
 from midus_hf.ops.product_key.triton.packed import MOST_RETRIEVED, MOST_SUB_KEYS, packed_tile, packs
 
@@ -149,12 +149,6 @@ def test_a_compiled_call_selects_as_it_is_told(exact):
     torch._dynamo.reset()
     assert seen == [exact]
     assert torch.equal(found, looked_up(arguments, 3, exact)[0])
-
-
-def test_the_op_of_half_precision_is_registered_rightly():
-    arguments = [x.requires_grad_() for x in inputs(6, 2, 4, 4, 5)]
-    residual = torch.randn(6, 2, 5, device=DEVICE, requires_grad=True)
-    torch.library.opcheck(headwise_lookup_op, (*arguments, residual, 3, 0.5, False, "triton"))
 
 
 def test_scores_lose_as_many_bits_as_is_documented():

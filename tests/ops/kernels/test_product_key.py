@@ -41,22 +41,6 @@ def test_the_best_sums_are_found_and_each_slot_once(by_kernel, tokens, n, k, lev
     assert all(len(set(slots)) == k for slots in (rows * n + columns).tolist())
 
 
-def test_scores_and_their_gradients_are_those_of_the_reference(backend):
-    generator = torch.Generator().manual_seed(0)
-    leaves = [
-        torch.randn(shape, generator=generator).to(DEVICE).requires_grad_()
-        for shape in ((9, 2, 8), (2, 6, 4), (2, 6, 4))
-    ]
-    (scores, slots), (expected, expected_slots) = (
-        product_key_topk(*leaves, 3, backend=body) for body in (backend, "reference")
-    )
-    assert torch.equal(slots, expected_slots)
-    torch.testing.assert_close(scores, expected)
-    upstream = torch.randn_like(scores)
-    for found, exact in zip(*(torch.autograd.grad(x, leaves, upstream) for x in (scores, expected)), strict=True):
-        torch.testing.assert_close(found, exact)
-
-
 def test_flat_keys_are_compared_with_every_query():
     generator = torch.Generator().manual_seed(0)
     query, keys = (

@@ -200,14 +200,6 @@ def test_what_it_cannot_take_is_refused(change, message):
         headwise_memory(*arguments, None, k, backend="native")
 
 
-def test_tensors_without_memory_are_not_read():
-    from torch._subclasses.fake_tensor import FakeTensorMode
-
-    with FakeTensorMode(), torch.no_grad():
-        arguments = [torch.empty(argument.shape) for argument in inputs(tokens=2)]
-        assert headwise_memory(*arguments, None, 4).shape == (2, 3, 20)
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("with_residual", [False, True], ids=["plain", "residual"])
 def test_transforming_what_was_gathered_is_registered_rightly(dtype, with_residual):
