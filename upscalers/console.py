@@ -13,7 +13,7 @@ from rich.text import Text
 from midus_hf.version import __version__
 from upscalers.record.report import ParameterCounts, UpscaleReport
 from upscalers.request.progress import Progress
-from upscalers.tensors.measurements import summary_table
+from upscalers.tensors.solver import summary_table
 
 
 class Console(Progress):

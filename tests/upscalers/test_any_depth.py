@@ -16,8 +16,7 @@ from scripts.families import methods_on_the_page
 from tests.upscalers.checkpoints import config_of, edit_config, load, read_tensors, same_bits, write_tensors
 from upscalers.architecture.families import FAMILIES
 from upscalers.architecture.inferred import change_of_settings, settings_of
-from upscalers.architecture.layer_roles import gain_offset
-from upscalers.architecture.stacked_rows import gate_and_up
+from upscalers.architecture.layer_roles import gain_offset, gate_and_up
 from upscalers.checkpoint.base_model import open_base
 from upscalers.methods.contract import get_method
 from upscalers.plan.plan import Base, New, Plan
@@ -439,7 +438,7 @@ def test_either_half_of_a_stacked_projection_may_be_the_gate(first, expected, mo
             gate, up = halves if first == "gate" else halves[::-1]
             return self.down(nn.functional.silu(gate) * (up.tanh() if first == "neither" else up))
 
-    monkeypatch.setattr("upscalers.architecture.stacked_rows.tiny_model", lambda model_type: nn.Sequential(Network()))
+    monkeypatch.setattr("upscalers.architecture.layer_roles.tiny_model", lambda model_type: nn.Sequential(Network()))
     assert gate_and_up(first, "Network", "stacked", "down") == expected
 
 

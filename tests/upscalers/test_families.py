@@ -17,7 +17,6 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from midus_hf.config import MEMORY_TYPES
 from midus_hf.models import FAMILIES as MODELS
 from upscalers.architecture.families import FAMILIES, family_of
-from upscalers.architecture.family import ATTENTION_ROLES
 from upscalers.architecture.inferred import InferredFamily
 from upscalers.checkpoint.base_model import open_base
 from upscalers.request.errors import RequestError
@@ -107,11 +106,6 @@ def test_whatever_a_config_says_it_implies_what_transformers_implies(config):
     assert by_the_table(config) == real
 
 
-def test_the_saved_config_of_a_tiny_model_gives_its_state_dict(family):
-    config = TINY[family].config().to_dict()
-    assert by_the_table(config) == by_transformers(config)
-
-
 def test_the_norm_in_front_of_attention_and_the_one_behind_it_are_told_apart():
     roles = {
         model_type: {name: tensor.role for name, tensor in family.layer_tensors({**SIZES, "head_dim": 8}).items()}
@@ -130,16 +124,6 @@ def test_the_norm_in_front_of_attention_and_the_one_behind_it_are_told_apart():
         "mlp_output_norm",
     }
     assert all(names["input_layernorm.weight"] == "attention_norm" for names in roles.values())
-
-
-def test_a_block_keeps_attention_without_its_output_projection_and_the_norm_in_front(model_type):
-    config = {**SIZES, "attention_bias": True}
-    kept = {n for n, t in FAMILIES[model_type].layer_tensors(config).items() if t.role in ATTENTION_ROLES}
-    projections = {f"self_attn.{name}_proj.weight" for name in "qkv"}
-    norms = {"input_layernorm.weight"} if FAMILIES[model_type].input_norms else set()
-    assert projections | norms <= kept
-    assert not any("o_proj" in name or "mlp" in name or "feedforward" in name for name in kept)
-    assert "post_attention_layernorm.weight" not in kept
 
 
 def entries_of_every_shape() -> list[dict[str, Any]]:

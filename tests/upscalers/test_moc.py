@@ -4,10 +4,9 @@ import json
 import warnings
 
 import pytest
-from tiny import tiny_model
 
-from midus_hf.memory.chapters import Chapters
-from tests.upscalers.checkpoints import config_of, load, read_tensors
+from tests.upscalers.checkpoints import read_tensors
+from tests.upscalers.dense.requests import tiny_config, upscaled_config
 from tests.upscalers.methods import SMALL_CHAPTERS as SMALL
 from upscalers.runs.inspection import inspect_checkpoint
 from upscalers.runs.upscale import upscale
@@ -58,14 +57,6 @@ def test_tensors_have_their_names(options, of_layer, of_model, base, tmp_path):
     assert found == names
 
 
-@pytest.fixture(scope="module")
-def deep_base(tmp_path_factory):
-    """A tiny Llama of sixteen layers; nobody may change it."""
-    base = tmp_path_factory.mktemp("deep") / "base"
-    tiny_model("llama", num_hidden_layers=16).save_pretrained(base)
-    return base
-
-
 @pytest.mark.parametrize(
     ("layers", "expected"),
     [
@@ -83,10 +74,10 @@ def deep_base(tmp_path_factory):
         ("late:3", [13, 14, 15]),
     ],
 )
-def test_a_quarter_of_the_layers_has_it_unless_others_are_named(layers, expected, deep_base, tmp_path):
+def test_a_quarter_of_the_layers_has_it_unless_others_are_named(layers, expected):
     options = {**SMALL, **({} if layers is None else {"layers": layers})}
-    upscale(base=deep_base, method="moc", output=tmp_path / "out", options=options, verify=False)
-    (entry,) = config_of(tmp_path / "out")["memory"]
+    config = upscaled_config(tiny_config("llama", num_hidden_layers=16), "moc", options=options)
+    (entry,) = config["memory"]
     assert entry["layers"] == expected and entry["type"] == entry["name"] == "chapters"
     assert {key: entry[key] for key in SMALL} == SMALL
 
@@ -109,8 +100,3 @@ def test_inspect_and_methods_tell_of_it(base, command, tmp_path):
     options = {option["name"]: option["default"] for option in method["options"]}
     assert options["layers"] == 0.25 and options["site"] == "behind-attention" and options["routing"] == "chunk"
     assert method["identity"] is True and "Mixture of Chapters" in json.dumps(method["paper"])
-
-
-def test_a_model_has_as_many_layers_of_it_as_the_entry_names(base, tmp_path):
-    upscale(base=base, method="moc", output=tmp_path / "out", options={**SMALL, "layers": "all"}, verify=False)
-    assert sum(isinstance(module, Chapters) for module in load(tmp_path / "out").modules()) == 4

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from tests.upscalers.dense.requests import planned, tiny_config
 from tests.upscalers.real_configs import LLAMA_3_1_8B, LLAMA_3_2_1B, write_config
 from upscalers.methods.contract import METHODS, get_method
-from upscalers.plan.placements import PLACEMENTS, default_remark, place, register_placement
+from upscalers.plan.placements import PLACEMENTS, default_remark, place
 from upscalers.plan.plan import Base, New, insertion_plan
 from upscalers.request.errors import RequestError
 
@@ -235,8 +235,3 @@ def test_an_explicit_list_is_taken_as_it_stands_and_needs_no_divisor(text):
 def test_what_cannot_be_placed_is_refused(placement, num_layers, num_new_layers, message):
     with pytest.raises(RequestError, match=message):
         place(placement, num_layers, num_new_layers)
-
-
-def test_a_policy_cannot_take_the_name_of_another():
-    with pytest.raises(ValueError, match="placement 'top-heavy' is already registered; choose another name"):
-        register_placement("top-heavy")

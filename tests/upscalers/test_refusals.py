@@ -9,7 +9,6 @@ from upscalers.runs.upscale import upscale
 # A base of which there is no more than its config.
 ONLY_CONFIG = "llama-3.2-1b"
 
-IDENTITY = "identity is {}; expected one of: auto, zero_out_proj, zero_out_norm, none."
 NO_NORMS = (
     "identity is 'zero_out_norm', but llama has no norm behind its projections; expected 'zero_out_proj' or 'auto'."
 )
@@ -70,9 +69,6 @@ SOLAR = [
 ]  # fmt: skip
 LLAMA_PRO = [
     ("llama", ["--set", "identity=zero_out_norm"], NO_NORMS),
-    ("llama", ["--set", "identity=zero"], IDENTITY.format("'zero'")),
-    ("llama", ["--set", "identity=null"], IDENTITY.format(None)),
-    ("llama", ["--set", "identify=auto"], "method llama-pro has no option 'identify'. Did you mean 'identity'"),
     ("llama", ["--num-new-layers", "3"], "num-new-layers is 3; placement llama-pro needs a divisor of the 4"),
     ("memory", ["--placement", "2"], MEMORY.format(2, 1)),
 ]  # fmt: skip
@@ -81,8 +77,6 @@ AVG_DEUS = [
     ("llama", ["--placement", "0,3"], ONE_SIDE.format(0, "before")),
     ("llama", ["--placement", "llama-pro"], ONE_SIDE.format(5, "after")),
     ("llama", ["--placement", "bottom-heavy"], ONE_SIDE.format(0, "before")),
-    ("llama", ["--set", "neighbours=same"], "neighbours is 'same'; expected one of: adjacent, same_type."),
-    ("llama", ["--set", "strict=perhaps"], "strict is 'perhaps'; expected true or false"),
     ("gemma2", ["--set", "strict=true"], MIXED.format("Pass neighbours=same_type to avoid it.")),
     ("gemma2", ["--placement", "1", "--set", "neighbours=same_type"], OF_ITS_TYPE),
     ("memory", ["--placement", "1"], MEMORY.format(1, 1)),
@@ -132,7 +126,6 @@ SLICES = [
     ("llama", ["--set", "slices=[]"], NO_SLICES.format(r"\[\]")),
     ("llama", ["--set", "slices={layers: [0, 2]}"], NO_SLICES.format(r"\{'layers': \[0, 2\]\}")),
     ("llama", ["--set", "slices=[[0, 2]]"], NO_SLICE),
-    ("llama", ["--set", "slices=[{layer: [0, 2]}]"], "a slice has no option 'layer'. Did you mean 'layers'"),
     ("llama", ["--set", "slices=[{}]"], NO_BOUNDS.format("None")),
     ("llama", ["--set", "slices=[{layers: 2}]"], NO_BOUNDS.format("2")),
     ("llama", ["--set", "slices=[{layers: [0, 2, 4]}]"], NO_BOUNDS.format(r"\[0, 2, 4\]")),
@@ -149,7 +142,6 @@ SLICES = [
     ("llama", ["--set", "slices=[{layers: [0, 4]}]"], UNCHANGED),
     ("llama", ["--set", "slices=[{layers: [0, 1]}, {layers: [1, 4], scale: {up: 1}}]"], UNCHANGED),
     ("llama", ["--set", "slices=[{layers: [0, 3]}]", "--set", "trainable=new"], NOTHING_NEW),
-    ("llama", ["--set", "slices=[{layers: [0, 3]}]", "--set", "trainable=some"], "trainable is 'some'; expected one of: all, new."),
     ("llama", ["--set", "slices=[{layers: [0, 3]}]", "--num-new-layers", "2"], SAID_BY_SLICES.format("num-new-layers", 2)),
     ("llama", ["--set", "slices=[{layers: [0, 3]}]", "--placement", "1"], SAID_BY_SLICES.format("placement", "'1'")),
     ("memory", ["--set", "slices=[{layers: [0, 6]}, {layers: [0, 2], scale: {up: 2}}]"], MEMORY.format(7, 1)),
@@ -158,8 +150,6 @@ PRESETS = [
     ("llama", ["--set", "preset=relase"], "preset is 'relase'; expected one of: release."),
     ("llama", ["--set", "preset=1"], "preset is 1; expected one of: release."),
     ("llama", ["--set", "preset=[release]"], r"preset is \['release'\]; expected one of: release."),
-    ("llama", ["--set", "prest=release"], "method .* has no option 'prest'. Did you mean 'preset'"),
-    ("llama", ["--set", "presets=release"], "method .* has no option 'presets'. Did you mean 'preset'"),
 ]  # fmt: skip
 NO_PRESETS = [("llama", ["--set", "preset=release"], "method .* has no option 'preset'")]
 # By method: the base, arguments of the command, and a regular expression of what is said.
@@ -177,25 +167,11 @@ DENSE = {
 OPT_DEUS = [
     ("regularization=0", r"regularization is 0\.0; expected a number above 0\."),
     ("regularization=-1", r"regularization is -1\.0; expected a number above 0\."),
-    ("regularization=.inf", r"regularization is inf; expected a number\."),
-    ("regularization=.nan", r"regularization is nan; expected a number\."),
-    ("regularization=much", "regularization is 'much'; expected a number."),
     ("tolerance=0", r"tolerance is 0\.0; expected a number above 0\."),
     ("tolerance=-1e-4", r"tolerance is -0\.0001; expected a number above 0\."),
     ("max_iterations=0", "max_iterations is 0; expected at least 1."),
-    ("max_iterations=1.5", r"max_iterations is 1\.5; expected a whole number"),
     ("workers=0", "workers is 0; expected at least 1."),
-    ("workers=two", "workers is 'two'; expected a whole number"),
-    ("solver=exact", "solver is 'exact'; expected one of: sinkhorn, hungarian."),
-    ("plan_scale=none", "plan_scale is 'none'; expected one of: barycentric, raw."),
-    ("mlp_t_in=identity", "mlp_t_in is 'identity'; expected one of: o_proj, residual_mean."),
-    ("precision=bfloat16", "precision is 'bfloat16'; expected one of: float64, float32."),
-    ("identity=zero", "identity is 'zero'; expected one of: auto, zero_out_proj, zero_out_norm, none."),
     ("identity=zero_out_norm", "identity is 'zero_out_norm', but llama has no norm behind its projections"),
-    ("neighbours=other", "neighbours is 'other'; expected one of: adjacent, same_type."),
-    ("head_aware=1", "head_aware is 1; expected true or false."),
-    ("norm_preserving=maybe", "norm_preserving is 'maybe'; expected true or false."),
-    ("reg=0.1", "method opt-deus has no option 'reg'."),
 ]  # fmt: skip
 LESA = [
     ("hidden_size=0", "hidden_size is 0; expected at least 1."),
@@ -203,28 +179,19 @@ LESA = [
     ("batch_size=0", "batch_size is 0; expected at least 1."),
     ("workers=0", "workers is 0; expected at least 1."),
     ("epochs=-3", "epochs is -3; expected at least 1."),
-    ("epochs=many", "epochs is 'many'; expected a whole number."),
     ("learning_rate=0", r"learning_rate is 0\.0; expected a number above 0\."),
     ("learning_rate=.inf", r"learning_rate is inf; expected a number\."),
     ("learning_rate=.nan", r"learning_rate is nan; expected a number\."),
     ("weight_decay=-0.1", r"weight_decay is -0\.1; expected 0 or more\."),
-    ("weight_decay=.inf", r"weight_decay is inf; expected a number\."),
     ("norm_weight=-1", r"norm_weight is -1\.0; expected 0 <= norm_weight <= 1\."),
     ("norm_weight=1.5", r"norm_weight is 1\.5; expected 0 <= norm_weight <= 1\."),
-    ("norm_weight=.nan", r"norm_weight is nan; expected a number\."),
-    ("norm_init=first", "norm_init is 'first'; expected one of: layer0, previous, next, mean."),
     ("identity=zero_out_norm", "identity is 'zero_out_norm', but llama has no norm behind its projections"),
-    ("identity=yes", "identity is True; expected one of: auto, zero_out_proj, zero_out_norm, none."),
-    ("lambda=5e-4", "method lesa has no option 'lambda'."),
 ]  # fmt: skip
 RETRIEVAL = [
     ("k=0", "k is 0; expected 1 <= k <= "),
     ("temperature=0", "temperature is 0.0; expected a number above 0"),
     ("temperature=-1.5", "temperature is -1.5; expected a number above 0"),
     ("temperature=hot", "temperature is 'hot'; expected a number"),
-    ("query_norm=rms", "query_norm is 'rms'; expected one of: none, batch, layer"),
-    ("gate=slot", "gate is 'slot'; expected one of: none, token, head"),
-    ("inner_residual=perhaps", "inner_residual is 'perhaps'; expected true or false"),
 ]  # fmt: skip
 SUB_KEYS = [
     ("n=0", "n is 0; expected at least one sub-key per side"),
@@ -232,8 +199,6 @@ SUB_KEYS = [
 ]
 SUMMED = [("gate=head", "gate is 'head'; expected 'none' or 'token', since the heads' outputs are summed")]
 HML = [
-    ("values=all", "values is 'all'; expected one of: expanded, shared, own"),
-    ("output_projection=1", "output_projection is 1; expected true or false"),
 ]  # fmt: skip
 LINEAR = [
     ("slots=0", "slots is 0; expected at least one slot"),
@@ -250,11 +215,8 @@ MOC = [
     ("heads=5", r"heads is 5, which does not divide hidden_size = 32; expected a divisor\. Set heads\."),
     ("bank_width=18", r"heads is 4, which does not divide bank_width = 18; expected a divisor\. Set heads\."),
     ("kv_heads=3", r"kv_heads is 3, which does not divide the 4 query heads; expected a divisor\."),
-    ("routing=chunks", "routing is 'chunks'; expected one of: chunk, prompt, token, sequence"),
-    ("weighting=none", "weighting is 'none'; expected one of: released, logit_bias, paper"),
     ("first_chunk=65", r"first_chunk is 65; expected 1 to chunk_size = 64, or null\. Lower it or raise chunk_size\."),
     ("first_chunk=0", "first_chunk is 0; expected 1 to chunk_size = 64, or null"),
-    ("balance=even", "balance is 'even'; expected one of: routed, per-choice, released"),
     ("share=some", r"share is 'some'; expected all, none, or every:K such as every:2\."),
     ("share=every:0", "share is 'every:0'; expected all, none, or every:K"),
     ("share=every:2x", "share is 'every:2x'; expected all, none, or every:K"),
@@ -266,11 +228,8 @@ MOC = [
     ("heads=0", r"heads is 0; expected 1 or more, or null\."),
     ("bank_rank=4 bank_width=8", r"bank_rank is 4 and bank_width is 8; expected one of them\."),
     ("routed_scale=0", r"routed_scale is 0(\.0)?; expected a number above 0\."),
-    ("routed_scale=.inf", r"routed_scale is inf; expected a number\."),
     ("router_aux_loss_coef=-1", r"router_aux_loss_coef is -1(\.0)?; expected 0 or more\."),
-    ("router_z_loss_coef=.nan", r"router_z_loss_coef is nan; expected a number\."),
     ("site=inserted", r"site is 'inserted'; expected one of: behind-attention, behind-layer\."),
-    ("chapter=2", r"moc has no option 'chapter'\. Did you mean 'chapters'"),
 ]  # fmt: skip
 ULTRAMEM = [
     ("n=40000 share=ring:4", "n is 40000, key_pairs 1 and share 'ring:4', which make 6,400,000,000 slots; expected at most"),
@@ -279,11 +238,9 @@ ULTRAMEM = [
     ("share=ring:5", "share is 'ring:5', but 4 layers have the memory; expected a group of at most that many tables."),
     ("share=block:3", "share is 'block:3', which does not divide the 4 layers that have the memory; expected a divisor."),
     ("share=rings:2", "share is 'rings:2'; expected none, all, noring:G, ring:G or block:G, such as ring:4."),
-    ("value_width=1/3", "value_width is 1/3 of hidden_size = 32, which is 10.6667; expected a whole number from 1 to the hidden"),
     ("value_width=0", "value_width is 0; expected 1 or more."),
     ("pre_value_width=-1", "pre_value_width is -1; expected 0 or more."),
     ("key_width=wide", "key_width is 'wide'; expected a number, or a fraction of the hidden size such as 3/16."),
-    ("value_width=2/1", "value_width is 2/1 of hidden_size = 32, which is 64; expected a whole number from 1 to the hidden"),
     ("k=100 side_k=4", "k is 100; expected at most 16, the pairs of 4 rows and 4 columns that the first stage keeps."),
     ("side_k=9 n=8", "side_k is 9; expected 1 <= side_k <= 8, the keys of a set, or null."),
     ("heads=0", "heads is 0; expected 1 or more."),
@@ -322,7 +279,6 @@ MODA = [
     ("layers=late:1", "layers is 'late:1', which chooses layer 3 alone; expected two or more, for a layer reads"),
     ("layers=[2,4]", "layers is [2, 4]; expected all, a number from 1 to 4, a share such as 0.25, early:N, middle:N or"),
     ("joining=joint", "joining is 'joint', with which the new slots change what the base computes; expected added or"),
-    ("joining=mixed", "joining is 'mixed'; expected one of: added, interpolated, joint"),
     (
         "attention_slots=reused",
         "attention_slots is 'reused' and joining is 'added', which adds values of earlier layers that are "
@@ -333,12 +289,7 @@ MODA = [
         "attention_slots is 'none' and ffn_slots is false; expected one of them, for there is nothing to "
         "read.",
     ),
-    ("attention_slots=own", "attention_slots is 'own'; expected one of: reused, projected, none"),
-    ("rope=none", "rope is 'none'; expected one of: same, released"),
-    ("keep=last", "moda has no option 'keep'"),
-    ("depth_weight=mixed", "moda has no option 'depth_weight'"),
     ("site=beside-ffn", "site is 'beside-ffn'; expected one of: inside-attention."),
-    ("span=1", "moda has no option 'span'"),
 ]  # fmt: skip
 HIERARCHICAL = {
     "hier-ffn": [
@@ -346,17 +297,13 @@ HIERARCHICAL = {
         ("branching=100000", "branching is 100000 and sizes has 4 levels, which make more leaves than memory_ids, int64"),
         ("sizes=[0,0]", "sizes is [0, 0]; expected a size for each level of the tree, 0 or more, and not all"),
         ("sizes=[]", "sizes is []; expected a size for each level of the tree"),
-        ("alpha=2", "method hier-ffn has no option 'alpha'"),
-        ("without_ids=some", "without_ids is 'some'; expected one of: "),
         ("site=skip", "site is 'skip'; expected one of: beside-ffn."),
     ],
     "hier-kv": [
         ("sizes=[4,-1]", "sizes is [4, -1]; expected a size for each level of the tree, 0 or more"),
         ("sizes=4", "sizes is 4; expected a list"),
-        ("sizes=[a]", "expected a whole number"),
         ("site=beside-ffn", "site is 'beside-ffn'; expected one of: inside-attention."),
         ("layers=[4]", "layers is [4]; expected all, a number from 1 to 4"),
-        ("rank=4", "method hier-kv has no option 'rank'"),
     ],
     "hier-lora-qk": [("alpha=0", "alpha is 0.0; expected a number above 0.")],
     "hier-lora-vo": [("alpha=nan", "alpha is 'nan'; expected a number.")],
@@ -419,6 +366,5 @@ def test_a_request_that_makes_no_sense_is_refused(
     method, base_name, arguments, message, bases, tmp_path, command, refused
 ):
     usual = ("--base", bases(base_name), "--method", method, *arguments)
-    refused(command(*usual, "--dry-run"), message, [])
-    if base_name != ONLY_CONFIG:
-        refused(command(*usual, "--output", tmp_path / "out"), message, [])
+    output = ("--dry-run",) if base_name == ONLY_CONFIG else ("--output", tmp_path / "out")
+    refused(command(*usual, *output), message, [])

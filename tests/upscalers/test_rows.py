@@ -5,7 +5,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from upscalers.checkpoint.safetensors_format import read_header
-from upscalers.tensors.rows import RowRange, Rows
+from upscalers.tensors.recipes import RowRange, Rows
 from upscalers.tensors.writer import CheckpointWriter, OutputTensor
 
 RANGES = (RowRange("b", 1, 2), RowRange(None, 0, 1), RowRange("a", 4, 1), RowRange("b", 0, 1))

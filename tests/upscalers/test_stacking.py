@@ -3,11 +3,9 @@
 import pytest
 import torch
 from models.optimizer_steps import train_steps
-from tiny import prompt
 
 from midus_hf.training.optim.freezing import set_trainable
 from tests.upscalers.checkpoints import (
-    MEMORY_OPTIONS,
     SMALL,
     config_of,
     load,
@@ -21,36 +19,6 @@ from tests.upscalers.methods import trained
 from upscalers.request.errors import RequestError
 from upscalers.runs.strip import strip
 from upscalers.runs.upscale import upscale
-
-
-@pytest.mark.parametrize("verify", [True, False])
-def test_an_upscaled_model_is_upscaled_again(family, shared_base, tmp_path, verify):
-    with_memory(shared_base(family), tmp_path / "once", placement="1,4", verify=False)
-    with_memory(tmp_path / "once", tmp_path / "twice", placement="0,2,8", options={"n": 4, "k": 1}, verify=verify)
-    config = config_of(tmp_path / "twice")
-    assert config["num_hidden_layers"] == 9
-    assert config["memory"] == [
-        {"type": "headwise", "site": "inserted", **MEMORY_OPTIONS, "layers": [3, 6]},
-        {"type": "headwise", "site": "inserted", **MEMORY_OPTIONS, "n": 4, "k": 1, "layers": [0, 2, 8]},
-    ]
-    assert config["upscale"]["new_layers"] == [0, 2, 8]
-    assert config["upscale"]["base_config"] == config_of(tmp_path / "once")
-    assert torch.equal(logits(shared_base(family)), logits(tmp_path / "twice"))
-
-
-@pytest.mark.parametrize("placement", ["distributed", "top-heavy", "bottom-heavy", "llama-pro", "0,1,2,9,10,11"])
-def test_trained_memories_keep_their_place_and_their_effect(family, shared_base, tmp_path, placement):
-    with_memory(shared_base(family), tmp_path / "once", placement="1,4", verify=False)
-    once = trained(tmp_path / "once", tmp_path / "trained")
-    assert not torch.allclose(logits(shared_base(family)), logits(once))
-    report = with_memory(once, tmp_path / "twice", placement=placement)
-    assert report.identity.max_abs_diff == 0.0
-    model, base = load(tmp_path / "twice"), load(once)
-    tokens = prompt()
-    with torch.no_grad():
-        assert torch.equal(base(tokens).logits, model(tokens).logits)
-    settings = {"max_new_tokens": 12, "do_sample": False}
-    assert torch.equal(base.generate(tokens, **settings), model.generate(tokens, **settings))
 
 
 def test_a_block_whose_neighbour_is_a_block_takes_the_attention_of_that_block(family, shared_base, tmp_path):

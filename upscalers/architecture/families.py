@@ -4,14 +4,12 @@ Everything in the table is read from the raw `config.json`, so planning an upsca
 transformers.
 """
 
-from dataclasses import fields
 from typing import Any
 
 from midus_hf.config.backbone import FAMILY_TRAITS, MEMORY_PREFIX
 from midus_hf.config.plugins import load_offered
 from upscalers.architecture.family import Config, Family, positive
 from upscalers.architecture.inferred import inferred_family
-from upscalers.architecture.quantization import has_block_scales, has_packed_experts
 from upscalers.request.errors import RequestError, refusing_requests
 
 
@@ -53,9 +51,7 @@ def _gemma3_layer_types(config: Config) -> list[str]:
 
 
 def _family(model_type: str, class_name: str, **of_layer_types: Any) -> Family:
-    traits = FAMILY_TRAITS[model_type]
-    of_traits = {field.name: getattr(traits, field.name) for field in fields(traits)}
-    return Family(model_type=model_type, class_name=class_name, **of_traits, **of_layer_types)
+    return Family(model_type=model_type, class_name=class_name, **vars(FAMILY_TRAITS[model_type]), **of_layer_types)
 
 
 FAMILIES: dict[str, Family] = {
@@ -117,12 +113,9 @@ def check_readable(config: Config) -> None:
     """
     native_type = str(config.get("model_type")).removeprefix(MEMORY_PREFIX)
     carried = has_packed_experts(config) or (has_block_scales(config) and native_type in FAMILIES)
-    if config.get("quantization_config") and not carried:
-        method = (
-            config["quantization_config"].get("quant_method", "unknown")
-            if isinstance(config["quantization_config"], dict)
-            else "unknown"
-        )
+    quantization = config.get("quantization_config")
+    if quantization and not carried:
+        method = quantization.get("quant_method", "unknown") if isinstance(quantization, dict) else "unknown"
         raise RequestError(
             f"the base is quantised (quantization_config: {method}); expected float32, float16 or bfloat16 weights, or "
             f"FP8 with a scale per block in one of: {', '.join(FAMILIES)}; or MXFP4 in gpt_oss. Start from the unquantised "
@@ -133,6 +126,29 @@ def check_readable(config: Config) -> None:
             "the base brings code of its own (auto_map in config.json), which is never run; expected a native checkpoint. "
             "If its weights are those of the native class, remove auto_map from config.json."
         )
+
+
+def has_block_scales(config: Config) -> bool:
+    """Return whether a config says that weights are FP8 with scales per block, in the form that `upscale` reads."""
+    quantization = config.get("quantization_config")
+    return (
+        isinstance(quantization, dict)
+        and quantization.get("quant_method") == "fp8"
+        and bool(quantization.get("weight_block_size"))
+        and quantization.get("activation_scheme", "dynamic") == "dynamic"
+        and quantization.get("scale_fmt", "float") in ("float", None)
+        and not quantization.get("modules_to_convert")
+    )
+
+
+def has_packed_experts(config: Config) -> bool:
+    """Return whether a config says that experts are in MXFP4, as gpt-oss stores them."""
+    quantization = config.get("quantization_config")
+    return (
+        isinstance(quantization, dict)
+        and quantization.get("quant_method") == "mxfp4"
+        and str(config.get("model_type")).endswith("gpt_oss")
+    )
 
 
 def _check_known(config: Config, model_type: str) -> None:

@@ -8,8 +8,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from midus_hf.config.backbone import FamilyTraits
-from midus_hf.config.model_sizes import ModelSizes, activation_of
+from midus_hf.config.backbone import Backbone, FamilyTraits, read_backbone
+from midus_hf.config.model_sizes import ModelSizes
 from upscalers.request.errors import RequestError
 
 Config = dict[str, Any]
@@ -108,46 +108,23 @@ class Family(FamilyTraits):
         """True if there are classes of this family that host memory."""
         return self.class_name is not None
 
-    def get(self, config: Config, key: str) -> Any:
-        """Return the value of `key`, or the family's default where the config does not have the key."""
-        return config.get(key, self.defaults.get(key))
+    def backbone(self, config: Config) -> Backbone:
+        """Return the sizes and biases that a config says, with the family's defaults for keys that the config leaves out.
 
-    def num_heads(self, config: Config) -> int:
-        """Return H, the number of query heads."""
-        return positive(config, "num_attention_heads")
-
-    def num_key_value_heads(self, config: Config) -> int:
-        """Return the number of key/value heads; if neither config nor family gives one, the number of query heads."""
-        if self.get(config, "num_key_value_heads") is None:
-            return self.num_heads(config)
-        return positive({**self.defaults, **config}, "num_key_value_heads")
-
-    def head_dim(self, config: Config) -> int:
-        """Return d, the width of a head; if neither config nor family gives one, D / H."""
-        if self.get(config, "head_dim") is None:
-            return positive(config, "hidden_size") // self.num_heads(config)
-        return positive({**self.defaults, **config}, "head_dim")
+        Raises:
+            RequestError: If a size is missing or not a positive integer.
+        """
+        try:
+            return read_backbone({**config, "model_type": self.model_type})
+        except ValueError as error:
+            raise RequestError(f"{error} Repair config.json of the base.") from None
 
     def sizes(self, config: Config) -> ModelSizes:
         """Return the sizes that memories are built for."""
-        return ModelSizes(
-            hidden_size=positive(config, "hidden_size"),
-            num_heads=self.num_heads(config),
-            head_dim=self.head_dim(config),
-            num_key_value_heads=self.num_key_value_heads(config),
-            intermediate_size=positive(config, "intermediate_size"),
-            num_layers=config["num_hidden_layers"],
-            activation=activation_of({**self.defaults, **config}),
-        )
-
-    def tie_word_embeddings(self, config: Config) -> bool:
-        """Return whether the language head is tied to the embedding."""
-        return bool(self.get(config, "tie_word_embeddings"))
+        return self.backbone(config).sizes
 
     def resolved_layer_types(self, config: Config) -> list[str] | None:
-        """Return the type of each layer, listed in the config or implied by the family.
-
-        Return None if the family has no types.
+        """Return the type of each layer, listed in the config or implied by the family; None if the family has no types.
 
         Raises:
             RequestError: If `layer_types` in the config is no list of names.
@@ -216,15 +193,9 @@ class Family(FamilyTraits):
             config: Raw config of the model.
             layer: Index of the layer, which matters only where layers differ. Default: 0.
         """
-        hidden, inner, d = (
-            positive(config, "hidden_size"),
-            positive(config, "intermediate_size"),
-            self.head_dim(config),
-        )
-        query_width, key_width = self.num_heads(config) * d, self.num_key_value_heads(config) * d
-        attention_bias, mlp_bias = (
-            key in self.bias_keys and bool(config.get(key)) for key in ("attention_bias", "mlp_bias")
-        )
+        backbone = self.backbone(config)
+        hidden, inner, d = backbone.sizes.hidden_size, backbone.sizes.intermediate_size, backbone.sizes.head_dim
+        query_width, key_width = backbone.query_width, backbone.key_width
         offset = 1.0 if self.unit_offset_norms else 0.0
         tensors: dict[str, LayerTensor] = {}
 
@@ -233,17 +204,17 @@ class Family(FamilyTraits):
             if bias:
                 tensors[f"{name}.bias"] = LayerTensor(role, (out_width,))
 
-        linear("self_attn.q_proj", "query", query_width, hidden, attention_bias or self.qkv_bias)
-        linear("self_attn.k_proj", "key", key_width, hidden, attention_bias or self.qkv_bias)
-        linear("self_attn.v_proj", "value", key_width, hidden, attention_bias or self.qkv_bias)
-        linear("self_attn.o_proj", "output_projection", hidden, query_width, attention_bias)
+        linear("self_attn.q_proj", "query", query_width, hidden, backbone.attention_bias)
+        linear("self_attn.k_proj", "key", key_width, hidden, backbone.attention_bias)
+        linear("self_attn.v_proj", "value", key_width, hidden, backbone.attention_bias)
+        linear("self_attn.o_proj", "output_projection", hidden, query_width, backbone.output_bias)
         if self.query_key_norm:
             whole = self.query_key_norm == "whole"
             tensors["self_attn.q_norm.weight"] = LayerTensor("query_norm", (query_width if whole else d,), offset)
             tensors["self_attn.k_norm.weight"] = LayerTensor("key_norm", (key_width if whole else d,), offset)
-        linear("mlp.gate_proj", "gate", inner, hidden, mlp_bias)
-        linear("mlp.up_proj", "up", inner, hidden, mlp_bias)
-        linear("mlp.down_proj", "down", hidden, inner, mlp_bias)
+        linear("mlp.gate_proj", "gate", inner, hidden, backbone.mlp_bias)
+        linear("mlp.up_proj", "up", inner, hidden, backbone.mlp_bias)
+        linear("mlp.down_proj", "down", hidden, inner, backbone.mlp_bias)
         norms = {"input_layernorm": "attention_norm", "post_attention_layernorm": "mlp_norm"}
         if self.output_norms:
             norms = {
@@ -260,45 +231,35 @@ class Family(FamilyTraits):
 
     def outer_tensors(self, config: Config) -> dict[str, Shape]:
         """Return the shapes of the tensors outside the layers, by full name."""
-        hidden, vocabulary = positive(config, "hidden_size"), positive(config, "vocab_size")
+        backbone = self.backbone(config)
+        hidden, vocabulary = backbone.sizes.hidden_size, backbone.vocabulary
         tensors: dict[str, Shape] = {"model.embed_tokens.weight": (vocabulary, hidden), "model.norm.weight": (hidden,)}
-        if not self.tie_word_embeddings(config):
-            tensors["lm_head.weight"] = (vocabulary, hidden)
-        return tensors
+        return tensors if backbone.tied else {**tensors, "lm_head.weight": (vocabulary, hidden)}
 
     def tied_tensors(self, config: Config) -> dict[str, Shape]:
         """Return the shapes, by full name, of tensors that a checkpoint may hold although they only repeat others."""
-        if not self.tie_word_embeddings(config):
-            return {}
-        return {"lm_head.weight": self.outer_tensors(config)["model.embed_tokens.weight"]}
+        backbone = self.backbone(config)
+        return {"lm_head.weight": (backbone.vocabulary, backbone.sizes.hidden_size)} if backbone.tied else {}
 
     def is_converted(self, config: Config) -> bool:
         """Return whether transformers converts tensors of the model when it loads a checkpoint."""
         return False
 
     def prove(self, site: str, memory_type: str) -> None:
-        """Prove that a memory at a site of the family's layers is wired right.
-
-        Args:
-            site: Site of the memory.
-            memory_type: Type of the memory.
+        """Prove that a memory of a type is wired right at a site of the family's layers.
 
         Raises:
             RequestError: If the memory is not wired right, or the site cannot be proven.
         """
 
-    def remark(self) -> str | None:
-        """Return how the family was checked in this request; None if it was not."""
-        return None
+    def remarks(self) -> list[str]:
+        """Return what a person should know of how the family was checked for memories."""
+        return []
 
     def blocks_by_layer(self, config: Config) -> dict[str, int]:
-        """Return the tensors outside the layers that hold one block of equal size for each layer.
+        """Return the dimension along which a tensor outside the layers holds one equal block for each layer, by full name.
 
-        Args:
-            config: Raw config of the model.
-
-        Returns:
-            The dimension along which the blocks stand, by full name, such as the columns of embeddings per layer.
+        Such a tensor is an embedding per layer, with the layers side by side in its columns.
         """
         return {}
 

@@ -37,26 +37,23 @@ class InferredFamily(Family):
     layers_may_follow_from_indices = True
 
     def sizes(self, config: Config) -> ModelSizes:
-        return _built(_native(config)).sizes
-
-    def tie_word_embeddings(self, config: Config) -> bool:
-        return bool(self.tied_tensors(config))
+        return read_model(config).sizes
 
     def resolved_layer_types(self, config: Config) -> list[str] | None:
-        return _built(_native(config)).layer_types
+        return read_model(config).layer_types
 
     def period_of(self, config: Config) -> int | None:
         return 1
 
     def per_layer_values(self, config: Config) -> Config:
-        built = _built(_native(config))
-        stated = {built.names.get(key, key) for key, value in config.items() if value is not None}
-        return {key: values for key, values in built.lists.items() if key not in stated}
+        model = read_model(config)
+        stated = {model.names.get(key, key) for key, value in config.items() if value is not None}
+        return {key: values for key, values in model.lists.items() if key not in stated}
 
     def layer_kinds(self, config: Config) -> list[str] | None:
         lists = [
             [str(value) if key == "layer_types" else f"{key} {value}" for value in values]
-            for key, values in _built(_native(config)).lists.items()
+            for key, values in read_model(config).lists.items()
             if key in PER_LAYER_KEYS
         ]
         return [", ".join(values) for values in zip(*lists, strict=True)] if lists else None
@@ -71,45 +68,45 @@ class InferredFamily(Family):
         )
 
     def expert_layers(self, config: Config) -> frozenset[int]:
-        return frozenset(index for index, roles in enumerate(_built(_native(config)).roles) if roles.has_experts)
+        return frozenset(index for index, roles in enumerate(read_model(config).roles) if roles.has_experts)
 
     def layer_that_changes(self, config: Config, new_config: Config, sources: list[int]) -> str | None:
-        before, after = (_built(_native(each)).settings for each in (config, new_config))
+        before, after = (read_model(each).settings for each in (config, new_config))
         return change_of_settings(before, after, sources)
 
     def layer_tensors(self, config: Config, layer: int = 0) -> dict[str, LayerTensor]:
-        return _built(_native(config)).layers[layer]
+        return read_model(config).layers[layer]
 
     def outer_tensors(self, config: Config) -> dict[str, Shape]:
-        return {name: shape for name, shape in _built(_native(config)).tensors.items() if not name.startswith(_LAYERS)}
+        return {name: shape for name, shape in read_model(config).tensors.items() if not name.startswith(_LAYERS)}
 
     def tied_tensors(self, config: Config) -> dict[str, Shape]:
-        return dict(_built(_native(config)).tied)
+        return dict(read_model(config).tied)
 
     def blocks_by_layer(self, config: Config) -> dict[str, int]:
         held = self.outer_tensors(config)
         return {name: dim for name, dim in _blocks_by_layer(self.model_type).items() if name in held}
 
     def num_leading_layers(self, config: Config) -> int:
-        built = _built(_native(config))
-        first_shared = len(built.layers) - built.num_shared_layers
-        types = built.layer_types or [""] * len(built.layers)
+        model = read_model(config)
+        first_shared = len(model.layers) - model.num_shared_layers
+        types = model.layer_types or [""] * len(model.layers)
         givers = (
             max(layer for layer in range(first_shared) if types[layer] == each) for each in {*types[first_shared:]}
         )
         return min(givers, default=len(types))
 
     def buffers(self, config: Config) -> frozenset[str]:
-        return _built(_native(config)).buffers
+        return read_model(config).buffers
 
     def is_converted(self, config: Config) -> bool:
-        return _built(_native(config)).is_converted
+        return read_model(config).is_converted
 
-    def remark(self) -> str | None:
-        return (
+    def remarks(self) -> list[str]:
+        return [
             f"{self.model_type} was read from the model that transformers builds, and proven on a tiny random model: equal bits at "
             "birth, bits equal to hooks on the base once the memory has values, gradients, cached steps."
-        )
+        ]
 
     def prove(self, site: str, memory_type: str) -> None:
         from midus_hf.models.inference.proof import prove, wirings_of
@@ -161,9 +158,6 @@ class _Built:
 def inferred_family(model_type: str) -> InferredFamily:
     """Return the family of a type that transformers knows and no table describes.
 
-    Args:
-        model_type: The native `model_type`.
-
     Raises:
         RequestError: If transformers does not know the type, or the type cannot host memory. The message says why.
     """
@@ -185,24 +179,27 @@ def inferred_family(model_type: str) -> InferredFamily:
     return InferredFamily(model_type=model_type, class_name=class_name)
 
 
-def _native(config: Config) -> str:
-    """Return the config of the model without its memories, as text that can be a key."""
+def read_model(config: Config) -> "_Built":
+    """Return what is read from the model of a config, without its memories, that transformers builds."""
     native = {key: value for key, value in config.items() if key not in _OF_UPSCALING}
     native["model_type"] = str(native["model_type"]).removeprefix(MEMORY_PREFIX)
-    return json.dumps(native, sort_keys=True)
+    return _built(json.dumps(native, sort_keys=True))
 
 
 @cache
 def _built(native: str) -> _Built:
     import torch
-    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
+    from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING
     from transformers.core_model_loading import revert_weight_conversion
 
     from midus_hf.models.inference.architecture import architecture_of
     from upscalers.architecture.layer_roles import read_roles
 
     try:
-        config = _config(native)
+        with tempfile.TemporaryDirectory() as folder:  # so that transformers reads the config as from a file
+            (Path(folder) / "config.json").write_text(native, encoding="utf-8")
+            config_class = CONFIG_MAPPING[json.loads(native)["model_type"]]
+            config: Any = config_class.from_pretrained(folder, local_files_only=True)
         causal_lm: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
         with torch.device("meta"):
             model = causal_lm(config)
@@ -244,19 +241,13 @@ def _blocks_by_layer(model_type: str) -> dict[str, int]:
     """Return the tensors outside the layers that grow with the number of layers, each with the dimension that grows."""
     from midus_hf.models.inference.tiny import tiny_model
 
-    few, more = (
-        {
-            name: tuple(tensor.shape)
-            for name, tensor in tiny_model(model_type, num_hidden_layers=number).state_dict().items()
-        }
-        for number in (4, 5)
-    )
+    few, more = (tiny_model(model_type, num_hidden_layers=number).state_dict() for number in (4, 5))
     return {
         name: dim
-        for name, shape in few.items()
-        if not name.startswith(_LAYERS) and more[name] != shape
-        for dim in range(len(shape))
-        if more[name] == (*shape[:dim], shape[dim] // 4 * 5, *shape[dim + 1 :])
+        for name, tensor in few.items()
+        if not name.startswith(_LAYERS) and more[name].shape != tensor.shape
+        for dim in range(tensor.dim())
+        if more[name].shape == (*tensor.shape[:dim], tensor.shape[dim] // 4 * 5, *tensor.shape[dim + 1 :])
     }
 
 
@@ -279,15 +270,6 @@ def _layer_tensors(
     return layer
 
 
-def _config(native: str) -> Any:
-    """Return a native config as transformers reads it from a file."""
-    from transformers import CONFIG_MAPPING
-
-    with tempfile.TemporaryDirectory() as folder:
-        (Path(folder) / "config.json").write_text(native, encoding="utf-8")
-        return CONFIG_MAPPING[json.loads(native)["model_type"]].from_pretrained(folder, local_files_only=True)
-
-
 def settings_of(layer: "nn.Module") -> Settings:
     """Return the settings of a layer and of the modules within: numbers, names and truth values, and lists of these."""
     return {
@@ -301,12 +283,8 @@ def settings_of(layer: "nn.Module") -> Settings:
 def change_of_settings(before: Sequence[Settings], after: Sequence[Settings], sources: Sequence[int]) -> str | None:
     """Return which layer of a new model has another setting than its source, and what it is; None if none has.
 
-    The index of a layer and the number of layers, which differ by right, are not compared.
-
-    Args:
-        before: Settings of each layer of a model.
-        after: Settings of each layer of a model that is made from its layers.
-        sources: For each layer of the new model, the layer that it is made from.
+    The index of a layer and the number of layers, which differ by right, are not compared. `sources` has the layer that
+    each layer of the new model is made from.
     """
     for index, source in enumerate(sources):
         for name in sorted(before[source].keys() | after[index].keys()):

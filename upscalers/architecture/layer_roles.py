@@ -6,13 +6,14 @@ by, its weight or 1 + weight, is read from what the norm computes.
 
 import copy
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any
 
 import torch
 from torch import nn
 
 from midus_hf.models.inference.architecture import FEED_FORWARDS, MIXERS, LayerParts, has_heads
-from upscalers.architecture.stacked_rows import gate_and_up, values_are_last
+from midus_hf.models.inference.tiny import tiny_model
 
 _PROJECTIONS = {"q_proj": "query", "k_proj": "key", "v_proj": "value"}
 _HEAD_NORMS = {
@@ -34,8 +35,8 @@ _STACKED = ("qkv_proj", "query_key_value")
 _PER_LAYER = {"per_layer_projection": "per_layer_projection", "post_per_layer_input_norm": "per_layer_output_norm"}
 # Name of the number that a layer's output is multiplied by.
 _SCALAR = "layer_scalar"
-# Seed and rows of what a norm is tried on.
-_SEED, _ROWS = 0, 4
+# Seed of what modules are tried on, rows for a norm, and tokens for stacked projections.
+_SEED, _ROWS, _LENGTH = 0, 4, 7
 
 
 @dataclass
@@ -88,14 +89,11 @@ def read_roles(model_type: str, layer: nn.Module, parts: LayerParts) -> LayerRol
         norm = getattr(parts, name)
         if norm is not None and isinstance(getattr(layer, norm, None), nn.Module):
             roles.modules[norm] = name
-    for name in MIXERS:
-        mixer = getattr(layer, name, None)
-        if isinstance(mixer, nn.Module):
-            _read_mixer(model_type, roles, name, mixer)
-    for name in FEED_FORWARDS:
-        network = getattr(layer, name, None)
-        if isinstance(network, nn.Module):
-            _read_network(model_type, roles, name, network)
+    for names, read in ((MIXERS, _read_mixer), (FEED_FORWARDS, _read_network)):
+        for name in names:
+            module = getattr(layer, name, None)
+            if isinstance(module, nn.Module):
+                read(model_type, roles, name, module)
     for name, module in layer.named_modules():
         weight = getattr(module, "weight", None)
         if "Norm" in type(module).__name__ and isinstance(weight, nn.Parameter) and weight.dim() == 1:
@@ -181,3 +179,70 @@ def _read_network(model_type: str, roles: LayerRoles, name: str, network: nn.Mod
                 roles.stack(f"{name}.{child}", tuple((half, width) for half in halves))
             elif module.out_features != width:
                 roles.stack(f"{name}.{child}", ())
+
+
+@cache
+def gate_and_up(model_type: str, kind: str, name: str, down: str) -> tuple[str, ...]:
+    """Return the roles of the halves of a feed-forward network's stacked projection, `gate` and `up`; empty if they have others.
+
+    The output of a tiny random model grows with what the up projection gives, and not with what the activation of the gate is
+    taken of.
+
+    Args:
+        model_type: The `model_type` of a causal language model of transformers.
+        kind: Name of the class of the feed-forward network.
+        name: Name of the stacked projection within the network.
+        down: Name of the projection behind.
+    """
+    network: Any = _first(tiny_model(model_type), kind)
+    if network is None:
+        return ()
+    stacked, behind = getattr(network, name), getattr(network, down)
+    hidden = torch.randn((1, _LENGTH, stacked.in_features), generator=torch.Generator().manual_seed(_SEED))
+    half = stacked.out_features // 2
+    with torch.no_grad():
+        for linear in (stacked, behind):
+            if linear.bias is not None:
+                linear.bias.zero_()
+        expected = 2 * network(hidden)
+        linear_halves: list[bool] = []
+        for rows in (slice(0, half), slice(half, None)):
+            stacked.weight[rows] *= 2
+            linear_halves.append(torch.allclose(network(hidden), expected, rtol=1e-4, atol=1e-6))
+            stacked.weight[rows] /= 2
+    first_is_linear, second_is_linear = linear_halves
+    if first_is_linear == second_is_linear:
+        return ()
+    return ("up", "gate") if first_is_linear else ("gate", "up")
+
+
+@cache
+def values_are_last(model_type: str, kind: str, name: str, output: str) -> bool:
+    """Return whether an attention's stacked projection ends with the rows of all values: without them, the attention gives zero.
+
+    The arguments are those of `gate_and_up`, for the projection `name`, whose first rows are the queries, and `output` behind.
+    """
+    model: Any = tiny_model(model_type)
+    attention: Any = _first(model, kind)
+    if attention is None:
+        return False
+    stacked, behind = getattr(attention, name), getattr(attention, output)
+    queries = behind.in_features
+    outputs: list[Any] = []
+    attention.register_forward_hook(lambda *call: outputs.append(call[-1]))
+    with torch.no_grad():
+        for linear in (stacked, behind):
+            if linear.bias is not None:
+                linear.bias.zero_()
+        for rows in (slice(0, queries), slice((queries + stacked.out_features) // 2, None)):
+            kept = stacked.weight[rows].clone()
+            stacked.weight[rows] = 0
+            model(input_ids=torch.arange(3, 3 + _LENGTH)[None], use_cache=False)
+            stacked.weight[rows] = kept
+    without_queries, without_values = (each if isinstance(each, torch.Tensor) else each[0] for each in outputs)
+    return bool(without_queries.any()) and not without_values.any()
+
+
+def _first(model: nn.Module, kind: str) -> nn.Module | None:
+    """Return the first module of a model whose class has a name; None if there is none."""
+    return next((module for module in model.modules() if type(module).__name__ == kind), None)

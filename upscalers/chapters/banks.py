@@ -140,12 +140,7 @@ def find_memory(model: BaseModel, name: str | None) -> ChapterMemory:
 
 
 def check_all(verb: str, memory: ChapterMemory, banks: Sequence[Bank]) -> None:
-    """Check that an edit covers all banks of a memory, since the edit changes sizes that the banks share.
-
-    Args:
-        verb: Verb for the edit, for the message.
-        memory: The memory that is edited.
-        banks: The banks of the memory that are edited.
+    """Check that an edit, named by `verb`, covers all banks of a memory, since the edit changes sizes that the banks share.
 
     Raises:
         RequestError: If the memory has other banks.

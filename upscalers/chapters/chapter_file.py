@@ -1,6 +1,7 @@
 """Files of chapters: rows of the bank, router weights and biases of each layer, and the sizes that the chapters fit."""
 
 import hashlib
+import importlib.metadata
 import json
 from dataclasses import dataclass
 from pathlib import Path
@@ -77,41 +78,29 @@ class ChapterFile:
             "rows per chapter": (self.chapter_tokens, memory.options.chapter_tokens),
             "bank_rank": (self.bank_rank, memory.options.bank_rank),
             "bank_bits": (self.bank_bits, memory.options.bank_bits),
-            "columns of the bank": (self._columns, memory.model.tensors[bank.rows[0]].shape[1]),
+            "columns of the bank": (
+                self.tensors[row_names(self.bank_bits)[0]].shape[1],
+                memory.model.tensors[bank.rows[0]].shape[1],
+            ),
             "layers": (len(self.layers), len(bank.layers)),
-            "hidden_size": (self._hidden_size, memory.model.tensors[bank.router_weights[0]].shape[1]),
+            "hidden_size": (
+                self.tensors[router_weight(self.layers[0])].shape[1],
+                memory.model.tensors[bank.router_weights[0]].shape[1],
+            ),
         }
         for what, (actual, expected) in sizes.items():
             if actual != expected:
                 raise RequestError(
-                    f"{self.path.name} has {what} = {_said(actual)}; expected {_said(expected)}, as bank {bank.number} of memory "
-                    f"{memory.name!r} has. Export from a model of the same sizes."
+                    f"{self.path.name} has {what} = {json.dumps(actual)}; expected {json.dumps(expected)}, as bank {bank.number} of "
+                    f"memory {memory.name!r} has. Export from a model of the same sizes."
                 )
-
-    @property
-    def _columns(self) -> int:
-        return self.tensors[row_names(self.bank_bits)[0]].shape[1]
-
-    @property
-    def _hidden_size(self) -> int:
-        return self.tensors[router_weight(self.layers[0])].shape[1]
 
     def _source(self, name: str) -> str:
         return f"{self.path.name}: {name}"
 
 
-def metadata(
-    memory: ChapterMemory, bank: Bank, chapters: tuple[int, ...], source: str, version: str
-) -> dict[str, str]:
-    """Return the metadata of a file of chapters, with zeros as the digest.
-
-    Args:
-        memory: The memory that the chapters are from.
-        bank: The bank that the chapters are from.
-        chapters: Numbers of the chapters.
-        source: Name of the model in records.
-        version: Version of this package.
-    """
+def metadata(memory: ChapterMemory, bank: Bank, chapters: tuple[int, ...], source: str) -> dict[str, str]:
+    """Return the metadata of a file with chapters of a bank, with zeros as the digest; `source` names the model in records."""
     description = {
         "chapters": list(chapters),
         "chapter_tokens": memory.options.chapter_tokens,
@@ -121,7 +110,7 @@ def metadata(
         "hidden_size": memory.model.config["hidden_size"],
         "model_type": memory.model.config["model_type"],
         "source": source,
-        "midus_hf": version,
+        "midus_hf": importlib.metadata.version("midus-hf"),
     }
     return {METADATA_KEY: json.dumps(description), DIGEST_KEY: _NO_DIGEST}
 
@@ -232,7 +221,3 @@ def _is_sound(file: ChapterFile) -> bool:
             for name, tensor in file.tensors.items()
         )
     )
-
-
-def _said(value: int | None) -> str:
-    return "null" if value is None else str(value)

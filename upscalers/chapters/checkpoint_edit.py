@@ -13,15 +13,14 @@ from midus_hf.files.ownership import CONFIG_KEY, has_config_entry
 from upscalers.architecture.family import Config
 from upscalers.chapters.banks import Bank, ChapterMemory, find_memory
 from upscalers.chapters.numbers import written
-from upscalers.checkpoint.banks import bytes_of_banks, carry_banks
 from upscalers.checkpoint.base_model import open_base, read_config
 from upscalers.checkpoint.safetensors_format import StoredTensor
 from upscalers.checkpoint.source import resolve_source
 from upscalers.record.provenance import EDITS_KEY, read_config_entry, read_plan
-from upscalers.request.progress import Progress, begin_writing, shown
-from upscalers.runs.edited_checkpoint import edited_shards, write_siblings
+from upscalers.request.progress import Progress
+from upscalers.runs.edited_checkpoint import write_edited
 from upscalers.runs.output_folder import OutputFolder
-from upscalers.tensors.writer import CheckpointWriter, OutputTensor
+from upscalers.tensors.writer import OutputTensor
 
 
 @dataclass(frozen=True)
@@ -101,25 +100,16 @@ def edit_checkpoint(
             "banks": [bank.number for bank in banks],
             **decided.details,
         }
-        shards = edited_shards(opened, decided.tensors)
-        num_bytes = sum(tensor.num_bytes for tensors in shards.values() for tensor in tensors)
-        folder = OutputFolder(request.output, source.folder, request.overwrite)
-        folder.check_space(num_bytes + bytes_of_banks(source.folder, opened.memories.banks))
-        with folder as partial, shown(progress):
-            begin_writing(progress, num_bytes, len(shards))
-            sources = {**opened.tensors, **decided.sources}
-            writer = CheckpointWriter(sources, scan=False, progress=progress, stored_name=opened.stored_name)
-            done = writer.write(partial, shards)
-            carry_banks(source.folder, partial, opened.memories.banks)
-            write_siblings(
-                opened,
-                partial,
-                edited_config(opened.config, memory.name, decided.options, edit),
-                lambda record: {**record, EDITS_KEY: [*(record.get(EDITS_KEY) or []), edit]},
-                lambda card: edited_card(card, edit),
-            )
-            open_base(partial)
-            folder.commit()
+        bytes_written = write_edited(
+            opened,
+            OutputFolder(request.output, source.folder, request.overwrite),
+            decided.tensors,
+            _edited_config(opened.config, memory.name, decided.options, edit),
+            lambda record: {**record, EDITS_KEY: [*(record.get(EDITS_KEY) or []), edit]},
+            lambda card: _edited_card(card, edit),
+            progress,
+            decided.sources,
+        )
     return {
         "command": command,
         "model": str(request.model),
@@ -129,7 +119,7 @@ def edit_checkpoint(
         "chapters": list(decided.numbers),
         "chapters_before": memory.options.chapters,
         "chapters_after": decided.options.chapters,
-        "bytes_written": done.bytes_written,
+        "bytes_written": bytes_written,
         "seconds": time.perf_counter() - started,
     }
 
@@ -143,17 +133,11 @@ _EDITED = ("memory_tokens", "chapters", "shared_chapters", "bank_bits")
 _HEADING = "## Edited chapters"
 
 
-def edited_config(config: Config, memory: str, options: ChaptersOptions, edit: Edit) -> Config:
+def _edited_config(config: Config, memory: str, options: ChaptersOptions, edit: Edit) -> Config:
     """Return the config after an edit, with the edit recorded.
 
     If the memory belongs to the base of an upscaling, the base's config in the entry of that upscaling is changed as
     well, so that `strip` writes a model whose config fits its tensors.
-
-    Args:
-        config: The raw config before the edit.
-        memory: Name of the memory.
-        options: Options of the memory after the edit.
-        edit: The record of the edit.
     """
     config = copy.deepcopy(config)
     for entry in config.get("memory") or []:
@@ -162,19 +146,16 @@ def edited_config(config: Config, memory: str, options: ChaptersOptions, edit: E
             if has_config_entry(config):
                 record = config[CONFIG_KEY]
                 record[EDITS_KEY] = [*(record.get(EDITS_KEY) or []), edit]
-                record["base_config"] = edited_config(record["base_config"], memory, options, edit)
+                record["base_config"] = _edited_config(record["base_config"], memory, options, edit)
     return config
 
 
-def edited_card(card: str, edit: Edit) -> str:
+def _edited_card(card: str, edit: Edit) -> str:
     """Return a model card with a line about the edit at its end."""
-    changes = ", ".join(f"{key} {_said(value)}" for key, value in edit.items() if key not in ("command", "version"))
+    told = {**edit, "banks": ", ".join(map(str, edit["banks"]))}
+    changes = ", ".join(f"{key} {value}" for key, value in told.items() if key not in ("command", "version"))
     line = f"- `midus edit {edit['command']}` of midus_hf {edit['version']}: {changes}\n"
     if _HEADING in card:
         return f"{card.rstrip()}\n{line}"
     heading = "The text and the numbers above describe the model after its upscaling. Since then:"
     return f"{card.rstrip()}\n\n{_HEADING}\n\n{heading}\n\n{line}"
-
-
-def _said(value: Any) -> str:
-    return ", ".join(map(str, value)) if isinstance(value, list) else str(value)

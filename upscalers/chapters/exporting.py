@@ -1,6 +1,5 @@
 """Export of chapters from a checkpoint into a file."""
 
-import importlib.metadata
 import os
 import tempfile
 from pathlib import Path
@@ -14,7 +13,7 @@ from upscalers.chapters.numbers import parse_numbers
 from upscalers.checkpoint.base_model import open_base
 from upscalers.checkpoint.source import resolve_source
 from upscalers.request.errors import RequestError
-from upscalers.tensors.rows import RowRange, Rows
+from upscalers.tensors.recipes import RowRange, Rows
 from upscalers.tensors.writer import CheckpointWriter, OutputTensor
 
 _SUFFIX = ".safetensors"
@@ -55,7 +54,7 @@ def export(
                 f"memory {source_memory.name!r} has {len(banks)} banks; expected one of them to export from. Pass --bank N."
             )
         numbers = parse_numbers(chapters, source_memory.options.chapters)
-        description = metadata(source_memory, banks[0], numbers, source.label, importlib.metadata.version("midus-hf"))
+        description = metadata(source_memory, banks[0], numbers, source.label)
         with tempfile.TemporaryDirectory(prefix=f".{file.name}.", dir=file.parent) as folder:
             shards = {SINGLE_FILE: _tensors(source_memory, banks[0], numbers)}
             written = CheckpointWriter(opened.tensors, scan=False).write(Path(folder), shards, description)

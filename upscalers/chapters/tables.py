@@ -1,7 +1,6 @@
 """Terminal output of `midus edit`."""
 
 import statistics
-from collections.abc import Sequence
 from typing import Any
 
 import rich.box
@@ -16,11 +15,7 @@ _MOST_CHAPTERS, _MOST_LAYERS = 64, 4
 
 
 def print_chapters(listed: dict[str, Any]) -> None:
-    """Print the banks of a checkpoint.
-
-    Args:
-        listed: Result of `list_chapters`.
-    """
+    """Print the banks of a checkpoint, as `list_chapters` returned them."""
     console = Console()
     for memory in listed["memories"]:
         options = _table("memory", memory["name"])
@@ -37,11 +32,7 @@ def print_chapters(listed: dict[str, Any]) -> None:
 
 
 def print_edit(result: dict[str, Any]) -> None:
-    """Print what an edit did.
-
-    Args:
-        result: Result of an edit or of `export`.
-    """
+    """Print what an edit or `export` did, by its result."""
     numbers = written(result["chapters"])
     summary = f"{result['output']}: {result['command']}, chapters {numbers} of memory {result['memory']}"
     if "banks" in result:
@@ -71,7 +62,8 @@ def _all_chapters(memory: dict[str, Any], bank: dict[str, Any]) -> Table:
     table = _table("chapter", "", "row norm", *columns)
     for number, norm in enumerate(bank["row_norms"]):
         of_chapter = [of_layer[number] for of_layer in biases.values()]
-        shown = [_lowest(of_chapter), _highest(of_chapter)] if wide else of_chapter
+        finite = [bias for bias in of_chapter if bias is not None]
+        shown = [min(finite, default=None), max(finite, default=None)] if wide else of_chapter
         kind = "shared" if number < memory["shared_chapters"] else "routed"
         table.add_row(str(number), kind, *map(_figure, (norm, *shown)))
     return table
@@ -84,20 +76,12 @@ def _summary(bank: dict[str, Any]) -> Table:
     rows = {"row norm": bank["row_norms"], **{f"bias {layer}": of_layer for layer, of_layer in biases.items()}}
     for name, values in rows.items():
         finite = [value for value in values if value is not None]
-        median = statistics.median(finite) if finite else None
-        table.add_row(name, *map(_figure, (_lowest(values), median, _highest(values))))
+        figures = (min(finite), statistics.median(finite), max(finite)) if finite else (None, None, None)
+        table.add_row(name, *map(_figure, figures))
     zero = [number for number, norm in enumerate(bank["row_norms"]) if norm == 0]
     if zero:
         table.add_row("zero", written(zero))
     return table
-
-
-def _lowest(values: Sequence[float | None]) -> float | None:
-    return min((value for value in values if value is not None), default=None)
-
-
-def _highest(values: Sequence[float | None]) -> float | None:
-    return max((value for value in values if value is not None), default=None)
 
 
 def _figure(value: float | None) -> str:

@@ -10,8 +10,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from upscalers.architecture.families import has_block_scales, has_packed_experts
 from upscalers.architecture.family import Config
-from upscalers.architecture.quantization import has_block_scales, has_packed_experts
 from upscalers.checkpoint.computed_tensor import FP8_NAMES, ComputedTensor, read_tensor
 from upscalers.checkpoint.safetensors_format import SAFETENSORS_NAMES, TORCH_NAMES, StoredTensor
 from upscalers.request.errors import RequestError

@@ -1,7 +1,7 @@
 """The null control `shuffled-addresses`: a trained checkpoint with its rows of values in another order."""
 
+import copy
 import importlib.metadata
-import os
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -10,21 +10,30 @@ from typing import TYPE_CHECKING, Any
 
 from midus_hf.config.controls import num_value_rows
 from midus_hf.config.memory_entries import ATTACHED, INSERTED, TABLES
-from upscalers.checkpoint.banks import bytes_of_banks, carry_banks
+from midus_hf.files.ownership import CONFIG_KEY, has_config_entry
+from upscalers.architecture.family import Config
 from upscalers.checkpoint.base_model import BaseModel, open_base, read_config
 from upscalers.checkpoint.safetensors_format import StoredTensor
 from upscalers.checkpoint.source import resolve_source
-from upscalers.controls.shuffle_record import Shuffle, shuffled_card, shuffled_config, shuffled_record
-from upscalers.record.provenance import read_config_entry, read_plan
+from upscalers.record.provenance import SHUFFLES_KEY, read_config_entry, read_plan
 from upscalers.request.errors import RequestError
 from upscalers.request.options import check_seed
-from upscalers.request.progress import Progress, begin_writing, shown
-from upscalers.runs.edited_checkpoint import edited_shards, write_siblings
+from upscalers.request.progress import Progress
+from upscalers.runs.edited_checkpoint import write_edited
 from upscalers.runs.output_folder import OutputFolder
 from upscalers.tensors.recipes import Recipe, tensor_seed
-from upscalers.tensors.writer import CheckpointWriter, OutputTensor
+from upscalers.tensors.writer import OutputTensor
+
+if TYPE_CHECKING:
+    import torch
+
+    from upscalers.tensors.recipes import ReadTensor
 
 _CHUNK_BYTES = 1 << 22
+_HEADING = "## Shuffled rows of values"
+
+# Record of one shuffle: `{"seed", "version", "memories", "same_function"}`.
+Shuffle = dict[str, Any]
 
 
 def shuffle(
@@ -76,30 +85,21 @@ def shuffle(
             "memories": list(dict.fromkeys(tables.values())),
             "same_function": not any(_holds_anything(opened.tensors[name]) for name in tables),
         }
-        shards = edited_shards(opened, {name: [_permuted(opened, name, seed)] for name in tables})
-        num_bytes = sum(tensor.num_bytes for tensors in shards.values() for tensor in tensors)
-        folder = OutputFolder(output, source.folder, overwrite)
-        folder.check_space(num_bytes + bytes_of_banks(source.folder, opened.memories.banks))
-        with folder as partial, shown(progress):
-            begin_writing(progress, num_bytes, len(shards))
-            writer = CheckpointWriter(opened.tensors, scan=False, progress=progress, stored_name=opened.stored_name)
-            done = writer.write(partial, shards)
-            carry_banks(source.folder, partial, opened.memories.banks)
-            write_siblings(
-                opened,
-                partial,
-                shuffled_config(opened.config, shuffled),
-                lambda record: shuffled_record(record, shuffled),
-                lambda card: shuffled_card(card, shuffled),
-            )
-            open_base(partial)
-            folder.commit()
+        bytes_written = write_edited(
+            opened,
+            OutputFolder(output, source.folder, overwrite),
+            {name: [_permuted(opened, name, seed)] for name in tables},
+            _shuffled_config(opened.config, shuffled),
+            lambda record: _shuffled_record(record, shuffled),
+            lambda card: _shuffled_card(card, shuffled),
+            progress,
+        )
     return {
         "model": str(model),
         "output": str(output),
         **{key: value for key, value in shuffled.items() if key != "version"},
         "tables": len(tables),
-        "bytes_written": done.bytes_written,
+        "bytes_written": bytes_written,
         "seconds": time.perf_counter() - started,
     }
 
@@ -131,7 +131,7 @@ def _holds_anything(tensor: StoredTensor) -> bool:
     """Return whether a stored tensor has a byte that is not zero."""
     assert tensor.file is not None
     with tensor.file.open("rb", buffering=0) as file:
-        file.seek(tensor.start, os.SEEK_SET)
+        file.seek(tensor.start)
         left = tensor.num_bytes
         while left:
             chunk = file.read(min(left, _CHUNK_BYTES))
@@ -142,10 +142,48 @@ def _holds_anything(tensor: StoredTensor) -> bool:
     return False
 
 
-if TYPE_CHECKING:
-    import torch
+def _shuffled_config(config: Config, shuffle: Shuffle) -> Config:
+    """Return the config with the shuffle recorded.
 
-    from upscalers.tensors.recipes import ReadTensor
+    If the base is an upscaled model too, its config, which `strip` restores, records the shuffle of the base's own
+    memories as well: `strip` leaves their rows shuffled.
+    """
+    config = copy.deepcopy(config)
+    names = {entry.get("name", entry["type"]) for entry in config.get("memory") or []}
+    own = [name for name in shuffle["memories"] if name in names]
+    if has_config_entry(config) and own:
+        entry = config[CONFIG_KEY]
+        entry[SHUFFLES_KEY] = [*(entry.get(SHUFFLES_KEY) or []), {**shuffle, "memories": own}]
+        entry["base_config"] = _shuffled_config(entry["base_config"], shuffle)
+    return config
+
+
+def _shuffled_record(record: dict[str, Any], shuffle: Shuffle) -> dict[str, Any]:
+    """Return the content of `upscale.json` with the shuffle recorded.
+
+    Unless all shuffled values are zero, the result no longer says that the model computes what its base computes.
+    """
+    changed = {**record, SHUFFLES_KEY: [*(record.get(SHUFFLES_KEY) or []), shuffle]}
+    if not shuffle["same_function"]:
+        changed |= {"identity": {"checked": None, "max_abs_diff": None}, "promises_identity": False}
+    return changed
+
+
+def _shuffled_card(card: str, shuffle: Shuffle) -> str:
+    """Return a model card with a line about the shuffle at its end."""
+    memories = ", ".join(shuffle["memories"])
+    end = (
+        "Every value is zero, so that the model computes what it did."
+        if shuffle["same_function"]
+        else "It does not compute what it did, and starts from another function than its base."
+    )
+    line = (
+        f"- `upscale shuffle --seed {shuffle['seed']}` of midus_hf {shuffle['version']}: the rows of values of {memories} were "
+        f"permuted: a null control, in which addresses have no meaning. {end}\n"
+    )
+    if _HEADING in card:
+        return f"{card.rstrip()}\n{line}"
+    return f"{card.rstrip()}\n\n{_HEADING}\n\n{line}"
 
 
 @dataclass(frozen=True)

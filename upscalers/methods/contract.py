@@ -66,14 +66,10 @@ class Method(ABC):
 
     @classmethod
     def check_declaration(cls, name: str) -> None:
-        """Refuse a class whose attributes do not declare what it does.
-
-        Args:
-            name: Name that the class is to be registered under.
+        """Refuse a class whose attributes do not declare what a method of this name does.
 
         Raises:
-            ValueError: If an attribute is missing or wrong. The message names the attribute, what was expected, and
-                the remedy.
+            ValueError: If an attribute is missing or wrong.
         """
         if not isinstance(getattr(cls, "identity", None), bool):
             raise ValueError(
@@ -95,7 +91,7 @@ class Method(ABC):
         """Refuse a base that the method cannot upscale.
 
         Raises:
-            RequestError: If the base is refused. The message gives the reason and the remedy.
+            RequestError: If the base is refused.
         """
 
     def remarks(self, base: BaseModel) -> list[str]:
@@ -106,7 +102,7 @@ class Method(ABC):
         """Refuse to start if a package or device is missing. A dry run skips this check.
 
         Raises:
-            RequestError: If one is missing. The message says how to get it.
+            RequestError: If one is missing.
         """
 
     def plan(self, base: BaseModel, num_new_layers: int | None, placement: str | None) -> Plan:
@@ -122,26 +118,19 @@ class Method(ABC):
         period = base.family.period_of(base.config)
         indices = place(policy, base.family.num_leading_layers(base.config), num_new_layers, period)
         phases = period if period is not None and in_whole_periods(policy) else 1
-        plan = insertion_plan(base.num_layers, indices, phases)
-        layers = list(plan.layers)
-        for number, index in enumerate(plan.new_indices):
+        layers = list(insertion_plan(base.num_layers, indices, phases).layers)
+        for number, index in enumerate(indices):
             layer = layers[index]
             assert isinstance(layer, New)
             layers[index] = replace(layer, sources=self.sources(base, layer, index, number))
-        return Plan(tuple(layers), plan.num_base_layers)
+        return Plan(tuple(layers), base.num_layers)
 
     def _policy(self, placement: str | None) -> str:
         assert self.default_placement is not None, "a method without a placement plans for itself"
         return self.default_placement if placement is None else placement
 
     def default_remark(self, base: BaseModel, plan: Plan, placement: str | None) -> str | None:
-        """Return why the default number of new layers is not half of the base's; None if it is half.
-
-        Args:
-            base: The base checkpoint.
-            plan: A plan made without a requested number of new layers.
-            placement: Placement as requested; None for the method's default.
-        """
+        """Return why `plan`, made without a number of new layers, has not half as many as the base has layers; None if it has."""
         period = base.family.period_of(base.config)
         leading = base.family.num_leading_layers(base.config)
         return default_remark(self._policy(placement), leading, len(plan.new_indices), period)

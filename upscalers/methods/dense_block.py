@@ -78,12 +78,7 @@ class DenseMethod(Method):
         return plan
 
     def check_sources(self, base: BaseModel, sources: Sequence[int], what: str) -> None:
-        """Refuse base layers that a new layer cannot be made from.
-
-        Args:
-            base: The base checkpoint.
-            sources: Base layers that are combined, or the one that is copied.
-            what: Name of what is made, for messages.
+        """Refuse base layers that cannot be combined, or the one that cannot be copied; `what` names the new layer in messages.
 
         Raises:
             RequestError: If a layer lacks projections that the method needs or that the identity fills, or if layers that are
@@ -209,12 +204,7 @@ class MatrixMethod(FusionMethod):
 
 
 def layer_before(base: BaseModel, layer: New, index: int) -> int:
-    """Return the base layer that a copy is made from: the layer before the new layer, or else the layer after it.
-
-    Args:
-        base: The base checkpoint.
-        layer: The new layer.
-        index: Index of the new layer in the upscaled model.
+    """Return the base layer that new layer `index` is a copy of: the layer before the new layer, or else the layer after it.
 
     Raises:
         RequestError: If the base layer is a memory block.
@@ -224,14 +214,10 @@ def layer_before(base: BaseModel, layer: New, index: int) -> int:
     return whole_layer(base, source, index)
 
 
-def both_neighbours(base: BaseModel, layer: New, index: int, same_type: bool = False) -> tuple[int, int]:
-    """Return the base layers on both sides of a new layer, the next layer first.
+def both_neighbours(base: BaseModel, layer: New, index: int, same_type: bool) -> tuple[int, int]:
+    """Return the base layers on both sides of new layer `index`, the next layer first.
 
-    Args:
-        base: The base checkpoint.
-        layer: The new layer.
-        index: Index of the new layer in the upscaled model.
-        same_type: Whether to look further back for a layer with the attention type of the next layer. Default: False.
+    With `same_type`, look further back for a layer with the attention type of the next layer.
 
     Raises:
         RequestError: If a side has no base layer, or none of that type, or if one is a memory block.
@@ -257,36 +243,23 @@ def both_neighbours(base: BaseModel, layer: New, index: int, same_type: bool = F
     )
 
 
-def mixed_types(base: BaseModel, plan: Plan) -> list[int]:
-    """Return the indices of new layers whose sources have different attention types."""
-    types = base.family.layer_kinds(base.config)
-    if types is None:
-        return []
-    return [
-        index
-        for index, layer in enumerate(plan.layers)
-        if isinstance(layer, New) and len({types[source] for source in layer.sources}) > 1
-    ]
-
-
 def mixed_types_concern(base: BaseModel, plan: Plan, remedy: str) -> list[str]:
-    """Return a list with a warning about new layers whose sources have different attention types; empty if there are
-    none.
+    """Return a list with a warning about new layers whose sources have different attention types; empty if there are none.
 
-    Args:
-        base: The base checkpoint.
-        plan: The layer plan.
-        remedy: A sentence that says what helps; it ends the warning.
+    The sentence `remedy` says what helps, and ends the warning.
     """
-    mixed = mixed_types(base, plan)
+    config = base.config
+    kinds = base.family.layer_kinds(config) or [""] * base.num_layers
+    mixed = {
+        index: sorted({kinds[source] for source in layer.sources})
+        for index, layer in enumerate(plan.layers)
+        if isinstance(layer, New) and len({kinds[source] for source in layer.sources}) > 1
+    }
     if not mixed:
         return []
-    config, kinds = base.config, base.family.layer_kinds(base.config)
     what = "sliding and full attention, whose rotary embeddings and windows may differ"
-    if kinds is not None and kinds != base.family.resolved_layer_types(config):
-        layer = plan.layers[mixed[0]]
-        assert isinstance(layer, New)
-        what = f"layers that the config describes differently ({' and '.join(sorted({kinds[each] for each in layer.sources}))})"
+    if kinds != base.family.resolved_layer_types(config):
+        what = f"layers that the config describes differently ({' and '.join(next(iter(mixed.values())))})"
     return [
         f"new layer{'s' * (len(mixed) > 1)} {', '.join(map(str, mixed))} fuse{'s' * (len(mixed) == 1)} {what}. {remedy}"
     ]
@@ -312,7 +285,7 @@ def combination(base: BaseModel, name: str, tensor: LayerTensor, terms: Sequence
     Args:
         base: The base checkpoint.
         name: Name of the tensor within the layer.
-        tensor: Role of the tensor, and what its values are added to before they multiply.
+        tensor: Role of the tensor, and the offset of its values.
         terms: Base layers with their coefficients.
 
     Raises:

@@ -1,31 +1,31 @@
 """LESA: new layers predicted from their neighbours by networks that are trained on the base's own layers."""
 
+import math
 import time
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from midus_hf.config.options import option
+from midus_hf.config.usable_device import usable_device
 from upscalers.architecture.family import LayerTensor, Projection, projections_of
 from upscalers.checkpoint.base_model import BaseModel
 from upscalers.methods.contract import LESA, register_method
 from upscalers.methods.dense_block import FusionOptions, MatrixMethod, mean, strict_or_warnings
 from upscalers.plan.plan import New, Plan
-from upscalers.request.errors import RequestError
-from upscalers.solvers.devices import check_device, workers_on
+from upscalers.request.errors import RequestError, refusing_requests
 from upscalers.tensors.recipes import Copy, Recipe, tensor_seed
-from upscalers.tensors.solver import Measurement, Solved, Solver, Stacked, Workplace
+from upscalers.tensors.solver import Measurement, Solved, Solver, Workplace, stacked, workers_on
 
 if TYPE_CHECKING:
     import torch
-
-    from upscalers.solvers.layer_predictor import PredictorTraining
 
 # Norm, as a share of the neighbours' norm, below which a prediction counts as collapsed.
 _COLLAPSED = 0.5
 # Cosine to the neighbours' mean below which a prediction counts as unrelated; a neighbour itself has about 0.7.
 _UNRELATED = 0.1
+# Options that the training of a predictor takes.
+_TRAINING = ("hidden_size", "epochs", "batch_size", "learning_rate", "weight_decay", "norm_weight")
 _HIDDEN_NORMS = frozenset({"attention_norm", "mlp_norm", "attention_output_norm", "mlp_output_norm"})
 
 
@@ -106,7 +106,8 @@ class Lesa(MatrixMethod):
         return "lesa learns from all layers."
 
     def check_machine(self) -> None:
-        check_device(self.options.device)
+        with refusing_requests():
+            usable_device(self.options.device, "float64")
 
     def recipes(self, base: BaseModel, plan: Plan, seed: int) -> list[dict[str, Recipe]]:
         recipes = super().recipes(base, plan, seed)
@@ -122,20 +123,12 @@ class Lesa(MatrixMethod):
             for matrix in projections_of(tensors)
             if matrix.role not in filled and matrix.name.endswith(".weight")
         ]
-        of_role = Counter(matrix.role for matrix in matrices)
-        parts: dict[str, list[Solved]] = {}
-        for matrix in matrices:
-            label = matrix.role if of_role[matrix.role] == 1 else matrix.name.removesuffix(".weight")
-            solver = MatrixPrediction(base, matrix, label, gaps, seed, self.options)
-            for index in gaps:
-                solved = Solved(matrix.shape, solver, str(index))
-                if matrix.is_part:
-                    parts.setdefault(f"{index} {matrix.name}", []).append(solved)
-                    recipes[index][matrix.name] = Stacked(
-                        tensors[matrix.name].shape, tuple(parts[f"{index} {matrix.name}"])
-                    )
-                else:
-                    recipes[index][matrix.name] = solved
+        solvers = [MatrixPrediction(base, matrix, gaps, seed, self.options) for matrix in matrices]
+        for index in gaps:
+            made = [
+                (each, Solved(each.shape, solver, str(index))) for each, solver in zip(matrices, solvers, strict=True)
+            ]
+            recipes[index] |= stacked(tensors, made)
         return recipes
 
     def tensor_recipe(self, base: BaseModel, layer: New, name: str, tensor: LayerTensor) -> Recipe:
@@ -191,8 +184,6 @@ class MatrixPrediction(Solver):
     Args:
         base: The base checkpoint.
         matrix: The matrix: a tensor within each layer, or some of its rows.
-        label: Name of the matrix in progress and measurements: its role, or its name if a layer has several matrices
-            of the role.
         gaps: The base layers before and after each new layer, by the index of the new layer.
         seed: Seed of the run.
         options: Options of the method.
@@ -202,12 +193,11 @@ class MatrixPrediction(Solver):
         self,
         base: BaseModel,
         matrix: Projection,
-        label: str,
         gaps: dict[int, tuple[int, int]],
         seed: int,
         options: LesaOptions,
     ):
-        super().__init__(label)
+        super().__init__(matrix.role)
         self._sources = [base.layer_names(layer)[matrix.name] for layer in range(base.num_layers)]
         self._gaps, self._options = gaps, options
         self._seed = tensor_seed(seed, f"lesa:{matrix.key}")
@@ -221,20 +211,18 @@ class MatrixPrediction(Solver):
     def solve(self, workplace: Workplace) -> "Iterator[tuple[str, torch.Tensor]]":
         import torch
 
-        from upscalers.solvers.layer_predictor import num_steps, predict, train_predictor
-        from upscalers.solvers.shared_basis import RowFile, shared_basis
+        from upscalers.solvers.layer_predictor import RowFile, predict, shared_basis, train_predictor
 
         started = time.perf_counter()
-        num_layers, training = len(self._sources), self._training()
-        workplace.progress.begin(
-            self.label, 2 * num_layers + 1 + num_steps(self._out, num_layers, training) + len(self._gaps)
-        )
+        num_layers, options = len(self._sources), self._options
+        steps = options.epochs * math.ceil(self._out * (num_layers - 2) / options.batch_size)
+        workplace.progress.begin(self.label, 2 * num_layers + 1 + steps + len(self._gaps))
 
         def done() -> None:
             workplace.step(self.label)
 
         def matrix_of(layer: int) -> torch.Tensor:
-            return workplace.read(self._sources[layer])[self._rows].to(self._options.device, torch.float64)
+            return workplace.read(self._sources[layer])[self._rows].to(options.device, torch.float64)
 
         basis = shared_basis(num_layers, matrix_of, done)
         num_rows = len(basis.values)
@@ -246,38 +234,17 @@ class MatrixPrediction(Solver):
             for layer in range(num_layers):
                 rows.write_layer(layer, basis.coordinates(matrix_of(layer)))
                 done()
-            predictor = train_predictor(
-                rows,
-                num_rows,
-                num_layers,
-                self._in,
-                training,
-                torch.Generator().manual_seed(self._seed),
-                self._options.device,
-                done,
-            )
+            training = {name: getattr(options, name) for name in _TRAINING}
+            generator = torch.Generator().manual_seed(self._seed)
+            predictor = train_predictor(rows, generator, options.device, done, **training)
             for index, (previous, following) in self._gaps.items():
-                coordinates = predict(predictor, rows, num_rows, self._in, previous, following, self._options.device)
-                matrix = basis.matrix(coordinates)
+                matrix = basis.matrix(predict(predictor, rows, previous, following, options.device))
                 self._measure(index, matrix, matrix_of(previous), matrix_of(following), basis.num_left_out)
                 yield str(index), matrix.cpu()
                 done()
         for row in self.measurements:
             row["seconds"] = (time.perf_counter() - started) / len(self.measurements)
         workplace.progress.end(self.label)
-
-    def _training(self) -> "PredictorTraining":
-        from upscalers.solvers.layer_predictor import PredictorTraining
-
-        options = self._options
-        return PredictorTraining(
-            options.hidden_size,
-            options.epochs,
-            options.batch_size,
-            options.learning_rate,
-            options.weight_decay,
-            options.norm_weight,
-        )
 
     def _measure(
         self, index: int, matrix: "torch.Tensor", previous: "torch.Tensor", following: "torch.Tensor", left_out: int

@@ -10,7 +10,7 @@ from midus_hf.config.memory_entries import ATTACHED, INSERTED, TABLES, MemoryEnt
 from midus_hf.config.memory_types import InsertedOptions, MemoryOptions, Site
 from midus_hf.config.options import option
 from upscalers.architecture.families import FAMILIES, MEMORY_PREFIX
-from upscalers.architecture.family import Config, LayerTensor
+from upscalers.architecture.family import Config
 from upscalers.architecture.layer_tensors import kept_roles
 from upscalers.checkpoint.base_model import BaseModel
 from upscalers.methods.contract import MIDUS, Method
@@ -41,8 +41,7 @@ class HostedMemoryMethod(Method):
             )
 
     def remarks(self, base: BaseModel) -> list[str]:
-        remark = base.family.remark()
-        return [] if remark is None else [remark]
+        return base.family.remarks()
 
     @abstractmethod
     def entry(self, base: BaseModel, plan: Plan) -> MemoryEntry:
@@ -154,13 +153,13 @@ class AttachedMemoryMethod(HostedMemoryMethod):
         return self._memory().layer_projections(base.family.sizes(base.config)) if inside else {}
 
     def _hosting_layers(self, base: BaseModel) -> list[int]:
-        """Return the layers that can have the memory: for a memory inside a part, those whose projections are as wide as it needs.
-
-        Raises:
-            RequestError: If there is none.
-        """
-        own, widths = _own_layers(base), self._projections(base)
-        hosting = [layer for layer in own if _has_projections(base.family.layer_tensors(base.config, layer), widths)]
+        """Return the layers that can have the memory: for a memory inside a part, those whose projections are as wide as needed."""
+        widths, hosting = self._projections(base), []
+        for layer in _own_layers(base):
+            tensors = base.family.layer_tensors(base.config, layer).values()
+            matrices = {(tensor.role, tensor.shape) for tensor in tensors}
+            if all((role, (outputs, inputs)) in matrices for role, (inputs, outputs) in widths.items()):
+                hosting.append(layer)
         if not hosting:
             needed = ", ".join(f"{role} from {inputs} to {outputs}" for role, (inputs, outputs) in widths.items())
             raise RequestError(
@@ -207,12 +206,6 @@ class AttachedMemoryMethod(HostedMemoryMethod):
             return self.memory_options(**values)
 
 
-def _has_projections(tensors: dict[str, LayerTensor], widths: dict[str, tuple[int, int]]) -> bool:
-    """Return whether the tensors of a layer have a matrix of the given input and output width for each role."""
-    matrices = {(tensor.role, tensor.shape) for tensor in tensors.values()}
-    return all((role, (outputs, inputs)) in matrices for role, (inputs, outputs) in widths.items())
-
-
 def _own_layers(base: BaseModel) -> list[int]:
     """Return the layers that have a feed-forward network: all but the layers that were inserted for a memory."""
     return [layer for layer in range(base.num_layers) if layer not in base.memories.inserted]
@@ -226,23 +219,15 @@ def _attached_sites(memory_options: type[MemoryOptions]) -> list[Site]:
 def _with_places(memory_options: type[MemoryOptions], default_layers: Any) -> type[MemoryOptions]:
     """Return a class with the options of a memory type and the position of the memory."""
     sites = _attached_sites(memory_options)
+    forms = "all | a number of evenly spaced ones | a share of all | early:N, middle:N or late:N | a list of indices"
     places: list[tuple[str, Any, Any]] = [
-        (
-            "layers",
-            Any,
-            option(
-                default_layers,
-                "which layers have it",
-                "all | a number of evenly spaced ones | a share of all | early:N, middle:N or late:N | a list of indices",
-            ),
-        ),
+        ("layers", Any, option(default_layers, "which layers have it", forms)),
         ("site", str, option(sites[0], f"where it sits in them: {', '.join(sites)}")),
     ]
-    if "skip" in memory_options.sites:
-        places.append(
-            ("span", int, option(_SPAN, "of site skip: how many layers behind the one that it reads it adds"))
-        )
-    taken = {name for name, *_ in places} & {named.name for named in memory_options.__dataclass_fields__.values()}
+    if "skip" in sites:
+        span = option(_SPAN, "of site skip: how many layers behind the one that it reads it adds")
+        places.append(("span", int, span))
+    taken = {name for name, *_ in places} & {named.name for named in fields(memory_options)}
     if taken:
         raise ValueError(
             f"memory type {memory_options.type!r} has the option {min(taken)!r}, which says where a memory goes; choose another name."
@@ -268,9 +253,8 @@ class InsertedMemoryMethod(HostedMemoryMethod):
         base.family.prove("inserted", self.options.type)
 
     def sources(self, base: BaseModel, layer: New, index: int, number: int) -> tuple[int, ...]:
-        """Return the base layer of the same phase whose attention the new block copies.
+        """Return the nearest base layer of the same phase, behind or else before, that has all tensors which a block keeps.
 
-        This is the nearest layer behind the new block, or else before it, that has all tensors which the block keeps.
         Memory blocks of an earlier upscaling may lack some of these tensors.
         """
         roles = (
@@ -278,10 +262,8 @@ class InsertedMemoryMethod(HostedMemoryMethod):
             for index in range(base.num_layers)
         )
         wanted = next((of_layer & kept_roles(self.options) for of_layer in roles if "query" in of_layer), {"query"})
-        period = layer.period
-        if layer.next is not None:
-            following = layer.next
-        else:
+        period, following = layer.period, layer.next
+        if following is None:
             assert layer.previous is not None
             following = layer.previous + period
         for source in (*range(following, base.num_layers, period), *range(following - period, -1, -period)):

@@ -1,18 +1,19 @@
-"""OpT-DeUS: fusion of the layers on both sides, the previous layer's neurons matched to the next one's by optimal
-transport.
-"""
+"""OpT-DeUS: fusion of the layers on both sides, neurons matched by optimal transport; and its baseline, their mean."""
 
+import importlib.util
 import time
 from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from midus_hf.config.options import option
+from midus_hf.config.usable_device import usable_device
 from upscalers.architecture.family import MATRIX_ROLES, LayerTensor, Projection, projections_of
 from upscalers.checkpoint.base_model import BaseModel
 from upscalers.methods.contract import OPT_DEUS, register_method
 from upscalers.methods.dense_block import (
     IDENTITY_HELP,
+    FusionMethod,
     FusionOptions,
     IdentityInit,
     MatrixMethod,
@@ -20,10 +21,9 @@ from upscalers.methods.dense_block import (
     strict_or_warnings,
 )
 from upscalers.plan.plan import New
-from upscalers.request.errors import RequestError
-from upscalers.solvers.devices import check_device, check_package, workers_on
+from upscalers.request.errors import RequestError, refusing_requests
 from upscalers.tensors.recipes import Recipe
-from upscalers.tensors.solver import Measurement, Solved, Solver, Stacked, Workplace
+from upscalers.tensors.solver import Measurement, Solved, Solver, Workplace, stacked, workers_on
 
 if TYPE_CHECKING:
     import torch
@@ -76,6 +76,19 @@ class OptDeusOptions(FusionOptions):
                 raise RequestError(f"{name} is {count}; expected at least 1.")
 
 
+@register_method("avg-deus")
+class AvgDeus(FusionMethod):
+    """New layers with each tensor the mean of its neighbours' tensors (the averaging baseline of OpT-DeUS)."""
+
+    summary = "new layers are the mean of the layers on both sides"
+    paper = OPT_DEUS
+    options_class = FusionOptions
+    identity = False
+
+    def tensor_recipe(self, base: BaseModel, layer: New, name: str, tensor: LayerTensor) -> Recipe:
+        return mean(base, name, tensor, layer.sources)
+
+
 @register_method("opt-deus")
 class OptDeus(MatrixMethod):
     """New layers with each matrix `(T^T W_previous + W_next) / 2`, where T is the transport plan between the rows.
@@ -89,11 +102,14 @@ class OptDeus(MatrixMethod):
     identity = True
 
     def check_machine(self) -> None:
-        if self.options.solver == "sinkhorn":
-            check_package("ot", "POT", "solver sinkhorn", "ot")
+        needed = {"ot": ("solver sinkhorn", "POT")} if self.options.solver == "sinkhorn" else {}
         if self.options.solver == "hungarian" or self.options.head_aware:
-            check_package("scipy", "scipy", "an exact assignment", "ot")
-        check_device(self.options.device, self.options.precision)
+            needed["scipy"] = ("an exact assignment", "scipy")
+        for module, (what, package) in needed.items():
+            if importlib.util.find_spec(module) is None:
+                raise RequestError(f"{what} needs {package}, which is not installed. Run: pip install 'midus-hf[ot]'.")
+        with refusing_requests():
+            usable_device(self.options.device, self.options.precision)
 
     def check_sources(self, base: BaseModel, sources: Sequence[int], what: str) -> None:
         super().check_sources(base, sources, what)
@@ -120,15 +136,15 @@ class OptDeus(MatrixMethod):
 
     def review(self, measurements: Sequence[Measurement]) -> list[str]:
         concerns = []
+        late = [row for row in measurements if not row["residual"] <= self.options.tolerance]
         for role in MATRIX_ROLES:
-            rows = [row for row in measurements if row["tensor"] == role]
-            late = [row for row in rows if not row["residual"] <= self.options.tolerance]
-            if late:
-                worst, most = max(row["residual"] for row in late), max(row["iterations"] for row in late)
+            rows = [row for row in late if row["tensor"] == role]
+            if rows:
+                worst, most = max(row["residual"] for row in rows), max(row["iterations"] for row in rows)
                 concerns.append(
-                    f"Sinkhorn did not converge for {role} of new layers {_layers(late)}: residual "
-                    f"{worst:.2g} after {most} iterations, expected at "
-                    f"most {self.options.tolerance:g}. Raise max_iterations, tolerance or regularization."
+                    f"Sinkhorn did not converge for {role} of new layers {', '.join(str(row['layer']) for row in rows)}: residual "
+                    f"{worst:.2g} after {most} iterations, expected at most {self.options.tolerance:g}. Raise max_iterations, "
+                    "tolerance or regularization."
                 )
         ordered = sorted(measurements, key=lambda row: -row["norm_ratio"])
         weak = {row["tensor"]: row for row in ordered if row["norm_ratio"] < _WEAK}  # the weakest layer per role
@@ -139,10 +155,6 @@ class OptDeus(MatrixMethod):
                 "half the next layer's. solver=hungarian or norm_preserving=true keep it."
             )
         return strict_or_warnings(concerns, self.options.strict)
-
-
-def _layers(rows: list[Measurement]) -> str:
-    return ", ".join(str(row["layer"]) for row in rows)
 
 
 class BlockFusion(Solver):
@@ -182,16 +194,8 @@ class BlockFusion(Solver):
     def recipes(self) -> dict[str, Recipe]:
         """Return the recipes of the tensors that the solver makes, by their name within the layer."""
         made = [each for each in (*self._weights.values(), *self._biases.values()) if each.role not in self._filled]
-        parts: dict[str, list[Solved]] = {}
-        for each in made:
-            parts.setdefault(each.name, []).append(Solved(each.shape, self, each.key))
-        recipes: dict[str, Recipe] = {
-            name: Solved(self._tensors[name].shape, self, name) for name in self._norms.values()
-        }
-        for each in made:
-            solved = parts[each.name]
-            recipes[each.name] = Stacked(self._tensors[each.name].shape, tuple(solved)) if each.is_part else solved[0]
-        return recipes
+        norms = {name: Solved(self._tensors[name].shape, self, name) for name in self._norms.values()}
+        return norms | stacked(self._tensors, [(each, Solved(each.shape, self, each.key)) for each in made])
 
     def solve(self, workplace: Workplace) -> "Iterator[tuple[str, torch.Tensor]]":
         workplace.progress.begin(self.label, len(self._weights) - ("down" in self._filled) + 1)
@@ -235,8 +239,7 @@ class BlockFusion(Solver):
         return plans["query"].permutation if plans else None
 
     def _head_plans(self, workplace: Workplace) -> "dict[str, Transport]":
-        from upscalers.solvers.head_groups import match_heads
-        from upscalers.solvers.transport import Transport
+        from upscalers.solvers.transport import Transport, match_heads
 
         started = time.perf_counter()
         pairs = {role: self._pair(workplace, role) for role in ("query", "key", "value")}

@@ -1,17 +1,91 @@
-"""Method `slices`: slices of the base's layers in any order, each with a scale."""
+"""Methods `slices` and `attenuated-copy`, which take layers of the base as they are, or with a scale on chosen roles."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from midus_hf.config.options import option
+from midus_hf.config.options import finite_number, option
+from midus_hf.config.wording import near_matches
+from upscalers.architecture.family import MATRIX_ROLES, NORM_ROLES
 from upscalers.checkpoint.base_model import BaseModel
 from upscalers.methods.contract import register_method
-from upscalers.methods.dense_block import DenseMethod, whole_layer
-from upscalers.methods.scaling import SCALE_TYPE, check_roles, read_scale, scaled_layer, without_effect
+from upscalers.methods.dense_block import WRITING_ROLES, DenseMethod, combination, layer_before, whole_layer
 from upscalers.plan.plan import Base, New, Plan
 from upscalers.request.errors import RequestError
 from upscalers.request.options import parse_options
 from upscalers.tensors.recipes import Recipe
+
+# Key of a scale that stands for every role that the scale does not name.
+OTHERS = "others"
+SCALE_TYPE = "a mapping of roles, or others, to numbers"
+
+
+def read_scale(scale: Any, what: str) -> dict[str, float]:
+    """Return the factors by role of a scale that a person passed; `what` names the scale in messages.
+
+    Raises:
+        RequestError: If the scale is no mapping of names to finite numbers.
+    """
+    if not isinstance(scale, dict) or not all(isinstance(role, str) for role in scale):
+        raise RequestError(f"{what} is {scale!r}; expected a mapping of roles to numbers, such as {{down: 0.5}}.")
+    factors = {}
+    for role, factor in scale.items():
+        number = finite_number(factor)
+        if number is None:
+            raise RequestError(f"{what}.{role} is {factor!r}; expected a finite number.")
+        factors[role] = number
+    return factors
+
+
+def _roles(base: BaseModel) -> set[str]:
+    """Return the roles that tensors of the base's layers have."""
+    layers = (base.family.layer_tensors(base.config, layer) for layer in range(base.num_layers))
+    return {tensor.role for tensors in layers for tensor in tensors.values()}
+
+
+def check_roles(base: BaseModel, scale: Mapping[str, float], what: str) -> None:
+    """Refuse roles that no tensor of the base's layers has.
+
+    Raises:
+        RequestError: If a role is unknown. The message lists the roles, or similar ones.
+    """
+    roles = _roles(base)
+    expected = [*sorted(roles), OTHERS]
+    for role in scale:
+        if role not in expected:
+            # A role of other families is not misspelt, so list this family's roles instead of similar names.
+            of_others = role in NORM_ROLES | {*MATRIX_ROLES}
+            hint = f"Expected one of: {', '.join(expected)}." if of_others else near_matches(role, expected)
+            raise RequestError(
+                f"{what} names the role {role!r}, which no tensor of a {base.family.model_type} layer has. {hint}"
+            )
+
+
+# What stands behind a projection in some families.
+_NORM_BEHIND = {
+    "output_projection": "attention_output_norm",
+    "down": "mlp_output_norm",
+    "query": "query_norm",
+    "key": "key_norm",
+}
+
+
+def without_effect(base: BaseModel, scale: Mapping[str, float]) -> list[str]:
+    """Return warnings about factors that change nothing because a norm follows the scaled tensors."""
+    roles = _roles(base)
+    return [
+        f"scale.{role} changes nothing in {base.family.model_type}: a norm follows. Scale {norm} instead."
+        for role, norm in _NORM_BEHIND.items()
+        if norm in roles and scale.get(role, 1.0) > 0 and scale.get(role, 1.0) != 1
+    ]
+
+
+def scaled_layer(base: BaseModel, layer: int, scale: Mapping[str, float]) -> dict[str, Recipe]:
+    """Return recipes for a base layer with each tensor times the factor of its role; norms are scaled by their gains."""
+    return {
+        name: combination(base, name, tensor, [(layer, scale.get(tensor.role, scale.get(OTHERS, 1.0)))])
+        for name, tensor in base.family.layer_tensors(base.config, layer).items()
+    }
 
 
 @dataclass
@@ -136,3 +210,57 @@ class Slices(DenseMethod):
             for piece in self.options.parsed()
             for layer in range(*piece.layers)
         ]
+
+
+@dataclass
+class AttenuatedCopyOptions:
+    """Options of `attenuated-copy`: factors that attenuate a copy."""
+
+    scale: Any = option(
+        None,
+        "factors by role, such as {output_projection: 0.5, down: 0.5, query: 0.84}; default: sqrt(1/2) on what writes to "
+        "the residual stream, which is the output projection and the down projection or the norms behind them",
+        type=SCALE_TYPE,
+    )
+
+    def __post_init__(self) -> None:
+        if self.scale is not None:
+            self.scale = read_scale(self.scale, "scale")
+
+
+@register_method("attenuated-copy")
+class AttenuatedCopy(DenseMethod):
+    """Copies of evenly spaced layers with chosen tensors scaled, as people make them by hand with passthrough merges."""
+
+    summary = "copies of evenly spaced layers, with a scale on chosen roles"
+    paper = None
+    options_class = AttenuatedCopyOptions
+    identity = False
+    default_placement = "llama-pro"
+
+    def check(self, base: BaseModel) -> None:
+        super().check(base)
+        if self.options.scale is not None:
+            check_roles(base, self.options.scale, "scale")
+
+    def scale(self, base: BaseModel) -> dict[str, float]:
+        """Return the factors by role."""
+        if self.options.scale is not None:
+            return self.options.scale
+        if base.family.norms_behind(base.config):
+            roles = ("attention_output_norm", "mlp_output_norm", "per_layer_output_norm")
+        else:
+            roles = ("output_projection", "down", "per_layer_projection")
+        return dict.fromkeys(roles, 0.5**0.5)
+
+    def needed_roles(self, base: BaseModel) -> frozenset[str]:
+        return frozenset(self.scale(base)) & WRITING_ROLES if self.options.scale is None else frozenset()
+
+    def sources(self, base: BaseModel, layer: New, index: int, number: int) -> tuple[int, ...]:
+        return (layer_before(base, layer, index),)
+
+    def concerns(self, base: BaseModel, plan: Plan) -> list[str]:
+        return without_effect(base, self.scale(base))
+
+    def new_layer_recipes(self, base: BaseModel, layer: New, index: int, seed: int) -> dict[str, Recipe]:
+        return scaled_layer(base, layer.sources[0], self.scale(base))

@@ -32,12 +32,8 @@ def implying_its_types(family: Family, config: Config) -> Config:
 def pattern_concern(base: BaseModel, config: Config, remedy: str) -> str | None:
     """Return a warning if a runtime that derives attention types from the index would misread the result, else None.
 
-    A model with memory has a model type that no runtime of this kind reads, so it needs no warning.
-
-    Args:
-        base: The base checkpoint.
-        config: Raw config of the result.
-        remedy: A sentence that says what helps; it ends the warning.
+    A model with memory has a model type that no runtime of this kind reads, so the result needs no warning. The sentence
+    `remedy` says what helps, and ends the warning.
     """
     family = base.family
     if config["model_type"] != family.model_type or family.layer_types is None or not keeps_pattern(base):
@@ -57,10 +53,6 @@ def scale_concern(base: BaseModel, config: Config) -> str | None:
     """Return a warning if llama.cpp would scale attention of the result otherwise than the model does, else None.
 
     A base that llama.cpp misreads already gets no warning.
-
-    Args:
-        base: The base checkpoint.
-        config: Raw config of the result.
     """
     if config["model_type"] not in _LAYERS_OF_27B:
         return None
@@ -79,6 +71,6 @@ def scale_concern(base: BaseModel, config: Config) -> str | None:
 
 def _scalar_of_llama_cpp(family: Family, config: Config) -> int:
     """Return the number by whose square root llama.cpp divides attention scores."""
-    if config["num_hidden_layers"] == _LAYERS_OF_27B[family.model_type]:
-        return config["hidden_size"] // family.num_heads(config)
-    return family.head_dim(config)
+    sizes = family.sizes(config)
+    of_27b = config["num_hidden_layers"] == _LAYERS_OF_27B[family.model_type]
+    return sizes.hidden_size // sizes.num_heads if of_27b else sizes.head_dim

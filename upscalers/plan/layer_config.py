@@ -33,11 +33,9 @@ def follow_plan(base: BaseModel, plan: Plan) -> Config:
         plan: The layer plan. A new layer gets the type of the base layer whose attention the new layer takes.
 
     Returns:
-        A new config with `num_hidden_layers` and every per-layer list brought up to date. Attention types and other values of
-        layers that the base leaves implied are written out, since after an insertion the family would imply wrong values
-        from the index. If
-        the base lists exactly the types that the family implies, the values that imply types are changed to imply the
-        new types, if any values do.
+        A new config with `num_hidden_layers` and every per-layer list brought up to date. Values of layers that the base leaves
+        implied are written out, since after an insertion the family would imply wrong values from the index. If the base
+        lists exactly the types that the family implies, the values that imply types are changed to imply the new types.
 
     Raises:
         RequestError: If the config holds, at any depth, an undeclared list as long as the model has layers or an
@@ -109,7 +107,11 @@ class _Followed:
         if not isinstance(value, list):
             return value
         if key in PER_LAYER_KEYS:
-            self._check_length(value, path)
+            if len(value) != self._num_layers:
+                raise RequestError(
+                    f"config.json lists {len(value)} {path}; expected {self._num_layers}, one per layer. Repair the base "
+                    "checkpoint."
+                )
             return [value[source] for source in self._sources]
         if key in LAYER_INDEX_KEYS:
             return self._translated(value, path)
@@ -120,18 +122,10 @@ class _Followed:
     def _leading(self, number: int) -> int:
         """Return how many layers of the plan come from the first `number` layers, where these lead the plan as well.
 
-        Where they do not, no number describes the plan. The number is then left as it is, and the layers that it makes are
-        refused where they differ from what the plan has.
+        Elsewhere no number describes the plan: the number stays, and layers that differ from the plan are refused later.
         """
         leading = [source < number for source in self._sources]
         return sum(leading) if leading == sorted(leading, reverse=True) else number
-
-    def _check_length(self, values: list[Any], path: str) -> None:
-        if len(values) != self._num_layers:
-            raise RequestError(
-                f"config.json lists {len(values)} {path}; expected {self._num_layers}, one per layer. Repair the base "
-                "checkpoint."
-            )
 
     def _translated(self, layers: list[Any], path: str) -> list[int]:
         stray = [layer for layer in layers if type(layer) is not int or not 0 <= layer < self._num_layers]
@@ -151,15 +145,9 @@ class _Followed:
 
 
 def followed_quantization(config: Config, plan: Plan, new_modules: Iterable[str]) -> dict[str, Any]:
-    """Return the `quantization_config` of the upscaled model.
+    """Return the `quantization_config` of a base for the upscaled model: modules that are not quantised, by their new layers.
 
-    Args:
-        config: Raw config of the base, which has a `quantization_config`.
-        plan: The layer plan.
-        new_modules: Paths of modules, as transformers names them, that the upscaling adds.
-
-    Returns:
-        A copy in which modules that are not quantised are listed by their new layers, with the new modules among them.
+    The new modules, paths as transformers names them, are among these.
     """
     quantization = copy.deepcopy(config["quantization_config"])
     kept = quantization.get(KEPT_KEY)

@@ -1,14 +1,11 @@
 """Placement policies: the indices of the new layers in the upscaled model (MIDUS, appendix D)."""
 
+import contextlib
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from midus_hf.config.wording import near_matches
 from upscalers.request.errors import RequestError
-
-# Function `(L, K, p) -> K ascending indices`; p is the period of the base's attention types, or None if they do not
-# repeat.
-Policy = Callable[[int, int, int | None], list[int]]
 
 
 @dataclass(frozen=True)
@@ -16,72 +13,35 @@ class Placement:
     """A policy, and the number of new layers that the policy has by default.
 
     Args:
-        policy: Function that returns the indices, or raises `RequestError` if it cannot place that many layers.
-        preferred: Function `(L, p) -> numbers of new layers`, the best first. The first number that the policy accepts
-            is the default.
-        default: Description of the default number, for messages.
+        policy: Function `(L, K, p) -> K ascending indices`, where p is the period of the base's attention types, or None
+            if they do not repeat. It raises `RequestError` if it cannot place that many layers.
+        default: Description of the default number, for messages; `{num_layers}` and `{period}` are filled in.
+        preferred: Function `(L, p) -> numbers of new layers`, the best first. The first number that the policy accepts is
+            the default. Default: from half of the layers down to 1.
         whole_periods: Whether new layers come in whole periods, each new layer made from layers of the same phase.
+            Default: False.
     """
 
-    policy: Policy
-    preferred: Callable[[int, int | None], Iterable[int]]
-    default: str
+    policy: Callable[[int, int, int | None], list[int]]
+    default: str = "the largest number up to half of the {num_layers} base layers that it takes"
+    preferred: Callable[[int, int | None], Iterable[int]] = lambda num_layers, period: range(num_layers // 2, 0, -1)
     whole_periods: bool = False
 
 
-PLACEMENTS: dict[str, Placement] = {}
-
-
-def _up_to_half(num_layers: int, _period: int | None) -> Iterable[int]:
-    return range(num_layers // 2, 0, -1)
-
-
-def register_placement(
-    name: str,
-    preferred: Callable[[int, int | None], Iterable[int]] = _up_to_half,
-    default: str = "the largest number up to half of the {num_layers} base layers that it takes",
-    whole_periods: bool = False,
-) -> Callable[[Policy], Policy]:
-    """Register a policy `(L, K, p) -> K ascending indices` under a name.
-
-    Args:
-        name: Name that `--placement` takes.
-        preferred: Numbers of new layers to try by default, as in `Placement`. Default: from half of the layers down to
-            1.
-        default: Description of the default number, as in `Placement`; `{num_layers}` and `{period}` are filled in.
-        whole_periods: Whether new layers come in whole periods. Default: False.
-
-    Raises:
-        ValueError: If the name is taken.
-    """
-    if name in PLACEMENTS:
-        raise ValueError(f"placement {name!r} is already registered; choose another name.")
-
-    def decorate(policy: Policy) -> Policy:
-        PLACEMENTS[name] = Placement(policy, preferred, default, whole_periods)
-        return policy
-
-    return decorate
-
-
 def place(placement: str, num_layers: int, num_new_layers: int | None, period: int | None = 1) -> list[int]:
-    """Return the indices of new layers that a policy's name, or an explicit list, stands for.
+    """Return the indices, in the upscaled model, of new layers that a policy's name or an explicit list stands for.
 
     Args:
         placement: Name of a policy, or indices joined by commas.
         num_layers: L, number of layers of the base.
-        num_new_layers: K, number of new layers. Default: the first of the policy's preferred numbers that the policy
-            accepts, L / 2 or near it; for an explicit list, the length of the list.
-        period: Number of layers after which the attention types of the base repeat; None where they do not. Default:
-            1.
-
-    Returns:
-        Indices of the new layers in the upscaled model.
+        num_new_layers: K, number of new layers; None stands for the default of the policy, L / 2 or near it, or for the
+            length of an explicit list.
+        period: Number of layers after which the attention types of the base repeat; None where they do not. Default: 1.
 
     Raises:
         RequestError: If the policy is unknown, or cannot place K layers among L.
     """
-    if _is_list(placement):
+    if placement.replace(",", "").replace("-", "").replace(" ", "").isdigit():
         try:
             indices = [int(part) for part in placement.split(",")]
         except ValueError:
@@ -110,15 +70,9 @@ def in_whole_periods(placement: str) -> bool:
 
 
 def default_remark(placement: str, num_layers: int, num_new_layers: int, period: int | None = 1) -> str | None:
-    """Return why a policy's default number of new layers is not half of the base layers.
+    """Return why a policy's default number of new layers is not half of the base layers; None if it is, or for a list.
 
-    Return None where the default is half, or where the placement is an explicit list.
-
-    Args:
-        placement: Name of a policy, or an explicit list, which has no default.
-        num_layers: L, number of layers of the base.
-        num_new_layers: K, number of new layers that the policy chose by default.
-        period: Number of layers after which the attention types repeat; None where they do not. Default: 1.
+    The arguments are those of `place`, with the number of new layers that the policy chose.
     """
     if placement not in PLACEMENTS or 2 * num_new_layers == num_layers:
         return None
@@ -129,21 +83,14 @@ def default_remark(placement: str, num_layers: int, num_new_layers: int, period:
     )
 
 
-def _is_list(placement: str) -> bool:
-    return placement.replace(",", "").replace("-", "").replace(" ", "").isdigit()
-
-
 def _by_default(placement: Placement, num_layers: int, period: int | None) -> list[int]:
     if num_layers < 2:
         raise RequestError("the base has 1 layer, and half of it is none; expected a number. Pass --num-new-layers.")
-    refusal = None
-    for number in placement.preferred(num_layers, period):
-        try:
+    preferred = list(placement.preferred(num_layers, period))
+    for number in preferred:
+        with contextlib.suppress(RequestError):
             return placement.policy(num_layers, number, period)
-        except RequestError as error:
-            refusal = refusal or error
-    assert refusal is not None, "a policy prefers at least one number"
-    raise refusal
+    return placement.policy(num_layers, preferred[0], period)  # which is refused with the reason
 
 
 def _stride(name: str, num_layers: int, num_new_layers: int) -> int:
@@ -156,25 +103,18 @@ def _stride(name: str, num_layers: int, num_new_layers: int) -> int:
     return num_layers // num_new_layers
 
 
-@register_placement(
-    "distributed", default="the largest divisor of the {num_layers} base layers that is at most half of them"
-)
 def distributed(num_layers: int, num_new_layers: int, _period: int | None = 1) -> list[int]:
     """Place one new layer before the last layer of each of K equal groups: the default of MIDUS (equation 10)."""
     stride = _stride("distributed", num_layers, num_new_layers)
     return [group * (stride + 1) + stride - 1 for group in range(num_new_layers)]
 
 
-@register_placement(
-    "llama-pro", default="the largest divisor of the {num_layers} base layers that is at most half of them"
-)
 def llama_pro(num_layers: int, num_new_layers: int, _period: int | None = 1) -> list[int]:
     """Place one new layer after each of K equal groups (LLaMA-Pro; MIDUS, equation 9)."""
     stride = _stride("llama-pro", num_layers, num_new_layers)
     return [(group + 1) * stride + group for group in range(num_new_layers)]
 
 
-@register_placement("top-heavy")
 def top_heavy(num_layers: int, num_new_layers: int, _period: int | None = 1) -> list[int]:
     """Place one new layer in each of the last K gaps between base layers (OpT-DeUS, LESA)."""
     if num_new_layers > num_layers - 1:
@@ -185,7 +125,6 @@ def top_heavy(num_layers: int, num_new_layers: int, _period: int | None = 1) -> 
     return [num_layers - num_new_layers + 2 * index for index in range(num_new_layers)]
 
 
-@register_placement("bottom-heavy")
 def bottom_heavy(num_layers: int, num_new_layers: int, _period: int | None = 1) -> list[int]:
     """Place one new layer before each of the first K base layers."""
     if num_new_layers > num_layers:
@@ -203,12 +142,6 @@ def _multiples_nearest_to_half(num_layers: int, period: int | None) -> Iterable[
     )
 
 
-@register_placement(
-    "whole-periods",
-    _multiples_nearest_to_half,
-    "the number nearest to half of the {num_layers} base layers that is made of whole periods of {period}",
-    whole_periods=True,
-)
 def whole_periods(num_layers: int, num_new_layers: int, period: int | None = 1) -> list[int]:
     """Place p new layers in a row before the last period of each of K / p groups of periods of about equal size.
 
@@ -241,3 +174,18 @@ def whole_periods(num_layers: int, num_new_layers: int, period: int | None = 1) 
 
 def _nearest(valid: range, number: int) -> list[int]:
     return sorted(sorted(valid, key=lambda count: abs(count - number))[:2])
+
+
+_LARGEST_DIVISOR = "the largest divisor of the {num_layers} base layers that is at most half of them"
+PLACEMENTS = {
+    "distributed": Placement(distributed, _LARGEST_DIVISOR),
+    "llama-pro": Placement(llama_pro, _LARGEST_DIVISOR),
+    "top-heavy": Placement(top_heavy),
+    "bottom-heavy": Placement(bottom_heavy),
+    "whole-periods": Placement(
+        whole_periods,
+        "the number nearest to half of the {num_layers} base layers that is made of whole periods of {period}",
+        _multiples_nearest_to_half,
+        whole_periods=True,
+    ),
+}

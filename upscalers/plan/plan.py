@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from midus_hf.config.memory_entries import ATTACHED, TABLES
+from midus_hf.config.memory_entries import ATTACHED, TABLES, Memories
 from upscalers.request.errors import RequestError
 
 _LAYER_TENSOR = re.compile(r"(?:model\.)?layers\.(?P<layer>\d+)\.(?P<rest>.+)")
@@ -116,12 +116,15 @@ class Plan:
         """The base layer that each layer of the upscaled model takes its attention from."""
         return [layer.index if isinstance(layer, Base) else layer.sources[0] for layer in self.layers]
 
-    def describe(self, index: int) -> str:
-        """Return where layer `index` of the upscaled model comes from, as text."""
+    def describe(self, index: int, memories: Memories) -> str:
+        """Return where layer `index` of the upscaled model comes from and which of its memories are new, as text."""
         layer = self.layers[index]
-        if isinstance(layer, Base):
-            return f"base {layer.index}{'' if self.kept_indices[layer.index] == index else ', repeated'}"
-        return f"new, {layer.place}, made from {' and '.join(map(str, sorted(layer.sources)))}"
+        if isinstance(layer, New):
+            origin = f"new, {layer.place}, made from {' and '.join(map(str, sorted(layer.sources)))}"
+        else:
+            origin = f"base {layer.index}{'' if self.kept_indices[layer.index] == index else ', repeated'}"
+        new = [entry for entry in memories.attached_to(index) if entry.name in self.new_memories]
+        return "".join((origin, *(f", with {entry.name} ({entry.site})" for entry in new)))
 
     def to_list(self) -> list[dict[str, Any]]:
         """Return the plan as plain data, one dict per layer.
@@ -129,40 +132,31 @@ class Plan:
         A base layer is `{"base": i}`. A new layer is `{"previous": i, "next": j, "sources": [...]}`, with
         `"coefficients"` if there are any and `"period"` if it is more than 1.
         """
-        return [
-            {"base": layer.index}
-            if isinstance(layer, Base)
-            else {
-                "previous": layer.previous,
-                "next": layer.next,
-                "sources": list(layer.sources),
-                **({"coefficients": list(layer.coefficients)} if layer.coefficients else {}),
-                **({"period": layer.period} if layer.period > 1 else {}),
-            }
-            for layer in self.layers
-        ]
+        plain = []
+        for layer in self.layers:
+            if isinstance(layer, Base):
+                plain.append({"base": layer.index})
+                continue
+            new: dict[str, Any] = {"previous": layer.previous, "next": layer.next, "sources": list(layer.sources)}
+            if layer.coefficients:
+                new["coefficients"] = list(layer.coefficients)
+            if layer.period > 1:
+                new["period"] = layer.period
+            plain.append(new)
+        return plain
 
     @classmethod
     def from_list(
         cls, layers: Iterable[Mapping[str, Any]], num_base_layers: int, new_memories: Iterable[str] = ()
     ) -> "Plan":
         """Read the list that `to_list` returned; the names of attached memories are passed separately."""
-        return cls(
-            tuple(
-                Base(layer["base"])
-                if "base" in layer
-                else New(
-                    layer["previous"],
-                    layer["next"],
-                    tuple(layer.get("sources", ())),
-                    tuple(layer.get("coefficients", ())),
-                    layer.get("period", 1),
-                )
-                for layer in layers
-            ),
-            num_base_layers,
-            tuple(new_memories),
-        )
+        read = [
+            Base(layer["base"])
+            if "base" in layer
+            else New(**{key: tuple(value) if isinstance(value, list) else value for key, value in layer.items()})
+            for layer in layers
+        ]
+        return cls(tuple(read), num_base_layers, tuple(new_memories))
 
 
 def insertion_plan(num_base_layers: int, new_indices: Sequence[int], period: int = 1) -> Plan:
@@ -193,18 +187,12 @@ def insertion_plan(num_base_layers: int, new_indices: Sequence[int], period: int
     layers: list[Base | New] = []
     taken = 0
     for index in range(total):
-        if index in inserted:
-            following = taken + (index - taken) % period
-            previous = following - period
-            layers.append(
-                New(
-                    previous if previous >= 0 else None,
-                    following if following < num_base_layers else None,
-                    period=period,
-                )
-            )
-        else:
+        if index not in inserted:
             layers.append(Base(taken))
             taken += 1
-    assert taken == num_base_layers
+            continue
+        following = taken + (index - taken) % period
+        previous = following - period
+        behind = following if following < num_base_layers else None
+        layers.append(New(previous if previous >= 0 else None, behind, period=period))
     return Plan(tuple(layers), num_base_layers)

@@ -12,13 +12,11 @@ from upscalers.architecture.family import Config
 from upscalers.checkpoint.hub import check_repo_id
 from upscalers.checkpoint.source import Source
 from upscalers.methods.contract import Method
-from upscalers.plan.describe import describe_layer
 from upscalers.plan.plan import Plan
 from upscalers.record.report import ParameterCounts
 from upscalers.request.errors import RequestError, one_line
 from upscalers.request.progress import Progress
-from upscalers.tensors.measurements import summary_table
-from upscalers.tensors.solver import Measurement
+from upscalers.tensors.solver import Measurement, summary_table
 
 _ADAPTERS = [
     "An adapter, such as a LoRA, finds layers by their number. One that was made for the base does not fit this model, whose layers",
@@ -70,7 +68,7 @@ def model_card(
         if method.promises_identity
         else "It is not promised to compute what the base computes: it is meant to be trained first."
     )
-    described = [describe_layer(plan, memories, index) for index in range(plan.num_layers)]
+    described = [plan.describe(index, memories) for index in range(plan.num_layers)]
     rows = [
         f"| **{index}** | **{description}** |" if index in plan.new_indices else f"| {index} | {description} |"
         for index, description in enumerate(described)

@@ -9,10 +9,9 @@ from upscalers.checkpoint.content_digest import TensorDigests, content_sha256, w
 from upscalers.checkpoint.source import resolve_source
 from upscalers.plan.plan import Plan
 from upscalers.record.provenance import DIGEST_KEY, read_config_entry, read_plan, read_record
-from upscalers.tensors.file_order import in_file_order
 from upscalers.tensors.layer_blocks import with_blocks_of_base
 from upscalers.tensors.recipes import Copy
-from upscalers.tensors.writer import OutputTensor
+from upscalers.tensors.writer import OutputTensor, in_file_order
 
 
 def compare_with_base(digests: dict[str, str], entry: Config, record: dict[str, Any]) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Steps that edits of a checkpoint share: sorting tensors into the old files, and writing files beside the weights."""
+"""Writing of an edited checkpoint: some tensors change, and everything else stays as it is."""
 
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -8,12 +8,15 @@ from midus_hf.files.checkpoint_files import CARD_FILE
 from midus_hf.files.ownership import code_files
 from upscalers.architecture.families import MEMORY_PREFIX
 from upscalers.architecture.family import Config
-from upscalers.checkpoint.banks import tie_banks
+from upscalers.checkpoint.banks import bytes_of_banks, carry_banks, tie_banks
 from upscalers.checkpoint.base_model import BaseModel, open_base, write_config
+from upscalers.checkpoint.safetensors_format import StoredTensor
 from upscalers.checkpoint.source import copy_travelling_files
 from upscalers.record.provenance import read_record, write_record
+from upscalers.request.progress import Progress, begin_writing, shown
+from upscalers.runs.output_folder import OutputFolder
 from upscalers.tensors.recipes import Copy
-from upscalers.tensors.writer import OutputTensor
+from upscalers.tensors.writer import CheckpointWriter, OutputTensor
 
 
 def edited_shards(model: BaseModel, edited: Mapping[str, Sequence[OutputTensor]]) -> dict[str, list[OutputTensor]]:
@@ -39,22 +42,52 @@ def _name_in_safetensors(file: str) -> str:
     )
 
 
-def write_siblings(
+def write_edited(
+    model: BaseModel,
+    folder: OutputFolder,
+    tensors: Mapping[str, Sequence[OutputTensor]],
+    config: dict[str, Any],
+    edit_record: Callable[[dict[str, Any]], dict[str, Any]],
+    edit_card: Callable[[str], str],
+    progress: Progress,
+    sources: Mapping[str, StoredTensor] | None = None,
+) -> int:
+    """Write a checkpoint that differs from another in some tensors and records; return the bytes written.
+
+    Args:
+        model: The checkpoint that is edited.
+        folder: The output folder, which is committed.
+        tensors: Tensors to write instead of a tensor, by the name of each tensor that does not stay as it is.
+        config: Config of the result; for a larger model, that of the language model within it.
+        edit_record: Function that turns the content of the old `upscale.json` into the new content.
+        edit_card: Function that turns the text of the old model card into the new text.
+        progress: Display that shows every step.
+        sources: Tensors that recipes read from other files, by name. Default: none.
+    """
+    shards = edited_shards(model, tensors)
+    num_bytes = sum(tensor.num_bytes for of_file in shards.values() for tensor in of_file)
+    folder.check_space(num_bytes + bytes_of_banks(model.folder, model.memories.banks))
+    with folder as partial, shown(progress):
+        begin_writing(progress, num_bytes, len(shards))
+        writer = CheckpointWriter(
+            {**model.tensors, **(sources or {})}, scan=False, progress=progress, stored_name=model.stored_name
+        )
+        written = writer.write(partial, shards)
+        carry_banks(model.folder, partial, model.memories.banks)
+        _write_siblings(model, partial, config, edit_record, edit_card)
+        open_base(partial)
+        folder.commit()
+    return written.bytes_written
+
+
+def _write_siblings(
     model: BaseModel,
     partial: Path,
     config: dict[str, Any],
     edit_record: Callable[[dict[str, Any]], dict[str, Any]],
     edit_card: Callable[[str], str],
 ) -> None:
-    """Write the files beside the weights: edit the record and the card, write config and code, and copy the other files.
-
-    Args:
-        model: The checkpoint that is edited.
-        partial: Folder of the result.
-        config: Config of the result; for a larger model, that of the language model within it.
-        edit_record: Function that turns the content of the old `upscale.json` into the new content.
-        edit_card: Function that turns the text of the old model card into the new text.
-    """
+    """Write the files beside the weights: edit the record and the card, write config and code, and copy the other files."""
     folder, whole = model.folder, model.whole_config(config)
     copy_travelling_files(folder, partial)
     write_config(partial, whole)

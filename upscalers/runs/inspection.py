@@ -8,7 +8,6 @@ from typing import Any
 from midus_hf.files.ownership import STRIPPED_KEY, has_config_entry
 from upscalers.checkpoint.base_model import BaseModel, open_base, read_config
 from upscalers.checkpoint.source import resolve_source
-from upscalers.plan.describe import describe_layer
 from upscalers.record.provenance import EDITS_KEY, SHUFFLES_KEY, read_config_entry, read_plan, read_record
 
 _CODE = "modeling_midus.py"
@@ -46,7 +45,7 @@ def inspect_checkpoint(model: str | Path) -> dict[str, Any]:
             {
                 "index": index,
                 "new": index in plan.new_indices,
-                "from": describe_layer(plan, opened.memories, index),
+                "from": plan.describe(index, opened.memories),
                 "parameters": sum(
                     math.prod(opened.tensors[name].shape)
                     for name in opened.layer_names(index).values()

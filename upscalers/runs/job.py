@@ -21,12 +21,11 @@ from upscalers.record.provenance import config_entry
 from upscalers.record.report import ParameterCounts
 from upscalers.request.errors import MethodError, RequestError, one_line
 from upscalers.request.progress import Progress
-from upscalers.tensors.file_order import in_file_order
 from upscalers.tensors.layer_blocks import LayerBlocks
 from upscalers.tensors.recipe_check import check_recipes
 from upscalers.tensors.recipes import Copy, Recipe
 from upscalers.tensors.solver import solved_parts
-from upscalers.tensors.writer import OutputTensor
+from upscalers.tensors.writer import OutputTensor, in_file_order
 
 
 @dataclass(frozen=True)

@@ -1,21 +1,169 @@
-"""A small network that predicts a layer's coordinates from the coordinates of the layers on both sides (LESA, section 3)."""
+"""Prediction of a layer from the layers on both sides (LESA, section 3): a basis that all layers share, and a small network.
+
+The network predicts the layer's coordinates in the basis from the coordinates of its neighbours.
+"""
 
 import itertools
 import math
-from collections.abc import Callable
+import os
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
+import numpy
 import torch
 from torch import nn
 
-from upscalers.solvers.shared_basis import RowFile
+from upscalers.checkpoint.safetensors_format import write_all
+
+# Smallest singular value that is kept, as a share of the largest: dividing by a smaller one would amplify noise.
+SINGULAR_GUARD = 1e-6
 
 
 @dataclass(frozen=True)
-class PredictorTraining:
-    """Settings for training a predictor.
+class SharedBasis:
+    """The economy singular value decomposition `[W_0 | W_1 | ...] = U diag(S) V^T` of L matrices [out, in].
+
+    Layer l is `W_l = U diag(S) V_l`, where `V_l` [r, in] is the layer's part of `V^T` (LESA, section 3).
 
     Args:
+        vectors: U [out, r], float64.
+        values: S [r], descending, float64.
+        num_left_out: Number of directions left out because their singular value is below `SINGULAR_GUARD`.
+    """
+
+    vectors: torch.Tensor
+    values: torch.Tensor
+    num_left_out: int
+
+    def coordinates(self, matrix: torch.Tensor) -> torch.Tensor:
+        """Return the coordinates `V_l = diag(1 / S) U^T W_l` [r, in], float64, of a matrix [out, in]."""
+        return (self.vectors.mT @ matrix) / self.values[:, None]
+
+    def matrix(self, coordinates: torch.Tensor) -> torch.Tensor:
+        """Return the matrix `U diag(S) V` [out, in] of coordinates V [r, in], in the dtype of the coordinates."""
+        return (self.vectors * self.values).to(coordinates.dtype) @ coordinates
+
+
+def shared_basis(num_layers: int, matrix_of: Callable[[int], torch.Tensor], done: Callable[[], None]) -> SharedBasis:
+    """Compute a shared basis from the Gram matrix `sum_l W_l W_l^T` [out, out], with one layer in memory at a time.
+
+    Signs of singular vectors are arbitrary and differ between libraries, so here the largest entry of each vector, by
+    absolute value, is made positive.
+
+    Args:
+        num_layers: L, number of layers.
+        matrix_of: Function that returns W_l [out, in], float64, for a layer index l.
+        done: Function called after each layer, and after the decomposition.
+    """
+    gram, width = None, 0
+    for layer in range(num_layers):
+        matrix = matrix_of(layer)
+        width += matrix.shape[1]
+        gram = matrix @ matrix.mT if gram is None else gram.addmm_(matrix, matrix.mT)
+        done()
+    assert gram is not None
+    eigenvalues, vectors = torch.linalg.eigh(gram)
+    del gram
+    values = eigenvalues.clamp_min(0).sqrt().flip(0)
+    vectors = vectors.flip(1)
+    kept = int((values > SINGULAR_GUARD * values[0]).sum())
+    num_left_out = min(len(values), width) - kept
+    values, vectors = values[:kept].clone(), vectors[:, :kept]
+    if kept:
+        largest = vectors.abs().argmax(dim=0, keepdim=True)
+        vectors = vectors * vectors.gather(0, largest).sign()
+    done()
+    return SharedBasis(vectors, values, num_left_out)
+
+
+class RowFile:
+    """File with the coordinates of all layers, from which any rows are read without holding the other rows in memory.
+
+    The file is [r, L, in], float32, so that one row of consecutive layers lies in one piece.
+
+    Args:
+        path: Path of the file. Leaving the context removes the file.
+        num_rows: r, rows per layer.
+        num_layers: L, number of layers.
+        width: in, the width of a row.
+    """
+
+    def __init__(self, path: Path, num_rows: int, num_layers: int, width: int):
+        self.num_rows, self.num_layers, self.width = num_rows, num_layers, width
+        self._path, self._file = path, path.open("w+b", buffering=0)
+
+    def __enter__(self) -> "RowFile":
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._file.close()
+        self._path.unlink(missing_ok=True)
+
+    def write_layer(self, layer: int, rows: torch.Tensor) -> None:
+        """Store the rows [r, in] of a layer."""
+        data = rows.to("cpu", torch.float32).contiguous().numpy()
+        for row in range(self.num_rows):
+            write_all(self._file.fileno(), data[row].data.cast("B"), self._offset(row, layer))
+
+    def read(self, places: Sequence[tuple[int, int]], num_layers: int) -> torch.Tensor:
+        """Read pieces [len(places), num_layers, in], float32.
+
+        Args:
+            places: Row and first layer of each piece.
+            num_layers: Number of consecutive layers in each piece.
+        """
+        pieces = numpy.empty((len(places), num_layers, self.width), dtype=numpy.float32)
+        for piece, (row, layer) in zip(pieces, places, strict=True):
+            if os.preadv(self._file.fileno(), [piece.data], self._offset(row, layer)) < piece.nbytes:
+                raise OSError("a temporary file ended early")
+        return torch.from_numpy(pieces)
+
+    def _offset(self, row: int, layer: int) -> int:
+        return 4 * self.width * (row * self.num_layers + layer)
+
+
+def new_predictor(width: int, hidden_size: int, generator: torch.Generator) -> nn.Sequential:
+    """Return a network that maps rows of `[V_previous | V_next]` [rows, 2 in] to rows of `V` [rows, in].
+
+    The network has two hidden layers with ReLU. Its weights are drawn as those of `nn.Linear`, but from the generator.
+
+    Args:
+        width: in, the width of a row of `V`.
+        hidden_size: Width of both hidden layers.
+        generator: Random generator of the initial weights.
+    """
+    sizes = [2 * width, hidden_size, hidden_size, width]
+    with torch.device("meta"):
+        linears = [nn.Linear(inputs, outputs) for inputs, outputs in itertools.pairwise(sizes)]
+    predictor = nn.Sequential(linears[0], nn.ReLU(), linears[1], nn.ReLU(), linears[2]).to_empty(device="cpu")
+    for linear in linears:
+        bound = 1 / math.sqrt(linear.in_features)
+        nn.init.kaiming_uniform_(linear.weight, a=math.sqrt(5), generator=generator)
+        nn.init.uniform_(linear.bias, -bound, bound, generator=generator)
+    return predictor
+
+
+def train_predictor(
+    rows: RowFile,
+    generator: torch.Generator,
+    device: str,
+    done: Callable[[], None],
+    *,
+    hidden_size: int,
+    epochs: int,
+    batch_size: int,
+    learning_rate: float,
+    weight_decay: float,
+    norm_weight: float,
+) -> nn.Sequential:
+    """Train a predictor on every row of every inner layer l, which the rows of layers l - 1 and l + 1 predict.
+
+    Args:
+        rows: File with the coordinates of all layers, three or more.
+        generator: Random generator for the initial weights and the order of rows.
+        device: Name of the device in torch.
+        done: Function called after each of the `epochs * ceil(r (L - 2) / batch_size)` steps.
         hidden_size: Width of both hidden layers.
         epochs: Number of passes over all rows.
         batch_size: Number of rows per step.
@@ -23,79 +171,16 @@ class PredictorTraining:
         weight_decay: Weight decay of AdamW.
         norm_weight: lambda, the weight of the norm loss; the weight of the mean squared error is 1 - lambda.
     """
-
-    hidden_size: int
-    epochs: int
-    batch_size: int
-    learning_rate: float
-    weight_decay: float
-    norm_weight: float
-
-
-class LayerPredictor(nn.Module):
-    """Network with two hidden layers and ReLU that maps rows of `[V_previous | V_next]` [rows, 2 in] to rows of `V` [rows, in].
-
-    Args:
-        width: in, the width of a row of `V`.
-        hidden_size: Width of both hidden layers.
-        generator: Random generator of the initial weights, which are distributed as in `nn.Linear`.
-    """
-
-    def __init__(self, width: int, hidden_size: int, generator: torch.Generator):
-        super().__init__()
-        sizes = [2 * width, hidden_size, hidden_size, width]
-        with torch.device("meta"):
-            linears = [nn.Linear(inputs, outputs) for inputs, outputs in itertools.pairwise(sizes)]
-        self.layers = nn.Sequential(linears[0], nn.ReLU(), linears[1], nn.ReLU(), linears[2]).to_empty(device="cpu")
-        for linear in linears:
-            bound = 1 / math.sqrt(linear.in_features)
-            nn.init.kaiming_uniform_(linear.weight, a=math.sqrt(5), generator=generator)
-            nn.init.uniform_(linear.bias, -bound, bound, generator=generator)
-
-    def forward(self, neighbours: torch.Tensor) -> torch.Tensor:
-        """Map rows of both neighbours [rows, 2 in] to rows of the layer between them [rows, in]."""
-        return self.layers(neighbours)
-
-
-def num_steps(num_rows: int, num_layers: int, training: PredictorTraining) -> int:
-    """Return the number of optimizer steps that `train_predictor` takes."""
-    return training.epochs * math.ceil(num_rows * (num_layers - 2) / training.batch_size)
-
-
-def train_predictor(
-    rows: RowFile,
-    num_rows: int,
-    num_layers: int,
-    width: int,
-    training: PredictorTraining,
-    generator: torch.Generator,
-    device: str,
-    done: Callable[[], None] = lambda: None,
-) -> LayerPredictor:
-    """Train a predictor on every row of every inner layer l, which the rows of layers l - 1 and l + 1 predict.
-
-    Args:
-        rows: File with the coordinates of all layers.
-        num_rows: r, rows per layer.
-        num_layers: L, number of layers, at least 3.
-        width: in, the width of a row.
-        training: Settings of the training.
-        generator: Random generator for the initial weights and the order of rows.
-        device: Name of the device in torch.
-        done: Function called after each step. Default: does nothing.
-    """
-    predictor = LayerPredictor(width, training.hidden_size, generator).to(device)
-    optimizer = torch.optim.AdamW(
-        predictor.parameters(), lr=training.learning_rate, weight_decay=training.weight_decay, fused=True
-    )
-    inner_layers = num_layers - 2
-    for _ in range(training.epochs):
-        order = torch.randperm(num_rows * inner_layers, generator=generator)
-        for batch in order.split(training.batch_size):
+    predictor = new_predictor(rows.width, hidden_size, generator).to(device)
+    optimizer = torch.optim.AdamW(predictor.parameters(), lr=learning_rate, weight_decay=weight_decay, fused=True)
+    inner_layers = rows.num_layers - 2
+    for _ in range(epochs):
+        order = torch.randperm(rows.num_rows * inner_layers, generator=generator)
+        for batch in order.split(batch_size):
             places = [(sample // inner_layers, sample % inner_layers) for sample in batch.tolist()]
             previous, target, following = rows.read(places, 3).to(device).unbind(dim=1)
             predicted = predictor(torch.cat([previous, following], dim=1))
-            loss = predictor_loss(predicted, target, training.norm_weight)
+            loss = predictor_loss(predicted, target, norm_weight)
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()
@@ -112,23 +197,11 @@ def predictor_loss(predicted: torch.Tensor, target: torch.Tensor, norm_weight: f
     return (1 - norm_weight) * nn.functional.mse_loss(predicted, target) + norm_weight * norm_error
 
 
-def predict(
-    predictor: LayerPredictor, rows: RowFile, num_rows: int, width: int, previous: int, following: int, device: str
-) -> torch.Tensor:
-    """Return the predicted coordinates [r, in], float32, of a layer between two others.
-
-    Args:
-        predictor: A trained predictor.
-        rows: File with the coordinates of all layers.
-        num_rows: r, rows per layer.
-        width: in, the width of a row.
-        previous: Index of the layer before.
-        following: Index of the layer after.
-        device: Name of the device in torch.
-    """
-    predicted = torch.empty(num_rows, width, device=device)
+def predict(predictor: nn.Module, rows: RowFile, previous: int, following: int, device: str) -> torch.Tensor:
+    """Return the predicted coordinates [r, in], float32, of a layer between the layers `previous` and `following`."""
+    predicted = torch.empty(rows.num_rows, rows.width, device=device)
     with torch.no_grad():
-        for chunk in torch.arange(num_rows).split(1024):
+        for chunk in torch.arange(rows.num_rows).split(1024):
             sides = [rows.read([(row, layer) for row in chunk.tolist()], 1)[:, 0] for layer in (previous, following)]
             predicted[chunk[0] : chunk[-1] + 1] = predictor(torch.cat(sides, dim=1).to(device))
     return predicted

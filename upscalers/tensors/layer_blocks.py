@@ -41,13 +41,7 @@ class LayerBlocks(Recipe):
 
 @dataclass(frozen=True)
 class _ChosenBlocks(ComputedTensor):
-    """Some blocks of a stored tensor.
-
-    Args:
-        dim: The dimension along which the blocks stand.
-        num_blocks: Number of blocks of the stored tensor.
-        blocks: Indices of the blocks that the tensor has.
-    """
+    """Some blocks of a stored tensor, as in `LayerBlocks`."""
 
     dim: int = 0
     num_blocks: int = 0
@@ -60,14 +54,8 @@ class _ChosenBlocks(ComputedTensor):
 def block_recipes(base: BaseModel, plan: Plan) -> dict[str, LayerBlocks]:
     """Return a recipe for each tensor outside the layers that has a block per layer, by full name.
 
-    A layer of the result gets the block of the base layer whose attention it takes.
-
-    Args:
-        base: The base checkpoint.
-        plan: The layer plan.
-
-    Returns:
-        The recipes; none if the plan leaves the layers as they are, so that tensors are copied.
+    A layer of the result gets the block of the base layer whose attention it takes. Where the plan leaves the layers as they
+    are, there are no recipes, and tensors are copied.
     """
     if plan.sources == list(range(base.num_layers)):
         return {}
@@ -84,12 +72,7 @@ def block_recipes(base: BaseModel, plan: Plan) -> dict[str, LayerBlocks]:
 
 
 def with_blocks_of_base(model: BaseModel, plan: Plan) -> BaseModel:
-    """Return an upscaled model in which tensors with a block per layer have the blocks of the base alone.
-
-    Args:
-        model: The upscaled checkpoint, which holds all layers of its base.
-        plan: The plan by which the checkpoint was made.
-    """
+    """Return a model, made by a plan that keeps all layers of its base, with the base's blocks alone in tensors per layer."""
     blocks = tuple(plan.kept_indices[layer] for layer in range(plan.num_base_layers))
     chosen = {
         name: _ChosenBlocks(

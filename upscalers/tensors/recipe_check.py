@@ -1,7 +1,6 @@
 """Check of the recipes that a method returns, before anything is written: one for every tensor of the result, no others."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 
 from upscalers.architecture.families import family_of
 from upscalers.architecture.family import Config, LayerTensor
@@ -13,6 +12,8 @@ from upscalers.tensors.layer_blocks import LayerBlocks
 from upscalers.tensors.recipes import Combine, Copy, Recipe
 
 Recipes = Mapping[str, Recipe]
+# Names of base tensors within their layer, and their roles, by full name.
+Origins = Mapping[str, tuple[str, str | None]]
 
 _LISTED = 3
 
@@ -59,29 +60,20 @@ def check_recipes(
     _check_part(f"method {method}, outside the layers", base, origins, expected, outer)
 
 
-@dataclass(frozen=True)
-class _Origin:
-    """Name of a base tensor within its layer, and its role; outside the layers, the role is the tensor's name."""
-
-    name: str
-    role: str | None
-
-
-def _origins(base: BaseModel, num_layers: int) -> dict[str, _Origin]:
-    origins = {name: _Origin(base.outer_name(name, num_layers), name) for name in base.outer_names()}
+def _origins(base: BaseModel, num_layers: int) -> dict[str, tuple[str, str | None]]:
+    """Return the name within the layer and the role of each base tensor; outside the layers, its name in the result and its own."""
+    origins: dict[str, tuple[str, str | None]] = {
+        name: (base.outer_name(name, num_layers), name) for name in base.outer_names()
+    }
     for layer in range(base.num_layers):
         tensors = base.layer_tensors(layer)
         for name, full_name in base.layer_names(layer).items():
-            origins[full_name] = _Origin(name, tensors[name].role if name in tensors else None)
+            origins[full_name] = (name, tensors[name].role if name in tensors else None)
     return origins
 
 
 def _check_part(
-    where: str,
-    base: BaseModel,
-    origins: Mapping[str, _Origin],
-    expected: Mapping[str, LayerTensor],
-    recipes: Recipes,
+    where: str, base: BaseModel, origins: Origins, expected: Mapping[str, LayerTensor], recipes: Recipes
 ) -> None:
     missing = [name for name in expected if name not in recipes]
     if missing:
@@ -97,38 +89,28 @@ def _check_part(
             isinstance(recipe, Copy)
             and (recipe.source in base.unexpected or recipe.source in base.surroundings)
             and recipe.shape == base.tensors[recipe.source].shape
-            and origins[recipe.source].name == name
+            and origins[recipe.source][0] == name
         ):
             raise MethodError(f"{where}: there is a recipe for {name}; expected none but for {', '.join(expected)}.")
 
 
 def _check_recipe(
-    what: str,
-    base: BaseModel,
-    origins: Mapping[str, _Origin],
-    name: str,
-    expected: LayerTensor,
-    recipe: Recipe,
+    what: str, base: BaseModel, origins: Origins, name: str, expected: LayerTensor, recipe: Recipe
 ) -> None:
     if tuple(recipe.shape) != expected.shape:
         raise MethodError(f"{what} is {list(recipe.shape)}; expected {list(expected.shape)}.")
-    for source in _sources(recipe):
+    # Other recipes may read tensors of any role.
+    for source in recipe.sources if isinstance(recipe, Copy | Combine | LayerBlocks) else ():
         if source not in base.tensors:
             raise MethodError(f"{what} is made from {source}; expected a tensor of the base.")
-        shape, origin = base.tensors[source].shape, origins[source]
+        shape, (own_name, role) = base.tensors[source].shape, origins[source]
         if shape != expected.shape and not isinstance(recipe, LayerBlocks):
             raise MethodError(
                 f"{what} is made from {source}, which is {list(shape)}; expected {list(expected.shape)}."
             )
-        if origin.role != expected.role:
+        if role != expected.role:
             raise MethodError(
-                f"{what} is made from {source}, whose role is {origin.role or 'unknown'}; expected {expected.role}."
+                f"{what} is made from {source}, whose role is {role or 'unknown'}; expected {expected.role}."
             )
-        if expected.role == "memory" and origin.name != name:  # one role for all tensors of memories
+        if expected.role == "memory" and own_name != name:  # one role for all tensors of memories
             raise MethodError(f"{what} is made from {source}; expected the same tensor of another memory.")
-
-
-def _sources(recipe: Recipe) -> tuple[str, ...]:
-    if isinstance(recipe, Copy | LayerBlocks):
-        return (recipe.source,)
-    return tuple(source for source, _ in recipe.terms) if isinstance(recipe, Combine) else ()

@@ -1,14 +1,14 @@
 """Solvers, which make several tensors together, and a function that runs solvers in parallel."""
 
-import tempfile
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from upscalers.architecture.family import LayerTensor, Projection
 from upscalers.machine.free_memory import available_bytes
 from upscalers.machine.processors import num_processors
 from upscalers.request.progress import Progress
@@ -29,8 +29,7 @@ class Workplace:
 
     Args:
         read: Function that reads a tensor of the base by its full name. Any thread may call it.
-        scratch: Folder for temporary files, removed when the work is done. Solvers that run in parallel have different
-            folders.
+        scratch: Folder for temporary files, removed when the work is done. A solver's files have its label in their names.
         progress: Display that shows every step.
         cancelled: Event that is set when another solver failed or a person interrupted the run. Default: a new event.
     """
@@ -126,6 +125,19 @@ def solved_parts(recipe: Recipe) -> tuple[Solved, ...]:
     return (recipe,) if isinstance(recipe, Solved) else ()
 
 
+def stacked(
+    tensors: Mapping[str, LayerTensor], parts: Iterable[tuple[Projection, Solved]]
+) -> dict[str, Solved | Stacked]:
+    """Return the recipes of a layer's tensors, by name, whose projections solvers make; projections of one tensor are stacked."""
+    by_name: dict[str, list[Solved]] = {}
+    for projection, part in parts:
+        by_name.setdefault(projection.name, []).append(part)
+    return {
+        name: of_tensor[0] if tensors[name].parts is None else Stacked(tensors[name].shape, tuple(of_tensor))
+        for name, of_tensor in by_name.items()
+    }
+
+
 def solve_all(
     solvers: Sequence[Solver],
     workplace: Workplace,
@@ -137,7 +149,7 @@ def solve_all(
 
     Args:
         solvers: The solvers to run; each has a different label.
-        workplace: Tools that the solvers work with. Each solver gets a separate folder inside its scratch folder.
+        workplace: Tools that the solvers work with.
         write: Function that takes each tensor, called by one thread at a time.
     """
     import torch
@@ -154,11 +166,9 @@ def solve_all(
             return
         torch.set_num_threads(solver.threads or share)
         try:
-            # Each solver has its own folder, so that files of two solvers may have the same name.
-            with tempfile.TemporaryDirectory(dir=workplace.scratch) as own:
-                for key, tensor in solver.solve(replace(workplace, scratch=Path(own))):
-                    with lock:
-                        write(solver, key, tensor)
+            for key, tensor in solver.solve(workplace):
+                with lock:
+                    write(solver, key, tensor)
         except Cancelled:
             pass
         except BaseException:
@@ -181,6 +191,11 @@ def solve_all(
         torch.set_num_threads(threads_before)
 
 
+def workers_on(device: str, workers: int | None) -> int | None:
+    """Return `workers`, or by default 1 on an accelerator, whose memory solvers would share; None stands for no limit."""
+    return 1 if workers is None and not device.startswith("cpu") else workers
+
+
 def num_workers(solvers: Sequence[Solver]) -> int:
     """Return how many solvers run in parallel.
 
@@ -192,3 +207,33 @@ def num_workers(solvers: Sequence[Solver]) -> int:
         return max(1, min(*limits, len(solvers)))
     largest = max(solver.work_bytes for solver in solvers)
     return max(1, min(num_processors(), len(solvers), available_bytes() // 2 // max(1, largest)))
+
+
+def summary_table(measurements: Sequence[Measurement], with_seconds: bool = True) -> list[list[str]]:
+    """Return a table with a header and one row per kind of tensor.
+
+    A cell has the mean of a number and, in brackets, its lowest and highest value.
+
+    Args:
+        measurements: One measurement per tensor that a solver made; at least one.
+        with_seconds: Whether to show seconds, summed. Seconds differ from run to run. Default: True.
+    """
+    left_out = ("layer", "tensor") if with_seconds else ("layer", "tensor", "seconds")
+    columns = [key for key in measurements[0] if key not in left_out]
+    rows = [["tensor", "layers", *(column.replace("_", " ") for column in columns)]]
+    for tensor in dict.fromkeys(row["tensor"] for row in measurements):
+        group = [row for row in measurements if row["tensor"] == tensor]
+        rows.append(
+            [tensor, str(len(group)), *(_cell(column, [row.get(column) for row in group]) for column in columns)]
+        )
+    return rows
+
+
+def _cell(column: str, values: Sequence[float | None]) -> str:
+    known = [value for value in values if value is not None]
+    if not known:
+        return ""
+    if column == "seconds":
+        return f"{sum(known):.1f}"
+    mean, lowest, highest = sum(known) / len(known), min(known), max(known)
+    return f"{mean:.3g}" if lowest == highest else f"{mean:.3g} ({lowest:.3g} to {highest:.3g})"

@@ -5,12 +5,13 @@ import json
 import os
 import shutil
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from midus_hf.files.checkpoint_files import INDEX_FILE, SINGLE_FILE
+from upscalers.architecture.layer_tensors import is_embedding
 from upscalers.checkpoint.computed_tensor import ComputedTensor
 from upscalers.checkpoint.hub_shards import HubShard, hub_shards
 from upscalers.checkpoint.safetensors_format import (
@@ -23,8 +24,7 @@ from upscalers.checkpoint.safetensors_format import (
 )
 from upscalers.request.errors import RequestError
 from upscalers.request.progress import Progress
-from upscalers.tensors.recipes import Combine, Copy, Fill, Recipe
-from upscalers.tensors.rows import RowRange, Rows
+from upscalers.tensors.recipes import Combine, Copy, Fill, Recipe, RowRange, Rows
 from upscalers.tensors.solver import Measurement, Solved, Solver, Workplace, solve_all, solved_parts
 
 if TYPE_CHECKING:
@@ -67,6 +67,12 @@ class Written:
     bytes_read: int
     bytes_written: int
     measurements: list[Measurement]
+
+
+def in_file_order(outer: Sequence[OutputTensor], layers: Iterable[OutputTensor]) -> list[OutputTensor]:
+    """Return tensors in the order in which a model uses them: embeddings, the layers, then what else is outside the layers."""
+    embeddings = [tensor for tensor in outer if is_embedding(tensor.name)]
+    return [*embeddings, *layers, *(tensor for tensor in outer if not is_embedding(tensor.name))]
 
 
 def split_shards(tensors: Sequence[OutputTensor], max_shard_bytes: int) -> dict[str, list[OutputTensor]]:
@@ -173,22 +179,17 @@ class CheckpointWriter:
         return Written(self._bytes_read, bytes_written, measurements)
 
     def _in_order_of_reading(self, placed: "list[_Placed]") -> "list[_Placed]":
-        """Return the tensors in the order in which they are written.
-
-        What goes through the kernel comes first. If the base is on the hub, tensors come in the order of the base's
-        files, so that each file is fetched once.
-        """
+        """Return tensors as they are written: copies in the kernel first, or of a base on the hub file by file, fetched once."""
         if not hub_shards(self._sources, self._sources):
             return sorted(placed, key=lambda one: not self._goes_through_kernel(one.tensor))
-        ranks = {
-            file: rank for rank, file in enumerate(dict.fromkeys(each.in_file.file for each in self._sources.values()))
-        }
-        return sorted(
-            placed,
-            key=lambda one: max(
-                (ranks[self._sources[name].in_file.file] for name in one.tensor.recipe.sources), default=0
-            ),
-        )
+        files = list(dict.fromkeys(each.in_file.file for each in self._sources.values()))
+
+        def last_file(one: _Placed) -> int:
+            return max(
+                (files.index(self._sources[name].in_file.file) for name in one.tensor.recipe.sources), default=0
+            )
+
+        return sorted(placed, key=last_file)
 
     def _shards_of(self, one: "_Placed") -> set[HubShard]:
         return hub_shards(self._sources, one.tensor.recipe.sources)
@@ -257,32 +258,26 @@ class CheckpointWriter:
         self._bytes_read += num_bytes
 
     def _build(self, tensor: OutputTensor, target: int, start: int) -> None:
-        if isinstance(tensor.recipe, Copy | Combine):
-            names = (
-                [tensor.recipe.source]
-                if isinstance(tensor.recipe, Copy)
-                else [name for name, _ in tensor.recipe.terms]
-            )
+        recipe = tensor.recipe
+        if isinstance(recipe, Copy | Combine):
+            names = [recipe.source] if isinstance(recipe, Copy) else [name for name, _ in recipe.terms]
             sources = [self._sources[name] for name in names]
-            assert all(source.shape == tensor.recipe.shape for source in sources), tensor.name
+            assert all(source.shape == recipe.shape for source in sources), tensor.name
             for chunks in zip(*map(self._read_chunks, sources), strict=True):
                 if self._scan:
                     for chunk, name in zip(chunks, names, strict=True):
                         _refuse_not_finite_base(chunk, name)
-                if isinstance(tensor.recipe, Copy):
-                    values = chunks[0]
-                else:
-                    values = tensor.recipe.combine(*chunks)
-                    if all(chunk.isfinite().all() for chunk in chunks):
-                        _refuse_not_finite(values, tensor.name)
+                values = chunks[0] if isinstance(recipe, Copy) else recipe.combine(*chunks)
+                if isinstance(recipe, Combine) and all(chunk.isfinite().all() for chunk in chunks):
+                    _refuse_not_finite(values, tensor.name)
                 data = _to_bytes(values, tensor)
                 write_all(target, data, start)
                 start += len(data)
-            if isinstance(tensor.recipe, Copy):
-                self._copied(tensor.recipe.source)
+            if isinstance(recipe, Copy):
+                self._copied(recipe.source)
         else:
-            built = tensor.recipe.build(self._read)
-            assert tuple(built.shape) == tuple(tensor.recipe.shape), (tensor.name, built.shape)
+            built = recipe.build(self._read)
+            assert tuple(built.shape) == tuple(recipe.shape), (tensor.name, built.shape)
             write_all(target, _to_bytes(built, tensor), start)
         self._progress.advance(tensor.num_bytes)
 

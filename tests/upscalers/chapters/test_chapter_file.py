@@ -49,7 +49,8 @@ def model(tmp_path, checkpoint):
     return save_chapters(tmp_path / "model", seed=1)
 
 
-def test_a_file_has_rows_routers_and_what_they_fit(exported, checkpoint):
+def test_a_file_has_rows_routers_and_what_they_fit_and_nothing_else_is_left(exported, checkpoint):
+    assert [path.name for path in exported.parent.iterdir()] == [exported.name]
     tensors, model = load_file(exported), read_tensors(checkpoint)
     assert same_bits(tensors.pop("bank"), torch.cat([model[bank_name()][rows(number)] for number in (4, 2)]))
     for layer in LAYERS:
@@ -62,10 +63,6 @@ def test_a_file_has_rows_routers_and_what_they_fit(exported, checkpoint):
     assert (told["chapters"], told["chapter_tokens"], told["layers"]) == ([4, 2], TOKENS, list(LAYERS))
     assert (told["source"], told["hidden_size"], told["model_type"]) == ("model", HIDDEN, "midus_llama")
     assert told["memory"]["routing"] == "chunk"
-
-
-def test_nothing_but_the_file_is_left(tmp_path, exported):
-    assert [path.name for path in tmp_path.iterdir()] == [exported.name]
 
 
 def test_import_puts_chapters_where_they_were(tmp_path, chapters, model, exported):

@@ -5,7 +5,7 @@ from importlib.metadata import version
 import pytest
 
 from tests.upscalers.chapters.made import bank_name, save_chapters
-from tests.upscalers.checkpoints import config_of, file_digests, read_tensors, record_of, same_tensors
+from tests.upscalers.checkpoints import config_of, file_digests, read_tensors, record_of
 from upscalers.runs.inspection import inspect_checkpoint
 from upscalers.runs.strip import strip
 
@@ -95,12 +95,3 @@ def test_an_edit_of_the_newest_memory_leaves_that_of_the_base(tmp_path, chapters
     assert [entry["chapters"] for entry in config["upscale"]["base_config"]["memory"]] == [6]
     before, after = read_tensors(model), read_tensors(tmp_path / "out")
     assert (before[bank_name()] == after[bank_name()]).all()
-
-
-def test_an_edit_and_its_reverse_are_the_model(tmp_path, chapters, checkpoint):
-    file = tmp_path / "kept.safetensors"
-    assert chapters("export", checkpoint, "--chapters", "3", "--output", file).status == 0
-    assert chapters("zero", checkpoint, "--chapters", "3", "--output", tmp_path / "zero").status == 0
-    assert not same_tensors(tmp_path / "zero", checkpoint)
-    assert chapters("import", tmp_path / "zero", file, "--output", tmp_path / "out").status == 0
-    assert same_tensors(tmp_path / "out", checkpoint)

@@ -111,13 +111,6 @@ def test_an_edit_moves_the_rows_that_it_names_and_nothing_else(tmp_path, edited,
     assert entries == expected
 
 
-def test_two_swaps_are_none(tmp_path, edited, checkpoint):
-    words = ("--chapters", "1,4", "--with-router")
-    twice = edited("swap", edited("swap", checkpoint, *words, output="once"), *words)
-    for file in ("model.safetensors", "tokenizer.json", "modeling_midus.py"):
-        assert (twice / file).read_bytes() == (checkpoint / file).read_bytes()
-
-
 def test_shards_stay_and_are_indexed(tmp_path, edited):
     model = save_chapters(tmp_path / "model", sharded=True)
     output, index = edited("prune", model, "--chapters", "3"), "model.safetensors.index.json"

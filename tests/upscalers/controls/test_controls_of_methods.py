@@ -8,7 +8,6 @@ from midus_hf.training.optim.freezing import set_trainable
 from tests.upscalers.checkpoints import config_of, load, logits
 from tests.upscalers.methods import KINDS
 from upscalers.checkpoint.base_model import open_base
-from upscalers.controls.shuffling import shuffle
 from upscalers.runs.upscale import upscale
 
 METHODS = {method: KINDS[method]["options"] for method in ("midus-hml", "midus-pkm", "midus-linear", "moc")}
@@ -57,11 +56,3 @@ def test_with_frozen_addresses_what_makes_values_trains_and_moves(method, family
     moved = {name for name, p in model.named_parameters() if not torch.equal(p, before[name])}
     assert moved and all(p.requires_grad for name, p in model.named_parameters() if name in moved)
     assert any("bank" in name or "table" in name for name in moved)
-
-
-@pytest.mark.parametrize("method", sorted(METHODS))
-def test_a_model_that_is_shuffled_before_training_computes_what_it_did(method, family, shared_base, tmp_path):
-    base = shared_base(family)
-    upscale(base=base, method=method, output=tmp_path / "made", options=METHODS[method], verify=False)
-    shuffle(tmp_path / "made", tmp_path / "out")
-    assert torch.equal(logits(tmp_path / "out"), logits(base))

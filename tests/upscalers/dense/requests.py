@@ -63,6 +63,20 @@ def planned(
     return chosen(parse_options(chosen.options_class, options, method)).plan(base, num_new_layers, placement)
 
 
+def upscaled_config(
+    config: dict[str, Any],
+    method: str,
+    num_new_layers: int | None = None,
+    placement: str | None = None,
+    options: dict[str, Any] | None = None,
+) -> dict[str, Any]:
+    """The raw config of the upscaled model, from that of the base."""
+    chosen = get_method(method)
+    base = BaseModel(Path(), config, family_of(config), {})
+    made = chosen(parse_options(chosen.options_class, options or {}, method))
+    return made.config(base, made.plan(base, num_new_layers, placement))
+
+
 def tiny_config(family: str, **changes: Any) -> dict[str, Any]:
     """The raw config of a tiny model."""
     return NATIVE_FAMILIES[family].config(**changes).to_dict()

@@ -2,11 +2,10 @@
 
 import pytest
 import torch
-from tiny import NUM_LAYERS
 
 from tests.upscalers.checkpoints import load, read_tensors, same_bits, save_base, write_tensors
 from tests.upscalers.dense.layers import coarsen, layer, same_layers
-from tests.upscalers.dense.requests import FUSING, OUTPUT_NORMS, planned, tiny_config, upscaled
+from tests.upscalers.dense.requests import OUTPUT_NORMS, planned, tiny_config, upscaled
 
 # Families whose norms multiply by 1 + weight.
 UNIT_OFFSET = ("gemma2", "gemma3")
@@ -70,29 +69,6 @@ def coarse_base(request, native_family, tmp_path):
     base = save_base(tmp_path / "base", native_family, getattr(torch, request.param))
     coarsen(base)
     return base
-
-
-def test_avg_deus_gives_the_mean_of_both_neighbours(native_family, coarse_base, tmp_path):
-    upscaled(coarse_base, tmp_path / "out", "avg-deus", placement="1,3,5")
-    old, new = read_tensors(coarse_base), read_tensors(tmp_path / "out")
-    for index, neighbours in ((1, (0, 1)), (3, (1, 2)), (5, (2, 3))):
-        check_layer(native_family, new, index, old, {...: dict.fromkeys(neighbours, 0.5)})
-
-
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
-@pytest.mark.parametrize("method", FUSING)
-def test_the_fusion_of_a_layer_with_itself_is_that_layer_byte_for_byte(native_family, method, dtype, tmp_path):
-    base = save_base(tmp_path / "base", native_family, getattr(torch, dtype))
-    tensors = read_tensors(base)
-    alike = {
-        f"model.layers.{index}.{name}": tensor.clone()
-        for index in range(NUM_LAYERS)
-        for name, tensor in layer(tensors, 1).items()
-    }
-    write_tensors(base, {**tensors, **alike})
-    upscaled(base, tmp_path / "out", method, options={})
-    new = read_tensors(tmp_path / "out")
-    assert all(same_layers(layer(new, index), layer(tensors, 1)) for index in range(6))
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma2"])

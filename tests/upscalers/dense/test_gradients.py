@@ -13,9 +13,6 @@ GAINS = {"post_attention_layernorm", "post_feedforward_layernorm"}
 
 # What one step of AdamW with learning rate 1e-4 may change in a logit; measured are 4e-5 to 4e-4.
 LARGEST_STEP = 1e-2
-# What the same step changes at least, in standard deviations of the logits, where projections that norms follow start
-# at zero; measured are 0.9 to 1.9.
-JUMP = 0.5
 
 
 def new_model(base, output, method: str, **options):
@@ -78,37 +75,6 @@ def test_biases_of_zero_projections_train_from_the_first_step_as_well(tmp_path, 
 
 @pytest.mark.parametrize("method", PROMISING)
 @pytest.mark.parametrize("family", OUTPUT_NORMS)
-def test_behind_zero_gains_the_projections_are_as_copied_or_fused(method, family, shared_base, tmp_path):
-    _, blocks = new_model(shared_base(family), tmp_path / "out", method, identity="auto")
-    for block in blocks:
-        assert block.self_attn.o_proj.weight.count_nonzero() == block.self_attn.o_proj.weight.numel()
-        assert block.mlp.down_proj.weight.count_nonzero() == block.mlp.down_proj.weight.numel()
-        gain = 0.0 if family == "olmo2" else -1.0
-        assert all((getattr(block, name).weight == gain).all() for name in GAINS)
-
-
-@pytest.mark.parametrize("method", PROMISING)
-@pytest.mark.parametrize("family", OUTPUT_NORMS)
 def test_one_step_from_zero_gains_is_small(method, family, shared_base, tmp_path):
     model, blocks = new_model(shared_base(family), tmp_path / "out", method, identity="auto")
     assert 0 < step(model, blocks) < LARGEST_STEP
-
-
-@pytest.mark.parametrize("family", OUTPUT_NORMS)
-def test_one_step_from_zero_projections_that_norms_follow_is_a_jump(family, shared_base, tmp_path):
-    model, blocks = new_model(shared_base(family), tmp_path / "out", "llama-pro", identity="zero_out_proj")
-    with torch.no_grad():
-        spread = model(prompt()).logits.std().item()
-    assert step(model, blocks) > JUMP * spread
-
-
-@pytest.mark.parametrize("method", PROMISING)
-def test_base_layers_have_no_gradient_once_they_are_frozen(native_family, method, shared_base, tmp_path):
-    model, blocks = new_model(shared_base(native_family), tmp_path / "out", method, identity="auto")
-    model.requires_grad_(False)
-    for block in blocks:
-        block.requires_grad_(True)
-    backward(model)
-    assert all(parameter.grad is not None for block in blocks for parameter in block.parameters())
-    trained = {id(parameter) for block in blocks for parameter in block.parameters()}
-    assert all(parameter.grad is None for parameter in model.parameters() if id(parameter) not in trained)

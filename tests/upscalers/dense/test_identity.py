@@ -9,7 +9,6 @@ from pairs import by_default
 from tests.upscalers.checkpoints import logits, read_tensors, save_base
 from tests.upscalers.dense.layers import layer
 from tests.upscalers.dense.requests import OUTPUT_NORMS, PROMISING, REQUESTS, upscaled
-from upscalers.runs.upscale import upscale
 
 BIASES = [{"attention_bias": True}, {"mlp_bias": True}, {"attention_bias": True, "mlp_bias": True}]
 
@@ -41,11 +40,3 @@ def test_a_norm_behind_each_projection_makes_the_identity_where_a_family_has_the
     for index in report.new_layer_indices:
         made = layer(tensors, index)
         assert made["mlp.down_proj.weight"].any() and made["self_attn.o_proj.weight"].any()
-
-
-@pytest.mark.parametrize("method", PROMISING)
-def test_the_option_decides_what_is_promised(method, base):
-    for identity, promised in (("auto", True), ("zero_out_proj", True), ("none", False)):
-        report = upscale(base=base, method=method, options={"identity": identity}, dry_run=True)
-        assert report.promises_identity == promised
-    assert upscale(base=base, method=method, dry_run=True).promises_identity == (PROMISING[method] == "auto")

@@ -7,8 +7,6 @@ import torch
 
 from midus_hf.config.options import option
 from tests.upscalers.checkpoints import logits, read_tensors
-from tests.upscalers.dense.requests import OUTPUT_NORMS
-from upscalers.checkpoint.base_model import open_base
 from upscalers.methods.contract import METHODS, get_method, register_method
 from upscalers.methods.dense_block import IDENTITY_HELP, DenseMethod, IdentityInit
 from upscalers.request.errors import VerificationError
@@ -53,13 +51,6 @@ def test_a_class_that_names_no_sources_takes_the_next_layer_and_behind_the_last_
     name = "model.layers.{}.self_attn.q_proj.weight"
     for index, source in {2: 2, 3: 2, 5: 3}.items():
         assert torch.equal(new[name.format(index)], old[name.format(source)])
-
-
-def test_a_class_that_promises_none_copies(registry, base, tmp_path):
-    register_method("plain-copies")(type("PlainCopies", (Copies,), {"identity": False}))
-    report = upscale(base=base, method="plain-copies", output=tmp_path / "out")
-    assert not report.promises_identity
-    assert not torch.equal(logits(base), logits(tmp_path / "out"))
 
 
 @pytest.mark.parametrize("verify", [True, False])
@@ -115,10 +106,3 @@ def test_a_class_that_contradicts_itself_is_not_registered(registry, attributes,
 def test_a_class_that_agrees_with_its_option_is_registered(registry, identity, options):
     register_method("x")(type("X", (Copies,), {"identity": identity, "options_class": options}))
     assert registry["x"].identity is identity
-
-
-def test_a_promise_without_an_option_is_kept_as_auto_keeps_it(native_family, shared_base):
-    method = type("Promising", (Copies,), {"identity": True})(None)
-    roles = set(method.filled_roles(open_base(shared_base(native_family))))
-    norms, projections = {"attention_output_norm", "mlp_output_norm"}, {"output_projection", "down"}
-    assert roles == (norms if native_family in OUTPUT_NORMS else projections)

@@ -2,34 +2,14 @@
 
 import pytest
 import torch
-from tiny import NUM_LAYERS
 
 from tests.upscalers.checkpoints import read_tensors, same_bits, save_base
 from tests.upscalers.dense.layers import layer, same_layers
 from tests.upscalers.dense.requests import OUTPUT_NORMS, planned, tiny_config, upscaled
-from upscalers.plan.plan import Base, New
-
-SOLAR = {
-    (16, 8): [*range(0, 12), *range(4, 16)],
-    (32, 16): [*range(0, 24), *range(8, 32)],
-}
-# Indices of the new layers.
-LLAMA_PRO = {
-    (32, 8): [4, 9, 14, 19, 24, 29, 34, 39],
-    (16, 8): [2, 5, 8, 11, 14, 17, 20, 23],
-    (30, 15): [2, 5, 8, 11, 14, 17, 20, 23, 26, 29, 32, 35, 38, 41, 44],
-}
 
 
 def plan(num_layers: int, method: str, *request, **options):
     return planned(tiny_config("llama", num_hidden_layers=num_layers), method, *request, **options)
-
-
-@pytest.mark.parametrize("sizes", SOLAR, ids=str)
-def test_solar_stacks_the_layers_that_the_paper_stacks(sizes):
-    result = plan(sizes[0], "solar", sizes[1])
-    assert list(result.layers) == [Base(index) for index in SOLAR[sizes]]
-    assert plan(sizes[0], "solar").layers == result.layers, "half the layers are the default"
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -43,20 +23,6 @@ def test_solar_copies_every_layer_byte_for_byte_and_the_rest_once(native_family,
     assert {name for name in new if ".layers." not in name} == outer
     assert all(same_bits(new[name], old[name]) for name in outer)
     assert len(new) == len(outer) + 6 * len(layer(old, 0))
-
-
-@pytest.mark.parametrize("sizes", LLAMA_PRO, ids=str)
-def test_llama_pro_puts_a_copy_after_the_last_layer_of_each_group(sizes):
-    num_layers, num_new_layers = sizes
-    result = plan(num_layers, "llama-pro", num_new_layers)
-    group = num_layers // num_new_layers
-    assert result.new_indices == LLAMA_PRO[sizes]
-    for number, index in enumerate(result.new_indices):
-        donor = (number + 1) * group - 1
-        following = donor + 1 if donor + 1 < num_layers else None
-        assert result.layers[index] == New(donor, following, sources=(donor,))
-        assert result.layers[index - 1] == Base(donor)
-    assert result.layers[-1] == New(num_layers - 1, None, sources=(num_layers - 1,))
 
 
 @pytest.mark.parametrize(
@@ -125,12 +91,3 @@ def test_slices_are_taken_in_the_order_given_byte_for_byte(native_family, slices
     assert {name: same_bits(new[name], old[name]) for name in new if ".layers." not in name} == {
         name: True for name in old if ".layers." not in name
     }
-
-
-def test_solar_is_two_overlapping_slices(native_family, shared_base, tmp_path):
-    base = shared_base(native_family)
-    upscaled(base, tmp_path / "solar", "solar")
-    slices = [{"layers": [0, NUM_LAYERS - 1]}, {"layers": [1, NUM_LAYERS]}]
-    upscaled(base, tmp_path / "slices", "slices", options={"slices": slices})
-    names = ("model.safetensors", "generation_config.json")
-    assert all((tmp_path / "solar" / name).read_bytes() == (tmp_path / "slices" / name).read_bytes() for name in names)

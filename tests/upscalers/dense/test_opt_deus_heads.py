@@ -66,53 +66,12 @@ def test_heads_in_another_order_are_recovered_exactly_with_all_that_belongs_to_t
         assert torch.equal(found[name], expected[name]), name
 
 
-def test_single_rows_would_not_take_the_inputs_of_the_output_projection_along(shuffled, tmp_path):
-    expected = layer(read_tensors(shuffled), 2)
-    found = block_of(shuffled, tmp_path / "out", head_aware=False)
-    assert torch.equal(found["self_attn.q_proj.weight"], expected["self_attn.q_proj.weight"])
-    assert not torch.allclose(found["self_attn.o_proj.weight"], expected["self_attn.o_proj.weight"], atol=1e-3)
-
-
-def test_entropic_transport_of_what_follows_recovers_them_as_well(shuffled, tmp_path):
-    tensors = read_tensors(shuffled)
-    apart = {
-        name: tensor * 100 if tensor.dim() == 2 and ".layers." in name else tensor for name, tensor in tensors.items()
-    }
-    write_tensors(shuffled, apart)
-    expected = layer(apart, 2)
-    found = block_of(shuffled, tmp_path / "out", head_aware=True, solver="sinkhorn")
-    for name in found:
-        torch.testing.assert_close(found[name], expected[name], rtol=1e-6, atol=1e-6)
-
-
 def test_a_raw_plan_of_whole_heads_shrinks_them_by_their_rows(shuffled, tmp_path):
     expected = layer(read_tensors(shuffled), 2)
     found = block_of(shuffled, tmp_path / "out", head_aware=True, plan_scale="raw")
     for letter, count in (("q", HEADS), ("k", GROUPS), ("v", GROUPS)):
         name = f"self_attn.{letter}_proj.weight"
         torch.testing.assert_close(found[name], expected[name] * (1 + 1 / (count * HEAD_DIM)) / 2)
-
-
-def test_no_row_leaves_its_place_inside_its_head(tmp_path):
-    """Even where rows inside the heads of the next layer are turned around: rotary embeddings pair them by position."""
-    base = save_base(
-        tmp_path / "base", "llama", num_attention_heads=HEADS, num_key_value_heads=GROUPS, head_dim=HEAD_DIM
-    )
-    tensors = read_tensors(base)
-    for letter in "qkv":
-        name = f"self_attn.{letter}_proj.weight"
-        turned = tensors[f"model.layers.1.{name}"].view(-1, HEAD_DIM, 32).flip(1)
-        tensors[f"model.layers.2.{name}"] = turned.reshape(-1, 32).contiguous()
-    write_tensors(base, tensors)
-    before, following = layer(tensors, 1), layer(tensors, 2)
-    found = block_of(base, tmp_path / "out", head_aware=True)
-    for letter, count in (("q", HEADS), ("k", GROUPS), ("v", GROUPS)):
-        name = f"self_attn.{letter}_proj.weight"
-        matched = (2 * found[name] - following[name]).view(count, HEAD_DIM, 32)
-        candidates = before[name].view(count, HEAD_DIM, 32)
-        distances = torch.cdist(matched.flatten(1), candidates.flatten(1))
-        assert distances.min(dim=1).values.max() < 1e-5
-        assert sorted(distances.argmin(dim=1).tolist()) == list(range(count))
 
 
 def test_the_plans_of_whole_heads_are_measured_too(shuffled, tmp_path):

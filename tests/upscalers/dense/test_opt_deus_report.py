@@ -5,7 +5,7 @@ import re
 import pytest
 import torch
 
-from tests.upscalers.checkpoints import config_of, read_tensors, record_of, same_tensors, save_base, write_tensors
+from tests.upscalers.checkpoints import config_of, read_tensors, record_of, same_tensors, save_base
 from tests.upscalers.dense.layers import layer
 from tests.upscalers.dense.opt_deus_reference import PRE_NORM
 from tests.upscalers.solvers import sinkhorn_loop
@@ -39,14 +39,6 @@ def test_each_matrix_that_is_solved_is_measured_in_the_order_of_the_layers(nativ
     assert [(row["layer"], row["tensor"]) for row in report.measurements] == [(i, r) for i in (2, 4) for r in roles]
     assert all(list(row)[2:] == COLUMNS for row in report.measurements)
     assert recorder.balanced and recorder.expected.keys() == {"layer 2", "layer 4"}
-
-
-@pytest.mark.parametrize(
-    ("identity", "roles"), [("auto", SOLVED), ("zero_out_proj", SOLVED), ("none", [*SOLVED, "down"])]
-)
-def test_a_matrix_that_is_zeroed_is_solved_only_where_others_need_its_plan(identity, roles, base, tmp_path):
-    report, _ = fused(base, tmp_path / "out", identity=identity)
-    assert [row["tensor"] for row in report.measurements] == 2 * roles
 
 
 def test_the_numbers_are_those_of_the_plans(shared_base, tmp_path):
@@ -99,26 +91,12 @@ def test_the_preset_of_the_release_gives_half_the_next_layer(tmp_path):
     }  # fmt: skip
 
 
-@pytest.mark.parametrize("options", [{"preset": "release"}, {"head_aware": True, "solver": "hungarian"}], ids=str)
-def test_however_heads_and_rows_are_matched_the_identity_is_exact(native_family, options, shared_base, tmp_path):
-    report, _ = fused(shared_base(native_family), tmp_path / "out", verify=True, **options)
-    assert report.promises_identity
-    assert (report.identity.checked, report.identity.max_abs_diff) == ("logits", 0.0)
-
-
-def test_a_bfloat16_base_is_fused_in_double_precision_and_rounded_once(tmp_path):
-    base = save_base(tmp_path / "base", dtype=torch.bfloat16)
-    wide = save_base(tmp_path / "wide")
-    write_tensors(wide, {name: tensor.float() for name, tensor in read_tensors(base).items()})
-    for folder in (base, wide):
-        fused(folder, tmp_path / f"out-{folder.name}")
-    narrow, expected = (read_tensors(tmp_path / f"out-{folder.name}") for folder in (base, wide))
-    assert all(torch.equal(narrow[name], expected[name].bfloat16()) for name in narrow)
-
-
 def test_rows_without_counterparts_are_warned_of(base, tmp_path, command, refused):
-    _, recorder = fused(base, tmp_path / "out")
+    report, recorder = fused(base, tmp_path / "out")
     assert len(recorder.warnings) == 1 and re.fullmatch(WEAK, recorder.warnings[0])
+    for role in SOLVED:
+        weakest = min(row["norm_ratio"] for row in report.measurements if row["tensor"] == role)
+        assert (f"{role} {weakest:.2g}" in recorder.warnings[0]) == (weakest < 0.3), role
     usual = ("--base", base, "--method", "opt-deus", "--no-verify")
     told = command(*usual, "--output", tmp_path / "second")
     assert told.status == 0 and told.err == f"upscale: warning: {recorder.warnings[0]}\n"
@@ -137,13 +115,6 @@ def test_rows_without_counterparts_are_warned_of(base, tmp_path, command, refuse
 def test_what_keeps_the_norm_is_not_warned_of(options, base, tmp_path):
     _, recorder = fused(base, tmp_path / "out", max_iterations=2000, tolerance=1.9, strict=True, **options)
     assert recorder.warnings == []
-
-
-def test_the_weakest_layer_of_each_matrix_is_named(base, tmp_path):
-    report, recorder = fused(base, tmp_path / "out")
-    for role in SOLVED:
-        weakest = min(row["norm_ratio"] for row in report.measurements if row["tensor"] == role)
-        assert (f"{role} {weakest:.2g}" in recorder.warnings[0]) == (weakest < 0.3), role
 
 
 def test_transport_that_does_not_converge_is_warned_of_with_its_residual(base, tmp_path, command, refused):

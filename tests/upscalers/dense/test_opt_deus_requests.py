@@ -4,9 +4,6 @@ import importlib.util
 
 import pytest
 
-from upscalers.request.errors import RequestError
-from upscalers.solvers.devices import check_device
-
 DEVICES = ["cuda:99", "gpu", "meta", "hpu", "privateuseone"]
 NEEDED = [
     ([], "ot", "solver sinkhorn needs POT, which is not installed. Run: pip install 'midus-hf.ot.'."),
@@ -50,16 +47,6 @@ def test_a_device_that_is_no_name_is_refused(method, device, value, base, tmp_pa
 
 def test_a_dry_run_asks_for_no_device_because_it_may_plan_for_another_machine(base, command):
     assert command("--base", base, *request("device=cuda"), "--dry-run").status == 0
-
-
-def test_the_processor_is_there():
-    check_device("cpu")
-
-
-def test_where_there_is_a_gpu_it_is_offered(monkeypatch):
-    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
-    with pytest.raises(RequestError, match="expected one of: cpu, cuda"):
-        check_device("nonsense")
 
 
 @pytest.mark.parametrize(("settings", "package", "message"), NEEDED)

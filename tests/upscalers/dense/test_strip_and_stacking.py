@@ -80,32 +80,6 @@ def test_solar_repeats_memory_blocks_like_any_layer(family, shared_base, tmp_pat
     assert file_digests(tmp_path / "stripped", without=RECORD) == file_digests(tmp_path / "once", without=DERIVED)
 
 
-MEMORY_SOURCE = (
-    "would be made from base layer {}, which is a memory block; expected a layer with a feed-forward network. Choose "
-)
-
-
-@pytest.mark.parametrize(
-    ("method", "request_", "layer"),
-    [
-        ("llama-pro", {"placement": "2"}, 1),
-        ("llama-pro", {"placement": "5"}, 4),
-        ("attenuated-copy", {"placement": "2"}, 1),
-        ("avg-deus", {"placement": "1"}, 1),
-        ("avg-deus", {"placement": "2"}, 1),
-        ("linear-combination", {"placement": "2", "options": {}}, 1),
-        ("linear-combination", {"placement": "3", "options": {"coefficients": {4: 1}}}, 4),
-        ("slices", {"options": {"slices": [{"layers": [0, 6]}, {"layers": [3, 5], "scale": {"up": 0.5}}]}}, 4),
-    ],
-    ids=str,
-)
-def test_a_memory_block_is_no_source_of_a_dense_layer(family, method, request_, layer, shared_base, tmp_path):
-    with_memory(shared_base(family), tmp_path / "once")
-    with pytest.raises(RequestError, match=MEMORY_SOURCE.format(layer)):
-        upscaled(tmp_path / "once", tmp_path / "twice", method, **request_)
-    assert not (tmp_path / "twice").exists()
-
-
 def test_memories_go_only_into_families_with_classes_that_host_them(shared_base, tmp_path, monkeypatch):
     monkeypatch.setitem(FAMILIES, "olmo2", replace(FAMILIES["olmo2"], class_name=None))
     message = (

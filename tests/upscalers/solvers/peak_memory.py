@@ -42,7 +42,7 @@ def solver_of(method: str, hidden: int, inner: int, options: dict[str, Any]) -> 
         filled = frozenset({"output_projection", "down"} if chosen.identity != "none" else ())
         return base, BlockFusion(base, New(0, 1, (1, 0)), 1, filled, chosen)
     name, tensor = next((n, t) for n, t in base.family.layer_tensors(base.config).items() if t.role == "down")
-    return base, MatrixPrediction(base, Projection("down", name, tensor.shape), "down", {1: (0, 1)}, 0, chosen)
+    return base, MatrixPrediction(base, Projection("down", name, tensor.shape), {1: (0, 1)}, 0, chosen)
 
 
 def run(base: MemoryBase, solver: Solver) -> None:

@@ -11,7 +11,7 @@ import torch
 
 from tests.upscalers.solvers.recording import Recorder
 from upscalers.tensors import solver as engine
-from upscalers.tensors.solver import Cancelled, Solver, Workplace, num_workers, solve_all
+from upscalers.tensors.solver import Solver, Workplace, num_workers, solve_all, summary_table
 
 # Seconds after which something that was to happen soon counts as not happening.
 PATIENCE = 10
@@ -95,36 +95,6 @@ def test_as_many_solvers_as_allowed_work_at_the_same_time(place):
     assert max(most) <= 2
 
 
-@pytest.mark.parametrize("workers", [1, 2])
-def test_files_of_one_name_are_not_shared_and_gone_when_their_solver_is_done(workers, place):
-    together = threading.Barrier(workers, timeout=PATIENCE)
-
-    class Writing(Steps):
-        def solve(self, place):
-            (place.scratch / "rows").write_text(self.label)
-            together.wait()
-            assert [path.name for path in place.scratch.iterdir()] == ["rows"]
-            yield (place.scratch / "rows").read_text(), torch.zeros(())
-
-    kept = []
-    solvers = [Writing(str(index), workers=workers) for index in range(4)]
-    solve_all(solvers, place, lambda solver, key, tensor: kept.append((solver.label, key)))
-    assert sorted(kept) == [(str(index), str(index)) for index in range(4)]
-    assert not any(place.scratch.iterdir())
-
-
-@pytest.mark.parametrize("workers", [1, 2])
-def test_scratch_files_of_solvers_that_failed_or_were_stopped_are_gone_too(workers, place):
-    class Writing(Steps):
-        def solve(self, place):
-            (place.scratch / "rows").touch()
-            yield from super().solve(place)
-
-    with pytest.raises(RuntimeError, match="the third step failed"):
-        solve_all([Writing("failing", act=failing, workers=workers), Writing("long", LONG, slowly)], place, ignore)
-    assert not any(place.scratch.iterdir())
-
-
 def test_an_error_stops_the_others_at_their_next_step(place):
     started = threading.Event()
     taken = []
@@ -159,25 +129,6 @@ def test_after_an_error_no_other_solver_begins(place):
         with pytest.raises(RuntimeError, match="the third step failed"):
             solve_all([Steps("failing", act=failing, workers=1), *queued], recorded, ignore)
         assert [solver.label for solver in queued if solver.begun] == []
-
-
-def test_that_others_were_told_to_stop_is_not_the_error_that_is_reported(place):
-    running = threading.Barrier(2, timeout=PATIENCE)
-
-    def cancelled_first(step):
-        if step == 0:
-            running.wait()
-        elif not place.cancelled.wait(PATIENCE):
-            raise AssertionError("nobody told it to stop")
-
-    def fail(step):
-        running.wait()
-        raise RuntimeError("the reason")
-
-    with pytest.raises(RuntimeError, match="the reason"):
-        solve_all([Steps("first", 2, cancelled_first, 2), Steps("second", 1, fail, 2)], place, ignore)
-    with pytest.raises(Cancelled):
-        place.step("first")
 
 
 def press_ctrl_c(step: int) -> None:
@@ -274,3 +225,31 @@ def test_torchs_threads_are_shared_out_and_set_back_afterwards(workers, place, m
         assert torch.get_num_threads() == 4
     finally:
         torch.set_num_threads(before)
+
+
+ROWS = [
+    {"layer": 2, "tensor": "query", "norm_ratio": 0.25, "iterations": 21, "seconds": 1.25},
+    {"layer": 4, "tensor": "query", "norm_ratio": 0.75, "iterations": 21, "seconds": 0.5},
+    {"layer": 2, "tensor": "gate", "norm_ratio": 0.123456, "iterations": 1, "seconds": 0.0},
+]
+
+
+def test_numbers_are_means_with_the_lowest_and_highest_and_seconds_are_summed():
+    assert summary_table(ROWS) == [
+        ["tensor", "layers", "norm ratio", "iterations", "seconds"],
+        ["query", "2", "0.5 (0.25 to 0.75)", "21", "1.8"],
+        ["gate", "1", "0.123", "1", "0.0"],
+    ]
+
+
+def test_kinds_keep_their_order_and_what_was_not_measured_is_left_empty():
+    rows = [*ROWS, {"layer": 3, "tensor": "up", "norm_ratio": None, "seconds": 2.0}]
+    table = summary_table(rows)
+    assert [row[0] for row in table] == ["tensor", "query", "gate", "up"]
+    assert table[-1] == ["up", "1", "", "", "2.0"]
+
+
+def test_seconds_are_left_out_where_two_runs_shall_say_the_same():
+    with_seconds, without = summary_table(ROWS), summary_table(ROWS, with_seconds=False)
+    column = with_seconds[0].index("seconds")
+    assert without == [row[:column] + row[column + 1 :] for row in with_seconds]

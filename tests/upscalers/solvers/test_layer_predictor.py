@@ -1,4 +1,4 @@
-"""The predictor: starts as torch's own layers would, learns by the loss of the paper, and repeats itself."""
+"""The basis that layers share is a singular value decomposition, and the predictor starts and learns as it should."""
 
 import math
 
@@ -7,17 +7,15 @@ import torch
 from torch import nn
 
 from upscalers.solvers.layer_predictor import (
-    LayerPredictor,
-    PredictorTraining,
-    num_steps,
+    RowFile,
+    new_predictor,
     predict,
     predictor_loss,
+    shared_basis,
     train_predictor,
 )
-from upscalers.solvers.shared_basis import RowFile
 
 ROWS, LAYERS, WIDTH = 10, 6, 8
-TRAINING = PredictorTraining(32, 3, 16, 1e-3, 0.01, 5e-4)
 
 
 @pytest.fixture
@@ -30,26 +28,8 @@ def rows(tmp_path):
         yield file, stored
 
 
-def trained(file, training=TRAINING, seed=0, done=lambda: None) -> LayerPredictor:
-    generator = torch.Generator().manual_seed(seed)
-    return train_predictor(file, ROWS, LAYERS, WIDTH, training, generator, "cpu", done)
-
-
-def same_weights(left: nn.Module, right: nn.Module) -> bool:
-    return all(torch.equal(one, other) for one, other in zip(left.parameters(), right.parameters(), strict=True))
-
-
-def test_it_has_two_hidden_layers_with_relu_and_biases():
-    predictor = LayerPredictor(WIDTH, 32, torch.Generator().manual_seed(0))
-    shapes = [tuple(parameter.shape) for parameter in predictor.parameters()]
-    assert shapes == [(32, 16), (32,), (32, 32), (32,), (8, 32), (8,)]
-    (w1, b1, w2, b2, w3, b3), x = predictor.parameters(), torch.randn(5, 16)
-    expected = torch.relu(torch.relu(x @ w1.mT + b1) @ w2.mT + b2) @ w3.mT + b3
-    torch.testing.assert_close(predictor(x), expected)
-
-
 def test_its_weights_start_as_those_of_torchs_linear_layers():
-    predictor = LayerPredictor(600, 256, torch.Generator().manual_seed(0))
+    predictor = new_predictor(600, 256, torch.Generator().manual_seed(0))
     for linear in (module for module in predictor.modules() if isinstance(module, nn.Linear)):
         torch.manual_seed(0)
         plain = nn.Linear(linear.in_features, linear.out_features)
@@ -61,15 +41,6 @@ def test_its_weights_start_as_those_of_torchs_linear_layers():
             assert abs(made.mean().item()) < 0.15 * bound
 
 
-def test_it_starts_the_same_whatever_the_global_generator_did():
-    first = LayerPredictor(WIDTH, 32, torch.Generator().manual_seed(3))
-    torch.rand(7)
-    state = torch.get_rng_state()
-    assert same_weights(first, LayerPredictor(WIDTH, 32, torch.Generator().manual_seed(3)))
-    assert not same_weights(first, LayerPredictor(WIDTH, 32, torch.Generator().manual_seed(4)))
-    assert torch.equal(state, torch.get_rng_state())
-
-
 @pytest.mark.parametrize("norm_weight", [0.0, 5e-4, 0.3, 1.0])
 def test_the_loss_adds_the_squared_difference_of_the_whole_batchs_norms(norm_weight):
     predicted, target = torch.randn(6, 4), torch.randn(6, 4)
@@ -77,32 +48,6 @@ def test_the_loss_adds_the_squared_difference_of_the_whole_batchs_norms(norm_wei
     norms = [math.sqrt(sum(x**2 for x in matrix.flatten().tolist())) for matrix in (predicted, target)]
     expected = (1 - norm_weight) * squared.item() + norm_weight * (norms[0] - norms[1]) ** 2
     assert predictor_loss(predicted, target, norm_weight).item() == pytest.approx(expected, rel=1e-5)
-
-
-def test_the_loss_of_a_prediction_of_zeros_has_a_finite_gradient():
-    predicted = torch.zeros(3, 4, requires_grad=True)
-    predictor_loss(predicted, torch.ones(3, 4), 5e-4).backward()
-    assert predicted.grad.isfinite().all() and predicted.grad.any()
-
-
-def test_training_is_adamw_on_every_row_of_every_layer_with_neighbours(rows):
-    """With all samples in one batch their order does not matter, so that a plain loop must give the same weights."""
-    file, stored = rows
-    training = PredictorTraining(32, 5, 1000, 1e-2, 0.1, 5e-2)
-    expected = LayerPredictor(WIDTH, 32, torch.Generator().manual_seed(0)).layers
-    optimizer = torch.optim.AdamW(expected.parameters(), lr=1e-2, weight_decay=0.1)
-    samples = [(row, layer) for row in range(ROWS) for layer in range(1, LAYERS - 1)]
-    x = torch.stack([torch.cat([stored[row, layer - 1], stored[row, layer + 1]]) for row, layer in samples])
-    y = torch.stack([stored[row, layer] for row, layer in samples])
-    for _ in range(5):
-        output = expected(x)
-        loss = 0.95 * (output - y).square().mean() + 0.05 * (output.norm() - y.norm()) ** 2
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-    found = trained(file, training)
-    for one, other in zip(found.parameters(), expected.parameters(), strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-5)
 
 
 def test_each_epoch_sees_every_sample_once_in_an_order_of_its_own(rows, monkeypatch):
@@ -115,9 +60,12 @@ def test_each_epoch_sees_every_sample_once_in_an_order_of_its_own(rows, monkeypa
         return read(places, num_layers)
 
     monkeypatch.setattr(file, "read", watched)
-    steps = []
-    trained(file, done=lambda: steps.append(1))
-    assert len(steps) == len(batches) == num_steps(ROWS, LAYERS, TRAINING) == 3 * math.ceil(ROWS * 4 / 16)
+    steps, options = [], {"learning_rate": 1e-3, "weight_decay": 0.01, "norm_weight": 5e-4}
+    generator = torch.Generator().manual_seed(0)
+    train_predictor(
+        file, generator, "cpu", lambda: steps.append(1), hidden_size=32, epochs=3, batch_size=16, **options
+    )
+    assert len(steps) == len(batches) == 3 * math.ceil(ROWS * 4 / 16)
     per_epoch = len(batches) // 3
     epochs = [[place for batch in batches[e * per_epoch : (e + 1) * per_epoch] for place in batch] for e in range(3)]
     everything = [(row, first) for row in range(ROWS) for first in range(LAYERS - 2)]
@@ -126,23 +74,106 @@ def test_each_epoch_sees_every_sample_once_in_an_order_of_its_own(rows, monkeypa
     assert {len(batch) for batch in batches} == {16, 8}
 
 
-def test_the_same_seed_trains_the_same_weights_and_another_seed_others(rows):
-    file, _ = rows
-    first = trained(file)
-    torch.rand(3)
-    assert same_weights(first, trained(file))
-    assert not same_weights(first, trained(file, seed=1))
-
-
 def test_a_prediction_is_made_row_by_row_from_the_layer_before_and_the_one_after(tmp_path):
     num_rows = 2500  # more than are predicted at once
     stored = torch.randn(num_rows, 3, 4, generator=torch.Generator().manual_seed(0))
-    predictor = LayerPredictor(4, 16, torch.Generator().manual_seed(0))
+    predictor = new_predictor(4, 16, torch.Generator().manual_seed(0))
     with RowFile(tmp_path / "rows", num_rows, 3, 4) as file:
         for layer in range(3):
             file.write_layer(layer, stored[:, layer])
         for previous, following in ((0, 1), (1, 2), (2, 0)):
-            found = predict(predictor, file, num_rows, 4, previous, following, "cpu")
+            found = predict(predictor, file, previous, following, "cpu")
             expected = predictor(torch.cat([stored[:, previous], stored[:, following]], dim=1))
             torch.testing.assert_close(found, expected)
             assert not found.requires_grad
+
+
+def layers(count: int = 5, out: int = 12, width: int = 20, seed: int = 0) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randn(out, width, generator=generator, dtype=torch.float64) for _ in range(count)]
+
+
+def basis_of(matrices):
+    return shared_basis(len(matrices), lambda layer: matrices[layer], lambda: None)
+
+
+@pytest.mark.parametrize(("count", "out", "width"), [(5, 12, 20), (3, 30, 10), (4, 16, 16), (3, 40, 7)])
+def test_the_gram_route_equals_the_singular_value_decomposition_of_the_layers_side_by_side(count, out, width):
+    matrices = layers(count, out, width)
+    joined = torch.cat(matrices, dim=1)
+    u, s, vt = torch.linalg.svd(joined, full_matrices=False)
+    basis = basis_of(matrices)
+    assert basis.vectors.shape == u.shape and basis.num_left_out == 0
+    torch.testing.assert_close(basis.values, s, rtol=1e-7, atol=0)
+    signs = (u * basis.vectors).sum(0).sign()
+    torch.testing.assert_close(basis.vectors, u * signs, rtol=0, atol=1e-7)
+    for layer, matrix in enumerate(matrices):
+        coordinates = basis.coordinates(matrix)
+        expected = signs[:, None] * vt[:, layer * width : (layer + 1) * width]
+        torch.testing.assert_close(coordinates, expected, rtol=0, atol=1e-7)
+        torch.testing.assert_close(basis.matrix(coordinates), matrix, rtol=0, atol=1e-12)
+    rows = torch.cat([basis.coordinates(matrix) for matrix in matrices], dim=1)
+    torch.testing.assert_close(rows @ rows.mT, torch.eye(len(rows), dtype=torch.float64), rtol=0, atol=1e-9)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_the_result_does_not_depend_on_the_signs_that_the_library_chooses(seed, monkeypatch):
+    matrices = layers()
+    expected, decompose = basis_of(matrices), torch.linalg.eigh
+    flipped = []
+
+    def other_signs(gram):
+        values, vectors = decompose(gram)
+        signs = torch.randint(0, 2, (len(values),), generator=torch.Generator().manual_seed(seed)) * 2.0 - 1
+        flipped.append((signs < 0).sum().item())
+        return values, vectors * signs
+
+    monkeypatch.setattr(torch.linalg, "eigh", other_signs)
+    found = basis_of(matrices)
+    assert flipped[0] > 0
+    assert torch.equal(found.vectors, expected.vectors) and torch.equal(found.values, expected.values)
+
+
+@pytest.mark.parametrize("rank", [1, 5, 11])
+def test_directions_that_no_layer_has_are_left_out_and_counted(rank):
+    generator = torch.Generator().manual_seed(1)
+    span = torch.randn(12, rank, generator=generator, dtype=torch.float64)
+    matrices = [span @ torch.randn(rank, 20, generator=generator, dtype=torch.float64) for _ in range(4)]
+    basis = basis_of(matrices)
+    assert (len(basis.values), basis.num_left_out) == (rank, 12 - rank)
+    for matrix in matrices:
+        coordinates = basis.coordinates(matrix)
+        assert coordinates.abs().max() <= 1 + 1e-9
+        torch.testing.assert_close(basis.matrix(coordinates), matrix, rtol=0, atol=1e-9)
+
+
+@pytest.mark.parametrize(("share", "kept"), [(3e-6, True), (3e-7, False)])
+def test_the_guard_lies_at_a_millionth_of_the_largest_value(share, kept):
+    matrices = layers(out=6, width=8)
+    u, s, vt = torch.linalg.svd(torch.cat(matrices, dim=1), full_matrices=False)
+    s[-1] = share * s[0]
+    basis = basis_of(list(((u * s) @ vt).split(8, dim=1)))
+    assert basis.num_left_out == (0 if kept else 1)
+
+
+def test_coordinates_go_to_the_file_and_come_back(tmp_path):
+    generator = torch.Generator().manual_seed(0)
+    stored = torch.randn(7, 5, 11, generator=generator)  # rows, layers, width
+    path = tmp_path / "query.rows"
+    with RowFile(path, 7, 5, 11) as rows:
+        for layer in (3, 0, 4, 1, 2):
+            rows.write_layer(layer, stored[:, layer].double())
+        assert path.stat().st_size == 4 * stored.numel()
+        found = rows.read([(6, 0), (0, 2), (3, 1), (0, 2)], 3)
+        assert torch.equal(found, torch.stack([stored[6, 0:3], stored[0, 2:5], stored[3, 1:4], stored[0, 2:5]]))
+        for layer in range(5):
+            assert torch.equal(rows.read([(row, layer) for row in range(7)], 1)[:, 0], stored[:, layer])
+        assert rows.read([], 3).shape == (0, 3, 11)
+    assert not path.exists()
+
+
+def test_a_file_that_ends_early_is_an_error_and_not_zeros(tmp_path):
+    with RowFile(tmp_path / "rows", 2, 3, 4) as rows:
+        rows.write_layer(0, torch.ones(2, 4))
+        with pytest.raises(OSError, match="a temporary file ended early"):
+            rows.read([(1, 0)], 3)
