@@ -30,8 +30,7 @@ from tests.upscalers.methods import SMALL_CHAPTERS, SMALL_TABLES, SMALL_TREE, me
 from upscalers.architecture.families import FAMILIES, family_of
 from upscalers.architecture.inferred import InferredFamily
 from upscalers.record.report import UpscaleReport
-from upscalers.request.errors import RequestError, VerificationError
-from upscalers.runs.inspection import inspect_checkpoint
+from upscalers.request.errors import RequestError
 from upscalers.runs.strip import strip
 from upscalers.runs.upscale import upscale
 
@@ -69,7 +68,7 @@ IN_TURN += [("smollm3", "moda")] if "smollm3" in INFERRED else []
 of_all_methods = pytest.mark.parametrize(
     ("model_type", "method"),
     by_default(
-        dict.fromkeys([*itertools.product(PRESENT, ["moc", "hier-kv", "midus-hml"]), *IN_TURN]),
+        dict.fromkeys([*itertools.product(PRESENT, ["midus-hml"]), *IN_TURN]),
         itertools.product(INFERRED, OPTIONS),
     ),
 )
@@ -78,7 +77,6 @@ of_methods_in_turn = pytest.mark.parametrize(
 )
 # Methods whose models hold what is new. Blocks lie in a bank.
 TRAINED = ["moda", "moc", "ultramem-v2"]
-of_types = pytest.mark.parametrize("model_type", by_default(PRESENT, INFERRED))
 
 
 class Made(NamedTuple):
@@ -182,15 +180,6 @@ def test_strip_gives_the_base_back_byte_for_byte(model_type, method, make, tmp_p
     assert same_tensors(made.base, tmp_path / "stripped") and config_of(made.base) == config_of(tmp_path / "stripped")
 
 
-@of_methods_in_turn
-def test_inspect_says_what_was_added(model_type, method, make):
-    made = make(model_type, method)
-    seen, model = inspect_checkpoint(made.output), load(made.output)
-    assert (seen["method"], seen["model_type"]) == (method, f"midus_{model_type}")
-    assert seen["code"]["as_generated"] is True
-    assert seen["parameters"]["total"] == made.report.parameters.total == sum(p.numel() for p in model.parameters())
-
-
 @pytest.mark.parametrize(
     ("model_type", "method"),
     by_default(taking_turns(PRESENT, TRAINED), itertools.product(INFERRED, TRAINED)),
@@ -211,7 +200,7 @@ def test_two_steps_of_training_change_what_is_new_alone(model_type, method, make
     assert changed and all(".memories." in name or ".memory_tables." in name for name in changed)
 
 
-@of_types
+@pytest.mark.parametrize("model_type", by_default(PRESENT[:3], INFERRED))
 def test_a_second_memory_is_put_on_a_trained_one(model_type, make, tmp_path):
     once = trained(make(model_type, "ultramem-v2").output, tmp_path / "trained")
     options = options_of(model_type, "moc")
@@ -307,25 +296,6 @@ def mixtral(tmp_path_factory) -> Path:
     return folder
 
 
-@of_types
-def test_copies_of_layers_are_the_identity_or_nothing_is_written(model_type, tmp_path):
-    """Compare copies with the base, but for types whose layers follow from their index or have gates of their own."""
-    if refusal_of(model_type) is not None:
-        pytest.skip("the type is refused, as tests/models/test_every_type.py says")
-    tiny_model(model_type).save_pretrained(tmp_path / "base")
-    try:
-        report = upscale(base=tmp_path / "base", output=tmp_path / "out", method="llama-pro")
-    except (RequestError, VerificationError):
-        assert model_type not in ("qwen3_5_text", "gpt_oss", "mixtral", "cohere", "phi3", "deepseek_v3")
-        assert not (tmp_path / "out").exists()
-        return
-    assert report.identity.max_abs_diff == 0.0 and report.model_type == model_type
-    base, deeper = load(tmp_path / "base"), load(tmp_path / "out")
-    with torch.no_grad():
-        assert torch.equal(deeper(tokens()).logits, base(tokens()).logits)
-    assert strip(tmp_path / "out", tmp_path / "stripped")["base_confirmed"] is True
-
-
 @pytest.mark.parametrize(
     ("model_type", "method", "message"),
     [
@@ -413,16 +383,6 @@ def test_a_checkpoint_that_is_not_what_its_config_says_is_refused(changes, messa
     edit_config(tmp_path / "base", **changes)
     outcome = command("--base", tmp_path / "base", "--method", "ultramem-v2", "--output", tmp_path / "out")
     refused(outcome, message, left=["base"])
-
-
-def test_a_copy_of_a_layer_whose_kind_follows_from_its_index_is_refused(command, tmp_path_factory, tmp_path, refused):
-    base = tmp_path_factory.mktemp("jamba") / "base"
-    tiny_model("jamba").save_pretrained(base)
-    outcome = command("--base", base, "--method", "llama-pro", "--output", tmp_path / "out")
-    refused(
-        outcome,
-        r"the layers of 'jamba' differ, and a new layer gets another kind than its source has \(.*\)\. Choose a ",
-    )
 
 
 def test_a_comparison_that_holds_a_whole_model_is_refused_where_the_memory_does_not_suffice(

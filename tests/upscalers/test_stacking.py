@@ -2,22 +2,17 @@
 
 import pytest
 import torch
-from models.optimizer_steps import train_steps
 
-from midus_hf.training.optim.freezing import set_trainable
 from tests.upscalers.checkpoints import (
     SMALL,
     config_of,
-    load,
     logits,
     read_tensors,
     same_bits,
-    same_tensors,
     with_memory,
 )
 from tests.upscalers.methods import trained
 from upscalers.request.errors import RequestError
-from upscalers.runs.strip import strip
 from upscalers.runs.upscale import upscale
 
 
@@ -36,28 +31,6 @@ def test_a_block_whose_neighbour_is_a_block_takes_the_attention_of_that_block(fa
                 assert same_bits(new[f"model.layers.{index}.{name}"], old[f"model.layers.{donor}.{name}"])
     assert not new["model.layers.0.memory.value_bank"].any()
     assert new["model.layers.1.memory.value_bank"].any()
-
-
-@pytest.mark.parametrize("method", ["midus-pkm", "midus-linear"])
-def test_training_the_second_memories_leaves_the_first_to_be_stripped_to(shared_base, tmp_path, method):
-    """With the batch norm of these methods too, whose statistics would move without a gradient."""
-    upscale(
-        base=shared_base("llama"),
-        method=method,
-        output=tmp_path / "once",
-        options=SMALL[method],
-        placement="1,4",
-        verify=False,
-    )
-    once = trained(tmp_path / "once", tmp_path / "trained")
-    with_memory(once, tmp_path / "twice", placement="0,2")
-    model = load(tmp_path / "twice").train()
-    report = set_trainable(model, "auto")
-    train_steps(model, 2)
-    model.save_pretrained(tmp_path / "twice-trained")
-    assert report.layers == [0, 2]
-    strip(tmp_path / "twice-trained", tmp_path / "stripped")
-    assert same_tensors(tmp_path / "stripped", once)
 
 
 @pytest.mark.parametrize("method", ["midus-pkm", "midus-linear"])

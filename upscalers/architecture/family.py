@@ -259,7 +259,7 @@ class Family(FamilyTraits):
     def blocks_by_layer(self, config: Config) -> dict[str, int]:
         """Return the dimension along which a tensor outside the layers holds one equal block for each layer, by full name.
 
-        Such a tensor is an embedding per layer, with the layers side by side in its columns.
+        An example are embeddings per layer, which stand side by side as columns of one tensor.
         """
         return {}
 

@@ -220,7 +220,7 @@ def gate_and_up(model_type: str, kind: str, name: str, down: str) -> tuple[str, 
 def values_are_last(model_type: str, kind: str, name: str, output: str) -> bool:
     """Return whether an attention's stacked projection ends with the rows of all values: without them, the attention gives zero.
 
-    The arguments are those of `gate_and_up`, for the projection `name`, whose first rows are the queries, and `output` behind.
+    Queries are the first rows of the projection `name`, and `output` is the projection behind; see `gate_and_up`.
     """
     model: Any = tiny_model(model_type)
     attention: Any = _first(model, kind)

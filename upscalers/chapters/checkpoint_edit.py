@@ -152,8 +152,8 @@ def _edited_config(config: Config, memory: str, options: ChaptersOptions, edit: 
 
 def _edited_card(card: str, edit: Edit) -> str:
     """Return a model card with a line about the edit at its end."""
-    told = {**edit, "banks": ", ".join(map(str, edit["banks"]))}
-    changes = ", ".join(f"{key} {value}" for key, value in told.items() if key not in ("command", "version"))
+    shown = {**edit, "banks": ", ".join(map(str, edit["banks"]))}
+    changes = ", ".join(f"{key} {value}" for key, value in shown.items() if key not in ("command", "version"))
     line = f"- `midus edit {edit['command']}` of midus_hf {edit['version']}: {changes}\n"
     if _HEADING in card:
         return f"{card.rstrip()}\n{line}"

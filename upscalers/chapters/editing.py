@@ -200,7 +200,7 @@ def _arranged(
 
 
 def _ranges(origins: Origins, chapters: int, rows: int, own: str, in_file: str) -> tuple[RowRange, ...]:
-    """Return the row ranges of chapters with `rows` rows each, those that follow one another in their source as one range."""
+    """Return the row ranges of chapters with `rows` rows each; chapters that follow one another in their source are one range."""
 
     def source_of(entry: tuple[int, int | None]) -> tuple[str | None, int]:
         position, origin = entry

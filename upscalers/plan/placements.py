@@ -72,7 +72,7 @@ def in_whole_periods(placement: str) -> bool:
 def default_remark(placement: str, num_layers: int, num_new_layers: int, period: int | None = 1) -> str | None:
     """Return why a policy's default number of new layers is not half of the base layers; None if it is, or for a list.
 
-    The arguments are those of `place`, with the number of new layers that the policy chose.
+    Arguments are as in `place`; `num_new_layers` is the number that the policy chose.
     """
     if placement not in PLACEMENTS or 2 * num_new_layers == num_layers:
         return None

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from midus_hf.config.memory_entries import ATTACHED, TABLES, Memories
+from midus_hf.config.memory_entries import ATTACHED, NO_MEMORIES, TABLES, Memories
 from upscalers.request.errors import RequestError
 
 _LAYER_TENSOR = re.compile(r"(?:model\.)?layers\.(?P<layer>\d+)\.(?P<rest>.+)")
@@ -116,7 +116,7 @@ class Plan:
         """The base layer that each layer of the upscaled model takes its attention from."""
         return [layer.index if isinstance(layer, Base) else layer.sources[0] for layer in self.layers]
 
-    def describe(self, index: int, memories: Memories) -> str:
+    def describe(self, index: int, memories: Memories = NO_MEMORIES) -> str:
         """Return where layer `index` of the upscaled model comes from and which of its memories are new, as text."""
         layer = self.layers[index]
         if isinstance(layer, New):

@@ -126,7 +126,7 @@ class RowFile:
 def new_predictor(width: int, hidden_size: int, generator: torch.Generator) -> nn.Sequential:
     """Return a network that maps rows of `[V_previous | V_next]` [rows, 2 in] to rows of `V` [rows, in].
 
-    The network has two hidden layers with ReLU. Its weights are drawn as those of `nn.Linear`, but from the generator.
+    The network has two hidden layers with ReLU. Its weights are drawn as `nn.Linear` draws weights, but from the generator.
 
     Args:
         width: in, the width of a row of `V`.

@@ -1,5 +1,7 @@
 """What models compute whose chapters were edited: upscaled with `moc`, given values as training would, edited, loaded."""
 
+import shutil
+
 import pytest
 import torch
 from models.fresh_process import run_python
@@ -29,10 +31,10 @@ def make(folder, **options):
     return folder / "model"
 
 
-@pytest.fixture(params=SHARES, ids=str)
-def trained(request, tmp_path):
-    """Such a model."""
-    return make(tmp_path, **request.param)
+@pytest.fixture(params=SHARES, ids=str, scope="module")
+def trained(request, tmp_path_factory):
+    """Such a model, made once; nobody may change it."""
+    return make(tmp_path_factory.mktemp("trained"), **request.param)
 
 
 def give_values(folder, never_chosen=()):
@@ -70,6 +72,7 @@ def test_an_edited_checkpoint_is_the_model_that_was_edited_in_memory(tmp_path, c
 
 
 def test_a_chapter_that_is_never_chosen_is_pruned_and_appended_without_a_trace(tmp_path, chapters, trained):
+    trained = shutil.copytree(trained, tmp_path / "model")
     give_values(trained, never_chosen=[3])
     file, expected = tmp_path / "three.safetensors", logits(trained)
     assert chapters("prune", trained, "--chapters", "3", "--output", tmp_path / "pruned").status == 0

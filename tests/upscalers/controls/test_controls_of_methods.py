@@ -6,8 +6,10 @@ import torch
 from midus_hf.config.controls import controls_of
 from midus_hf.training.optim.freezing import set_trainable
 from tests.upscalers.checkpoints import config_of, load, logits
+from tests.upscalers.dense.requests import upscaled_config
 from tests.upscalers.methods import KINDS
-from upscalers.checkpoint.base_model import open_base
+from upscalers.architecture.families import family_of
+from upscalers.architecture.layer_tensors import memories_of
 from upscalers.runs.upscale import upscale
 
 METHODS = {method: KINDS[method]["options"] for method in ("midus-hml", "midus-pkm", "midus-linear", "moc")}
@@ -15,9 +17,10 @@ METHODS = {method: KINDS[method]["options"] for method in ("midus-hml", "midus-p
 METHODS["ultramem-v2"] = KINDS["ultramem-v2, ring"]["options"]
 
 
-def controls(folder):
-    """The controls of the one memory of a checkpoint."""
-    memories = open_base(folder).memories
+def controls(base, method):
+    """The controls of the one memory that a method gives a base."""
+    config = upscaled_config(config_of(base), method, options=METHODS[method])
+    memories = memories_of(family_of(config), config)
     (entry,) = memories.entries
     return controls_of(entry.options, memories.sizes, entry.layers)
 
@@ -26,8 +29,8 @@ def controls(folder):
 @pytest.mark.parametrize("method", sorted(METHODS))
 def test_a_control_by_options_computes_what_the_base_computes(method, control, family, shared_base, tmp_path):
     base = shared_base(family)
-    usual = upscale(base=base, method=method, output=tmp_path / "usual", options=METHODS[method], verify=False)
-    change = controls(tmp_path / "usual")[control]
+    usual = upscale(base=base, method=method, options=METHODS[method], dry_run=True)
+    change = controls(base, method)[control]
     options = {**METHODS[method], **change.options}
     report = upscale(base=base, method=method, output=tmp_path / "out", options=options)
     assert report.identity.checked == "logits" and report.identity.max_abs_diff == 0.0
@@ -41,7 +44,7 @@ def test_a_control_by_options_computes_what_the_base_computes(method, control, f
 @pytest.mark.parametrize("method", sorted(METHODS))
 def test_with_frozen_addresses_what_makes_values_trains_and_moves(method, family, shared_base, tmp_path):
     upscale(base=shared_base(family), method=method, output=tmp_path / "out", options=METHODS[method], verify=False)
-    change = controls(tmp_path / "out")["frozen-addresses"]
+    change = controls(shared_base(family), method)["frozen-addresses"]
     model = load(tmp_path / "out").train()
     set_trainable(model, list(change.trainable))
     training = {name.rpartition(".memor")[2] for name, p in model.named_parameters() if p.requires_grad}

@@ -1,6 +1,7 @@
 """`upscale shuffle`: which rows move, what stays as it was, what the result says of itself, and what is refused."""
 
 import json
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -29,24 +30,30 @@ def is_table(name: str) -> bool:
     return name.endswith(("value_bank", "value_table", ".bank"))
 
 
-def make(base: Path, folder: Path, kind: str, acting: bool = True) -> Path:
-    """An upscaled checkpoint, as training leaves it: with values in its tables, if it is acting."""
-    method, options = KINDS[kind]
-    upscale(base=base, method=method, output=folder, options=options, verify=False)
-    if acting:
-        generator = torch.Generator().manual_seed(1)
-        tensors = {
-            name: torch.randn(tensor.shape, generator=generator) if ".memor" in name else tensor
-            for name, tensor in read_tensors(folder).items()
-        }
-        save_file(tensors, folder / "model.safetensors", {"format": "pt"})
-    return folder
+@pytest.fixture(scope="module")
+def make(shared_base, tmp_path_factory):
+    """An upscaled checkpoint, as training leaves it: with values in its tables, if it is acting; nobody may change it."""
+
+    @cache
+    def made(kind: str, acting: bool = True) -> Path:
+        (method, options), folder = KINDS[kind], tmp_path_factory.mktemp("made") / "trained"
+        upscale(base=shared_base("llama"), method=method, output=folder, options=options, verify=False)
+        if acting:
+            generator = torch.Generator().manual_seed(1)
+            tensors = {
+                name: torch.randn(tensor.shape, generator=generator) if ".memor" in name else tensor
+                for name, tensor in read_tensors(folder).items()
+            }
+            save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+        return folder
+
+    return made
 
 
 @pytest.fixture(params=KINDS)
-def trained(request, base, tmp_path) -> Path:
+def trained(request, make) -> Path:
     """A checkpoint of each kind, in turn."""
-    return make(base, tmp_path / "trained", request.param)
+    return make(request.param)
 
 
 def moved_rows(before: torch.Tensor, after: torch.Tensor) -> list[int]:
@@ -74,8 +81,8 @@ def test_every_row_of_a_table_moves_and_nothing_else_changes(trained, tmp_path):
 
 
 @pytest.mark.parametrize("kind", ["attached", "shared"])
-def test_pre_values_stay_with_their_values_and_tables_of_other_layers_have_another_order(kind, base, tmp_path):
-    trained = make(base, tmp_path / "trained", kind)
+def test_pre_values_stay_with_their_values_and_tables_of_other_layers_have_another_order(kind, make, tmp_path):
+    trained = make(kind)
     shuffle(trained, tmp_path / "out")
     before, after = read_tensors(trained), read_tensors(tmp_path / "out")
     orders = {}
@@ -86,8 +93,8 @@ def test_pre_values_stay_with_their_values_and_tables_of_other_layers_have_anoth
     assert len({tuple(tables["value_table"]) for tables in orders.values()}) == len(orders) > 1
 
 
-def test_the_seed_decides(base, tmp_path):
-    trained = make(base, tmp_path / "trained", "inserted")
+def test_the_seed_decides(make, tmp_path):
+    trained = make("inserted")
     for name, seed in (("first", 3), ("again", 3), ("other", 4)):
         shuffle(trained, tmp_path / name, seed=seed)
     first, again, other = (
@@ -123,8 +130,8 @@ def test_the_result_says_that_it_was_shuffled(trained, tmp_path):
     assert "`upscale shuffle --seed 5`" in card and "starts from another function than its base" in card
 
 
-def test_shuffling_again_is_told_as_well(base, tmp_path):
-    trained = make(base, tmp_path / "trained", "inserted")
+def test_shuffling_again_is_told_as_well(make, tmp_path):
+    trained = make("inserted")
     shuffle(trained, tmp_path / "once", seed=1)
     shuffle(tmp_path / "once", tmp_path / "twice", seed=2)
     assert [one["seed"] for one in inspect_checkpoint(tmp_path / "twice")["shuffles"]] == [1, 2]
@@ -132,8 +139,8 @@ def test_shuffling_again_is_told_as_well(base, tmp_path):
     assert card.count("## Shuffled rows of values") == 1 and card.count("- `upscale shuffle --seed") == 2
 
 
-def test_where_all_values_are_zero_the_promise_stands(base, tmp_path):
-    made = make(base, tmp_path / "made", "inserted", acting=False)
+def test_where_all_values_are_zero_the_promise_stands(make, base, tmp_path):
+    made = make("inserted", acting=False)
     assert shuffle(made, tmp_path / "out")["same_function"] is True
     before, after = (record_of(folder) for folder in (made, tmp_path / "out"))
     assert {key: value for key, value in after.items() if key != "shuffles"} == before
@@ -148,10 +155,9 @@ def test_the_base_is_stripped_byte_for_byte(trained, base, tmp_path):
         assert (tmp_path / "stripped" / name).read_bytes() == (base / name).read_bytes()
 
 
-def test_shuffling_memories_of_the_base_is_warned_of_and_stays_in_what_strip_gives_back(base, tmp_path, command):
+def test_shuffling_memories_of_the_base_is_warned_of_and_stays_in_what_strip_gives_back(make, tmp_path, command):
     method, options = KINDS["inserted"]
-    make(base, tmp_path / "once", "attached")
-    upscale(base=tmp_path / "once", method=method, output=tmp_path / "twice", options=options, verify=False)
+    upscale(base=make("attached"), method=method, output=tmp_path / "twice", options=options, verify=False)
     done = command("shuffle", tmp_path / "twice", "--output", tmp_path / "out", "--json")
     assert done.status == 0 and done.json()["memories"] == ["ultramem", "headwise"]
     assert "what strip gives back will be shuffled too" in done.err
@@ -170,15 +176,15 @@ def test_a_checkpoint_of_two_files_keeps_them(tmp_path):
     ]
 
 
-def test_the_command_tells_what_it_did(base, tmp_path, command):
-    trained = make(base, tmp_path / "trained", "inserted")
+def test_the_command_tells_what_it_did(make, tmp_path, command):
+    trained = make("inserted")
     done = command("shuffle", trained, "--output", tmp_path / "out", "--seed", 7)
     assert done.status == 0
     assert "rows of 2 tables of values of headwise shuffled by seed 7; no row stayed where it was." in done.out
     assert "rows of values of headwise, seed 7" in command("inspect", tmp_path / "out").out
     done = command("shuffle", trained, "--output", tmp_path / "out")
     assert done.status == 2 and "exists" in done.err
-    made = make(base, tmp_path / "made", "inserted", acting=False)
+    made = make("inserted", acting=False)
     done = command("shuffle", made, "--output", tmp_path / "out", "--overwrite")
     assert done.status == 0 and "all are zero, so that the model computes what it did." in done.out
 

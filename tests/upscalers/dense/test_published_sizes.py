@@ -78,14 +78,6 @@ def test_every_recipe_plans_half_as_many_new_layers_as_its_base_has_or_attaches_
     )
 
 
-@pytest.mark.parametrize(
-    "method", ["solar", "llama-pro", "avg-deus", "lesa", "opt-deus", "midus-hml", "midus-pkm", "midus-linear", "moc"]
-)
-@pytest.mark.parametrize("base", SHORT_NAMES)
-def test_there_is_a_recipe_of_every_method_of_the_papers_for_both_bases(method, base):
-    assert any(name.startswith(f"{method}-{base}") for name in NAMES)
-
-
 @pytest.mark.parametrize("name", [name for name in NAMES if "release" in name])
 def test_a_recipe_of_a_release_is_the_preset_and_differs_from_the_methods_own(name):
     recipe, own = (
@@ -95,3 +87,11 @@ def test_a_recipe_of_a_release_is_the_preset_and_differs_from_the_methods_own(na
     assert recipe["options"] == {"preset": "release"}
     options_class = get_method(recipe["method"]).options_class
     assert parse_options(options_class, recipe["options"], name) != parse_options(options_class, own["options"], name)
+
+
+@pytest.mark.parametrize(
+    "method", ["solar", "llama-pro", "avg-deus", "lesa", "opt-deus", "midus-hml", "midus-pkm", "midus-linear", "moc"]
+)
+@pytest.mark.parametrize("base", SHORT_NAMES)
+def test_there_is_a_recipe_of_every_method_of_the_papers_for_both_bases(method, base):
+    assert any(name.startswith(f"{method}-{base}") for name in NAMES)

@@ -27,8 +27,7 @@ def solve(source, target, plan_scale="barycentric", tolerance=1e-9, max_iteratio
     return sinkhorn(source, target, reg, tolerance, max_iterations, plan_scale)
 
 
-@pytest.mark.parametrize("scale", [0.05, 0.3, 0.6], ids=lambda scale: f"scale {scale}")
-@pytest.mark.parametrize(("n", "m"), [(24, 24), (32, 20), (7, 30), (1, 5), (5, 1)])
+@pytest.mark.parametrize(("n", "m", "scale"), [(24, 24, 0.05), (32, 20, 0.6), (7, 30, 0.3), (1, 5, 0.3), (5, 1, 0.3)])
 def test_the_plan_is_the_one_of_a_plain_loop_in_the_log_domain(n, m, scale):
     source, target = rows(n, scale=scale), rows(m, scale=scale, seed=1)
     expected = sinkhorn_loop.plan(source, target, REGULARIZATION)
@@ -89,8 +88,7 @@ def test_columns_follow_rows():
             assert not torch.allclose(found.columns(values), found.rows(values.mT.flip(0)).mT)
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
-@pytest.mark.parametrize("scale", [15.0, 150.0, 1e4])
+@pytest.mark.parametrize(("scale", "dtype"), [(15.0, torch.float64), (1e4, torch.float32)], ids=str)
 def test_rows_however_far_apart_converge(dtype, scale):
     source = rows(48, 32, scale=scale, dtype=dtype)
     distances = torch.cdist(source, source).fill_diagonal_(torch.inf)
@@ -104,18 +102,17 @@ def test_rows_however_far_apart_converge(dtype, scale):
     assert shifted.matrix.isfinite().all() and shifted.rows(source).isfinite().all()
 
 
-@pytest.mark.parametrize("plan_scale", ["barycentric", "raw"])
-def test_too_few_iterations_leave_a_residual_that_is_told(plan_scale):
+def test_too_few_iterations_leave_a_residual_that_is_told():
     source, target = rows(40, scale=1.0), rows(40, scale=1.0, seed=1)
-    found = solve(source, target, plan_scale, max_iterations=1)
+    found = solve(source, target, max_iterations=1)
     assert found.iterations == 1 and found.residual > 1e-3
     raw = solve(source, target, "raw", max_iterations=1).matrix
     told = (raw.sum(0) - 1 / 40).abs().sum() + (raw.sum(1) - 1 / 40).abs().sum()
     assert found.residual == pytest.approx(told.item(), rel=1e-9)
-    assert solve(source, target, plan_scale).residual <= 1e-9
+    assert solve(source, target).residual <= 1e-9
 
 
-@pytest.mark.parametrize("limit", [20, 499, 1100])
+@pytest.mark.parametrize("limit", [20, 1100])
 def test_no_more_iterations_are_made_than_allowed(limit):
     found = solve(rows(40, scale=4.0), rows(40, scale=4.0, seed=1), tolerance=1e-14, max_iterations=limit)
     assert found.iterations == limit and found.residual > 1e-14
@@ -134,7 +131,7 @@ def test_a_long_search_asks_now_and_then_whether_to_go_on():
         sinkhorn(source, target, REGULARIZATION, 1e-14, 10**9, "raw", check)
 
 
-@pytest.mark.parametrize("n", [3, 40, 1500])
+@pytest.mark.parametrize("n", [3, 1500])
 def test_effective_sources_of_a_uniform_plan_are_all_and_of_a_permutation_one(n):
     same = torch.zeros(n, 4, dtype=torch.float64)
     assert solve(same, same).effective_sources == pytest.approx(n)
