@@ -124,19 +124,13 @@ class InferredFamily(Family):
 
 @dataclass(frozen=True)
 class _Built:
-    """Tensors and sizes of the model on the meta device.
+    """Tensors and sizes of the model on the meta device; only tensors that a checkpoint holds, by full name.
 
     Args:
-        sizes: Sizes that memories are built for.
-        tensors: Shape of each tensor that a checkpoint holds, by full name, in the model's order.
-        layers: Roles and shapes of the tensors of each layer that a checkpoint holds, by their name within the layer.
-        tied: Shape of each tensor that only repeats another, by full name.
-        buffers: Full names of the tensors that are no parameters.
-        layer_types: Types of the layers, if the config lists them; else None.
+        tied: Shape of each tensor that only repeats another.
         num_shared_layers: Number of last layers that take keys and values of earlier layers of their type.
         lists: Lists of the config that have a value for each layer, or that hold indices of layers, by key.
         names: Names of config values that have a second name, by the second name.
-        roles: What the modules of each layer do.
         settings: Values of the modules of each layer that are no tensors, such as the size of a window.
         is_converted: Whether transformers converts tensors when it loads a checkpoint, so that a model holds others.
     """

@@ -157,10 +157,7 @@ def _read_mixer(model_type: str, roles: LayerRoles, name: str, mixer: nn.Module)
 
 
 def _read_network(model_type: str, roles: LayerRoles, name: str, network: nn.Module) -> None:
-    """Add the roles of a feed-forward network's projections, or that the network is a mixture of experts.
-
-    What writes to the residual stream is known by its name alone, in experts as well (`LayerRoles.role`).
-    """
+    """Add the roles of a feed-forward network's projections but the last (see `LayerRoles.role`), or that it has experts."""
     if any(parameter.dim() > 2 for parameter in network.parameters()) or any(
         isinstance(module, nn.ModuleList) for module in network.modules()
     ):

@@ -173,11 +173,7 @@ def open_chapter_file(path: Path) -> ChapterFile:
 
 
 def _check_contents(file: ChapterFile, recorded: str | None) -> None:
-    """Compare a file with its recorded digest, and check that all of its numbers are finite.
-
-    Raises:
-        RequestError: If the file was altered, or a number is not finite.
-    """
+    """Refuse a file that differs from its recorded digest, or that has a number which is not finite."""
     try:
         digest = None if recorded is None else _digest(file.path)[0]
     except ValueError:  # its header has the digest, but not as `export` writes it

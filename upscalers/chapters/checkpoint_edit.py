@@ -134,11 +134,7 @@ _HEADING = "## Edited chapters"
 
 
 def _edited_config(config: Config, memory: str, options: ChaptersOptions, edit: Edit) -> Config:
-    """Return the config after an edit, with the edit recorded.
-
-    If the memory belongs to the base of an upscaling, the base's config in the entry of that upscaling is changed as
-    well, so that `strip` writes a model whose config fits its tensors.
-    """
+    """Return the config after an edit, with the edit recorded."""
     config = copy.deepcopy(config)
     for entry in config.get("memory") or []:
         if entry.get("type") == options.type and entry.get("name", options.type) == memory:
@@ -146,6 +142,7 @@ def _edited_config(config: Config, memory: str, options: ChaptersOptions, edit: 
             if has_config_entry(config):
                 record = config[CONFIG_KEY]
                 record[EDITS_KEY] = [*(record.get(EDITS_KEY) or []), edit]
+                # If the memory belongs to the base, `strip` writes a model whose config fits its tensors.
                 record["base_config"] = _edited_config(record["base_config"], memory, options, edit)
     return config
 

@@ -21,13 +21,7 @@ _ROWS_AT_ONCE = 1 << 12
 
 @dataclass(frozen=True)
 class _Rounded(Recipe):
-    """Recipe for one of the two parts of a rounded table: the integers or the scales of its rows.
-
-    Args:
-        source: Full name of the table in the model.
-        bits: Bits per integer, 8 or 4.
-        part: `"integers"` or `"scales"`.
-    """
+    """Recipe for one of the two parts of a rounded table: the integers or the scales of its rows."""
 
     source: str
     bits: int

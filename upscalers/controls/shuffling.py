@@ -143,11 +143,7 @@ def _holds_anything(tensor: StoredTensor) -> bool:
 
 
 def _shuffled_config(config: Config, shuffle: Shuffle) -> Config:
-    """Return the config with the shuffle recorded.
-
-    If the base is an upscaled model too, its config, which `strip` restores, records the shuffle of the base's own
-    memories as well: `strip` leaves their rows shuffled.
-    """
+    """Return the config with the shuffle recorded, and in its base's config that of the base's own memories."""
     config = copy.deepcopy(config)
     names = {entry.get("name", entry["type"]) for entry in config.get("memory") or []}
     own = [name for name in shuffle["memories"] if name in names]
@@ -159,10 +155,7 @@ def _shuffled_config(config: Config, shuffle: Shuffle) -> Config:
 
 
 def _shuffled_record(record: dict[str, Any], shuffle: Shuffle) -> dict[str, Any]:
-    """Return the content of `upscale.json` with the shuffle recorded.
-
-    Unless all shuffled values are zero, the result no longer says that the model computes what its base computes.
-    """
+    """Return the content of `upscale.json` with the shuffle recorded, without the promise unless all values are zero."""
     changed = {**record, SHUFFLES_KEY: [*(record.get(SHUFFLES_KEY) or []), shuffle]}
     if not shuffle["same_function"]:
         changed |= {"identity": {"checked": None, "max_abs_diff": None}, "promises_identity": False}

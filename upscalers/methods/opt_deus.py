@@ -223,10 +223,7 @@ class BlockFusion(Solver):
         workplace.progress.end(self.label)
 
     def _attention(self, workplace: Workplace) -> "Generator[tuple[str, torch.Tensor], None, torch.Tensor | None]":
-        """Yield the tensors of query, key and value.
-
-        Return the source row of each query row if whole heads were matched, else None.
-        """
+        """Yield tensors of query, key and value; return the source row of each query row, or None if rows are not permuted."""
         plans = self._head_plans(workplace) if self._options.head_aware else {}
         for role in ("query", "key", "value"):
             previous, following = self._pair(workplace, role)
@@ -340,10 +337,8 @@ class BlockFusion(Solver):
             yield bias.key, ((carried + other) / 2).cpu()
 
     def _mlp_norm(self, residual: "Transport", workplace: Workplace) -> "Iterator[tuple[str, torch.Tensor]]":
-        """Yield the norm in front of the feed-forward network.
-
-        The norm reads the residual stream, so the previous layer's gain is half mapped and half unchanged.
-        """
+        """Yield the norm in front of the feed-forward network."""
+        # The norm reads the residual stream, so the previous layer's gain is half mapped and half unchanged.
         name = self._norms.get("mlp_norm")
         if name is not None:
             offset = self._tensors[name].offset or 0.0

@@ -53,10 +53,7 @@ def follow_plan(base: BaseModel, plan: Plan) -> Config:
 
 
 def _followed_layers(base: BaseModel, plan: Plan, entry: MemoryEntry) -> dict[str, list[int]]:
-    """Return the `layers` and, for a memory that skips layers, the `into` of a base memory in the upscaled model.
-
-    A memory stays with every copy of each layer that has it in the base.
-    """
+    """Return the `layers` of a base memory, every copy of the layers that have the memory, and where it skips to, `into`."""
     taken = [
         (index, layer.index)
         for index, layer in enumerate(plan.layers)

@@ -7,7 +7,7 @@ from tiny import NATIVE_FAMILIES
 
 from tests.upscalers.checkpoints import logits, read_tensors, same_bits, same_tensors, save_base, write_tensors
 from tests.upscalers.dense.requests import upscaled
-from tests.upscalers.methods import KINDS, PLAIN
+from tests.upscalers.methods import KINDS
 from upscalers.runs.strip import strip
 from upscalers.runs.upscale import upscale
 
@@ -69,7 +69,11 @@ def test_tensors_that_the_architecture_does_not_have_come_back_and_are_warned_of
     assert (outcome.status, outcome.err.strip()) == (0, f"upscale: warning: {said}")
 
 
-@pytest.mark.parametrize(("method", "family"), in_turn(PLAIN, NATIVE_FAMILIES))
+# Of each way to make new tensors one.
+METHODS = ["llama-pro", "opt-deus", "lesa", "midus-hml", "moc", "ultramem-v2", "hier-ffn"]
+
+
+@pytest.mark.parametrize(("method", "family"), in_turn(METHODS, NATIVE_FAMILIES))
 def test_names_without_a_prefix_stay_so_and_mean_the_same(method, family, shared_base, tmp_path):
     bases = {"out": save_base(tmp_path / "base", family, prefix=""), "usual": shared_base(family)}
     for name, base in bases.items():
