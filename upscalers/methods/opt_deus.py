@@ -194,7 +194,9 @@ class BlockFusion(Solver):
     def recipes(self) -> dict[str, Recipe]:
         """Return the recipes of the tensors that the solver makes, by their name within the layer."""
         made = [each for each in (*self._weights.values(), *self._biases.values()) if each.role not in self._filled]
-        norms = {name: Solved(self._tensors[name].shape, self, name) for name in self._norms.values()}
+        norms: dict[str, Recipe] = {
+            name: Solved(self._tensors[name].shape, self, name) for name in self._norms.values()
+        }
         return norms | stacked(self._tensors, [(each, Solved(each.shape, self, each.key)) for each in made])
 
     def solve(self, workplace: Workplace) -> "Iterator[tuple[str, torch.Tensor]]":

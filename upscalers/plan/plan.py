@@ -132,7 +132,7 @@ class Plan:
         A base layer is `{"base": i}`. A new layer is `{"previous": i, "next": j, "sources": [...]}`, with
         `"coefficients"` if there are any and `"period"` if it is more than 1.
         """
-        plain = []
+        plain: list[dict[str, Any]] = []
         for layer in self.layers:
             if isinstance(layer, Base):
                 plain.append({"base": layer.index})
@@ -150,12 +150,12 @@ class Plan:
         cls, layers: Iterable[Mapping[str, Any]], num_base_layers: int, new_memories: Iterable[str] = ()
     ) -> "Plan":
         """Read the list that `to_list` returned; the names of attached memories are passed separately."""
-        read = [
-            Base(layer["base"])
-            if "base" in layer
-            else New(**{key: tuple(value) if isinstance(value, list) else value for key, value in layer.items()})
-            for layer in layers
-        ]
+        read: list[Base | New] = []
+        for layer in layers:
+            values: dict[str, Any] = {
+                key: tuple(value) if isinstance(value, list) else value for key, value in layer.items()
+            }
+            read.append(Base(layer["base"]) if "base" in layer else New(**values))
         return cls(tuple(read), num_base_layers, tuple(new_memories))
 
 

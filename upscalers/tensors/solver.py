@@ -125,9 +125,7 @@ def solved_parts(recipe: Recipe) -> tuple[Solved, ...]:
     return (recipe,) if isinstance(recipe, Solved) else ()
 
 
-def stacked(
-    tensors: Mapping[str, LayerTensor], parts: Iterable[tuple[Projection, Solved]]
-) -> dict[str, Solved | Stacked]:
+def stacked(tensors: Mapping[str, LayerTensor], parts: Iterable[tuple[Projection, Solved]]) -> dict[str, Recipe]:
     """Return the recipes of a layer's tensors, by name, whose projections solvers make; projections of one tensor are stacked."""
     by_name: dict[str, list[Solved]] = {}
     for projection, part in parts:
