@@ -9,8 +9,8 @@ import os
 import sys
 from pathlib import Path
 
-from benchmarks.gpu.steps import FURTHER_STEPS, SECONDS, STEPS
-from benchmarks.kernels.targets import MOST_SHARED_MEMORY
+from benchmarks.gpu.run import FURTHER_STEPS, SECONDS, STEPS
+from benchmarks.kernels.bounds import MOST_SHARED_MEMORY
 from benchmarks.models.points import CONFIGS, METHODS, PHASES
 from benchmarks.ops.shapes import MODES, SHAPES
 from benchmarks.options import add_device, add_results, add_resumption, numbers, prepare_device, words
@@ -76,7 +76,7 @@ def _add_ops(commands: argparse._SubParsersAction) -> None:
         description="Compare implementations of ops; rows are appended to ops.csv. Ends with status 1 if one of them is "
         "wrong or fails; that one gets no timing.",
     )
-    parser.set_defaults(module="benchmarks.ops.run")
+    parser.set_defaults(module="benchmarks.ops.bench")
     add_device(parser)
     parser.add_argument("--ops", type=words, help="default: all, most important first")
     parser.add_argument("--providers", type=words, help="default: all")

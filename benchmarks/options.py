@@ -27,11 +27,7 @@ def add_device(parser: argparse.ArgumentParser) -> None:
 
 
 def prepare_device(arguments: argparse.Namespace) -> None:
-    """Make Triton interpret the kernels of a rehearsal. This must run before kernels are imported.
-
-    Raises:
-        SystemExit: If the rows of a rehearsal would be stored beside measured rows.
-    """
+    """Make Triton interpret the kernels of a rehearsal. This must run before kernels are imported."""
     if arguments.rehearse:
         if arguments.results == RESULTS:
             raise SystemExit(

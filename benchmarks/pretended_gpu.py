@@ -5,6 +5,7 @@ objects (events, streams, graphs, memory) have stand-ins; the stand-in of a capt
 repeats them. Sizes should be tiny, and times mean nothing.
 """
 
+import argparse
 import contextlib
 import time
 from collections.abc import Iterator
@@ -18,7 +19,7 @@ from torch.profiler import ProfilerActivity
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from benchmarks import profile, timing
+from benchmarks import timing
 from benchmarks.interpreter import mended_interpreter
 
 # Name of the device, also in rows. It must name an H200, whose roofline is known.
@@ -42,6 +43,16 @@ def pretended_gpu() -> Iterator[None]:
         stack.enter_context(_OnTheCpu())
         stack.enter_context(op_choices(backend="triton" if HAS_TRITON else "auto"))
         yield
+
+
+@contextlib.contextmanager
+def chosen_device(arguments: argparse.Namespace) -> Iterator[str]:
+    """Yield `"cpu"` or `"cuda"`, as the options of `add_device` choose; a pretended GPU exists while the context lasts."""
+    if arguments.rehearse:
+        with pretended_gpu():
+            yield "cuda"
+    else:
+        yield arguments.device if arguments.device != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
 
 
 class _OnTheCpu(TorchFunctionMode):
@@ -174,8 +185,8 @@ def _stand_ins() -> list[tuple[Any, str, Any]]:
     return [
         *((torch.cuda, name, stand_in) for name, stand_in in cuda.items()),
         (torch, "Generator", _Generator),
-        (profile, "_activities", lambda device: [ProfilerActivity.CPU]),
-        (profile, "_is_kernel", lambda event: True),
+        (timing, "_activities", lambda device: [ProfilerActivity.CPU]),
+        (timing, "_is_kernel", lambda event: True),
         (timing, "_FLUSHED_BYTES", 1 << 10),
         (timing, "_FEWEST_ROUNDS", 1),
         (torch, "compile", lambda function=None, **keywords: function),

@@ -6,10 +6,19 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
-from benchmarks.device import require_working
-from benchmarks.profile import FILE as PROFILE_FILE
-from benchmarks.profile import KernelTime, kernels, write_profile
-from benchmarks.timing import Task, Timing, interleaved, is_out_of_memory, release_memory
+import torch
+
+from benchmarks.timing import (
+    PROFILES,
+    KernelTime,
+    Task,
+    Timing,
+    interleaved,
+    is_out_of_memory,
+    kernels,
+    release_memory,
+    write_profile,
+)
 from benchmarks.tracked import Run, append, resumed, rows_of, this_run
 
 Case = TypeVar("Case")
@@ -19,40 +28,50 @@ class Recorded:
     """Rows and failures of a run.
 
     Args:
-        run: Columns that all rows share.
         device: `"cpu"` or `"cuda"`.
         results: Folder of the CSV; None to store nothing.
         file: Name of the CSV.
-        goes_on: Whether to resume an earlier run. Default: False.
+        identity: Columns that tell a row from the run's other rows.
+        resume: Whether to resume the newest run in the CSV with equal commit, machine, device and versions, if there is one.
+            Default: False.
+        run: Columns that all rows share. Default: a run that begins now.
     """
 
-    def __init__(self, run: Run, device: str, results: Path | None, file: str, goes_on: bool = False):
-        self.run, self.device, self.results, self.file = run, device, results, file
-        self.troubles: list[str] = []
-        # Rows that a resumed run already has.
-        self.before: list[dict[str, str]] = self.rows() if goes_on else []
-        # Subjects of the profiles that a resumed run already has.
+    def __init__(
+        self,
+        device: str,
+        results: Path | None,
+        file: str,
+        identity: Sequence[str],
+        resume: bool = False,
+        run: Run | None = None,
+    ):
+        self.device, self.results, self.file, self.identity = device, results, file, identity
+        self.run = run or this_run(device)
+        # Rows and subjects of profiles that a resumed run already has.
+        self.before: list[dict[str, str]] = []
         self.profiled: set[str] = set()
-        if goes_on and results is not None:
-            self.profiled |= {row["subject"] for row in rows_of(run, results / PROFILE_FILE)}
-
-    @classmethod
-    def begun(cls, device: str, results: Path | None, file: str, resume: bool) -> "Recorded":
-        """Begin a run, or resume the newest run in the CSV with equal commit, machine, device and versions.
-
-        Args:
-            device: `"cpu"` or `"cuda"`.
-            results: Folder of the CSV; None to store nothing.
-            file: Name of the CSV.
-            resume: Whether to resume. Without a matching run a new one begins.
-        """
-        run = this_run(device)
         if device == "cuda":
             # Every launch after a profile is a little slower, so a profile comes first, which slows all rows alike.
             kernels(lambda: None, device)
-        if not resume or results is None:
-            return cls(run, device, results, file)
-        return cls(resumed(run, results / file), device, results, file, goes_on=True)
+        if resume and results is not None:
+            self.run = resumed(self.run, results / file)
+            self.before = self.rows()
+            self.profiled = {row["subject"] for row in rows_of(self.run, results / PROFILES)}
+            how = f"goes on with the run of {self.run.date}, which has {len(self.before)} rows"
+            say(how if self.before else "no run to go on with")
+        # Whether `measure_all` left out cases for lack of time.
+        self.is_late = False
+        self.measured = set(map(self.key, self.before))
+        self.troubles = [
+            f"{' '.join(self.key(row))}: {row['status']} before"
+            for row in self.before
+            if row["status"] in ("refused", "failed")
+        ]
+
+    def key(self, values: Mapping[str, Any]) -> tuple[str, ...]:
+        """Return the identity of a row, as text."""
+        return tuple(str(values[name]) for name in self.identity)
 
     def rows(self) -> list[dict[str, str]]:
         """Return the rows that the run has in its CSV, as text."""
@@ -64,16 +83,11 @@ class Recorded:
             append(rows, self.results / self.file)
 
     def measure_all(self, cases: Sequence[Case], measure: Callable[[Case], None], budget: float | None) -> int:
-        """Measure one case after the other while time is left; return 1 if a result was wrong or a measurement failed, else 0.
-
-        Args:
-            cases: Cases to measure, most important first.
-            measure: Function that measures a case.
-            budget: Seconds after which no further case begins; None for no limit.
-        """
+        """Measure one case after the other until `budget` seconds are spent; return 1 if something was wrong or failed, else 0."""
         began = time.perf_counter()
         for number, case in enumerate(cases):
             if budget is not None and time.perf_counter() - began > budget:
+                self.is_late = True
                 say(f"out of time; not measured: {', '.join(map(str, cases[number:]))}")
                 break
             measure(case)
@@ -89,16 +103,10 @@ class Recorded:
     def timed(
         self, what: str, tasks: Mapping[str, Task], seconds: float, failed: Callable[[str, Exception], None]
     ) -> dict[str, Timing]:
-        """Time all tasks in turns. If a task fails, for example because memory runs out, time each task alone.
+        """Time all tasks in turns; return the timings of the tasks that succeeded, by name.
 
-        Args:
-            what: Name of all tasks together, for messages.
-            tasks: Tasks by name.
-            seconds: Time for all tasks together.
-            failed: Called with the name and the error of a task that fails alone.
-
-        Returns:
-            Timings by name, of the tasks that succeeded.
+        If a task fails, for example because memory runs out, each task is timed alone, and `failed` is called with the name and
+        the error of a task that fails alone.
         """
         if not tasks:
             return {}
@@ -118,14 +126,7 @@ class Recorded:
     def profile(
         self, benchmark: str, subject: str, run: Callable[[], list[KernelTime]], is_kept: bool = True
     ) -> list[KernelTime]:
-        """Profile a run, store its kernels and return them. If profiling fails, return an empty list.
-
-        Args:
-            benchmark: Name of the benchmark, such as `"ops"` or `"model"`.
-            subject: Name of the profiled work, for people.
-            run: Function that profiles and returns the kernels.
-            is_kept: Whether to store the kernels. Default: True.
-        """
+        """Profile a run, store its kernels if `is_kept`, and return them. If profiling fails, return an empty list."""
         try:
             kernel_times = run()
         except Exception as error:
@@ -141,16 +142,7 @@ class Recorded:
         say(message)
 
     def failed(self, subject: str, error: Exception, row_of: Callable[[str], Any]) -> None:
-        """Record work that could not run. Too little memory is a result; any other error counts as a failure.
-
-        Args:
-            subject: Name of the work, for messages.
-            error: Error that ended the work.
-            row_of: Function that makes a row from the status.
-
-        Raises:
-            SystemExit: If the device can no longer compute.
-        """
+        """Record work that could not run, with a row from its status. Too little memory is a result; other errors are failures."""
         status = status_of(error)
         if status == "failed":
             self.trouble(f"{subject}: {in_words(error)}")
@@ -162,12 +154,20 @@ class Recorded:
     def recover(self, error: BaseException) -> None:
         """Free the memory that an error holds, and check that the device still computes.
 
+        A read outside of memory or a broken capture spoils a GPU for the whole process: every later call fails as well, and the
+        rows of these failures would keep a resumed run from measuring the cases.
+
         Raises:
             SystemExit: If the device can no longer compute.
         """
         for one in _chain(error):
             one.__traceback__ = None  # a traceback holds the tensors of its frames
-        require_working(self.device)
+        if self.device == "cuda":
+            try:
+                torch.randint(2, (1,), device=self.device).item()  # after a broken capture, random numbers fail
+            except RuntimeError as broken:
+                line = (str(broken).splitlines() or [""])[0]
+                raise SystemExit(f"the GPU is of no more use to this process ({line}); go on with --resume.") from None
         release_memory(self.device)
 
 
@@ -190,17 +190,7 @@ def say(message: str) -> None:
 
 
 def require_known(names: Sequence[str] | None, known: Any, what: str, expected: str = "one") -> None:
-    """Check that all names are known.
-
-    Args:
-        names: Names to check; None for none.
-        known: Collection of known names.
-        what: Singular noun for a name, for the message.
-        expected: Word in front of the known names in the message. Default: `"one"`.
-
-    Raises:
-        SystemExit: If a name is unknown.
-    """
+    """End the program if a name is not known."""
     for name in names or ():
         if name not in known:
             raise SystemExit(f"{what} is {name!r}; expected {expected} of {', '.join(known)}.")

@@ -46,14 +46,7 @@ def short_run_columns() -> Row:
 
 
 def tell(rows: Iterable[Row], columns: Mapping[str, Cell], results: Path | None, run: Row) -> list[Row]:
-    """Print rows as a Markdown table and append them to a CSV, each as soon as it is measured; return all rows.
-
-    Args:
-        rows: Iterable that measures while it is read.
-        columns: Cells by heading.
-        results: The CSV file; None to store nothing.
-        run: Columns that all rows share, from `run_columns` or `short_run_columns`.
-    """
+    """Print rows as a Markdown table and append them to a CSV, each as soon as it is measured; return all rows."""
     print(f"| {' | '.join(columns)} |\n{'|---' * len(columns)}|", flush=True)
     shown = []
     for row in rows:

@@ -1,14 +1,20 @@
-"""Measure the time and memory of a call, on a CPU or a GPU."""
+"""Measure the time, the memory and the kernels of a call, on a CPU or a GPU."""
 
 import gc
 import math
 import statistics
 import time
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
+from torch.autograd import DeviceType
+from torch.autograd.profiler_util import FunctionEvent
+from torch.profiler import ProfilerActivity, profile
+
+from benchmarks.tracked import Run, append
 
 # Bytes written between runs on a GPU to flush its caches: more than any cache holds.
 _FLUSHED_BYTES = 1 << 29
@@ -35,13 +41,9 @@ _SLEEPS = 2
 class Lap:
     """Times of one run, in milliseconds.
 
-    Args:
-        ms: Time of the device alone on a GPU, wall time on a CPU.
-        host_ms: Wall time until all work was issued, on a GPU whose host never waits for a sleeping device. Default:
-            None, on a CPU.
-        wall_ms: Wall time from an idle device to the end of all work, on a GPU. Default: None, on a CPU.
-        queued: Whether all work was issued before the device began. If not, `ms` includes waiting for the host.
-            Default: True.
+    `ms` is the time of the device alone on a GPU, wall time on a CPU. On a GPU, `host_ms` is the wall time until all work was
+    issued, and `wall_ms` the wall time from an idle device to the end. `queued` says whether all work was issued before the
+    device began; if not, `ms` includes waiting for the host.
     """
 
     ms: float
@@ -52,17 +54,7 @@ class Lap:
 
 @dataclass(frozen=True)
 class Timing:
-    """Times over all runs of a task, in milliseconds.
-
-    Args:
-        median_ms: Median time of the device alone on a GPU, median wall time on a CPU.
-        p20_ms: 20th percentile of the same time.
-        p80_ms: 80th percentile of the same time.
-        runs: Number of runs.
-        host_ms: Median time until all work was issued, on a GPU. Default: None, on a CPU.
-        wall_ms: Median wall time, on a GPU. Default: None, on a CPU, where `median_ms` is the wall time.
-        queued: Whether the device never waited for the host, in any run. Default: True.
-    """
+    """Median and percentiles of `Lap.ms` over all runs of a task, and medians of the other times; `queued` of every run."""
 
     median_ms: float
     p20_ms: float
@@ -91,12 +83,7 @@ class Timing:
 
 @dataclass(frozen=True)
 class Task:
-    """Call to time.
-
-    Args:
-        run: The call. It gets the result of `prepare`.
-        prepare: Preparation before each run, which is not timed. Default: does nothing and returns None.
-    """
+    """Call to time. Before each run `prepare` is called, which is not timed, and `run` gets its result."""
 
     run: Callable[[Any], object]
     prepare: Callable[[], Any] = lambda: None
@@ -109,9 +96,6 @@ class Stopwatch:
     host. Therefore each lap on a GPU runs twice, with flushed caches. The first run begins on an idle device and is
     timed by the clock. In the second run the device first sleeps, for longer than the host just needed, so that all
     launches of the call are queued before its events begin.
-
-    Args:
-        device: `"cpu"` or `"cuda"`.
     """
 
     def __init__(self, device: str):
@@ -162,15 +146,7 @@ class Stopwatch:
 def interleaved(
     tasks: Mapping[str, Task], device: str, *, seconds: float, fewest: int | None = None, most: int = 100
 ) -> dict[str, Timing]:
-    """Time tasks in turns, round after round, so that a disturbance hits all tasks alike; return the timings by name.
-
-    Args:
-        tasks: Tasks by name.
-        device: `"cpu"` or `"cuda"`.
-        seconds: Time for all tasks together, which decides the number of rounds.
-        fewest: Least number of rounds. Default: 5.
-        most: Largest number of rounds. Default: 100.
-    """
+    """Time tasks in turns, round after round, so that a disturbance hits all tasks alike; return the timings by name."""
     stopwatch = Stopwatch(device)
     began = time.perf_counter()
     for task in tasks.values():
@@ -237,3 +213,49 @@ def percentile(ordered: list[float], percent: float) -> float:
 def is_out_of_memory(error: BaseException) -> bool:
     """Return whether an error says that an allocation failed, on a GPU or on a CPU."""
     return isinstance(error, torch.OutOfMemoryError | MemoryError) or "can't allocate memory" in str(error)
+
+
+# File of profiles.
+PROFILES = "profile.csv"
+
+
+@dataclass(frozen=True)
+class KernelTime:
+    """Launches of one kernel and their time on the device in microseconds; on a CPU, calls of an operator and its own time."""
+
+    kernel: str
+    launches: int
+    device_us: float
+
+
+def kernels(run: Callable[[], object], device: str) -> list[KernelTime]:
+    """Profile one call, which was warmed up before, and return its kernels, the slowest first.
+
+    On a GPU, copies and fills count as kernels because they are launched like kernels, and every kernel that a replayed
+    CUDA graph launches counts.
+    """
+    with profile(activities=_activities(device)) as profiler:
+        run()
+        synchronize(device)
+    by_name: dict[str, KernelTime] = {}
+    for event in profiler.events():
+        if device == "cuda" and not _is_kernel(event):
+            continue
+        before = by_name.get(event.name, KernelTime(event.name, 0, 0.0))
+        time = event.self_device_time_total if device == "cuda" else event.self_cpu_time_total
+        by_name[event.name] = KernelTime(event.name, before.launches + 1, before.device_us + time)
+    return sorted(by_name.values(), key=lambda kernel: (-kernel.device_us, kernel.kernel))
+
+
+def _activities(device: str) -> list[ProfilerActivity]:
+    return [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if device == "cuda" else [])]
+
+
+def _is_kernel(event: FunctionEvent) -> bool:
+    return event.device_type == DeviceType.CUDA and not event.is_user_annotation
+
+
+def write_profile(this: Run, results: Path, benchmark: str, subject: str, times: list[KernelTime]) -> None:
+    """Append the kernels of a profile to `profile.csv`, one per row."""
+    shared = {**asdict(this), "benchmark": benchmark, "subject": subject}
+    append([{**shared, **asdict(one), "device_us": round(one.device_us, 3)} for one in times], results / PROFILES)

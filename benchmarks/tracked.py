@@ -119,11 +119,7 @@ def rows_of(this: Run, results: Path) -> list[dict[str, str]]:
 
 
 def append(rows: Sequence[Any], results: Path) -> None:
-    """Append rows, dataclasses or mappings, to a CSV. A new file gets a header.
-
-    Raises:
-        ValueError: If the CSV has other columns.
-    """
+    """Append rows, dataclasses or mappings, to a CSV. A new file gets a header."""
     if not rows:
         return
     results.parent.mkdir(parents=True, exist_ok=True)

@@ -23,7 +23,11 @@ from datetime import date
 from pathlib import Path
 from typing import Any
 
-from tracked import MACHINE, RESULTS, append, commit
+sys.path[0] = str(
+    Path(__file__).parents[1]
+)  # of a script, its own folder, whose modules have names that packages have too
+
+from benchmarks.tracked import MACHINE, RESULTS, append, commit  # noqa: E402
 
 UPSCALE_RESULTS = RESULTS / "upscale.csv"
 SOLVER_RESULTS = RESULTS / "solvers.csv"
@@ -32,57 +36,29 @@ SOLVER_RESULTS = RESULTS / "solvers.csv"
 Row = dict[str, Any]
 
 
-def make_checkpoint(folder: Path, gigabytes: float, shard_gigabytes: float = 1.0) -> None:
-    """Write a bfloat16 Llama of about `gigabytes` GB with finite random weights, in shards of about `shard_gigabytes` GB."""
+def make_checkpoint(folder: Path, gigabytes: float) -> None:
+    """Write a bfloat16 Llama of about `gigabytes` GB with random weights, in shards of 1 GB."""
     import torch
-    from safetensors.torch import save_file
+    from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
-    from upscalers.architecture.families import FAMILIES
-
-    config = {
-        "architectures": ["LlamaForCausalLM"],
-        "model_type": "llama",
-        "hidden_size": 2048,
-        "intermediate_size": 8192,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 8,
-        "num_hidden_layers": 1,
-        "vocab_size": 32000,
-        "rms_norm_eps": 1e-5,
-        "tie_word_embeddings": True,
-        "dtype": "bfloat16",
-    }
-    family = FAMILIES["llama"]
-    layer = {name: tensor.shape for name, tensor in family.layer_tensors(config).items()}
-    outer = family.outer_tensors(config)
-    layer_bytes = 2 * sum(torch.Size(shape).numel() for shape in layer.values())
-    outer_bytes = 2 * sum(torch.Size(shape).numel() for shape in outer.values())
-    layers = max(2, round((gigabytes * 1e9 - outer_bytes) / layer_bytes / 2) * 2)
-    config["num_hidden_layers"] = layers
-    names = [(name, shape) for name, shape in outer.items() if "embed" in name]
-    names += [(f"model.layers.{index}.{name}", shape) for index in range(layers) for name, shape in layer.items()]
-    names += [(name, shape) for name, shape in outer.items() if "embed" not in name]
-    folder.mkdir(parents=True)
-    shards: list[dict[str, torch.Tensor]] = []
-    weight_map: dict[str, str] = {}
-    generator = torch.Generator().manual_seed(0)
-    shard: dict[str, torch.Tensor] = {}
-
-    def flush() -> None:
-        file = f"model-{len(shards) + 1:05d}.safetensors"
-        save_file(shard, folder / file, metadata={"format": "pt"})
-        weight_map.update(dict.fromkeys(shard, file))
-        shards.append({})
-        shard.clear()
-
-    for name, shape in names:
-        shard[name] = torch.empty(shape, dtype=torch.bfloat16).uniform_(-0.02, 0.02, generator=generator)
-        if sum(tensor.numel() for tensor in shard.values()) * 2 > shard_gigabytes * 1e9:
-            flush()
-    if shard:
-        flush()
-    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
-    (folder / "config.json").write_text(json.dumps(config, indent=2))
+    config = LlamaConfig(
+        hidden_size=2048,
+        intermediate_size=8192,
+        num_attention_heads=32,
+        num_key_value_heads=8,
+        num_hidden_layers=1,
+        vocab_size=32000,
+        tie_word_embeddings=True,
+        dtype="bfloat16",
+    )
+    with torch.device("meta"):
+        one = LlamaForCausalLM(config)
+    layer_bytes = 2 * sum(parameter.numel() for parameter in one.model.layers.parameters())
+    outer_bytes = 2 * one.num_parameters() - layer_bytes
+    config.num_hidden_layers = max(2, round((gigabytes * 1e9 - outer_bytes) / layer_bytes / 2) * 2)
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    model.save_pretrained(folder, max_shard_size="1GB")
 
 
 def mergekit_recipe(method: str, base: Path, layers: int) -> dict | None:
@@ -105,11 +81,7 @@ def mergekit_recipe(method: str, base: Path, layers: int) -> dict | None:
 
 
 def timed(command: list[str]) -> tuple[float, float]:
-    """Run a process to its end; return its wall time in seconds and its peak of resident memory in GB.
-
-    Raises:
-        SystemExit: If the process fails.
-    """
+    """Run a process to its end; return its wall time in seconds and its peak of resident memory in GB."""
     os.sync()
     started = time.perf_counter()
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
@@ -138,38 +110,31 @@ def bench(
 ) -> Row:
     """Time in turns a command that writes `output`, its start-up, its imports alone and a copy of the output."""
     times: dict[str, list[float]] = {"start_up": [], "imports": [], "wall": [], "copy": [], "peak": []}
+    copy = output.with_name("copy")
     for _ in range(rounds):
         shutil.rmtree(output, ignore_errors=True)
-        times["start_up"].append(timed(start_up)[0] if start_up else 0.0)
-        times["imports"].append(timed(imports)[0])
-        wall, peak = timed([*command])
-        copy = output.with_name("copy")
+        started = timed(start_up)[0] if start_up else 0.0
+        imported = timed(imports)[0]
+        wall, peak = timed(command)
         copied, _ = timed(["sh", "-c", f"cp -r '{output}' '{copy}' && sync"])
         shutil.rmtree(copy)
-        for name, value in (("wall", wall), ("copy", copied), ("peak", peak)):
+        for name, value in zip(times, (started, imported, wall, copied, peak), strict=True):
             times[name].append(value)
-        print(
-            f"{tool} {method}: {wall:.1f} s, start-up {times['start_up'][-1]:.1f} s, copy {copied:.1f} s",
-            file=sys.stderr,
-        )
-    start_up, of_imports, wall, copies = (times[name] for name in ("start_up", "imports", "wall", "copy"))
+        print(f"{tool} {method}: {wall:.1f} s, start-up {started:.1f} s, copy {copied:.1f} s", file=sys.stderr)
 
     def ratio(left_out: list[float]) -> float:
-        pairs = zip(wall, left_out, copies, strict=True)
-        return round(statistics.median((total - without) / copy for total, without, copy in pairs), 2)
+        rows = zip(times["wall"], left_out, times["copy"], strict=True)
+        return round(statistics.median((wall - without) / copied for wall, without, copied in rows), 2)
 
     return {
         **_of_run(method, base),
         "tool": tool,
         "output_gb": round(folder_gigabytes(output), 2),
         "rounds": rounds,
-        "start_up_s": round(statistics.median(start_up), 2),
-        "imports_s": round(statistics.median(of_imports), 2),
-        "wall_s": round(statistics.median(wall), 2),
-        "copy_s": round(statistics.median(copies), 2),
-        "ratio": ratio(start_up),
+        **{f"{name}_s": round(statistics.median(times[name]), 2) for name in ("start_up", "imports", "wall", "copy")},
+        "ratio": ratio(times["start_up"]),
         "ratio_with_start_up": ratio([0.0] * rounds),
-        "ratio_without_imports": ratio(of_imports),
+        "ratio_without_imports": ratio(times["imports"]),
         "peak_rss_gb": round(max(times["peak"]), 2),
     }
 
@@ -222,18 +187,9 @@ def main() -> None:
         solved: list[Row] = []
         for method in arguments.methods.split(","):
             request = [upscale, "--base", str(base), "--method", method, "--output", str(output), "--json"]
-            rows.append(
-                bench(
-                    "upscale",
-                    method,
-                    base,
-                    [*request, "--no-verify"],
-                    [*request, "--dry-run"],
-                    [sys.executable, "-c", "import midus_hf"],
-                    output,
-                    arguments.rounds,
-                )
-            )
+            command, dry_run = [*request, "--no-verify"], [*request, "--dry-run"]
+            imports = [sys.executable, "-c", "import midus_hf"]
+            rows.append(bench("upscale", method, base, command, dry_run, imports, output, arguments.rounds))
             solved += solver_rows(method, base, output)
             recipe = mergekit_recipe(method, base, layers)
             if arguments.mergekit and recipe is not None:
@@ -241,11 +197,8 @@ def main() -> None:
                 path.write_text(json.dumps(recipe))
                 command = [arguments.mergekit, str(path), str(output)]
                 imports = [str(Path(arguments.mergekit).with_name("python")), "-c", "import mergekit.merge"]
-                rows.append(
-                    bench(
-                        "mergekit", f"passthrough as {method}", base, command, None, imports, output, arguments.rounds
-                    )
-                )
+                merged = f"passthrough as {method}"
+                rows.append(bench("mergekit", merged, base, command, None, imports, output, arguments.rounds))
     for row in [*rows, *solved]:
         print(json.dumps(row))
     if not arguments.no_append:

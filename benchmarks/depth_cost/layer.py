@@ -8,8 +8,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.flex_attention import create_block_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from benchmarks.depth_cost.fused import fused_attention
 from benchmarks.depth_cost.shapes import JOINED, KV_HEADS, WIDTH, Shape
-from benchmarks.fused_depth.op import fused_attention
 from benchmarks.timing import Task
 from midus_hf.memory.sequence_heads import SequenceHeads
 from midus_hf.ops.depth.joining import Depth
@@ -19,13 +19,7 @@ Forward = Callable[[], torch.Tensor]
 
 
 class Layer:
-    """Random heads of one layer, and the calls that are timed on them.
-
-    Args:
-        shape: Numbers of tokens, query heads per key/value head, and slots.
-        device: `"cpu"` or `"cuda"`.
-        dtype: Dtype of all heads.
-    """
+    """Random heads of one layer, and the calls that are timed on them."""
 
     def __init__(self, shape: Shape, device: str, dtype: torch.dtype):
         self.shape, self.scaling, self.device = shape, WIDTH**-0.5, device
@@ -74,7 +68,7 @@ class Layer:
 
     def fused(self) -> torch.Tensor:
         """Attend to sequence and depth in one kernel."""
-        return fused_attention(self.query, self.key, self.value, self.keys, self.values, self.scaling, True)
+        return fused_attention(self.query, self.key, self.value, self.keys, self.values)
 
     def forward(self, what: str) -> Forward:
         """Return the forward pass of a way, by its name in `WHATS` or `JOINED`."""

@@ -52,11 +52,7 @@ DEFAULT_SHAPES = {
 
 
 def shapes(text: str) -> tuple[Shape, ...]:
-    """Parse shapes of the command line, such as `4096x8x64,16384x8x256`.
-
-    Raises:
-        argparse.ArgumentTypeError: If a shape has another form.
-    """
+    """Parse shapes of the command line, such as `4096x8x64,16384x8x256`."""
     parsed = []
     for part in text.split(","):
         sizes = part.split("x")
@@ -69,11 +65,7 @@ def shapes(text: str) -> tuple[Shape, ...]:
 
 
 def whats(text: str) -> tuple[str, ...]:
-    """Parse the names of ways on the command line, joined by commas.
-
-    Raises:
-        argparse.ArgumentTypeError: If a name is unknown.
-    """
+    """Parse the names of ways on the command line, joined by commas."""
     known = dict.fromkeys((*WHATS["cuda"], *JOINED))
     names = tuple(text.split(","))
     for name in names:

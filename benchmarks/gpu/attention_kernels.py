@@ -20,8 +20,8 @@ import torch
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend
 
-from benchmarks.device import chosen_device
 from benchmarks.options import device_command, prepare_device
+from benchmarks.pretended_gpu import chosen_device
 from benchmarks.recorded import in_words
 from benchmarks.tracked import append, this_run
 from midus_hf.ops.depth.sequence_kernels import Call, kernel_of
@@ -38,12 +38,8 @@ _TOLERANCE = {torch.bfloat16: 2e-2, torch.float32: 1e-4}
 class Case:
     """Way in which a layer calls attention.
 
-    Args:
-        name: Name of the case in rows.
-        in_graph: Kernel that a compiled graph takes on a GPU. Default: None, no graph, where torch chooses.
-        kv_heads: Number of key/value heads. Default: 8, as many as query heads.
-        is_masked: Whether a boolean mask also hides keys of padding. Default: False.
-        is_decoding: Whether one query reads all keys. Default: False, queries read no later key.
+    `in_graph` is the kernel that a compiled graph takes on a GPU; without it there is no graph, and torch chooses. A boolean mask
+    also hides keys of padding. In decoding one query reads all keys, else queries read no later key.
     """
 
     name: str

@@ -8,8 +8,8 @@ from dataclasses import asdict
 
 import torch
 
-from benchmarks.device import chosen_device
 from benchmarks.options import device_command, prepare_device
+from benchmarks.pretended_gpu import chosen_device
 from benchmarks.timing import Task, interleaved
 from benchmarks.tracked import append, this_run
 

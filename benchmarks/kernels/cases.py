@@ -7,8 +7,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.fused_depth.forward import triton_fused_attention
-from benchmarks.fused_depth.gradients import triton_fused_gradients
+from benchmarks.depth_cost.fused import FusedAttention
 from benchmarks.kernels.compilation import Launch, caught_launches, specialisation
 from benchmarks.tiles.trying import candidates, shape_of_call, trying
 from midus_hf.ops.chapters.triton.forward import triton_segments
@@ -75,15 +74,15 @@ def cases() -> Iterator[tuple[str, Callable[[], Any]]]:
         ("depth of heads at odd places", 2, 64, 8, None, torch.bfloat16),
     ):
         yield name, partial(_depth, group, dim, slots, softcap, dtype, skipped=1 if "odd" in name else 0)
-    for name, group, dim, slots, is_gated, dtype in (
-        ("both of moda-700m", 2, 64, 72, True, torch.bfloat16),
-        ("both of llama-3.1-8b", 4, 128, 64, True, torch.bfloat16),
-        ("both of table 2", 8, 64, 64, False, torch.bfloat16),
-        ("both of 52 with head 256", 2, 256, 52, True, torch.bfloat16),
-        ("both of 5 with head 80 in float16", 7, 80, 5, True, torch.float16),
-        ("both of 300 with head 96 and 64 queries per key", 64, 96, 300, False, torch.bfloat16),
+    for name, group, dim, slots, dtype in (
+        ("both of moda-700m", 2, 64, 72, torch.bfloat16),
+        ("both of llama-3.1-8b", 4, 128, 64, torch.bfloat16),
+        ("both of table 2", 8, 64, 64, torch.bfloat16),
+        ("both of 52 with head 256", 2, 256, 52, torch.bfloat16),
+        ("both of 5 with head 80 in float16", 7, 80, 5, torch.float16),
+        ("both of 300 with head 96 and 64 queries per key", 64, 96, 300, torch.bfloat16),
     ):
-        yield name, partial(_fused, group, dim, slots, is_gated, dtype)
+        yield name, partial(_fused, group, dim, slots, dtype)
 
 
 # Tokens of a lookup, as many as in benchmarks on a GPU.
@@ -145,21 +144,10 @@ def _depth(group: int, dim: int, slots: int, softcap: float | None, dtype: torch
     triton_depth_gradients(inputs, reading, reading, Wanted())
 
 
-def _fused(group: int, dim: int, slots: int, is_gated: bool, dtype: torch.dtype) -> None:
+def _fused(group: int, dim: int, slots: int, dtype: torch.dtype) -> None:
     query, key, keys = _heads(group * _KV_HEADS, dim, dtype), _heads(_KV_HEADS, dim, dtype), _slots(slots, dim, dtype)
-    arguments = (
-        query,
-        key,
-        key,
-        keys,
-        keys,
-        dim**-0.5,
-        True,
-        torch.zeros(query.shape[1]) if is_gated else None,
-        is_gated,
-    )
-    read = triton_fused_attention(*arguments, True)
-    triton_fused_gradients(query, *arguments, read, True, True, True)
+    leaves = [one.requires_grad_() for one in (query, key, key.clone(), *keys, *(slot.clone() for slot in keys))]
+    FusedAttention.apply(*leaves).backward(query.detach())
 
 
 # Heads of keys and values of models that read the depth.
@@ -177,13 +165,7 @@ def _slots(count: int, dim: int, dtype: torch.dtype, skipped: int = 0) -> list[t
 
 
 def launches(of_cases: Container[str], with_candidates: bool = False) -> list[Launch]:
-    """Return every launch of some cases; launches that compile to the same code come once.
-
-    Args:
-        of_cases: Names of the cases.
-        with_candidates: Whether to add launches with each tile that `benchmarks tiles` would try; `tile` names it.
-            Default: false.
-    """
+    """Return every launch of some cases; launches that compile to the same code come once."""
     by_code: dict[tuple, Launch] = {}
     for case, ask in cases():
         if case not in of_cases:

@@ -2,9 +2,13 @@
 
 import math
 import re
+import subprocess
+import tempfile
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -13,7 +17,80 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
 
-from benchmarks.kernels.machine_code import Instructions, counted, disassembler, least_microseconds
+from benchmarks.ops.roofline import H200
+
+# Names of instructions by class. Instructions of the scalar unit, whose names begin with U, are in the first two
+# classes only.
+_CLASSES = {
+    "tensor_core": r"[A-Z]*HG?MMA|[A-Z]*IG?MMA|[A-Z]*QG?MMA|UTC[A-Z]*MMA|DMMA",
+    "memory": r"LDG[A-Z]*|STG|LDS[A-Z]*|STS[A-Z]*|LDL|STL|LD|ST|ATOM[A-Z]*|RED[A-Z]*|LDTM|STTM|UTMA[A-Z]*|UBLK[A-Z]*",
+    "alu": r"I?ADD3?|IADD[0-9A-Z]*|VIADD[A-Z]*|LOP3?|PLOP3|SHF|SHL|SHR|SEL|FSEL|[IFHD]SETP|[IFHD]SET[0-9]?|HSETP2|HMNMX2|"
+    r"[IF]?V?I?MNMX3?|FMNMX3?|PRMT|LEA|IABS|BMSK|SGXT|P2R|R2P|CSEL|VABSDIFF[0-9]?|MOV|FCHK|FSWZADD",
+}
+
+# Fewest instructions of a loop; each has 16 bytes.
+_SHORTEST_LOOP = 12
+
+_INSTRUCTION = re.compile(
+    r"^\s+/\*([0-9a-f]{4,})\*/\s+(?:@!?U?P[0-9T]\s+)?([A-Z][A-Z0-9_]*)(\S*)([^;]*);", re.MULTILINE
+)
+
+
+@dataclass(frozen=True)
+class Instructions:
+    """Numbers of instructions that one warp executes: all, by class, and the number of loops in the code.
+
+    ALU instructions are integer additions, shifts, bitwise operations, selections, and comparisons of integers and floats, which
+    share units for 16 threads per clock on each quarter of a multiprocessor. Memory is global, shared and local.
+    """
+
+    all: int
+    alu: int
+    tensor_core: int
+    memory: int
+    loops: int
+
+
+def least_microseconds(instructions: Instructions, warps: int) -> float:
+    """Return the least time of an H200 for a number of warps: for issuing instructions, or for its ALU, whichever is more."""
+    issued = H200.comparisons / 16  # 4 instructions per clock, and 64 comparisons of threads per clock
+    return 1e6 * warps * max(instructions.all / issued, 32 * instructions.alu / H200.comparisons)
+
+
+def disassembler(option: str, cubin: bytes) -> str:
+    """Return the output of NVIDIA's `cuobjdump`, which triton includes, for a compiled kernel."""
+    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        printed = subprocess.run([tool, option, file.name], capture_output=True, text=True, check=True)
+    return printed.stdout + printed.stderr
+
+
+def counted_text(text: str, trips: Sequence[int]) -> Instructions:
+    """Count the instructions of one warp, skipped ones included, in machine code as text.
+
+    `trips` says how often loops run, outermost first; loops without a number count once.
+    """
+    code = [(int(address, 16), name, rest) for address, name, _, rest in _INSTRUCTION.findall(text)]
+    branches = ((address, re.search(r"0x([0-9a-f]+)", rest)) for address, name, rest in code if name == "BRA")
+    # Shorter loops wait for something, or fill the space behind the end.
+    loops = {(int(target[1], 16), address) for address, target in branches if target}
+    loops = {(first, last) for first, last in loops if last - first >= 16 * _SHORTEST_LOOP}
+    counts: Counter[str] = Counter()
+    for address, name, _ in code:
+        if name == "NOP":
+            continue
+        times = 1
+        for trip in trips[: sum(first <= address <= last for first, last in loops)]:
+            times *= trip
+        counts["all"] += times
+        for kind, names in _CLASSES.items():
+            if re.fullmatch(names, name):
+                counts[kind] += times
+                break
+    return Instructions(counts["all"], counts["alu"], counts["tensor_core"], counts["memory"], len(loops))
+
 
 _POINTERS = {
     torch.float32: "*fp32",
@@ -28,16 +105,7 @@ _POINTERS = {
 
 @dataclass(frozen=True)
 class Launch:
-    """A launch that was caught.
-
-    Args:
-        kernel: The launched kernel.
-        case: Name of the case whose call made the launch.
-        arguments: Arguments of the kernel by name.
-        options: Compiler options of the launch, such as `num_warps`.
-        programs: Number of programs that the launch starts. Default: 1.
-        tile: Differences from the tile of the kernel's rule, as text. Default: empty, for none.
-    """
+    """A launch that was caught: arguments by name, compiler options, programs, and differences from the tile of the rule."""
 
     kernel: JITFunction
     case: str
@@ -58,22 +126,11 @@ class Launch:
 
 @dataclass(frozen=True)
 class Compiled:
-    """Resources that a compiled kernel needs.
+    """Resources that a compiled kernel needs. What no tool counts, as on AMD, is None.
 
-    Args:
-        kernel: Name of the kernel.
-        case: Name of the case, and differences from the tile of the kernel's rule.
-        target: Name of the GPU's architecture, a key of `MOST_SHARED_MEMORY`.
-        shared_bytes: Bytes of shared memory per program.
-        registers: Registers per thread; None if no tool counts them (AMD).
-        spilled_bytes: Bytes of a thread's stack; None if no tool counts them (AMD).
-        wide_loads: Instructions that load 16 bytes per thread, or copy them to shared memory; None if not counted
-            (AMD).
-        narrow_loads: Instructions that load 2 bytes per thread; None if not counted (AMD).
-        instructions: Instructions that one warp executes; None if not counted (AMD).
-        floor_us: Least microseconds on an H200: for issuing all instructions of the launch, or for its ALU
-            instructions, whichever is more. None if instructions are not counted, or `TRIPS` does not say how often the
-            kernel's loops run.
+    `spilled_bytes` are bytes of a thread's stack. `wide_loads` load 16 bytes per thread, or copy them to shared memory,
+    `narrow_loads` 2 bytes. `floor_us` are the least microseconds on an H200 for issuing all instructions of the launch, or for its
+    ALU instructions, whichever is more; None also if `TRIPS` does not say how often the kernel's loops run.
     """
 
     kernel: str
@@ -151,12 +208,13 @@ def compile_for(launch: Launch, target: str, *, counts: bool = True) -> Compiled
     number = re.sub(r"\D", "", target)
     gpu = GPUTarget("hip", target, 64) if target.startswith("gfx") else GPUTarget("cuda", int(number), 32)
     source = ASTSource(fn=launch.kernel, signature=signature, constexprs=constants, attrs=attributes)
-    compiled = triton.compile(source, target=gpu, options={"num_warps": 4, **launch.options})
-    kernel, options = launch.kernel.__name__, {"num_warps": 4, **launch.options}
+    options = {"num_warps": 4, **launch.options}
+    compiled = triton.compile(source, target=gpu, options=options)
+    kernel = launch.kernel.__name__
     cubin = compiled.asm.get("cubin")
-    registers, spilled = (None, None) if cubin is None else _registers(cubin)
+    registers, spilled = (None, None) if cubin is None else _registers(disassembler("-res-usage", cubin))
     trips = TRIPS[kernel](launch.arguments) if kernel in TRIPS else ()
-    instructions = None if cubin is None or not counts else counted(cubin, trips)
+    instructions = None if cubin is None or not counts else counted_text(disassembler("-sass", cubin), trips)
     floor = None
     if instructions is not None and (trips or not instructions.loops):
         floor = round(least_microseconds(instructions, launch.programs * options["num_warps"]), 1)
@@ -169,8 +227,7 @@ def compile_for(launch: Launch, target: str, *, counts: bool = True) -> Compiled
     return Compiled(kernel, case, target, shared, registers, spilled, wide, narrow, instructions, floor)
 
 
-def _registers(cubin: bytes) -> tuple[int, int]:
-    text = disassembler("-res-usage", cubin)
+def _registers(text: str) -> tuple[int, int]:
     registers, stack = re.search(r"REG:(\d+)", text), re.search(r"STACK:(\d+)", text)
     assert registers and stack, text
     return int(registers[1]), int(stack[1])

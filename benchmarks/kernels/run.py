@@ -5,21 +5,26 @@ import json
 import sys
 from dataclasses import asdict
 
+from benchmarks.kernels.bounds import MOST_SHARED_MEMORY
 from benchmarks.kernels.cases import cases, launches
 from benchmarks.kernels.compilation import Compiled, compile_for
-from benchmarks.kernels.targets import MOST_SHARED_MEMORY
+from benchmarks.recorded import require_known
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Compile the launches of the command line; return 1 if a kernel needs more shared memory than its target has, else 0."""
-    _known(arguments.targets, list(MOST_SHARED_MEMORY), "target")
-    chosen_cases = _known(arguments.cases, sorted({name for name, _ in cases()}), "case")
+    require_known(arguments.targets, MOST_SHARED_MEMORY, "target", "some")
+    names = [name for name, _ in cases()]
+    require_known(arguments.cases, names, "case", "some")
+    chosen_cases = arguments.cases or names
+    require_known(arguments.count, chosen_cases, "case", "some")
+    with_counts = chosen_cases if arguments.count is None else arguments.count
     caught = launches(chosen_cases, arguments.candidates)
-    of_kernels = _known(arguments.kernels, sorted({launch.kernel.__name__ for launch in caught}), "kernel")
-    with_counts = _known(arguments.count, sorted(chosen_cases), "case")
+    kernels = dict.fromkeys(launch.kernel.__name__ for launch in caught)
+    require_known(arguments.kernels, kernels, "kernel", "some")
     rows = []
     for launch in caught:
-        if launch.kernel.__name__ not in of_kernels:
+        if launch.kernel.__name__ not in (arguments.kernels or kernels):
             continue
         for target in arguments.targets:
             row = compile_for(launch, target, counts=launch.case in with_counts)
@@ -35,13 +40,6 @@ def run(arguments: argparse.Namespace) -> int:
             file=sys.stderr,
         )
     return 1 if too_large else 0
-
-
-def _known(chosen: list[str] | None, names: list[str], what: str) -> set[str]:
-    """Return the chosen names, or all names if none are chosen; exit with a message if a chosen name is unknown."""
-    if unknown := sorted(set(chosen or ()) - set(names)):
-        raise SystemExit(f"no {what} {', '.join(unknown)}; expected some of {', '.join(names)}.")
-    return set(names if chosen is None else chosen)
 
 
 def _line(row: Compiled) -> str:

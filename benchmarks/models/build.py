@@ -24,14 +24,10 @@ OWN_ORDER = ""
 
 @dataclass(frozen=True)
 class Variant:
-    """Model of the comparison.
+    """Model of the comparison: the base or a method at a placement, empty if the method takes none.
 
-    Args:
-        method: Name of an upscaling method, or `"base"`.
-        placement: Placement of the new layers; empty if the method takes none.
-        config: Config as in `config.json`.
-        plan: Plan of the layers, which knows the tensors that the base does not have.
-        trained: `"new"` if only new parameters train, or `"all"`.
+    `config` is as in `config.json`, and `plan` knows the tensors that the base does not have. All parameters train, or new ones
+    alone.
     """
 
     method: str
@@ -58,14 +54,7 @@ class Variant:
 
 
 def read_base(base: str) -> tuple[str, dict[str, Any]]:
-    """Read the name and the raw config of a base.
-
-    Args:
-        base: Name of a config in `CONFIGS`, or path of a `config.json`.
-
-    Raises:
-        SystemExit: If the config does not exist.
-    """
+    """Read the name and the raw config of a base."""
     path = CONFIGS / f"{base}.json"
     if not path.is_file():
         path = Path(base)
@@ -94,17 +83,7 @@ def shrunk(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def variants(config: dict[str, Any], methods: list[str], placements: list[str] | None) -> list[Variant]:
-    """Return a variant for every method and placement, each once.
-
-    Args:
-        config: Raw config of the base.
-        methods: Names of methods; `"base"` for the base itself.
-        placements: Placements for methods that take one. None: the method's own placement, and also `top-heavy` for
-            memory methods, because OpT-DeUS puts its layers there.
-
-    Raises:
-        RequestError: If a method or placement is unknown or does not work for the base.
-    """
+    """Return a variant for every method and placement, each once."""
     by_name: dict[tuple[str, str], Variant] = {}
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "config.json").write_text(json.dumps(config), encoding="utf-8")
@@ -117,13 +96,7 @@ def variants(config: dict[str, Any], methods: list[str], placements: list[str] |
 
 
 def build(variant: Variant, dtype: str, device: str) -> PreTrainedModel:
-    """Build a model with random weights. Memories hold random values, because zero values might save work.
-
-    Args:
-        variant: Model to build.
-        dtype: Name of a torch dtype.
-        device: `"cpu"` or `"cuda"`.
-    """
+    """Build a model with random weights. Memories hold random values, because zero values might save work."""
     values = dict(variant.config)
     config = AutoConfig.for_model(values.pop("model_type"), **values)
     with torch.device(device):

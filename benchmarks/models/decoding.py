@@ -8,7 +8,6 @@ from dataclasses import dataclass
 import torch
 from transformers import PreTrainedModel, StaticCache
 
-from benchmarks.models import cuda
 from benchmarks.timing import synchronize
 from midus_hf.memory.kept_values import KeptValues, kept_values
 
@@ -37,13 +36,8 @@ def generate(model: PreTrainedModel, prompt: torch.Tensor, new_tokens: int) -> t
 class StaticDecoding:
     """Generation after a prompt that was read, with a cache of fixed size.
 
-    Args:
-        step: Puts the next token of each sequence into `token`.
-        token: The last token of each sequence, `[batch, 1]`.
-        cache: Cache of keys and values.
-        held_bytes: Bytes of the cache and of expanded values.
-        compile_s: Seconds that compilation took; None if nothing is compiled.
-        steps: Number of steps taken so far.
+    `step` puts the next token of each sequence into `token`, `[batch, 1]`. `held_bytes` are the bytes of the cache and of
+    expanded values, `compile_s` the seconds that compilation took, None if nothing is compiled, and `steps` the steps taken so far.
     """
 
     step: Callable[[], None]
@@ -99,7 +93,7 @@ def static_decoding(
             warm_up, compile_s = warm_up - 1, time.perf_counter() - began
             stack.enter_context(torch.compiler.set_stance("fail_on_recompile"))
         if device == "cuda":
-            step = cuda.captured(step, warm_up)
+            step = captured(step, warm_up)
         else:
             for _ in range(warm_up):
                 step()
@@ -114,3 +108,17 @@ def _held_bytes(model: PreTrainedModel, cache: StaticCache) -> int:
     kept = [getattr(module, "kept", None) for module in model.modules()]
     expanded = sum(values.num_bytes for values in kept if isinstance(values, KeptValues))
     return expanded + sum(layer.keys.nbytes + layer.values.nbytes for layer in cache.layers)
+
+
+def captured(step: Callable[[], object], warm_up: int) -> Callable[[], None]:
+    """Capture a call in a CUDA graph; return the function that replays the graph."""
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(warm_up):
+            step()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        step()
+    return graph.replay

@@ -8,12 +8,10 @@ from dataclasses import dataclass
 import torch
 from transformers import PreTrainedModel
 
-from benchmarks.models import cuda
 from benchmarks.models.build import Variant, set_trained
 from benchmarks.models.decoding import generate, static_decoding
 from benchmarks.models.points import Point
-from benchmarks.profile import KernelTime, kernels
-from benchmarks.timing import peak_bytes, release_memory, synchronize
+from benchmarks.timing import KernelTime, kernels, peak_bytes, release_memory, synchronize
 
 # Number of tokens to generate while every allocation or kernel is recorded.
 PROFILED_TOKENS = 4
@@ -21,18 +19,7 @@ PROFILED_TOKENS = 4
 
 @dataclass(frozen=True)
 class Measured:
-    """Result of one measurement.
-
-    Args:
-        seconds: Wall time until the device was done.
-        host_s: Wall time until all work was issued. Default: None, on a CPU.
-        device_s: Seconds that kernels kept the GPU busy. Default: None, not profiled.
-        launches: Kernels per generated token or per prefill. Default: None, not profiled.
-        peak_bytes: Peak of the bytes of tensors. Default: None, not measured.
-        compile_s: Seconds of compilation before the measurement. Default: None, nothing is compiled.
-        profiled: Name of the work that `kernels` belong to. Default: empty.
-        kernels: Kernels that ran. Default: none, not profiled.
-    """
+    """Result of one measurement; see `Row` of `points.py`. `profiled` names the work that `kernels` belong to."""
 
     seconds: float
     host_s: float | None = None
@@ -78,16 +65,7 @@ def measure(
     with_memory: bool,
     with_profile: bool = False,
 ) -> Measured:
-    """Measure one point, once, after a warm-up.
-
-    Args:
-        model: The model of `variant`, on `device`.
-        variant: Variant that the model was built from.
-        point: Setting to measure.
-        device: `"cpu"` or `"cuda"`.
-        with_memory: Whether to measure the peak of memory, which takes a separate run on a CPU. A GPU always measures it.
-        with_profile: Whether to profile kernels, which takes a separate run. Default: False.
-    """
+    """Measure one point, once, after a warm-up."""
 
     def measured(job: _Job) -> Measured:
         return _measured(job, device, with_memory, with_profile)
@@ -176,7 +154,7 @@ def _measured(job: _Job, device: str, with_memory: bool, with_profile: bool) -> 
     """Time a job. Its peak is the whole job's on a GPU; on a CPU it is the part's, plus the bytes that are held all the time."""
     if device == "cuda":
         times: list[tuple[float, float]] = []
-        before = cuda.held_bytes()
+        before = torch.cuda.memory_allocated()
         peak: int | None = before + peak_bytes(lambda: times.append(_seconds(job.run, device)), device)
         seconds, host_s = times[0]
     else:

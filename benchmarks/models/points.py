@@ -1,8 +1,10 @@
-"""Settings at which models are measured."""
+"""Settings at which models are measured, and rows of model.csv. Reports need both without torch installed."""
 
 import argparse
 from dataclasses import dataclass
 from pathlib import Path
+
+from benchmarks.tracked import Run
 
 # Folder of the configs of bases with a name, one `NAME.json` each.
 CONFIGS = Path(__file__).parent / "configs"
@@ -16,13 +18,9 @@ DECODINGS = ["eager", "graph", "compiled"]
 class Point:
     """Setting of one measurement.
 
-    Args:
-        phase: `"train"`, `"generate"` or `"prefill"`.
-        batch: Sequences per optimizer step, or per forward pass in other phases.
-        accumulation: Forward passes per optimizer step; 1 in other phases.
-        length: Tokens per sequence or prompt.
-        new_tokens: Tokens to generate per sequence. Default: 0.
-        decoding: `"eager"`, `"graph"` or `"compiled"` if tokens are generated. Default: `""`.
+    `batch` counts sequences per optimizer step, or per forward pass in other phases than `"train"`; `accumulation` forward passes per
+    optimizer step, 1 in other phases; `new_tokens` the tokens to generate per sequence. `decoding` is one of `DECODINGS` if
+    tokens are generated.
     """
 
     phase: str
@@ -44,18 +42,62 @@ class Point:
         return ", ".join(parts)
 
 
-def points(arguments: argparse.Namespace, base: str, device: str) -> tuple[list[Point], list[Point]]:
-    """Return the main points, which are measured in every round, and points of further sizes, which are measured once.
+FILE = "model.csv"
+# Columns that identify what is measured once per round.
+SUBJECT = (
+    "base",
+    "method",
+    "placement",
+    "dtype",
+    "phase",
+    "decoding",
+    "batch",
+    "accumulation",
+    "length",
+    "new_tokens",
+)
 
-    Args:
-        arguments: Parsed arguments of the command line.
-        base: Name of the base, which decides the default batch.
-        device: `"cpu"` or `"cuda"`.
 
-    Raises:
-        SystemExit: If a phase or decoding is unknown, if the device cannot do a decoding, or if a batch is not a
-            multiple of the accumulation.
+@dataclass(frozen=True)
+class Row(Run):
+    """Row of `model.csv`: a model at one point, measured once.
+
+    `round` counts from 1. `status` is "ok", "out of memory" or "failed"; only "ok" has times. `seconds` is the wall time of an
+    optimizer step, a generation or a prefill, until the device was done, and `host_s` until all work was issued, on a GPU.
+    `device_s` is the time that kernels kept the GPU busy, extrapolated from a few tokens or measured in one prefill, and
+    `launches` counts kernels per generated token or per prefill in the same profile; only a run's first measurement has them, and
+    training never. `tokens_per_s` is of all sequences. `peak_gb` is the peak of the memory of tensors, weights included; on a
+    CPU only a run's first measurement has it. `rounds` is 1, except in old rows, which are medians over rounds.
     """
+
+    backend: str
+    base: str
+    method: str
+    placement: str
+    phase: str
+    decoding: str
+    batch: int
+    accumulation: int
+    length: int
+    new_tokens: int
+    dtype: str
+    round: int
+    status: str
+    seconds: float | None
+    host_s: float | None
+    device_s: float | None
+    launches: float | None
+    tokens_per_s: float | None
+    peak_gb: float | None
+    rounds: int
+    new_parameters: int
+    trained_parameters: int
+    total_parameters: int
+    error: str
+
+
+def points(arguments: argparse.Namespace, base: str, device: str) -> tuple[list[Point], list[Point]]:
+    """Return the main points, which are measured in every round, and points of further sizes, which are measured once."""
     gpu = device == "cuda"
     _check(arguments, gpu)
     accumulation = arguments.accumulation or (16 if gpu else 2)

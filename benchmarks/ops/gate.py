@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from benchmarks.ops.registry import OPS, Call, Inputs, Output, Provider
+from benchmarks.ops.operations import OPS, Call, Inputs, Output, Provider
 from benchmarks.ops.shapes import Case
 
 # Tokens of the small shape: fewer than any tile has, and an odd number.

@@ -28,16 +28,7 @@ _FEWEST_DIMENSIONS = 32
 
 
 def sub_key_probabilities(popularity: str, n: int, device: str = "cpu") -> torch.Tensor:
-    """Return the probability that each sub-key is drawn, most popular first: `[n]`, float32.
-
-    Args:
-        popularity: `"uniform"` or `"zipf"`.
-        n: Number of sub-keys.
-        device: Device of the result. Default: `"cpu"`.
-
-    Raises:
-        ValueError: If the popularity is unknown.
-    """
+    """Return the probability that each sub-key is drawn, most popular first: `[n]`, float32."""
     ranks = torch.arange(1, n + 1, dtype=torch.float32, device=device)
     if popularity == "uniform":
         weights = torch.ones_like(ranks)
@@ -49,11 +40,7 @@ def sub_key_probabilities(popularity: str, n: int, device: str = "cpu") -> torch
 
 
 def draw_sub_keys(case: Case, generator: torch.Generator) -> torch.Tensor:
-    """Draw sqrt(k) distinct sub-keys of one side for each token and head: `[S, H, sqrt(k)]`, int64.
-
-    Raises:
-        ValueError: If k is not a square number.
-    """
+    """Draw sqrt(k) distinct sub-keys of one side for each token and head: `[S, H, sqrt(k)]`, int64."""
     shape, side = case.shape, math.isqrt(case.shape.k)
     if side * side != shape.k:
         raise ValueError(f"k is {shape.k}; expected a square number, whose root is drawn for rows and for columns.")
@@ -67,11 +54,7 @@ def draw_sub_keys(case: Case, generator: torch.Generator) -> torch.Tensor:
 
 
 def sub_keys(shape: Shape, device: str, generator: torch.Generator) -> torch.Tensor:
-    """Return unit keys of one side, `[H, n, d / 2]`, float32, no two with a product above 1 / sqrt(d / 2).
-
-    Raises:
-        ValueError: If n exceeds d, or if n exceeds d / 2 and d / 2 is less than 32 or not a power of two.
-    """
+    """Return unit keys of one side, `[H, n, d / 2]`, float32, no two with a product above 1 / sqrt(d / 2)."""
     half = shape.head_dim // 2
     frame = torch.eye(half, device=device)
     if shape.n > half:

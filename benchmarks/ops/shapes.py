@@ -1,19 +1,14 @@
-"""The shapes of the benchmarks of ops: one memory layer of a published model each."""
+"""The shapes of the benchmarks of ops, one memory layer of a published model each, and names of providers.
+
+Reports need these without torch installed.
+"""
 
 from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
 class Shape:
-    """Sizes of one memory layer.
-
-    Args:
-        name: Name of the model.
-        heads: Number of heads, H.
-        head_dim: Width of a head, d; sub-keys are half as wide, values as wide.
-        n: Sub-keys per side. Default: 64.
-        k: Slots retrieved per head. Default: 4.
-    """
+    """Sizes of one memory layer: H heads of width d, n sub-keys per side, of half that width, and k slots retrieved per head."""
 
     name: str
     heads: int
@@ -46,19 +41,15 @@ SHAPES = {
 POPULARITIES = ("uniform", "zipf")
 MODES = ("forward", "backward", "forward+backward")
 
+# The provider that ops choose by themselves.
+OURS = "sorted"
+# Plain PyTorch under `torch.compile`, which ops should beat.
+COMPILED = ("compiled", "expand-compiled", "expand-max-autotune")
+
 
 @dataclass(frozen=True)
 class Case:
-    """An op and the inputs that it is measured on.
-
-    Args:
-        op: Name of the op.
-        shape: Sizes of the memory.
-        tokens: Number of tokens, S.
-        popularity: Popularity of slots, `"uniform"` or `"zipf"`.
-        dtype: Name of a torch dtype.
-        device: `"cpu"` or `"cuda"`.
-    """
+    """An op and the inputs that it is measured on; `popularity` is that of slots, and `dtype` the name of a torch dtype."""
 
     op: str
     shape: Shape

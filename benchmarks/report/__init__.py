@@ -11,11 +11,7 @@ IMAGES = ROOT / "docs" / "images"
 
 
 def sections(results: Path) -> dict[str, str]:
-    """Return the generated sections in Markdown, by the name in their markers.
-
-    Args:
-        results: Folder of the CSV files.
-    """
+    """Return the generated sections in Markdown, by the name in their markers."""
     from benchmarks.depth_cost.shapes import FILE as DEPTH_FILE
     from benchmarks.report.depth_tables import depth_section
     from benchmarks.report.goals import goals_table
@@ -32,11 +28,7 @@ def sections(results: Path) -> dict[str, str]:
 
 
 def with_sections(document: str, generated: dict[str, str]) -> str:
-    """Replace each section of a document, between `<!-- NAME: generated -->` and `<!-- NAME: end -->`.
-
-    Raises:
-        ValueError: If a marker is missing or the markers are in the wrong order.
-    """
+    """Replace each section of a document, between `<!-- NAME: generated -->` and `<!-- NAME: end -->`."""
     for name, text in generated.items():
         begin, end = f"<!-- {name}: generated -->\n", f"<!-- {name}: end -->"
         before, found_begin, rest = document.partition(begin)

@@ -44,12 +44,7 @@ def model_images(rows: list[Record]) -> list[Image]:
 
 
 def draw(results: Path, images: Path) -> list[Path]:
-    """Draw every plot that the results have rows for, and return the paths of the plots.
-
-    Args:
-        results: Folder of the CSV files.
-        images: Folder of the plots; it is made.
-    """
+    """Draw every plot that the results have rows for, and return the paths of the plots."""
     import matplotlib
 
     matplotlib.use("svg")

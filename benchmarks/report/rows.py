@@ -3,7 +3,7 @@
 import statistics
 from collections.abc import Callable, Iterable
 
-from benchmarks.models.results import SUBJECT
+from benchmarks.models.points import SUBJECT
 
 Record = dict[str, str]
 _MEDIANS = ("seconds", "host_s", "device_s", "launches", "tokens_per_s")

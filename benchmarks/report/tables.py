@@ -11,12 +11,7 @@ _GPU_COLUMNS = {"host, ms": "host_ms", "wall, ms": "wall_ms", "launches": "launc
 
 
 def op_section(rows: list[Record], has_all: bool = False) -> str:
-    """Return a table per device and op, with all cases of the op: a line per case on a CPU, one per provider on a GPU.
-
-    Args:
-        rows: Rows of `ops.csv`.
-        has_all: Have every op of a CPU, not head-wise memory alone.
-    """
+    """Return a table per device and op, with all cases of the op: a line per case on a CPU, one per provider on a GPU."""
     if not rows:
         return NOTHING
     parts = []
@@ -106,9 +101,6 @@ def model_section(rows: list[Record]) -> str:
 
     The first shows what the paper's tables 4 and 12 show. The others are by decoding and of where time goes; plots
     show the time by size.
-
-    Args:
-        rows: Rows of `model.csv`, summed over rounds by `over_rounds`.
     """
     if not rows:
         return NOTHING
@@ -131,25 +123,13 @@ def first_point(rows: list[Record], phase: str) -> list[Record]:
 
 def _overview(rows: list[Record]) -> str:
     training, generating = first_point(rows, "train"), first_point(rows, "generate")
-    header = [
-        "method (placement)",
-        "new, M",
-        "trained, M",
-        "training, GB",
-        "step, s",
-        "generating, GB",
-        "tokens/s",
-    ]
+    header = ["method (placement)", "new, M", "trained, M", "training, GB", "step, s", "generating, GB", "tokens/s"]
     lines = []
+    steps, tokens = ({(row["method"], row["placement"]): row for row in reversed(of)} for of in (training, generating))
     for key, of_model in groups(rows, "method", "placement").items():
-        step, tokens = (_of(measured, key) for measured in (training, generating))
-        counts = [f"{int(of_model[0][name]) / 1e6:,.1f}" for name in _COUNTS]
-        cells = [
-            _cell(step, "peak_gb"),
-            _cell(step, "seconds"),
-            _cell(tokens, "peak_gb"),
-            _cell(tokens, "tokens_per_s"),
-        ]
+        counts = [f"{int(of_model[0][name]) / 1e6:,.1f}" for name in ("new_parameters", "trained_parameters")]
+        cells = [_cell(steps.get(key), name) for name in ("peak_gb", "seconds")]
+        cells += [_cell(tokens.get(key), name) for name in ("peak_gb", "tokens_per_s")]
         lines.append([_name(key), *counts, *cells])
     notes = []
     if training:
@@ -164,18 +144,18 @@ def _overview(rows: list[Record]) -> str:
     return shown + (f"\n\n({'; '.join(notes)}.)" if notes else "")
 
 
-_COUNTS = ("new_parameters", "trained_parameters")
-
-
 def _decodings(rows: list[Record]) -> list[str]:
     """Return a table of tokens/s by decoding and batch; empty if only one of these was measured."""
     generated = having(rows, phase="generate")
     points = list(groups(generated, "decoding", "batch"))
     if len(points) < 2:
         return []
-    header = [f"{decoding}, batch {batch}" for decoding, batch in points]
-    matrix = _matrix(generated, ("decoding", "batch"), points, header, "tokens_per_s")
-    return [f"Tokens/s of all sequences, by decoding ({_rounds(generated)}):\n\n{matrix}"]
+    lines = []
+    for key, of_model in groups(generated, "method", "placement").items():
+        by_point = {(row["decoding"], row["batch"]): row for row in reversed(of_model)}
+        lines.append([_name(key), *(_cell(by_point.get(point), "tokens_per_s") for point in points)])
+    header = ["method (placement)", *(f"{decoding}, batch {batch}" for decoding, batch in points)]
+    return [f"Tokens/s of all sequences, by decoding ({_rounds(generated)}):\n\n{table(header, lines)}"]
 
 
 def _where_time_goes(rows: list[Record]) -> list[str]:
@@ -191,27 +171,12 @@ def _where_time_goes(rows: list[Record]) -> list[str]:
     return [f"Where the time goes:\n\n{table(header, lines)}"] if lines else []
 
 
-def _matrix(
-    rows: list[Record], columns: tuple[str, str], points: list[tuple[str, ...]], header: list[str], value: str
-) -> str:
-    """Return a table of one value, with a line per model and a column per point of `points`."""
-    lines = []
-    for key, of_model in groups(rows, "method", "placement").items():
-        by_point = {tuple(row[name] for name in columns): row for row in reversed(of_model)}
-        lines.append([_name(key), *(_cell(by_point.get(point), value) for point in points)])
-    return table(["method (placement)", *header], lines)
-
-
 def _rounds(rows: list[Record]) -> str:
     """Return the number of rounds that rows summarise, in words."""
     counts = sorted({int(row["rounds"]) for row in rows})
     if counts == [1]:
         return "one round"
     return f"medians of {' to '.join(map(str, dict.fromkeys((counts[0], counts[-1]))))} rounds"
-
-
-def _of(rows: list[Record], key: tuple[str, ...]) -> Record | None:
-    return next((row for row in rows if (row["method"], row["placement"]) == key), None)
 
 
 def _name(key: tuple[str, ...]) -> str:

@@ -6,8 +6,7 @@ from functools import partial
 
 import torch
 
-from benchmarks.fused_depth.forward import triton_fused_attention
-from benchmarks.fused_depth.gradients import triton_fused_gradients
+from benchmarks.depth_cost import fused
 from midus_hf.ops.chapters.triton.forward import triton_segments
 from midus_hf.ops.chapters.triton.gradients import triton_segment_gradients
 from midus_hf.ops.depth.inputs import DepthInputs, DepthReading, Wanted
@@ -29,15 +28,13 @@ KV_HEADS = 8
 
 @dataclass(frozen=True)
 class Case:
-    """One layer whose kernels are timed.
-
-    Args:
-        name: Name on the command line.
-        build: Function that makes inputs on a device and returns the calls that launch each kernel.
-    """
+    """One layer whose kernels are timed; `build` makes inputs on a device and returns the calls that launch each kernel."""
 
     name: str
     build: Callable[[str], Calls]
+
+    def __str__(self) -> str:
+        return self.name
 
 
 def cases(is_rehearsal: bool) -> Iterator[Case]:
@@ -116,7 +113,7 @@ def chapters(device: str, tokens: int, dim: int, memory_tokens: int, count: int)
 
 
 def depth(device: str, tokens: int, group: int, dim: int, slots: int) -> Calls:
-    """Return calls of attention to slots of the depth, and of attention to slots and sequence at once, with a gate."""
+    """Return calls of attention to slots of the depth, and of attention to slots and sequence at once."""
 
     def heads(count: int) -> torch.Tensor:
         return _normal(device, 1, tokens, count, dim).transpose(1, 2)
@@ -126,17 +123,14 @@ def depth(device: str, tokens: int, group: int, dim: int, slots: int) -> Calls:
     scaling = dim**-0.5
     inputs = DepthInputs(query, keys, values, scaling, None)
     reading = triton_depth_attention(inputs)
-    gate = torch.rand(group * KV_HEADS, device=device)
-    both = (query, key, value, keys, values, scaling, True, gate, True)
-    read = triton_fused_attention(*both, True)
-
-    def gradients(wants_query: bool, wants_sequence: bool) -> Call:
-        return lambda: triton_fused_gradients(query, *both, read, wants_query, wants_sequence, wants_query)
-
+    both = (query, key, value, keys, values)
+    output, lse = fused.fused_forward(*both)
+    gradient = query.transpose(1, 2).contiguous()
+    loss = fused.losses(gradient, output)
     return {
-        "fused_forward_kernel": lambda: triton_fused_attention(*both, True),
-        "fused_query_gradient_kernel": gradients(True, False),
-        "fused_key_gradient_kernel": gradients(False, True),
+        "fused_forward_kernel": lambda: fused.fused_forward(*both),
+        "fused_query_gradient_kernel": lambda: fused.query_gradients(gradient, *both, lse, loss),
+        "fused_key_gradient_kernel": lambda: fused.key_gradients(gradient, query, key, value, lse, loss),
         "depth_forward_kernel": lambda: triton_depth_attention(inputs),
         "depth_gradient_kernel": lambda: triton_depth_gradients(
             inputs, reading, DepthReading(query, reading.lse), Wanted()

@@ -31,13 +31,7 @@ def candidates(tiles: Tiles, *shape: Any) -> list[Changes]:
 
 @contextlib.contextmanager
 def trying(tiles: Tiles, changes: Changes, shapes: list[tuple[Any, ...]] | None = None) -> Iterator[None]:
-    """Use the rule's tiles with some changes for all launches in the `with` block, whatever was measured and in all threads.
-
-    Args:
-        tiles: Tiles of a kernel.
-        changes: Differences from the rule's tile.
-        shapes: List to which the shape of each launch is appended. Default: None.
-    """
+    """Use the rule's tiles with some changes for all launches in the `with` block, whatever was measured and in all threads."""
     rule, known, usual = tiles.rule, tiles.known, _usual(tiles)
 
     def changed(_: Changes, *shape: Any) -> Tile:

@@ -19,8 +19,7 @@ from typing import Any
 
 from benchmarks.study import Row, command_line, listed, run_columns, tell
 from benchmarks.tracked import RESULTS
-from benchmarks.vllm.comparison import agreement, generate, load
-from benchmarks.vllm.models import BASES, DENSE_METHODS, MEMORY_METHODS, upscaled
+from benchmarks.vllm.comparison import BASES, DENSE_METHODS, MEMORY_METHODS, agreement, generate, load, upscaled
 
 COLUMNS = {name: f"{{{name}}}" for name in ("family", "method", "tokens", "equal", "ties", "different", "changed")}
 COLUMNS |= {"tokens/s": "{rate:.0f}", "of the base's": "{of_base:.2f}", "of LLaMA-Pro's": "{of_llama_pro:.2f}"}

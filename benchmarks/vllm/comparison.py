@@ -1,14 +1,19 @@
-"""Tokens that vLLM generates greedily, beside the tokens that Transformers would choose after the same ones."""
+"""Checkpoints whose tokens vLLM generates greedily, beside the tokens that Transformers would choose after the same ones."""
 
 import json
 import os
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers.models.gemma3.configuration_gemma3 import Gemma3TextConfig
+from transformers.models.qwen3.configuration_qwen3 import Qwen3Config
+
+from material.smollm2 import smollm2_135m
+from upscalers.runs.upscale import upscale
 
 _ENGINE = Path(__file__).with_name("engine.py")
 #: Arguments of `vllm.LLM` for a comparison with Transformers in float32 on a CPU.
@@ -24,24 +29,14 @@ TIE = 1e-4
 
 
 class EngineFailed(RuntimeError):
-    """The engine ended without a result.
-
-    Args:
-        output: The last lines of the engine's output.
-    """
+    """The engine ended without a result; `output` are the last lines that it printed."""
 
     def __init__(self, output: str):
         super().__init__(f"vLLM ended without a result:\n{output}")
 
 
 class Answers(NamedTuple):
-    """The answers of an engine.
-
-    Args:
-        tokens: For each prompt, the tokens that follow.
-        seconds: Time of generation.
-        load_seconds: Time of loading the model.
-    """
+    """The tokens that follow each prompt, and the times of generation and of loading the model."""
 
     tokens: list[list[int]]
     seconds: float
@@ -54,13 +49,7 @@ class Answers(NamedTuple):
 
 
 class Agreement(NamedTuple):
-    """Comparison of an engine's tokens with the greedy choices of Transformers.
-
-    Args:
-        tokens: Number of tokens of the engine.
-        equal: Number of tokens that Transformers chooses too.
-        ties: Number of other tokens, whose logit is less than `TIE` below the largest.
-    """
+    """Numbers of an engine's tokens: all, equal to the greedy choices of Transformers, and others with nearly equal logits."""
 
     tokens: int
     equal: int
@@ -75,19 +64,7 @@ class Agreement(NamedTuple):
 def generate(
     python: Path, model: Path, prompts: Sequence[Sequence[int]], max_tokens: int, work: Path, **engine: Any
 ) -> Answers:
-    """Return what vLLM generates greedily after prompts, in a process that does not see this project's packages.
-
-    Args:
-        python: The Python of an environment with vLLM.
-        model: Folder of the model.
-        prompts: Token ids of each prompt.
-        max_tokens: Number of tokens after each prompt.
-        work: A folder for files of the engine.
-        **engine: Arguments of `vllm.LLM` that replace or extend `ENGINE`.
-
-    Raises:
-        EngineFailed: If the engine ends with an error.
-    """
+    """Return what vLLM generates greedily after prompts, in a process that does not see this project's packages."""
     request = {"model": str(model), "prompts": prompts, "max_tokens": max_tokens, "engine": ENGINE | engine}
     request_file, result_file = work / "request.json", work / "result.json"
     request_file.write_text(json.dumps(request), encoding="utf-8")
@@ -120,3 +97,78 @@ def agreement(model: PreTrainedModel, prompts: Sequence[Sequence[int]], tokens: 
         equal += int(same.sum())
         ties += int((~same & (below < TIE)).sum())
     return Agreement(count, equal, ties)
+
+
+_BLOCKS = {"memory_tokens": 1024, "chapters": 256, "k": 4, "routing": "token"}
+#: Methods that add a memory that looks at one token, with options.
+MEMORY_METHODS: dict[str, dict[str, Any]] = {
+    "midus-hml": {},
+    "midus-pkm": {},
+    "midus-linear": {},
+    "ultramem-v2": {},
+    "moc": _BLOCKS,
+}
+#: Methods whose result is a model of the base's type, with options.
+DENSE_METHODS: dict[str, dict[str, Any]] = {
+    "llama-pro": {},
+    "solar": {},
+    "lesa": {"hidden_size": 8, "epochs": 1},
+    "opt-deus": {},
+    "avg-deus": {},
+    "linear-combination": {},
+    "attenuated-copy": {},
+    "slices": {"slices": [{"layers": [0, 3]}, {"layers": [1, 4]}]},
+}
+
+_RANDOM: dict[str, Any] = {
+    "vocab_size": 8192,
+    "hidden_size": 256,
+    "intermediate_size": 768,
+    "num_hidden_layers": 6,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 64,
+    "max_position_embeddings": 1024,
+    "initializer_range": 0.06,
+    "tie_word_embeddings": False,
+    "bos_token_id": 1,
+    "eos_token_id": None,
+    "pad_token_id": 0,
+}
+
+
+def _random_base(config: Any) -> Callable[[Path], Path]:
+    def save(folder: Path) -> Path:
+        torch.manual_seed(0)
+        AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+        return folder
+
+    return save
+
+
+#: Functions by family that return the folder of a base, in which they may write. Weights of Qwen3 and Gemma 3 are random.
+BASES: dict[str, Callable[[Path], Path]] = {
+    "llama": lambda folder: smollm2_135m(),
+    "qwen3": _random_base(Qwen3Config(**_RANDOM)),
+    "gemma3_text": _random_base(
+        Gemma3TextConfig(**_RANDOM, sliding_window=48, layer_types=["sliding_attention", "full_attention"] * 3)
+    ),
+}
+
+
+def upscaled(base: Path, method: str, output: Path) -> Path:
+    """Write an upscaled model in which everything new computes something, and return its folder.
+
+    Tensors that are 0 at birth, so that the model computes what the base does, get noise.
+    """
+    options = MEMORY_METHODS.get(method, {}) | DENSE_METHODS.get(method, {})
+    upscale(base=base, method=method, options=options, output=output, verify=False)
+    model = AutoModelForCausalLM.from_pretrained(output, dtype=torch.float32)
+    generator = torch.Generator().manual_seed(0)
+    std = 0.2 if method in MEMORY_METHODS else 0.02
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if not parameter.any():
+                parameter.normal_(std=std, generator=generator)
+    model.save_pretrained(output)
+    return output

@@ -10,9 +10,9 @@ from models.upscaled import upscaled_model
 from tiny import prompt
 from torch.overrides import TorchFunctionMode
 
-from benchmarks.models import cuda
+from benchmarks.models import decoding as decoding_module
 from benchmarks.models.decoding import WARM_UP, generate, static_decoding
-from benchmarks.models.results import FILE
+from benchmarks.models.points import FILE
 from benchmarks.models.run import run
 from benchmarks.pretended_gpu import pretended_gpu
 from midus_hf.ops import headwise_memory
@@ -96,7 +96,7 @@ def test_what_is_captured_reads_kept_values(model, monkeypatch):
         seen.append([kept.is_empty for kept in memories(model)])
         return step
 
-    monkeypatch.setattr(cuda, "captured", captured)
+    monkeypatch.setattr(decoding_module, "captured", captured)
     with static_decoding(model, prompt(6), 5, compiled=False, device="cuda") as decoding:
         decoding.take(5)
         keys = decoding.cache.layers[0].keys
@@ -128,7 +128,7 @@ def test_a_capture_takes_the_path_of_its_warm_up(model, monkeypatch):
     def refused(*arguments):
         raise AssertionError("values are expanded in a step")
 
-    monkeypatch.setattr(cuda, "captured", captured)
+    monkeypatch.setattr(decoding_module, "captured", captured)
     with static_decoding(model, prompt(6), 5, compiled=False, device="cpu"):
         pass  # so that nothing is seen for the first time
     monkeypatch.setitem(headwise_memory.__globals__, "expand_values", refused)
@@ -141,7 +141,7 @@ def test_a_capture_takes_the_path_of_its_warm_up(model, monkeypatch):
 
 
 def test_steps_that_do_nothing_are_found_out(model, monkeypatch):
-    monkeypatch.setattr(cuda, "captured", lambda step, warm_up: lambda: None)
+    monkeypatch.setattr(decoding_module, "captured", lambda step, warm_up: lambda: None)
     with pytest.raises(RuntimeError, match=f"the cache holds 6 tokens; expected {6 + WARM_UP + 5}"):
         with static_decoding(model, prompt(6), 5, compiled=False, device="cuda") as decoding:
             decoding.take(5)

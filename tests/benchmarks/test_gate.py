@@ -6,10 +6,9 @@ import math
 import pytest
 import torch
 
+from benchmarks.ops.bench import FILE, run
 from benchmarks.ops.gate import Expected, rms_ratio
-from benchmarks.ops.registry import PROVIDERS, Provider, Unavailable, make_inputs, provider
-from benchmarks.ops.row import FILE
-from benchmarks.ops.run import run
+from benchmarks.ops.operations import PROVIDERS, Provider, Unavailable, make_inputs
 from benchmarks.ops.shapes import MODES, SHAPES, Case
 from benchmarks.tracked import read
 from midus_hf.ops import headwise_memory, product_key_topk
@@ -46,7 +45,7 @@ def _wrong_on_many_tokens(case, inputs):
 
 
 def _registered(monkeypatch, **builds):
-    table = {name: Provider("headwise_memory", name, build, MODES, {}) for name, build in builds.items()}
+    table = {name: Provider(name, build, MODES, {}) for name, build in builds.items()}
     monkeypatch.setitem(PROVIDERS, "headwise_memory", table)
 
 
@@ -74,7 +73,7 @@ def test_the_refusal_names_what_differs(ops_arguments):
     expected = Expected(CASE, inputs)
 
     def judged(build):
-        made = Provider("headwise_memory", "any", build, MODES, {})
+        made = Provider("any", build, MODES, {})
         return expected.judge(made, build(CASE, inputs), inputs)
 
     assert judged(_right).passes
@@ -94,9 +93,7 @@ def test_other_slots_are_refused_whatever_their_scores():
 
         return run
 
-    verdict = Expected(case, inputs).judge(
-        Provider("product_key_topk", "shifted", shifted, MODES, {}), shifted(case, inputs), inputs
-    )
+    verdict = Expected(case, inputs).judge(Provider("shifted", shifted, MODES, {}), shifted(case, inputs), inputs)
     assert verdict.error_of == "slots"
     assert not verdict.passes
 
@@ -131,10 +128,3 @@ def test_too_little_memory_is_a_finding_and_an_error_a_failure(monkeypatch, ops_
     assert status(hungry=hungry, absent=absent) == 0
     assert status(broken=broken) == 1
     assert [row["status"] for row in read(tmp_path / FILE)] == ["out of memory", "failed"]
-
-
-def test_names_are_taken_once_and_ops_must_exist():
-    with pytest.raises(ValueError, match="op is 'nothing'; expected one of headwise_memory"):
-        provider("nothing", "any")
-    with pytest.raises(ValueError, match="op headwise_memory already has a provider 'naive'; choose another name"):
-        provider("headwise_memory", "naive")

@@ -6,9 +6,7 @@ import time
 
 import pytest
 
-from benchmarks.gpu.run import run, run_step
-from benchmarks.gpu.steps import FURTHER_STEPS, STEPS, Done, Step, steps
-from benchmarks.gpu.summary import write_summary
+from benchmarks.gpu.run import FURTHER_STEPS, STEPS, Done, Step, run, run_step, steps, write_summary
 
 
 def python(name: str, code: str) -> Step:

@@ -5,11 +5,10 @@ import time
 import pytest
 import torch
 
-from benchmarks.models import cuda
 from benchmarks.models.build import build, read_base, variants
 from benchmarks.models.measure import measure
 from benchmarks.models.points import Point
-from benchmarks.profile import KernelTime
+from benchmarks.timing import KernelTime
 
 PROMPT, NEW_TOKENS = 8, 9
 WAIT_S = 0.05
@@ -48,10 +47,12 @@ def gpu(midus, monkeypatch):
     monkeypatch.setattr("benchmarks.models.measure.kernels", kernels)
     monkeypatch.setattr("benchmarks.models.measure.peak_bytes", peak_bytes)
     monkeypatch.setattr("benchmarks.models.measure.release_memory", lambda device: None)
-    monkeypatch.setattr(cuda, "held_bytes", lambda: 1000)
+    monkeypatch.setattr("torch.cuda.memory_allocated", lambda: 1000)
     for module in ("measure", "decoding"):
         monkeypatch.setattr(f"benchmarks.models.{module}.synchronize", lambda device: time.sleep(WAIT_S))
-    monkeypatch.setattr(cuda, "captured", lambda step, warm_up: ([step() for _ in range(warm_up)], step)[1])
+    monkeypatch.setattr(
+        "benchmarks.models.decoding.captured", lambda step, warm_up: ([step() for _ in range(warm_up)], step)[1]
+    )
     return kernels
 
 

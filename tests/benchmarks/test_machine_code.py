@@ -20,7 +20,7 @@ MACHINE_CODE = """
 
 @pytest.mark.parametrize("trips, times", [((), 1), ((5,), 5), ((5, 7), 5)], ids=str)
 def test_instructions_of_loops_count_as_often_as_they_run(trips, times):
-    machine_code = pytest.importorskip("benchmarks.kernels.machine_code", exc_type=ImportError)
+    machine_code = pytest.importorskip("benchmarks.kernels.compilation", exc_type=ImportError)
     found = machine_code.counted_text(MACHINE_CODE, trips)
     assert found == machine_code.Instructions(3 + 17 * times, 14 * times, times, times, 1)
     # 132 multiprocessors with four schedulers, which compare for half as many threads as they have, at 1.755 GHz.

@@ -8,11 +8,11 @@ from collections import Counter
 import pytest
 import torch
 
-from benchmarks import profile
 from benchmarks.models.build import build
 from benchmarks.models.measure import Measured
-from benchmarks.models.results import FILE, subject_of
+from benchmarks.models.points import FILE, SUBJECT
 from benchmarks.models.run import run
+from benchmarks.timing import PROFILES, KernelTime
 from benchmarks.tracked import read, this_run
 
 
@@ -37,13 +37,17 @@ def measured(monkeypatch):
     def measure(model, variant, point, device, *, with_memory, with_profile):
         asked.append((variant.method, str(point), with_memory, with_profile))
         measured.script(model, variant, point)
-        kernels = (profile.KernelTime("a kernel", 3, 1.5),) if with_profile else ()
+        kernels = (KernelTime("a kernel", 3, 1.5),) if with_profile else ()
         return Measured(0.5, peak_bytes=1000 if with_memory else None, profiled="all of it", kernels=kernels)
 
     measured = types.SimpleNamespace(asked=asked, script=lambda *_: None)
     monkeypatch.setattr("benchmarks.models.run.measure", measure)
     monkeypatch.setattr("benchmarks.models.run.release_memory", lambda device: None)
     return measured
+
+
+def subject_of(row):
+    return tuple(row[name] for name in SUBJECT)
 
 
 def keys(path):
@@ -105,7 +109,7 @@ def test_peaks_are_measured_once_also_by_a_run_that_goes_on(two_rounds, measured
 
 def test_profiles_are_kept_of_the_first_round(two_rounds, measured, tmp_path):
     assert run(two_rounds("--phases", "prefill", "--methods", "base", "--profile")) == 0
-    rows = read(tmp_path / profile.FILE)
+    rows = read(tmp_path / PROFILES)
     assert [row["subject"] for row in rows] == [
         "tiny-llama base in float32, prefill, batch 1, length 64: all of it",
         "tiny-llama base in float32, prefill, batch 1, length 256: all of it",

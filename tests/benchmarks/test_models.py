@@ -8,8 +8,7 @@ import torch
 
 from benchmarks.models.build import build, new_parameters, read_base, set_trained, variants
 from benchmarks.models.measure import measure
-from benchmarks.models.points import METHODS, Point
-from benchmarks.models.results import FILE, Row
+from benchmarks.models.points import FILE, METHODS, Point, Row
 from benchmarks.models.run import run
 from midus_hf.memory.registry import MemoryModule
 

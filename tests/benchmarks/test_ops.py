@@ -8,14 +8,11 @@ import importlib.util
 import pytest
 import torch
 
-from benchmarks.ops import peers, providers  # noqa: F401 - fill the table
+from benchmarks.ops.bench import FILE, Row, run
 from benchmarks.ops.gate import Expected
-from benchmarks.ops.names import COMPILED
+from benchmarks.ops.operations import OPS, PROVIDERS, Provider, Unavailable, make_inputs, roofline_microseconds
 from benchmarks.ops.providers import expand_then_gather
-from benchmarks.ops.registry import OPS, PROVIDERS, Provider, Unavailable, make_inputs, roofline_microseconds
-from benchmarks.ops.row import FILE, Row
-from benchmarks.ops.run import run
-from benchmarks.ops.shapes import MODES, SHAPES, Case
+from benchmarks.ops.shapes import COMPILED, MODES, SHAPES, Case
 from benchmarks.tracked import threads
 
 # Minutes of C compiler; the benchmark itself judges it before it is timed.
@@ -51,7 +48,7 @@ def test_expanding_before_gathering_is_right_and_one_graph(backend, dtype):
     function = expand_then_gather
     if backend != "eager":  # what the compiler is given, without the minutes that it takes
         function = torch.compile(expand_then_gather, backend=backend, fullgraph=True, dynamic=False)
-    provider = Provider("headwise_memory", "expand", lambda case, inputs: None, MODES, {})
+    provider = Provider("expand", lambda case, inputs: None, MODES, {})
     verdict = Expected(case, inputs).judge(provider, lambda: function(**inputs, k=case.shape.k), inputs)
     assert verdict.passes, verdict
 

@@ -7,7 +7,7 @@ from processes.warm import run_warm
 from benchmarks.depth_cost.shapes import WHATS
 from benchmarks.gpu.attention_kernels import CASES
 from benchmarks.gpu.attention_kernels import main as attention_kernels
-from benchmarks.gpu.summary import write_summary
+from benchmarks.gpu.run import write_summary
 from benchmarks.pretended_gpu import NAME
 from benchmarks.report import ROOT
 from benchmarks.tracked import RESULTS, read
@@ -50,7 +50,7 @@ def test_the_depth_is_read_both_ways_and_timed_as_on_a_gpu(tmp_path):
     assert [row["what"] for row in rows] == list(WHATS["cuda"])
     assert {(row["device"], row["status"], row["dtype"]) for row in rows} == {(NAME, "ok", "bfloat16")}
     assert all(float(row[name]) > 0 for row in rows for name in ("median_ms", "host_ms", "wall_ms"))
-    profiled = {row["subject"] for row in read(tmp_path / "profile.csv") if "fused_attention" in row["kernel"]}
+    profiled = {row["subject"] for row in read(tmp_path / "profile.csv") if "FusedAttention" in row["kernel"]}
     assert profiled == {"depth 2x8x2, fused"}
     assert rehearsed(tmp_path, *words).returncode == 0 and read(tmp_path / "depth_cost.csv") == rows
 

@@ -7,15 +7,11 @@ from collections import Counter
 import pytest
 import torch
 
-from benchmarks.ops.bench import PROFILED, Bench, _kernels_of
-from benchmarks.ops.registry import PROVIDERS, Provider, Unavailable
-from benchmarks.ops.row import FILE, Row, key_of
-from benchmarks.ops.run import run
+from benchmarks.ops.bench import FILE, IDENTITY, PROFILED, Bench, Row, _kernels_of, run
+from benchmarks.ops.operations import PROVIDERS, Provider, Unavailable
 from benchmarks.ops.shapes import MODES, SHAPES, Case
-from benchmarks.profile import FILE as PROFILE_FILE
-from benchmarks.profile import KernelTime
 from benchmarks.recorded import Recorded
-from benchmarks.timing import Task
+from benchmarks.timing import PROFILES, KernelTime, Task
 from benchmarks.tracked import read, this_run
 from midus_hf.ops import headwise_memory
 from tests.benchmarks.simulated_gpu import SimulatedGpu
@@ -24,7 +20,7 @@ WORDS = ["--ops", "headwise_memory,product_key_topk", "--providers", "naive,embe
 
 
 def _keys(rows: list[dict[str, str]]) -> Counter:
-    return Counter(map(key_of, rows))
+    return Counter(tuple(row[name] for name in IDENTITY) for row in rows)
 
 
 def _replace(rows: list[dict[str, str]], results) -> None:
@@ -51,7 +47,7 @@ def register(monkeypatch):
     """Makes providers of head-wise memory the only ones."""
 
     def make(**builds) -> None:
-        table = {name: Provider("headwise_memory", name, build, MODES, {}) for name, build in builds.items()}
+        table = {name: Provider(name, build, MODES, {}) for name, build in builds.items()}
         monkeypatch.setitem(PROVIDERS, "headwise_memory", table)
 
     return make
@@ -130,7 +126,7 @@ def test_profiles_are_of_ours_and_the_rivals_on_the_first_popularity(register, o
     register(naive=_right, sorted=_right, compiled=_right)
     words = ["--ops", "headwise_memory", "--popularity", "zipf,uniform"]
     assert run(ops_arguments(*words, "--profile")) == 0
-    rows = read(tmp_path / PROFILE_FILE)
+    rows = read(tmp_path / PROFILES)
     assert {row["benchmark"] for row in rows} == {"ops"}
     case = "headwise_memory tiny 70 tokens zipf float32"
     expected = [f"{case}, {name} {mode}" for name in ("sorted", "compiled") for mode in MODES]
@@ -144,7 +140,7 @@ def test_profiles_are_of_ours_and_the_rivals_on_the_first_popularity(register, o
     _replace(kept[:2], tmp_path)  # cut between a profile and its row: that of compiled is not there
     before = Counter((row["subject"], row["kernel"]) for row in rows)
     assert run(ops_arguments(*words, "--profile", "--resume")) == 0
-    assert Counter((row["subject"], row["kernel"]) for row in read(tmp_path / PROFILE_FILE)) == before
+    assert Counter((row["subject"], row["kernel"]) for row in read(tmp_path / PROFILES)) == before
 
 
 def test_what_cannot_be_built_costs_no_reference(register, ops_arguments, monkeypatch, capsys):
@@ -182,7 +178,9 @@ class _OnSimulatedGpu:
         self.gpu = SimulatedGpu(monkeypatch)
         self.case = Case("headwise_memory", SHAPES["tiny"], 70, "uniform", "float32", "cpu")
         this = dataclasses.replace(this_run("cpu"), device="NVIDIA H200")
-        self.bench = Bench(Recorded(this, "cuda", tmp_path, FILE), ["sorted"], ["forward"], 0.0, profiled)
+        monkeypatch.setattr("benchmarks.recorded.kernels", lambda run, device: [])
+        record = Recorded("cuda", tmp_path, FILE, IDENTITY, run=this)
+        self.bench = Bench(record, ["sorted"], ["forward"], 0.0, profiled)
         self.leaves = dict.fromkeys(("query", "row_keys", "column_keys", "value_bank", "value_transform"))
 
     def time(self) -> None:
@@ -213,7 +211,7 @@ def test_a_row_of_a_gpu_has_all_three_times_and_its_launches(monkeypatch, tmp_pa
     roofline = float(row["roofline_us"])
     assert float(row["roofline_fraction"]) == pytest.approx(roofline / 100, abs=1e-4)  # of the device's time
     assert "host   0.400  wall   0.500     7 launches" in capsys.readouterr().err
-    assert [(row["kernel"], row["launches"]) for row in read(tmp_path / PROFILE_FILE)] == [("a", "5"), ("b", "2")]
+    assert [(row["kernel"], row["launches"]) for row in read(tmp_path / PROFILES)] == [("a", "5"), ("b", "2")]
 
 
 def test_what_fits_into_memory_once_and_then_no_more_keeps_no_other_from_being_timed(

@@ -14,8 +14,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.vllm.__main__ import mixed_prompts
-from benchmarks.vllm.comparison import EngineFailed, agreement, generate, load
-from benchmarks.vllm.models import BASES, MEMORY_METHODS, upscaled
+from benchmarks.vllm.comparison import BASES, MEMORY_METHODS, EngineFailed, agreement, generate, load, upscaled
 from upscalers.runs.upscale import upscale
 
 PYTHON = os.environ.get("VLLM_PYTHON", "")

@@ -68,10 +68,10 @@ def test_every_kernel_compiles():
 @pytest.mark.parametrize(
     "words, message",
     [
-        (["--targets", "sm_1"], "no target sm_1; expected some of sm_80, sm_90, sm_100, gfx942"),
-        (["--kernels", "fast_kernel"], "no kernel fast_kernel; expected some of scores_kernel."),
-        (["--cases", "gpt-2"], "no case gpt-2; expected some of 32 heads of 4"),
-        (["--cases", "head 16,head 80", "--count", "n 1024"], "no case n 1024; expected some of head 16, head 80."),
+        (["--targets", "sm_1"], "target is 'sm_1'; expected some of sm_80, sm_90, sm_100, gfx942"),
+        (["--kernels", "fast_kernel"], "kernel is 'fast_kernel'; expected some of scores_kernel."),
+        (["--cases", "gpt-2"], "case is 'gpt-2'; expected some of llama-3.2-1b"),
+        (["--cases", "head 16,head 80", "--count", "n 1024"], "case is 'n 1024'; expected some of head 16, head 80."),
     ],
     ids=["target", "kernel", "case", "counted"],
 )

@@ -3,21 +3,18 @@
 import pytest
 import torch
 from ops.kernels.conftest import DEVICE
-from ops.kernels.test_fused_depth import FUSED, inputs
-from ops.kernels.test_fused_depth import slots_of as fused_slots
 from ops.laws import (  # noqa: F401 - tests of this file
     test_a_graph_holds_it_and_its_gradient_as_one_node_each_and_gives_the_same_bits,
     test_it_is_registered_rightly,
 )
 from ops.table import OPS, opened, slots_of, stacked
 
-from benchmarks.fused_depth.op import fused_attention_op
 from midus_hf.ops import headwise_memory
 from midus_hf.ops.chapters.segments import segment_attention_op
 from midus_hf.ops.depth.op import depth_attention_op
 from midus_hf.ops.headwise.lookup import headwise_lookup_op
 
-KERNELS = {name: op for name, op in (OPS | {"sequence and depth": FUSED}).items() if "triton" in op.bodies}
+KERNELS = {name: op for name, op in OPS.items() if "triton" in op.bodies}
 
 
 @pytest.fixture(params=KERNELS, ids=lambda name: name.replace(" ", "-"))
@@ -55,17 +52,6 @@ OTHERS = {
         depth_attention_op,
         [(made := stacked())["query"], *slots_of(made), 0.3, None, "triton"],
     ),
-    **{
-        f"sequence and depth, {joining}": lambda joining=joining: (
-            fused_attention_op,
-            [
-                *((made := inputs(joining=joining, dtype=torch.bfloat16))[name] for name in ("query", "key", "value")),
-                *(fused_slots(made, part) for part in ("keys", "values")),
-                *(0.25, True, made.get("gate"), joining == "added", True),
-            ],
-        )
-        for joining in ("joint", "added")
-    },
 }
 
 

@@ -1,1 +1,0 @@
-"""Attention to the sequence and the depth by one kernel, an alternative to the package's own that is timed beside it."""
