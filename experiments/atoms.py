@@ -158,13 +158,7 @@ _PANELS = {"accuracy": "atomic numbers, share that is right", "loss": "loss of t
 
 
 def draw_blocking(rows: Sequence[dict[str, Any]], path: Path) -> None:
-    """Draw accuracy and loss by the share of the bank that is blocked for each text.
-
-    Args:
-        rows: Rows with `variant`, `blocked`, `nodes`, `accuracy` and `loss`. A variant with a single row, for which
-            blocking makes no difference, is drawn as a dashed line.
-        path: File to write, of a format that matplotlib supports.
-    """
+    """Draw accuracy and loss by the share of the bank that is blocked for each text."""
     from matplotlib.figure import Figure
 
     shares = sorted({_share(row) for row in rows})

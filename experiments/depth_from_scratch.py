@@ -22,7 +22,6 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.study import Row, keep, listed, run_columns
-from experiments.small_tokenizer import small_tokenizer
 from experiments.steps import (
     FROM_NOTHING,
     events_of,
@@ -30,6 +29,7 @@ from experiments.steps import (
     read_rows,
     remembered,
     results_of,
+    small_tokenizer,
     study,
     train_once,
     write_rows,

@@ -18,8 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.study import Row, listed, run_columns, tell
-from experiments.small_tokenizer import small_tokenizer
-from experiments.steps import FROM_NOTHING, loss_of, results_of, study, train_once
+from experiments.steps import FROM_NOTHING, loss_of, results_of, small_tokenizer, study, train_once
 from material.addresses import addresses
 from midus_hf.config.flops.model import estimate_flops
 from midus_hf.config.memories.ultramem import UltraMemOptions

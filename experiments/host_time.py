@@ -226,9 +226,6 @@ def idle_launches() -> Iterator[None]:
     """Let ops use their kernels for CPU tensors: compiled for an H100 and prepared as usual, but never run.
 
     Outputs are therefore not filled, and the time that PyTorch itself would spend on launches is never included.
-
-    Raises:
-        SystemExit: If triton interprets kernels, which then are not compiled.
     """
     from triton.runtime import driver
 

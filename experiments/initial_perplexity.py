@@ -73,12 +73,7 @@ class Measure:
     sequence_length: int
 
     def perplexity(self, folder: Path, change: Callable[[Any], None] = lambda model: None) -> tuple[Any, Any]:
-        """Return the perplexity result and the model.
-
-        Args:
-            folder: Folder of the model.
-            change: Function that changes the model before the measurement. Default: no change.
-        """
+        """Return the perplexity result and the model."""
         from transformers import AutoModelForCausalLM, AutoTokenizer
 
         import midus_hf  # noqa: F401 - registers the classes that host memory
@@ -120,15 +115,7 @@ def measure_of(arguments: argparse.Namespace) -> Measure:
 
 
 def upscaled(base: Path, output: Path, method: str, options: tuple[str, ...], *further: str) -> tuple[dict, dict]:
-    """Run `upscale`; return the JSON that it printed and the record that it wrote.
-
-    Args:
-        base: Folder of the base.
-        output: Folder to make.
-        method: Name of the method.
-        options: Options of the method, as `name=value`.
-        further: Other arguments of the command.
-    """
+    """Run `upscale`; return the JSON that it printed and the record that it wrote."""
     flags = [*(word for option in options for word in ("--set", option)), *further]
     printed = run_command("upscale", "--base", base, "--method", method, "--output", output, "--json", *flags)
     return json.loads(printed), json.loads((output / "upscale.json").read_text())

@@ -51,15 +51,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def count_names(documents: Iterable[str], names: dict[str, list[str]]) -> dict[str, int]:
-    """Count names in documents, which are read once.
-
-    Args:
-        documents: Texts of the documents.
-        names: All names of each thing to count. A name is one word or several.
-
-    Returns:
-        The number of times that any name of each thing occurs, as whole words, in lower or upper case.
-    """
+    """Count names in documents, which are read once."""
     owner = {alias.lower(): name for name, aliases in names.items() for alias in aliases}
     # Longer names come first: if a name begins with another name, the longer one is meant.
     pattern = re.compile(rf"\b(?:{'|'.join(map(re.escape, sorted(owner, key=len, reverse=True)))})\b", re.IGNORECASE)
@@ -68,11 +60,7 @@ def count_names(documents: Iterable[str], names: dict[str, list[str]]) -> dict[s
 
 
 def bins_of(counts: dict[str, int], number: int) -> list[list[str]]:
-    """Return bins of names, as equal in size as possible, rarest names first. Equally frequent names keep their order.
-
-    Raises:
-        ValueError: If there are more bins than names, or no bins.
-    """
+    """Return bins of names, as equal in size as possible, rarest names first. Equally frequent names keep their order."""
     if not 1 <= number <= len(counts):
         raise ValueError(f"bins is {number}; expected 1 to {len(counts)}, the number of names.")
     order = sorted(counts, key=lambda name: counts[name])
@@ -81,16 +69,7 @@ def bins_of(counts: dict[str, int], number: int) -> list[list[str]]:
 
 
 def accuracies(answers: Iterable[dict[str, Any]], bins: list[list[str]], metric: str) -> dict[str, list[float]]:
-    """Return the mean of a metric in each bin, by model.
-
-    Args:
-        answers: Rows of `midus eval --set answers=FILE`. Questions without a `name` are skipped.
-        bins: Bins of names.
-        metric: Name of the metric in the scores.
-
-    Raises:
-        ValueError: If a bin has no answers of a model, a model has two answers for one name, or there are no answers.
-    """
+    """Return the mean of a metric in each bin, by model."""
     scores: dict[str, dict[str, float]] = {}
     for row in answers:
         if metric in row["scores"] and "name" in row["question"]:

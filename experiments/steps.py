@@ -6,7 +6,7 @@ import math
 import shlex
 import subprocess
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -41,12 +41,7 @@ OF_BLOCKS = {
 def study(
     description: str | None, work: str | None = "models, which a later run goes on with"
 ) -> argparse.ArgumentParser:
-    """Return the command line of a study, with an option `--work` for a folder, unless `work` is None.
-
-    Args:
-        description: Description of the study, for `--help`.
-        work: Contents of the folder, for `--help`. Default: models that a later run can continue.
-    """
+    """Return the command line of a study, with an option `--work` for a folder, unless `work` is None."""
     parser = command_line(description)
     if work is not None:
         parser.add_argument("--work", type=Path, required=True, help=f"folder for {work}")
@@ -59,11 +54,7 @@ def results_of(name: str, arguments: argparse.Namespace) -> Path | None:
 
 
 def run_command(command: Any, *arguments: Any) -> str:
-    """Run a command of this environment, print it on standard error, and return what it printed on standard output.
-
-    Raises:
-        SystemExit: If the command's exit status is not 0.
-    """
+    """Run a command of this environment, print it on standard error, and return what it printed on standard output."""
     program, *names = command.split()
     line = [str(_BIN / program), *names, *map(str, arguments)]
     print(f"$ {shlex.join(line)}", file=sys.stderr, flush=True)
@@ -88,14 +79,7 @@ def run_once(output: Path, *arguments: Any) -> None:
 def train_once(
     output: Path, options: Mapping[str, Any], command: str = "midus train", recipe: Path | None = None
 ) -> None:
-    """Train the model `output`, unless it exists.
-
-    Args:
-        output: Folder of the model. Without `recipe`, the options are written to a file beside it.
-        options: Options of the run.
-        command: Command that trains. Default: `midus train`.
-        recipe: File of options, which `options` override. Default: none.
-    """
+    """Train the model `output`, unless it exists."""
     keys = {**options, "output_dir": output}
     if recipe is None:
         recipe = output.with_name(f"{output.name}.recipe.json")
@@ -144,3 +128,22 @@ def write_rows(path: Path, rows: list[dict[str, Any]]) -> Path:
     """Write a file of JSON lines, and return its path."""
     path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
     return path
+
+
+def small_tokenizer(folder: Path, texts: Iterable[str], vocabulary: int) -> Path:
+    """Return the folder of a byte-level BPE tokenizer, trained on the texts unless it exists. Token 0 ends a text."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+    from transformers import PreTrainedTokenizerFast
+
+    if not (folder / "tokenizer.json").is_file():
+        tokenizer = Tokenizer(models.BPE())
+        tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+        tokenizer.decoder = decoders.ByteLevel()
+        trainer = trainers.BpeTrainer(
+            vocab_size=vocabulary,
+            special_tokens=["<|endoftext|>"],
+            initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        )
+        tokenizer.train_from_iterator(texts, trainer)
+        PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|endoftext|>").save_pretrained(folder)
+    return folder
