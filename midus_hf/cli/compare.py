@@ -45,7 +45,7 @@ def midus_compare(
 
         gpus = devices_of(devices, jobs)
         comparison, variants = plan(read_recipe(Comparison, config, overrides or []))
-        from midus_hf.compare.checking import check
+        from midus_hf.compare.runs import check
 
         check(comparison, variants)
     if dry_run:
@@ -53,8 +53,7 @@ def midus_compare(
         return
     failures: dict[str, str] = {}
     if not report_only:
-        from midus_hf.compare.progress import ShownProgress
-        from midus_hf.compare.running import Running
+        from midus_hf.compare.running import Running, ShownProgress
 
         with ShownProgress() as progress:
             running = Running(comparison, variants, progress, jobs, gpus)
@@ -67,7 +66,7 @@ def midus_compare(
 
 
 def _show_plan(comparison: "Comparison", variants: "Sequence[Variant]", json_: bool) -> None:
-    from midus_hf.compare.report.planned import plan_table, planned
+    from midus_hf.compare.report.tables import plan_table, planned
 
     report = {"variants": planned(comparison, variants), "seeds": comparison.seeds}
     show(report, json_, lambda _: show_tables([plan_table(comparison, variants)]), indent=2)
@@ -75,11 +74,11 @@ def _show_plan(comparison: "Comparison", variants: "Sequence[Variant]", json_: b
 
 def _report(comparison: "Comparison", variants: "Sequence[Variant]", failures: dict[str, str], json_: bool) -> None:
     """Write the report of the runs that are done, and show it."""
-    from midus_hf.compare.collecting import collect
     from midus_hf.compare.report.findings import findings
+    from midus_hf.compare.report.sentences import sentences
     from midus_hf.compare.report.tables import as_json, controls_table, short_table
-    from midus_hf.compare.report.words import sentences
     from midus_hf.compare.report.writing import write_report
+    from midus_hf.compare.workplace import collect
 
     base, results, missing = collect(comparison, variants)
     if base is None:

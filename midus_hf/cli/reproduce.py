@@ -44,9 +44,9 @@ def midus_reproduce(
     Every step is kept: the same command goes on after an interruption, and runs failed rows again.
     """
     with contextlib.redirect_stdout(sys.stderr):
-        from midus_hf.compare.checking import check_runs
         from midus_hf.compare.reproduce.repository import Repository
         from midus_hf.compare.reproduce.table import read_table, variant_name
+        from midus_hf.compare.runs import check_runs
         from midus_hf.compare.variants import plan
 
         repository = Repository(root)
@@ -69,11 +69,10 @@ def midus_reproduce(
         folder = output or Path("outputs") / "reproduce" / f"{paper}-{table}-{scale}"
         comparison, variants = plan(read.comparison(repository, folder, names))
         check_runs(comparison, variants)
-    from midus_hf.compare.collecting import collect
-    from midus_hf.compare.progress import ShownProgress
-    from midus_hf.compare.report.planned import plan_table, planned
+    from midus_hf.compare.report.tables import plan_table, planned
     from midus_hf.compare.reproduce.report import as_json, stage_table, write_table
-    from midus_hf.compare.running import Running
+    from midus_hf.compare.running import Running, ShownProgress
+    from midus_hf.compare.workplace import collect
 
     if dry_run:
         report = {"needs": read.scale.needs, "rows": planned(comparison, variants)}

@@ -22,11 +22,7 @@ _SET_PARENT_DEATH_SIGNAL = 1
 
 
 def ask_for_termination(parent: int) -> None:
-    """Ask Linux to send SIGTERM to this process when its parent ends; do nothing on other systems.
-
-    Args:
-        parent: Process id of the parent; if the parent has ended already, this process exits at once with status 143.
-    """
+    """Ask Linux to send SIGTERM to this process when its parent ends; do nothing on other systems."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_SET_PARENT_DEATH_SIGNAL, signal.SIGTERM)
         if os.getppid() != parent:
@@ -71,16 +67,7 @@ class Commands:
             signal.signal(number, self._pass_on)
 
     def run(self, step: str, command: str, *arguments: Any) -> Done:
-        """Run a command of this Python environment, and return its output and its peak memory.
-
-        Args:
-            step: Name of the log, without `.log`; a later command with the same step appends to the log.
-            command: Command with its subcommand, such as `midus train`.
-            arguments: Arguments of the command, converted to strings.
-
-        Raises:
-            StepFailed: If the command ends with a status other than 0.
-        """
+        """Run a command of this Python environment, and return its output and its peak memory."""
         program, *names = command.split()
         line = [str(_BIN / program), *names, *map(str, arguments)]
         log = self._logs / f"{step}.log"

@@ -6,7 +6,7 @@ import math
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
 
-from midus_hf.compare.rates import Rate, rate_name
+from midus_hf.compare.options import Rate, rate_name
 from midus_hf.compare.results import Point, Result
 
 
@@ -21,10 +21,6 @@ def origin(result: Result, base: Result) -> Point:
     The base counts where the upscaled model was not seen to compute what the base computes: that model has lost something before
     training, and to regain what it lost is not learning. Otherwise the run's own start counts, because the start was measured in
     the precision of training, as the end was.
-
-    Args:
-        result: Result of a run.
-        base: Result of the base.
     """
     return base.end if result.new_parameters and not result.starts_at_base else result.start
 
@@ -34,12 +30,6 @@ def path(result: Result, base: Result, domain: Sequence[str], retention: Sequenc
 
     Learned is how far the mean loss of the domain lies below that of `origin`, forgotten how far the mean loss of the retention
     texts lies above it.
-
-    Args:
-        result: Result of a run.
-        base: Result of the base.
-        domain: Names of the domain texts.
-        retention: Names of the retention texts.
     """
     zero = origin(result, base)
     loss, kept = mean_loss(zero, domain), mean_loss(zero, retention)
@@ -59,10 +49,6 @@ def best_rate(results: Sequence[Result], domain: Sequence[str]) -> Rate:
 
     Only the rates that `compared` returns are considered, and of their results only the seeds that these rates share. If they
     share no seed, all results count.
-
-    Args:
-        results: Results of one variant, at least one.
-        domain: Names of the domain texts.
     """
     rates, seeds = compared(results)
 
@@ -78,9 +64,6 @@ def compared(results: Sequence[Result]) -> tuple[dict[str, list[Result]], set[in
 
     These are the rates with the most seeds: a rate at which a seed failed is not compared with complete ones. The set of seeds is
     empty if the rates share none.
-
-    Args:
-        results: Results of one variant, at least one.
     """
     groups = by_rate(results)
     most = max(map(len, groups.values()))
@@ -89,15 +72,7 @@ def compared(results: Sequence[Result]) -> tuple[dict[str, list[Result]], set[in
 
 
 def forgotten_at(learned: float, moments: Sequence[tuple[float, float]]) -> float | None:
-    """Return the nats that a run had forgotten when it first reached an amount of learning, interpolated between measurements.
-
-    Args:
-        learned: Amount learned in nats, above 0.
-        moments: Pairs (learned, forgotten) that `path` returned.
-
-    Returns:
-        None if the run never learned that much.
-    """
+    """Return the nats that a run had forgotten when it first reached an amount of learning, interpolated between measurements."""
     for before, here in itertools.pairwise(moments):
         if before[0] < learned <= here[0]:
             share = (learned - before[0]) / (here[0] - before[0])
@@ -139,12 +114,7 @@ def spread(numbers: Sequence[float]) -> Spread:
 
 
 def student_quantile(degrees: int, probability: float = 0.975) -> float:
-    """Return a quantile of Student's t distribution, by bisection of its distribution function (Abramowitz and Stegun, 26.7.3 and 4).
-
-    Args:
-        degrees: Degrees of freedom, 1 or more.
-        probability: Probability of the quantile, above 0.5. Default: 0.975, the upper end of a two-sided interval of 95 %.
-    """
+    """Return a quantile of Student's t distribution, by bisection (Abramowitz and Stegun, 26.7.3 and 26.7.4)."""
     low, high = 0.0, 1e3
     for _ in range(100):
         middle = (low + high) / 2
@@ -156,17 +126,14 @@ def _student(t: float, degrees: int) -> float:
     """Return the probability that a variable of Student's distribution is at most `t`, where `t` is 0 or above."""
     angle = math.atan2(t, math.sqrt(degrees))
     sine, cosine = math.sin(angle), math.cos(angle)
-    if degrees % 2:
-        term, total = cosine, cosine if degrees > 1 else 0.0
-        for number in range(3, degrees - 1, 2):
-            term *= cosine**2 * (number - 1) / number
-            total += term
-        return 0.5 + (angle + sine * total) / math.pi
-    term = total = 1.0
-    for number in range(2, degrees - 1, 2):
+    is_odd = degrees % 2
+    term = total = cosine if is_odd else 1.0
+    for number in range(2 + is_odd, degrees - 1, 2):
         term *= cosine**2 * (number - 1) / number
         total += term
-    return 0.5 + sine * total / 2
+    if not is_odd:
+        return 0.5 + sine * total / 2
+    return 0.5 + (angle + sine * total * (degrees > 1)) / math.pi
 
 
 @dataclasses.dataclass(frozen=True)
@@ -187,15 +154,7 @@ class Verdict:
 
 
 def paired(lower: Mapping[int, float], higher: Mapping[int, float]) -> Spread | None:
-    """Return the spread of `higher - lower` over the seeds that both have.
-
-    Args:
-        lower: Numbers by seed, which are subtracted.
-        higher: Numbers by seed, which are subtracted from.
-
-    Returns:
-        None if the two have no seed in common.
-    """
+    """Return the spread of `higher - lower` over the seeds that both have."""
     seeds = sorted(set(lower) & set(higher))
     return spread([higher[seed] - lower[seed] for seed in seeds]) if seeds else None
 
@@ -205,14 +164,6 @@ def verdict(control: str, variant: Mapping[int, float], null_control: Mapping[in
 
     The variant beats the null control where the 95 % interval of the mean advantage lies above 0, and does not where the mean is
     0 or below.
-
-    Args:
-        control: Name of the null control.
-        variant: Final loss of the domain of the variant, by seed, in nats per token.
-        null_control: Final loss of the domain of the null control, by seed, in nats per token.
-
-    Returns:
-        None if the two have no seed in common.
     """
     advantage = paired(variant, null_control)
     if advantage is None:
@@ -222,14 +173,7 @@ def verdict(control: str, variant: Mapping[int, float], null_control: Mapping[in
 
 
 def in_words(difference: Spread, above: str, not_above: str, unclear: str) -> str:
-    """Choose the words for a difference over seeds; `one seed` for a single difference above 0.
-
-    Args:
-        difference: Difference of two numbers of the same seed, over seeds.
-        above: Words for a difference whose 95 % interval lies above 0.
-        not_above: Words for a difference whose mean is 0 or below.
-        unclear: Words for a mean above 0 whose interval reaches 0.
-    """
+    """Choose the words for a difference over seeds; `one seed` for a single difference above 0."""
     if difference.mean <= 0:
         return not_above
     if difference.count == 1:

@@ -1,8 +1,10 @@
 """One run from upscaling to its result, and the measurement of the base that runs are compared with."""
 
 import dataclasses
+import hashlib
 import json
 import math
+import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -10,34 +12,101 @@ from typing import Any
 import yaml
 
 from midus_hf.compare.commands import Commands
-from midus_hf.compare.evaluations import Evaluations
-from midus_hf.compare.null_controls import SHUFFLED, Controls, available_controls, wanted
 from midus_hf.compare.options import Comparison
 from midus_hf.compare.results import Measured, Point, Result, read_result, write_result
 from midus_hf.compare.runs import Run
+from midus_hf.compare.variants import SHUFFLED, Controls, available_controls, wanted
 from midus_hf.compare.workplace import BASE, Workplace, remove_upscaled
+from midus_hf.documents import has_column
 from midus_hf.files.locks import alone
 from midus_hf.files.whole_files import whole_file
 
 Tasks = Mapping[str, Mapping[str, float]]
 
 
-def measure_base(comparison: Comparison, workplace: Workplace, commands: Commands) -> None:
-    """Measure the texts and tasks of the base, and write its result.
+class Evaluations:
+    """Evaluations of a run, each kept as a JSON file in the folder `evaluations` of the run.
+
+    A kept evaluation is used again if its arguments are the same, and if all files that these arguments name, the model's files
+    among them, have the same names, sizes and modification times. A model that was trained again or a text that was edited is thus
+    measured again. A model that is no local folder, such as one of the Hub, is measured every time.
 
     Args:
-        comparison: The comparison, resolved by `plan`.
-        workplace: Folder of the comparison.
-        commands: Runner of the commands.
-
-    Raises:
-        StepFailed: If a command fails.
+        folder: Folder of the run.
+        comparison: The comparison, which says whether remote code is trusted.
+        commands: Runner of `midus eval`.
     """
-    base, evaluations = comparison.base, Evaluations(workplace.root / BASE, comparison, commands)
-    losses = _losses(base, comparison, comparison.train, evaluations, "base")
-    tasks = _ask(base, comparison, "tasks", evaluations)
-    request = base_request(comparison)
-    write_result(workplace.root / BASE, Result(BASE, {}, 0, [Point(0, 0, None, losses)], tasks=tasks, request=request))
+
+    def __init__(self, folder: Path, comparison: Comparison, commands: Commands):
+        self._folder, self._comparison, self._commands = folder / "evaluations", comparison, commands
+
+    def measure(self, step: str, model: str | Path, *arguments: Any) -> Mapping[str, Any]:
+        """Return what `midus eval --json` reports of a model, from a kept file where possible."""
+        trust = ["--trust-remote-code"] if self._comparison.trust_remote_code else []
+        line = [str(word) for word in (model, "--json", *arguments, *trust)]
+        path = self._folder / f"{step}.json"
+        request = {"words": line, "files": [_files(Path(word)) for word in line]}
+        if os.path.isdir(model) and path.is_file():
+            kept = json.loads(path.read_text(encoding="utf-8"))
+            if kept["asked"] == request:
+                return kept["told"]
+        answer = json.loads(self._commands.run(step, "midus eval", *line).output)["models"][0]
+        self._folder.mkdir(exist_ok=True)
+        with whole_file(path) as written:
+            written.write_text(json.dumps({"asked": request, "told": answer}, indent=1), encoding="utf-8")
+        return answer
+
+    def tasks(self, step: str, model: str | Path) -> Tasks:
+        """Return the metrics of a model by task; empty if the comparison has no tasks."""
+        tasks = self._comparison.tasks
+        if tasks is None:
+            return {}
+        arguments: list[Any] = ["--tasks", ",".join(tasks.names)]
+        for key in ("data", "include_path", "limit", "num_fewshot"):
+            if getattr(tasks, key) is not None:
+                arguments += _setting(key, getattr(tasks, key))
+        return self.measure(step, model, *arguments)["tasks"]
+
+    def losses(self, step: str, model: str | Path, train: Mapping[str, Any]) -> dict[str, float]:
+        """Return the loss of each text in nats per token, read with the column and encoding of the first corpus, as in training."""
+        losses = {}
+        corpus = train.get("corpus")
+        corpus = corpus[0] if isinstance(corpus, list) else corpus
+        read_as = corpus if isinstance(corpus, Mapping) else {}
+        column = read_as.get("path_column")
+        keys = {
+            "max_tokens": train.get("eval_max_tokens"),
+            "column": read_as.get("column"),
+            "encoding": read_as.get("encoding"),
+        }
+        shared = [word for key, value in keys.items() if value is not None for word in _setting(key, value)]
+        for name, path in self._comparison.texts.items():
+            arguments = ["--text", path, *shared]
+            # As in training, documents with paths are measured one by one, each with the blocks of its path.
+            if column is not None and has_column(path, column, read_as.get("encoding") or "utf-8"):
+                arguments += _setting("path_column", column)
+            answer = self.measure(f"{step}-{name}", model, *arguments)
+            losses[name] = math.log(answer["perplexity"]["perplexity"])
+        return losses
+
+
+def _files(path: Path) -> str | None:
+    """Return a digest of the names, sizes and modification times of a file or of all files of a folder; None if neither exists."""
+    # `os.path` answers False for arguments that no file name can hold, where `Path` may raise.
+    files = sorted(path.rglob("*")) if os.path.isdir(path) else [path]
+    stats = [(file.relative_to(path), file.stat()) for file in files if os.path.isfile(file)]
+    lines = [f"{name}\0{stat.st_size}\0{stat.st_mtime_ns}" for name, stat in stats]
+    return hashlib.sha256("\0".join(lines).encode()).hexdigest() if lines else None
+
+
+def measure_base(comparison: Comparison, workplace: Workplace, commands: Commands) -> None:
+    """Measure the texts and tasks of the base, and write its result."""
+    assert isinstance(comparison.train, Mapping), "files have been read"
+    folder = workplace.root / BASE
+    evaluations = Evaluations(folder, comparison, commands)
+    losses = evaluations.losses("base", comparison.base, comparison.train)
+    tasks, request = evaluations.tasks("tasks", comparison.base), base_request(comparison)
+    write_result(folder, Result(BASE, {}, 0, [Point(0, 0, None, losses)], tasks=tasks, request=request))
 
 
 def base_request(comparison: Comparison) -> dict[str, Any]:
@@ -49,22 +118,14 @@ def base_request(comparison: Comparison) -> dict[str, Any]:
 
 
 def measure_run(run: Run, comparison: Comparison, workplace: Workplace, commands: Commands) -> None:
-    """Upscale, train and measure one run, and write its result; steps that are done already are not repeated.
-
-    Args:
-        run: A run of the comparison.
-        comparison: The comparison, resolved by `plan`.
-        workplace: Folder of the comparison, with the result of the base.
-        commands: Runner of the commands.
-
-    Raises:
-        StepFailed: If a command fails.
-    """
+    """Upscale, train and measure one run, and write its result; steps that are done already are not repeated."""
     folder, variant = workplace.run_folder(run), run.variant
-    trained = folder / "trained"
+    trained, tuned_model, shuffled_model = (folder / name for name in ("trained", "tuned", "shuffled"))
     evaluations = Evaluations(folder, comparison, commands)
     model, report = _start(run, comparison, workplace, commands)
-    starts_at_base = _starts_at_base(report)
+    # None where the upscaled model was not verified to compute what the base computes, or nothing was upscaled.
+    difference = None if report is None else report["identity"]["max_abs_diff"]
+    starts_at_base = None if difference is None else difference == 0.0
     controls: Controls = {}
     is_causal = True
     if variant.upscale is not None:
@@ -72,31 +133,38 @@ def measure_run(run: Run, comparison: Comparison, workplace: Workplace, commands
         is_causal = config["upscale"].get("causal", True)
         if variant.control is None:
             controls = available_controls(config)
-    keys = run.training_keys(comparison, model, trained)
-    peak_rss_bytes = _train("midus train", keys, trained, commands)
-    events = read_events(trained / "log.jsonl")
+    peak_rss_bytes = _train("midus train", run.training_keys(comparison, model, trained), trained, commands)
+    events = [json.loads(line) for line in (trained / "log.jsonl").read_text(encoding="utf-8").splitlines()]
     peaks = [event["peak_memory_bytes"] for event in events if "peak_memory_bytes" in event]  # one per resumption
     ended = next(event for event in reversed(events) if "trained_parameters" in event)
     base = read_result(workplace.root / BASE)
     assert base is not None, "the base is measured first"
     tasks_before: Tasks = base.tasks
     if report is not None and not starts_at_base:
-        tasks_before = _ask(model, comparison, "tasks-before", evaluations)
-    shuffled = unshuffled = None
+        tasks_before = evaluations.tasks("tasks-before", model)
+    shuffled = unshuffled = tuned = None
     if SHUFFLED in wanted(variant, controls):
         # The curve was measured in the precision of training, and the shuffled model is measured in the precision of its file.
-        unshuffled = _losses(trained, comparison, variant.train, evaluations, "unshuffled")
-        shuffled = _shuffled(run, comparison, trained, commands, evaluations)
+        unshuffled = evaluations.losses("unshuffled", trained, variant.train)
+        arguments = ["shuffle", trained, "--output", shuffled_model, "--seed", run.seed, "--overwrite"]
+        commands.run("shuffle", "upscale", *arguments)
+        shuffled = evaluations.losses("shuffled", shuffled_model, variant.train)
+        remove_upscaled(shuffled_model)
+    tasks = evaluations.tasks("tasks", trained)
+    if variant.fine_tune is not None:
+        _train("midus sft", run.fine_tuning_keys(trained, tuned_model), tuned_model, commands)
+        losses = evaluations.losses("tuned", tuned_model, variant.train)
+        tuned = Measured(losses, evaluations.tasks("tasks-tuned", tuned_model))
+        if not comparison.keep_models:
+            workplace.remove_trained(tuned_model)
     result = Result(
         variant=variant.name,
         rate=dict(run.rate),
         seed=run.seed,
         curve=curve(events, list(comparison.texts)),
         tasks_before=tasks_before,
-        tasks=_ask(trained, comparison, "tasks", evaluations),
-        tuned=None
-        if variant.fine_tune is None
-        else _fine_tune(run, comparison, trained, workplace, commands, evaluations),
+        tasks=tasks,
+        tuned=tuned,
         shuffled=shuffled,
         unshuffled=unshuffled,
         controls=controls,
@@ -118,12 +186,7 @@ def measure_run(run: Run, comparison: Comparison, workplace: Workplace, commands
 
 
 def curve(events: Sequence[Mapping[str, Any]], texts: Sequence[str]) -> list[Point]:
-    """Return the measurements of a training run, ordered by step; of a step that was measured twice, the last.
-
-    Args:
-        events: Events of the training log, in order.
-        texts: Names of the measured texts.
-    """
+    """Return the measurements of a training run, ordered by step; of a step that was measured twice, the last."""
     points: dict[int, Point] = {}
     tokens, seconds = 0, None
     for event in events:
@@ -133,15 +196,6 @@ def curve(events: Sequence[Mapping[str, Any]], texts: Sequence[str]) -> list[Poi
             step = event["step"]
             points[step] = Point(step, tokens if step else 0, seconds, losses)
     return [points[step] for step in sorted(points)]
-
-
-def read_events(log: Path) -> list[dict[str, Any]]:
-    """Return the events of a finished training run, in order.
-
-    Args:
-        log: The log of the training run, a JSON object per line.
-    """
-    return [json.loads(line) for line in log.read_text(encoding="utf-8").splitlines()]
 
 
 def _start(
@@ -159,28 +213,12 @@ def _start(
         if not report_file.is_file():
             request = workplace.models / f"{run.upscaled_name}.yaml"
             request.write_text(yaml.safe_dump(dict(run.variant.upscale)), encoding="utf-8")
-            arguments = [
-                "--config",
-                request,
-                "--base",
-                comparison.base,
-                "--output",
-                model,
-                "--seed",
-                run.seed,
-                "--overwrite",
-            ]
-            report = commands.run("upscale", "upscale", *arguments, "--json").output
+            of_files = ["--config", request, "--base", comparison.base, "--output", model]
+            report = commands.run("upscale", "upscale", *of_files, "--seed", run.seed, "--overwrite", "--json").output
             request.unlink()
             with whole_file(report_file) as path:
                 path.write_text(report, encoding="utf-8")
     return model, json.loads(report_file.read_text(encoding="utf-8"))
-
-
-def _starts_at_base(report: Mapping[str, Any] | None) -> bool | None:
-    """Return whether the upscaled model was verified to compute what the base computes; None if not verified or not upscaled."""
-    difference = None if report is None else report["identity"]["max_abs_diff"]
-    return None if difference is None else difference == 0.0
 
 
 def _train(command: str, keys: dict[str, Any], output: Path, commands: Commands) -> int:
@@ -188,90 +226,14 @@ def _train(command: str, keys: dict[str, Any], output: Path, commands: Commands)
     if (output / "config.json").is_file():
         return 0
     if (output / "train_config.yaml").is_file():
-        keys = {
-            **keys,
-            **(
-                {"resume_from_checkpoint": "auto"}
-                if any(output.glob("checkpoint-*"))
-                else {"overwrite_output_dir": True}
-            ),
-        }
+        has_checkpoint = any(output.glob("checkpoint-*"))
+        keys = keys | ({"resume_from_checkpoint": "auto"} if has_checkpoint else {"overwrite_output_dir": True})
     step = command.removeprefix("midus ")
     recipe = output.parent / f"{step}.yaml"
     recipe.write_text(yaml.safe_dump(keys, sort_keys=False), encoding="utf-8")
     return commands.run(step, command, recipe).peak_rss_bytes
 
 
-def _fine_tune(
-    run: Run, comparison: Comparison, trained: Path, workplace: Workplace, commands: Commands, evaluations: Evaluations
-) -> Measured:
-    """Fine-tune a trained model, and return its losses and tasks."""
-    tuned = trained.parent / "tuned"
-    _train("midus sft", run.fine_tuning_keys(trained, tuned), tuned, commands)
-    losses = _losses(tuned, comparison, run.variant.train, evaluations, "tuned")
-    measured = Measured(losses, _ask(tuned, comparison, "tasks-tuned", evaluations))
-    if not comparison.keep_models:
-        workplace.remove_trained(tuned)
-    return measured
-
-
-def _ask(model: str | Path, comparison: Comparison, step: str, evaluations: Evaluations) -> Tasks:
-    """Return the metrics of a model by task; empty if the comparison has no tasks."""
-    tasks = comparison.tasks
-    if tasks is None:
-        return {}
-    arguments: list[Any] = ["--tasks", ",".join(tasks.names)]
-    for key in ("data", "include_path", "limit", "num_fewshot"):
-        if getattr(tasks, key) is not None:
-            arguments += _setting(key, getattr(tasks, key))
-    return evaluations.measure(step, model, *arguments)["tasks"]
-
-
-def _losses(
-    model: str | Path, comparison: Comparison, train: Mapping[str, Any] | str, evaluations: Evaluations, step: str
-) -> dict[str, float]:
-    """Return the loss of each text in nats per token, read with the column and encoding of the first corpus, as in training."""
-    losses = {}
-    assert isinstance(train, Mapping), "files have been read"
-    corpus = train.get("corpus")
-    corpus = corpus[0] if isinstance(corpus, list) else corpus
-    read_as = corpus if isinstance(corpus, Mapping) else {}
-    keys = {
-        "max_tokens": train.get("eval_max_tokens"),
-        "column": read_as.get("column"),
-        "encoding": read_as.get("encoding"),
-    }
-    shared = [word for key, value in keys.items() if value is not None for word in _setting(key, value)]
-    for name, path in comparison.texts.items():
-        arguments: list[Any] = ["--text", path, *shared]
-        # As in training, documents with paths are measured one by one, each with the blocks of its path.
-        if _has_paths(path, read_as):
-            arguments += _setting("path_column", read_as["path_column"])
-        answer = evaluations.measure(f"{step}-{name}", model, *arguments)
-        losses[name] = math.log(answer["perplexity"]["perplexity"])
-    return losses
-
-
 def _setting(key: str, value: Any) -> list[str]:
     """Return the arguments that set a key of `midus eval`. JSON is YAML too, so the command reads the value unchanged."""
     return ["--set", f"{key}={json.dumps(value)}"]
-
-
-def _has_paths(text: str, corpus: Mapping[str, Any]) -> bool:
-    """Return whether a held-out text has the path column that the corpus names."""
-    from midus_hf.documents import has_column
-
-    column = corpus.get("path_column")
-    return column is not None and has_column(text, column, corpus.get("encoding") or "utf-8")
-
-
-def _shuffled(
-    run: Run, comparison: Comparison, trained: Path, commands: Commands, evaluations: Evaluations
-) -> dict[str, float]:
-    """Return the losses of a trained model after the rows of its value tables were permuted."""
-    shuffled = trained.parent / "shuffled"
-    arguments = ["shuffle", trained, "--output", shuffled, "--seed", run.seed, "--overwrite"]
-    commands.run("shuffle", "upscale", *arguments)
-    losses = _losses(shuffled, comparison, run.variant.train, evaluations, "shuffled")
-    remove_upscaled(shuffled)
-    return losses

@@ -100,14 +100,7 @@ class Result:
         return self.curve[-1]
 
     def end_of(self, tuned: bool) -> Measured | None:
-        """Return the losses and metrics of the trained or of the fine-tuned model.
-
-        Args:
-            tuned: Whether to take the fine-tuned model.
-
-        Returns:
-            None if the fine-tuned model is asked for and there is none.
-        """
+        """Return the losses and metrics of the trained or of the fine-tuned model."""
         if tuned:
             return self.tuned
         return Measured(self.curve[-1].losses if self.curve else {}, self.tasks)

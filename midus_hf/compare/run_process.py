@@ -21,16 +21,7 @@ FAILURE = "failed.txt"
 
 
 def specify(run: Run | None, comparison: Comparison, workplace: Workplace) -> Path:
-    """Write the specification of one run to a file in the run's folder, and remove the failure of an earlier attempt.
-
-    Args:
-        run: A run of the comparison; None for the base.
-        comparison: The comparison, resolved by `plan`.
-        workplace: Folder of the comparison.
-
-    Returns:
-        Path of the specification, JSON.
-    """
+    """Write the specification of one run to a file in the run's folder, and remove the failure of an earlier attempt."""
     folder = workplace.root / BASE if run is None else workplace.run_folder(run)
     folder.mkdir(parents=True, exist_ok=True)
     values: dict[str, Any] = {"comparison": dataclasses.asdict(comparison), "parent": os.getpid()}
@@ -42,11 +33,7 @@ def specify(run: Run | None, comparison: Comparison, workplace: Workplace) -> Pa
 
 
 def main(specification: Path) -> None:
-    """Do the run of a specification. If a step fails, write why to a file beside the specification and exit with status 1.
-
-    Args:
-        specification: Path that `specify` returned.
-    """
+    """Do the run of a specification. If a step fails, write why to a file beside the specification and exit with status 1."""
     from midus_hf.config.yaml_options import from_mapping
 
     values = json.loads(specification.read_text(encoding="utf-8"))

@@ -1,56 +1,70 @@
 """Runs of a comparison, several at a time: finished runs are kept, interrupted ones resumed, and failures reported."""
 
 import contextlib
-import dataclasses
 import json
 import os
 import subprocess
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from functools import partial
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
-from midus_hf.compare.collecting import control_runs, results_of
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+
 from midus_hf.compare.measuring import base_request
 from midus_hf.compare.options import Comparison
 from midus_hf.compare.results import read_result
 from midus_hf.compare.run_process import FAILURE, specify
 from midus_hf.compare.runs import Run, changed_keys, runs_of
 from midus_hf.compare.variants import Variant
-from midus_hf.compare.workplace import BASE, Workplace
+from midus_hf.compare.workplace import BASE, Workplace, control_runs, results_of
 from midus_hf.files.locks import lock_or_warn
 
 _SECONDS_BETWEEN_LOOKS = 0.2
 _SAID = "said.txt"
+_REMEDY = "Give the variant another name, choose"
 
 
-class Watching(Protocol):
-    """Observer of a comparison's progress."""
+class ShownProgress(Progress):
+    """Progress on standard error: a bar of runs on a terminal, and everywhere a line per run that ends.
+
+    Runs that were done before are counted without a line.
+    """
+
+    def __init__(self) -> None:
+        console = Console(stderr=True)
+        super().__init__(
+            SpinnerColumn(),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TextColumn("runs"),
+            TimeElapsedColumn(),
+            TextColumn("{task.description}"),
+            console=console,
+            disable=not console.is_terminal,
+        )
+        self._began: dict[str, float] = {}
+        self._runs = self.add_task("", total=0)
 
     def planned(self, runs: int) -> None:
         """Add to the number of runs that are to be done."""
+        self.update(self._runs, total=(self.tasks[0].total or 0) + runs)
 
     def began(self, name: str) -> None:
-        """Note that work on a run, or on the base, began."""
+        """Show that work on a run, or on the base, began."""
+        self._began[name] = time.monotonic()
+        self.update(self._runs, description=", ".join(self._began))
 
     def ended(self, name: str, failure: str | None) -> None:
-        """Note that a run or the base is done or, with a line that says why, that it failed."""
-
-
-@dataclasses.dataclass
-class _Work:
-    """A run, or the base, that is to be done.
-
-    Args:
-        run: The run; None for the base.
-        then: Called when the run has ended, whether it is done or failed.
-    """
-
-    run: Run | None
-    then: Callable[[], None]
+        """Show that a run or the base is done or, if `failure` says why, that it failed."""
+        began = self._began.pop(name, None)
+        self.update(self._runs, advance=1, description=", ".join(self._began))
+        if began is not None:
+            line = f"{name}: {f'failed: {failure}' if failure else 'done'} ({time.monotonic() - began:.0f} s)"
+            self.console.print(line, markup=False, highlight=False, soft_wrap=True)
 
 
 class Running:
@@ -62,7 +76,7 @@ class Running:
     Args:
         comparison: The comparison, resolved by `plan`.
         variants: Variants that `plan` returned.
-        watching: Observer of the progress.
+        progress: What runs are told to as they begin and end.
         jobs: Number of runs at a time, if there are no `devices`. Default: 1.
         devices: Numbers of GPUs. Each run gets one GPU, and one run per GPU works at a time. Default: empty, every run sees all GPUs.
     """
@@ -71,25 +85,28 @@ class Running:
         self,
         comparison: Comparison,
         variants: Sequence[Variant],
-        watching: Watching,
+        progress: ShownProgress,
         jobs: int = 1,
         devices: Sequence[str] = (),
     ):
-        self.comparison, self.variants, self.watching = comparison, list(variants), watching
+        self.comparison, self.progress = comparison, progress
+        self.variants = {variant.name: variant for variant in variants}
         self.workplace = Workplace(Path(comparison.output_dir))
         # Why runs failed, by the name of the run.
         self.failures: dict[str, str] = {}
         self._free: deque[str | None] = deque(devices) if devices else deque([None] * jobs)
         self._threads = max(1, (os.cpu_count() or 1) // len(self._free))
-        self._waiting: deque[_Work] = deque()
-        self._running: dict[subprocess.Popen[bytes], tuple[_Work, str | None]] = {}
+        # Runs, None for the base; and how many runs of each variant, or then of its null controls, have not ended.
+        self._waiting: deque[Run | None] = deque()
+        self._left: dict[str, int] = {}
+        self._running: dict[subprocess.Popen[bytes], tuple[Run | None, str | None]] = {}
 
     def run(self) -> None:
         """Do all runs that are not done yet; failures are collected in `failures`.
 
         Raises:
-            ValueError: If the folder has a result that was made with another request, another comparison runs in the same folder, or
-                several runs at a time are asked for on a file system without locks.
+            ValueError: If the folder has a result of another request, another comparison runs in the same folder, or several runs
+                at a time are wanted on a file system without locks.
         """
         with _alone_in(self.workplace.root) as is_guarded:
             if not is_guarded and len(self._free) > 1:
@@ -98,92 +115,57 @@ class Running:
                     "upscaled model wait for one another; expected one run at a time. Choose --jobs 1 without --devices, or "
                     "another output."
                 )
-            self._run()
+            _check_same(self.workplace.root / BASE, base_request(self.comparison), "Choose")
+            for variant in self.variants.values():
+                runs, controls = self._runs_and_controls(variant)
+                self._check_same([*runs, *controls])
+            try:
+                self._work([None])
+                if BASE not in self.failures:
+                    # Every variant gets its first seed before any gets its second.
+                    of_variants = {name: runs_of(variant, self.comparison) for name, variant in self.variants.items()}
+                    self._left = {name: len(runs) for name, runs in of_variants.items()}
+                    runs = [run for runs in of_variants.values() for run in runs]
+                    self._work(sorted(runs, key=lambda run: self.comparison.seeds.index(run.seed)))
+            finally:
+                self._terminate()
 
-    def _run(self) -> None:
-        check_base(self.comparison, self.workplace)
-        for variant in self.variants:
-            runs = runs_of(variant, self.comparison)
-            for run in [*runs, *control_runs(variant, results_of(runs, self.workplace), self.comparison)]:
-                check_same(run, self.comparison, self.workplace)
-        try:
-            self._waiting.append(_Work(None, lambda: None))
-            self.watching.planned(1)
-            self._work()
-            if BASE not in self.failures:
-                for variant in self.variants:
-                    self._add(runs_of(variant, self.comparison), self._follow, variant)
-                # Every variant gets its first seed before any gets its second.
-                seeds = self.comparison.seeds
-                self._waiting = deque(
-                    sorted(self._waiting, key=lambda work: seeds.index(work.run.seed) if work.run else 0)
-                )
-                self._work()
-        finally:
-            self._terminate()
-
-    def _add(
-        self, runs: Sequence[Run], then: Callable[[Variant], None], variant: Variant, first: bool = False
-    ) -> None:
-        """Queue runs of a variant, at the front if `first`, and call `then` when the last of them has ended."""
-        left = {run.name for run in runs}
-
-        def ended(name: str) -> None:
-            left.discard(name)
-            if not left:
-                then(variant)
-
-        work = [_Work(run, partial(ended, run.name)) for run in runs]
-        self.watching.planned(len(work))
-        if first:
-            self._waiting.extendleft(reversed(work))
-        else:
-            self._waiting.extend(work)
-        if not runs:
-            then(variant)
-
-    def _follow(self, variant: Variant) -> None:
-        """Queue the null controls of a variant as the next runs."""
+    def _runs_and_controls(self, variant: Variant) -> tuple[list[Run], list[Run]]:
         runs = runs_of(variant, self.comparison)
-        controls = control_runs(variant, results_of(runs, self.workplace), self.comparison)
-        for run in controls:
-            check_same(run, self.comparison, self.workplace)
-        names = {run.upscaled_name for run in [*runs, *controls] if run.upscaled_name is not None}
-        self._add(controls, lambda _: self._let_go(names), variant, first=True)
+        return runs, control_runs(variant, results_of(runs, self.workplace), self.comparison)
 
-    def _let_go(self, upscaled: Iterable[str]) -> None:
-        """Remove upscaled models by name, unless the comparison keeps models."""
-        if not self.comparison.keep_models:
-            for name in upscaled:
-                self.workplace.remove_upscaled(name)
+    def _check_same(self, runs: Sequence[Run]) -> None:
+        for run in runs:
+            _check_same(self.workplace.run_folder(run), run.request(self.comparison), _REMEDY)
 
-    def _work(self) -> None:
-        """Do all queued runs, and the runs that they queue."""
+    def _work(self, runs: Sequence[Run | None]) -> None:
+        """Do runs, and the null controls that follow them."""
+        self._waiting.extend(runs)
+        self.progress.planned(len(runs))
         while self._waiting or self._running:
             while self._waiting and self._free:
                 self._begin(self._waiting.popleft())
             ended = [process for process in self._running if process.poll() is not None]
             for process in ended:
-                work, device = self._running.pop(process)
+                run, device = self._running.pop(process)
                 self._free.append(device)
-                self._note(work.run, process.returncode)
-                work.then()
+                self._note_failure(run, process.returncode)
+                self._end(run)
             if not ended and self._running:
                 time.sleep(_SECONDS_BETWEEN_LOOKS)
 
-    def _begin(self, work: _Work) -> None:
+    def _begin(self, run: Run | None) -> None:
         """Start the process of a run; if the run is done already, only note that."""
-        name, folder = self._named(work.run)
+        name, folder = self._named(run)
         if read_result(folder) is not None:
             if not self.comparison.keep_models:
                 # A process that was killed right after it wrote its result has left the trained model.
                 self.workplace.remove_trained(folder / "trained")
-            self.watching.ended(name, None)
-            work.then()
+            self._end(run)
             return
         device = self._free.popleft()
-        specification = specify(work.run, self.comparison, self.workplace)
-        self.watching.began(name)
+        specification = specify(run, self.comparison, self.workplace)
+        self.progress.began(name)
         with (folder / _SAID).open("wb") as output_file:
             process = subprocess.Popen(
                 [sys.executable, "-m", "midus_hf.compare.run_process", str(specification)],
@@ -193,7 +175,27 @@ class Running:
                 stderr=output_file,
                 start_new_session=True,  # a Ctrl-C reaches this process alone, which then terminates the others
             )
-        self._running[process] = (work, device)
+        self._running[process] = (run, device)
+
+    def _end(self, run: Run | None) -> None:
+        """Note that a run has ended. Behind a variant's last run queue its null controls, and behind these remove its models."""
+        name, _ = self._named(run)
+        self.progress.ended(name, self.failures.get(name))
+        if run is None:
+            return
+        variant = self.variants[run.variant.control_of or run.variant.name]
+        self._left[variant.name] -= 1
+        if self._left[variant.name]:
+            return
+        runs, controls = self._runs_and_controls(variant)
+        if controls and run.variant.control is None:
+            self._check_same(controls)
+            self.progress.planned(len(controls))
+            self._left[variant.name] = len(controls)
+            self._waiting.extendleft(reversed(controls))
+        elif not self.comparison.keep_models:
+            for upscaled in {one.upscaled_name for one in (*runs, *controls)} - {None}:
+                self.workplace.remove_upscaled(upscaled)
 
     def _environment(self, device: str | None) -> Mapping[str, str]:
         """Return the environment of a run's process: its share of threads, unless the caller set them, and its device."""
@@ -204,17 +206,16 @@ class Running:
         """Return the name and the folder of a run, or of the base."""
         return (BASE, self.workplace.root / BASE) if run is None else (run.name, self.workplace.run_folder(run))
 
-    def _note(self, run: Run | None, status: int) -> None:
-        """Tell the observer that a run ended, and keep why it failed if its status is not 0."""
+    def _note_failure(self, run: Run | None, status: int) -> None:
+        """Keep why a run failed if its status is not 0."""
+        if not status:
+            return
         name, folder = self._named(run)
-        if status:
-            failure_file, output_file = folder / FAILURE, folder / _SAID
-            if failure_file.is_file():
-                self.failures[name] = failure_file.read_text(encoding="utf-8").strip()
-            else:
-                lines = output_file.read_text(encoding="utf-8", errors="replace").strip().splitlines()
-                self.failures[name] = f"ended with status {status}: {lines[-1] if lines else 'it said nothing'}"
-        self.watching.ended(name, self.failures.get(name))
+        if (folder / FAILURE).is_file():
+            self.failures[name] = (folder / FAILURE).read_text(encoding="utf-8").strip()
+        else:
+            lines = (folder / _SAID).read_text(encoding="utf-8", errors="replace").strip().splitlines()
+            self.failures[name] = f"ended with status {status}: {lines[-1] if lines else 'it said nothing'}"
 
     def _terminate(self) -> None:
         """Stop the processes that still run, which save their checkpoints first, and wait for their end."""
@@ -243,44 +244,13 @@ def _alone_in(output: Path) -> Iterator[bool]:
             lock.release()
 
 
-def check_base(comparison: Comparison, workplace: Workplace) -> None:
-    """Check that the base was measured as the comparison asks for, if it was measured already.
-
-    Args:
-        comparison: The comparison, resolved by `plan`.
-        workplace: Folder of the comparison.
-
-    Raises:
-        ValueError: If the base was measured with another request.
-    """
-    before = read_result(workplace.root / BASE)
+def _check_same(folder: Path, request: Mapping[str, Any], remedy: str) -> None:
+    """Raise a ValueError if a folder has a result of another request."""
+    before = read_result(folder)
     # Results of the base that older versions wrote have no request.
-    if before is not None and before.request:
-        _refuse_changes(workplace.root / BASE, before.request, base_request(comparison), "Choose")
-
-
-def check_same(run: Run, comparison: Comparison, workplace: Workplace) -> None:
-    """Check that a run was done as the comparison asks for, if it was done already.
-
-    Args:
-        run: A run of the comparison.
-        comparison: The comparison, resolved by `plan`.
-        workplace: Folder of the comparison.
-
-    Raises:
-        ValueError: If the run was done with another request.
-    """
-    before = read_result(workplace.run_folder(run))
-    if before is None:
+    if before is None or not before.request:
         return
-    _refuse_changes(
-        workplace.run_folder(run), before.request, run.request(comparison), "Give the variant another name, choose"
-    )
-
-
-def _refuse_changes(folder: Path, before: Mapping[str, Any], now: Mapping[str, Any], remedy: str) -> None:
-    """Raise a ValueError if two requests differ; `now` is compared as JSON would hold it."""
-    changed = changed_keys(before, json.loads(json.dumps(now)))
+    changed = changed_keys(before.request, json.loads(json.dumps(request)))
     if changed:
         raise ValueError(
             f"{folder} was done with another {', '.join(changed)}; expected the same. {remedy} another output, or move that "

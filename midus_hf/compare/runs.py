@@ -3,14 +3,18 @@
 import dataclasses
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from midus_hf.compare.options import Comparison
-from midus_hf.compare.rates import Rate, rate_name
+from midus_hf.compare.options import Comparison, Rate, rate_name
 from midus_hf.compare.variants import Variant
 from midus_hf.config.options import finite_number
+from midus_hf.config.yaml_options import from_mapping
+from midus_hf.sft.options import SftConfig
+from midus_hf.training.run.held_out import check_held_out
+from midus_hf.training.optim.rates import Rates
+from midus_hf.training.options import TrainConfig
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,14 +48,6 @@ class Run:
 
         Without `eval_steps` in the recipe, texts are measured every `max_steps // comparison.evaluations` steps, at least 1.
         A checkpoint is saved at every measurement, and one is kept, unless the recipe says otherwise.
-
-        Args:
-            comparison: The comparison of the run.
-            model: Folder or Hub id of the model to train.
-            output: Folder for the trained model.
-
-        Raises:
-            ValueError: If texts are to be measured and the recipe has neither `eval_steps` nor `max_steps`.
         """
         keys = {
             **self.variant.train,
@@ -78,12 +74,7 @@ class Run:
         return {**keys, "eval_text": comparison.texts}
 
     def fine_tuning_keys(self, model: Path | str, output: Path) -> dict[str, Any]:
-        """Return the keys of `midus sft` for this run, whose variant must be one that is fine-tuned.
-
-        Args:
-            model: Folder of the trained model.
-            output: Folder for the fine-tuned model.
-        """
+        """Return the keys of `midus sft` for this run, whose variant must be one that is fine-tuned."""
         assert self.variant.fine_tune is not None, "asked for"
         return {
             **self.variant.fine_tune,
@@ -110,13 +101,7 @@ def runs_of(variant: Variant, comparison: Comparison) -> list[Run]:
 
 
 def changed_keys(before: Any, now: Any, prefix: str = "") -> list[str]:
-    """Return the dotted names of the keys that differ between two requests; `all` where the requests are no mappings.
-
-    Args:
-        before: A request of `Run.request`, or a part of one.
-        now: The request, or the part, to compare with.
-        prefix: Dotted name of the part. Default: empty, the whole request.
-    """
+    """Return the dotted names of the keys that differ between two requests; `all` where the requests are no mappings."""
     if not (isinstance(before, dict) and isinstance(now, dict)):
         return [] if before == now else [prefix or "all"]
     missing = object()
@@ -131,3 +116,50 @@ def changed_keys(before: Any, now: Any, prefix: str = "") -> list[str]:
 
 def _digest(keys: Mapping[str, Any]) -> str:
     return hashlib.sha256(json.dumps(keys, sort_keys=True, default=str).encode()).hexdigest()[:8]
+
+
+# Keys of `midus train` that hold a learning rate: the numeric fields of `Rates`.
+_RATES = [field.name for field in dataclasses.fields(Rates) if isinstance(field.default, float | None)]
+
+
+def check(comparison: Comparison, variants: Sequence[Variant]) -> None:
+    """Check that a comparison can be run: it has domain texts, all of its texts exist, and `check_runs` accepts its runs."""
+    if not comparison.domain:
+        raise ValueError("domain is empty; expected held-out text by which learning is measured, by name.")
+    for kind in ("domain", "retention"):
+        for name, path in getattr(comparison, kind).items():
+            if not Path(path).exists():
+                raise ValueError(
+                    f"{kind}.{name} is {path!r}, which does not exist; expected a file or a folder of text."
+                )
+    check_runs(comparison, variants)
+
+
+def check_runs(comparison: Comparison, variants: Sequence[Variant]) -> None:
+    """Check that `midus train`, and `midus sft` after it, accept the keys of every run."""
+    assert isinstance(comparison.train, Mapping), "files have been read"
+    output = Path(comparison.output_dir)
+    if output.exists() and not output.is_dir():
+        raise ValueError(f"output_dir is {comparison.output_dir!r}, a file; expected a folder.")
+    for variant in variants:
+        for key in {key for rate in variant.rates for key in rate}:
+            if key not in _RATES:
+                raise ValueError(f"variants.{variant.name} has a rate {key!r}; expected one of: {', '.join(_RATES)}.")
+        own, shared = variant.train.get("eval_max_tokens"), comparison.train.get("eval_max_tokens")
+        if own != shared:
+            raise ValueError(
+                f"variants.{variant.name}.train.eval_max_tokens is {own}, and train.eval_max_tokens is {shared}; expected the same, "
+                "since all variants are measured alike. Set train.eval_max_tokens."
+            )
+        for run in runs_of(variant, comparison):
+            keys = run.training_keys(comparison, model="model", output=Path("trained"))
+            _check_keys(variant, "midus train", TrainConfig, keys)
+            if variant.fine_tune is not None:
+                _check_keys(variant, "midus sft", SftConfig, run.fine_tuning_keys("model", Path("tuned")))
+
+
+def _check_keys(variant: Variant, command: str, options: type[Any], keys: Mapping[str, Any]) -> None:
+    try:
+        check_held_out(from_mapping(options, keys))
+    except ValueError as error:
+        raise ValueError(f"variants.{variant.name}, as a run of {command}: {error}") from error

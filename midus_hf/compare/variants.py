@@ -11,10 +11,14 @@ from midus_hf.compare.options import (
     OWN_TRAINING_KEYS,
     OWN_UPSCALING_KEYS,
     Comparison,
-    VariantOptions,
+    Rate,
+    as_keys,
 )
-from midus_hf.compare.rates import Rate, as_keys
+from midus_hf.config.backbone import read_backbone
+from midus_hf.config.controls import controls_of
+from midus_hf.config.memory_entries import read_memories
 from midus_hf.config.wording import near_matches
+from midus_hf.config.yaml_options import read_mapping
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,9 +55,6 @@ class Variant:
 def plan(comparison: Comparison) -> tuple[Comparison, list[Variant]]:
     """Read the files that a comparison names, and count the parameters of its variants; write nothing.
 
-    Args:
-        comparison: The comparison, as its file has it.
-
     Returns:
         The comparison with the contents of files in place of their names, and its variants in order.
 
@@ -65,34 +66,34 @@ def plan(comparison: Comparison) -> tuple[Comparison, list[Variant]]:
     if comparison.fine_tune is not None:
         tuning = _keys("fine_tune", comparison.fine_tune, OWN_FINE_TUNING_KEYS)
     comparison = dataclasses.replace(comparison, train=shared, fine_tune=tuning)
-    return comparison, [_planned(name, options, comparison, shared) for name, options in comparison.variants.items()]
+    return comparison, [_planned(name, comparison, shared, tuning) for name in comparison.variants]
 
 
 def upscaled_sizes(base: str, keys: Mapping[str, Any]) -> tuple[int, int]:
-    """Return how many parameters an upscaling adds and how many its method trains, from a dry run.
-
-    Args:
-        base: Folder or Hub id of the base.
-        keys: Keys of `upscale --config`.
-
-    Raises:
-        ValueError: If the method refuses the base.
-    """
+    """Return how many parameters an upscaling adds and how many its method trains, from a dry run."""
     from upscalers.runs.upscale import upscale
 
     counts = upscale(base=base, dry_run=True, **keys).parameters
     return counts.new, counts.trainable
 
 
-def _planned(name: str, options: VariantOptions, comparison: Comparison, shared: Mapping[str, Any]) -> Variant:
-    """Return the variant of these options, sized by dry runs; `shared` are the training keys of all variants."""
+def _planned(
+    name: str, comparison: Comparison, shared: Mapping[str, Any], tuning: Mapping[str, Any] | None
+) -> Variant:
+    """Return a variant, sized by dry runs; `shared` and `tuning` are the keys that all variants train and fine-tune with."""
+    options = comparison.variants[name]
     train: dict[str, Any] = {**shared, **_keys(f"variants.{name}.train", options.train, OWN_TRAINING_KEYS)}
+    fine_tune = _keys(f"variants.{name}.fine_tune", options.fine_tune, OWN_FINE_TUNING_KEYS)
+    if fine_tune and tuning is None:
+        raise ValueError(
+            f"variants.{name}.fine_tune is given, and fine_tune is not; expected both, since all variants are fine-tuned or none."
+        )
     rates = options.rates or comparison.rates
     variant = Variant(
         name=name,
         upscale=None,
         train=train,
-        fine_tune=_fine_tuning(name, options, comparison),
+        fine_tune=None if tuning is None else {**tuning, **fine_tune},
         rates=[{}] if rates is None else [as_keys(rate) for rate in rates],
         controls=comparison.controls if options.controls is None else options.controls,
     )
@@ -111,22 +112,9 @@ def _planned(name: str, options: VariantOptions, comparison: Comparison, shared:
     return dataclasses.replace(variant, upscale=keys, new_parameters=new, trained_parameters=trained, fitted=fitted)
 
 
-def _fine_tuning(name: str, options: VariantOptions, comparison: Comparison) -> dict[str, Any] | None:
-    own = _keys(f"variants.{name}.fine_tune", options.fine_tune, OWN_FINE_TUNING_KEYS)
-    if comparison.fine_tune is None:
-        if own:
-            raise ValueError(
-                f"variants.{name}.fine_tune is given, and fine_tune is not; expected both, since all variants are fine-tuned or none."
-            )
-        return None
-    return {**_keys("fine_tune", comparison.fine_tune, OWN_FINE_TUNING_KEYS), **own}
-
-
 def _keys(where: str, keys: Mapping[str, Any] | str | None, own: Sequence[str]) -> dict[str, Any]:
     """Return the keys of a mapping or a recipe. Of a recipe, keys that the comparison sets are dropped; in a mapping, they raise."""
     if isinstance(keys, str):
-        from midus_hf.config.yaml_options import read_mapping
-
         keys = {key: value for key, value in read_mapping(Path(keys)).items() if key not in own}
     _check_own(where, keys or {}, own)
     return dict(keys or {})
@@ -139,16 +127,7 @@ def _check_own(where: str, keys: Mapping[str, Any], own: Sequence[str]) -> None:
 
 
 def _check_upscaling(name: str, keys: Mapping[str, Any]) -> None:
-    known = (
-        "method",
-        "num_new_layers",
-        "placement",
-        "options",
-        "dtype",
-        "max_shard_size",
-        "verify",
-        "allow_nan",
-    )
+    known = "method num_new_layers placement options dtype max_shard_size verify allow_nan".split()
     if "revision" in keys:
         raise ValueError(
             f"variants.{name}.upscale has 'revision', but what is measured and trained beside it would be another revision of the "
@@ -156,7 +135,7 @@ def _check_upscaling(name: str, keys: Mapping[str, Any]) -> None:
         )
     for key in keys:
         if key not in known:
-            raise ValueError(f"variants.{name}.upscale has no option {key!r}. {near_matches(str(key), list(known))}")
+            raise ValueError(f"variants.{name}.upscale has no option {key!r}. {near_matches(str(key), known)}")
     if "method" not in keys:
         raise ValueError(f"variants.{name}.upscale has no 'method'; name one, as 'upscale methods' lists them.")
     if not isinstance(keys.get("options"), dict | None):
@@ -193,3 +172,65 @@ def _candidates(
                 )
         inner[last] = value
         yield tried, f"{path}={value}"
+
+
+# The null control that is not trained: it is measured on the trained model of the variant itself.
+SHUFFLED = "shuffled-addresses"
+
+# Changes by name of the null control: `options` of the memory, or roles that are `trainable`; both empty for shuffled
+# addresses.
+Controls = Mapping[str, Mapping[str, Any]]
+
+
+def available_controls(config: Mapping[str, Any]) -> Controls:
+    """Return the null controls of the memory that an upscaling added; none if the upscaling added no memory.
+
+    Of several added memories, the first counts.
+    """
+    record = config.get("upscale", {})
+    memories = read_memories(config.get("memory", []), read_backbone(config).sizes)
+    new = set(record.get("new_layers") or ())
+    brought = [
+        entry
+        for entry in memories.entries
+        if entry.name in (record.get("new_memories") or ()) or (not entry.is_attached and new.issuperset(entry.layers))
+    ]
+    if not brought:
+        return {}
+    entry = brought[0]
+    return {
+        name: {"options": dict(change.options), "trainable": list(change.trainable)}
+        for name, change in controls_of(entry.options, memories.sizes, entry.layers).items()
+    }
+
+
+def wanted(variant: Variant, available: Controls) -> list[str]:
+    """Return the names of the null controls that a variant asks for, its memory has and its training allows."""
+    names: Sequence[str] = list(available) if variant.controls is True else variant.controls or []
+    # A null control that trains only certain roles would, beside a variant that trains the base as well, lack more than addressing.
+    trains_more = variant.train.get("trainable", "auto") not in ("auto", "new")
+    return [name for name in names if name in available and not (trains_more and available[name]["trainable"])]
+
+
+def control_variants(variant: Variant, available: Controls, rate: Rate) -> list[Variant]:
+    """Return the variants to train as null controls of a variant."""
+    return [_control(variant, name, available[name], rate) for name in wanted(variant, available) if name != SHUFFLED]
+
+
+def _control(variant: Variant, name: str, change: Mapping[str, Any], rate: Rate) -> Variant:
+    """Return the null control `name` of a variant, which differs from the variant by `change` alone."""
+    assert variant.upscale is not None, "a variant without an upscaling has no memory"
+    keys: dict[str, Any] = copy.deepcopy(dict(variant.upscale))
+    if change["options"]:
+        keys["options"] = {**(keys.get("options") or {}), **change["options"]}
+    train = {**variant.train, "trainable": change["trainable"]} if change["trainable"] else variant.train
+    return dataclasses.replace(
+        variant,
+        name=f"{variant.name}+{name}",
+        upscale=keys,
+        train=train,
+        rates=[rate],
+        controls=False,
+        control=name,
+        control_of=variant.name,
+    )

@@ -1,10 +1,17 @@
-"""The folder of a comparison: its layout, and the removal of models that were measured."""
+"""The folder of a comparison: its layout, its results, and the removal of models that were measured."""
 
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
 
-from midus_hf.compare.runs import Run
+from midus_hf.compare.learning import best_rate
+from midus_hf.compare.options import Comparison
+from midus_hf.compare.results import Result, read_result
+from midus_hf.compare.runs import Run, runs_of
+from midus_hf.compare.variants import Variant, control_variants
 from midus_hf.files.checkpoint_files import CONFIG_FILE
+from midus_hf.files.ownership import is_replaceable
+from midus_hf.files.run_files import remove_written
 
 BASE = "base"
 
@@ -28,27 +35,16 @@ class Workplace:
         return self.root / "runs" / run.name
 
     def remove_trained(self, output: Path) -> None:
-        """Remove the files that training wrote to a folder, and the folder if it is empty then.
-
-        Args:
-            output: Output folder of `midus train` or `midus sft`, which need not exist.
-        """
-        from midus_hf.files.run_files import remove_written
-
-        if not output.is_dir():
-            return
-        remove_written(output, output)
-        if not any(output.iterdir()):
-            output.rmdir()
+        """Remove the files that training wrote to a folder, and the folder if it is empty then."""
+        if output.is_dir():
+            remove_written(output, output)
+            if not any(output.iterdir()):
+                output.rmdir()
 
     def remove_upscaled(self, name: str) -> None:
-        """Remove an upscaled model with its report and lock, unless somebody else put files into the model's folder.
-
-        Args:
-            name: Name of the model, from `Run.upscaled_name`.
-        """
+        """Remove an upscaled model with its report and lock, unless somebody else put files into the model's folder."""
         model = self.models / name
-        if model.is_dir() and not _is_ours_alone(model):
+        if model.is_dir() and not is_replaceable(model):
             return
         # The report goes first: while it exists, the model counts as complete.
         for beside in (self.models / f"{name}.json", self.models / f".{name}.lock"):
@@ -59,20 +55,38 @@ class Workplace:
 
 
 def remove_upscaled(folder: Path) -> None:
-    """Remove a model that `upscale` wrote, unless somebody else put files into its folder.
-
-    Args:
-        folder: Folder of the model, which need not exist.
-    """
-    if folder.is_dir() and _is_ours_alone(folder):
+    """Remove a model that `upscale` wrote, unless somebody else put files into its folder."""
+    if folder.is_dir() and is_replaceable(folder):
         # The config goes last: it marks a half-removed folder as a model of ours, which `upscale --overwrite` may replace.
         for path in sorted(folder.iterdir(), key=lambda path: path.name == CONFIG_FILE):
             shutil.rmtree(path) if path.is_dir() else path.unlink()
         folder.rmdir()
 
 
-def _is_ours_alone(folder: Path) -> bool:
-    """Return whether a folder holds nothing but what `upscale` wrote."""
-    from midus_hf.files.ownership import is_replaceable
+def control_runs(variant: Variant, results: Sequence[Result], comparison: Comparison) -> list[Run]:
+    """Return the runs of a variant's null controls, at the variant's best rate."""
+    if not (results and variant.controls and variant.upscale is not None):
+        return []
+    rate = best_rate(results, list(comparison.domain))
+    controls = control_variants(variant, results[0].controls, rate)
+    return [run for control in controls for run in runs_of(control, comparison)]
 
-    return is_replaceable(folder)
+
+def results_of(runs: Sequence[Run], workplace: Workplace) -> list[Result]:
+    """Return the results of the runs that are done, in the order of the runs."""
+    return [result for run in runs if (result := read_result(workplace.run_folder(run))) is not None]
+
+
+def collect(comparison: Comparison, variants: Sequence[Variant]) -> tuple[Result | None, list[Result], int]:
+    """Return the result of the base, if there is one, the results of all runs that are done, and the number of the others."""
+    workplace = Workplace(Path(comparison.output_dir))
+    results: list[Result] = []
+    missing = 0
+    for variant in variants:
+        runs = runs_of(variant, comparison)
+        own = results_of(runs, workplace)
+        controls = control_runs(variant, own, comparison)
+        of_controls = results_of(controls, workplace)
+        results += [*own, *of_controls]
+        missing += len(runs) + len(controls) - len(own) - len(of_controls)
+    return read_result(workplace.root / BASE), results, missing

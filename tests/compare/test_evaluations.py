@@ -9,7 +9,7 @@ from compare.made_results import comparison
 from compare.small_comparison import HEADWISE, Measured, write_room
 
 from midus_hf.compare.commands import StepFailed
-from midus_hf.compare.evaluations import Evaluations
+from midus_hf.compare.measuring import Evaluations
 
 
 class Counting:

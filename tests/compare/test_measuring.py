@@ -16,15 +16,12 @@ from pairs import by_default
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from midus_hf.compare import measuring
-from midus_hf.compare.collecting import control_runs
 from midus_hf.compare.commands import StepFailed
-from midus_hf.compare.evaluations import Evaluations
-from midus_hf.compare.null_controls import available_controls, control_variants
+from midus_hf.compare.measuring import Evaluations
 from midus_hf.compare.results import read_result
 from midus_hf.compare.runs import Run, runs_of
-from midus_hf.compare.variants import Variant
-from midus_hf.compare.workplace import BASE
+from midus_hf.compare.variants import Variant, available_controls, control_variants
+from midus_hf.compare.workplace import BASE, control_runs
 
 HAS_HARNESS = importlib.util.find_spec("lm_eval") is not None
 needs_harness = pytest.mark.skipif(not HAS_HARNESS, reason="lm-eval is not installed")
@@ -359,7 +356,7 @@ def test_what_is_measured_behind_training_fetches_by_the_paths_that_training_fet
             return SimpleNamespace(output=json.dumps({"models": [{"perplexity": {"perplexity": 2.0}}]}))
 
     evaluations = Evaluations(tmp_path, measured.comparison, Told())
-    measuring._losses("tuned", measured.comparison, {"corpus": corpus}, evaluations, "tuned")
+    evaluations.losses("tuned", "tuned", {"corpus": corpus})
     assert asked["tuned-plants"][-2:] == ["--set", 'path_column="memory_ids"'] and not any(
         "path_column" in word for word in asked["tuned-stars"]
     )

@@ -8,13 +8,20 @@ import pytest
 import yaml
 from compare.made_results import result
 
-from midus_hf.compare.checking import check_runs
 from midus_hf.compare.learning import spread
-from midus_hf.compare.reproduce.options import SCALES, RowOptions, TableOptions
 from midus_hf.compare.reproduce.report import as_json, stage_table, write_table
 from midus_hf.compare.reproduce.repository import Repository
-from midus_hf.compare.reproduce.table import AVERAGE, read_options_of, read_table, variant_name
+from midus_hf.compare.reproduce.table import (
+    AVERAGE,
+    SCALES,
+    RowOptions,
+    TableOptions,
+    read_options_of,
+    read_table,
+    variant_name,
+)
 from midus_hf.compare.results import Measured, Point
+from midus_hf.compare.runs import check_runs
 from midus_hf.compare.variants import plan
 
 REPOSITORY = Repository()

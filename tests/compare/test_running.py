@@ -4,31 +4,31 @@ import dataclasses
 import errno
 import json
 import os
-import shutil
-import subprocess
+import sys
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
-from compare.forked_runs import ForkedRun
 
-import midus_hf.compare
-from midus_hf.compare.collecting import collect
+from midus_hf.compare.measuring import base_request
 from midus_hf.compare.options import Comparison, VariantOptions
-from midus_hf.compare.results import read_result
+from midus_hf.compare.results import Point, Result, read_result, write_result
 from midus_hf.compare.running import Running
 from midus_hf.compare.runs import Run, runs_of
 from midus_hf.compare.variants import Variant
+from midus_hf.compare.workplace import collect
 
 UPSCALE = {"method": "midus-hml", "options": {"n": 4}}
 ONE, TWO = {"learning_rate": 1e-3}, {"learning_rate": 1e-2}
+CONTROLS = {"one-row": {"options": {"n": 1}, "trainable": []}, "shuffled-addresses": {"options": {}, "trainable": []}}
 
 
 class Watched:
     """Remembers what it is told.
 
     Args:
-        models: Where upscaled models are; their names are remembered whenever a run has ended.
+        models: Where upscaled models are; their names are remembered whenever a run begins.
     """
 
     def __init__(self, models: Path):
@@ -51,17 +51,15 @@ class Watched:
 class Place:
     """A folder in which runs are pretended.
 
-    Args:
-        folder: The working folder.
+    `behaviour` tells of runs by name: a `loss`, `looks` before it ends, `fails` with words, `exits` with a status.
     """
 
     def __init__(self, folder: Path):
         self.folder = folder
-        self.behave()
-
-    def behave(self, **runs) -> None:
-        """Tell runs by their names, `base` or `a/0.001/seed-0`, what to do."""
-        (self.folder / "behaviour.json").write_text(json.dumps(runs))
+        self.behaviour: dict[str, dict[str, Any]] = {}
+        # Of each run that began: its name, the variables of its process, and the names of the runs beside it.
+        self.notes: list[dict[str, Any]] = []
+        self.alive: list[str] = []
 
     def comparison(self, **changes) -> Comparison:
         given = {
@@ -79,48 +77,73 @@ class Place:
         running.run()
         return running, watching
 
-    def notes(self, moment="began") -> list[dict]:
-        """Return what runs have noted at one moment of theirs, in order."""
-        path = self.folder / "notes.jsonl"
-        told = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
-        return [note for note in told if note["moment"] == moment]
-
     def names(self) -> list[str]:
-        """Return the names of the runs that have begun, in order, and forget all notes."""
-        names = [note["name"] for note in self.notes()]
-        (self.folder / "notes.jsonl").unlink(missing_ok=True)
+        """Return the names of the runs that have begun, in order, and forget them."""
+        names = [note["name"] for note in self.notes]
+        self.notes.clear()
         return names
 
-    def most_at_once(self) -> int:
-        running, most = 0, 0
-        for line in (self.folder / "notes.jsonl").read_text().splitlines():
-            running += {"began": 1, "ended": -1}[json.loads(line)["moment"]]
-            most = max(most, running)
-        return most
+
+class PretendedRun:
+    """What `Running` uses of `subprocess.Popen`: a run that ends with a result that a test has chosen."""
+
+    def __init__(self, place: Place, line: list[str], *, env, stdin, stdout, stderr, start_new_session):
+        assert line[1:3] == ["-m", "midus_hf.compare.run_process"] and stdin is None and start_new_session
+        self.place, self.specification, self.stderr = place, Path(line[3]), stderr
+        values = json.loads(self.specification.read_text())
+        assert values["parent"] == os.getpid()
+        variants = {name: VariantOptions(**options) for name, options in values["comparison"]["variants"].items()}
+        self.comparison = Comparison(**{**values["comparison"], "variants": variants})
+        self.run = None
+        if "run" in values:
+            self.run = Run(**{**values["run"], "variant": Variant(**values["run"]["variant"])})
+        self.name = "base" if self.run is None else self.run.name
+        self.behaviour = place.behaviour.get(self.name, {})
+        self.looks = self.behaviour.get("looks", 0)
+        self.returncode = None
+        place.notes.append({"name": self.name, "env": env, "beside": list(place.alive)})
+        place.alive.append(self.name)
+
+    def poll(self) -> int | None:
+        self.looks -= 1
+        if self.looks < 0 and self.returncode is None:
+            self.place.alive.remove(self.name)
+            self.returncode = self._end()
+        return self.returncode
+
+    def _end(self) -> int:
+        if "fails" in self.behaviour:
+            (self.specification.parent / "failed.txt").write_text(self.behaviour["fails"] + "\n")
+            return 1
+        if "exits" in self.behaviour:
+            (self.specification.parent / "said.txt").write_text("said before the end\n")
+            return self.behaviour["exits"]
+        texts, run = self.comparison.texts, self.run
+        curve = [Point(0, 0, None, dict.fromkeys(texts, 3.0))]
+        if run is None:
+            result = Result("base", {}, 0, curve, request=base_request(self.comparison))
+        else:
+            variant = run.variant
+            curve.append(Point(4, 8, 1.0, dict.fromkeys(texts, self.behaviour.get("loss", 2.0))))
+            controls = CONTROLS if variant.upscale is not None and variant.control is None else {}
+            of_control = {"control": variant.control, "control_of": variant.control_of}
+            request = run.request(self.comparison)
+            result = Result(
+                variant.name, dict(run.rate), run.seed, curve, controls=controls, **of_control, request=request
+            )
+        write_result(self.specification.parent, result)
+        return 0
 
 
 @pytest.fixture
 def place(tmp_path, monkeypatch) -> Place:
-    """Return a folder whose runs are pretended in forks."""
+    """Return a folder whose runs are pretended."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("midus_hf.compare.running._SECONDS_BETWEEN_LOOKS", 0.01)
-    forks = SimpleNamespace(Popen=ForkedRun, DEVNULL=subprocess.DEVNULL)
-    monkeypatch.setattr("midus_hf.compare.running.subprocess", forks)
-    return Place(tmp_path)
-
-
-@pytest.fixture
-def place_of_processes(tmp_path, monkeypatch) -> Place:
-    """Let processes of runs find a program that pretends, and all other modules of the package where they are."""
-    package = tmp_path / "midus_hf" / "compare"
-    package.mkdir(parents=True)
-    installed = Path(midus_hf.compare.__file__).parent
-    (package.parent / "__init__.py").write_text(f"__path__.append({str(installed.parent)!r})\n")
-    (package / "__init__.py").write_text(f"__path__.append({str(installed)!r})\n")
-    shutil.copy(Path(__file__).with_name("pretended_run.py"), package / "run_process.py")
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("midus_hf.compare.running._SECONDS_BETWEEN_LOOKS", 0.01)
-    return Place(tmp_path)
+    place = Place(tmp_path)
+    pretended = SimpleNamespace(Popen=lambda *line, **options: PretendedRun(place, *line, **options), DEVNULL=None)
+    monkeypatch.setattr("midus_hf.compare.running._SECONDS_BETWEEN_LOOKS", 0)
+    monkeypatch.setattr("midus_hf.compare.running.subprocess", pretended)
+    return place
 
 
 def variant(name: str, rates=(ONE,), upscale=None, controls=False, **changes) -> Variant:
@@ -146,15 +169,51 @@ def test_the_base_is_first_and_every_variant_has_a_first_seed_before_one_has_a_s
     assert watched.ended_ == dict.fromkeys(expected) and running.failures == {}
 
 
-def test_what_runs_print_does_not_come_between_the_caller_and_the_report(place_of_processes, capfd):
-    place = place_of_processes
-    place.run([variant("a")])
+@pytest.fixture
+def program(tmp_path, monkeypatch):
+    """Return a function that puts a shell script in the place of the interpreter that runs are started with."""
+    monkeypatch.chdir(tmp_path)
+
+    def write(script: str) -> Place:
+        (tmp_path / "program").write_text(f"#!/bin/sh\n{script}\n")
+        (tmp_path / "program").chmod(0o755)
+        monkeypatch.setattr(sys, "executable", str(tmp_path / "program"))
+        return Place(tmp_path)
+
+    return write
+
+
+def test_what_runs_print_does_not_come_between_the_caller_and_the_report(program, capfd):
+    place = program('echo printed; echo "$2 of $OMP_NUM_THREADS" >&2; exit 3')
+    running, _ = place.run([variant("a")], jobs=10**6)
     assert capfd.readouterr() == ("", "")
-    assert (place.folder / "out/runs/a/0.001/seed-0/said.txt").read_text() == "printed by a run\n"
+    assert (place.folder / "out/base/said.txt").read_text().startswith("printed\nmidus_hf.compare.run_process of ")
+    assert running.failures["base"].startswith("ended with status 3: midus_hf.compare.run_process of ")
+
+
+def test_what_runs_is_told_to_stop_and_waited_for_when_a_person_interrupts(program):
+    place = program("trap 'echo stopped; exit 143' TERM; echo begun; while :; do sleep 0.05; done")
+
+    class Interrupts(Watched):
+        """Ctrl-C comes when the run says that it has begun."""
+
+        def ended(self, name: str, failure: str | None) -> None:
+            raise AssertionError("the run never ends by itself")
+
+    class Impatient(Running):
+        def _begin(self, run: Run | None) -> None:
+            super()._begin(run)
+            while (self.workplace.root / "base" / "said.txt").read_text() != "begun\n":
+                pass
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        Impatient(place.comparison(), [variant("a")], Interrupts(place.folder)).run()
+    assert (place.folder / "out/base/said.txt").read_text() == "begun\nstopped\n"
 
 
 def test_null_controls_follow_their_variant_at_its_best_rate(place):
-    place.behave(**{f"a/0.01/seed-{seed}": {"loss": 1.0} for seed in (0, 1)})
+    place.behaviour = {f"a/0.01/seed-{seed}": {"loss": 1.0} for seed in (0, 1)}
     place.run([variant("a", [ONE, TWO], UPSCALE, controls=True), variant("b"), variant("c")], seeds=[0, 1])
     assert place.names() == [
         *("base", "a/0.001/seed-0", "a/0.01/seed-0", "b/0.001/seed-0", "c/0.001/seed-0"),
@@ -167,31 +226,24 @@ def test_null_controls_follow_their_variant_at_its_best_rate(place):
 
 
 def test_several_runs_run_beside_one_another_and_the_base_alone(place):
-    names = [f"{name}/0.001/seed-0" for name in "abcd"]
-    place.behave(**{name: {"seconds": 1.0} for name in names})
+    place.behaviour = {f"{name}/0.001/seed-0": {"looks": 3} for name in "abcd"}
     place.run([variant(name) for name in "abcd"], jobs=3)
-    assert [note["name"] for note in place.notes()[:1]] == ["base"] and place.most_at_once() == 3
-    assert {note["CUDA_VISIBLE_DEVICES"] for note in place.notes()} == {os.environ.get("CUDA_VISIBLE_DEVICES")}
-    assert {note["parent"] for note in place.notes()} == {os.getpid()}
+    assert [len(note["beside"]) for note in place.notes] == [0, 0, 1, 2, 0]
+    assert {note["env"].get("CUDA_VISIBLE_DEVICES") for note in place.notes} == {
+        os.environ.get("CUDA_VISIBLE_DEVICES")
+    }
 
 
-def test_each_run_has_a_device_of_its_own(place_of_processes, monkeypatch):
-    place = place_of_processes
+def test_each_run_has_a_device_of_its_own(place, monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2,3,4,5,6")
-    names = [f"{name}/0.001/seed-0" for name in "abcd"]
-    place.behave(**{name: {"seconds": 0.3} for name in names})
+    place.behaviour = {
+        f"{name}/0.001/seed-0": {"looks": looks} for name, looks in zip("abcd", (3, 1, 3, 1), strict=True)
+    }
     place.run([variant(name) for name in "abcd"], devices=["3", "5"])
-    assert place.most_at_once() == 2
-    device, used = {}, {}
-    for line in (place.folder / "notes.jsonl").read_text().splitlines():
-        note = json.loads(line)
-        if note["moment"] == "began":
-            device[note["name"]] = note["CUDA_VISIBLE_DEVICES"]
-            assert device[note["name"]] not in used.values()
-            used[note["name"]] = device[note["name"]]
-        else:
-            used.pop(note["name"])
+    device = {note["name"]: note["env"]["CUDA_VISIBLE_DEVICES"] for note in place.notes}
     assert set(device.values()) == {"3", "5"}
+    for note in place.notes:
+        assert all(device[note["name"]] != device[other] for other in note["beside"]) and len(note["beside"]) < 2
 
 
 @pytest.mark.parametrize(("jobs", "threads"), [(1, 8), (3, 2), (20, 1)])
@@ -199,16 +251,16 @@ def test_runs_share_the_cores(place, monkeypatch, jobs, threads):
     monkeypatch.setattr(os, "cpu_count", lambda: 8)
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     place.run([variant("a")], jobs=jobs)
-    assert {note["OMP_NUM_THREADS"] for note in place.notes()} == {str(threads)}
+    assert {note["env"]["OMP_NUM_THREADS"] for note in place.notes} == {str(threads)}
     monkeypatch.setenv("OMP_NUM_THREADS", "7")
     place.run([variant("b")], jobs=jobs)
-    assert place.notes()[-1]["OMP_NUM_THREADS"] == "7"
+    assert place.notes[-1]["env"]["OMP_NUM_THREADS"] == "7"
 
 
 def test_what_fails_stops_nothing_else_and_is_done_again(place):
     variants = [variant(name) for name in "abcd"]
     behaviour = {"a": {"fails": "midus train ended with status 2: no."}, "b": {"exits": 3}, "c": {"exits": -9}}
-    place.behave(**{f"{name}/0.001/seed-0": told for name, told in behaviour.items()})
+    place.behaviour = {f"{name}/0.001/seed-0": told for name, told in behaviour.items()}
     running, watched = place.run(variants)
     assert running.failures == {
         "a/0.001/seed-0": "midus train ended with status 2: no.",
@@ -217,17 +269,17 @@ def test_what_fails_stops_nothing_else_and_is_done_again(place):
     }
     assert watched.ended_ == {"base": None, **running.failures, "d/0.001/seed-0": None}
     assert len(place.names()) == 5
-    place.behave(**{"b/0.001/seed-0": {"exits": 3}})
+    place.behaviour = {"b/0.001/seed-0": {"exits": 3}}
     running, _ = place.run(variants)
     assert place.names() == [f"{name}/0.001/seed-0" for name in "abc"] and list(running.failures) == ["b/0.001/seed-0"]
-    place.behave()
+    place.behaviour = {}
     running, _ = place.run(variants)
     assert place.names() == ["b/0.001/seed-0"] and running.failures == {}
 
 
 def test_what_is_not_done_is_counted_controls_included(place):
     failed = ["a+one-row/0.001/seed-1", "b/0.001/seed-0", "b/0.001/seed-1"]
-    place.behave(**{name: {"fails": "no"} for name in failed})
+    place.behaviour = {name: {"fails": "no"} for name in failed}
     variants = [variant("a", upscale=UPSCALE, controls=True), variant("b")]
     place.run(variants, seeds=[0, 1])
     base, results, missing = collect(place.comparison(seeds=[0, 1]), variants)
@@ -238,7 +290,7 @@ def test_what_is_not_done_is_counted_controls_included(place):
 
 
 def test_without_a_base_nothing_else_runs(place):
-    place.behave(base={"fails": "there is no such text"})
+    place.behaviour = {"base": {"fails": "there is no such text"}}
     running, _ = place.run([variant("a")])
     assert place.names() == ["base"] and running.failures == {"base": "there is no such text"}
 
@@ -262,7 +314,7 @@ def test_seeds_rates_variants_and_texts_of_tasks_that_are_added_are_done_alone(p
     place.run([variant("a", upscale=UPSCALE, controls=True), variant("b")], seeds=[0, 1])
     assert place.names() == ["b/0.001/seed-0", "b/0.001/seed-1"]
     # A rate that turns out to be better has null controls of its own.
-    place.behave(**{f"a/0.01/seed-{seed}": {"loss": 1.0} for seed in (0, 1)})
+    place.behaviour = {f"a/0.01/seed-{seed}": {"loss": 1.0} for seed in (0, 1)}
     place.run([variant("a", [ONE, TWO], UPSCALE, controls=True)], seeds=[0, 1])
     assert place.names() == [*(f"{name}/0.01/seed-{seed}" for name in ("a", "a+one-row") for seed in (0, 1))]
 
@@ -406,29 +458,3 @@ def test_where_a_file_system_has_no_locks_runs_beside_one_another_are_refused(pl
     with pytest.raises(ValueError, match=message):
         place.run([variant("a")], jobs=2)
     assert place.names() == []
-
-
-class Interrupts(Watched):
-    """Ctrl-C comes when a run has noted that it began."""
-
-    def began(self, name: str) -> None:
-        super().began(name)
-        if len(self.began_) == 3:
-            raise KeyboardInterrupt
-
-
-def test_what_runs_is_told_to_stop_and_waited_for_when_a_person_interrupts(place_of_processes):
-    place = place_of_processes
-    place.behave(**{f"{name}/0.001/seed-0": {"seconds": 60} for name in "ab"})
-
-    class Waits(Interrupts):
-        def began(self, name: str) -> None:
-            while len(self.began_) == 2 and len(place.notes()) < 2:
-                pass
-            super().began(name)
-
-    watching = Waits(place.folder / "out/models")
-    with pytest.raises(KeyboardInterrupt):
-        place.run([variant("a"), variant("b")], jobs=2, watching=watching)
-    assert [note["name"] for note in place.notes("terminated")] == ["a/0.001/seed-0"]
-    assert read_result(place.folder / "out/runs/a/0.001/seed-0") is None

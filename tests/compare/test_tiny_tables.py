@@ -11,13 +11,12 @@ import yaml
 from compare.small_comparison import InProcess
 
 from material.fetch import FETCH
-from midus_hf.compare.checking import check_runs
 from midus_hf.compare.measuring import measure_base, measure_run
 from midus_hf.compare.reproduce.report import stage_table
 from midus_hf.compare.reproduce.repository import Repository
 from midus_hf.compare.reproduce.table import read_table
 from midus_hf.compare.results import read_result
-from midus_hf.compare.runs import runs_of
+from midus_hf.compare.runs import check_runs, runs_of
 from midus_hf.compare.variants import plan
 from midus_hf.compare.workplace import BASE, Workplace
 

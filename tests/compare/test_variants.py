@@ -6,8 +6,8 @@ import pytest
 import yaml
 from compare.small_comparison import HEADWISE, keys, write_room
 
-from midus_hf.compare.checking import check
 from midus_hf.compare.options import Comparison
+from midus_hf.compare.runs import check
 from midus_hf.compare.variants import Variant, plan, upscaled_sizes
 from midus_hf.config.yaml_options import from_mapping
 

@@ -17,10 +17,9 @@ from midus_hf.compare.learning import (
     spread,
     verdict,
 )
-from midus_hf.compare.null_controls import SHUFFLED
-from midus_hf.compare.options import Comparison
-from midus_hf.compare.rates import Rate, rate_name
+from midus_hf.compare.options import Comparison, Rate, rate_name
 from midus_hf.compare.results import Result
+from midus_hf.compare.variants import SHUFFLED
 
 # Metrics of a task in order of preference: reports show the first that the task has.
 _METRICS = ("acc_norm", "acc", "exact_match")
@@ -109,12 +108,7 @@ class VariantFindings:
         )
 
     def metric(self, task: str, before: bool = False) -> Spread | None:
-        """Return the preferred metric of a task at the best rate, over seeds; None if the result of any seed lacks the metric.
-
-        Args:
-            task: Name of the task.
-            before: Whether to take the model that training began with instead of the trained one. Default: false.
-        """
+        """Return the preferred metric of a task at the best rate, over seeds; None if the result of any seed lacks the metric."""
         metrics = [metric_of((result.tasks_before if before else result.tasks).get(task, {})) for result in self.best]
         numbers = [number for number in metrics if number is not None]
         return spread(numbers) if len(numbers) == len(metrics) else None
@@ -213,9 +207,6 @@ class Findings:
         """Return a verdict on a variant and each of its trained null controls.
 
         Null controls that share no seed with the variant are left out.
-
-        Args:
-            variant: Name of the variant.
         """
         own = self.variants[variant].ends
         compared = (
@@ -225,23 +216,12 @@ class Findings:
         return [one for one in compared if one is not None]
 
     def controls_of(self, variant: str) -> list[Verdict]:
-        """Return the verdicts on all null controls of a variant: first the trained ones, then shuffled addresses.
-
-        Args:
-            variant: Name of the variant.
-        """
+        """Return the verdicts on all null controls of a variant: first the trained ones, then shuffled addresses."""
         shuffled = self.loss_when_shuffled(variant)
         return [*self.verdicts(variant), *([] if shuffled is None else [shuffled])]
 
     def loss_when_shuffled(self, variant: str) -> Verdict | None:
-        """Return a verdict on how many nats the loss of the domain rises when the values of the trained variant are permuted.
-
-        Args:
-            variant: Name of the variant.
-
-        Returns:
-            None if that was not measured.
-        """
+        """Return a verdict on how many nats the loss of the domain rises when the values of the trained variant are permuted."""
         rises = []
         for result in self.variants[variant].best:
             if result.shuffled is not None:
@@ -268,13 +248,6 @@ def findings(
     """Return the findings of a comparison from its results.
 
     Results of null controls count only at the best rate of their variant.
-
-    Args:
-        comparison: The comparison, resolved by `plan`.
-        base: Result of the base.
-        results: Results of all runs that are done, null controls included.
-        failures: Why runs failed, by the name of the run.
-        missing: Number of runs that are not done. Default: 0.
     """
     domain, retention = list(comparison.domain), list(comparison.retention)
     variants = {}
@@ -295,9 +268,5 @@ def findings(
 
 
 def metric_of(metrics: Mapping[str, float]) -> float | None:
-    """Return the metric of a task that reports show, from 0 to 1: the first of acc_norm, acc and exact_match; None if it has none.
-
-    Args:
-        metrics: Metrics of one task, by name.
-    """
+    """Return the metric of a task that reports show, from 0 to 1: the first of acc_norm, acc and exact_match; None if it has none."""
     return next((metrics[name] for name in _METRICS if name in metrics), None)

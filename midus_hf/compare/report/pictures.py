@@ -13,11 +13,7 @@ _Moment = TypeVar("_Moment")
 
 
 def pictures(findings: Findings) -> dict[str, bytes]:
-    """Draw all pictures of a comparison, and return them as PNG by title.
-
-    Args:
-        findings: Findings of a comparison with results of at least one variant.
-    """
+    """Draw all pictures of a comparison, and return them as PNG by title."""
     drawn = {"Loss of the domain by tokens": draw_curves(findings, findings.domain)}
     if findings.retention:
         drawn = {"Learning against forgetting": draw_frontier(findings), **drawn}
@@ -30,9 +26,6 @@ def draw_frontier(findings: Findings) -> bytes:
 
     The best rate of a variant is opaque, its other rates are faint. If some variants do not start at the base, the picture is
     cropped to the whole paths of the other variants and to the ends of all paths. The picture is returned as PNG.
-
-    Args:
-        findings: Findings of a comparison with retention texts.
     """
     figure, axes = _figure()
     inside = [(0.0, 0.0)]
@@ -67,10 +60,6 @@ def draw_curves(findings: Findings, texts: Sequence[str]) -> bytes:
     """Draw the mean loss of some texts against tokens, each variant at its best rate, and return PNG.
 
     Lines are means over seeds; bands reach from the lowest to the highest loss of any seed.
-
-    Args:
-        findings: Findings of a comparison with results of at least one variant.
-        texts: Names of the texts.
     """
     figure, axes = _figure()
     for color, variant in _colored(findings.variants):

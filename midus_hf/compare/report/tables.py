@@ -7,9 +7,13 @@ from typing import Any
 
 from midus_hf.analysis.page import TableOfWords
 from midus_hf.compare.learning import mean_loss, spread
-from midus_hf.compare.report.cautions import cautions
+from midus_hf.compare.options import Comparison, rate_name
 from midus_hf.compare.report.findings import Findings, VariantFindings, metric_of
-from midus_hf.compare.report.words import short_count, with_spread
+from midus_hf.compare.report.sentences import cautions, short_count, with_spread
+from midus_hf.compare.results import read_result
+from midus_hf.compare.runs import runs_of
+from midus_hf.compare.variants import Variant
+from midus_hf.compare.workplace import Workplace
 
 
 def variants_table(findings: Findings) -> TableOfWords:
@@ -94,11 +98,7 @@ def failures_table(failures: Mapping[str, str]) -> TableOfWords:
 
 
 def tables(findings: Findings) -> list[TableOfWords]:
-    """Return all tables of a report that have rows.
-
-    Args:
-        findings: Findings of a comparison.
-    """
+    """Return all tables of a report that have rows."""
     all_tables = [variants_table(findings)]
     if findings.compares_forgetting:
         all_tables.append(equal_learning_table(findings))
@@ -113,12 +113,7 @@ def as_markdown(table: TableOfWords) -> str:
 
 
 def as_json(findings: Findings, files: Sequence[Path]) -> dict[str, Any]:
-    """Return the findings as a JSON object, for other programs.
-
-    Args:
-        findings: Findings of a comparison.
-        files: Paths of the report's files.
-    """
+    """Return the findings as a JSON object, for other programs."""
     equal = {one.variant: one for one in findings.at_equal_learning()} if findings.compares_forgetting else {}
     variants = [
         {
@@ -178,3 +173,52 @@ def _share(number: float | None) -> str:
 
 def _line(cells: Sequence[str]) -> str:
     return f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |"
+
+
+def planned(comparison: Comparison, variants: Sequence[Variant]) -> list[dict[str, Any]]:
+    """Return a record per variant with its size, its number of runs and how many of them are done, for other programs.
+
+    Runs of null controls are not counted: they are added once their variant has ended.
+    """
+    workplace = Workplace(Path(comparison.output_dir))
+    rows = []
+    for variant in variants:
+        runs = runs_of(variant, comparison)
+        rows.append(
+            {
+                "variant": variant.name,
+                "method": None if variant.upscale is None else variant.upscale["method"],
+                "fitted": variant.fitted,
+                "new_parameters": variant.new_parameters,
+                "trained_parameters": variant.trained_parameters,
+                "rates": [rate_name(rate) for rate in variant.rates],
+                "runs": len(runs),
+                "done": sum(read_result(workplace.run_folder(run)) is not None for run in runs),
+            }
+        )
+    return rows
+
+
+def plan_table(comparison: Comparison, variants: Sequence[Variant]) -> TableOfWords:
+    """Return the plan as a table with a row per variant, with the deviation of trained parameters from the budget in per cent."""
+    rows = []
+    for variant in planned(comparison, variants):
+        trains = (
+            "as training says" if variant["trained_parameters"] is None else short_count(variant["trained_parameters"])
+        )
+        if comparison.trained_parameters is not None and variant["trained_parameters"] is not None:
+            trains += f" ({variant['trained_parameters'] / comparison.trained_parameters - 1:+.1%})"
+        cells = [
+            variant["variant"],
+            variant["method"] or "the base",
+            variant["fitted"] or "",
+            short_count(variant["new_parameters"]),
+            trains,
+        ]
+        rows.append([*cells, ", ".join(variant["rates"]), f"{variant['done']} of {variant['runs']}"])
+    seeds = ", ".join(map(str, comparison.seeds))
+    return TableOfWords(
+        f"Seeds {seeds}; null controls are added as variants end",
+        ["variant", "method", "fitted", "new", "trains", "rates", "runs done"],
+        rows,
+    )

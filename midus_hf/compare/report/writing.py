@@ -7,10 +7,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from midus_hf.analysis.page import Section, write_page
-from midus_hf.compare.rates import rate_name
+from midus_hf.compare.options import rate_name
 from midus_hf.compare.report.findings import Findings
+from midus_hf.compare.report.sentences import sentences
 from midus_hf.compare.report.tables import as_markdown, tables
-from midus_hf.compare.report.words import sentences
 from midus_hf.compare.results import Result
 
 _HOW_TO_READ = (
@@ -31,14 +31,6 @@ def write_report(root: Path, findings: Findings, results: Sequence[Result]) -> l
     """Write `report.md`, `runs.csv` and `report.html`, a page that needs no other file.
 
     The page is written only if matplotlib is installed and a variant has results.
-
-    Args:
-        root: Folder of the comparison.
-        findings: Findings of the comparison.
-        results: Results of all runs that are done, null controls included.
-
-    Returns:
-        Paths of the written files.
     """
     summary, all_tables = sentences(findings), tables(findings)
     title = f"{', '.join(findings.variants) or 'Nothing yet'} on {findings.comparison.base}"
@@ -60,13 +52,7 @@ def write_report(root: Path, findings: Findings, results: Sequence[Result]) -> l
 
 
 def write_runs(path: Path, results: Sequence[Result], texts: Sequence[str]) -> None:
-    """Write a CSV file with a row per run and step at which texts were measured.
-
-    Args:
-        path: Path of the file.
-        results: Results of the base and of all runs, null controls included.
-        texts: Names of the texts; a text that a result lacks is written as nan.
-    """
+    """Write a CSV file with a row per run and step at which texts were measured."""
     head = "variant control_of control rate seed new_parameters trained_parameters step tokens seconds".split()
     with path.open("w", newline="", encoding="utf-8") as stream:
         writer = csv.writer(stream)

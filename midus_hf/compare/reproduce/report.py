@@ -5,10 +5,9 @@ from pathlib import Path
 from typing import Any
 
 from midus_hf.analysis.page import Section, TableOfWords, write_page
+from midus_hf.compare.report.sentences import with_spread
 from midus_hf.compare.report.tables import as_markdown, failures_table
-from midus_hf.compare.report.words import with_spread
-from midus_hf.compare.reproduce.options import Stage
-from midus_hf.compare.reproduce.table import AVERAGE, Table, variant_name
+from midus_hf.compare.reproduce.table import AVERAGE, Stage, Table, variant_name
 from midus_hf.compare.results import Result
 
 _STAGES: dict[Stage, str] = {"continued": "after continual pretraining", "tuned": "after fine-tuning"}
@@ -17,14 +16,7 @@ _STAGES: dict[Stage, str] = {"continued": "after continual pretraining", "tuned"
 def stage_table(
     table: Table, stage: Stage, results: Mapping[str, Sequence[Result]], failures: Mapping[str, str]
 ) -> TableOfWords:
-    """Return the table of a stage: a row of our numbers, followed by a row of the paper's.
-
-    Args:
-        table: A table at a scale.
-        stage: One of the table's stages.
-        results: Results of all seeds, by the name of the row's variant; rows that are no key here are left out.
-        failures: Why runs failed, by the name of the run.
-    """
+    """Return the table of a stage: a row of our numbers, followed by a row of the paper's."""
     rows = []
     for name, row in table.options.rows.items():
         variant = variant_name(name)
@@ -43,13 +35,7 @@ def stage_table(
 
 
 def as_json(table: Table, results: Mapping[str, Sequence[Result]], failures: Mapping[str, str]) -> dict[str, Any]:
-    """Return all numbers of a table as a JSON object, for other programs.
-
-    Args:
-        table: A table at a scale.
-        results: Results of all seeds, by the name of the row's variant.
-        failures: Why runs failed, by the name of the run.
-    """
+    """Return all numbers of a table as a JSON object, for other programs."""
     rows = []
     for name, row in table.options.rows.items():
         of_row = results.get(variant_name(name), [])
@@ -78,17 +64,7 @@ def as_json(table: Table, results: Mapping[str, Sequence[Result]], failures: Map
 def write_table(
     root: Path, table: Table, results: Mapping[str, Sequence[Result]], failures: Mapping[str, str]
 ) -> list[Path]:
-    """Write `table.md` and `table.html`.
-
-    Args:
-        root: Folder of the comparison.
-        table: A table at a scale.
-        results: Results of all seeds, by the name of the row's variant.
-        failures: Why runs failed, by the name of the run.
-
-    Returns:
-        Paths of the two files.
-    """
+    """Write `table.md` and `table.html`."""
     title = f"{table.paper}, table {table.name}, at the scale {table.scale_name}"
     tables = [stage_table(table, stage, results, failures) for stage in table.options.stages]
     if failures:

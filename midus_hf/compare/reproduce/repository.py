@@ -40,11 +40,7 @@ class Repository:
         return {paper: sorted(names, key=lambda name: (len(name), name)) for paper, names in sorted(by_paper.items())}
 
     def table_file(self, paper: str, table: str) -> Path:
-        """Return the path of a table's file.
-
-        Raises:
-            ValueError: If the paper does not exist, or has no table of that name.
-        """
+        """Return the path of a table's file."""
         tables = self.tables()
         if paper not in tables:
             raise ValueError(f"paper is {paper!r}; expected one of: {', '.join(tables)}.")
@@ -57,21 +53,11 @@ class Repository:
         return self._configs / "reproduce" / paper / f"{name}.yaml"
 
     def recipe(self, kind: str, name: str, base: str) -> str:
-        """Return the path of a recipe.
-
-        Args:
-            kind: Folder of the recipe: `upscale`, `train` or `sft`.
-            name: Name of the recipe without `.yaml`, in which `{base}` stands for the base.
-            base: Name of the base in the names of recipes, such as `llama-3.2-1b`.
-        """
+        """Return the path of a recipe."""
         return str(self._configs / kind / f"{name.format(base=base)}.yaml")
 
     def base(self, name: str) -> str:
-        """Return the Hub id of a base, read from the `midus-hml` recipe of that base.
-
-        Args:
-            name: Name of the base in the names of recipes, such as `llama-3.2-1b`.
-        """
+        """Return the Hub id of a base, read from the `midus-hml` recipe of that base."""
         from midus_hf.config.yaml_options import read_mapping
 
         base = read_mapping(self.recipe("upscale", "midus-hml-{base}-distributed", name))["base"]
@@ -79,14 +65,7 @@ class Repository:
         return base
 
     def fetched(self, value: Any) -> Any:
-        """Return a value in which every `material:NAME` is replaced by the path of that material, fetched if necessary.
-
-        Args:
-            value: A string, or a mapping or list of values; anything else is returned unchanged.
-
-        Raises:
-            ValueError: If there is no material of that name, or the material cannot be fetched.
-        """
+        """Return a value in which every `material:NAME` is replaced by the path of that material, fetched if necessary."""
         if isinstance(value, Mapping):
             return {key: self.fetched(inner) for key, inner in value.items()}
         if isinstance(value, list):

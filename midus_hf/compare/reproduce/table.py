@@ -5,16 +5,122 @@ import math
 import statistics
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from midus_hf.compare.learning import Spread, spread
 from midus_hf.compare.options import OWN_FINE_TUNING_KEYS, OWN_TRAINING_KEYS, OWN_UPSCALING_KEYS, Comparison
 from midus_hf.compare.report.findings import metric_of
-from midus_hf.compare.reproduce.options import SCALES, RowOptions, ScaleOptions, Stage, TableOptions
 from midus_hf.compare.reproduce.repository import Repository
 from midus_hf.compare.results import Result
 from midus_hf.config.options import read_options
 from midus_hf.config.yaml_options import read_mapping, with_overrides
+
+# When a number is measured: `continued` after continual pretraining, `tuned` after the fine-tuning that follows.
+Stage = Literal["continued", "tuned"]
+
+SCALES = ("paper", "small", "tiny")
+
+
+@dataclasses.dataclass(kw_only=True)
+class RowOptions:
+    """Options of a row of a table.
+
+    Args:
+        train: Name of a recipe for `midus train`, without `.yaml`, in which `{base}` stands for the table's base.
+        upscale: Name of a recipe for `upscale`, in the same form. Default: none, the base is trained.
+        changes: Keys of `midus train` that replace keys of the recipe and of the scale. Default: none.
+        continued: The paper's numbers after continual pretraining, one per column in order; null where the paper has none.
+        tuned: The paper's numbers after fine-tuning, in the same form. Default: none.
+    """
+
+    train: str
+    upscale: str | None = None
+    changes: dict[str, Any] = dataclasses.field(default_factory=dict)
+    continued: list[float | None]
+    tuned: list[float | None] | None = None
+
+
+@dataclasses.dataclass(kw_only=True)
+class TableOptions:
+    """Options of a table of a paper.
+
+    Args:
+        title: Title of the table.
+        base: Name of the base in the names of recipes, such as `llama-3.2-1b`.
+        columns: Names of the columns, which scales describe; `Average` is the mean of the accuracies.
+        rows: Options of the rows, by name, in the paper's order.
+        scales: Name of the file of scales, without `.yaml`.
+        fine_tune: Name of the recipe for `midus sft` of all rows, without `.yaml`. Default: none, the table ends with continual
+            pretraining.
+
+    Raises:
+        ValueError: If a row has not one number per column.
+    """
+
+    title: str
+    base: str
+    columns: list[str]
+    rows: dict[str, RowOptions]
+    scales: str
+    fine_tune: str | None = None
+
+    def __post_init__(self) -> None:
+        for name, row in self.rows.items():
+            for numbers in (row.continued, row.tuned):
+                if numbers is not None and len(numbers) != len(self.columns):
+                    raise ValueError(
+                        f"rows.{name} has {len(numbers)} numbers; expected {len(self.columns)}, one per column."
+                    )
+
+    @property
+    def stages(self) -> list[Stage]:
+        """Stages after which the table has numbers, in order."""
+        return ["continued"] if self.fine_tune is None else ["continued", "tuned"]
+
+
+@dataclasses.dataclass(kw_only=True)
+class ColumnOptions:
+    """Task or text that a column measures.
+
+    Args:
+        task: Name of a task of `midus eval`. Default: none.
+        text: File or folder of text whose perplexity is measured. Default: none.
+    """
+
+    task: str | None = None
+    text: str | None = None
+
+
+@dataclasses.dataclass(kw_only=True)
+class ScaleOptions:
+    """Scale at which a table is reproduced: its base, its data and its budget.
+
+    A path may be `material:NAME`, which stands for the path of fetched material.
+
+    Args:
+        needs: Machine and time that the scale needs, as a sentence for people.
+        columns: Task or text per column; a column that is left out is not measured and stays empty.
+        base: Folder or Hub id of the base. Default: the base of the recipes.
+        upscale: Keys of `upscale` that replace keys of the recipes. Default: none.
+        train: Keys of `midus train` that replace keys of the recipes. Default: none.
+        fine_tune: Keys of `midus sft` that replace keys of the recipe. Default: none.
+        data: Folder with the questions of the local tasks. Default: none.
+        limit: Questions per task. Default: all.
+        num_fewshot: Worked examples before a question. Default: what the task says.
+        seeds: Seeds of new parameters and of the order of texts. Default: `[0]`.
+    """
+
+    needs: str
+    columns: dict[str, ColumnOptions]
+    base: str | None = None
+    upscale: dict[str, Any] = dataclasses.field(default_factory=dict)
+    train: dict[str, Any] = dataclasses.field(default_factory=dict)
+    fine_tune: dict[str, Any] = dataclasses.field(default_factory=dict)
+    data: str | None = None
+    limit: int | None = None
+    num_fewshot: int | None = None
+    seeds: list[int] = dataclasses.field(default_factory=lambda: [0])
+
 
 AVERAGE = "Average"
 # The metric of tasks that measure the perplexity of a text.
@@ -40,13 +146,7 @@ class Table:
     scale: ScaleOptions
 
     def number(self, column: str, stage: Stage, result: Result) -> float | None:
-        """Return the number of a result in a column: an accuracy in per cent, or a perplexity; None if not measured.
-
-        Args:
-            column: A column of the table; `Average` is the mean of the accuracies.
-            stage: Stage after which the number is measured.
-            result: Result of a row with one seed.
-        """
+        """Return the number of a result in a column: an accuracy in per cent, or a perplexity; None if not measured."""
         if column == AVERAGE:
             shares = [
                 number for name in self._shares(result) if (number := self.number(name, stage, result)) is not None
@@ -63,27 +163,12 @@ class Table:
         return metrics.get(_WORD_PERPLEXITY) if share is None else 100 * share
 
     def spread(self, column: str, stage: Stage, results: Sequence[Result]) -> Spread | None:
-        """Return the mean and spread of a column over the seeds that have a number; None if no seed has.
-
-        Args:
-            column: A column of the table.
-            stage: Stage after which the numbers are measured.
-            results: Results of a row, one per seed.
-        """
+        """Return the mean and spread of a column over the seeds that have a number; None if no seed has."""
         numbers = [number for result in results if (number := self.number(column, stage, result)) is not None]
         return spread(numbers) if numbers else None
 
     def comparison(self, repository: Repository, output: Path, rows: Sequence[str]) -> Comparison:
-        """Return the comparison that measures some rows of the table.
-
-        Args:
-            repository: Clone with the recipes and the material.
-            output: Folder of the comparison.
-            rows: Names of the rows.
-
-        Raises:
-            ValueError: If a recipe cannot be read, or material cannot be fetched.
-        """
+        """Return the comparison that measures some rows of the table."""
         scale, table = self.scale, self.options
         measured = {name: how for name, how in scale.columns.items() if name in table.columns}
         tasks = {
@@ -125,18 +210,7 @@ class Table:
 
 
 def read_table(repository: Repository, paper: str, name: str, scale: str, overrides: Sequence[str] = ()) -> Table:
-    """Read a table and a scale from their files.
-
-    Args:
-        repository: Clone that has the files.
-        paper: Name of the paper, such as `midus`.
-        name: Name of the table, such as `1`.
-        scale: Name of the scale, one of `SCALES`.
-        overrides: Arguments `key=value` that replace keys of the scale. Default: none.
-
-    Raises:
-        ValueError: If the table or the scale does not exist, or a file has an unknown key.
-    """
+    """Read a table and a scale from their files."""
     if scale not in SCALES:
         raise ValueError(f"scale is {scale!r}; expected one of: {', '.join(SCALES)}.")
     options = read_options_of(repository, paper, name)
@@ -149,26 +223,13 @@ def read_table(repository: Repository, paper: str, name: str, scale: str, overri
 
 
 def read_options_of(repository: Repository, paper: str, name: str) -> TableOptions:
-    """Read the options of a table from its file.
-
-    Args:
-        repository: Clone that has the file.
-        paper: Name of the paper, such as `midus`.
-        name: Name of the table, such as `1`.
-
-    Raises:
-        ValueError: If the table does not exist, or its file has an unknown key.
-    """
+    """Read the options of a table from its file."""
     file = repository.table_file(paper, name)
     return read_options(TableOptions, read_mapping(file), str(file))
 
 
 def variant_name(row: str) -> str:
-    """Return the name of a row's variant: the row's name with `-` for each character that a folder's name should not have.
-
-    Args:
-        row: Name of the row in the table.
-    """
+    """Return the name of a row's variant: the row's name with `-` for each character that a folder's name should not have."""
     return "".join(letter if letter.isalnum() or letter in "._+-" else "-" for letter in row)
 
 

@@ -9,9 +9,8 @@ import re
 import pytest
 from compare.made_results import BASE, DOMAIN, FULL, FULL_SLOW, HML, NULL, RETENTION, found, result, rows_of
 
-from midus_hf.compare.report.cautions import cautions
+from midus_hf.compare.report.sentences import cautions, sentences, short_count, with_spread
 from midus_hf.compare.report.tables import as_json, as_markdown, tables, variants_table
-from midus_hf.compare.report.words import sentences, short_count, with_spread
 from midus_hf.compare.report.writing import write_report, write_runs
 
 
