@@ -17,35 +17,30 @@ from midus_hf.banks.bank_paths import check_nodes
 from midus_hf.config.usable_device import usable_device
 from midus_hf.documents import document_rows, find_files, read_documents
 from midus_hf.documents.document_paths import DocumentPaths, read_paths
-from midus_hf.evaluation.fetching import PathFinder, fetches_blocks
+from midus_hf.evaluation.fetching import DocumentFinder, PathFinder, fetches_blocks
 from midus_hf.evaluation.perplexity import perplexity
 from midus_hf.evaluation.settings import EvaluationSettings
 from midus_hf.model_names import check_model_name
 from midus_hf.saved_models import check_whole, load_model, load_tokenizer, refusing
 
 if TYPE_CHECKING:
-    from midus_hf.evaluation.beside_documents import DocumentFinder
     from midus_hf.evaluation.harness import Tasks
     from midus_hf.retrieval.cluster_tree import ClusterTree
+    from midus_hf.retrieval.embedding import TextEmbedder
 
 
 @dataclasses.dataclass(frozen=True)
 class _Finders:
-    """Functions that find paths, for models that fetch blocks, and documents, for questions.
+    """Functions that find the path of each document of the text and of each question, and the document in front of a question.
 
-    Args:
-        of_text: Finds the path of each document of the text. Default: the text fetches nothing.
-        of_tasks: Finds the path of each question of a task. Default: questions fetch nothing.
-        tree: Tree by which paths are found. Default: paths are not found by a tree.
-        written: Paths that the rows of the text hold. Default: rows hold no paths.
-        find_documents: Finds the document that is put in front of a question. Default: questions are asked without documents.
+    Paths are found by a tree, or are written in rows of the text.
     """
 
     of_text: PathFinder | None = None
     of_tasks: PathFinder | None = None
     tree: "ClusterTree | None" = None
     written: DocumentPaths | None = None
-    find_documents: "DocumentFinder | None" = None
+    find_documents: DocumentFinder | None = None
 
 
 class EvaluationInterrupted(KeyboardInterrupt):
@@ -93,7 +88,9 @@ def evaluate(models: list[str], settings: EvaluationSettings, quiet: bool = Fals
 
     finders = _Finders()
     if settings.path_column is not None:
-        written = _written_paths(settings, settings.path_column)
+        assert settings.text is not None, "paths are those of a text"
+        rows = document_rows(find_files(settings.text), settings.column, settings.encoding)
+        written = read_paths(rows, settings.path_column)
         of_text = torch.from_numpy(written.paths)
         finders = _Finders(of_text=lambda documents: of_text, written=written)
     if settings.retriever is not None:
@@ -106,12 +103,13 @@ def evaluate(models: list[str], settings: EvaluationSettings, quiet: bool = Fals
         retriever.paths_of(torch.zeros(1, retriever.tree.width), blocked, best)
         finders = _Finders(find_paths, find_paths, retriever.tree)
     if settings.documents is not None:
-        from midus_hf.evaluation.beside_documents import nearest_documents
         from midus_hf.retrieval.embedding import TextEmbedder
 
         name = settings.embedding_model
         embedder = retriever.embedder if name is None else TextEmbedder(name, device)
-        finders = dataclasses.replace(finders, find_documents=nearest_documents(settings, embedder))
+        finders = dataclasses.replace(
+            finders, find_documents=_nearest_documents(settings, settings.documents, embedder)
+        )
 
     measured: list[dict[str, Any]] = []
     with _answers_file(settings.answers) as write_answer:
@@ -228,11 +226,16 @@ def _reads_ahead(model: PreTrainedModel) -> bool:
     return memories is not None and (memories.reads_ahead or memories.reads_prompts)
 
 
-def _written_paths(settings: EvaluationSettings, column: str) -> DocumentPaths:
-    """Return the paths that rows of the text hold, in the order of its documents."""
-    assert settings.text is not None, "paths are those of a text"
-    rows = document_rows(find_files(settings.text), settings.column, settings.encoding)
-    return read_paths(rows, column)
+def _nearest_documents(settings: EvaluationSettings, path: str, embedder: "TextEmbedder") -> DocumentFinder:
+    """Read and embed the documents from which the nearest is put in front of each question."""
+    from midus_hf.retrieval.nearest_documents import NearestDocuments
+    from midus_hf.retrieval.nearest_documents import cut_into_passages
+
+    documents = read_documents(path, settings.column, settings.encoding)
+    if settings.passage_tokens is not None:
+        documents = cut_into_passages(documents, embedder.tokenizer, settings.passage_tokens)
+    with tqdm(desc="documents embedded", unit=" documents", total=len(documents), disable=None) as bar:
+        return NearestDocuments(documents, embedder, bar.update)
 
 
 def _show_progress(bar: tqdm, done: int, total: int) -> None:
@@ -243,12 +246,10 @@ def _show_progress(bar: tqdm, done: int, total: int) -> None:
 def _load(
     name: str, dtype: str, device: str, trust_remote_code: bool
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    with refusing(f"model is {name!r}, which cannot be loaded", OSError, reason=_in_one_line):
+    with refusing(
+        f"model is {name!r}, which cannot be loaded", OSError, reason=lambda error: " ".join(str(error).split())
+    ):
         tokenizer = load_tokenizer(name, trust_remote_code)
         model, missing = load_model(name, dtype, trust_remote_code, device_map=device)
     check_whole(name, missing)
     return model.eval(), tokenizer
-
-
-def _in_one_line(error: Exception) -> str:
-    return " ".join(str(error).split())

@@ -1,6 +1,7 @@
-"""Evaluation of models whose texts fetch blocks from a bank, by the path of a question or of a whole document."""
+"""What stands beside a question: the blocks of its path, which a model fetches from a bank, and a document in front."""
 
 import contextlib
+import copy
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -11,15 +12,13 @@ from torch import nn
 # A function that takes N texts and returns their paths in a tree of topics, `[N, p]`, int64.
 PathFinder = Callable[[Sequence[str]], torch.Tensor]
 
+# A function that takes questions and returns the document of each question.
+DocumentFinder = Callable[[Sequence[str]], list[str]]
+
 
 @contextlib.contextmanager
 def fetching(model: nn.Module, path: Sequence[int]) -> Iterator[None]:
-    """Let every row of every forward pass fetch the blocks of one path while the context is open, whoever calls the model.
-
-    Args:
-        model: Model whose texts fetch blocks.
-        path: Node at each level of the tree.
-    """
+    """Let every row of every forward pass fetch the blocks of one path while the context is open, whoever calls the model."""
 
     def add_ids(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
         tokens = args[0] if args else kwargs.get("input_ids")
@@ -47,12 +46,7 @@ def by_path(
 ) -> list[Any]:
     """Run items with the same path together, with the blocks of that path, and return the results in the order of the items.
 
-    Args:
-        items: Items to run.
-        texts: Text of each item, by which its path is found.
-        find_paths: Function that finds the paths.
-        model: Model that `run` calls.
-        run: Function that takes some of the items and returns a result for each.
+    The path of an item is found by its text. `run` calls the model with some of the items, and returns a result for each.
     """
     different = list(dict.fromkeys(texts))
     path_of = dict(zip(different, map(tuple, find_paths(different).tolist()), strict=True))
@@ -73,10 +67,6 @@ def question_of(task: Any, doc: dict[str, Any]) -> str:
 
     This follows appendix B of hierarchical memories. If a task's choices are contexts, the question is the beginning that all
     choices share, and the text that follows the choices.
-
-    Args:
-        task: Task of lm-evaluation-harness.
-        doc: Document of the task.
     """
     text = task.doc_to_text(doc)
     if isinstance(text, str):
@@ -85,3 +75,19 @@ def question_of(task: Any, doc: dict[str, Any]) -> str:
     shared = "".join(column[0] for column in itertools.takewhile(lambda column: len(set(column)) == 1, columns))
     target = task.doc_to_target(doc)
     return " ".join(part.strip() for part in (shared, target) if isinstance(part, str) and part.strip())
+
+
+def behind_documents(requests: Sequence[Any], questions: Sequence[str], find_documents: DocumentFinder) -> list[Any]:
+    """Return requests of the harness with the document of each question and an empty line in front of their contexts.
+
+    The first argument of a request is its context. An empty context stays empty, since the request asks how likely an answer is
+    without its question.
+    """
+    changed = []
+    for request, document in zip(requests, find_documents(questions), strict=True):
+        context, *others = request.args
+        request = copy.copy(request)
+        if context:
+            request.arguments = (f"{document}\n\n{context}", *others)
+        changed.append(request)
+    return changed

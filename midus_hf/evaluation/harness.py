@@ -17,8 +17,14 @@ from lm_eval.tasks import TaskManager, get_task_dict
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 import midus_hf  # noqa: F401  (registers the classes that `MidusLM` loads)
-from midus_hf.evaluation.beside_documents import DocumentFinder, behind_documents
-from midus_hf.evaluation.fetching import PathFinder, by_path, fetches_blocks, question_of
+from midus_hf.evaluation.fetching import (
+    DocumentFinder,
+    PathFinder,
+    behind_documents,
+    by_path,
+    fetches_blocks,
+    question_of,
+)
 from midus_hf.evaluation.local_tasks import PREFIX, load_local_task, local_task_names
 from midus_hf.evaluation.quiet import without_bars
 from midus_hf.retrieval.cluster_tree import ClusterTree, check_tree
@@ -165,34 +171,30 @@ class Tasks:
         find_documents: DocumentFinder | None = None,
         tell_answer: Callable[[dict[str, Any]], Any] | None = None,
     ) -> dict[str, dict[str, Any]]:
-        """Score a model on the tasks.
+        """Score a model, in eval mode and on its device, on the tasks.
 
-        Args:
-            model: The model, in eval mode, on its device.
-            tokenizer: The model's tokenizer.
-            num_fewshot: Number of worked examples before a question. Default: the task's own number, else 0.
-            limit: Number of questions per task, from the first on. Default: all.
-            batch_size: Requests per forward pass. Default: 4.
-            max_length: Longest input, in tokens. Default: the longest that the model was made for.
-            seed: Seed for the choice of worked examples and for the bootstrap. Default: 0.
-            progress: Called with the number of rows of each batch, as in `MidusLM`. Default: none.
-            quiet: Whether to hide the harness's own progress bars. Default: False.
-            find_paths: Function that finds the paths by which questions fetch blocks. It gets questions without worked examples.
-                Default: nothing is fetched.
-            find_documents: Function that finds a document for each question. It gets questions without worked examples. The
-                document is put in front of the worked examples and the question, with an empty line between. An input that is
-                too long for the model is cut at its beginning. Default: no documents.
-            tell_answer: Called for each question and each filter of its task with `{"task", "filter", "question", "target",
-                "answer", "scores"}`, and with `find_documents` also `"document"`. `question` is the row of the task, `answer`
-                what the filter left of each request (generated text, or a pair: the log-likelihood, and whether the answer is
-                the likeliest), and `scores` has every metric. Default: none.
+        Without `num_fewshot` a question has the task's own number of worked examples, else 0, without `limit` all questions are
+        asked, from the first on, and without `max_length` inputs are as long as the model was made for. `seed` decides worked
+        examples and the bootstrap. `progress` is called as in `MidusLM`; `quiet` hides the harness's own progress bars.
+        `find_paths` and `find_documents` get questions without worked examples: their paths decide which blocks are fetched, and
+        their documents stand in front of worked examples and question, with an empty line between. An input that is too long
+        for the model is cut at its beginning.
+
+        `tell_answer` is called for each question and each filter of its task with `{"task", "filter", "question", "target",
+        "answer", "scores"}`, and with `find_documents` also `"document"`. `question` is the row of the task, `answer` what the
+        filter left of each request (generated text, or a pair: the log-likelihood, and whether the answer is the likeliest), and
+        `scores` has every metric.
 
         Returns:
             For each name in the request (a group also brings its members), every metric of the task under the harness's name
             (`acc`, `acc_stderr`, `acc_norm`), `num_fewshot` and `num_questions`. A metric is None if its value is not finite,
             and text if its value is not a number. Unknown standard errors are left out.
         """
-        question_in = self._questions()
+        built = functools.cache(self.built)
+
+        def question_in(name: str, doc: dict[str, Any]) -> str:
+            return question_of(built()[name], doc)
+
         with without_bars() if quiet else contextlib.nullcontext(), _without_environment_report():
             results = simple_evaluate(
                 model=MidusLM(
@@ -229,7 +231,14 @@ class Tasks:
         if tell_answer is not None:
             for harness_name, samples in results["samples"].items():
                 for sample in samples:
-                    answer = {"task": asked_for.get(harness_name, harness_name), **_answer(sample)}
+                    answer = {
+                        "task": asked_for.get(harness_name, harness_name),
+                        "filter": sample["filter"],
+                        "question": sample["doc"],
+                        "target": sample["target"],
+                        "answer": sample["filtered_resps"],
+                        "scores": {metric: sample[metric] for metric in sample["metrics"]},
+                    }
                     if find_documents is not None:
                         (answer["document"],) = find_documents([question_in(harness_name, sample["doc"])])
                     tell_answer(answer)
@@ -238,11 +247,6 @@ class Tasks:
     def built(self) -> dict[str, Any]:
         """Return the harness's task objects by their names in the harness, including members of groups."""
         return dict(_flat(get_task_dict(self.specs, self.manager)))
-
-    def _questions(self) -> Callable[[str, dict[str, Any]], str]:
-        """Return a function from a task's name in the harness and a document to the question, without worked examples."""
-        built = functools.cache(self.built)
-        return lambda name, doc: question_of(built()[name], doc)
 
 
 @contextlib.contextmanager
@@ -265,17 +269,6 @@ def _flat(tasks: Mapping[Any, Any]) -> Iterator[tuple[str, Any]]:
             yield from _flat(task)
         else:
             yield str(name), task
-
-
-def _answer(sample: dict[str, Any]) -> dict[str, Any]:
-    """Return what `tell_answer` gets of a sample of the harness, without the task and the document."""
-    return {
-        "filter": sample["filter"],
-        "question": sample["doc"],
-        "target": sample["target"],
-        "answer": sample["filtered_resps"],
-        "scores": {metric: sample[metric] for metric in sample["metrics"]},
-    }
 
 
 def _is_standard_error(metric: str) -> bool:

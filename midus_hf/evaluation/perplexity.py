@@ -43,15 +43,6 @@ class PerplexityResult:
 
 
 @dataclasses.dataclass(frozen=True)
-class _Text:
-    """A text as tokens, with the number of characters and bytes that each token covers; all tokens together cover the text."""
-
-    ids: torch.Tensor  # [N]
-    characters: torch.Tensor  # [N]
-    bytes: torch.Tensor  # [N]
-
-
-@dataclasses.dataclass(frozen=True)
 class _Window:
     """A window of targets `[start, end)`, of which targets from `first` on are counted.
 
@@ -178,25 +169,35 @@ def prepare_text(
     stride = sequence_length if stride is None else stride
     _check_options(sequence_length, stride, max_tokens, limit)
 
-    if apart:
-        return _prepare_apart(tokenizer, list(documents), sequence_length, stride, max_tokens)
-    text = _tokenize(tokenizer, documents)
-    bos = automatic_bos(tokenizer)
-    if bos is None:
-        targets = text.ids[1:]
-        lead = text.ids  # the token before target i is token i
-        characters, utf8_bytes = text.characters[1:], text.bytes[1:]
-    else:
-        targets = text.ids
-        lead = torch.full_like(text.ids, bos)
-        characters, utf8_bytes = text.characters, text.bytes
-    if len(targets) < sequence_length:
+    if not tokenizer.is_fast:
+        raise ValueError(f"the tokenizer is a {type(tokenizer).__name__}; expected a fast one, with offsets.")
+    documents, bos = list(documents), automatic_bos(tokenizer)
+    parts: list[tuple[torch.Tensor, ...]] = []
+    windows: list[_Window] = []
+    begin = 0
+    for number, part in enumerate([[document] for document in documents] if apart else [documents]):
+        parts.append(_predicted(tokenizer, part, bos))
+        length = len(parts[-1][1])
+        windows += [
+            _Window(begin + window.start, begin + window.first, begin + window.end, number)
+            for window in _windows(length, sequence_length, stride)
+        ]
+        begin += length
+    if apart and not begin:
         raise ValueError(
-            f"the text has {len(targets)} tokens to predict; expected at least sequence_length = {sequence_length}, a window. "
+            "the text has no tokens to predict; expected documents of two tokens or more. Give more text."
+        )
+    if not apart and begin < sequence_length:
+        raise ValueError(
+            f"the text has {begin} tokens to predict; expected at least sequence_length = {sequence_length}, a window. "
             "Give more text; midus eval has --sequence-length for shorter windows."
         )
-    windows = _spread(_windows(len(targets), sequence_length, stride), stride, max_tokens)
-    return PreparedText(lead, targets, characters, utf8_bytes, windows, sequence_length, stride)
+    windows = _spread(windows, stride, max_tokens)
+    if apart:  # equal windows share batches
+        windows.sort(key=lambda window: window.end - window.start)
+    lead, targets, characters, utf8_bytes = (torch.cat(columns) for columns in zip(*parts, strict=True))
+    kept_apart = tuple(documents) if apart else ()
+    return PreparedText(lead, targets, characters, utf8_bytes, windows, sequence_length, stride, kept_apart)
 
 
 def measure(
@@ -280,13 +281,13 @@ def automatic_bos(tokenizer: PreTrainedTokenizerBase) -> int | None:
     return first[0] if first and first[0] == tokenizer.bos_token_id else None
 
 
-def _tokenize(tokenizer: PreTrainedTokenizerBase, documents: Iterable[str]) -> _Text:
-    if not tokenizer.is_fast:
-        raise ValueError(f"the tokenizer is a {type(tokenizer).__name__}; expected a fast one, with offsets.")
+def _tokenize(
+    tokenizer: PreTrainedTokenizerBase, documents: list[str]
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return tokens, and the numbers of characters and bytes that each covers; all tokens together cover the text."""
     ids: list[int] = []
     characters: list[int] = []
     utf8_bytes: list[int] = []
-    documents = list(documents)
     for number, document in enumerate(documents, start=1):
         text = document if number == len(documents) else document + DOCUMENT_SEPARATOR
         encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
@@ -302,36 +303,17 @@ def _tokenize(tokenizer: PreTrainedTokenizerBase, documents: Iterable[str]) -> _
         for start, end in zip([0, *ends], ends, strict=False):
             characters.append(end - start)
             utf8_bytes.append(bytes_before[end] - bytes_before[start])
-    return _Text(torch.tensor(ids), torch.tensor(characters), torch.tensor(utf8_bytes))
+    return torch.tensor(ids), torch.tensor(characters), torch.tensor(utf8_bytes)
 
 
-def _prepare_apart(
-    tokenizer: PreTrainedTokenizerBase, documents: list[str], sequence_length: int, stride: int, max_tokens: int | None
-) -> PreparedText:
-    """Prepare a text with separate windows for each document, sorted by length so that equal windows share batches."""
-    bos = automatic_bos(tokenizer)
-    parts: list[tuple[torch.Tensor, ...]] = []
-    windows: list[_Window] = []
-    begin = 0
-    for number, document in enumerate(documents):
-        text = _tokenize(tokenizer, [document])
-        if bos is None:
-            part = (text.ids[:-1], text.ids[1:], text.characters[1:], text.bytes[1:])
-        else:
-            part = (torch.full_like(text.ids, bos), text.ids, text.characters, text.bytes)
-        parts.append(part)
-        windows += [
-            _Window(begin + window.start, begin + window.first, begin + window.end, number)
-            for window in _windows(len(part[1]), sequence_length, stride)
-        ]
-        begin += len(part[1])
-    if not begin:
-        raise ValueError(
-            "the text has no tokens to predict; expected documents of two tokens or more. Give more text."
-        )
-    kept = sorted(_spread(windows, stride, max_tokens), key=lambda window: window.end - window.start)
-    lead, targets, characters, utf8_bytes = (torch.cat(columns) for columns in zip(*parts, strict=True))
-    return PreparedText(lead, targets, characters, utf8_bytes, kept, sequence_length, stride, tuple(documents))
+def _predicted(
+    tokenizer: PreTrainedTokenizerBase, documents: list[str], bos: int | None
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return the fields `lead`, `targets`, `characters` and `utf8_bytes` of documents that are laid end to end."""
+    ids, characters, utf8_bytes = _tokenize(tokenizer, documents)
+    if bos is None:
+        return ids[:-1], ids[1:], characters[1:], utf8_bytes[1:]
+    return torch.full_like(ids, bos), ids, characters, utf8_bytes
 
 
 def _windows(num_targets: int, sequence_length: int, stride: int) -> list[_Window]:

@@ -17,7 +17,7 @@ pytest.importorskip("lm_eval")
 
 from lm_eval.api.instance import Instance
 
-from midus_hf.evaluation.beside_documents import behind_documents
+from midus_hf.evaluation.fetching import behind_documents
 from midus_hf.evaluation.harness import MidusLM, Tasks
 
 
