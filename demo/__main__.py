@@ -5,21 +5,18 @@ Every step is a command that a person would type; it is printed before it runs.
 
 import argparse
 import json
-import shlex
 import shutil
-import subprocess
 import sys
 import time
 from pathlib import Path
 
+from demo import BIN, CONFIGS, run
 from demo.report import write_report
 from material.addresses import addresses
 from material.benchmarks import benchmarks
 from material.registry import MaterialError
 from material.smollm2 import smollm2_135m
 
-_BIN = Path(sys.executable).parent
-_CONFIGS = Path(__file__).parent.parent / "configs"
 PROMPT = "Fellow-citizens of the Senate and House of Representatives: I congratulate you on"
 
 
@@ -40,28 +37,23 @@ def main() -> None:
     started = time.perf_counter()
     commands: list[str] = []
 
-    def run(*words: str | Path) -> str:
-        command = shlex.join(map(str, words))
+    def step(*words: object) -> str:
+        command, printed = run(*words)
         commands.append(command)
-        print(f"\n$ {command}", flush=True)
-        done = subprocess.run(list(map(str, words)), stdout=subprocess.PIPE, text=True)
-        print(done.stdout, end="", flush=True)
-        if done.returncode:
-            sys.exit(f"demo: the command above failed with exit status {done.returncode}.")
-        return done.stdout
+        return printed
 
     def evaluate(*models: Path) -> list[dict]:
-        config = ["--config", _CONFIGS / "eval" / "demo.yaml", "--text", corpus.held_out, "--data", questions]
-        return json.loads(run(_BIN / "midus", "eval", *models, *config, "--json"))["models"]
+        config = ["--config", CONFIGS / "eval" / "demo.yaml", "--text", corpus.held_out, "--data", questions]
+        return json.loads(step(BIN / "midus", "eval", *models, *config, "--json"))["models"]
 
-    run(_BIN / "upscale", "--config", _CONFIGS / "upscale" / "demo.yaml", "--base", base, "--output", upscaled)
+    step(BIN / "upscale", "--config", CONFIGS / "upscale" / "demo.yaml", "--base", base, "--output", upscaled)
     before = evaluate(base, upscaled)
     steps = [f"max_steps={arguments.steps}"] if arguments.steps else []
-    training = [_CONFIGS / "train" / "demo.yaml", f"model_name_or_path={upscaled}"]
-    run(_BIN / "midus", "train", *training, f"output_dir={trained}", f"corpus={corpus.train}", *steps)
+    training = [CONFIGS / "train" / "demo.yaml", f"model_name_or_path={upscaled}"]
+    step(BIN / "midus", "train", *training, f"output_dir={trained}", f"corpus={corpus.train}", *steps)
     after = evaluate(trained)
     sample = [sys.executable, "-m", "demo.sample", "--prompt", PROMPT, base, upscaled, trained]
-    samples = json.loads(run(*sample))
+    samples = json.loads(step(*sample))
 
     table = write_report(
         output,

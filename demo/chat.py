@@ -5,18 +5,15 @@ Every step is a command that a person would type; it is printed before it runs.
 
 import argparse
 import json
-import shlex
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 
+from demo import BIN, CONFIGS, run
 from material.chats import chats
 from material.registry import MaterialError
 from material.smollm2 import smollm2_135m
 
-_BIN = Path(sys.executable).parent
-_CONFIGS = Path(__file__).parent.parent / "configs"
 _NEW_TOKENS = 96
 
 
@@ -32,18 +29,11 @@ def main() -> None:
         sys.exit(f"demo: {error}")
     shutil.rmtree(arguments.output, ignore_errors=True)
     upscaled, tuned = arguments.output / "upscaled", arguments.output / "tuned"
-    _run(_BIN / "upscale", "--config", _CONFIGS / "upscale" / "demo.yaml", "--base", base, "--output", upscaled)
+    run(BIN / "upscale", "--config", CONFIGS / "upscale" / "demo.yaml", "--base", base, "--output", upscaled)
     steps = [f"max_steps={arguments.steps}"] if arguments.steps else []
-    recipe = _CONFIGS / "sft" / "demo.yaml"
-    _run(
-        _BIN / "midus",
-        "sft",
-        recipe,
-        f"model_name_or_path={upscaled}",
-        f"output_dir={tuned}",
-        f"dataset_name={data.train}",
-        *steps,
-    )
+    recipe = CONFIGS / "sft" / "demo.yaml"
+    of_run = [f"model_name_or_path={upscaled}", f"output_dir={tuned}", f"dataset_name={data.train}"]
+    run(BIN / "midus", "sft", recipe, *of_run, *steps)
     lines = data.held_out.read_text(encoding="utf-8").splitlines()[: arguments.questions]
     questions = [json.loads(line)["messages"][0]["content"] for line in lines]
     said = {name: answers(folder, questions) for name, folder in (("before", upscaled), ("after", tuned))}
@@ -54,12 +44,7 @@ def main() -> None:
 
 
 def answers(model_name: Path, questions: list[str]) -> list[str]:
-    """What a model answers, greedily.
-
-    Args:
-        model_name: Its folder, with a tokenizer that has a chat template.
-        questions: Each asked by itself.
-    """
+    """What a model answers, greedily."""
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -79,13 +64,6 @@ def answers(model_name: Path, questions: list[str]) -> list[str]:
             )
         said.append(tokenizer.decode(tokens[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True))
     return said
-
-
-def _run(*words: str | Path) -> None:
-    print(f"\n$ {shlex.join(map(str, words))}", flush=True)
-    done = subprocess.run(list(map(str, words)))
-    if done.returncode:
-        sys.exit(f"demo: the command above failed with exit status {done.returncode}.")
 
 
 if __name__ == "__main__":

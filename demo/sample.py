@@ -11,11 +11,7 @@ import midus_hf  # noqa: F401 - registers the classes
 
 
 def sample(model_name: str, prompt: str, new_tokens: int) -> dict:
-    """Generate `new_tokens` tokens after `prompt`.
-
-    Returns:
-        `{"text", "tokens_per_second"}`, the prompt's own tokens and a first, untimed generation left out of the time.
-    """
+    """Generate `new_tokens` tokens after `prompt`."""
     tokenizer = AutoTokenizer.from_pretrained(model_name)
     model = AutoModelForCausalLM.from_pretrained(model_name).eval()
     inputs = tokenizer(prompt, return_tensors="pt")
