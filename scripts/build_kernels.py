@@ -35,14 +35,7 @@ _LAYERS_MODULE = f"{PACKAGE}.layers"
 
 
 def imported_modules(source: str) -> set[str]:
-    """Return the modules of `midus_hf` that a module imports from, anywhere in it.
-
-    Args:
-        source: Text of the module.
-
-    Raises:
-        ValueError: If the module imports `midus_hf` by `import`, which cannot become a relative import.
-    """
+    """Return the modules of `midus_hf` that a module imports from, anywhere in it."""
     modules = set()
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Import) and any(alias.name.partition(".")[0] == PACKAGE for alias in node.names):
@@ -61,12 +54,7 @@ def _is_module(name: str) -> bool:
 
 
 def with_relative_imports(source: str, package: str) -> str:
-    """Return a module's text, in which imports of `midus_hf` are relative.
-
-    Args:
-        source: Text of the module.
-        package: Name of the package that the module lies in, such as `midus_hf.ops.headwise`.
-    """
+    """Return a module's text, in which imports of `midus_hf` are relative."""
     return re.sub(
         rf"^(\s*from )({PACKAGE}[\w.]*)(?= import )",
         lambda match: match[1] + _relative(match[2], package),
@@ -118,14 +106,7 @@ def _path_of(module: str, is_package: bool) -> str:
 
 
 def build(output: Path) -> None:
-    """Write the package into a folder, which appears whole or not at all.
-
-    Args:
-        output: The folder, which must not exist.
-
-    Raises:
-        ValueError: If the folder exists.
-    """
+    """Write the package into a folder, which appears whole or not at all."""
     if output.exists():
         raise ValueError(f"{output} exists; expected a folder that does not. Remove it, or choose another.")
     files = package_files()

@@ -3,15 +3,14 @@
 import csv
 import dataclasses
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
+from benchmarks.__main__ import main
 from benchmarks.models.points import Row as ModelRow
 from benchmarks.ops.bench import Row as OpRow
-from benchmarks.report import DOCUMENT, ROOT, sections, with_sections
+from benchmarks.report import DOCUMENT, sections, with_sections
 from benchmarks.report.goals import goals
 from benchmarks.report.rows import over_rounds, short
 from benchmarks.tracked import RESULTS
@@ -124,10 +123,10 @@ def test_the_same_rows_give_the_same_bytes(tmp_path):
         for length in ("512", "2048")
     ]
     _write(tmp_path, rows, [MODEL, TRAIN, {**TRAIN, "length": "512"}, *prefill])
-    command = [sys.executable, "-m", "benchmarks", "report", "--results", str(tmp_path), "--document", str(document)]
 
     def made(images: str) -> dict[str, bytes]:
-        subprocess.run([*command, "--images", str(tmp_path / images)], check=True, cwd=ROOT)
+        words = ["--results", str(tmp_path), "--document", str(document), "--images", str(tmp_path / images)]
+        assert main(["report", *words]) == 0
         files = {path.name: path.read_bytes() for path in (tmp_path / images).iterdir()}
         return {**files, "document": document.read_bytes()}
 
@@ -279,7 +278,7 @@ def test_a_case_on_a_cpu_is_a_line_with_a_column_per_provider(tmp_path):
     assert "| llama-3.2-1b, 1 token, uniform, bfloat16 | 0.500 |" in made
 
 
-def test_the_document_has_head_wise_memory_alone_of_a_cpu_and_a_command_prints_all_ops(tmp_path):
+def test_the_document_has_head_wise_memory_alone_of_a_cpu_and_a_command_prints_all_ops(tmp_path, capsys):
     cpu = {**OP, "backend": "cpu", "device": "cpu"}
     folder = _write(tmp_path, [cpu, {**cpu, "op": "product_key_memory"}, {**OP, "op": "product_key_memory"}])
     made = sections(folder)["ops"]
@@ -287,8 +286,8 @@ def test_the_document_has_head_wise_memory_alone_of_a_cpu_and_a_command_prints_a
         "`headwise_memory` on cpu",
         "`product_key_memory` on NVIDIA H200",
     ]
-    command = [sys.executable, "-m", "benchmarks", "report", "--results", str(folder), "--print-ops"]
-    printed = subprocess.run(command, check=True, cwd=ROOT, capture_output=True, text=True).stdout
+    assert main(["report", "--results", str(folder), "--print-ops"]) == 0
+    printed = capsys.readouterr().out
     assert "### `product_key_memory` on cpu" in printed and "### `headwise_memory` on cpu" in printed
 
 
