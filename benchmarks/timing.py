@@ -32,6 +32,7 @@ _SHORTEST_SLEEP_MS = 0.2
 _LONGEST_SLEEP_MS = 150.0
 
 _FEWEST_ROUNDS = 5
+_MOST_ROUNDS = 100
 
 # Sleeps to try, each longer than the last, until one outlasts the host. None does if the call waits for the device.
 _SLEEPS = 2
@@ -144,7 +145,7 @@ class Stopwatch:
 
 
 def interleaved(
-    tasks: Mapping[str, Task], device: str, *, seconds: float, fewest: int | None = None, most: int = 100
+    tasks: Mapping[str, Task], device: str, *, seconds: float, fewest: int | None = None
 ) -> dict[str, Timing]:
     """Time tasks in turns, round after round, so that a disturbance hits all tasks alike; return the timings by name."""
     stopwatch = Stopwatch(device)
@@ -153,7 +154,7 @@ def interleaved(
         stopwatch.lap(task)  # warms up, and measures the length of a round
     taken = time.perf_counter() - began
     fewest = _FEWEST_ROUNDS if fewest is None else fewest
-    rounds = min(most, max(fewest, int(seconds / max(taken, 1e-6)) - 1))
+    rounds = min(_MOST_ROUNDS, max(fewest, int(seconds / max(taken, 1e-6)) - 1))
     laps: dict[str, list[Lap]] = {name: [] for name in tasks}
     for _ in range(rounds):
         for name, task in tasks.items():

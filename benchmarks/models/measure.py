@@ -33,17 +33,10 @@ class Measured:
 
 @dataclass(frozen=True)
 class _Job:
-    """Work to time, and a part of this work that is small enough to profile.
+    """Work to time, and a part of this work that is small enough to profile, and whose peak memory is measured on a CPU.
 
-    Args:
-        run: The work that is timed.
-        part: The part that is profiled on any device, and whose peak memory is measured on a CPU.
-        part_is: Name of the part, for people.
-        held_bytes: Bytes that weights and caches hold all the time.
-        repeats: Number of times that `run` repeats the work of `part`, apart from `once`; None if no number is known.
-        tokens: Tokens that `part` generates without `once`; 1 for a prefill. Default: 1.
-        once: Work that `run` and `part` both do once. Default: None.
-        compile_s: Seconds of compilation. Default: None, nothing is compiled.
+    `run` repeats the work of `part` `repeats` times, apart from `once`, which both do once; None if no number is known. `part`
+    generates `tokens` tokens without `once`, 1 for a prefill. `held_bytes` are held by weights and caches all the time.
     """
 
     run: Callable[[], object]

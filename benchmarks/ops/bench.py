@@ -115,15 +115,7 @@ def _cases(arguments: argparse.Namespace, device: str) -> Iterator[Case]:
 
 
 class Bench:
-    """One run of the benchmark.
-
-    Args:
-        record: The run, and its file of rows.
-        only: Providers to measure; None for all.
-        modes: Modes to measure, of `MODES`.
-        seconds: Seconds of timing per case and mode.
-        profiled: Popularity whose cases are profiled. Default: None, no case.
-    """
+    """One run of the benchmark, of the providers `only`, with profiles of the cases of one popularity, or without."""
 
     def __init__(
         self, record: Recorded, only: list[str] | None, modes: list[str], seconds: float, profiled: str | None = None

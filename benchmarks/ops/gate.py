@@ -20,12 +20,9 @@ _MOST_ELEMENTS = 1 << 27
 
 @dataclass(frozen=True)
 class Verdict:
-    """Difference of a provider from float64.
+    """Difference of a provider from float64: the RMS ratio of the output or gradient that is worst for its tolerance.
 
-    Args:
-        error: RMS ratio of the output or gradient that is worst for its tolerance; infinite if slots differ.
-        error_of: Name of this output or gradient.
-        tolerance: Largest RMS ratio that passes.
+    The ratio is infinite if slots differ.
     """
 
     error: float
@@ -39,12 +36,7 @@ class Verdict:
 
 
 class Expected:
-    """Results of a case in float64, computed once for all providers.
-
-    Args:
-        case: The case of the inputs.
-        inputs: The inputs that providers get.
-    """
+    """Results of a case in float64 on the inputs that providers get, computed once for all providers."""
 
     def __init__(self, case: Case, inputs: Inputs):
         op = OPS[case.op]

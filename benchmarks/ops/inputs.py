@@ -30,20 +30,14 @@ _FEWEST_DIMENSIONS = 32
 def sub_key_probabilities(popularity: str, n: int, device: str = "cpu") -> torch.Tensor:
     """Return the probability that each sub-key is drawn, most popular first: `[n]`, float32."""
     ranks = torch.arange(1, n + 1, dtype=torch.float32, device=device)
-    if popularity == "uniform":
-        weights = torch.ones_like(ranks)
-    elif popularity == "zipf":
-        weights = 1 / ranks
-    else:
-        raise ValueError(f"popularity is {popularity!r}; expected 'uniform' or 'zipf'.")
+    weights = {"uniform": torch.ones_like(ranks), "zipf": 1 / ranks}[popularity]
     return weights / weights.sum()
 
 
 def draw_sub_keys(case: Case, generator: torch.Generator) -> torch.Tensor:
     """Draw sqrt(k) distinct sub-keys of one side for each token and head: `[S, H, sqrt(k)]`, int64."""
     shape, side = case.shape, math.isqrt(case.shape.k)
-    if side * side != shape.k:
-        raise ValueError(f"k is {shape.k}; expected a square number, whose root is drawn for rows and for columns.")
+    assert side * side == shape.k, "the root of k is drawn for rows and for columns"
     by_rank = sub_key_probabilities(case.popularity, shape.n, case.device)
     order = torch.rand(shape.heads, shape.n, generator=generator, device=case.device).argsort(-1)
     drawn = [
@@ -58,11 +52,7 @@ def sub_keys(shape: Shape, device: str, generator: torch.Generator) -> torch.Ten
     half = shape.head_dim // 2
     frame = torch.eye(half, device=device)
     if shape.n > half:
-        if half & (half - 1) or half < _FEWEST_DIMENSIONS or shape.n > 2 * half:
-            raise ValueError(
-                f"n is {shape.n} and d / 2 is {half}; expected n <= d / 2, or n <= d and d / 2 a power of two of at least "
-                f"{_FEWEST_DIMENSIONS}."
-            )
+        assert not half & (half - 1) and _FEWEST_DIMENSIONS <= half and shape.n <= 2 * half, shape
         hadamard = torch.ones(1, 1, device=device)
         while len(hadamard) < half:
             hadamard = torch.cat((torch.cat((hadamard, hadamard), 1), torch.cat((hadamard, -hadamard), 1)))

@@ -43,11 +43,8 @@ class Op:
 class Provider:
     """An implementation of an op.
 
-    Args:
-        name: Name on the command line.
-        build: Function from a case and inputs to the call that is timed; it raises `Unavailable` if there is none.
-        modes: Modes of `MODES` that the provider can run.
-        tolerances: RMS ratios that its gradients of tables may reach, by dtype, if they differ from the usual ones.
+    `build` makes the call that is timed, or raises `Unavailable`. `tolerances` are RMS ratios that its gradients of tables may
+    reach, by dtype, if they differ from the usual ones.
     """
 
     name: str

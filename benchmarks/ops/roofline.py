@@ -11,26 +11,17 @@ from benchmarks.ops.shapes import Shape
 
 @dataclass(frozen=True)
 class Peaks:
-    """Peak rates of a GPU, per second, and the size of its cache.
-
-    Args:
-        memory_bytes: Bytes read from or written to memory, per second.
-        cache_bytes: Bytes gathered from the second-level cache, per second.
-        flop: Operations of bfloat16 matrix products, per second.
-        comparisons: Comparisons, minima and maxima of scalar lanes, per second.
-        cache_size: Size of the second-level cache in bytes.
-    """
+    """Rates of a GPU per second: bytes of memory, bytes gathered from the cache, bfloat16 operations, comparisons of lanes."""
 
     memory_bytes: float
     cache_bytes: float
     flop: float
     comparisons: float
-    cache_size: float
 
 
 # Peaks of an H200. Comparisons run at half the rate of additions: 64 per clock on each of 132 multiprocessors, at
 # 1.755 GHz.
-H200 = Peaks(4.3e12, 5.5e12, 790e12, 132 * 64 * 1.755e9, 50e6)
+H200 = Peaks(4.3e12, 5.5e12, 790e12, 132 * 64 * 1.755e9)
 
 # Comparisons per head and token for selecting 4 of 64 rows, 4 of 64 columns and 4 of their pairs.
 _SELECTION_COMPARISONS = 1360
@@ -38,14 +29,7 @@ _SELECTION_COMPARISONS = 1360
 
 @dataclass(frozen=True)
 class Work:
-    """Work that any implementation of a call must do.
-
-    Args:
-        flop: Operations of matrix products. Default: 0.
-        memory_bytes: Bytes of token-sized tensors that are read from or written to memory. Default: 0.
-        cache_bytes: Bytes of gathered rows. Default: 0.
-        comparisons: Comparisons of selection. Default: 0.
-    """
+    """Work that any implementation of a call must do: operations of products, bytes of tensors, bytes of rows, comparisons."""
 
     flop: float = 0.0
     memory_bytes: float = 0.0

@@ -35,12 +35,7 @@ class StepFailed(RuntimeError):
 
 @dataclasses.dataclass(frozen=True)
 class Done:
-    """Output and memory of a command that succeeded.
-
-    Args:
-        output: Standard output of the command.
-        peak_rss_bytes: Peak resident memory of the command, in bytes.
-    """
+    """Standard output of a command that succeeded, and its peak resident memory in bytes."""
 
     output: str
     peak_rss_bytes: int

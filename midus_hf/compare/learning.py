@@ -82,13 +82,7 @@ def forgotten_at(learned: float, moments: Sequence[tuple[float, float]]) -> floa
 
 @dataclasses.dataclass(frozen=True)
 class Spread:
-    """Mean and spread of the numbers of several seeds.
-
-    Args:
-        mean: Mean of the numbers.
-        deviation: Sample standard deviation of the numbers; None for a single number.
-        count: How many numbers, at least 1.
-    """
+    """Mean and sample standard deviation of the numbers of several seeds; a single number has no deviation."""
 
     mean: float
     deviation: float | None
@@ -140,12 +134,8 @@ def _student(t: float, degrees: int) -> float:
 class Verdict:
     """Verdict on whether a variant learned more than one of its null controls.
 
-    Args:
-        control: Name of the null control.
-        advantage: Nats by which the variant's loss of the domain ended below that of the null control, seed by seed. For
-            `shuffled-addresses`, the rise of the loss when the variant's values are permuted.
-        conclusion: `beats it`, `does not beat it`, `not shown to beat it` or `one seed`. For `shuffled-addresses`: `its addresses
-            matter`, `its addresses do not matter`, `its addresses are not shown to matter` or `one seed`.
+    `advantage` are the nats by which the variant's loss of the domain ended below that of the null control, seed by seed; for
+    `shuffled-addresses`, the rise of the loss when the variant's values are permuted.
     """
 
     control: str

@@ -25,16 +25,11 @@ Tasks = Mapping[str, Mapping[str, float]]
 
 
 class Evaluations:
-    """Evaluations of a run, each kept as a JSON file in the folder `evaluations` of the run.
+    """Evaluations of a run's models by `midus eval`, each kept as a JSON file in the folder `evaluations` of the run.
 
     A kept evaluation is used again if its arguments are the same, and if all files that these arguments name, the model's files
     among them, have the same names, sizes and modification times. A model that was trained again or a text that was edited is thus
     measured again. A model that is no local folder, such as one of the Hub, is measured every time.
-
-    Args:
-        folder: Folder of the run.
-        comparison: The comparison, which says whether remote code is trusted.
-        commands: Runner of `midus eval`.
     """
 
     def __init__(self, folder: Path, comparison: Comparison, commands: Commands):

@@ -13,14 +13,7 @@ RESULT_FILE = "result.json"
 
 @dataclasses.dataclass(frozen=True)
 class Point:
-    """Losses of the texts at one step of a run.
-
-    Args:
-        step: Optimizer steps taken; 0 at the start.
-        tokens: Number of tokens trained on.
-        seconds: Seconds of training so far; None where the log has no time, as at the start.
-        losses: Loss in nats per token, by the name of the text.
-    """
+    """Losses of the texts, in nats per token by name, after `step` steps and `tokens` tokens; `seconds` is None at the start."""
 
     step: int
     tokens: int
@@ -30,12 +23,7 @@ class Point:
 
 @dataclasses.dataclass(frozen=True)
 class Measured:
-    """Losses and task metrics of one model.
-
-    Args:
-        losses: Loss in nats per token, by the name of the text.
-        tasks: Metrics by name, by the name of the task.
-    """
+    """Losses in nats per token by text, and metrics by task and name, of one model."""
 
     losses: Mapping[str, float]
     tasks: Mapping[str, Mapping[str, float]]
@@ -43,30 +31,15 @@ class Measured:
 
 @dataclasses.dataclass(frozen=True)
 class Result:
-    """Result of a run, or of the base.
+    """Result of a run, or of the base, whose curve is a single point.
 
-    Args:
-        variant: Name of the variant; `base` for the base.
-        rate: Rate keys with their values; empty where the run used the rates of the recipe.
-        seed: Seed of the run; 0 for the base.
-        curve: Losses from the start to the end of training; a single point for the base.
-        tasks_before: Metrics by task of the model that training began with.
-        tasks: Metrics by task of the trained model.
-        shuffled: Losses by text after the rows of the trained model's value tables were permuted; None if not measured.
-        unshuffled: Losses by text of the same model before the permutation, measured with the same command; None if not measured.
-        tuned: Losses and metrics after fine-tuning; None if the model was not fine-tuned.
-        controls: Null controls that the memory has, by name, with what each changes.
-        control: Name of the null control that the run is; None if it is none.
-        control_of: Name of the variant that the null control belongs to; None if the run is no null control.
-        new_parameters: Number of parameters that the base does not have.
-        trained_parameters: Number of parameters that were trained.
-        starts_at_base: Whether the upscaled model was verified to compute bit for bit what the base computes; None where nothing was
-            upscaled or nothing verified.
-        is_causal: Whether every token of the upscaled model is computed without later tokens.
-        seconds: Seconds of training.
-        peak_memory_bytes: Peak memory of the training process: what PyTorch allocated on a GPU, else the resident memory.
-        request: Everything that the result depends on, from `Run.request` or `base_request`; empty in results of the base that older
-            versions wrote.
+    `tasks_before` and `tasks` are metrics of the model before and after training, `tuned` what was measured after fine-tuning.
+    `shuffled` are losses after the rows of the trained model's value tables were permuted, and `unshuffled` the losses before, by the
+    same command. `controls` are the null controls that the memory has, with what each changes; a run that is itself a null control
+    has `control` and `control_of`, its name and its variant. `starts_at_base` says whether the upscaled model was verified to compute
+    bit for bit what the base computes; None where nothing was upscaled or verified. `is_causal` says whether every token is computed
+    without later tokens. `peak_memory_bytes` is what PyTorch allocated on a GPU, else the resident memory of the training process.
+    `request` is everything that the result depends on; empty in results of the base that older versions wrote.
     """
 
     variant: str
@@ -100,7 +73,7 @@ class Result:
         return self.curve[-1]
 
     def end_of(self, tuned: bool) -> Measured | None:
-        """Return the losses and metrics of the trained or of the fine-tuned model."""
+        """Return the losses and metrics of the trained model or, if `tuned`, of the fine-tuned model; None if there is none."""
         if tuned:
             return self.tuned
         return Measured(self.curve[-1].losses if self.curve else {}, self.tasks)

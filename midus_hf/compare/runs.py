@@ -19,13 +19,7 @@ from midus_hf.training.options import TrainConfig
 
 @dataclasses.dataclass(frozen=True)
 class Run:
-    """A run of a comparison.
-
-    Args:
-        variant: The variant that is trained.
-        rate: One rate of the variant.
-        seed: Seed of the new parameters and of the order of texts.
-    """
+    """A run of a comparison: a variant at one rate, and a seed of new parameters and of the order of texts."""
 
     variant: Variant
     rate: Rate

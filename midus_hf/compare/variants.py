@@ -23,20 +23,12 @@ from midus_hf.config.yaml_options import read_mapping
 
 @dataclasses.dataclass(frozen=True)
 class Variant:
-    """A variant of a comparison: a method with its options, or a way to train the base.
+    """A variant of a comparison: keys of `upscale --config`, None where the base itself is trained, and keys of `midus train`.
 
-    Args:
-        name: Name of the variant; a null control is called `VARIANT+CONTROL`.
-        upscale: Keys of `upscale --config`; None where the base itself is trained.
-        train: Keys of `midus train`.
-        rates: Rates to train at, one run per rate and seed.
-        controls: Names of the null controls to train beside the variant; true for all that its memory has, false for none.
-        new_parameters: Number of parameters that the base does not have. Default: 0.
-        trained_parameters: Number of parameters that the method trains. Default: None, only training knows.
-        fitted: The value chosen to meet the budget of parameters, such as `num_new_layers=4`. Default: None, nothing was fitted.
-        fine_tune: Keys of `midus sft`. Default: None, trained models are not fine-tuned.
-        control: Name of the null control that the variant is. Default: None, it is no null control.
-        control_of: Name of the variant that the null control belongs to. Default: None.
+    A null control is called `VARIANT+CONTROL`; `control` and `control_of` are its two names. `controls` are the null controls to
+    train beside the variant, true for all that its memory has. `trained_parameters` is None where only training knows. `fitted` is
+    the value that was chosen to meet the budget of parameters, such as `num_new_layers=4`. `fine_tune` are keys of `midus sft`, None
+    where trained models are not fine-tuned.
     """
 
     name: str

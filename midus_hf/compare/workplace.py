@@ -17,13 +17,10 @@ BASE = "base"
 
 
 class Workplace:
-    """The folder of a comparison.
+    """The folder of a comparison, which need not exist.
 
-    `runs/VARIANT/RATE/seed-N` holds a run with its result and its logs, `models` the upscaled models while runs need them, `base`
-    the result of the base. Reports lie in the folder itself.
-
-    Args:
-        root: Path of the folder, which need not exist.
+    `runs/VARIANT/RATE/seed-N` holds a run with its result and its logs, `models` the upscaled models while runs need them, `base` the
+    result of the base. Reports lie in the folder itself.
     """
 
     def __init__(self, root: Path):

@@ -27,15 +27,9 @@ _METRICS = ("acc_norm", "acc", "exact_match")
 
 @dataclasses.dataclass(frozen=True)
 class VariantFindings:
-    """Findings about one variant.
+    """Findings about one variant, with its results at all rates and seeds.
 
-    Args:
-        name: Name of the variant.
-        base: Result of the base.
-        results: Results of the variant at all rates, with all seeds.
-        rate: Name of the best rate, at which the loss of the domain ended lowest.
-        domain: Names of the domain texts.
-        retention: Names of the retention texts.
+    `rate` names the rate at which the loss of the domain ended lowest.
     """
 
     name: str
@@ -116,12 +110,9 @@ class VariantFindings:
 
 @dataclasses.dataclass(frozen=True)
 class AtEqualLearning:
-    """Forgetting of a variant at the moment when it had learned `Findings.common_learning`.
+    """Nats that a variant had forgotten, by seed, when it had learned `Findings.common_learning`.
 
-    Args:
-        variant: Name of the variant.
-        rate: Name of the rate at which the variant had forgotten least.
-        by_seed: Nats per token forgotten, by seed.
+    `rate` names the rate at which the variant had forgotten least.
     """
 
     variant: str
@@ -138,13 +129,8 @@ class AtEqualLearning:
 class Findings:
     """Findings of a comparison, which reports are written from.
 
-    Args:
-        comparison: The options of the comparison.
-        base: Result of the base.
-        variants: Findings of the variants that have results, by name, in the order of the comparison.
-        controls: Results of null controls, by the names of their variant and of the null control.
-        failures: Why runs failed, by the name of the run.
-        missing: Number of runs that are not done, runs of null controls included.
+    `variants` are in the order of the comparison, `controls` results of null controls by the names of their variant and of the null
+    control, `failures` why runs failed, by name, and `missing` the number of runs that are not done, of null controls too.
     """
 
     comparison: Comparison

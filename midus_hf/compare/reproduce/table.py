@@ -129,15 +129,7 @@ _WORD_PERPLEXITY = "word_perplexity"
 
 @dataclasses.dataclass(frozen=True)
 class Table:
-    """A table at a scale.
-
-    Args:
-        paper: Name of the paper, such as `midus`.
-        name: Name of the table, such as `1`.
-        scale_name: Name of the scale, one of `SCALES`.
-        options: Options of the table.
-        scale: Options of the scale.
-    """
+    """A table of a paper, such as table `1` of `midus`, at a scale, one of `SCALES`."""
 
     paper: str
     name: str
