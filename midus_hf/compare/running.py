@@ -194,8 +194,9 @@ class Running:
             self._left[variant.name] = len(controls)
             self._waiting.extendleft(reversed(controls))
         elif not self.comparison.keep_models:
-            for upscaled in {one.upscaled_name for one in (*runs, *controls)} - {None}:
-                self.workplace.remove_upscaled(upscaled)
+            for upscaled in {one.upscaled_name for one in (*runs, *controls)}:
+                if upscaled is not None:
+                    self.workplace.remove_upscaled(upscaled)
 
     def _environment(self, device: str | None) -> Mapping[str, str]:
         """Return the environment of a run's process: its share of threads, unless the caller set them, and its device."""

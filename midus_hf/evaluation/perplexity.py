@@ -171,11 +171,11 @@ def prepare_text(
 
     if not tokenizer.is_fast:
         raise ValueError(f"the tokenizer is a {type(tokenizer).__name__}; expected a fast one, with offsets.")
-    documents, bos = list(documents), automatic_bos(tokenizer)
+    texts, bos = list(documents), automatic_bos(tokenizer)
     parts: list[tuple[torch.Tensor, ...]] = []
     windows: list[_Window] = []
     begin = 0
-    for number, part in enumerate([[document] for document in documents] if apart else [documents]):
+    for number, part in enumerate([[text] for text in texts] if apart else [texts]):
         parts.append(_predicted(tokenizer, part, bos))
         length = len(parts[-1][1])
         windows += [
@@ -196,7 +196,7 @@ def prepare_text(
     if apart:  # equal windows share batches
         windows.sort(key=lambda window: window.end - window.start)
     lead, targets, characters, utf8_bytes = (torch.cat(columns) for columns in zip(*parts, strict=True))
-    kept_apart = tuple(documents) if apart else ()
+    kept_apart = tuple(texts) if apart else ()
     return PreparedText(lead, targets, characters, utf8_bytes, windows, sequence_length, stride, kept_apart)
 
 
