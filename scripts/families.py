@@ -9,7 +9,9 @@ all takes some fifteen minutes on one core. The page names the version of Transf
 """
 
 import argparse
+import re
 import tempfile
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -31,6 +33,7 @@ from upscalers.runs.upscale import upscale
 PAGE = Path(__file__).parents[1] / "docs" / "families.md"
 HEADING = "## Every type"
 LARGER_HEADING = "## Every larger model"
+REFUSED = "Refused"
 
 _CHAPTERS = {"memory_tokens": 24, "chapters": 12, "k": 2}
 _SMALL_PREDICTORS = {"hidden_size": 8, "epochs": 1}
@@ -63,20 +66,83 @@ DEEPER = tuple(name for name in REQUESTS if METHODS[name].adds_layers)
 TRIED_WITHIN = ("moc", "midus-hml", "llama-pro")
 
 
+#: Names that stand for several methods in the tables.
+SETS = {
+    "all": tuple(METHODS),
+    "hier-*": tuple(name for name in METHODS if name.startswith("hier-")),
+    "hier-lora-*": ("hier-lora-qk", "hier-lora-vo", "hier-lora-ffn"),
+    "midus-*": ("midus-hml", "midus-pkm", "midus-linear"),
+    "copies": ("llama-pro", "solar", "attenuated-copy", "slices"),
+    "combinations": ("opt-deus", "avg-deus", "lesa", "linear-combination"),
+}
+#: The methods that show by working that a wiring is proven.
+SHOWN_BY = {
+    "beside-ffn": ("ultramem-v2", "hier-ffn"),
+    "skip": ("ultramem-v2",),
+    "behind-attention": ("moc",),
+    "behind-layer": ("moc", "moc†"),
+    "inserted": ("midus-hml",),
+    "depth-attention": ("moda",),
+}
+#: What begins a refusal, or stands in it, and what the page says of all such refusals.
+REASONS = (
+    ("has its layers at ", "layers elsewhere than at `model.layers`"),
+    ("has no single list", "no single list of decoder layers"),
+    ("residual stream", "a residual stream of several tensors"),
+    ("an encoder with a decoder", "an encoder with a decoder"),
+    ("is an encoder", "an encoder"),
+    ("only within a larger model", "a language model that Transformers loads only within a larger model"),
+    ("holds a language model", "a language model within a larger model, to be saved alone first"),
+    ("tiny", "no tiny model can be built for the proof"),
+    ("base lacks", "a tiny checkpoint that lacks tensors of its config"),
+    ("cannot run the base", "a tiny model that cannot run part by part"),
+    ("num_hidden_layers", "another number of layers than `num_hidden_layers`"),
+    ("returns no cache", "a model that returns no cache"),
+)
+
+
 class Row(NamedTuple):
-    """A row of the table: a type, the wirings that are proven, and either the methods that work or why none does."""
+    """A type, the wirings that are proven, and either the methods that work or why none does; of a larger type its language model.
+
+    Methods carry the marks of the page: † at another site, ‡ between layers of one kind alone.
+    """
 
     model_type: str
     proven: tuple[str, ...]
     methods: tuple[str, ...]
     refusal: str = ""
+    language_type: str = ""
 
-    def __str__(self) -> str:
-        missing = [wiring for wiring in WIRINGS if wiring not in self.proven]
-        but = f"all but {', '.join(missing)}" if missing else "all"
-        proven = but if 2 * len(missing) < len(WIRINGS) else ", ".join(self.proven)
-        methods = f"all {len(METHODS)}" if self.model_type in FAMILIES else ", ".join(self.methods)
-        return f"| `{self.model_type}` | {f'{proven} | {methods}' if self.methods else self.refusal} |"
+    @property
+    def reason(self) -> str:
+        """What the page says of the refusal."""
+        return next(reason for piece, reason in REASONS if piece in self.refusal)
+
+    @property
+    def shown_to_be_proven(self) -> tuple[str, ...]:
+        """The wirings that are proven as far as methods show."""
+        return tuple(wiring for wiring in WIRINGS if set(SHOWN_BY.get(wiring, (wiring,))) & set(self.methods))
+
+
+def shortened(methods: tuple[str, ...]) -> str:
+    """Return methods as a cell of a table, with names of sets where a row has a whole set."""
+    names = list(methods)
+    for name, members in SETS.items():
+        if set(members) <= set(names):
+            names.insert(names.index(members[0]), name)
+            names = [each for each in names if each not in members]
+    return ", ".join(names)
+
+
+def grouped(rows: list[Row], cell: Callable[[Row], str], *, by: str) -> list[str]:
+    """Return a line of a table for each value of a cell: its types, and the value; most types first."""
+    groups: dict[str, list[Row]] = {}
+    for row in rows:
+        groups.setdefault(cell(row), []).append(row)
+    lines = ["| types | " + by + " |", "|---|---|"]
+    for value, members in sorted(groups.items(), key=lambda group: -len(group[1])):
+        lines.append(f"| {', '.join(f'`{row.model_type}`' for row in members)} | {value} |")
+    return lines
 
 
 def causal_types() -> list[str]:
@@ -96,8 +162,8 @@ def larger_types() -> list[str]:
     return sorted(types)
 
 
-def larger_row_of(model_type: str) -> str:
-    """Return the row of a type that holds a language model: the type of that one and the methods that work, or why none does."""
+def larger_row_of(model_type: str) -> Row:
+    """Return the row of a type that holds a language model, after a try of some methods."""
     methods, refusal = [], ""
     with tempfile.TemporaryDirectory() as folder:
         base = Path(folder) / "base"
@@ -105,31 +171,43 @@ def larger_row_of(model_type: str) -> str:
             model = tiny_larger_model(model_type)
             model.save_pretrained(base)
         except Exception as error:  # models raise whatever their parts raise
-            return f"| `{model_type}` | {_plain(error).removeprefix(f'{model_type!r} ')} |"
-        language_type = model.config.get_text_config(decoder=True).model_type
+            return Row(model_type, (), (), _plain(error))
         for method in TRIED_WITHIN:
-            for number, options in enumerate(REQUESTS[method]):
-                try:
-                    upscale(base=base, method=method, options=options, output=Path(folder) / f"{method}-{number}")
-                except Exception as error:
-                    refusal = refusal or _plain(error)
-                    continue
-                methods.append(method if number == 0 else f"{method} with `site={options['site']}`")
-                break
-    return (
-        f"| `{model_type}` | `{language_type}` | {', '.join(methods)} |"
-        if methods
-        else f"| `{model_type}` | {refusal} |"
-    )
+            name, error = _tried(base, method, Path(folder))
+            methods += [name] if name else []
+            refusal = refusal or error
+    language_type = model.config.get_text_config(decoder=True).model_type
+    return Row(model_type, (), tuple(methods), refusal, language_type)
+
+
+def _tried(base: Path, method: str, folder: Path) -> tuple[str, str]:
+    """Return a method with its mark if the method takes a base, and why the first request was refused."""
+    refusal = ""
+    for number, request in enumerate(REQUESTS[method]):
+        options = {key: value for key, value in request.items() if key != "placement"}
+        output = folder / f"{method}-{number}"
+        try:
+            upscale(base=base, method=method, placement=request.get("placement"), options=options, output=output)
+        except Exception as error:  # models raise whatever their parts raise
+            refusal = refusal or _plain(error)
+            continue
+        return method + ("" if number == 0 else "†" if "site" in options else "‡"), refusal
+    return "", refusal
+
+
+def rows_in(text: str) -> dict[str, str]:
+    """Return the last cell of the row that names each type, in a part of the page."""
+    found = {}
+    for types, *_, last in re.findall(r"^\| (`.+?`) \| (?:.+ \| )?(.+) \|$", text, flags=re.MULTILINE):
+        found.update(dict.fromkeys(re.findall(r"`(.+?)`", types), last))
+    return found
 
 
 def methods_on_the_page(model_type: str) -> list[str]:
     """Return the names of the methods that the page gives for a type."""
-    row = next(
-        line for line in PAGE.read_text(encoding="utf-8").splitlines() if line.startswith(f"| `{model_type}` |")
-    )
-    cells = row.strip("| ").split(" | ")
-    return [method.partition(" ")[0] for method in cells[2].split(", ")] if len(cells) == 3 else []
+    part = PAGE.read_text(encoding="utf-8").partition(HEADING)[2].partition(LARGER_HEADING)[0]
+    cell = rows_in(part.partition(REFUSED)[0]).get(model_type, "")
+    return [method for name in cell.split(", ") for method in SETS.get(name, (name.rstrip("†‡"),)) if method]
 
 
 def refusal_of(model_type: str) -> str:
@@ -161,24 +239,10 @@ def row_of(model_type: str) -> Row:
     with tempfile.TemporaryDirectory() as folder:
         tiny_model(model_type).save_pretrained(Path(folder) / "base")
         tiny_model(model_type, **with_more_heads(model_type)).save_pretrained(Path(folder) / "base-of-moda")
-        for method, requests in REQUESTS.items():
-            base = Path(folder) / ("base-of-moda" if method == "moda" else "base")
-            for number, request in enumerate(requests):
-                options = {key: value for key, value in request.items() if key != "placement"}
-                try:
-                    upscale(
-                        base=base,
-                        method=method,
-                        placement=request.get("placement"),
-                        options=options,
-                        output=Path(folder) / f"{method}-{number}",
-                    )
-                except Exception as error:  # models raise whatever their parts raise
-                    refusal = refusal or _plain(error)
-                    continue
-                site = f" with `site={options['site']}`" if "site" in options else " between layers of one kind"
-                methods.append(method if number == 0 else f"{method}{site}")
-                break
+        for method in REQUESTS:
+            name, error = _tried(Path(folder) / ("base-of-moda" if method == "moda" else "base"), method, Path(folder))
+            methods += [name] if name else []
+            refusal = refusal or error
     return Row(model_type, tuple(proven), tuple(methods), refusal)
 
 
@@ -186,34 +250,40 @@ def table_of(rows: list[Row]) -> str:
     """Return the part of the page below its heading: the counts, the types that methods take, and the types that are refused."""
     taken, refused = [row for row in rows if row.methods], [row for row in rows if not row.methods]
     deeper = [row for row in taken if any(method.startswith(DEEPER) for method in row.methods)]
-    pairs = sum(len(row.methods) for row in taken)
+    names = [method.rstrip("†‡") for row in taken for method in row.methods]
+    proven = [wiring for row in taken for wiring in row.proven]
+    otherwise = [row for row in taken if set(row.proven) != set(row.shown_to_be_proven)]
     lines = [
         f"Methods take {len(taken)} of {len(rows)} causal types of Transformers {transformers.__version__}, and {len(deeper)} of "
-        f"these with new layers; {len(refused)} types are refused. {pairs} pairs of a type and a method work.",
+        f"these with new layers; {len(refused)} types are refused. {len(names)} pairs of a type and a method work.",
         "",
-        "| site of a memory, or its type inside a part | types that are proven |",
-        "|---|---|",
-        *(f"| {wiring} | {sum(wiring in row.proven for row in rows)} |" for wiring in WIRINGS),
+        f"- Types by method: {', '.join(f'{name} {names.count(name)}' for name in REQUESTS)}.",
+        f"- Types by proven site or part: {', '.join(f'{wiring} {proven.count(wiring)}' for wiring in WIRINGS)}. Sites of the "
+        "methods that take a type are proven, and behind-layer where moc takes it."
+        + "".join(f" Proven in `{row.model_type}`: {', '.join(row.proven)}." for row in otherwise),
+        *(f"- *{name}* are {', '.join(SETS[name])}." for name in ("copies", "combinations")),
+        "- †: with `site=behind-layer` (moc) or `site=skip` (ultramem-v2).",
+        "- ‡: between layers of one kind, which `--placement` names.",
         "",
-        "| method | types |",
-        "|---|---|",
-        *(
-            f"| {name} | {sum(name in {method.partition(' ')[0] for method in row.methods} for row in taken)} |"
-            for name in REQUESTS
-        ),
+        *grouped(taken, lambda row: shortened(row.methods), by="methods"),
     ]
-    head = ["| type | proven | methods |", "|---|---|---|"]
-    reasons = ["| refused type | why |", "|---|---|"]
-    return "\n".join([*lines, "", *head, *map(str, taken), "", *reasons, *map(str, refused), ""])
+    return "\n".join([*lines, "", f"{REFUSED}:", "", *grouped(refused, lambda row: row.reason, by="why"), ""])
 
 
-def larger_table_of(rows: list[str]) -> str:
+def larger_table_of(rows: list[Row]) -> str:
     """Return the part of the page about larger models: the counts, the types that methods take, and the types that are refused."""
-    taken, refused = ([row for row in rows if (row.count(" | ") == 2) == wanted] for wanted in (True, False))
-    counts = [f"{sum(method in row for row in taken)} {method}" for method in TRIED_WITHIN]
-    head = [f"Of {len(rows)} types, {len(taken)} are taken: {', '.join(counts)}."]
-    head += ["", "| type | its language model | methods tried |", "|---|---|---|"]
-    return "\n".join([*head, *taken, "", "| refused type | why |", "|---|---|", *refused, ""])
+    taken, refused = [row for row in rows if row.methods], [row for row in rows if not row.methods]
+    names = [method.rstrip("†‡") for row in taken for method in row.methods]
+    counts = [f"{names.count(method)} {method}" for method in TRIED_WITHIN]
+    head = [f"Of {len(rows)} types, {len(taken)} are taken: {', '.join(counts)}.", ""]
+    by_language = sorted(taken, key=lambda row: row.language_type)
+    lines = grouped(
+        by_language,
+        lambda row: f"`{row.language_type}` | {', '.join(row.methods)}",
+        by="their language model | methods tried",
+    )
+    lines[1] = "|---|---|---|"
+    return "\n".join([*head, *lines, "", f"{REFUSED}:", "", *grouped(refused, lambda row: row.reason, by="why"), ""])
 
 
 def _plain(error: Exception) -> str:

@@ -1,7 +1,5 @@
 """docs/families.md has a row for each causal type, and its rows say what is proven and why other types are refused."""
 
-import re
-
 import pytest
 import transformers
 
@@ -10,32 +8,27 @@ from scripts.families import (
     HEADING,
     LARGER_HEADING,
     PAGE,
-    REQUESTS,
-    TRIED_WITHIN,
+    REFUSED,
     Row,
     causal_types,
     larger_row_of,
-    larger_table_of,
     larger_types,
     main,
+    methods_on_the_page,
     refusal_of,
     row_of,
+    rows_in,
+    shortened,
     table_of,
 )
 from upscalers.architecture.families import FAMILIES
 from upscalers.methods.contract import METHODS
 
 TEXT = PAGE.read_text(encoding="utf-8")
-
-
-def rows_of(text: str) -> dict[str, list[str]]:
-    """Return the cells behind each type."""
-    return {
-        name: cells.split(" | ") for name, cells in re.findall(r"^\| `(.+?)` \| (.+) \|$", text, flags=re.MULTILINE)
-    }
-
-
-ROWS, LARGER_ROWS = (rows_of(part) for part in TEXT.partition(HEADING)[2].split(LARGER_HEADING))
+ALONE, LARGER = TEXT.partition(HEADING)[2].split(LARGER_HEADING)
+(TAKEN, REFUSALS), (LARGER_TAKEN, LARGER_REFUSALS) = (
+    [rows_in(table) for table in part.split(f"{REFUSED}:")] for part in (ALONE, LARGER)
+)
 OF_THIS_VERSION = f"causal types of Transformers {transformers.__version__}, and" in TEXT
 # Some types that differ in what works, which are tried by default.
 TRIED = ["cohere", "gemma3_text", "gemma4_text", "qwen3_5_text", "recurrent_gemma"]
@@ -44,61 +37,59 @@ pytestmark = pytest.mark.skipif(not OF_THIS_VERSION, reason="the page was made w
 
 
 def test_every_type_has_a_row_and_every_refusal_its_reason():
-    assert set(ROWS) == set(causal_types())
-    reasons = {name: cells[0] for name, cells in ROWS.items() if len(cells) == 1}
+    assert set(TAKEN) | set(REFUSALS) == set(causal_types()) and not set(TAKEN) & set(REFUSALS)
     for name in causal_types():
         refusal = refusal_of(name)
-        assert (name in reasons and reasons[name] == refusal) if refusal else len(ROWS[name]) == 2 or reasons[name]
+        assert REFUSALS[name] == Row(name, (), (), refusal).reason if refusal else name in TAKEN or REFUSALS[name]
 
 
-def test_rows_name_sites_and_methods():
-    for name, cells in ROWS.items():
-        if len(cells) == 2 and name not in FAMILIES:
-            named = cells[0].removeprefix("all but ")
-            assert named == "all" or set(named.split(", ")) <= set(WIRINGS)
-            assert {method.partition(" ")[0] for method in cells[1].split(", ")} <= REQUESTS.keys()
-    assert {name for name, cells in ROWS.items() if cells[-1] == f"all {len(METHODS)}"} == FAMILIES.keys()
+def test_rows_name_methods():
+    methods = {name: methods_on_the_page(name) for name in TAKEN}
+    assert all(set(names) <= set(METHODS) and len(names) == len(set(names)) > 0 for names in methods.values())
+    assert {name for name in TAKEN if len(methods[name]) == len(METHODS)} >= FAMILIES.keys()
+    assert methods_on_the_page("bert") == []
 
 
 @pytest.mark.parametrize("model_type", TRIED)
 def test_a_row_says_what_proofs_and_methods_give(model_type):
-    assert str(row_of(model_type)) in TEXT.splitlines()
+    row = row_of(model_type)
+    assert shortened(row.methods) == TAKEN[model_type] if row.methods else row.reason == REFUSALS[model_type]
+    named = f"Proven in `{model_type}`: " in TEXT
+    assert not row.methods or (set(row.proven) != set(row.shown_to_be_proven)) == named
 
 
 def test_every_larger_type_has_a_row():
-    assert set(LARGER_ROWS) == set(larger_types())
-    taken = {name: cells for name, cells in LARGER_ROWS.items() if len(cells) == 2}
-    assert all(
-        {each.partition(" ")[0] for each in cells[1].split(", ")} <= set(TRIED_WITHIN) for cells in taken.values()
-    )
-    assert {"gemma3", "gemma4", "qwen3_5", "qwen3_5_moe", "mistral3", "llava", "internvl", "paligemma"} <= taken.keys()
-    lines = [f"| `{name}` | {' | '.join(cells)} |" for name, cells in LARGER_ROWS.items()]
-    assert TEXT.endswith(f"{LARGER_HEADING}\n\n{larger_table_of(lines)}")
+    assert LARGER_TAKEN.keys() | LARGER_REFUSALS.keys() == set(larger_types())
+    assert {"gemma3", "gemma4", "qwen3_5", "qwen3_5_moe", "mistral3", "llava", "internvl"} <= LARGER_TAKEN.keys()
 
 
 @pytest.mark.parametrize("model_type", ["mistral3", "qwen2_5_vl"])
 def test_a_row_of_a_larger_type_says_what_methods_give(model_type):
-    assert larger_row_of(model_type) in TEXT.splitlines()
+    row = larger_row_of(model_type)
+    assert (
+        ", ".join(row.methods) == LARGER_TAKEN[model_type]
+        if row.methods
+        else row.reason == LARGER_REFUSALS[model_type]
+    )
 
 
 def test_counts_stand_above_the_table():
     rows = [
         Row("a", WIRINGS, ("moc", "llama-pro")),
-        Row("b", ("skip", "behind-layer"), ("moc with `site=behind-layer`",)),
-        Row("d", tuple(wiring for wiring in WIRINGS if wiring != "hier-kv"), ("moda",)),
+        Row("b", ("skip", "behind-layer"), ("moc†",)),
+        Row("d", WIRINGS, ("moc", "llama-pro")),
         Row("c", (), (), "is an encoder."),
     ]
     table = table_of(rows)
     assert table.startswith(
-        f"Methods take 3 of 4 causal types of Transformers {transformers.__version__}, and 1 of these with new layers; 1 types are "
-        "refused. 4 pairs of a type and a method work.\n"
+        f"Methods take 3 of 4 causal types of Transformers {transformers.__version__}, and 2 of these with new layers; 1 types are "
+        "refused. 5 pairs of a type and a method work.\n"
     )
-    assert "| beside-ffn | 2 |\n| skip | 3 |\n" in table and "| moc | 2 |\n| ultramem-v2 | 0 |\n" in table
-    assert "| `a` | all | moc, llama-pro |\n| `b` | skip, behind-layer | moc with `site=behind-layer` |\n" in table
-    assert "| `d` | all but hier-kv | moda |\n" in table
-    assert table.endswith("| `c` | is an encoder. |\n")
-    taken = sum(len(cells) == 2 for cells in ROWS.values())
-    assert TEXT.partition(f"{HEADING}\n\n")[2].startswith(f"Methods take {taken} of {len(ROWS)} causal types")
+    assert "moc 3, ultramem-v2 0," in table and "beside-ffn 2, skip 3," in table
+    assert "Proven in `b`: skip, behind-layer." in table
+    assert "|---|---|\n| `a`, `d` | moc, llama-pro |\n| `b` | moc† |\n" in table
+    assert table.endswith("| `c` | an encoder |\n")
+    assert ALONE.startswith(f"\n\nMethods take {len(TAKEN)} of {len(TAKEN | REFUSALS)} causal types")
 
 
 @pytest.mark.product
