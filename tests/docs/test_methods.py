@@ -1,15 +1,11 @@
-"""Pages of methods name every option with its default, price methods as a dry run does, and show commands that run."""
+"""Pages of methods name every option with its default, and price methods as a dry run does; their commands run in test_sessions.py."""
 
 import re
-import shlex
 from dataclasses import MISSING, fields
 from pathlib import Path
 
 import pytest
-import yaml
 
-from midus_hf.cli import upscale as cli
-from tests.docs.snippets import take
 from tests.upscalers.real_configs import LLAMA_3_1_8B, LLAMA_3_2_1B, write_config
 from upscalers.methods.contract import METHODS
 from upscalers.runs.upscale import upscale
@@ -111,56 +107,3 @@ def priceable(row: tuple[str, ...]) -> bool:
 def test_costs_of_pages_are_those_of_a_dry_run(method, base, new, total, tmp_path):
     counts = upscale(base=write_config(tmp_path / "base", CONFIGS[base]), method=method, dry_run=True).parameters
     assert (new, total) == (f"{counts.new:,}", f"{counts.total:,}")
-
-
-# Blocks of the pages of methods, the index included.
-BLOCKS = [block for page in [FOLDER / "README.md", *PAGES] for block in take(f"docs/methods/{page.name}")]
-
-
-def blocks(language: str) -> list[tuple[str, str]]:
-    """Return every block of a language with the name of its page."""
-    return [(block.page, block.text) for block in BLOCKS if block.language == language]
-
-
-def commands() -> list[str]:
-    return [line for block in BLOCKS if block.language == "sh" for line in block.commands]
-
-
-@pytest.mark.parametrize("line", commands())
-def test_commands_are_planned(line, tmp_path, monkeypatch):
-    program, *arguments = shlex.split(line, comments=True)
-    assert program == "upscale"
-    if "--config" in arguments:
-        monkeypatch.chdir(tmp_path)
-        write_config(tmp_path / "base", LLAMA_3_2_1B)
-        (recipe, *_) = (block.text for block in BLOCKS if block.language == "yaml")
-        (tmp_path / "recipe.yaml").write_text(recipe.replace("meta-llama/Llama-3.2-1B", "base"))
-    else:
-        option = arguments.index("--base") + 1
-        base = CONFIGS.get(arguments[option].split("/")[1], LLAMA_3_2_1B)
-        if "Llama-2-7b" in arguments[option]:
-            base = {**LLAMA_3_1_8B, "num_key_value_heads": 32}
-        arguments[option] = str(write_config(tmp_path / "base", base))
-    output = arguments.index("--output")
-    del arguments[output : output + 2]  # a dry run needs no room for it
-    assert cli.main([*arguments, "--dry-run"]) == 0
-
-
-@pytest.mark.parametrize(("page", "script"), blocks("python"))
-def test_scripts_are_planned(page, script, tmp_path, monkeypatch):
-    planned = []
-
-    def dry(base: str, output: str, **request: object) -> None:
-        folder = write_config(tmp_path / "base", CONFIGS[base.split("/")[1]])
-        planned.append(upscale(base=folder, dry_run=True, **request))
-
-    monkeypatch.setattr("upscalers.upscale", dry)
-    exec(compile(script, page, "exec"), {})
-    assert planned
-
-
-@pytest.mark.parametrize(("page", "recipe"), blocks("yaml"))
-def test_recipes_are_planned(page, recipe, tmp_path):
-    request = yaml.safe_load(recipe)
-    request["base"] = write_config(tmp_path / "base", CONFIGS[request["base"].split("/")[1]])
-    assert upscale(**request, dry_run=True).parameters.new > 0
