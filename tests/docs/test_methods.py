@@ -1,4 +1,4 @@
-"""Pages of methods name every option with its default, and price methods as a dry run does; their commands run in test_sessions.py."""
+"""Pages of methods name every option with its default, and price methods as a dry run does; test_sessions.py runs their commands."""
 
 import re
 from dataclasses import MISSING, fields
