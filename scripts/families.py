@@ -115,7 +115,7 @@ class Row(NamedTuple):
 
     @property
     def reason(self) -> str:
-        """What the page says of the refusal."""
+        """The few words of the page for the refusal."""
         return next(reason for piece, reason in REASONS if piece in self.refusal)
 
     @property
@@ -197,10 +197,10 @@ def _tried(base: Path, method: str, folder: Path) -> tuple[str, str]:
 
 def rows_in(text: str) -> dict[str, str]:
     """Return the last cell of the row that names each type, in a part of the page."""
-    found = {}
+    last_cells = {}
     for types, *_, last in re.findall(r"^\| (`.+?`) \| (?:.+ \| )?(.+) \|$", text, flags=re.MULTILINE):
-        found.update(dict.fromkeys(re.findall(r"`(.+?)`", types), last))
-    return found
+        last_cells.update(dict.fromkeys(re.findall(r"`(.+?)`", types), last))
+    return last_cells
 
 
 def methods_on_the_page(model_type: str) -> list[str]:
