@@ -49,9 +49,10 @@ class TextRows:
         parts = [slice(first, first + batch_size) for first in range(0, len(self.rows), batch_size)]
         return [replace(self, rows=self.rows[part], documents=self.documents[part]) for part in parts]
 
-    def fetched_by(self, first: int, count: int) -> torch.Tensor | None:
-        """Return the paths of `count` rows, `[count, p]`, from row `first` on; None if nothing is fetched."""
-        return None if self.paths is None else self.paths[self.documents[first : first + count]]
+    @property
+    def row_paths(self) -> torch.Tensor | None:
+        """Path by which each row fetches blocks, `[R, p]`; None if nothing is fetched."""
+        return None if self.paths is None else self.paths[self.documents]
 
 
 @dataclass(frozen=True)
@@ -203,7 +204,7 @@ def read_rows(
         for batch in batches:
             if records is not None:
                 records.begin(text.name, batch.documents)
-            sums += _row_sums(model, batch.rows, batch.fetched_by(0, len(batch.rows)))
+            sums += _row_sums(model, batch.rows, batch.row_paths)
             if progress is not None:
                 progress(batch.num_tokens)
     losses = RowLosses(torch.stack(sums), torch.tensor([len(row) - 1 for row in text.rows]))

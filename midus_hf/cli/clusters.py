@@ -21,17 +21,8 @@ CorpusPath = Annotated[str, option("A file or a folder of documents.", "PATH", "
 Tree = Annotated[Path, option("Tree that build made.", "TREE")]
 # Options of `build` that say what to embed, and how.
 _EMBEDDING = (
-    "corpus",
-    "embedding_model",
-    "tokenizer",
-    "column",
-    "label_column",
-    "encoding",
-    "window_tokens",
-    "max_tokens",
-    "dtype",
-    "batch_size",
-    "device",
+    *("corpus", "embedding_model", "tokenizer", "column", "label_column", "encoding", "window_tokens"),
+    *("max_tokens", "dtype", "batch_size", "device"),
 )
 
 BatchSize = Annotated[int, option("Windows per forward pass.", "N")]

@@ -3,6 +3,7 @@
 from typing import Any
 
 import torch
+from models.hosting import host_config
 from tiny import FAMILIES as TINY_FAMILIES
 from transformers import PreTrainedModel
 
@@ -26,11 +27,10 @@ def routed_model(family: str = "llama", **options: Any) -> PreTrainedModel:
         options: Of the memory that differ.
     """
     config = TINY_FAMILIES[family].config()
-    fields = {key: value for key, value in config.to_dict().items() if key not in ("model_type", "architectures")}
     sizes = {"memory_tokens": CHAPTERS * TOKENS, "chapters": CHAPTERS, "k": 2, "routing": "token"}
     entry = {"type": "chapters", **sizes, "layers": LAYERS, **options}
     torch.manual_seed(0)
-    model = FAMILIES[config.model_type](FAMILIES[config.model_type].config_class(**fields, memory=[entry]))
+    model = FAMILIES[config.model_type](host_config(config, [entry]))
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if "memor" in name:

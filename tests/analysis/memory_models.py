@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from models.hosting import host_config
 from models.upscaled import give_values
 from tiny import FAMILIES as TINY_FAMILIES
 from transformers import PreTrainedModel
@@ -26,10 +27,9 @@ ENTRIES: dict[str, dict[str, Any]] = {
 def memory_model(family: str, entry: str = "headwise") -> PreTrainedModel:
     """A model of four layers, two of which are memory blocks with values, in eval mode."""
     config = TINY_FAMILIES[family].config()
-    fields = {key: value for key, value in config.to_dict().items() if key not in ("model_type", "architectures")}
     torch.manual_seed(0)
     memory = [{**ENTRIES[entry], "layers": MEMORY_LAYERS}]
-    model = FAMILIES[config.model_type](FAMILIES[config.model_type].config_class(**fields, memory=memory))
+    model = FAMILIES[config.model_type](host_config(config, memory))
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.dim() == 1:

@@ -5,6 +5,7 @@ import contextlib
 import pytest
 import torch
 from accelerate import cpu_offload
+from models.hosting import host_config
 from peft import LoraConfig, get_peft_model
 from tiny import FAMILIES as TINY_FAMILIES
 from tiny import prompt, tiny_model
@@ -21,11 +22,9 @@ ENTRY = {"type": "chapters", "memory_tokens": CHAPTERS * TOKENS, "chapters": CHA
 
 def chapter_model(*entries, dtype=torch.float32):
     """A tiny Llama with memories of chapters, which change what it computes, in eval mode."""
-    config = TINY_FAMILIES["llama"].config()
-    fields = {key: value for key, value in config.to_dict().items() if key not in ("model_type", "architectures")}
     torch.manual_seed(0)
     memory = [{**ENTRY, **entry} for entry in entries or ({},)]
-    model = FAMILIES["llama"](FAMILIES["llama"].config_class(**fields, memory=memory))
+    model = FAMILIES["llama"](host_config(TINY_FAMILIES["llama"].config(), memory))
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if "memor" in name:

@@ -1,6 +1,7 @@
 """`midus cluster` builds, assigns and reports, and tells in one line what is wrong with a request."""
 
 import datetime
+import importlib.util
 import json
 from pathlib import Path
 
@@ -111,10 +112,8 @@ def test_assign_embeds_nothing_of_the_corpus_that_the_tree_was_built_from(
 
 
 def test_assign_keeps_all_columns_and_says_which_tree_it_was(tree, corpus, tmp_path):
-    assert (
-        main(["assign", "--tree", tree, "--corpus", corpus, "--column", "body", "--output", str(tmp_path / "p.jsonl")])
-        == 0
-    )
+    words = ["assign", "--tree", tree, "--column", "body", "--corpus"]
+    assert main([*words, corpus, "--output", str(tmp_path / "p.jsonl")]) == 0
     rows = [json.loads(line) for line in Path(corpus).read_text().splitlines()]
     assigned = [json.loads(line) for line in (tmp_path / "p.jsonl").read_text().splitlines()]
     added = {"document", "memory_ids", "memory_tree", "windows"}
@@ -123,18 +122,7 @@ def test_assign_keeps_all_columns_and_says_which_tree_it_was(tree, corpus, tmp_p
     fingerprint = json.loads(Path(tree, "tree.json").read_text())["fingerprint"]
     assert {row["memory_tree"] for row in assigned} == {fingerprint}
     again = tmp_path / "again.jsonl"
-    words = [
-        "assign",
-        "--tree",
-        tree,
-        "--corpus",
-        str(tmp_path / "p.jsonl"),
-        "--column",
-        "body",
-        "--output",
-        str(again),
-    ]
-    assert main(words) == 0
+    assert main([*words, str(tmp_path / "p.jsonl"), "--output", str(again)]) == 0
     assert [json.loads(line) for line in again.read_text().splitlines()] == assigned, (
         "an assigned corpus is assigned again"
     )
@@ -172,69 +160,60 @@ def test_report_shows_levels_and_nodes(tree, tmp_path, capsys):
     assert len(report["nodes"]) == 2 and all(node["samples"][0]["text"].startswith("w") for node in report["nodes"])
 
 
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (
-            "build --corpus absent --embedding-model BERT --tokenizer BERT --output out",
-            "text is 'absent', which does not",
-        ),
-        (
-            "build --corpus CORPUS --embedding-model no --tokenizer BERT --output out",
-            "embedding model is 'no', which cannot",
-        ),
-        (
-            "build --corpus CORPUS --embedding-model BERT --tokenizer no --output out",
-            "tokenizer is 'no', which cannot be",
-        ),
-        (
-            "build --corpus CORPUS --embedding-model BERT --tokenizer BERT --output out --branching 1",
-            "branching is 1;",
-        ),
-        ("build --corpus CORPUS --embedding-model BERT --tokenizer BERT --output out", "line 1 of"),
-        (
-            "build --corpus CORPUS --output out",
-            "build lacks --embedding-model, --tokenizer; expected a corpus with its",
-        ),
-        (
-            "build --output out",
-            "build lacks --corpus, --embedding-model, --tokenizer; expected a corpus with its model",
-        ),
-        ("build --embeddings absent --output out", "embeddings is 'absent', which has nothing of task 0; expected a"),
-        (
-            "build --embeddings absent --output out --window-tokens 5",
-            "--window-tokens is given with --embeddings, which were made without it; expected one of the two. Leave it out.",
-        ),
-        (
-            "assign --tree TREE --corpus CORPUS --output paths.txt",
-            "output is 'paths.txt'; expected a file ending in .jsonl.",
-        ),
-        (
-            "assign --tree TREE --corpus CORPUS --output no/paths.jsonl",
-            "output is 'no/paths.jsonl', in a folder that does",
-        ),
-        (
-            "assign --tree TREE --corpus CORPUS --output p.jsonl --block 1-2",
-            "block is '1-2'; expected LEVEL:NODE, such as",
-        ),
-        (
-            "assign --tree TREE --corpus CORPUS --output p.jsonl --block 9:0",
-            "blocked names level 9; expected one from 1 to 2",
-        ),
-        ("assign --tree TREE --corpus absent --output p.jsonl", "text is 'absent', which does not exist"),
-        ("assign --tree absent --corpus CORPUS --output p.jsonl", "tree is 'absent', whose tree.json cannot be read"),
-        ("report --tree absent", "tree is 'absent', whose tree.json cannot be read"),
-        ("report --tree TREE --level 3", "level is 3; expected a number from 1 to 2, the levels of the tree."),
-        ("report --tree TREE --output tree.gif", "output is 'tree.gif'; expected a file ending in .png, .svg, .pdf."),
-        ("report --tree TREE --corpus absent", "text is 'absent', which does not exist"),
-    ],
-)
+MODELS = "--embedding-model BERT --tokenizer BERT --output out"
+REFUSALS = [
+    (f"build --corpus absent {MODELS}", "text is 'absent', which does not"),
+    (
+        "build --corpus CORPUS --embedding-model no --tokenizer BERT --output out",
+        "embedding model is 'no', which cannot",
+    ),
+    ("build --corpus CORPUS --embedding-model BERT --tokenizer no --output out", "tokenizer is 'no', which cannot be"),
+    (f"build --corpus CORPUS {MODELS} --branching 1", "branching is 1;"),
+    (f"build --corpus CORPUS {MODELS}", "line 1 of"),
+    ("build --corpus CORPUS --output out", "build lacks --embedding-model, --tokenizer; expected a corpus with its"),
+    ("build --output out", "build lacks --corpus, --embedding-model, --tokenizer; expected a corpus with its model"),
+    ("build --embeddings absent --output out", "embeddings is 'absent', which has nothing of task 0; expected a"),
+    (
+        "build --embeddings absent --output out --window-tokens 5",
+        "--window-tokens is given with --embeddings, which were made without it; expected one of the two. Leave it out.",
+    ),
+    ("assign --tree TREE --corpus CORPUS --output p.txt", "output is 'p.txt'; expected a file ending in .jsonl."),
+    ("assign --tree TREE --corpus CORPUS --output no/p.jsonl", "output is 'no/p.jsonl', in a folder that does"),
+    (
+        "assign --tree TREE --corpus CORPUS --output p.jsonl --block 1-2",
+        "block is '1-2'; expected LEVEL:NODE, such as",
+    ),
+    (
+        "assign --tree TREE --corpus CORPUS --output p.jsonl --block 9:0",
+        "blocked names level 9; expected one from 1 to 2",
+    ),
+    ("assign --tree TREE --corpus absent --output p.jsonl", "text is 'absent', which does not exist"),
+    ("assign --tree absent --corpus CORPUS --output p.jsonl", "tree is 'absent', whose tree.json cannot be read"),
+    ("report --tree absent", "tree is 'absent', whose tree.json cannot be read"),
+    ("report --tree TREE --level 3", "level is 3; expected a number from 1 to 2, the levels of the tree."),
+    ("report --tree TREE --output tree.gif", "output is 'tree.gif'; expected a file ending in .png, .svg, .pdf."),
+    (
+        "report --tree TREE --output /absent/a.png",
+        "output is '/absent/a.png', in a folder that does not exist; create it",
+    ),
+    ("report --tree TREE --corpus absent", "text is 'absent', which does not exist"),
+]
+
+
+@pytest.mark.parametrize(("words", "message"), REFUSALS, ids=[words for words, _ in REFUSALS])
 def test_a_wrong_request_is_told_in_one_line(words, message, bert, corpus, tree, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     replaced = {"BERT": bert, "CORPUS": corpus, "TREE": tree}
     assert main([replaced.get(word, word) for word in words.split()]) == 2
     out, err = capsys.readouterr()
     assert out == "" and err.splitlines()[-1].startswith(f"midus cluster {words.split()[0]}: {message}"), err
+
+
+def test_a_picture_of_a_tree_needs_matplotlib(tree, monkeypatch, capsys):
+    find = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "matplotlib" else find(name))
+    line = last_line(["report", "--tree", tree, "--output", "a.png"], capsys)
+    assert line == "output is a picture, which needs matplotlib; install it with pip install 'midus-hf[look]'."
 
 
 def last_line(words: list[str], capsys) -> str:

@@ -92,7 +92,10 @@ def depth_pictures(readings: Sequence[DepthReading], of_head: DepthMap | None = 
         readings: Readings, as `depth_readings` returns them.
         of_head: Map of one head, as `depth_map` returns it. Default: no map is drawn.
     """
-    drawers = {"Layers by layers": partial(_draw_writers, readings), "Heads by slots": partial(_draw_heads, readings)}
+    drawers: dict[str, Callable[[], Any]] = {
+        "Layers by layers": partial(_draw_writers, readings),
+        "Heads by slots": partial(_draw_heads, readings),
+    }
     if of_head is not None:
         title = f"Layer {of_head.layer}, head {of_head.head}: tokens by keys and slots"
         drawers[title] = partial(_draw_map, of_head)

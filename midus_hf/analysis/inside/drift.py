@@ -158,9 +158,8 @@ def drift(
         ValueError: If `batch_size` or `most_shown` is less than 1.
         RuntimeError: If a divergence or loss is not finite.
     """
-    for name, value in (("batch_size", batch_size), ("most_shown", most_shown)):
-        if value < 1:
-            raise ValueError(f"{name} is {value}; expected at least 1.")
+    if most_shown < 1:
+        raise ValueError(f"most_shown is {most_shown}; expected at least 1.")
     with evaluating(model):
         return [_of_text(model, logits_of_base, text, most_shown, batch_size, progress) for text in texts]
 
@@ -175,21 +174,18 @@ def _of_text(
 ) -> TextDrift:
     sums: list[torch.Tensor] = []
     worst: list[tuple[float, int, MovedRow]] = []
-    for first in range(0, len(text.rows), batch_size):
-        rows = text.rows[first : first + batch_size]
-        logits = model(**inputs_of(model, rows, text.fetched_by(first, batch_size))).logits
-        compared = list(_compared(rows, logits, logits_of_base(rows)))
-        for number, (row, parts) in enumerate(zip(rows, compared, strict=True), start=first):
-            sums.append(parts.double().sum(-1))
+    for batch in text.batches(batch_size):
+        logits = model(**inputs_of(model, batch.rows, batch.row_paths)).logits
+        compared = list(_compared(batch.rows, logits, logits_of_base(batch.rows)))
+        for row, document, parts in zip(batch.rows, batch.documents, compared, strict=True):
             divergence, _, base_loss, loss, base_choice, choice = parts
-            moved = MovedRow(
-                text.documents[number], row, divergence, base_choice.long(), choice.long(), loss - base_loss
-            )
-            heapq.heappush(worst, (moved.rank, -number, moved))
+            moved = MovedRow(document, row, divergence, base_choice.long(), choice.long(), loss - base_loss)
+            heapq.heappush(worst, (moved.rank, -len(sums), moved))
             if len(worst) > most_shown:
                 heapq.heappop(worst)
+            sums.append(parts.double().sum(-1))
         if progress is not None:
-            progress(sum(map(len, rows)))
+            progress(batch.num_tokens)
     of_rows = torch.stack(sums)  # [R, 6]
     if not of_rows.isfinite().all():
         raise RuntimeError(f"a prediction of text {text.name!r} is not finite. The weights of a model are broken.")
@@ -286,13 +282,7 @@ def as_json(drifts: Sequence[TextDrift], tokenizer: PreTrainedTokenizerBase) -> 
     """Return all numbers of texts and of the rows that moved farthest, for other programs."""
     return {
         of_text.text: {
-            "tokens": of_text.tokens,
-            "divergence": of_text.divergence,
-            "divergence_error": of_text.divergence_error,
-            "changed": of_text.changed,
-            "changed_error": of_text.changed_error,
-            "base_loss": of_text.base_loss,
-            "loss": of_text.loss,
+            **{key: value for key, value in vars(of_text).items() if key not in ("text", "loss_effect", "worst")},
             "loss_change": of_text.loss_effect.difference,
             "loss_change_error": of_text.loss_effect.standard_error,
             "worst": [

@@ -6,6 +6,7 @@ The results are also a table, JSON, CSV, and a picture.
 import contextlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -151,15 +152,12 @@ def kept_outputs(model: nn.Module, layers: Iterable[int]) -> Iterator[dict[int, 
     blocks = _layers(model)
     kept: dict[int, Any] = {}
 
-    def keeper(layer: int) -> Any:
-        def keep(module: nn.Module, arguments: tuple[Any, ...], output: Any) -> None:
-            kept[layer] = output
-
-        return keep
+    def keep(layer: int, module: nn.Module, arguments: tuple[Any, ...], output: Any) -> None:
+        kept[layer] = output
 
     with held_hooks() as hold:
         for layer in layers:
-            hold(blocks[layer].register_forward_hook(keeper(layer)))
+            hold(blocks[layer].register_forward_hook(partial(keep, layer)))
         yield kept
 
 

@@ -78,10 +78,9 @@ def usage_by_rows(layouts: Mapping[str, BankLayout], rows: TextRows) -> BlockUsa
         layouts: Layouts of the model's banks, as `bank_layouts` returns them.
         rows: Text whose `paths` are not None.
     """
-    paths = rows.fetched_by(0, len(rows.rows))
-    assert paths is not None, "rows fetch by paths"
+    assert rows.row_paths is not None, "rows fetch by paths"
     usage = BlockUsage(layouts)
-    usage.count(paths, torch.tensor([len(row) for row in rows.rows]))
+    usage.count(rows.row_paths, torch.tensor([len(row) for row in rows.rows]))
     return usage
 
 
