@@ -126,7 +126,8 @@ class Running:
                     of_variants = {name: runs_of(variant, self.comparison) for name, variant in self.variants.items()}
                     self._left = {name: len(runs) for name, runs in of_variants.items()}
                     runs = [run for runs in of_variants.values() for run in runs]
-                    self._work(sorted(runs, key=lambda run: self.comparison.seeds.index(run.seed)))
+                    in_order: list[Run] = sorted(runs, key=lambda run: self.comparison.seeds.index(run.seed))
+                    self._work(in_order)
             finally:
                 self._terminate()
 

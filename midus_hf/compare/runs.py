@@ -12,9 +12,9 @@ from midus_hf.compare.variants import Variant
 from midus_hf.config.options import finite_number
 from midus_hf.config.yaml_options import from_mapping
 from midus_hf.sft.options import SftConfig
-from midus_hf.training.run.held_out import check_held_out
 from midus_hf.training.optim.rates import Rates
 from midus_hf.training.options import TrainConfig
+from midus_hf.training.run.held_out import check_held_out
 
 
 @dataclasses.dataclass(frozen=True)

@@ -228,8 +228,7 @@ def _reads_ahead(model: PreTrainedModel) -> bool:
 
 def _nearest_documents(settings: EvaluationSettings, path: str, embedder: "TextEmbedder") -> DocumentFinder:
     """Read and embed the documents from which the nearest is put in front of each question."""
-    from midus_hf.retrieval.nearest_documents import NearestDocuments
-    from midus_hf.retrieval.nearest_documents import cut_into_passages
+    from midus_hf.retrieval.nearest_documents import NearestDocuments, cut_into_passages
 
     documents = read_documents(path, settings.column, settings.encoding)
     if settings.passage_tokens is not None:
