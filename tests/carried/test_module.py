@@ -233,6 +233,8 @@ def test_a_stand_in_takes_the_place_of_nothing_else():
     definers: dict[str, list[str]] = {}
     for package in (midus_hf,):
         for found in pkgutil.walk_packages(package.__path__, f"{package.__name__}."):
+            if found.name.startswith("midus_hf.cli"):
+                continue  # no checkpoint carries commands
             path = Path(importlib.util.find_spec(found.name).origin)
             for statement in ast.parse(path.read_text(encoding="utf-8")).body:
                 if isinstance(statement, ast.FunctionDef | ast.ClassDef | ast.Assign | ast.AnnAssign):
