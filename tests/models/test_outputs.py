@@ -86,3 +86,28 @@ def test_new_tensors_are_named_beside_those_of_the_base(family):
     memory = {f"memory.{name}" for name in ("row_keys", "column_keys", "value_bank", "value_transform")}
     projections = {name for name in donor if name.startswith("self_attn.") and "o_proj" not in name}
     assert block == {*projections, "input_layernorm.weight", *memory}
+
+
+def test_resized_embeddings_keep_the_blocks(family):
+    model = upscaled_model(family)
+    with torch.no_grad():
+        before = model(prompt()).logits
+        model.resize_token_embeddings(130)
+        after = model(prompt()).logits
+    assert model.config.vocab_size == after.shape[-1] == 130
+    assert torch.equal(after[..., :128], before)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision_models_compute_nearly_what_float32_ones_do(family, dtype):
+    model, reference = upscaled_model(family, dtype=dtype), upscaled_model(family)
+    reference.load_state_dict(model.state_dict())
+    tokens = prompt(batch=24)
+    with torch.no_grad():
+        logits, expected = model(tokens).logits, reference(tokens).logits
+    assert logits.dtype == dtype
+    # Where two scores are close, rounded queries retrieve another slot, and every later token of the prompt sees that. A
+    # quarter of the tokens meets little of it. Of six seeds the largest quantile was 0.035, and the largest median 0.087.
+    errors = (logits.float() - expected).norm(dim=-1) / expected.norm(dim=-1)
+    assert errors.quantile(0.25) < 0.04
+    assert errors.median() < 0.1

@@ -232,3 +232,10 @@ def test_held_out_text_of_other_paths_is_refused(blocks_for, tmp_path, leaves, m
     with refused(message):
         train(blocks_for(eval_text=str(texts)))
     assert not (tmp_path / "out").exists()
+
+
+def test_activation_checkpointing_changes_nothing(blocks_for, tmp_path):
+    for name, aids in (("with", True), ("without", False)):
+        changes = {"activation_checkpointing": aids, "max_steps": 3}
+        train(blocks_for(name, **changes))
+    assert logged(tmp_path / "with", "loss") == pytest.approx(logged(tmp_path / "without", "loss"), rel=1e-6)

@@ -233,3 +233,11 @@ def test_biases_of_attention_travel_with_it(tmp_path):
     assert torch.equal(new["model.layers.2.self_attn.q_proj.bias"], old["model.layers.2.self_attn.q_proj.bias"])
     assert "model.layers.2.self_attn.o_proj.bias" not in new
     assert torch.equal(logits(base), logits(tmp_path / "out"))
+
+
+def test_a_base_of_float64_is_read_and_cast(tmp_path):
+    base = save_base(tmp_path / "base", dtype=torch.float64)
+    with_memory(base, tmp_path / "out")
+    assert torch.equal(logits(base), logits(tmp_path / "out"))
+    with_memory(base, tmp_path / "cast", dtype="float32")
+    assert load(tmp_path / "cast").dtype == torch.float32

@@ -185,3 +185,12 @@ def test_a_cast_is_written_into_the_config(tmp_path):
     config = config_of(tmp_path / "out")
     assert config["dtype"] == "bfloat16"
     assert "torch_dtype" not in config
+
+
+def test_the_fingerprint_of_the_base_follows_its_layout(tmp_path):
+    fingerprints = []
+    for name, changes in (("a", {}), ("b", {}), ("c", {"vocab_size": 130})):
+        with_memory(save_base(tmp_path / name, **changes), tmp_path / f"out-{name}")
+        record = record_of(tmp_path / f"out-{name}")
+        fingerprints.append(record["base"]["layout_sha256"])
+    assert fingerprints[0] == fingerprints[1] != fingerprints[2]

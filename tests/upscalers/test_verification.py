@@ -251,3 +251,20 @@ def test_a_block_check_names_nan_that_comes_from_the_base(tmp_path):
     with pytest.raises(VerificationError, match="new layer 1 gives NaN: what it takes from the base holds NaN"):
         with_memory(base, tmp_path / "out", verify=False)
     assert [path.name for path in tmp_path.iterdir()] == ["base"]
+
+
+@pytest.mark.parametrize(
+    "request_", [{"verify": True, "allow_nan": True}, {"verify": False}], ids=["allowed", "blocks"]
+)
+def test_infinite_weights_that_matter_are_never_passed_over(tmp_path, request_):
+    base = save_base(tmp_path / "base")
+    tensors = read_tensors(base)
+    tensors["model.layers.1.self_attn.v_proj.weight"][:] = float("inf")
+    write_tensors(base, tensors)
+    try:
+        with_memory(base, tmp_path / "out", **request_)
+    except VerificationError:
+        assert [path.name for path in tmp_path.iterdir()] == ["base"]
+    else:
+        old, new = logits(base), logits(tmp_path / "out")
+        assert ((old == new) | (old.isnan() & new.isnan())).all()

@@ -14,6 +14,8 @@ GAINS = {"post_attention_layernorm", "post_feedforward_layernorm"}
 
 # What one step of AdamW with learning rate 1e-4 from zero gains may change in a logit; measured are 4e-5 to 4e-4.
 LARGEST_STEP = 1e-2
+# A step from zero projections that a norm follows moves logits by more than this share of their spread.
+JUMP = 0.5
 
 
 def new_model(base, output, method: str, **options):
@@ -84,3 +86,11 @@ def test_a_norm_behind_each_projection_makes_the_identity_where_a_family_has_the
     for index in report.new_layer_indices:
         made = layer(tensors, index)
         assert made["mlp.down_proj.weight"].any() and made["self_attn.o_proj.weight"].any()
+
+
+@pytest.mark.parametrize("family", OUTPUT_NORMS)
+def test_one_step_from_zero_projections_that_norms_follow_is_a_jump(family, shared_base, tmp_path):
+    model, blocks = new_model(shared_base(family), tmp_path / "out", "llama-pro", identity="zero_out_proj")
+    with torch.no_grad():
+        spread = model(prompt()).logits.std().item()
+    assert step(model, blocks) > JUMP * spread

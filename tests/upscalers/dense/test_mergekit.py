@@ -12,6 +12,7 @@ from tests.upscalers.dense.mergekit_peer import DTYPES, MERGES, RESULTS, checksu
 from upscalers.runs.upscale import upscale
 
 ROLES = {"q_proj": "query", "k_proj": "key", "o_proj": "output_projection", "up_proj": "up", "down_proj": "down"}
+OUTER = ("model.embed_tokens.weight", "model.norm.weight", "lm_head.weight")
 PEER = json.loads(RESULTS.read_text(encoding="utf-8"))
 
 # The merges that have a method of their own.
@@ -56,3 +57,17 @@ def test_solar_llama_pro_and_attenuated_copies_are_those_merges(merge, peer_base
     dtype, base = peer_base
     upscale(base=base, output=tmp_path / "out", **BY_NAME[merge])
     assert checksums(tmp_path / "out") == of_peer(merge, dtype)["checksums"]
+
+
+def test_the_base_is_the_one_that_mergekit_was_given(peer_base):
+    dtype, base = peer_base
+    assert checksums(base) == of_peer(None, dtype)["checksums"]
+
+
+@pytest.mark.parametrize("merge", MERGES)
+def test_mergekit_takes_embedding_final_norm_and_head_once_as_they_are(merge, peer_base):
+    dtype, base = peer_base
+    found, expected = of_peer(merge, dtype)["checksums"], checksums(base)
+    assert {name: value for name, value in found.items() if ".layers." not in name} == {
+        name: expected[name] for name in OUTER
+    }

@@ -108,3 +108,21 @@ def test_single_precision_makes_nearly_the_same(sharp_base, tmp_path):
     found, expected = made(sharp_base("gemma3"), tmp_path / "out", "gemma3", Settings(), **options)
     for name, tensor in found.items():
         torch.testing.assert_close(tensor.double(), expected[name], rtol=1e-3, atol=1e-3)
+
+
+def test_the_comparison_would_notice_another_definition(sharp_base, tmp_path):
+    """The plans of these bases differ so much that each option changes what is made, well beyond the tolerance."""
+    base = sharp_base("gemma3")
+    before = read_tensors(base)
+    blocks = {
+        name: opt_deus_reference.block("gemma3", layer(before, 1), layer(before, 2), Settings(**options))
+        for name, options in OPTIONS.items()
+    }
+    blocks["mean of both"] = {
+        name: (tensor.double() + layer(before, 2)[name].double()) / 2 for name, tensor in layer(before, 1).items()
+    }
+    for one in blocks:
+        for other in blocks:
+            if one != other:
+                differences = [(blocks[one][name] - blocks[other][name]).abs().max() for name in blocks[one]]
+                assert max(differences) > 1e-3, (one, other)
