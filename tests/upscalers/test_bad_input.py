@@ -101,6 +101,10 @@ REQUESTS = [
 
 BASES: dict[str, tuple[Mutation, str]] = {
     "no config": (remove("config.json"), "has no config.json; expected a Hugging Face checkpoint folder, a hub id or a .gguf file"),
+    "a GGUF file in a folder": (
+        lambda base: (base / "config.json").rename(base / "model.gguf"),
+        r"has no config.json, but a GGUF file; expected that file: --base .*model\.gguf",
+    ),
     "config not JSON": (replace("config.json", "{"), r"config.json is not JSON .*Repair or download it again"),
     "config no object": (replace("config.json", "[1]"), "config.json holds a list; expected a JSON object"),
     "config of endless digits": (replace("config.json", "1" * 5000), "config.json is not JSON"),

@@ -188,6 +188,9 @@ def read_config(folder: Path) -> Config:
     """
     path = folder / "config.json"
     if not path.is_file():
+        ggufs = sorted(folder.glob("*.gguf"))
+        if ggufs:
+            raise RequestError(f"{folder} has no config.json, but a GGUF file; expected that file: --base {ggufs[0]}.")
         raise RequestError(
             f"{folder} has no config.json; expected a Hugging Face checkpoint folder, a hub id or a .gguf file."
         )
