@@ -174,8 +174,9 @@ bench-upscale: $(VENV)/installed
 	$(VENV)/bin/python benchmarks/upscale.py
 
 # The wheel and the sdist, in clean environments of several Pythons, with and without a C compiler, with the newest and the oldest versions.
+# Under pyenv the variable says which Pythons there are.
 test-wheel: $(VENV)/installed $(OLDEST)/installed
-	$(VENV)/bin/python scripts/smoke_wheel.py --oldest $(OLDEST) $(if $(PYTHONS),--pythons $(PYTHONS))
+	PYENV_VERSION=3.11:3.12:3.13 $(VENV)/bin/python scripts/smoke_wheel.py --oldest $(OLDEST) $(if $(PYTHONS),--pythons $(PYTHONS))
 
 # Its own environment: cosmic-ray runs the tests with the Python of $(VENV).
 mutants: $(VENV)/installed material $(VENV)-mutants/installed
