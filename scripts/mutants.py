@@ -77,7 +77,7 @@ NEAREST_TO_UPSCALERS = {
     "block_check": "verification",
     "content_digest": "strip",
     "errors": "options bad_input refusals command_line push",
-    "families": "families layer_config dense/layer_tables dense/attention_types",
+    "families": "families fp8_bases layer_config dense/layer_tables dense/attention_types",
     "free_memory": "free_memory verification",
     "gguf": "gguf",
     "hub": "hub push",

@@ -264,7 +264,7 @@ def _listed(definitions: Iterable[str]) -> str:
     """Return definitions in order, with two empty lines around functions and classes, and none between constants."""
     listed, before_is_constant = "", False
     for definition in definitions:
-        text = definition.strip("\n") + "\n"
+        text = _GAP.sub("\n\n", definition.strip("\n")) + "\n"
         is_constant = not _COMPOUND.search(text)
         listed += ("" if not listed or (is_constant and before_is_constant) else "\n\n") + text
         before_is_constant = is_constant
@@ -272,3 +272,5 @@ def _listed(definitions: Iterable[str]) -> str:
 
 
 _COMPOUND = re.compile(r"^(@|def |class )", flags=re.MULTILINE)
+# Empty lines within a definition of which something between was removed.
+_GAP = re.compile(r"\n{3,}(?= )")

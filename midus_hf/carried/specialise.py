@@ -45,8 +45,8 @@ def specialise(source: str, facts: Facts) -> str:
     """Return the source with every branch resolved that the facts decide.
 
     `if`, `elif`, conditional expressions and boolean operators are resolved. Statements behind a `return` or `raise` that has become
-    unconditional are removed, and so are local variables that nothing reads any more. Everything else, including comments, is
-    left as written.
+    unconditional are removed, and so are local variables that nothing reads any more and loops with nothing left in them. Everything
+    else, including comments, is left as written.
 
     Args:
         source: One or more statements at the top level.
@@ -223,6 +223,8 @@ def _edits(text: SourceText, facts: Facts) -> Iterator[Edit]:
             yield from _of_bool(text, node, facts, id(node) in tests)
         elif isinstance(node, ast.FunctionDef):
             yield from _unread_variables(text, node)
+        elif isinstance(node, ast.For) and _does_nothing(node):
+            yield _removal(text, node)
         for block in _blocks(node):
             yield from _behind_the_end(text, block)
             yield from _needless(text, block)
@@ -247,6 +249,12 @@ def _needless(text: SourceText, block: list[ast.stmt]) -> Iterator[Edit]:
     passes = [statement for statement in block if isinstance(statement, ast.Pass)]
     for statement in passes[len(passes) == len(block) :]:
         yield Edit(*text.span(statement.lineno, statement.lineno), "")
+
+
+def _does_nothing(loop: ast.For) -> bool:
+    """Return whether nothing is left in the body of a loop over a name."""
+    is_empty = all(isinstance(statement, ast.Pass) for statement in (*loop.body, *loop.orelse))
+    return is_empty and isinstance(loop.iter, ast.Name)
 
 
 def _is_elif(text: SourceText, block: list[ast.stmt]) -> bool:

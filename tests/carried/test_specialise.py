@@ -232,6 +232,24 @@ WHOLE = {
             return lambda: kept
         """,
     ),
+    "a loop with nothing left in it goes, unless its iterable is a call": (
+        """
+        def function(x):
+            for each in x:
+                if NO:
+                    f(each)
+            for each in f(x):
+                if NO:
+                    g(each)
+            return x
+        """,
+        """
+        def function(x):
+            for each in f(x):
+                pass
+            return x
+        """,
+    ),
     "a branch in the line of its test is put into a line of its own": (
         """
         def function(x):
@@ -281,7 +299,7 @@ def test_of_whole_functions_what_may_still_run_stays(source, expected):
     assert specialised(source) == dedent(expected)
 
 
-@pytest.mark.parametrize("head", ["def function(x):", "for each in x:", "with x:", "if x:", "class Some:"])
+@pytest.mark.parametrize("head", ["def function(x):", "for each in f():", "with x:", "if x:", "class Some:"])
 def test_a_block_that_loses_all_it_has_says_pass(head):
     assert specialised(f"{head}\n    # Never.\n    if NO:\n        f()\n") == f"{head}\n    pass\n"
 

@@ -207,6 +207,14 @@ REFUSED = {
         "block in one of: llama, .* Start from the unquantised checkpoint",
     ),
     "whole tensors": (quantized(weight_block_size=None), "the base is quantised .quantization_config: fp8.; expected"),
+    "scales that are powers of two": (
+        quantized(scale_fmt="ue8m0"),
+        "the base is quantised .quantization_config: fp8.; ",
+    ),
+    "a list of what is in FP8": (
+        quantized(modules_to_convert=["mlp"]),
+        "the base is quantised .quantization_config: fp8.; expected",
+    ),
 }
 
 
