@@ -84,6 +84,8 @@ def write_gguf(
         name: stored
         for stored, name in gguf_utils.get_gguf_hf_weights_map(model, gguf_utils.TensorProcessor()).items()
     }
+    if architecture == "llama":  # llama.cpp stores the angles of Llama 3, which no tensor of the model holds
+        writer.add_tensor("rope_freqs.weight", torch.ones(config.head_dim // 2).numpy())
     for name, tensor in model.state_dict().items():
         if name == "lm_head.weight" and config.tie_word_embeddings:
             continue
