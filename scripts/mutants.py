@@ -84,7 +84,7 @@ NEAREST_TO_UPSCALERS = {
     "hub": "hub push",
     "inspection": "strip dense/opt_deus_report command_line every_method",
     "job": "recipe_check verification ownership push command_line every_method",
-    "layer_config": "layer_config families",
+    "layer_config": "layer_config families dense/attention_types any_depth",
     "layer_tensors": "dry_run families",
     "contract": "options placements recipe_check dense/identity_declared",
     "model_card": "base_card provenance strip",
