@@ -7,10 +7,10 @@
 The setting is one layer, one text and 8 heads of keys and values of width 64, with causal attention and a separate
 tensor per slot. Both passes of these are timed in turns: the *sequence* alone by FlashAttention, and by the kernel that
 torch chooses (*usual*); sequence and depth joined, by the kernel that torch chooses (*merged*), by FlashAttention
-(*merged-flash*), by flex attention on request (*merged-flex*), and by one kernel (*fused*); the *depth* alone; and a
-copy of as many bytes as the slots have. The *bound* is the time in which the copy would move all that the depth must
-read and write: queries and slots once in each pass, and the gradients of both once. A way that reads sequence and depth
-is timed only if it agrees with float64 at three tokens.
+(*merged-flash*), and by flex attention on request (*merged-flex*); the *depth* alone; and a copy of as many bytes as
+the slots have. The *bound* is the time in which the copy would move all that the depth must read and write: queries and
+slots once in each pass, and the gradients of both once. A way that reads sequence and depth is timed only if it agrees
+with float64 at three tokens.
 """
 
 import sys

@@ -8,7 +8,6 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.flex_attention import create_block_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from benchmarks.depth_cost.fused import fused_attention
 from benchmarks.depth_cost.shapes import JOINED, KV_HEADS, WIDTH, Shape
 from benchmarks.timing import Task
 from midus_hf.memory.sequence_heads import SequenceHeads
@@ -66,10 +65,6 @@ class Layer:
         """Attend to the sequence, then to the depth, and join both results."""
         return sequence.joined(Depth(self.query, self.keys, self.values, self.scaling))[0].transpose(1, 2)
 
-    def fused(self) -> torch.Tensor:
-        """Attend to sequence and depth in one kernel."""
-        return fused_attention(self.query, self.key, self.value, self.keys, self.values)
-
     def forward(self, what: str) -> Forward:
         """Return the forward pass of a way, by its name in `WHATS` or `JOINED`."""
         if what == "merged-flex":
@@ -80,7 +75,6 @@ class Layer:
             "usual": self.alone,
             "merged": lambda: self.merged(self.sequence("sdpa")),
             "merged-flash": _by_flash(lambda: self.merged(self.sequence("sdpa"))),
-            "fused": self.fused,
             "depth": self.depth,
         }
         return ways[what]

@@ -9,10 +9,10 @@ KV_HEADS, WIDTH = 8, 64
 # Ways that are timed by default, by device.
 WHATS = {
     "cpu": ("sequence", "merged", "depth", "bound"),
-    "cuda": ("sequence", "usual", "merged", "merged-flash", "fused", "depth", "bound"),
+    "cuda": ("sequence", "usual", "merged", "merged-flash", "depth", "bound"),
 }
 # Ways that read sequence and depth.
-JOINED = ("merged", "merged-flash", "merged-flex", "fused")
+JOINED = ("merged", "merged-flash", "merged-flex")
 
 
 @dataclass(frozen=True)

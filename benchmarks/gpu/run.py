@@ -72,7 +72,7 @@ def steps(out: Path, seconds: int, rehearse: bool) -> list[Step]:
             "depth",
             "benchmarks.depth_cost",
             [*quick, *common],
-            "what reading the depth adds to reading the sequence, both merged and by one kernel",
+            "what reading the depth adds to reading the sequence",
         ),
         ("1b", f"benchmarks model --base llama-3.2-1b {main}", common, "what a whole model takes"),
         ("8b", f"benchmarks model --base llama-3.1-8b {main}", common, "the same where kernels weigh most"),

@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 
-from benchmarks.depth_cost.fused import FusedAttention
 from benchmarks.kernels.compilation import Launch, caught_launches, specialisation
 from benchmarks.tiles.trying import candidates, shape_of_call, trying
 from midus_hf.ops.chapters.triton.forward import triton_segments
@@ -74,15 +73,6 @@ def cases() -> Iterator[tuple[str, Callable[[], Any]]]:
         ("depth of heads at odd places", 2, 64, 8, None, torch.bfloat16),
     ):
         yield name, partial(_depth, group, dim, slots, softcap, dtype, skipped=1 if "odd" in name else 0)
-    for name, group, dim, slots, dtype in (
-        ("both of moda-700m", 2, 64, 72, torch.bfloat16),
-        ("both of llama-3.1-8b", 4, 128, 64, torch.bfloat16),
-        ("both of table 2", 8, 64, 64, torch.bfloat16),
-        ("both of 52 with head 256", 2, 256, 52, torch.bfloat16),
-        ("both of 5 with head 80 in float16", 7, 80, 5, torch.float16),
-        ("both of 300 with head 96 and 64 queries per key", 64, 96, 300, torch.bfloat16),
-    ):
-        yield name, partial(_fused, group, dim, slots, dtype)
 
 
 # Tokens of a lookup, as many as in benchmarks on a GPU.
@@ -138,30 +128,21 @@ def _attend(dim: int, memory_tokens: int, weighed: str, dtype: torch.dtype) -> N
 
 
 def _depth(group: int, dim: int, slots: int, softcap: float | None, dtype: torch.dtype, skipped: int) -> None:
-    query, keys = _heads(group * _KV_HEADS, dim, dtype, skipped), _slots(slots, dim, dtype, skipped)
+    query = _heads(group * _KV_HEADS, dim, dtype, skipped)
+    keys = [_heads(_KV_HEADS, dim, dtype, skipped) for _ in range(slots)]
     inputs = DepthInputs(query, keys, keys, dim**-0.5, softcap)
     reading = triton_depth_attention(inputs)
     triton_depth_gradients(inputs, reading, reading, Wanted())
-
-
-def _fused(group: int, dim: int, slots: int, dtype: torch.dtype) -> None:
-    query, key, keys = _heads(group * _KV_HEADS, dim, dtype), _heads(_KV_HEADS, dim, dtype), _slots(slots, dim, dtype)
-    leaves = [one.requires_grad_() for one in (query, key, key.clone(), *keys, *(slot.clone() for slot in keys))]
-    FusedAttention.apply(*leaves).backward(query.detach())
 
 
 # Heads of keys and values of models that read the depth.
 _KV_HEADS = 8
 
 
-def _heads(count: int, dim: int, dtype: torch.dtype, skipped: int = 0) -> torch.Tensor:
+def _heads(count: int, dim: int, dtype: torch.dtype, skipped: int) -> torch.Tensor:
     texts, tokens = 2, 16
     numbers = torch.zeros(skipped + texts * tokens * count * dim, dtype=dtype)[skipped:]
     return numbers.view(texts, tokens, count, dim).transpose(1, 2)
-
-
-def _slots(count: int, dim: int, dtype: torch.dtype, skipped: int = 0) -> list[torch.Tensor]:
-    return [_heads(_KV_HEADS, dim, dtype, skipped) for _ in range(count)]
 
 
 def launches(of_cases: Container[str], with_candidates: bool = False) -> list[Launch]:

@@ -6,7 +6,6 @@ from functools import partial
 
 import torch
 
-from benchmarks.depth_cost import fused
 from midus_hf.ops.chapters.triton.forward import triton_segments
 from midus_hf.ops.chapters.triton.gradients import triton_segment_gradients
 from midus_hf.ops.depth.inputs import DepthInputs, DepthReading, Wanted
@@ -113,24 +112,16 @@ def chapters(device: str, tokens: int, dim: int, memory_tokens: int, count: int)
 
 
 def depth(device: str, tokens: int, group: int, dim: int, slots: int) -> Calls:
-    """Return calls of attention to slots of the depth, and of attention to slots and sequence at once."""
+    """Return calls of attention to slots of the depth."""
 
     def heads(count: int) -> torch.Tensor:
         return _normal(device, 1, tokens, count, dim).transpose(1, 2)
 
-    query, key, value = heads(group * KV_HEADS), heads(KV_HEADS), heads(KV_HEADS)
+    query = heads(group * KV_HEADS)
     keys, values = ([heads(KV_HEADS) for _ in range(slots)] for _ in range(2))
-    scaling = dim**-0.5
-    inputs = DepthInputs(query, keys, values, scaling, None)
+    inputs = DepthInputs(query, keys, values, dim**-0.5, None)
     reading = triton_depth_attention(inputs)
-    both = (query, key, value, keys, values)
-    output, lse = fused.fused_forward(*both)
-    gradient = query.transpose(1, 2).contiguous()
-    loss = fused.losses(gradient, output)
     return {
-        "fused_forward_kernel": lambda: fused.fused_forward(*both),
-        "fused_query_gradient_kernel": lambda: fused.query_gradients(gradient, *both, lse, loss),
-        "fused_key_gradient_kernel": lambda: fused.key_gradients(gradient, query, key, value, lse, loss),
         "depth_forward_kernel": lambda: triton_depth_attention(inputs),
         "depth_gradient_kernel": lambda: triton_depth_gradients(
             inputs, reading, DepthReading(query, reading.lse), Wanted()

@@ -36,10 +36,6 @@ KERNELS = {
     "chapter_split_sums_kernel",
     "depth_forward_kernel",
     "depth_gradient_kernel",
-    "fused_forward_kernel",
-    "fused_rows_kernel",
-    "fused_query_gradient_kernel",
-    "fused_key_gradient_kernel",
     "write_numbers_kernel",
 }
 
@@ -50,7 +46,6 @@ CASES = (
     "32 heads of 4 over width 2048 in bfloat16",
     "chapters of llama-3.2-1b",
     "depth of moda-700m",
-    "both of moda-700m",
 )
 
 

@@ -21,13 +21,7 @@ KERNELS = {
         "scores_kernel",
     ),
     "chapters tiny": ("chapter_forward_kernel", "chapter_pair_gradient_kernel", "chapter_table_gradient_kernel"),
-    "depth tiny": (
-        "fused_forward_kernel",
-        "fused_query_gradient_kernel",
-        "fused_key_gradient_kernel",
-        "depth_forward_kernel",
-        "depth_gradient_kernel",
-    ),
+    "depth tiny": ("depth_forward_kernel", "depth_gradient_kernel"),
 }
 ALL = [(case, kernel) for case, kernels in KERNELS.items() for kernel in kernels]
 
