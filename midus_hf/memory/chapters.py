@@ -14,7 +14,6 @@ from midus_hf.memory.kept_values import KeptValues
 from midus_hf.memory.memory_state import MemoryState
 from midus_hf.memory.registry import MemoryModule, register_memory
 from midus_hf.memory.retrieval import random_directions
-from midus_hf.memory.routing.losses import balance_loss, z_loss
 from midus_hf.memory.routing.pooling import (
     ChunkSizes,
     Pooled,
@@ -24,7 +23,7 @@ from midus_hf.memory.routing.pooling import (
     pool_sequence,
     pool_tokens,
 )
-from midus_hf.memory.routing.report import RouterReport
+from midus_hf.memory.routing.report import RouterReport, balance_loss, z_loss
 from midus_hf.memory.routing.stretches import Numbers
 from midus_hf.memory.routing.token_places import TokenPlaces
 from midus_hf.memory.tables import LentTables

@@ -7,9 +7,8 @@ import torch
 from analysis.chapter_models import CHAPTERS, LAYERS, LOGITS, READ, SHARED, routed_model, rows_of
 from tiny import FAMILIES
 
-from midus_hf.analysis.chapters.records import record_chapters
+from midus_hf.analysis.chapters.records import record_chapter_usage, record_chapters
 from midus_hf.analysis.chapters.stats import chapter_stats
-from midus_hf.analysis.chapters.usage import record_chapter_usage
 from midus_hf.analysis.text_rows import read_rows
 from midus_hf.analysis.watched_models import MemoryPlace
 

@@ -13,9 +13,8 @@ from models.hierarchical_models import hierarchical_model
 from peft import LoraConfig, get_peft_model
 from tiny import prompt, tiny_model
 
-from midus_hf.analysis.chapters.records import record_chapters
+from midus_hf.analysis.chapters.records import record_chapter_usage, record_chapters
 from midus_hf.analysis.chapters.stats import chapter_stats
-from midus_hf.analysis.chapters.usage import record_chapter_usage
 from midus_hf.analysis.depth.reading import depth_readings
 from midus_hf.analysis.depth.records import record_depth
 from midus_hf.analysis.slots.block_usage import record_block_usage

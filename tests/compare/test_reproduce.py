@@ -183,9 +183,9 @@ def test_what_there_is_not_is_refused(paper, name, scale, overrides, message):
 
 
 def test_material_is_fetched_by_name_wherever_it_stands(monkeypatch, tmp_path):
-    import material.fetch
+    import material.__main__ as material
 
-    monkeypatch.setitem(material.fetch.FETCH, "smollm2", lambda: tmp_path)
+    monkeypatch.setitem(material.FETCH, "smollm2", lambda: tmp_path)
     found = REPOSITORY.fetched({"base": "material:smollm2", "list": ["material:smollm2", 3], "plain": "smollm2"})
     assert found == {"base": str(tmp_path), "list": [str(tmp_path), 3], "plain": "smollm2"}
     with pytest.raises(ValueError, match="there is no material 'smollm3'"):

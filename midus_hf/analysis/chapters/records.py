@@ -1,4 +1,4 @@
-"""Records of which chapters the tokens of texts read, taken while a model reads the texts."""
+"""Records and counts of which chapters the tokens of texts read, taken while a model reads the texts."""
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from midus_hf.analysis.chapters.edits import memories_of_chapters
+from midus_hf.analysis.slots.usage import Usage
 from midus_hf.analysis.watched_models import HostedMemory, MemoryPlace, held_hooks
 from midus_hf.memory.routing.pooling import Routing
 from midus_hf.ops.dispatch.private_torch import is_in_backward
@@ -183,7 +184,7 @@ def _recorder(
     routings: list[Routing] = []
 
     def before(memory: Any, arguments: tuple[torch.Tensor, ...], kwargs: dict[str, Any]) -> None:
-        routing = routing_of(memory, arguments, kwargs)
+        routing = _routing_of(memory, arguments, kwargs)
         routings[:] = [] if routing is None else [routing]
 
     def behind(memory: Any, arguments: tuple[torch.Tensor, ...], kwargs: dict[str, Any], output: torch.Tensor) -> None:
@@ -201,8 +202,53 @@ def _recorder(
     return before, behind
 
 
+@contextlib.contextmanager
+def record_chapter_usage(model: nn.Module) -> Iterator[Usage]:
+    """Count, while the context is open, how many tokens open each routed chapter of each memory.
+
+    Padding is not counted. Shared chapters are left out, since every token reads them. Routing is computed a second time for the
+    count. While the context is open, compiled models run uncompiled, this one and all others.
+
+    Args:
+        model: A model as in `memories_of_chapters`. Its memories have an additional hook while the context is open.
+
+    Raises:
+        ValueError: For the reasons of `memories_of_chapters`.
+    """
+    hosts = memories_of_chapters(model)
+    usage = Usage(
+        {
+            hosted.place: torch.zeros(
+                1,
+                hosted.module.num_chapters - hosted.module.num_shared,
+                dtype=torch.int64,
+                device=next(hosted.memory.parameters()).device,
+            )
+            for hosted in hosts
+        }
+    )
+    with held_hooks() as hold:
+        for hosted in hosts:
+            for module in hosted.modules:
+                hook = _counter(usage.counts[hosted.place][0], hosted.module.num_shared)
+                hold(module.register_forward_pre_hook(hook, with_kwargs=True))
+        yield usage
+
+
+def _counter(counts: torch.Tensor, num_shared: int) -> Any:
+    """Return a pre-hook that counts opened chapters. It runs before the forward pass changes the state that routing reads."""
+
+    def count(memory: Any, arguments: tuple[torch.Tensor, ...], kwargs: dict[str, Any]) -> None:
+        routing = _routing_of(memory, arguments, kwargs)
+        if routing is not None:
+            tokens = routing.pooled.counts.to(torch.int64).unsqueeze(-1).expand_as(routing.chosen)  # [B, U, k]
+            counts.scatter_add_(0, (routing.chosen - num_shared).flatten().to(counts.device), tokens.flatten())
+
+    return count
+
+
 @torch.no_grad()
-def routing_of(memory: Any, arguments: tuple[torch.Tensor, ...], kwargs: Mapping[str, Any]) -> Routing | None:
+def _routing_of(memory: Any, arguments: tuple[torch.Tensor, ...], kwargs: Mapping[str, Any]) -> Routing | None:
     """Return the routing of a memory's forward pass; None for a pass without tokens, or repeated by activation checkpointing."""
     if is_in_backward() or not arguments[0].numel():
         return None

@@ -12,10 +12,9 @@ from tqdm import tqdm
 from midus_hf.analysis.chapters import report as of_chapters
 from midus_hf.analysis.chapters.ablation import ablate
 from midus_hf.analysis.chapters.edits import one_memory
-from midus_hf.analysis.chapters.records import record_chapters
+from midus_hf.analysis.chapters.records import record_chapter_usage, record_chapters
 from midus_hf.analysis.chapters.stats import ChapterStats, chapter_stats
 from midus_hf.analysis.chapters.tokens import nearest_tokens
-from midus_hf.analysis.chapters.usage import record_chapter_usage
 from midus_hf.analysis.depth import report as of_depth
 from midus_hf.analysis.depth.map import depth_map
 from midus_hf.analysis.depth.readers import readers_of_depth
