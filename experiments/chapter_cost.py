@@ -1,8 +1,8 @@
 """Cost of a layer of Mixture of Chapters: time by sizes and routings, and memory of a step with the paper's bank.
 
-    python -m benchmarks.chapter_cost
-    python -m benchmarks.chapter_cost --device cuda --dtype bfloat16
-    python -m benchmarks.chapter_cost --only bank --no-append
+    python -m experiments.chapter_cost
+    python -m experiments.chapter_cost --device cuda --dtype bfloat16
+    python -m experiments.chapter_cost --only bank --no-append
 
 Each value of an axis is timed in turns with the middle layer, which has the settings of `MIDDLE`. On the axis `layout`,
 all layers route by chunk, and the middle layer reads plain rows; `packed` rows hold documents of 32 to 224 tokens, and
@@ -23,16 +23,15 @@ from typing import Any
 import torch
 from torch import nn
 
-from benchmarks.study import Cell, Row, add_device, command_line, listed, run_columns, tell
+from benchmarks.study import Cell, Row, add_device, listed, run_columns, tell
 from benchmarks.timing import Task, Timing, interleaved, peak_bytes
-from benchmarks.tracked import RESULTS
+from experiments.steps import results_of, study
 from midus_hf.config.memories.chapters import PAPER, ChaptersOptions
 from midus_hf.config.model_sizes import ModelSizes
 from midus_hf.memory.registry import build_memory
 from midus_hf.memory.routing.token_places import TokenPlaces
 from midus_hf.memory.tables import MemoryTables
 
-COST_RESULTS = RESULTS / "chapter_cost.csv"
 WIDTH, HEADS, BATCH, TOKENS = 576, 9, 4, 512
 MIDDLE = {
     "k": 4,
@@ -55,7 +54,7 @@ PARTS = (*AXES, "bank", "layers")
 
 
 def main() -> None:
-    parser = command_line(__doc__)
+    parser = study(__doc__, work=None)
     add_device(parser)
     listed(parser, "--only", PARTS, "parts")
     parser.add_argument(
@@ -73,8 +72,8 @@ def main() -> None:
     columns |= {"C": "{chapters}", "T": "{chapter_tokens}", "tokens": "{tokens}"}
     columns |= {"forward ms": _number_cell("forward_ms"), "both ms": _number_cell("both_ms")}
     columns |= {"against the middle": _number_cell("against_middle", 2), "peak MB": _number_cell("peak_mb", 0)}
-    results = None if arguments.no_append else COST_RESULTS
-    tell((row for part in wanted for row in _rows(part, arguments)), columns, results, run_columns(arguments.device))
+    rows = (row for part in wanted for row in _rows(part, arguments))
+    tell(rows, columns, results_of("chapter_cost", arguments), run_columns(arguments.device))
 
 
 def _number_cell(name: str, digits: int = 1) -> Cell:

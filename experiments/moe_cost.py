@@ -1,8 +1,8 @@
 """Compare a layer with UltraMemV2 to a mixture of experts of the same size: bytes read and time by batch size (figure 5).
 
-    python -m benchmarks.moe_cost
-    python -m benchmarks.moe_cost --shapes 227m-1.2b --passes forward --seconds 10
-    python -m benchmarks.moe_cost --device cuda --dtype bfloat16 --shapes 1b-7b
+    python -m experiments.moe_cost
+    python -m experiments.moe_cost --shapes 227m-1.2b --passes forward --seconds 10
+    python -m experiments.moe_cost --device cuda --dtype bfloat16 --shapes 1b-7b
 
 One layer decodes one token of each sequence. The shapes come from the paper's table 7: a feed-forward network of width
 D with its memory, and Transformers' OLMoE block with 64 experts, 8 per token. Both have nearly equal numbers of
@@ -31,15 +31,14 @@ from transformers import LlamaConfig, OlmoeConfig
 from transformers.models.llama.modeling_llama import LlamaMLP
 from transformers.models.olmoe.modeling_olmoe import OlmoeSparseMoeBlock
 
-from benchmarks.study import Row, add_device, command_line, listed, run_columns, tell
+from benchmarks.study import Row, add_device, listed, run_columns, tell
 from benchmarks.timing import Task, interleaved
-from benchmarks.tracked import RESULTS
+from experiments.steps import results_of, study
 from midus_hf.config.memories.ultramem import UltraMemOptions
 from midus_hf.config.model_sizes import ModelSizes
 from midus_hf.memory.kept_values import kept_values
 from midus_hf.memory.registry import build_memory
 
-MOE_RESULTS = RESULTS / "moe_cost.csv"
 EXPERTS, CHOSEN = 64, 8
 PASSES = ("forward", "both")
 # Transformers' ways to compute experts.
@@ -132,14 +131,14 @@ class MoeLayer(nn.Module):
 
 
 def main() -> None:
-    parser = command_line(__doc__)
+    parser = study(__doc__, work=None)
     add_device(parser)
     listed(parser, "--shapes", SHAPES)
     listed(parser, "--passes", PASSES)
     listed(parser, "--batches", BATCHES)
     parser.add_argument("--seconds", type=float, default=10.0, help="seconds of timing per row (default: 10)")
     arguments = parser.parse_args()
-    run, results = run_columns(arguments.device), None if arguments.no_append else MOE_RESULTS
+    run, results = run_columns(arguments.device), results_of("moe_cost", arguments)
     columns = {
         "passes": "{passes}",
         "batch": "{batch}",

@@ -1,7 +1,7 @@
 """Compare upscaled models whose matrices or tables of values are integers: quality, bytes, and tokens per second.
 
-    python -m benchmarks.quantised
-    python -m benchmarks.quantised --methods midus-hml --tokens 128 --rounds 2 --no-append
+    python -m experiments.quantised
+    python -m experiments.quantised --methods midus-hml --tokens 128 --rounds 2 --no-append
 
 The base is SmolLM2-135M, in float32. Values of memories are noise, so that memories act. Matrices become integers by torchao while
 `from_pretrained` loads the model (`Int8WeightOnlyConfig`, and PyTorch's kernel of 4 bits for CPUs with groups of 64), and tables of
@@ -22,14 +22,13 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, TorchAoConfig
 
-from benchmarks.study import Row, command_line, listed, run_columns, tell
-from benchmarks.tracked import RESULTS
+from benchmarks.study import Row, listed, run_columns, tell
+from experiments.steps import results_of, study
 from material.addresses import addresses
 from material.smollm2 import smollm2_135m
 from midus_hf.memory import quantise_tables
 from upscalers import upscale
 
-QUANTISED_RESULTS = RESULTS / "quantised.csv"
 # Methods with options; the base alone is the model without memory.
 METHODS: dict[str, dict[str, Any]] = {"base": {}, "midus-hml": {}, "midus-pkm": {}, "ultramem-v2": {"n": 128}}
 # Bits of matrices and of tables; None is not rounded.
@@ -45,7 +44,7 @@ _GROUP = 64
 
 
 def main() -> None:
-    parser = command_line(__doc__)
+    parser = study(__doc__, work=None)
     listed(parser, "--methods", METHODS)
     parser.add_argument("--tokens", type=int, default=256, help="tokens of the held-out text (default: 256)")
     parser.add_argument("--new-tokens", type=int, default=8, help="tokens that generate makes (default: 8)")
@@ -64,7 +63,7 @@ def main() -> None:
     }
     text = sorted(addresses().held_out.iterdir())[-1].read_text(encoding="utf-8")
     ids = AutoTokenizer.from_pretrained(smollm2_135m())(text, return_tensors="pt").input_ids[:, : arguments.tokens]
-    results = None if arguments.no_append else QUANTISED_RESULTS
+    results = results_of("quantised", arguments)
     with tempfile.TemporaryDirectory() as folder:
         for method in arguments.methods.split(","):
             checkpoint = made(method, Path(folder) / method, arguments.noise)
