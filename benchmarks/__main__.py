@@ -123,13 +123,10 @@ def _add_model(commands: argparse._SubParsersAction) -> None:
     add_device(parser)
     parser.add_argument("--dtype", help="default: bfloat16 on a GPU, float32 on a CPU")
     parser.add_argument("--phases", type=words, default=PHASES, help=f"default: {','.join(PHASES)}")
-    parser.add_argument("--batch", type=int, help="sequences per optimizer step (default: 16, of 1B models 64; CPU 4)")
-    parser.add_argument("--accumulation", type=int, help="forward passes per optimizer step (default: 16; CPU 2)")
-    parser.add_argument("--length", type=int, help="tokens per sequence (default: 2048; CPU 64)")
-    parser.add_argument("--batches", type=numbers, help="more batch sizes to time a step at")
-    parser.add_argument("--lengths", type=numbers, help="more lengths to time a step at")
-    parser.add_argument("--prompt", type=int, help="tokens of the prompt of a generation (default: 128; CPU 32)")
-    parser.add_argument("--new-tokens", type=int, help="tokens generated (default: 128; CPU 32)")
+    parser.add_argument(
+        "--batches", type=numbers, help="batch sizes beside 16 (of 1B models 64; CPU 4) to time a step at"
+    )
+    parser.add_argument("--lengths", type=numbers, help="lengths beside 2048 (CPU 64) to time a step at")
     parser.add_argument(
         "--decoding",
         type=words,
@@ -144,7 +141,6 @@ def _add_model(commands: argparse._SubParsersAction) -> None:
     parser.add_argument(
         "--prompts", type=numbers, help="prompt lengths of prefill (default: 512,2048,8192; CPU 64,256)"
     )
-    parser.add_argument("--prefill-batches", type=numbers, default=[1], help="default: 1")
     parser.add_argument("--rounds", type=int, default=3, help="rounds over all models in turn (default: 3)")
     add_resumption(parser, "measurement")
     parser.add_argument("--profile", action="store_true", help="append what ran, kernel by kernel, to profile.csv")
@@ -194,7 +190,6 @@ def _add_kernels(commands: argparse._SubParsersAction) -> None:
     parser.add_argument(
         "--count", type=words, help="names of cases whose instructions are counted; default: all of these"
     )
-    parser.add_argument("--candidates", action="store_true", help="also the tiles that `tiles` would try")
     parser.add_argument("--json", action="store_true", help="print a JSON list")
 
 
@@ -208,7 +203,6 @@ def _add_report(commands: argparse._SubParsersAction) -> None:
     parser.add_argument("--results", type=Path, default=RESULTS, help="folder of the CSV files (default: the tracked)")
     parser.add_argument("--document", type=Path, default=DOCUMENT, help="default: docs/benchmarks.md")
     parser.add_argument("--images", type=Path, default=IMAGES, help="default: docs/images")
-    parser.add_argument("--no-plots", action="store_true", help="write the tables alone")
     parser.add_argument("--print-ops", action="store_true", help="print the tables of all ops, and write nothing")
 
 

@@ -169,7 +169,6 @@ def main() -> None:
     )
     parser.add_argument("--mergekit", help="path of mergekit-yaml in a separate environment")
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--folder", help="where to work (default: a temporary folder)")
     parser.add_argument("--only-make", metavar="DIR", help="make the synthetic base there and stop")
     parser.add_argument("--no-append", action="store_true", help="print the rows, leave the CSV alone")
     arguments = parser.parse_args()
@@ -178,7 +177,7 @@ def main() -> None:
         return
     upscale = str(Path(sys.executable).with_name("upscale"))
     rows: list[Row] = []
-    with tempfile.TemporaryDirectory(dir=arguments.folder) as work:
+    with tempfile.TemporaryDirectory() as work:
         base, output = Path(work) / "base", Path(work) / "output"
         # A separate process makes the base, because a child's peak memory starts at what its parent held at the fork.
         making = [sys.executable, __file__, "--gigabytes", str(arguments.gigabytes), "--only-make", str(base)]

@@ -8,13 +8,11 @@ from typing import Any
 import torch
 
 from benchmarks.kernels.compilation import Launch, caught_launches, specialisation
-from benchmarks.tiles.trying import candidates, shape_of_call, trying
 from midus_hf.ops.chapters.triton.forward import triton_segments
 from midus_hf.ops.chapters.triton.gradients import triton_segment_gradients
 from midus_hf.ops.depth.inputs import DepthInputs, Wanted
 from midus_hf.ops.depth.triton.forward import triton_depth_attention
 from midus_hf.ops.depth.triton.gradients import triton_depth_gradients
-from midus_hf.ops.dispatch.tiles import TILES
 from midus_hf.ops.gather.triton.rows import (
     triton_bank_gradient,
     triton_row_sums,
@@ -145,30 +143,15 @@ def _heads(count: int, dim: int, dtype: torch.dtype, skipped: int) -> torch.Tens
     return numbers.view(texts, tokens, count, dim).transpose(1, 2)
 
 
-def launches(of_cases: Container[str], with_candidates: bool = False) -> list[Launch]:
+def launches(of_cases: Container[str]) -> list[Launch]:
     """Return every launch of some cases; launches that compile to the same code come once."""
     by_code: dict[tuple, Launch] = {}
     for case, ask in cases():
         if case not in of_cases:
             continue
-        caught = [replace(launch, case=case) for launch in _caught(ask)]
-        for launch in (*caught, *(_of_candidates(case, ask) if with_candidates else ())):
+        with caught_launches() as caught:
+            ask()
+        for launch in caught:
             key = (launch.kernel.__name__, str((specialisation(launch), launch.options)))
-            by_code.setdefault(key, launch)
+            by_code.setdefault(key, replace(launch, case=case))
     return list(by_code.values())
-
-
-def _of_candidates(case: str, ask: Callable[[], Any]) -> Iterator[Launch]:
-    for kernel, tiles in TILES.items():
-        shape = shape_of_call(tiles, lambda: _caught(ask))
-        for changes in () if shape is None else candidates(tiles, *shape):
-            with trying(tiles, changes):
-                caught = _caught(ask)
-            tile = " ".join(f"{name}={size}" for name, size in changes.items())
-            yield from (replace(launch, case=case, tile=tile) for launch in caught if launch.kernel.__name__ == kernel)
-
-
-def _caught(ask: Callable[[], Any]) -> list[Launch]:
-    with caught_launches() as caught:
-        ask()
-    return caught

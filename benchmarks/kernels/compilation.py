@@ -105,14 +105,13 @@ _POINTERS = {
 
 @dataclass(frozen=True)
 class Launch:
-    """A launch that was caught: arguments by name, compiler options, programs, and differences from the tile of the rule."""
+    """A launch that was caught: arguments by name, compiler options and number of programs."""
 
     kernel: JITFunction
     case: str
     arguments: dict[str, Any]
     options: dict[str, Any]
     programs: int = 1
-    tile: str = ""
 
     @classmethod
     def of(
@@ -223,8 +222,7 @@ def compile_for(launch: Launch, target: str, *, counts: bool = True) -> Compiled
         for load in (r"ld\.global\S*\.v4\.b32\b|cp\.async\.cg\b", r"ld\.global\S*\.[bu]16\b")
     )
     shared = compiled.metadata.shared
-    case = f"{launch.case} {launch.tile}".rstrip()
-    return Compiled(kernel, case, target, shared, registers, spilled, wide, narrow, instructions, floor)
+    return Compiled(kernel, launch.case, target, shared, registers, spilled, wide, narrow, instructions, floor)
 
 
 def _registers(text: str) -> tuple[int, int]:

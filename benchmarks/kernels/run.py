@@ -19,7 +19,7 @@ def run(arguments: argparse.Namespace) -> int:
     chosen_cases = arguments.cases or names
     require_known(arguments.count, chosen_cases, "case", "some")
     with_counts = chosen_cases if arguments.count is None else arguments.count
-    caught = launches(chosen_cases, arguments.candidates)
+    caught = launches(chosen_cases)
     kernels = dict.fromkeys(launch.kernel.__name__ for launch in caught)
     require_known(arguments.kernels, kernels, "kernel", "some")
     rows = []

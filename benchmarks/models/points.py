@@ -100,16 +100,15 @@ def points(arguments: argparse.Namespace, base: str, device: str) -> tuple[list[
     """Return the main points, which are measured in every round, and points of further sizes, which are measured once."""
     gpu = device == "cuda"
     _check(arguments, gpu)
-    accumulation = arguments.accumulation or (16 if gpu else 2)
-    batch = arguments.batch or ((64 if "1b" in base.lower() else 16) if gpu else 4)
-    length = arguments.length or (2048 if gpu else 64)
-    prompt, new_tokens = arguments.prompt or (128 if gpu else 32), arguments.new_tokens or (128 if gpu else 32)
+    batch, accumulation, length, prompt, new_tokens = (16, 16, 2048, 128, 128) if gpu else (4, 2, 64, 32, 32)
+    if gpu and "1b" in base.lower():
+        batch = 64
     decodings = arguments.decoding or (["eager", "graph"] if gpu else ["eager"])
     generated = arguments.generate_batches or ([1, 8, 32] if gpu and not arguments.quick else [1])
     prompts = arguments.prompts or ([512, 2048, 8192] if gpu else [64, 256])
     if arguments.quick or arguments.rehearse:
         accumulation, batch, length, prompt, new_tokens, prompts = 2, 2, 16, 4, 4, [8]
-    for size in (batch, *(arguments.batches or [])):
+    for size in arguments.batches or []:
         if size % accumulation:
             raise SystemExit(f"batch is {size}; expected a multiple of accumulation = {accumulation}.")
     main = [
@@ -118,7 +117,7 @@ def points(arguments: argparse.Namespace, base: str, device: str) -> tuple[list[
         for rows in ([1] if decoding == "eager" else generated)
     ]
     main += [Point("train", batch, accumulation, length)]
-    main += [Point("prefill", rows, 1, tokens) for rows in arguments.prefill_batches for tokens in prompts]
+    main += [Point("prefill", 1, 1, tokens) for tokens in prompts]
     by_size = [Point("train", size, accumulation, length) for size in arguments.batches or []]
     by_size += [Point("train", batch, accumulation, tokens) for tokens in arguments.lengths or []]
     by_size = [point for point in dict.fromkeys(by_size) if point not in main]

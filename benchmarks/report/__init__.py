@@ -48,11 +48,10 @@ def run(arguments: argparse.Namespace) -> int:
 
         print(op_section(read(arguments.results / "ops.csv"), has_all=True))
         return 0
+    from benchmarks.report.plots import draw
+
     document = arguments.document.read_text(encoding="utf-8")
     arguments.document.write_text(with_sections(document, sections(arguments.results)), encoding="utf-8")
-    if not arguments.no_plots:
-        from benchmarks.report.plots import draw
-
-        for path in draw(arguments.results, arguments.images):
-            print(path)
+    for path in draw(arguments.results, arguments.images):
+        print(path)
     return 0

@@ -8,6 +8,8 @@ import pytest
 from tiny import FAMILIES
 
 from benchmarks.__main__ import command_line
+from benchmarks.ops.operations import PROVIDERS, Provider
+from benchmarks.ops.shapes import MODES
 
 
 @pytest.fixture
@@ -17,6 +19,17 @@ def ops_arguments(tmp_path):
     def make(*words: str) -> argparse.Namespace:
         small = "--device cpu --shapes tiny --tokens 70 --seconds 0 --results".split()
         return command_line().parse_args(["ops", *small, str(tmp_path), *words])
+
+    return make
+
+
+@pytest.fixture
+def register(monkeypatch):
+    """Return a function that makes the given builds the only providers of head-wise memory, by their names."""
+
+    def make(**builds) -> None:
+        table = {name: Provider(name, build, MODES, {}) for name, build in builds.items()}
+        monkeypatch.setitem(PROVIDERS, "headwise_memory", table)
 
     return make
 

@@ -1,18 +1,17 @@
 """A run that was cut goes on where it ended, and profiles stand beside its rows."""
 
-import csv
 import dataclasses
 from collections import Counter
 
 import pytest
 import torch
 
-from benchmarks.ops.bench import FILE, IDENTITY, Bench, Row, _kernels_of, run
-from benchmarks.ops.operations import PROVIDERS, Provider, Unavailable
+from benchmarks.ops.bench import FILE, IDENTITY, Bench, _kernels_of, run
+from benchmarks.ops.operations import Unavailable
 from benchmarks.ops.shapes import MODES, SHAPES, Case
 from benchmarks.recorded import Recorded
 from benchmarks.timing import PROFILES, KernelTime, Task
-from benchmarks.tracked import read, this_run
+from benchmarks.tracked import append, read, this_run
 from midus_hf.ops import headwise_memory
 from tests.benchmarks.simulated_gpu import SimulatedGpu
 
@@ -24,10 +23,8 @@ def _keys(rows: list[dict[str, str]]) -> Counter:
 
 
 def _replace(rows: list[dict[str, str]], results) -> None:
-    with (results / FILE).open("w", newline="") as stream:
-        writer = csv.DictWriter(stream, [field.name for field in dataclasses.fields(Row)])
-        writer.writeheader()
-        writer.writerows(rows)
+    (results / FILE).unlink()
+    append(rows, results / FILE)
 
 
 @pytest.fixture(autouse=True)
@@ -40,17 +37,6 @@ def no_peaks(monkeypatch):
 
 def _right(case, inputs):
     return lambda: headwise_memory(**inputs, k=case.shape.k, backend="reference")
-
-
-@pytest.fixture
-def register(monkeypatch):
-    """Makes providers of head-wise memory the only ones."""
-
-    def make(**builds) -> None:
-        table = {name: Provider(name, build, MODES, {}) for name, build in builds.items()}
-        monkeypatch.setitem(PROVIDERS, "headwise_memory", table)
-
-    return make
 
 
 @pytest.fixture
@@ -72,13 +58,17 @@ def right_and_wrong(register):
     register(hungry=hungry, wrong=wrong, right=_right)
 
 
-@pytest.mark.parametrize("kept", [4, 6])
-def test_a_run_that_was_cut_goes_on_to_the_keys_of_a_whole_one(kept, ops_arguments, tmp_path, capsys):
+@pytest.mark.parametrize("kept", [4, 6, 18])
+def test_a_run_that_was_cut_goes_on_to_the_keys_of_a_whole_one(kept, ops_arguments, tmp_path, monkeypatch, capsys):
     assert run(ops_arguments(*WORDS)) == 0
     whole = read(tmp_path / FILE)
     assert set(_keys(whole).values()) == {1}
-    assert len(whole) == 2 * (6 + 3)  # popularities x rows of each op; 6 is the first case, 4 two modes of it
+    assert len(whole) == 2 * (
+        6 + 3
+    )  # popularities x rows of each op; 6 is the first case, 4 two modes of it, 18 the whole
     _replace(whole[:kept], tmp_path)
+    if kept == len(whole):
+        monkeypatch.setattr("benchmarks.recorded.interleaved", lambda *_, **__: pytest.fail("measured again"))
     assert run(ops_arguments(*WORDS, "--resume")) == 0
     resumed = read(tmp_path / FILE)
     assert resumed[:kept] == whole[:kept]
@@ -87,14 +77,6 @@ def test_a_run_that_was_cut_goes_on_to_the_keys_of_a_whole_one(kept, ops_argumen
     printed = capsys.readouterr().err
     assert f"goes on with the run of {whole[0]['date']}, which has {kept} rows" in printed
     assert ("headwise_memory tiny 70 tokens uniform float32: measured before" in printed) == (kept >= 6)
-
-
-def test_what_is_complete_is_not_measured_again(ops_arguments, tmp_path, monkeypatch):
-    assert run(ops_arguments(*WORDS)) == 0
-    before = read(tmp_path / FILE)
-    monkeypatch.setattr("benchmarks.recorded.interleaved", lambda *_, **__: pytest.fail("measured again"))
-    assert run(ops_arguments(*WORDS, "--resume")) == 0
-    assert read(tmp_path / FILE) == before
 
 
 def test_nothing_is_resumed_from_another_commit(ops_arguments, tmp_path, capsys):

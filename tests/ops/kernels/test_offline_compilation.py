@@ -73,7 +73,7 @@ def test_every_kernel_compiles():
 def test_what_is_unknown_is_refused(words, message, monkeypatch):
     monkeypatch.setattr("os.environ", dict(os.environ))  # compiling does away with TRITON_INTERPRET
     launch = SimpleNamespace(kernel=SimpleNamespace(__name__="scores_kernel"))
-    monkeypatch.setattr("benchmarks.kernels.run.launches", lambda of_cases, with_candidates: [launch])
+    monkeypatch.setattr("benchmarks.kernels.run.launches", lambda of_cases: [launch])
     with pytest.raises(SystemExit, match=re.escape(message)):
         main(["kernels", *words])
 
