@@ -1,6 +1,5 @@
 """Generation a step at a time, through a cache of fixed size."""
 
-import csv
 import functools
 import shutil
 
@@ -15,6 +14,7 @@ from benchmarks.models.decoding import WARM_UP, generate, static_decoding
 from benchmarks.models.points import FILE
 from benchmarks.models.run import run
 from benchmarks.pretended_gpu import pretended_gpu
+from benchmarks.tracked import read
 from midus_hf.ops import headwise_memory
 
 
@@ -152,8 +152,7 @@ def test_steps_that_do_nothing_are_found_out(model, monkeypatch):
 def test_a_compiled_step_is_measured_on_a_cpu(model_arguments, tmp_path, capsys):
     chosen = ["--methods", "midus-hml", "--phases", "generate", "--decoding", "compiled", "--generate-batches", "2"]
     assert run(model_arguments(*chosen)) == 0
-    with (tmp_path / FILE).open(newline="") as stream:
-        (row,) = csv.DictReader(stream)
+    (row,) = read(tmp_path / FILE)
     assert (row["status"], row["decoding"], row["batch"]) == ("ok", "compiled", "2")
     assert float(row["tokens_per_s"]) == pytest.approx(2 * 4 / float(row["seconds"]), rel=0.01)
     assert float(row["seconds"]) < 1  # of a tiny model; compiling took longer

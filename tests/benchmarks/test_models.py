@@ -1,6 +1,5 @@
 """Whole models: what is built, what trains, and that all of it runs."""
 
-import csv
 import dataclasses
 
 import pytest
@@ -10,6 +9,7 @@ from benchmarks.models.build import build, new_parameters, read_base, set_traine
 from benchmarks.models.measure import measure
 from benchmarks.models.points import FILE, METHODS, Point, Row
 from benchmarks.models.run import run
+from benchmarks.tracked import read
 from midus_hf.memory.registry import MemoryModule
 
 
@@ -20,8 +20,7 @@ def _by_name(base, methods, placements=None):
 
 def test_all_methods_are_measured_in_all_phases(model_arguments, tmp_path):
     assert run(model_arguments()) == 0
-    with (tmp_path / FILE).open(newline="") as stream:
-        rows = list(csv.DictReader(stream))
+    rows = read(tmp_path / FILE)
     assert list(rows[0]) == [field.name for field in dataclasses.fields(Row)]
     assert {row["method"] for row in rows} == set(METHODS)
     assert {row["phase"] for row in rows if row["method"] == "midus-hml"} == {"train", "generate", "prefill"}
@@ -41,8 +40,7 @@ def test_all_methods_are_measured_in_all_phases(model_arguments, tmp_path):
 
 def test_models_that_read_alike_are_read_once_and_trained_each(model_arguments, tmp_path):
     assert run(model_arguments("--methods", "llama-pro,opt-deus,midus-hml")) == 0
-    with (tmp_path / FILE).open(newline="") as stream:
-        measured = {(row["method"], row["placement"], row["phase"]) for row in csv.DictReader(stream)}
+    measured = {(row["method"], row["placement"], row["phase"]) for row in read(tmp_path / FILE)}
     assert ("llama-pro", "llama-pro", "generate") in measured
     assert ("opt-deus", "top-heavy", "train") in measured
     assert ("opt-deus", "top-heavy", "generate") not in measured

@@ -1,19 +1,15 @@
 """Tables come from the CSV files alone."""
 
-import csv
-import dataclasses
 import re
 from pathlib import Path
 
 import pytest
 
 from benchmarks.__main__ import main
-from benchmarks.models.points import Row as ModelRow
-from benchmarks.ops.bench import Row as OpRow
 from benchmarks.report import DOCUMENT, sections, with_sections
 from benchmarks.report.goals import goals
 from benchmarks.report.rows import over_rounds, short
-from benchmarks.tracked import RESULTS
+from benchmarks.tracked import RESULTS, append
 
 OP = {
     "date": "2026-11-21T10:00:00",
@@ -76,12 +72,9 @@ TRAIN = {**TRAIN, "device_s": "", "launches": ""}
 
 
 def _write(folder: Path, ops=(), models=()) -> Path:
-    for rows, row_class, name in ((ops, OpRow, "ops.csv"), (models, ModelRow, "model.csv")):
-        columns = [field.name for field in dataclasses.fields(row_class)]
-        with (folder / name).open("w", newline="") as stream:
-            writer = csv.DictWriter(stream, columns)
-            writer.writeheader()
-            writer.writerows(rows)
+    for rows, name in ((ops, "ops.csv"), (models, "model.csv")):
+        (folder / name).unlink(missing_ok=True)
+        append(rows, folder / name)
     return folder
 
 

@@ -111,28 +111,3 @@ def test_the_command_tells_which_document_each_question_was_asked_behind(bert, d
 def asked_for(row: dict) -> str:
     question = row["question"]["question"]
     return f"Question: {question}\nAnswer:" if row["task"] == "piqa" else question
-
-
-@pytest.mark.parametrize(
-    "words, message",
-    [
-        (["--set", "documents=d.txt"], "documents is d.txt, but no model decides which of them is nearest; give"),
-        (["--set", "passage_tokens=3"], "passage_tokens is 3, but there are no documents; give some."),
-        (["--set", "embedding_model=m"], "embedding_model is m, but there are no documents; give some."),
-        (
-            ["--set", "documents=d.txt", "--set", "embedding_model=m", "--set", "passage_tokens=0"],
-            "passage_tokens is 0; expected at least 1.",
-        ),
-    ],
-    ids=["no-embedding-model", "passages-of-nothing", "embedding-of-nothing", "empty-passages"],
-)
-def test_a_wrong_request_gets_one_line_and_status_2(words, message, data, tmp_path, capsys):
-    model = save_byte_model("llama", tmp_path / "model")
-    assert main([str(model), "--tasks", "facts", "--data", str(data), *words]) == 2
-    assert message in capsys.readouterr().err
-
-
-def test_documents_without_tasks_are_refused(tmp_path, capsys):
-    model = save_byte_model("llama", tmp_path / "model")
-    assert main([str(model), "--text", "t.txt", "--set", "documents=d.txt", "--set", "embedding_model=m"]) == 2
-    assert "documents is d.txt, but there are no tasks; name them." in capsys.readouterr().err

@@ -29,12 +29,19 @@ TEXT = "A text of the ordinary kind, for measuring. " * 10
 
 @pytest.fixture(scope="module")
 def room(tmp_path_factory):
-    """A folder with a base, its upscaled model, a text and questions."""
+    """A folder with a base, its upscaled model, a text, questions, and models without all weights or without any."""
     folder = tmp_path_factory.mktemp("room")
     save_byte_model("qwen2", folder / "base", max_position_embeddings=256)
     save_upscaled(folder / "base", folder / "upscaled")
     (folder / "text.txt").write_text(TEXT)
     write_questions(folder / "questions")
+    (folder / "broken").mkdir()
+    (folder / "broken" / "config.json").write_bytes((folder / "base" / "config.json").read_bytes())
+    model = AutoModelForCausalLM.from_pretrained(folder / "base")
+    state = model.state_dict()
+    del state["model.layers.2.mlp.up_proj.weight"]
+    model.save_pretrained(folder / "lacking", state_dict=state)
+    byte_tokenizer().save_pretrained(folder / "lacking")
     return folder
 
 
@@ -159,9 +166,7 @@ def test_an_answers_file_is_not_replaced_and_is_gone_where_nothing_was_answered(
     assert "there.jsonl', which exists; choose another file" in line
     status, line = refusal(capsys, *words, "--set", f"answers={tmp_path / 'absent' / 'a.jsonl'}")
     assert status == 2 and "a.jsonl', which cannot be written: No such file or directory" in line
-    (tmp_path / "broken").mkdir()
-    (tmp_path / "broken" / "config.json").write_bytes((room / "base" / "config.json").read_bytes())
-    refusal(capsys, tmp_path / "broken", *words[1:], "--set", f"answers={tmp_path / 'new.jsonl'}")
+    refusal(capsys, room / "broken", *words[1:], "--set", f"answers={tmp_path / 'new.jsonl'}")
     assert not (tmp_path / "new.jsonl").exists()
 
 
@@ -175,18 +180,8 @@ def test_settings_come_from_a_file_and_options_override_it(room, tmp_path, capsy
 
 def test_text_is_read_from_the_column_and_in_the_encoding_that_are_named(room, tmp_path, capsys):
     (tmp_path / "rows.jsonl").write_bytes(json.dumps({"body": "ü" + TEXT}, ensure_ascii=False).encode("latin-1"))
-    words = [
-        "--text",
-        str(tmp_path),
-        "--set",
-        "column=body",
-        "--set",
-        "encoding=latin-1",
-        "--sequence-length",
-        "32",
-        "--json",
-    ]
-    cli.main([str(room / "base"), *words])
+    words = ["--text", str(tmp_path), "--set", "column=body", "--set", "encoding=latin-1", "--sequence-length", "32"]
+    cli.main([str(room / "base"), *words, "--json"])
     measured = json.loads(capsys.readouterr().out)["models"][0]["perplexity"]
     assert measured["tokens"] == len(("ü" + TEXT).encode()) - 1
 
@@ -244,34 +239,27 @@ def refusal(capsys, *arguments) -> tuple[int, str]:
         pytest.param(["{base}", "--tasks", "boolq", "--data", "{room}"], "holds no boolq.jsonl", marks=needs_harness),
         (["{base}", "--config", "{room}/absent.yaml"], "absent.yaml', which cannot be read (No such file"),
         (["--write-tasks", "{room}/tasks"], "write_tasks needs data"),
+        (["{room}/broken", "--text", "{text}"], "which cannot be loaded"),
+        (
+            ["{room}/lacking", "--text", "{text}", "--sequence-length", "32"],
+            "lacks 1 of its tensors, such as model.layers.2.mlp.up_proj.weight, which would be random",
+        ),
+        pytest.param(
+            ["{base}", "--tasks", "bolq", "--data", "{room}/questions"], "Did you mean 'boolq'", marks=needs_harness
+        ),
     ],
 )
-def test_a_wrong_request_gets_one_line_and_status_2(room, capsys, arguments, message):
+def test_a_wrong_request_gets_one_line_and_status_2(room, capsys, monkeypatch, arguments, message):
+    if "bolq" in arguments:
+        from lm_eval.tasks import TaskManager
+
+        # Without the harness's own tasks, whose files take ten seconds to read; test_tasks.py is about them.
+        monkeypatch.setattr("midus_hf.evaluation.harness._own_tasks", lambda: TaskManager(include_defaults=False))
     places = {"room": room, "base": room / "base", "text": room / "text.txt"}
     status, line = refusal(capsys, *(argument.format(**places) for argument in arguments))
     assert status == 2
     assert line.startswith("midus eval: ")
     assert message in line
-
-
-@needs_harness
-def test_a_task_that_does_not_exist_gets_one_line_and_status_2(room, capsys, monkeypatch):
-    from lm_eval.tasks import TaskManager
-
-    # Without the harness's own tasks, whose files take ten seconds to read; test_tasks.py is about them.
-    monkeypatch.setattr("midus_hf.evaluation.harness._own_tasks", lambda: TaskManager(include_defaults=False))
-    status, line = refusal(capsys, room / "base", "--tasks", "bolq", "--data", room / "questions")
-    assert status == 2
-    assert line.startswith("midus eval: ")
-    assert "Did you mean 'boolq'" in line
-
-
-def test_a_model_that_cannot_be_loaded_gets_one_line_and_status_2(room, tmp_path, capsys):
-    (tmp_path / "broken").mkdir()
-    (tmp_path / "broken" / "config.json").write_bytes((room / "base" / "config.json").read_bytes())
-    status, line = refusal(capsys, tmp_path / "broken", "--text", room / "text.txt")
-    assert status == 2
-    assert "which cannot be loaded" in line
 
 
 @pytest.mark.parametrize("measure", ["text", pytest.param("tasks", marks=needs_harness)])
@@ -424,14 +412,3 @@ def test_what_libraries_say_is_not_shown_unless_it_is_an_error_or_asked_for(room
         assert f"{said} of a library" in loud.stderr
     assert "%|" in loud.stderr
     assert "chatter" not in loud.stdout
-
-
-def test_a_checkpoint_that_lacks_weights_is_refused(room, tmp_path, capsys):
-    model = AutoModelForCausalLM.from_pretrained(room / "base")
-    state = model.state_dict()
-    del state["model.layers.2.mlp.up_proj.weight"]
-    model.save_pretrained(tmp_path, state_dict=state)
-    byte_tokenizer().save_pretrained(tmp_path)
-    status, line = refusal(capsys, tmp_path, "--text", room / "text.txt", "--sequence-length", 32)
-    assert status == 2
-    assert "lacks 1 of its tensors, such as model.layers.2.mlp.up_proj.weight, which would be random" in line

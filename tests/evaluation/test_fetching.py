@@ -17,7 +17,6 @@ from midus_hf.cli.evaluate import main
 from midus_hf.evaluation.evaluate import evaluate
 from midus_hf.evaluation.fetching import by_path, fetches_blocks, fetching, question_of
 from midus_hf.evaluation.perplexity import perplexity, prepare_text
-from midus_hf.evaluation.settings import EvaluationSettings
 from midus_hf.retrieval.tree_files import TreeOrigin
 from upscalers.runs.upscale import upscale
 
@@ -56,6 +55,13 @@ def find_paths(texts):
     """A path that follows from the letters of a text."""
     leaves = torch.tensor([sum(map(ord, text)) % 9 for text in texts])
     return torch.stack([leaves // 3, leaves], dim=1)
+
+
+def tree_at(folder, branching=3, levels=2) -> str:
+    """The path of a random tree of a tiny model's embeddings."""
+    origin = TreeOrigin(embedding_model=str(save_tiny_bert(folder / "bert")))
+    random_tree(branching, levels, width=WIDTH, origin=origin).save(folder / "tree")
+    return str(folder / "tree")
 
 
 def loss_of(model, document: str, window: int, memory_ids=None) -> tuple[float, int]:
@@ -173,9 +179,7 @@ def test_what_choices_have_in_common_is_asked_where_they_are_contexts():
 
 
 def test_the_command_measures_by_a_tree_and_without_its_best_nodes(model_folder, tmp_path, capsys):
-    bert = save_tiny_bert(tmp_path / "bert")
-    tree = random_tree(3, 2, width=WIDTH, origin=TreeOrigin(embedding_model=str(bert)))
-    tree.save(tmp_path / "tree")
+    tree = tree_at(tmp_path)
     texts = tmp_path / "texts.jsonl"
     texts.write_text("".join(json.dumps({"text": f"w{i} w{i + 1} w{2 * i} " * 4}) + "\n" for i in range(6)))
 
@@ -183,7 +187,7 @@ def test_the_command_measures_by_a_tree_and_without_its_best_nodes(model_folder,
         main([str(model_folder), "--text", str(texts), "--sequence-length", "16", "--json", *words])
         return json.loads(capsys.readouterr().out)["models"][0]["perplexity"]["perplexity"]
 
-    retriever = ["--retriever", str(tmp_path / "tree")]
+    retriever = ["--retriever", tree]
     apart, fetched = measured("--set", "apart=true"), measured(*retriever)
     blocked = measured(*retriever, "--blocked", "1:0", "--blocked", "1:1")
     first, second = (measured(*retriever, "--block-best", f"1:{count}") for count in (1, 2))
@@ -199,11 +203,7 @@ def test_the_command_measures_by_the_paths_that_rows_have_as_training_does(model
     words = [
         "--text",
         str(tmp_path / "texts.jsonl"),
-        "--sequence-length",
-        "16",
-        "--json",
-        "--set",
-        "path_column=memory_ids",
+        *"--sequence-length 16 --json --set path_column=memory_ids".split(),
     ]
     plain = save_byte_model("llama", tmp_path / "plain")
     main([str(model_folder), str(plain), *words])
@@ -220,18 +220,16 @@ def test_the_command_measures_by_the_paths_that_rows_have_as_training_does(model
 @pytest.mark.parametrize(("branching", "levels"), [(2, 2), (3, 3)], ids=["fewer-children", "more-levels"])
 def test_a_tree_of_another_shape_than_that_of_the_bank_is_refused(branching, levels, model_folder, tmp_path, capsys):
     """By fewer children every node has a block, of other topics."""
-    bert = save_tiny_bert(tmp_path / "bert")
-    tree = random_tree(branching, levels, width=WIDTH, origin=TreeOrigin(embedding_model=str(bert)))
-    tree.save(tmp_path / "tree")
+    tree = tree_at(tmp_path, branching, levels)
     (tmp_path / "text.txt").write_text("w1 w2 w3")
     words = (
         f"memory 'hier-ffn' fetches blocks by a tree of 2 levels of 3, and the retriever has {levels} levels of {branching}; "
         "expected the tree that the bank was trained with."
     )
-    assert main([str(model_folder), "--text", str(tmp_path / "text.txt"), "--retriever", str(tmp_path / "tree")]) == 2
+    assert main([str(model_folder), "--text", str(tmp_path / "text.txt"), "--retriever", tree]) == 2
     assert words in capsys.readouterr().err
     with pytest.raises(ValueError, match=re.escape(words)):
-        MidusLM(str(model_folder), device="cpu", retriever=str(tmp_path / "tree"))
+        MidusLM(str(model_folder), device="cpu", retriever=tree)
 
 
 @pytest.mark.parametrize(
@@ -260,32 +258,7 @@ def test_paths_in_another_tree_than_that_of_the_bank_are_refused_before_anything
 
 
 def test_more_best_nodes_than_there_are_are_refused_before_a_model_is_loaded(model_folder, tmp_path, capsys):
-    bert = save_tiny_bert(tmp_path / "bert")
-    random_tree(3, 2, width=WIDTH, origin=TreeOrigin(embedding_model=str(bert))).save(tmp_path / "tree")
     (tmp_path / "text.txt").write_text("w1 w2")
-    words = ["--text", str(tmp_path / "text.txt"), "--retriever", str(tmp_path / "tree"), "--block-best", "1:3"]
+    words = ["--text", str(tmp_path / "text.txt"), "--retriever", tree_at(tmp_path), "--block-best", "1:3"]
     assert main([str(model_folder), *words]) == 2
     assert "blocked leaves no path to a leaf with data" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
-    "given, message",
-    [
-        ({"blocked": ["1:0"]}, "blocked is 1:0, but there is no retriever; give one"),
-        ({"blocked": ["0:1"], "retriever": "tree"}, "blocked has '0:1'; expected LEVEL:NODE, such as 2:52"),
-        ({"block_best": "1:1"}, "block_best is 1:1, but there is no retriever; give one"),
-        ({"block_best": "0:1", "retriever": "tree"}, "block_best is '0:1'; expected LEVEL:COUNT, such as 1:1"),
-        (
-            {"path_column": "ids", "retriever": "tree"},
-            "path_column is 'ids', but a retriever is given; expected one of them.",
-        ),
-        (
-            {"path_column": "ids", "text": None, "tasks": ["piqa"]},
-            "path_column is 'ids', but there is no text to measure.",
-        ),
-    ],
-    ids=["no-retriever", "level", "best-no-retriever", "best-level", "paths-retriever", "paths-no-text"],
-)
-def test_wrong_settings_are_refused(given, message):
-    with pytest.raises(ValueError, match=message):
-        EvaluationSettings(**{"text": "t", **given})

@@ -50,6 +50,10 @@ def test_null_and_text_that_is_a_number_are_read_as_everywhere(tmp_path):
     assert read_settings(tmp_path / "a.yaml", {}) == EvaluationSettings(text="a", max_tokens=100_000)
 
 
+BY_TREE = {"text": "a", "retriever": "tree"}
+BESIDE = {"documents": "d", "embedding_model": "m"}
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -66,6 +70,20 @@ def test_null_and_text_that_is_a_number_are_read_as_everywhere(tmp_path):
         ({"tasks": ["piqa"], "num_fewshot": -1}, "num_fewshot is -1; expected at least 0"),
         ({"text": "a", "seed": -1}, "seed is -1; expected at least 0"),
         ({"text": "a", "dtype": "int8"}, "dtype is 'int8'; expected auto, float32, bfloat16 or float16"),
+        ({"text": "a", "blocked": ["1:0"]}, "blocked is 1:0, but there is no retriever; give one"),
+        ({**BY_TREE, "blocked": ["0:1"]}, "blocked has '0:1'; expected LEVEL:NODE, such as 2:52"),
+        ({"text": "a", "block_best": "1:1"}, "block_best is 1:1, but there is no retriever; give one"),
+        ({**BY_TREE, "block_best": "0:1"}, "block_best is '0:1'; expected LEVEL:COUNT, such as 1:1"),
+        ({**BY_TREE, "path_column": "i"}, "path_column is 'i', but a retriever is given; expected one of them."),
+        ({"tasks": ["piqa"], "path_column": "i"}, "path_column is 'i', but there is no text to measure."),
+        (
+            {"tasks": ["facts"], "documents": "d"},
+            "documents is d, but no model decides which of them is nearest; give",
+        ),
+        ({"tasks": ["facts"], "passage_tokens": 3}, "passage_tokens is 3, but there are no documents; give some."),
+        ({"tasks": ["facts"], "embedding_model": "m"}, "embedding_model is m, but there are no documents; give some."),
+        ({**BESIDE, "tasks": ["facts"], "passage_tokens": 0}, "passage_tokens is 0; expected at least 1."),
+        ({**BESIDE, "text": "t"}, "documents is d, but there are no tasks; name them."),
     ],
 )
 def test_settings_that_make_no_sense_are_refused(options, message):

@@ -44,9 +44,13 @@ def test_there_are_eight_local_tasks():
     assert local_task_names() == sorted(QUESTIONS)
 
 
+def task_of(name, data):
+    return Tasks([name], data=data).manager.load([load_local_task(name, data)])["tasks"][f"midus_{name}"]
+
+
 @pytest.mark.parametrize("name", PROMPTS)
 def test_a_local_task_asks_as_the_harness_does(name, data):
-    task = Tasks([name], data=data).manager.load([load_local_task(name, data)])["tasks"][f"midus_{name}"]
+    task = task_of(name, data)
     document = task.test_docs()[0]
     prompt, continuations = PROMPTS[name]
     assert task.doc_to_text(document) == prompt
@@ -56,42 +60,66 @@ def test_a_local_task_asks_as_the_harness_does(name, data):
     assert [request.args for request in requests] == [(prompt, f" {text}") for text in continuations]
 
 
-def test_an_atomic_number_is_asked_for_in_the_words_of_the_paper_and_written_greedily(data):
-    task = Tasks(["atomic_numbers"], data=data).manager.load([load_local_task("atomic_numbers", data)])["tasks"][
-        "midus_atomic_numbers"
-    ]
-    document = task.test_docs()[1]
-    prompt = task.doc_to_text(document)
-    assert prompt == "The atomic number of tungsten is"
-    (request,) = [task.construct_requests(document, prompt, metadata=("midus_atomic_numbers", 0, 1))]
-    assert request.args == (prompt, {"until": [], "do_sample": False, "max_gen_toks": 16})
+@pytest.mark.parametrize(
+    ("name", "row", "prompt", "until"),
+    [
+        ("atomic_numbers", 1, "The atomic number of tungsten is", []),  # the words of the paper
+        ("facts", 0, "The ship sailed from the port of", ["\n"]),
+    ],
+)
+def test_a_fact_is_asked_for_as_its_row_says_and_written_greedily(data, name, row, prompt, until):
+    task = task_of(name, data)
+    document = task.test_docs()[row]
+    assert task.doc_to_text(document) == prompt
+    if name == "facts":
+        assert task.doc_to_target(document) == QUESTIONS[name][row]["answers"]
+    request = task.construct_requests(document, prompt, metadata=(f"midus_{name}", 0, 1))
+    assert request.args == (prompt, {"until": until, "do_sample": False, "max_gen_toks": 16})
+
+
+WRITTEN = {
+    ("atomic_numbers", 1): {
+        " 74.": True,
+        " 74": True,
+        " the number of protons,\nwhich is 74, not 75.": True,
+        "74: W": True,
+        " 183.84 for its weight and 74": True,
+        " 1,074 or 74": True,
+        " 75, or 74": False,
+        " 174": False,
+        " 7": False,
+        " 74.5": False,
+        " unknown": False,
+        "": False,
+    },
+    ("facts", 0): {
+        " Saint Helier": True,
+        " SAINT HELIER.": True,
+        ' "the Saint Helier", which lies': True,
+        " St. Helier. It is": True,
+        " St Helier; and": True,
+        " Saint Helier (Jersey)": True,
+        " Saint Helier in Jersey": False,
+        " Helier": False,
+        " Jersey, then Saint Helier": False,
+        "": False,
+    },
+    ("facts", 1): {" .je": True, " je.": True, " .jersey": False, " .je.ne": False},
+}
+FILTERS = {"atomic_numbers": "first-integer", "facts": "first-clause"}
 
 
 @pytest.mark.parametrize(
-    ("written", "right"),
-    [
-        (" 74.", True),
-        (" 74", True),
-        (" the number of protons,\nwhich is 74, not 75.", True),
-        ("74: W", True),
-        (" 183.84 for its weight and 74", True),
-        (" 1,074 or 74", True),
-        (" 75, or 74", False),
-        (" 174", False),
-        (" 7", False),
-        (" 74.5", False),
-        (" unknown", False),
-        ("", False),
-    ],
+    ("name", "row", "written", "right"),
+    [(*asked, written, right) for asked, of_row in WRITTEN.items() for written, right in of_row.items()],
 )
-def test_the_first_whole_number_that_is_written_counts(data, written, right):
-    tasks = Tasks(["atomic_numbers"], data=data)
-    task = tasks.manager.load([load_local_task("atomic_numbers", data)])["tasks"]["midus_atomic_numbers"]
-    document = task.test_docs()[1]
-    request = task.construct_requests(document, "", metadata=("midus_atomic_numbers", 0, 1))
+def test_the_first_whole_number_or_clause_that_is_written_counts(data, name, row, written, right):
+    task = task_of(name, data)
+    document = task.test_docs()[row]
+    request = task.construct_requests(document, "", metadata=(f"midus_{name}", row, 1))
     request.resps, task._instances = [written], [request]
     task.apply_filters()
-    found = task.process_results(document, [request.filtered_resps["first-integer"]])
+    found = task.process_results(document, [request.filtered_resps[FILTERS[name]]])
     assert found == {"exact_match": float(right)}
 
 
@@ -102,49 +130,6 @@ def test_atomic_numbers_are_those_that_the_model_writes(data):
     found = scores["atomic_numbers"]
     assert found["exact_match,first-integer"] == 0.0  # of random weights
     assert (found["num_fewshot"], found["num_questions"]) == (0, 2)
-
-
-def facts_task(data):
-    return Tasks(["facts"], data=data).manager.load([load_local_task("facts", data)])["tasks"]["midus_facts"]
-
-
-def test_a_fact_is_asked_for_as_its_row_says_and_written_greedily(data):
-    task = facts_task(data)
-    document = task.test_docs()[0]
-    prompt = task.doc_to_text(document)
-    assert prompt == "The ship sailed from the port of"
-    assert task.doc_to_target(document) == ["Saint Helier", "St. Helier"]
-    request = task.construct_requests(document, prompt, metadata=("midus_facts", 0, 1))
-    assert request.args == (prompt, {"until": ["\n"], "do_sample": False, "max_gen_toks": 16})
-
-
-@pytest.mark.parametrize(
-    ("question", "written", "right"),
-    [
-        (0, " Saint Helier", True),
-        (0, " SAINT HELIER.", True),
-        (0, ' "the Saint Helier", which lies', True),
-        (0, " St. Helier. It is", True),
-        (0, " St Helier; and", True),
-        (0, " Saint Helier (Jersey)", True),
-        (0, " Saint Helier in Jersey", False),
-        (0, " Helier", False),
-        (0, " Jersey, then Saint Helier", False),
-        (0, "", False),
-        (1, " .je", True),
-        (1, " je.", True),
-        (1, " .jersey", False),
-        (1, " .je.ne", False),
-    ],
-)
-def test_the_first_clause_that_is_written_must_be_one_of_the_answers(data, question, written, right):
-    task = facts_task(data)
-    document = task.test_docs()[question]
-    request = task.construct_requests(document, "", metadata=("midus_facts", question, 1))
-    request.resps, task._instances = [written], [request]
-    task.apply_filters()
-    found = task.process_results(document, [request.filtered_resps["first-clause"]])
-    assert found == {"exact_match": float(right)}
 
 
 def test_facts_are_those_that_the_model_writes_and_answers_are_told(data):

@@ -134,15 +134,18 @@ def test_the_wanted_files_of_a_wheel_are_extracted_and_no_others(pip_package, fo
     assert "fetching pieces 1.0 with pip" in printed.err
 
 
-def test_the_wanted_files_of_an_npm_tarball_are_extracted(npm_package, folder):
-    paths = extract(npm_package, ["package/data/*.txt"], folder)
-    assert [path.read_text() for path in paths] == ["one", "two"]
-    assert everything_under(folder) == ["package/data/a.txt", "package/data/b.txt"]
-
-
-def test_the_wanted_files_of_a_source_archive_are_extracted(source_package, folder):
-    paths = extract(source_package, ["*.jsonl"], folder)
-    assert [path.read_text() for path in paths] == ["{}"] and everything_under(folder) == ["sources-1.0/data/a.jsonl"]
+@pytest.mark.parametrize(
+    ("kind", "pattern", "files"),
+    [
+        ("npm_package", "package/data/*.txt", {"package/data/a.txt": "one", "package/data/b.txt": "two"}),
+        ("source_package", "*.jsonl", {"sources-1.0/data/a.jsonl": "{}"}),
+    ],
+)
+def test_the_wanted_files_of_an_npm_tarball_and_of_a_source_archive_are_extracted(
+    kind, pattern, files, folder, request
+):
+    paths = extract(request.getfixturevalue(kind), [pattern], folder)
+    assert [path.read_text() for path in paths] == list(files.values()) and everything_under(folder) == list(files)
 
 
 def test_nothing_of_a_source_archive_with_another_digest_is_run(source_package, folder, tmp_path):
