@@ -21,6 +21,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from benchmarks.report.rows import table
 from benchmarks.study import Row, keep, listed, run_columns
 from experiments.steps import (
     FROM_NOTHING,
@@ -69,24 +70,22 @@ def main() -> None:
         rows.append(row)
         if is_new:
             keep(row, results_of("depth_from_scratch", arguments), run)
-    print("\n".join(table(rows)))
+    print(table_of(rows))
 
 
-def table(rows: Sequence[Row]) -> list[str]:
+def table_of(rows: Sequence[Row]) -> str:
     """Return a Markdown table of means over seeds, with the lowest and highest value.
 
     Differences are from the same seed's model without slots.
     """
-    lines = [
-        "| norms | slots | parameters | MFLOPs a token | seconds | held-out loss | difference |",
-        "|---|---|---|---|---|---|---|",
-    ]
+    header = ["norms", "slots", "parameters", "MFLOPs a token", "seconds", "held-out loss", "difference"]
+    lines = []
     vanilla = {(row["norms"], row["seed"]): row["loss"] for row in rows if row["slots"] == "none"}
     for norms, slots in dict.fromkeys((row["norms"], row["slots"]) for row in rows):
         of_variant = [row for row in rows if (row["norms"], row["slots"]) == (norms, slots)]
         pairs = [(row["loss"], vanilla.get((norms, row["seed"]))) for row in of_variant if slots != "none"]
         differences = [loss - without for loss, without in pairs if without is not None]
-        cells = [
+        line = [
             norms,
             slots,
             f"{of_variant[0]['parameters']:,}",
@@ -95,8 +94,8 @@ def table(rows: Sequence[Row]) -> list[str]:
             _with_range([row["loss"] for row in of_variant], "{:.4f}"),
             _with_range(differences, "{:+.4f}") if differences else "",
         ]
-        lines.append(f"| {' | '.join(cells)} |")
-    return lines
+        lines.append(line)
+    return table(header, lines)
 
 
 def _with_range(numbers: list[float], form: str) -> str:

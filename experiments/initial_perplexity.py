@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from benchmarks.report.rows import table
 from benchmarks.study import Row, keep, short_run_columns
 from experiments.steps import results_of, run_command, study
 
@@ -178,17 +179,15 @@ def _placements(method: str) -> list[tuple[str, bool]]:
 
 
 def _table(rows: list[Row], base: Row) -> str:
-    lines = [
-        "| method | placement | promises at the start | layers | parameters | perplexity | KL from the base, nats |",
-        "|---|---|---|---|---|---|---|",
-    ]
+    header = ["method", "placement", "promises at the start", "layers", "parameters", "perplexity"]
+    lines = []
     for row in sorted(rows, key=lambda row: row["perplexity"]):
         perplexity = f"{row['perplexity']:,.4f}{' = base' if row['equals_base'] and row is not base else ''}"
         divergence = "" if row["kl_divergence"] is None else f"{row['kl_divergence']:.3g}"
         promise = "" if row is base else "the base, exactly" if row["promises_identity"] else "nothing"
         cells = [row["variant"], row["placement"], promise, str(row["layers"]), f"{row['parameters'] / 1e6:.1f} M"]
-        lines.append(f"| {' | '.join([*cells, perplexity, divergence])} |")
-    return "\n".join(lines)
+        lines.append([*cells, perplexity, divergence])
+    return table([*header, "KL from the base, nats"], lines)
 
 
 if __name__ == "__main__":

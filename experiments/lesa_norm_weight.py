@@ -17,6 +17,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from benchmarks.report.rows import table
 from benchmarks.study import Row, keep, listed, short_run_columns
 from experiments.initial_perplexity import Measure, add_measure, measure_of, upscaled
 from experiments.steps import results_of, study
@@ -87,10 +88,8 @@ def _mean(measurements: Sequence[dict[str, Any]], key: str) -> float:
 
 
 def _table(rows: Sequence[Row]) -> str:
-    lines = [
-        "| norm_weight | norms of layer 0: median | lowest to highest | means: median | lowest to highest | norm ratio | cosine |",
-        "|---|---|---|---|---|---|---|",
-    ]
+    header = ["norm_weight", "norms of layer 0: median", "lowest to highest", "means: median", "lowest to highest"]
+    lines = []
     for weight in sorted({row["norm_weight"] for row in rows}):
         cells = [f"{weight:g}"]
         of_weight = [row for row in rows if row["norm_weight"] == weight]
@@ -104,8 +103,8 @@ def _table(rows: Sequence[Row]) -> str:
             else:
                 cells += ["", ""]
         cells += [f"{_mean(of_weight, name):.3f}" for name in ("norm_ratio", "cosine_to_mean")]
-        lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join(lines)
+        lines.append(cells)
+    return table([*header, "norm ratio", "cosine"], lines)
 
 
 if __name__ == "__main__":

@@ -19,6 +19,8 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+from benchmarks.report.rows import table
+from experiments.steps import read_rows
 from midus_hf.documents import find_files, iterate_documents
 
 
@@ -34,7 +36,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--bins", type=int, default=5, help="of questions (default: 5)")
     chosen = parser.parse_args(arguments)
     if chosen.corpus and chosen.questions:
-        names = {row["name"]: row["names"] for row in _rows(chosen.questions)}
+        names = {row["name"]: row["names"] for row in read_rows(chosen.questions)}
         files = [file for path in chosen.corpus for file in find_files(path)]
         counts = json.dumps(count_names(iterate_documents(files, chosen.column), names), indent=1)
         if chosen.output:
@@ -44,7 +46,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     elif chosen.counts and chosen.answers:
         counts = json.loads(chosen.counts.read_text(encoding="utf-8"))
         bins = bins_of(counts, chosen.bins)
-        answers = [row for path in chosen.answers for row in _rows(path)]
+        answers = [row for path in chosen.answers for row in read_rows(path)]
         print(bin_table(counts, bins, accuracies(answers, bins, chosen.metric)))
     else:
         parser.error("give --corpus and --questions to count names, or --counts and --answers for accuracies.")
@@ -95,16 +97,11 @@ def accuracies(answers: Iterable[dict[str, Any]], bins: list[list[str]], metric:
 
 def bin_table(counts: dict[str, int], bins: list[list[str]], means: dict[str, list[float]]) -> str:
     """Return a Markdown table with a row per bin."""
-    heads = [Path(model).name for model in means]
-    lines = [f"| times in the corpus | names | {' | '.join(heads)} |", "|---" * (2 + len(means)) + "|"]
+    lines = []
     for index, names in enumerate(bins):
         span = f"{counts[names[0]]:,} to {counts[names[-1]]:,}"
-        lines.append(f"| {span} | {len(names)} | {' | '.join(f'{rates[index]:.3f}' for rates in means.values())} |")
-    return "\n".join(lines)
-
-
-def _rows(path: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+        lines.append([span, str(len(names)), *(f"{rates[index]:.3f}" for rates in means.values())])
+    return table(["times in the corpus", "names", *(Path(model).name for model in means)], lines)
 
 
 if __name__ == "__main__":
