@@ -18,7 +18,7 @@ import sys
 import threading
 from collections.abc import Iterator, Sequence
 from types import FrameType
-from typing import Any
+from typing import Any, TextIO
 
 import typer
 
@@ -100,12 +100,16 @@ def run_command(
         except refusals as error:
             status, line = WRONG_REQUEST, str(error)
         except Exception as error:
-            if hasattr(error, "format_message"):  # about arguments, from typer or click, depending on the version
+            if isinstance(error, BrokenPipeError) and _is_unread(sys.stdout):
+                status, line = FAILED, None
+            elif hasattr(error, "format_message"):  # about arguments, from typer or click, depending on the version
                 error_context = getattr(error, "ctx", None)
                 if error_context is not None and [*name.split(), *line_words] == path.split():
                     print(error_context.get_help())
                     return 0
-                status, line = WRONG_REQUEST, f"{error.format_message()} See '{path} --help'."
+                message = error.format_message()
+                stop = "" if message.endswith((".", "?")) else "."
+                status, line = WRONG_REQUEST, f"{message}{stop} See '{path} --help'."
             elif failure is None:
                 raise
             else:
@@ -125,6 +129,18 @@ def _command_path(command: Any, name: str, line_words: Sequence[str]) -> str:
             break
         command, name = subcommand, f"{name} {word}"
     return name
+
+
+def _is_unread(output: TextIO) -> bool:
+    """Return whether nobody reads the output any more, as behind `| head`, and drop what is still to be written to it."""
+    try:
+        output.flush()
+    except BrokenPipeError:
+        # Otherwise Python flushes the output once more at its end, and reports the same error.
+        with open(os.devnull, "w", encoding="utf-8") as nothing:
+            os.dup2(nothing.fileno(), output.fileno())
+        return True
+    return False
 
 
 def _refuse_empty(line_words: Sequence[str]) -> None:

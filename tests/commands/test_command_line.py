@@ -112,7 +112,7 @@ def test_the_package_is_the_command_for_launchers():
     words = [sys.executable, "-m", "midus_hf", "train", "--no-such-option"]
     done = subprocess.run(words, capture_output=True, text=True)
     assert done.returncode == 2
-    assert done.stderr == "midus train: No such option: --no-such-option See 'midus train --help'.\n"
+    assert done.stderr == "midus train: No such option: --no-such-option. See 'midus train --help'.\n"
 
 
 @pytest.mark.parametrize("command", [*COMMANDS, *SUBCOMMANDS, "midus"])
@@ -148,7 +148,7 @@ def test_every_command_tells_the_version(command, monkeypatch, capsys):
         ),
         (
             "midus flops model --bach 2",
-            "midus flops: No such option: --bach (Possible options: --batch) See 'midus flops --help'.",
+            "midus flops: No such option: --bach (Possible options: --batch). See 'midus flops --help'.",
         ),
         ("upscale strp", "upscale: No such command 'strp'. Did you mean 'strip'? See 'upscale --help'."),
     ],
@@ -157,6 +157,18 @@ def test_a_typo_is_answered_with_what_is_nearest(words, line, monkeypatch, capsy
     program, *rest = words.split()
     assert run_in_process(program, rest, monkeypatch) == 2
     assert capsys.readouterr().err == f"{line}\n"
+
+
+def test_output_that_nobody_reads_ends_a_command_without_a_word():
+    """As `upscale methods | head` does."""
+    code = "import sys\nfrom midus_hf.cli.entry_points import upscale\nsys.exit(upscale())"
+    command = subprocess.Popen(
+        [sys.executable, "-c", code, "methods"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    command.stdout.close()
+    assert command.stderr.read() == ""
+    command.stderr.close()
+    assert command.wait(60) == 1
 
 
 @pytest.mark.parametrize(
