@@ -13,7 +13,8 @@ if TYPE_CHECKING:
 # `key`: is compared with queries. `value`: holds what is retrieved, one row per slot in the dimension before the last.
 # `transform`: makes values from other values. `projection`: any other linear map. `norm`: gain or bias of a norm.
 # `gate`: scales the memory's output. `router`: chooses parts of a memory. `buffer`: not a parameter.
-Role = Literal["key", "value", "transform", "projection", "norm", "gate", "router", "buffer"]
+TrainedRole = Literal["key", "value", "transform", "projection", "norm", "gate", "router"]
+Role = Literal[TrainedRole, "buffer"]
 
 
 class Initial(Protocol):

@@ -5,10 +5,10 @@ import re
 from collections.abc import Callable
 from typing import Any, Literal, Self
 
-from midus_hf.config.declared_tensors import Role
+from midus_hf.config.declared_tensors import TrainedRole
 
 # Type of the option `trainable` of `RunOptions`.
-Trainable = Literal["auto", "new", "all"] | list[int | Role]
+Trainable = Literal["auto", "new", "all"] | list[int | TrainedRole]
 
 # Layers that can have adapters: see `adapters` of `RunOptions`.
 AdapterLayers = Literal["base", "new", "all"]
@@ -34,7 +34,7 @@ class RunOptions:
         trainable: `"new"` (the added layers and memories), `"all"`, a list of layer indices such as `[3, 7]`, or a list
             of roles of tensors in added memories such as `[value]`. `"auto"` is `"new"` or `"all"`, as an upscaled
             model's config says, and `"all"` with `config_name`. Default: `"auto"`.
-        frozen: Roles of memory tensors (`midus_hf.config.declared_tensors.Role`) that stay frozen whatever `trainable`
+        frozen: Roles of memory tensors (`midus_hf.config.declared_tensors.TrainedRole`) that stay frozen whatever `trainable`
             says. Default: none.
         adapters: PEFT adapters, merged into the weights at the end, as a mapping of `method` (default `lora`, with `r`
             16 and `lora_alpha` 32), `layers`, and keys of the method's config such as `target_modules` (default: all
@@ -90,7 +90,7 @@ class RunOptions:
     output_dir: str = "trainer_output"
     output_on_failure: str | None = None
     trainable: Trainable = "auto"
-    frozen: list[Role] = dataclasses.field(default_factory=list)
+    frozen: list[TrainedRole] = dataclasses.field(default_factory=list)
     adapters: dict[str, Any] | None = None
     balance_loss: float = 0.0
     sparse_values: bool = False

@@ -96,6 +96,7 @@ BEGUN = {"model_name_or_path": None, "config_name": "c", "tokenizer_name": "t"}
         ({"bf16": "yes"}, "bf16 is 'yes'; expected true or false."),
         ({"trainable": "nwe"}, "trainable is 'nwe'; expected 'auto' or 'new' or 'all' or a list, each item of it a "),
         ({"trainable": 3}, "trainable is 3; expected 'auto' or 'new' or 'all' or a list, each item of it a whole number"),
+        ({"trainable": ["buffer"]}, "trainable[0] is 'buffer'; expected a whole number or 'key' or"),
         ({"trainable": [3, "x"]}, "trainable[1] is 'x'; expected a whole number or 'key' or"),
         ({"model_name_or_path": 3}, "model_name_or_path is 3; expected a string or null."),
         ({"resume_from_checkpoint": 3}, "resume_from_checkpoint is 3; expected true or false or a string."),

@@ -10,7 +10,7 @@ from rich.table import Table
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from midus_hf.config.declared_tensors import Role
+from midus_hf.config.declared_tensors import TrainedRole
 from midus_hf.config.memory_entries import ATTACHED, TABLES
 from midus_hf.memory.declared_module import DeclaredModule
 from midus_hf.memory.quantised.quantise import refuse_quantised
@@ -19,7 +19,7 @@ from midus_hf.models.parts import decoder_of
 from midus_hf.training.optim.tensors import whole_numel
 from midus_hf.training.run_options import Trainable
 
-_ROLES = tuple(role for role in get_args(Role) if role != "buffer")
+_ROLES = get_args(TrainedRole)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,13 +39,13 @@ class TrainableReport:
             Default: 0.
     """
 
-    trainable: Literal["new", "all"] | list[int] | list[Role]
+    trainable: Literal["new", "all"] | list[int] | list[TrainedRole]
     layers: list[int]
     num_layers: int
     parameters: int
     total_parameters: int
     parameters_of_part: dict[str, int]
-    frozen: list[Role] = dataclasses.field(default_factory=list)
+    frozen: list[TrainedRole] = dataclasses.field(default_factory=list)
     blocks: int = 0
 
     def __rich__(self) -> RenderableType:
@@ -75,7 +75,7 @@ class TrainableReport:
 
 def resolve_trainable(
     config: PreTrainedConfig, trainable: Trainable
-) -> Literal["new", "all"] | list[int] | list[Role]:
+) -> Literal["new", "all"] | list[int] | list[TrainedRole]:
     """Replace `"auto"` by what the config says, and check that the layers that are to train exist.
 
     Args:
@@ -100,7 +100,7 @@ def resolve_trainable(
             f"trainable is {trainable!r}; expected 'auto', 'new', 'all', a list of layer indices, or one of roles of memory tensors: "
             f"{', '.join(_ROLES)}."
         )
-    return cast(Literal["new", "all"] | list[int] | list[Role], resolved)
+    return cast(Literal["new", "all"] | list[int] | list[TrainedRole], resolved)
 
 
 def new_layers(config: PreTrainedConfig) -> list[int]:
@@ -156,7 +156,7 @@ def recorded_new_layers(config: PreTrainedConfig) -> list[int]:
 
 
 def set_trainable(
-    model: PreTrainedModel, trainable: Trainable = "auto", frozen: Sequence[Role] = ()
+    model: PreTrainedModel, trainable: Trainable = "auto", frozen: Sequence[TrainedRole] = ()
 ) -> TrainableReport:
     """Set `requires_grad` of every parameter. By default, train the parameters that the method's paper trains.
 
@@ -237,7 +237,7 @@ def task_head(model: PreTrainedModel) -> list[nn.Module]:
     return [module for module in model.children() if module is not stack]
 
 
-def _train_roles(model: PreTrainedModel, roles: list[Role]) -> None:
+def _train_roles(model: PreTrainedModel, roles: list[TrainedRole]) -> None:
     """Let the tensors of some roles train, in the memories that were added to the base."""
     parameters = _parameters_of(_new_modules(model), roles) if roles else []
     if roles and not parameters:
@@ -249,7 +249,7 @@ def _train_roles(model: PreTrainedModel, roles: list[Role]) -> None:
         parameter.requires_grad_(True)
 
 
-def _freeze_roles(model: PreTrainedModel, roles: Sequence[Role]) -> None:
+def _freeze_roles(model: PreTrainedModel, roles: Sequence[TrainedRole]) -> None:
     """Freeze the tensors of some roles, in all memories."""
     for role in roles:
         parameters = [parameter for parameter in _parameters_of([model], [role]) if parameter.requires_grad]
@@ -266,7 +266,7 @@ def _freeze_roles(model: PreTrainedModel, roles: Sequence[Role]) -> None:
         )
 
 
-def _parameters_of(modules: Iterable[nn.Module], roles: Sequence[Role]) -> list[nn.Parameter]:
+def _parameters_of(modules: Iterable[nn.Module], roles: Sequence[TrainedRole]) -> list[nn.Parameter]:
     """Return the parameters that have one of the roles in a memory within the modules."""
     return [
         memory.get_parameter(name)
