@@ -161,7 +161,7 @@ def print_methods(described: list[dict[str, Any]]) -> None:
     for method in described:
         table = _table(method["name"], method["summary"])
         _add(table, "identity", _starts_as(method))
-        _add(table, "trains", {"new": "the new layers", "all": "everything"}[method["trainable"]])
+        _add(table, "trains", _trains(method))
         _add(
             table,
             "placement",
@@ -174,6 +174,12 @@ def print_methods(described: list[dict[str, Any]]) -> None:
             _add(table, "paper", f"{method['paper']['title']} ({method['paper']['reference']})")
         RichConsole().print(table)
         print()
+
+
+def _trains(method: dict[str, Any]) -> str:
+    if method["trainable"] == "all":
+        return "everything"
+    return "the new layers" if method["adds_layers"] else "the new memory"
 
 
 def _starts_as(method: dict[str, Any]) -> str:
@@ -204,7 +210,7 @@ def print_inspection(inspection: dict[str, Any]) -> None:
     _add(table, "model type", inspection["model_type"])
     if not inspection["causal"]:
         _add(table, "not causal", "what a token gets depends on later tokens")
-    _add(table, "options", ", ".join(f"{key}={value}" for key, value in inspection["options"].items()))
+    _add(table, "options", ", ".join(f"{key}={_yaml(value)}" for key, value in inspection["options"].items()))
     _add(table, "seed", str(inspection["seed"]))
     for edit in inspection.get("chapter_edits", []):
         _add(table, "edited", f"midus edit {edit['command']}, chapters {edit['chapters']} of {edit['memory']}")

@@ -115,7 +115,14 @@ def test_inspect_and_strip_from_the_command_line(command, base, tmp_path):
     assert shown.status == 0
     assert all(
         word in shown.out
-        for word in ("midus-hml", "k=2, query_norm=none", "n=8", "new, between base 0 and base 1", "base 3")
+        for word in (
+            "midus-hml",
+            "k=2, query_norm=none",
+            "inner_residual=false",
+            "n=8",
+            "new, between base 0 and base 1",
+            "base 3",
+        )
     )
     stripped = command("strip", tmp_path / "out", "--output", tmp_path / "stripped", "--json").json()
     assert stripped["removed_layer_indices"] == [1, 4]
