@@ -69,7 +69,11 @@ def _check_folder(key: str, name: str, folder: Path) -> None:
     ggufs = sorted(folder.glob("*.gguf"))
     if ggufs:
         raise ValueError(_needs_upscaling(key, str(ggufs[0])))
-    raise ValueError(f"{key} is {name!r}, a folder without config.json; expected that of a saved model.")
+    # A run that was interrupted leaves checkpoints and no model.
+    checkpoints = [path.parent.name for path in folder.glob("checkpoint-*/config.json")]
+    newest = max(checkpoints, key=lambda checkpoint: (len(checkpoint), checkpoint), default=None)
+    remedy = f", such as {newest} in it" if newest else ""
+    raise ValueError(f"{key} is {name!r}, a folder without config.json; expected that of a saved model{remedy}.")
 
 
 def _needs_upscaling(key: str, name: str) -> str:

@@ -21,6 +21,11 @@ from midus_hf.model_names import check_model_name, check_sources
         ("folder/model.gguf", ["model.gguf"], "'folder/model.gguf', a GGUF file; expected a folder of safetensors."),
         ("folder", ["notes.txt"], "'folder', a folder without config.json; expected that of a saved model."),
         (
+            "folder",
+            ["checkpoint-9/config.json", "checkpoint-10/config.json", "checkpoint-11/notes.txt"],
+            "'folder', a folder without config.json; expected that of a saved model, such as checkpoint-10 in it.",
+        ),
+        (
             "folder/notes.txt",
             ["notes.txt"],
             "'folder/notes.txt', a file; expected the folder of a model, or its Hub id.",
@@ -39,7 +44,7 @@ def test_what_is_no_model_is_called_what_it_is(name, files, message, tmp_path, m
     monkeypatch.chdir(tmp_path)
     for file in files:
         path = tmp_path / name.partition("/")[0] / file
-        path.parent.mkdir(exist_ok=True)
+        path.parent.mkdir(exist_ok=True, parents=True)
         path.touch()
     with pytest.raises(ValueError) as refusal:
         check_model_name("model", name)

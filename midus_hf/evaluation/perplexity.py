@@ -272,7 +272,9 @@ def _check_options(sequence_length: int, stride: int, max_tokens: int | None, li
     if not 1 <= stride <= sequence_length:
         raise ValueError(f"stride is {stride}; expected 1 <= stride <= sequence_length = {sequence_length}.")
     if max_tokens is not None and max_tokens < stride:
-        raise ValueError(f"max_tokens is {max_tokens}; expected at least one window of {stride} tokens.")
+        raise ValueError(
+            f"max_tokens is {max_tokens}; expected at least one window of {stride} tokens, or a smaller sequence_length."
+        )
 
 
 def automatic_bos(tokenizer: PreTrainedTokenizerBase) -> int | None:

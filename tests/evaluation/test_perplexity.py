@@ -138,7 +138,10 @@ def test_progress_ends_at_the_number_of_tokens():
         ({"sequence_length": 129}, "sequence_length is 129; the model was made for at most 128 tokens"),
         ({"sequence_length": 16, "stride": 0}, "stride is 0; expected 1 <= stride <= sequence_length = 16"),
         ({"sequence_length": 16, "stride": 17}, "stride is 17; expected 1 <= stride <= sequence_length = 16"),
-        ({"sequence_length": 16, "max_tokens": 15}, "max_tokens is 15; expected at least one window of 16 tokens"),
+        (
+            {"sequence_length": 16, "max_tokens": 15},
+            "max_tokens is 15; expected at least one window of 16 tokens, or a smaller",
+        ),
         ({"sequence_length": 16, "batch_size": 0}, "batch_size is 0; expected at least 1"),
         ({"sequence_length": 100}, r"the text has 70 tokens to predict; expected at least sequence_length = 100"),
     ],

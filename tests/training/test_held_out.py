@@ -208,7 +208,11 @@ def test_room_is_made_for_the_best_checkpoint(config_for, held_out):
     [
         ("/absent", {}, "text is '/absent', which does not exist"),
         ("short", {}, "which cannot be measured: the text has 4 tokens to predict; expected at least"),
-        ("texts", {"eval_max_tokens": 5}, "max_tokens is 5; expected at least one window of 128 tokens."),
+        (
+            "texts",
+            {"eval_max_tokens": 5},
+            "max_tokens is 5; expected at least one window of 128 tokens, or a smaller sequence_length.",
+        ),
         ("out/held", {}, "which holds the eval_text '"),
         ({"a": "texts", "s": "short"}, {}, "/short', which cannot be measured: the text has 4 tokens"),
         ({"a": "texts", "s": "out/held"}, {}, "which holds the eval_text.s '"),

@@ -169,7 +169,9 @@ def check_same_run(config: RunOptions, checkpoint: Path) -> None:
         == config.per_device_train_batch_size * config.gradient_accumulation_steps * number_of_processes()
     )
     free = _OF_A_STEP if same_step else ()
-    _check_options(config, checkpoint.parent, free, f"give the same, or start a new run with model: {checkpoint}")
+    _check_options(
+        config, checkpoint.parent, free, f"give the same, or start a new run with model_name_or_path={checkpoint}"
+    )
     passes_of_a_step(config, checkpoint)
 
 
