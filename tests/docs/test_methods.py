@@ -29,26 +29,26 @@ def cells(line: str) -> list[str]:
 
 def index_row(method: str) -> list[str]:
     """Return the cells of a method in the table of docs/methods/README.md."""
-    rows = [cells(line) for line in INDEX.splitlines() if line.startswith(f"| {method} |")]
+    rows = [cells(line) for line in INDEX.splitlines() if line.startswith(f"| [{method}](")]
     assert rows, f"{method} has no row in docs/methods/README.md; add one"
     return rows[0]
 
 
 def page_of(method: str) -> str:
-    (name,) = re.findall(r"\]\(([\w-]+\.md)\)", index_row(method)[-1])
+    (name,) = re.findall(r"\]\(([\w-]+\.md)\)", index_row(method)[0])
     return (FOLDER / name).read_text(encoding="utf-8")
 
 
 def test_every_page_is_in_the_index():
     assert {page.name for page in PAGES} == {
-        name for method in SHIPPED for name in re.findall(r"\]\(([\w-]+\.md)\)", index_row(method)[-1])
+        name for method in SHIPPED for name in re.findall(r"\]\(([\w-]+\.md)\)", index_row(method)[0])
     }
 
 
 @pytest.mark.parametrize("method", SHIPPED)
 def test_every_method_is_in_the_decision_table_with_its_page(method):
     named = re.compile(rf"(?<![\w-]){method}(?![\w-])")
-    (page,) = re.findall(r"\]\(([\w-]+\.md)\)", index_row(method)[-1])
+    (page,) = re.findall(r"\]\(([\w-]+\.md)\)", index_row(method)[0])
     decisions = [line for line in CHOOSING.partition("\n## ")[0].splitlines() if named.search(line)]
     assert any(f"(methods/{page})" in line for line in decisions), (
         f"no row of docs/choosing.md leads to {page} for {method}"
@@ -79,7 +79,7 @@ def test_costs_of_the_index_are_those_of_a_dry_run(method, tmp_path):
     at_a_time = counts.trainable if counts.fetched is None else counts.fetched  # the rest of a bank stays on the disk
     frozen = counts.total - (counts.trainable if counts.fetched is None else 0)
     state = BYTES_TRAINED * at_a_time + BYTES_FROZEN * frozen
-    assert index_row(method)[2:-1] == [
+    assert index_row(method)[2:] == [
         "exact" if report.promises_identity else "another",
         f"{counts.new:,}",
         f"{counts.trainable:,}",
@@ -92,7 +92,7 @@ def priced() -> list[tuple[str, str, str, str]]:
     """Return method, base, new parameters and total of every row that prices a base; all dense methods share those of the index."""
     found = [("llama-pro", *cells(line)) for line in INDEX.splitlines() if cells(line)[0] in CONFIGS]
     for page in PAGES:
-        (first, *_) = [method for method in SHIPPED if f"({page.name})" in index_row(method)[-1]]
+        (first, *_) = [method for method in SHIPPED if f"({page.name})" in index_row(method)[0]]
         for line in page.read_text(encoding="utf-8").splitlines():
             row = cells(line)
             found.append((row.pop(0) if row[0] in SHIPPED else first, *row))

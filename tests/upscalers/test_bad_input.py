@@ -105,6 +105,10 @@ BASES: dict[str, tuple[Mutation, str]] = {
         lambda base: (base / "config.json").rename(base / "model.gguf"),
         r"has no config.json, but a GGUF file; expected that file: --base .*model\.gguf",
     ),
+    "an adapter": (
+        lambda base: (base / "config.json").rename(base / "adapter_config.json"),
+        "has no config.json, but an adapter of PEFT; expected a model. Give the adapter's base, and --adapter",
+    ),
     "config not JSON": (replace("config.json", "{"), r"config.json is not JSON .*Repair or download it again"),
     "config no object": (replace("config.json", "[1]"), "config.json holds a list; expected a JSON object"),
     "config of endless digits": (replace("config.json", "1" * 5000), "config.json is not JSON"),

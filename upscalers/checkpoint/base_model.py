@@ -188,6 +188,11 @@ def read_config(folder: Path) -> Config:
     """
     path = folder / "config.json"
     if not path.is_file():
+        if (folder / "adapter_config.json").is_file():
+            raise RequestError(
+                f"{folder} has no config.json, but an adapter of PEFT; expected a model. "
+                f"Give the adapter's base, and --adapter {folder}."
+            )
         ggufs = sorted(folder.glob("*.gguf"))
         if ggufs:
             raise RequestError(f"{folder} has no config.json, but a GGUF file; expected that file: --base {ggufs[0]}.")
