@@ -191,11 +191,11 @@ class RunOptions:
 
     def _check_beside_adapters(self) -> None:
         """Refuse options beside `adapters` that contradict what adapters train."""
-        for other, value in (("trainable", self.trainable), ("frozen", self.frozen)):
-            if value not in ("auto", []):
+        for other, value, free in (("trainable", self.trainable, "auto"), ("frozen", self.frozen, [])):
+            if value != free:
                 raise ValueError(
                     f"adapters is set and {other} is {value!r}; with adapters, only adapters and new parts of the model train. "
-                    "Leave one of them out."
+                    f"Leave adapters out, or set {other}={free}."
                 )
         if self.config_name is not None:
             raise ValueError(
