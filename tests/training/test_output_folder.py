@@ -15,8 +15,10 @@ from midus_hf.training.output.output_folder import as_yaml, check_output, publis
 from midus_hf.training.output.run_checkpoints import finish_checkpoint, last_checkpoint, remove_old_checkpoints
 from midus_hf.training.run.train import prepare, train
 
+STEP_SIZE = '{"stateful_callbacks": {"StepSize": {"args": {}, "attributes": {"sequences": 2}}}}'
 
-def checkpoint(output: Path, step: int, state: str | None = "{}") -> Path:
+
+def checkpoint(output: Path, step: int, state: str | None = STEP_SIZE) -> Path:
     folder = output / f"checkpoint-{step}"
     folder.mkdir(parents=True)
     if state is not None:

@@ -1,12 +1,11 @@
 """A run goes on where it was, by itself if it is told so, with steps of as many sequences."""
 
-import json
 import os
 
 import pytest
 from safetensors.torch import save_file
 from tiny import tiny_model
-from training.outcomes import exact_log, weights
+from training.outcomes import weights
 from training.test_output_folder import checkpoint, config
 from training.tiny_run import refused
 from transformers import AutoConfig
@@ -19,7 +18,6 @@ from midus_hf.training.output.run_checkpoints import finish_checkpoint
 from midus_hf.training.run import run_setup
 from midus_hf.training.run.train import prepare, train
 
-STEP_OF_2 = '{"stateful_callbacks": {"StepSize": {"args": {}, "attributes": {"sequences": 2}}}}'
 STEP_OF_12 = '{"stateful_callbacks": {"StepSize": {"args": {}, "attributes": {"sequences": 12}}}}'
 
 
@@ -122,26 +120,6 @@ def test_what_begins_by_itself_overwrites_no_trained_model_and_no_other_run(tmp_
         check_output(settle_resumption(config(tmp_path, resume_from_checkpoint="auto")))
 
 
-def test_a_checkpoint_of_a_run_that_did_not_say_the_size_of_its_steps_is_resumed(config_for, tmp_path, monkeypatch):
-    options = {"save_steps": 2, "max_steps": 4}
-    train(config_for(**options))
-    state_file = tmp_path / "out" / "checkpoint-2" / "trainer_state.json"
-    state = json.loads(state_file.read_text())
-    assert state["stateful_callbacks"].pop("StepSize")["attributes"] == {"sequences": 2}
-    state_file.write_text(json.dumps(state))
-    finish_checkpoint(state_file.parent, ())
-    before = exact_log(tmp_path / "out")
-    train(config_for(resume_from_checkpoint=str(state_file.parent), **options))
-    assert exact_log(tmp_path / "out") == before
-    changed = {
-        "per_device_train_batch_size": 1,
-        "gradient_accumulation_steps": 2,
-        "resume_from_checkpoint": str(state_file.parent),
-    }
-    with refused("per_device_train_batch_size is 1, but the run to resume has 2"):
-        check_output(config_for(**options, **changed))
-
-
 def test_tied_embeddings_are_not_told_to_be_missing_and_what_is_missing_is(
     upscaled, config_for, tmp_path, monkeypatch, caplog
 ):
@@ -190,7 +168,7 @@ def test_what_another_run_did_while_a_model_was_loaded_is_neither_overwritten_no
     steps = iter((2, 4))
 
     def another_run(seed):
-        folder = checkpoint(output, next(steps), STEP_OF_2)
+        folder = checkpoint(output, next(steps))
         (folder / "state").touch()
 
     monkeypatch.setattr(run_setup, "set_seed", another_run)

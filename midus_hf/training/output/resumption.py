@@ -13,13 +13,7 @@ from transformers.trainer_callback import ExportableState
 
 from midus_hf.files.checkpoint_files import CONFIG_FILE, RUN_CONFIG, TRAINER_STATE
 from midus_hf.files.run_files import is_of_a_run
-from midus_hf.training.output.run_checkpoints import (
-    UNFINISHED,
-    damage_of,
-    is_of_earlier_version,
-    missing_of_earlier_version,
-    whole_checkpoint,
-)
+from midus_hf.training.output.run_checkpoints import UNFINISHED, damage_of, whole_checkpoint
 from midus_hf.training.run_options import AUTO, RunOptions
 
 Options = TypeVar("Options", bound=RunOptions)
@@ -57,7 +51,7 @@ class StepSize(TrainerCallback, ExportableState):
         return {"args": {}, "attributes": {"sequences": self.sequences}}
 
     def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
-        # The Trainer only updates existing entries, and checkpoints of earlier versions have none for this callback.
+        # The Trainer only updates existing entries, and a new run has none for this callback.
         callbacks: dict[str, Any] = state.stateful_callbacks  # type: ignore[assignment]  # a list only until it has been read
         callbacks.setdefault(type(self).__name__, self.state())
 
@@ -110,15 +104,12 @@ def find_checkpoint(config: RunOptions, skipped: Mapping[Path, str] | None = Non
         skipped: Checkpoints that are not considered, and why. Default: None, no checkpoint is skipped.
 
     Raises:
-        ValueError: If no checkpoint is whole, or `resume_from_checkpoint` names a checkpoint that is not whole. A
-            checkpoint of an earlier version, which has no manifest, is accepted if `resume_from_checkpoint` names it,
-            and passed over otherwise.
+        ValueError: If no checkpoint is whole, or `resume_from_checkpoint` names a checkpoint that is not whole.
     """
     skipped = skipped or {}
     if isinstance(config.resume_from_checkpoint, str):
         checkpoint = Path(config.resume_from_checkpoint)
-        find_damage = missing_of_earlier_version if is_of_earlier_version(checkpoint) else damage_of
-        damage = skipped.get(checkpoint) or find_damage(checkpoint)
+        damage = skipped.get(checkpoint) or damage_of(checkpoint)
         if damage is not None:
             raise ValueError(
                 f"resume_from_checkpoint is {config.resume_from_checkpoint!r}, which is no whole checkpoint ({damage}); expected a "
@@ -135,15 +126,9 @@ def find_checkpoint(config: RunOptions, skipped: Mapping[Path, str] | None = Non
             f"resume_from_checkpoint is true, but output_dir {config.output_dir!r} holds no complete checkpoint; "
             "start the run again with overwrite_output_dir: true, and save_steps to have checkpoints."
         )
-    earlier = next(filter(is_of_earlier_version, passed_over), None)
-    hint = ""
-    if earlier is not None:
-        hint = (
-            f"resume_from_checkpoint: {earlier} goes on from that checkpoint after a check that its files exist, or "
-        )
     reasons = "; ".join(f"{path.name}: {damage}" for path, damage in passed_over.items())
     raise ValueError(
-        f"output_dir {config.output_dir!r} holds no whole checkpoint ({reasons}); {hint}put back what is missing, "
+        f"output_dir {config.output_dir!r} holds no whole checkpoint ({reasons}); put back what is missing, "
         "or start the run again with resume_from_checkpoint: false and overwrite_output_dir: true."
     )
 
@@ -210,11 +195,10 @@ def number_of_processes() -> int:
     return int(os.environ.get("WORLD_SIZE", 1))
 
 
-def _sequences_of(checkpoint: Path) -> int | None:
-    """Return the sequences per step in a checkpoint's run; None if an earlier version, which stored no number, wrote it."""
+def _sequences_of(checkpoint: Path) -> int:
+    """Return the sequences per step in a checkpoint's run."""
     callbacks: Any = TrainerState.load_from_json(str(checkpoint / TRAINER_STATE)).stateful_callbacks
-    step_size = callbacks.get(StepSize.__name__)
-    return None if step_size is None else step_size["attributes"]["sequences"]
+    return callbacks[StepSize.__name__]["attributes"]["sequences"]
 
 
 def _check_options(config: RunOptions, folder: Path, free: tuple[str, ...], remedy: str) -> None:

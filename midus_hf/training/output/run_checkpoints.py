@@ -55,27 +55,6 @@ def is_complete(checkpoint: Path) -> bool:
     return manifest_of(checkpoint) is not None
 
 
-def is_of_earlier_version(checkpoint: Path) -> bool:
-    """Return whether a checkpoint was written to its end by an earlier version, which wrote no manifests."""
-    if any((checkpoint / name).exists() for name in (MANIFEST_FILE, BEGUN_CHECKPOINT)):
-        return False
-    return isinstance(_json_of(checkpoint / TRAINER_STATE), dict)
-
-
-def missing_of_earlier_version(checkpoint: Path) -> str | None:
-    """Return one line that names a missing file which a Trainer would silently do without, or None.
-
-    This is the only check of checkpoints without a manifest.
-    """
-    by_deepspeed = any(checkpoint.glob("global_step*"))
-    needed = {
-        "optimizer.pt": by_deepspeed or any(checkpoint.glob("optimizer*")),
-        "scheduler.pt": by_deepspeed or (checkpoint / "scheduler.pt").exists(),
-        "rng_state.pth": any(checkpoint.glob("rng_state*.pth")),
-    }
-    return next((f"{name} is missing" for name, is_there in needed.items() if not is_there), None)
-
-
 def damage_of(checkpoint: Path) -> str | None:
     """Return one line about what is wrong with a checkpoint, or None if every file has the bytes that were written.
 
@@ -83,9 +62,8 @@ def damage_of(checkpoint: Path) -> str | None:
     user added are ignored.
     """
     if not (checkpoint / MANIFEST_FILE).exists():
-        if is_of_earlier_version(checkpoint):
-            return f"it has no {MANIFEST_FILE}, as checkpoints of earlier versions"
-        return UNFINISHED
+        is_begun = (checkpoint / BEGUN_CHECKPOINT).exists() or not (checkpoint / TRAINER_STATE).exists()
+        return UNFINISHED if is_begun else f"{MANIFEST_FILE} is missing"
     manifest = manifest_of(checkpoint)
     if manifest is None:
         return f"its {MANIFEST_FILE} is damaged"

@@ -133,7 +133,7 @@ class TrainingClock(TrainerCallback, ExportableState):
 
     def resume(self, state: TrainerState) -> None:
         """Continue from the seconds that a run has trained."""
-        # The Trainer only updates existing entries, and checkpoints of earlier versions have none for this callback.
+        # The Trainer only updates existing entries, and a new run has none for this callback.
         callbacks: dict[str, Any] = state.stateful_callbacks  # type: ignore[assignment]  # a list only until it has been read
         self.seconds = callbacks.setdefault(type(self).__name__, self.state())["attributes"]["seconds"]
 
