@@ -129,8 +129,7 @@ BEGUN = {"model_name_or_path": None, "config_name": "c", "tokenizer_name": "t"}
         ({"tokenizer_name": "t"}, "tokenizer_name is 't', but a saved model has its own; leave it out, or set"),
         (
             {"adapters": {}, "trainable": "all"},
-            "adapters is set and trainable is 'all'; with adapters, only adapters and new parts of the model train. Leave adapters "
-            "out, or set trainable=auto.",
+            "only adapters and new parts of the model train. Leave adapters out, or set trainable=auto.",
         ),
         ({"adapters": {}, "frozen": ["value"]}, "adapters is set and frozen is ['value']; "),
         (
