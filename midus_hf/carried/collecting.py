@@ -27,6 +27,7 @@ _MARKS = re.compile(
     r"^ *@(not_carried|needed_for\(.*\)|used_by_libraries|register_(larger_)?family|register_head)\n",
     flags=re.MULTILINE,
 )
+_WITH_BASES = re.compile(r"^class \w+\(", flags=re.MULTILINE)
 # Functions that take the name of an attribute as an argument.
 _BY_NAME = ("getattr", "hasattr", "attrgetter")
 
@@ -61,7 +62,11 @@ class Program:
         self._definitions: dict[Name, Definition] = {}
         self._hooks: dict[Name, frozenset[str]] = {}
         self._attributes: set[str] = set()
+        # Attributes that end with a star, which stand for every name that begins so.
+        self._patterns: set[str] = set()
         self._whole: set[Name] = set()
+        # Definitions that cannot reach more than they did, since all of their members are kept.
+        self._finished: set[Name] = set()
         # For each kept definition, the numbers of the members that are kept.
         self.kept: dict[Name, set[int]] = {}
         self._collect(roots)
@@ -133,7 +138,9 @@ class Program:
 
     def _without_bases(self, name: Name, source: str) -> str:
         """Return the source of a class without the base classes that are not carried."""
-        text = SourceText(source)
+        if not _WITH_BASES.search(source):
+            return source
+        text = _text(source)
         for node in text.tree.body:
             if not isinstance(node, ast.ClassDef) or not node.bases:
                 continue
@@ -158,7 +165,8 @@ class Program:
             for name in pending:
                 self.kept.setdefault(name, set())
             size = self._size()
-            reached = dict.fromkeys(name for kept in list(self.kept) for name in self._reached_from(kept))
+            open_names = [name for name in self.kept if name not in self._finished]
+            reached = dict.fromkeys(name for kept in open_names for name in self._reached_from(kept))
             pending = [name for name in reached if name not in self.kept]
             if not pending and size != self._size():
                 pending = list(self.kept)
@@ -173,9 +181,12 @@ class Program:
             if number in self.kept[name] or self._is_wanted(name, member):
                 self.kept[name].add(number)
                 sources.append(member.source)
+        if len(self.kept[name]) == len(definition.members):
+            self._finished.add(name)
         sources += [call for call in self.module(name.module).calls if name.name in names_in(call)]
         for source in sources:
             names, attributes = _used(source)
+            self._patterns |= {used for used in attributes - self._attributes if used.endswith("*")}
             self._attributes |= attributes
             for used in names:
                 resolved = self.resolve(name.module, used)
@@ -191,7 +202,7 @@ class Program:
         return (
             is_special
             or member.name in READ_BY_LIBRARIES
-            or any(fnmatchcase(member.name, used) for used in self._attributes if used.endswith("*"))
+            or any(fnmatchcase(member.name, pattern) for pattern in self._patterns)
         )
 
 
@@ -200,6 +211,12 @@ def parsed(source: str) -> ast.Module:
     if source.lstrip("\n").startswith("    "):
         return ast.parse(f"class _:\n{source}")
     return ast.parse(f"{source}    pass\n" if source.rstrip().endswith(":") else source)
+
+
+@cache
+def _text(source: str) -> SourceText:
+    """Return the text of a definition with its syntax tree, which nothing changes."""
+    return SourceText(source)
 
 
 @cache

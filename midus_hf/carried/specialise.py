@@ -65,12 +65,33 @@ def specialise(source: str, facts: Facts) -> str:
 _specialised: dict[tuple[str, str], str] = {}
 
 _WORD = re.compile(r"\w+")
+_PATH = re.compile(r"\w+(\.\w+)+")
+_PATHS = re.compile(r"\w+(?:\s*\.\s*\w+)+")
 
 
 def _relevant(source: str, facts: Facts) -> Facts:
-    """Return the facts whose words all occur in the source or in the value of a fact, which may be written into the source."""
-    present = set(_WORD.findall(source)).union(*(_WORD.findall(repr(value)) for value in facts.values()))
-    return {expression: value for expression, value in facts.items() if present.issuperset(_WORD.findall(expression))}
+    """Return the facts that may decide something in the source.
+
+    These are the facts whose words all occur in the source or in the value of a fact, which may be written into the source. An
+    attribute such as `self.options.routing` must occur as it is, since no value of a fact is one.
+    """
+    words, paths = _words_and_paths(source)
+    present = words.union(*(_WORD.findall(repr(value)) for value in facts.values()))
+    return {
+        expression: value
+        for expression, value in facts.items()
+        if (expression in paths if _PATH.fullmatch(expression) else present.issuperset(_WORD.findall(expression)))
+    }
+
+
+@cache
+def _words_and_paths(source: str) -> tuple[frozenset[str], frozenset[str]]:
+    """Return the words of a source, and its attributes by their path: of `self.options.routing`, also `self.options`."""
+    paths = set()
+    for found in _PATHS.findall(source):
+        parts = [part.strip() for part in found.split(".")]
+        paths |= {".".join(parts[:end]) for end in range(2, len(parts) + 1)}
+    return frozenset(_WORD.findall(source)), frozenset(paths)
 
 
 @cache
@@ -225,9 +246,10 @@ def _edits(text: SourceText, facts: Facts) -> Iterator[Edit]:
             yield from _unread_variables(text, node)
         elif isinstance(node, ast.For) and _does_nothing(node):
             yield _removal(text, node)
-        for block in _blocks(node):
-            yield from _behind_the_end(text, block)
-            yield from _needless(text, block)
+        if not isinstance(node, ast.expr):  # most nodes are, and hold no blocks
+            for block in _blocks(node):
+                yield from _behind_the_end(text, block)
+                yield from _needless(text, block)
 
 
 def _blocks(node: ast.AST) -> Iterator[list[ast.stmt]]:
