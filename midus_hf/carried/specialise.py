@@ -75,8 +75,8 @@ def _relevant(source: str, facts: Facts) -> Facts:
     These are the facts whose words all occur in the source or in the value of a fact, which may be written into the source. An
     attribute such as `self.options.routing` must occur as it is, since no value of a fact is one.
     """
-    words, paths = _words_and_paths(source)
-    present = words.union(*(_WORD.findall(repr(value)) for value in facts.values()))
+    in_source, paths = _words_and_paths(source)
+    present = in_source.union(*(_WORD.findall(repr(value)) for value in facts.values()))
     return {
         expression: value
         for expression, value in facts.items()
@@ -88,8 +88,8 @@ def _relevant(source: str, facts: Facts) -> Facts:
 def _words_and_paths(source: str) -> tuple[frozenset[str], frozenset[str]]:
     """Return the words of a source, and its attributes by their path: of `self.options.routing`, also `self.options`."""
     paths = set()
-    for found in _PATHS.findall(source):
-        parts = [part.strip() for part in found.split(".")]
+    for path in _PATHS.findall(source):
+        parts = [part.strip() for part in path.split(".")]
         paths |= {".".join(parts[:end]) for end in range(2, len(parts) + 1)}
     return frozenset(_WORD.findall(source)), frozenset(paths)
 
