@@ -18,6 +18,7 @@ from tests.upscalers.methods import SMALL_TREE as SMALL
 from tests.upscalers.methods import trained
 from tests.upscalers.real_configs import LLAMA_3_2_1B, write_config
 from upscalers.runs.inspection import inspect_checkpoint
+from upscalers.runs.streamed_model import path_of_last_leaf
 from upscalers.runs.upscale import upscale
 
 
@@ -46,6 +47,13 @@ def test_a_bank_of_unwritten_blocks_is_beside_the_checkpoint_and_not_in_it(kind,
             assert torch.equal(model(prompt(), memory_ids=ids).logits, logits(base))
     names = {path.name for path in (tmp_path / "out" / BANKS_FOLDER / kind).iterdir()}
     assert names == {"bank.json", "level-1.safetensors", "level-3.safetensors"}
+
+
+def test_verification_fetches_the_last_block_of_each_level(tmp_path):
+    base = save_base(tmp_path / "base")
+    assert path_of_last_leaf(load(base).config) is None
+    upscale(base=base, method="hier-ffn", output=tmp_path / "out", options=SMALL, verify=False)
+    assert path_of_last_leaf(load(tmp_path / "out").config) == (3 - 1, 3**2 - 1, 3**3 - 1)
 
 
 @pytest.mark.parametrize("kind", KINDS)
