@@ -244,8 +244,7 @@ def _edits(text: SourceText, facts: Facts) -> Iterator[Edit]:
             yield from _of_bool(text, node, facts, id(node) in tests)
         elif isinstance(node, ast.FunctionDef):
             yield from _unread_variables(text, node)
-        elif isinstance(node, ast.For) and _does_nothing(node):
-            yield _removal(text, node)
+            yield from _needless_loops(text, node)
         if not isinstance(node, ast.expr):  # most nodes are, and hold no blocks
             for block in _blocks(node):
                 yield from _behind_the_end(text, block)
@@ -273,10 +272,18 @@ def _needless(text: SourceText, block: list[ast.stmt]) -> Iterator[Edit]:
         yield Edit(*text.span(statement.lineno, statement.lineno), "")
 
 
-def _does_nothing(loop: ast.For) -> bool:
-    """Return whether nothing is left in the body of a loop over a name."""
-    is_empty = all(isinstance(statement, ast.Pass) for statement in (*loop.body, *loop.orelse))
-    return is_empty and isinstance(loop.iter, ast.Name)
+def _needless_loops(text: SourceText, function: ast.FunctionDef) -> Iterator[Edit]:
+    """Remove each loop over a name with nothing left in its body, unless what it assigns is read behind it."""
+    nodes = list(ast.walk(function))
+    for loop in nodes:
+        if not (isinstance(loop, ast.For) and isinstance(loop.iter, ast.Name)):
+            continue
+        if not all(isinstance(statement, ast.Pass) for statement in (*loop.body, *loop.orelse)):
+            continue
+        assigned = {node.id for node in ast.walk(loop.target) if isinstance(node, ast.Name)}
+        behind = (node for node in nodes if isinstance(node, ast.Name) and node.lineno > _last_line(loop))
+        if not any(node.id in assigned and isinstance(node.ctx, ast.Load) for node in behind):
+            yield _removal(text, loop)
 
 
 def _is_elif(text: SourceText, block: list[ast.stmt]) -> bool:

@@ -232,22 +232,27 @@ WHOLE = {
             return lambda: kept
         """,
     ),
-    "a loop with nothing left in it goes, unless its iterable is a call": (
+    "a loop with nothing left in it goes, unless its iterable is a call or its variable is read behind it": (
         """
         def function(x):
             for each in x:
                 if NO:
                     f(each)
-            for each in f(x):
+            for of_call in f(x):
                 if NO:
-                    g(each)
-            return x
+                    g(of_call)
+            for last in x:
+                if NO:
+                    f(last)
+            return last
         """,
         """
         def function(x):
-            for each in f(x):
+            for of_call in f(x):
                 pass
-            return x
+            for last in x:
+                pass
+            return last
         """,
     ),
     "a branch in the line of its test is put into a line of its own": (
@@ -299,7 +304,7 @@ def test_of_whole_functions_what_may_still_run_stays(source, expected):
     assert specialised(source) == dedent(expected)
 
 
-@pytest.mark.parametrize("head", ["def function(x):", "for each in f():", "with x:", "if x:", "class Some:"])
+@pytest.mark.parametrize("head", ["def function(x):", "for each in x:", "with x:", "if x:", "class Some:"])
 def test_a_block_that_loses_all_it_has_says_pass(head):
     assert specialised(f"{head}\n    # Never.\n    if NO:\n        f()\n") == f"{head}\n    pass\n"
 
