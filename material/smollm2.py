@@ -50,7 +50,7 @@ def _convert(folder: Path) -> None:
 
 
 def tiny_llama() -> Path:
-    """A Llama of six layers for runs that shall take seconds: random weights of one seed in float32, config and tokenizer (13 MB)."""
+    """Write a Llama of six layers with random weights, for runs of seconds (13 MB), and return its folder."""
     return cached_folder("tiny-llama-1", _make_tiny)
 
 

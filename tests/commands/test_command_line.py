@@ -160,7 +160,7 @@ def test_a_typo_is_answered_with_what_is_nearest(words, line, monkeypatch, capsy
 
 
 def test_output_that_nobody_reads_ends_a_command_without_a_word():
-    """As `upscale methods | head` does."""
+    """Close the output of a command, as `upscale methods | head` does."""
     code = "import sys\nfrom midus_hf.cli.entry_points import upscale\nsys.exit(upscale())"
     command = subprocess.Popen(
         [sys.executable, "-c", code, "methods"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True

@@ -183,7 +183,7 @@ def test_what_there_is_not_is_refused(paper, name, scale, overrides, message):
 
 
 def test_material_is_fetched_by_name_wherever_it_stands(monkeypatch, tmp_path):
-    import material.__main__ as material
+    import material.fetch as material
 
     monkeypatch.setitem(material.FETCH, "smollm2", lambda: tmp_path)
     found = REPOSITORY.fetched({"base": "material:smollm2", "list": ["material:smollm2", 3], "plain": "smollm2"})

@@ -10,7 +10,7 @@ import pytest
 import yaml
 from compare.small_comparison import InProcess
 
-from material.__main__ import FETCH
+from material.fetch import FETCH
 from midus_hf.compare.measuring import measure_base, measure_run
 from midus_hf.compare.reproduce.report import stage_table
 from midus_hf.compare.reproduce.repository import Repository

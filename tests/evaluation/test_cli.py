@@ -29,7 +29,7 @@ TEXT = "A text of the ordinary kind, for measuring. " * 10
 
 @pytest.fixture(scope="module")
 def room(tmp_path_factory):
-    """A folder with a base, its upscaled model, a text, questions, and models without all weights or without any."""
+    """Make a folder with a base, its upscaled model, a text, questions, and models without all weights or without any."""
     folder = tmp_path_factory.mktemp("room")
     save_byte_model("qwen2", folder / "base", max_position_embeddings=256)
     save_upscaled(folder / "base", folder / "upscaled")

@@ -58,7 +58,7 @@ def find_paths(texts):
 
 
 def tree_at(folder, branching=3, levels=2) -> str:
-    """The path of a random tree of a tiny model's embeddings."""
+    """Return the path of a random tree of a tiny model's embeddings."""
     origin = TreeOrigin(embedding_model=str(save_tiny_bert(folder / "bert")))
     random_tree(branching, levels, width=WIDTH, origin=origin).save(folder / "tree")
     return str(folder / "tree")

@@ -75,7 +75,7 @@ class Repository:
         name = value.removeprefix(_PREFIX)
         if str(self.root) not in sys.path:
             sys.path.append(str(self.root))
-        fetch: dict[str, Callable[[], Path]] = importlib.import_module("material.__main__").FETCH
+        fetch: dict[str, Callable[[], Path]] = importlib.import_module("material.fetch").FETCH
         if name not in fetch:
             raise ValueError(f"there is no material {name!r}. {near_matches(name, list(fetch))}")
         return str(fetch[name]())

@@ -111,7 +111,7 @@ def test_single_precision_makes_nearly_the_same(sharp_base, tmp_path):
 
 
 def test_the_comparison_would_notice_another_definition(sharp_base, tmp_path):
-    """The plans of these bases differ so much that each option changes what is made, well beyond the tolerance."""
+    """Expect other tensors from each option: the plans of these bases differ far beyond the tolerance."""
     base = sharp_base("gemma3")
     before = read_tensors(base)
     blocks = {
