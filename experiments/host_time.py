@@ -31,6 +31,7 @@ from benchmarks.study import Row, listed, run_columns, tell
 from experiments.steps import results_of, study
 from midus_hf.memory.kept_values import kept_values
 from midus_hf.models import FAMILIES
+from midus_hf.models.parts import CACHE
 from midus_hf.ops import op_choices
 
 BODIES = ("native", "torch", "triton")
@@ -91,7 +92,7 @@ def tasks_of(model: PreTrainedModel) -> Tasks:
     inputs = {
         "attention_mask": None,
         "position_ids": position,
-        "past_key_values": None,
+        CACHE: None,
         "position_embeddings": rotation,
     }
     return {

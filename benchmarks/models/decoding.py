@@ -10,6 +10,7 @@ from transformers import PreTrainedModel, StaticCache
 
 from benchmarks.timing import synchronize
 from midus_hf.memory.kept_values import KeptValues, kept_values
+from midus_hf.models.parts import CACHE
 
 # Steps before the first measured step. The first of these compiles.
 WARM_UP = 3
@@ -77,10 +78,10 @@ def static_decoding(
         stack.enter_context(kept_values(model))
         length = prompt.shape[1]
         cache = StaticCache(config=model.config, max_cache_len=length + WARM_UP + most_steps)
-        token = model(input_ids=prompt, past_key_values=cache, logits_to_keep=1).logits.argmax(-1)
+        token = model(input_ids=prompt, **{CACHE: cache}, logits_to_keep=1).logits.argmax(-1)
 
         def step() -> None:
-            token.copy_(model(input_ids=token, past_key_values=cache, logits_to_keep=1).logits.argmax(-1))
+            token.copy_(model(input_ids=token, **{CACHE: cache}, logits_to_keep=1).logits.argmax(-1))
 
         warm_up, compile_s = WARM_UP, None
         if compiled:

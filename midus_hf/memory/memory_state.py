@@ -170,7 +170,7 @@ def states_in(
     layers = getattr(cache, "layers", None)
     if not isinstance(layers, list):
         raise ValueError(
-            f"past_key_values is a {type(cache).__name__}, which has no place for what memories keep of a sequence; "
+            f"the cache is a {type(cache).__name__}, which has no place for what memories keep of a sequence; "
             "expected a cache of layers, such as DynamicCache or StaticCache."
         )
     states = {(state.name, state.layer): state for state in layers if isinstance(state, MemoryState)}
@@ -178,7 +178,7 @@ def states_in(
         return states
     if cache.get_seq_length() > 0:
         raise ValueError(
-            "past_key_values holds tokens, but not what the memories of this model keep of them; expected a cache that this model "
+            "the cache holds tokens, but not what the memories of this model keep of them; expected a cache that this model "
             "filled, or an empty one."
         )
     while len(layers) < num_layers:  # a cache that adds each layer at the layer's first call

@@ -9,6 +9,7 @@ from torch import nn
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from midus_hf.memory.sequence_heads import SequenceHeads
+from midus_hf.models.parts import CACHE
 
 # Cosines and sines of a pass, the argument `position_embeddings` of layers.
 Rotation = tuple[torch.Tensor, torch.Tensor]
@@ -139,12 +140,12 @@ class HostAttention(Adapted):
             "config": View(self.config, {"_attn_implementation": _WITH_MEMORY}),
             "own_config": self.config,
         }
-        cache = kwargs.get("past_key_values")
+        cache = kwargs.get(CACHE)
         if depth is not None and depth.wants_raw_key:
             before = dict(adapters or {})
             adapters = {**before, "key": _noting(before.get("key"), depth.note_raw_key)}
         if depth is not None and depth.wants_heads and cache is not None:
-            kwargs["past_key_values"] = View(cache, {"update": _noting_update(cache.update, depth.note_heads)})
+            kwargs[CACHE] = View(cache, {"update": _noting_update(cache.update, depth.note_heads)})
         if adapters:
             replaced |= self._replaced_projections(adapters)
         view = View(self, replaced)

@@ -69,7 +69,6 @@ class MemoryBlock(NamesParts):
         hidden_states: torch.Tensor,
         attention_mask: torch.Tensor | None = None,
         position_ids: torch.Tensor | None = None,
-        past_key_values=None,
         memory_inputs: MemoryInputs | None = None,
         **kwargs,
     ) -> torch.Tensor:
@@ -84,7 +83,6 @@ class MemoryBlock(NamesParts):
             hidden_states=self.normalised(self.attention_norm, hidden_states),
             attention_mask=attention_mask,
             position_ids=position_ids,
-            past_key_values=past_key_values,
             **kwargs,
         )  # [B, T, H * d], or [B, T, D] with an output projection
         if self.normalises_output:

@@ -29,6 +29,7 @@ from midus_hf.models.adapter_layers import TakesAdapters, refuse_adapter_of_base
 from midus_hf.models.dead_memories import warn_of_dead_memories
 from midus_hf.models.fetching import BLOCKS, IDS, Banks, HostsBanks
 from midus_hf.models.memory_inputs import MemoryInputs
+from midus_hf.models.parts import CACHE
 
 
 class MemoryConfig:
@@ -45,7 +46,7 @@ class MemoryConfig:
 
     memory: list | None
     head_kinds: ClassVar[tuple[str, ...]] = ()
-    keys_to_ignore_at_inference = ["past_key_values", "router_logits", "aux_loss"]
+    keys_to_ignore_at_inference = [CACHE, "router_logits", "aux_loss"]
     # The families' tensor-parallel plans split heads over devices, but a memory reads whole heads.
     base_model_tp_plan = None
 
@@ -212,10 +213,11 @@ class MemoryModel(HostsMemory):
         input_ids: torch.Tensor | None = None,
         attention_mask: torch.Tensor | None = None,
         position_ids: torch.Tensor | None = None,
-        past_key_values: Cache | None = None,
+        cache: Cache | None = None,
         inputs_embeds: torch.Tensor | None = None,
         use_cache: bool | None = None,
         *,
+        past_key_values: Cache | None = None,
         memory_reports: RouterReports | None = None,
         token_mask: torch.Tensor | None = None,
         **kwargs: Any,
@@ -226,16 +228,19 @@ class MemoryModel(HostsMemory):
 
         Args:
             input_ids: `[B, T]`, or None if `inputs_embeds` are passed.
+            cache: Keys and values of the tokens before. Default: none.
             inputs_embeds: `[B, T, D]`. Default: embeddings of `input_ids`.
+            past_key_values: Older name of `cache`.
             memory_reports: Collector of the routers' reports. Default: routers do not report.
             token_mask: `[B, T]`, zero for padding, for attention masks of another form. Default: the attention mask.
             kwargs: Other arguments of the family's forward, and arguments that memories take.
         """
+        cache = past_key_values if cache is None else cache
         arguments: dict[str, Any] = {
             "input_ids": input_ids,
             "attention_mask": attention_mask,
             "position_ids": position_ids,
-            "past_key_values": past_key_values,
+            CACHE: cache,
             "inputs_embeds": inputs_embeds,
             "use_cache": use_cache,
         }
@@ -259,11 +264,11 @@ class MemoryModel(HostsMemory):
                 brought["tables"] = self._shared_tables()
             if self.needs.places:
                 mask = attention_mask if token_mask is None else token_mask
-                begins = not _tells_padding(attention_mask) and past_key_values is None
+                begins = not _tells_padding(attention_mask) and cache is None
                 brought["tokens"] = token_places(mask, position_ids, tokens.shape[1], may_hold_documents=begins)
             if self.needs.states:
-                arguments["past_key_values"] = self._cache_of_pass(past_key_values, use_cache)
-                brought["states"] = self._memory_states(arguments["past_key_values"])
+                arguments[CACHE] = self._cache_of_pass(cache, use_cache)
+                brought["states"] = self._memory_states(arguments[CACHE])
             kwargs["memory_inputs"] = MemoryInputs(**brought)
         return super().forward(**arguments, **kwargs)
 

@@ -18,6 +18,7 @@ from midus_hf.memory.memory_state import check_taking_back, refuse_one_row
 from midus_hf.models.adapter_layers import refuse_adapter_of_base
 from midus_hf.models.fetching import BLOCKS, IDS
 from midus_hf.models.host import HostsMemory
+from midus_hf.models.parts import CACHE
 from midus_hf.models.router_losses import AddsRouterLosses
 
 _IGNORED_LABEL = -100
@@ -54,12 +55,13 @@ class MemoryForCausalLM(AddsRouterLosses, HostsMemory):
         input_ids: torch.Tensor | None = None,
         attention_mask: torch.Tensor | None = None,
         position_ids: torch.Tensor | None = None,
-        past_key_values: Cache | None = None,
+        cache: Cache | None = None,
         inputs_embeds: torch.Tensor | None = None,
         labels: torch.Tensor | None = None,
         use_cache: bool | None = None,
         logits_to_keep: int | torch.Tensor = 0,
         *,
+        past_key_values: Cache | None = None,
         output_router_logits: bool | None = None,
         prompt_mask: torch.Tensor | None = None,
         token_mask: torch.Tensor | None = None,
@@ -73,7 +75,9 @@ class MemoryForCausalLM(AddsRouterLosses, HostsMemory):
 
         Args:
             input_ids: `[B, T]`, or None if `inputs_embeds` are passed.
+            cache: Keys and values of the tokens before. Default: none.
             inputs_embeds: `[B, T, D]`. Default: embeddings of `input_ids`.
+            past_key_values: Older name of `cache`.
             output_router_logits: Whether to return the routers' logits and add their losses outside training too; if false, losses
                 are never added. Default: the config's value; if that is None, losses are added in training.
             prompt_mask: `[B, T]`, true for tokens of the prompt, for memories that need it. Default: tokens before the first label.
@@ -87,7 +91,7 @@ class MemoryForCausalLM(AddsRouterLosses, HostsMemory):
             "input_ids": input_ids,
             "attention_mask": attention_mask,
             "position_ids": position_ids,
-            "past_key_values": past_key_values,
+            CACHE: past_key_values if cache is None else cache,
             "inputs_embeds": inputs_embeds,
             "labels": labels,
             "use_cache": use_cache,
@@ -134,7 +138,7 @@ class MemoryForCausalLM(AddsRouterLosses, HostsMemory):
         tokens = inputs["input_ids"] if inputs.get("input_ids") is not None else inputs["inputs_embeds"]
         padding = attention_mask if isinstance(attention_mask, torch.Tensor) and attention_mask.dim() == 2 else None
         if self.stack.needs.prompts:
-            cache = inputs.get("past_key_values")
+            cache = inputs.get(CACHE)
             if inputs.get(_PROMPT_MASK) is not None and cache is not None and cache.get_seq_length() > 0:
                 del inputs[_PROMPT_MASK]  # the cache keeps what memories need of the prompt
             if inputs.get(_PROMPT_MASK) is not None:
@@ -165,9 +169,9 @@ class MemoryForCausalLM(AddsRouterLosses, HostsMemory):
             ValueError: If a memory reads the whole sequence and a cache is passed, or embeddings, which need a cache.
         """
         if self.stack.needs.whole:
-            if kwargs.get("past_key_values") is not None:
+            if any(kwargs.get(name) is not None for name in (CACHE, "past_key_values")):
                 raise ValueError(
-                    "past_key_values is given, but a memory of this model looks at the whole sequence, which no cache holds; "
+                    "a cache is passed, but a memory of this model looks at the whole sequence, which no cache holds; "
                     "expected none. Upscale with routing = 'chunk' for a model that continues from a cache."
                 )
             if kwargs.get("inputs_embeds") is not None:

@@ -4,6 +4,11 @@ from typing import Any, ClassVar
 
 import torch
 from torch import nn
+from transformers.modeling_outputs import CausalLMOutputWithPast
+
+#: Name of the argument of forwards, and of the field of outputs, that holds the cache: `cache` from Transformers 5.24 on,
+#: `past_key_values` before. Forwards of this package take both names.
+CACHE = "cache" if "cache" in CausalLMOutputWithPast.__dataclass_fields__ else "past_key_values"
 
 
 class MissingPart(ValueError):

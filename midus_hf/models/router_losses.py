@@ -8,9 +8,10 @@ import torch
 
 from midus_hf.config.installed import needed_for
 from midus_hf.memory.routing.report import RouterReports
+from midus_hf.models.parts import CACHE
 
 # Fields of the family's output that are kept.
-_FIELDS = ("logits", "start_logits", "end_logits", "past_key_values", "hidden_states", "attentions")
+_FIELDS = ("logits", "start_logits", "end_logits", CACHE, "hidden_states", "attentions")
 
 
 class AddsRouterLosses:

@@ -5,26 +5,28 @@ from typing import Any, ClassVar
 
 import torch
 from transformers import AutoModel, Cache
-from transformers.modeling_outputs import ModelOutput
+from transformers.modeling_outputs import QuestionAnsweringModelOutput, SequenceClassifierOutputWithPast
 
 from midus_hf.config.installed import INSTALLED, needed_for
 from midus_hf.models.adapter_layers import refuse_adapter_of_base
 from midus_hf.models.host import HostsMemory
+from midus_hf.models.parts import CACHE
 from midus_hf.models.router_losses import AddsRouterLosses
 
 
 @dataclass
-class RoutedOutput(ModelOutput):
-    """Output of a task head whose memories have routers: the fields of the family's output, the routers' losses and logits."""
+class RoutedClassification(SequenceClassifierOutputWithPast):
+    """Output of a classifier whose memories have routers: the family's output, then the losses and logits of the routers."""
 
-    loss: torch.Tensor | None = None
     aux_loss: torch.Tensor | None = None
-    logits: torch.Tensor | None = None
-    start_logits: torch.Tensor | None = None
-    end_logits: torch.Tensor | None = None
-    past_key_values: Cache | None = None
-    hidden_states: tuple[torch.Tensor, ...] | None = None
-    attentions: tuple[torch.Tensor, ...] | None = None
+    router_logits: tuple[torch.Tensor, ...] | None = None
+
+
+@dataclass
+class RoutedAnswer(QuestionAnsweringModelOutput):
+    """Output of a head that finds answers, if its memories have routers: the family's output, then losses and logits of routers."""
+
+    aux_loss: torch.Tensor | None = None
     router_logits: tuple[torch.Tensor, ...] | None = None
 
 
@@ -36,7 +38,6 @@ class MemoryHead(AddsRouterLosses, HostsMemory):
     """
 
     base_model_prefix = "model"
-    output_class = RoutedOutput
     model_class: ClassVar[Any]
     model: Any
     config: Any
@@ -67,7 +68,7 @@ class MemoryHead(AddsRouterLosses, HostsMemory):
     ) -> Any:
         """Run the family's forward with the arguments of memories that are not None, and add the losses of routers."""
         arguments = of_family | {name: value for name, value in of_memories.items() if value is not None}
-        if self.stack.needs.prompts and arguments["past_key_values"] is None and "prompt_mask" not in arguments:
+        if self.stack.needs.prompts and arguments[CACHE] is None and "prompt_mask" not in arguments:
             tokens = arguments["inputs_embeds"] if arguments["input_ids"] is None else arguments["input_ids"]
             arguments["prompt_mask"] = torch.ones(tokens.shape[:2], dtype=torch.bool, device=tokens.device)
         if not self.stack.needs.reports:
@@ -78,16 +79,19 @@ class MemoryHead(AddsRouterLosses, HostsMemory):
 class MemoryForClassification(MemoryHead):
     """Mixin for a family's classifier of sequences or of tokens."""
 
+    output_class = RoutedClassification
+
     @needed_for("arguments", "banks", "reports", "places")
     def forward(
         self,
         input_ids: torch.Tensor | None = None,
         attention_mask: torch.Tensor | None = None,
         position_ids: torch.Tensor | None = None,
-        past_key_values: Cache | None = None,
+        cache: Cache | None = None,
         inputs_embeds: torch.Tensor | None = None,
         labels: torch.Tensor | None = None,
         *,
+        past_key_values: Cache | None = None,
         output_router_logits: bool | None = None,
         prompt_mask: torch.Tensor | None = None,
         token_mask: torch.Tensor | None = None,
@@ -104,7 +108,11 @@ class MemoryForClassification(MemoryHead):
             labels: `[B]`, or `[B, T]` of a classifier of tokens. Default: no loss is computed.
         """
         of_family = {"input_ids": input_ids, "attention_mask": attention_mask, "position_ids": position_ids, **kwargs}
-        of_family |= {"past_key_values": past_key_values, "inputs_embeds": inputs_embeds, "labels": labels}
+        of_family |= {
+            CACHE: past_key_values if cache is None else cache,
+            "inputs_embeds": inputs_embeds,
+            "labels": labels,
+        }
         of_memories = {"prompt_mask": prompt_mask, "token_mask": token_mask, "memory_ids": memory_ids}
         return self._forward(super().forward, labels is not None, output_router_logits, of_family, of_memories)
 
@@ -112,17 +120,20 @@ class MemoryForClassification(MemoryHead):
 class MemoryForQuestionAnswering(MemoryHead):
     """Mixin for a family's head that finds the span of an answer."""
 
+    output_class = RoutedAnswer
+
     @needed_for("arguments", "banks", "reports", "places")
     def forward(
         self,
         input_ids: torch.Tensor | None = None,
         attention_mask: torch.Tensor | None = None,
         position_ids: torch.Tensor | None = None,
-        past_key_values: Cache | None = None,
+        cache: Cache | None = None,
         inputs_embeds: torch.Tensor | None = None,
         start_positions: torch.Tensor | None = None,
         end_positions: torch.Tensor | None = None,
         *,
+        past_key_values: Cache | None = None,
         output_router_logits: bool | None = None,
         prompt_mask: torch.Tensor | None = None,
         token_mask: torch.Tensor | None = None,
@@ -138,7 +149,7 @@ class MemoryForQuestionAnswering(MemoryHead):
             end_positions: `[B]`, index of the last token of the answer. Default: no loss is computed.
         """
         of_family = {"input_ids": input_ids, "attention_mask": attention_mask, "position_ids": position_ids, **kwargs}
-        of_family |= {"past_key_values": past_key_values, "inputs_embeds": inputs_embeds}
+        of_family |= {CACHE: past_key_values if cache is None else cache, "inputs_embeds": inputs_embeds}
         of_family |= {"start_positions": start_positions, "end_positions": end_positions}
         of_memories = {"prompt_mask": prompt_mask, "token_mask": token_mask, "memory_ids": memory_ids}
         has_labels = start_positions is not None and end_positions is not None

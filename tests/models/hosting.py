@@ -6,6 +6,7 @@ import torch
 from transformers import PreTrainedModel
 
 from midus_hf.models import FAMILIES
+from midus_hf.models.parts import CACHE
 
 
 def host_config(config: Any, memory: list[dict[str, Any]] | None, **changes: Any) -> Any:
@@ -34,4 +35,4 @@ def logits(model: Any, tokens: torch.Tensor, **given: Any) -> torch.Tensor:
 def in_steps(model: Any, tokens: torch.Tensor, steps: list[int], cache: Any, **given: Any) -> torch.Tensor:
     """Return the logits of tokens that go through a cache in steps of so many."""
     parts = tokens.split(steps, dim=1)
-    return torch.cat([model(part, past_key_values=cache, use_cache=True, **given).logits for part in parts], dim=1)
+    return torch.cat([model(part, **{CACHE: cache}, use_cache=True, **given).logits for part in parts], dim=1)

@@ -13,6 +13,7 @@ from tiny import FAMILIES, prompt
 from transformers import CompileConfig, PreTrainedModel, StaticCache
 
 from midus_hf.memory.kept_values import kept_values
+from midus_hf.models.parts import CACHE
 
 MEMORIES = ["headwise", "product-key", "linear", "chunk", "prompt", "ultramem own", "ultramem skip"]
 MEMORIES += ["depth default", "depth joint", "depth projected"]
@@ -45,8 +46,8 @@ def test_a_step_with_kept_values_is_one_graph_with_one_call_of_the_op():
     for forward in (model, torch.compile(model, fullgraph=True, backend=counting)):
         cache = StaticCache(model.config, max_cache_len=26)
         with torch.no_grad(), kept_values(model):
-            model(input_ids=prompt(), past_key_values=cache, use_cache=True)
-            logits.append(forward(input_ids=prompt(1), past_key_values=cache, use_cache=True).logits)
+            model(input_ids=prompt(), **{CACHE: cache}, use_cache=True)
+            logits.append(forward(input_ids=prompt(1), **{CACHE: cache}, use_cache=True).logits)
     assert torch.equal(logits[0], logits[1])
     assert len(graphs) == 1
     called = [str(node.target) for node in graphs[0].graph.nodes if node.op.startswith("call")]
@@ -76,8 +77,8 @@ def test_a_compiled_step_of_blocks_without_values_changes_no_bit(family):
     with torch.no_grad(), kept_values(model):
         for each, forward in ((base, base), (model, compiled)):
             cache = StaticCache(each.config, max_cache_len=8)
-            prefilled = each(input_ids=prompt(6), past_key_values=cache).logits
-            steps = [forward(input_ids=prompt(1, seed=seed), past_key_values=cache).logits for seed in (1, 2)]
+            prefilled = each(input_ids=prompt(6), **{CACHE: cache}).logits
+            steps = [forward(input_ids=prompt(1, seed=seed), **{CACHE: cache}).logits for seed in (1, 2)]
             outputs.append(torch.cat([prefilled, *steps], dim=1))
     assert torch.equal(*outputs)
 

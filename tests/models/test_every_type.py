@@ -43,7 +43,7 @@ REASONS = [
 # What is refused by its proof rather than for a part that is lacking, and what the proof says.
 UNPROVEN = {
     **{
-        ("recurrent_gemma", wiring): "the model returns no cache; expected past_key_values"
+        ("recurrent_gemma", wiring): "the model returns no cache; expected one"
         for wiring in WIRINGS
         if wiring not in ("hier-lora-ffn", "depth-attention")
     },

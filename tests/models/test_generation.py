@@ -9,6 +9,8 @@ from pairs import in_turn
 from tiny import WINDOW, prompt, tiny_model
 from transformers import DynamicCache, PreTrainedModel, StaticCache
 
+from midus_hf.models.parts import CACHE
+
 each_case = pytest.mark.parametrize("case", CASES)
 CACHES = {"dynamic": {}, "static": {"cache_implementation": "static"}, "none": {"use_cache": False}}
 
@@ -133,7 +135,7 @@ def test_later_tokens_change_no_earlier_logits(native_family, case, tmp_path):
 def test_every_layer_fills_its_own_slot_of_the_cache(family):
     model = upscaled_model(family)
     with torch.no_grad():
-        cache = model(prompt(), use_cache=True).past_key_values
+        cache = model(prompt(), use_cache=True)[CACHE]
     assert len(cache.layers) == model.config.num_hidden_layers
     assert all(layer.keys.abs().sum() > 0 for layer in cache.layers)
     assert cache.get_seq_length() == 3 * WINDOW

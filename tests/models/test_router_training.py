@@ -11,6 +11,8 @@ from models.upscaled import upscaled_model
 from tiny import prompt
 from transformers import DynamicCache, PreTrainedModel
 
+from midus_hf.models.parts import CACHE
+
 ROUTINGS = ("chunk", "prompt", "token", "sequence")
 COEFFICIENTS = {"router_aux_loss_coef": 0.5, "router_z_loss_coef": 0.01}
 TOKENS, CHUNK = 8, 3
@@ -211,6 +213,6 @@ def test_a_cache_in_training_is_left_alone_under_activation_checkpointing():
         model = model_with("chunk").train()
         if checkpointed:
             enable_checkpointing(model, use_reentrant=False)
-        model(tokens, labels=tokens, past_key_values=DynamicCache() if checkpointed else None).loss.backward()
+        model(tokens, labels=tokens, **{CACHE: DynamicCache() if checkpointed else None}).loss.backward()
         gradients.append(memories_of(model)[0].router_weight.grad)
     torch.testing.assert_close(*gradients)

@@ -15,6 +15,7 @@ from tiny import prompt
 from transformers import DynamicCache, PreTrainedModel, StaticCache
 
 from midus_hf.memory.memory_state import MemoryState
+from midus_hf.models.parts import CACHE
 
 CAUSAL = ("chunk", "prompt", "token")
 PROMPT, NEW = 7, 6
@@ -90,7 +91,7 @@ def test_a_conversation_goes_on_from_its_cache(family, routing):
     model = chapter_model(family, routing=routing)
     first = model.generate(prompt(PROMPT), **GREEDY, return_dict_in_generate=True)
     further = torch.cat([first.sequences, prompt(4, seed=6)], dim=1)
-    second = model.generate(further, **GREEDY, past_key_values=first.past_key_values)
+    second = model.generate(further, **GREEDY, **{CACHE: first[CACHE]})
     assert torch.equal(second, by_full_passes(model, further, PROMPT))
 
 
@@ -118,7 +119,7 @@ def test_parts_of_what_follows_a_prompt_are_none_of_its_own():
     model = chapter_model(routing="prompt")
     first = model.generate(prompt(PROMPT), **GREEDY, return_dict_in_generate=True)
     further = torch.cat([first.sequences, prompt(4, seed=6)], dim=1)
-    second = model.generate(further, **GREEDY, past_key_values=first.past_key_values, prefill_chunk_size=2)
+    second = model.generate(further, **GREEDY, **{CACHE: first[CACHE]}, prefill_chunk_size=2)
     assert torch.equal(second, by_full_passes(model, further, PROMPT))
 
 
@@ -134,24 +135,24 @@ def test_a_mask_of_the_prompt_may_be_given():
 @pytest.mark.parametrize("routing", ["chunk", "prompt"])
 def test_a_cache_that_another_model_filled_is_refused(routing):
     base, model = chapter_pair(routing=routing)
-    cache = base(prompt(PROMPT), use_cache=True).past_key_values
+    cache = base(prompt(PROMPT), use_cache=True)[CACHE]
     with pytest.raises(
-        ValueError, match="past_key_values holds tokens, but not what the memories of this model keep of them"
+        ValueError, match="the cache holds tokens, but not what the memories of this model keep of them"
     ):
-        model(prompt(1), past_key_values=cache)
-    model(prompt(1), past_key_values=DynamicCache(config=model.config))
+        model(prompt(1), **{CACHE: cache})
+    model(prompt(1), **{CACHE: DynamicCache(config=model.config)})
 
 
 @pytest.mark.parametrize("routing", ["chunk", "prompt"])
 def test_a_cache_without_layers_is_refused(routing):
-    with pytest.raises(ValueError, match="past_key_values is a tuple, which has no place for what memories keep"):
-        chapter_model(routing=routing)(prompt(1), past_key_values=((),))
+    with pytest.raises(ValueError, match="the cache is a tuple, which has no place for what memories keep"):
+        chapter_model(routing=routing)(prompt(1), **{CACHE: ((),)})
 
 
 def test_no_state_is_kept_where_tokens_choose_for_themselves():
     base, model = chapter_pair(routing="token")
-    cache = base(prompt(PROMPT), use_cache=True).past_key_values
-    assert model(prompt(1), past_key_values=cache).past_key_values.get_seq_length() == PROMPT + 1
+    cache = base(prompt(PROMPT), use_cache=True)[CACHE]
+    assert model(prompt(1), **{CACHE: cache})[CACHE].get_seq_length() == PROMPT + 1
     assert not any(isinstance(layer, MemoryState) for layer in cache.layers)
 
 
@@ -159,11 +160,9 @@ def test_looking_ahead_keeps_no_cache_and_takes_none():
     model = chapter_model(routing="sequence")
     with looking_ahead("sequence"):
         generated = model.generate(prompt(PROMPT), **GREEDY, return_dict_in_generate=True)
-    assert generated.past_key_values is None
-    with pytest.raises(
-        ValueError, match="past_key_values is given, but a memory of this model looks at the whole sequence"
-    ):
-        model.generate(prompt(PROMPT), past_key_values=DynamicCache(config=model.config))
+    assert generated[CACHE] is None
+    with pytest.raises(ValueError, match="a cache is passed, but a memory of this model looks at the whole sequence"):
+        model.generate(prompt(PROMPT), **{CACHE: DynamicCache(config=model.config)})
 
 
 def test_looking_ahead_takes_no_embeddings_which_need_a_cache():
@@ -177,17 +176,17 @@ def test_looking_ahead_takes_no_embeddings_which_need_a_cache():
 
 def test_looking_ahead_cannot_continue_from_a_cache():
     model = chapter_model(routing="sequence")
-    cache = model(prompt(PROMPT), use_cache=True).past_key_values
+    cache = model(prompt(PROMPT), use_cache=True)[CACHE]
     with pytest.raises(
         ValueError, match="routing is 'sequence', which looks at the whole sequence, and a cache holds a part"
     ):
-        model(prompt(1), past_key_values=cache)
+        model(prompt(1), **{CACHE: cache})
 
 
 @pytest.mark.parametrize("routing", ["chunk", "prompt"])
 def test_what_is_kept_is_as_large_as_a_token(routing):
     model = chapter_model(routing=routing)
-    cache = model(prompt(PROMPT), use_cache=True).past_key_values
+    cache = model(prompt(PROMPT), use_cache=True)[CACHE]
     states = [layer for layer in cache.layers if isinstance(layer, MemoryState)]
     assert [(state.name, state.layer) for state in states] == [("chapters", 1), ("chapters", 3)]
     assert all(tensor.shape in ((2,), (2, 32)) for state in states for tensor in state.kept.values())
@@ -196,27 +195,25 @@ def test_what_is_kept_is_as_large_as_a_token(routing):
 
 def test_a_pass_that_trains_keeps_nothing():
     model = chapter_model(routing="chunk").train()
-    assert not any(
-        isinstance(layer, MemoryState) for layer in getattr(model(prompt(PROMPT)).past_key_values, "layers", [])
-    )
+    assert not any(isinstance(layer, MemoryState) for layer in getattr(model(prompt(PROMPT))[CACHE], "layers", []))
 
 
 def test_a_static_cache_is_one_for_every_length():
     """Compiled steps read it where it lies: another sequence writes over what is kept."""
     model = chapter_model(routing="chunk")
     cache = StaticCache(model.config, max_cache_len=20)
-    first = model(prompt(PROMPT), past_key_values=cache).past_key_values
+    first = model(prompt(PROMPT), **{CACHE: cache})[CACHE]
     (state, _) = [layer for layer in first.layers if isinstance(layer, MemoryState)]
     pointers = {name: tensor.data_ptr() for name, tensor in state.kept.items()}
-    model(prompt(3), past_key_values=cache)
+    model(prompt(3), **{CACHE: cache})
     cache.reset()
     assert not state.kept
-    model(prompt(5), past_key_values=cache)
+    model(prompt(5), **{CACHE: cache})
     assert {name: tensor.data_ptr() for name, tensor in state.kept.items()} == pointers
 
 
 @pytest.mark.parametrize("routing", ["chunk", "prompt"])
 def test_an_empty_cache_without_a_config_will_do(native_family, routing):
     model = chapter_model(native_family, routing=routing)
-    given = model.generate(prompt(PROMPT), past_key_values=DynamicCache(), **GREEDY)
+    given = model.generate(prompt(PROMPT), **{CACHE: DynamicCache()}, **GREEDY)
     assert torch.equal(given, model.generate(prompt(PROMPT), **GREEDY))

@@ -16,6 +16,7 @@ from transformers import DynamicCache, StaticCache
 from midus_hf.config.declared_tensors import ZEROS
 from midus_hf.memory.kept_values import kept_values
 from midus_hf.memory.registry import MemoryModule
+from midus_hf.models.parts import CACHE
 
 BASES = [name for name, case in CASES.items() if case.is_base_at_first]
 WAYS = list(itertools.product([torch.float32, torch.bfloat16], ["eager", "sdpa"]))
@@ -76,8 +77,8 @@ def test_it_generates_what_the_base_does_with_any_cache(pair, case, mode):
         with mode(), kept_values(model):
             caches = made(base), made(model)
             for part in parts:
-                of_base = base(part, past_key_values=caches[0]).logits
-                assert torch.equal(model(part, past_key_values=caches[1], **given).logits, of_base)
+                of_base = base(part, **{CACHE: caches[0]}).logits
+                assert torch.equal(model(part, **{CACHE: caches[1]}, **given).logits, of_base)
 
 
 @pytest.mark.parametrize("scale", [1, 30])

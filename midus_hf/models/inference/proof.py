@@ -29,7 +29,7 @@ from midus_hf.models.inference.architecture import (
 )
 from midus_hf.models.inference.proof_hooks import HOOKS, HOOKS_INSIDE, adapted_projections, block_before
 from midus_hf.models.inference.tiny import tiny_config, tiny_model
-from midus_hf.models.parts import MissingPart
+from midus_hf.models.parts import CACHE, MissingPart
 
 
 class UnprovenArchitecture(ValueError):
@@ -346,11 +346,11 @@ def _difference_of_steps(model: Any, **arguments: Any) -> float:
     whole = model(ids, use_cache=False, **arguments).logits
     cache, logits = None, []
     for piece in (ids[:, :-2], ids[:, -2:-1], ids[:, -1:]):
-        output = model(piece, past_key_values=cache, use_cache=True, **arguments)
-        cache = getattr(output, "past_key_values", None)
+        output = model(piece, use_cache=True, **{CACHE: cache}, **arguments)
+        cache = output.get(CACHE)
         if cache is None:
             raise UnprovenArchitecture(
-                f"{model.config.model_type.removeprefix(MEMORY_PREFIX)}: the model returns no cache; expected past_key_values, with "
+                f"{model.config.model_type.removeprefix(MEMORY_PREFIX)}: the model returns no cache; expected one, with "
                 "which passes in steps are compared."
             )
         logits.append(output.logits)

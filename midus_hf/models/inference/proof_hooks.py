@@ -16,6 +16,7 @@ from midus_hf.config.memory_entries import MemoryEntry
 from midus_hf.memory.fetched import FetchedBatch, FetchedLayer
 from midus_hf.models.inference.architecture import PROJECTIONS, feed_forward_of, mixer_of
 from midus_hf.models.layer import first_of, with_first
+from midus_hf.models.parts import CACHE
 
 _Read = Callable[[torch.Tensor], torch.Tensor]
 
@@ -250,7 +251,7 @@ class _Call:
         """Return the heads of the call without rotation, or the heads of a call of another attention with the same arguments."""
         attention = self._attention if attention is None else attention
         rotation = self._kwargs.get("position_embeddings")
-        changed: dict[str, Any] = {"past_key_values": None, "observe": _stop}
+        changed: dict[str, Any] = {CACHE: None, "observe": _stop}
         if rotation is not None:
             cos, sin = rotation
             changed["position_embeddings"] = (torch.ones_like(cos), torch.zeros_like(sin))

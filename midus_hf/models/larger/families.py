@@ -153,8 +153,8 @@ def is_passed_on(model: PreTrainedModel, path: str) -> bool:
     return received == [_MARK]
 
 
-# Arguments of memories, which the signature of a forward names.
-_OF_MEMORIES = ("output_router_logits", "prompt_mask", "token_mask", "memory_ids")
+# The older name of the cache, and arguments of memories, which the signature of a forward names.
+_OF_MEMORIES = ("past_key_values", "output_router_logits", "prompt_mask", "token_mask", "memory_ids")
 # Argument that a larger model does not know, and must pass on.
 _MARK = "memory_reports"
 

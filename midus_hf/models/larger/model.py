@@ -18,6 +18,7 @@ from midus_hf.config.memory_entries import Memories, memories_of
 from midus_hf.models.adapter_layers import register_targets
 from midus_hf.models.host import show_in_transformers
 from midus_hf.models.language_model import MemoryForCausalLM
+from midus_hf.models.parts import CACHE
 
 
 class LargerMemoryConfig:
@@ -27,7 +28,7 @@ class LargerMemoryConfig:
     language_config_class: ClassVar[Any]
     # Name of the class of models of this config.
     larger_class_name: ClassVar[str]
-    keys_to_ignore_at_inference = ["past_key_values", "router_logits", "aux_loss"]
+    keys_to_ignore_at_inference = [CACHE, "router_logits", "aux_loss"]
     text_config: Any
 
     def __post_init__(self, **kwargs: Any) -> None:
