@@ -179,7 +179,7 @@ def states_in(
     if cache.get_seq_length() > 0:
         raise ValueError(
             "the cache holds tokens, but not what the memories of this model keep of them; expected a cache that this model "
-            "filled, or an empty one."
+            "filled, or an empty one. Prefix tuning fills a cache of its own: tune a prompt instead (PEFT's PromptTuningConfig)."
         )
     while len(layers) < num_layers:  # a cache that adds each layer at the layer's first call
         layers.append(cache.layer_class_to_replicate())

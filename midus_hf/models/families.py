@@ -8,10 +8,12 @@ file: its classes are pickled by name, and code that checkpoints carry is writte
 import importlib.abc
 import importlib.util
 import sys
+import warnings
 from collections.abc import Mapping
 from types import ModuleType
 from typing import Any
 
+import transformers
 from transformers import (
     MODEL_FOR_QUESTION_ANSWERING_MAPPING,
     MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING,
@@ -314,4 +316,13 @@ class Midus{family}{kind}Block(MemoryBlock, {layer}):
 
 
 for _model_type in ("gemma2", "gemma3_text", "llama", "mistral", "olmo2", "qwen2", "qwen3"):
-    host_family(_model_type)
+    try:
+        host_family(_model_type)
+    except (
+        Exception
+    ) as error:  # a family must keep neither the others from loading nor a program from importing transformers
+        warnings.warn(
+            f"checkpoints of midus_{_model_type} cannot be loaded with transformers {transformers.__version__} "
+            f"({type(error).__name__}: {error}); install a version that midus_hf was tried with.",
+            stacklevel=2,
+        )

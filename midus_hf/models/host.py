@@ -390,7 +390,19 @@ def _narrow(module: nn.Module) -> None:
 def show_in_transformers(name: str, model_class: type) -> None:
     """Set a class of models as an attribute of transformers, where `transformers serve` looks for it by its name."""
     # On the class: transformers runs its __init__ again when it loads processors, and a server may hold the first module.
-    setattr(type(transformers), name, model_class)
+    setattr(type(transformers), name, _ShownInTransformers(model_class))
+
+
+class _ShownInTransformers:
+    """A descriptor that gives a class of models to the module `transformers` alone, since all its lazy modules have one type."""
+
+    def __init__(self, model_class: type):
+        self._model_class = model_class
+
+    def __get__(self, module: Any, owner: type) -> type:
+        if module is None or module.__name__ != transformers.__name__:
+            raise AttributeError("only the module transformers shows classes of this project")
+        return self._model_class
 
 
 def _tells_padding(attention_mask: Any) -> bool:

@@ -11,6 +11,7 @@ from transformers.conversion_mapping import (
     register_checkpoint_conversion_mapping,
 )
 from transformers.modeling_outputs import MoeCausalLMOutputWithPast
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from midus_hf.config.installed import INSTALLED, needed_for
 from midus_hf.memory.kept_values import kept_values
@@ -22,6 +23,8 @@ from midus_hf.models.parts import CACHE
 from midus_hf.models.router_losses import AddsRouterLosses
 
 _IGNORED_LABEL = -100
+# A name in transformers' list of language models, for larger models: the list lacks their own, though their labels are shifted too.
+_LISTED_LANGUAGE_MODEL = "LlamaForCausalLM"
 # Name of the argument that marks the tokens of the prompt. Without it, the prompt ends at the first label.
 _PROMPT_MASK = "prompt_mask"
 
@@ -43,6 +46,15 @@ class MemoryForCausalLM(AddsRouterLosses, HostsMemory):
         setattr(holder, name, self.model_class(config.get_text_config()))
         self.register_load_state_dict_pre_hook(refuse_adapter_of_base)
         self.post_init()
+
+    def _get_name(self) -> str:
+        """Return the name of the family's class, by which the Trainer knows that labels of the losses it computes are to be shifted.
+
+        transformers and PEFT compare this name with a list of their own classes, for `label_smoothing_factor` among others.
+        """
+        listed = set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values())
+        names = [parent.__name__ for parent in type(self).__mro__]
+        return next((name for name in names if name in listed), _LISTED_LANGUAGE_MODEL)
 
     @property
     def stack(self) -> Any:
