@@ -14,6 +14,7 @@ import typer
 from typer.core import TyperCommand
 
 from midus_hf.cli.command_line import WRONG_REQUEST, Ending
+from midus_hf.config.wording import install_extra
 from midus_hf.model_names import check_model_name
 
 if TYPE_CHECKING:
@@ -180,7 +181,7 @@ def check_file(
     if not path.absolute().parent.is_dir():
         raise ValueError(f"{option} is {str(path)!r}, in a folder that does not exist; create it first.")
     if path.suffix in drawn and importlib.util.find_spec("matplotlib") is None:
-        raise ValueError(f"{option} {what} matplotlib; install it with pip install 'midus-hf[look]'.")
+        raise ValueError(f"{option} {what} matplotlib; {install_extra('look')}.")
 
 
 @contextlib.contextmanager
@@ -191,7 +192,7 @@ def needing_harness() -> Iterator[None]:
     except ModuleNotFoundError as error:
         if (error.name or "").partition(".")[0] not in ("lm_eval", "datasets"):
             raise
-        missing = f"tasks need lm-evaluation-harness ({error.name} is missing): pip install 'midus-hf[eval]'"
+        missing = f"tasks need lm-evaluation-harness ({error.name} is missing); {install_extra('eval')}"
         raise Ending(WRONG_REQUEST, missing) from error
 
 

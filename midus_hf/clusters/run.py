@@ -16,6 +16,7 @@ from midus_hf.clusters.corpus import Corpus, load_fast_tokenizer
 from midus_hf.clusters.finished_nodes import FinishedNodes
 from midus_hf.clusters.window_store import JoinedRows, StoredWindows, join_shards, open_windows, store_windows
 from midus_hf.clusters.window_writer import map_array, only_run, read_record
+from midus_hf.config.wording import install_extra
 from midus_hf.documents import find_files
 from midus_hf.files.whole_files import whole_file
 from midus_hf.retrieval.cluster_tree import ClusterTree
@@ -254,7 +255,7 @@ def _cluster(output: Path, stored: StoredWindows, options: TreeOptions, origin: 
 def check_scikit_learn() -> None:
     """Raise an error, before any work, if scikit-learn is missing."""
     if importlib.util.find_spec("sklearn") is None:
-        raise ValueError("clustering needs scikit-learn; install it with pip install 'midus-hf[clusters]'.")
+        raise ValueError(f"clustering needs scikit-learn; {install_extra('clusters')}.")
 
 
 def _check_output(output: Path, overwrite: bool) -> None:

@@ -13,6 +13,11 @@ def near_matches(word: str, known: Iterable[str]) -> str:
     return f"Expected one of: {', '.join(known)}."
 
 
+def install_extra(extra: str) -> str:
+    """Return the words that tell how to install an extra: from a clone, since no registry has the package."""
+    return f"in the clone of midus_hf, run: pip install -c constraints.txt -e '.[{extra}]'"
+
+
 def first_few(names: Sequence[str], most: int = 4) -> str:
     """Return the first `most` names, default 4, and the number of names beyond them, such as `a, b, c, d and 2 more`."""
     beyond = len(names) - most

@@ -15,6 +15,7 @@ from training.steered_runs import END, AtStep, interrupted
 from training.tiny_run import EOS_ID, best_at, give_held_out_losses, refused, tiny_tokenizer, write_corpus
 from transformers import AutoModelForCausalLM
 
+from midus_hf.config.wording import install_extra
 from midus_hf.evaluation.evaluate import evaluate
 from midus_hf.evaluation.settings import EvaluationSettings
 from midus_hf.training.run.adapters import add_adapters, read_adapters
@@ -281,7 +282,7 @@ def test_what_new_layers_cannot_have_is_refused(kind, adapters, message, upscale
 def test_without_peft_it_is_named(base, config_for, monkeypatch):
     find = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "peft" else find(name))
-    message = "adapters need peft, which is not installed here; pip install 'midus-hf[train]', or leave adapters out."
+    message = f"adapters need peft, which is not installed; {install_extra('train')}, or leave adapters out."
     with refused(re.escape(message)):
         prepare(config_for(model=base, adapters={}))
 

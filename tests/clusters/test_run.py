@@ -3,6 +3,7 @@
 import dataclasses
 import importlib.util
 import json
+import re
 
 import numpy as np
 import pytest
@@ -12,6 +13,7 @@ from midus_hf.clusters.assigning import document_paths
 from midus_hf.clusters.building import TreeOptions
 from midus_hf.clusters.corpus import read_corpus
 from midus_hf.clusters.run import BuildRequest, build, open_build
+from midus_hf.config.wording import install_extra
 from midus_hf.retrieval import tree_files
 from midus_hf.retrieval.cluster_tree import ClusterTree
 from midus_hf.retrieval.memory_retriever import MemoryRetriever
@@ -155,7 +157,7 @@ def test_an_output_that_is_something_else_is_refused(request_, tmp_path):
 def test_clustering_needs_scikit_learn(request_, monkeypatch):
     find = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "sklearn" else find(name))
-    with pytest.raises(ValueError, match=r"needs scikit-learn; install it with pip install 'midus-hf\[clusters\]'"):
+    with pytest.raises(ValueError, match=re.escape(f"needs scikit-learn; {install_extra('clusters')}.")):
         build(request_())
 
 

@@ -9,6 +9,7 @@ import pytest
 from retrieval.tiny_bert import save_tiny_bert
 
 from midus_hf.cli.clusters import main
+from midus_hf.config.wording import install_extra
 
 
 @pytest.fixture(scope="module")
@@ -213,7 +214,7 @@ def test_a_picture_of_a_tree_needs_matplotlib(tree, monkeypatch, capsys):
     find = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "matplotlib" else find(name))
     line = last_line(["report", "--tree", tree, "--output", "a.png"], capsys)
-    assert line == "output is a picture, which needs matplotlib; install it with pip install 'midus-hf[look]'."
+    assert line == f"output is a picture, which needs matplotlib; {install_extra('look')}."
 
 
 def last_line(words: list[str], capsys) -> str:

@@ -22,6 +22,7 @@ from safetensors.torch import load_file, save_file
 from training.tiny_run import document, letter_tokenizer, tiny_tokenizer
 
 from midus_hf.analysis.slots.usage import counted_types, record_usage
+from midus_hf.config.wording import install_extra
 from midus_hf.retrieval.memory_retriever import MemoryRetriever
 from midus_hf.retrieval.tree_files import TreeOrigin
 from upscalers.runs.upscale import upscale
@@ -534,7 +535,7 @@ def test_pictures_need_matplotlib(run, room, monkeypatch):
     find = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "matplotlib" else find(name))
     done = run("usage", room.made, *room.text, "--output", "a.png", refused=True)
-    message = "output has pictures, which need matplotlib; install it with pip install 'midus-hf[look]'.\n"
+    message = f"output has pictures, which need matplotlib; {install_extra('look')}.\n"
     assert done.err == f"midus look usage: {message}"
 
 

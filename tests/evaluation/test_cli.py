@@ -17,6 +17,7 @@ from processes.warm import run_warm
 from transformers import AutoModelForCausalLM
 
 from midus_hf.cli import evaluate as cli
+from midus_hf.config.wording import install_extra
 from midus_hf.evaluation import perplexity
 from midus_hf.evaluation.settings import EvaluationSettings
 from upscalers.runs.upscale import upscale
@@ -292,7 +293,7 @@ def test_without_the_harness_tasks_name_the_extra_to_install(room, capsys, monke
     monkeypatch.delitem(sys.modules, "midus_hf.evaluation.harness", raising=False)
     status, line = refusal(capsys, room / "base", "--tasks", "piqa", "--data", room / "questions")
     assert status == 2
-    assert line == "midus eval: tasks need lm-evaluation-harness (lm_eval is missing): pip install 'midus-hf[eval]'"
+    assert line == f"midus eval: tasks need lm-evaluation-harness (lm_eval is missing); {install_extra('eval')}"
 
 
 def test_perplexity_needs_no_harness(room, capsys, monkeypatch):

@@ -10,6 +10,7 @@ from transformers import AutoModelForCausalLM
 
 from midus_hf.cli.training import sft as command
 from midus_hf.cli.training.sft import main
+from midus_hf.config.wording import install_extra
 
 SCRIPT = Path(__file__).with_name("midus_sft.py")
 
@@ -86,5 +87,5 @@ def test_packages_that_are_not_installed_are_named(words, capsys, monkeypatch):
     monkeypatch.setattr(command, "_NEEDED", ("datasets", "no_such_package"))
     assert main(words) == 2
     assert capsys.readouterr().err == (
-        "midus sft: midus sft needs no_such_package, not installed here; pip install 'midus-hf[train]'.\n"
+        f"midus sft: midus sft needs no_such_package, not installed; {install_extra('train')}.\n"
     )

@@ -197,7 +197,10 @@ def test_a_file_that_is_no_gguf_is_refused(tmp_path):
 
 def test_the_missing_package_is_named(base, tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "gguf", None)
-    with pytest.raises(RequestError, match=r"is a GGUF file; expected the gguf package. Install midus-hf\[gguf\]"):
+    with pytest.raises(
+        RequestError,
+        match=r"is a GGUF file, which needs the gguf package; in the clone of midus_hf, run: pip",
+    ):
         with_memory(base[0], tmp_path / "out")
 
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from midus_hf.config.wording import install_extra
 from upscalers.architecture.families import family_of
 from upscalers.checkpoint.computed_tensor import ComputedTensor
 from upscalers.checkpoint.safetensors_format import StoredTensor
@@ -80,7 +81,7 @@ def _check_package(path: Path) -> None:
         import gguf  # noqa: F401
     except ImportError:
         raise RequestError(
-            f"base {path.name} is a GGUF file; expected the gguf package. Install midus-hf[gguf]."
+            f"base {path.name} is a GGUF file, which needs the gguf package; {install_extra('gguf')}."
         ) from None
 
 

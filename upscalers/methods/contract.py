@@ -249,6 +249,7 @@ MIDUS = Paper(
     reference="arXiv:2512.13751",
     bibtex="""@article{midus,
   title   = {{MIDUS}: Memory-Infused Depth Up-Scaling},
+  author  = {Kim, Taero and Byun, Hoyoon and Choi, Youngjun and Park, Sungrae and Song, Kyungwoo},
   journal = {arXiv preprint arXiv:2512.13751},
   year    = {2025}
 }""",
@@ -259,7 +260,8 @@ SOLAR = Paper(
     reference="arXiv:2312.15166",
     bibtex="""@article{solar,
   title   = {{SOLAR} 10.7B: Scaling Large Language Models with Simple yet Effective Depth Up-Scaling},
-  author  = {Kim, Dahyun and others},
+  author  = {Kim, Dahyun and Park, Chanjun and Kim, Sanghoon and Lee, Wonsung and Song, Wonho and Kim, Yunsu and Kim, Hyeonwoo
+             and Kim, Yungi and Lee, Hyeonju and Kim, Jihoo and others},
   journal = {arXiv preprint arXiv:2312.15166},
   year    = {2023}
 }""",
@@ -270,7 +272,7 @@ LLAMA_PRO = Paper(
     reference="arXiv:2401.02415",
     bibtex="""@article{llamapro,
   title   = {{LLaMA} Pro: Progressive {LLaMA} with Block Expansion},
-  author  = {Wu, Chengyue and others},
+  author  = {Wu, Chengyue and Gan, Yukang and Ge, Yixiao and Lu, Zeyu and Wang, Jiahao and Feng, Ye and Shan, Ying and Luo, Ping},
   journal = {arXiv preprint arXiv:2401.02415},
   year    = {2024}
 }""",
@@ -281,7 +283,7 @@ LESA = Paper(
     reference="arXiv:2502.13794",
     bibtex="""@article{lesa,
   title   = {{LESA}: Learnable {LLM} Layer Scaling-Up},
-  author  = {Yang, Yifei and others},
+  author  = {Yang, Yifei and Cao, Zouying and Ma, Xinbei and Yao, Yao and Qin, Libo and Chen, Zhi and Zhao, Hai},
   journal = {arXiv preprint arXiv:2502.13794},
   year    = {2025}
 }""",
@@ -292,7 +294,7 @@ OPT_DEUS = Paper(
     reference="arXiv:2508.08011",
     bibtex="""@article{optdeus,
   title   = {Progressive Depth Up-scaling via Optimal Transport},
-  author  = {Cao, Mingzi and others},
+  author  = {Cao, Mingzi and Wang, Xi and Aletras, Nikolaos},
   journal = {arXiv preprint arXiv:2508.08011},
   year    = {2025}
 }""",

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from midus_hf.config.options import option
 from midus_hf.config.usable_device import usable_device
+from midus_hf.config.wording import install_extra
 from upscalers.architecture.family import MATRIX_ROLES, LayerTensor, Projection, projections_of
 from upscalers.checkpoint.base_model import BaseModel
 from upscalers.methods.contract import OPT_DEUS, register_method
@@ -107,7 +108,7 @@ class OptDeus(MatrixMethod):
             needed["scipy"] = ("an exact assignment", "scipy")
         for module, (what, package) in needed.items():
             if importlib.util.find_spec(module) is None:
-                raise RequestError(f"{what} needs {package}, which is not installed. Run: pip install 'midus-hf[ot]'.")
+                raise RequestError(f"{what} needs {package}, which is not installed; {install_extra('ot')}.")
         with refusing_requests():
             usable_device(self.options.device, self.options.precision)
 

@@ -8,6 +8,7 @@ from midus_hf.cli.command_line import WRONG_REQUEST, Ending, command_line
 from midus_hf.cli.options import argument
 from midus_hf.cli.training.command import Overrides, run_training_command, train_in_group
 from midus_hf.cli.training.printed_config import print_config_option
+from midus_hf.config.wording import install_extra
 
 _NEEDED = ("datasets", "peft", "trl")
 
@@ -41,7 +42,7 @@ def midus_sft(
     if absent:
         raise Ending(
             WRONG_REQUEST,
-            f"midus sft needs {', '.join(absent)}, not installed here; pip install 'midus-hf[train]'.",
+            f"midus sft needs {', '.join(absent)}, not installed; {install_extra('train')}.",
         )
     train_in_group(_options(), "midus_hf.sft.run", config, overrides or [])
 

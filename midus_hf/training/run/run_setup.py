@@ -30,6 +30,7 @@ from transformers.integrations.integration_utils import (
 )
 
 from midus_hf.banks.level_file import BankError
+from midus_hf.config.wording import install_extra
 from midus_hf.files.locks import Lock
 from midus_hf.saved_models import refusing
 from midus_hf.training.optim.freezing import set_trainable
@@ -92,7 +93,7 @@ def check_request(requested: Options, length_key: str) -> CheckedRequest[Options
     if config.adapters is not None:
         if importlib.util.find_spec("peft") is None:
             raise ValueError(
-                "adapters need peft, which is not installed here; pip install 'midus-hf[train]', or leave adapters out."
+                f"adapters need peft, which is not installed; {install_extra('train')}, or leave adapters out."
             )
         from midus_hf.training.run.adapters import check_adapters
 

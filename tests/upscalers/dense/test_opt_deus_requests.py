@@ -6,10 +6,10 @@ import pytest
 
 DEVICES = ["cuda:99", "gpu", "meta", "hpu", "privateuseone"]
 NEEDED = [
-    ([], "ot", "solver sinkhorn needs POT, which is not installed. Run: pip install 'midus-hf.ot.'."),
-    (["solver=hungarian"], "scipy", "an exact assignment needs scipy, which is not installed. Run: pip install 'midus-hf.ot.'."),
-    (["head_aware=true"], "scipy", "an exact assignment needs scipy, which is not installed. Run: pip install 'midus-hf.ot.'."),
-    (["head_aware=true"], "ot", "solver sinkhorn needs POT, which is not installed. Run: pip install 'midus-hf.ot.'."),
+    ([], "ot", "solver sinkhorn needs POT, which is not installed; in the clone of midus_hf, run: "),
+    (["solver=hungarian"], "scipy", "an exact assignment needs scipy, which is not installed; in the clone of midus_hf, run: "),
+    (["head_aware=true"], "scipy", "an exact assignment needs scipy, which is not installed; in the clone of midus_hf, run: "),
+    (["head_aware=true"], "ot", "solver sinkhorn needs POT, which is not installed; in the clone of midus_hf, run: "),
 ]  # fmt: skip
 
 
