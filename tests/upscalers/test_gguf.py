@@ -215,6 +215,113 @@ def test_a_file_whose_tensors_do_not_fit_its_header_is_refused(tmp_path):
     assert not (tmp_path / "out").exists()
 
 
+def write_parts(path: Path, names: list[str]) -> list[Path]:
+    """Split a GGUF file as llama.cpp does, its header in the first part, and return the paths of the parts."""
+    reader = gguf.GGUFReader(path)
+    size = -(-len(reader.tensors) // len(names))
+    for number, name in enumerate(names):
+        writer = gguf.GGUFWriter(path.parent / name, reader.fields["general.architecture"].contents())
+        for key, field in reader.fields.items():
+            if number == 0 and not key.startswith("GGUF.") and key != "general.architecture":
+                element = field.types[-1] if field.types[0] == gguf.GGUFValueType.ARRAY else None
+                writer.add_key_value(key, field.contents(), field.types[0], element)
+        writer.add_uint16("split.no", number)
+        writer.add_uint16("split.count", len(names))
+        for tensor in reader.tensors[number * size : (number + 1) * size]:
+            writer.add_tensor(tensor.name, tensor.data, raw_dtype=tensor.tensor_type)
+        writer.write_header_to_file()
+        writer.write_kv_data_to_file()
+        writer.write_tensors_to_file()
+        writer.close()
+    return [path.parent / name for name in names]
+
+
+PARTS = [f"split-0000{number}-of-00003.gguf" for number in (1, 2, 3)]
+
+
+@pytest.mark.parametrize("as_a_whole", [False, True], ids=["tensor by tensor", "as a whole"])
+def test_all_parts_of_a_split_file_are_read(base, tmp_path, monkeypatch, as_a_whole):
+    path, _ = base
+    parts = write_parts(path, PARTS)
+    if as_a_whole:
+        monkeypatch.setattr(gguf_module, "open_gguf", lambda path, folder: None)
+    of_parts, of_file = tmp_path / "of-parts", tmp_path / "of-file"
+    with_memory(parts[0], of_parts)
+    with_memory(path, of_file)
+    assert same_tensors(of_parts, of_file)
+    assert config_of(of_parts) == config_of(of_file)
+    assert file_digests(of_parts, without=("upscale.json", "README.md")) == file_digests(
+        of_file, without=("upscale.json", "README.md")
+    )
+
+
+def test_a_dry_run_of_parts_knows_the_tensors_of_all_of_them(base, tmp_path):
+    path, _ = base
+    parts = write_parts(path, PARTS)
+    reports = [
+        upscale(base=file, method="midus-hml", output=tmp_path / "none", options=SMALL_MEMORY, dry_run=True)
+        for file in (parts[0], path)
+    ]
+    assert reports[0].parameters == reports[1].parameters
+
+
+@pytest.mark.parametrize("dry_run", [False, True])
+@pytest.mark.parametrize(
+    ("given", "removed", "message"),
+    [
+        (PARTS[1], None, f"{PARTS[1]} is part 2 of 3; expected the first, {PARTS[0]}"),
+        (PARTS[0], PARTS[2], f"{PARTS[0]} is one of 3 parts, and {PARTS[2]} is not beside it; expected all parts"),
+        (
+            "renamed.gguf",
+            None,
+            r"renamed.gguf is one of 3 files of a split model; expected its name to be NAME-00001-of",
+        ),
+    ],
+)
+def test_a_split_file_without_its_other_parts_is_refused(tmp_path, given, removed, message, dry_run):
+    path = tmp_path / "whole.gguf"
+    write_gguf(path, gguf.GGMLQuantizationType.F32)
+    parts = write_parts(path, PARTS)
+    if removed:
+        (tmp_path / removed).unlink()
+    if given not in PARTS:
+        parts[0].rename(tmp_path / given)
+    with pytest.raises(RequestError, match=message):
+        upscale(
+            base=tmp_path / given, method="midus-hml", output=tmp_path / "out", options=SMALL_MEMORY, dry_run=dry_run
+        )
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("verify", [False, True])
+def test_a_file_that_lacks_a_tensor_is_refused_by_its_name(tmp_path, verify):
+    path = tmp_path / "whole.gguf"
+    write_gguf(path, gguf.GGMLQuantizationType.F32)
+    halves = write_parts(path, ["first.gguf", "second.gguf"])
+    reader = gguf.GGUFReader(halves[0])
+    writer = gguf.GGUFWriter(tmp_path / "half.gguf", "llama")
+    for key, field in reader.fields.items():
+        if not key.startswith(("GGUF.", "split.")) and key != "general.architecture":
+            element = field.types[-1] if field.types[0] == gguf.GGUFValueType.ARRAY else None
+            writer.add_key_value(key, field.contents(), field.types[0], element)
+    for tensor in reader.tensors:
+        writer.add_tensor(tensor.name, tensor.data, raw_dtype=tensor.tensor_type)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    message = r"half.gguf has no tensor for model\.layers\.\d\.\S+ and \d+ others of the model in its header"
+    with pytest.raises(RequestError, match=message):
+        upscale(
+            base=tmp_path / "half.gguf",
+            method="midus-hml",
+            output=tmp_path / "out",
+            options=SMALL_MEMORY,
+            verify=verify,
+        )
+    assert not (tmp_path / "out").exists()
+
+
 @pytest.mark.material
 def test_a_real_file_is_read_for_what_its_header_says():
     from material.smollm2 import smollm2_gguf

@@ -1,7 +1,10 @@
 """GGUF files as bases: read tensor by tensor, or converted to checkpoints."""
 
+import contextlib
 import math
-from collections.abc import Callable
+import re
+import tempfile
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,6 +17,89 @@ from upscalers.request.errors import RequestError, one_line
 
 if TYPE_CHECKING:
     import torch
+
+
+# Names that llama.cpp gives to the files of a split model.
+_PART = re.compile(r"(?P<model>.*)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf")
+
+
+@contextlib.contextmanager
+def whole_gguf(path: Path) -> Iterator[Path]:
+    """Give the GGUF file of a model: the file itself, or a temporary one with the tensors of all parts if the model is split.
+
+    Args:
+        path: A `.gguf` file; of a split model, its first part, beside which the other parts lie.
+
+    Raises:
+        RequestError: If the gguf package is missing, the file is unreadable, or is a part of a split model but not the first, or
+            if a part is missing.
+    """
+    _check_package(path)
+    try:
+        count = _count_parts(path)
+    except Exception as error:
+        raise _unreadable(path, error) from None
+    if count <= 1:
+        yield path
+        return
+    parts = _parts(path, count)
+    with tempfile.TemporaryDirectory(prefix="upscale-gguf-") as temporary:
+        joined = Path(temporary, f"{path.stem}.gguf")
+        try:
+            _join(parts, joined)
+        except Exception as error:
+            raise _unreadable(path, error) from None
+        yield joined
+
+
+def _count_parts(path: Path) -> int:
+    """Return the number of files that a GGUF model is split over, by its header or by its name."""
+    from gguf import GGUFReader
+
+    field = GGUFReader(path).fields.get("split.count")
+    named = _PART.fullmatch(path.name)
+    return max(int(field.contents()) if field else 1, int(named["count"]) if named else 1)
+
+
+def _parts(path: Path, count: int) -> list[Path]:
+    """Return the files of a split model, in order."""
+    named = _PART.fullmatch(path.name)
+    if named is None or int(named["count"]) != count:
+        raise RequestError(
+            f"{path.name} is one of {count} files of a split model; expected its name to be NAME-00001-of-{count:05d}.gguf, by which "
+            "the others are found. Give the files the names that they were published with."
+        )
+    names = [f"{named['model']}-{number:05d}-of-{count:05d}.gguf" for number in range(1, count + 1)]
+    if int(named["number"]) != 1:
+        raise RequestError(f"{path.name} is part {int(named['number'])} of {count}; expected the first, {names[0]}.")
+    missing = [name for name in names if not (path.parent / name).is_file()]
+    if missing:
+        raise RequestError(
+            f"{path.name} is one of {count} parts, and {', '.join(missing)} {'is' if len(missing) == 1 else 'are'} not beside it; "
+            "expected all parts in one folder. Download them."
+        )
+    return [path.parent / name for name in names]
+
+
+def _join(parts: list[Path], joined: Path) -> None:
+    """Write the header of the first part and the tensors of all parts to one file, tensor by tensor."""
+    from gguf import GGUFReader, GGUFValueType, GGUFWriter
+
+    readers = [GGUFReader(part) for part in parts]
+    writer = GGUFWriter(joined, str(readers[0].fields["general.architecture"].contents()))
+    for name, field in readers[0].fields.items():
+        if name.startswith(("GGUF.", "split.")) or name == "general.architecture":
+            continue
+        kind, *elements = field.types
+        element = elements[-1] if kind == GGUFValueType.ARRAY else None
+        writer.add_key_value(name, field.contents(), kind, element)
+    for reader in readers:
+        for tensor in reader.tensors:
+            writer.add_tensor(tensor.name, tensor.data, raw_dtype=tensor.tensor_type)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
 
 
 def read_gguf(path: Path, folder: Path) -> dict[str, StoredTensor] | None:
@@ -51,7 +137,7 @@ def convert_gguf(path: Path, folder: Path, config_only: bool = False) -> None:
         config_only: Whether to write only `config.json`, from the file's header. Default: False.
 
     Raises:
-        RequestError: If the gguf package is missing, or transformers cannot read the file.
+        RequestError: If the gguf package is missing, transformers cannot read the file, or the file lacks a tensor of the model.
     """
     _check_package(path)
     import torch
@@ -62,10 +148,15 @@ def convert_gguf(path: Path, folder: Path, config_only: bool = False) -> None:
         if config_only:
             AutoConfig.from_pretrained(**source).save_pretrained(folder)
             return
-        model = AutoModelForCausalLM.from_pretrained(**source, dtype=torch.float32)
+        model, loading = AutoModelForCausalLM.from_pretrained(**source, dtype=torch.float32, output_loading_info=True)
         tokenizer = AutoTokenizer.from_pretrained(**source)
     except Exception as error:
         raise _unreadable(path, error) from None
+    if missing := sorted(loading["missing_keys"]):  # which transformers has drawn at random
+        raise RequestError(
+            f"{path.name} has no tensor for {missing[0]}{f' and {len(missing) - 1} others' if missing[1:] else ''} of the model in "
+            "its header; expected all of them. Download it again, with all of its parts."
+        )
     # The loader leaves its quantiser on the dequantised model, and a model with a quantiser refuses to be saved.
     for attribute in ("hf_quantizer", "quantization_method", "is_quantized"):
         if hasattr(model, attribute):

@@ -27,6 +27,8 @@ _DTYPES = {
     "uint64": "U64",
 }  # fmt: skip
 _UNTYPED = "UntypedStorage"
+# Values beside tensors that no model reads, such as the number of steps; transformers skips them too.
+_PLAIN = (bool, int, float, str, type(None))
 # What a file from before PyTorch 1.6 begins with: a pickled magic number.
 _LEGACY_MAGIC = 0x1950A86A20F9469CFC6C
 _LEGACY_STORAGE = struct.Struct("<q")
@@ -41,7 +43,7 @@ _UNSOUND = (
 def read_pickled(file: Path) -> dict[str, StoredTensor]:
     """Return the dtype, shape and position of each tensor of a `.bin` file, without running code that the file names.
 
-    Tensors that share their bytes have the same position.
+    Tensors that share their bytes have the same position. Numbers and strings beside the tensors are left out, as by transformers.
 
     Raises:
         RequestError: If the pickle asks for code to be run, holds anything but tensors by name, or is not sound, or if
@@ -54,7 +56,8 @@ def read_pickled(file: Path) -> dict[str, StoredTensor]:
             state, storages = _read_archive(stream, file) if is_archive else _read_legacy(stream, file)
         if not isinstance(state, dict):
             raise pickle.UnpicklingError(f"it holds {_kind(state)} instead of tensors by name")
-        return {name: _stored(name, tensor, storages, file) for name, tensor in dict.items(state)}
+        tensors = {name: value for name, value in dict.items(state) if not isinstance(value, _PLAIN)}
+        return {name: _stored(name, tensor, storages, file) for name, tensor in tensors.items()}
     except RequestError:
         raise
     except _UNSOUND as error:
