@@ -1,15 +1,12 @@
-"""Models that host memory under PEFT: default targets, and refusal of adapters of the base, since upscaling renumbers the layers."""
+"""Refusal of adapters of the base by models that host memory, since upscaling renumbers the layers."""
 
 import re
-import sys
 import warnings
 from collections.abc import Iterable, Mapping
 from typing import Any
 
 from torch import nn
 
-_TABLES = "peft.utils.constants"
-_MODEL_TYPE_PREFIX = "midus_"
 _LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
 
 
@@ -135,19 +132,3 @@ class TakesAdapters:
                 model.delete_adapter(adapter)
                 raise
         return loading_info
-
-
-def register_targets(model_type: str) -> None:
-    """Add a model type to every table of PEFT that has an entry for its family, if PEFT has been imported.
-
-    PEFT looks default targets up by `model_type`. This function does not import PEFT: if PEFT is imported after the model is made,
-    pass `target_modules`. Existing entries for the model type are not changed.
-
-    Args:
-        model_type: The model type, such as `"midus_llama"`.
-    """
-    family_type = model_type.removeprefix(_MODEL_TYPE_PREFIX)
-    for name, table in vars(sys.modules.get(_TABLES, object)).items():
-        if name.startswith("TRANSFORMERS_MODELS_TO_") and name.endswith("_TARGET_MODULES_MAPPING"):
-            if family_type in table:
-                table.setdefault(model_type, table[family_type])

@@ -29,8 +29,8 @@ from transformers import (
 )
 from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 
-from midus_hf.models.host import show_in_transformers
 from midus_hf.models.inference.architecture import Architecture, architecture_of
+from midus_hf.models.listing import show_in_transformers
 from midus_hf.models.parts import NamesParts
 
 #: Language models that host memory, by the `model_type` of their family.
@@ -155,7 +155,7 @@ def family_source(model_type: str) -> str:
         block_classes=", ".join(f"Midus{family}{kind}Block" for kind in kinds.values()),
         model=architecture.stack.__name__,
         causal_lm=architecture.causal_lm.__name__,
-        imported="MemoryForCausalLM, share_conversions" if converted else "MemoryForCausalLM",
+        shared="from midus_hf.models.listing import share_conversions\n" if converted else "",
         registering=", register_head" if heads else "",
         mixins=_MIXINS.format(names=", ".join(sorted({HEADS[kind][2] for kind in heads}))) if heads else "",
         head_kinds=repr(tuple(heads)).replace("'", '"'),
@@ -240,9 +240,9 @@ from midus_hf.models.adapted import Adapted, HostAttention
 from midus_hf.models.block import BlockAttention, MemoryBlock
 from midus_hf.models.families import register_family{registering}
 from midus_hf.models.host import MemoryConfig, MemoryModel
-from midus_hf.models.language_model import {imported}
+from midus_hf.models.language_model import MemoryForCausalLM
 from midus_hf.models.layer import HostLayer
-{mixins}
+{shared}{mixins}
 
 class Midus{family}Config(MemoryConfig, {config}):
     """`{config}` with a list of memory entries."""

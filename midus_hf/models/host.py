@@ -7,7 +7,6 @@ from collections.abc import Iterator, Mapping
 from typing import Any, ClassVar
 
 import torch
-import transformers
 from torch import nn
 from transformers import Cache, DynamicCache
 
@@ -25,9 +24,10 @@ from midus_hf.memory.routing.token_places import token_places
 from midus_hf.memory.sequence_heads import refuse_untold
 from midus_hf.memory.tables import MemoryTables
 from midus_hf.models.adapted import PROJECTION_NAMES
-from midus_hf.models.adapter_layers import TakesAdapters, refuse_adapter_of_base, register_targets
+from midus_hf.models.adapter_layers import TakesAdapters, refuse_adapter_of_base
 from midus_hf.models.dead_memories import warn_of_dead_memories
 from midus_hf.models.fetching import BLOCKS, IDS, Banks, HostsBanks
+from midus_hf.models.listing import register_targets, show_in_transformers
 from midus_hf.models.memory_inputs import MemoryInputs
 from midus_hf.models.parts import CACHE
 
@@ -385,24 +385,6 @@ def _narrow(module: nn.Module) -> None:
         weight: Any = module.weight
         if not getattr(weight, "_is_hf_initialized", False):
             weight.mul_(scale)
-
-
-def show_in_transformers(name: str, model_class: type) -> None:
-    """Set a class of models as an attribute of transformers, where `transformers serve` looks for it by its name."""
-    # On the class: transformers runs its __init__ again when it loads processors, and a server may hold the first module.
-    setattr(type(transformers), name, _ShownInTransformers(model_class))
-
-
-class _ShownInTransformers:
-    """A descriptor that gives a class of models to the module `transformers` alone, since all its lazy modules have one type."""
-
-    def __init__(self, model_class: type):
-        self._model_class = model_class
-
-    def __get__(self, module: Any, owner: type) -> type:
-        if module is None or module.__name__ != transformers.__name__:
-            raise AttributeError("only the module transformers shows classes of this project")
-        return self._model_class
 
 
 def _tells_padding(attention_mask: Any) -> bool:

@@ -6,10 +6,6 @@ from typing import Any, ClassVar
 import torch
 from torch import nn
 from transformers import Cache
-from transformers.conversion_mapping import (
-    get_checkpoint_conversion_mapping,
-    register_checkpoint_conversion_mapping,
-)
 from transformers.modeling_outputs import MoeCausalLMOutputWithPast
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
@@ -19,12 +15,11 @@ from midus_hf.memory.memory_state import check_taking_back, refuse_one_row
 from midus_hf.models.adapter_layers import refuse_adapter_of_base
 from midus_hf.models.fetching import BLOCKS, IDS
 from midus_hf.models.host import HostsMemory
+from midus_hf.models.listing import list_model
 from midus_hf.models.parts import CACHE
 from midus_hf.models.router_losses import AddsRouterLosses
 
 _IGNORED_LABEL = -100
-# A name in transformers' list of language models, for larger models: the list lacks their own, though their labels are shifted too.
-_LISTED_LANGUAGE_MODEL = "LlamaForCausalLM"
 # Name of the argument that marks the tokens of the prompt. Without it, the prompt ends at the first label.
 _PROMPT_MASK = "prompt_mask"
 
@@ -45,16 +40,8 @@ class MemoryForCausalLM(AddsRouterLosses, HostsMemory):
         setattr(holder, name, None)  # the family's stack is freed, and its name keeps the place before the head
         setattr(holder, name, self.model_class(config.get_text_config()))
         self.register_load_state_dict_pre_hook(refuse_adapter_of_base)
+        list_model(type(self), MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
         self.post_init()
-
-    def _get_name(self) -> str:
-        """Return the name of the family's class, by which the Trainer knows that labels of the losses it computes are to be shifted.
-
-        transformers and PEFT compare this name with a list of their own classes, for `label_smoothing_factor` among others.
-        """
-        listed = set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values())
-        names = [parent.__name__ for parent in type(self).__mro__]
-        return next((name for name in names if name in listed), _LISTED_LANGUAGE_MODEL)
 
     @property
     def stack(self) -> Any:
@@ -241,21 +228,6 @@ class MemoryForCausalLM(AddsRouterLosses, HostsMemory):
             with kept_values(self):
                 return super().generate_batch(*args, **kwargs)
         return super().generate_batch(*args, **kwargs)
-
-
-def share_conversions(causal_lm_class: Any) -> None:
-    """Let checkpoints of a language model that hosts memory be read and written as the checkpoints of its family.
-
-    Transformers stores the experts of many types one by one and holds them as one tensor; what it converts, it finds by `model_type`
-    and by the name of a class.
-    """
-    config_class = causal_lm_class.config_class
-    native_type = config_class.__bases__[-1].model_type
-    native_class = causal_lm_class.__bases__[-1]
-    for native, own in ((native_type, config_class.model_type), (native_class.__name__, causal_lm_class.__name__)):
-        conversions = get_checkpoint_conversion_mapping(native)
-        if conversions:
-            register_checkpoint_conversion_mapping(own, conversions, overwrite=True)
 
 
 def _prompt_mask_of_pass(prompt_mask: torch.Tensor, num_seen: int, cache: Any) -> torch.Tensor:

@@ -10,6 +10,7 @@ from transformers.modeling_outputs import QuestionAnsweringModelOutput, Sequence
 from midus_hf.config.installed import INSTALLED, needed_for
 from midus_hf.models.adapter_layers import refuse_adapter_of_base
 from midus_hf.models.host import HostsMemory
+from midus_hf.models.listing import list_model
 from midus_hf.models.parts import CACHE
 from midus_hf.models.router_losses import AddsRouterLosses
 
@@ -51,6 +52,7 @@ class MemoryHead(AddsRouterLosses, HostsMemory):
             self.model = self.model_class(config)
             self.post_init()
         self.register_load_state_dict_pre_hook(refuse_adapter_of_base)
+        list_model(type(self))
 
     @property
     def stack(self) -> Any:

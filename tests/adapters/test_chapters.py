@@ -1,10 +1,13 @@
 """PEFT's adapters on Mixture of Chapters: what generation keeps of projected chapters heeds them."""
 
+from typing import Any
+
 import pytest
 import torch
 from models.chapter_models import chapter_model
 from models.generated_logits import CLOSE, generated, passed
-from peft import LoraConfig, get_peft_model
+from peft import LoraConfig, PrefixTuningConfig, PromptTuningConfig, get_peft_model
+from tiny import prompt
 
 
 @pytest.mark.parametrize("targets", [["key_projection"], ["value_projection"], ["query_projection"]], ids=str)
@@ -43,3 +46,33 @@ def test_copies_that_peft_trains_are_read():
     torch.testing.assert_close(after[:, 0], passed(model), **CLOSE)
     with model.disable_adapter():
         torch.testing.assert_close(generated(model), before, **CLOSE)
+
+
+def prefixed(routing: str) -> Any:
+    torch.manual_seed(0)
+    config = PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4)
+    return get_peft_model(chapter_model(routing=routing, dtype=torch.float32), config)
+
+
+@pytest.mark.filterwarnings("ignore:`past_key_values` is deprecated:FutureWarning")  # PEFT's word
+def test_a_prefix_trains_where_memories_keep_nothing_of_the_sequence():
+    model = prefixed("token")
+    model(input_ids=prompt(), labels=prompt()).loss.backward()
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    assert len(trained) == 1 and trained[0].grad.any()
+
+
+@pytest.mark.parametrize("routing", ["prompt", "chunk"])
+def test_a_prefix_that_memories_have_not_seen_is_refused(routing):
+    with pytest.raises(
+        ValueError, match=r"Prefix tuning fills caches .*: tune a prompt instead, or .* routing = 'token'"
+    ):
+        prefixed(routing).eval()(input_ids=prompt(), labels=prompt())
+
+
+def test_a_prompt_trains_instead():
+    torch.manual_seed(0)
+    config = PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4)
+    model = get_peft_model(chapter_model(dtype=torch.float32), config)
+    model(input_ids=prompt(), labels=prompt()).loss.backward()
+    assert [name for name, parameter in model.named_parameters() if parameter.requires_grad and parameter.grad.any()]

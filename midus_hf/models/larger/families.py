@@ -21,8 +21,8 @@ from transformers import (
 from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 
 from midus_hf.models.families import FAMILIES, base_config_class, host_family, module_from_source
-from midus_hf.models.host import show_in_transformers
 from midus_hf.models.inference.tiny import UnknownArchitecture, tiny_larger_model
+from midus_hf.models.listing import show_in_transformers
 
 #: Larger models whose language model hosts memory, by the `model_type` of their family.
 LARGER_FAMILIES: dict[str, type[PreTrainedModel]] = {}
@@ -104,7 +104,7 @@ def larger_family_source(model_type: str) -> str:
         language_config=language.config_class.__name__,
         language_model=language.model_class.__name__,
         path=path,
-        shared="from midus_hf.models.language_model import share_conversions\n" if converted else "",
+        shared="from midus_hf.models.listing import share_conversions\n" if converted else "",
         signature="".join(f"        {name}={defaults.get(name)!r},\n" for name in names),
         arguments="".join(f"            {name}={name},\n" for name in names),
         conversions=f"\n\nshare_conversions(Midus{larger.__name__})\n" if converted else "",

@@ -15,9 +15,8 @@ from midus_hf.carried.module import write_code
 from midus_hf.carried.standins import ENTRY_MODULE
 from midus_hf.config.installed import needed_for
 from midus_hf.config.memory_entries import Memories, memories_of
-from midus_hf.models.adapter_layers import register_targets
-from midus_hf.models.host import show_in_transformers
 from midus_hf.models.language_model import MemoryForCausalLM
+from midus_hf.models.listing import register_targets, show_in_transformers
 from midus_hf.models.parts import CACHE
 
 

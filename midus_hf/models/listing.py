@@ -1,0 +1,92 @@
+"""What other libraries know classes of models by: tables of names in Transformers and PEFT, and attributes of Transformers."""
+
+import inspect
+import sys
+from collections.abc import MutableMapping
+from typing import Any
+
+import transformers
+from transformers import PreTrainedModel, conversion_mapping
+from transformers.models.auto import modeling_auto
+
+_PEFT_TABLES = "peft.utils.constants"
+_PEFT_CONVERSIONS = "peft.utils.transformers_weight_conversion"
+_MODEL_TYPE_PREFIX = "midus_"
+
+
+def list_model(model_class: type[PreTrainedModel], *tables: MutableMapping[str, Any]) -> None:
+    """List a class in each table of Transformers that lists the class of its family.
+
+    The Trainer shifts labels, where it computes the loss itself, for the classes in such a table; pipelines and servers read others.
+
+    Args:
+        model_class: Class of models that extends a class of Transformers, and has a `config_class` of its own.
+        tables: Tables in which the class is listed whether its family is or not.
+    """
+    own_type = model_class.config_class.model_type
+    family_type = own_type.removeprefix(_MODEL_TYPE_PREFIX)
+    names = {parent.__name__ for parent in inspect.getmro(model_class)[1:]}
+    of_family = [
+        table
+        for name, table in vars(modeling_auto).items()
+        if name.endswith("_MAPPING_NAMES") and table.get(family_type) in names
+    ]
+    for table in (*of_family, *tables):
+        table.setdefault(own_type, model_class.__name__)
+
+
+def register_targets(model_type: str) -> None:
+    """Add a model type to every table of PEFT that has an entry for its family, if PEFT has been imported.
+
+    PEFT looks default targets up by `model_type`. This function does not import PEFT: if PEFT is imported after the model is made,
+    pass `target_modules`. Existing entries for the model type are not changed.
+
+    Args:
+        model_type: The model type, such as `"midus_llama"`.
+    """
+    family_type = model_type.removeprefix(_MODEL_TYPE_PREFIX)
+    for name, table in vars(sys.modules.get(_PEFT_TABLES, object)).items():
+        if name.startswith("TRANSFORMERS_MODELS_TO_") and name.endswith("_TARGET_MODULES_MAPPING"):
+            if family_type in table:
+                table.setdefault(model_type, table[family_type])
+
+
+def share_conversions(causal_lm_class: Any) -> None:
+    """Let checkpoints of a language model that hosts memory be read and written as the checkpoints of its family.
+
+    Transformers stores the experts of many types one by one and holds them as one tensor; what it converts, it finds by `model_type`
+    and by the name of a class. PEFT finds the experts of adapters from before Transformers 5 by it too.
+    """
+    config_class = causal_lm_class.config_class
+    native_type = config_class.__bases__[-1].model_type
+    native_class = causal_lm_class.__bases__[-1]
+    for native, own in ((native_type, config_class.model_type), (native_class.__name__, causal_lm_class.__name__)):
+        conversions = conversion_mapping.get_checkpoint_conversion_mapping(native)
+        if conversions:
+            conversion_mapping.register_checkpoint_conversion_mapping(own, conversions, overwrite=True)
+    for module in (conversion_mapping, sys.modules.get(_PEFT_CONVERSIONS)):  # PEFT copies the table of transformers
+        patterns = getattr(module, "_MODEL_TO_CONVERSION_PATTERN", None)
+        if patterns is not None and conversion_mapping.get_checkpoint_conversion_mapping(native_type):
+            patterns[config_class.model_type] = patterns.get(native_type, native_type)
+
+
+class _Shown:
+    """Attribute of the module `transformers` alone, among all modules that load their contents on demand.
+
+    Args:
+        model_class: Value of the attribute.
+    """
+
+    def __init__(self, name: str, model_class: type):
+        self._name, self._model_class = name, model_class
+
+    def __get__(self, module: Any, owner: type) -> type:
+        if getattr(module, "__name__", None) != "transformers":
+            raise AttributeError(f"{getattr(module, '__name__', owner.__name__)!r} has no attribute {self._name!r}")
+        return self._model_class
+
+
+def show_in_transformers(name: str, model_class: type) -> None:
+    """Show a class of models as an attribute of transformers, where `transformers serve` looks for it by its name."""
+    # On the class: transformers runs its __init__ again when it loads processors, and a server may hold the first module.
+    setattr(type(transformers), name, _Shown(name, model_class))

@@ -1,0 +1,128 @@
+"""Losses that the Trainer computes, experts of older adapters: what other libraries decide by the name of a class or a type."""
+
+import textwrap
+import types
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from larger import larger_model
+from models.fresh_process import run_python
+from models.hosting import host_of
+from models.upscaled import upscaled_model, upscaled_pair
+from tiny import prompt
+from transformers import Trainer, TrainingArguments
+from transformers.models.auto import modeling_auto
+
+from midus_hf.models import FAMILIES
+from midus_hf.models.families import host_family
+from midus_hf.models.inference.tiny import tiny_model as type_model
+from upscalers.runs.upscale import upscale
+
+_SMOOTHED = """
+import torch
+from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
+
+def smoothed(model, folder):
+    arguments = TrainingArguments(folder, label_smoothing_factor=0.1, use_cpu=True, report_to=[], disable_tqdm=True)
+    tokens = torch.arange(3, 27).view(2, 12)
+    loss = Trainer(model.eval(), arguments).compute_loss(model, {"input_ids": tokens, "labels": tokens.clone()})
+    with torch.no_grad():
+        logp = model(tokens).logits[:, :-1].log_softmax(-1)
+    expected = -(0.9 * logp.gather(-1, tokens[:, 1:, None])[..., 0] + 0.1 * logp.mean(-1)).mean()
+    torch.testing.assert_close(loss, expected, rtol=1e-6, atol=1e-6)
+    return loss
+"""
+here: dict[str, Any] = {}
+exec(_SMOOTHED, here)
+
+
+def test_the_trainer_shifts_labels_where_it_smooths_them_itself(family, tmp_path):
+    base, model = upscaled_pair(family, acting=False)
+    assert torch.equal(here["smoothed"](model, tmp_path), here["smoothed"](base, tmp_path))
+
+
+def test_the_trainer_shifts_labels_of_adapted_models(tmp_path):
+    peft = pytest.importorskip("peft")
+    model = upscaled_model("llama")
+    expected = here["smoothed"](model, tmp_path)
+    adapted = peft.get_peft_model(model, peft.LoraConfig(target_modules=["q_proj"], task_type="CAUSAL_LM"))
+    assert torch.equal(here["smoothed"](adapted, tmp_path), expected)
+
+
+@pytest.mark.parametrize("model_type", ["llava", "gemma3"])
+def test_the_trainer_shifts_labels_of_larger_models(model_type, tmp_path):
+    larger_model(model_type).save_pretrained(tmp_path / "base")
+    upscale(base=tmp_path / "base", method="midus-hml", output=tmp_path / "made", options={"n": 8, "k": 3})
+    model = transformers.AutoModelForImageTextToText.from_pretrained(tmp_path / "made")
+    here["smoothed"](model, tmp_path)
+    for table in ("IMAGE_TEXT_TO_TEXT", "MULTIMODAL_LM"):
+        listed = getattr(modeling_auto, f"MODEL_FOR_{table}_MAPPING_NAMES")
+        assert listed[model.config.model_type] == type(model).__name__
+
+
+@pytest.mark.parametrize("adapting", [False, True])
+def test_the_trainer_shifts_labels_where_the_package_is_absent(adapting, tmp_path):
+    upscaled_model("llama").save_pretrained(tmp_path / "made")
+    code = 'model = AutoModelForCausalLM.from_pretrained("made", trust_remote_code=True)\n'
+    if adapting:
+        pytest.importorskip("peft")
+        code += "from peft import LoraConfig, get_peft_model\n"
+        code += 'model = get_peft_model(model, LoraConfig(target_modules=["q_proj"], task_type="CAUSAL_LM"))\n'
+    run_python(f'{_SMOOTHED}{code}smoothed(model, "run")\n', tmp_path, package_present=False)
+
+
+def test_a_model_that_does_not_predict_the_next_token_keeps_its_labels_in_place(tmp_path):
+    head: Any = transformers.AutoModelForTokenClassification.from_config(upscaled_model("llama").config).eval()
+    assert type(head).__name__ == "MidusLlamaForTokenClassification"
+    assert type(head).__name__ not in modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()
+    arguments = TrainingArguments(str(tmp_path), label_smoothing_factor=0.1, use_cpu=True, report_to=[])
+    labels = prompt() % 2
+    loss = Trainer(head, arguments).compute_loss(head, {"input_ids": prompt(), "labels": labels.clone()})
+    logp = head(prompt()).logits.log_softmax(-1)
+    torch.testing.assert_close(loss, -(0.9 * logp.gather(-1, labels[..., None])[..., 0] + 0.1 * logp.mean(-1)).mean())
+
+
+@pytest.mark.parametrize("kind", ["SequenceClassification", "TokenClassification", "QuestionAnswering", "CausalLM"])
+def test_a_class_is_listed_where_the_class_of_its_family_is(kind):
+    model = getattr(transformers, f"AutoModelFor{kind}").from_config(upscaled_model("qwen2").config)
+    table = "".join(f"_{letter}" if letter.isupper() else letter for letter in kind.replace("LM", "Lm")).upper()
+    listed = getattr(modeling_auto, f"MODEL_FOR{table}_MAPPING_NAMES")
+    assert listed["midus_qwen2"] == type(model).__name__ and listed["qwen2"] == type(model).__bases__[-1].__name__
+
+
+def test_adapters_of_experts_from_before_transformers_5_find_the_experts():
+    peft = pytest.importorskip("peft")
+    base = type_model("mixtral")
+    host_family("mixtral")
+    config = {"target_modules": ["q_proj", "w1", "w2", "w3"], "task_type": "CAUSAL_LM"}
+    model = host_of(base)
+    adapted = peft.get_peft_model(model, peft.LoraConfig(**config))
+    native = peft.get_peft_model(base, peft.LoraConfig(**config))
+    lora = {name for name, _ in native.named_parameters() if "lora_" in name}
+    assert any("experts" in name for name in lora)
+    assert lora == {name for name, _ in adapted.named_parameters() if "lora_" in name}
+
+
+def test_only_the_module_transformers_shows_the_classes():
+    name = FAMILIES["llama"].__name__
+    assert getattr(transformers, name) is FAMILIES["llama"]
+    assert isinstance(transformers.models, types.ModuleType) and type(transformers.models) is type(transformers)
+    assert not hasattr(transformers.models, name) and not hasattr(transformers.models.llama, name)
+
+
+def test_a_family_that_cannot_be_made_is_a_warning_and_the_others_load(tmp_path):
+    program = """
+        import warnings
+        from transformers.models.qwen2 import modeling_qwen2
+        del modeling_qwen2.Qwen2DecoderLayer
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            from midus_hf.models import FAMILIES
+        print([str(each.message) for each in caught if "midus_qwen2" in str(each.message)], sorted(FAMILIES))
+        """
+    result = run_python(textwrap.dedent(program), tmp_path, package_present=True)
+    message, _, families = result.rpartition("[")
+    assert "checkpoints of midus_qwen2 cannot be loaded" in message
+    assert "'llama'" in families and "'qwen2'" not in families
