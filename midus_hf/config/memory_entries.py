@@ -7,7 +7,8 @@ from typing import Any
 
 from midus_hf.config.declared_tensors import DeclaredTensor
 from midus_hf.config.fetched_blocks import BankLayout
-from midus_hf.config.installed import INSTALLED, needed_for, not_carried
+from midus_hf.config.installed import INSTALLED
+from midus_hf.config.memory_checks import check_fit, check_layers
 from midus_hf.config.memory_types import (
     MEMORY_TYPES,
     InsertedOptions,
@@ -62,7 +63,6 @@ class MemoryEntry:
         """Return the tensors by name that the memory has in one of its layers."""
         return self.options.tensors_at(sizes, self.layers.index(layer), len(self.layers))
 
-    @not_carried
     def to_dict(self) -> dict[str, Any]:
         """Return the entry in the form of a config, with every option written out."""
         return {
@@ -100,13 +100,11 @@ class Memories:
         return {entry.name: entry for entry in self.entries if entry.is_attached}
 
     @property
-    @not_carried
     def reads_ahead(self) -> bool:
         """True if a memory lets a token depend on later tokens. The model is then not causal."""
         return any(entry.options.reads_ahead for entry in self.entries)
 
     @property
-    @not_carried
     def reads_prompts(self) -> bool:
         """True if a memory needs to know which tokens are a prompt."""
         return any(entry.options.reads_prompts for entry in self.entries)
@@ -141,7 +139,6 @@ class Memories:
         return entry.options.tables(self.sizes, entry.layers)
 
     @property
-    @needed_for("banks")
     def banks(self) -> dict[str, BankLayout]:
         """Layouts of the banks, by the name of the memory that fetches blocks from the bank."""
         fetched = {name: entry.options.fetched(self.sizes) for name, entry in self.attached.items()}
@@ -333,11 +330,11 @@ def check_entry(values: Any) -> None:
 def _check_place(values: Mapping[str, Any], options: MemoryOptions, name: Any, sizes: ModelSizes) -> None:
     """Refuse a memory that does not fit the model, or an entry with wrong layers or a wrong name."""
     memory_type, site = options.type, values.get("site", options.sites[0])
-    options.check(sizes)
+    check_fit(options, sizes)
     layers = _read_layers(memory_type, "layers", values, sizes.num_layers)
     if list(layers) != sorted(set(layers)):
         raise ValueError(f"layers is {values['layers']}; expected ascending indices, each once.")
-    options.check_layers(layers)
+    check_layers(options, layers)
     if site == "inserted" and options.tables(sizes, layers):
         raise ValueError(
             f"memory of type {memory_type!r} is inserted, and its options make its layers share tables, which only "

@@ -4,9 +4,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from typing import Any, ClassVar, Literal, TypeVar, get_args
 
+from midus_hf.config.by_type import ByType
 from midus_hf.config.declared_tensors import DeclaredTensor, Role
 from midus_hf.config.fetched_blocks import FetchedBlocks
-from midus_hf.config.installed import needed_for, not_carried
 from midus_hf.config.model_sizes import ModelSizes
 from midus_hf.config.plugins import is_same_class, load_offered
 
@@ -34,9 +34,10 @@ class MemoryOptions:
     """Options of a type of memory, with the tensors and costs that follow from the options.
 
     A subclass is registered under the `type` that entries of a config's `memory` list name. Its fields are made with
-    `midus_hf.config.options.option` and have defaults. `__post_init__` refuses values out of range; `check` refuses a
-    model that the memory does not fit. Methods that take `index` and `count` describe one layer: `index` counts from 0
-    among the `count` layers that have the memory.
+    `midus_hf.config.options.option` and have defaults. What is asked about a memory elsewhere (which values and models it
+    refuses, what it costs) is registered by the class of options: `check_options`, the functions of
+    `midus_hf.config.memory_checks` and of `midus_hf.config.flops.memories`. Methods that take `index` and `count` describe one
+    layer: `index` counts from 0 among the `count` layers that have the memory.
     """
 
     type: ClassVar[str]
@@ -56,6 +57,9 @@ class MemoryOptions:
     #: they are.
     narrows_start: ClassVar[bool] = False
 
+    def __post_init__(self) -> None:
+        check_options(self)
+
     @property
     def reads_ahead(self) -> bool:
         """True if a token depends on later tokens. The model is then not causal. Default: False."""
@@ -69,19 +73,6 @@ class MemoryOptions:
         """
         return False
 
-    @not_carried
-    def check(self, sizes: ModelSizes) -> None:
-        """Refuse a model that the memory does not fit. Default: every model fits.
-
-        Raises:
-            ValueError: If the memory does not fit. The message names the size, the expected size and a remedy.
-        """
-
-    @not_carried
-    def layer_projections(self, sizes: ModelSizes) -> dict[str, tuple[int, int]]:
-        """Return the input and output width of the projections that a layer must have for the memory, by role. Default: none."""
-        return {}
-
     def tensors(self, sizes: ModelSizes) -> dict[str, DeclaredTensor]:
         """Return the tensors of the memory in one layer, by their name within the memory, in the order of storage.
 
@@ -93,50 +84,14 @@ class MemoryOptions:
         """Return the subset of `tensors` that one layer has. Default: all tensors."""
         return self.tensors(sizes)
 
-    @not_carried
-    def check_layers(self, layers: tuple[int, ...]) -> None:
-        """Refuse a choice of layers that does not work together. Default: every choice works.
-
-        Args:
-            layers: Indices of the layers that have the memory, ascending.
-
-        Raises:
-            ValueError: If the choice does not work. The message names the layers, the expected layers and a remedy.
-        """
-
-    @needed_for("carries")
     def gives(self, index: int, count: int) -> tuple[str, ...]:
         """Return the names of the tensors that one layer passes on to later layers. Default: none."""
         return ()
 
-    @not_carried
-    def given_shape(self, name: str, sizes: ModelSizes, index: int, batch: int, tokens: int) -> tuple[int, ...]:
-        """Return the shape of a tensor that one layer passes on to later layers.
-
-        Args:
-            name: A name that `gives` returns for the layer.
-            sizes: Sizes of the model.
-            index: Number of the layer among the layers that have the memory, from 0.
-            batch: B, sequences in the batch.
-            tokens: T, tokens per sequence.
-        """
-        raise AssertionError(f"memory type {self.type!r} gives no {name!r}")
-
-    @not_carried
-    def starts_at_zero(self, name: str) -> bool:
-        """Return whether a tensor that layers pass on is zero for every input before training. Default: False.
-
-        Args:
-            name: A name that `gives` returns.
-        """
-        return False
-
-    @needed_for("carries")
     def takes(self, index: int) -> tuple[tuple[int, str], ...]:
         """Return the tensors that one layer takes from earlier layers, as pairs (index of the earlier layer, name). Default: none."""
         return ()
 
-    @needed_for("tables")
     def tables(self, sizes: ModelSizes, layers: tuple[int, ...]) -> tuple["SharedTables", ...]:
         """Return the tables that layers share. The model holds each table once. Default: none.
 
@@ -147,37 +102,18 @@ class MemoryOptions:
         """
         return ()
 
-    @needed_for("banks")
     def fetched(self, sizes: ModelSizes) -> FetchedBlocks | None:
         """Return the blocks that each text fetches for a layer from the checkpoint's bank. Default: None, no blocks."""
         return None
 
-    @not_carried
-    def values_read(self, sizes: ModelSizes) -> int | None:
-        """Return the number of elements of the values that one token reads in one layer. Default: None, all elements."""
-        return None
 
-    @not_carried
-    def flops(self, sizes: ModelSizes, batch: int, tokens: int, index: int, count: int) -> dict[str, int]:
-        """Count the floating-point operations of the memory in one layer and forward pass, its residual adds included.
+@ByType
+def check_options(options: MemoryOptions) -> None:
+    """Refuse options out of range. A type registers its check by the class of options; without one, all values pass.
 
-        Args:
-            sizes: Sizes of the model.
-            batch: B, sequences in the batch.
-            tokens: T, tokens per sequence.
-            index: Number of the layer among the layers that have the memory, from 0.
-            count: Number of layers that have the memory.
-
-        Returns:
-            Operations by the name of their purpose. `midus_hf.config.flops.rules` has the prices.
-
-        Raises:
-            ValueError: If the type of memory does not override this method.
-        """
-        raise ValueError(
-            f"memory of type {self.type!r} does not say how many operations it takes; expected a method flops of "
-            f"{type(self).__name__}. Leave the memory out of the config to count the rest."
-        )
+    Raises:
+        ValueError: If an option is out of range. The message names the value and what was expected.
+    """
 
 
 @dataclass(frozen=True)
@@ -210,17 +146,6 @@ class InsertedOptions(MemoryOptions):
     def read_width(self, sizes: ModelSizes) -> int:
         """Return the width of the memory's input: D after an output projection, H * d without one."""
         return sizes.hidden_size if self.keeps_output_projection else sizes.num_heads * sizes.head_dim
-
-
-@not_carried
-def projections_of_heads(sizes: ModelSizes) -> dict[str, tuple[int, int]]:
-    """Return the input and output width of the projections around heads whose keys and values a memory adds to, by role."""
-    of_keys = sizes.num_key_value_heads * sizes.head_dim
-    return {
-        "key": (sizes.hidden_size, of_keys),
-        "value": (sizes.hidden_size, of_keys),
-        "output_projection": (sizes.num_heads * sizes.head_dim, sizes.hidden_size),
-    }
 
 
 #: Options classes of the registered types, by type. Types of other packages are added when `known_type` meets an

@@ -7,6 +7,7 @@ from typing import Any
 
 from midus_hf.config.backbone import Backbone, read_backbone
 from midus_hf.config.declared_tensors import DeclaredTensor
+from midus_hf.config.flops.memories import values_read
 from midus_hf.config.memory_entries import inserted_options, read_memories
 
 
@@ -65,7 +66,7 @@ def count_parameters(config: Mapping[str, Any]) -> ParameterCounts:
         if entry.is_attached:
             tensors += [tensor for tables in memories.tables(entry.name) for tensor in tables.tensors.values()]
         num_values = _numbers(tensor for tensor in tensors if tensor.role == "value")
-        read_per_token = entry.options.values_read(sizes)
+        read_per_token = values_read(entry.options, sizes)
         values += num_values
         memory += _numbers(tensor for tensor in tensors if tensor.role not in ("value", "buffer"))
         read += num_values if read_per_token is None else read_per_token * len(entry.layers)

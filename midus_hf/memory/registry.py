@@ -25,6 +25,7 @@ from typing import Any, ClassVar, Literal
 from torch import nn
 
 from midus_hf.config.installed import INSTALLED
+from midus_hf.config.memory_checks import check_fit
 from midus_hf.config.memory_types import MEMORY_TYPES, MemoryOptions, sample_tensors
 from midus_hf.config.model_sizes import ModelSizes
 from midus_hf.config.plugins import is_same_class, load_offered
@@ -73,7 +74,7 @@ class MemoryModule(DeclaredModule):
 
     def __init__(self, options: Any, sizes: ModelSizes):
         if INSTALLED:
-            options.check(sizes)
+            check_fit(options, sizes)
         super().__init__(options.tensors(sizes))
         self.options: Any = options
 

@@ -6,6 +6,7 @@ import pytest
 
 from midus_hf.config.controls import Change, controls_of, num_value_rows
 from midus_hf.config.declared_tensors import ONES, ZEROS, DeclaredTensor
+from midus_hf.config.flops.memories import flops
 from midus_hf.config.memory_types import MEMORY_TYPES, MemoryOptions, register_memory_type
 from midus_hf.config.model_sizes import ModelSizes
 from midus_hf.config.options import option
@@ -124,7 +125,7 @@ def test_addressing_changes_no_tensor_and_no_price(memory_type):
     assert content == MEMORY_TYPES[memory_type]()
     assert content.tensors(SIZES) == random.tensors(SIZES)
     assert content.tables(SIZES, (0, 1)) == random.tables(SIZES, (0, 1))
-    assert content.flops(SIZES, 2, 8, 0, 2) == random.flops(SIZES, 2, 8, 0, 2)
+    assert flops(content, SIZES, 2, 8, 0, 2) == flops(random, SIZES, 2, 8, 0, 2)
 
 
 @dataclass(kw_only=True)

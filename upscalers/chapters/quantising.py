@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, cast
 
+from midus_hf.config.memory_checks import check_fit
 from upscalers.chapters.banks import STORED_INTEGERS, Bank, ChapterMemory, check_all, row_names
 from upscalers.chapters.checkpoint_edit import Decided, EditRequest, edit_checkpoint
 from upscalers.request.errors import RequestError, refusing_requests
@@ -65,7 +66,7 @@ def quantise(request: EditRequest, bits: int = 8) -> dict[str, Any]:
             )
         options = dataclasses.replace(memory.options, bank_bits=cast(Literal[8, 4], bits))
         with refusing_requests():
-            options.check(memory.model.memories.sizes)
+            check_fit(options, memory.model.memories.sizes)
         tensors = {bank.rows[0]: _rounded(memory, bank.rows[0], bits) for bank in banks}
         return Decided(options, tuple(range(options.chapters)), tensors, {"bits": bits})
 

@@ -6,6 +6,7 @@ from dataclasses import fields, make_dataclass
 from typing import Any, ClassVar
 
 from midus_hf.config.declared_tensors import ZEROS, DeclaredTensor
+from midus_hf.config.memory_checks import check_fit, layer_projections
 from midus_hf.config.memory_entries import ATTACHED, INSERTED, TABLES, MemoryEntry
 from midus_hf.config.memory_types import InsertedOptions, MemoryOptions, Site
 from midus_hf.config.options import option
@@ -83,7 +84,7 @@ class AttachedMemoryMethod(HostedMemoryMethod):
     def check(self, base: BaseModel) -> None:
         super().check(base)
         with refusing_requests():
-            self._memory().check(base.family.sizes(base.config))
+            check_fit(self._memory(), base.family.sizes(base.config))
         sites = _attached_sites(self.memory_options)
         if self.options.site not in sites:
             raise RequestError(f"site is {self.options.site!r}; expected one of: {', '.join(sites)}.")
@@ -150,7 +151,7 @@ class AttachedMemoryMethod(HostedMemoryMethod):
     def _projections(self, base: BaseModel) -> dict[str, tuple[int, int]]:
         """Return the widths of the projections that a layer must have, by role; none for a memory outside of parts of layers."""
         inside = self.options.site.startswith("inside-")
-        return self._memory().layer_projections(base.family.sizes(base.config)) if inside else {}
+        return layer_projections(self._memory(), base.family.sizes(base.config)) if inside else {}
 
     def _hosting_layers(self, base: BaseModel) -> list[int]:
         """Return the layers that can have the memory: for a memory inside a part, those whose projections are as wide as needed."""
@@ -249,7 +250,7 @@ class InsertedMemoryMethod(HostedMemoryMethod):
     def check(self, base: BaseModel) -> None:
         super().check(base)
         with refusing_requests():
-            self.options.check(base.family.sizes(base.config))
+            check_fit(self.options, base.family.sizes(base.config))
         base.family.prove("inserted", self.options.type)
 
     def sources(self, base: BaseModel, layer: New, index: int, number: int) -> tuple[int, ...]:

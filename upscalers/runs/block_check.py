@@ -8,7 +8,12 @@ from typing import Any
 import torch
 from transformers import AutoModel
 
+from midus_hf.config.by_type import ByType
+from midus_hf.config.declared_tensors import ZEROS
+from midus_hf.config.memories.depth_attention import DepthAttentionOptions
 from midus_hf.config.memory_entries import TABLES, Memories
+from midus_hf.config.memory_types import MemoryOptions
+from midus_hf.config.model_sizes import ModelSizes
 from upscalers.architecture.layer_tensors import memories_of
 from upscalers.checkpoint.base_model import BaseModel
 from upscalers.checkpoint.computed_tensor import read_tensor
@@ -45,7 +50,7 @@ class _Given(torch.nn.Module):
             entry, sizes = self._memories.attached[carried.name], self._memories.sizes
             index = entry.layers.index(carried.layer)
             generator = torch.Generator().manual_seed(zlib.crc32(f"{carried.name} {index} {carried.part}".encode()))
-            shape = entry.options.given_shape(carried.part, sizes, index, batch, tokens)
+            shape = given_shape(entry.options, carried.part, sizes, batch, tokens)
             random = torch.rand(shape, generator=generator, dtype=torch.float32).to(hidden_states.dtype)
             memory_inputs.carry((carried,), (random.zero_() if self._is_zero(carried) else random,))
         output = self.layer(hidden_states, memory_inputs=memory_inputs, **kwargs)
@@ -59,7 +64,38 @@ class _Given(torch.nn.Module):
 
     def _is_zero(self, carried: Any) -> bool:
         options = self._memories.attached[carried.name].options
-        return carried.name in self._new and options.starts_at_zero(carried.part)
+        return carried.name in self._new and starts_at_zero(options, carried.part)
+
+
+@ByType
+def given_shape(options: MemoryOptions, name: str, sizes: ModelSizes, batch: int, tokens: int) -> tuple[int, ...]:
+    """Return the shape of a tensor that a layer passes on to later layers, by a function that its type has registered.
+
+    Args:
+        options: Options of the memory.
+        name: A name that `gives` returns for the layer.
+        sizes: Sizes of the model.
+        batch: B, sequences in the batch.
+        tokens: T, tokens per sequence.
+    """
+    raise AssertionError(f"memory type {options.type!r} gives no {name!r}")
+
+
+@given_shape.register
+def _(options: DepthAttentionOptions, name: str, sizes: ModelSizes, batch: int, tokens: int) -> tuple[int, ...]:
+    return (batch, sizes.num_key_value_heads, tokens, sizes.head_dim)
+
+
+@ByType
+def starts_at_zero(options: MemoryOptions, name: str) -> bool:
+    """Return whether a tensor that layers pass on is zero for every input before training. Default: False."""
+    return False
+
+
+@starts_at_zero.register
+def _(options: DepthAttentionOptions, name: str) -> bool:
+    source, _, part = name.rpartition("_")
+    return source in options.projected and options.initial(part) == ZEROS
 
 
 class _Layers:

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from midus_hf.config.backbone import Backbone, read_backbone
+from midus_hf.config.flops.memories import flops
 from midus_hf.config.flops.rules import (
     ACTIVATIONS,
     TANH,
@@ -91,7 +92,7 @@ def estimate_flops(config: Mapping[str, Any], tokens: int, batch: int = 1) -> Mo
         else:
             parts = _layer(backbone, batch, tokens)
         for memory in (*memories.attached_to(layer), *(() if entry is None else (entry,))):
-            counted = memory.options.flops(sizes, batch, tokens, memory.layers.index(layer), len(memory.layers))
+            counted = flops(memory.options, sizes, batch, tokens, memory.layers.index(layer), len(memory.layers))
             parts |= {f"{memory.name or memory.type}: {part}": count for part, count in counted.items()}
         return {part: count for part, count in parts.items() if count}
 

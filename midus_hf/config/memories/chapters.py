@@ -1,21 +1,10 @@
 """Mixture of Chapters: a bank of latent memory tokens in chapters, some of which a router opens (section 5)."""
 
-import math
 import re
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
 from midus_hf.config.declared_tensors import ONES, ZEROS, DeclaredTensor, Normal
-from midus_hf.config.flops.rules import (
-    SOFTMAX,
-    attention_products,
-    attention_weights,
-    linear,
-    rms_norm,
-    router_losses,
-    top_k,
-)
-from midus_hf.config.installed import not_carried
 from midus_hf.config.memories.retrieval import RANDOM_SLOTS, Addressing
 from midus_hf.config.memory_types import MemoryOptions, SharedTables, register_memory_type
 from midus_hf.config.model_sizes import ModelSizes
@@ -125,47 +114,6 @@ class ChaptersOptions(MemoryOptions):
         "and pass, as long as the pooled one, so that it says nothing of the text: a control",
     )
 
-    @not_carried
-    def __post_init__(self) -> None:
-        for name, least in (("memory_tokens", 1), ("chapters", 1), ("shared_chapters", 0), ("chunk_size", 1)):
-            if getattr(self, name) < least:
-                raise ValueError(f"{name} is {getattr(self, name)}; expected {least} or more.")
-        if self.first_chunk is not None and not 1 <= self.first_chunk <= self.chunk_size:
-            raise ValueError(
-                f"first_chunk is {self.first_chunk}; expected 1 to chunk_size = {self.chunk_size}, or null. Lower it or raise "
-                "chunk_size."
-            )
-        if self.memory_tokens % self.chapters:
-            raise ValueError(
-                f"chapters is {self.chapters}, which does not divide memory_tokens = {self.memory_tokens}; expected chapters of "
-                f"equal size. The nearest that do are {', '.join(map(str, _nearest_divisors(self.memory_tokens, self.chapters)))}."
-            )
-        if self.routed_chapters < 1:
-            raise ValueError(
-                f"shared_chapters is {self.shared_chapters}; expected fewer than chapters = {self.chapters}, so that some are left "
-                "for the router. Lower it or raise chapters."
-            )
-        if not 1 <= self.k <= self.routed_chapters:
-            raise ValueError(
-                f"k is {self.k}; expected 1 <= k <= {self.routed_chapters}, the chapters = {self.chapters} less shared_chapters = "
-                f"{self.shared_chapters}. Lower k or raise chapters."
-            )
-        for name in ("heads", "kv_heads", "bank_rank", "bank_width"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ValueError(f"{name} is {value}; expected 1 or more, or null.")
-        if self.bank_rank is not None and self.bank_width is not None:
-            raise ValueError(
-                f"bank_rank is {self.bank_rank} and bank_width is {self.bank_width}; expected one of them."
-            )
-        if not (math.isfinite(self.routed_scale) and self.routed_scale > 0):
-            raise ValueError(f"routed_scale is {self.routed_scale!r}; expected a number above 0.")
-        for name in ("router_aux_loss_coef", "router_z_loss_coef"):
-            if getattr(self, name) < 0:
-                raise ValueError(f"{name} is {getattr(self, name)}; expected 0 or more.")
-        if self.share not in ("all", "none") and self._neighbours() is None:
-            raise ValueError(f"share is {self.share!r}; expected all, none, or every:K such as every:2.")
-
     @property
     def reads_ahead(self) -> bool:
         return self.routing == "sequence"
@@ -205,24 +153,6 @@ class ChaptersOptions(MemoryOptions):
         """Return the number of key and value heads."""
         return self.kv_heads or self.num_heads(sizes)
 
-    @not_carried
-    def check(self, sizes: ModelSizes) -> None:
-        heads, kv_heads, width = self.num_heads(sizes), self.num_kv_heads(sizes), self.width(sizes)
-        if width % heads:
-            name = "hidden_size" if self.bank_width is None else "bank_width"
-            raise ValueError(
-                f"heads is {heads}, which does not divide {name} = {width}; expected a divisor. Set heads."
-            )
-        if heads % kv_heads:
-            raise ValueError(
-                f"kv_heads is {kv_heads}, which does not divide the {heads} query heads; expected a divisor."
-            )
-        if self.bank_bits == 4 and self.row_width(sizes) % 2:
-            raise ValueError(
-                f"bank_bits is 4 and rows of the bank have {self.row_width(sizes)} elements; expected an even number, two per "
-                "byte. Set bank_bits to 8."
-            )
-
     def tensors(self, sizes: ModelSizes) -> dict[str, DeclaredTensor]:
         width = self.width(sizes)
         read_width = width // self.num_heads(sizes) * self.num_kv_heads(sizes)
@@ -244,7 +174,7 @@ class ChaptersOptions(MemoryOptions):
     def tables(self, sizes: ModelSizes, layers: tuple[int, ...]) -> tuple[SharedTables, ...]:
         if self.share == "none":
             return ()
-        together = self._neighbours() or len(layers)
+        together = self.neighbours() or len(layers)
         groups = [layers[first : first + together] for first in range(0, len(layers), together)]
         return tuple(SharedTables(group, self.bank(sizes)) for group in groups)
 
@@ -264,65 +194,7 @@ class ChaptersOptions(MemoryOptions):
             tensors["bank_transform"] = DeclaredTensor(shape, "transform", initial)
         return tensors
 
-    @not_carried
-    def values_read(self, sizes: ModelSizes) -> int:
-        return (self.shared_chapters + self.k) * self.chapter_tokens * self.row_width(sizes)
-
-    @not_carried
-    def flops(self, sizes: ModelSizes, batch: int, tokens: int, index: int, count: int) -> dict[str, int]:
-        """Count the operations as `MemoryOptions.flops` does.
-
-        For routing `sequence` and `prompt` the count is the paper's: memory tokens are weighted, normalised and
-        projected for each sequence anew. With `chunk` and `token`, choices overlap: each memory token that is read is
-        normalised and projected once, at most the whole bank, and weights scale scores and weighted sums instead.
-        Chunks are pooled by a running sum, divided once per chunk. A factored bank is multiplied out once per layer, a
-        quantised bank is scaled where it is read. The router's losses count as in the paper; turning its probabilities
-        into weights does not count.
-        """
-        hidden, width, heads, rows = sizes.hidden_size, self.width(sizes), self.num_heads(sizes), batch * tokens
-        chunks = math.ceil(tokens / self.chunk_size) + (self.first_tokens < min(tokens, self.chunk_size))
-        stretches = {"chunk": chunks, "token": tokens}.get(self.routing, 1)
-        choices, selected = batch * stretches, (self.shared_chapters + self.k) * self.chapter_tokens
-        read = choices * selected if stretches == 1 else min(choices * selected, self.memory_tokens)
-        scores = heads * rows * selected
-        pooling = 0 if self.routing == "token" else batch * hidden * (tokens - 1) + choices * hidden
-        weighting = {
-            "released": read * width if stretches == 1 else 2 * scores,
-            "logit_bias": choices * (self.shared_chapters + self.k) + scores,
-            "paper": 0,
-        }
-        read_width = width // heads * self.num_kv_heads(sizes)
-        return {
-            "router": pooling
-            + linear(choices, hidden, self.chapters)
-            + choices * self.chapters * SOFTMAX
-            + top_k(choices, self.chapters, self.k),
-            "router losses": router_losses(choices, self.chapters, self.k),
-            "bank": (0 if self.bank_rank is None else linear(self.memory_tokens, self.bank_rank, hidden))
-            + (0 if self.bank_bits is None else read * self.row_width(sizes)),
-            "memory tokens": weighting[self.weighting] + (rms_norm(read, width) if self.normalise else 0),
-            "attention": linear(rows, hidden, width)
-            + 2 * linear(read, width, read_width)
-            + linear(rows, width, hidden)
-            + attention_products(batch, tokens, selected, width)
-            + attention_weights(batch, heads, tokens, selected),
-            "norms": rms_norm(rows, hidden),
-            "residual adds": rows * hidden,
-        }
-
-    def _neighbours(self) -> int | None:
+    def neighbours(self) -> int | None:
         """Return K of `every:K`; None for other values of `share`."""
         every = re.fullmatch(r"every:([1-9]\d*)", self.share)
         return int(every[1]) if every else None
-
-
-def _nearest_divisors(number: int, wanted: int) -> list[int]:
-    """Return the nearest divisors of a number below and above the wanted divisor."""
-    divisors = [
-        divisor
-        for small in range(1, math.isqrt(number) + 1)
-        if number % small == 0
-        for divisor in (small, number // small)
-    ]
-    below, above = [d for d in divisors if d < wanted], [d for d in divisors if d > wanted]
-    return [*([max(below)] if below else []), *([min(above)] if above else [])]

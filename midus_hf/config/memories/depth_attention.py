@@ -4,9 +4,7 @@ from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 from midus_hf.config.declared_tensors import ZEROS, DeclaredTensor, Initial, Normal
-from midus_hf.config.flops.rules import attention_products, attention_weights, linear
-from midus_hf.config.installed import not_carried
-from midus_hf.config.memory_types import MemoryOptions, projections_of_heads, register_memory_type
+from midus_hf.config.memory_types import MemoryOptions, register_memory_type
 from midus_hf.config.model_sizes import ModelSizes
 from midus_hf.config.options import option
 
@@ -59,15 +57,6 @@ class DepthAttentionOptions(MemoryOptions):
     )
     slots: int = option(0, "S, the most slots that a token reads, the newest ones; 0: all slots")
 
-    @not_carried
-    def __post_init__(self) -> None:
-        if not self.sources:
-            raise ValueError(
-                "attention_slots is 'none' and ffn_slots is false; expected one of them, for there is nothing to read."
-            )
-        if self.slots < 0:
-            raise ValueError(f"slots is {self.slots}; expected 0 or more.")
-
     @property
     def sources(self) -> tuple[SlotSource, ...]:
         """Origins of the slots that every layer writes, in the order of writing."""
@@ -102,32 +91,6 @@ class DepthAttentionOptions(MemoryOptions):
         written = (source for source in self.sources if self.is_read(Slot(index, source), count))
         return tuple(f"{source}_{part}" for source in written for part in ("key", "value"))
 
-    @not_carried
-    def given_shape(self, name: str, sizes: ModelSizes, index: int, batch: int, tokens: int) -> tuple[int, ...]:
-        return (batch, sizes.num_key_value_heads, tokens, sizes.head_dim)
-
-    @not_carried
-    def starts_at_zero(self, name: str) -> bool:
-        source, _, part = name.rpartition("_")
-        return source in self.projected and self._initial(part) == ZEROS
-
-    @not_carried
-    def check_layers(self, layers: tuple[int, ...]) -> None:
-        if len(layers) < 2:
-            raise ValueError(
-                f"layers is {list(layers)}; expected two or more, for a layer reads what another in front of it wrote."
-            )
-        most = len(self.sources) * (len(layers) - 1)
-        if self.slots > most:
-            raise ValueError(
-                f"slots is {self.slots}; expected {most} or fewer, which is what the last of {len(layers)} layers can read, or 0 "
-                "for all of them."
-            )
-
-    @not_carried
-    def layer_projections(self, sizes: ModelSizes) -> dict[str, tuple[int, int]]:
-        return projections_of_heads(sizes)
-
     def tensors(self, sizes: ModelSizes) -> dict[str, DeclaredTensor]:
         width = sizes.num_key_value_heads * sizes.head_dim
         tensors: dict[str, DeclaredTensor] = {}
@@ -135,13 +98,13 @@ class DepthAttentionOptions(MemoryOptions):
             tensors["depth_gate"] = DeclaredTensor((sizes.num_heads,), "gate", ZEROS)
         for source in self.projected:
             for part in ("key", "value"):
-                shape, initial = (width, sizes.hidden_size), self._initial(part)
+                shape, initial = (width, sizes.hidden_size), self.initial(part)
                 tensors[f"{source}_{part}.weight"] = DeclaredTensor(shape, "projection", initial)
                 if self.bias:
                     tensors[f"{source}_{part}_bias"] = DeclaredTensor((width,), "projection", ZEROS)
         return tensors
 
-    def _initial(self, part: str) -> Initial:
+    def initial(self, part: str) -> Initial:
         """Return the initial values of a projection. With `joining` `added`, zero values make the depth add zero at the start."""
         return ZEROS if self.joining == "added" and part == "value" else Normal(_STD)
 
@@ -152,15 +115,4 @@ class DepthAttentionOptions(MemoryOptions):
             name: tensor
             for name, tensor in self.tensors(sizes).items()
             if (index > 0 if name == "depth_gate" else not name.startswith(unread))
-        }
-
-    @not_carried
-    def flops(self, sizes: ModelSizes, batch: int, tokens: int, index: int, count: int) -> dict[str, int]:
-        slots, width = self.num_read(index), sizes.num_heads * sizes.head_dim
-        written = sum(1 for source in self.projected if self.is_read(Slot(index, source), count))
-        key_width = sizes.num_key_value_heads * sizes.head_dim
-        return {
-            "depth attention": attention_products(batch, tokens, slots, width)
-            + attention_weights(batch, sizes.num_heads, tokens, slots),
-            "slot projections": 2 * written * linear(batch * tokens, sizes.hidden_size, key_width, self.bias),
         }

@@ -5,14 +5,10 @@ from dataclasses import dataclass
 from typing import Literal
 
 from midus_hf.config.declared_tensors import ZEROS, DeclaredTensor, Normal
-from midus_hf.config.flops.rules import linear
-from midus_hf.config.installed import not_carried
 from midus_hf.config.memories.retrieval import (
     RANDOM_SLOTS,
     RetrievalOptions,
-    check_bits,
     in_bits,
-    sub_key_flops,
     sub_keys,
 )
 from midus_hf.config.memory_types import register_memory_type
@@ -39,20 +35,9 @@ class HeadwiseOptions(RetrievalOptions):
     )
     output_projection: bool = option(False, "whether the attention in front keeps its output projection")
 
-    @not_carried
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self.check_size("n", "sub-key per side")
-
     @property
     def keeps_output_projection(self) -> bool:
         return self.output_projection
-
-    @not_carried
-    def check(self, sizes: ModelSizes) -> None:
-        super().check(sizes)
-        self.check_halves(sizes)
-        check_bits(self.value_bits, {"hidden_size / num_attention_heads": sizes.hidden_size // sizes.num_heads})
 
     def tensors(self, sizes: ModelSizes) -> dict[str, DeclaredTensor]:
         heads, slots, width = sizes.num_heads, self.n * self.n, sizes.hidden_size // sizes.num_heads
@@ -66,22 +51,3 @@ class HeadwiseOptions(RetrievalOptions):
             initial = Normal(1.0 / math.sqrt(width))
             tensors["value_transform"] = DeclaredTensor((heads, width, width), "transform", initial)
         return tensors
-
-    @not_carried
-    def values_read(self, sizes: ModelSizes) -> int:
-        return sizes.num_heads * self.k * (sizes.hidden_size // sizes.num_heads)
-
-    @not_carried
-    def flops(self, sizes: ModelSizes, batch: int, tokens: int, index: int, count: int) -> dict[str, int]:
-        """Count the operations as `MemoryOptions.flops` does.
-
-        Like the op, this applies transforms to the retrieved sum of each token, or to each row of the bank if rows are
-        fewer.
-        """
-        rows, width = batch * tokens, sizes.hidden_size // sizes.num_heads
-        transformed = min(rows, self.n * self.n) * sizes.num_heads if self.values == "expanded" else 0
-        return {
-            **sub_key_flops(rows * sizes.num_heads, self.n, self.query_width(sizes), self.k),
-            "values": linear(rows * sizes.num_heads, self.k, width) + linear(transformed, width, width),
-            **self.norm_and_gate_flops(sizes, rows),
-        }

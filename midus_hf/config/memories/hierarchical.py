@@ -1,20 +1,16 @@
 """Hierarchical memories: parameters that a text fetches from a bank, one block per level of a tree of topics (section 2)."""
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 from midus_hf.config.declared_tensors import ZEROS, DeclaredTensor, Role, TruncatedNormal, Uniform
 from midus_hf.config.fetched_blocks import FetchedBlocks
-from midus_hf.config.flops.rules import ACTIVATIONS, attention_products, attention_weights, linear
-from midus_hf.config.installed import not_carried
-from midus_hf.config.memory_types import MemoryOptions, projections_of_heads, register_memory_type
+from midus_hf.config.memory_types import MemoryOptions, register_memory_type
 from midus_hf.config.model_sizes import ModelSizes
 from midus_hf.config.options import option
 
 _STD = 0.02
-_MOST_LEAVES = 2**63
 
 
 @dataclass(kw_only=True)
@@ -31,21 +27,6 @@ class HierarchicalOptions(MemoryOptions):
     without_ids: Literal["none", "generic"] = option(
         "none", "memory that a text without memory_ids reads. none: no memory; generic: the generic memory"
     )
-
-    @not_carried
-    def __post_init__(self) -> None:
-        if self.branching < 2:
-            raise ValueError(f"branching is {self.branching}; expected 2 or more.")
-        if not self.sizes or any(size < 0 for size in self.sizes) or not any(self.sizes):
-            raise ValueError(
-                f"sizes is {self.sizes}; expected a size for each level of the tree, 0 or more, and not all of them 0, such as "
-                "[256, 64, 16, 0]."
-            )
-        if self.branching ** len(self.sizes) > _MOST_LEAVES:
-            raise ValueError(
-                f"branching is {self.branching} and sizes has {len(self.sizes)} levels, which make more leaves than memory_ids, "
-                "int64, can name; expected at most 2 ** 63. Lower branching, or give fewer sizes."
-            )
 
     @property
     def fetched_size(self) -> int:
@@ -85,26 +66,12 @@ class HierFFNOptions(HierarchicalOptions):
             "down": DeclaredTensor((sizes.hidden_size, size), "value", ZEROS),
         }
 
-    @not_carried
-    def flops(self, sizes: ModelSizes, batch: int, tokens: int, index: int, count: int) -> dict[str, int]:
-        rows, units = batch * tokens, self.fetched_size
-        return {
-            "memory": 3 * linear(rows, sizes.hidden_size, units) + rows * units * (ACTIVATIONS[sizes.activation] + 1),
-            "residual adds": rows * sizes.hidden_size,
-        }
-
 
 @dataclass(kw_only=True)
 class HierLoraOptions(HierarchicalOptions):
     """LoRA memories: `alpha * B A x` is added to a projection's output, with A of rank r and B zero at the start (appendix I)."""
 
     alpha: float = option(2.0, "number by which the product of both factors is multiplied")
-
-    @not_carried
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if not (math.isfinite(self.alpha) and self.alpha > 0):
-            raise ValueError(f"alpha is {self.alpha!r}; expected a number above 0.")
 
     def layer_projections(self, sizes: ModelSizes) -> dict[str, tuple[int, int]]:
         """Return the input and output width of each adapted projection, by the projection's name."""
@@ -118,17 +85,6 @@ class HierLoraOptions(HierarchicalOptions):
             tensors[f"{name}_down"] = DeclaredTensor((size, inputs), roles[0], Uniform(inputs**-0.5))
             tensors[f"{name}_up"] = DeclaredTensor((outputs, size), roles[1], ZEROS)
         return tensors
-
-    @not_carried
-    def flops(self, sizes: ModelSizes, batch: int, tokens: int, index: int, count: int) -> dict[str, int]:
-        rows, rank = batch * tokens, self.fetched_size
-        widths = self.layer_projections(sizes).values()
-        return {
-            "memory": sum(
-                linear(rows, inputs, rank) + linear(rows, rank, outputs) + 2 * rows * outputs
-                for inputs, outputs in widths
-            )
-        }
 
 
 @register_memory_type("hier-lora-qk")
@@ -188,17 +144,4 @@ class HierKVOptions(HierarchicalOptions):
         return {
             "memory_keys": DeclaredTensor(shape, "key", TruncatedNormal(_STD)),
             "memory_values": DeclaredTensor(shape, "value", ZEROS),
-        }
-
-    @not_carried
-    def layer_projections(self, sizes: ModelSizes) -> dict[str, tuple[int, int]]:
-        return projections_of_heads(sizes)
-
-    @not_carried
-    def flops(self, sizes: ModelSizes, batch: int, tokens: int, index: int, count: int) -> dict[str, int]:
-        width = sizes.num_heads * sizes.head_dim
-        return {
-            "memory": attention_products(batch, tokens, self.fetched_size, width)
-            + attention_weights(batch, sizes.num_heads, tokens, self.fetched_size),
-            "residual adds": batch * tokens * width,
         }

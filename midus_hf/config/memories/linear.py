@@ -3,8 +3,6 @@
 from dataclasses import dataclass
 
 from midus_hf.config.declared_tensors import DeclaredTensor
-from midus_hf.config.flops.rules import linear, top_k
-from midus_hf.config.installed import not_carried
 from midus_hf.config.memories.retrieval import RANDOM_SLOTS, SharedValueOptions, key_initial
 from midus_hf.config.memory_types import register_memory_type
 from midus_hf.config.model_sizes import ModelSizes
@@ -20,26 +18,10 @@ class LinearOptions(SharedValueOptions):
 
     slots: int = option(4096, "number of values, and of keys per head")
 
-    @not_carried
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self.check_size("slots", "slot")
-
     def tensors(self, sizes: ModelSizes) -> dict[str, DeclaredTensor]:
         width = self.query_width(sizes)
         return {
             **self.norm_and_gate(sizes),
             **self.projection_and_values(sizes, self.slots),
             "slot_keys": DeclaredTensor((sizes.num_heads, self.slots, width), "key", key_initial(width)),
-        }
-
-    @not_carried
-    def flops(self, sizes: ModelSizes, batch: int, tokens: int, index: int, count: int) -> dict[str, int]:
-        """Count the operations as `MemoryOptions.flops` does. Every query is compared with every key of its head."""
-        rows, queries = batch * tokens, batch * tokens * sizes.num_heads
-        return {
-            **self.projection_and_values_flops(sizes, rows),
-            "scores": linear(queries, self.query_width(sizes), self.slots),
-            "choice": top_k(queries, self.slots, self.k),
-            **self.norm_and_gate_flops(sizes, rows),
         }

@@ -3,8 +3,7 @@
 from dataclasses import dataclass
 
 from midus_hf.config.declared_tensors import DeclaredTensor
-from midus_hf.config.installed import not_carried
-from midus_hf.config.memories.retrieval import RANDOM_SLOTS, SharedValueOptions, sub_key_flops, sub_keys
+from midus_hf.config.memories.retrieval import RANDOM_SLOTS, SharedValueOptions, sub_keys
 from midus_hf.config.memory_types import register_memory_type
 from midus_hf.config.model_sizes import ModelSizes
 from midus_hf.config.options import option
@@ -19,29 +18,9 @@ class ProductKeyOptions(SharedValueOptions):
 
     n: int = option(64, "sub-keys per side; every head addresses the same n * n values")
 
-    @not_carried
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self.check_size("n", "sub-key per side")
-
-    @not_carried
-    def check(self, sizes: ModelSizes) -> None:
-        super().check(sizes)
-        self.check_halves(sizes)
-
     def tensors(self, sizes: ModelSizes) -> dict[str, DeclaredTensor]:
         return {
             **self.norm_and_gate(sizes),
             **self.projection_and_values(sizes, self.n * self.n),
             **sub_keys(sizes.num_heads, self.n, self.query_width(sizes)),
-        }
-
-    @not_carried
-    def flops(self, sizes: ModelSizes, batch: int, tokens: int, index: int, count: int) -> dict[str, int]:
-        """Count the operations as `MemoryOptions.flops` does."""
-        rows = batch * tokens
-        return {
-            **self.projection_and_values_flops(sizes, rows),
-            **sub_key_flops(rows * sizes.num_heads, self.n, self.query_width(sizes), self.k),
-            **self.norm_and_gate_flops(sizes, rows),
         }

@@ -6,8 +6,6 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
 from midus_hf.config.declared_tensors import ONES, ZEROS, DeclaredTensor, Normal, Uniform
-from midus_hf.config.flops.rules import SIGMOID, SOFTMAX, layer_norm, linear, top_k
-from midus_hf.config.installed import not_carried
 from midus_hf.config.memory_types import DeclaredControl, InsertedOptions
 from midus_hf.config.model_sizes import ModelSizes
 from midus_hf.config.options import option
@@ -55,28 +53,9 @@ class RetrievalOptions(InsertedOptions):
     addressing: Addressing = option("content", ADDRESSING_HELP)
     value_bits: ValueBits | None = option(None, VALUE_BITS_HELP)
 
-    @not_carried
-    def __post_init__(self) -> None:
-        if not (math.isfinite(self.temperature) and self.temperature > 0):
-            raise ValueError(f"temperature is {self.temperature!r}; expected a number above 0.")
-
     @property
     def adds_block_input(self) -> bool:
         return self.inner_residual
-
-    @not_carried
-    def check(self, sizes: ModelSizes) -> None:
-        if sizes.hidden_size % sizes.num_heads:
-            raise ValueError(
-                f"hidden_size is {sizes.hidden_size}; expected a multiple of the {sizes.num_heads} attention heads, since each "
-                "has an equal share of the residual stream. This model needs another memory."
-            )
-        width = self.read_width(sizes)
-        if self.adds_block_input and width != sizes.hidden_size:
-            raise ValueError(
-                f"inner_residual adds the block's input of width {sizes.hidden_size} to an attention output of width {width}; "
-                "expected equal widths. Set output_projection to true as well."
-            )
 
     def query_width(self, sizes: ModelSizes) -> int:
         """Return the width of each head's query: the head's share of the memory's input."""
@@ -98,43 +77,6 @@ class RetrievalOptions(InsertedOptions):
             tensors["gate_bias"] = DeclaredTensor((gates,), "gate", ZEROS)
         return tensors
 
-    @not_carried
-    def norm_and_gate_flops(self, sizes: ModelSizes, rows: int) -> dict[str, int]:
-        """Count the operations of the query norm, the softmax over slots, the gate and the residual adds.
-
-        The query norm has one price, whether its statistics come from features, from a batch or from running statistics.
-        """
-        queries, gates = rows * sizes.num_heads, sizes.num_heads if self.gate == "head" else 1
-        gate = linear(rows, self.read_width(sizes), gates, bias=True) + rows * (gates * SIGMOID + sizes.hidden_size)
-        return {
-            "query norm": 0 if self.query_norm == "none" else layer_norm(queries, self.query_width(sizes)),
-            "weights": queries * self.k * (SOFTMAX + (self.temperature != 1)),
-            "gate": 0 if self.gate == "none" else gate,
-            "residual adds": rows * sizes.hidden_size * (2 if self.adds_block_input else 1),
-        }
-
-    @not_carried
-    def check_size(self, name: str, what: str) -> None:
-        """Refuse a size below one, or a `k` above it.
-
-        Args:
-            name: Name of the option that bounds `k`.
-            what: Singular noun for what the option counts, for the message.
-        """
-        size = getattr(self, name)
-        if size < 1:
-            raise ValueError(f"{name} is {size}; expected at least one {what}.")
-        if not 1 <= self.k <= size:
-            raise ValueError(f"k is {self.k}; expected 1 <= k <= {name} = {size}. Lower k or raise {name}.")
-
-    @not_carried
-    def check_halves(self, sizes: ModelSizes) -> None:
-        """Refuse a model whose queries have an odd width, which product keys cannot halve."""
-        width = self.query_width(sizes)
-        if width % 2:
-            name = "hidden_size / num_attention_heads" if self.keeps_output_projection else "head_dim"
-            raise ValueError(f"{name} is {width}; expected an even number, half for rows and half for columns.")
-
 
 @dataclass(kw_only=True)
 class SharedValueOptions(RetrievalOptions):
@@ -147,24 +89,9 @@ class SharedValueOptions(RetrievalOptions):
     query_norm: QueryNorm = option("batch", QUERY_NORM_HELP)
     inner_residual: bool = option(True, INNER_RESIDUAL_HELP)
 
-    @not_carried
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.gate == "head":
-            raise ValueError("gate is 'head'; expected 'none' or 'token', since the heads' outputs are summed.")
-
-    @not_carried
-    def check(self, sizes: ModelSizes) -> None:
-        super().check(sizes)
-        check_bits(self.value_bits, {"hidden_size": sizes.hidden_size})
-
     @property
     def keeps_output_projection(self) -> bool:
         return True
-
-    @not_carried
-    def values_read(self, sizes: ModelSizes) -> int:
-        return sizes.num_heads * self.k * sizes.hidden_size
 
     def projection_and_values(self, sizes: ModelSizes, slots: int) -> dict[str, DeclaredTensor]:
         """Declare the query projection, which keeps the scale of its input, and the values, which start at zero."""
@@ -174,29 +101,12 @@ class SharedValueOptions(RetrievalOptions):
             **in_bits({"value_bank": DeclaredTensor((slots, hidden), "value", ZEROS)}, self.value_bits),
         }
 
-    @not_carried
-    def projection_and_values_flops(self, sizes: ModelSizes, rows: int) -> dict[str, int]:
-        """Count the operations of the query projection and of the weighted sum of values."""
-        hidden = sizes.hidden_size
-        return {
-            "query projection": linear(rows, hidden, hidden),
-            "values": linear(rows, sizes.num_heads * self.k, hidden),
-        }
-
 
 def sub_keys(num_heads: int, n: int, query_width: int) -> dict[str, DeclaredTensor]:
     """Declare row and column keys `[H, n, w]`, w = query_width / 2, uniform within +-1 / sqrt(w) (Lample et al.)."""
     width = query_width // 2
     keys = DeclaredTensor((num_heads, n, width), "key", key_initial(width))
     return {"row_keys": keys, "column_keys": keys}
-
-
-def sub_key_flops(queries: int, n: int, query_width: int, k: int) -> dict[str, int]:
-    """Count the operations that find the k best pairs of sub-keys: k rows, k columns, then k of the k * k sums of both."""
-    return {
-        "scores": 2 * linear(queries, query_width // 2, n),
-        "choice": 2 * top_k(queries, n, k) + queries * k * k + top_k(queries, k * k, k),
-    }
 
 
 def key_initial(width: int) -> Uniform:
@@ -220,21 +130,3 @@ def in_bits(values: Mapping[str, DeclaredTensor], bits: ValueBits | None) -> dic
         stored[f"{name}_integers"] = DeclaredTensor(shape, "buffer", ZEROS, dtype="int8" if bits == 8 else "uint8")
         stored[f"{name}_scales"] = DeclaredTensor(tuple(rows), "buffer", ONES)
     return stored
-
-
-@not_carried
-def check_bits(bits: ValueBits | None, widths: Mapping[str, int]) -> None:
-    """Refuse rows that their number of bits does not fit.
-
-    Args:
-        bits: Bits per element, 8 or 4; None for tables that train.
-        widths: Width of the rows of each table, by the name of the option or size that sets it.
-
-    Raises:
-        ValueError: If `bits` is 4 and a width is odd.
-    """
-    for name, width in widths.items():
-        if bits == 4 and width % 2:
-            raise ValueError(
-                f"value_bits is 4 and {name} is {width}; expected an even width, two elements per byte. Choose 8 bits."
-            )

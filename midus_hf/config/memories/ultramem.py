@@ -14,15 +14,12 @@ from midus_hf.config.declared_tensors import (
     Uniform,
     WhenFilled,
 )
-from midus_hf.config.flops.rules import ACTIVATIONS, SOFTMAX, linear, rms_norm, top_k
-from midus_hf.config.installed import not_carried
 from midus_hf.config.memories.retrieval import (
     ADDRESSING_HELP,
     RANDOM_SLOTS,
     VALUE_BITS_HELP,
     Addressing,
     ValueBits,
-    check_bits,
     in_bits,
 )
 from midus_hf.config.memories.table_sharing import TableSharing
@@ -33,9 +30,8 @@ from midus_hf.config.options import option
 
 Zero = Literal["values", "projection", "none"]
 
-_MOST_SLOTS = 2**31 - 1
 # Default limit of `side_k`: with more rows and columns the grid of their scores becomes too large (section 4.1).
-_MOST_ON_A_SIDE = 128
+MOST_ON_A_SIDE = 128
 
 
 @register_memory_type("ultramem")
@@ -76,7 +72,7 @@ class UltraMemOptions(MemoryOptions):
     k: int = option(32, "slots that each head retrieves per token")
     side_k: int | None = option(
         None,
-        f"rows, and columns, that the first stage keeps; null: k, but at most {_MOST_ON_A_SIDE} and the keys of a set",
+        f"rows, and columns, that the first stage keeps; null: k, but at most {MOST_ON_A_SIDE} and the keys of a set",
     )
     heads: int = option(1, "heads, each with separate queries, keys and cores; all read the same table")
     key_width: int | str = option("1/2", "D_k, a number or a fraction of the hidden size", "a number | 1/2")
@@ -114,48 +110,6 @@ class UltraMemOptions(MemoryOptions):
     addressing: Addressing = option("content", ADDRESSING_HELP)
     value_bits: ValueBits | None = option(None, VALUE_BITS_HELP)
 
-    @not_carried
-    def __post_init__(self) -> None:
-        for name in ("n", "key_pairs", "rank", "k", "heads"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} is {getattr(self, name)}; expected 1 or more.")
-        if self.num_virtual_slots > _MOST_SLOTS:
-            raise ValueError(
-                f"n is {self.n}, key_pairs {self.key_pairs} and share {self.share!r}, which make {self.num_virtual_slots:,} slots; "
-                f"expected at most {_MOST_SLOTS:,}. Lower n."
-            )
-        if self.side_k is not None and not 1 <= self.side_k <= self.keys:
-            raise ValueError(
-                f"side_k is {self.side_k}; expected 1 <= side_k <= {self.keys}, the keys of a set, or null."
-            )
-        if self.k > self.key_pairs**2 * self.side**2:
-            raise ValueError(
-                f"k is {self.k}; expected at most {self.key_pairs**2 * self.side**2}, the pairs of {self.side} rows and {self.side} "
-                "columns that the first stage keeps. Lower k, or raise side_k."
-            )
-        if self.scoring == "sum" and (self.rank, self.key_pairs) != (1, 1):
-            raise ValueError(
-                f"scoring is 'sum', which has no core, with rank {self.rank} and key_pairs {self.key_pairs}; expected 1 for both."
-            )
-        if self.scoring == "sum" and (self.side_k is not None or self.k > self.keys):
-            raise ValueError(
-                f"scoring is 'sum', which keeps k keys of each side, with k {self.k} and side_k {self.side_k or 'null'}; expected k "
-                f"of at most {self.keys}, the keys of a set, and side_k null."
-            )
-        for name in ("balance_coef", "penalty_coef", "penalty_margin"):
-            if not (math.isfinite(getattr(self, name)) and getattr(self, name) >= 0):
-                raise ValueError(f"{name} is {getattr(self, name)}; expected 0 or more.")
-        if self.penalty_coef and (self.scoring == "sum" or self.rank == 1):
-            why = (
-                "scoring 'sum', which has no core"
-                if self.scoring == "sum"
-                else "rank 1, whose cores have one singular value"
-            )
-            raise ValueError(
-                f"penalty_coef is {self.penalty_coef} with {why}; expected 0, since there are no smaller singular values that could "
-                "cost something. Leave penalty_coef out, or set scoring: tucker and rank: 2."
-            )
-
     @property
     def sharing(self) -> TableSharing:
         """Rule by which layers share value tables."""
@@ -171,7 +125,7 @@ class UltraMemOptions(MemoryOptions):
         """Number of rows, and of columns, that the first stage keeps."""
         if self.scoring == "sum":
             return self.k
-        return min(self.k, _MOST_ON_A_SIDE, self.keys) if self.side_k is None else self.side_k
+        return min(self.k, MOST_ON_A_SIDE, self.keys) if self.side_k is None else self.side_k
 
     @property
     def num_virtual_slots(self) -> int:
@@ -225,17 +179,6 @@ class UltraMemOptions(MemoryOptions):
                 f"from {least} to the hidden size. Give the number itself."
             )
         return int(width)
-
-    @not_carried
-    def check(self, sizes: ModelSizes) -> None:
-        key_width = self.width("key_width", sizes)
-        for name in ("value_width", "pre_value_width"):
-            self.width(name, sizes)
-        if self.rank > key_width:
-            raise ValueError(
-                f"rank is {self.rank}, more than the {key_width} features of a key; expected fewer. Lower rank."
-            )
-        check_bits(self.value_bits, {name: self.width(name, sizes) for name in ("value_width", "pre_value_width")})
 
     def tensors(self, sizes: ModelSizes) -> dict[str, DeclaredTensor]:
         hidden, key_width = sizes.hidden_size, self.width("key_width", sizes)
@@ -294,43 +237,6 @@ class UltraMemOptions(MemoryOptions):
         if self.scoring == "tucker":
             return WhenFilled(values_of_scores, (*arguments, *self._first_choice))
         return Normal(value_std(1.0, *arguments))
-
-    @not_carried
-    def values_read(self, sizes: ModelSizes) -> int:
-        widths = self.width("value_width", sizes) + self.width("pre_value_width", sizes)
-        return self.heads * self.k * widths
-
-    @not_carried
-    def flops(self, sizes: ModelSizes, batch: int, tokens: int, index: int, count: int) -> dict[str, int]:
-        """Count the operations as `MemoryOptions.flops` does.
-
-        Keys are normalised once per pass. Finding the leading singular vectors of cores does not count.
-        """
-        rows, hidden, key_width = batch * tokens, sizes.hidden_size, self.width("key_width", sizes)
-        value_width, pre_width = self.width("value_width", sizes), self.width("pre_value_width", sizes)
-        vectors, pairs, slots = self.heads * self.rank, self.heads * self.key_pairs**2, rows * self.heads * self.k
-        keys, grid = self.key_pairs * self.keys, self.side**2
-        tucker = self.scoring == "tucker"
-        first = 2 * rows * pairs * (2 * self.rank * self.keys + top_k(1, self.keys, self.side))
-        second = rows * pairs * (2 * self.side * self.rank**2 + 2 * grid * self.rank)
-        if not tucker:
-            first, second = 2 * rows * pairs * top_k(1, self.keys, self.side), rows * pairs * grid
-        activation = 0 if self.activation == "none" else ACTIVATIONS[self.activation]
-        gate = linear(rows, hidden, value_width) + rows * value_width * (ACTIVATIONS["silu"] + 1)
-        return {
-            "queries": linear(rows, hidden, 2 * vectors * key_width)
-            + (rms_norm(2 * vectors * (rows + keys), key_width) if tucker else 0),
-            "scores": 2 * linear(rows * vectors, key_width, keys),
-            "choice": first + second + top_k(rows * self.heads, self.key_pairs**2 * grid, self.k),
-            "weights": slots * SOFTMAX if self.weights == "softmax" else 0,
-            "pre-values": (linear(rows, hidden, pre_width) + slots * (2 * pre_width + activation + 1))
-            if pre_width
-            else 0,
-            "values": 2 * slots * value_width,
-            "gate": gate if self.output_gate else 0,
-            "output projection": linear(rows, self.num_projected * value_width, hidden),
-            "residual adds": rows * hidden,
-        }
 
     @property
     def _first_choice(self) -> tuple[int, int, int, int, int]:

@@ -8,6 +8,7 @@ from torch import nn
 
 from midus_hf.config.installed import not_carried
 from midus_hf.config.memories.retrieval import ValueBits, in_bits
+from midus_hf.config.memory_checks import check_fit
 from midus_hf.config.memory_entries import MemoryEntry, memories_of
 from midus_hf.config.model_sizes import ModelSizes
 from midus_hf.memory.declared_module import DeclaredModule
@@ -105,7 +106,7 @@ def _check_entries(entries: list[MemoryEntry], bits: int, sizes: ModelSizes) -> 
                 f"memory {entry.name or entry.type!r} has value_bits = {entry.options.value_bits} already; expected values that were "
                 "not rounded. Load the checkpoint from before."
             )
-        dataclasses.replace(entry.options, value_bits=bits).check(sizes)  # type: ignore[call-arg]
+        check_fit(dataclasses.replace(entry.options, value_bits=bits), sizes)  # type: ignore[call-arg]
 
 
 def _check_table(name: str, table: torch.Tensor) -> None:

@@ -15,6 +15,7 @@ from torch import nn
 from midus_hf.banks.initial_blocks import initial_block
 from midus_hf.config.backbone import MEMORY_PREFIX
 from midus_hf.config.fetched_blocks import BankLayout
+from midus_hf.config.memory_checks import layer_projections
 from midus_hf.config.memory_entries import MemoryEntry
 from midus_hf.config.memory_types import MEMORY_TYPES, Site
 from midus_hf.config.model_sizes import ModelSizes
@@ -197,7 +198,7 @@ def _hosting(base: Any, wiring: str, dtype: torch.dtype) -> Any:
 def _layers_with_projections(base: Any, memory_type: str, site: Site) -> list[int]:
     """Return the layers of a base whose projections fit a memory inside a part."""
     options = MEMORY_TYPES[memory_type]()
-    widths = options.layer_projections(ModelSizes.of(base.config))
+    widths = layer_projections(options, ModelSizes.of(base.config))
     part_of = mixer_of if site == "inside-attention" else feed_forward_of
     parts = [getattr(layer, part_of(layer) or "", None) for layer in base.model.layers]
     layers = [index for index, part in enumerate(parts) if has_projections(part, widths)]

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from midus_hf.config.memory_checks import layer_projections
 from midus_hf.config.memory_entries import MemoryEntry
 from midus_hf.memory.fetched import FetchedBatch, FetchedLayer
 from midus_hf.models.inference.architecture import PROJECTIONS, feed_forward_of, mixer_of
@@ -110,7 +111,7 @@ def adapted_projections(base: Any, hosting: Any, entry: MemoryEntry, fetched: Fe
         memory = hosting.model.layers[index].memories[entry.name]
         layer = base.model.layers[index]
         part = getattr(layer, (mixer_of(layer) if entry.site == "inside-attention" else feed_forward_of(layer)) or "")
-        for role in entry.options.layer_projections(hosting.config.memories().sizes):
+        for role in layer_projections(entry.options, hosting.config.memories().sizes):
             add = _adding(memory, role, fetched.of(index))
             handles.append(getattr(part, PROJECTIONS[role]).register_forward_hook(add))
     return handles
