@@ -143,7 +143,8 @@ def _identity(report: UpscaleReport) -> str:
     if report.identity.checked is None:
         return promise + "not checked"
     divergence = f", KL {report.kl_divergence:.3g} nats" if report.kl_divergence else ""
-    return f"{promise}{report.identity.checked}: largest difference {report.identity.max_abs_diff:g}{divergence}"
+    difference = f"largest difference {report.identity.max_abs_diff:g}{divergence} ({report.identity.compared})"
+    return f"{promise}{report.identity.checked}: {difference}"
 
 
 def print_measurements(measurements: list[dict[str, Any]]) -> None:

@@ -302,7 +302,7 @@ def mixtral(tmp_path_factory) -> Path:
         ("mixtral", "hier-lora-ffn", r"every layer of 'mixtral' has no part for a memory at the site 'inside-ffn'"),
         ("qwen3_5_text", "hier-lora-qk", r"every layer of 'qwen3_5_text' has no part for a memory at the site 'inside-attention'"),
         ("gpt_oss", "moda", r"gpt_oss: logits of a memory depth-attention at inside-attention and of hooks that state what it "
-         r"computes differ by up to \S+; expected at most \S+\."),
+         r"computes differ by up to \S+; expected at most \S+"),
     ],
 )  # fmt: skip
 def test_a_memory_inside_a_part_that_a_type_does_not_have_is_refused(
@@ -313,8 +313,8 @@ def test_a_memory_inside_a_part_that_a_type_does_not_have_is_refused(
     outcome = command("--base", tmp_path / "base", "--method", method, "--output", tmp_path / "out")
     refused(
         outcome,
-        rf"model_type '{model_type}' cannot host a memory of type '\S+' at the site 'inside-\w+': {message}.* Pass --set site=\.\.\. "
-        r"if the method has another site, or choose another method: docs/families\.md says which methods take the type\.",
+        rf"model_type '{model_type}' takes no memory of type '\S+' at the site 'inside-\w+' \(its proof .*{message}.*\)\. "
+        r"Choose one of .*, ultramem-v2 \(docs/families\.md\)\.",
         left=["base"],
     )
 
@@ -350,7 +350,8 @@ def test_a_site_that_layers_have_no_part_for_is_refused_and_another_one_is_not(c
         "--set",
         "k=2",
     ]
-    message = "model_type 'cohere' cannot host a memory of type 'chapters' at the site 'behind-attention': layer 0 of class Cohere"
+    message = r"model_type 'cohere' takes no memory of type 'chapters' at the site 'behind-attention' .*: layer 0 of class Cohere"
+    message += r".* Pass --set site=behind-layer, or choose one of .*midus-hml"
     refused(command(*request), message, left=["base"])
     assert command(*request, "--set", "memory_tokens=16", "--set", "site=behind-layer").status == 0
 

@@ -19,7 +19,7 @@ def test_options_reach_the_engine(command, base, tmp_path):
     assert (outcome.status, outcome.err) == (0, "")
     report = outcome.json()
     assert report["new_layer_indices"] == [0, 2, 6]
-    assert report["identity"] == {"checked": "blocks", "max_abs_diff": 0.0}
+    assert report["identity"].items() >= {"checked": "blocks", "max_abs_diff": 0.0}.items()
     assert (report["base"], report["output"]) == (str(base), str(tmp_path / "out"))
     upscale(
         base=base, method="midus-hml", output=tmp_path / "same", placement="0,2,6", options={"n": 6, "k": 3}, seed=9,
@@ -31,7 +31,7 @@ def test_options_reach_the_engine(command, base, tmp_path):
 def test_half_the_layers_and_verification_are_the_default(command, base, tmp_path):
     report = command("--base", base, "--method", "midus-hml", "--output", tmp_path / "out", *SMALL, "--json").json()
     assert report["new_layer_indices"] == [1, 4]
-    assert report["identity"] == {"checked": "logits", "max_abs_diff": 0.0}
+    assert report["identity"].items() >= {"checked": "logits", "max_abs_diff": 0.0}.items()
     assert torch.equal(logits(base), logits(tmp_path / "out"))
 
 

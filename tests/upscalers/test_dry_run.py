@@ -43,7 +43,7 @@ def test_the_report_has_exactly_the_promised_keys(tmp_path):
     assert counts["base"] + counts["new"] == counts["total"] and counts["trainable"] == counts["new"]
     assert (report["method"], report["model_type"], report["output"]) == ("midus-hml", "midus_llama", None)
     assert report["bytes"] == {"read": 0, "written": 2 * counts["total"]}
-    assert report["identity"] == {"checked": None, "max_abs_diff": None}
+    assert report["identity"].items() >= {"checked": None, "max_abs_diff": None}.items()
     assert [path.name for path in folder.iterdir()] == ["config.json"]
 
 

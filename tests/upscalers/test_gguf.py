@@ -44,6 +44,8 @@ def write_gguf(
     quantisation: "gguf.GGMLQuantizationType",
     architecture: str = "llama",
     heads_in_header: int | None = None,
+    without: str = "",
+    tensors_in_part: int = 0,
 ) -> Any:
     """Write a tiny model, and return what was written, before quantisation.
 
@@ -52,10 +54,12 @@ def write_gguf(
         quantisation: Of its matrices.
         architecture: The family, which GGUF calls by the same name.
         heads_in_header: A number of heads of keys that the tensors do not have.
+        without: Name of a tensor that is left out.
+        tensors_in_part: The most tensors in a file, where the model is split over files; 0 for one file.
     """
     model = tiny_model(architecture, hidden_size=64, intermediate_size=96, num_key_value_heads=4)
     config = model.config
-    writer = gguf.GGUFWriter(path, architecture)
+    writer = gguf.GGUFWriter(path, architecture, split_max_tensors=tensors_in_part)
     writer.add_context_length(config.max_position_embeddings)
     writer.add_embedding_length(config.hidden_size)
     writer.add_block_count(config.num_hidden_layers)
@@ -88,6 +92,8 @@ def write_gguf(
         writer.add_tensor("rope_freqs.weight", torch.ones(config.head_dim // 2).numpy())
     for name, tensor in model.state_dict().items():
         if name == "lm_head.weight" and config.tie_word_embeddings:
+            continue
+        if names[name] == without:
             continue
         if architecture == "llama" and name.endswith(("q_proj.weight", "k_proj.weight")):
             tensor = _interleaved(tensor, config.num_attention_heads)
@@ -215,111 +221,87 @@ def test_a_file_whose_tensors_do_not_fit_its_header_is_refused(tmp_path):
     assert not (tmp_path / "out").exists()
 
 
-def write_parts(path: Path, names: list[str]) -> list[Path]:
-    """Split a GGUF file as llama.cpp does, its header in the first part, and return the paths of the parts."""
-    reader = gguf.GGUFReader(path)
-    size = -(-len(reader.tensors) // len(names))
-    for number, name in enumerate(names):
-        writer = gguf.GGUFWriter(path.parent / name, reader.fields["general.architecture"].contents())
-        for key, field in reader.fields.items():
-            if number == 0 and not key.startswith("GGUF.") and key != "general.architecture":
-                element = field.types[-1] if field.types[0] == gguf.GGUFValueType.ARRAY else None
-                writer.add_key_value(key, field.contents(), field.types[0], element)
-        writer.add_uint16("split.no", number)
-        writer.add_uint16("split.count", len(names))
-        for tensor in reader.tensors[number * size : (number + 1) * size]:
-            writer.add_tensor(tensor.name, tensor.data, raw_dtype=tensor.tensor_type)
-        writer.write_header_to_file()
-        writer.write_kv_data_to_file()
-        writer.write_tensors_to_file()
-        writer.close()
-    return [path.parent / name for name in names]
+def split_gguf(tmp_path: Path) -> tuple[Path, list[Path]]:
+    """Write a tiny model as one file and as several, and return the one and the several."""
+    for name, tensors in (("whole", 0), ("split", 20)):
+        (tmp_path / name).mkdir()
+        write_gguf(tmp_path / name / "m.gguf", gguf.GGMLQuantizationType.F32, tensors_in_part=tensors)
+    return tmp_path / "whole" / "m.gguf", sorted((tmp_path / "split").iterdir())
 
 
-PARTS = [f"split-0000{number}-of-00003.gguf" for number in (1, 2, 3)]
-
-
-@pytest.mark.parametrize("as_a_whole", [False, True], ids=["tensor by tensor", "as a whole"])
-def test_all_parts_of_a_split_file_are_read(base, tmp_path, monkeypatch, as_a_whole):
-    path, _ = base
-    parts = write_parts(path, PARTS)
-    if as_a_whole:
+@pytest.mark.parametrize("one_by_one", [True, False])
+def test_a_file_that_was_split_is_read_whole(tmp_path, monkeypatch, one_by_one):
+    whole, parts = split_gguf(tmp_path)
+    assert len(parts) > 1
+    if not one_by_one:
         monkeypatch.setattr(gguf_module, "open_gguf", lambda path, folder: None)
-    of_parts, of_file = tmp_path / "of-parts", tmp_path / "of-file"
-    with_memory(parts[0], of_parts)
-    with_memory(path, of_file)
-    assert same_tensors(of_parts, of_file)
-    assert config_of(of_parts) == config_of(of_file)
-    assert file_digests(of_parts, without=("upscale.json", "README.md")) == file_digests(
-        of_file, without=("upscale.json", "README.md")
+    planned = with_memory(parts[0], tmp_path / "none", dry_run=True)
+    report = with_memory(parts[0], tmp_path / "out")
+    with_memory(whole, tmp_path / "expected")
+    assert planned.parameters == report.parameters and report.identity.max_abs_diff == 0.0
+    assert same_tensors(tmp_path / "out", tmp_path / "expected")
+    assert config_of(tmp_path / "out") == config_of(tmp_path / "expected")
+    assert not config_of(tmp_path / "out")["tie_word_embeddings"]  # the head is in another part than the header
+
+
+def test_parts_that_are_not_all_there_or_not_the_first_are_refused(tmp_path):
+    _, parts = split_gguf(tmp_path)
+    with pytest.raises(
+        RequestError, match=rf"{parts[1].name} is a part of a GGUF file; expected .* --base {parts[0]}"
+    ):
+        with_memory(parts[1], tmp_path / "out")
+    renamed = parts[0].rename(tmp_path / "renamed.gguf")
+    with pytest.raises(RequestError, match=rf"speaks of {len(parts)} parts, and its name of 1; .* Rename the files"):
+        with_memory(renamed, tmp_path / "out")
+    renamed.rename(parts[0])
+    parts[1].unlink()
+    for dry_run in (True, False):
+        with pytest.raises(RequestError, match=rf"{parts[1].name} is not beside it; expected all parts. Download"):
+            with_memory(parts[0], tmp_path / "out", dry_run=dry_run)
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("way", ["one by one", "converted", "dry run"])
+@pytest.mark.parametrize("lacking", ["blk.1.ffn_up.weight", "output_norm.weight", "token_embd.weight"])
+def test_a_tensor_that_the_file_lacks_is_named_and_never_drawn_at_random(tmp_path, monkeypatch, way, lacking):
+    path = tmp_path / "m.gguf"
+    write_gguf(path, gguf.GGMLQuantizationType.F32, without=lacking)
+    if way == "converted":
+        monkeypatch.setattr(gguf_module, "open_gguf", lambda path, folder: None)
+    with pytest.raises(
+        RequestError, match=rf"m.gguf lacks {lacking} \(model\..*\); expected every tensor of the model"
+    ):
+        with_memory(path, tmp_path / "out", dry_run=way == "dry run")
+    assert not (tmp_path / "out").exists()
+
+
+def test_what_no_name_of_the_file_stands_for_is_missing_where_the_loader_says_so(tmp_path, monkeypatch):
+    path, honest = tmp_path / "m.gguf", gguf_utils.get_gguf_hf_weights_map
+    write_gguf(path, gguf.GGMLQuantizationType.F32)
+    monkeypatch.setattr(
+        gguf_utils,
+        "get_gguf_hf_weights_map",
+        lambda *given, **named: {k: v for k, v in honest(*given, **named).items() if "ffn_up" not in k},
     )
+    with pytest.raises(
+        RequestError, match=r"m.gguf lacks model.layers.0.mlp.up_proj.weight, .* and 1 more; expected every"
+    ):
+        with_memory(path, tmp_path / "out")
 
 
-def test_a_dry_run_of_parts_knows_the_tensors_of_all_of_them(base, tmp_path):
-    path, _ = base
-    parts = write_parts(path, PARTS)
-    reports = [
-        upscale(base=file, method="midus-hml", output=tmp_path / "none", options=SMALL_MEMORY, dry_run=True)
-        for file in (parts[0], path)
-    ]
-    assert reports[0].parameters == reports[1].parameters
-
-
-@pytest.mark.parametrize("dry_run", [False, True])
-@pytest.mark.parametrize(
-    ("given", "removed", "message"),
-    [
-        (PARTS[1], None, f"{PARTS[1]} is part 2 of 3; expected the first, {PARTS[0]}"),
-        (PARTS[0], PARTS[2], f"{PARTS[0]} is one of 3 parts, and {PARTS[2]} is not beside it; expected all parts"),
-        (
-            "renamed.gguf",
-            None,
-            r"renamed.gguf is one of 3 files of a split model; expected its name to be NAME-00001-of",
-        ),
-    ],
-)
-def test_a_split_file_without_its_other_parts_is_refused(tmp_path, given, removed, message, dry_run):
-    path = tmp_path / "whole.gguf"
+def test_a_conversion_that_changes_values_is_caught_by_the_bits_of_the_file(tmp_path, monkeypatch):
+    path, honest = tmp_path / "m.gguf", gguf_utils.LlamaTensorProcessor.process
     write_gguf(path, gguf.GGMLQuantizationType.F32)
-    parts = write_parts(path, PARTS)
-    if removed:
-        (tmp_path / removed).unlink()
-    if given not in PARTS:
-        parts[0].rename(tmp_path / given)
-    with pytest.raises(RequestError, match=message):
-        upscale(
-            base=tmp_path / given, method="midus-hml", output=tmp_path / "out", options=SMALL_MEMORY, dry_run=dry_run
-        )
-    assert not (tmp_path / "out").exists()
 
+    def process(self, weights, name, **options):
+        return honest(self, weights * 2 if "ffn_down" in name else weights, name, **options)
 
-@pytest.mark.parametrize("verify", [False, True])
-def test_a_file_that_lacks_a_tensor_is_refused_by_its_name(tmp_path, verify):
-    path = tmp_path / "whole.gguf"
-    write_gguf(path, gguf.GGMLQuantizationType.F32)
-    halves = write_parts(path, ["first.gguf", "second.gguf"])
-    reader = gguf.GGUFReader(halves[0])
-    writer = gguf.GGUFWriter(tmp_path / "half.gguf", "llama")
-    for key, field in reader.fields.items():
-        if not key.startswith(("GGUF.", "split.")) and key != "general.architecture":
-            element = field.types[-1] if field.types[0] == gguf.GGUFValueType.ARRAY else None
-            writer.add_key_value(key, field.contents(), field.types[0], element)
-    for tensor in reader.tensors:
-        writer.add_tensor(tensor.name, tensor.data, raw_dtype=tensor.tensor_type)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    message = r"half.gguf has no tensor for model\.layers\.\d\.\S+ and \d+ others of the model in its header"
-    with pytest.raises(RequestError, match=message):
-        upscale(
-            base=tmp_path / "half.gguf",
-            method="midus-hml",
-            output=tmp_path / "out",
-            options=SMALL_MEMORY,
-            verify=verify,
-        )
-    assert not (tmp_path / "out").exists()
+    monkeypatch.setattr(gguf_utils.LlamaTensorProcessor, "process", process)
+    with pytest.raises(
+        ValueError, match=r"layers.0.mlp.down_proj.weight as it is converted holds other values than blk.0.ffn"
+    ):
+        convert_gguf(path, tmp_path)
+    assert [file.name for file in tmp_path.iterdir()] == ["m.gguf"]
 
 
 @pytest.mark.material

@@ -1,5 +1,7 @@
 """New layers in Gemma 4: embeddings per layer follow their layers, and layers that share keys and values stay the last ones."""
 
+import re
+
 import pytest
 import torch
 
@@ -25,6 +27,15 @@ def base(tmp_path):
         layer.layer_scalar.fill_(1 + index / 8)
     model.save_pretrained(tmp_path / "base")
     return tmp_path / "base"
+
+
+@pytest.mark.parametrize(("method", "site"), [("midus-hml", "inserted"), ("moda", "inside-attention")])
+def test_a_method_that_does_not_take_the_type_names_those_that_do(method, site, base, tmp_path):
+    with pytest.raises(RequestError) as refused:
+        upscale(base=base, method=method, output=tmp_path / "made")
+    assert re.match(f"model_type '{TYPE}' takes no memory of type '.*' at the site '{site}' ", str(refused.value))
+    remedy = "Choose one of hier-ffn, hier-kv, hier-lora-ffn, hier-lora-qk, hier-lora-vo, moc, ultramem-v2 (docs/families.md)."
+    assert str(refused.value).endswith(remedy)
 
 
 def tokens() -> torch.Tensor:

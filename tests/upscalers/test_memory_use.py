@@ -89,7 +89,7 @@ def test_casting_a_gigabyte_needs_less(tmp_path):
 
 def test_neither_does_it_grow_where_both_models_are_compared(tmp_path):
     small, large = (upscaled(tmp_path, layers, verify="--verify", **NARROW) for layers in (2, 6))
-    assert large["identity"] == {"checked": "logits", "max_abs_diff": 0.0}
+    assert large["identity"].items() >= {"checked": "logits", "max_abs_diff": 0.0}.items()
     assert large["bytes"]["written"] > small["bytes"]["written"] + 4 * NOISE_BYTES
     assert large["peak_rss_bytes"] < small["peak_rss_bytes"] + NOISE_BYTES
     alone = upscaled(tmp_path, 2, **NARROW)

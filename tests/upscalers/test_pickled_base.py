@@ -37,7 +37,7 @@ def pickle_weights(folder: Path, num_shards: int = 1, **saving: bool) -> dict[st
         shards = {"pytorch_model.bin": names}
     else:
         weight_map = {name: file for file, held in shards.items() for name in held}
-        (folder / "pytorch_model.bin.index.json").write_text(json.dumps({"weight_map": weight_map}))
+        (folder / "pytorch_model.bin.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
     for file, held in shards.items():
         torch.save(OrderedDict((name, tensors[name]) for name in held), folder / file, **saving)
     return tensors
@@ -81,11 +81,9 @@ def test_every_kind_of_tensor_is_read_as_torch_reads_it(tmp_path, form):
         saved |= {"float8": torch.randn(4, generator=draw).to(torch.float8_e4m3fn)}
     state = nn.Linear(2, 3).state_dict()  # which has metadata beside its tensors
     state.update(saved)
-    state.update(steps=7, name="a string")  # which transformers skips
     torch.save(state, tmp_path / "weights.bin", **FORMATS[form])
     read = read_pickled(tmp_path / "weights.bin")
-    loaded = torch.load(tmp_path / "weights.bin", weights_only=True)
-    expected = {name: value for name, value in loaded.items() if isinstance(value, torch.Tensor)}
+    expected = torch.load(tmp_path / "weights.bin", weights_only=True)
     assert read.keys() == expected.keys()
     for name, tensor in expected.items():
         if tensor.dtype == torch.float8_e4m3fn:
@@ -96,6 +94,25 @@ def test_every_kind_of_tensor_is_read_as_torch_reads_it(tmp_path, form):
         else:
             assert same_bits(read_tensor(read[name]), tensor.detach()), name
     assert read["rows"].start == read["again"].start + 2 * 16
+
+
+@pytest.mark.parametrize("form", FORMATS)
+@pytest.mark.parametrize("num_shards", [1, 2])
+def test_numbers_and_texts_beside_tensors_are_left_out_as_transformers_does_and_said(
+    tmp_path, command, form, num_shards
+):
+    base = save_base(tmp_path / "base")
+    before = logits(base)
+    pickle_weights(base, num_shards, **FORMATS[form])
+    file = sorted(base.glob("pytorch_model*.bin"))[-1]
+    torch.save({**torch.load(file), "step": 3, "note": "text"}, file, **FORMATS[form])
+    done = command(
+        "--base", base, "--method", "midus-hml", "--output", tmp_path / "out", "--set", "n=8", "--set", "k=2"
+    )
+    assert done.status == 0 and torch.equal(logits(base), before) and torch.equal(logits(tmp_path / "out"), before)
+    assert (
+        "warning: the base holds step, note beside its tensors; no model reads that, and it is left out." in done.err
+    )
 
 
 class Payload:
@@ -154,8 +171,12 @@ def compressed(folder: Path) -> None:
 
 UNSOUND = {
     "no weights": (lambda folder: torch.save([1, 2], folder / "pytorch_model.bin"), "it holds a list instead of tensors by name"),
-    "a list": (
-        lambda folder: torch.save({"steps": [3]}, folder / "pytorch_model.bin"), "'steps' is a list instead of a tensor"
+    "no tensor": (
+        lambda folder: torch.save({"step": 3}, folder / "pytorch_model.bin"), "'step' is an int instead of a tensor"
+    ),
+    "tensors one level down": (
+        lambda folder: torch.save({"step": 3, "model": {"x": torch.zeros(1)}}, folder / "pytorch_model.bin"),
+        "'model' is a dict instead of a tensor",
     ),
     "text": (lambda folder: (folder / "pytorch_model.bin").write_text("text"), "is not a sound file of PyTorch weights"),
     "cut": (

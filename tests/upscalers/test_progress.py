@@ -124,7 +124,7 @@ def test_a_fresh_process_shows_the_stages_on_a_terminal_and_prints_one_object_on
     os.close(reader)
     printed, _ = process.communicate()
     assert process.returncode == 0, shown.decode()
-    assert json.loads(printed)["identity"] == {"checked": "logits", "max_abs_diff": 0.0}
+    assert json.loads(printed)["identity"].items() >= {"checked": "logits", "max_abs_diff": 0.0}.items()
     assert torch.equal(logits(base), logits(tmp_path / "out"))
     text = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", shown.decode())
     order = [text.index(name) for name in ("loading libraries", "writing 1 shard", "comparing with the base")]

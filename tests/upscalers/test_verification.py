@@ -7,10 +7,12 @@ import pytest
 import torch
 from pairs import in_turn
 
+from midus_hf.memory.headwise import HeadwiseMemory
 from tests.upscalers.checkpoints import (
     SMALL,
     logits,
     read_tensors,
+    record_of,
     save_base,
     with_memory,
     write_tensors,
@@ -227,6 +229,52 @@ def test_what_is_not_finite_in_the_base_is_refused_by_name_wherever_it_stands(
     with pytest.raises(RequestError, match=message):
         with_memory(base, tmp_path / "out")
     assert [path.name for path in tmp_path.iterdir()] == ["base"]
+
+
+@pytest.mark.parametrize(
+    ("verify", "ending"),
+    [
+        (True, "Mend the memory."),
+        (False, "Its layer was run alone, on random hidden states without token ids; where it needs a whole model, pass --verify. "
+         "Otherwise mend the memory."),
+    ],
+)  # fmt: skip
+def test_a_memory_that_raises_is_named_and_not_the_config(base, tmp_path, monkeypatch, verify, ending):
+    def forward(self, attention_output, residual, **options):
+        raise KeyError("input_ids")
+
+    monkeypatch.setattr(HeadwiseMemory, "forward", forward)
+    with pytest.raises(VerificationError) as raised:
+        with_memory(base, tmp_path / "out", verify=verify)
+    assert str(raised.value) == (
+        "the memory of type 'headwise' (midus_hf.memory.headwise.HeadwiseMemory) raised KeyError: 'input_ids'. "
+        + ending
+    )
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("verify", [True, False])
+def test_both_sides_of_the_comparison_are_named_with_their_dtypes(command, tmp_path, verify):
+    base = save_base(tmp_path / "base")
+    for dtype, sides in (
+        ("auto", "base and result in float32"),
+        ("bfloat16", "base rounded from float32 to bfloat16, result in bfloat16"),
+    ):
+        words = (
+            "--method",
+            "midus-hml",
+            "--set",
+            "n=8",
+            "--set",
+            "k=2",
+            "--dtype",
+            dtype,
+            "--verify" if verify else "--no-verify",
+        )
+        done = command("--base", base, "--output", tmp_path / dtype, *words)
+        checked = "logits" if verify else "blocks"
+        assert f"{checked}: largest difference 0 ({sides})" in " ".join(done.out.split())
+        assert record_of(tmp_path / dtype)["identity"] == {"checked": checked, "max_abs_diff": 0.0, "compared": sides}
 
 
 def test_nan_passes_where_it_is_allowed(family, tmp_path):

@@ -116,9 +116,8 @@ class InferredFamily(Family):
                 prove(self.model_type, wiring)
         except ValueError as error:
             raise RequestError(
-                f"model_type {self.model_type!r} cannot host a memory of type {memory_type!r} at the site {site!r}: "
-                f"{one_line(error)} Pass --set site=... if the method has another site, or choose another method: docs/families.md "
-                "says which methods take the type."
+                f"model_type {self.model_type!r} takes no memory of type {memory_type!r} at the site {site!r} (its proof on a tiny "
+                f"model: {one_line(error).rstrip('.')})."
             ) from None
 
 

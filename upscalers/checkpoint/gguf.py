@@ -3,13 +3,12 @@
 import contextlib
 import math
 import re
-import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from midus_hf.config.wording import install_extra
+from midus_hf.config.wording import first_few, install_extra
 from upscalers.architecture.families import family_of
 from upscalers.checkpoint.computed_tensor import ComputedTensor
 from upscalers.checkpoint.safetensors_format import StoredTensor
@@ -18,88 +17,10 @@ from upscalers.request.errors import RequestError, one_line
 if TYPE_CHECKING:
     import torch
 
-
-# Names that llama.cpp gives to the files of a split model.
-_PART = re.compile(r"(?P<model>.*)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf")
-
-
-@contextlib.contextmanager
-def whole_gguf(path: Path) -> Iterator[Path]:
-    """Give the GGUF file of a model: the file itself, or a temporary one with the tensors of all parts if the model is split.
-
-    Args:
-        path: A `.gguf` file; of a split model, its first part, beside which the other parts lie.
-
-    Raises:
-        RequestError: If the gguf package is missing, the file is unreadable, or is a part of a split model but not the first, or
-            if a part is missing.
-    """
-    _check_package(path)
-    try:
-        count = _count_parts(path)
-    except Exception as error:
-        raise _unreadable(path, error) from None
-    if count <= 1:
-        yield path
-        return
-    parts = _parts(path, count)
-    with tempfile.TemporaryDirectory(prefix="upscale-gguf-") as temporary:
-        joined = Path(temporary, f"{path.stem}.gguf")
-        try:
-            _join(parts, joined)
-        except Exception as error:
-            raise _unreadable(path, error) from None
-        yield joined
-
-
-def _count_parts(path: Path) -> int:
-    """Return the number of files that a GGUF model is split over, by its header or by its name."""
-    from gguf import GGUFReader
-
-    field = GGUFReader(path).fields.get("split.count")
-    named = _PART.fullmatch(path.name)
-    return max(int(field.contents()) if field else 1, int(named["count"]) if named else 1)
-
-
-def _parts(path: Path, count: int) -> list[Path]:
-    """Return the files of a split model, in order."""
-    named = _PART.fullmatch(path.name)
-    if named is None or int(named["count"]) != count:
-        raise RequestError(
-            f"{path.name} is one of {count} files of a split model; expected its name to be NAME-00001-of-{count:05d}.gguf, by which "
-            "the others are found. Give the files the names that they were published with."
-        )
-    names = [f"{named['model']}-{number:05d}-of-{count:05d}.gguf" for number in range(1, count + 1)]
-    if int(named["number"]) != 1:
-        raise RequestError(f"{path.name} is part {int(named['number'])} of {count}; expected the first, {names[0]}.")
-    missing = [name for name in names if not (path.parent / name).is_file()]
-    if missing:
-        raise RequestError(
-            f"{path.name} is one of {count} parts, and {', '.join(missing)} {'is' if len(missing) == 1 else 'are'} not beside it; "
-            "expected all parts in one folder. Download them."
-        )
-    return [path.parent / name for name in names]
-
-
-def _join(parts: list[Path], joined: Path) -> None:
-    """Write the header of the first part and the tensors of all parts to one file, tensor by tensor."""
-    from gguf import GGUFReader, GGUFValueType, GGUFWriter
-
-    readers = [GGUFReader(part) for part in parts]
-    writer = GGUFWriter(joined, str(readers[0].fields["general.architecture"].contents()))
-    for name, field in readers[0].fields.items():
-        if name.startswith(("GGUF.", "split.")) or name == "general.architecture":
-            continue
-        kind, *elements = field.types
-        element = elements[-1] if kind == GGUFValueType.ARRAY else None
-        writer.add_key_value(name, field.contents(), kind, element)
-    for reader in readers:
-        for tensor in reader.tensors:
-            writer.add_tensor(tensor.name, tensor.data, raw_dtype=tensor.tensor_type)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+_PART = re.compile(r"(?P<stem>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf")
+# Matrices whose values transformers' loader reorders and never changes, whatever the architecture.
+_MATRIX = re.compile(r"(token_embd|output|blk\.\d+\.(attn|ffn)_\w+)\.weight")
+_SPLIT_COUNT = "split.count"
 
 
 def read_gguf(path: Path, folder: Path) -> dict[str, StoredTensor] | None:
@@ -109,20 +30,18 @@ def read_gguf(path: Path, folder: Path) -> dict[str, StoredTensor] | None:
     `convert_gguf`.
 
     Args:
-        path: The `.gguf` file.
+        path: The `.gguf` file, or the first of the files that it was split into.
         folder: An existing folder that config and tokenizer are written to.
 
     Returns:
         Every tensor by the name that transformers gives it; None if the weights are in the folder.
 
     Raises:
-        RequestError: If the gguf package is missing, or transformers cannot read the file.
+        RequestError: If the gguf package, a part or a tensor is missing, or transformers cannot read the file.
     """
     _check_package(path)
-    try:
+    with _readable(path):
         tensors = open_gguf(path, folder)
-    except Exception as error:
-        raise _unreadable(path, error) from None
     if tensors is None:
         convert_gguf(path, folder)
     return tensors
@@ -131,32 +50,36 @@ def read_gguf(path: Path, folder: Path) -> dict[str, StoredTensor] | None:
 def convert_gguf(path: Path, folder: Path, config_only: bool = False) -> None:
     """Dequantise a GGUF file to a float32 checkpoint with its tokenizer, through transformers' loader.
 
+    The loader draws tensors at random that it does not find, so the result is compared with the file: each tensor of the model
+    has all its elements from the file, and matrices have the same bits, in any order.
+
     Args:
-        path: The `.gguf` file.
+        path: The `.gguf` file, or the first of the files that it was split into.
         folder: An existing folder that the checkpoint is written to.
         config_only: Whether to write only `config.json`, from the file's header. Default: False.
 
     Raises:
-        RequestError: If the gguf package is missing, transformers cannot read the file, or the file lacks a tensor of the model.
+        RequestError: If the gguf package, a part or a tensor is missing, or transformers cannot read the file.
     """
     _check_package(path)
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
     source: dict[str, Any] = {"pretrained_model_name_or_path": path.parent, "gguf_file": path.name}
-    try:
+    with _readable(path), _as_one_file(path) as tensors:
+        config = AutoConfig.from_pretrained(**source)
+        described = _Described.of(config, path)
+        made_from = described.tensors_of_file(tensors)
         if config_only:
-            AutoConfig.from_pretrained(**source).save_pretrained(folder)
+            config.save_pretrained(folder)
             return
-        model, loading = AutoModelForCausalLM.from_pretrained(**source, dtype=torch.float32, output_loading_info=True)
+        loading: Any = AutoModelForCausalLM.from_pretrained(**source, dtype=torch.float32, output_loading_info=True)
+        model, loaded = loading
+        missing = sorted({*loaded["missing_keys"]} - described.tied)
+        if missing:
+            raise _lacking(path, missing)
+        _check_bits(model.state_dict(), made_from)
         tokenizer = AutoTokenizer.from_pretrained(**source)
-    except Exception as error:
-        raise _unreadable(path, error) from None
-    if missing := sorted(loading["missing_keys"]):  # which transformers has drawn at random
-        raise RequestError(
-            f"{path.name} has no tensor for {missing[0]}{f' and {len(missing) - 1} others' if missing[1:] else ''} of the model in "
-            "its header; expected all of them. Download it again, with all of its parts."
-        )
     # The loader leaves its quantiser on the dequantised model, and a model with a quantiser refuses to be saved.
     for attribute in ("hf_quantizer", "quantization_method", "is_quantized"):
         if hasattr(model, attribute):
@@ -167,6 +90,180 @@ def convert_gguf(path: Path, folder: Path, config_only: bool = False) -> None:
     tokenizer.save_pretrained(folder)
 
 
+def _check_bits(state: "dict[str, torch.Tensor]", made_from: dict[str, list[Any]]) -> None:
+    """Check that matrices of a converted model have the bits of the file's, in any order: the sums of both as integers are equal."""
+    import torch
+    from gguf import dequantize
+
+    for name, stored in made_from.items():
+        if name in state and state[name].dim() > 1 and all(_MATRIX.fullmatch(each.name) for each in stored):
+            values = [torch.from_numpy(dequantize(each.data, each.tensor_type).copy()) for each in stored]
+            expected = sum(_sum_of_bits(each) for each in values)
+            if _sum_of_bits(state[name]) != expected:
+                raise ValueError(f"{name} as it is converted holds other values than {stored[0].name}")
+
+
+def _sum_of_bits(values: "torch.Tensor") -> int:
+    import torch
+
+    return int(values.float().contiguous().view(torch.int32).sum(dtype=torch.int64))
+
+
+@contextlib.contextmanager
+def _readable(path: Path) -> Iterator[None]:
+    """Say of any failure inside the block that the file cannot be read."""
+    try:
+        yield
+    except RequestError:
+        raise
+    except Exception as error:
+        raise RequestError(
+            f"transformers cannot read {path.name} ({type(error).__name__}: {one_line(error)}). Download it again, or give the "
+            "safetensors checkpoint it was made from."
+        ) from None
+
+
+def _lacking(path: Path, names: list[str]) -> RequestError:
+    return RequestError(
+        f"{path.name} lacks {first_few(names, 3)}; expected every tensor of the model that its header describes. Download it again, "
+        "or give the safetensors checkpoint it was made from."
+    )
+
+
+def parts_of(path: Path) -> list[Path]:
+    """Return the files that a GGUF file was split into, by the name of the first; the file itself if it was not split.
+
+    Raises:
+        RequestError: If another part than the first is named, or a part is missing.
+    """
+    match = _PART.fullmatch(path.name)
+    if match is None:
+        return [path]
+    parts = [
+        path.with_name(f"{match['stem']}-{number:05d}-of-{match['count']}.gguf")
+        for number in range(1, int(match["count"]) + 1)
+    ]
+    if path != parts[0]:
+        raise RequestError(f"base {path.name} is a part of a GGUF file; expected the first part: --base {parts[0]}.")
+    missing = [part.name for part in parts if not part.is_file()]
+    if missing:
+        raise RequestError(
+            f"base {path.name} is the first of {len(parts)} parts, and {first_few(missing, 3)} is not beside it; expected all parts. "
+            "Download the rest."
+        )
+    return parts
+
+
+@contextlib.contextmanager
+def _as_one_file(path: Path) -> "Iterator[list[tuple[Path, Any]]]":
+    """Let transformers read all parts of a split file as one, and yield its tensors, each with the part that holds it."""
+    import gguf
+
+    parts, reader_class = parts_of(path), gguf.GGUFReader
+    readers = [reader_class(part) for part in parts]
+    whole = readers[0]
+    split = whole.get_field(_SPLIT_COUNT)
+    count = 1 if split is None else int(split.contents())
+    if max(count, 1) != len(parts):
+        raise RequestError(
+            f"the header of {path.name} speaks of {count} parts, and its name of {len(parts)}; expected the names that "
+            "llama-gguf-split gives, such as model-00001-of-00002.gguf. Rename the files."
+        )
+    tensors = [(part, tensor) for part, reader in zip(parts, readers, strict=True) for tensor in reader.tensors]
+    whole.tensors = [tensor for _, tensor in tensors]
+
+    def read(*arguments: Any, **options: Any) -> Any:
+        return whole
+
+    # transformers looks the class up whenever it reads, and knows nothing of parts
+    gguf.GGUFReader = read  # type: ignore[assignment, misc]
+    try:
+        yield tensors
+    finally:
+        gguf.GGUFReader = reader_class  # type: ignore[misc]
+
+
+@dataclass(frozen=True)
+class _Described:
+    """The model that the header of a GGUF file describes.
+
+    Args:
+        path: The file.
+        model: The model, on the meta device.
+        names: Name of a tensor in the model by its name in the file.
+        parsed: The header as transformers parses it.
+        processor: What transformers does to tensors of the architecture.
+    """
+
+    path: Path
+    model: Any
+    names: dict[str, str]
+    parsed: dict[str, Any]
+    processor: Any
+
+    @classmethod
+    def of(cls, config: Any, path: Path) -> "_Described":
+        """Return the model of a config that was read from a file, which `_as_one_file` must have opened."""
+        import torch
+        from gguf import GGUFReader
+        from transformers import AutoModelForCausalLM
+        from transformers.modeling_gguf_pytorch_utils import (
+            TENSOR_PROCESSORS,
+            TensorProcessor,
+            get_gguf_hf_weights_map,
+            load_gguf_checkpoint,
+            read_field,
+        )
+
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+        parsed = load_gguf_checkpoint(path)
+        architecture = read_field(GGUFReader(path), "general.architecture")[0]
+        processor = TENSOR_PROCESSORS.get(architecture, TensorProcessor)(config=parsed["config"])
+        return cls(path, model, get_gguf_hf_weights_map(model, processor), parsed, processor)
+
+    @property
+    def held(self) -> dict[str, Any]:
+        """Tensors of the model, on the meta device."""
+        return self.model.state_dict(keep_vars=True)
+
+    @property
+    def tied(self) -> set[str]:
+        """Names of tensors that only repeat others."""
+        first = {id(tensor): name for name, tensor in reversed(self.held.items())}
+        return {name for name, tensor in self.held.items() if first[id(tensor)] != name}
+
+    def tensors_of_file(self, tensors: list[tuple[Path, Any]]) -> dict[str, list[Any]]:
+        """Return the tensors of the file that each tensor of the model is made from, as far as names tell.
+
+        Raises:
+            RequestError: If the file lacks a tensor.
+            ValueError: If tensors of the file have other sizes than the header implies.
+        """
+        stored = {tensor.name: tensor for _, tensor in tensors}
+        made_from, lacking = {}, []
+        held, tied = self.held, self.tied
+        in_file: dict[str, list[str]] = {}
+        for name_in_file, name in self.names.items():
+            in_file.setdefault(name, []).append(name_in_file)
+        for name, names in in_file.items():
+            if name not in held or (name in tied and not stored.keys() & {*names}):
+                continue
+            sources = [stored[each] for each in names if each in stored]
+            elements, expected = sum(int(each.n_elements) for each in sources), math.prod(held[name].shape)
+            absent = [each for each in names if each not in stored]
+            if absent and elements != expected:
+                lacking += [f"{each} ({name})" for each in absent]
+            elif elements != expected:
+                raise ValueError(
+                    f"{sources[0].name} has {elements} elements where the header asks for {list(held[name].shape)}"
+                )
+            made_from[name] = sources
+        if lacking:
+            raise _lacking(self.path, lacking)
+        return made_from
+
+
 def _check_package(path: Path) -> None:
     try:
         import gguf  # noqa: F401
@@ -174,13 +271,6 @@ def _check_package(path: Path) -> None:
         raise RequestError(
             f"base {path.name} is a GGUF file, which needs the gguf package; {install_extra('gguf')}."
         ) from None
-
-
-def _unreadable(path: Path, error: Exception) -> RequestError:
-    return RequestError(
-        f"transformers cannot read {path.name} ({type(error).__name__}: {one_line(error)}). Download it again, or give the "
-        "safetensors checkpoint it was made from."
-    )
 
 
 @dataclass(frozen=True)
@@ -206,72 +296,63 @@ def open_gguf(path: Path, folder: Path) -> dict[str, StoredTensor] | None:
     """Return the tensors of a GGUF file, and write config and tokenizer of the model to a folder.
 
     Args:
-        path: The `.gguf` file.
+        path: The `.gguf` file, or the first of the files that it was split into.
         folder: An existing folder.
 
     Returns:
         Every tensor by the name that transformers gives it; None, and nothing written, if a tensor of the model is not made
-        from one tensor of the file, as in
-        mixtures of experts, or transformers converts tensors of the type when it loads them.
+        from one tensor of the file, as in mixtures of experts, or transformers converts tensors of the type when it loads them.
 
     Raises:
+        RequestError: If the file lacks a tensor of the model, or a part of it is missing.
         Exception: If transformers or the gguf package cannot read the file.
     """
-    import torch
-    from gguf import GGUFReader, dequantize
-    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
-    from transformers.modeling_gguf_pytorch_utils import (
-        TENSOR_PROCESSORS,
-        TensorProcessor,
-        get_gguf_hf_weights_map,
-        load_gguf_checkpoint,
-        read_field,
-    )
+    from transformers import AutoConfig, AutoTokenizer
 
     source: dict[str, Any] = {"pretrained_model_name_or_path": path.parent, "gguf_file": path.name}
-    config = AutoConfig.from_pretrained(**source)
-    try:
-        if family_of(config.to_dict()).is_converted(config.to_dict()):
+    with _as_one_file(path) as tensors_of_file:
+        config = AutoConfig.from_pretrained(**source)
+        try:
+            if family_of(config.to_dict()).is_converted(config.to_dict()):
+                return None
+        except RequestError:
+            return None  # whoever opens the base says why
+        described = _Described.of(config, path)
+        described.tensors_of_file(tensors_of_file)
+        held = described.held
+        tensors: dict[str, StoredTensor] = {}
+        for part, stored in tensors_of_file:
+            name = described.names.get(stored.name)
+            if name in held:
+                in_file = StoredTensor("U8", (int(stored.n_bytes),), part, int(stored.data_offset))
+                dequantise = _dequantiser(stored, described)
+                tensors[name] = GgufTensor("F32", tuple(held[name].shape), None, 0, in_file, dequantise)
+        covered = {id(held[name]) for name in tensors}
+        if any(id(tensor) not in covered for tensor in held.values()):
             return None
-    except RequestError:
-        return None  # whoever opens the base says why
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-    reader = GGUFReader(path)
-    parsed = load_gguf_checkpoint(path)
-    architecture = read_field(reader, "general.architecture")[0]
-    processor = TENSOR_PROCESSORS.get(architecture, TensorProcessor)(config=parsed["config"])
-    names = get_gguf_hf_weights_map(model, processor)
-    held = model.state_dict(keep_vars=True)
-    tensors: dict[str, StoredTensor] = {}
-    for stored in reader.tensors:
-        name = names.get(stored.name)
-        if name not in held:
-            continue
-
-        def dequantise(stored: Any = stored) -> Any:
-            made = processor.process(
-                weights=dequantize(stored.data, stored.tensor_type),
-                name=stored.name,
-                tensor_key_mapping=names,
-                parsed_parameters=parsed,
-            )
-            assert made.name == stored.name, (made.name, stored.name)
-            return made.weights
-
-        if math.prod(held[name].shape) != int(stored.n_elements):
-            raise ValueError(
-                f"{stored.name} has {int(stored.n_elements)} elements where the header asks for {list(held[name].shape)}"
-            )
-        in_file = StoredTensor("U8", (int(stored.n_bytes),), path, int(stored.data_offset))
-        tensors[name] = GgufTensor("F32", tuple(held[name].shape), None, 0, in_file, dequantise)
-    covered = {id(held[name]) for name in tensors}
-    if any(id(tensor) not in covered for tensor in held.values()):
-        return None
-    model.config.architectures = [type(model).__name__]
-    if hasattr(model.config, "quantization_config"):
-        del model.config.quantization_config
-    model.config.save_pretrained(folder)
-    model.generation_config.save_pretrained(folder)
-    AutoTokenizer.from_pretrained(**source).save_pretrained(folder)
+        model = described.model
+        model.config.architectures = [type(model).__name__]
+        if hasattr(model.config, "quantization_config"):
+            del model.config.quantization_config
+        model.config.save_pretrained(folder)
+        model.generation_config.save_pretrained(folder)
+        AutoTokenizer.from_pretrained(**source).save_pretrained(folder)
     return {name: tensors[name] for name in held if name in tensors}
+
+
+def _dequantiser(stored: Any, described: _Described) -> Callable[[], Any]:
+    """Return the function that makes a tensor of the model from a tensor of the file, as transformers' loader does."""
+
+    def dequantise() -> Any:
+        from gguf import dequantize
+
+        made = described.processor.process(
+            weights=dequantize(stored.data, stored.tensor_type),
+            name=stored.name,
+            tensor_key_mapping=described.names,
+            parsed_parameters=described.parsed,
+        )
+        assert made.name == stored.name, (made.name, stored.name)
+        return made.weights
+
+    return dequantise

@@ -27,13 +27,13 @@ _DTYPES = {
     "uint64": "U64",
 }  # fmt: skip
 _UNTYPED = "UntypedStorage"
-# Values beside tensors that no model reads, such as the number of steps; transformers skips them too.
-_PLAIN = (bool, int, float, str, type(None))
 # What a file from before PyTorch 1.6 begins with: a pickled magic number.
 _LEGACY_MAGIC = 0x1950A86A20F9469CFC6C
 _LEGACY_STORAGE = struct.Struct("<q")
 _LOCAL_HEADER = struct.Struct("<4s22xHH")
 _LOCAL_SIGNATURE = b"PK\x03\x04"
+# What a file may hold beside tensors, such as a count of steps.
+_BESIDE_TENSORS = (int, float, str, bytes, type(None))
 _UNSOUND = (
     pickle.UnpicklingError, zipfile.BadZipFile, struct.error, EOFError, ValueError, TypeError, AttributeError,
     LookupError, OverflowError, NotImplementedError, RecursionError, MemoryError,
@@ -43,25 +43,41 @@ _UNSOUND = (
 def read_pickled(file: Path) -> dict[str, StoredTensor]:
     """Return the dtype, shape and position of each tensor of a `.bin` file, without running code that the file names.
 
-    Tensors that share their bytes have the same position. Numbers and strings beside the tensors are left out, as by transformers.
+    Tensors that share their bytes have the same position. Numbers and texts beside the tensors are left out
+    (`names_beside_tensors`): transformers does not load them either.
 
     Raises:
         RequestError: If the pickle asks for code to be run, holds anything but tensors by name, or is not sound, or if
             the elements of a tensor do not lie one after another.
     """
     try:
-        with file.open("rb") as stream:
-            is_archive = stream.read(len(_LOCAL_SIGNATURE)) == _LOCAL_SIGNATURE
-            stream.seek(0)
-            state, storages = _read_archive(stream, file) if is_archive else _read_legacy(stream, file)
-        if not isinstance(state, dict):
-            raise pickle.UnpicklingError(f"it holds {_kind(state)} instead of tensors by name")
-        tensors = {name: value for name, value in dict.items(state) if not isinstance(value, _PLAIN)}
+        state, storages = _read(file)
+        tensors = {name: value for name, value in state.items() if not isinstance(value, _BESIDE_TENSORS)}
+        if state and not tensors:
+            raise pickle.UnpicklingError(
+                f"{next(iter(state))!r} is {_kind(next(iter(state.values())))} instead of a tensor"
+            )
         return {name: _stored(name, tensor, storages, file) for name, tensor in tensors.items()}
     except RequestError:
         raise
     except _UNSOUND as error:
         raise _unsound(file, str(error) or type(error).__name__) from None
+
+
+def names_beside_tensors(file: Path) -> list[str]:
+    """Return the names of the numbers and texts that a `.bin` file, which `read_pickled` reads, holds beside its tensors."""
+    return [str(name) for name, value in _read(file)[0].items() if isinstance(value, _BESIDE_TENSORS)]
+
+
+def _read(file: Path) -> "tuple[dict[Any, Any], dict[str, _Span]]":
+    """Return what a file holds by name, and the position of each storage by its key."""
+    with file.open("rb") as stream:
+        is_archive = stream.read(len(_LOCAL_SIGNATURE)) == _LOCAL_SIGNATURE
+        stream.seek(0)
+        state, storages = _read_archive(stream, file) if is_archive else _read_legacy(stream, file)
+    if not isinstance(state, dict):
+        raise pickle.UnpicklingError(f"it holds {_kind(state)} instead of tensors by name")
+    return dict(dict.items(state)), storages
 
 
 def _read_archive(stream: BinaryIO, file: Path) -> "tuple[Any, dict[str, _Span]]":
@@ -71,9 +87,9 @@ def _read_archive(stream: BinaryIO, file: Path) -> "tuple[Any, dict[str, _Span]]
     spans = {name: _span(stream, entry) for name, entry in entries.items()}
     if "data.pkl" not in spans:
         raise zipfile.BadZipFile("it has no data.pkl")
-    if "byteorder" in spans and _read(stream, spans["byteorder"]) != b"little":
+    if "byteorder" in spans and _bytes_of(stream, spans["byteorder"]) != b"little":
         raise zipfile.BadZipFile("its numbers are big-endian")
-    state = _Inert(io.BytesIO(_read(stream, spans["data.pkl"])), file).load()
+    state = _Inert(io.BytesIO(_bytes_of(stream, spans["data.pkl"])), file).load()
     return state, {name.removeprefix("data/"): span for name, span in spans.items() if name.startswith("data/")}
 
 
@@ -228,7 +244,7 @@ def _span(stream: BinaryIO, entry: zipfile.ZipInfo) -> _Span:
     return span
 
 
-def _read(stream: BinaryIO, span: _Span) -> bytes:
+def _bytes_of(stream: BinaryIO, span: _Span) -> bytes:
     stream.seek(span.start)
     return stream.read(span.num_bytes)
 

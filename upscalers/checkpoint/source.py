@@ -23,7 +23,7 @@ from midus_hf.files.checkpoint_files import (
     globs,
     indexed_weights,
 )
-from upscalers.checkpoint.gguf import convert_gguf, read_gguf, whole_gguf
+from upscalers.checkpoint.gguf import convert_gguf, read_gguf
 from upscalers.checkpoint.hub_shards import HubShards
 from upscalers.checkpoint.safetensors_format import StoredTensor
 from upscalers.checkpoint.stored_weights import FORMATS, missing_weights
@@ -118,12 +118,12 @@ def resolve_source(
     if stream and path.exists():
         raise RequestError(f"stream is on, but {name!r} is local; expected a hub id. Leave --stream out.")
     if path.is_file() and path.suffix == ".gguf":
-        with whole_gguf(path) as whole, tempfile.TemporaryDirectory(prefix="upscale-gguf-") as temporary:
+        with tempfile.TemporaryDirectory(prefix="upscale-gguf-") as temporary:
             if config_only:
-                convert_gguf(whole, Path(temporary), config_only)
+                convert_gguf(path, Path(temporary), config_only)
                 yield Source(name, Path(temporary))
             else:
-                yield Source(name, Path(temporary), gguf=read_gguf(whole, Path(temporary)))
+                yield Source(name, Path(temporary), gguf=read_gguf(path, Path(temporary)))
     elif path.is_file() and path.name == "config.json":
         yield Source(name, path.parent)
     elif path.is_dir():

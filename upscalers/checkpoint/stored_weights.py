@@ -4,10 +4,10 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-from midus_hf.files.checkpoint_files import INDEX_FILE, PICKLED_FILE, PICKLED_INDEX_FILE, SINGLE_FILE
+from midus_hf.files.checkpoint_files import INDEX_FILE, PICKLED_FILE, PICKLED_INDEX_FILE, SINGLE_FILE, indexed_weights
 from midus_hf.files.json_text import parse_json
 from upscalers.checkpoint.hub_shards import HubShards
-from upscalers.checkpoint.pickled_weights import read_pickled
+from upscalers.checkpoint.pickled_weights import names_beside_tensors, read_pickled
 from upscalers.checkpoint.safetensors_format import StoredTensor, read_header
 from upscalers.request.errors import RequestError
 
@@ -82,6 +82,19 @@ class _Folder:
 
     def read(self, file: str) -> dict[str, StoredTensor]:
         return self.weights.read(self.folder / file)
+
+
+def left_out(folder: Path) -> list[str]:
+    """Return the names of what a folder's weight files hold beside tensors, which is not read; safetensors hold tensors alone."""
+    if any((folder / name).is_file() for name in (SINGLE_FILE, INDEX_FILE)):
+        return []
+    single = folder / PICKLED_FILE
+    files = (
+        [single]
+        if single.is_file()
+        else [folder / name for name in indexed_weights(folder, PICKLED_INDEX_FILE, ".bin")]
+    )
+    return [name for file in files for name in names_beside_tensors(file)]
 
 
 def missing_weights(base: str, files: Iterable[str]) -> str:

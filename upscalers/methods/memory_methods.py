@@ -14,7 +14,7 @@ from upscalers.architecture.families import FAMILIES, MEMORY_PREFIX
 from upscalers.architecture.family import Config
 from upscalers.architecture.layer_tensors import kept_roles
 from upscalers.checkpoint.base_model import BaseModel
-from upscalers.methods.contract import MIDUS, Method
+from upscalers.methods.contract import METHODS, MIDUS, Method
 from upscalers.plan.plan import Base, New, Plan
 from upscalers.request.errors import RequestError, refusing_requests
 from upscalers.tensors.recipes import Copy, Fill, Initialise, Recipe, tensor_seed
@@ -41,6 +41,27 @@ class HostedMemoryMethod(Method):
                 "then round its values with midus_hf.memory.quantise_tables."
             )
 
+    @classmethod
+    @abstractmethod
+    def positions(cls) -> list[tuple[Site, str]]:
+        """Return the sites at which the method can add its memory, the default first, each with the memory's type."""
+
+    def check_proven(self, base: BaseModel, site: Site) -> None:
+        """Refuse a base whose type was not proven with the memory at a site, and say which methods take the type.
+
+        Raises:
+            RequestError: If the proof fails.
+        """
+        memory_type = dict(self.positions())[site]
+        try:
+            base.family.prove(site, memory_type)
+        except RequestError as error:
+            others = [each for each, _ in self.positions() if each != site and _is_proven(base, (each, memory_type))]
+            remedy = f"Pass --set site={others[0]}, or choose" if others else "Choose"
+            raise RequestError(
+                f"{error} {remedy} one of {', '.join(_methods_taking(base)) or 'the dense methods'} (docs/families.md)."
+            ) from None
+
     def remarks(self, base: BaseModel) -> list[str]:
         return base.family.remarks()
 
@@ -54,6 +75,20 @@ class HostedMemoryMethod(Method):
         config["architectures"] = [f"Midus{base.family.class_name}ForCausalLM"]
         config["memory"] = [*(config.get("memory") or []), self.entry(base, plan).to_dict()]
         return config
+
+
+def _methods_taking(base: BaseModel) -> list[str]:
+    """Return the methods that add a memory at a site where the base's type was proven with it."""
+    hosting = {name: method for name, method in METHODS.items() if issubclass(method, HostedMemoryMethod)}
+    return [name for name, method in hosting.items() if _is_proven(base, method.positions()[0])]
+
+
+def _is_proven(base: BaseModel, position: tuple[Site, str]) -> bool:
+    try:
+        base.family.prove(*position)
+    except RequestError:
+        return False
+    return True
 
 
 def initialised(tensor: DeclaredTensor, full_name: str, seed: int) -> Recipe:
@@ -93,7 +128,11 @@ class AttachedMemoryMethod(HostedMemoryMethod):
                 f"span is {self.options.span} and site is {self.options.site!r}; expected site skip, which alone has a span. Pass "
                 "--set site=skip, or leave span out."
             )
-        base.family.prove(self.options.site, self.memory_options.type)
+        self.check_proven(base, self.options.site)
+
+    @classmethod
+    def positions(cls) -> list[tuple[Site, str]]:
+        return [(site, cls.memory_options.type) for site in _attached_sites(cls.memory_options)]
 
     def plan(self, base: BaseModel, num_new_layers: int | None, placement: str | None) -> Plan:
         for name, value in (("num-new-layers", num_new_layers), ("placement", placement)):
@@ -251,7 +290,11 @@ class InsertedMemoryMethod(HostedMemoryMethod):
         super().check(base)
         with refusing_requests():
             check_fit(self.options, base.family.sizes(base.config))
-        base.family.prove("inserted", self.options.type)
+        self.check_proven(base, "inserted")
+
+    @classmethod
+    def positions(cls) -> list[tuple[Site, str]]:
+        return [("inserted", cls.options_class.type)]
 
     def sources(self, base: BaseModel, layer: New, index: int, number: int) -> tuple[int, ...]:
         """Return the nearest base layer of the same phase, behind or else before, that has all tensors which a block keeps.

@@ -43,10 +43,12 @@ class Identity:
             on random hidden states, None for nothing.
         max_abs_diff: The largest absolute difference seen, 0.0 if the method promises identity; None if nothing was
             compared.
+        compared: Both sides of the comparison with their dtypes, in words; None if nothing was compared.
     """
 
     checked: str | None
     max_abs_diff: float | None
+    compared: str | None = dataclasses.field(default=None, repr=False)
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ from upscalers.checkpoint.safetensors_format import TORCH_NAMES, StoredTensor
 from upscalers.plan.plan import Base, Plan
 from upscalers.request.errors import RequestError, VerificationError, one_line
 from upscalers.request.progress import Progress
-from upscalers.runs.streamed_model import inputs_of_memories, language_config_in, path_of_last_leaf
+from upscalers.runs.streamed_model import inputs_of_memories, language_config_in, path_of_last_leaf, raised_in_memory
 
 _BATCH, _TOKENS = 2, 16
 
@@ -150,6 +150,12 @@ class _Layers:
         except VerificationError:
             raise
         except Exception as error:
+            in_memory = raised_in_memory(error)
+            if in_memory is not None:
+                raise VerificationError(
+                    f"{in_memory}. Its layer was run alone, on random hidden states without token ids; where it needs a whole model, "
+                    "pass --verify. Otherwise mend the memory."
+                ) from None
             raise RequestError(
                 f"transformers cannot run a layer of this config ({type(error).__name__}: {one_line(error)}). "
                 "Repair config.json of the base."

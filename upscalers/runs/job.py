@@ -180,6 +180,13 @@ class Job:
         """Return the dtype that a tensor of the base has in the output, as safetensors names both dtypes."""
         return dtype if self.dtype == "auto" or dtype not in TORCH_NAMES else SAFETENSORS_NAMES[self.dtype]
 
+    def sides_of_comparison(self) -> str:
+        """Return in words what a comparison of base and result compares: both run in the dtype of the result."""
+        stored, dtype = (TORCH_NAMES[each] for each in (self.base.dtype, self.cast(self.base.dtype)))
+        if stored == dtype:
+            return f"base and result in {dtype}"
+        return f"base rounded from {stored} to {dtype}, result in {dtype}"
+
     def counts(self) -> ParameterCounts:
         """Return the numbers of parameters, without buffers."""
         uncounted, memories = self.base.uncounted_names(), memories_of(self.base.family, self.config)

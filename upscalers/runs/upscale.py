@@ -10,12 +10,14 @@ from pathlib import Path
 from typing import Any
 
 from midus_hf.config.fetched_blocks import BankLayout
+from midus_hf.config.wording import first_few
 from upscalers.checkpoint.banks import bytes_of_banks
 from upscalers.checkpoint.base_model import BaseModel, open_base
 from upscalers.checkpoint.hub import check_repo_id, check_write_access, push_folder, upload_command
 from upscalers.checkpoint.merged_adapter import Adapter
 from upscalers.checkpoint.safetensors_format import ITEM_BYTES
 from upscalers.checkpoint.source import name_and_revision, resolve_source
+from upscalers.checkpoint.stored_weights import left_out
 from upscalers.methods.contract import Method, get_method
 from upscalers.plan.plan import Plan
 from upscalers.record.report import Bytes, Identity, PushError, UpscaleReport
@@ -139,6 +141,11 @@ def upscale(
                     f"transformers converts tensors of {opened.family.model_type!r} when it loads them, so that the result is "
                     "checked against the whole base; expected a type whose layers are read one at a time. Leave --stream out."
                 )
+        passed_over = [] if dry_run or source.gguf is not None else left_out(source.folder)
+        if passed_over:
+            progress.warn(
+                f"the base holds {first_few(passed_over)} beside its tensors; no model reads that, and it is left out."
+            )
         unknown = set(opened.unexpected) - opened.parts
         if unknown:
             progress.warn(

@@ -16,7 +16,7 @@ from upscalers.checkpoint.safetensors_format import ITEM_BYTES, TORCH_NAMES, Sto
 from upscalers.plan.plan import Base, Plan
 from upscalers.request.errors import RequestError, VerificationError, one_line
 from upscalers.request.progress import Progress
-from upscalers.runs.streamed_model import LoadedModel, RunningModel, StreamedModel
+from upscalers.runs.streamed_model import LoadedModel, RunningModel, StreamedModel, raised_in_memory
 
 _BATCH, _TOKENS = 2, 64
 _ROWS_AT_ONCE = 16
@@ -124,6 +124,9 @@ def compare_logits(
         base_logits = model.logits(tokens, remember).flatten(0, 1)
         del model  # its weights may all be in memory
     except Exception as error:
+        in_memory = raised_in_memory(error)
+        if in_memory is not None:
+            raise RequestError(f"{in_memory}, in the base. Mend the memory, or pass --no-verify.") from None
         raise RequestError(
             f"transformers cannot run the base ({type(error).__name__}: {one_line(error)}). Repair it or download it again; where "
             "it only does not fit in memory, pass --no-verify."
@@ -133,7 +136,14 @@ def compare_logits(
     try:
         model = _running(base, folder, tensors, torch_dtype)
         new_logits = model.logits(tokens, follow).flatten(0, 1)
-    except (RuntimeError, MemoryError) as error:
+    except VerificationError:
+        raise
+    except Exception as error:
+        in_memory = raised_in_memory(error)
+        if in_memory is not None:
+            raise VerificationError(f"{in_memory}. Mend the memory.") from None
+        if not isinstance(error, RuntimeError | MemoryError):
+            raise
         raise VerificationError(
             f"transformers cannot run the upscaled model ({type(error).__name__}: {one_line(error)}). Where it only does not fit in "
             "memory, pass --no-verify."

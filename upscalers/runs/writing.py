@@ -155,7 +155,7 @@ class Writing:
             base = base_in_result(base, job.tensors, written, digests.finish())
         if self.compares_logits:
             largest, kl_divergence = compare_logits(base, partial, tensors, job.plan, dtype, promised, self.progress)
-            return Identity("logits", largest), kl_divergence
+            return Identity("logits", largest, job.sides_of_comparison()), kl_divergence
         if not promised:
             return Identity(None, None), None
         family = base.family
@@ -170,7 +170,7 @@ class Writing:
                     raise
                 unchecked = one_line(error).rstrip(".")
         if unchecked is None:
-            return Identity("blocks", 0.0), None
+            return Identity("blocks", 0.0, job.sides_of_comparison()), None
         self.progress.warn(
             f"layers of {family.model_type!r} cannot be run one by one ({unchecked}), so the new ones are not checked; a tiny model "
             "of the type was. Pass --verify to compare both models whole."
