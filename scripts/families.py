@@ -1,7 +1,8 @@
-"""Write the table of docs/families.md: for each causal type of Transformers, the methods that work, or why the type is refused.
+"""Write the modules of families, and the table of docs/families.md: for each type of Transformers, what works, or why nothing does.
 
-    python scripts/families.py            say whether the page is what the installed Transformers gives
-    python scripts/families.py --write    write the page's table
+    python scripts/families.py --modules    write midus_hf/models/families/
+    python scripts/families.py              say whether the page is what the installed Transformers gives
+    python scripts/families.py --write      write the page's table
 
 A method works if `upscale` takes a tiny checkpoint of the type, after the proof of the memory's site, and the result has the base's
 bits; for dense methods that promise no identity, if each layer of the base gives the same bits where it stands in the result. Trying
@@ -22,10 +23,13 @@ from tqdm import tqdm
 from transformers import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
+from midus_hf.models import families
+from midus_hf.models.families import WRITTEN
 from midus_hf.models.inference.architecture import architecture_of
+from midus_hf.models.inference.family_modules import family_source
+from midus_hf.models.inference.larger_modules import is_larger
 from midus_hf.models.inference.proof import WIRINGS, prove, with_more_heads
 from midus_hf.models.inference.tiny import UnknownArchitecture, larger_class_of, tiny_larger_model, tiny_model
-from midus_hf.models.larger.families import is_larger
 from upscalers.architecture.families import FAMILIES
 from upscalers.methods.contract import METHODS
 from upscalers.runs.upscale import upscale
@@ -295,9 +299,14 @@ def main(arguments: list[str] | None = None) -> int:
     """Write the table, or compare the page with the table; return the exit status."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--write", action="store_true", help="write the page's table")
+    parser.add_argument("--modules", action="store_true", help="write the modules of families, and nothing else")
     options = parser.parse_args(arguments)
     transformers.logging.set_verbosity_error()
     torch.set_num_threads(1)
+    if options.modules:
+        for model_type in WRITTEN:
+            Path(families.__path__[0], f"{model_type}.py").write_text(family_source(model_type), encoding="utf-8")
+        return 0
     text = PAGE.read_text(encoding="utf-8")
     above = text.partition(f"{HEADING}\n")[0]
     table = table_of([row_of(model_type) for model_type in tqdm(causal_types(), unit="type")])

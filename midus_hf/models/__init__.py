@@ -10,9 +10,7 @@ from transformers import CONFIG_MAPPING
 
 from midus_hf.config.backbone import MEMORY_PREFIX
 from midus_hf.config.plugins import load_offered
-from midus_hf.models.families import FAMILIES, host_family
-from midus_hf.models.inference.tiny import UnknownArchitecture
-from midus_hf.models.larger.families import LARGER_FAMILIES, host_larger_family, is_larger
+from midus_hf.models.families import FAMILIES, LARGER_FAMILIES
 
 __all__ = ["FAMILIES"]
 
@@ -31,6 +29,10 @@ class _OnDemand(dict):
         """Return whether a type, say `midus_cohere`, is one of a family that hosts memory; make the classes of the family first."""
         if not isinstance(model_type, str) or not model_type.startswith(MEMORY_PREFIX):
             return False
+        from midus_hf.models.inference.family_modules import host_family
+        from midus_hf.models.inference.larger_modules import host_larger_family, is_larger
+        from midus_hf.models.inference.tiny import UnknownArchitecture
+
         native = model_type.removeprefix(MEMORY_PREFIX)
         if native not in FAMILIES and native not in LARGER_FAMILIES and native in CONFIG_MAPPING:
             with suppress(UnknownArchitecture):

@@ -17,9 +17,10 @@ from midus_hf.memory import hierarchical
 from midus_hf.memory.hierarchical import HierKV
 from midus_hf.models import adapted, depth_heads, layer
 from midus_hf.models.depth_heads import DepthHeads, DepthPass
-from midus_hf.models.families import FAMILIES, HEADS, host_family
+from midus_hf.models.families import FAMILIES, HEADS
 from midus_hf.models.inference import tiny
 from midus_hf.models.inference.architecture import architecture_of
+from midus_hf.models.inference.family_modules import host_family
 from midus_hf.models.inference.proof import WIRINGS, UnprovenArchitecture, prove, wirings_of
 from midus_hf.models.inference.tiny import UnknownArchitecture, tiny_config, tiny_model
 from midus_hf.models.layer import HostLayer

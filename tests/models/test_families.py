@@ -2,6 +2,7 @@
 
 import inspect
 import pickle
+from pathlib import Path
 
 import pytest
 from models.fresh_process import run_python
@@ -9,7 +10,8 @@ from tiny import FAMILIES as NATIVE
 from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING
 
 from midus_hf.models import FAMILIES
-from midus_hf.models.families import family_source
+from midus_hf.models.families import WRITTEN
+from midus_hf.models.inference.family_modules import family_source
 
 
 def test_the_classes_of_a_family_extend_its_own(family):
@@ -18,6 +20,26 @@ def test_the_classes_of_a_family_extend_its_own(family):
     assert issubclass(hosting, native) and hosting.__name__ == f"Midus{native.__name__}"
     assert issubclass(hosting.config_class, NATIVE[family].config_class)
     assert f"class {hosting.__name__}(MemoryForCausalLM, {native.__name__}):" in inspect.getsource(hosting)
+
+
+@pytest.mark.parametrize("model_type", WRITTEN)
+def test_the_module_of_a_family_is_what_the_command_writes(model_type):
+    path = Path(inspect.getsourcefile(FAMILIES[model_type]))
+    assert path.name == f"{model_type}.py" and path.read_text() == family_source(model_type)
+
+
+def test_importing_the_models_builds_none_and_makes_no_classes(tmp_path):
+    code = """
+import sys
+from torch import nn
+built, init = [], nn.Module.__init__
+nn.Module.__init__ = lambda self, *args, **kwargs: (built.append(type(self).__name__), init(self, *args, **kwargs))[1]
+from midus_hf.models import FAMILIES
+files = {family: sys.modules[each.__module__].__file__ for family, each in FAMILIES.items()}
+made = [name for name in sys.modules if name.startswith("midus_hf.models.inference")]
+print([name for name in built if name != "Module"], made, all(map(open, files.values())), len(files))
+"""
+    assert run_python(code, tmp_path, package_present=True) == f"[] [] True {len(WRITTEN)}\n"
 
 
 @pytest.mark.parametrize(("model_type", "network"), [("cohere", "mlp"), ("lfm2", "feed_forward"), ("mixtral", "mlp")])

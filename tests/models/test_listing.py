@@ -16,7 +16,7 @@ from transformers import Trainer, TrainingArguments
 from transformers.models.auto import modeling_auto
 
 from midus_hf.models import FAMILIES
-from midus_hf.models.families import host_family
+from midus_hf.models.inference.family_modules import host_family
 from midus_hf.models.inference.tiny import tiny_model as type_model
 from upscalers.runs.upscale import upscale
 

@@ -16,7 +16,7 @@ from transformers.cli.serving import model_manager
 from transformers.pipelines import base
 
 from midus_hf.models import FAMILIES
-from midus_hf.models.larger.families import LARGER_FAMILIES
+from midus_hf.models.families import LARGER_FAMILIES
 from upscalers.runs.upscale import upscale
 
 

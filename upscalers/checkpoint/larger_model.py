@@ -95,7 +95,8 @@ class LargerModel:
         Raises:
             RequestError: If the larger model cannot host memory. The message says why.
         """
-        from midus_hf.models.larger.families import LARGER_FAMILIES, host_larger_family
+        from midus_hf.models.families import LARGER_FAMILIES
+        from midus_hf.models.inference.larger_modules import host_larger_family
 
         model_type = str(self.config["model_type"]).removeprefix(MEMORY_PREFIX)
         if model_type in LARGER_FAMILIES:

@@ -20,7 +20,7 @@ from midus_hf.config.memory_entries import MemoryEntry
 from midus_hf.config.memory_types import MEMORY_TYPES, Site
 from midus_hf.config.model_sizes import ModelSizes
 from midus_hf.memory.fetched import FetchedBatch
-from midus_hf.models.families import FAMILIES, host_family
+from midus_hf.models.families import FAMILIES
 from midus_hf.models.inference.architecture import (
     architecture_of,
     feed_forward_of,
@@ -28,6 +28,7 @@ from midus_hf.models.inference.architecture import (
     has_projections,
     mixer_of,
 )
+from midus_hf.models.inference.family_modules import host_family
 from midus_hf.models.inference.proof_hooks import HOOKS, HOOKS_INSIDE, adapted_projections, block_before
 from midus_hf.models.inference.tiny import tiny_config, tiny_model
 from midus_hf.models.parts import CACHE, MissingPart

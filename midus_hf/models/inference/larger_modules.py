@@ -1,4 +1,4 @@
-"""Classes of larger models whose language model hosts memory, made from what transformers builds.
+"""Modules of larger models whose language model hosts memory, made from what Transformers builds.
 
 Nothing is written down per type: where the language model stands in the larger one, and what the larger model's forward takes,
 are read from a tiny random model.
@@ -9,34 +9,12 @@ from types import ModuleType
 from typing import Any
 
 import torch
-from transformers import (
-    CONFIG_MAPPING,
-    MODEL_FOR_CAUSAL_LM_MAPPING,
-    AutoConfig,
-    AutoModelForCausalLM,
-    AutoModelForImageTextToText,
-    AutoModelForMultimodalLM,
-    PreTrainedModel,
-)
+from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING, PreTrainedModel
 from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 
-from midus_hf.models.families import FAMILIES, base_config_class, host_family, module_from_source
+from midus_hf.models.families import FAMILIES
+from midus_hf.models.inference.family_modules import host_family, module_from_source
 from midus_hf.models.inference.tiny import UnknownArchitecture, tiny_larger_model
-from midus_hf.models.listing import show_in_transformers
-
-#: Larger models whose language model hosts memory, by the `model_type` of their family.
-LARGER_FAMILIES: dict[str, type[PreTrainedModel]] = {}
-
-
-def register_larger_family(larger_class: Any) -> Any:
-    """Register a larger model with the Auto classes, and under the `model_type` of the class that its config extends."""
-    config_class: Any = larger_class.config_class
-    LARGER_FAMILIES[base_config_class(config_class).model_type] = larger_class
-    AutoConfig.register(config_class.model_type, config_class, exist_ok=True)
-    for auto_class in (AutoModelForImageTextToText, AutoModelForMultimodalLM, AutoModelForCausalLM):
-        auto_class.register(config_class, larger_class, exist_ok=True)
-    show_in_transformers(larger_class.__name__, larger_class)
-    return larger_class
 
 
 def is_larger(model_type: str) -> bool:
@@ -165,8 +143,8 @@ from {modeling} import {larger}
 
 from {language_module} import {language_config} as LanguageConfig
 from {language_module} import {language_model}
-{shared}from midus_hf.models.larger.model import LargerMemoryConfig, MemoryForConditionalGeneration
-from midus_hf.models.larger.families import register_larger_family
+{shared}from midus_hf.models.larger_model import LargerMemoryConfig, MemoryForConditionalGeneration
+from midus_hf.models.families import register_larger_family
 
 
 class Midus{config}(LargerMemoryConfig, {config}):

@@ -1,94 +1,23 @@
-"""Families that host memory. The classes of each family are made from a model of the family that transformers builds.
+"""Modules of the classes that host memory in a type, made from what Transformers builds.
 
-A family's memory classes are thin subclasses of the family's own. Their source is one template, filled with names read from the
-built model. Each family's source becomes a module, such as `midus_hf.models.families.llama`, that behaves as if it came from a
-file: its classes are pickled by name, and code that checkpoints carry is written from its source.
+The classes are thin subclasses of the type's own. Their source is one template, filled with names read from a tiny random model. A
+module behaves as if it came from a file: its classes are pickled by name, and code that checkpoints carry is written from its source.
 """
 
 import importlib.abc
 import importlib.util
 import sys
-import warnings
 from collections.abc import Mapping
 from types import ModuleType
 from typing import Any
 
-import transformers
-from transformers import (
-    MODEL_FOR_QUESTION_ANSWERING_MAPPING,
-    MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING,
-    MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING,
-    AutoConfig,
-    AutoModel,
-    AutoModelForCausalLM,
-    AutoModelForQuestionAnswering,
-    AutoModelForSequenceClassification,
-    AutoModelForTokenClassification,
-    PreTrainedConfig,
-    PreTrainedModel,
-)
+from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 
+import midus_hf.models.families as families
+from midus_hf.models.families import HEADS
 from midus_hf.models.inference.architecture import Architecture, architecture_of
-from midus_hf.models.listing import show_in_transformers
 from midus_hf.models.parts import NamesParts
-
-#: Language models that host memory, by the `model_type` of their family.
-FAMILIES: dict[str, type[PreTrainedModel]] = {}
-
-
-#: Task heads, by the end of the name of their classes: the Auto class, transformers' table of the classes, and the mixin.
-HEADS: dict[str, tuple[Any, Any, str]] = {
-    "ForSequenceClassification": (
-        AutoModelForSequenceClassification,
-        MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING,
-        "MemoryForClassification",
-    ),
-    "ForTokenClassification": (
-        AutoModelForTokenClassification,
-        MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING,
-        "MemoryForClassification",
-    ),
-    "ForQuestionAnswering": (
-        AutoModelForQuestionAnswering,
-        MODEL_FOR_QUESTION_ANSWERING_MAPPING,
-        "MemoryForQuestionAnswering",
-    ),
-}
-
-
-def register_family(causal_lm_class: Any) -> Any:
-    """Register a language model with the Auto classes, and under the `model_type` of the class that the model's config extends.
-
-    `transformers serve` finds the language model too, in the module of transformers by its name. If several types share a class of
-    transformers, such as `LlamaForCausalLM`, the class for any config stands under the name.
-    """
-    config_class: Any = causal_lm_class.config_class
-    FAMILIES[base_config_class(config_class).model_type] = causal_lm_class
-    AutoConfig.register(config_class.model_type, config_class, exist_ok=True)
-    AutoModel.register(config_class, causal_lm_class.model_class, exist_ok=True)
-    AutoModelForCausalLM.register(config_class, causal_lm_class, exist_ok=True)
-    name = causal_lm_class.__name__
-    is_shared = sum(each.__name__ == name for each in FAMILIES.values()) > 1
-    show_in_transformers(name, AutoModelForCausalLM if is_shared else causal_lm_class)
-    return causal_lm_class
-
-
-def register_head(head_class: Any) -> Any:
-    """Register a task head with the Auto class of its task."""
-    auto_class = next(auto for kind, (auto, _, _) in HEADS.items() if head_class.__name__.endswith(kind))
-    auto_class.register(head_class.config_class, head_class, exist_ok=True)
-    return head_class
-
-
-def base_config_class(config_class: type[PreTrainedConfig]) -> type[PreTrainedConfig]:
-    """Return the family's own config class, which a config that hosts memory extends."""
-    own_type = config_class.model_type
-    return next(
-        parent
-        for parent in config_class.__mro__
-        if issubclass(parent, PreTrainedConfig) and parent.model_type not in ("", own_type)
-    )
 
 
 def host_family(model_type: str) -> ModuleType:
@@ -113,7 +42,7 @@ def module_from_source(model_type: str, source: str) -> ModuleType:
         model_type: The `model_type` whose classes the module has.
         source: Source of the module.
     """
-    module_name = f"{__name__}.{model_type}"
+    module_name = f"{families.__name__}.{model_type}"
     loader = _SourceLoader(source)
     spec = importlib.util.spec_from_loader(module_name, loader, origin=loader.path_of(module_name))
     assert spec is not None
@@ -121,7 +50,7 @@ def module_from_source(model_type: str, source: str) -> ModuleType:
     module = importlib.util.module_from_spec(spec)
     sys.modules[module_name] = module
     loader.exec_module(module)
-    setattr(sys.modules[__name__], model_type, module)
+    setattr(families, model_type, module)
     return module
 
 
@@ -224,7 +153,7 @@ class _SourceLoader(importlib.abc.InspectLoader):
 
     def path_of(self, fullname: str) -> str:
         """Return the path to show in tracebacks, where no file exists."""
-        return f"{__file__.removesuffix('.py')}/{fullname.rpartition('.')[2]}.py"
+        return f"{families.__path__[0]}/{fullname.rpartition('.')[2]}.py"
 
 
 _NORMS = ("attention_norm", "attention_output_norm", "mlp_output_norm")
@@ -313,16 +242,3 @@ class Midus{family}{kind}Block(MemoryBlock, {layer}):
     """`{layer}` that was inserted for a memory."""
 
 {block}'''
-
-
-for _model_type in ("gemma2", "gemma3_text", "llama", "mistral", "olmo2", "qwen2", "qwen3"):
-    try:
-        host_family(_model_type)
-    except (
-        Exception
-    ) as error:  # a family must keep neither the others from loading nor a program from importing transformers
-        warnings.warn(
-            f"checkpoints of midus_{_model_type} cannot be loaded with transformers {transformers.__version__} "
-            f"({type(error).__name__}: {error}); install a version that midus_hf was tried with.",
-            stacklevel=2,
-        )

@@ -1,0 +1,118 @@
+"""Families whose layers host memory, and their registration with the Auto classes of Transformers.
+
+Each of the seven modules here has the classes of one family: thin subclasses of the family's own. They are written by
+`python scripts/families.py --modules`, from a tiny model of the family that Transformers builds. Modules of more types are made at
+run time, by `midus_hf.models.inference.family_modules`.
+"""
+
+import importlib
+import warnings
+from typing import Any
+
+import transformers
+from transformers import (
+    MODEL_FOR_QUESTION_ANSWERING_MAPPING,
+    MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING,
+    MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING,
+    AutoConfig,
+    AutoModel,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    AutoModelForMultimodalLM,
+    AutoModelForQuestionAnswering,
+    AutoModelForSequenceClassification,
+    AutoModelForTokenClassification,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
+
+from midus_hf.models.listing import show_in_transformers
+
+#: Families with a module here, by `model_type`.
+WRITTEN = ("gemma2", "gemma3_text", "llama", "mistral", "olmo2", "qwen2", "qwen3")
+
+#: Language models that host memory, by the `model_type` of their family.
+FAMILIES: dict[str, type[PreTrainedModel]] = {}
+
+#: Larger models whose language model hosts memory, by the `model_type` of their family.
+LARGER_FAMILIES: dict[str, type[PreTrainedModel]] = {}
+
+#: Task heads, by the end of the name of their classes: the Auto class, transformers' table of the classes, and the mixin.
+HEADS: dict[str, tuple[Any, Any, str]] = {
+    "ForSequenceClassification": (
+        AutoModelForSequenceClassification,
+        MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING,
+        "MemoryForClassification",
+    ),
+    "ForTokenClassification": (
+        AutoModelForTokenClassification,
+        MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING,
+        "MemoryForClassification",
+    ),
+    "ForQuestionAnswering": (
+        AutoModelForQuestionAnswering,
+        MODEL_FOR_QUESTION_ANSWERING_MAPPING,
+        "MemoryForQuestionAnswering",
+    ),
+}
+
+
+def register_family(causal_lm_class: Any) -> Any:
+    """Register a language model with the Auto classes, and under the `model_type` of the class that the model's config extends.
+
+    `transformers serve` finds the language model too, in the module of transformers by its name. If several types share a class of
+    transformers, such as `LlamaForCausalLM`, the class for any config stands under the name.
+    """
+    config_class: Any = causal_lm_class.config_class
+    FAMILIES[base_config_class(config_class).model_type] = causal_lm_class
+    AutoConfig.register(config_class.model_type, config_class, exist_ok=True)
+    AutoModel.register(config_class, causal_lm_class.model_class, exist_ok=True)
+    AutoModelForCausalLM.register(config_class, causal_lm_class, exist_ok=True)
+    name = causal_lm_class.__name__
+    is_shared = sum(each.__name__ == name for each in FAMILIES.values()) > 1
+    show_in_transformers(name, AutoModelForCausalLM if is_shared else causal_lm_class)
+    return causal_lm_class
+
+
+def register_head(head_class: Any) -> Any:
+    """Register a task head with the Auto class of its task."""
+    auto_class = next(auto for kind, (auto, _, _) in HEADS.items() if head_class.__name__.endswith(kind))
+    auto_class.register(head_class.config_class, head_class, exist_ok=True)
+    return head_class
+
+
+def base_config_class(config_class: type[PreTrainedConfig]) -> type[PreTrainedConfig]:
+    """Return the family's own config class, which a config that hosts memory extends."""
+    own_type = config_class.model_type
+    return next(
+        parent
+        for parent in config_class.__mro__
+        if issubclass(parent, PreTrainedConfig) and parent.model_type not in ("", own_type)
+    )
+
+
+def register_larger_family(larger_class: Any) -> Any:
+    """Register a larger model with the Auto classes, and under the `model_type` of the class that its config extends."""
+    config_class: Any = larger_class.config_class
+    LARGER_FAMILIES[base_config_class(config_class).model_type] = larger_class
+    AutoConfig.register(config_class.model_type, config_class, exist_ok=True)
+    for auto_class in (AutoModelForImageTextToText, AutoModelForMultimodalLM, AutoModelForCausalLM):
+        auto_class.register(config_class, larger_class, exist_ok=True)
+    show_in_transformers(larger_class.__name__, larger_class)
+    return larger_class
+
+
+def _import_written() -> None:
+    """Import the modules of families, which register their classes; warn of a family that the installed Transformers does not fit."""
+    for model_type in WRITTEN:
+        try:
+            importlib.import_module(f"{__name__}.{model_type}")
+        except Exception as error:  # an import of transformers by the user comes here too
+            warnings.warn(
+                f"checkpoints of midus_{model_type} cannot be loaded with transformers {transformers.__version__} "
+                f"({type(error).__name__}: {error}); install a version that midus_hf was tried with.",
+                stacklevel=2,
+            )
+
+
+_import_written()

@@ -1,0 +1,102 @@
+"""Llama with memory."""
+
+from transformers.models.llama.configuration_llama import LlamaConfig
+from transformers.models.llama.modeling_llama import (
+    LlamaAttention,
+    LlamaDecoderLayer,
+    LlamaForCausalLM,
+    LlamaForQuestionAnswering,
+    LlamaForSequenceClassification,
+    LlamaForTokenClassification,
+    LlamaMLP,
+    LlamaModel,
+)
+
+from midus_hf.models.adapted import Adapted, HostAttention
+from midus_hf.models.block import BlockAttention, MemoryBlock
+from midus_hf.models.families import register_family, register_head
+from midus_hf.models.host import MemoryConfig, MemoryModel
+from midus_hf.models.language_model import MemoryForCausalLM
+from midus_hf.models.layer import HostLayer
+from midus_hf.models.task_heads import MemoryForClassification, MemoryForQuestionAnswering
+
+
+class MidusLlamaConfig(MemoryConfig, LlamaConfig):
+    """`LlamaConfig` with a list of memory entries."""
+
+    model_type = "midus_llama"
+    memory: list | None = None
+    head_kinds = ("ForSequenceClassification", "ForTokenClassification", "ForQuestionAnswering")
+
+
+class MidusLlamaAttention(HostAttention, LlamaAttention):
+    """`LlamaAttention` in a layer that memories are attached to."""
+
+    family_class = LlamaAttention
+
+
+class MidusLlamaBlockAttention(BlockAttention, LlamaAttention):
+    """`LlamaAttention` in a memory block."""
+
+    family_class = LlamaAttention
+
+
+class MidusLlamaMLP(Adapted, LlamaMLP):
+    """`LlamaMLP` in a layer that memories are attached to."""
+
+    family_class = LlamaMLP
+
+
+class MidusLlamaLayer(HostLayer, LlamaDecoderLayer):
+    """`LlamaDecoderLayer` that memories are attached to."""
+
+    family_class = LlamaDecoderLayer
+    attention_class = MidusLlamaAttention
+    mlp_class = MidusLlamaMLP
+
+
+class MidusLlamaBlock(MemoryBlock, LlamaDecoderLayer):
+    """`LlamaDecoderLayer` that was inserted for a memory."""
+
+    family_class = LlamaDecoderLayer
+    block_attention_class = MidusLlamaBlockAttention
+
+
+class MidusLlamaModel(MemoryModel, LlamaModel):
+    """`LlamaModel` whose layers host memory."""
+
+    config: MidusLlamaConfig
+    layer_classes = (MidusLlamaLayer,)
+    block_classes = (MidusLlamaBlock,)
+
+
+@register_family
+class MidusLlamaForCausalLM(MemoryForCausalLM, LlamaForCausalLM):
+    """`LlamaForCausalLM` over a `MidusLlamaModel`."""
+
+    config: MidusLlamaConfig
+    model_class = MidusLlamaModel
+
+
+@register_head
+class MidusLlamaForSequenceClassification(MemoryForClassification, LlamaForSequenceClassification):
+    """`LlamaForSequenceClassification` over a `MidusLlamaModel`."""
+
+    config: MidusLlamaConfig
+    model_class = MidusLlamaModel
+
+
+@register_head
+class MidusLlamaForTokenClassification(MemoryForClassification, LlamaForTokenClassification):
+    """`LlamaForTokenClassification` over a `MidusLlamaModel`."""
+
+    config: MidusLlamaConfig
+    model_class = MidusLlamaModel
+
+
+@register_head
+class MidusLlamaForQuestionAnswering(MemoryForQuestionAnswering, LlamaForQuestionAnswering):
+    """`LlamaForQuestionAnswering` over a `MidusLlamaModel`."""
+
+    config: MidusLlamaConfig
+    model_class = MidusLlamaModel

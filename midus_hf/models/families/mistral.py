@@ -1,0 +1,102 @@
+"""Mistral with memory."""
+
+from transformers.models.mistral.configuration_mistral import MistralConfig
+from transformers.models.mistral.modeling_mistral import (
+    MistralAttention,
+    MistralDecoderLayer,
+    MistralForCausalLM,
+    MistralForQuestionAnswering,
+    MistralForSequenceClassification,
+    MistralForTokenClassification,
+    MistralMLP,
+    MistralModel,
+)
+
+from midus_hf.models.adapted import Adapted, HostAttention
+from midus_hf.models.block import BlockAttention, MemoryBlock
+from midus_hf.models.families import register_family, register_head
+from midus_hf.models.host import MemoryConfig, MemoryModel
+from midus_hf.models.language_model import MemoryForCausalLM
+from midus_hf.models.layer import HostLayer
+from midus_hf.models.task_heads import MemoryForClassification, MemoryForQuestionAnswering
+
+
+class MidusMistralConfig(MemoryConfig, MistralConfig):
+    """`MistralConfig` with a list of memory entries."""
+
+    model_type = "midus_mistral"
+    memory: list | None = None
+    head_kinds = ("ForSequenceClassification", "ForTokenClassification", "ForQuestionAnswering")
+
+
+class MidusMistralAttention(HostAttention, MistralAttention):
+    """`MistralAttention` in a layer that memories are attached to."""
+
+    family_class = MistralAttention
+
+
+class MidusMistralBlockAttention(BlockAttention, MistralAttention):
+    """`MistralAttention` in a memory block."""
+
+    family_class = MistralAttention
+
+
+class MidusMistralMLP(Adapted, MistralMLP):
+    """`MistralMLP` in a layer that memories are attached to."""
+
+    family_class = MistralMLP
+
+
+class MidusMistralLayer(HostLayer, MistralDecoderLayer):
+    """`MistralDecoderLayer` that memories are attached to."""
+
+    family_class = MistralDecoderLayer
+    attention_class = MidusMistralAttention
+    mlp_class = MidusMistralMLP
+
+
+class MidusMistralBlock(MemoryBlock, MistralDecoderLayer):
+    """`MistralDecoderLayer` that was inserted for a memory."""
+
+    family_class = MistralDecoderLayer
+    block_attention_class = MidusMistralBlockAttention
+
+
+class MidusMistralModel(MemoryModel, MistralModel):
+    """`MistralModel` whose layers host memory."""
+
+    config: MidusMistralConfig
+    layer_classes = (MidusMistralLayer,)
+    block_classes = (MidusMistralBlock,)
+
+
+@register_family
+class MidusMistralForCausalLM(MemoryForCausalLM, MistralForCausalLM):
+    """`MistralForCausalLM` over a `MidusMistralModel`."""
+
+    config: MidusMistralConfig
+    model_class = MidusMistralModel
+
+
+@register_head
+class MidusMistralForSequenceClassification(MemoryForClassification, MistralForSequenceClassification):
+    """`MistralForSequenceClassification` over a `MidusMistralModel`."""
+
+    config: MidusMistralConfig
+    model_class = MidusMistralModel
+
+
+@register_head
+class MidusMistralForTokenClassification(MemoryForClassification, MistralForTokenClassification):
+    """`MistralForTokenClassification` over a `MidusMistralModel`."""
+
+    config: MidusMistralConfig
+    model_class = MidusMistralModel
+
+
+@register_head
+class MidusMistralForQuestionAnswering(MemoryForQuestionAnswering, MistralForQuestionAnswering):
+    """`MistralForQuestionAnswering` over a `MidusMistralModel`."""
+
+    config: MidusMistralConfig
+    model_class = MidusMistralModel

@@ -1,0 +1,90 @@
+"""Olmo2 with memory."""
+
+from transformers.models.olmo2.configuration_olmo2 import Olmo2Config
+from transformers.models.olmo2.modeling_olmo2 import (
+    Olmo2Attention,
+    Olmo2DecoderLayer,
+    Olmo2ForCausalLM,
+    Olmo2ForSequenceClassification,
+    Olmo2MLP,
+    Olmo2Model,
+)
+
+from midus_hf.models.adapted import Adapted, HostAttention
+from midus_hf.models.block import BlockAttention, MemoryBlock
+from midus_hf.models.families import register_family, register_head
+from midus_hf.models.host import MemoryConfig, MemoryModel
+from midus_hf.models.language_model import MemoryForCausalLM
+from midus_hf.models.layer import HostLayer
+from midus_hf.models.task_heads import MemoryForClassification
+
+
+class MidusOlmo2Config(MemoryConfig, Olmo2Config):
+    """`Olmo2Config` with a list of memory entries."""
+
+    model_type = "midus_olmo2"
+    memory: list | None = None
+    head_kinds = ("ForSequenceClassification",)
+
+
+class MidusOlmo2Attention(HostAttention, Olmo2Attention):
+    """`Olmo2Attention` in a layer that memories are attached to."""
+
+    family_class = Olmo2Attention
+
+
+class MidusOlmo2BlockAttention(BlockAttention, Olmo2Attention):
+    """`Olmo2Attention` in a memory block."""
+
+    family_class = Olmo2Attention
+
+
+class MidusOlmo2MLP(Adapted, Olmo2MLP):
+    """`Olmo2MLP` in a layer that memories are attached to."""
+
+    family_class = Olmo2MLP
+
+
+class MidusOlmo2Layer(HostLayer, Olmo2DecoderLayer):
+    """`Olmo2DecoderLayer` that memories are attached to."""
+
+    family_class = Olmo2DecoderLayer
+    attention_norm = None
+    attention_output_norm = "post_attention_layernorm"
+    mlp_output_norm = "post_feedforward_layernorm"
+    attention_class = MidusOlmo2Attention
+    mlp_class = MidusOlmo2MLP
+
+
+class MidusOlmo2Block(MemoryBlock, Olmo2DecoderLayer):
+    """`Olmo2DecoderLayer` that was inserted for a memory."""
+
+    family_class = Olmo2DecoderLayer
+    attention_norm = None
+    attention_output_norm = "post_attention_layernorm"
+    mlp_output_norm = "post_feedforward_layernorm"
+    block_attention_class = MidusOlmo2BlockAttention
+
+
+class MidusOlmo2Model(MemoryModel, Olmo2Model):
+    """`Olmo2Model` whose layers host memory."""
+
+    config: MidusOlmo2Config
+    layer_classes = (MidusOlmo2Layer,)
+    block_classes = (MidusOlmo2Block,)
+
+
+@register_family
+class MidusOlmo2ForCausalLM(MemoryForCausalLM, Olmo2ForCausalLM):
+    """`Olmo2ForCausalLM` over a `MidusOlmo2Model`."""
+
+    config: MidusOlmo2Config
+    model_class = MidusOlmo2Model
+
+
+@register_head
+class MidusOlmo2ForSequenceClassification(MemoryForClassification, Olmo2ForSequenceClassification):
+    """`Olmo2ForSequenceClassification` over a `MidusOlmo2Model`."""
+
+    config: MidusOlmo2Config
+    model_class = MidusOlmo2Model

@@ -1,0 +1,102 @@
+"""Qwen3 with memory."""
+
+from transformers.models.qwen3.configuration_qwen3 import Qwen3Config
+from transformers.models.qwen3.modeling_qwen3 import (
+    Qwen3Attention,
+    Qwen3DecoderLayer,
+    Qwen3ForCausalLM,
+    Qwen3ForQuestionAnswering,
+    Qwen3ForSequenceClassification,
+    Qwen3ForTokenClassification,
+    Qwen3MLP,
+    Qwen3Model,
+)
+
+from midus_hf.models.adapted import Adapted, HostAttention
+from midus_hf.models.block import BlockAttention, MemoryBlock
+from midus_hf.models.families import register_family, register_head
+from midus_hf.models.host import MemoryConfig, MemoryModel
+from midus_hf.models.language_model import MemoryForCausalLM
+from midus_hf.models.layer import HostLayer
+from midus_hf.models.task_heads import MemoryForClassification, MemoryForQuestionAnswering
+
+
+class MidusQwen3Config(MemoryConfig, Qwen3Config):
+    """`Qwen3Config` with a list of memory entries."""
+
+    model_type = "midus_qwen3"
+    memory: list | None = None
+    head_kinds = ("ForSequenceClassification", "ForTokenClassification", "ForQuestionAnswering")
+
+
+class MidusQwen3Attention(HostAttention, Qwen3Attention):
+    """`Qwen3Attention` in a layer that memories are attached to."""
+
+    family_class = Qwen3Attention
+
+
+class MidusQwen3BlockAttention(BlockAttention, Qwen3Attention):
+    """`Qwen3Attention` in a memory block."""
+
+    family_class = Qwen3Attention
+
+
+class MidusQwen3MLP(Adapted, Qwen3MLP):
+    """`Qwen3MLP` in a layer that memories are attached to."""
+
+    family_class = Qwen3MLP
+
+
+class MidusQwen3Layer(HostLayer, Qwen3DecoderLayer):
+    """`Qwen3DecoderLayer` that memories are attached to."""
+
+    family_class = Qwen3DecoderLayer
+    attention_class = MidusQwen3Attention
+    mlp_class = MidusQwen3MLP
+
+
+class MidusQwen3Block(MemoryBlock, Qwen3DecoderLayer):
+    """`Qwen3DecoderLayer` that was inserted for a memory."""
+
+    family_class = Qwen3DecoderLayer
+    block_attention_class = MidusQwen3BlockAttention
+
+
+class MidusQwen3Model(MemoryModel, Qwen3Model):
+    """`Qwen3Model` whose layers host memory."""
+
+    config: MidusQwen3Config
+    layer_classes = (MidusQwen3Layer,)
+    block_classes = (MidusQwen3Block,)
+
+
+@register_family
+class MidusQwen3ForCausalLM(MemoryForCausalLM, Qwen3ForCausalLM):
+    """`Qwen3ForCausalLM` over a `MidusQwen3Model`."""
+
+    config: MidusQwen3Config
+    model_class = MidusQwen3Model
+
+
+@register_head
+class MidusQwen3ForSequenceClassification(MemoryForClassification, Qwen3ForSequenceClassification):
+    """`Qwen3ForSequenceClassification` over a `MidusQwen3Model`."""
+
+    config: MidusQwen3Config
+    model_class = MidusQwen3Model
+
+
+@register_head
+class MidusQwen3ForTokenClassification(MemoryForClassification, Qwen3ForTokenClassification):
+    """`Qwen3ForTokenClassification` over a `MidusQwen3Model`."""
+
+    config: MidusQwen3Config
+    model_class = MidusQwen3Model
+
+
+@register_head
+class MidusQwen3ForQuestionAnswering(MemoryForQuestionAnswering, Qwen3ForQuestionAnswering):
+    """`Qwen3ForQuestionAnswering` over a `MidusQwen3Model`."""
+
+    config: MidusQwen3Config
+    model_class = MidusQwen3Model
