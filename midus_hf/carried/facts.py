@@ -62,7 +62,7 @@ class CheckpointFacts:
         if not self.needs["depth"]:
             facts |= {"self.depth": None, "depth": None, "entry.options.attends": False}
         if not self.needs["banks"]:
-            facts["'fetched' not in memory_class.asks"] = True
+            facts["'fetched' not in memory_class.context"] = True
         return facts
 
     def _of_blocks(self) -> dict[str, Any]:
@@ -152,7 +152,7 @@ _FALSE_WITHOUT = {
     "memories.carry": "carries",
     "self.carries": "carries",
     "self.skips_from": "skips",
-    "self.asks": "inputs",
+    "self.takes_inputs": "inputs",
     "self.adapts": "adapters",
     "self.reads_heads": "heads",
     "self.hosts('skip')": "skips",
@@ -161,10 +161,10 @@ _FALSE_WITHOUT = {
     "self.hosts('beside-ffn')": "beside_ffn",
     "self.hosts('behind-attention')": "behind_attention",
     "self.hosts('behind-layer')": "behind_layer",
-    "'tokens' in memory_class.asks": "places",
-    "'state' in memory_class.asks and (name, layer) in self._states": "states",
-    "'fetched' in memory_class.asks": "banks",
-    "'report' in memory_class.asks": "reports",
+    "'tokens' in memory_class.context": "places",
+    "'state' in memory_class.context and (name, layer) in self._states": "states",
+    "'fetched' in memory_class.context": "banks",
+    "'report' in memory_class.context": "reports",
     "layer in self._tables.get(name, {})": "tables",
     "entry.into": "skips",
 }

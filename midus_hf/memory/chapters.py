@@ -48,8 +48,8 @@ class Chapters(MemoryModule):
         sizes: Sizes of the model.
     """
 
-    inputs: tuple[str, ...] = ("prompt_mask",)
-    asks = ("tokens", "state", "report")
+    forward_arguments: tuple[str, ...] = ("prompt_mask",)
+    context = ("tokens", "state", "report")
 
     options: ChaptersOptions
     #: Whether the gradient of the bank is a sparse tensor of the rows that were read; training may set it.
@@ -67,7 +67,7 @@ class Chapters(MemoryModule):
         self.num_heads, self.num_kv_heads = options.num_heads(sizes), options.num_kv_heads(sizes)
         self.head_dim = options.width(sizes) // self.num_heads
         if options.routing != "prompt":
-            self.inputs = ()
+            self.forward_arguments = ()
         self.num_chapters, self.num_shared = options.chapters, options.shared_chapters
         self.keeps_state = options.routing in ("chunk", "prompt", "sequence")
         self.can_forget = options.routing == "prompt"

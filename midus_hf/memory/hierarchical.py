@@ -18,7 +18,7 @@ from midus_hf.ops.dispatch.choices import resolve
 class FetchingMemory(MemoryModule):
     """A memory that has no parameters in the model and computes with the blocks that the texts of the pass fetched."""
 
-    asks: tuple[Literal["tokens", "state", "report", "fetched"], ...] = ("fetched",)
+    context: tuple[Literal["tokens", "state", "report", "fetched"], ...] = ("fetched",)
     options: HierarchicalOptions
 
 

@@ -82,7 +82,7 @@ def needs_of(hosted: Iterable[tuple[MemoryEntry, MemoryModule]], sizes: ModelSiz
     hosted = list(hosted)
     entries, modules = [entry for entry, _ in hosted], [module for _, module in hosted]
     sites = {entry.site for entry in entries}
-    keywords = {keyword for module in modules for keyword in module.asks}
+    keywords = {keyword for module in modules for keyword in module.context}
     attached = [entry.options for entry in entries if entry.is_attached]
     return Needs(
         inserted="inserted" in sites,
@@ -101,8 +101,8 @@ def needs_of(hosted: Iterable[tuple[MemoryEntry, MemoryModule]], sizes: ModelSiz
         states=any(module.keeps_state for module in modules),
         places="tokens" in keywords,
         reports="report" in keywords,
-        arguments=any(module.inputs for module in modules),
-        prompts=any("prompt_mask" in module.inputs for module in modules),
+        arguments=any(module.forward_arguments for module in modules),
+        prompts=any("prompt_mask" in module.forward_arguments for module in modules),
         whole=any(module.reads_ahead for module in modules),
         narrow=any(options.narrows_start for options in attached),
     )

@@ -16,10 +16,13 @@ result of `forward` depend on the memory's site:
 - any other site: `forward(hidden_states)` takes `[B, T, D]`, the memory's input, and returns what is added, `[B, T, D]`.
 
 `forward` also takes, by keyword: `tables`, the tables of its layer by name, if the memory shares tables; each of the memory's
-`inputs` that the model was called with; and the objects that the memory `asks` for.
+`forward_arguments` that the model was called with; and the objects that its `context` names.
 """
 
+import inspect
+import re
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any, ClassVar, Literal
 
 from torch import nn
@@ -47,13 +50,14 @@ class MemoryModule(DeclaredModule):
     """
 
     memory_type: ClassVar[str]
-    #: Names of keyword arguments of the model's forward pass that the memory takes; options may leave some out.
-    inputs: tuple[str, ...] = ()
+    #: Names of keyword arguments of the model's forward pass that the memory takes; options may leave some out. A memory that
+    #: takes `input_ids` `[B, T]` always gets them, also in passes of embeddings: these then need `token_ids` beside them.
+    forward_arguments: tuple[str, ...] = ()
     #: Keyword arguments that the model makes for the memory. `tokens`: a `TokenPlaces`. `state`: a `MemoryState`, if
     #: the pass has a cache and the memory `keeps_state`. `report`: a `RouterReport`, if the pass collects reports of
     #: routers. `fetched`: a `FetchedLayer`, the blocks fetched for the layer; without blocks, the memory is not called.
     #: Options may leave some out.
-    asks: tuple[Literal["tokens", "state", "report", "fetched"], ...] = ()
+    context: tuple[Literal["tokens", "state", "report", "fetched"], ...] = ()
     #: Roles of the projections whose output a memory inside attention or a feed-forward network changes: `query`,
     #: `key`, `value`, `output_projection`, `gate`, `up`, `down`.
     projections: ClassVar[tuple[str, ...]] = ()
@@ -107,6 +111,7 @@ def register_memory(name: str) -> Callable[[type[MemoryModule]], type[MemoryModu
         if taken is not None and not is_same_class(taken, cls):
             raise ValueError(f"memory type {name!r} already has the module {taken.__name__}; choose another name.")
         _check_names(name)
+        _check_reads(name, cls)
         cls.memory_type = name
         MEMORY_MODULES[name] = cls
         return cls
@@ -124,6 +129,22 @@ def _check_names(memory_type: str) -> None:
             f"memory type {memory_type!r} has a tensor {taken[0]!r}, the name of something that every module of a memory has; choose "
             "another."
         )
+
+
+def _check_reads(memory_type: str, cls: type[MemoryModule]) -> None:
+    """Refuse a module whose code reads the weight of a linear layer that it should call."""
+    linear = [name.rpartition(".")[0] for name, _ in sample_tensors(MEMORY_TYPES[memory_type]) if "." in name]
+    sources = []
+    for each in cls.__mro__[: cls.__mro__.index(MemoryModule)]:
+        with suppress(OSError, TypeError):  # no source, as in an interactive session
+            sources.append(inspect.getsource(each))
+    for name in linear:
+        if any(re.search(rf"\bself\.{name}\.weight\b(?!\.(dtype|device|shape)\b)", source) for source in sources):
+            raise ValueError(
+                f"the module of memory type {memory_type!r} reads self.{name}.weight; expected self.{name}(...), since offloading, "
+                "sharding and the check of an upscaling fill the weight of a linear layer only while the layer is called. Call the "
+                f"layer, or declare a tensor {name!r} without '.weight' and read it."
+            )
 
 
 def build_memory(options: MemoryOptions, sizes: ModelSizes, index: int = 0, count: int = 1) -> MemoryModule:

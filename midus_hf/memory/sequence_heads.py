@@ -20,7 +20,7 @@ _MASKS_TELL = ("eager", "sdpa")
 _TELL = (*_MASKS_TELL, "flex_attention")
 
 
-def refuse_untold(implementation: str | None) -> None:
+def require_log_sum_exp(implementation: str | None) -> None:
     """Refuse an attention implementation with which heads cannot read the depth on any device.
 
     Args:
@@ -96,7 +96,7 @@ class SequenceHeads:
         if INSTALLED and self.implementation == "sdpa":
             with _InPlaceOfSdpa(depth):
                 return self.alone()
-        refuse_untold(self.implementation)
+        require_log_sum_exp(self.implementation)
         output, extra = self.alone()  # weights, or the log-sum-exp of flex_attention
         if self.implementation in _MASKS_TELL:
             softcap = self.softcap if self.implementation == "eager" else None  # torch's attention does not cap

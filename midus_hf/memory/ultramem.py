@@ -37,7 +37,7 @@ class UltraMem(MemoryModule):
         sizes: Sizes of the model.
     """
 
-    asks: tuple[Literal["tokens", "state", "report"], ...] = ("report",)
+    context: tuple[Literal["tokens", "state", "report"], ...] = ("report",)
 
     options: UltraMemOptions
     query_projection: nn.Linear
@@ -67,7 +67,7 @@ class UltraMem(MemoryModule):
                 ("row_keys", "column_keys", "key_norm_weight", "core", "row_vector"), _keys_and_vectors, as_stored=True
             )
         if not options.has_losses:
-            self.asks = ()
+            self.context = ()
 
     def forward(
         self,

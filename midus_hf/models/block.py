@@ -62,7 +62,7 @@ class MemoryBlock(NamesParts):
             attention.drop_output_projection()
         self.memory = build_memory(options, memories.sizes, entry.layers.index(layer_idx), len(entry.layers))
         self.memory_class = type(self.memory)  # stored, since PEFT may wrap the memory
-        self.asks = bool(self.memory.inputs or self.memory.asks)
+        self.takes_inputs = bool(self.memory.forward_arguments or self.memory.context)
 
     def forward(
         self,
@@ -89,7 +89,7 @@ class MemoryBlock(NamesParts):
             attention_output = self.normalised(self.attention_output_norm, attention_output)
         if self.adds_block_input:
             attention_output = hidden_states + attention_output
-        if self.asks and memory_inputs is not None:
+        if self.takes_inputs and memory_inputs is not None:
             inputs = memory_inputs.of(self.memory_class, "", self.layer_idx)
             return self.memory(attention_output, hidden_states, **inputs)
         return self.memory(attention_output, hidden_states)

@@ -21,7 +21,7 @@ from midus_hf.memory.needs import needs_of
 from midus_hf.memory.registry import MemoryModule
 from midus_hf.memory.routing.report import RouterReports
 from midus_hf.memory.routing.token_places import token_places
-from midus_hf.memory.sequence_heads import refuse_untold
+from midus_hf.memory.sequence_heads import require_log_sum_exp
 from midus_hf.memory.tables import MemoryTables
 from midus_hf.models.adapted import PROJECTION_NAMES
 from midus_hf.models.adapter_layers import TakesAdapters, refuse_adapter_of_base
@@ -114,7 +114,7 @@ class HostsMemory(HostsBanks, TakesAdapters):
         """Check the implementation as the family does; called when a model is made and when its attention is set."""
         model: Any = self
         if any(entry.options.attends for entry in memories_of(model.config).entries):
-            refuse_untold(attn_implementation)
+            require_log_sum_exp(attn_implementation)
         adjusted: str = super()._check_and_adjust_attn_implementation(attn_implementation, *args, **kwargs)
         return adjusted
 
@@ -168,7 +168,7 @@ class MemoryModel(HostsMemory):
         if INSTALLED:
             entries = {(entry.name, layer): entry for entry in memories.entries for layer in entry.layers}
             self.needs = needs_of(((entries[key], memory) for key, memory in hosted.items()), memories.sizes)
-        self.memory_input_names = {name for memory in hosted.values() for name in memory.inputs}
+        self.memory_input_names = {name for memory in hosted.values() for name in memory.forward_arguments}
         if self.needs.tables:
             self._share_tables(memories)
         if self.needs.states:
@@ -220,6 +220,7 @@ class MemoryModel(HostsMemory):
         past_key_values: Cache | None = None,
         memory_reports: RouterReports | None = None,
         token_mask: torch.Tensor | None = None,
+        token_ids: torch.Tensor | None = None,
         **kwargs: Any,
     ) -> Any:
         """Run the family's forward with the inputs of memories, which are keyword arguments too.
@@ -233,7 +234,11 @@ class MemoryModel(HostsMemory):
             past_key_values: Older name of `cache`.
             memory_reports: Collector of the routers' reports. Default: routers do not report.
             token_mask: `[B, T]`, zero for padding, for attention masks of another form. Default: the attention mask.
+            token_ids: `[B, T]`, the ids behind `inputs_embeds`, for memories that take `input_ids`. Default: `input_ids`.
             kwargs: Other arguments of the family's forward, and arguments that memories take.
+
+        Raises:
+            ValueError: If a memory takes `input_ids`, and embeddings are passed alone.
         """
         cache = past_key_values if cache is None else cache
         arguments: dict[str, Any] = {
@@ -255,6 +260,8 @@ class MemoryModel(HostsMemory):
                     value = kwargs.pop(name, None) if name not in arguments else arguments[name]
                     if value is not None:
                         of_pass[name] = value
+                if "input_ids" in self.memory_input_names:
+                    of_pass["input_ids"] = ids_of_pass(input_ids, token_ids)
                 brought["arguments"] = of_pass
             if self.needs.banks:
                 brought["fetched"] = self._blocks_of_pass(
@@ -364,6 +371,17 @@ class MemoryModel(HostsMemory):
         if mode and not self.warned_of_dead_memories:
             self.warned_of_dead_memories = warn_of_dead_memories(self, dict(enumerate(self.layers)))
         return self
+
+
+def ids_of_pass(input_ids: torch.Tensor | None, token_ids: torch.Tensor | None) -> torch.Tensor:
+    """Return the ids of the tokens of a pass, `[B, T]`."""
+    ids = token_ids if input_ids is None else input_ids
+    if ids is None:
+        raise ValueError(
+            "inputs_embeds is passed alone, and a memory of this model reads input_ids; expected input_ids. Or pass the ids beside "
+            "the embeddings, as token_ids."
+        )
+    return ids
 
 
 def _refuse_quantised_tensors(model: nn.Module) -> None:

@@ -75,7 +75,7 @@ class MemoryForConditionalGeneration(MemoryForCausalLM):
         super().__init__(config)
         register_targets(config.model_type)
 
-    @needed_for("places")
+    @needed_for("places", "arguments")
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the larger model. Its language model may get masks between pairs of tokens, so padding is passed on beside them.
 
@@ -87,4 +87,6 @@ class MemoryForConditionalGeneration(MemoryForCausalLM):
         if self.stack.needs.places and isinstance(padding, torch.Tensor) and padding.dim() == 2:
             if kwargs.get("token_mask") is None:
                 kwargs["token_mask"] = padding
+        if "input_ids" in self.stack.memory_input_names and kwargs.get("input_ids") is not None:
+            kwargs.setdefault("token_ids", kwargs["input_ids"])
         return super().forward(*args, **kwargs)

@@ -105,7 +105,7 @@ class HostLayer(NamesParts):
         attached = memories.attached.values()
         self.takes = tuple(carried for entry in attached for carried in taken_at(entry, self.layer_idx))
         self.gives = tuple(carried for entry in attached for carried in given_at(entry, self.layer_idx))
-        self.takes_last = taken_last_at(memories, self.layer_idx)
+        self.takes_last = last_taken_at(memories, self.layer_idx)
         self.skips_from = tuple(
             Carried(entry.name, read) for entry in attached for read in skips_into(entry, self.layer_idx)
         )
@@ -329,7 +329,7 @@ def skips_into(entry: MemoryEntry, layer: int) -> tuple[int, ...]:
     return tuple(read for read, into in zip(entry.layers, entry.into, strict=False) if into == layer)
 
 
-def taken_last_at(memories: Memories, layer: int) -> tuple[Carried, ...]:
+def last_taken_at(memories: Memories, layer: int) -> tuple[Carried, ...]:
     """Return the tensors that a layer gives or takes, and that no later layer takes."""
     return tuple(
         carried

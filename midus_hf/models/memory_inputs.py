@@ -57,29 +57,29 @@ class MemoryInputs:
         self._carried: dict[Carried, torch.Tensor | None] = {}
 
     def of(self, memory_class: type[MemoryModule], name: str, layer: int) -> dict[str, Any]:
-        """Return a memory's keyword arguments: its `inputs` that were passed, `tables` if it shares some, and all that it `asks`.
+        """Return a memory's keyword arguments: what was passed, its tables if it shares some, and its `context`.
 
         Args:
             memory_class: Class of the memory's module, which PEFT may have wrapped since.
             name: Name of an attached memory; empty for an inserted memory.
             layer: Index of the memory's layer.
         """
-        inputs = {key: self._arguments[key] for key in memory_class.inputs if key in self._arguments}
+        inputs = {key: self._arguments[key] for key in memory_class.forward_arguments if key in self._arguments}
         if layer in self._tables.get(name, {}):
             inputs["tables"] = self._tables[name][layer]
-        if "tokens" in memory_class.asks:
+        if "tokens" in memory_class.context:
             inputs["tokens"] = self._tokens or TokenPlaces()
-        if "state" in memory_class.asks and (name, layer) in self._states:
+        if "state" in memory_class.context and (name, layer) in self._states:
             inputs["state"] = self._states[name, layer]
-        if "fetched" in memory_class.asks:
+        if "fetched" in memory_class.context:
             inputs["fetched"] = self._fetched[name].of(layer)
-        if "report" in memory_class.asks and self._reports is not None:
+        if "report" in memory_class.context and self._reports is not None:
             inputs["report"] = self._reports.of(name, layer)
         return inputs
 
     def are_there_for(self, memory_class: type[MemoryModule], name: str) -> bool:
         """Return whether a memory has something to do. A memory that fetches blocks has nothing to do if none were fetched for it."""
-        return "fetched" not in memory_class.asks or name in self._fetched
+        return "fetched" not in memory_class.context or name in self._fetched
 
     def to(self, device: Any, non_blocking: bool = False) -> "MemoryInputs":
         """Return the inputs on another device; accelerate calls this before a layer if layers are on several devices."""

@@ -47,6 +47,8 @@ def work(tmp_path_factory, installed) -> Path:
     save_tiny_model("llama", folder / "BASE")
     for command in COMMANDS.strip().splitlines():
         words = shlex.split(command)
+        if words == ["pip", "install", "."]:
+            continue  # `installed` has done it
         assert words[0] == "upscale"
         done = run([*words[1:]], folder, installed)
         assert done.returncode == 0, f"{command}\n{done.stderr}"

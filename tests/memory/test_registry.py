@@ -65,7 +65,7 @@ def test_a_module_without_a_declared_type_is_refused():
         register_memory("exemple")(type("Stray", (MemoryModule,), {}))
 
 
-@pytest.mark.parametrize("name", ["options", "declared", "inputs", "type", "forward", "training"])
+@pytest.mark.parametrize("name", ["options", "declared", "context", "type", "forward", "training"])
 def test_a_tensor_with_the_name_of_something_that_modules_have_is_refused(name, table, monkeypatch):
     @dataclass(kw_only=True)
     class Named(MemoryOptions):
@@ -93,6 +93,19 @@ def test_a_tensor_that_is_not_declared_is_refused(table):
         ValueError, match=r"has a tensor 'hidden_table', which LinearOptions.tensors leaves out; expected"
     ):
         build_memory(MEMORY_TYPES["linear"](), SIZES)
+
+
+def test_a_module_that_reads_the_weight_of_a_linear_layer_is_refused(table):
+    class ReadsWeight(MEMORY_MODULES["linear"]):
+        def forward(self, attention_output, residual=None):
+            return attention_output @ self.query_projection.weight.T
+
+    del table["linear"]
+    with pytest.raises(
+        ValueError, match=r"reads self\.query_projection\.weight; expected self\.query_projection\(\.\.\.\)"
+    ):
+        register_memory("linear")(ReadsWeight)
+    assert "linear" not in table
 
 
 def test_a_type_without_a_module_is_refused_where_one_is_built(table):

@@ -36,7 +36,7 @@ def test_an_argument_that_the_model_takes_as_well_reaches_both(toy_model, monkey
         return honest(self, hidden_states, **rest)
 
     monkeypatch.setattr(Toy, "forward", forward)
-    monkeypatch.setattr(Toy, "inputs", ("attention_mask",))
+    monkeypatch.setattr(Toy, "forward_arguments", ("attention_mask",))
     model = type(model)(model.config)
     model.load_state_dict(toy_model(CASES["beside-ffn"], "llama", acting=False).state_dict())
     with torch.no_grad():

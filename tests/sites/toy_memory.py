@@ -39,7 +39,7 @@ class ToyOptions(InsertedOptions):
 class Toy(MemoryModule):
     """Adds `scale * up(down(x))`; `toy_scale` `[B]` is an argument of the model's forward pass, 1 if it is not given."""
 
-    inputs = ("toy_scale",)
+    forward_arguments = ("toy_scale",)
 
     def forward(self, hidden_states, residual=None, *, tables=None, toy_scale=None):
         up = self.up if tables is None else tables["up"]
@@ -88,7 +88,7 @@ class ToyFfnOptions(_AdapterOptions):
 
 
 class _Adapter(MemoryModule):
-    inputs = ("toy_scale",)
+    forward_arguments = ("toy_scale",)
 
     def forward(self, read, given, *, projection, toy_scale=None):
         added = read @ getattr(self, f"{projection}_down").T @ getattr(self, f"{projection}_up")
@@ -124,9 +124,33 @@ class ToyHeadsOptions(MemoryOptions):
 class ToyHeads(MemoryModule):
     """Adds a map of each head's query to what the head gives."""
 
-    inputs = ("toy_scale",)
+    forward_arguments = ("toy_scale",)
     reads_heads = True
 
     def forward(self, query, key, value, output, *, toy_scale=None):
         added = (query @ self.table).transpose(1, 2)
         return output + (added if toy_scale is None else added * toy_scale.to(added.dtype)[:, None, None, None])
+
+
+@register_memory_type("toy-ids")
+@dataclass(kw_only=True)
+class ToyIdsOptions(MemoryOptions):
+    """A row for each hash of a token's id."""
+
+    sites = ("beside-ffn", "behind-layer")
+
+    rows: int = option(5, "rows that ids are hashed to")
+
+    def tensors(self, sizes):
+        return {"row_bank": DeclaredTensor((self.rows, sizes.hidden_size), "value", ZEROS)}
+
+
+@register_memory("toy-ids")
+class ToyIds(MemoryModule):
+    """Adds the row of each token's id, whatever the hidden states are."""
+
+    forward_arguments = ("input_ids",)
+
+    def forward(self, hidden_states, *, input_ids):
+        assert input_ids.shape == hidden_states.shape[:2]
+        return self.row_bank[input_ids % len(self.row_bank)]

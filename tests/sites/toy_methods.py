@@ -1,6 +1,6 @@
 """Methods that give a base the toy memories."""
 
-from sites.toy_memory import ToyAttentionOptions, ToyFfnOptions, ToyHeadsOptions, ToyOptions
+from sites.toy_memory import ToyAttentionOptions, ToyFfnOptions, ToyHeadsOptions, ToyIdsOptions, ToyOptions
 
 from upscalers.methods.contract import register_method
 from upscalers.methods.memory_methods import AttachedMemoryMethod
@@ -44,3 +44,13 @@ class ToyHeadsMethod(AttachedMemoryMethod):
     paper = None
     identity = True
     memory_options = ToyHeadsOptions
+
+
+@register_method("toy-ids")
+class ToyIdsMethod(AttachedMemoryMethod):
+    """Rows by the ids of tokens."""
+
+    summary = "a row for each hash of a token's id"
+    paper = None
+    identity = True
+    memory_options = ToyIdsOptions

@@ -158,7 +158,7 @@ class _Layers:
                 ) from None
             raise RequestError(
                 f"transformers cannot run a layer of this config ({type(error).__name__}: {one_line(error)}). "
-                "Repair config.json of the base."
+                "Repair config.json of the base, or the module of a memory of another package."
             ) from None
         finally:
             self._stack.layers[index] = _PassedBy()

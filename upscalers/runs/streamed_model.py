@@ -179,6 +179,8 @@ def inputs_of_memories(stack: Any, path: tuple[int, ...] | None, tokens: torch.T
     inputs = {} if path is None else {"memory_ids": torch.tensor([path] * batch)}
     if "prompt_mask" in getattr(stack, "memory_input_names", ()):
         inputs["prompt_mask"] = (torch.arange(length) < length // 2).expand(batch, -1)  # [B, T]
+    if "input_ids" in getattr(stack, "memory_input_names", ()) and tokens.is_floating_point():
+        inputs["token_ids"] = (torch.arange(batch * length) % stack.config.vocab_size).view(batch, length)
     return inputs
 
 

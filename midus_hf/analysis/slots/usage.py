@@ -151,7 +151,7 @@ def types_whose_slots_add() -> list[str]:
 
 def counted_types() -> list[str]:
     """Return the sorted names of registered types of memory for which `midus look usage` counts slots, chapters or blocks."""
-    fetching = [name for name, module in MEMORY_MODULES.items() if "fetched" in module.asks]
+    fetching = [name for name, module in MEMORY_MODULES.items() if "fetched" in module.context]
     return sorted({*types_with_slots(), *_types_with("attention_mass"), *fetching})
 
 
