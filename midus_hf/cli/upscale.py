@@ -66,13 +66,6 @@ class _Options:
     revision: Annotated[
         str | None, option("Branch, tag or commit of a base on the hub.  [default: its main branch]", "REV")
     ] = None
-    stream: Annotated[
-        bool | None,
-        flag(
-            "--stream",
-            "Fetch a base on the hub file by file and keep none: needs the disk of one file and the output.",
-        ),
-    ] = None
     adapter: Annotated[
         str | None, option("Folder or hub id of a LoRA to merge into the base while it is read.", "DIR_OR_HUB_ID")
     ] = None

@@ -21,7 +21,6 @@ from tests.upscalers.checkpoints import (
     save_base,
     write_tensors,
 )
-from tests.upscalers.hub_server import Repository
 from tests.upscalers.methods import SMALL_CHAPTERS, SMALL_TABLES
 from upscalers.runs.strip import strip
 from upscalers.runs.upscale import upscale
@@ -135,27 +134,6 @@ def test_a_machine_with_fp8_kernels_replaces_the_modules_that_are_stored_in_fp8(
     stored = read_tensors(tmp_path / "out")
     in_fp8 = {name.removesuffix(".weight") for name, tensor in stored.items() if tensor.dtype == torch.float8_e4m3fn}
     assert replaced == in_fp8 and len(in_fp8) >= 4 * 6 - 1
-
-
-def test_a_quantised_base_is_streamed_from_the_hub(tmp_path, hub):
-    base = save_scaled(tmp_path / "base", tie_word_embeddings=False)
-    tensors = read_tensors(base)
-    (tmp_path / "halves").mkdir()
-    files, weight_map = {"config.json": (base / "config.json").read_bytes()}, {}
-    for number in range(2):  # the first half of the layers, and the second
-        held = {name: tensor for name, tensor in tensors.items() if (".2." in name or ".3." in name) == bool(number)}
-        write_tensors(tmp_path / "halves", held)
-        files[f"{number}.safetensors"] = (tmp_path / "halves" / "model.safetensors").read_bytes()
-        weight_map |= dict.fromkeys(held, f"{number}.safetensors")
-    hub.repositories["org/base"] = Repository(
-        {**files, "model.safetensors.index.json": json.dumps({"weight_map": weight_map}).encode()}
-    )
-    request = {"method": "llama-pro", "num_new_layers": 2}
-    report = upscale(base="org/base", output=tmp_path / "out", stream=True, **request)
-    assert report.identity.max_abs_diff == 0.0
-    assert report.peak_disk_bytes - report.bytes.written == max(map(len, files.values()))
-    upscale(base=base, output=tmp_path / "local", **request)
-    assert same_tensors(tmp_path / "out", tmp_path / "local")
 
 
 def test_another_dtype_leaves_quantised_weights_and_their_scales(tmp_path):

@@ -120,8 +120,7 @@ def test_an_adapter_beside_the_base_is_merged_on_request_alone(tmp_path, command
         assert torch.equal(logits(tmp_path / "out"), expected(prompt()).logits)
 
 
-@pytest.mark.parametrize("stream", [False, True])
-def test_base_and_adapter_come_from_the_hub(tmp_path, hub, stream):
+def test_base_and_adapter_come_from_the_hub(tmp_path, hub):
     base = save_base(tmp_path / "base", max_shard_size="40KB")
     adapter = save_adapter(base, tmp_path / "adapter")
     torch.save(read_tensors(adapter), adapter / "adapter_model.bin")
@@ -133,7 +132,6 @@ def test_base_and_adapter_come_from_the_hub(tmp_path, hub, stream):
         options=SMALL_MEMORY,
         output=tmp_path / "out",
         adapter="me/lora",
-        stream=stream,
     )
     assert report.identity.max_abs_diff == 0.0
     with torch.no_grad():

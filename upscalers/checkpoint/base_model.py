@@ -14,7 +14,6 @@ from midus_hf.files.ownership import has_config_entry
 from upscalers.architecture.families import check_readable, family_of
 from upscalers.architecture.family import Config, Family, LayerTensor, Shape
 from upscalers.architecture.layer_tensors import expected_layer, expected_outer, is_embedding, memories_of
-from upscalers.checkpoint.hub_shards import HubShards
 from upscalers.checkpoint.larger_model import LargerModel, larger_model_of
 from upscalers.checkpoint.merged_adapter import Adapter
 from upscalers.checkpoint.quantised_weights import names_of_packed, names_of_parts, with_products
@@ -227,7 +226,7 @@ def read_config_file(path: Path) -> Config:
 def open_base(
     folder: Path,
     needs_weights: bool = True,
-    shards: HubShards | dict[str, StoredTensor] | None = None,
+    gguf: dict[str, StoredTensor] | None = None,
     adapter: Adapter | None = None,
 ) -> BaseModel:
     """Open a checkpoint folder and check that the checkpoint is complete.
@@ -235,8 +234,7 @@ def open_base(
     Args:
         folder: Folder of a Hugging Face checkpoint.
         needs_weights: Whether to refuse a folder without weights. Default: True.
-        shards: Weights on the hub or in a GGUF file, if the folder holds the other files alone. Default: None, the folder's
-            weights.
+        gguf: Weights in a GGUF file, if the folder holds the other files alone. Default: None, the folder's weights.
         adapter: A LoRA whose changes are added to the weights when they are read. Default: None.
 
     Raises:
@@ -262,7 +260,7 @@ def open_base(
             "expected a model alone. Merge the adapter by giving its folder as --adapter, or remove the file."
         )
     expected, integers = _expected_tensors(family, config), _stored_as_integers(family, config)
-    stored = stored_tensors(folder, needs_weights, shards)
+    stored = stored_tensors(folder, needs_weights) if gguf is None else gguf
     if stored is not None:
         stored = with_products(stored, config)
     carried: dict[str, Shape] = {}

@@ -8,7 +8,6 @@ from types import TracebackType
 
 from upscalers.checkpoint.base_model import BaseModel
 from upscalers.checkpoint.computed_tensor import ComputedTensor
-from upscalers.checkpoint.hub_shards import HubShard
 from upscalers.checkpoint.safetensors_format import StoredTensor
 from upscalers.machine.processors import num_processors
 
@@ -57,8 +56,6 @@ class TensorDigests:
         """
         if name in self._names and name not in self._futures:
             self._futures[name] = self._pool.submit(self._digest, self._tensors[name])
-            if isinstance(self._tensors[name].in_file.file, HubShard):  # the file may be gone later
-                self._futures[name].result()
 
     def finish(self) -> dict[str, str]:
         """Return the digests of all tensors, by their name in the result, sorted.

@@ -5,7 +5,6 @@ one tensor at a time, and reads tensors by position, so that no shard is ever he
 """
 
 import errno
-import io
 import json
 import math
 import os
@@ -14,7 +13,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO, Literal, Protocol
+from typing import Any, BinaryIO, Protocol
 
 from midus_hf.files.json_text import parse_json
 from upscalers.request.errors import RequestError
@@ -33,17 +32,6 @@ _CHUNK_BYTES = 1 << 22
 _NOT_IN_KERNEL = frozenset({errno.EXDEV, errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, errno.EPERM, errno.ETXTBSY})
 
 
-class WeightFile(Protocol):
-    """A file that holds tensors: a path, or a file that is fetched when it is opened."""
-
-    @property
-    def name(self) -> str:
-        """Name of the file, without its folder."""
-
-    def open(self, mode: Literal["rb"], buffering: Literal[0]) -> io.FileIO:
-        """Open the file for reading."""
-
-
 @dataclass(frozen=True)
 class StoredTensor:
     """Position of a tensor in a file.
@@ -57,7 +45,7 @@ class StoredTensor:
 
     dtype: str
     shape: tuple[int, ...]
-    file: WeightFile | None = None
+    file: Path | None = None
     start: int = 0
 
     @property
@@ -102,22 +90,9 @@ def read_header(file: Path) -> dict[str, StoredTensor]:
     Raises:
         RequestError: If the file is truncated, or is no safetensors file.
     """
+    size = file.stat().st_size
     with file.open("rb") as stream:
-        return header_from(file, file.stat().st_size, stream)
-
-
-def header_from(file: WeightFile, size: int, stream: BinaryIO) -> dict[str, StoredTensor]:
-    """Read the dtype, shape and position of each tensor of a file from the beginning of the file.
-
-    Args:
-        file: The file that the tensors lie in.
-        size: Number of bytes of the file.
-        stream: Stream of the first bytes of the file, at least the header.
-
-    Raises:
-        RequestError: If the file is truncated, or is no safetensors file.
-    """
-    header, data_start = _read_json(file, size, stream)
+        header, data_start = _read_json(file, size, stream)
     header.pop(_METADATA, None)
     tensors: dict[str, StoredTensor] = {}
     ends: list[tuple[int, int]] = []
@@ -160,7 +135,7 @@ def read_metadata(file: Path) -> dict[str, str]:
     return metadata if isinstance(metadata, dict) else {}
 
 
-def _read_json(file: WeightFile, size: int, stream: BinaryIO) -> tuple[dict[str, Any], int]:
+def _read_json(file: Path, size: int, stream: BinaryIO) -> tuple[dict[str, Any], int]:
     """Return the header, and the position of the data behind the header."""
     prefix = stream.read(8)
     if len(prefix) < 8:
@@ -177,7 +152,7 @@ def _read_json(file: WeightFile, size: int, stream: BinaryIO) -> tuple[dict[str,
     return header, 8 + header_bytes
 
 
-def _corrupt(file: WeightFile, reason: str) -> RequestError:
+def _corrupt(file: Path, reason: str) -> RequestError:
     return RequestError(f"{file.name} is not a sound safetensors file: {reason}. Download or save it again.")
 
 

@@ -24,7 +24,6 @@ from midus_hf.files.checkpoint_files import (
     indexed_weights,
 )
 from upscalers.checkpoint.gguf import convert_gguf, read_gguf
-from upscalers.checkpoint.hub_shards import HubShards
 from upscalers.checkpoint.safetensors_format import StoredTensor
 from upscalers.checkpoint.stored_weights import FORMATS, missing_weights
 from upscalers.request.errors import RequestError
@@ -42,14 +41,12 @@ class Source:
         name: Name as the person gave it, without a hub revision.
         folder: Folder with the base's files.
         revision: The commit of a hub repository; None for local bases.
-        shards: Weights that are fetched while they are read, in place of weights in the folder. Default: None.
         gguf: Weights that are dequantised when they are read, in place of weights in the folder. Default: None.
     """
 
     name: str
     folder: Path
     revision: str | None = None
-    shards: HubShards | None = None
     gguf: dict[str, StoredTensor] | None = None
 
     @property
@@ -59,8 +56,6 @@ class Source:
 
     def disk_bytes(self) -> int:
         """Return the bytes of disk that the base takes because of this run: fetched or converted files; 0 for a local base."""
-        if self.shards is not None:
-            return self.shards.peak_bytes
         if self.revision is None and Path(self.name).suffix != ".gguf":
             return 0
         return sum(file.stat().st_size for file in self.folder.rglob("*") if file.is_file())
@@ -98,25 +93,19 @@ def name_and_revision(base: str, revision: str | None = None) -> tuple[str, str 
 
 
 @contextlib.contextmanager
-def resolve_source(
-    base: str, revision: str | None = None, config_only: bool = False, stream: bool = False
-) -> Iterator[Source]:
+def resolve_source(base: str, revision: str | None = None, config_only: bool = False) -> Iterator[Source]:
     """Bring the base into a folder, and keep it there for as long as the context is open.
 
     Args:
         base: A folder, a `.gguf` file, a `config.json`, or a hub id, with or without `@revision`.
         revision: A branch, tag or commit of a hub repository. Default: its main branch.
         config_only: Whether `config.json` suffices. Default: False.
-        stream: Whether weights on the hub are fetched file by file while they are read, and removed afterwards, in
-            place of a download into the cache of the hub. Default: False.
 
     Raises:
-        RequestError: If there is no base of this name, or the base is to be streamed and is not on the hub.
+        RequestError: If there is no base of this name.
     """
     name, revision = name_and_revision(base, revision)
     path = Path(name).expanduser()
-    if stream and path.exists():
-        raise RequestError(f"stream is on, but {name!r} is local; expected a hub id. Leave --stream out.")
     if path.is_file() and path.suffix == ".gguf":
         with tempfile.TemporaryDirectory(prefix="upscale-gguf-") as temporary:
             if config_only:
@@ -133,12 +122,8 @@ def resolve_source(
             f"{name!r} is a file; expected a folder, a .gguf file, a config.json or a hub id. Give the folder of the checkpoint."
         )
     elif _HUB_ID.match(name):
-        folder = _download(name, revision, config_only, weights=not stream)
-        if stream and not config_only:
-            with tempfile.TemporaryDirectory(prefix="upscale-shards-") as temporary:
-                yield Source(name, folder, folder.name, HubShards(name, folder.name, Path(temporary)))
-        else:
-            yield Source(name, folder, revision=folder.name)
+        folder = _download(name, revision, config_only)
+        yield Source(name, folder, revision=folder.name)
     else:
         raise RequestError(f"{name!r} is no folder, no .gguf file and no hub id; expected one of them.")
 
@@ -176,7 +161,7 @@ def travelling_files(folder: Path) -> list[Path]:
     return sorted(file for file in matches if file.is_file() and not file.name.startswith("."))
 
 
-def _download(name: str, revision: str | None, config_only: bool, weights: bool = True) -> Path:
+def _download(name: str, revision: str | None, config_only: bool) -> Path:
     """Fetch config and index first, then the rest of one copy of the model, leaving out copies in other formats."""
     travelling = globs(TRAVELLING)
     below = [pattern for pattern in travelling if "/" in pattern]
@@ -187,9 +172,7 @@ def _download(name: str, revision: str | None, config_only: bool, weights: bool 
         return folder
     commit = folder.name  # so that all files are of one commit even if the branch moves meanwhile
     beside = (CONFIG_FILE, *travelling, ADAPTER_CONFIG)
-    _fetch(name, commit, (*beside, SINGLE_FILE) if weights else beside, ignored=_ANY_FOLDER)
-    if not weights:
-        return folder
+    _fetch(name, commit, (*beside, SINGLE_FILE), ignored=_ANY_FOLDER)
     if not any((folder / file).is_file() for file in (SINGLE_FILE, INDEX_FILE)):
         _fetch(name, commit, (CONFIG_FILE, PICKLED_FILE, PICKLED_INDEX_FILE), ignored=_ANY_FOLDER)
     for form in FORMATS:

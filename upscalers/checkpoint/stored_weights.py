@@ -6,7 +6,6 @@ from pathlib import Path
 
 from midus_hf.files.checkpoint_files import INDEX_FILE, PICKLED_FILE, PICKLED_INDEX_FILE, SINGLE_FILE, indexed_weights
 from midus_hf.files.json_text import parse_json
-from upscalers.checkpoint.hub_shards import HubShards
 from upscalers.checkpoint.pickled_weights import names_beside_tensors, read_pickled
 from upscalers.checkpoint.safetensors_format import StoredTensor, read_header
 from upscalers.request.errors import RequestError
@@ -39,49 +38,24 @@ FORMATS = (
 )
 
 
-def stored_tensors(
-    folder: Path, needs_weights: bool, shards: HubShards | dict[str, StoredTensor] | None = None
-) -> dict[str, StoredTensor] | None:
+def stored_tensors(folder: Path, needs_weights: bool) -> dict[str, StoredTensor] | None:
     """Return the position of each tensor of a checkpoint, by its stored name; None for a checkpoint without weights.
 
     Args:
         folder: Folder of the checkpoint.
         needs_weights: Whether to refuse a folder without weights.
-        shards: Weights on the hub or in a GGUF file, if the folder holds the other files alone. Default: None, the folder's
-            weights.
 
     Raises:
         RequestError: If weights are missing or not sound, or would have to be unpickled.
     """
-    if isinstance(shards, dict):
-        return shards
-    for weights in FORMATS if shards is None else FORMATS[:1]:
-        files = _Folder(folder, weights) if shards is None else shards
-        if files.has(weights.single):  # transformers prefers the single file where both exist
-            return files.read(weights.single)
+    for weights in FORMATS:
+        if (folder / weights.single).is_file():  # transformers prefers the single file where both exist
+            return weights.read(folder / weights.single)
         if (folder / weights.index).is_file():
-            return _indexed_tensors(folder, files, weights, needs_weights)
-    if shards is not None:
-        raise RequestError(
-            f"{shards.repository!r} has no {SINGLE_FILE} and no {INDEX_FILE}; expected safetensors to stream. Leave --stream out."
-        )
+            return _indexed_tensors(folder, weights, needs_weights)
     if not needs_weights:
         return None
     raise RequestError(missing_weights(str(folder), (path.name for path in folder.iterdir())))
-
-
-@dataclass(frozen=True)
-class _Folder:
-    """The files of weights in a folder."""
-
-    folder: Path
-    weights: WeightFormat
-
-    def has(self, file: str) -> bool:
-        return (self.folder / file).is_file()
-
-    def read(self, file: str) -> dict[str, StoredTensor]:
-        return self.weights.read(self.folder / file)
 
 
 def left_out(folder: Path) -> list[str]:
@@ -112,9 +86,7 @@ def missing_weights(base: str, files: Iterable[str]) -> str:
     )
 
 
-def _indexed_tensors(
-    folder: Path, shards: _Folder | HubShards, weights: WeightFormat, needs_weights: bool
-) -> dict[str, StoredTensor] | None:
+def _indexed_tensors(folder: Path, weights: WeightFormat, needs_weights: bool) -> dict[str, StoredTensor] | None:
     index_path = folder / weights.index
     try:
         weight_map = parse_json(index_path.read_text(encoding="utf-8"))["weight_map"]
@@ -129,11 +101,11 @@ def _indexed_tensors(
             raise RequestError(
                 f"{index_path.name} names the shard {name!r}; expected a {weights.suffix} file beside it."
             )
-        if not shards.has(name):
+        if not (folder / name).is_file():
             if not needs_weights:
                 return None
             raise RequestError(f"{index_path.name} names {name}, which is missing. Download or save the base again.")
-        headers[name] = shards.read(name)
+        headers[name] = weights.read(folder / name)
     absent = [name for name, file in weight_map.items() if name not in headers[str(file)]]
     if absent:
         raise RequestError(

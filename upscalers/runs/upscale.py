@@ -50,7 +50,6 @@ def upscale(
     push_to_hub: str | None = None,
     private: bool = False,
     revision: str | None = None,
-    stream: bool = False,
     adapter: str | Path | None = None,
     progress: Progress | None = None,
 ) -> UpscaleReport:
@@ -81,9 +80,6 @@ def upscale(
         private: Whether to make a new repository private; an existing one must be private. Default: False, the owner's
             default.
         revision: A branch, tag or commit of a base on the hub. Default: its main branch.
-        stream: Whether to fetch the weights of a base on the hub file by file, each when it is read, and to remove each
-            file when nothing reads it any more. The run then needs the disk of one file and the output. Default: False,
-            the base is downloaded into the cache of the hub, and stays there.
         adapter: A folder or a hub id of a plain LoRA that PEFT saved, which is merged into the base while the base is
             read, as `merge_and_unload` does. Default: None.
         progress: Display that shows every step. Default: none.
@@ -132,15 +128,8 @@ def upscale(
         if push_to_hub:
             push_to_hub = check_write_access(push_to_hub, private)
 
-    with resolve_source(base_name, revision, config_only=dry_run, stream=stream) as source:
-        opened = open_base(source.folder, needs_weights=not dry_run, shards=source.shards or source.gguf, adapter=lora)
-        if source.shards is not None:
-            source.shards.check_room()
-            if opened.family.is_converted(opened.config):
-                raise RequestError(
-                    f"transformers converts tensors of {opened.family.model_type!r} when it loads them, so that the result is "
-                    "checked against the whole base; expected a type whose layers are read one at a time. Leave --stream out."
-                )
+    with resolve_source(base_name, revision, config_only=dry_run) as source:
+        opened = open_base(source.folder, needs_weights=not dry_run, gguf=source.gguf, adapter=lora)
         passed_over = [] if dry_run or source.gguf is not None else left_out(source.folder)
         if passed_over:
             progress.warn(
@@ -177,9 +166,7 @@ def upscale(
         if output is not None:
             folder = OutputFolder(output, source.folder, overwrite)
             carried = bytes_of_banks(source.folder, opened.memories.banks)
-            shards = source.shards
-            fetched = shards.largest_bytes if shards is not None and shards.is_on_disk_of(folder.disk) else 0
-            folder.check_space(num_bytes + carried + scratch_bytes + fetched + _SPARE_BYTES)
+            folder.check_space(num_bytes + carried + scratch_bytes + _SPARE_BYTES)
             for concern in check_room_for_banks(folder, job.new_banks, ITEM_BYTES[job.cast(opened.dtype)]):
                 progress.warn(concern)
             if not dry_run:
@@ -187,11 +174,6 @@ def upscale(
                 with shown(progress):
                     compares_logits = job.compares_logits(verify, progress)
                     outcome = Writing(job, folder, max_shard_bytes, scan, compares_logits, progress).run()
-        if source.shards is not None:
-            progress.note(
-                f"fetched {source.shards.num_fetches} files of weights, {source.shards.fetched_bytes / 1e9:.2f} GB, of which "
-                f"{source.shards.peak_bytes / 1e9:.2f} GB lay on the disk at once."
-            )
         disk_bytes = outcome["bytes"].written + scratch_bytes + (0 if dry_run else source.disk_bytes())
     report = UpscaleReport(
         method=chosen.name,

@@ -3,8 +3,7 @@
 import contextlib
 import copy
 import threading
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -14,21 +13,19 @@ from upscalers.architecture.families import MEMORY_PREFIX
 from upscalers.architecture.family import Config
 from upscalers.architecture.layer_tensors import memories_of
 from upscalers.checkpoint.banks import carry_banks, create_banks, tie_banks
-from upscalers.checkpoint.base_model import BaseModel, write_config
+from upscalers.checkpoint.base_model import write_config
 from upscalers.checkpoint.content_digest import TensorDigests, content_sha256, weight_names
-from upscalers.checkpoint.hub_shards import HubShard
 from upscalers.checkpoint.quantised_weights import names_of_parts, with_products
-from upscalers.checkpoint.safetensors_format import TORCH_NAMES, StoredTensor, read_header
+from upscalers.checkpoint.safetensors_format import TORCH_NAMES, read_header
 from upscalers.checkpoint.source import copy_travelling_files
 from upscalers.checkpoint.tokenizer import TOKENIZER_CONFIG, keep_tokenizer_class
 from upscalers.record.model_card import base_metadata, model_card
 from upscalers.record.provenance import DIGEST_KEY, base_record, paper_entry, write_record
 from upscalers.record.report import Bytes, Identity
-from upscalers.request.errors import RequestError, VerificationError, one_line
+from upscalers.request.errors import RequestError, one_line
 from upscalers.request.progress import Progress, begin_writing
 from upscalers.runs.job import Job, import_slow_modules
 from upscalers.runs.output_folder import OutputFolder
-from upscalers.tensors.recipes import Copy
 from upscalers.tensors.writer import CheckpointWriter, OutputTensor, split_shards
 
 
@@ -67,8 +64,8 @@ class Writing:
         imports.start()
         shards = split_shards(job.tensors, self.max_shard_bytes)
         # If base layers were dropped, `strip` refuses, so that no digest is needed to confirm what it writes.
-        streamed, recorded = job.source.shards is not None, not job.plan.dropped_layers
-        digested = TensorDigests(job.base.tensors, weight_names(job.base) if streamed or recorded else {})
+        recorded = not job.plan.dropped_layers
+        digested = TensorDigests(job.base.tensors, weight_names(job.base) if recorded else {})
         with self.folder as partial, digested as digests:
             config = copy.deepcopy(job.config)
             self._write_config(partial, config)
@@ -90,7 +87,7 @@ class Writing:
                 imports.join()
                 progress.advance()
             record = self._write_siblings(partial, config)
-            identity, kl_divergence = self._verify(partial, shards, config, digests)
+            identity, kl_divergence = self._verify(partial, shards, config)
             self.folder.flush(progress)  # runs beside the digests: it takes about as long, and no processor
             progress.stage("recording what was done", 1)
             outcome = {
@@ -138,7 +135,7 @@ class Writing:
         return record
 
     def _verify(
-        self, partial: Path, shards: dict[str, list[OutputTensor]], config: Config, digests: TensorDigests
+        self, partial: Path, shards: dict[str, list[OutputTensor]], config: Config
     ) -> tuple[Identity, float | None]:
         """Check the result, and return what was checked, and the KL divergence if logits were compared."""
         from upscalers.runs.block_check import check_blocks
@@ -151,8 +148,6 @@ class Writing:
         tensors = with_products(written, config)
         tensors = {name: tensor for name, tensor in tensors.items() if name not in names_of_parts(tensors)}
         base = job.base
-        if job.source.shards is not None and (self.compares_logits or promised):
-            base = base_in_result(base, job.tensors, written, digests.finish())
         if self.compares_logits:
             largest, kl_divergence = compare_logits(base, partial, tensors, job.plan, dtype, promised, self.progress)
             return Identity("logits", largest, job.sides_of_comparison()), kl_divergence
@@ -249,38 +244,3 @@ def _validated(folder: Path) -> Any:
         raise RequestError(
             f"transformers refuses the config: {one_line(error)} Repair config.json of the base."
         ) from None
-
-
-def base_in_result(
-    base: BaseModel, written: Sequence[OutputTensor], stored: Mapping[str, StoredTensor], digests: Mapping[str, str]
-) -> BaseModel:
-    """Return the base with each weight that lies on the hub read from the result, if the result holds a copy.
-
-    A copy counts as the base's weight only if its SHA-256 is that of the bytes that were fetched, so that a comparison
-    with the returned model is a comparison with the base.
-
-    Args:
-        base: The base, whose weights are fetched when they are read.
-        written: The tensors that were written.
-        stored: The tensors that the files of the result hold, by full name.
-        digests: SHA-256 of each weight of the base, by its name in digests.
-
-    Raises:
-        VerificationError: If a copy differs from what was fetched.
-    """
-    names = weight_names(base)
-    copies = {
-        one.recipe.source: stored[one.name]
-        for one in written
-        if isinstance(one.recipe, Copy)
-        and one.recipe.source in names
-        and isinstance(base.tensors[one.recipe.source].in_file.file, HubShard)
-        and stored[one.name].dtype == base.tensors[one.recipe.source].as_stored.dtype
-    }
-    with TensorDigests(copies, {source: names[source] for source in copies}) as digested:
-        copied = digested.finish()
-    different = next((name for name, digest in copied.items() if digests[name] != digest), None)
-    if different is not None:
-        raise VerificationError(f"the copy of {different} is not what the base has; the disk may be faulty.")
-    kept = {name: tensor.as_stored for name, tensor in base.tensors.items()}
-    return replace(base, tensors=with_products({**kept, **copies}, base.config))

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING
 from midus_hf.files.checkpoint_files import INDEX_FILE, SINGLE_FILE
 from upscalers.architecture.layer_tensors import is_embedding
 from upscalers.checkpoint.computed_tensor import ComputedTensor
-from upscalers.checkpoint.hub_shards import HubShard, hub_shards
 from upscalers.checkpoint.safetensors_format import (
     INTEGER_NAMES,
     TORCH_NAMES,
@@ -153,12 +152,8 @@ class CheckpointWriter:
                 _Placed(tensor, folder / file_name, starts[self._stored_name(tensor.name)]) for tensor in tensors
             ]
         solved = [part for one in placed for part in one.parts()]
-        others = self._in_order_of_reading([one for one in placed if not solved_parts(one.tensor.recipe)])
-        expected = [(shard, one) for one in others for shard in self._shards_of(one)]
-        # Nobody knows in which order solvers read, so that what they might read stays.
-        kept = hub_shards(self._sources, self._sources) if solved else set()
-        for shard in (*(shard for shard, _ in expected), *kept):
-            shard.expected += 1
+        others = [one for one in placed if not solved_parts(one.tensor.recipe)]
+        others.sort(key=lambda one: not self._goes_through_kernel(one.tensor))
         building = False
         for one in others:
             through_kernel = self._goes_through_kernel(one.tensor)
@@ -167,32 +162,12 @@ class CheckpointWriter:
                 building = True
             with _opened(one.file, os.O_RDWR) as target:
                 (self._copy_in_kernel if through_kernel else self._build)(one.tensor, target, one.start)
-            for shard in self._shards_of(one):
-                shard.expected -= 1
         if solved and not building:
             self._before_building()
         measurements = self._solve(solved, folder)
-        for shard in kept:
-            shard.expected -= 1
         if set(shards) != {SINGLE_FILE}:
             self._write_index(folder, shards)
         return Written(self._bytes_read, bytes_written, measurements)
-
-    def _in_order_of_reading(self, placed: "list[_Placed]") -> "list[_Placed]":
-        """Return tensors as they are written: copies in the kernel first, or of a base on the hub file by file, fetched once."""
-        if not hub_shards(self._sources, self._sources):
-            return sorted(placed, key=lambda one: not self._goes_through_kernel(one.tensor))
-        files = list(dict.fromkeys(each.in_file.file for each in self._sources.values()))
-
-        def last_file(one: _Placed) -> int:
-            return max(
-                (files.index(self._sources[name].in_file.file) for name in one.tensor.recipe.sources), default=0
-            )
-
-        return sorted(placed, key=last_file)
-
-    def _shards_of(self, one: "_Placed") -> set[HubShard]:
-        return hub_shards(self._sources, one.tensor.recipe.sources)
 
     def _solve(self, placed: "list[_Placed]", folder: Path) -> list[Measurement]:
         if not placed:
