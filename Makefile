@@ -5,6 +5,7 @@
 PYTHON ?= python3
 VENV ?= .venv
 OLDEST ?= .venv-oldest
+RELEASE ?= .venv-release
 # Python 3.12 where there is one, also under pyenv, which reads the variable: constraints-oldest.txt says why.
 OLDEST_PYTHON ?= $(shell PYENV_VERSION=3.12 python3.12 -c 'import sys; print(sys.executable)' 2>/dev/null || echo $(PYTHON))
 # One more than there are cores, since tests wait for processes that they start, and no more than four: each takes a gigabyte and more.
@@ -25,7 +26,7 @@ OLDEST_FILES = tests/ops tests/memory tests/models tests/benchmarks/test_rehears
 OLDEST_TESTS = $(OLDEST_FILES) -k 'not test_offline_compilation and not inductor and not without_triton and not native_build'
 IN_BOTH = tests/models tests/memory tests/ops/native $(wildcard tests/ops/test_*.py)
 
-.PHONY: demo test test-all test-newest test-oldest test-product test-oldest-pairs test-lot material check format docs pictures bench bench-gpu rehearse-gpu bench-upscale mutants test-deepspeed test-vllm test-gguf test-kernels test-wheel clean
+.PHONY: demo test test-all test-newest test-newest-release test-oldest test-product test-oldest-pairs test-lot material check format docs pictures bench bench-gpu rehearse-gpu bench-upscale mutants test-deepspeed test-vllm test-gguf test-kernels test-wheel clean
 
 demo: $(VENV)/installed
 	$(VENV)/bin/python -m demo
@@ -55,6 +56,17 @@ test-newest: $(VENV)/installed material
 
 test-oldest: $(OLDEST)/installed
 	$(TEST_ENV) $(OLDEST)/bin/python $(PYTEST) $(OLDEST_TESTS) $(addprefix --each-value=,$(IN_BOTH))
+
+# What a bare `pip install` brings, where that is a newer transformers than constraints.txt has. Only torch is pinned, to a CPU build.
+RELEASE_TESTS = tests/models tests/sites tests/memory tests/carried
+test-newest-release: $(VENV)/installed
+	@newest=$$($(VENV)/bin/python scripts/newest_release.py) || { echo "test-newest-release: the registry does not answer."; exit 0; }; \
+	if grep -qx "transformers==$$newest" constraints.txt; then \
+		echo "test-newest-release: transformers $$newest is the newest, and what constraints.txt has."; exit 0; fi; \
+	[ -d $(RELEASE) ] || $(PYTHON) -m venv $(RELEASE); \
+	$(RELEASE)/bin/python -m pip install -q "$$(sed -n '/^torch==/p' constraints.txt)" && \
+	$(RELEASE)/bin/python -m pip install -q -U --upgrade-strategy eager "$$(sed -n '/^torch==/p' constraints.txt)" -e . pytest pytest-xdist hypothesis && \
+	$(TEST_ENV) $(RELEASE)/bin/python $(PYTEST) $(RELEASE_TESTS)
 
 # Every family with every other parameter of a test, where test-newest takes pairs; and with the oldest versions, pairs.
 test-product: $(VENV)/installed material
@@ -201,4 +213,4 @@ $(OLDEST)/installed: pyproject.toml constraints-oldest.txt
 	touch $@
 
 clean:
-	rm -rf $(VENV) $(OLDEST) $(VENV)-mutants $(VENV)-deepspeed $(VENV)-vllm $(VENV)-gguf $(VENV)-kernels outputs build *.egg-info
+	rm -rf $(VENV) $(OLDEST) $(RELEASE) $(VENV)-mutants $(VENV)-deepspeed $(VENV)-vllm $(VENV)-gguf $(VENV)-kernels outputs build *.egg-info

@@ -1,18 +1,23 @@
 """`make test` runs all its parts, names what failed, and `make test-all` draws a setting that can be drawn again."""
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from midus_hf.version import NEWEST_TRIED_TRANSFORMERS
+
 ROOT = Path(__file__).parent.parent
+CONSTRAINED = re.search(r"^transformers==(.*)$", (ROOT / "constraints.txt").read_text(), re.MULTILINE)[1]
 
 PYTHON = """#!/bin/sh
 case "$*" in
 *"-m pytest"*) echo "ran $0 threads=$OMP_NUM_THREADS aten=$ATEN_CPU_CAPABILITY onednn=$ONEDNN_MAX_CPU_ISA $*" >> LOG;;
 *random.choice*) exec REAL "$@";;
+*newest_release*) echo "NEWEST"; [ -n "NEWEST" ]; exit $?;;
 *) exit 0;;
 esac
 while [ $# -gt 0 ]; do [ "$1" = --failed-to ] && list=$2; shift; done
@@ -24,20 +29,25 @@ case "$0" in FAILING) echo "tests/test_a.py::test_b[1]" >> "$list"; exit 1;; esa
 def make(tmp_path):
     """Run `make` with environments whose Python notes what it is told; a part fails with those in `failing`."""
 
-    def run(*words: str, failing: str = "no/bin/python") -> tuple[int, list[str], list[str]]:
+    def run(*words: str, failing: str = "no/bin/python", newest: str = "") -> tuple[int, list[str], list[str]]:
         log = tmp_path / "log"
         log.unlink(missing_ok=True)
-        for name in ("newest", "oldest"):
+        for name in ("newest", "oldest", "release"):
             python = tmp_path / name / "bin" / "python"
             python.parent.mkdir(parents=True, exist_ok=True)
-            replaced = {"LOG": str(log), "REAL": sys.executable, "FAILING": f"*{failing}"}
+            replaced = {"LOG": str(log), "REAL": sys.executable, "FAILING": f"*{failing}", "NEWEST": newest}
             text = PYTHON
             for word, value in replaced.items():
                 text = text.replace(word, value)
             python.write_text(text, encoding="utf-8")
             python.chmod(0o755)
             (tmp_path / name / "installed").touch()
-        environments = [f"VENV={tmp_path / 'newest'}", f"OLDEST={tmp_path / 'oldest'}", "WORKERS=1"]
+        environments = [
+            f"VENV={tmp_path / 'newest'}",
+            f"OLDEST={tmp_path / 'oldest'}",
+            f"RELEASE={tmp_path / 'release'}",
+            "WORKERS=1",
+        ]
         inherited = {name: value for name, value in os.environ.items() if not name.startswith(("MAKE", "MFLAGS"))}
         unset = ("ATEN_CPU_CAPABILITY", "ONEDNN_MAX_CPU_ISA", "LOT", "FAILURES")
         environment = {name: value for name, value in inherited.items() if name not in unset}
@@ -86,3 +96,38 @@ def test_an_unknown_lot_is_refused(make):
     status, told, ran = make("test-lot", "LOT=avx3")
     assert status != 0 and not ran
     assert "LOT is 'avx3'; expected avx2, sse41, two-threads or seed-NUMBER." in told
+
+
+def test_a_newer_release_runs_what_depends_on_it_and_fails_by_name(make, tmp_path):
+    failures = tmp_path / "failures"
+    status, _, (ran,) = make(
+        "test-newest-release", f"FAILURES={failures}", newest="5.99.0", failing="release/bin/python"
+    )
+    assert status != 0 and "release/bin/python" in ran
+    assert all(folder in ran for folder in ("tests/models", "tests/sites", "tests/memory", "tests/carried"))
+    assert failures.read_text() == "tests/test_a.py::test_b[1]\n"
+
+
+@pytest.mark.parametrize(
+    ("newest", "line"),
+    [
+        (CONSTRAINED, f"test-newest-release: transformers {CONSTRAINED} is the newest, and what constraints.txt has."),
+        ("", "test-newest-release: the registry does not answer."),
+    ],
+)
+def test_where_no_newer_release_is_to_be_had_one_line_says_so(newest, line, make):
+    status, told, ran = make("test-newest-release", newest=newest)
+    assert status == 0 and told == [line] and not ran
+
+
+def test_what_fails_with_a_newer_release_is_a_warning_of_the_checks():
+    lines = (ROOT / ".ci" / "run").read_text(encoding="utf-8").splitlines()
+    (line,) = [line for line in lines if line.startswith("make test-newest-release")]
+    assert 'FAILURES="$failures" || { echo "Warning: ' in line and 'cat "$failures"' in line
+
+
+def test_pages_and_files_name_the_same_newest_version_that_was_tried():
+    assert CONSTRAINED.startswith(f"{NEWEST_TRIED_TRANSFORMERS}.")
+    oldest = re.search(r"^transformers==(\d+\.\d+)", (ROOT / "constraints-oldest.txt").read_text(), re.MULTILINE)[1]
+    line = f'"transformers>={oldest},<6",  # tried: {oldest} to {NEWEST_TRIED_TRANSFORMERS} (midus_hf/version.py)'
+    assert line in (ROOT / "pyproject.toml").read_text()

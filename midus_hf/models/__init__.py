@@ -3,16 +3,27 @@
 Classes of more families are made when a checkpoint names their type.
 """
 
+import warnings
 from contextlib import suppress
 from typing import Any
 
+import transformers
+from packaging.version import Version
 from transformers import CONFIG_MAPPING
 
 from midus_hf.config.backbone import MEMORY_PREFIX
 from midus_hf.config.plugins import load_offered
 from midus_hf.models.families import FAMILIES, LARGER_FAMILIES
+from midus_hf.version import NEWEST_TRIED_TRANSFORMERS, __version__
 
 __all__ = ["FAMILIES"]
+
+if Version(transformers.__version__).release[:2] > Version(NEWEST_TRIED_TRANSFORMERS).release:
+    warnings.warn(
+        f"midus_hf {__version__} was tried with transformers up to {NEWEST_TRIED_TRANSFORMERS}, and {transformers.__version__} is "
+        "installed: check results against the base, or install a version that was tried.",
+        stacklevel=2,
+    )
 
 
 class _OnDemand(dict):

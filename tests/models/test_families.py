@@ -1,5 +1,6 @@
 """The classes of each family are made from the model that transformers builds, and are as others: they have a source and a place."""
 
+import ast
 import inspect
 import pickle
 from pathlib import Path
@@ -12,6 +13,7 @@ from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING
 from midus_hf.models import FAMILIES
 from midus_hf.models.families import WRITTEN
 from midus_hf.models.inference.family_modules import family_source
+from midus_hf.version import NEWEST_TRIED_TRANSFORMERS
 
 
 def test_the_classes_of_a_family_extend_its_own(family):
@@ -66,3 +68,23 @@ print("olmo" in families.FAMILIES, AutoConfig.for_model("midus_olmo", num_hidden
 
 def test_a_type_that_cannot_host_memory_does_not_join():
     assert "midus_gpt2" not in CONFIG_MAPPING and "midus_nothing" not in CONFIG_MAPPING
+
+
+@pytest.mark.parametrize(
+    ("version", "warned"), [("5.23.9", 0), ("{tried}.7", 0), ("{next}.0", 1), ("{next}.0.dev0", 1), ("6.0", 1)]
+)
+def test_a_newer_transformers_than_was_tried_is_told_once(version, warned, tmp_path):
+    major, minor = NEWEST_TRIED_TRANSFORMERS.split(".")
+    version = version.format(tried=NEWEST_TRIED_TRANSFORMERS, next=f"{major}.{int(minor) + 1}")
+    code = f"""
+import importlib, warnings, transformers
+transformers.__version__ = {version!r}
+with warnings.catch_warnings(record=True) as caught:
+    warnings.simplefilter("always")
+    import midus_hf.models
+    from midus_hf import models
+print([str(each.message) for each in caught if "was tried with" in str(each.message)])
+"""
+    (told,) = [ast.literal_eval(run_python(code, tmp_path, package_present=True))]
+    assert len(told) == warned
+    assert all(f"up to {NEWEST_TRIED_TRANSFORMERS}, and {version} is installed" in line for line in told)
