@@ -67,7 +67,7 @@ NEAREST = {
     "midus_hf/compare": "tests/compare --ignore=tests/compare/test_killed_comparisons.py",
     "midus_hf/compare/learning.py": "tests/compare/test_learning.py tests/compare/report",
     "midus_hf/compare/report": "tests/compare/report",
-    "upscalers/chapters": "tests/upscalers/chapters",
+    "upscalers/edits": "tests/upscalers/edits",
     "upscalers": "tests/upscalers --ignore=tests/upscalers/test_interruption.py --ignore=tests/upscalers/dense",
 }
 

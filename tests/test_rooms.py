@@ -19,9 +19,8 @@ ROOMS = (
     "methods",
     "record",
     "runs",
-    "chapters",
+    "edits",
     "banks",
-    "controls",
 )
 
 

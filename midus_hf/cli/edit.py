@@ -13,7 +13,7 @@ from upscalers.request.errors import RequestError, refusing_requests
 
 if TYPE_CHECKING:
     from upscalers.banks.editing import BankRequest
-    from upscalers.chapters.checkpoint_edit import EditRequest
+    from upscalers.edits.checkpoint_edit import EditRequest
 
 _WRITES = ("output", "memory", "overwrite")
 _CHANGES_CHAPTERS = (*_WRITES, "chapters", "bank")
@@ -24,14 +24,11 @@ EDITS = Subjects(
     {
         "list": Subject("show banks, their chapters, and the routers' biases", ("memory", "bank")),
         "zero": Subject("set rows of chapters to zero", _CHANGES_CHAPTERS, _NEEDS_CHAPTERS),
-        "swap": Subject("exchange the rows of two chapters", (*_CHANGES_CHAPTERS, "with_router"), _NEEDS_CHAPTERS),
         "prune": Subject("take chapters out; later chapters move up", _CHANGES_CHAPTERS, _NEEDS_CHAPTERS),
         "quantise": Subject("round banks of chapters to integers", (*_WRITES, "bits"), ("output",)),
         "delete": Subject("delete what blocks have learned", (*_WRITES, "node", "subtree"), ("node", "output")),
-        "export": Subject("write chapters or blocks to a file", (*_CHANGES_CHAPTERS, "node", "subtree"), ("output",)),
-        "import": Subject(
-            "put chapters or blocks from a file in", (*_WRITES, "file", "bank", "into", "append"), ("file", "output")
-        ),
+        "export": Subject("write blocks to a file", ("output", "memory", "node", "subtree"), ("node", "output")),
+        "import": Subject("put blocks from a file in", (*_WRITES, "file"), ("file", "output")),
     },
 )
 
@@ -48,17 +45,14 @@ class Edit:
     subtree: Annotated[bool, flag("--subtree", "Blocks of all nodes below as well.")] = False
     memory: Annotated[str | None, option("One of several memories.  [default: all, or the only one]", "NAME")] = None
     bank: Annotated[int | None, option("One of several banks.  [default: all, or the only one]", "N")] = None
-    with_router: Annotated[bool, flag("--with-router", "Swap rows of routers as well.")] = False
     bits: Annotated[int, option("Bits of quantised rows: 8 or 4.", "N")] = 8
-    into: Annotated[str | None, option("Numbers of imported chapters.  [default: those they had]", "LIST")] = None
-    append: Annotated[bool, flag("--append", "Import behind the model's own chapters.")] = False
     overwrite: Annotated[bool, flag("--overwrite", "Replace what upscale or this command wrote.")] = False
     json_: Json = False
 
     def of_chapters(self) -> "EditRequest":
         """Return the request of an edit of chapters. Its progress is shown on a terminal."""
-        from upscalers.chapters.checkpoint_edit import EditRequest
         from upscalers.console import Console
+        from upscalers.edits.checkpoint_edit import EditRequest
 
         assert self.output is not None
         console = Console("midus edit")
@@ -73,7 +67,7 @@ class Edit:
 
     def show_chapters(self, result: dict[str, Any]) -> None:
         """Print the result of an edit of chapters."""
-        from upscalers.chapters.tables import print_edit
+        from upscalers.edits.tables import print_edit
 
         show(result, self.json_, print_edit)
 
@@ -88,9 +82,9 @@ app = command_line()
 
 def edit_list(edit: Edit) -> None:
     """Show each bank, its chapters, how long their rows are, and the routers' biases for the chapters."""
-    from upscalers.chapters import listing
-    from upscalers.chapters.tables import print_chapters
     from upscalers.console import Console
+    from upscalers.edits import listing
+    from upscalers.edits.tables import print_chapters
 
     show(
         listing.list_chapters(str(edit.model), edit.memory, edit.bank, Console("midus edit")),
@@ -101,28 +95,21 @@ def edit_list(edit: Edit) -> None:
 
 def edit_zero(edit: Edit) -> None:
     """Set the rows of chapters to zero; routers still open them."""
-    from upscalers.chapters import editing
+    from upscalers.edits import chapters
 
-    edit.show_chapters(editing.zero(edit.of_chapters(), _text(edit.chapters)))
-
-
-def edit_swap(edit: Edit) -> None:
-    """Exchange the rows of two chapters."""
-    from upscalers.chapters import editing
-
-    edit.show_chapters(editing.swap(edit.of_chapters(), _text(edit.chapters), edit.with_router))
+    edit.show_chapters(chapters.zero(edit.of_chapters(), _text(edit.chapters)))
 
 
 def edit_prune(edit: Edit) -> None:
     """Take chapters out, with the routers' rows for them; later chapters move up."""
-    from upscalers.chapters import editing
+    from upscalers.edits import chapters
 
-    edit.show_chapters(editing.prune(edit.of_chapters(), _text(edit.chapters)))
+    edit.show_chapters(chapters.prune(edit.of_chapters(), _text(edit.chapters)))
 
 
 def edit_quantise(edit: Edit) -> None:
     """Round all banks of chapters to integers with a scale per row. Quantised banks need less room, and do not train."""
-    from upscalers.chapters import quantising
+    from upscalers.edits import quantising
 
     edit.show_chapters(quantising.quantise(edit.of_chapters(), edit.bits))
 
@@ -135,51 +122,25 @@ def edit_delete(edit: Edit) -> None:
 
 
 def edit_export(edit: Edit) -> None:
-    """Write chapters with the routers' rows for them, or blocks, to a file."""
-    if (edit.chapters is None) == (edit.node is None):
-        raise RequestError("--chapters and --node are both given or both missing; expected one of them.")
-    if edit.chapters is None:
-        from upscalers.banks import editing
+    """Write blocks to a file."""
+    from upscalers.banks import editing
 
-        _refuse(edit, "blocks", "bank", "overwrite")
-        edit.show_blocks(editing.export(str(edit.model), edit.node or [], str(edit.output), edit.subtree, edit.memory))
-    else:
-        from upscalers.chapters import exporting
-
-        _refuse(edit, "chapters", "subtree")
-        exported = exporting.export(
-            str(edit.model), edit.chapters, str(edit.output), edit.memory, edit.bank, edit.overwrite
-        )
-        edit.show_chapters(exported)
+    edit.show_blocks(editing.export(str(edit.model), edit.node or [], str(edit.output), edit.subtree, edit.memory))
 
 
 def edit_import(edit: Edit) -> None:
-    """Put the chapters or blocks of a file into a checkpoint. They replace the checkpoint's; chapters may also be appended."""
-    from midus_hf.config.fetched_blocks import BANKS_FOLDER
-    from upscalers.chapters.chapter_file import is_chapter_file
+    """Put the blocks of a file into a checkpoint, in place of its own."""
+    from upscalers.banks import editing
 
     assert edit.file is not None
-    if (edit.model / BANKS_FOLDER).is_dir() and not is_chapter_file(edit.file):
-        from upscalers.banks import editing
-
-        _refuse(edit, "blocks", "bank", "into", "append")
-        edit.show_blocks(editing.import_blocks(edit.of_blocks(), edit.file))
-    else:
-        from upscalers.chapters import editing as of_chapters
-
-        edit.show_chapters(of_chapters.import_file(edit.of_chapters(), edit.file, edit.into, edit.append))
+    if not edit.file.is_file():
+        raise RequestError(f"{edit.file} is no file; expected one that 'midus edit export' wrote.")
+    edit.show_blocks(editing.import_blocks(edit.of_blocks(), edit.file))
 
 
 def _text(option: str | None) -> str:
     assert option is not None, "the edit needs it"
     return option
-
-
-def _refuse(edit: Edit, kind: str, *options: str) -> None:
-    """Refuse options that apply to the other kind of memory only."""
-    for name in options:
-        if getattr(edit, name) not in (None, False):
-            raise RequestError(f"--{name} is given, which is not for {kind}; leave it out.")
 
 
 @EDITS.command(app, "Change what the memories of a checkpoint hold: chapters, or blocks of a bank.")

@@ -220,7 +220,7 @@ def shuffle(
 ) -> None:
     """Permute the rows of a memory's values: a null control, whose addresses have lost their meaning."""
     from upscalers.console import Console, print_shuffled
-    from upscalers.controls.shuffling import shuffle as shuffle_checkpoint
+    from upscalers.edits.shuffling import shuffle as shuffle_checkpoint
 
     result = shuffle_checkpoint(model, output, seed, overwrite, progress=Console())
     show(result, json_, print_shuffled)

@@ -34,7 +34,7 @@ WORK = {
     "midus train": ("midus_hf.training.run.train.prepare", ["run.yaml"]),
     "midus sft": ("midus_hf.sft.run.prepare", ["sft.yaml"]),
     "midus eval": ("midus_hf.evaluation.evaluate.evaluate", ["model", "--text", "text.txt"]),
-    "midus edit": ("upscalers.chapters.listing.list_chapters", ["list", "model"]),
+    "midus edit": ("upscalers.edits.listing.list_chapters", ["list", "model"]),
     "midus flops": ("upscalers.checkpoint.base_model.read_config_file", ["config.json"]),
     "midus cluster": ("midus_hf.clusters.run.open_build", ["report", "--tree", "tree"]),
     "midus bank": ("upscalers.banks.listing.list_bank", ["list", "model"]),

@@ -95,7 +95,7 @@ def main() -> None:
         importlib.import_module(f"midus_hf.{name}")
     for name in (
         "upscalers.runs.upscale",
-        "upscalers.controls.shuffling",
+        "upscalers.edits.shuffling",
         "midus_hf.compare.running",
         "midus_hf.compare.measuring",
     ):

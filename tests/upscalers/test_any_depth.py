@@ -61,10 +61,25 @@ INFERRED = [model_type for model_type in TYPES if model_type not in FAMILIES]
 PRESENT = [model_type for model_type in SAMPLE if model_type in INFERRED]
 EVERYTHING = list(itertools.product(INFERRED, OPTIONS))
 
+# Each type with one method, and each method with a type.
+IN_TURN = taking_turns(PRESENT, OPTIONS)
+
 of_all_methods = pytest.mark.parametrize(
     ("model_type", "method"),
-    by_default([pair for first in (0, 5) for pair in taking_turns(PRESENT, OPTIONS, first=first)], EVERYTHING),
+    by_default(IN_TURN, EVERYTHING),
 )
+
+
+def made_by(method: str) -> list[str]:
+    """Return the types of which a method makes a model by default, and at least a type with buffers and a fused projection."""
+    return [
+        *dict.fromkeys(
+            [
+                *(model_type for model_type, each in IN_TURN if each == method),
+                *sorted({"apertus", "phi3"} & {*PRESENT}),
+            ]
+        )
+    ]
 
 
 class Made(NamedTuple):
@@ -151,7 +166,7 @@ def test_layers_of_the_base_keep_every_bit_and_new_layers_are_of_the_kind_of_the
     assert torch.equal(logits, expected) if method in ("llama-pro", "opt-deus") else logits.isfinite().all()
 
 
-@pytest.mark.parametrize("model_type", by_default(PRESENT, INFERRED))
+@pytest.mark.parametrize("model_type", by_default(made_by("avg-deus"), INFERRED))
 def test_an_average_is_the_mean_of_each_tensor_and_a_buffer_that_of_the_next_layer(model_type, make):
     made = make(model_type, "avg-deus")
     old, new, buffers = read_tensors(made.base), read_tensors(made.output), buffers_of(load(made.base))
@@ -166,7 +181,7 @@ def test_an_average_is_the_mean_of_each_tensor_and_a_buffer_that_of_the_next_lay
 @pytest.mark.parametrize(
     ("model_type", "method"),
     by_default(
-        taking_turns(PRESENT, ["linear-combination", "slices"]),
+        [pair for pair in IN_TURN if pair[1] in ("linear-combination", "slices")],
         itertools.product(INFERRED, ["linear-combination", "slices"]),
     ),
 )
@@ -196,7 +211,7 @@ def test_norms_are_combined_by_what_they_multiply_by_and_other_tensors_as_they_a
                 assert own == "layer_scalar" or torch.equal(buffer, originals[0].get_buffer(own)), f"{name}.{own}"
 
 
-@pytest.mark.parametrize("model_type", by_default(PRESENT[:5], INFERRED))
+@pytest.mark.parametrize("model_type", by_default(made_by("attenuated-copy"), INFERRED))
 def test_an_attenuated_copy_scales_what_writes_to_the_residual_stream_alone(model_type, make):
     made = make(model_type, "attenuated-copy")
     old, new = read_tensors(made.base), read_tensors(made.output)
@@ -219,7 +234,7 @@ def test_an_attenuated_copy_scales_what_writes_to_the_residual_stream_alone(mode
         }
 
 
-@pytest.mark.parametrize("model_type", by_default(PRESENT, INFERRED))
+@pytest.mark.parametrize("model_type", by_default(made_by("lesa"), INFERRED))
 def test_lesa_predicts_matrices_and_takes_norms_from_the_first_layer_and_the_rest_from_both_sides(model_type, make):
     made = make(model_type, "lesa")
     old, new, buffers = read_tensors(made.base), read_tensors(made.output), buffers_of(load(made.base))

@@ -10,7 +10,6 @@ from upscalers.architecture.families import MEMORY_PREFIX
 from upscalers.architecture.family import Config
 from upscalers.checkpoint.banks import bytes_of_banks, carry_banks, tie_banks
 from upscalers.checkpoint.base_model import BaseModel, open_base, write_config
-from upscalers.checkpoint.safetensors_format import StoredTensor
 from upscalers.checkpoint.source import copy_travelling_files
 from upscalers.record.provenance import read_record, write_record
 from upscalers.request.progress import Progress, begin_writing, shown
@@ -50,7 +49,6 @@ def write_edited(
     edit_record: Callable[[dict[str, Any]], dict[str, Any]],
     edit_card: Callable[[str], str],
     progress: Progress,
-    sources: Mapping[str, StoredTensor] | None = None,
 ) -> int:
     """Write a checkpoint that differs from another in some tensors and records; return the bytes written.
 
@@ -62,16 +60,13 @@ def write_edited(
         edit_record: Function that turns the content of the old `upscale.json` into the new content.
         edit_card: Function that turns the text of the old model card into the new text.
         progress: Display that shows every step.
-        sources: Tensors that recipes read from other files, by name. Default: none.
     """
     shards = edited_shards(model, tensors)
     num_bytes = sum(tensor.num_bytes for of_file in shards.values() for tensor in of_file)
     folder.check_space(num_bytes + bytes_of_banks(model.folder, model.memories.banks))
     with folder as partial, shown(progress):
         begin_writing(progress, num_bytes, len(shards))
-        writer = CheckpointWriter(
-            {**model.tensors, **(sources or {})}, scan=False, progress=progress, stored_name=model.stored_name
-        )
+        writer = CheckpointWriter(model.tensors, scan=False, progress=progress, stored_name=model.stored_name)
         written = writer.write(partial, shards)
         carry_banks(model.folder, partial, model.memories.banks)
         _write_siblings(model, partial, config, edit_record, edit_card)

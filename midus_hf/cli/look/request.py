@@ -223,7 +223,7 @@ class Request:
         Raises:
             ValueError: If the list has another form, or numbers outside the range.
         """
-        from upscalers.chapters.numbers import parse_numbers
+        from upscalers.edits.numbers import parse_numbers
 
         value = getattr(self, option)
         return None if value in (None, "all") else parse_numbers(value, end, option)

@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from tests.upscalers.chapters.made import (
+from tests.upscalers.checkpoints import config_of, edit_config, read_tensors, same_bits, write_tensors
+from tests.upscalers.edits.made import (
     CHAPTERS,
     LAYERS,
     TOKENS,
@@ -17,7 +18,6 @@ from tests.upscalers.chapters.made import (
     rows,
     save_chapters,
 )
-from tests.upscalers.checkpoints import config_of, edit_config, read_tensors, same_bits, write_tensors
 from upscalers.checkpoint.safetensors_format import read_header
 
 TWO = ("chapters", "chapters-2")
@@ -50,8 +50,6 @@ EDITS = {
     "zero": Edit("zero --chapters 1,3-4", [0, None, 2, None, None, 5]),
     "zero, bfloat16": Edit("zero --chapters 1,3-4", [0, None, 2, None, None, 5], saved={"dtype": torch.bfloat16}),
     "zero, float16": Edit("zero --chapters 1,3-4", [0, None, 2, None, None, 5], saved={"dtype": torch.float16}),
-    "swap": Edit("swap --chapters 2,5", [0, 1, 5, 3, 4, 2]),
-    "swap with router": Edit("swap --chapters 5,2 --with-router", [0, 1, 5, 3, 4, 2], LAYERS),
     "prune": Edit("prune --chapters 2,4", [0, 1, 3, 5], LAYERS),
     "prune the shared one": Edit("prune --chapters 5,0", [1, 2, 3, 4], LAYERS),
     "factors": Edit("zero --chapters 0", ONE_ZERO, saved={"bank_rank": 3}),
@@ -60,11 +58,7 @@ EDITS = {
     "prune factors": Edit("prune --chapters 1", [0, 2, 3, 4, 5], LAYERS, {"bank_rank": 3}),
     "zero, 8 bits": Edit("zero --chapters 0", ONE_ZERO, saved={"bank_bits": 8}, parts=INTEGERS),
     "zero, 4 bits": Edit("zero --chapters 0", ONE_ZERO, saved={"bank_bits": 4}, parts=INTEGERS),
-    "swap, 8 bits": Edit("swap --chapters 2,3", [0, 1, 3, 2, 4, 5], saved={"bank_bits": 8}, parts=INTEGERS),
-    "swap, 4 bits": Edit("swap --chapters 2,3", [0, 1, 3, 2, 4, 5], saved={"bank_bits": 4}, parts=INTEGERS),
-    "one bank": Edit(
-        "swap --chapters 1,2 --with-router --bank 1", [0, 2, 1, 3, 4, 5], (2, 3), {"share": "every:2"}, (bank_name(1),)
-    ),
+    "one bank": Edit("zero --chapters 0 --bank 1", ONE_ZERO, (), {"share": "every:2"}, (bank_name(1),)),
     "every bank": Edit(
         "zero --chapters 0", ONE_ZERO, (), {"share": "none"},
         tuple(f"model.layers.{layer}.memories.chapters.bank" for layer in LAYERS),
@@ -126,8 +120,8 @@ def test_what_is_not_finite_stays_as_it_is(tmp_path, edited):
     tensors = read_tensors(model)
     tensors[bank_name()][0] = float("nan")
     write_tensors(model, tensors)
-    after = read_tensors(edited("swap", model, "--chapters", "0,1"))
-    assert same_bits(after[bank_name()][rows(1)], tensors[bank_name()][rows(0)])
+    after = read_tensors(edited("zero", model, "--chapters", "1"))
+    assert same_bits(after[bank_name()][rows(0)], tensors[bank_name()][rows(0)])
 
 
 def test_what_lies_beside_the_weights_comes_along(edited, checkpoint):
@@ -168,7 +162,6 @@ REFUSED: dict[str, tuple[str, str, dict[str, Any]]] = {
     "no numbers": ("prune --chapters three", "chapters is 'three'; expected numbers and ranges such as 3,7-9", {}),
     "range from behind": ("prune --chapters 4-2", "chapters is '4-2'; expected numbers and ranges", {}),
     "nothing": ("zero --chapters ,", "chapters is ','; expected numbers and ranges", {}),
-    "swap of three": ("swap --chapters 1-3", "chapters is '1-3'; expected the two that are swapped", {}),
     "too few left": (
         "prune --chapters 1-4", "chapters is '1-4', which leaves 1 chapters to choose k = 2 of; expected k or more. Prune fewer.", {}
     ),

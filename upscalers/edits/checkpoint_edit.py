@@ -11,11 +11,10 @@ from typing import Any
 from midus_hf.config.memories.chapters import ChaptersOptions
 from midus_hf.files.ownership import CONFIG_KEY, has_config_entry
 from upscalers.architecture.family import Config
-from upscalers.chapters.banks import Bank, ChapterMemory, find_memory
-from upscalers.chapters.numbers import written
 from upscalers.checkpoint.base_model import open_base, read_config
-from upscalers.checkpoint.safetensors_format import StoredTensor
 from upscalers.checkpoint.source import resolve_source
+from upscalers.edits.chapter_banks import Bank, ChapterMemory, find_memory
+from upscalers.edits.numbers import written
 from upscalers.record.provenance import EDITS_KEY, read_config_entry, read_plan
 from upscalers.request.progress import Progress
 from upscalers.runs.edited_checkpoint import write_edited
@@ -53,14 +52,12 @@ class Decided:
         numbers: Numbers of the edited chapters, for the record.
         tensors: Tensors to write instead of a tensor, by the name of each tensor that does not stay as it is.
         details: Further details of the request, for the record. Default: none.
-        sources: Tensors that recipes read from other files, by name. Default: none.
     """
 
     options: ChaptersOptions
     numbers: tuple[int, ...]
     tensors: Mapping[str, Sequence[OutputTensor]]
     details: Mapping[str, Any] = field(default_factory=dict)
-    sources: Mapping[str, StoredTensor] = field(default_factory=dict)
 
 
 def edit_checkpoint(
@@ -108,7 +105,6 @@ def edit_checkpoint(
             lambda record: {**record, EDITS_KEY: [*(record.get(EDITS_KEY) or []), edit]},
             lambda card: _edited_card(card, edit),
             progress,
-            decided.sources,
         )
     return {
         "command": command,

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from midus_hf.cli import edit
-from tests.upscalers.chapters.made import save_chapters
 from tests.upscalers.conftest import Outcome
+from tests.upscalers.edits.made import save_chapters
 
 
 @pytest.fixture(scope="session")

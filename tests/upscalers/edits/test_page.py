@@ -4,8 +4,8 @@ import torch
 from tiny import prompt
 
 from tests.docs.snippets import take
-from tests.upscalers.chapters.test_edited_models import make
 from tests.upscalers.checkpoints import load
+from tests.upscalers.edits.test_edited_models import make
 
 (SCRIPT,) = take("docs/chapters.md", "python")
 

@@ -6,9 +6,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from midus_hf.files.ownership import CONFIG_KEY, has_config_entry
-from upscalers.chapters.banks import Bank, ChapterMemory, find_memories, find_memory
 from upscalers.checkpoint.base_model import open_base
 from upscalers.checkpoint.source import resolve_source
+from upscalers.edits.chapter_banks import Bank, ChapterMemory, find_memories, find_memory
 from upscalers.record.provenance import EDITS_KEY
 from upscalers.request.progress import Progress, shown
 

@@ -8,9 +8,9 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from tests.upscalers.chapters.made import save_chapters
 from tests.upscalers.checkpoints import config_of, logits, read_tensors, record_of
-from upscalers.controls.shuffling import row_order, shuffle
+from tests.upscalers.edits.made import save_chapters
+from upscalers.edits.shuffling import row_order, shuffle
 from upscalers.request.errors import RequestError
 from upscalers.runs.inspection import inspect_checkpoint
 from upscalers.runs.strip import strip

@@ -8,7 +8,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from upscalers.chapters.numbers import written
+from upscalers.edits.numbers import written
 
 # Greatest number of chapters with a row each, and of layers with a column of biases each; tables summarise more of them.
 _MOST_CHAPTERS, _MOST_LAYERS = 64, 4

@@ -4,16 +4,16 @@ from importlib.metadata import version
 
 import pytest
 
-from tests.upscalers.chapters.made import bank_name, save_chapters
 from tests.upscalers.checkpoints import config_of, file_digests, read_tensors, record_of
+from tests.upscalers.edits.made import bank_name, save_chapters
 from upscalers.runs.inspection import inspect_checkpoint
 from upscalers.runs.strip import strip
 
 
 def edited(chapters, model, output):
-    """A model whose chapters were swapped and then pruned."""
+    """A model whose chapters were set to zero and then pruned."""
     once = output.with_name("once")
-    assert chapters("swap", model, "--chapters", "1,2", "--output", once).status == 0
+    assert chapters("zero", model, "--chapters", "1,2", "--output", once).status == 0
     assert chapters("prune", once, "--chapters", "4", "--output", output).status == 0
     return output
 
@@ -21,7 +21,7 @@ def edited(chapters, model, output):
 def edits(memory="chapters"):
     told = {"version": version("midus-hf"), "memory": memory, "banks": [0]}
     return [
-        {"command": "swap", "chapters": "1-2", **told, "with_router": False},
+        {"command": "zero", "chapters": "1-2", **told},
         {"command": "prune", "chapters": "4", **told},
     ]
 
@@ -51,7 +51,7 @@ def test_the_model_card_tells_of_each_edit_once(tmp_path, chapters, checkpoint):
     assert card == (
         "# A model\n\nWith chapters.\n\n## Edited chapters\n\n"
         "The text and the numbers above describe the model after its upscaling. Since then:\n\n"
-        f"- `midus edit swap` of midus_hf {version('midus-hf')}: chapters 1-2, memory chapters, banks 0, with_router False\n"
+        f"- `midus edit zero` of midus_hf {version('midus-hf')}: chapters 1-2, memory chapters, banks 0\n"
         f"- `midus edit prune` of midus_hf {version('midus-hf')}: chapters 4, memory chapters, banks 0\n"
     )
 
@@ -72,7 +72,7 @@ def test_inspect_tells_of_edits(tmp_path, chapters, command, checkpoint):
     assert "chapter_edits" not in inspect_checkpoint(checkpoint)
     shown = command("inspect", output)
     assert shown.status == 0
-    assert "midus edit swap, chapters 1-2 of chapters" in shown.out
+    assert "midus edit zero, chapters 1-2 of chapters" in shown.out
 
 
 def test_a_memory_of_the_base_stays_whole_where_the_base_is_stripped(tmp_path, chapters):

@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from midus_hf.ops.chapters.quantisation import dequantise_rows
-from tests.upscalers.chapters.made import LAYERS, TOKENS, bank_name, router_names, save_chapters
 from tests.upscalers.checkpoints import read_tensors, write_tensors
+from tests.upscalers.edits.made import LAYERS, TOKENS, bank_name, router_names, save_chapters
 
 
 def test_norms_and_biases_are_those_of_the_tensors(chapters, checkpoint):

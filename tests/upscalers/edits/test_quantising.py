@@ -6,10 +6,10 @@ import pytest
 import torch
 
 from midus_hf.ops.chapters.quantisation import quantise_rows
-from tests.upscalers.chapters.made import LAYERS, bank_name, save_chapters
 from tests.upscalers.checkpoints import config_of, edit_config, read_tensors, same_bits
-from upscalers.chapters import quantising
-from upscalers.chapters.checkpoint_edit import EditRequest
+from tests.upscalers.edits.made import LAYERS, bank_name, save_chapters
+from upscalers.edits import quantising
+from upscalers.edits.checkpoint_edit import EditRequest
 from upscalers.request.errors import RequestError
 
 

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, cast
 
 from midus_hf.config.memory_checks import check_fit
-from upscalers.chapters.banks import STORED_INTEGERS, Bank, ChapterMemory, check_all, row_names
-from upscalers.chapters.checkpoint_edit import Decided, EditRequest, edit_checkpoint
+from upscalers.edits.chapter_banks import STORED_INTEGERS, Bank, ChapterMemory, check_all, row_names
+from upscalers.edits.checkpoint_edit import Decided, EditRequest, edit_checkpoint
 from upscalers.request.errors import RequestError, refusing_requests
 from upscalers.tensors.recipes import Recipe
 from upscalers.tensors.writer import OutputTensor

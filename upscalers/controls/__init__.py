@@ -1,1 +1,0 @@
-"""Null controls of memories, made from a trained checkpoint."""
