@@ -93,9 +93,7 @@ def test_a_room_of_models_imports_those_before_it_alone(room):
             assert name.split(".")[1:2] == [] or name.split(".")[1] not in later, f"{file.name} imports {name}"
 
 
-@pytest.mark.parametrize(
-    "package", ["upscalers", "midus_hf", "benchmarks", "demo", "experiments", "material", "scripts"]
-)
+@pytest.mark.parametrize("package", ["upscalers", "midus_hf", "benchmarks", "demo", "material", "scripts"])
 def test_no_modules_import_one_another_in_a_circle(package):
     files = {module_of(file): file for file in files_of(package)}
     graph = {name: imports_of(file, package, everywhere=True) & set(files) - {name} for name, file in files.items()}

@@ -7,7 +7,7 @@ import pytest
 from scripts.docstrings import check_file, main, python_files
 
 ROOT = Path(__file__).parents[2]
-PACKAGES = ["midus_hf", "upscalers", "scripts", "benchmarks", "experiments", "docs"]
+PACKAGES = ["midus_hf", "upscalers", "scripts", "benchmarks", "docs"]
 
 
 def checked_files():

@@ -1,1 +1,0 @@
-"""Studies that were made once: scripts that are run by hand, and their results."""
