@@ -229,6 +229,10 @@ class Family(FamilyTraits):
             tensors[f"{name}.weight"] = LayerTensor(role, (hidden,), offset)
         return tensors
 
+    def layers(self, config: Config) -> list[dict[str, LayerTensor]]:
+        """Return roles and shapes of the tensors of every layer, read from the config once; nobody may change them."""
+        return [self.layer_tensors(config)] * config["num_hidden_layers"]
+
     def outer_tensors(self, config: Config) -> dict[str, Shape]:
         """Return the shapes of the tensors outside the layers, by full name."""
         backbone = self.backbone(config)

@@ -77,6 +77,9 @@ class InferredFamily(Family):
     def layer_tensors(self, config: Config, layer: int = 0) -> dict[str, LayerTensor]:
         return read_model(config).layers[layer]
 
+    def layers(self, config: Config) -> list[dict[str, LayerTensor]]:
+        return read_model(config).layers
+
     def outer_tensors(self, config: Config) -> dict[str, Shape]:
         return {name: shape for name, shape in read_model(config).tensors.items() if not name.startswith(_LAYERS)}
 

@@ -1,7 +1,11 @@
 """Tensors that a model has according to its raw config: tensors of its family, and tensors of its memories."""
 
+from dataclasses import dataclass
+from functools import cached_property
+
 from midus_hf.config.memory_entries import NO_MEMORIES, Memories, base_digest, inserted_options, read_memories
 from midus_hf.config.memory_types import InsertedOptions
+from midus_hf.config.model_sizes import ModelSizes
 from upscalers.architecture.family import ATTENTION_OUTPUT_ROLES, ATTENTION_ROLES, Config, Family, LayerTensor, Shape
 from upscalers.request.errors import refusing_requests
 
@@ -23,29 +27,53 @@ def kept_roles(options: InsertedOptions) -> frozenset[str]:
     return ATTENTION_ROLES | ATTENTION_OUTPUT_ROLES if options.keeps_output_projection else ATTENTION_ROLES
 
 
-def expected_layer(family: Family, config: Config, memories: Memories, layer: int) -> dict[str, LayerTensor]:
-    """Return roles and shapes of a layer's tensors, by their name within the layer.
+@dataclass(frozen=True)
+class Described:
+    """What a raw config says of a model, each part read when it is first used, and once.
 
     Args:
         family: The family of the model.
         config: Raw config of the model.
-        memories: The memories of the model.
-        layer: Index of the layer, from 0.
     """
-    tensors = family.layer_tensors(config, layer)
-    entry = memories.inserted.get(layer)
-    if entry is not None:
-        roles = kept_roles(inserted_options(entry))
-        tensors = {name: tensor for name, tensor in tensors.items() if tensor.role in roles}
-    of_memories = memories.layer_tensors(layer)
-    return tensors | {name: LayerTensor("memory", tensor.shape) for name, tensor in of_memories.items()}
 
+    family: Family
+    config: Config
 
-def expected_outer(family: Family, config: Config, memories: Memories) -> dict[str, Shape]:
-    """Return the shapes of the tensors outside the layers, by full name: the family's, and tables that layers share."""
-    with refusing_requests():
-        tables = {f"model.{name}": tensor.shape for name, tensor in memories.table_tensors().items()}
-    return family.outer_tensors(config) | tables
+    @cached_property
+    def sizes(self) -> ModelSizes:
+        """Sizes that memories are built for."""
+        return self.family.sizes(self.config)
+
+    @cached_property
+    def memories(self) -> Memories:
+        """Memories that the config lists."""
+        return memories_of(self.family, self.config)
+
+    @cached_property
+    def backbone_layers(self) -> list[dict[str, LayerTensor]]:
+        """Roles and shapes of each layer's tensors as the family has them, by their name within the layer."""
+        return self.family.layers(self.config)
+
+    @cached_property
+    def layers(self) -> list[dict[str, LayerTensor]]:
+        """Roles and shapes of each layer's tensors, with those of memories, by their name within the layer."""
+        layers, inserted = [], self.memories.inserted
+        for layer, tensors in enumerate(self.backbone_layers):
+            if layer in inserted:
+                roles = kept_roles(inserted_options(inserted[layer]))
+                tensors = {name: tensor for name, tensor in tensors.items() if tensor.role in roles}
+            if self.memories.entries:
+                of_memories = self.memories.layer_tensors(layer)
+                tensors = tensors | {name: LayerTensor("memory", tensor.shape) for name, tensor in of_memories.items()}
+            layers.append(tensors)
+        return layers
+
+    @cached_property
+    def outer(self) -> dict[str, Shape]:
+        """Shapes of the tensors outside the layers, by full name: the family's, and tables that layers share."""
+        with refusing_requests():
+            tables = {f"model.{name}": tensor.shape for name, tensor in self.memories.table_tensors().items()}
+        return self.family.outer_tensors(self.config) | tables
 
 
 def is_embedding(name: str) -> bool:

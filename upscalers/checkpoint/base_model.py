@@ -8,12 +8,13 @@ from functools import cached_property
 from pathlib import Path
 
 from midus_hf.config.memory_entries import Memories
+from midus_hf.config.model_sizes import ModelSizes
 from midus_hf.files.checkpoint_files import ADAPTER_CONFIG
 from midus_hf.files.json_text import parse_json
 from midus_hf.files.ownership import has_config_entry
 from upscalers.architecture.families import check_readable, family_of
 from upscalers.architecture.family import Config, Family, LayerTensor, Shape
-from upscalers.architecture.layer_tensors import expected_layer, expected_outer, is_embedding, memories_of
+from upscalers.architecture.layer_tensors import Described, is_embedding
 from upscalers.checkpoint.larger_model import LargerModel, larger_model_of
 from upscalers.checkpoint.merged_adapter import Adapter
 from upscalers.checkpoint.quantised_weights import names_of_packed, names_of_parts, with_products
@@ -83,9 +84,19 @@ class BaseModel:
         return names_of_packed(self.tensors)
 
     @cached_property
+    def described(self) -> Described:
+        """What the config says of the model."""
+        return Described(self.family, self.config)
+
+    @property
     def memories(self) -> Memories:
         """The memories that earlier upscalings gave the model."""
-        return memories_of(self.family, self.config)
+        return self.described.memories
+
+    @property
+    def sizes(self) -> ModelSizes:
+        """Sizes that memories are built for."""
+        return self.described.sizes
 
     @cached_property
     def _names_by_layer(self) -> list[dict[str, str]]:
@@ -148,7 +159,7 @@ class BaseModel:
 
     def layer_tensors(self, layer: int) -> dict[str, LayerTensor]:
         """Return roles and shapes of a layer's tensors, by their name within the layer."""
-        return expected_layer(self.family, self.config, self.memories, layer)
+        return self.described.layers[layer]
 
     @property
     def auto_class(self) -> str:
@@ -259,7 +270,8 @@ def open_base(
             "the base holds a PEFT adapter (adapter_config.json), which transformers would add when it loads the result; "
             "expected a model alone. Merge the adapter by giving its folder as --adapter, or remove the file."
         )
-    expected, integers = _expected_tensors(family, config), _stored_as_integers(family, config)
+    described = Described(family, config)
+    expected, integers = _expected_tensors(described), _stored_as_integers(described.memories, layers)
     stored = stored_tensors(folder, needs_weights) if gguf is None else gguf
     if stored is not None:
         stored = with_products(stored, config)
@@ -271,7 +283,7 @@ def open_base(
     if stored is None:
         dtype = SAFETENSORS_NAMES.get(str(dtype).removeprefix("torch."), "F32")
         planned = {name: StoredTensor(dtype, shape) for name, shape in expected.items()}
-        return BaseModel(folder, config, family, planned, larger=larger)
+        return _with(described, BaseModel(folder, config, family, planned, larger=larger))
 
     if larger is not None:
         stored = {larger.spelling.language_name(name): tensor for name, tensor in stored.items()}
@@ -316,7 +328,13 @@ def open_base(
         )
     if adapter is not None:
         stored = _merged(adapter, stored, family, config)
-    return BaseModel(folder, config, family, stored, unexpected, larger)
+    return _with(described, BaseModel(folder, config, family, stored, unexpected, larger))
+
+
+def _with(described: Described, model: BaseModel) -> BaseModel:
+    """Return the model, which then does not read its config again."""
+    vars(model)["described"] = described
+    return model
 
 
 def _merged(
@@ -345,22 +363,21 @@ def _merged(
     return changed
 
 
-def _expected_tensors(family: Family, config: Config) -> dict[str, tuple[int, ...]]:
-    memories = memories_of(family, config)
-    outer = expected_outer(family, config, memories)
+def _expected_tensors(described: Described) -> dict[str, tuple[int, ...]]:
+    outer = described.outer
     expected = {name: shape for name, shape in outer.items() if is_embedding(name)}
     last = [name for name in outer if name not in expected]
-    for layer in range(config["num_hidden_layers"]):
-        for name, tensor in expected_layer(family, config, memories, layer).items():
-            expected[f"model.layers.{layer}.{name}"] = tensor.shape
+    for layer, tensors in enumerate(described.layers):
+        expected |= {f"model.layers.{layer}.{name}": tensor.shape for name, tensor in tensors.items()}
     return {**expected, **{name: outer[name] for name in last}}
 
 
-def _stored_as_integers(family: Family, config: Config) -> dict[str, str]:
-    """Return the dtype of each tensor that a memory of the config stores as integers, by full name."""
-    memories = memories_of(family, config)
+def _stored_as_integers(memories: Memories, num_layers: int) -> dict[str, str]:
+    """Return the dtype of each tensor that a memory stores as integers, by full name."""
+    if not memories.entries:
+        return {}
     tensors = {f"{_PREFIX}{name}": tensor for name, tensor in memories.table_tensors().items()}
-    for layer in range(config["num_hidden_layers"]):
+    for layer in range(num_layers):
         tensors |= {
             f"{_PREFIX}layers.{layer}.{name}": tensor for name, tensor in memories.layer_tensors(layer).items()
         }

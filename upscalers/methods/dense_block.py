@@ -84,7 +84,7 @@ class DenseMethod(Method):
             RequestError: If a layer lacks projections that the method needs or that the identity fills, or if layers that are
                 combined have other tensors than one another, or experts.
         """
-        first, *others = (base.family.layer_tensors(base.config, source) for source in sources)
+        first, *others = (base.described.backbone_layers[source] for source in sources)
         experts = [source for source in sources if source in base.family.expert_layers(base.config)]
         if experts and others:
             raise RequestError(
@@ -145,7 +145,7 @@ class DenseMethod(Method):
             else Fill(tensor.shape, 1.0)
             if filled and tensor.role == "layer_scalar"
             else self.tensor_recipe(base, layer, name, tensor)
-            for name, tensor in base.family.layer_tensors(base.config, layer.sources[0]).items()
+            for name, tensor in base.described.backbone_layers[layer.sources[0]].items()
         }
 
     def tensor_recipe(self, base: BaseModel, layer: New, name: str, tensor: LayerTensor) -> Recipe:
@@ -193,7 +193,7 @@ class MatrixMethod(FusionMethod):
 
     def check_sources(self, base: BaseModel, sources: Sequence[int], what: str) -> None:
         super().check_sources(base, sources, what)
-        projections = projections_of(base.family.layer_tensors(base.config, sources[0]))
+        projections = projections_of(base.described.backbone_layers[sources[0]])
         for role in MATRIX_ROLES:
             of_role = [each.name for each in projections if each.role == role and each.name.endswith(".weight")]
             if len(of_role) > 1:

@@ -119,7 +119,7 @@ class AttachedMemoryMethod(HostedMemoryMethod):
     def check(self, base: BaseModel) -> None:
         super().check(base)
         with refusing_requests():
-            check_fit(self._memory(), base.family.sizes(base.config))
+            check_fit(self._memory(), base.sizes)
         sites = _attached_sites(self.memory_options)
         if self.options.site not in sites:
             raise RequestError(f"site is {self.options.site!r}; expected one of: {', '.join(sites)}.")
@@ -190,13 +190,13 @@ class AttachedMemoryMethod(HostedMemoryMethod):
     def _projections(self, base: BaseModel) -> dict[str, tuple[int, int]]:
         """Return the widths of the projections that a layer must have, by role; none for a memory outside of parts of layers."""
         inside = self.options.site.startswith("inside-")
-        return layer_projections(self._memory(), base.family.sizes(base.config)) if inside else {}
+        return layer_projections(self._memory(), base.sizes) if inside else {}
 
     def _hosting_layers(self, base: BaseModel) -> list[int]:
         """Return the layers that can have the memory: for a memory inside a part, those whose projections are as wide as needed."""
         widths, hosting = self._projections(base), []
         for layer in _own_layers(base):
-            tensors = base.family.layer_tensors(base.config, layer).values()
+            tensors = base.described.backbone_layers[layer].values()
             matrices = {(tensor.role, tensor.shape) for tensor in tensors}
             if all((role, (outputs, inputs)) in matrices for role, (inputs, outputs) in widths.items()):
                 hosting.append(layer)
@@ -222,7 +222,7 @@ class AttachedMemoryMethod(HostedMemoryMethod):
 
     def recipes(self, base: BaseModel, plan: Plan, seed: int) -> list[dict[str, Recipe]]:
         recipes, entry = super().recipes(base, plan, seed), self.entry(base, plan)
-        sizes = base.family.sizes(base.config)
+        sizes = base.sizes
         for layer in entry.layers:
             for name, tensor in entry.tensors_at(layer, sizes).items():
                 name = f"{ATTACHED}.{entry.name}.{name}"
@@ -232,7 +232,7 @@ class AttachedMemoryMethod(HostedMemoryMethod):
     def outer_recipes(self, base: BaseModel, plan: Plan, seed: int) -> dict[str, Recipe]:
         recipes, entry = super().outer_recipes(base, plan, seed), self.entry(base, plan)
         with refusing_requests():
-            tables = entry.options.tables(base.family.sizes(base.config), entry.layers)
+            tables = entry.options.tables(base.sizes, entry.layers)
         for number, shared in enumerate(tables):
             for name, tensor in shared.tensors.items():
                 name = f"{base.prefix}{TABLES}.{entry.name}.{number}.{name}"
@@ -289,7 +289,7 @@ class InsertedMemoryMethod(HostedMemoryMethod):
     def check(self, base: BaseModel) -> None:
         super().check(base)
         with refusing_requests():
-            check_fit(self.options, base.family.sizes(base.config))
+            check_fit(self.options, base.sizes)
         self.check_proven(base, "inserted")
 
     @classmethod
@@ -301,10 +301,7 @@ class InsertedMemoryMethod(HostedMemoryMethod):
 
         Memory blocks of an earlier upscaling may lack some of these tensors.
         """
-        roles = (
-            {tensor.role for tensor in base.family.layer_tensors(base.config, index).values()}
-            for index in range(base.num_layers)
-        )
+        roles = ({tensor.role for tensor in tensors.values()} for tensors in base.described.backbone_layers)
         wanted = next((of_layer & kept_roles(self.options) for of_layer in roles if "query" in of_layer), {"query"})
         period, following = layer.period, layer.next
         if following is None:
@@ -329,7 +326,7 @@ class InsertedMemoryMethod(HostedMemoryMethod):
             for name, tensor in base.layer_tensors(donor).items()
             if tensor.role in roles
         }
-        for name, tensor in self.options.tensors(base.family.sizes(base.config)).items():
+        for name, tensor in self.options.tensors(base.sizes).items():
             name = f"{INSERTED}.{name}"
             recipes[name] = initialised(tensor, base.new_name(index, name), seed)
         return recipes

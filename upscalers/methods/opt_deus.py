@@ -114,8 +114,8 @@ class OptDeus(MatrixMethod):
 
     def check_sources(self, base: BaseModel, sources: Sequence[int], what: str) -> None:
         super().check_sources(base, sources, what)
-        sizes = base.family.sizes(base.config)
-        tensors = base.family.layer_tensors(base.config, sources[0])
+        sizes = base.sizes
+        tensors = base.described.backbone_layers[sources[0]]
         shapes = {each.role: each.shape[0] for each in projections_of(tensors) if each.name.endswith(".weight")}
         rows = {"query": sizes.num_heads * sizes.head_dim}
         rows |= dict.fromkeys(("key", "value"), sizes.num_key_value_heads * sizes.head_dim)
@@ -176,8 +176,8 @@ class BlockFusion(Solver):
         super().__init__(f"layer {index}")
         self._index, self._filled, self._options = index, filled, options
         self._next, self._previous = (base.layer_names(source) for source in layer.sources)
-        self._tensors = base.family.layer_tensors(base.config, layer.sources[0])
-        sizes = base.family.sizes(base.config)
+        self._tensors = base.described.backbone_layers[layer.sources[0]]
+        sizes = base.sizes
         self._key_value_heads, self._head_dim = sizes.num_key_value_heads, sizes.head_dim
         projections = projections_of(self._tensors)
         self._weights = {each.role: each for each in projections if each.name.endswith(".weight")}

@@ -39,7 +39,7 @@ def read_scale(scale: Any, what: str) -> dict[str, float]:
 
 def _roles(base: BaseModel) -> set[str]:
     """Return the roles that tensors of the base's layers have."""
-    layers = (base.family.layer_tensors(base.config, layer) for layer in range(base.num_layers))
+    layers = (base.described.backbone_layers[layer] for layer in range(base.num_layers))
     return {tensor.role for tensors in layers for tensor in tensors.values()}
 
 
@@ -84,7 +84,7 @@ def scaled_layer(base: BaseModel, layer: int, scale: Mapping[str, float]) -> dic
     """Return recipes for a base layer with each tensor times the factor of its role; norms are scaled by their gains."""
     return {
         name: combination(base, name, tensor, [(layer, scale.get(tensor.role, scale.get(OTHERS, 1.0)))])
-        for name, tensor in base.family.layer_tensors(base.config, layer).items()
+        for name, tensor in base.described.backbone_layers[layer].items()
     }
 
 

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from midus_hf.config.fetched_blocks import BankLayout
+from midus_hf.config.memory_entries import Memories
 from midus_hf.files.ownership import CONFIG_KEY
 from upscalers.architecture.family import Config
 from upscalers.architecture.layer_tensors import memories_of
@@ -96,6 +97,11 @@ class Job:
             config.pop("torch_dtype", None)
             config["dtype"] = self.dtype
         return config
+
+    @cached_property
+    def _memories(self) -> Memories:
+        """Memories of the upscaled model."""
+        return memories_of(self.base.family, self.config)
 
     @property
     def _new_modules(self) -> list[str]:
@@ -189,7 +195,7 @@ class Job:
 
     def counts(self) -> ParameterCounts:
         """Return the numbers of parameters, without buffers."""
-        uncounted, memories = self.base.uncounted_names(), memories_of(self.base.family, self.config)
+        uncounted, memories = self.base.uncounted_names(), self._memories
         base = sum(math.prod(tensor.shape) for name, tensor in self.base.tensors.items() if name not in uncounted)
         layers = range(self.plan.num_layers)
         buffers = {self.base.new_name(layer, name) for layer in layers for name in memories.buffers(layer)}
@@ -216,7 +222,7 @@ class Job:
     @cached_property
     def new_banks(self) -> dict[str, BankLayout]:
         """Layout of each bank that the upscaled model has and the base does not, by the name of its memory."""
-        banks = memories_of(self.base.family, self.config).banks
+        banks = self._memories.banks
         return {name: layout for name, layout in banks.items() if name in self.plan.new_memories}
 
     def scratch_bytes(self) -> int:
@@ -255,7 +261,7 @@ class Job:
         if self.base.family.is_converted(self.base.config):
             needed += sum(tensor.num_bytes for tensor in new.values())  # such a model is not streamed
         # The blocks of one path: drawn in float32, then cast, then kept.
-        banks = memories_of(self.base.family, self.config).banks
+        banks = self._memories.banks
         needed += sum(layout.fetched for layout in banks.values()) * (ITEM_BYTES["F32"] + 2 * ITEM_BYTES[dtype])
         free = available_bytes()
         if needed <= free:

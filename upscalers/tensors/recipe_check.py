@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 
 from upscalers.architecture.families import family_of
 from upscalers.architecture.family import Config, LayerTensor
-from upscalers.architecture.layer_tensors import expected_layer, expected_outer, memories_of
+from upscalers.architecture.layer_tensors import Described
 from upscalers.checkpoint.base_model import BaseModel
 from upscalers.plan.plan import Plan
 from upscalers.request.errors import MethodError
@@ -47,14 +47,10 @@ def check_recipes(
                 f"method {method} gives {what} {number}; expected {plan.num_layers}, as many as its plan has."
             )
     family, origins = family_of(config), _origins(base, plan.num_layers)
-    memories = memories_of(family, config)
-    for index, recipes in enumerate(layers):
-        expected = expected_layer(family, config, memories, index)
+    described = Described(family, config)
+    for index, (recipes, expected) in enumerate(zip(layers, described.layers, strict=True)):
         _check_part(f"method {method}, layer {index}", base, origins, expected, recipes)
-    tensors = {
-        name if base.prefix else name.removeprefix("model."): shape
-        for name, shape in expected_outer(family, config, memories).items()
-    }
+    tensors = {name if base.prefix else name.removeprefix("model."): shape for name, shape in described.outer.items()}
     tensors |= {name: shape for name, shape in family.tied_tensors(config).items() if name in outer}
     expected = {name: LayerTensor(name, shape) for name, shape in tensors.items()}
     _check_part(f"method {method}, outside the layers", base, origins, expected, outer)
