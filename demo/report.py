@@ -4,8 +4,8 @@ import json
 from pathlib import Path
 from typing import Any
 
-from midus_hf.analysis.page import ColouredToken, Section, TableOfWords, write_page
-from midus_hf.analysis.pictures import as_png, new_figure
+from midus_hf.look.page import ColouredToken, Section, TableOfWords, write_page
+from midus_hf.look.pictures import as_png, new_figure
 
 _TITLE = "Head-wise memory in a pretrained model"
 _MEAN_OVER = 10

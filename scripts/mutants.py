@@ -57,7 +57,7 @@ NEAREST = {
     "midus_hf/ops/gather/triton/rows.py": f"{OPS} -k triton",
     "midus_hf/memory": "tests/memory tests/models/test_training.py tests/models/test_routing_causality.py",
     "midus_hf/memory/registry.py": "tests/memory tests/models/test_config.py tests/sites/test_lora.py",
-    "midus_hf/memory/sequence_heads.py": "tests/models/test_depth.py tests/analysis/test_depth_records.py",
+    "midus_hf/memory/sequence_heads.py": "tests/models/test_depth.py tests/look/test_depth.py",
     "midus_hf/memory/depth_attention.py": "tests/models/test_depth.py",
     "midus_hf/config": "tests/config tests/memory/test_registry.py tests/upscalers/test_families.py tests/upscalers/test_options.py",
     "midus_hf/files": "tests/files",

@@ -58,7 +58,7 @@ ROOMS_OF_MODELS = (
     "documents",
     "retrieval",
     "evaluation",
-    "analysis",
+    "look",
     "training",
     "sft",
     "clusters",

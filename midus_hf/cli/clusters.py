@@ -192,11 +192,11 @@ def report(
     json_: Json = False,
 ) -> None:
     """Report how large the nodes of a tree are, how they agree with gold labels, and which texts they hold."""
-    from midus_hf.analysis.pictures import PICTURE_SUFFIXES
     from midus_hf.clusters.corpus import Corpus
     from midus_hf.clusters.picture import draw_tree
     from midus_hf.clusters.report import level_reports, level_table, node_reports, node_table, sample_texts
     from midus_hf.clusters.run import check_scikit_learn, open_build
+    from midus_hf.look.pictures import PICTURE_SUFFIXES
 
     if output is not None:
         check_file("output", output, PICTURE_SUFFIXES, PICTURE_SUFFIXES, "is a picture, which needs")

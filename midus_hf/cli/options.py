@@ -18,7 +18,7 @@ from midus_hf.config.wording import install_extra
 from midus_hf.model_names import check_model_name
 
 if TYPE_CHECKING:
-    from midus_hf.analysis.page import TableOfWords
+    from midus_hf.look.page import TableOfWords
 
 
 def option(help: str, metavar: str, *names: str, **settings: Any) -> Any:

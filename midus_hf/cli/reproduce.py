@@ -93,8 +93,8 @@ def midus_reproduce(
 
 
 def _list(repository: "Repository", json_: bool) -> None:
-    from midus_hf.analysis.page import TableOfWords
     from midus_hf.compare.reproduce.table import read_options_of
+    from midus_hf.look.page import TableOfWords
 
     listed = [
         {"paper": paper, "table": table, "title": read_options_of(repository, paper, table).title}

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import numpy as np
 
-from midus_hf.analysis.pictures import new_figure
 from midus_hf.clusters.report import commonest_labels
+from midus_hf.look.pictures import new_figure
 
 # Share of the picture's width that one character takes.
 _CHARACTER = 0.0047

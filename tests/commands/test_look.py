@@ -3,7 +3,6 @@
 import csv
 import importlib.util
 import json
-import math
 import shutil
 import sys
 from collections.abc import Callable
@@ -12,17 +11,17 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from analysis.chapter_models import CHAPTERS, LAYERS, READ, routed_model, rows_of
-from analysis.memory_models import write_text
-from analysis.upscaled_folders import METHODS, acting, loaded, saved_pair, saved_with_bank
+from look.chapter_models import CHAPTERS, LAYERS, READ, SHARED, routed_model, rows_of
+from look.memory_models import write_text
+from look.upscaled_folders import METHODS, acting, loaded, saved_pair, saved_with_bank
 from models.depth_models import depth_model
 from retrieval.tiny_bert import WIDTH
 from retrieval.trees import random_tree
 from safetensors.torch import load_file, save_file
 from training.tiny_run import document, letter_tokenizer, tiny_tokenizer
 
-from midus_hf.analysis.slots.usage import counted_types, record_usage
 from midus_hf.config.wording import install_extra
+from midus_hf.look.usage import counted_types, record_usage
 from midus_hf.retrieval.memory_retriever import MemoryRetriever
 from midus_hf.retrieval.tree_files import TreeOrigin
 from upscalers.runs.upscale import upscale
@@ -156,42 +155,25 @@ def test_memories_without_slots_are_named_beside_those_that_are_counted(run, roo
         "depth-attention": [3, 5]
     }
     assert "not counted: memory of type depth-attention in layers 3, 5, which has no slots" in done.err
-    assert [of_layer["layer"] for of_layer in report["chapters"]] == [0, 2]
     for layer in (layers["0 chapters"], layers["2 chapters"]):
         assert 2 / 5 <= layer["used"] <= 1 and 1 / 5 <= layer["largest"] <= 1 / 2 < 2 / 5 + layer["perplexity"]
 
 
-def test_usage_of_chapters_is_all_there_is_to_know(run, room, tmp_path):
-    pytest.importorskip("matplotlib")
-    files = [tmp_path / f"chapters.{kind}" for kind in ("html", "png", "csv", "json")]
-    done = run("usage", room.chapters, *room.kinds, *outputs(*files))
-    title = "2 of 5 routed chapters; entropy at most 1.609, information 0.693 nats"
-    assert all(part in done.out for part in (title, "typical of a text", "x 2.00"))
-    page, picture, table, report = (file.read_bytes() for file in files)
-    assert picture.startswith(b"\x89PNG") and page.count(b"data:image/png;base64,") == 4
-    assert all(f"chapters: {name}".encode() in page for name in ("entropies", "shares", "specialisation"))
-    rows = list(csv.DictReader(table.decode().splitlines()))
-    assert len(rows) == len(LAYERS) * 2 * CHAPTERS
-    assert {row["chapter"] for row in rows if row["text"] == "a" and float(row["read_share"]) == 1} == {"0", "1", "2"}
-    told = json.loads(report)
-    assert set(told) == {"model", "texts", "chapters", "not_counted"}
-    assert [of_layer["layer"] for of_layer in told["chapters"]] == LAYERS
-    for of_layer in told["chapters"]:
-        assert of_layer["mutual_information"] == pytest.approx(math.log(2))
-        assert set(of_layer["texts"]["a"]) == {
-            "tokens", "unguided_share", "read_shares", "entropy", "effective_chapters", "dead_chapters", "stability_within",
-            "stability_between", "attention_mass", "shared_mass", "routed_mass", "added_to_attention", "added_to_residual",
-        }  # fmt: skip
-        assert {row["chapter"] for row in of_layer["typical"]["b"]} == {4, 5}
-    alone = run("usage", room.chapters, *room.kinds[:2], "--limit", 1, "--sequence-length", 6, *outputs(*files))
-    assert "typical" not in alone.out and b"specialisation" not in files[0].read_bytes()
-    read = json.loads(files[3].read_bytes())["texts"]["a"]
-    assert read == {**read, "documents": 1, "rows": 2, "tokens": 12}
+def test_usage_of_chapters_is_counted_per_routed_chapter(run, room, tmp_path):
+    table = tmp_path / "chapters.csv"
+    report = json.loads(run("usage", room.chapters, *room.kinds, "--output", table, "--json").out)
+    assert set(report) == {"model", "texts", "not_counted"} and report["not_counted"] == {}
+    assert set(report["texts"]["a"]["layers"]) == {f"{layer} chapters" for layer in LAYERS}
+    rows = list(csv.DictReader(table.read_text().splitlines()))
+    assert len(rows) == len(LAYERS) * 2 * (CHAPTERS - SHARED)
+    for kind, read in READ.items():
+        opened = {int(row["number"]) + SHARED for row in rows if row["text"] == kind and int(row["count"])}
+        assert opened == set(read) - {0}
 
 
 def test_blocks_that_the_paths_of_documents_name_are_counted_without_reading_them(run, bank, tmp_path, monkeypatch):
     pytest.importorskip("matplotlib")
-    monkeypatch.setattr("midus_hf.analysis.text_rows._row_sums", None)
+    monkeypatch.setattr("midus_hf.look.text_rows._row_sums", None)
     files = [tmp_path / f"blocks.{kind}" for kind in ("png", "csv")]
     texts = ["--text", f"a={bank.texts}", "--text", f"b={bank.texts}"]
     words = ["usage", bank.model, *texts, "--retriever", bank.tree, "--sequence-length", 8]
@@ -249,22 +231,19 @@ def test_ablation_of_parts_is_a_table_json_csv_and_a_picture(run, room, tmp_path
     assert "all of them" in table and "layer 3 of the base" in table and "loss of the base's layers" in table
 
 
-def test_ablation_of_chapters_is_a_table_json_csv_and_a_picture(run, room, tmp_path):
+def test_chapters_are_parts_of_an_ablation(run, room, tmp_path):
     pytest.importorskip("matplotlib")
-    files = [tmp_path / f"ablation.{kind}" for kind in ("json", "csv", "png", "html")]
+    files = [tmp_path / f"ablation.{kind}" for kind in ("csv", "png")]
     words = ["ablation", room.chapters, *room.kinds]
-    done = run(*words, "--chapters", "0-1,3-4", "--layers", "0,2", *outputs(*files), "--json")
-    report = json.loads(done.out)
-    assert set(report) == {"model", "texts", "mode", "memory", "layers", "chapters"}
-    moved = {
-        row["chapter"]: {kind for kind in READ if row["effects"][kind]["difference"]} for row in report["chapters"]
-    }
-    assert moved == {0: {"a", "b"}, 1: {"a"}, 3: set(), 4: {"b"}}
-    assert json.loads(files[0].read_text()) == report
-    assert files[2].read_bytes().startswith(b"\x89PNG") and "What texts lose without a chapter" in files[3].read_text()
-    assert len(list(csv.DictReader(files[1].read_text().splitlines()))) == 8
-    table = run(*words, "--mode", "swap-random", "--chapters", "1-5", "--top", 2).out
-    assert "as it is" in table and "±" in table and " as " in table
+    report = json.loads(run(*words, "--chapters", "0-1,3-4", *outputs(*files), "--json").out)
+    moved = [{kind for kind in READ if row["texts"][kind]["difference"]} for row in report["parts"]]
+    assert moved == [{"a", "b"}, {"a"}, set(), {"b"}]
+    assert [row["part"] for row in report["parts"]] == [f"chapters chapter {number}" for number in (0, 1, 3, 4)]
+    assert files[1].read_bytes().startswith(b"\x89PNG")
+    lines = list(csv.DictReader(files[0].read_text().splitlines()))
+    assert [line["kind"] for line in lines[::2]] == ["chapter"] * 4 + ["all"]
+    table = run(*words, "--chapters", "all", "--all").out
+    assert "chapters chapter 5" in table and "layer 3 of the base" in table
 
 
 def test_drift_is_the_same_from_a_base_within_and_from_another(run, room, tmp_path):
@@ -308,27 +287,7 @@ def test_a_base_that_trained_or_has_other_tokens_is_refused(run, room, tmp_path)
     assert message in refusal(room.trained, "--base", absent)
 
 
-# values, depth and heads
-
-
-def test_values_of_the_most_used_slots_and_of_named_ones_are_shown(run, room):
-    done = run("values", room.trained, "--layers", 1, *room.text, "--top", 3, "--tokens", 2, "--json")
-    told = json.loads(done.out)
-    assert (told["layer"], told["memory"], len(told["slots"])) == (1, "", 3)
-    assert told["slots"][0]["share"] >= told["slots"][2]["share"] > 0
-    assert all(len(of_slot["tokens"]) == 2 for of_slot in told["slots"])
-    table = run("values", room.trained, "--layers", 4, "--slots", "2,5-6", "--heads", 3).out
-    assert "a probe, no proof" in table and "'w" in table
-    assert run("values", room.made, "--layers", 4, "--slots", "0").out.count("adds nothing") == HEADS
-
-
-def test_values_of_chapters_are_shown(run, room):
-    done = run("values", room.chapters, "--chapters", "2", "--layers", "0", "--tokens", 3, "--rows", "--json")
-    (chapter,) = json.loads(done.out)["chapters"]
-    assert (chapter["layer"], chapter["chapter"]) == (0, 2)
-    assert len(chapter["tokens"]) == 3 and [len(row) for row in chapter["rows"]] == [3] * 4
-    done = run("values", room.chapters, "--chapters", "all")
-    assert "a probe, no proof" in done.out and "'w" in done.out
+# depth and heads
 
 
 def test_depth_is_all_there_is_to_know(run, room):
@@ -394,14 +353,12 @@ def test_one_page_joins_all_answers_and_checks_the_base_once(run, room, tmp_path
 
     checked, keeps_base = [], base_confirmation.keeps_base
     monkeypatch.setattr(base_confirmation, "keeps_base", lambda name: checked.append(name) or keeps_base(name))
-    monkeypatch.setattr(
-        "midus_hf.analysis.slots.report.usage_csv", None
-    )  # nothing but what the page holds is computed
+    monkeypatch.setattr("midus_hf.look.usage_report.usage_csv", None)  # nothing but what the page holds is computed
     words = ["page", room.trained, *room.text, "--sequence-length", 20, "--output"]
     assert "Slots retrieved" in run(*words, tmp_path / "page.html").out and checked == [str(room.trained)]
     page = (tmp_path / "page.html").read_text()
     titles = ("Slots retrieved", "How far predictions moved", "Loss without a part", "What moved farthest")
-    assert all(title in page for title in (*titles, "slots add in layer 4"))
+    assert all(title in page for title in titles)
     assert page.count("data:image/png;base64,") == 2 and page.count('class="passage"') == 3
     run(*words, tmp_path / "other.html", "--base", room.base)
     of_base = "compared with its base, which is the model without what was added"
@@ -417,7 +374,7 @@ def test_a_page_has_blocks_chapters_and_depth(run, room, bank, tmp_path):
     run(*words, "--retriever", bank.tree)
     told = page.read_text()
     assert "Blocks fetched" in told and "hier-ffn level 2" in told and told.count("data:image/png;base64,") == 2
-    for model, answer in ((room.chapters, "What chapters hold"), (room.depth, "What heads read of the depth")):
+    for model, answer in ((room.chapters, "0 chapters"), (room.depth, "What heads read of the depth")):
         run("page", model, *room.text, "--base", room.base, "--output", page)
         assert answer in page.read_text()
 
@@ -452,7 +409,12 @@ REFUSALS = [
         "usage BANK TEXT",
         "the texts of this midus_llama model fetch blocks, and nothing says which; expected the tree of",
     ),
-    ("usage CHAPTERS TEXT --memory other", "memory is 'other'; expected one of: chapters."),
+    ("ablation CHAPTERS TEXT --chapters all --memory other", "memory is 'other'; expected one of: chapters."),
+    (
+        "ablation CHAPTERS TEXT --memory chapters",
+        "memory is 'chapters', which is for chapters; give --chapters as well.",
+    ),
+    ("drift TRAINED TEXT --top 0", "top is 0; expected at least 1."),
     ("heads BASE --tasks piqa --limit 0", "limit is 0; expected at least 1."),
     (
         "heads BASE --tasks midus_piqa",
@@ -460,29 +422,20 @@ REFUSALS = [
     ),
     (
         "heads BASE --tasks piqa --text a.txt",
-        "--text is an option of usage and depth and ablation and drift and values",
+        "--text is an option of usage and ablation and drift and depth and page",
     ),
     ("heads BASE --data questions", "--tasks is missing; heads needs it."),
-    ("values TRAINED --layers 1", "neither text nor slots are given; expected one: slots by number, or a text"),
-    ("values TRAINED --layers 0 --slots 0", "layer is 0; expected one with a memory of slots: 1, 4."),
-    ("values TRAINED --layers 1 --slots 16", "slots is '16'; expected numbers from 0 to 15"),
-    ("values TRAINED --layers 1 TEXT --top 0", "top is 0; expected at least 1."),
-    ("values TRAINED --layers 1-2 --slots 0", "layers is '1-2'; expected one number."),
-    ("values TRAINED --slots 0", "neither layers nor chapters are given; expected the layer whose slots"),
-    ("values CHAPTERS --chapters all --tokens 0", "tokens is 0; expected at least 1."),
-    ("values CHAPTERS --rows", "rows is true, which is for chapters; give --chapters as well."),
-    ("values BASE --chapters all", "this llama model has no memory of chapters; expected one upscaled with"),
     ("drift TRAINED BASE TEXT", "2 models are given; expected one, for all questions but heads."),
     ("drift BASE TEXT", "base was not made by upscale: its config.json has no 'upscale' entry. Give an upscaled"),
     ("page TRAINED TEXT", "--output is missing; page needs it, such as --output page.html."),
     ("ablation BASE TEXT", "this llama model has no layer and no memory that was added to a base; expected"),
-    ("ablation BASE TEXT --chapters all", "this llama model has no memory of chapters; expected one upscaled with"),
+    (
+        "ablation TRAINED TEXT --chapters all",
+        "this midus_llama model has no memory of chapters; expected one upscaled",
+    ),
     ("ablation CHAPTERS TEXT --chapters 6", "chapters is '6'; expected numbers from 0 to 5, the model's."),
-    ("ablation CHAPTERS TEXT --chapters all --layers 1", "layer is 1; expected one with chapters: 0, 2."),
-    ("ablation CHAPTERS TEXT --chapters 1 --layers 2,2", "layers is '2,2', which names 2 twice; expected each once."),
-    ("ablation CHAPTERS TEXT --chapters 1 --mode burn", "mode is 'burn'; expected one of: zero, swap-random, drop."),
-    ("ablation CHAPTERS TEXT --mode drop", "mode is 'drop', which is for chapters; give --chapters as well."),
-    ("ablation CHAPTERS TEXT --chapters 1 --all", "all is true and chapters are given; --all is for layers of"),
+    ("ablation CHAPTERS TEXT --chapters 2,2", "chapters is '2,2', which names 2 twice; expected each once."),
+    ("ablation CHAPTERS TEXT --layers 1", "--layers is an option of depth; leave it out."),
     ("depth DEPTH TEXT --memory other", "memory is 'other'; expected one of: depth-attention."),
     ("depth DEPTH TEXT --layers 0", "layer is 0; expected one that reads the depth: 1, 2, 3."),
     ("depth DEPTH TEXT --layers 4", "layers is '4'; expected numbers from 0 to 3, the model's."),

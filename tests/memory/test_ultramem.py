@@ -6,10 +6,10 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from midus_hf.analysis.slots.usage import Usage, summarise
 from midus_hf.config.memories.ultramem import UltraMemOptions
 from midus_hf.config.memories.ultramem_statistics import best_scores
 from midus_hf.config.model_sizes import ModelSizes
+from midus_hf.look.usage import Usage, summarise
 from midus_hf.memory.protocols import ReadsFewRows, RetrievesSlots
 from midus_hf.memory.registry import build_memory
 

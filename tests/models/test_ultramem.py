@@ -10,7 +10,7 @@ from tiny import NATIVE_FAMILIES, prompt, tiny_model
 from torch import nn
 from transformers import AutoModelForCausalLM
 
-from midus_hf.analysis.slots.usage import record_usage
+from midus_hf.look.usage import record_usage
 from midus_hf.models import FAMILIES
 
 ENTRY = {"type": "ultramem", "layers": [1, 3], "n": 8, "k": 3}

@@ -4,7 +4,7 @@ import dataclasses
 
 import pytest
 import torch
-from analysis.memory_models import ENTRIES, enable_checkpointing, has_hooks, memories, memory_model
+from look.memory_models import ENTRIES, enable_checkpointing, has_hooks, memories, memory_model
 from tiny import prompt
 from training.outcomes import events
 from training.tiny_run import refused

@@ -20,8 +20,8 @@ from tiny import tiny_model
 from training.tiny_run import refused
 from transformers import AutoModelForCausalLM
 
-from midus_hf.analysis.slots.usage import record_usage
-from midus_hf.analysis.watched_models import MemoryPlace
+from midus_hf.look.usage import record_usage
+from midus_hf.look.watched_models import MemoryPlace
 from midus_hf.memory.registry import MemoryModule
 from midus_hf.training.optim.freezing import set_trainable
 from midus_hf.training.optim.lora import lora_config

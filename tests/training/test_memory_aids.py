@@ -4,13 +4,13 @@ import math
 
 import pytest
 import torch
-from analysis.memory_models import memory_model
+from look.memory_models import memory_model
 from training.outcomes import exact_log, logged, moved
 from training.steered_runs import cut_off, executed_with_rates
 from training.tiny_run import tiny_tokenizer
 from transformers import AutoModelForCausalLM, TrainerCallback
 
-from midus_hf.analysis.slots.usage import record_usage
+from midus_hf.look.usage import record_usage
 from midus_hf.training.run.train import prepare, train
 
 USAGE = ("memory_used_share", "memory_perplexity")

@@ -5,7 +5,7 @@ import re
 
 import pytest
 import torch
-from analysis.memory_models import memory_model
+from look.memory_models import memory_model
 from training.tiny_run import refused
 from transformers import AutoModelForCausalLM, TrainingArguments, get_cosine_schedule_with_warmup
 

@@ -1,4 +1,4 @@
-"""`midus look`: what the memories of a model read, do and hold, and what has changed."""
+"""`midus look`: what the memories of a model read and do, and what has changed."""
 
 import contextlib
 import importlib
@@ -16,7 +16,7 @@ from midus_hf.cli.options import Json, check_file, option, sharing_options, show
 app = command_line()
 
 
-@QUESTIONS.command(app, "Look into a model: what its memories read, do and hold, and what has changed.")
+@QUESTIONS.command(app, "Look into a model: what its memories read and do, and what has changed.")
 @sharing_options
 def look(
     context: typer.Context,
@@ -47,7 +47,7 @@ def _check_files(question: str, files: list[Path]) -> None:
     Raises:
         ValueError: If a file has another ending, its folder does not exist, or matplotlib is missing for pictures.
     """
-    from midus_hf.analysis.page import DRAWN_SUFFIXES, FILE_SUFFIXES
+    from midus_hf.look.page import DRAWN_SUFFIXES, FILE_SUFFIXES
 
     if question == "page" and not files:
         raise ValueError("--output is missing; page needs it, such as --output page.html.")

@@ -9,42 +9,28 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
-from midus_hf.analysis.chapters import report as of_chapters
-from midus_hf.analysis.chapters.ablation import ablate
-from midus_hf.analysis.chapters.edits import one_memory
-from midus_hf.analysis.chapters.records import record_chapter_usage, record_chapters
-from midus_hf.analysis.chapters.stats import ChapterStats, chapter_stats
-from midus_hf.analysis.chapters.tokens import nearest_tokens
-from midus_hf.analysis.depth import report as of_depth
-from midus_hf.analysis.depth.map import depth_map
-from midus_hf.analysis.depth.readers import readers_of_depth
-from midus_hf.analysis.depth.reading import depth_readings, writers
-from midus_hf.analysis.depth.records import record_depth
-from midus_hf.analysis.inside import drift as of_drift
-from midus_hf.analysis.inside import head_importance as of_heads
-from midus_hf.analysis.inside import layer_effects as of_parts
-from midus_hf.analysis.inside.added_parts import added_parts
-from midus_hf.analysis.page import Answer
-from midus_hf.analysis.slots import report as of_slots
-from midus_hf.analysis.slots.block_usage import BlockUsage, bank_layouts, usage_by_rows
-from midus_hf.analysis.slots.slot_tokens import memories_of_slots, memory_of_slots, slot_tokens, slots_table
-from midus_hf.analysis.slots.usage import Usage, counted_types, record_usage, summarise, uncounted_memories
-from midus_hf.analysis.text_rows import TextRows, adding, read_rows, read_texts
-from midus_hf.analysis.watched_models import MemoryPlace
-from midus_hf.cli.look.request import OF_CHAPTERS, Request
+from midus_hf.cli.look.request import Request
 from midus_hf.cli.options import needing_harness
+from midus_hf.look import ablation as of_parts
+from midus_hf.look import depth_report as of_depth
+from midus_hf.look import drift as of_drift
+from midus_hf.look import heads as of_heads
+from midus_hf.look import usage_report as of_slots
+from midus_hf.look.block_usage import BlockUsage, bank_layouts, usage_by_rows
+from midus_hf.look.chapters import one_memory
+from midus_hf.look.depth import depth_map, depth_readings, readers_of_depth, record_depth, writers
+from midus_hf.look.page import Answer
+from midus_hf.look.parts import added_parts, chapter_parts
+from midus_hf.look.text_rows import TextRows, adding, read_rows, read_texts
+from midus_hf.look.usage import counted_types, record_chapter_usage, record_usage, summarise, uncounted_memories
+from midus_hf.look.watched_models import MemoryPlace
 from midus_hf.memory.protocols import RetrievesSlots
 from midus_hf.short_names import short_names
 
-# Numbers of layers with typical chapters and of slots that were written that a terminal shows. JSON and the page have all.
-_MOST_LAYERS, _MOST_WRITERS = 3, 10
-# Numbers of rows per text that `drift` shows, and of slots that `values` shows, by default.
-_MOST_ROWS, _MOST_SLOTS = 5, 10
-# Number of slots of each memory that the page shows.
-_SLOTS_ON_PAGE = 3
-_HOW_TO_READ_VALUES = (
-    "{} is read through the model's final norm and head, as if it were all that is added: a probe, no proof."
-)
+# Number of slots that were written that a terminal shows. JSON and the page have all.
+_MOST_WRITERS = 10
+# Number of rows per text that `drift` shows by default.
+_MOST_ROWS = 5
 
 
 @contextlib.contextmanager
@@ -89,7 +75,6 @@ class _TextUsage:
         losses: Mean loss of each text, in nats per token, by the text's name; empty if the model did not read.
         counts: Retrievals of slots and openings of chapters, `[H, N]` per memory, by the text's name.
         blocks: Fetched blocks, by the text's name; empty if texts fetch nothing.
-        chapters: Statistics of chapters, per memory and layer.
         not_counted: Layers of memories without anything to count, by type of memory.
     """
 
@@ -97,7 +82,6 @@ class _TextUsage:
     losses: dict[str, float] = dataclasses.field(default_factory=dict)
     counts: dict[str, dict[MemoryPlace, torch.Tensor]] = dataclasses.field(default_factory=dict)
     blocks: dict[str, BlockUsage] = dataclasses.field(default_factory=dict)
-    chapters: list[ChapterStats] = dataclasses.field(default_factory=list)
 
     def total(self) -> dict[MemoryPlace, torch.Tensor]:
         """Return the counts of all texts together."""
@@ -120,7 +104,7 @@ def usage(request: Request) -> Answer:
             f"{others and f', only memory of type {others}'}; expected an upscaled model with memory of one of the types: "
             f"{', '.join(counted_types())}."
         )
-    used = _count_usage(request, request.memory)
+    used = _count_usage(request)
     for memory_type, of_type in used.not_counted.items():
         listed = ", ".join(map(str, of_type))
         print(f"not counted: memory of type {memory_type} in layers {listed}, which has no slots", file=sys.stderr)
@@ -138,17 +122,10 @@ def _has_slots(model: Any) -> bool:
     return any(isinstance(module, RetrievesSlots) for module in model.modules())
 
 
-def _count_usage(request: Request, memory: str | None) -> _TextUsage:
+def _count_usage(request: Request) -> _TextUsage:
     """Let the model read the texts, and return which slots, chapters and blocks they used.
 
     If fetched blocks are all that can be counted, the model does not read.
-
-    Args:
-        request: The request, which names the model and the texts.
-        memory: Name of one of several memories of chapters. None: all memories of chapters.
-
-    Raises:
-        ValueError: If the model has no memory of chapters with this name.
     """
     model, _ = request.loaded
     used = _TextUsage(uncounted_memories(model))
@@ -160,23 +137,17 @@ def _count_usage(request: Request, memory: str | None) -> _TextUsage:
         for layout in layouts.values():
             used.not_counted.pop(layout.memory_type, None)
     with contextlib.ExitStack() as stack:
-        counters, records = [], None
-        if _has_slots(model):
-            counters.append(stack.enter_context(record_usage(model)))
-        if has_chapters or memory is not None:
-            records = stack.enter_context(record_chapters(model, memory))
-            counters.append(stack.enter_context(record_chapter_usage(model)))
+        recorders = [record_usage] * _has_slots(model) + [record_chapter_usage] * has_chapters
+        counters = [stack.enter_context(record(model)) for record in recorders]
         if not counters:
             return used
         advance = adding(stack.enter_context(_token_bar()), sum(text.num_tokens for text in rows))
         for text in rows:
-            read = read_rows(model, text, batch_size=request.batch_size, records=records, progress=advance)
-            used.losses[text.name] = read.mean
+            used.losses[text.name] = read_rows(model, text, batch_size=request.batch_size, progress=advance).mean
             counts = {spot: counted.clone() for counter in counters for spot, counted in counter.counts.items()}
             used.counts[text.name] = dict(sorted(counts.items()))
             for counter in counters:
                 counter.reset()
-        used.chapters = [] if records is None else chapter_stats(records)
     return used
 
 
@@ -186,21 +157,13 @@ def _usage_answer(request: Request, used: _TextUsage) -> Answer:
     for name, text in texts.items():
         text["layers"] = {str(spot): vars(each) for spot, each in summaries.get(name, {}).items()}
         text["blocks"] = of_slots.as_json(used.blocks[name]) if name in used.blocks else {}
-    tables = [of_slots.usage_table(summaries), of_slots.blocks_table(used.blocks)]
-    terminal_tables, pictures = list(tables), {}
+    pictures = {}
     if used.counts:
         pictures["How often slots are retrieved"] = lambda: of_slots.draw_usage(used.total())
     if used.blocks:
         pictures["How often blocks are fetched"] = lambda: of_slots.draw_blocks(used.blocks)
-    if used.chapters:
-        reading = of_chapters.reading_table(used.chapters)
-        tables += [reading, of_chapters.typical_table(used.chapters)]
-        terminal_tables += [reading, of_chapters.typical_table(used.chapters, _MOST_LAYERS)]
-        pictures |= of_chapters.stats_pictures(used.chapters)
 
     def as_csv() -> str:
-        if used.chapters:
-            return of_chapters.stats_csv(used.chapters)
         counts: dict[str, dict[Any, Any]] = {
             text: {**used.counts.get(text, {}), **(used.blocks[text].counts if text in used.blocks else {})}
             for text in texts
@@ -209,16 +172,9 @@ def _usage_answer(request: Request, used: _TextUsage) -> Answer:
 
     return Answer(
         title="What texts use of the memories",
-        report={
-            "model": request.model,
-            "texts": texts,
-            "chapters": [dataclasses.asdict(of_layer) for of_layer in used.chapters],
-            "not_counted": used.not_counted,
-        },
-        tables=tables,
-        terminal_tables=terminal_tables,
+        report={"model": request.model, "texts": texts, "not_counted": used.not_counted},
+        tables=[of_slots.usage_table(summaries), of_slots.blocks_table(used.blocks)],
         summary=_read_by(request.model, texts),
-        paragraphs=[of_chapters.HOW_TO_READ] if used.chapters else [],
         pictures=pictures,
         csv=as_csv,
     )
@@ -261,26 +217,18 @@ def depth(request: Request) -> Answer:
 
 def ablation(request: Request) -> Answer:
     """Answer how the loss of each text changes without each added layer, memory and reading of the depth, or each chapter."""
-    if request.chapters is not None:
-        if request.all_:
-            raise ValueError(
-                "all is true and chapters are given; --all is for layers of the base. Leave one of them out."
-            )
-        return _without_chapters(request)
-    defaults = {field.name: field.default for field in dataclasses.fields(request)}
-    for name in OF_CHAPTERS:
-        if getattr(request, name) != defaults[name]:
-            raise ValueError(f"{name} is {getattr(request, name)!r}, which is for chapters; give --chapters as well.")
-    return _without_parts(request)
-
-
-def _without_parts(request: Request) -> Answer:
     model, _ = request.loaded
     added_parts(model)
+    parts = None
+    if request.chapters is not None:
+        of_memory = one_memory(model, request.memory)
+        parts = chapter_parts(model, request.numbers("chapters", of_memory[0].module.num_chapters), request.memory)
+    elif request.memory is not None:
+        raise ValueError(f"memory is {request.memory!r}, which is for chapters; give --chapters as well.")
     rows = request.text_rows
     with _token_bar("ablation") as show:
         effects = of_parts.layer_effects(
-            model, rows, with_base=request.all_, batch_size=request.batch_size, progress=show
+            model, rows, parts=parts, with_base=request.all_, batch_size=request.batch_size, progress=show
         )
     return Answer(
         title="What texts lose without parts of the model",
@@ -290,41 +238,6 @@ def _without_parts(request: Request) -> Answer:
         paragraphs=[of_parts.HOW_TO_READ],
         pictures={"Loss without each part": lambda: of_parts.draw_layers(effects)},
         csv=lambda: of_parts.as_csv(effects),
-    )
-
-
-def _without_chapters(request: Request) -> Answer:
-    model, _ = request.loaded
-    chapters = request.numbers("chapters", one_memory(model, request.memory)[0].module.num_chapters)
-    layers = request.numbers("layers", model.config.get_text_config().num_hidden_layers)
-    rows = request.text_rows
-    mode: Any = request.mode  # `ablate` checks the mode
-    with _token_bar("ablation") as show:
-        effects = ablate(
-            model,
-            rows,
-            chapters=chapters,
-            layers=layers,
-            mode=mode,
-            top=request.top,
-            memory=request.memory,
-            batch_size=request.batch_size,
-            seed=request.seed,
-            progress=show,
-        )
-    texts = _texts_with(effects.losses, rows)
-    numbers = dataclasses.asdict(effects)
-    return Answer(
-        title="What texts lose without a chapter",
-        summary=_read_by(request.model, texts),
-        report={
-            "model": request.model,
-            "texts": texts,
-            **{key: numbers[key] for key in ("mode", "memory", "layers", "chapters")},
-        },
-        tables=[of_chapters.ablation_table(effects)],
-        pictures={"Loss without each chapter": lambda: of_chapters.draw_ablation(effects)},
-        csv=lambda: of_chapters.ablation_csv(effects),
     )
 
 
@@ -400,95 +313,17 @@ def heads(request: Request) -> Answer:
     )
 
 
-def values(request: Request) -> Answer:
-    """Answer which tokens are nearest to what slots or chapters hold, read through the model's own head."""
-    if request.chapters is not None:
-        return _values_of_chapters(request)
-    if request.rows:
-        raise ValueError("rows is true, which is for chapters; give --chapters as well.")
-    if request.layers is None:
-        raise ValueError(
-            "neither layers nor chapters are given; expected the layer whose slots are shown, or chapters."
-        )
-    if not request.text and request.slots is None:
-        raise ValueError(
-            "neither text nor slots are given; expected one: slots by number, or a text to see which are used."
-        )
-    model, _ = request.loaded
-    layer = request.one_number("layers", model.config.get_text_config().num_hidden_layers)
-    assert layer is not None, "layers are given"
-    hosted = memory_of_slots(model, layer, request.memory)
-    slots = request.numbers("slots", hosted.module.num_slots)
-    used = _count_usage(request, memory=None) if request.documents else None
-    return _values_of_slots(request, hosted.place, slots, used, request.top or _MOST_SLOTS)
-
-
-def _values_of_slots(
-    request: Request, spot: MemoryPlace, slots: tuple[int, ...] | None, used: _TextUsage | None, most: int
-) -> Answer:
-    """Return the tokens nearest to what slots of one memory add: of `slots`, or of the `most` used ones."""
-    model, tokenizer = request.loaded
-    near = slot_tokens(
-        model,
-        tokenizer,
-        spot.layer,
-        head=request.one_number("heads", memory_of_slots(model, *spot).module.num_heads),
-        slots=slots,
-        usage=None if used is None else Usage(used.total()),
-        most=most,
-        top=request.tokens,
-        memory=spot.name,
-    )
-    return Answer(
-        title=f"What slots add in layer {spot}",
-        summary=_HOW_TO_READ_VALUES.format("What a slot adds"),
-        report={
-            "model": request.model,
-            "layer": spot.layer,
-            "memory": spot.name,
-            "slots": [dataclasses.asdict(of_slot) for of_slot in near],
-        },
-        tables=[slots_table(near, spot)],
-    )
-
-
-def _values_of_chapters(request: Request) -> Answer:
-    model, tokenizer = request.loaded
-    near = nearest_tokens(
-        model,
-        tokenizer,
-        chapters=request.numbers("chapters", one_memory(model, request.memory)[0].module.num_chapters),
-        layers=request.numbers("layers", model.config.get_text_config().num_hidden_layers),
-        top=request.tokens,
-        each_row=request.rows,
-        memory=request.memory,
-    )
-    return Answer(
-        title="What chapters hold",
-        summary=_HOW_TO_READ_VALUES.format("What a chapter holds"),
-        report={"model": request.model, "chapters": [dataclasses.asdict(of_chapter) for of_chapter in near]},
-        tables=[of_chapters.nearest_table(near)],
-    )
-
-
 def page(request: Request) -> Answer:
-    """Answer every question that texts answer about the model: usage, ablation, drift, reading of the depth, and values."""
+    """Answer every question that texts answer about the model: usage, ablation, drift and reading of the depth."""
     request.check_base()
     model, _ = request.loaded
-    types = uncounted_memories(model)
     answers: dict[str, Answer] = {}
-    used = _count_usage(request, memory=None) if _can_count(request) else None
-    if used is not None:
-        answers["usage"] = _usage_answer(request, used)
-    answers["ablation"] = _without_parts(request)
+    if _can_count(request):
+        answers["usage"] = _usage_answer(request, _count_usage(request))
+    answers["ablation"] = ablation(request)
     answers["drift"] = _moved_predictions(request)
-    if "depth-attention" in types and len(request.documents) == 1:
+    if "depth-attention" in uncounted_memories(model) and len(request.documents) == 1:
         answers["depth"] = depth(request)
-    for hosted in memories_of_slots(model) if used is not None else ():
-        near = _values_of_slots(request, hosted.place, None, used, _SLOTS_ON_PAGE)
-        answers[f"values of layer {hosted.place}"] = near
-    if "chapters" in types:
-        answers["values of chapters"] = _values_of_chapters(request)
     return Answer(
         title="Inside the model",
         summary=f"{request.model}, on {', '.join(request.documents)}.",

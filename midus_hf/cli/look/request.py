@@ -24,36 +24,30 @@ if TYPE_CHECKING:
     import torch
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-    from midus_hf.analysis.text_rows import TextRows
+    from midus_hf.look.text_rows import TextRows
 
 _READING = (
     *("text", "column", "encoding", "limit", "sequence_length", "max_tokens", "batch_size", "retriever"),
     *("dtype", "device"),
 )
 _OF_HEADS = ("tasks", "data", "include_path", "limit", "signed", "dtype", "device")
-_OF_VALUES = ("memory", "layers", "heads", "slots", "chapters", "rows", "top", "tokens")
-# Options of `ablation` that apply to chapters only.
-OF_CHAPTERS = ("mode", "seed", "top", "layers", "memory")
 # Questions that `midus look` answers. The function of the same name in `questions.py` answers each.
 QUESTIONS = Subjects(
     "question",
     {
-        "usage": Subject(
-            "slots, chapters and blocks that texts use, and how evenly", (*_READING, "memory"), ("text",)
-        ),
-        "depth": Subject(
-            "what heads read of earlier layers (moda)", (*_READING, "memory", "layers", "heads"), ("text",)
-        ),
+        "usage": Subject("slots, chapters and blocks that texts use, and how evenly", _READING, ("text",)),
         "ablation": Subject(
             "loss of texts without each added part, or each of --chapters",
-            (*_READING, "chapters", "all_", *OF_CHAPTERS),
+            (*_READING, "chapters", "memory", "all_"),
             ("text",),
         ),
         "drift": Subject(
             "how far predictions moved from the base's, and where most", (*_READING, "base", "top"), ("text",)
         ),
         "heads": Subject("how much each head matters for answers of tasks", _OF_HEADS, ("tasks",)),
-        "values": Subject("tokens nearest to what slots add, or --chapters hold", (*_READING, *_OF_VALUES)),
+        "depth": Subject(
+            "what heads read of earlier layers (moda)", (*_READING, "memory", "layers", "heads"), ("text",)
+        ),
         "page": Subject("all of these but heads, on one page", (*_READING, "base", "top"), ("text",)),
     },
 )
@@ -78,14 +72,9 @@ class Request:
     memory: Annotated[str | None, option("One of several memories.  [default: all]", "NAME")] = None
     layers: Annotated[str | None, option("Such as 3,7-9.  [default: all]", "LIST")] = None
     heads: Annotated[str | None, option("Such as 0,4-5.  [default: all]", "LIST")] = None
-    slots: Annotated[str | None, option("Such as 3,7-9.  [default: most used]", "LIST")] = None
-    chapters: Annotated[str | None, option("all, or such as 3,7-9.  [default: none]", "LIST")] = None
-    mode: Annotated[str, option("zero, swap-random or drop chapters.", "NAME")] = "zero"
-    seed: Annotated[int, option("Seed of swap-random.", "N")] = 0
+    chapters: Annotated[str | None, option("Ablate chapters: all, or such as 3,7-9.", "LIST")] = None
     all_: Annotated[bool, flag("--all", "Ablate layers of the base as well.")] = False
-    top: Annotated[int | None, option("How many slots, rows or chapters to show.", "N")] = None
-    tokens: Annotated[int, option("Nearest tokens to show.", "N")] = 10
-    rows: Annotated[bool, flag("--rows", "Show each row of a chapter.")] = False
+    top: Annotated[int | None, option("How many rows of each text to show.", "N")] = None
     tasks: Annotated[str | None, option("Tasks of lm-eval, separated by commas.", "NAMES")] = None
     data: TaskData = None
     include_path: Annotated[str | None, option("Folder with more task files.", "DIR")] = None
@@ -100,7 +89,7 @@ class Request:
         from midus_hf.evaluation.settings import check_dtype
 
         check_dtype(self.dtype)
-        for name in ("top", "tokens", "limit"):
+        for name in ("top", "limit"):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ValueError(f"{name} is {value}; expected at least 1.")
@@ -174,7 +163,7 @@ class Request:
         """The texts as rows of tokens, no longer than the model's positions, with paths if there is a retriever."""
         import torch
 
-        from midus_hf.analysis.text_rows import text_rows
+        from midus_hf.look.text_rows import text_rows
 
         model, tokenizer = self.loaded
         longest = getattr(model.config.get_text_config(), "max_position_embeddings", None)
@@ -227,17 +216,6 @@ class Request:
 
         value = getattr(self, option)
         return None if value in (None, "all") else parse_numbers(value, end, option)
-
-    def one_number(self, option: str, end: int) -> int | None:
-        """Return the only number that an option lists; None if the option is absent.
-
-        Raises:
-            ValueError: As `numbers`, or if the option lists several numbers.
-        """
-        numbers = self.numbers(option, end)
-        if numbers is not None and len(numbers) > 1:
-            raise ValueError(f"{option} is {getattr(self, option)!r}; expected one number.")
-        return None if numbers is None else numbers[0]
 
     def check_base(self) -> None:
         """Check that `base` names a model, or that the model without its added parts is its base.

@@ -3,10 +3,10 @@
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar
 
-from midus_hf.analysis.pictures import as_png, new_figure
 from midus_hf.compare.learning import mean_loss, path, spread
 from midus_hf.compare.report.findings import Findings, VariantFindings
 from midus_hf.compare.results import Result
+from midus_hf.look.pictures import as_png, new_figure
 
 _SIZE = (9.0, 5.5)
 _Moment = TypeVar("_Moment")

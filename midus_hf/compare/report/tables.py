@@ -5,7 +5,6 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from midus_hf.analysis.page import TableOfWords
 from midus_hf.compare.learning import mean_loss, spread
 from midus_hf.compare.options import Comparison, rate_name
 from midus_hf.compare.report.findings import Findings, VariantFindings, metric_of
@@ -14,6 +13,7 @@ from midus_hf.compare.results import read_result
 from midus_hf.compare.runs import runs_of
 from midus_hf.compare.variants import Variant
 from midus_hf.compare.workplace import Workplace
+from midus_hf.look.page import TableOfWords
 
 
 def variants_table(findings: Findings) -> TableOfWords:

@@ -6,12 +6,12 @@ import math
 from collections.abc import Sequence
 from pathlib import Path
 
-from midus_hf.analysis.page import Section, write_page
 from midus_hf.compare.options import rate_name
 from midus_hf.compare.report.findings import Findings
 from midus_hf.compare.report.sentences import sentences
 from midus_hf.compare.report.tables import as_markdown, tables
 from midus_hf.compare.results import Result
+from midus_hf.look.page import Section, write_page
 
 _HOW_TO_READ = (
     "Losses are nats per token of held-out text, each text counting alike; ± is the standard deviation over seeds, and says "

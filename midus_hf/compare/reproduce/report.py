@@ -4,11 +4,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from midus_hf.analysis.page import Section, TableOfWords, write_page
 from midus_hf.compare.report.sentences import with_spread
 from midus_hf.compare.report.tables import as_markdown, failures_table
 from midus_hf.compare.reproduce.table import AVERAGE, Stage, Table, variant_name
 from midus_hf.compare.results import Result
+from midus_hf.look.page import Section, TableOfWords, write_page
 
 _STAGES: dict[Stage, str] = {"continued": "after continual pretraining", "tuned": "after fine-tuning"}
 

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-from midus_hf.analysis.slots.usage import Usage, record_usage, summarise
+from midus_hf.look.usage import Usage, record_usage, summarise
 from midus_hf.memory.balance import balance_loss
 from midus_hf.memory.protocols import ScoresSubKeys
 from midus_hf.ops.dispatch.private_torch import is_in_backward

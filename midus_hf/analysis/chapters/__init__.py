@@ -1,1 +1,0 @@
-"""Which chapters texts read, and what a model computes without a chapter."""

@@ -1,1 +1,0 @@
-"""Measurements of what heads read of the depth."""

@@ -1,1 +1,0 @@
-"""Measurements of what added parts do, and of how far predictions moved."""

@@ -1,1 +1,0 @@
-"""Usage of slots by memories and of blocks by texts, and the tokens that slots stand for."""

@@ -1,0 +1,281 @@
+"""What is recorded of the depth, and the map of a head, are what heads read of it, in one softmax with the sequence."""
+
+from typing import Any
+
+import pytest
+import torch
+from models.depth_models import depth_model
+
+from midus_hf.look.depth import (
+    DepthReading,
+    ReadSlot,
+    depth_map,
+    depth_readings,
+    readers_of_depth,
+    record_depth,
+    writers,
+)
+from midus_hf.look.text_rows import TextRows, read_rows
+from midus_hf.memory.depth_attention import DepthAttention
+from midus_hf.memory.sequence_heads import SequenceHeads
+
+HEADS = 4
+
+
+def rows(*lengths: int) -> TextRows:
+    """A text of random tokens, a document per row."""
+    generator = torch.Generator().manual_seed(0)
+    ids = [torch.randint(3, 128, (length,), generator=generator) for length in lengths]
+    return TextRows("text", ids, list(range(len(ids))))
+
+
+def read(model: Any, text: TextRows, batch_size: int = 4, **options: Any) -> list[DepthReading]:
+    """What a model reads of the depth while it reads a text."""
+    with record_depth(model, **options) as records:
+        read_rows(model, text, batch_size=batch_size)
+    return depth_readings(records)
+
+
+def joint_shares_into(found):
+    """A hook that keeps, by layer, what the value of each slot is multiplied with, `[B, H, T, n]`, and the sequence, `[B, H, T]`.
+
+    Scores of both are laid side by side in one softmax, and those of the depth in one of their own.
+    """
+
+    def keep(memory, arguments, given, output):
+        if "sequence" not in given:
+            return
+        sequence, query = given["sequence"], arguments[0]
+        group, tokens = query.shape[1] // sequence.key.shape[1], query.shape[2]
+        scores = sequence.query @ sequence.key.repeat_interleave(group, 1).transpose(-1, -2)
+        slots = torch.stack([(query * key.repeat_interleave(group, 1)).sum(-1) for key in given["keys"]], -1)
+        scores, slots = scores * sequence.scaling, slots * sequence.scaling
+        if sequence.softcap is not None:
+            scores, slots = (sequence.softcap * torch.tanh(part / sequence.softcap) for part in (scores, slots))
+        places = torch.arange(tokens)
+        window = getattr(sequence.module, "sliding_window", None) or tokens
+        hidden = (places > places[:, None]) | (places[:, None] - places >= window)
+        joint = torch.cat([scores.masked_fill(hidden, float("-inf")), slots], -1).softmax(-1)
+        gate = 1.0 if memory.gate is None else memory.gate[:, None, None]
+        closed = slots.softmax(-1) if memory.options.joining == "added" else torch.zeros_like(slots)
+        of_sequence = (1 - gate) + gate * joint[..., :tokens].sum(-1, keepdim=True)
+        found[memory.index] = ((1 - gate) * closed + gate * joint[..., tokens:], of_sequence.squeeze(-1))
+
+    return keep
+
+
+def expected_shares(model, tokens):
+    """The mean share of each slot by layer, `[H, n]`, and of the sequence, `[H]`."""
+    found = {}
+    modules = [module for module in model.modules() if isinstance(module, DepthAttention)]
+    handles = [module.register_forward_hook(joint_shares_into(found), with_kwargs=True) for module in modules]
+    with torch.no_grad():
+        model(tokens)
+    for handle in handles:
+        handle.remove()
+    return [(slots.mean((0, 2)), sequence.mean((0, 2))) for slots, sequence in found.values()]
+
+
+@pytest.mark.parametrize("kind", ["default", "reused", "joint", "bias", "added to reused", "last", "some"])
+@pytest.mark.parametrize(
+    ("of_family", "attention"),
+    [("llama", "eager"), ("llama", "sdpa"), ("gemma2", "eager"), ("gemma3", "sdpa")],
+)
+def test_shares_are_what_values_are_multiplied_with(of_family, kind, attention):
+    model = depth_model(of_family, kind)
+    model.set_attn_implementation(attention)
+    text = rows(12)
+    readings = read(model, text)
+    expected = expected_shares(model, text.rows[0][None])
+    assert len(readings) == len(expected)
+    for reading, (shares, of_sequence) in zip(readings, expected, strict=True):
+        assert len(reading.slots) == shares.shape[1]
+        torch.testing.assert_close(torch.tensor(reading.shares, dtype=torch.float64), shares)
+        assert reading.sequence_shares == pytest.approx(of_sequence.tolist())
+        assert reading.depth_shares == pytest.approx(shares.sum(-1).tolist())
+
+
+def test_slots_are_told_by_the_layer_that_wrote_them():
+    def slots_of(kind):
+        return {
+            reader.layer: [str(slot) for slot in reader.slots] for reader in readers_of_depth(depth_model(kind=kind))
+        }
+
+    slots = slots_of("reused")
+    assert slots[2] == ["0 attention", "0 ffn", "1 attention", "1 ffn"] and list(slots) == [1, 2, 3]
+    assert slots_of("some") == {2: ["0 ffn"], 3: ["0 ffn", "2 ffn"]}
+    assert slots_of("last")[3] == ["1 ffn", "2 attention", "2 ffn"]
+
+
+@pytest.mark.parametrize("kind", ["default", "last"])
+@pytest.mark.parametrize("attention", ["eager", "sdpa"])
+def test_batches_and_padding_change_nothing(attention, kind):
+    model, text = depth_model(kind=kind), rows(12, 9, 4)
+    model.set_attn_implementation(attention)
+    together, alone = (read(model, text, batch_size=size) for size in (3, 1))
+    for one, other in zip(together, alone, strict=True):
+        assert one.tokens == other.tokens == 25
+        torch.testing.assert_close(torch.tensor(one.shares), torch.tensor(other.shares))
+
+
+def test_padding_in_front_is_not_counted():
+    model, (row,) = depth_model(), rows(8).rows
+    padded = torch.cat([torch.zeros(4, dtype=torch.long), row])[None]
+    mask = (torch.arange(12) >= 4).long()[None]
+    for given in ({"attention_mask": mask}, {"attention_mask": None}):
+        with record_depth(model) as records, torch.no_grad():
+            model(padded, **given)
+        tokens = 8 if given["attention_mask"] is not None else 12
+        assert {reading.tokens for reading in depth_readings(records)} == {tokens}
+    with record_depth(model) as records, torch.no_grad():
+        model.model(padded, mask)  # by place
+    shares = [reading.shares for reading in depth_readings(records)]
+    for of_layer, alone in zip(shares, read(model, rows(8)), strict=True):
+        torch.testing.assert_close(torch.tensor(of_layer), torch.tensor(alone.shares))
+
+
+def test_a_closed_gate_reads_nothing_of_the_depth_unless_it_is_added():
+    ones, zeros = pytest.approx([1.0] * HEADS), [0.0] * HEADS
+    for reading in read(depth_model(kind="reused", acting=False), rows(9)):
+        assert (reading.gates, reading.depth_shares, reading.sequence_shares) == (zeros, zeros, ones)
+    for reading in read(depth_model(acting=False), rows(9)):  # all of it, of which the values are zero
+        assert (reading.gates, reading.depth_shares, reading.sequence_shares) == (zeros, ones, ones)
+    for reading in read(depth_model(kind="joint"), rows(9)):
+        both = [
+            depth + sequence for depth, sequence in zip(reading.depth_shares, reading.sequence_shares, strict=True)
+        ]
+        assert reading.gates == ones and min(reading.depth_shares) > 0 and both == ones
+
+
+def test_gates_are_those_of_heads():
+    model = depth_model()
+    (first, *_) = read(model, rows(9))
+    assert first.gates == pytest.approx(model.model.layers[1].memories["depth-attention"].depth_gate.tolist())
+
+
+def test_some_layers_and_heads_are_recorded_alone():
+    model, text = depth_model(), rows(9)
+    whole = {reading.layer: reading for reading in read(model, text)}
+    (some,) = read(model, text, layers=[2], heads=[3, 1])
+    assert (some.layer, some.heads) == (2, (3, 1))
+    assert some.shares == [whole[2].shares[head] for head in (3, 1)]
+    assert some.sequence_shares == [whole[2].sequence_shares[head] for head in (3, 1)]
+    assert some.gates == [whole[2].gates[head] for head in (3, 1)]
+
+
+def test_most_read_writers_come_first():
+    readings = read(depth_model(kind="reused"), rows(12))
+    found = writers(readings)
+    assert {writer.slot for writer in found} == set(readings[-1].slots)
+    assert [writer.mean_share for writer in found] == sorted((writer.mean_share for writer in found), reverse=True)
+    by_slot = {writer.slot: writer for writer in found}
+    first = by_slot[ReadSlot(0, "ffn")]
+    shares = {reading.layer: sum(of_head[1] for of_head in reading.shares) / HEADS for reading in readings}
+    assert first.readers == 3 and first.mean_share == pytest.approx(sum(shares.values()) / 3)
+    assert shares[first.most_layer] == pytest.approx(first.most_share) == pytest.approx(max(shares.values()))
+    assert by_slot[ReadSlot(2, "ffn")].readers == 1
+    head, share = readings[0].most_depth
+    assert share == max(readings[0].depth_shares) == readings[0].depth_shares[head]
+
+
+def test_records_within_one_another_each_tell_what_was_read_in_them():
+    model, first, second = depth_model(), rows(12), rows(5)
+    with record_depth(model) as outer:
+        read_rows(model, first)
+        with record_depth(model, layers=[3]) as inner:
+            read_rows(model, second)
+    assert {reading.tokens for reading in depth_readings(outer)} == {17}
+    assert depth_readings(inner) == read(model, second, layers=[3])
+
+
+def test_passes_that_train_are_recorded_once_and_draw_nothing():
+    model, tokens = depth_model(dtype=torch.float32), rows(9).rows[0][None]
+    model.train().gradient_checkpointing_enable({"use_reentrant": False})
+    with record_depth(model) as records:
+        model(tokens, labels=tokens).loss.backward()
+    assert {reading.tokens for reading in depth_readings(records)} == {9}
+    model = depth_model("llama", base={"attention_dropout": 0.5}).train()
+    torch.manual_seed(0)
+    with torch.no_grad():
+        usual = model(tokens).logits
+        torch.manual_seed(0)
+        with record_depth(model):
+            assert torch.equal(model(tokens).logits, usual)
+
+
+def test_generation_is_recorded_from_a_cache():
+    model, text = depth_model(), rows(6)
+    with record_depth(model) as records:
+        written = model.generate(text.rows[0][None], max_new_tokens=4, do_sample=False)
+    whole = read(model, TextRows("text", [written[0, :-1]], [0]))
+    for reading, at_once in zip(depth_readings(records), whole, strict=True):
+        assert reading.tokens == at_once.tokens == 9
+        torch.testing.assert_close(torch.tensor(reading.shares), torch.tensor(at_once.shares))
+
+
+def test_what_cannot_be_recorded_is_refused():
+    model = depth_model()
+    with pytest.raises(ValueError, match=r"memory is 'other'; expected one of: depth-attention\."):
+        record_depth(model, "other").__enter__()
+    with pytest.raises(ValueError, match=r"layer is 0; expected one that reads the depth: 1, 2, 3\."):
+        record_depth(model, layers=[1, 0]).__enter__()
+    with pytest.raises(ValueError, match=r"head is 4; expected one from 0 to 3, those of layer 1\."):
+        record_depth(model, heads=[4]).__enter__()
+    with record_depth(model) as records:
+        pass
+    with pytest.raises(ValueError, match=r"layer 1 depth-attention has read no token; expected a forward pass\."):
+        depth_readings(records)
+
+
+@pytest.mark.parametrize("kind", ["default", "reused", "last"])
+@pytest.mark.parametrize("attention", ["eager", "sdpa"])
+def test_the_map_of_a_head_has_shares_of_tokens_that_are_those_that_are_recorded_and_add_up(attention, kind):
+    model, text = depth_model(kind=kind), rows(9)
+    model.set_attn_implementation(attention)
+    *_, reading = read(model, text)
+    for head in range(4):
+        found = depth_map(model, text.rows[0], 3, head)
+        assert found.sequence.shape == (9, 9) and found.depth.shape == (9, len(found.slots))
+        total = 1.0 if kind == "reused" else 2 - reading.gates[head]
+        both = found.sequence.sum(1) + found.depth.sum(1)
+        torch.testing.assert_close(both, torch.full((9,), total, dtype=torch.float64))
+        assert found.sequence.sum(1).mean().item() == pytest.approx(reading.sequence_shares[head])
+        assert not found.sequence.triu(1).any()
+        assert found.depth.sum(1).mean().item() == pytest.approx(reading.depth_shares[head])
+        assert found.depth[:, -1].mean().item() == pytest.approx(reading.shares[head][-1])
+
+
+def test_without_the_depth_a_map_is_the_attention_of_the_model():
+    model, (row,) = depth_model(kind="reused", acting=False), rows(9).rows
+    model.set_attn_implementation("eager")
+    weights = model(row[None], output_attentions=True).attentions
+    for head in range(4):
+        found = depth_map(model, row, 2, head)
+        torch.testing.assert_close(found.sequence, weights[2][0, head].detach())
+        assert not found.depth.any()
+
+
+def test_a_map_leaves_the_model_as_it_was():
+    model = depth_model().train()
+    depth_map(model, rows(9).rows[0], 1, 0)
+    assert model.training
+    assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
+
+
+def test_attention_whose_masks_do_not_tell_is_refused():
+    heads = SequenceHeads(None, None, "flex_attention", *[None] * 4, {})
+    with pytest.raises(
+        ValueError, match=r"attention 'flex_attention' has masks that do not say what each query reads; exp"
+    ):
+        heads.shares(0)
+
+
+def test_the_divisor_of_the_softmax_is_what_flex_attention_tells_and_nobody_else():
+    query, told = torch.zeros(1, 2, 3, 4), torch.ones(1, 2, 3)
+    flex = SequenceHeads(None, lambda *given: (None, told), "flex_attention", query, None, None, None, {})
+    assert torch.equal(flex.log_sum(), told)
+    flash = SequenceHeads(None, lambda *given: (None, told), "flash_attention_2", query, None, None, None, {})
+    with pytest.raises(
+        ValueError, match=r"attention 'flash_attention_2' on cpu does not tell by what its softmax divides"
+    ):
+        flash.log_sum()

@@ -1,0 +1,147 @@
+"""How far predictions moved: exactly nowhere right after upscaling, and otherwise as the definition has it."""
+
+import json
+
+import pytest
+import torch
+from look.upscaled_folders import METHODS, acting, loaded, saved_pair
+from tiny import prompt, save_tiny_model, tiny_model
+from torch.nn import functional as F
+from training.tiny_run import tiny_tokenizer
+
+from midus_hf.look.drift import as_json, base_within, drift, drift_table, moved_table, other_base, passages
+from midus_hf.look.page import Section, write_page
+from midus_hf.look.text_rows import Effect, TextRows, read_rows
+from upscalers.request.errors import RequestError
+from upscalers.runs.base_confirmation import keeps_base
+from upscalers.runs.upscale import upscale
+
+TEXT = TextRows("text", [prompt(20, 1)[0], prompt(14, 1, seed=2)[0], prompt(9, 1, seed=3)[0]], [0, 1, 2])
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_right_after_upscaling_nothing_has_moved_at_all(family, method):
+    base, folder = saved_pair(family, method)
+    model = loaded(folder)
+    for logits_of_base in (base_within(model), other_base(model, loaded(base))):
+        (found,) = drift(model, logits_of_base, [TEXT], batch_size=2)
+        assert (found.divergence, found.changed, found.loss_effect) == (0.0, 0.0, Effect(0.0, 0.0))
+        assert found.loss == found.base_loss and not any(row.divergence.any() for row in found.worst)
+    assert keeps_base(folder)
+
+
+def test_divergence_is_that_of_the_definition(family):
+    base, folder = saved_pair(family, "midus-hml")
+    model, of_base = acting(loaded(folder)), loaded(base)
+    told = []
+    (found,) = drift(model, base_within(model), [TEXT], most_shown=2, batch_size=2, progress=told.append)
+    assert sum(told) == TEXT.num_tokens
+    sums, changed, means = [], 0, {}
+    for number, row in enumerate(TEXT.rows):
+        with torch.no_grad():
+            logs, base_logs = (each(row[None]).logits[0, :-1].double().log_softmax(-1) for each in (model, of_base))
+        divergence = F.kl_div(logs, base_logs, reduction="none", log_target=True).sum(-1)
+        sums.append(divergence.sum())
+        means[number] = divergence
+        changed += int((logs.argmax(-1) != base_logs.argmax(-1)).sum())
+    assert found.tokens == 40 and found.divergence == pytest.approx(float(sum(sums)) / 40, rel=1e-4)
+    assert found.changed == changed / 40 and found.divergence_error > 0
+    losses = read_rows(model, TEXT, batch_size=2), read_rows(of_base, TEXT, batch_size=2)
+    assert found.loss == pytest.approx(losses[0].mean, rel=1e-5)
+    assert found.base_loss == pytest.approx(losses[1].mean, rel=1e-5)
+    assert found.loss_effect.difference == pytest.approx(found.loss - found.base_loss, abs=1e-9)
+    farthest = sorted(means, key=lambda number: -float(means[number].sum()) / max(len(means[number]), 16))[:2]
+    assert [row.document for row in found.worst] == farthest
+    for row in found.worst:
+        torch.testing.assert_close(row.divergence, means[row.document], rtol=1e-3, atol=1e-6)
+        torch.testing.assert_close(row.loss_change.mean().item(), row.loss_change.double().mean().item())
+
+
+def test_long_rows_are_compared_in_parts(monkeypatch):
+    model = acting(loaded(saved_pair("llama", "midus-hml")[1]))
+    (whole,) = drift(model, base_within(model), [TEXT])
+    monkeypatch.setattr("midus_hf.look.drift._POSITIONS", 7)
+    (parts,) = drift(model, base_within(model), [TEXT])
+    assert parts.divergence == pytest.approx(whole.divergence) and parts.changed == whole.changed
+    assert torch.equal(parts.worst[0].choice, whole.worst[0].choice)
+
+
+def test_a_base_of_other_tokens_is_refused():
+    with pytest.raises(ValueError, match="the model predicts 128 tokens and the base 96; expected one vocabulary"):
+        other_base(tiny_model("llama"), tiny_model("llama", vocab_size=96))
+
+
+@pytest.mark.parametrize("name", ["batch_size", "most_shown"])
+def test_numbers_below_one_are_refused(name):
+    model = tiny_model("llama")
+    with pytest.raises(ValueError, match=f"{name} is 0; expected at least 1"):
+        drift(model, other_base(model, model), [TEXT], **{name: 0})
+
+
+def test_broken_weights_are_an_error():
+    model, broken = tiny_model("llama"), tiny_model("llama")
+    broken.lm_head.weight.data[5] = torch.nan
+    with pytest.raises(RuntimeError, match="a prediction of text 'text' is not finite"):
+        drift(broken, other_base(broken, model), [TEXT])
+
+
+def test_a_model_without_some_layers_of_its_base_does_not_hold_it():
+    model = loaded(saved_pair("llama", "midus-hml")[1])
+    model.config.upscale["plan"].pop(0)
+    with pytest.raises(
+        ValueError, match="base is 'self', but the model does not have all layers of its base; expected"
+    ):
+        base_within(model)
+
+
+def test_a_checkpoint_keeps_its_base_until_that_trains(tmp_path):
+    _, folder = saved_pair("llama", "moc")
+    model = acting(loaded(folder))
+    model.save_pretrained(tmp_path / "memory-trained")
+    assert keeps_base(tmp_path / "memory-trained") is True
+    model.model.layers[1].mlp.up_proj.weight.data[0, 0] += 1
+    model.save_pretrained(tmp_path / "base-trained")
+    assert keeps_base(tmp_path / "base-trained") is False
+    del model.config.upscale["base_sha256"]
+    model.save_pretrained(tmp_path / "unknown")
+    assert keeps_base(tmp_path / "unknown") is None
+    with pytest.raises(RequestError, match=r"was not made by upscale: its config\.json has no 'upscale' entry"):
+        keeps_base(save_tiny_model("llama", tmp_path / "base"))
+
+
+def test_a_checkpoint_that_dropped_layers_of_its_base_does_not_keep_it(tmp_path):
+    base = save_tiny_model("llama", tmp_path / "base")
+    options = {"slices": [{"layers": [0, 2]}, {"layers": [1, 3]}]}
+    upscale(base=base, method="slices", output=tmp_path / "model", options=options, verify=False)
+    assert keeps_base(tmp_path / "model") is False
+
+
+def test_reports_have_the_rows_that_moved_farthest(tmp_path):
+    model = acting(loaded(saved_pair("llama", "midus-hml")[1]))
+    tokenizer = tiny_tokenizer()
+    found = drift(model, base_within(model), [TEXT], most_shown=2)
+    table = drift_table(found)
+    assert table.rows[0][:2] == ["text", "40"] and table.rows[0][2].startswith(f"{found[0].divergence:.5f} ± ")
+    moved = moved_table(found, tokenizer)
+    row = found[0].worst[0]
+    place = int(row.divergence.argmax())
+    assert moved.rows[0][:2] == [f"text {row.document}", f"{row.mean:.4f}"] and len(moved.rows) == 6
+    assert moved.rows[0][2].endswith(f" w{int(row.ids[place])}") and moved.rows[1][0] == ""
+    assert moved.rows[0][5] == f"{row.divergence.max():.3f}"
+    told = json.loads(json.dumps(as_json(found, tokenizer)))["text"]
+    assert told["divergence"] == found[0].divergence and len(told["worst"]) == 2
+    assert told["worst"][0]["tokens"][place]["divergence"] == row.divergence.max()
+    assert told["worst"][0]["tokens"][0]["token"] == f"w{int(row.ids[1])}"
+    write_page(
+        tmp_path / "page.html",
+        "Drift",
+        [Section(paragraphs=["compared with <b>"], passages=passages(found, tokenizer))],
+    )
+    page = (tmp_path / "page.html").read_text()
+    assert page.count('class="passage"') == 2 and "compared with &lt;b&gt;" in page
+    assert page.count("title=") == sum(len(row.divergence) for row in found[0].worst)
+
+
+def test_of_what_has_not_moved_no_rows_are_told():
+    model = loaded(saved_pair("llama", "midus-hml")[1])
+    assert moved_table(drift(model, base_within(model), [TEXT]), tiny_tokenizer()).rows == []

@@ -1,0 +1,102 @@
+"""How much heads matter for answers: by definition, in every family, and beside memories that start at the base."""
+
+import dataclasses
+import json
+
+import pytest
+import torch
+from tiny import FAMILIES, save_tiny_model, tiny_model
+from transformers import AutoModelForCausalLM
+
+from midus_hf.look.heads import Answer, as_json, draw_heads, head_importance, layers_table
+from midus_hf.look.pictures import as_png
+from upscalers.runs.upscale import upscale
+
+ANSWERS = [Answer(torch.tensor([5, 9, 33, 60, 7]), 3), Answer(torch.tensor([12, 40, 41]), 1)]
+
+
+def by_definition(model, answer: Answer) -> tuple[torch.Tensor, torch.Tensor]:
+    """Signed and absolute sums over tokens, `[L, H]`, from a gate of one on what each head gives at each token."""
+    layers, heads = model.config.num_hidden_layers, model.config.num_attention_heads
+    gates = torch.ones(layers, heads, len(answer.ids), dtype=torch.float64, requires_grad=True)
+
+    def gated(layer):
+        def hook(module, arguments):
+            (read,) = arguments
+            return ((read.unflatten(-1, (heads, -1)) * gates[layer].T[None, :, :, None]).flatten(-2),)
+
+        return hook
+
+    handles = [
+        layer.self_attn.o_proj.register_forward_pre_hook(gated(index))
+        for index, layer in enumerate(model.model.layers)
+    ]
+    logits = model(answer.ids.unsqueeze(0)).logits[0]
+    chosen = logits.log_softmax(-1)[torch.arange(len(answer.ids) - 1), answer.ids[1:]]
+    loss = -chosen[answer.prompt_tokens - 1 :].sum()
+    (slopes,) = torch.autograd.grad(loss, gates)  # d loss / d gate = a . d loss / d a where the gate is one
+    for handle in handles:
+        handle.remove()
+    return slopes.sum(-1), slopes.abs().sum(-1)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_importance_is_what_a_gate_on_each_head_and_token_would_feel(family):
+    model = tiny_model(family, torch.float64).eval()
+    found = head_importance(model, ANSWERS)
+    sums = [by_definition(model, answer) for answer in ANSWERS]
+    signed, absolute = (sum(parts) for parts in zip(*sums, strict=True))
+    tokens = torch.full((model.config.num_hidden_layers, 1), float(sum(len(answer.ids) - 1 for answer in ANSWERS)))
+    tokens[-1] = sum(len(answer.ids) - answer.prompt_tokens for answer in ANSWERS)
+    torch.testing.assert_close(found.signed, signed / 2, rtol=1e-5, atol=1e-9)
+    torch.testing.assert_close(found.absolute, absolute / tokens, rtol=1e-5, atol=1e-9)
+    assert (found.answers, found.layers, found.base_layers) == (2, [0, 1, 2, 3], [0, 1, 2, 3])
+    torch.testing.assert_close(found.variances(), found.absolute.var(dim=1, correction=0))
+
+
+def test_the_model_is_as_it_was(tmp_path):
+    model = tiny_model("llama").eval()
+    model.model.layers[0].requires_grad_(False)
+    before = {name: parameter.requires_grad for name, parameter in model.named_parameters()}
+    head_importance(model, ANSWERS)
+    assert {name: parameter.requires_grad for name, parameter in model.named_parameters()} == before
+    assert all(parameter.grad is None for parameter in model.parameters())
+    assert not any(layer.self_attn.o_proj._forward_pre_hooks for layer in model.model.layers)
+
+
+def test_a_memory_that_starts_at_the_base_leaves_its_heads_as_important(tmp_path):
+    base = save_tiny_model("llama", tmp_path / "base")
+    options = {"n": 4, "k": 2}
+    upscale(base=base, method="midus-hml", output=tmp_path / "model", num_new_layers=2, options=options, verify=False)
+    before = head_importance(AutoModelForCausalLM.from_pretrained(base).eval(), ANSWERS)
+    after = head_importance(AutoModelForCausalLM.from_pretrained(tmp_path / "model").eval(), ANSWERS)
+    assert (after.layers, after.base_layers) == ([0, 2, 3, 5], [0, 1, 2, 3]), (
+        "memories read heads without a projection"
+    )
+    torch.testing.assert_close(after.absolute, before.absolute, rtol=1e-4, atol=1e-8)
+    assert after.loss == pytest.approx(before.loss)
+
+
+@pytest.mark.parametrize("prompt", [0, 3])
+def test_an_answer_has_a_prompt_and_a_token(prompt):
+    with pytest.raises(
+        ValueError, match=f"an answer has 3 tokens, of which the prompt has {prompt}; expected some of each"
+    ):
+        head_importance(tiny_model("llama"), [Answer(torch.tensor([3, 4, 5]), prompt)])
+
+
+def test_without_answers_there_is_nothing_to_measure():
+    with pytest.raises(ValueError, match="there is no answer to measure; expected one or more"):
+        head_importance(tiny_model("llama"), [])
+
+
+def test_a_report_has_every_number():
+    found = head_importance(tiny_model("llama").eval(), ANSWERS)
+    told = json.loads(json.dumps(as_json({"a": found})))[0]
+    assert torch.tensor(told["absolute"], dtype=torch.float64).equal(found.absolute)
+    assert told["variance_signed"] == found.variances(False).tolist()
+    table = layers_table("a", found, absolute=True)
+    best = int(found.absolute[2].argmax())
+    assert table.rows[2][:2] == ["2", "2"] and table.rows[2][4:] == [str(best), f"{found.absolute[2, best]:.4g}"]
+    other = dataclasses.replace(found, base_layers=[0, 2, 3, 4])
+    assert as_png(draw_heads({"a": found, "b": other}, absolute=False)).startswith(b"\x89PNG")

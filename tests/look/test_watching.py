@@ -1,0 +1,141 @@
+"""Whatever is watched: a model computes what it did, keeps no hook, and is watched alike where PEFT has wrapped it."""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from look.chapter_models import routed_model
+from look.memory_models import memory_model
+from models.depth_models import depth_model
+from models.hierarchical_models import hierarchical_model
+from peft import LoraConfig, get_peft_model
+from tiny import prompt, tiny_model
+
+from midus_hf.look.block_usage import record_block_usage
+from midus_hf.look.depth import depth_readings, record_depth
+from midus_hf.look.usage import record_chapter_usage, record_usage
+
+ROW = prompt(5, 1)
+
+
+class Watch(NamedTuple):
+    """A way to watch models.
+
+    Args:
+        model: Makes one, given a folder.
+        record: The context.
+        found: What was recorded, to be compared.
+        tokens: How many tokens each memory was seen to read, given what was recorded.
+        refusal: What is said of a model without such a memory.
+        memory: What PEFT may copy, or nothing.
+        adapted: Projections of the memory that LoRA may adapt.
+        inputs: Of a pass, beside tokens.
+    """
+
+    model: Callable[[Any], Any]
+    record: Callable[[Any], Any]
+    found: Callable[[Any], Any]
+    tokens: Callable[[Any], set[float]]
+    refusal: str
+    memory: str = ""
+    adapted: tuple[str, ...] = ()
+    inputs: dict[str, Any] = {}
+
+
+def counts_of(usage) -> dict[str, Any]:
+    return {str(place): counts.tolist() for place, counts in usage.counts.items()}
+
+
+def tokens_of(counts_per_token: int) -> Callable[[Any], set[float]]:
+    return lambda usage: {counts.sum().item() / counts_per_token for counts in usage.counts.values() if counts.any()}
+
+
+CHAPTERS = r"this llama model has no memory of chapters; expected one upscaled with"
+WATCHES = {
+    "slots": Watch(
+        *(lambda folder: memory_model("llama"), record_usage, counts_of, tokens_of(4 * 3)),
+        r"this llama model has no memory that retrieves slots; expected an upscaled .* linear",
+        "memory",
+    ),
+    "opened chapters": Watch(
+        *(lambda folder: routed_model(routing="chunk", chunk_size=4), record_chapter_usage, counts_of, tokens_of(2)),
+        CHAPTERS,
+        "memories.chapters",
+        ("value_projection", "key_projection"),
+    ),
+    "depth": Watch(
+        *(lambda folder: depth_model(), record_depth, depth_readings),
+        lambda records: {reading.tokens for reading in depth_readings(records)},
+        r"this llama model has no memory that reads the depth; expected one upscaled",
+        "memories.depth-attention",
+        ("ffn_key",),
+    ),
+    "blocks": Watch(
+        *(lambda folder: hierarchical_model("llama", "hier-ffn", folder), record_block_usage, counts_of, tokens_of(1)),
+        r"the texts of this llama model fetch no blocks; expected one with hierarchical memory",
+        inputs={"memory_ids": torch.tensor([[1, 4, 13]])},
+    ),
+}
+
+
+def hooks_and_attributes(model) -> list[Any]:
+    return [(len(m._forward_hooks), len(m._forward_pre_hooks), set(vars(m))) for m in model.modules()]
+
+
+@pytest.fixture(params=WATCHES)
+def watch(request) -> Watch:
+    return WATCHES[request.param]
+
+
+def test_a_model_computes_what_it_did_and_keeps_nothing(watch, tmp_path):
+    model = watch.model(tmp_path)
+    with torch.no_grad():
+        usual, before = model(ROW, **watch.inputs).logits, hooks_and_attributes(model)
+        with watch.record(model) as recorded:
+            assert hooks_and_attributes(model) != before
+            assert torch.equal(model(ROW, **watch.inputs).logits, usual)
+    assert watch.tokens(recorded) == {5} and hooks_and_attributes(model) == before
+    with pytest.raises(RuntimeError, match="stopped"), watch.record(model):
+        raise RuntimeError("stopped")
+    assert hooks_and_attributes(model) == before
+
+
+def test_a_generated_token_counts_once(watch, tmp_path):
+    model = watch.model(tmp_path)
+    with watch.record(model) as recorded:
+        model.generate(ROW, max_new_tokens=4, min_new_tokens=4, do_sample=False, pad_token_id=0, **watch.inputs)
+    assert watch.tokens(recorded) == {5 + 3}, "the last token is not read"
+
+
+@pytest.mark.parametrize("what", ["copied", "adapted"])
+def test_a_model_that_peft_wraps_is_watched_alike(watch, what, tmp_path):
+    found = []
+    for model in (watch.model(tmp_path / "usual"), watch.model(tmp_path / "wrapped")):
+        if found:
+            copied = {"modules_to_save": [watch.memory]} if what == "copied" and watch.memory else {}
+            adapted = watch.adapted if what == "adapted" else ()
+            lora = LoraConfig(r=2, target_modules=["q_proj", *adapted], task_type="CAUSAL_LM", **copied)
+            model = get_peft_model(model, lora)
+        with watch.record(model) as recorded, torch.no_grad():
+            model(input_ids=ROW, **watch.inputs)
+        found.append(watch.found(recorded))
+    assert found[0] == found[1]
+
+
+def test_a_model_without_such_a_memory_is_refused(watch):
+    with pytest.raises(ValueError, match=watch.refusal), watch.record(tiny_model("llama")):
+        pass
+
+
+@pytest.mark.parametrize("name", [name for name, watch in WATCHES.items() if watch.memory])
+def test_offloaded_memory_is_refused(name):
+    watch = WATCHES[name]
+    model = watch.model(None)
+    memories = {name: module for name, module in model.named_modules() if name.endswith(f".{watch.memory}")}
+    path, last = list(memories.items())[-1]
+    last.to("meta")
+    message = rf"the memory of layer {path.split('.')[2]} is offloaded; expected its parameters on a device"
+    with pytest.raises(ValueError, match=message), watch.record(model):
+        pass
+    assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
