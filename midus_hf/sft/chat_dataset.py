@@ -20,7 +20,7 @@ from midus_hf.files.json_text import parse_json
 from midus_hf.sft.formats import Chat, Format, detect_format, format_named, read_example
 from midus_hf.sft.labels import Tokens, encode, set_template
 from midus_hf.sft.options import SftConfig
-from midus_hf.training.data.corpus import load_hub_dataset, usable_cores
+from midus_hf.training.data.former_corpus import load_hub_dataset, usable_cores
 from midus_hf.training.data.token_cache import without_threads_of_tokenizers
 
 # Endings of files that hold rows. All but `.parquet` may be followed by the ending of a compression.

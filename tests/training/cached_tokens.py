@@ -6,8 +6,8 @@ from pathlib import Path
 import torch
 from training.tiny_run import tiny_tokenizer
 
-from midus_hf.training.data.corpus import find_corpus
-from midus_hf.training.data.packing import CorpusTokens
+from midus_hf.training.data.former_corpus import find_corpus
+from midus_hf.training.data.former_packing import CorpusTokens
 from midus_hf.training.data.token_cache import cached_tokens
 from midus_hf.training.options import CorpusOptions
 

@@ -8,7 +8,7 @@ from training.cached_tokens import in_a_process, tokens_of
 from training.tiny_run import tiny_config
 
 from midus_hf.training.data import token_cache
-from midus_hf.training.data.packing import PackedDataset
+from midus_hf.training.data.former_packing import PackedDataset
 from midus_hf.training.run.train import prepare, train
 
 datasets = pytest.importorskip("datasets")

@@ -1,93 +1,189 @@
-"""A corpus is local text or a dataset of the Hub, and starts anew each time it is read."""
+"""A corpus is read as what its files are, and what cannot be read, or is left out, is said in one line."""
 
-import sys
+import bz2
+import gzip
+import json
+import lzma
+import re
+import time
 
 import pytest
-from training.tiny_run import refused
 
-from midus_hf.documents import DocumentError
-from midus_hf.training.data.corpus import find_corpus
-from midus_hf.training.options import CorpusOptions
+datasets = pytest.importorskip("datasets")
 
+from midus_hf.training.data.corpus import read_corpus, read_rows  # noqa: E402
 
-def read(path, **options) -> list[str]:
-    return list(find_corpus(CorpusOptions(path=str(path), **options)).documents())
+TEXTS = ["The first text.", 'A second, with "marks"\nand two lines.', "null"]
 
 
-def test_local_text_is_read_in_the_encoding_and_from_the_column_that_the_options_name(tmp_path):
-    (tmp_path / "a.txt").write_bytes("café".encode("latin-1"))
-    (tmp_path / "b.jsonl").write_bytes('{"text": "one", "body": "né"}'.encode("latin-1"))
-    assert read(tmp_path, encoding="latin-1", column="body") == ["café", "né"]
+def lines(texts=TEXTS, **more) -> bytes:
+    return "".join(json.dumps({"text": text, **more}) + "\n" for text in texts).encode()
 
 
-def test_each_reading_starts_anew(tmp_path):
-    (tmp_path / "a.txt").write_text("text", encoding="utf-8")
-    documents = find_corpus(CorpusOptions(path=str(tmp_path))).documents
-    assert list(documents()) == list(documents()) == ["text"]
+def csv_of(separator: str) -> bytes:
+    quoted = ['"' + text.replace('"', '""') + '"' for text in TEXTS]
+    return ("\n".join([f"text{separator}id", *(f"{text}{separator}{n}" for n, text in enumerate(quoted))])).encode()
 
 
-def test_an_absent_path_is_refused(tmp_path):
-    with refused(r"which does not exist; expected a file, a folder or a dataset id", DocumentError):
-        read(tmp_path / "absent")
-    with refused(r"corpus is 'absent.txt', which does not exist", DocumentError):
-        read("absent.txt")
+FILES = {
+    "lines.jsonl": lines(),
+    "lines.JSONL": lines(),
+    "lines.ndjson": lines(),
+    "lines.json": lines(),
+    "list.json": json.dumps([{"text": text} for text in TEXTS]).encode(),
+    "table.csv": csv_of(","),
+    "table.TSV": csv_of("\t"),
+    "lines.jsonl.gz": gzip.compress(lines()),
+    "list.json.gz": gzip.compress(json.dumps([{"text": text} for text in TEXTS]).encode()),
+    "lines.json.bz2": bz2.compress(lines()),
+    "lines.jsonl.xz": lzma.compress(lines()),
+}
 
 
-def test_a_folder_without_text_is_refused_before_anything_is_read(tmp_path):
-    with refused(r"a folder without text", DocumentError):
-        find_corpus(CorpusOptions(path=str(tmp_path)))
+@pytest.fixture(autouse=True)
+def cache_of_its_own(tmp_path, monkeypatch):
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path / "cache"))
 
 
-def test_rows_of_a_dataset_need_text_in_the_column(monkeypatch):
-    datasets = pytest.importorskip("datasets")
-    monkeypatch.setattr(
-        datasets, "load_dataset", lambda *args, **kwargs: [{"text": " "}, {"text": "a"}, {"body": "b"}]
-    )
-    documents = find_corpus(CorpusOptions(path="owner/name")).documents()
-    assert next(documents) == "a"
-    with refused(r"corpus 'owner/name' has no 'text', only body; set column", DocumentError):
-        next(documents)
+@pytest.fixture
+def folder(tmp_path):
+    path = tmp_path / "data"
+    path.mkdir()
+    return path
 
 
-def test_options_of_datasets_are_refused_for_local_text(tmp_path):
-    (tmp_path / "a.txt").write_text("a", encoding="utf-8")
-    with refused(r"which is local; config and shuffle_buffer are for datasets", DocumentError):
-        read(tmp_path, config="x")
+def write(folder, files):
+    for name, content in files.items():
+        path = folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(content if isinstance(content, bytes) else content.encode())
+    return str(folder)
 
 
-def test_a_dataset_is_read_by_id_split_and_column(monkeypatch):
-    datasets = pytest.importorskip("datasets")
-    asked = []
-
-    def load_dataset(path, config, split, streaming):
-        asked.append((path, config, split, streaming))
-        return datasets.Dataset.from_dict({"body": ["one", "two", "three"]}).to_iterable_dataset()
-
-    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
-    options = {"config": "small", "split": "test", "column": "body", "streaming": True}
-    assert read("owner/name", **options) == ["one", "two", "three"]
-    assert asked == [("owner/name", "small", "test", True)]
-    shuffled = [
-        list(find_corpus(CorpusOptions(path="o/n", shuffle_buffer=9, **options), seed=2).documents()) for _ in range(2)
-    ]
-    assert shuffled[0] == shuffled[1] and sorted(shuffled[0]) == ["one", "three", "two"]
+def texts_of(corpus, **options):
+    return read_corpus(str(corpus) if not isinstance(corpus, list) else corpus, **options)["text"][:]
 
 
-def test_a_dataset_that_cannot_be_had_is_refused(monkeypatch):
-    datasets = pytest.importorskip("datasets")
-
-    def load_dataset(*args, **kwargs):
-        raise datasets.exceptions.DatasetNotFoundError("Dataset 'owner/name' doesn't exist\nand more")
-
-    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
-    with refused(r"cannot be loaded as a dataset: Dataset 'owner/name' doesn't exist$", DocumentError):
-        read("owner/name")
+@pytest.mark.parametrize("name", FILES)
+def test_rows_are_read_by_the_kind_of_the_file(folder, name):
+    write(folder, {name: FILES[name]})
+    assert texts_of(folder / name) == TEXTS
 
 
-def test_without_the_package_datasets_a_dataset_says_how_to_install_it(monkeypatch, tmp_path):
-    monkeypatch.delitem(sys.modules, "datasets", raising=False)
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with refused(
-        r"corpus 'owner/name' needs the package datasets; install it with pip install datasets", DocumentError
+@pytest.mark.parametrize("name", ["notes.txt", "notes.md", "notes", "notes.txt.gz"])
+def test_a_text_file_is_one_text(folder, name):
+    text = "\ufeffTwo lines,\nand a third.\n\n"
+    write(folder, {name: gzip.compress(text.encode()) if name.endswith(".gz") else text})
+    assert texts_of(folder / name) == [text[1:]]
+
+
+@pytest.mark.parametrize("name", ["shard[12]", "shard*", "shar?1"])
+def test_a_path_is_no_pattern(folder, name):
+    for each in (name, "shard1", "shard2"):
+        (folder / each).mkdir()
+        datasets.Dataset.from_dict({"text": [each]}).to_parquet(folder / each / f"{each}.parquet")
+    assert texts_of(folder / name / f"{name}.parquet") == texts_of(folder / name) == [name]
+
+
+def test_a_chain_is_refused(folder):
+    write(folder, {"x::y.jsonl": lines()})
+    with pytest.raises(ValueError, match=r"'::' in a path as a chain. Rename"):
+        read_corpus(str(folder / "x::y.jsonl"))
+
+
+def test_a_downloaded_dataset_trains_its_train_split_and_not_its_card(folder, capsys):
+    names = ["README.md", "data/train-00000-of-00001.jsonl", "data/validation.jsonl", "test/part.jsonl", "notes.txt"]
+    write(folder, {name: lines([name]) if name.endswith("l") else "a card" for name in names})
+    assert texts_of(folder) == [names[1]]
+    said = capsys.readouterr().err
+    assert "split 'train' is read, of test, train, validation" in said and "1 .md" in said and "1 .txt" in said
+    assert texts_of(folder, split="test") == [names[3]]
+    with pytest.raises(ValueError, match="has the splits test, train, validation, and not 'dev'"):
+        read_corpus(str(folder), split="dev")
+
+
+def test_a_dataset_whose_card_declares_its_data_is_read_as_the_card_says(folder, capsys):
+    card = "---\nconfigs:\n- config_name: a\n  data_files: [{split: train, path: one.jsonl}, {split: test, path: two.jsonl}]\n"
+    card += "- config_name: b\n  data_files: two.jsonl\n---\nWords.\n"
+    write(folder, {"README.md": card, "one.jsonl": lines(["one"]), "two.jsonl": lines(["two"])})
+    assert texts_of(folder, name="a") == ["one"]
+    assert "split 'train' is read, of train, test" in capsys.readouterr().err
+    assert texts_of(folder, name="b") == ["two"]
+    with pytest.raises(ValueError, match=r"Config name is missing|configs|available"):
+        read_corpus(str(folder))
+
+
+def test_a_saved_dataset_and_a_slice_are_read(folder):
+    rows = datasets.Dataset.from_dict({"text": list("abcdefghij")})
+    datasets.DatasetDict({"train": rows, "test": rows}).save_to_disk(str(folder / "saved"))
+    assert texts_of(folder / "saved", split="train[:30%]") == ["a", "b", "c"]
+    write(folder, {"rows.jsonl": lines(list("abcdefghij"))})
+    assert texts_of(folder / "rows.jsonl", split="train[8:]") == ["i", "j"]
+
+
+def test_folders_and_several_corpora_keep_their_order_and_columns(folder, capsys):
+    write(folder, {"b/two.txt": "two", "a.txt": "one", ".hidden/x.txt": "no", "c.pdf": "no"})
+    write(folder.parent / "rows", {"x.jsonl": lines(["three", "  "], metadata={"path": [1, 2], "id": "x"})})
+    rows = read_corpus([str(folder), str(folder.parent / "rows")])
+    assert rows["text"][:] == ["one", "two", "three"]
+    assert rows["path"][:] == [None, None, [1, 2]]
+    said = capsys.readouterr().err
+    assert "2 of 3 files are read; not read: 1 .pdf" in said and "1 of 4 texts are blank and left out" in said
+
+
+def test_lines_are_said_by_the_first_process_alone(folder, capsys, monkeypatch):
+    monkeypatch.setenv("RANK", "1")
+    read_corpus(write(folder, {"a.txt": "one", "b.txt": " "}))
+    assert "left out" not in capsys.readouterr().err
+
+
+REFUSALS = {
+    "half a pair": ({"x.jsonl": lines(["a"]) + b'{"text": "\\ud83d"}\n'}, "line 2 has half of a surrogate pair"),
+    "half a pair in a list": ({"x.json": b'[{"text": "a"}, {"text": "\\ud83d"}]'}, "row 2 has half of a surrogate"),
+    "no JSON": ({"x.jsonl": lines(["a"]) + b"{text\n"}, "line 2 is not JSON"),
+    "no objects": ({"x.jsonl": b'"a"\n"b"\n'}, "line 1 is a str; expected an object"),
+    "no column": ({"x.jsonl": b'{"content": "a", "id": 1}\n'}, "no column 'text', only content, id; set text_column"),
+    "numbers": ({"x.jsonl": b'{"text": 1}\n'}, "has int64 under 'text'; expected text"),
+    "empty": ({"x.txt": ""}, "is empty: it has no text with a visible character"),
+    "blank": ({"x.jsonl": lines([" ", "\n"])}, "is empty: it has no text with a visible character"),
+    "an empty folder": ({"x.pdf": "a"}, "a folder without data; expected files ending in .txt, .md, .jsonl"),
+    "latin": ({"x.txt": "a \u00fc".encode("latin-1")}, "x.txt' is not text in UTF-8"),
+    "zero bytes": ({"x.txt": b"a\0b"}, "x.txt' is not text: it has zero bytes"),
+    "no Parquet": ({"x.parquet": b"PAR1"}, "cannot be read"),
+    "a cut archive": ({"x.jsonl.gz": gzip.compress(lines())[:-9]}, "x.jsonl.gz'"),
+    "columns of two types": ({"a.jsonl": b'{"text": "a"}\n', "b.csv": b"text\n1\n"}, "differ in type"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSALS)
+def test_what_cannot_be_read_is_refused_in_one_line(folder, case):
+    files, message = REFUSALS[case]
+    with pytest.raises(ValueError, match=re.escape(message)) as refusal:
+        read_corpus(write(folder, files))
+    assert "\n" not in str(refusal.value)
+
+
+@pytest.mark.parametrize("corpus", ["", [], "absent/corpus.jsonl", "../absent", "a/b/c"])
+def test_a_corpus_that_is_nowhere_is_refused(corpus):
+    with pytest.raises(ValueError, match=r"which does not exist; expected a file, a folder or|is empty; expected"):
+        read_corpus(corpus)
+
+
+def test_a_mistyped_name_is_refused_at_once_without_a_network(monkeypatch):
+    monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")
+    import huggingface_hub
+
+    monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", "http://127.0.0.1:9")
+    begin = time.monotonic()
+    with pytest.raises(
+        ValueError, match="not in the cache of datasets, and the Hub cannot be reached; correct the name"
     ):
-        read("owner/name")
+        read_corpus("someone/mistyped-corpus")
+    assert time.monotonic() - begin < 5
+
+
+def test_rows_without_text_need_files_of_rows(folder):
+    write(folder, {"README.md": "a card", "rows.jsonl": b'{"prompt": "a"}\n'})
+    assert read_rows("dataset_name", str(folder)).column_names == ["prompt"]
+    with pytest.raises(ValueError, match=r"README.md', which has no rows; expected a file ending in .jsonl"):
+        read_rows("dataset_name", str(folder / "README.md"))

@@ -4,7 +4,7 @@ import torch
 from tiny import WINDOW, prompt
 from transformers import AutoModelForCausalLM
 
-from midus_hf.training.data.packing import PackedSequence, training_example
+from midus_hf.training.data.former_packing import PackedSequence, training_example
 from midus_hf.training.run.train import prepare
 
 LENGTHS = (5, 2 * WINDOW, 3)

@@ -1,95 +1,83 @@
-"""Documents become sequences of one length: nothing is lost but the remainder, and order is kept."""
+"""Texts become sequences of one length: nothing is lost but the remainder, and order is kept."""
 
 import itertools
 
+import numpy as np
 import pytest
-import torch
-from training.tiny_run import EOS_ID, document, refused, tiny_tokenizer
-
-from midus_hf.documents import DocumentError
-from midus_hf.training.data.packing import (
-    CorpusTokens,
-    PackedDataset,
-    PackedSequence,
-    PackedStream,
-    pack,
-    tokenise,
-    training_example,
-)
+from training.tiny_run import EOS_ID, document, tiny_tokenizer
 
 hypothesis = pytest.importorskip("hypothesis")
+datasets = pytest.importorskip("datasets")
+
+from midus_hf.training.data import packing  # noqa: E402
+from midus_hf.training.data.packing import _Packer, packed_sequences  # noqa: E402
+
 given, st = hypothesis.given, hypothesis.strategies
 
 
-@given(st.lists(st.lists(st.integers(0, 9), min_size=1, max_size=30), min_size=1, max_size=12), st.integers(2, 12))
-def test_packing_keeps_tokens_in_order_marks_documents_and_restarts_positions(token_lists, length):
-    row = list(itertools.chain(*token_lists))
-    hypothesis.assume(len(row) >= length)
-    sequences = list(pack(token_lists, length))
-    begins = [index == 0 for tokens in token_lists for index in range(len(tokens))]
-    whole = len(row) // length * length
-    assert all(len(sequence.tokens) == length for sequence in sequences)
-    assert [token for sequence in sequences for token in sequence.tokens.tolist()] == row[:whole]
-    assert [mark for sequence in sequences for mark in sequence.starts.tolist()] == begins[:whole]
-    for sequence in sequences:
-        expected, position = [], 0
-        for start in sequence.starts.tolist():
-            position = 0 if start else position
-            expected.append(position)
-            position += 1
-        assert training_example(sequence, document_mask=True)["position_ids"].tolist() == expected
-
-
-def test_without_a_mask_every_token_is_a_label_and_with_one_the_first_of_a_document_is_none():
-    sequence = PackedSequence(torch.tensor([5, 6, 7], dtype=torch.int32), torch.tensor([False, True, False]))
-    plain, masked = (training_example(sequence, document_mask=mask) for mask in (False, True))
-    assert set(plain) == {"input_ids", "labels"} and plain["input_ids"].dtype == torch.int64
-    assert plain["input_ids"].tolist() == plain["labels"].tolist() == [5, 6, 7]
-    assert (masked["labels"].tolist(), masked["position_ids"].tolist()) == ([5, -100, 7], [0, 0, 1])
-
-
-def test_documents_are_tokenised_in_order_each_ending_in_one_eos():
-    assert list(tokenise(["w5 w6", "w7", "w8 <eos>"], tiny_tokenizer())) == [[5, 6, EOS_ID], [7, EOS_ID], [8, EOS_ID]]
-    texts = [document(3, seed) for seed in range(150)]
-    expected = [[int(word[1:]) for word in text.split()] + [EOS_ID] for text in texts]
-    assert list(tokenise(iter(texts), tiny_tokenizer())) == expected
-
-
-def test_a_tokenizer_without_eos_and_an_id_that_the_model_does_not_embed_are_refused():
-    with refused(r"the tokenizer has no EOS token, which ends every document; set eos_token"):
-        list(tokenise(["w5"], tiny_tokenizer(eos_token=None)))
-    with refused(r"yields id 100, but the model embeds 100 ids; use the tokenizer that"):
-        list(tokenise(["w5 w100"], tiny_tokenizer(), vocab_size=100))
-
-
-def test_a_stream_repeats_the_corpus_without_end():
-    stream = PackedStream(lambda: tokenise(["w5 w6 w7", "w8"], tiny_tokenizer()), 2)
-    heads = [example["input_ids"].tolist() for example in itertools.islice(stream, 7)]
-    assert heads == [[5, 6], [7, 2], [8, 2], [5, 6], [7, 2], [8, 2], [5, 6]]
-
-
-def test_a_stream_yields_what_a_dataset_holds():
-    token_lists = list(tokenise([document(9, seed) for seed in range(5)], tiny_tokenizer()))
-    dataset = PackedDataset(CorpusTokens.held(token_lists), 8, document_mask=True)
-    assert (dataset.tokens.num_documents, dataset.tokens.num_tokens, len(dataset)) == (5, 50, 6)
-    stream = PackedStream(lambda: token_lists, 8, document_mask=True)
-    for held, streamed in zip(dataset, itertools.islice(stream, len(dataset)), strict=True):
-        assert held.keys() == streamed.keys()
-        assert all(torch.equal(held[key], streamed[key]) for key in held)
-
-
-@pytest.mark.parametrize(
-    ("token_lists", "message"),
-    [
-        ([], "the corpus is empty: it has no document with a visible character. Add text to it."),
-        (
-            [[5, 6, 2]],
-            "has 3 tokens; expected at least one sequence of sequence_length = 4. Add text, or lower sequence_l",
-        ),
-    ],
+@given(
+    st.lists(st.lists(st.integers(0, 9), min_size=1, max_size=30), min_size=1, max_size=12),
+    st.integers(2, 12),
+    st.integers(1, 4),
 )
-def test_a_corpus_shorter_than_a_sequence_is_refused(token_lists, message):
-    with refused(message, DocumentError):
-        next(iter(PackedStream(lambda: token_lists, 4)))
-    with refused(message, DocumentError):
-        PackedDataset(CorpusTokens.held(token_lists), 4)
+def test_packing_keeps_tokens_in_order_and_restarts_positions(token_lists, length, texts_a_batch):
+    row = list(itertools.chain(*token_lists))
+    is_first = [index == 0 for tokens in token_lists for index in range(len(tokens))]
+    packer, packed = _Packer(length, documents_apart=True), {"input_ids": [], "position_ids": [], "labels": []}
+    for begin in range(0, len(token_lists), texts_a_batch):
+        for name, rows in packer({"input_ids": token_lists[begin : begin + texts_a_batch]}).items():
+            packed[name] += [list(map(int, each)) for each in rows]
+    whole = len(row) // length * length
+    assert list(itertools.chain(*packed["input_ids"])) == row[:whole]
+    expected, position = [], 0
+    for index in range(whole):
+        position = 0 if is_first[index] or index % length == 0 else position + 1
+        expected.append(position)
+    assert list(itertools.chain(*packed["position_ids"])) == expected
+    labels = [-100 if first else token for first, token in zip(is_first[:whole], row, strict=False)]
+    assert list(itertools.chain(*packed["labels"])) == labels
+
+
+def rows(texts):
+    return datasets.Dataset.from_dict({"text": texts})
+
+
+def test_texts_are_tokenised_with_an_end_and_read_from_the_cache_again(tmp_path, monkeypatch):
+    rows([document(30, index) for index in range(9)]).to_parquet(tmp_path / "texts.parquet")
+    texts = datasets.load_dataset(
+        "parquet", data_files=str(tmp_path / "texts.parquet"), split="train", cache_dir=str(tmp_path / "cache")
+    )
+    tokenizer = tiny_tokenizer()
+    expected = [token for text in texts["text"] for token in (*tokenizer(text)["input_ids"], EOS_ID)]
+    packed = packed_sequences(texts, tokenizer, 16, documents_apart=False)
+    assert packed.column_names == ["input_ids"]
+    assert np.concatenate(packed["input_ids"][:]).tolist() == expected[: len(expected) // 16 * 16]
+    # Another tokenizer of the same contents finds the sequences in the cache, another length does not.
+    monkeypatch.setattr(packing, "_tokenise", None)
+    assert packed_sequences(texts, tiny_tokenizer(), 16, documents_apart=False)[:] == packed[:]
+    assert len(packed_sequences(texts, tiny_tokenizer(), 8, documents_apart=False)) > len(packed)
+    with pytest.raises(TypeError):
+        packed_sequences(texts.select([0]), tiny_tokenizer(), 16, documents_apart=False)
+
+
+def test_several_processes_and_batches_make_the_same_sequences(monkeypatch):
+    texts = rows([document(30, index % 7) for index in range(40)])
+    alone = packed_sequences(texts, tiny_tokenizer(), 16, documents_apart=True)
+    monkeypatch.setattr(packing, "_TEXTS_WORTH_A_PROCESS", 10)
+    monkeypatch.setattr(packing, "_TEXTS_A_BATCH", 3)
+    monkeypatch.setattr(packing, "_usable_cores", lambda: 2)
+    texts = texts.map(lambda row: row)  # another dataset, which the cache does not have
+    assert packed_sequences(texts, tiny_tokenizer(), 16, documents_apart=True)[:] == alone[:]
+
+
+def test_what_makes_no_sequence_is_refused():
+    tokenizer = tiny_tokenizer()
+    with pytest.raises(ValueError, match=r"has 2 tokens; expected at least one sequence of sequence_length = 1,000"):
+        packed_sequences(rows(["w5"]), tokenizer, 1000, documents_apart=False)
+    with pytest.raises(ValueError, match="the corpus is empty"):
+        packed_sequences(rows([]), tokenizer, 4, documents_apart=False)
+    with pytest.raises(ValueError, match="embeds"):
+        packed_sequences(rows(["w5 w6 w7"]), tokenizer, 4, documents_apart=False, vocab_size=6)
+    tokenizer.eos_token = None
+    with pytest.raises(ValueError, match="the tokenizer has no EOS token, which ends every document"):
+        packed_sequences(rows(["w5"]), tokenizer, 4, documents_apart=False)

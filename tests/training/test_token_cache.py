@@ -19,8 +19,8 @@ from transformers import AutoTokenizer
 
 from midus_hf.documents import DocumentError
 from midus_hf.training.data import token_cache
-from midus_hf.training.data.corpus import find_corpus
-from midus_hf.training.data.packing import CorpusTokens, PackedDataset, pack, tokenise
+from midus_hf.training.data.former_corpus import find_corpus
+from midus_hf.training.data.former_packing import CorpusTokens, PackedDataset, pack, tokenise
 from midus_hf.training.data.token_cache import cached_tokens
 from midus_hf.training.options import CorpusOptions
 

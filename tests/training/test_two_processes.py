@@ -9,8 +9,8 @@ from training.tiny_run import save_upscaled, tiny_tokenizer
 from training.two_processes import METHODS, SCRIPT, in_two_processes, write_recipe
 
 from midus_hf.cli.training.train import main
-from midus_hf.training.data.corpus import find_corpus
-from midus_hf.training.data.packing import PackedStream, tokenise
+from midus_hf.training.data.former_corpus import find_corpus
+from midus_hf.training.data.former_packing import PackedStream, tokenise
 from midus_hf.training.options import CorpusOptions
 
 OPTIONS = {

@@ -1,190 +1,404 @@
-"""Documents of a corpus, from a file, a folder of files or a dataset on the Hub."""
+"""Texts of a corpus as rows of a `datasets.Dataset`: files of any kind, folders, repositories of datasets, the Hub."""
 
-import dataclasses
-import hashlib
+import codecs
+import glob
+import json
 import os
 import re
-from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+import sys
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from midus_hf.documents import (
-    DocumentError,
-    RowPlace,
-    codec_of,
-    document_rows,
-    endings,
-    find_files,
-    first_line,
-    import_datasets,
-    is_compressed,
-    is_text_name,
-    iterate_documents,
-    text_of_row,
-)
-from midus_hf.training.options import CorpusOptions
+if TYPE_CHECKING:
+    from datasets import Dataset
 
-_DATASET_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
+# Kinds of files by the ending of their names, in small letters; the name of a kind is that of its reader in `datasets`.
+KINDS = {
+    **dict.fromkeys((".txt", ".md"), "text"),
+    **dict.fromkeys((".jsonl", ".ndjson", ".json"), "json"),
+    **dict.fromkeys((".csv", ".tsv"), "csv"),
+    ".parquet": "parquet",
+}
+_COMPRESSIONS = (".gz", ".bz2", ".xz", ".zst")
+_READER_OPTIONS: dict[str, dict[str, Any]] = {
+    "text": {"sample_by": "document", "encoding": "utf-8-sig"},
+    "csv": {"keep_default_na": False},  # else a text such as "null" is read as no text
+}
 
-# Assumed ratio of the length of a text to that of its compressed file.
-_UNPACKED = 5
+# Words in names of files and folders by which published datasets mark their splits.
+_SPLIT_WORDS = {
+    **dict.fromkeys(("train", "training"), "train"),
+    **dict.fromkeys(("validation", "valid", "val", "dev", "eval"), "validation"),
+    **dict.fromkeys(("test", "testing"), "test"),
+}
+_DATASET_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
+_SECONDS_TO_ANSWER = 5
+_SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 
 
-@dataclasses.dataclass(frozen=True)
-class LocalText:
-    """Text in a file, or in the files of a folder."""
+def read_corpus(
+    corpus: str | Sequence[str],
+    *,
+    split: str | None = None,
+    name: str | None = None,
+    text_column: str = "text",
+) -> "Dataset":
+    """Return the texts of a corpus, one per row, with the other columns that the corpus has.
 
-    options: CorpusOptions
-    files: list[Path]
+    A text file is one text. JSON (a list, or an object per line), CSV and Parquet have a text per row. Text, JSON and CSV
+    may be compressed. Blank texts are left out, which a line on standard error says, as it does of files that are not read.
+    Fields of a column `metadata`, where datatrove keeps its results, become columns.
 
-    def documents(self) -> Iterator[str]:
-        """Return an iterator over the documents that have a visible character, as `iterate_documents` reads them."""
-        return iterate_documents(self.files, self.options.column, self.options.encoding)
+    Args:
+        corpus: A file, a folder, or the id of a dataset on the Hub, or several of these.
+        split: Split of the corpus, perhaps with a slice as in `"train[:10%]"`. Default: the only one, or `train`.
+        name: Configuration of a dataset on the Hub or of a downloaded one. Default: the dataset's own.
+        text_column: Column that holds the text. Default: `"text"`.
 
-    def rows(self) -> Iterator[tuple[RowPlace, Any]]:
-        """Return an iterator over the rows of these documents, each with its location, as `document_rows` reads them."""
-        return document_rows(self.files, self.options.column, self.options.encoding)
+    Raises:
+        ValueError: If the corpus does not exist, cannot be read, has no text, or lacks the column or the split.
+    """
+    rows = read_rows("corpus", corpus, split=split, name=name, text_column=text_column)
+    columns, label = rows.column_names, _label("corpus", corpus)
+    if text_column not in columns:
+        raise ValueError(
+            f"{label} has no column {text_column!r}, only {', '.join(columns) or 'nothing'}; set text_column to the column "
+            "that holds the text."
+        )
+    kind = getattr(rows.features[text_column], "dtype", "list")
+    if kind not in ("string", "large_string", "null"):
+        raise ValueError(
+            f"{label} has {kind} under {text_column!r}; expected text. Set text_column to the column that holds the text."
+        )
+    whole = len(rows)
+    rows = rows.filter(_have_text, batched=True, input_columns=[text_column])
+    if not len(rows):
+        raise ValueError(f"{label} is empty: it has no text with a visible character. Add text to it.")
+    if len(rows) < whole:
+        say(f"{label}: {whole - len(rows):,} of {whole:,} texts are blank and left out")
+    return rows
 
-    def size(self) -> int:
-        """Estimate the number of bytes of text."""
-        return sum(file.stat().st_size * (_UNPACKED if is_compressed(file) else 1) for file in self.files)
 
-    def identity(self) -> list[str]:
-        """Return all that decides which documents are read: how files are read, and the kind and digest of each file."""
-        digests = list(self.digests().values())
-        kinds = ["".join(endings(file)) for file in self.files]
-        encoding = codec_of(self.options.encoding)
-        return ["files", self.options.column, encoding, *map(" ".join, zip(kinds, digests, strict=True))]
+def read_rows(
+    key: str,
+    sources: str | Sequence[str],
+    *,
+    split: str | None = None,
+    name: str | None = None,
+    text_column: str | None = None,
+) -> "Dataset":
+    """Return the rows of files, folders and datasets of the Hub, as `read_corpus` reads them, with any columns.
 
-    def digests(self) -> dict[Path, str]:
-        """Return the digest of each file as `b2sum` prints it."""
-        with ThreadPoolExecutor(usable_cores()) as pool:
-            return dict(zip(self.files, pool.map(_digest, self.files), strict=True))
+    Args:
+        key: Key of the arguments that names the sources, for messages.
+        text_column: Column that gets the text of text files. Default: None, text files have no rows and are not read.
 
-    def name_of(self, file: Path) -> str:
-        """Return a file's path relative to the folder that the corpus lies in; the location of that folder stays private."""
-        return str(file.relative_to(Path(self.options.path).expanduser().parent))
+    Raises:
+        ValueError: If a source does not exist, cannot be read or has no rows, or lacks the split.
+    """
+    import datasets
 
-    def as_dataset(self, folder: Path) -> Any:
-        """Return the documents as a `datasets.Dataset` of one column, `options.column`, which is written to `folder`."""
-        import datasets
-
+    names = [sources] if isinstance(sources, str) else list(sources)
+    if not names or "" in names:
+        raise ValueError(f"{key} is empty; expected a file, a folder or a dataset id.")
+    parts = []
+    for source in names:
+        path = Path(source).expanduser()
         try:
-            return datasets.Dataset.from_generator(
-                _rows,
-                features=datasets.Features({self.options.column: datasets.Value("large_string")}),
-                cache_dir=str(folder),
-                gen_kwargs={"options": self.options, "files": tuple(self.files)},
-            )
+            if path.exists():
+                parts += _read_local(key, path, split, name, text_column)
+            else:
+                parts.append(_read_hub(key, source, split, name))
+        except (OSError, RuntimeError, ValueError, TypeError, KeyError, ImportError, EOFError) as error:
+            if isinstance(error, _Refusal):
+                raise
+            raise _Refusal(f"{key} is {source!r}, which cannot be read: {_reason(error)}") from error
         except datasets.exceptions.DatasetGenerationError as error:
-            if isinstance(error.__cause__, (DocumentError, OSError)):
-                raise error.__cause__ from None
-            raise
-
-
-@dataclasses.dataclass(frozen=True)
-class HubRows:
-    """A dataset on the Hub; `dataset` is the result of `datasets.load_dataset`."""
-
-    options: CorpusOptions
-    dataset: Any
-
-    def rows(self) -> Iterator[tuple[RowPlace, Any]]:
-        """Return an iterator over the rows that have a visible character in the column, each with its location."""
-        corpus_label, name = f"corpus {self.options.path!r}", Path(self.options.path)
-        rows = ((RowPlace(corpus_label, name, number), row) for number, row in enumerate(self.dataset, start=1))
-        return (row for row in rows if text_of_row(row[1], self.options.column, corpus_label).strip())
-
-    def digests(self) -> dict[Path, str]:
-        """Return the fingerprint that the library `datasets` computes of the dataset, under the dataset's id."""
-        return {Path(self.options.path): self.dataset._fingerprint}
-
-    def name_of(self, file: Path) -> str:
-        """Return the id of the dataset."""
-        return str(file)
-
-    def documents(self) -> Iterator[str]:
-        """Return an iterator over the documents that have a visible character; a row without text raises `DocumentError`."""
-        return (row[self.options.column] for _, row in self.rows())
-
-    def size(self) -> int:
-        """Return the number of bytes of the text column."""
-        return self.as_dataset(None).data.nbytes
-
-    def identity(self) -> list[str]:
-        """Return all that decides which documents are read: the column, and the dataset's fingerprint."""
-        return ["dataset", self.options.column, self.dataset._fingerprint]
-
-    def as_dataset(self, folder: Path | None) -> Any:
-        """Return the text column of the dataset, or raise `DocumentError`; nothing is written to `folder`."""
-        text_of_row(dict.fromkeys(self.dataset.column_names, ""), self.options.column, f"corpus {self.options.path!r}")
-        return self.dataset.select_columns([self.options.column])
-
-
-def find_corpus(options: CorpusOptions, seed: int = 0) -> LocalText | HubRows:
-    """Return the corpus that options name; local text is not read yet.
-
-    Args:
-        seed: Seed of the order in which a streamed dataset is read, if it is shuffled. Default: 0.
-
-    Raises:
-        DocumentError: If the corpus does not exist or has no files to read.
-    """
-    path = Path(options.path).expanduser()
-    if path.exists():
-        if options.config is not None or options.shuffle_buffer:
-            raise DocumentError(
-                f"corpus is {options.path!r}, which is local; config and shuffle_buffer are for datasets of the Hub."
-            )
-        return LocalText(options, find_files(path))
-    if is_text_name(path):
-        raise _absent("corpus", options.path)
-    rows = load_hub_dataset("corpus", options.path, options.config, options.split, options.streaming)
-    if options.shuffle_buffer:
-        rows = rows.shuffle(seed=seed, buffer_size=options.shuffle_buffer)
-    return HubRows(options, rows)
-
-
-def usable_cores() -> int:
-    """Return the number of cores that this process may run on."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
-
-
-def _digest(file: Path) -> str:
+            raise _Refusal(f"{key} is {source!r}, which cannot be read: {_reason(error)}") from error
     try:
-        with file.open("rb") as stream:
-            return hashlib.file_digest(stream, hashlib.blake2b).hexdigest()
-    except OSError as error:
-        raise DocumentError(f"file {str(file)!r} cannot be read: {first_line(error)}.") from error
-
-
-def _rows(options: CorpusOptions, files: tuple[Path, ...]) -> Iterator[dict[str, str]]:
-    for document in LocalText(options, list(files)).documents():
-        yield {options.column: document}
-
-
-def load_hub_dataset(name: str, path: str, config: str | None, split: str, streaming: bool = False) -> Any:
-    """Load a dataset from the Hub.
-
-    Args:
-        config: Configuration of the dataset; None for its default.
-
-    Raises:
-        DocumentError: If the dataset does not exist or cannot be loaded, or the package `datasets` is not installed.
-    """
-    if not _DATASET_ID.fullmatch(path):
-        raise _absent(name, path)
-    datasets = import_datasets(f"{name} {path!r}")
-    try:
-        return datasets.load_dataset(path, config, split=split, streaming=streaming)
-    except (OSError, ValueError, RuntimeError) as error:
-        raise DocumentError(
-            f"{name} is {path!r}, which is no file or folder and cannot be loaded as a dataset: {first_line(error)}"
+        return parts[0] if len(parts) == 1 else datasets.concatenate_datasets(parts)
+    except (ValueError, TypeError) as error:
+        raise ValueError(
+            f"{_label(key, sources)} has columns that differ in type from file to file: {_reason(error)}"
         ) from error
 
 
-def _absent(name: str, path: str) -> DocumentError:
-    return DocumentError(f"{name} is {path!r}, which does not exist; expected a file, a folder or a dataset id.")
+def say(line: str) -> None:
+    """Print a line on standard error, in the first process of a run alone."""
+    if int(os.environ.get("RANK", 0)) == 0:
+        print(line, file=sys.stderr, flush=True)
+
+
+class _Refusal(ValueError):
+    """A message that already says what is wrong with which source."""
+
+
+def _label(key: str, sources: str | Sequence[str]) -> str:
+    return f"{key} {sources!r}" if isinstance(sources, str) else f"{key} {', '.join(map(repr, sources))}"
+
+
+def _reason(error: BaseException) -> str:
+    """Return the first line of what caused an error, or the error's type if there is no message."""
+    while error.__cause__ is not None:
+        error = error.__cause__
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]
+
+
+def _have_text(texts: list[str | None]) -> list[bool]:
+    return [bool(text and text.strip()) for text in texts]
+
+
+def _kind_of(path: Path) -> str | None:
+    """Return the kind of a file by its name; None if no kind has this name."""
+    endings = [suffix.lower() for suffix in path.suffixes]
+    if endings and endings[-1] in _COMPRESSIONS:
+        kind = KINDS.get(endings[-2]) if len(endings) > 1 else None
+        return None if kind == "parquet" else kind
+    return KINDS.get(endings[-1]) if endings else None
+
+
+def _read_local(key: str, path: Path, split: str | None, name: str | None, text_column: str | None) -> "list[Dataset]":
+    """Return the rows of a file or a folder, a dataset for each kind of file."""
+    import datasets
+
+    if "::" in str(path):
+        raise _Refusal(
+            f"{key} is {str(path)!r}; the package datasets reads '::' in a path as a chain. Rename the file or the folder."
+        )
+    if path.is_dir() and ((path / "state.json").exists() or (path / "dataset_dict.json").exists()):
+        return [_split_of(key, path, datasets.load_from_disk(str(path)), split)]
+    if path.is_dir() and _declares_data(path):
+        return [_split_of(key, path, datasets.load_dataset(glob.escape(str(path)), name), split)]
+    if name is not None:
+        raise _Refusal(
+            f"{key} is {str(path)!r}, which has no configurations, and {name!r} is named as one; leave the name out."
+        )
+    files = _files_of_folder(key, path, split, text_column) if path.is_dir() else [path]
+    by_reader: dict[tuple[str, str], list[Path]] = defaultdict(list)
+    for file in files:
+        kind = _kind_of(file) or "text"
+        if kind == "text" and text_column is None:
+            raise _Refusal(
+                f"{key} is {str(file)!r}, which has no rows; expected a file ending in "
+                f"{', '.join(ending for ending, kind in KINDS.items() if kind != 'text')}."
+            )
+        by_reader[kind, "\t" if ".tsv" in file.name.lower() else ","].append(file)
+    base, bracket, slice_of_split = (split or "train").partition("[")
+    parts = []
+    for (kind, separator), group in by_reader.items():
+        options = {**_READER_OPTIONS.get(kind, {}), **({"sep": separator} if kind == "csv" else {})}
+        _check_surrogates(key, kind, group)
+        patterns = [glob.escape(str(file.resolve())) for file in group]
+        try:
+            rows = datasets.load_dataset(
+                kind, data_files={base: patterns}, split=base + bracket + slice_of_split, **options
+            )
+        except Exception as error:
+            raise _Refusal(f"{key} cannot be read: {_fault_of(group, kind) or _reason(error)}") from error
+        if kind == "text" and text_column is not None:
+            _check_is_text(group, rows)
+            rows = rows.map(lambda row: {"text": row["text"].removeprefix("\ufeff")})
+            rows = rows.rename_column("text", text_column) if text_column != "text" else rows
+        parts.append(_with_metadata(rows))
+    return parts
+
+
+def _check_surrogates(key: str, kind: str, files: list[Path]) -> None:
+    """Refuse half of a surrogate pair in a JSON list, where `datasets` would read no text; in lines it refuses it itself."""
+    for file in files if kind == "json" else ():
+        if ".json" in map(str.lower, file.suffixes) and any(
+            _SURROGATE.search(line) for line in _lines(file, "replace")
+        ):
+            fault = _fault_of([file], kind)
+            if fault is not None:
+                raise _Refusal(f"{key} cannot be read: {fault}")
+
+
+def _check_is_text(files: list[Path], rows: "Dataset") -> None:
+    for file, text in zip(files, rows["text"], strict=False):
+        if "\0" in text:  # zero bytes are valid UTF-8, but no text
+            raise _Refusal(f"file {str(file)!r} is not text: it has zero bytes. Take it out, or convert it.")
+
+
+def _declares_data(folder: Path) -> bool:
+    """Return whether a folder is a repository of a dataset, whose card says which files are its data."""
+    card = folder / "README.md"
+    if not card.is_file():
+        return False
+    text = card.read_text(encoding="utf-8", errors="replace")
+    head = text[3:].partition("\n---")[0] if text.startswith("---") else ""
+    return re.search(r"^(configs|dataset_info):", head, re.MULTILINE) is not None
+
+
+def _files_of_folder(key: str, folder: Path, split: str | None, text_column: str | None) -> list[Path]:
+    """Return the files of a folder that are read, sorted; say which are not read."""
+    every = sorted(
+        Path(parent, name)
+        for parent, folders, names in os.walk(folder)
+        if not (folders.sort() or any(part.startswith(".") for part in Path(parent).relative_to(folder).parts))
+        for name in names
+        if not name.startswith(".")
+    )
+    read = [file for file in every if _kind_of(file) is not None]
+    rows = [file for file in read if _kind_of(file) != "text"]
+    if rows or text_column is None:  # the card and notes of a dataset are not its text
+        read = rows
+    if not read:
+        raise _Refusal(
+            f"{key} is {str(folder)!r}, a folder without data; expected files ending in {', '.join(KINDS)}."
+        )
+    splits = {file: _split_in_name(file.relative_to(folder)) for file in read} if rows else {}
+    chosen = (split or "train").partition("[")[0]
+    if any(splits.values()):
+        known = sorted({each for each in splits.values() if each})
+        if chosen not in known:
+            raise _Refusal(
+                f"{key} is {str(folder)!r}, which has the splits {', '.join(known)}, and not {chosen!r}; name one of them."
+            )
+        read = [file for file in read if splits[file] == chosen]
+        say(f"{key} {str(folder)!r}: split {chosen!r} is read, of {', '.join(known)}")
+    elif split is not None and chosen != "train":
+        raise _Refusal(f"{key} is {str(folder)!r}, whose files name no splits, and not {chosen!r}; leave it out.")
+    others = Counter("".join(file.suffixes[-2:]) or file.name for file in set(every) - set(read))
+    if others:
+        kinds = ", ".join(f"{count:,} {ending}" for ending, count in others.most_common(5))
+        say(f"{key} {str(folder)!r}: {len(read):,} of {len(every):,} files are read; not read: {kinds}")
+    return read
+
+
+def _split_in_name(path: Path) -> str | None:
+    """Return the split that the words of a file's path within its folder name; None if they name none."""
+    words = re.split(r"[^a-z]+", "/".join(path.parts).lower())
+    return next((_SPLIT_WORDS[word] for word in reversed(words) if word in _SPLIT_WORDS), None)
+
+
+def _split_of(key: str, source: object, dataset: Any, split: str | None) -> "Dataset":
+    """Return the named split of a dataset, its only one, or `train`."""
+    import datasets
+
+    if isinstance(dataset, datasets.Dataset):
+        if split is not None:
+            raise _Refusal(f"{key} is {str(source)!r}, which has no splits, and not {split!r}; leave it out.")
+        return _with_metadata(dataset)
+    base, bracket, part = (split or (next(iter(dataset)) if len(dataset) == 1 else "train")).partition("[")
+    if base not in dataset:
+        raise _Refusal(
+            f"{key} is {str(source)!r}, which has the splits {', '.join(dataset)}, and not {base!r}; name one of them."
+        )
+    if len(dataset) > 1:
+        say(f"{key} {str(source)!r}: split {base!r} is read, of {', '.join(dataset)}")
+    rows = dataset[base]
+    if bracket:
+        instruction = datasets.ReadInstruction.from_spec(base + bracket + part)
+        piece = instruction.to_absolute({base: len(rows)})[0]
+        rows = rows.select(range(piece.from_ or 0, len(rows) if piece.to is None else piece.to))
+    return _with_metadata(rows)
+
+
+def _read_hub(key: str, name_of_dataset: str, split: str | None, name: str | None) -> "Dataset":
+    import datasets
+
+    if not _DATASET_ID.fullmatch(name_of_dataset) or _kind_of(Path(name_of_dataset)) is not None:
+        raise _Refusal(
+            f"{key} is {name_of_dataset!r}, which does not exist; expected a file, a folder or a dataset id."
+        )
+    _check_hub_has(key, name_of_dataset)
+    return _split_of(key, name_of_dataset, datasets.load_dataset(name_of_dataset, name), split)
+
+
+def _check_hub_has(key: str, name: str) -> None:
+    """Refuse a name at once that the Hub does not have, or that cannot be asked for and is not in the cache."""
+    import datasets
+    import huggingface_hub
+    from huggingface_hub.errors import GatedRepoError, HfHubHTTPError, RepositoryNotFoundError
+
+    cached = [
+        Path(datasets.config.HF_DATASETS_CACHE, name.replace("/", "___")),
+        Path(huggingface_hub.constants.HF_HUB_CACHE, f"datasets--{name.replace('/', '--')}"),
+    ]
+    try:
+        huggingface_hub.HfApi().dataset_info(name, timeout=_SECONDS_TO_ANSWER)
+    except GatedRepoError as error:
+        raise _Refusal(f"{key} is {name!r}, whose owner has to admit you: {_reason(error)}") from error
+    except RepositoryNotFoundError as error:
+        raise _Refusal(
+            f"{key} is {name!r}, which is no file or folder, and the Hub has no such dataset; correct the name."
+        ) from error
+    except HfHubHTTPError:
+        return
+    except Exception as error:  # of whichever HTTP library the hub's client uses
+        if not any(path.exists() for path in cached):
+            raise _Refusal(
+                f"{key} is {name!r}, which is no file or folder and not in the cache of datasets, and the Hub cannot be "
+                "reached; correct the name, or connect to a network."
+            ) from error
+
+
+def _with_metadata(rows: "Dataset") -> "Dataset":
+    """Return rows with the fields of their column `metadata` as columns, except where a column has the name already."""
+    import datasets
+
+    fields = rows.features.get("metadata")
+    free = [field for field in fields if field not in rows.column_names] if isinstance(fields, dict) else []
+    if not free:
+        return rows
+    lifted = rows.select_columns(["metadata"]).flatten().select_columns([f"metadata.{field}" for field in free])
+    return datasets.concatenate_datasets(
+        [rows, lifted.rename_columns({f"metadata.{field}": field for field in free})], axis=1
+    )
+
+
+def _fault_of(files: list[Path], kind: str) -> str | None:
+    """Return which file, and which line of it, a reader of `datasets` stumbled over; None if it is not known."""
+    for file in files:
+        if file.suffix.lower() == ".zst" and not _reads_zst():
+            return f"file {str(file)!r} needs the package zstandard; install it with pip install zstandard."
+        try:
+            if kind == "json":
+                _check_json(file)
+            elif kind == "text":
+                for line in _lines(file):
+                    codecs.encode(line, "utf-8")
+        except UnicodeDecodeError as error:
+            return f"file {str(file)!r} is not text in UTF-8: {error.reason}. Take it out, or convert it."
+        except (OSError, EOFError, ValueError) as error:
+            return f"file {str(file)!r}: {error}"
+    return None
+
+
+def _reads_zst() -> bool:
+    import importlib.util
+
+    return importlib.util.find_spec("zstandard") is not None
+
+
+def _lines(file: Path, errors: str = "strict") -> Iterator[str]:
+    import fsspec
+
+    with fsspec.open(str(file), "rt", encoding="utf-8-sig", errors=errors, compression="infer", expand=False) as lines:
+        yield from lines
+
+
+def _check_json(file: Path) -> None:
+    """Check that a file is a JSON list or JSON lines of text that can be written, or raise `ValueError` with the line."""
+    first = next((line for line in _lines(file) if line.strip()), "")
+    if first.lstrip().startswith("["):
+        rows = enumerate(json.loads("".join(_lines(file))), start=1)
+        values = ((f"row {number}", row) for number, row in rows)
+    else:
+        values = ((f"line {number}", line) for number, line in enumerate(_lines(file), start=1) if line.strip())
+    for number, value in values:
+        try:
+            parsed = json.loads(value) if isinstance(value, str) else value
+        except ValueError as error:
+            raise ValueError(f"{number} is not JSON: {error}. Expected one object per line.") from error
+        if not isinstance(parsed, dict):
+            raise ValueError(f"{number} is a {type(parsed).__name__}; expected an object.")
+        try:
+            json.dumps(parsed, ensure_ascii=False).encode()
+        except UnicodeEncodeError as error:
+            raise ValueError(
+                f"{number} has half of a surrogate pair, which is no character. Correct it, or take it out."
+            ) from error

@@ -1,230 +1,205 @@
-"""Documents packed into sequences of one length.
+"""Texts packed into sequences of one length, as Trainers read them.
 
-Every document is tokenised with its tokenizer's default settings and ends in EOS, and all documents are laid end to
-end. The row of tokens is cut every `sequence_length` tokens and the remainder at the end is dropped, as is usual in
-continual pretraining. With a document mask, positions restart where a document begins: if a model gets these positions,
-and neither an attention mask nor a cache, it attends only within each document.
+Every text is tokenised with its tokenizer's default settings and ends in EOS, and all texts are laid end to end. The
+row of tokens is cut every `sequence_length` tokens, and the remainder at the end is dropped, as is usual in continual
+pretraining. `datasets` keeps the results in its cache.
 """
 
-from array import array
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import NamedTuple
+import os
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import torch
-from torch.utils.data import Dataset, IterableDataset
-from transformers import PreTrainedTokenizerBase
 
-from midus_hf.documents import DocumentError
-from midus_hf.saved_models import check_ids
+if TYPE_CHECKING:
+    from datasets import Dataset
+    from transformers import PreTrainedTokenizerBase
 
-# Label of tokens that transformers' losses leave out.
+# Label of tokens that losses of transformers leave out.
 IGNORED_LABEL = -100
 
-_DOCUMENTS_A_BATCH = 64
-# Together with `_DOCUMENTS_A_BATCH`, this bounds the memory of a tokenizer, which takes about a hundred bytes per token.
-_CHARACTERS_A_BATCH = 2**20
+# To be changed with whatever changes the sequences of a text, so that sequences in the cache are not taken for new ones.
+_PROCEDURE = "1"
+_TEXTS_A_BATCH = 1000
+_TEXTS_WORTH_A_PROCESS = 2000
 
 
-class PackedSequence(NamedTuple):
-    """One sequence: `tokens` `[T]`, int32, and `starts` `[T]`, bool, true where a document begins."""
-
-    tokens: torch.Tensor
-    starts: torch.Tensor
-
-
-def tokenise(
-    documents: Iterable[str], tokenizer: PreTrainedTokenizerBase, vocab_size: int | None = None
-) -> Iterator[list[int]]:
-    """Turn documents into token ids, each document ending in EOS.
+def packed_sequences(
+    dataset: "Dataset",
+    tokenizer: "PreTrainedTokenizerBase",
+    sequence_length: int,
+    *,
+    documents_apart: bool,
+    text_column: str = "text",
+    vocab_size: int | None = None,
+) -> "Dataset":
+    """Return the texts of a dataset as sequences of tokens.
 
     Args:
+        dataset: Rows of text, as from `read_corpus`.
         tokenizer: A tokenizer with an EOS token; it adds its default special tokens.
-        vocab_size: Number of ids the model embeds. Default: unchecked.
-
-    Raises:
-        ValueError: If the tokenizer has no EOS token, or yields an id that the model does not embed.
-    """
-    eos = tokenizer.eos_token_id
-    if eos is None:
-        raise ValueError("the tokenizer has no EOS token, which ends every document; set eos_token in its folder.")
-    for batch in _batches(documents):
-        for ids in tokenizer(batch, return_attention_mask=False, verbose=False)["input_ids"]:
-            ids = ids if ids and ids[-1] == eos else [*ids, eos]
-            if vocab_size is not None:
-                check_ids(max(ids), vocab_size)
-            yield ids
-
-
-def _batches(documents: Iterable[str]) -> Iterator[list[str]]:
-    batch: list[str] = []
-    characters = 0
-    for document in documents:
-        batch.append(document)
-        characters += len(document)
-        if len(batch) == _DOCUMENTS_A_BATCH or characters >= _CHARACTERS_A_BATCH:
-            yield batch
-            batch, characters = [], 0
-    if batch:
-        yield batch
-
-
-def pack(token_lists: Iterable[list[int]], sequence_length: int) -> Iterator[PackedSequence]:
-    """Lay the token ids of documents end to end and cut them into sequences; the remainder is dropped.
-
-    Raises:
-        DocumentError: At the end, if the corpus is empty or shorter than one sequence.
-    """
-    pending, starts = array("i"), []
-    num_documents = num_tokens = 0
-    for tokens in token_lists:
-        num_documents, num_tokens = num_documents + 1, num_tokens + len(tokens)
-        starts.append(len(pending))
-        pending.extend(tokens)
-        full = len(pending) // sequence_length * sequence_length
-        if full:
-            is_start = torch.zeros(full, dtype=torch.bool)
-            is_start[[start for start in starts if start < full]] = True
-            cut = torch.tensor(pending[:full], dtype=torch.int32)
-            yield from map(PackedSequence, cut.split(sequence_length), is_start.split(sequence_length))
-            del pending[:full]
-            starts = [start - full for start in starts if start >= full]
-    check_length(num_documents, num_tokens, sequence_length)
-
-
-def training_example(sequence: PackedSequence, document_mask: bool) -> dict[str, torch.Tensor]:
-    """Return the inputs of a causal language model for one sequence.
-
-    Args:
-        document_mask: Whether to add positions that restart with each document. The first token of a document is then
-            no label, since nothing that it attends to predicts it.
+        sequence_length: T, tokens per sequence.
+        documents_apart: Whether tokens attend only within their text: positions then restart where a text begins.
+        text_column: Column that holds the text. Default: `"text"`.
+        vocab_size: Number of ids that the model embeds. Default: None, unchecked.
 
     Returns:
-        `input_ids` and `labels` `[T]`, int64 (the model shifts labels itself), and `position_ids` `[T]`, int64, with a
-        document mask.
-    """
-    tokens = sequence.tokens.long()  # [T]
-    if not document_mask:
-        return {"input_ids": tokens, "labels": tokens.clone()}
-    index = torch.arange(len(tokens))  # [T]
-    begin = torch.where(sequence.starts, index, 0).cummax(0).values  # [T]
-    labels = tokens.masked_fill(sequence.starts, IGNORED_LABEL)
-    return {"input_ids": tokens, "labels": labels, "position_ids": index - begin}
-
-
-def check_length(num_documents: int, num_tokens: int, sequence_length: int) -> None:
-    """Check that a corpus is long enough for one sequence of `sequence_length` tokens.
+        Rows with `input_ids` `[T]`. With `documents_apart` also `position_ids` `[T]` and `labels` `[T]`, in which the
+        first token of each text is no label, since nothing that it attends to predicts it.
 
     Raises:
-        DocumentError: If the corpus is empty or shorter than one sequence.
+        ValueError: If the tokenizer has no EOS token or yields an id that the model does not embed, or the texts are
+            shorter than one sequence.
     """
-    if num_documents == 0:
-        raise DocumentError("the corpus is empty: it has no document with a visible character. Add text to it.")
-    if num_tokens < sequence_length:
-        raise DocumentError(
-            f"the corpus has {num_tokens} tokens; expected at least one sequence of sequence_length = "
-            f"{sequence_length}. Add text, or lower sequence_length."
+    tokens = tokenised(dataset, tokenizer, text_column, vocab_size)
+    packed = _packed(tokens, _Packer(sequence_length, documents_apart), [sequence_length, documents_apart])
+    if not len(packed):
+        count = sum(map(len, tokens["input_ids"]))
+        raise ValueError(
+            f"the corpus has {count:,} tokens; expected at least one sequence of sequence_length = {sequence_length:,}. Add text, "
+            "or lower sequence_length."
         )
+    return packed
 
 
-class CorpusTokens:
-    """The tokens of a corpus's documents, laid end to end, in memory or in memory-mapped files.
-
-    Args:
-        chunks: For each chunk of documents its `values`, int32, and `offsets`: `values[offsets[d]:offsets[d + 1]]` are
-            the tokens of document d of the chunk, of which there are some. Of mapped files, only the parts that a cut
-            needs are read.
-    """
-
-    def __init__(self, chunks: Sequence[tuple[np.ndarray, np.ndarray]]):
-        self._chunks = chunks
-        lengths = [int(offsets[-1] - offsets[0]) for _, offsets in chunks]
-        self._begins = np.concatenate([np.zeros(1, np.int64), np.cumsum(lengths, dtype=np.int64)])
-        self.num_documents = sum(len(offsets) - 1 for _, offsets in chunks)
-        self.num_tokens = int(self._begins[-1])
-
-    @classmethod
-    def held(cls, token_lists: Iterable[list[int]]) -> "CorpusTokens":
-        """Return the tokens of documents in memory, four bytes per token."""
-        values, offsets = array("i"), array("q", [0])
-        for tokens in token_lists:
-            values.extend(tokens)
-            offsets.append(len(values))
-        return cls([(np.asarray(values, np.int32), np.asarray(offsets, np.int64))])
-
-    def cut(self, begin: int, end: int) -> PackedSequence:
-        """Return the tokens at positions `begin` to `end` (exclusive), and which of them begin a document."""
-        tokens = np.empty(end - begin, np.int32)
-        starts = np.zeros(end - begin, np.bool_)
-        chunk = int(np.searchsorted(self._begins, begin, side="right")) - 1
-        position = begin
-        while position < end:
-            values, offsets = self._chunks[chunk]
-            # Added to a position among all tokens, this gives the position in the values of this chunk.
-            shift = int(offsets[0]) - int(self._begins[chunk])
-            until = min(end, int(self._begins[chunk + 1]))
-            tokens[position - begin : until - begin] = values[position + shift : until + shift]
-            first, last = np.searchsorted(offsets[:-1], (position + shift, until + shift))
-            starts[offsets[first:last] - shift - begin] = True
-            position, chunk = until, chunk + 1
-        return PackedSequence(torch.from_numpy(tokens), torch.from_numpy(starts))
-
-    def document_bounds(self) -> np.ndarray:
-        """Return where each document begins among all tokens, and where the last one ends, `[documents + 1]`, int64."""
-        chunks = zip(self._chunks, self._begins[:-1], strict=True)
-        begins = [offsets[:-1] - offsets[0] + begin for (_, offsets), begin in chunks]
-        return np.concatenate([*begins, self._begins[-1:]]).astype(np.int64)
-
-    def largest_id(self) -> int:
-        """Return the largest token id; this reads all tokens, a chunk at a time."""
-        used = [values[offsets[0] : offsets[-1]] for values, offsets in self._chunks]
-        return max(int(values.max()) for values in used if len(values))
-
-
-class PackedDataset(Dataset):
-    """Sequences of a corpus.
-
-    Args:
-        document_mask: Whether tokens attend only within their document, as in `training_example`. Default: false.
+def tokenised(
+    dataset: "Dataset", tokenizer: "PreTrainedTokenizerBase", text_column: str, vocab_size: int | None = None
+) -> "Dataset":
+    """Return the tokens of each text, ending in EOS, as rows with `input_ids`; all other columns are left out.
 
     Raises:
-        DocumentError: If the corpus is empty or shorter than one sequence.
+        ValueError: As `packed_sequences`, and if the dataset has no texts.
     """
+    from datasets.fingerprint import Hasher
 
-    def __init__(self, tokens: CorpusTokens, sequence_length: int, document_mask: bool = False):
-        check_length(tokens.num_documents, tokens.num_tokens, sequence_length)
-        self.tokens, self.sequence_length, self.document_mask = tokens, sequence_length, document_mask
+    if tokenizer.eos_token_id is None:
+        raise ValueError("the tokenizer has no EOS token, which ends every document; set eos_token in its folder.")
+    if not len(dataset):
+        raise ValueError("the corpus is empty: it has no text. Add text to it.")
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    tokenizer_state = backend.to_str() if backend is not None else tokenizer
+    processes = min(_usable_cores(), len(dataset) // _TEXTS_WORTH_A_PROCESS)
+    return dataset.map(
+        _tokenise,
+        batched=True,
+        batch_size=_TEXTS_A_BATCH,
+        input_columns=[text_column],
+        remove_columns=dataset.column_names,
+        fn_kwargs={"tokenizer": tokenizer, "vocab_size": vocab_size},
+        features=_features("input_ids"),
+        num_proc=processes if processes > 1 else None,
+        new_fingerprint=Hasher.hash(
+            [
+                _PROCEDURE,
+                dataset._fingerprint,
+                tokenizer_state,
+                tokenizer.eos_token_id,
+                str(tokenizer.init_kwargs),
+                text_column,
+                vocab_size,
+            ]
+        ),
+        desc="tokenising",
+    )
 
-    def __len__(self) -> int:
-        return self.tokens.num_tokens // self.sequence_length
 
-    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
-        if not 0 <= index < len(self):
-            raise IndexError(f"sequence {index} of {len(self)}")
-        begin = index * self.sequence_length
-        return training_example(self.tokens.cut(begin, begin + self.sequence_length), self.document_mask)
+def _tokenise(texts: list[str], tokenizer: "PreTrainedTokenizerBase", vocab_size: int | None) -> dict[str, Any]:
+    from midus_hf.saved_models import check_ids
+
+    eos, rows = tokenizer.eos_token_id, []
+    for ids in tokenizer(texts, return_attention_mask=False, verbose=False)["input_ids"]:
+        rows.append(ids if ids and ids[-1] == eos else [*ids, eos])
+        if vocab_size is not None:
+            check_ids(max(rows[-1]), vocab_size)
+    return {"input_ids": rows}
 
 
-class PackedStream(IterableDataset):
-    """A corpus packed while it is read, repeated without end, always in the same order.
-
-    The stream has no end, so a run on it ends after a number of steps. The n-th sequence is always the same, so a run
-    can resume at any step.
+class _Packer:
+    """Cuts rows of tokens, batch by batch, into sequences.
 
     Args:
-        start_pass: Starts a pass over the corpus, which yields the token ids of each document.
-        document_mask: Whether tokens attend only within their document, as in `training_example`. Default: false.
-
-    Raises:
-        DocumentError: When read, if the corpus is empty or shorter than one sequence.
+        documents_apart: As in `packed_sequences`.
+        fill: Id of the token that the last sequence of a leaf is filled up with. Default: None, there are no leaves, and
+            the remainder waits for the next batch.
     """
 
-    def __init__(
-        self, start_pass: Callable[[], Iterable[list[int]]], sequence_length: int, document_mask: bool = False
-    ):
-        self.start_pass, self.sequence_length, self.document_mask = start_pass, sequence_length, document_mask
+    def __init__(self, sequence_length: int, documents_apart: bool, fill: int | None = None):
+        self.sequence_length, self.documents_apart, self.fill = sequence_length, documents_apart, fill
+        self._pieces: list[np.ndarray] = []  # tokens that are in no sequence yet
+        self._continues = False  # whether the first of them goes on with a text whose beginning is in a sequence
+        self._path: Any = None  # of the first text of the leaf that these belong to
 
-    def __iter__(self) -> Iterator[dict[str, torch.Tensor]]:
-        while True:
-            for sequence in pack(self.start_pass(), self.sequence_length):
-                yield training_example(sequence, self.document_mask)
+    def __call__(self, batch: Mapping[str, list[Any]]) -> dict[str, list[Any]]:
+        packed: dict[str, list[Any]] = {name: [] for name in self.columns()}
+        if self.fill is None:
+            self._pieces += [np.asarray(ids, np.int32) for ids in batch["input_ids"]]
+            self._cut(packed)
+            return packed
+        for ids, path, ends_leaf in zip(batch["input_ids"], batch["memory_ids"], batch["ends_leaf"], strict=True):
+            self._path = path if self._path is None else self._path
+            self._pieces.append(np.asarray(ids, np.int32))
+            if ends_leaf:
+                self._cut(packed, is_end=True)
+                self._path = None
+        return packed
+
+    def columns(self) -> list[str]:
+        """Return the names of the columns of a sequence."""
+        names = ["input_ids", *(["position_ids"] if self.documents_apart else [])]
+        names += ["labels"] if self.documents_apart or self.fill is not None else []
+        return names if self.fill is None else [*names, "memory_ids"]
+
+    def _cut(self, packed: dict[str, list[Any]], is_end: bool = False) -> None:
+        """Cut as many sequences as there are tokens for; at the end of a leaf, a last one that is filled up."""
+        length = self.sequence_length
+        tokens = np.concatenate(self._pieces)
+        starts = np.zeros(len(tokens), bool)
+        starts[np.cumsum([0, *map(len, self._pieces[:-1])])] = True
+        starts[0] = not self._continues
+        whole = len(tokens) // length * length
+        end = len(tokens) if is_end else whole
+        for begin in range(0, end, length):
+            piece, is_start = tokens[begin : begin + length], starts[begin : begin + length]
+            missing = length - len(piece)
+            labels = np.where(is_start & self.documents_apart, IGNORED_LABEL, piece).astype(np.int32)
+            if missing:
+                piece = np.concatenate([piece, np.full(missing, self.fill, np.int32)])
+                labels = np.concatenate([labels, np.full(missing, IGNORED_LABEL, np.int32)])
+                is_start = np.concatenate([is_start, np.arange(missing) == 0])
+            packed["input_ids"].append(piece)
+            if self.documents_apart:
+                index = np.arange(length)
+                packed["position_ids"].append(index - np.maximum.accumulate(np.where(is_start, index, 0)))
+            if "labels" in packed:
+                packed["labels"].append(labels)
+            if "memory_ids" in packed:
+                packed["memory_ids"].append(self._path)
+        rest = tokens[end:]
+        bounds = np.flatnonzero(starts[end:])
+        self._continues = bool(len(rest)) and not starts[end]
+        self._pieces = [part for part in np.split(rest, bounds[bounds > 0]) if len(part)]
+
+
+def _packed(tokens: "Dataset", packer: _Packer, settings: list[Any]) -> "Dataset":
+    from datasets.fingerprint import Hasher
+
+    return tokens.map(
+        packer,
+        batched=True,
+        batch_size=_TEXTS_A_BATCH,
+        remove_columns=tokens.column_names,
+        features=_features(*packer.columns()),
+        new_fingerprint=Hasher.hash([_PROCEDURE, tokens._fingerprint, *settings]),
+        desc="packing",
+    )
+
+
+def _features(*names: str) -> Any:
+    from datasets import Features, LargeList, Value
+
+    return Features({name: LargeList(Value("int64" if name == "memory_ids" else "int32")) for name in names})
+
+
+def _usable_cores() -> int:
+    """Return the number of cores that this process may run on."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

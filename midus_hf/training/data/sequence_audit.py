@@ -14,7 +14,7 @@ from midus_hf.banks.block_reader import GENERIC
 from midus_hf.banks.trained_bank import TrainedBank
 from midus_hf.config.fetched_blocks import BANK_AUDIT, BankLayout
 from midus_hf.training.data.clustered_corpus import ClusteredDataset
-from midus_hf.training.data.corpus import HubRows, LocalText
+from midus_hf.training.data.former_corpus import HubRows, LocalText
 from midus_hf.training.data.mixture import Mixture
 
 # Key under which an example has its number in the dataset, beside the inputs of the model.

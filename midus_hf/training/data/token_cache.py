@@ -27,8 +27,8 @@ from midus_hf.files.json_text import parse_json
 from midus_hf.files.manifest import describe_files, first_damage
 from midus_hf.files.whole_files import sync
 from midus_hf.saved_models import check_ids
-from midus_hf.training.data.corpus import HubRows, LocalText, usable_cores
-from midus_hf.training.data.packing import CorpusTokens, check_length, tokenise
+from midus_hf.training.data.former_corpus import HubRows, LocalText, usable_cores
+from midus_hf.training.data.former_packing import CorpusTokens, check_length, tokenise
 
 # Version of the procedure here and of the record's format; raise it when either changes, to ignore older entries.
 _PROCEDURE = 2

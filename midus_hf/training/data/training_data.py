@@ -11,9 +11,9 @@ from midus_hf.config.fetched_blocks import BankLayout
 from midus_hf.documents import describe_files, import_datasets
 from midus_hf.documents.document_paths import read_paths
 from midus_hf.training.data.clustered_corpus import ClusteredDataset, check_paths
-from midus_hf.training.data.corpus import find_corpus
+from midus_hf.training.data.former_corpus import find_corpus
+from midus_hf.training.data.former_packing import CorpusTokens, PackedDataset, PackedStream, tokenise
 from midus_hf.training.data.mixture import Mixture
-from midus_hf.training.data.packing import CorpusTokens, PackedDataset, PackedStream, tokenise
 from midus_hf.training.data.sequence_audit import CorpusDocuments, SequenceAudit
 from midus_hf.training.data.token_cache import cached_tokens
 from midus_hf.training.options import CorpusOptions, TrainConfig

@@ -11,8 +11,8 @@ from midus_hf.config.fetched_blocks import BankLayout, FetchedBlocks
 from midus_hf.documents import DocumentError
 from midus_hf.documents.document_paths import read_paths
 from midus_hf.training.data.clustered_corpus import ClusteredDataset, check_paths
-from midus_hf.training.data.corpus import find_corpus
-from midus_hf.training.data.packing import IGNORED_LABEL
+from midus_hf.training.data.former_corpus import find_corpus
+from midus_hf.training.data.former_packing import IGNORED_LABEL
 from midus_hf.training.data.token_cache import cached_tokens
 from midus_hf.training.options import CorpusOptions
 

@@ -1,0 +1,110 @@
+"""Texts that have paths are packed within the leaves of a tree, and their sequences come with these paths."""
+
+import pytest
+from training.tiny_run import tiny_tokenizer
+
+from midus_hf.config.fetched_blocks import BankLayout, FetchedBlocks
+
+datasets = pytest.importorskip("datasets")
+
+from midus_hf.training.data.leaves import check_paths, leaf_sequences, tree_of_paths  # noqa: E402
+
+EOS, T = 2, 5
+# The path of each text, and how many words it has; EOS makes one token more.
+ROWS = [([0, 1], 3), ([2, 7], 4), ([0, 1], 6), ([0, 0], 1), ([2, 7], 12), ([0, 1], 2)]
+
+
+def words(number: int, count: int) -> list[str]:
+    """Words that tell their text and their place."""
+    return [f"w{10 + 15 * number + place}" for place in range(count)]
+
+
+def rows(paths=None, **columns):
+    texts = [" ".join(words(number, count)) for number, (_, count) in enumerate(ROWS)]
+    return datasets.Dataset.from_dict({"text": texts, "path": paths or [path for path, _ in ROWS], **columns})
+
+
+def sequences(apart=False, depth=None):
+    return leaf_sequences(
+        rows(), tiny_tokenizer(), T, path_column="path", depth=depth, documents_apart=apart, vocab_size=128
+    )
+
+
+def expected(depth=2) -> list[tuple[list[int], list[list[int]]]]:
+    """Path and tokens of each sequence, and which of them begin a text, by a loop over leaves."""
+    made = []
+    for leaf in sorted({tuple(path[:depth]) for path, _ in ROWS}):
+        tokens, starts = [], []
+        texts = [(number, *row) for number, row in enumerate(ROWS) if tuple(row[0][:depth]) == leaf]
+        for number, _, count in texts:
+            starts += [True] + [False] * count
+            tokens += [int(word[1:]) for word in words(number, count)] + [EOS]
+        for begin in range(0, len(tokens), T):
+            made.append((texts[0][1], tokens[begin : begin + T], starts[begin : begin + T]))
+    return made
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_sequences_are_of_one_leaf_and_come_with_its_path(depth):
+    made = sequences(depth=depth)
+    assert made.column_names == ["input_ids", "labels", "memory_ids"]
+    assert len(made) == len(expected(depth))
+    for row, (path, tokens, _) in zip(made, expected(depth), strict=True):
+        filled = T - len(tokens)
+        assert row["memory_ids"] == path
+        assert row["input_ids"] == tokens + [EOS] * filled
+        assert row["labels"] == tokens + [-100] * filled
+
+
+def test_texts_of_a_leaf_may_be_kept_apart():
+    for row, (_, tokens, starts) in zip(sequences(apart=True), expected(), strict=True):
+        filled = T - len(tokens)
+        labels = [-100 if start else token for token, start in zip(tokens, starts, strict=True)]
+        assert row["labels"] == labels + [-100] * filled
+        positions, position = [], 0
+        for index, start in enumerate(starts + [place == 0 for place in range(filled)]):
+            position = 0 if start or index == 0 else position + 1
+            positions.append(position)
+        assert row["position_ids"] == positions
+
+
+def test_the_tree_that_texts_name_is_one_tree():
+    assert tree_of_paths(rows(), "path") is None
+    assert tree_of_paths(rows(memory_tree=["a" * 64] * 6), "path") == "a" * 64
+    with pytest.raises(ValueError, match="expected paths of one tree"):
+        tree_of_paths(rows(memory_tree=["a" * 64] * 5 + ["b" * 64]), "path")
+
+
+@pytest.mark.parametrize("path", [None, [], [1, -1], [1, 2, 3], [-2, 1]])
+def test_a_row_without_a_path_is_refused(path):
+    with pytest.raises(ValueError, match=r"row 4 of the corpus has .* under 'path'; expected the node at each level"):
+        leaf_sequences(
+            rows([*(path for path, _ in ROWS[:3]), path, *(path for path, _ in ROWS[4:])]),
+            tiny_tokenizer(),
+            T,
+            path_column="path",
+            documents_apart=False,
+        )
+
+
+def test_a_corpus_without_the_column_and_a_model_without_banks_are_refused():
+    with pytest.raises(ValueError, match="the corpus has no column 'leaf', only text, path; set path_column"):
+        leaf_sequences(rows(), tiny_tokenizer(), T, path_column="leaf", documents_apart=False)
+    with pytest.raises(ValueError, match="path_column is 'path', but the model has no memory that fetches blocks"):
+        check_paths(rows(), {}, "path")
+
+
+@pytest.mark.parametrize(
+    "path, message",
+    [
+        ([0, 0, 0], "paths of 3 levels, and the model's banks have 2; expected one tree"),
+        ([1, 4], "node 4 of level 2, where the model's banks have 4 blocks"),
+        ([2, 0], "node 2 of level 1, where the model's banks have 2 blocks"),
+        ([1, 1], "whose node 1 of level 2 is no child of node 1; expected 2 to 3, the children of that node"),
+    ],
+)
+def test_paths_of_another_tree_are_refused(path, message):
+    banks = {"hier-ffn": BankLayout("hier-ffn", (0,), FetchedBlocks(2, ({},) * 2))}
+    check_paths(rows([[-1, -1], [1, 2]] * 3), banks, "path")
+    with pytest.raises(ValueError, match=message):
+        check_paths(rows([path] * 6), banks, "path")
