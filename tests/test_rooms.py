@@ -20,7 +20,6 @@ ROOMS = (
     "record",
     "runs",
     "edits",
-    "banks",
 )
 
 

@@ -10,12 +10,12 @@ from midus_hf.files.json_text import parse_json
 from midus_hf.files.locks import Lock, has_no_locks
 from midus_hf.files.whole_files import sync, whole_file
 
-_FORMAT = 2
+_FORMAT = 3
 
 
 def describe(layout: BankLayout, seed: int) -> dict[str, Any]:
     """Return the description of a new bank, which no tree has trained yet; `seed` decides how blocks start."""
-    return {"format": _FORMAT, "layout": layout.to_dict(), "seed": seed, "tree": None}
+    return {"format": _FORMAT, "layout": layout.to_dict(), "seed": seed, "tree": None, "roots": None}
 
 
 def described_again(description: dict[str, Any], layout: BankLayout, tree: str | None) -> dict[str, Any]:
@@ -24,7 +24,7 @@ def described_again(description: dict[str, Any], layout: BankLayout, tree: str |
     If `layout.base` (the digest of the base) is unset, the original bank's digest is kept.
     """
     base = layout.base or description["layout"].get("base")
-    return {**description, "layout": {**layout.to_dict(), "base": base}, "tree": tree}
+    return {**description, "layout": {**layout.to_dict(), "base": base}, "tree": tree, "roots": layout.blocks.roots}
 
 
 def check_same_tree(own: str | None, other: str | None, whose: str, remedy: str) -> str | None:
@@ -81,6 +81,11 @@ def read_description(folder: Path, layout: BankLayout) -> dict[str, Any]:
     if not isinstance(description.get("tree"), str | None):
         raise BankError(
             f"{path} has the tree {description['tree']!r}; expected the fingerprint of a tree, or null. Copy the bank again."
+        )
+    roots = description.get("roots")
+    if roots is not None and not (type(roots) is int and roots >= layout.blocks.branching):
+        raise BankError(
+            f"{path} has the roots {roots!r}; expected null, or a number from {layout.blocks.branching} on. Copy the bank again."
         )
     return description
 

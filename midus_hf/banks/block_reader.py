@@ -1,16 +1,12 @@
 """The interface through which texts fetch blocks from a bank."""
 
-import contextlib
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
 from typing import Any
 
 import torch
 
 from midus_hf.banks.bank_paths import first_stray
-from midus_hf.banks.tiers import BlockKey, TierStatistics
 from midus_hf.config.fetched_blocks import BankLayout
-from midus_hf.config.installed import not_carried
 from midus_hf.memory.fetched import FetchedBatch
 
 # The number that stands for the generic memory at every level of a path.
@@ -33,36 +29,16 @@ class BlockReader(ABC):
 
         Args:
             level: Level of the block, counted from 1.
-            index: Node within the level. The index after the last node is the generic memory's.
+            index: Node within the level; -1 for the generic memory.
         """
 
-    @not_carried
-    @abstractmethod
-    def statistics(self) -> dict[str, TierStatistics]:
-        """Return the counts of hits, misses and bytes per tier since the bank was opened."""
-
-    @not_carried
-    @abstractmethod
-    def read_ahead(self, keys: Sequence[BlockKey]) -> None:
-        """Start reading blocks in threads, ahead of their fetch, and return at once."""
+    def version(self) -> Any:
+        """Return a value that differs once somebody else has written to the bank's files; None if nobody else can."""
+        return None
 
     def changed(self) -> None:
         """Forget the latest fetch because a block has changed."""
         self._latest = None
-
-    @not_carried
-    def prefetch(self, memory_ids: torch.Tensor) -> None:
-        """Start reading the blocks of a batch in threads, ahead of `fetch`, and return at once.
-
-        `fetch` waits for reads under way, and raises their errors.
-
-        Args:
-            memory_ids: The paths that `fetch` will be called with, `[B, p]`.
-
-        Raises:
-            ValueError: If the paths are not valid, as in `fetch`.
-        """
-        self.read_ahead(self._keys(self._checked(memory_ids)))
 
     def fetch(
         self, memory_ids: torch.Tensor, device: torch.device | str = "cpu", dtype: torch.dtype | None = None
@@ -79,19 +55,14 @@ class BlockReader(ABC):
             ValueError: If the shape is wrong, a number is out of range, or a node is not a child of the node before it.
         """
         paths = self._checked(memory_ids)
-        keys = self._keys(paths)
-        request = (tuple(map(tuple, paths)), torch.device(device), dtype, self._versions(keys))
+        request = (tuple(map(tuple, paths)), torch.device(device), dtype, self.version())
         wants_gradients = torch.is_grad_enabled()
         serves_again = not (self.trains and wants_gradients)
         if serves_again and self._latest is not None and self._latest[0] == request:
             return self._latest[1]  # generation fetches the same blocks at every token
         # A later pass with gradients may reuse this fetch, so its tensors must not be inference tensors. Leaving inference
         # mode turns gradients on; the second context restores the caller's setting.
-        with (
-            torch.inference_mode(False),
-            torch.set_grad_enabled(wants_gradients),
-            self._all_at_once(keys, device, dtype),
-        ):
+        with torch.inference_mode(False), torch.set_grad_enabled(wants_gradients):
             fetched = self._fetched(paths, device, dtype)
         if serves_again:
             self._latest = (request, fetched)
@@ -100,37 +71,14 @@ class BlockReader(ABC):
     def _fetched(self, paths: list[list[int]], device: torch.device | str, dtype: torch.dtype | None) -> FetchedBatch:
         records, blocks = {}, {}
         for level in self.layout.levels:
-            of_row = self._of_rows(paths, level)
-            indices = list(dict.fromkeys(of_row))
-            records[level] = self._stacked(level, indices, device, dtype)
-            positions = {index: position for position, index in enumerate(indices)}
-            blocks[level] = torch.tensor([positions[index] for index in of_row], device=device)
+            nodes = [path[level - 1] for path in paths]
+            distinct = list(dict.fromkeys(nodes))
+            rows = [self.block(level, node) for node in distinct]
+            # A copy, since rows of the mapped file change when somebody writes to it.
+            records[level] = torch.stack(rows).to(device, dtype)
+            positions = {node: position for position, node in enumerate(distinct)}
+            blocks[level] = torch.tensor([positions[node] for node in nodes], device=device)
         return FetchedBatch(self.layout, records, blocks)
-
-    def _stacked(
-        self, level: int, indices: Sequence[int], device: torch.device | str, dtype: torch.dtype | None
-    ) -> torch.Tensor:
-        """Return the records of blocks of one level, `[U, numel]`, on a device."""
-        return stacked([self.block(level, index) for index in indices]).to(device, dtype)
-
-    def _all_at_once(
-        self, keys: Sequence[BlockKey], device: torch.device | str, dtype: torch.dtype | None
-    ) -> contextlib.AbstractContextManager[None]:
-        """Return a context in which `fetch` reads these blocks; a subclass may start reading all of them at once."""
-        return contextlib.nullcontext()
-
-    def _versions(self, keys: Sequence[BlockKey]) -> tuple[int, ...]:
-        """Return numbers that change when one of the blocks changes in the bank's files; none if nobody else writes the files."""
-        return ()
-
-    def _of_rows(self, paths: list[list[int]], level: int) -> list[int]:
-        """Return the index of each row's block at one level."""
-        generic = self.layout.blocks.nodes(level)
-        return [generic if path[level - 1] == GENERIC else path[level - 1] for path in paths]
-
-    def _keys(self, paths: list[list[int]]) -> list[BlockKey]:
-        """Return each block on the paths once."""
-        return [(level, index) for level in self.layout.levels for index in dict.fromkeys(self._of_rows(paths, level))]
 
     def generic_ids(self, batch: int) -> torch.Tensor:
         """Return paths of the generic memory for every row, `[batch, p]`."""
@@ -163,8 +111,3 @@ class BlockReader(ABC):
                     f"to {first + self.layout.blocks.branching - 1}. Take a path that the tree has."
                 )
         return paths
-
-
-def stacked(records: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Stack records to `[U, numel]`, without a copy if there is only one."""
-    return records[0].unsqueeze(0) if len(records) == 1 else torch.stack(list(records))

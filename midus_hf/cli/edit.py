@@ -12,7 +12,7 @@ from midus_hf.cli.options import Json, Subject, Subjects, argument, flag, option
 from upscalers.request.errors import RequestError, refusing_requests
 
 if TYPE_CHECKING:
-    from upscalers.banks.editing import BankRequest
+    from upscalers.edits.banks import BankRequest
     from upscalers.edits.checkpoint_edit import EditRequest
 
 _WRITES = ("output", "memory", "overwrite")
@@ -26,9 +26,9 @@ EDITS = Subjects(
         "zero": Subject("set rows of chapters to zero", _CHANGES_CHAPTERS, _NEEDS_CHAPTERS),
         "prune": Subject("take chapters out; later chapters move up", _CHANGES_CHAPTERS, _NEEDS_CHAPTERS),
         "quantise": Subject("round banks of chapters to integers", (*_WRITES, "bits"), ("output",)),
-        "delete": Subject("delete what blocks have learned", (*_WRITES, "node", "subtree"), ("node", "output")),
-        "export": Subject("write blocks to a file", ("output", "memory", "node", "subtree"), ("node", "output")),
-        "import": Subject("put blocks from a file in", (*_WRITES, "file"), ("file", "output")),
+        "delete": Subject(
+            "delete what blocks have learned, in every bank", (*_WRITES, "node", "subtree"), ("node", "output")
+        ),
     },
 )
 
@@ -38,8 +38,7 @@ class Edit:
     """Options of an edit. Each edit takes some of them."""
 
     model: Annotated[Path, argument("A checkpoint that upscale made; it stays as it is.", "DIR")]
-    file: Annotated[Path | None, argument("File to import, which export wrote.", "[FILE]")] = None
-    output: Annotated[Path | None, option("Folder, or file of export, to make.", "PATH")] = None
+    output: Annotated[Path | None, option("Folder to make.", "PATH")] = None
     chapters: Annotated[str | None, option("Chapters by number, such as 3,7-9.", "LIST")] = None
     node: Annotated[list[str] | None, option("Block, LEVEL:NODE or LEVEL:generic; may be repeated.", "NODE")] = None
     subtree: Annotated[bool, flag("--subtree", "Blocks of all nodes below as well.")] = False
@@ -60,7 +59,7 @@ class Edit:
 
     def of_blocks(self) -> "BankRequest":
         """Return the request of an edit of blocks."""
-        from upscalers.banks.editing import BankRequest
+        from upscalers.edits.banks import BankRequest
 
         assert self.output is not None
         return BankRequest(str(self.model), str(self.output), self.memory, self.overwrite)
@@ -73,8 +72,8 @@ class Edit:
 
     def show_blocks(self, result: dict[str, Any]) -> None:
         """Print the result of an edit of blocks."""
-        line = f"{result['output']}: {result['command']} of {len(result['blocks']):,} blocks of {result['memory']}"
-        show(result, self.json_, lambda _: print(line))
+        parts = [f"{len(blocks):,} blocks of {memory}" for memory, blocks in result["banks"].items()]
+        show(result, self.json_, lambda _: print(f"{result['output']}: deleted {' and '.join(parts)}"))
 
 
 app = command_line()
@@ -116,26 +115,9 @@ def edit_quantise(edit: Edit) -> None:
 
 def edit_delete(edit: Edit) -> None:
     """Delete what blocks have learned. Deleted blocks add zero, like blocks that were never written."""
-    from upscalers.banks import editing
+    from upscalers.edits import banks
 
-    edit.show_blocks(editing.delete(edit.of_blocks(), edit.node or [], edit.subtree))
-
-
-def edit_export(edit: Edit) -> None:
-    """Write blocks to a file."""
-    from upscalers.banks import editing
-
-    edit.show_blocks(editing.export(str(edit.model), edit.node or [], str(edit.output), edit.subtree, edit.memory))
-
-
-def edit_import(edit: Edit) -> None:
-    """Put the blocks of a file into a checkpoint, in place of its own."""
-    from upscalers.banks import editing
-
-    assert edit.file is not None
-    if not edit.file.is_file():
-        raise RequestError(f"{edit.file} is no file; expected one that 'midus edit export' wrote.")
-    edit.show_blocks(editing.import_blocks(edit.of_blocks(), edit.file))
+    edit.show_blocks(banks.delete(edit.of_blocks(), edit.node or [], edit.subtree))
 
 
 def _text(option: str | None) -> str:

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from midus_hf.config.declared_tensors import DeclaredTensor
@@ -13,9 +13,6 @@ BANKS_FOLDER = "memory_bank"
 # File that tells a bank apart from the banks of other models.
 BANK_DESCRIPTION = "bank.json"
 
-# File that records which documents trained the blocks of a bank. A bank may lack this file.
-BANK_AUDIT = "audit.sqlite3"
-
 # Files of a tree of topics. The second is written last and holds the fingerprint of the first. A bank that was trained
 # with a tree has copies of both.
 TREE_FILES = ("tree.safetensors", "tree.json")
@@ -23,8 +20,8 @@ TREE_FILES = ("tree.safetensors", "tree.json")
 # Column of documents with paths: the fingerprint of the tree that gave the paths.
 TREE_COLUMN = "memory_tree"
 
-# Size of the checksum that a record stores beside its block.
-_CHECKSUM_BYTES = 4
+# Size of the mark that a bank stores beside each block.
+_MARK_BYTES = 1
 
 
 def level_file(level: int) -> str:
@@ -43,16 +40,19 @@ class FetchedBlocks:
             none.
         joined_along: For each tensor by name, the dimension along which blocks of several levels can be concatenated
             into one block that computes the same. Default: empty, blocks cannot be joined.
+        roots: Nodes of the first level, which a tree that has grown has more than `branching` of; level l then has
+            `roots * k ** (l - 1)` nodes. Default: None, for `branching`.
     """
 
     branching: int
     levels: tuple[Mapping[str, DeclaredTensor], ...]
     without_ids: Literal["none", "generic"] = "none"
     joined_along: Mapping[str, int] = field(default_factory=dict)
+    roots: int | None = None
 
     def nodes(self, level: int) -> int:
         """Return the number of nodes of a level, counted from 1. Each node has a block, unless the level has no blocks."""
-        return self.branching**level
+        return (self.roots or self.branching) * self.branching ** (level - 1)
 
     def path(self, leaf: int) -> tuple[int, ...]:
         """Return the nodes on the way to a leaf: one per level, the leaf itself last."""
@@ -86,7 +86,7 @@ class BlockPlace:
 class BankLayout:
     """Layout of a memory's bank in files: one record per block, with the tensors of all layers.
 
-    The last record of each level is one more block, of the generic memory. A text without block ids can read the generic
+    The first record of each level is one more block, of the generic memory. A text without block ids can read the generic
     memory (section 4).
 
     Args:
@@ -109,6 +109,10 @@ class BankLayout:
         object.__setattr__(self, "levels", [level for level, tensors in enumerate(self.blocks.levels, 1) if tensors])
         object.__setattr__(self, "records", {level: self._record(level) for level in self.levels})
 
+    def with_roots(self, roots: int | None) -> "BankLayout":
+        """Return the layout for a tree that has grown to `roots` nodes of the first level; None for one that has not."""
+        return replace(self, blocks=replace(self.blocks, roots=roots))
+
     @property
     def num_levels(self) -> int:
         """p, the number of levels of the tree, including levels without blocks."""
@@ -129,7 +133,7 @@ class BankLayout:
             level: Level of the tree, counted from 1.
             item_bytes: Bytes per element of a block.
         """
-        return self.num_records(level) * (_CHECKSUM_BYTES + self.record_numel(level) * item_bytes)
+        return self.num_records(level) * (_MARK_BYTES + self.record_numel(level) * item_bytes)
 
     @property
     def fetched(self) -> int:

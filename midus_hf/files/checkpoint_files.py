@@ -10,7 +10,7 @@ from functools import cache
 from itertools import chain
 from pathlib import Path, PurePath
 
-from midus_hf.config.fetched_blocks import BANK_AUDIT, BANK_DESCRIPTION, BANKS_FOLDER, TREE_FILES
+from midus_hf.config.fetched_blocks import BANK_DESCRIPTION, BANKS_FOLDER, TREE_FILES
 from midus_hf.files.json_text import parse_json
 from midus_hf.files.whole_files import unfinished_name
 
@@ -115,7 +115,7 @@ CARD: Kind = (CARD_FILE,)
 
 # Blocks that texts fetch, written by `upscale`, edits of banks and training.
 BANKS: Kind = tuple(
-    f"{BANKS_FOLDER}/*/{name}" for name in (BANK_DESCRIPTION, BANK_AUDIT, *TREE_FILES, "level-#.safetensors")
+    f"{BANKS_FOLDER}/*/{name}" for name in (BANK_DESCRIPTION, *TREE_FILES, "level-#.safetensors")
 )  # fmt: skip
 
 # Written by `Trainer.save_model` beside a model.
@@ -131,9 +131,7 @@ MANIFEST: Kind = (MANIFEST_FILE,)
 ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 ADAPTERS: Kind = (ADAPTER_WEIGHTS, ADAPTER_CONFIG)
 
-_STATES_OF_BLOCKS: Kind = tuple(
-    f"{BLOCK_STATES}/*/{name}" for name in ("touched.json", "level-#.safetensors", "level-#-#.safetensors", BANK_AUDIT)
-)
+_STATES_OF_BLOCKS: Kind = tuple(f"{BLOCK_STATES}/*/{name}" for name in ("touched.json", "level-#.safetensors"))
 
 # Files beside the model that a Trainer needs to resume from a checkpoint: optimizer, schedule, random state, block
 # states.
@@ -154,17 +152,14 @@ EVENTS: Kind = (f"{EVENTS_FOLDER}/events.out.tfevents.*", f"{EVENTS_FOLDER}/*/ev
 # Unfinished options and logs that a killed run leaves behind.
 UNFINISHED_RUN: Kind = _unfinished(RUN)
 
-# Name of SQLite's journal beside an audit that is being changed.
-_JOURNAL_OF_AUDIT = f"{BANK_AUDIT}-journal"
-
 # Files of a checkpoint that was begun and not finished.
 UNFINISHED_MANIFEST: Kind = (BEGUN_CHECKPOINT, *_unfinished(MANIFEST))
 
 # Unfinished files of banks that a killed run leaves behind.
-UNFINISHED_BANKS: Kind = (*_unfinished(BANKS), f"{BANKS_FOLDER}/*/{_JOURNAL_OF_AUDIT}")
+UNFINISHED_BANKS: Kind = _unfinished(BANKS)
 
 # Unfinished files of block states that a killed run leaves behind.
-UNFINISHED_STATES: Kind = (*_unfinished(_STATES_OF_BLOCKS), f"{BLOCK_STATES}/*/{_JOURNAL_OF_AUDIT}")
+UNFINISHED_STATES: Kind = _unfinished(_STATES_OF_BLOCKS)
 
 # Files that the hub adds to a repository, and that its client downloads with the rest.
 HUB: Kind = (".gitattributes",)

@@ -3,7 +3,7 @@
 import contextlib
 import os
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -13,7 +13,6 @@ from huggingface_hub import HfApi, snapshot_download
 from midus_hf.banks.bank_description import check_same_tree
 from midus_hf.banks.level_file import BankError
 from midus_hf.banks.memory_bank import MemoryBank
-from midus_hf.banks.tiers import TIERS, TierStatistics
 from midus_hf.banks.trained_bank import TrainedBank
 from midus_hf.config.fetched_blocks import BANKS_FOLDER, BankLayout
 from midus_hf.config.installed import INSTALLED, needed_for, not_carried
@@ -37,8 +36,6 @@ class Banks:
         self._serves = False
         self._tree: str | None = None
         self._tree_folder: Path | None = None
-        self._copies: Sequence[Path] = ()
-        self._num_copies: int | None = None
         # Whether a Trainer trains the blocks of the banks; set by `set_trainable`.
         self.trainable = False
 
@@ -47,20 +44,17 @@ class Banks:
         """True if texts without ids read blocks too, from the generic memory."""
         return any(layout.blocks.without_ids == "generic" for layout in self.layouts.values())
 
-    def open(self, folder: str | os.PathLike, **options: Any) -> None:
+    def open(self, folder: str | os.PathLike) -> None:
         """Open the banks that lie beside a checkpoint.
 
         Args:
             folder: The checkpoint's folder.
-            options: Options of `MemoryBank`.
 
         Raises:
             BankError: If a bank is absent, or belongs to another model.
-            ValueError: If an option does not fit.
         """
         self._open = {
-            name: MemoryBank(Path(folder, BANKS_FOLDER, name), layout, **options)
-            for name, layout in self.layouts.items()
+            name: MemoryBank(Path(folder, BANKS_FOLDER, name), layout) for name, layout in self.layouts.items()
         }
 
     @not_carried
@@ -128,25 +122,7 @@ class Banks:
     def save(self, folder: str | os.PathLike) -> None:
         """Write the open banks beside a checkpoint in another folder."""
         for name, bank in self._open.items():
-            copies = [bank.folder, *(Path(checkpoint, BANKS_FOLDER, name) for checkpoint in self._copies)]
-            number = self._num_copies
-            link_from = None if number is None or len(copies) < number else copies[-number]
-            bank.save(Path(folder, BANKS_FOLDER, name), link_from=link_from)
-
-    @contextlib.contextmanager
-    def linking(self, checkpoints: Sequence[Path], num_copies: int) -> Iterator[None]:
-        """Let `save`, inside the context, link the files of levels that an earlier copy holds unchanged, as `MemoryBank.save` does.
-
-        Args:
-            checkpoints: Folders of checkpoints with copies of the banks, earliest first. The open banks count as the first copy.
-            num_copies: Number of separate files to keep per level, as far as there are copies. With 2, `save` links to the copy
-                before the last, so that damage to one file leaves the other intact.
-        """
-        self._copies, self._num_copies = checkpoints, num_copies
-        try:
-            yield
-        finally:
-            self._copies, self._num_copies = (), None
+            bank.save(Path(folder, BANKS_FOLDER, name))
 
     def fetch(
         self, memory_ids: torch.Tensor | None, batch: int, device: torch.device, dtype: torch.dtype
@@ -186,27 +162,6 @@ class Banks:
             yield
         finally:
             self._serves = before
-
-    @not_carried
-    def prefetch(self, memory_ids: torch.Tensor) -> None:
-        """Start threads that read the blocks that rows will fetch soon, and return at once.
-
-        Args:
-            memory_ids: `[B, p]`, the argument of the later `fetch`.
-
-        Raises:
-            ValueError: If ids have another shape or are out of range, or no bank is open.
-        """
-        for name in self.layouts:
-            self.of(name).prefetch(memory_ids)
-
-    @not_carried
-    def statistics(self) -> dict[str, TierStatistics]:
-        """Return, for each tier, statistics of all fetches since the banks were opened, summed over banks."""
-        totals: dict[str, TierStatistics] = {tier: TierStatistics() for tier in TIERS}
-        for bank in self._open.values():
-            totals = {tier: totals[tier].plus(counts) for tier, counts in bank.statistics().items()}
-        return totals
 
 
 @needed_for("banks")
@@ -261,18 +216,16 @@ class HostsBanks:
         model: Any = self
         return (model if hasattr(model, "own_banks") else model.stack).own_banks
 
-    def open_banks(self, folder: str | os.PathLike, **options: Any) -> None:
+    def open_banks(self, folder: str | os.PathLike) -> None:
         """Open the banks that lie beside a checkpoint.
 
         Args:
             folder: The checkpoint's folder.
-            options: Options of `MemoryBank`, such as `tiers`; they apply to each bank.
 
         Raises:
             BankError: If a bank is absent, or belongs to another model.
-            ValueError: If an option does not fit.
         """
-        self.banks.open(folder, **options)
+        self.banks.open(folder)
 
     def fetch_memory(self, memory_ids: torch.Tensor) -> dict[str, FetchedBatch]:
         """Fetch blocks before a pass. A pass that gets the blocks as `memory_blocks` reads no bank, and can be compiled.
@@ -282,17 +235,6 @@ class HostsBanks:
         """
         model: Any = self
         return self.banks.fetch(memory_ids, len(memory_ids), model.device, model.dtype)
-
-    @not_carried
-    def prefetch_memory(self, memory_ids: torch.Tensor) -> None:
-        """Start threads that read the blocks of paths that will be fetched soon, and return at once.
-
-        The later fetch waits for unfinished reads, and raises their errors.
-
-        Args:
-            memory_ids: `[B, p]`, the paths whose blocks the rows will fetch.
-        """
-        self.banks.prefetch(memory_ids)
 
 
 def upload(

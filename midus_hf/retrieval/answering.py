@@ -2,7 +2,6 @@
 
 import time
 from collections.abc import Sequence
-from dataclasses import asdict
 from typing import Any
 
 import torch
@@ -42,7 +41,7 @@ class FetchingPipeline:
         batch_size: int | None = None,
         **generation: Any,
     ) -> list[dict[str, Any]]:
-        """Return answers to prompts, batch by batch. While one batch generates, threads read the blocks of the next.
+        """Return answers to prompts, batch by batch.
 
         Args:
             prompts: One prompt, or several. A blank prompt, or one that is near no topic, is answered with the generic
@@ -53,10 +52,8 @@ class FetchingPipeline:
             generation: Arguments of `generate`, such as `max_new_tokens`.
 
         Returns:
-            For each prompt `{"generated_text", "memory_ids", "seconds", "tiers"}`. `memory_ids` is the path. `seconds`
+            For each prompt `{"generated_text", "memory_ids", "seconds"}`. `memory_ids` is the path. `seconds`
             has the time to `retrieve` the paths of all prompts, and to `fetch` and `generate` for the prompt's batch.
-            `tiers` has the counts of the batch's fetch in each tier of the bank: `{"hits", "misses", "ahead",
-            "read_bytes", "held_bytes"}` as in `TierStatistics`.
 
         Raises:
             ValueError: If `blocked` leaves no path, or `batch_size` is less than 1.
@@ -71,17 +68,14 @@ class FetchingPipeline:
         retrieving = time.perf_counter() - started
         answers: list[dict[str, Any]] = []
         while len(answers) < len(texts):
-            batch, following = (slice(start, start + size) for start in (len(answers), len(answers) + size))
-            answers += self._answers(
-                texts[batch], paths[batch], paths[following], retrieving, return_full_text, generation
-            )
+            batch = slice(len(answers), len(answers) + size)
+            answers += self._answers(texts[batch], paths[batch], retrieving, return_full_text, generation)
         return answers
 
     def _answers(
         self,
         texts: list[str],
         paths: torch.Tensor,
-        following: torch.Tensor,
         retrieving: float,
         return_full_text: bool,
         generation: dict[str, Any],
@@ -91,17 +85,12 @@ class FetchingPipeline:
         Args:
             texts: The prompts; B of them.
             paths: Paths of the prompts, `[B, p]`.
-            following: Paths of the next batch, `[C, p]`; C may be 0.
             retrieving: Seconds that retrieving the paths took.
         """
         model: Any = self.model
-        counts_before = model.banks.statistics()
         started = time.perf_counter()
         blocks = model.fetch_memory(paths)
         fetched = time.perf_counter()
-        tiers = {tier: asdict(counts.since(counts_before[tier])) for tier, counts in model.banks.statistics().items()}
-        if len(following):
-            model.prefetch_memory(following)
         encoded = self._encoded(texts)
         with torch.no_grad():
             tokens = model.generate(**encoded, memory_ids=paths, pad_token_id=self._pad_token_id, **generation)
@@ -116,7 +105,6 @@ class FetchingPipeline:
                 "generated_text": (text if return_full_text else "") + continuation,
                 "memory_ids": path,
                 "seconds": seconds,
-                "tiers": tiers,
             }
             for text, continuation, path in zip(texts, continuations, paths.tolist(), strict=True)
         ]

@@ -26,8 +26,6 @@ class CorpusOptions:
             keeps the order of the dataset. Default: 0.
         path_column: Column, or JSON key, with each document's path in a tree of topics, from `midus cluster assign`.
             Documents are then packed within leaves, and fetch blocks by this path. Default: none.
-        id_column: Column, or JSON key, with the names of documents in the record of `audit`. Default: none, the record
-            has file and line number.
         cache_dir: Folder that keeps tokens between runs. Default: `midus_hf_tokens` in the cache of `datasets`, which
             HF_HOME and HF_DATASETS_CACHE move.
 
@@ -43,7 +41,6 @@ class CorpusOptions:
     streaming: bool = False
     shuffle_buffer: int = 0
     path_column: str | None = None
-    id_column: str | None = None
     cache_dir: str | None = None
 
     def __post_init__(self) -> None:
@@ -97,8 +94,6 @@ class TrainConfig(Rates, RunOptions):
             are refused. Default: the tree that the corpus names, which is not saved.
         generic_share: In a corpus with `path_column`, share of the sequences that read the generic memory instead of
             their path's blocks, drawn anew each epoch (hierarchical memories, section 4). Default: 1 / 17.
-        audit: Record which documents train each fetched block, in a file beside the bank for `midus bank audit`. Every
-            corpus then needs a `path_column`. Default: false.
         document_mask: Attend only within documents. Default: false, a sequence is one context, as in the paper.
 
     Raises:
@@ -110,7 +105,6 @@ class TrainConfig(Rates, RunOptions):
     document_mask: bool = False
     tree: str | None = None
     generic_share: float = 1 / 17
-    audit: bool = False
 
     def __post_init__(self) -> None:
         Rates.__post_init__(self)
@@ -126,17 +120,6 @@ class TrainConfig(Rates, RunOptions):
             )
         if not self.corpora:
             raise ValueError("corpus is an empty list; expected one or more corpora, each with a weight.")
-        for corpus in self.corpora:
-            if self.audit and corpus.path_column is None:
-                raise ValueError(
-                    f"audit is true, and corpus {corpus.path!r} has no path_column; expected the column with the paths by which its "
-                    "documents fetch blocks. Leave audit out, or give the column."
-                )
-            if corpus.id_column is not None and not self.audit:
-                raise ValueError(
-                    f"corpus.id_column is {corpus.id_column!r}, which names documents in the record of what trains blocks; expected "
-                    "audit: true with it. Leave id_column out, or set both."
-                )
         if self.corpora[0].streaming and self.max_steps is None:
             raise ValueError("corpus.streaming needs max_steps: a stream does not say how long it is.")
 

@@ -13,9 +13,9 @@ def folder(tmp_path):
 
 @pytest.fixture
 def bank(folder):
-    """Writable; blocks 1 of level 1 and 5, 64 (the generic one) of level 3 were written."""
+    """Writable; blocks 1 of level 1 and 5, -1 (the generic one) of level 3 were written."""
     opened = MemoryBank(folder, layout_of(), writable=True)
-    for level, index in ((1, 1), (3, 5), (3, 64)):
+    for level, index in ((1, 1), (3, 5), (3, -1)):
         opened.write(level, index, record_of(opened.layout, level, index))
     yield opened
     opened.close()

@@ -4,7 +4,6 @@ from pathlib import Path
 
 import torch
 
-from midus_hf.banks import MemoryBank
 from midus_hf.banks.memory_bank import create_bank
 from midus_hf.config.fetched_blocks import BankLayout
 from midus_hf.config.memories.hierarchical import HierFFNOptions
@@ -31,34 +30,6 @@ def record_of(layout, level, number, dtype=torch.float32):
 
 def on_disk(folder):
     return sum(path.stat().st_blocks * 512 for path in Path(folder).iterdir())
-
-
-def filled(folder, number=0, dtype=torch.float32):
-    """Make a bank whose blocks were written, but one, (3, 20)."""
-    made(folder, dtype=dtype)
-    bank = MemoryBank(folder, layout_of(), writable=True)
-    generator = torch.Generator().manual_seed(number)
-    for level in bank.layout.levels:
-        for index in range(bank.layout.num_records(level)):
-            if (level, index) != (3, 20):
-                bank.write(level, index, torch.randn(bank.layout.record_numel(level), generator=generator))
-    bank.close()
-    return folder
-
-
-def same(one, other):
-    """Tell whether two fetches hold the same blocks for the same rows."""
-    levels = one.records
-    return all(torch.equal(one.records[level], other.records[level]) for level in levels) and all(
-        torch.equal(one.blocks[level], other.blocks[level]) for level in levels
-    )
-
-
-def flip(path, place=-1):
-    """Let a file have another byte in a place; done twice, it is what it was."""
-    content = bytearray(Path(path).read_bytes())
-    content[place] ^= 1
-    Path(path).write_bytes(content)
 
 
 def open_files():

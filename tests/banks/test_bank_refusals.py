@@ -61,17 +61,18 @@ def test_a_bank_of_another_base_is_refused_and_one_whose_base_nobody_knows_is_no
         assert "expected bbbb" in refused(tmp_path / f"copy-{layout.base}", known[1]), "copies keep the digest"
 
 
-ANOTHER_FORMAT = "bank.json has another format than 2; expected a bank that this version reads."
+ANOTHER_FORMAT = "bank.json has another format than 3; expected a bank that this version reads."
 
 
 @pytest.mark.parametrize(
     ("description", "message"),
     [
         ("{", "bank.json is no JSON; expected the description of a bank. Copy the bank again."),
-        *((text, ANOTHER_FORMAT) for text in ("[]", "null", '"x"', "{}", '{"format": 1}')),
-        ('{"format": 2}', "belongs to another model: its layout is None. Put the model's own there."),
+        *((text, ANOTHER_FORMAT) for text in ("[]", "null", '"x"', "{}", '{"format": 2}')),
+        ('{"format": 3}', "belongs to another model: its layout is None. Put the model's own there."),
         ({"tree": 5}, "has the tree 5; expected the fingerprint of a tree, or null. Copy the bank again."),
         ({"seed": "5"}, "has the seed '5'; expected an integer. Copy the bank again."),
+        ({"roots": 3}, "has the roots 3; expected null, or a number from 4 on. Copy the bank again."),
         ({"seed": None}, "has the seed None; expected an integer. Copy the bank again."),
     ],
 )

@@ -1,13 +1,15 @@
 """Banks beside a checkpoint: blocks that were never written, reading what texts fetch, and writing."""
 
+import copy
 import math
+import pickle
 import time
 
 import pytest
 import torch
 from banks.small_bank import LAYERS, LLAMA_1B, layout_of, made, on_disk, record_of
 
-from midus_hf.banks.level_file import BankError
+from midus_hf.banks.initial_blocks import initial_block
 from midus_hf.banks.memory_bank import create_bank
 from midus_hf.config.memories.hierarchical import HierFFNOptions, HierKVOptions, HierLoraVOOptions
 
@@ -42,7 +44,7 @@ def test_blocks_start_as_appendix_i_says(options, dtype, tmp_path, opened):
     layout = layout_of(options)
     bank = opened(made(tmp_path / "bank", layout, dtype), layout)
     assert bank.dtype == dtype
-    for level, index in ((1, 0), (1, 3), (2, 8)):  # 3 is the generic memory's
+    for level, index in ((1, 0), (1, -1), (2, 8)):  # -1 is the generic memory's
         record = bank.block(level, index)
         assert record.dtype == dtype and record.shape == (layout.record_numel(level),)
         for place in layout.records[level]:
@@ -61,8 +63,8 @@ def test_blocks_start_as_appendix_i_says(options, dtype, tmp_path, opened):
 
 def test_blocks_that_were_never_written_are_the_same_in_any_order(folder, tmp_path, opened):
     layout = layout_of()
-    keys = [(level, index) for level in layout.levels for index in range(layout.num_records(level))]
-    first, second = opened(folder), opened(folder, cache_bytes=0)
+    keys = [(level, index) for level in layout.levels for index in range(-1, layout.blocks.nodes(level))]
+    first, second = opened(folder), opened(folder)
     torch.manual_seed(1)
     blocks = {key: first.block(*key).clone() for key in keys}
     torch.manual_seed(2)
@@ -76,16 +78,16 @@ def test_blocks_that_were_never_written_are_the_same_in_any_order(folder, tmp_pa
 
 def test_what_was_written_is_read_by_whoever_opens_it(bank, folder, opened):
     reader = opened(folder)
-    for level, index in ((1, 1), (3, 5), (3, 64)):
+    for level, index in ((1, 1), (3, 5), (3, -1)):
         assert torch.equal(reader.block(level, index), record_of(bank.layout, level, index))
-    assert reader.written(1) == [1] and reader.written(3) == [5, 64]
+    assert reader.written(1) == [1] and reader.written(3) == [-1, 5]
     bank.write(1, 1, record_of(bank.layout, 1, 9))
     assert torch.equal(bank.block(1, 1), record_of(bank.layout, 1, 9))
     fresh = opened(folder)
     start = fresh.block(1, 0).clone()
     assert torch.equal(fresh.block(1, 1), record_of(bank.layout, 1, 9))
     bank.write(1, 0, torch.ones(bank.layout.record_numel(1)))
-    bank.forget(1, 0)
+    bank.forget((1, 0))
     assert torch.equal(bank.block(1, 0), start) and bank.written(1) == [1]
 
 
@@ -103,7 +105,7 @@ def test_each_row_gets_the_block_of_its_node_of_each_level(bank):
                 "up": (size, 8),
                 "down": (8, size),
             }
-            nodes = [4**level if row[0] == -1 else row[level - 1] for row in ids.tolist()]
+            nodes = [row[level - 1] for row in ids.tolist()]
             for row, node in enumerate(nodes):
                 start = 3 * size * 8 * LAYERS.index(layer)
                 parts = bank.block(level, node)[start : start + 3 * size * 8].split(size * 8)
@@ -128,7 +130,7 @@ def test_the_latest_fetch_serves_again_until_a_block_changes(bank):
     assert torch.equal(bank.fetch(ids).records[1], first.records[1])
     bank.write(1, 1, torch.ones(bank.layout.record_numel(1)))
     assert bank.fetch(ids).records[1].eq(1).all()
-    bank.forget(1, 1)
+    bank.forget((1, 1))
     assert not bank.fetch(ids).records[1].eq(1).any()
 
 
@@ -145,20 +147,23 @@ def test_what_inference_mode_fetched_serves_a_pass_with_gradients(bank):
     assert not bank.block(1, 1).is_inference()
 
 
-@pytest.mark.parametrize("way", ["fetch", "ahead", "save", "list"])
-def test_a_bank_whose_page_of_checksums_was_lost_is_refused_by_name(way, bank, folder, tmp_path, opened):
-    """Zeros never mean that blocks were not written: these would vanish without a word."""
-    path = folder / "level-3.safetensors"
-    with path.open("r+b") as file:
-        file.seek(8 + int.from_bytes(file.read(8), "little"))
-        file.write(bytes(4 * bank.layout.num_records(3)))
-    ids, reader = torch.tensor([[0, 1, 5]]), opened(folder)
-    if way == "ahead":
-        reader.read_ahead([(3, 5)])  # what is wrong is said when the block is fetched
-    act = {"save": lambda: reader.save(tmp_path / "copy"), "list": lambda: reader.written(3)}
-    with pytest.raises(BankError, match=rf"block {0 if way in act else 5} of bank file {path} has lost its checksum"):
-        act.get(way, lambda: reader.fetch(ids))()
-    assert torch.equal(reader.block(1, 1), record_of(bank.layout, 1, 1))
+def test_a_copy_that_was_made_before_serves_what_was_written_since(bank, folder, opened):
+    reader, ids = opened(folder), torch.tensor([[1, 5, 21]])
+    copies = [reader, copy.deepcopy(reader), pickle.loads(pickle.dumps(reader))]
+    for one in copies:
+        one.fetch(ids)
+    bank.write(1, 1, torch.ones(bank.layout.record_numel(1)))
+    assert all(one.fetch(ids).records[1].eq(1).all() for one in copies)
+
+
+def test_blocks_of_a_tree_that_has_grown_start_with_numbers_of_their_own(folder, opened):
+    bank = opened(folder)
+    layout = bank.layout.with_roots(6)
+    first = initial_block(layout, 1, -1, 5, torch.float32)
+    assert torch.equal(first, bank.block(1, -1)), "the generic block is the same in a tree of any size"
+    drawn = [initial_block(layout, 1, index, 5, torch.float32) for index in range(-1, 6)]
+    assert len({block.numpy().tobytes() for block in drawn}) == 7
+    assert all(torch.equal(drawn[index + 1], bank.block(1, index)) for index in range(4))
 
 
 def test_a_leaf_has_the_nodes_on_the_way_to_it():

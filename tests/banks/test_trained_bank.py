@@ -1,4 +1,4 @@
-"""Blocks that train: each as AdamW would train it if it saw the steps that fetched it alone; some of them put aside."""
+"""Blocks that train: each as AdamW would train it if it saw the steps that fetched it alone."""
 
 import tempfile
 
@@ -51,11 +51,12 @@ def test_blocks_train_as_adamw_trains_them_in_the_steps_that_fetch_them(changes,
 def test_rates_may_change_between_steps(folder):
     """As a schedule changes them; decay and rate are those of the step."""
     bank = bank_in(folder)
-    master = bank._state(3, 5).master
+    master = bank.block(3, 5)
     own = master.detach().double().clone().requires_grad_()
     optimizer = torch.optim.AdamW([own], lr=1.0, betas=(0.9, 0.95), eps=1e-6, weight_decay=0.1)
     for step, lr in enumerate((1e-2, 5e-3, 1e-3)):
         gradient = torch.linspace(-1, 2, len(own)).roll(step)
+        master = bank.block(3, 5)
         master.grad, own.grad = gradient.clone(), gradient.double()
         optimizer.param_groups[0]["lr"] = lr
         optimizer.step()
@@ -82,9 +83,8 @@ def test_gradients_of_several_passes_add_up_before_a_step(folder):
         torch.testing.assert_close(found, sums[key])
 
 
-@pytest.mark.parametrize("room", [0, 2**30])
-def test_a_step_without_gradients_changes_nothing(room, folder):
-    bank = bank_in(folder, bytes_in_memory=room)
+def test_a_step_without_gradients_changes_nothing(folder):
+    bank = bank_in(folder)
     train(bank, steps=[0])
     before = blocks_of(bank)
     bank.step(**SETTINGS)
@@ -101,7 +101,7 @@ def test_processes_get_the_mean_of_the_gradients_of_all(folder, monkeypatch):
     gradients = []
     for bank, step in zip(banks, (0, 1), strict=True):
         loss_of(bank.fetch(torch.tensor(PATHS[step])), step).backward()
-        gradients.append({key: state.master.grad.clone() for key, state in bank._states.items()})
+        gradients.append({key: leaf.grad.clone() for key, leaf in bank._leaves.items()})
     keys = sorted(FETCHED[0] | FETCHED[1])
     zeros = {key: torch.zeros(banks[0].layout.record_numel(key[0])) for key in keys}
     monkeypatch.setattr(dist, "get_world_size", lambda: 2)
@@ -129,12 +129,12 @@ def test_looking_at_blocks_wants_no_gradients_and_touches_nothing(mode, folder):
     """An evaluation between two steps: its blocks need no room for moments, and are not written when the bank is saved."""
     bank = bank_in(folder)
     train(bank, steps=[0])
-    held = set(bank._states)
+    held = set(bank._leaves)
     with mode():
         fetched = bank.fetch(torch.tensor([[2, 8, 26], [0, 1, 5]]))
         assert bank.fetch(torch.tensor([[2, 8, 26], [0, 1, 5]])) is fetched
     assert not any(record.requires_grad or record.is_inference() for record in fetched.records.values())
-    assert set(bank._states) == held and bank.touched() == sorted(FETCHED[0])
+    assert set(bank._leaves) == held and bank.touched() == sorted(FETCHED[0])
     train(bank, steps=[3])  # blocks that were looked at
     with torch.no_grad():
         again = bank.fetch(torch.tensor([[2, 8, 26], [0, 1, 5]]))
@@ -142,21 +142,18 @@ def test_looking_at_blocks_wants_no_gradients_and_touches_nothing(mode, folder):
     assert again is not fetched
 
 
-@pytest.mark.parametrize("source", ["put aside", "resumed"])
-def test_looking_at_blocks_that_were_trained_keeps_none_in_memory(source, folder, tmp_path):
-    """Also where some blocks of a batch were trained, in float32, and others are the bank's."""
-    bank = bank_in(folder, torch.bfloat16, bytes_in_memory=0)
+def test_blocks_that_were_trained_and_others_of_the_bank_are_looked_at_together(folder, tmp_path):
+    bank = bank_in(folder, torch.bfloat16)
     train(bank, steps=[0])
-    if source == "resumed":
-        bank.save_state(tmp_path / "state")
-        bank.load_state(tmp_path / "state")
-    for dtype in (torch.float32, torch.bfloat16, None):
+    bank.save_state(tmp_path / "state")
+    bank.load_state(tmp_path / "state")
+    for dtype in (torch.float32, torch.bfloat16):
         with torch.no_grad():
             fetched = bank.fetch(torch.tensor([[0, 1, 5], [1, 3, 9]]), dtype=dtype)
-        assert bank._states == {} and bank.touched() == sorted(FETCHED[0])
+        assert bank.touched() == sorted(FETCHED[0])
         trained, other = fetched.records[3]
-        assert torch.equal(trained, blocks_of(bank)[3, 5].to(trained.dtype))
-        assert torch.equal(other, bank.bank.block(3, 9).to(other.dtype))
+        assert torch.equal(trained, blocks_of(bank)[3, 5].to(dtype))
+        assert torch.equal(other, bank.bank.block(3, 9).to(dtype))
 
 
 def test_fetches_that_want_gradients_serve_one_pass_each(folder):
@@ -169,43 +166,31 @@ def test_fetches_that_want_gradients_serve_one_pass_each(folder):
     assert bank.fetch(ids) is not looked and all(record.requires_grad for record in bank.fetch(ids).records.values())
 
 
-@pytest.mark.parametrize("room", [0, 1000])
-def test_blocks_put_aside_train_to_the_same_bytes(room, folder):
-    kept, aside = bank_in(folder), bank_in(folder, bytes_in_memory=room)
-    train(kept)
-    for step in range(5):
-        train(aside, steps=[step])
-        assert sum(state.nbytes for state in aside._states.values()) <= room
-    assert aside.touched() == kept.touched() == EVERY
-    expected, found = blocks_of(kept), blocks_of(aside)
-    assert all(torch.equal(found[key], expected[key]) for key in EVERY)
-    aside.close()
-    kept.close()
-
-
 def test_masters_are_in_float32_whatever_the_bank_stores(folder):
     """Steps that bfloat16 would round away add up."""
     bank = bank_in(folder, torch.bfloat16)
-    bank._state(3, 5).master.data.fill_(1.0)
+    bank.block(3, 5).data.fill_(1.0)
     for _ in range(20):
-        bank._state(3, 5).master.grad = torch.ones(bank.layout.record_numel(3))
+        bank.block(3, 5).grad = torch.ones(bank.layout.record_numel(3))
         bank.step(1e-4, (0.9, 0.95), 1e-8, 0.0)
     torch.testing.assert_close(blocks_of(bank)[3, 5], torch.full((24,), 1 - 20e-4))
 
 
-def test_what_was_put_aside_leaves_nothing_on_the_disk(folder, tmp_path, monkeypatch):
+def test_what_trains_leaves_nothing_on_the_disk_and_takes_what_was_touched(folder, tmp_path, monkeypatch):
     """Not while it is used either: a process that is killed cannot clean up."""
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "temporary"))
     (tmp_path / "temporary").mkdir()
-    bank = bank_in(folder, bytes_in_memory=0)
+    bank = bank_in(folder)
     train(bank)
-    assert bank._waiting and not list((tmp_path / "temporary").iterdir())
+    assert bank._states and not list((tmp_path / "temporary").iterdir())
+    untouched = [row for row in range(28) if (3, row - 1) not in bank.touched()]
+    assert not bank._states[3][untouched].any()
     bank.close()
 
 
 def test_files_are_closed(folder, tmp_path):
     before = open_files()
-    bank = bank_in(folder, bytes_in_memory=0)
+    bank = bank_in(folder)
     train(bank)
     bank.save_state(tmp_path / "state")
     for _ in range(2):

@@ -37,7 +37,7 @@ WORK = {
     "midus edit": ("upscalers.edits.listing.list_chapters", ["list", "model"]),
     "midus flops": ("upscalers.checkpoint.base_model.read_config_file", ["config.json"]),
     "midus cluster": ("midus_hf.clusters.run.open_build", ["report", "--tree", "tree"]),
-    "midus bank": ("upscalers.banks.listing.list_bank", ["list", "model"]),
+    "midus bank": ("upscalers.edits.banks.list_banks", ["list", "model"]),
     "midus look": ("midus_hf.evaluation.harness.Tasks", ["heads", "model", "--tasks", "piqa", "--data", "."]),
     "midus reproduce": ("midus_hf.compare.reproduce.repository.Repository.tables", []),
     "midus compare": ("midus_hf.compare.running.Running.run", ["compare.yaml"]),
@@ -69,7 +69,7 @@ WITH_A_DEVICE = {
 }
 SUBCOMMANDS = (
     *(f"upscale {name}" for name in ("methods", "inspect", "strip", "adapter", "shuffle")),
-    *(f"midus bank {name}" for name in ("list", "merge", "audit")),
+    *(f"midus bank {name}" for name in ("list",)),
     *(f"midus cluster {name}" for name in ("build", "assign", "report")),
 )
 

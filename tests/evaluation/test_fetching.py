@@ -39,7 +39,7 @@ def model_folder(tmp_path_factory):
     bank = MemoryBank(folder / "model" / "memory_bank" / "hier-ffn", layout, writable=True)
     generator = torch.Generator().manual_seed(0)
     for level in (1, 2):
-        for index in range(layout.num_records(level)):
+        for index in range(-1, layout.blocks.nodes(level)):
             bank.write(level, index, 0.5 * torch.randn(layout.record_numel(level), generator=generator))
     bank.close()
     byte_tokenizer().save_pretrained(folder / "model")

@@ -20,7 +20,7 @@ def gradients_of_blocks(model: Any) -> dict[Any, torch.Tensor]:
         if not bank.trains:
             continue
         for level in layout.levels:
-            for index in range(layout.num_records(level)):
+            for index in range(-1, layout.blocks.nodes(level)):
                 gradient = bank.block(level, index).grad
                 if gradient is not None:
                     found[name, level, index] = gradient.clone()

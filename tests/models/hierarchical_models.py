@@ -54,7 +54,7 @@ def fill(bank, but=()):
     """Write every block but some, so that it acts."""
     generator = torch.Generator().manual_seed(8)
     for level in bank.layout.levels:
-        for index in range(bank.layout.num_records(level)):
+        for index in range(-1, bank.layout.blocks.nodes(level)):
             if (level, index) not in but:
                 bank.write(level, index, 0.3 * torch.randn(bank.layout.record_numel(level), generator=generator))
 

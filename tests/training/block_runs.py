@@ -8,16 +8,12 @@ from tiny import save_tiny_model
 from training.tiny_run import document, tiny_config, tiny_tokenizer
 from transformers import AutoModelForCausalLM
 
-from midus_hf.banks.audit import BankAudit
 from midus_hf.banks.memory_bank import MemoryBank
 from upscalers.runs.upscale import upscale
 
 TYPES = ["hier-ffn", "hier-lora-qk", "hier-lora-vo", "hier-lora-ffn", "hier-kv"]
 # Those that the corpus has texts of, of nine.
 LEAVES = [0, 4, 5]
-
-# The record of what trained blocks, within a model.
-AUDIT = Path("memory_bank", "hier-ffn", "audit.sqlite3")
 
 
 def save_fetching(folder: Path) -> Path:
@@ -55,11 +51,3 @@ def assert_same_blocks(one: MemoryBank, other: MemoryBank) -> None:
     for level in one.layout.levels:
         assert one.written(level) == other.written(level)
         assert all(torch.equal(one.block(level, index), other.block(level, index)) for index in one.written(level))
-
-
-def recorded(folder: Path) -> dict[tuple, tuple[int, int]]:
-    """Level, index and line, and how many sequences and tokens."""
-    with BankAudit(folder / AUDIT) as audit:
-        found = list(audit.trained())
-        assert not audit.unrecorded() and not any(each.deleted for each in found)
-    return {(*each.block, each.document.line): (each.sequences, each.tokens) for each in found}

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 from pairs import by_default
-from training.block_runs import LEAVES, TYPES, assert_same_blocks, bank_of, recorded
+from training.block_runs import LEAVES, TYPES, assert_same_blocks, bank_of
 from training.outcomes import assert_resumes, logged, moved, weights
 from training.tiny_run import document, refused, tiny_tokenizer
 from training.two_processes import in_two_processes, write_recipe
@@ -14,8 +14,6 @@ from transformers import AutoModelForCausalLM
 
 from midus_hf.training.run.train import prepare, train
 from midus_hf.training.trainer.blocks import draw_generic
-from upscalers.banks.editing import BankRequest
-from upscalers.banks.merging import merge
 
 
 @pytest.mark.parametrize("method", by_default(["hier-ffn", "hier-lora-qk"], TYPES))
@@ -113,43 +111,16 @@ def test_gradients_of_blocks_are_clipped(blocks_for, tmp_path):
 
 
 def test_two_processes_agree_on_blocks_and_train_as_one(blocks_for, models, assigned, tmp_path):
-    train(blocks_for("one", audit=True, generic_share=0.4))
+    train(blocks_for("one", generic_share=0.4))
     output, texts = tmp_path / "two", {"path_column": "memory_ids", "cache_dir": str(assigned.parent / "cache")}
-    words = {"generic_share": 0.4, "save_steps": 3, "audit": "true", "output_dir": output}
+    words = {"generic_share": 0.4, "save_steps": 3, "output_dir": output}
     in_two_processes(write_recipe(tmp_path, models / "hier-ffn", {"path": str(assigned), **texts}, **words))
     assert logged(output, "loss") == pytest.approx(logged(tmp_path / "one", "loss"), rel=1e-5)
-    assert recorded(output) == recorded(tmp_path / "one")
     one, two = bank_of(tmp_path / "one"), bank_of(output)
     for level in (1, 2):
         assert one.written(level) == two.written(level)
         for index in one.written(level):
             torch.testing.assert_close(two.block(level, index), one.block(level, index), rtol=1e-3, atol=1e-4)
-
-
-def test_runs_of_two_subtrees_put_together_are_the_run_of_both(blocks_for, models, tmp_path):
-    """As long as a step has texts of one subtree alone: what other steps do touches no block of it."""
-    texts = {leaf: [document(15, leaf + number) for number in range(8)] for leaf in (0, 4)}
-
-    def corpus(name, leaves):
-        path = tmp_path / f"{name}.jsonl"
-        rows = [{"text": text, "memory_ids": [leaf // 3, leaf]} for leaf in leaves for text in texts[leaf]]
-        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-        return path
-
-    def run(name, leaves):
-        config = blocks_for(name, corpus=corpus(name, leaves), max_steps=None, num_train_epochs=1)
-        prepared = prepare(config)
-        prepared.trainer.args.train_sampling_strategy = "sequential"
-        prepared.execute()
-
-    run("both", (0, 4))
-    run("first", (0,))
-    run("second", (4,))
-    merge(BankRequest(models / "hier-ffn", tmp_path / "merged"), [tmp_path / "first", tmp_path / "second"])
-    merged, both = bank_of(tmp_path / "merged"), bank_of(tmp_path / "both")
-    for level, written in ((1, [0, 1]), (2, [0, 4])):
-        assert merged.written(level) == both.written(level) == written
-        assert all(torch.equal(merged.block(level, index), both.block(level, index)) for index in written)
 
 
 def held_out_rows(path: Path, leaves) -> Path:

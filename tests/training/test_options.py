@@ -137,11 +137,6 @@ BEGUN = {"model_name_or_path": None, "config_name": "c", "tokenizer_name": "t"}
             "adapters is set and config_name is 'c'; adapters are for weights that are trained already. Give ",
         ),
         ({"adapters": "osf"}, "adapters is 'osf'; expected a mapping or null."),
-        ({"corpus": {"path": "a"}, "audit": True}, "audit is true, and corpus 'a' has no path_column; expected the column"),
-        (
-            {"corpus": {"path": "a.jsonl", "path_column": "memory_ids", "id_column": "id"}},
-            "corpus.id_column is 'id', which names documents in the record of what trains blocks; expected audit: true with it.",
-        ),
         (
             {"corpus": {"path": "x", "path_column": "memory_ids", "streaming": True}},
             "corpus.path_column and corpus.streaming are given; expected one of them",

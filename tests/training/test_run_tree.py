@@ -20,7 +20,7 @@ from midus_hf.retrieval.cluster_tree import ClusterTree
 from midus_hf.retrieval.embedding import TextEmbedder
 from midus_hf.retrieval.memory_retriever import MemoryRetriever
 from midus_hf.training.run.train import prepare, train
-from tests.upscalers.banks.bank_commands import refusal, run
+from upscalers.edits.banks import BankRequest, delete
 from upscalers.runs.strip import strip
 from upscalers.runs.upscale import upscale
 
@@ -71,16 +71,15 @@ def fingerprints(folder) -> tuple[str | None, str | None]:
     return json.loads((bank / "bank.json").read_text())["tree"], beside
 
 
-def test_the_tree_of_a_run_is_saved_beside_its_model_and_goes_wherever_the_model_goes(made, models, tmp_path, capsys):
+def test_the_tree_of_a_run_is_saved_beside_its_model_and_goes_wherever_the_model_goes(made, models, tmp_path):
     assert fingerprints(models / "hier-ffn") == (None, None), "nothing trained this bank"
     both = (TREE.fingerprint, TREE.fingerprint)
     assert fingerprints(made / "model") == fingerprints(made / "model" / "checkpoint-3") == both
     AutoModelForCausalLM.from_pretrained(made / "model").save_pretrained(tmp_path / "saved")
-    run("delete", made / "model", "--node", "2:4", "--output", tmp_path / "deleted", capsys=capsys)
-    run("merge", models / "hier-ffn", made / "model", "--output", tmp_path / "merged", capsys=capsys)
+    delete(BankRequest(made / "model", tmp_path / "deleted"), ["2:4"])
     upscale(base=made / "model", method="llama-pro", output=tmp_path / "deeper", num_new_layers=1, verify=False)
     strip(tmp_path / "deeper", tmp_path / "stripped")
-    for name in ("saved", "deleted", "merged", "deeper", "stripped"):
+    for name in ("saved", "deleted", "deeper", "stripped"):
         assert fingerprints(tmp_path / name) == both, name
         assert AutoModelForCausalLM.from_pretrained(tmp_path / name).banks.of("hier-ffn").tree == TREE.fingerprint
 
@@ -163,27 +162,6 @@ def test_measuring_and_asking_refuse_another_tree(made, tmp_path, capsys):
     for paths in (["--retriever", str(tmp_path / "retriever")], ["--set", "path_column=memory_ids"]):
         assert midus_eval([str(made / "model"), *text, *paths]) == 2
         assert words in capsys.readouterr().err
-
-
-def test_blocks_of_another_tree_or_base_are_not_imported(blocks_for, made, models, tmp_path, capsys):
-    file = tmp_path / "blocks.safetensors"
-    run("export", made / "model", "--node", "2:4", "--output", file, capsys=capsys)
-    train(blocks_for("trained", corpus=made / "other.jsonl", max_steps=1))
-    line = refusal("import", tmp_path / "trained", file, "--output", tmp_path / "out", capsys=capsys)
-    assert f"file {file} is of the tree with the fingerprint {TREE.fingerprint[:16]}" in line
-    line = refusal(
-        "merge", models / "hier-ffn", made / "model", tmp_path / "trained", "--output", tmp_path / "out", capsys=capsys
-    )
-    assert "is of the tree with the fingerprint" in line and "assigned by one tree" in line
-    run("import", models / "hier-ffn", file, "--output", tmp_path / "fresh", capsys=capsys)
-    assert fingerprints(tmp_path / "fresh")[0] == TREE.fingerprint
-    options = {"sizes": [4, 2], "branching": 3}
-    base = another_base(tmp_path / "base")
-    upscale(base=base, method="hier-ffn", output=tmp_path / "another", options=options, verify=False)
-    line = refusal("import", tmp_path / "another", file, "--output", tmp_path / "out", capsys=capsys)
-    assert (
-        "has blocks of another model: its base, the weights that its model was upscaled from, has the digest" in line
-    )
 
 
 def test_a_bank_of_another_base_or_of_other_layers_is_not_opened(made, models, tmp_path):

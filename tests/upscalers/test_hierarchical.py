@@ -204,7 +204,7 @@ def test_editing_chapters_carries_banks_along(base, in_process, tmp_path):
     upscale(base=base, method="hier-ffn", output=tmp_path / "new", options=SMALL, verify=False)
     once = trained(tmp_path / "new", tmp_path / "once")
     upscale(base=once, method="moc", output=tmp_path / "twice", verify=False)
-    words = ("swap", tmp_path / "twice", "--chapters", "1,2", "--output", tmp_path / "edited")
+    words = ("prune", tmp_path / "twice", "--chapters", "1", "--output", tmp_path / "edited")
     done = in_process(edit.main, *words)
     assert done.status == 0, done.err
     assert bank_of(tmp_path / "edited", "hier-ffn") == bank_of(once, "hier-ffn")

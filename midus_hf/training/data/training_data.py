@@ -4,7 +4,6 @@ import importlib.util
 import math
 from collections.abc import Iterator, Mapping, Sequence
 
-from accelerate import PartialState
 from transformers import PreTrainedTokenizerBase
 
 from midus_hf.config.fetched_blocks import BankLayout
@@ -14,7 +13,6 @@ from midus_hf.training.data.clustered_corpus import ClusteredDataset, check_path
 from midus_hf.training.data.former_corpus import find_corpus
 from midus_hf.training.data.former_packing import CorpusTokens, PackedDataset, PackedStream, tokenise
 from midus_hf.training.data.mixture import Mixture
-from midus_hf.training.data.sequence_audit import CorpusDocuments, SequenceAudit
 from midus_hf.training.data.token_cache import cached_tokens
 from midus_hf.training.options import CorpusOptions, TrainConfig
 
@@ -59,19 +57,6 @@ def build_dataset(config: TrainConfig, parts: list[Part], sequences_a_step: int)
 def parts_of(dataset: TrainingData) -> Sequence[Part]:
     """Return the sequences of each corpus of a run."""
     return dataset.parts if isinstance(dataset, Mixture) else [dataset]
-
-
-def audit_of(dataset: TrainingData, config: TrainConfig) -> SequenceAudit:
-    """Return the audit of a run, which records the documents that train each block.
-
-    Raises:
-        DocumentError: If a corpus can no longer be read.
-    """
-    assert isinstance(dataset, (ClusteredDataset, Mixture)), "every corpus has paths"
-    if not PartialState().is_main_process:
-        return SequenceAudit(dataset)
-    corpora = [(find_corpus(corpus, config.seed), corpus.id_column) for corpus in config.corpora]
-    return SequenceAudit(dataset, CorpusDocuments(corpora))
 
 
 def describe_corpus(config: TrainConfig, dataset: TrainingData) -> list[str]:

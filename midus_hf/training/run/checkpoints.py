@@ -6,7 +6,6 @@ frozen file, and later checkpoints link to the two copies in turn, so that damag
 checkpoint whole.
 """
 
-import contextlib
 import json
 import os
 from collections.abc import Callable, Iterable, Mapping
@@ -20,7 +19,6 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from midus_hf.files.checkpoint_files import BLOCK_STATES, INDEX_FILE, SINGLE_FILE
 from midus_hf.files.run_files import remove_written
-from midus_hf.models.host import MemoryModel
 from midus_hf.training.optim.finite import error_of, first_not_finite, first_not_finite_in, trained_tensors
 from midus_hf.training.optim.freezing import has_adapters
 from midus_hf.training.output.disk_room import failure_of, say
@@ -88,11 +86,7 @@ class Checkpoints:
         def write() -> None:
             self._is_writing = True
             try:
-                with contextlib.ExitStack() as linking:
-                    for module in self._trainer.model.modules():
-                        if isinstance(module, MemoryModel) and module.own_banks.are_open:
-                            linking.enter_context(module.own_banks.linking(earlier, self._copies))
-                    write_parts()
+                write_parts()
             finally:
                 self._is_writing = False
 

@@ -13,10 +13,8 @@ from midus_hf.retrieval.cluster_tree import ClusterTree
 from midus_hf.retrieval.tree_files import folder_of_tree
 from midus_hf.training.data.clustered_corpus import ClusteredDataset
 from midus_hf.training.data.mixture import Mixture
-from midus_hf.training.data.sequence_audit import NumberedSequences
 from midus_hf.training.data.training_data import (
     TrainingData,
-    audit_of,
     build_dataset,
     describe_corpus,
     open_corpora,
@@ -150,7 +148,6 @@ def prepare(config: TrainConfig) -> TrainingRun:
     corpus = config.corpora[0]
     held_out = prepare_held_out(config, request.tokenizer, model_config, corpus, banks)
     tree = tree_of_run(config, dataset, held_out)
-    audit = audit_of(dataset, config) if config.audit else None
 
     def choose(model: PreTrainedModel) -> Chosen:
         use_tree(model, tree)
@@ -159,7 +156,7 @@ def prepare(config: TrainConfig) -> TrainingRun:
     return make_run(
         request,
         arguments,
-        dataset if audit is None else NumberedSequences(dataset),
+        dataset,
         data_lines=[
             *describe_corpus(config, dataset),
             *describe_tree(tree, dataset),
@@ -169,6 +166,5 @@ def prepare(config: TrainConfig) -> TrainingRun:
         choose=choose,
         trainer_class=RunTrainer,
         data_collator=default_data_collator,
-        audit=audit,
         generic_share=config.generic_share,
     )

@@ -11,7 +11,6 @@ from midus_hf.banks.block_reader import GENERIC
 from midus_hf.banks.trained_bank import TrainedBank
 from midus_hf.files.checkpoint_files import BLOCK_STATES
 from midus_hf.models.fetching import IDS
-from midus_hf.training.data.sequence_audit import SEQUENCE, SequenceAudit
 from midus_hf.training.optim.parameter_groups import BLOCKS_GROUP, banks_that_train
 
 
@@ -22,19 +21,16 @@ class Blocks:
     some processes fetched stay equal in all.
 
     Args:
-        audit: Records which documents train blocks; examples must then come from `NumberedSequences`. Default: None, no
-            record.
         generic_share: Share of sequences that fetch the blocks of the generic memory instead of the blocks of their
             path (hierarchical memories, section 4). The choice follows from the seed and from the index of a sequence
             among all sequences of the run, so the choice differs between epochs, and is the same when a run is resumed.
             Default: 0.
 
     Raises:
-        ValueError: If blocks train while parameters are sharded or gradients are scaled for float16. If `audit` is
-            given and no blocks train.
+        ValueError: If blocks train while parameters are sharded or gradients are scaled for float16.
     """
 
-    def __init__(self, trainer: Any, audit: SequenceAudit | None = None, generic_share: float = 0.0):
+    def __init__(self, trainer: Any, generic_share: float = 0.0):
         self._trainer, self.generic_share = trainer, generic_share
         self._pass = (-1, 0)  # the step, and the number of the pass within it
         banks = banks_that_train(trainer.model)
@@ -45,20 +41,12 @@ class Blocks:
             )
         self.banks: list[TrainedBank] = [trained for bank in banks for trained in bank.train().values()]
         self._are_averaged = False
-        self.audit = audit
-        if audit is not None and not self.banks:
-            raise ValueError(
-                "audit is true, and no blocks of a memory bank train; expected a model whose texts fetch blocks, and trainable to be "
-                "new or all. Leave it out."
-            )
-        if audit is not None and trainer.is_world_process_zero():
-            audit.follow(self.banks)
         if self.banks and not any(parameter.requires_grad for parameter in trainer.model.parameters()):
             # DistributedDataParallel refuses a model without trained parameters, and accelerate avoids wrapping it only on GPUs.
             trainer.accelerator.prepare_model = partial(trainer.accelerator.prepare_model, evaluation_mode=True)
 
     def begin_pass(self, inputs: dict[str, Any] | list[Any]) -> None:
-        """Take the numbers of sequences out of a training pass's inputs, and decide which blocks it fetches.
+        """Decide which sequences of a training pass fetch the blocks of the generic memory.
 
         Raises:
             ValueError: If blocks train, and the inputs are examples to generate from, as in TRL's GRPOTrainer.
@@ -70,12 +58,8 @@ class Blocks:
                     "trainer whose batches have memory_ids. Or freeze the blocks: set_trainable(model, [3, 7]) trains layers alone."
                 )
             return
-        sequences = inputs.pop(SEQUENCE, None)
         if IDS in inputs:
             inputs[IDS] = self._with_generic(inputs[IDS])
-        if self.audit is not None:
-            assert sequences is not None, "the examples of an audited run have their numbers"
-            self.audit.see(sequences, inputs[IDS])
 
     def _with_generic(self, memory_ids: torch.Tensor) -> torch.Tensor:
         """Return the paths `[B, p]` of a pass, with a share of the rows replaced by the path of the generic memory."""
@@ -107,8 +91,6 @@ class Blocks:
         group = next(group for group in optimizer.param_groups if group.get("name") == BLOCKS_GROUP)
         for bank in self.banks:
             bank.step(group["lr"], group["betas"], group["eps"], group["weight_decay"])
-        if self.audit is not None:
-            self.audit.step()
         self._are_averaged = False
 
     def save_states(self, checkpoint: str) -> None:

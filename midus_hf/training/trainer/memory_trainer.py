@@ -6,7 +6,6 @@ import torch
 from torch import nn
 from transformers import SchedulerType, Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-from midus_hf.training.data.sequence_audit import SequenceAudit
 from midus_hf.training.optim.parameter_groups import (
     group_schedules,
     parameter_groups,
@@ -44,7 +43,6 @@ class TrainsMemory(AnyTrainer):
         usage_steps: Steps between log events on memory usage, as in `Aids`. Default: None, usage is not logged.
         sparse_values: Whether gradients of large value tables are sparse, as in `Tables`. Default: false.
         shard_values: Whether processes split the columns of these tables, as in `Tables`. Default: false.
-        audit: Record of which documents train blocks, as in `Blocks`. Default: None, no record.
         generic_share: Share of sequences that fetch the generic memory, as in `Blocks`. Default: 0.
         kwargs: Arguments of the Trainer.
 
@@ -60,13 +58,12 @@ class TrainsMemory(AnyTrainer):
         usage_steps: int | None = None,
         sparse_values: bool = False,
         shard_values: bool = False,
-        audit: SequenceAudit | None = None,
         generic_share: float = 0.0,
         **kwargs: Any,
     ):
         super().__init__(*args, **kwargs)
         self.shards = Shards(self)
-        self.blocks = Blocks(self, audit, generic_share)
+        self.blocks = Blocks(self, generic_share)
         self.tables = Tables(self, sparse_values, shard_values)
         self.rates = rates
         if rates is not None:

@@ -1,0 +1,222 @@
+"""`midus bank list` and `midus edit delete`: blocks are listed and deleted, in every bank; all else stays the same bytes."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from tiny import prompt, save_tiny_model
+from transformers import AutoModelForCausalLM
+
+from midus_hf.banks.memory_bank import MemoryBank
+from midus_hf.cli import bank, edit
+from midus_hf.files.checkpoint_files import BLOCK_STATES
+from upscalers.edits.banks import BankRequest, delete
+from upscalers.request.errors import RequestError
+from upscalers.runs.strip import strip
+from upscalers.runs.upscale import upscale
+
+WRITTEN = [(1, 0), (1, 2), (2, 1), (2, 7), (2, -1)]
+NAMES = ["hier-ffn", "hier-lora-vo"]
+
+
+def bank_of(folder: Path, name: str = "hier-ffn", writable: bool = False) -> MemoryBank:
+    layout = AutoModelForCausalLM.from_pretrained(folder).banks.layouts[name]
+    return MemoryBank(folder / "memory_bank" / name, layout, writable=writable)
+
+
+def write_blocks(folder: Path, name: str = "hier-ffn") -> None:
+    written = bank_of(folder, name, writable=True)
+    generator = torch.Generator().manual_seed(len(name))
+    for level, index in WRITTEN:
+        written.write(level, index, torch.randn(written.layout.record_numel(level), generator=generator))
+    written.close()
+
+
+def run(*words, capsys) -> dict:
+    """What the command prints as JSON."""
+    capsys.readouterr()
+    command = edit.main if words[0] == "delete" else bank.main
+    assert command([*map(str, words), "--json"]) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+def refusal(*words, capsys) -> str:
+    """The one line that a wrong request ends with."""
+    command = edit.main if words[0] == "delete" else bank.main
+    assert command([*map(str, words)]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    return line
+
+
+@pytest.fixture(scope="module")
+def upscaled(tmp_path_factory):
+    """A folder with a `base`, a model with a bank, `one`, and a model with two banks, `two`; nobody may change them."""
+    folder = tmp_path_factory.mktemp("upscaled")
+    options = {"sizes": [4, 2], "branching": 3}
+    base = save_tiny_model("llama", folder / "base")
+    upscale(base=base, method="hier-ffn", output=folder / "one", options=options, verify=False)
+    upscale(base=folder / "one", method="hier-lora-vo", output=folder / "two", options=options, verify=False)
+    write_blocks(folder / "one")
+    for name in NAMES:
+        write_blocks(folder / "two", name)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def trained(upscaled, tmp_path_factory):
+    """The output of a run with checkpoints of two steps, in which block (2, 4) has learned."""
+    folder = shutil.copytree(upscaled / "one", tmp_path_factory.mktemp("trained") / "run")
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    (blocks,) = model.banks.train().values()
+    for step in (1, 2):
+        (blocks.block(2, 4) * torch.randn(blocks.layout.record_numel(2))).sum().backward()
+        blocks.step(1e-2, (0.9, 0.95), 1e-8, 0.0)
+        model.save_pretrained(folder / f"checkpoint-{step}")
+        blocks.save_state(folder / f"checkpoint-{step}" / BLOCK_STATES / "0")
+        (folder / f"checkpoint-{step}" / "trainer_state.json").write_text("{}")
+    blocks.save(folder / "memory_bank" / "hier-ffn")
+    return folder
+
+
+def blocks_in(folder: Path, name: str = "hier-ffn") -> dict[tuple[int, int], torch.Tensor]:
+    opened = bank_of(folder, name)
+    return {(level, index): opened.block(level, index) for level in (1, 2) for index in opened.written(level)}
+
+
+def other_files(folder: Path) -> dict[str, bytes]:
+    files = [path for path in folder.rglob("*") if path.is_file() and "level-" not in path.name]
+    return {str(path.relative_to(folder)): path.read_bytes() for path in files}
+
+
+def files_with(folder: Path, record: torch.Tensor) -> set[str]:
+    """The files that have stretches of a block's numbers anywhere, whatever they say that they hold."""
+    stretches = [record[start : start + 16] for start in range(0, len(record) - 16, 64)]
+    wanted = [stretch.numpy().tobytes() for stretch in stretches if stretch.count_nonzero() == 16]
+    assert wanted
+    contents = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    return {str(path.relative_to(folder)) for path, content in contents.items() if any(w in content for w in wanted)}
+
+
+def test_banks_are_listed_each_with_its_levels_and_all_with_their_sums(upscaled, capsys):
+    listed = run("list", upscaled / "two", capsys=capsys)
+    first, second = listed["banks"]
+    assert [each["memory"] for each in listed["banks"]] == NAMES
+    assert (first["fetched"], first["bank"]) == (4 * 3 * 32 * 6, 4 * 3 * 32 * (12 + 18))
+    assert (
+        listed["fetched"] == first["fetched"] + second["fetched"] and listed["bank"] == first["bank"] + second["bank"]
+    )
+    for each in (first, second):
+        one, two = each["levels"]
+        assert (one["nodes"], one["written"], one["deleted"], one["generic"]) == (3, [0, 2], [], False)
+        assert (two["nodes"], two["written"], two["deleted"], two["generic"]) == (9, [1, 7], [], True)
+    bank.main(["list", str(upscaled / "one")])
+    assert "a text fetches 2,304 of 11,520 parameters" in capsys.readouterr().out
+    bank.main(["list", str(upscaled / "two")])
+    assert f"all banks: a text fetches {listed['fetched']:,} of" in capsys.readouterr().out
+    only = run("list", upscaled / "two", "--memory", NAMES[1], capsys=capsys)
+    assert only["banks"] == [second]
+
+
+def test_deleted_blocks_add_nothing_and_all_else_stays(upscaled, tmp_path, capsys):
+    nodes = ["--node", "1:0", "--node", "2:7", "--node", "2:3"]
+    done = run("delete", upscaled / "one", *nodes, "--output", tmp_path / "out", capsys=capsys)
+    assert done["banks"] == {"hier-ffn": ["1:0", "2:7"]}
+    before, after = blocks_in(upscaled / "one"), blocks_in(tmp_path / "out")
+    assert after.keys() == before.keys() - {(1, 0), (2, 7)}
+    assert all(torch.equal(before[node], after[node]) for node in after)
+    assert other_files(tmp_path / "out") == other_files(upscaled / "one")
+    assert bank_of(tmp_path / "out").deleted(2) == [7]
+    edited = AutoModelForCausalLM.from_pretrained(tmp_path / "out").eval()
+    with torch.no_grad():
+        tokens = prompt(5)
+        ids = torch.tensor([[0, 0]] * len(tokens))
+        assert torch.equal(edited(tokens, memory_ids=ids).logits, edited(tokens).logits)
+    assert strip(tmp_path / "out", tmp_path / "base")["base_confirmed"] is True
+    again = run("delete", tmp_path / "out", "--node", "2:7", "--output", tmp_path / "again", capsys=capsys)
+    assert again["banks"] == {"hier-ffn": []} and bank_of(tmp_path / "again").deleted(2) == [7]
+
+
+def test_one_deletion_deletes_the_node_in_every_bank(upscaled, tmp_path, capsys):
+    records = {name: blocks_in(upscaled / "two", name) for name in NAMES}
+    done = run("delete", upscaled / "two", "--node", "2:7", "--output", tmp_path / "out", capsys=capsys)
+    assert done["banks"] == {name: ["2:7"] for name in NAMES}
+    for name in NAMES:
+        assert not files_with(tmp_path / "out", records[name][2, 7])
+        assert blocks_in(tmp_path / "out", name).keys() == records[name].keys() - {(2, 7)}
+    edit.main(["delete", str(upscaled / "two"), "--node", "2:7", "--output", str(tmp_path / "told")])
+    assert "deleted 1 blocks of hier-ffn and 1 blocks of hier-lora-vo" in capsys.readouterr().out
+    done = run(
+        *("delete", upscaled / "two", "--node", "2:7", "--memory", NAMES[1], "--output", tmp_path / "only"),
+        capsys=capsys,
+    )
+    assert done["banks"] == {NAMES[1]: ["2:7"]} and (2, 7) in blocks_in(tmp_path / "only", NAMES[0])
+
+
+def test_a_subtree_is_a_node_and_all_below(upscaled, tmp_path, capsys):
+    words = ("--subtree", "--output")
+    done = run("delete", upscaled / "one", "--node", "1:0", *words, tmp_path / "out", capsys=capsys)
+    assert done["banks"] == {"hier-ffn": ["1:0", "2:1"]}
+    done = run("delete", upscaled / "one", "--node", "1:generic", *words, tmp_path / "generic", capsys=capsys)
+    assert done["banks"] == {"hier-ffn": ["2:generic"]}
+
+
+def test_no_file_of_the_result_has_what_the_block_has_learned(trained, tmp_path, capsys):
+    learned = blocks_in(trained)[2, 4]
+    states = {
+        f"checkpoint-2/{BLOCK_STATES}/0/level-2.safetensors",
+        "checkpoint-2/memory_bank/hier-ffn/level-2.safetensors",
+    }
+    assert files_with(trained, learned) == {"memory_bank/hier-ffn/level-2.safetensors", *states}, "the search finds it"
+    run("delete", trained, "--node", "2:4", "--output", tmp_path / "out", capsys=capsys)
+    assert files_with(tmp_path / "out", learned) == set() and not list((tmp_path / "out").glob("checkpoint-*"))
+    run("delete", trained / "checkpoint-2", "--node", "2:4", "--output", tmp_path / "other", capsys=capsys)
+    assert files_with(tmp_path / "other", learned) == set()
+    names = {path.name for path in (tmp_path / "other").iterdir()}
+    assert "model.safetensors" in names and names.isdisjoint({BLOCK_STATES, "trainer_state.json"})
+
+
+def test_a_block_that_is_half_written_can_be_deleted(upscaled, tmp_path, capsys):
+    shutil.copytree(upscaled / "one", tmp_path / "model")
+    path = tmp_path / "model" / "memory_bank" / "hier-ffn" / "level-2.safetensors"
+    content = bytearray(path.read_bytes())
+    content[-10 + 8] = 3  # the mark of node 7, of nine nodes and the generic memory
+    path.write_bytes(content)
+    line = refusal("delete", tmp_path / "model", "--node", "2:5", "--output", tmp_path / "no", capsys=capsys)
+    assert "block 7 of bank file" in line and "or delete the block" in line
+    done = run("delete", tmp_path / "model", "--node", "2:7", "--output", tmp_path / "out", capsys=capsys)
+    assert done["banks"] == {"hier-ffn": ["2:7"]} and bank_of(tmp_path / "out").deleted(2) == [7]
+
+
+@pytest.mark.parametrize(
+    "words, message",
+    [
+        ([], "--node is missing; delete needs it."),
+        (["--node", "x"], "node is 'x'; expected LEVEL:NODE, such as 2:52, or LEVEL:generic."),
+        (["--node", "3:0"], "node '3:0' is of level 3; expected 1 to 2."),
+        (["--node", "1:3"], "node '1:3' is not there; expected 0 to 2, or generic."),
+        (["--node", "1:0", "--memory", "moc"], "has no memory 'moc' that fetches blocks; expected one of: hier-ffn."),
+    ],
+    ids=["none", "word", "level", "node", "memory"],
+)
+def test_wrong_requests_exit_with_2_and_one_line(upscaled, tmp_path, capsys, words, message):
+    line = refusal("delete", upscaled / "one", *words, "--output", tmp_path / "out", capsys=capsys)
+    assert line.startswith("midus edit delete: ") and message in line
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_deletion_of_no_node_is_refused_from_python_as_well(upscaled, tmp_path):
+    with pytest.raises(RequestError, match="no node is named; expected one or more, each LEVEL:NODE, such as 2:52"):
+        delete(BankRequest(upscaled / "one", tmp_path / "out"), [])
+
+
+def test_a_checkpoint_without_a_bank_is_refused(upscaled, capsys):
+    assert "has no memory that fetches blocks" in refusal("list", upscaled / "base", capsys=capsys)
+
+
+def test_a_level_without_blocks_has_none_to_delete(upscaled, tmp_path, capsys):
+    options = {"sizes": [0, 3], "branching": 3}
+    upscale(base=upscaled / "base", method="hier-ffn", output=tmp_path / "sparse", options=options, verify=False)
+    line = refusal("delete", tmp_path / "sparse", "--node", "1:0", "--output", tmp_path / "out", capsys=capsys)
+    assert "level 1 has no blocks; expected one of 2." in line

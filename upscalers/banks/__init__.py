@@ -1,1 +1,0 @@
-"""Edits of a checkpoint's banks: listing, deleting, exporting and importing blocks, and merging runs."""

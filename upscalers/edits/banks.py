@@ -1,0 +1,260 @@
+"""Banks of a checkpoint: listing of their blocks, and deletion, which writes another checkpoint with all other bytes the same."""
+
+import contextlib
+import re
+import shutil
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from midus_hf.config.fetched_blocks import BANKS_FOLDER, BankLayout, level_file
+from midus_hf.files.checkpoint_files import BLOCK_STATES, CHECKPOINT_NAME, PARTIAL_MODEL, RESUMED, STATE, is_of
+from upscalers.checkpoint.banks import bytes_of_banks, carry_banks
+from upscalers.checkpoint.base_model import open_base
+from upscalers.checkpoint.source import resolve_source
+from upscalers.request.errors import RequestError
+from upscalers.runs.output_folder import OutputFolder
+
+if TYPE_CHECKING:
+    from midus_hf.banks.memory_bank import MemoryBank
+
+# A level, counted from 1, and the number of the node within the level, counted from 0; -1 for the generic memory.
+Node = tuple[int, int]
+
+# The number that stands for the generic memory.
+GENERIC = -1
+
+_NODE = re.compile(r"([1-9]\d*):(\d+|generic)")
+
+
+@dataclass(frozen=True)
+class BankRequest:
+    """The request to edit banks.
+
+    Args:
+        model: A checkpoint with banks, trained or not: a folder or a hub id.
+        output: The folder to make.
+        memory: Name of one memory, whose bank alone is edited. Default: all banks of the checkpoint.
+        overwrite: Whether to replace an existing checkpoint, under the conditions of `upscale`. Default: False.
+    """
+
+    model: str | Path
+    output: str | Path
+    memory: str | None = None
+    overwrite: bool = False
+
+
+def delete(request: BankRequest, nodes: Sequence[str], subtree: bool = False) -> dict[str, Any]:
+    """Delete the blocks of nodes in every bank, so that they are as if they were never written: what they learned is gone.
+
+    No file of the output holds any of the deleted blocks: they are not copied into the banks, and states to resume training
+    from are left out with the checkpoints that hold them.
+
+    Args:
+        nodes: Nodes whose blocks are deleted, each `LEVEL:NODE`.
+        subtree: Whether to delete the blocks of all nodes below as well. Default: False.
+
+    Returns:
+        `{"command", "model", "output", "banks", "seconds"}`, where `banks` has, by the name of the memory, the deleted
+        blocks that had been written.
+
+    Raises:
+        RequestError: If a node does not exist in any of the banks, or the output cannot be made.
+    """
+    started = time.perf_counter()
+    with resolve_source(str(request.model)) as source:
+        deleted: dict[str, list[Node]] = {}
+        refusals = []
+        for name, layout in find_layouts(source.folder, request.memory).items():
+            with open_bank(source.folder, name, layout) as bank:
+                try:
+                    chosen = parse_nodes(nodes, bank.layout, subtree)
+                except RequestError as refusal:  # a bank may have no blocks at a level that another bank has
+                    refusals.append(refusal)
+                    continue
+                deleted[name] = [node for node in chosen if bank.is_written(*node)]
+        if not deleted:
+            raise refusals[0]
+        memories = open_base(source.folder, needs_weights=False).memories
+        folder = OutputFolder(request.output, source.folder, request.overwrite)
+        files = _files_beside_banks(source.folder)
+        folder.check_space(sum(path.stat().st_size for path in files) + bytes_of_banks(source.folder, memories.banks))
+        with folder as partial:
+            for path in files:
+                target = partial / path.relative_to(source.folder)
+                target.parent.mkdir(parents=True, exist_ok=True)
+                shutil.copyfile(path, target)
+            carry_banks(source.folder, partial, memories.banks, deleted)
+            folder.commit()
+    return {
+        "command": "delete",
+        "model": str(request.model),
+        "output": str(request.output),
+        "banks": {name: [written_node(node) for node in its_nodes] for name, its_nodes in deleted.items()},
+        "seconds": time.perf_counter() - started,
+    }
+
+
+def list_banks(model: str | Path, memory: str | None = None) -> dict[str, Any]:
+    """Return the levels of a checkpoint's banks, and which of their blocks were written.
+
+    Args:
+        model: A checkpoint with banks: a folder or a hub id.
+        memory: Name of one memory, whose bank alone is listed. Default: all banks.
+
+    Returns:
+        `{"model", "fetched", "bank", "banks"}`, with the parameters that a text fetches and those of all blocks, summed
+        over the banks. `banks` has `{"memory", "type", "branching", "tree", "fetched", "bank", "levels"}` for each bank, and
+        `levels` has `{"level", "nodes", "parameters", "written", "deleted", "generic", "bytes_on_disk"}` for each level with
+        blocks: `parameters` is the number of parameters per block, `written` and `deleted` have nodes whose blocks were
+        written or deleted, and `generic` is whether the block of the generic memory was written.
+
+    Raises:
+        RequestError: If there is no bank.
+    """
+    with resolve_source(str(model)) as source:
+        layouts = find_layouts(source.folder, memory)
+        banks = [_listed(source.folder, name, layout) for name, layout in layouts.items()]
+    return {
+        "model": str(model),
+        "fetched": sum(bank["fetched"] for bank in banks),
+        "bank": sum(bank["bank"] for bank in banks),
+        "banks": banks,
+    }
+
+
+def _listed(folder: Path, name: str, layout: BankLayout) -> dict[str, Any]:
+    levels = []
+    with open_bank(folder, name, layout) as bank:
+        layout = bank.layout
+        for level in layout.levels:
+            written = bank.written(level)
+            path = folder / BANKS_FOLDER / name / level_file(level)
+            levels.append(
+                {
+                    "level": level,
+                    "nodes": layout.blocks.nodes(level),
+                    "parameters": layout.record_numel(level),
+                    "written": [node for node in written if node != GENERIC],
+                    "deleted": [node for node in bank.deleted(level) if node != GENERIC],
+                    "generic": GENERIC in written,
+                    "bytes_on_disk": path.stat().st_blocks * 512,
+                }
+            )
+        tree = bank.tree
+    return {
+        "memory": name,
+        "type": layout.memory_type,
+        "branching": layout.blocks.branching,
+        "tree": tree,
+        "fetched": layout.fetched,
+        "bank": layout.bank,
+        "levels": levels,
+    }
+
+
+def parse_nodes(names: Sequence[str], layout: BankLayout, subtree: bool = False) -> list[Node]:
+    """Return the nodes with blocks that a person names `LEVEL:NODE` or `LEVEL:generic`, ascending.
+
+    Args:
+        subtree: Whether to include all nodes below each node as well. Default: False.
+
+    Raises:
+        RequestError: If no node is named, or a name is not that of a node with a block.
+    """
+    if not names:
+        raise RequestError("no node is named; expected one or more, each LEVEL:NODE, such as 2:52.")
+    nodes: set[Node] = set()
+    for name in names:
+        match = _NODE.fullmatch(name)
+        if match is None:
+            raise RequestError(f"node is {name!r}; expected LEVEL:NODE, such as 2:52, or LEVEL:generic.")
+        level = int(match[1])
+        if not 1 <= level <= layout.num_levels:
+            raise RequestError(f"node {name!r} is of level {level}; expected 1 to {layout.num_levels}.")
+        count = layout.blocks.nodes(level)
+        number = GENERIC if match[2] == "generic" else int(match[2])
+        if number >= count:
+            raise RequestError(f"node {name!r} is not there; expected 0 to {count - 1}, or generic.")
+        if not subtree and level not in layout.levels:
+            raise RequestError(f"level {level} has no blocks; expected one of {', '.join(map(str, layout.levels))}.")
+        nodes |= set(_below(level, number, layout) if subtree else [(level, number)])
+    return sorted(nodes)
+
+
+def _below(level: int, number: int, layout: BankLayout) -> Iterable[Node]:
+    """Yield a node and all nodes below, at levels with blocks. A generic node has the deeper generic nodes below it."""
+    k = layout.blocks.branching
+    for deeper in range(level, layout.num_levels + 1):
+        if deeper in layout.levels:
+            if number == GENERIC:
+                yield (deeper, GENERIC)
+                continue
+            first = number * k ** (deeper - level)
+            yield from ((deeper, node) for node in range(first, first + k ** (deeper - level)))
+
+
+def written_node(node: Node) -> str:
+    """Return a node as people write it."""
+    level, number = node
+    return f"{level}:{'generic' if number == GENERIC else number}"
+
+
+def find_layouts(folder: Path, memory: str | None = None) -> dict[str, BankLayout]:
+    """Return the layout of each bank by the name of its memory, or of the bank of one memory alone.
+
+    Raises:
+        RequestError: If the model has no memory that fetches blocks, or none of this name.
+    """
+    banks = open_base(folder, needs_weights=False).memories.banks
+    if not banks:
+        raise RequestError(
+            f"{folder} has no memory that fetches blocks; expected a checkpoint that upscale made with one."
+        )
+    if memory is None:
+        return dict(banks)
+    if memory not in banks:
+        raise RequestError(
+            f"{folder} has no memory {memory!r} that fetches blocks; expected one of: {', '.join(banks)}."
+        )
+    return {memory: banks[memory]}
+
+
+@contextlib.contextmanager
+def open_bank(folder: Path, name: str, layout: BankLayout, writable: bool = False) -> Iterator["MemoryBank"]:
+    """Open the bank of a memory in the folder of a checkpoint, and close the bank afterwards.
+
+    Raises:
+        RequestError: If the bank is absent, damaged, or another model's.
+    """
+    from midus_hf.banks.level_file import BankError
+    from midus_hf.banks.memory_bank import MemoryBank
+
+    try:
+        bank = MemoryBank(folder / BANKS_FOLDER / name, layout, writable=writable)
+    except BankError as error:
+        raise RequestError(str(error)) from None
+    try:
+        yield bank
+    except BankError as error:
+        raise RequestError(str(error)) from None
+    finally:
+        bank.close()
+
+
+def _files_beside_banks(folder: Path) -> list[Path]:
+    """Return the files of a checkpoint that hold no blocks: neither files of banks nor states that a run resumes from."""
+    files = [path for path in sorted(folder.rglob("*")) if path.is_file()]
+    is_resumed = any(is_of(path.relative_to(folder), RESUMED) for path in files)
+    kept = []
+    for path in files:
+        parts = path.relative_to(folder).parts
+        within_run = parts[0] == PARTIAL_MODEL or CHECKPOINT_NAME.fullmatch(parts[0]) or parts[0] == BLOCK_STATES
+        if BANKS_FOLDER in parts or within_run:
+            continue
+        if is_resumed and is_of(path.relative_to(folder), RESUMED, STATE):
+            continue
+        kept.append(path)
+    return kept
