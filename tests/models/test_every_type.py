@@ -35,6 +35,7 @@ REASONS = [
     r"'.*' is an encoder, whose tokens read later tokens; expected a decoder\.",
     r"'.*' has its layers at [\w.]+; expected a type whose decoder layers are at model\.layers\.",
     r"'.*' has \d+ layers at model\.layers where num_hidden_layers is \d+; expected equal numbers\.",
+    r"'.*' has \d+ layers where num_hidden_layers of its saved config is \d+; expected equal numbers\.",
     r"'.*' has no single list of decoder layers; expected one at model\.layers\.",
     r"'.*' does not pass all keyword arguments on to its decoder layers; expected a stack that does\.",
     r"the residual stream of '.*' is not one tensor \[B, T, D\]; expected layers that read and return one\.",
@@ -453,9 +454,10 @@ def test_a_stack_that_refuses_an_argument_is_refused(monkeypatch):
         input_ids=None,
         attention_mask=None,
         position_ids=None,
-        past_key_values=None,
+        cache=None,
         inputs_embeds=None,
         use_cache=None,
+        past_key_values=None,
     ):
         return forward(self, input_ids=input_ids, use_cache=use_cache)
 

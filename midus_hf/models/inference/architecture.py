@@ -146,6 +146,11 @@ def architecture_of(model_type: str) -> Architecture:
         raise UnknownArchitecture(
             f"{model_type!r} has {len(layers)} layers at model.layers where num_hidden_layers is {counted}; expected equal numbers."
         )
+    saved = model.config.to_dict()["num_hidden_layers"]
+    if saved != counted:
+        raise UnknownArchitecture(
+            f"{model_type!r} has {counted} layers where num_hidden_layers of its saved config is {saved}; expected equal numbers."
+        )
     passes = _record(model, layers)
     parts: dict[type[nn.Module], list[LayerParts]] = {}
     for layer, calls in zip(layers, passes, strict=True):
