@@ -67,12 +67,12 @@ def build(
     overwrite: Annotated[bool, flag("--overwrite", "Replace a tree; its embeddings are kept.")] = False,
 ) -> None:
     """Embed a corpus and cluster it. After an interruption, the same command goes on where it stopped."""
-    from midus_hf.clusters.building import TreeOptions
-    from midus_hf.clusters.corpus import Corpus
-    from midus_hf.clusters.run import BuildRequest, build_from_embeddings
-    from midus_hf.clusters.run import build as build_tree_of
     from midus_hf.config.usable_device import usable_device
     from midus_hf.library_bars import library_bars_on_terminals
+    from midus_hf.topics.building import TreeOptions
+    from midus_hf.topics.corpus import Corpus
+    from midus_hf.topics.run import BuildRequest, build_from_embeddings
+    from midus_hf.topics.run import build as build_tree_of
 
     options = TreeOptions(branching, levels, steps, samples, seed)
     if embeddings is not None:
@@ -134,16 +134,16 @@ def assign(
     import torch
     from tqdm import tqdm
 
-    from midus_hf.clusters.assigning import document_paths, stored_paths
-    from midus_hf.clusters.corpus import Corpus, load_fast_tokenizer, read_rows
-    from midus_hf.clusters.run import WINDOWS
-    from midus_hf.clusters.window_store import windows_of_corpus
     from midus_hf.config.usable_device import usable_device
-    from midus_hf.documents import find_files
     from midus_hf.files.whole_files import whole_file
     from midus_hf.library_bars import library_bars_on_terminals
-    from midus_hf.retrieval.cluster_tree import ClusterTree
-    from midus_hf.retrieval.memory_retriever import MemoryRetriever
+    from midus_hf.topics.assigning import document_paths, stored_paths
+    from midus_hf.topics.corpus import Corpus, load_fast_tokenizer, read_rows
+    from midus_hf.topics.memory_retriever import MemoryRetriever
+    from midus_hf.topics.run import WINDOWS
+    from midus_hf.topics.text_files import find_files
+    from midus_hf.topics.tree import ClusterTree
+    from midus_hf.topics.window_store import windows_of_corpus
 
     check_file("output", output, [".jsonl"])
     if output.exists() and not overwrite:
@@ -192,11 +192,11 @@ def report(
     json_: Json = False,
 ) -> None:
     """Report how large the nodes of a tree are, how they agree with gold labels, and which texts they hold."""
-    from midus_hf.clusters.corpus import Corpus
-    from midus_hf.clusters.picture import draw_tree
-    from midus_hf.clusters.report import level_reports, level_table, node_reports, node_table, sample_texts
-    from midus_hf.clusters.run import check_scikit_learn, open_build
     from midus_hf.look.pictures import PICTURE_SUFFIXES
+    from midus_hf.look.tree_picture import draw_tree
+    from midus_hf.topics.corpus import Corpus
+    from midus_hf.topics.report import level_reports, level_table, node_reports, node_table, sample_texts
+    from midus_hf.topics.run import check_scikit_learn, open_build
 
     if output is not None:
         check_file("output", output, PICTURE_SUFFIXES, PICTURE_SUFFIXES, "is a picture, which needs")
@@ -255,7 +255,7 @@ def _check_no_embedding(context: typer.Context) -> None:
 
 
 def _describe(corpus: str) -> None:
-    from midus_hf.documents import describe_files
+    from midus_hf.topics.text_files import describe_files
 
     if (line := describe_files(corpus)) is not None:
         print(line, file=sys.stderr)

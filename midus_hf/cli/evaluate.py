@@ -105,7 +105,7 @@ def midus_eval(
         passed["tasks"] = [name.strip() for name in keys.tasks.split(",") if name.strip()]
     settings = read_settings(config, {**passed, "blocked": keys.blocked or None}, set_ or [])
     if settings.text is not None:
-        from midus_hf.documents import describe_files
+        from midus_hf.topics.text_files import describe_files
 
         if (line := describe_files(settings.text)) is not None:
             print(line, file=sys.stderr)

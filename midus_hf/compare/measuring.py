@@ -17,9 +17,9 @@ from midus_hf.compare.results import Measured, Point, Result, read_result, write
 from midus_hf.compare.runs import Run
 from midus_hf.compare.variants import SHUFFLED, Controls, available_controls, wanted
 from midus_hf.compare.workplace import BASE, Workplace, remove_upscaled
-from midus_hf.documents import has_column
 from midus_hf.files.locks import alone
 from midus_hf.files.whole_files import whole_file
+from midus_hf.topics.documents import has_column
 
 Tasks = Mapping[str, Mapping[str, float]]
 

@@ -15,18 +15,18 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from midus_hf.banks.bank_paths import check_nodes
 from midus_hf.config.usable_device import usable_device
-from midus_hf.documents import document_rows, find_files, read_documents
-from midus_hf.documents.document_paths import DocumentPaths, read_paths
 from midus_hf.evaluation.fetching import DocumentFinder, PathFinder, fetches_blocks
 from midus_hf.evaluation.perplexity import perplexity
 from midus_hf.evaluation.settings import EvaluationSettings
 from midus_hf.model_names import check_model_name
 from midus_hf.saved_models import check_whole, load_model, load_tokenizer, refusing
+from midus_hf.topics.documents import DocumentPaths, document_rows, read_documents, read_paths
+from midus_hf.topics.text_files import find_files
 
 if TYPE_CHECKING:
     from midus_hf.evaluation.harness import Tasks
-    from midus_hf.retrieval.cluster_tree import ClusterTree
-    from midus_hf.retrieval.embedding import TextEmbedder
+    from midus_hf.topics.embedding import TextEmbedder
+    from midus_hf.topics.tree import ClusterTree
 
 
 @dataclasses.dataclass(frozen=True)
@@ -94,7 +94,7 @@ def evaluate(models: list[str], settings: EvaluationSettings, quiet: bool = Fals
         of_text = torch.from_numpy(written.paths)
         finders = _Finders(of_text=lambda documents: of_text, written=written)
     if settings.retriever is not None:
-        from midus_hf.retrieval.memory_retriever import MemoryRetriever
+        from midus_hf.topics.memory_retriever import MemoryRetriever
 
         retriever = MemoryRetriever.load(settings.retriever, device=device)
         blocked, best = settings.blocked_nodes, settings.best_nodes_blocked
@@ -103,7 +103,7 @@ def evaluate(models: list[str], settings: EvaluationSettings, quiet: bool = Fals
         retriever.paths_of(torch.zeros(1, retriever.tree.width), blocked, best)
         finders = _Finders(find_paths, find_paths, retriever.tree)
     if settings.documents is not None:
-        from midus_hf.retrieval.embedding import TextEmbedder
+        from midus_hf.topics.embedding import TextEmbedder
 
         name = settings.embedding_model
         embedder = retriever.embedder if name is None else TextEmbedder(name, device)
@@ -173,7 +173,7 @@ def _measure(
     if not fetches_blocks(model):
         finders = _Finders(find_documents=finders.find_documents)
     elif finders.tree is not None:
-        from midus_hf.retrieval.cluster_tree import check_tree
+        from midus_hf.topics.tree import check_tree
 
         check_tree(finders.tree, model)
     elif finders.written is not None:
@@ -228,7 +228,7 @@ def _reads_ahead(model: PreTrainedModel) -> bool:
 
 def _nearest_documents(settings: EvaluationSettings, path: str, embedder: "TextEmbedder") -> DocumentFinder:
     """Read and embed the documents from which the nearest is put in front of each question."""
-    from midus_hf.retrieval.nearest_documents import NearestDocuments, cut_into_passages
+    from midus_hf.topics.nearest_documents import NearestDocuments, cut_into_passages
 
     documents = read_documents(path, settings.column, settings.encoding)
     if settings.passage_tokens is not None:

@@ -27,9 +27,9 @@ from midus_hf.evaluation.fetching import (
 )
 from midus_hf.evaluation.local_tasks import PREFIX, load_local_task, local_task_names
 from midus_hf.evaluation.quiet import without_bars
-from midus_hf.retrieval.cluster_tree import ClusterTree, check_tree
-from midus_hf.retrieval.memory_retriever import MemoryRetriever
 from midus_hf.saved_models import check_ids
+from midus_hf.topics.memory_retriever import MemoryRetriever
+from midus_hf.topics.tree import ClusterTree, check_tree
 
 
 @register_model("midus")

@@ -15,11 +15,12 @@ from datasets import Dataset
 from transformers import PreTrainedTokenizerBase
 from trl import pack_dataset
 
-from midus_hf.documents import DocumentError, endings, json_line_rows, parquet_rows, read_text, walk_files
 from midus_hf.files.json_text import parse_json
 from midus_hf.sft.formats import Chat, Format, detect_format, format_named, read_example
 from midus_hf.sft.labels import Tokens, encode, set_template
 from midus_hf.sft.options import SftConfig
+from midus_hf.topics.documents import json_line_rows, parquet_rows
+from midus_hf.topics.text_files import DocumentError, endings, read_text, walk_files
 from midus_hf.training.data.former_corpus import load_hub_dataset, usable_cores
 from midus_hf.training.data.token_cache import without_threads_of_tokenizers
 

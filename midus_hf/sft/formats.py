@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from midus_hf.config.wording import near_matches
-from midus_hf.documents import DocumentError
+from midus_hf.topics.text_files import DocumentError
 
 # Roles that chat templates know: `developer` stands for the system, `function` and `ipython` for a tool.
 _ROLES = ("system", "developer", "user", "assistant", "tool", "function", "ipython")

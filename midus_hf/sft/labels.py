@@ -10,8 +10,8 @@ from typing import Any
 from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
-from midus_hf.documents import DocumentError
 from midus_hf.sft.formats import Chat, Example
+from midus_hf.topics.text_files import DocumentError
 
 _CHATML = (
     "{% for message in messages %}"

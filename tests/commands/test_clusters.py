@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
-from retrieval.tiny_bert import save_tiny_bert
+from topics.tiny_bert import save_tiny_bert
 
 from midus_hf.cli.clusters import main
 from midus_hf.config.wording import install_extra
@@ -53,7 +53,7 @@ def test_build_takes_what_tasks_have_embedded(bert, corpus, tree, tmp_path, caps
     pytest.importorskip("datatrove")
     from datatrove.data import Document
 
-    from midus_hf.clusters.datatrove_steps import EmbedWindows
+    from midus_hf.topics.datatrove_steps import EmbedWindows
 
     with open(corpus) as file:
         rows = [json.loads(line) for line in file]
@@ -104,7 +104,7 @@ def test_assign_embeds_nothing_of_the_corpus_that_the_tree_was_built_from(
     def embed(*_):
         raise ValueError("a model is loaded")
 
-    monkeypatch.setattr("midus_hf.retrieval.memory_retriever.TextEmbedder", embed)
+    monkeypatch.setattr("midus_hf.topics.memory_retriever.TextEmbedder", embed)
     assert main([*words, "--output", str(tmp_path / "reused.jsonl")]) == 0
     assert "the tree was built from this corpus, whose embeddings it has" in capsys.readouterr().err
     assert (tmp_path / "reused.jsonl").read_bytes() == (tmp_path / "embedded.jsonl").read_bytes()
@@ -288,7 +288,7 @@ def test_what_leaves_only_empty_clusters_is_refused(bert, tmp_path, capsys):
 
 
 def test_a_tree_that_names_no_tokenizer_needs_one(tree, corpus, bert, tmp_path, capsys):
-    from midus_hf.retrieval.memory_retriever import MemoryRetriever
+    from midus_hf.topics.memory_retriever import MemoryRetriever
 
     loaded = MemoryRetriever.load(tree)
     bare = type(loaded.tree)(loaded.tree.branching, loaded.tree.centroids)

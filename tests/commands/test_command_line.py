@@ -36,7 +36,7 @@ WORK = {
     "midus eval": ("midus_hf.evaluation.evaluate.evaluate", ["model", "--text", "text.txt"]),
     "midus edit": ("upscalers.edits.listing.list_chapters", ["list", "model"]),
     "midus flops": ("upscalers.checkpoint.base_model.read_config_file", ["config.json"]),
-    "midus cluster": ("midus_hf.clusters.run.open_build", ["report", "--tree", "tree"]),
+    "midus cluster": ("midus_hf.topics.run.open_build", ["report", "--tree", "tree"]),
     "midus bank": ("upscalers.edits.banks.list_banks", ["list", "model"]),
     "midus look": ("midus_hf.evaluation.harness.Tasks", ["heads", "model", "--tasks", "piqa", "--data", "."]),
     "midus reproduce": ("midus_hf.compare.reproduce.repository.Repository.tables", []),

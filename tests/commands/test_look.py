@@ -15,15 +15,15 @@ from look.chapter_models import CHAPTERS, LAYERS, READ, SHARED, routed_model, ro
 from look.memory_models import write_text
 from look.upscaled_folders import METHODS, acting, loaded, saved_pair, saved_with_bank
 from models.depth_models import depth_model
-from retrieval.tiny_bert import WIDTH
-from retrieval.trees import random_tree
 from safetensors.torch import load_file, save_file
+from topics.tiny_bert import WIDTH
+from topics.trees import random_tree
 from training.tiny_run import document, letter_tokenizer, tiny_tokenizer
 
 from midus_hf.config.wording import install_extra
 from midus_hf.look.usage import counted_types, record_usage
-from midus_hf.retrieval.memory_retriever import MemoryRetriever
-from midus_hf.retrieval.tree_files import TreeOrigin
+from midus_hf.topics.memory_retriever import MemoryRetriever
+from midus_hf.topics.tree_files import TreeOrigin
 from upscalers.runs.upscale import upscale
 
 QUESTIONS = [

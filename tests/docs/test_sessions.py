@@ -17,8 +17,8 @@ from compare.runs_here import compare_in_this_process
 from evaluation.byte_models import byte_tokenizer, save_byte_model
 from evaluation.questions import write_questions
 from models.fresh_process import run_python
-from retrieval.tiny_bert import save_tiny_bert
 from sft.tiny_chats import write_rows
+from topics.tiny_bert import save_tiny_bert
 from training.tiny_run import document, write_corpus
 from transformers import AutoModelForCausalLM, TrainingArguments, default_data_collator
 

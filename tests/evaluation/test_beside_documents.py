@@ -5,13 +5,13 @@ import json
 import pytest
 from evaluation.byte_models import byte_model, byte_tokenizer, save_byte_model
 from evaluation.questions import QUESTIONS, write_questions
-from retrieval.tiny_bert import WIDTH, save_tiny_bert
-from retrieval.trees import random_tree
+from topics.tiny_bert import WIDTH, save_tiny_bert
+from topics.trees import random_tree
 
 from midus_hf.cli.evaluate import main
-from midus_hf.retrieval.embedding import TextEmbedder
-from midus_hf.retrieval.nearest_documents import NearestDocuments
-from midus_hf.retrieval.tree_files import TreeOrigin
+from midus_hf.topics.embedding import TextEmbedder
+from midus_hf.topics.nearest_documents import NearestDocuments
+from midus_hf.topics.tree_files import TreeOrigin
 
 pytest.importorskip("lm_eval")
 

@@ -8,8 +8,8 @@ import pytest
 import torch
 from evaluation.byte_models import byte_model, byte_tokenizer, save_byte_model
 from evaluation.questions import write_questions
-from retrieval.tiny_bert import WIDTH, save_tiny_bert
-from retrieval.trees import random_tree
+from topics.tiny_bert import WIDTH, save_tiny_bert
+from topics.trees import random_tree
 from transformers import AutoModelForCausalLM
 
 from midus_hf.banks.memory_bank import MemoryBank
@@ -17,7 +17,7 @@ from midus_hf.cli.evaluate import main
 from midus_hf.evaluation.evaluate import evaluate
 from midus_hf.evaluation.fetching import by_path, fetches_blocks, fetching, question_of
 from midus_hf.evaluation.perplexity import perplexity, prepare_text
-from midus_hf.retrieval.tree_files import TreeOrigin
+from midus_hf.topics.tree_files import TreeOrigin
 from upscalers.runs.upscale import upscale
 
 pytest.importorskip("lm_eval")

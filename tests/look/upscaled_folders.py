@@ -8,14 +8,14 @@ from typing import Any
 
 import torch
 from models.hierarchical_models import fill
-from retrieval.tiny_bert import WIDTH, save_tiny_bert
-from retrieval.trees import random_tree
 from tiny import save_tiny_model
+from topics.tiny_bert import WIDTH, save_tiny_bert
+from topics.trees import random_tree
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from midus_hf.banks.memory_bank import MemoryBank
 from midus_hf.look.parts import added_parts
-from midus_hf.retrieval.tree_files import TreeOrigin
+from midus_hf.topics.tree_files import TreeOrigin
 from upscalers.runs.upscale import upscale
 
 # Methods that start at the base, and small options of each.

@@ -20,10 +20,10 @@ from material.glosses import TOPICS, glosses
 from material.minilm import minilm
 from material.registry import check_sha256
 from material.smollm2 import GGUF_SHA256, smollm2_135m, smollm2_gguf
-from midus_hf.documents import read_documents
 from midus_hf.evaluation import perplexity
 from midus_hf.evaluation.local_tasks import load_local_task, local_task_names
-from midus_hf.retrieval.embedding import TextEmbedder
+from midus_hf.topics.documents import read_documents
+from midus_hf.topics.embedding import TextEmbedder
 
 pytestmark = pytest.mark.material
 

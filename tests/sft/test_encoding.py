@@ -9,9 +9,10 @@ import pytest
 from sft.tiny_chats import character_tokenizer, chat
 from training.tiny_run import refused
 
-from midus_hf.documents import DocumentError, RowPlace
 from midus_hf.sft import chat_dataset as encoding
 from midus_hf.sft.chat_dataset import encode_rows
+from midus_hf.topics.documents import RowPlace
+from midus_hf.topics.text_files import DocumentError
 
 
 def rows(count: int) -> list[tuple[str, dict]]:

@@ -9,10 +9,10 @@ from datasets import Dataset
 from sft.tiny_chats import write_rows
 from training.tiny_run import refused
 
-from midus_hf.documents import DocumentError
 from midus_hf.sft.chat_dataset import iterate_rows
 from midus_hf.sft.formats import FORMATS, Chat, Completion, detect_format, format_named, read_example
 from midus_hf.sft.options import SftConfig
+from midus_hf.topics.text_files import DocumentError
 
 ASKED = {"role": "user", "content": "q"}
 SAID = {"role": "assistant", "content": "a"}

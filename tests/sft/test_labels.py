@@ -8,9 +8,9 @@ from tokenizers import processors
 from tokenizers.processors import TemplateProcessing
 from training.tiny_run import refused, tiny_tokenizer
 
-from midus_hf.documents import DocumentError
 from midus_hf.sft.formats import Chat, Completion
 from midus_hf.sft.labels import TEMPLATES, encode, set_template
+from midus_hf.topics.text_files import DocumentError
 
 QUESTION = {"role": "user", "content": "q"}
 TURNS = Chat(

@@ -15,10 +15,10 @@ from training.outcomes import assert_close_weights, assert_resumes, by_step, eve
 from training.tiny_run import refused
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from midus_hf.documents import DocumentError
 from midus_hf.sft import run as sft_run
 from midus_hf.sft.chat_dataset import NO_LABEL, build_chat_dataset
 from midus_hf.sft.run import finetune, prepare
+from midus_hf.topics.text_files import DocumentError
 from midus_hf.training.output.output_folder import as_yaml
 
 

@@ -8,8 +8,8 @@ import torch
 from training.tiny_run import refused, tiny_tokenizer
 
 from midus_hf.config.fetched_blocks import BankLayout, FetchedBlocks
-from midus_hf.documents import DocumentError
-from midus_hf.documents.document_paths import read_paths
+from midus_hf.topics.documents import read_paths
+from midus_hf.topics.text_files import DocumentError
 from midus_hf.training.data.clustered_corpus import ClusteredDataset, check_paths
 from midus_hf.training.data.former_corpus import find_corpus
 from midus_hf.training.data.former_packing import IGNORED_LABEL

@@ -6,19 +6,19 @@ import shutil
 
 import pytest
 import torch
-from retrieval.tiny_bert import WIDTH, save_tiny_bert
-from retrieval.trees import random_tree
 from tiny import tiny_model
+from topics.tiny_bert import WIDTH, save_tiny_bert
+from topics.trees import random_tree
 from training.block_runs import bank_of, config_of
 from training.tiny_run import refused, tiny_tokenizer
 from transformers import AutoModelForCausalLM
 
 from midus_hf.banks.level_file import BankError
 from midus_hf.cli.evaluate import main as midus_eval
-from midus_hf.retrieval.answering import FetchingPipeline
-from midus_hf.retrieval.cluster_tree import ClusterTree
-from midus_hf.retrieval.embedding import TextEmbedder
-from midus_hf.retrieval.memory_retriever import MemoryRetriever
+from midus_hf.topics.answering import FetchingPipeline
+from midus_hf.topics.embedding import TextEmbedder
+from midus_hf.topics.memory_retriever import MemoryRetriever
+from midus_hf.topics.tree import ClusterTree
 from midus_hf.training.run.train import prepare, train
 from upscalers.edits.banks import BankRequest, delete
 from upscalers.runs.strip import strip

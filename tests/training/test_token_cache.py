@@ -17,7 +17,7 @@ from training.outcomes import flip
 from training.tiny_run import refused, tiny_tokenizer, write_corpus
 from transformers import AutoTokenizer
 
-from midus_hf.documents import DocumentError
+from midus_hf.topics.text_files import DocumentError
 from midus_hf.training.data import token_cache
 from midus_hf.training.data.former_corpus import find_corpus
 from midus_hf.training.data.former_packing import CorpusTokens, PackedDataset, pack, tokenise

@@ -109,7 +109,8 @@ class Request:
     @cached_property
     def documents(self) -> dict[str, list[str]]:
         """Documents of each text, by the text's name. Which files of a folder were not read is printed on standard error."""
-        from midus_hf.documents import describe_files, read_documents
+        from midus_hf.topics.documents import read_documents
+        from midus_hf.topics.text_files import describe_files
 
         paths: dict[str, str] = {}
         for text in self.text or []:
@@ -198,8 +199,8 @@ class Request:
                 f"retriever is {self.retriever!r}, and the texts of this model fetch no blocks; leave it out."
             )
         from midus_hf.library_bars import library_bars_on_terminals
-        from midus_hf.retrieval.cluster_tree import check_tree
-        from midus_hf.retrieval.memory_retriever import MemoryRetriever
+        from midus_hf.topics.memory_retriever import MemoryRetriever
+        from midus_hf.topics.tree import check_tree
 
         with library_bars_on_terminals():
             retriever = MemoryRetriever.load(self.retriever, device=str(model.device))

@@ -62,8 +62,8 @@ def _train(options_class: type[Any], module: str, path: str, overrides: Sequence
         config = _read_options(options_class, path, overrides)
     except ValueError as error:
         return Ending(WRONG_REQUEST, str(error))
-    from midus_hf.documents import DocumentError
     from midus_hf.library_bars import library_bars_on_terminals
+    from midus_hf.topics.text_files import DocumentError
     from midus_hf.training.optim.finite import NotFiniteError
     from midus_hf.training.output.disk_room import SaveError
     from midus_hf.training.run.callbacks import RunInterrupted

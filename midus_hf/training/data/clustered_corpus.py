@@ -8,7 +8,7 @@ from torch.utils.data import Dataset
 
 from midus_hf.banks.bank_paths import check_nodes
 from midus_hf.config.fetched_blocks import BankLayout
-from midus_hf.documents import DocumentError
+from midus_hf.topics.text_files import DocumentError
 from midus_hf.training.data.former_packing import (
     IGNORED_LABEL,
     CorpusTokens,

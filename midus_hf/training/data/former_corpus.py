@@ -9,19 +9,16 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from midus_hf.documents import (
+from midus_hf.topics.documents import RowPlace, document_rows, iterate_documents, text_of_row
+from midus_hf.topics.text_files import (
     DocumentError,
-    RowPlace,
     codec_of,
-    document_rows,
     endings,
     find_files,
     first_line,
     import_datasets,
     is_compressed,
     is_text_name,
-    iterate_documents,
-    text_of_row,
 )
 from midus_hf.training.options import CorpusOptions
 

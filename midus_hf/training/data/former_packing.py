@@ -15,8 +15,8 @@ import torch
 from torch.utils.data import Dataset, IterableDataset
 from transformers import PreTrainedTokenizerBase
 
-from midus_hf.documents import DocumentError
 from midus_hf.saved_models import check_ids
+from midus_hf.topics.text_files import DocumentError
 
 # Label of tokens that transformers' losses leave out.
 IGNORED_LABEL = -100

@@ -22,11 +22,12 @@ from typing import Any
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
-from midus_hf.documents import DocumentError, first_line, text_of_row
 from midus_hf.files.json_text import parse_json
 from midus_hf.files.manifest import describe_files, first_damage
 from midus_hf.files.whole_files import sync
 from midus_hf.saved_models import check_ids
+from midus_hf.topics.documents import text_of_row
+from midus_hf.topics.text_files import DocumentError, first_line
 from midus_hf.training.data.former_corpus import HubRows, LocalText, usable_cores
 from midus_hf.training.data.former_packing import CorpusTokens, check_length, tokenise
 

@@ -7,8 +7,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from transformers import PreTrainedTokenizerBase
 
 from midus_hf.config.fetched_blocks import BankLayout
-from midus_hf.documents import describe_files, import_datasets
-from midus_hf.documents.document_paths import read_paths
+from midus_hf.topics.documents import read_paths
+from midus_hf.topics.text_files import describe_files, import_datasets
 from midus_hf.training.data.clustered_corpus import ClusteredDataset, check_paths
 from midus_hf.training.data.former_corpus import find_corpus
 from midus_hf.training.data.former_packing import CorpusTokens, PackedDataset, PackedStream, tokenise

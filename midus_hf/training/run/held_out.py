@@ -17,10 +17,10 @@ from transformers import (
 )
 
 from midus_hf.config.fetched_blocks import BankLayout
-from midus_hf.documents import document_rows, find_files, has_column, read_documents
-from midus_hf.documents.document_paths import DocumentPaths, read_paths
 from midus_hf.evaluation.fetching import fetches_blocks
 from midus_hf.evaluation.perplexity import PerplexityResult, PreparedText, measure, prepare_text
+from midus_hf.topics.documents import DocumentPaths, document_rows, has_column, read_documents, read_paths
+from midus_hf.topics.text_files import find_files
 from midus_hf.training.data.clustered_corpus import check_paths
 from midus_hf.training.optim.freezing import has_adapters
 from midus_hf.training.options import CorpusOptions

@@ -9,8 +9,8 @@ from transformers import PreTrainedModel, default_data_collator
 
 from midus_hf.config.fetched_blocks import BankLayout
 from midus_hf.models.host import MemoryConfig, MemoryModel
-from midus_hf.retrieval.cluster_tree import ClusterTree
-from midus_hf.retrieval.tree_files import folder_of_tree
+from midus_hf.topics.tree import ClusterTree
+from midus_hf.topics.tree_files import folder_of_tree
 from midus_hf.training.data.clustered_corpus import ClusteredDataset
 from midus_hf.training.data.mixture import Mixture
 from midus_hf.training.data.training_data import (

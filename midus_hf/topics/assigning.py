@@ -1,0 +1,100 @@
+"""Paths of documents in a tree of topics, from the paths of their windows."""
+
+import collections
+import itertools
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+from transformers import PreTrainedTokenizerBase
+
+from midus_hf.config.fetched_blocks import TREE_COLUMN
+from midus_hf.topics.building import unit_rows
+from midus_hf.topics.corpus import Document, Window, cut_windows
+from midus_hf.topics.memory_retriever import MemoryRetriever, paths_near_topics
+from midus_hf.topics.tree import ClusterTree
+from midus_hf.topics.window_store import StoredWindows
+
+# Number of windows whose paths are looked up at a time.
+_STRETCH = 1024
+
+
+def document_paths(
+    retriever: MemoryRetriever,
+    tokenizer: PreTrainedTokenizerBase,
+    documents: Iterable[Document],
+    window_tokens: int = 2048,
+    blocked: Sequence[tuple[int, int]] = (),
+) -> Iterator[dict[str, Any]]:
+    """Yield each document's row with the document's path in a tree of topics, in the order of the documents.
+
+    Args:
+        retriever: Looks up the path of each window.
+        tokenizer: Tokenizer that cuts windows, from `load_fast_tokenizer`.
+        documents: Documents with distinct numbers, as from `read_corpus` or `read_rows`.
+        window_tokens: Tokens per window. Default: 2048.
+        blocked: Pairs of level and node that no path may take, as in `ClusterTree.paths`. Default: none.
+
+    Returns:
+        A mapping for each document that is not blank, with the columns of its row, or `text` if it has no row;
+        `document`, its number; `windows`, the path of each of its windows; `memory_ids`, the path that most of its
+        windows take (the first path among equals), by which a model fetches blocks; and `memory_tree`, the fingerprint
+        of the tree. A path with -1 at every level stands for the generic memory.
+
+    Raises:
+        ValueError: If `MemoryRetriever.paths` refuses `blocked`.
+    """
+    windows = cut_windows(documents, tokenizer, window_tokens)
+    window_paths = _window_paths(retriever, windows, blocked)
+    for _, group in itertools.groupby(window_paths, key=lambda pair: pair[0].number):
+        windows_with_paths = list(group)
+        yield _row(windows_with_paths[0][0], [path for _, path in windows_with_paths], retriever.tree)
+
+
+def stored_paths(
+    tree: ClusterTree,
+    stored: StoredWindows,
+    documents: Iterable[Document],
+    blocked: Sequence[tuple[int, int]] = (),
+) -> Iterator[dict[str, Any]]:
+    """Yield the rows of `document_paths` for the corpus that a tree was built from, whose windows are embedded already.
+
+    Args:
+        documents: All documents of the corpus, in their order.
+        blocked: Pairs of level and node that no path may take, as in `ClusterTree.paths`. Default: none.
+    """
+    paths: Iterator[list[int]] = itertools.chain.from_iterable(
+        _paths_of_rows(tree, stored, slice(begin, begin + _STRETCH), blocked)
+        for begin in range(0, len(stored.documents), _STRETCH)
+    )
+    counts = np.bincount(stored.documents)
+    for document, count in zip(documents, counts.tolist(), strict=True):
+        yield _row(document, list(itertools.islice(paths, count)), tree)
+
+
+def _paths_of_rows(
+    tree: ClusterTree, stored: StoredWindows, rows: slice, blocked: Sequence[tuple[int, int]]
+) -> list[list[int]]:
+    embeddings = unit_rows(stored.embeddings, rows)
+    return paths_near_topics(tree, embeddings, tree.paths(embeddings, blocked), tree.min_similarity).tolist()
+
+
+def _row(document: Document, windows: list[list[int]], tree: ClusterTree) -> dict[str, Any]:
+    ((path, _),) = collections.Counter(map(tuple, windows)).most_common(1)
+    columns = {"text": document.text} if document.row is None else document.row
+    path_columns = {
+        "document": document.number,
+        "memory_ids": list(path),
+        TREE_COLUMN: tree.fingerprint,
+        "windows": windows,
+    }
+    return {**columns, **path_columns}
+
+
+def _window_paths(
+    retriever: MemoryRetriever, windows: Iterator[Window], blocked: Sequence[tuple[int, int]]
+) -> Iterator[tuple[Document, list[int]]]:
+    while stretch := list(itertools.islice(windows, _STRETCH)):
+        paths = retriever.paths([window.text for window in stretch], blocked).tolist()
+        for window, path in zip(stretch, paths, strict=True):
+            yield window.document, path

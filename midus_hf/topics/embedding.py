@@ -1,0 +1,172 @@
+"""Embeddings of texts by a sentence-transformers model, run with plain transformers."""
+
+import hashlib
+import json
+from collections.abc import Callable, Sequence
+from functools import cached_property
+from typing import Any
+
+import torch
+from transformers import AutoModel
+from transformers.utils.hub import cached_file
+
+from midus_hf.files.json_text import parse_json
+from midus_hf.saved_models import load_tokenizer
+from midus_hf.topics.text_files import first_line
+
+_MODULES = ("Transformer", "Pooling", "Normalize")
+# Prefix of the names of tensors that hidden states do not depend on, and that many checkpoints lack.
+_UNUSED = "pooler."
+
+
+class TextEmbedder:
+    """Embedder of texts as unit vectors: the L2-normalised mean of a model's last hidden states over a text's tokens.
+
+    The attribute `width` is c, and `max_tokens` is the number of tokens of a text that are read, including special
+    tokens.
+
+    Args:
+        model: Folder or hub id of an encoder in the style of sentence-transformers, such as all-MiniLM-L6-v2.
+        device: Device of the model. Default: `"cpu"`.
+        batch_size: Texts per forward pass. Default: 64.
+        max_tokens: Tokens of a text that are read; the rest is cut off. Default: the limit in the model's
+            `sentence_bert_config.json`, or else its number of positions.
+
+    Raises:
+        ValueError: If the model cannot be loaded, lacks tensors, pools otherwise or transforms vectors further, if its
+            tokenizer has no padding token, or if a number is out of range.
+    """
+
+    def __init__(self, model: str, device: str = "cpu", batch_size: int = 64, max_tokens: int | None = None):
+        if batch_size < 1:
+            raise ValueError(f"batch_size is {batch_size}; expected at least 1 text.")
+        self.name, self.batch_size = str(model), batch_size
+        _check_modules(self.name)
+        try:
+            self.tokenizer = load_tokenizer(self.name)
+            loaded: Any = AutoModel.from_pretrained(self.name, dtype=torch.float32, output_loading_info=True)
+        except (OSError, ValueError, KeyError) as error:
+            raise ValueError(
+                f"embedding model is {self.name!r}, which cannot be loaded: {first_line(error)} "
+                "Expected a folder or hub id of a sentence-transformers model."
+            ) from error
+        self.model, loading = loaded
+        if missing := sorted(name for name in loading["missing_keys"] if not name.startswith(_UNUSED)):
+            raise ValueError(
+                f"embedding model is {self.name!r}, whose checkpoint lacks {len(missing)} of its tensors, such as {missing[0]}, "
+                "which would be random; expected a whole checkpoint. Make it again."
+            )
+        if self.tokenizer.pad_token_id is None:
+            raise ValueError(
+                f"embedding model is {self.name!r}, whose tokenizer has no padding token; expected the tokenizer of an encoder. Set "
+                "pad_token in its tokenizer_config.json."
+            )
+        try:
+            self.device = torch.device(device)
+            self.model.eval().to(self.device)
+        except (RuntimeError, AssertionError) as error:
+            raise ValueError(
+                f"device is {device!r}, where the embedding model cannot be put: {first_line(error)} "
+                "Expected a device such as cpu or cuda:0."
+            ) from error
+        self.width: int = self.model.config.hidden_size
+        self.max_tokens = self._check_max_tokens(max_tokens)
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """SHA-256 of the used weights and the vocabulary, 64 hexadecimal digits. The model's location does not matter."""
+        digest = hashlib.sha256(json.dumps(sorted(self.tokenizer.get_vocab().items())).encode())
+        for name, tensor in sorted(self.model.state_dict().items()):
+            if not name.startswith(_UNUSED):
+                digest.update(f"{name} {tuple(tensor.shape)}".encode())
+                digest.update(tensor.cpu().contiguous().numpy().tobytes())
+        return digest.hexdigest()
+
+    @torch.no_grad()
+    def embed(self, texts: Sequence[str], progress: Callable[[int], None] | None = None) -> torch.Tensor:
+        """Embed texts, with texts of similar lengths in the same batch.
+
+        A row depends on the other texts of its batch only by rounding, about 1e-7.
+
+        Args:
+            texts: N texts in any order.
+            progress: Called with the number of texts of each finished batch. Default: None.
+
+        Returns:
+            `[N, c]`, float32, on the CPU, in the order of the texts. Rows have length 1.
+        """
+        rows = torch.empty(len(texts), self.width)
+        if not len(texts):
+            return rows
+        encoded = self.tokenizer(list(texts), truncation=True, max_length=self.max_tokens)["input_ids"]
+        # The longest texts come first, so that a lack of memory shows at once.
+        order = sorted(range(len(texts)), key=lambda index: -len(encoded[index]))
+        for begin in range(0, len(order), self.batch_size):
+            batch = order[begin : begin + self.batch_size]
+            padded = self.tokenizer.pad({"input_ids": [encoded[index] for index in batch]}, return_tensors="pt")
+            inputs = {name: tensor.to(self.device) for name, tensor in padded.items()}
+            hidden = self.model(**inputs).last_hidden_state  # [B, T, c]
+            mask = inputs["attention_mask"].unsqueeze(-1).to(hidden.dtype)
+            pooled = (hidden * mask).sum(1) / mask.sum(1).clamp(min=1)
+            rows[batch] = torch.nn.functional.normalize(pooled, dim=-1).cpu()
+            if progress is not None:
+                progress(len(batch))
+        return rows
+
+    def _check_max_tokens(self, max_tokens: int | None) -> int:
+        positions = getattr(self.model.config, "max_position_embeddings", None) or self.tokenizer.model_max_length
+        if max_tokens is None:
+            settings = _read_json(self.name, "sentence_bert_config.json") or {}
+            return min(settings.get("max_seq_length") or positions, positions)
+        least = self.tokenizer.num_special_tokens_to_add() + 1
+        if not least <= max_tokens <= positions:
+            raise ValueError(
+                f"max_tokens is {max_tokens}; expected a number from {least} to {positions}, the model's positions."
+            )
+        return max_tokens
+
+
+def _check_modules(name: str) -> None:
+    """Raise an error if the model's files name other steps than mean pooling and normalisation."""
+    for module in _read_json(name, "modules.json") or []:
+        kind = str(module.get("type", "")).rpartition(".")[2]
+        if kind not in _MODULES:
+            raise ValueError(
+                f"embedding model is {name!r}, whose modules.json has a {kind}; expected {', '.join(_MODULES)} alone. "
+                "Choose a model without it."
+            )
+    pooling = _read_json(name, "1_Pooling/config.json") or {}
+    modes = {
+        key.removeprefix("pooling_mode_")
+        for key, value in pooling.items()
+        if value is True and key.startswith("pooling_mode_")
+    }
+    modes |= {mode for mode in [pooling.get("pooling_mode")] if isinstance(mode, str)}
+    if modes - {"mean_tokens", "mean"}:
+        raise ValueError(
+            f"embedding model is {name!r}, which pools by {', '.join(sorted(modes))}; expected mean_tokens alone. Choose a "
+            "model that takes the mean of its tokens."
+        )
+
+
+def _read_json(name: str, path: str) -> Any:
+    """Read a JSON file of a model from its folder or the hub; return None if there is no file."""
+    try:
+        file = cached_file(
+            name,
+            path,
+            _raise_exceptions_for_gated_repo=False,
+            _raise_exceptions_for_missing_entries=False,
+            _raise_exceptions_for_connection_errors=False,
+        )
+    except OSError:  # the model does not exist; loading it will raise an error that says so
+        return None
+    if file is None:
+        return None
+    try:
+        with open(file, encoding="utf-8") as stream:
+            return parse_json(stream.read())
+    except ValueError as error:
+        raise ValueError(
+            f"embedding model is {name!r}, whose {path} is not JSON: {first_line(error)}. Copy the model again."
+        ) from error

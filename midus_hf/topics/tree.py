@@ -1,0 +1,232 @@
+"""A tree of topics: the centroids of its nodes, and the path of an embedding from the root to a leaf."""
+
+import itertools
+from collections.abc import Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from midus_hf.topics.tree_files import TreeOrigin, check_similarity, fingerprint_of, read_tree, write_tree
+
+# Most elements of centroids that are copied at a time: each embedding that descends gets a copy of its node's children.
+_ELEMENTS = 2**23
+
+
+class ClusterTree:
+    """Nested clusters: every node above the last level has `branching` children.
+
+    Level l, counted from 0, has `branching ** (l + 1)` nodes, numbered from 0 within the level. The children of node i
+    are the nodes `branching * i + digit` of the next level. All tensors are on the CPU.
+
+    Args:
+        branching: Number of children per node, at least 2.
+        centroids: One tensor per level, `[branching ** (l + 1), c]`, kept as float32. A node whose centroid has a NaN
+            has no data, and nothing is ever assigned to it.
+        origin: What the tree was built with. Default: unknown.
+        sizes: Number of windows per node, one tensor per level, `[branching ** (l + 1)]`, int64. Default: None; not
+            counted.
+        min_similarity: Least `similarity` of texts that belong to a topic of the tree, like the texts that the tree was
+            built from. Default: None; not measured.
+
+    Raises:
+        ValueError: If shapes do not fit, a value is infinite, `min_similarity` is not a cosine, or no path leads to a
+            leaf.
+    """
+
+    def __init__(
+        self,
+        branching: int,
+        centroids: list[torch.Tensor],
+        origin: TreeOrigin | None = None,
+        sizes: list[torch.Tensor] | None = None,
+        min_similarity: float | None = None,
+    ):
+        check_similarity(min_similarity)
+        self.min_similarity = min_similarity
+        if branching < 2:
+            raise ValueError(f"branching is {branching}; expected at least 2 children of a node.")
+        if not centroids:
+            raise ValueError("centroids is empty; expected one tensor for each level of the tree.")
+        width = centroids[0].shape[-1]
+        for level, tensor in enumerate(centroids):
+            expected = (branching ** (level + 1), width)
+            if tuple(tensor.shape) != expected:
+                raise ValueError(
+                    f"centroids of level {level + 1} have the shape {tuple(tensor.shape)}; expected {expected}, a row for each "
+                    f"of its nodes with branching {branching}."
+                )
+            if sizes is not None and (len(sizes) != len(centroids) or tuple(sizes[level].shape) != expected[:1]):
+                raise ValueError(
+                    "sizes do not fit centroids; expected a number for each node, one tensor for each level."
+                )
+        self.branching = branching
+        self.width = width
+        self.origin = TreeOrigin() if origin is None else origin
+        self.sizes = None if sizes is None else [level.to("cpu", torch.int64) for level in sizes]
+        wide = [tensor.detach().to("cpu", torch.float32) for tensor in centroids]
+        # Every empty node gets the same NaN in every element, so that equal trees have equal bytes.
+        self.centroids = [torch.where(level.isnan().any(-1, keepdim=True), torch.nan, level) for level in wide]
+        if any(level.isinf().any() for level in self.centroids):
+            raise ValueError("centroids have infinite values; expected finite ones, or NaN for nodes without data.")
+        self._takeable = self._with_ways_down([~level[:, 0].isnan() for level in self.centroids])
+        if not self._takeable[0].any():
+            raise ValueError("centroids are NaN on every way to a leaf; expected at least one leaf with data.")
+
+    @property
+    def levels(self) -> int:
+        """Number of levels, p."""
+        return len(self.centroids)
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """SHA-256 of branching and centroids, 64 hexadecimal digits: equal for trees that give equal paths."""
+        return fingerprint_of(self.branching, self.centroids)
+
+    def paths(self, embeddings: torch.Tensor, blocked: Sequence[tuple[int, int]] = ()) -> torch.Tensor:
+        """Return the path of each embedding by greedy descent: at each level to the child with the nearest centroid (L2).
+
+        Children from which no leaf can be reached are left out, because they or all leaves below them are blocked or
+        without data; the next best sibling is taken. Among children that are equally near in float32, the first is
+        taken.
+
+        Args:
+            embeddings: Embeddings `[N, c]`, finite, of any float dtype.
+            blocked: Pairs of level, from 1, and node. No path takes these nodes or any node below them. Default: none.
+
+        Returns:
+            The node at each level, `[N, p]`, int64, on the CPU.
+
+        Raises:
+            ValueError: If embeddings are not of the tree's width or not finite, or `blocked` names a node that does not
+                exist or leaves no path to a leaf.
+        """
+        if embeddings.dim() != 2 or embeddings.shape[1] != self.width:
+            raise ValueError(
+                f"embeddings have the shape {tuple(embeddings.shape)}; expected [N, {self.width}], the width of the tree. "
+                "Embed texts with the model that the tree was built with."
+            )
+        if not embeddings.isfinite().all():
+            raise ValueError("embeddings have values that are not finite; expected numbers. Embed these texts again.")
+        takeable = self._unblocked(blocked) if blocked else self._takeable
+        rows = embeddings.detach().cpu().split(max(1, _ELEMENTS // (self.branching * self.width)))
+        return torch.cat([self._descend(stretch, takeable) for stretch in rows])
+
+    def similarity(self, embeddings: torch.Tensor) -> torch.Tensor:
+        """Return the cosine of each embedding with the nearest topic of the first level, by the topic's centroid.
+
+        Topics of the first level are broad and have many windows. A leaf may have a single window, to which no other
+        text is near.
+
+        Args:
+            embeddings: Embeddings `[N, c]`, finite, of any float dtype.
+
+        Returns:
+            `[N]`, float32, from -1 to 1.
+        """
+        topics = self.centroids[0][self._takeable[0]]
+        rows = torch.nn.functional.normalize(embeddings.detach().cpu().double(), dim=-1)
+        return (rows @ torch.nn.functional.normalize(topics.double(), dim=-1).T).max(-1).values.float()
+
+    def leaf_path(self, leaf: int) -> tuple[int, ...]:
+        """Return the node at each level on the way to a leaf; the last one is the leaf.
+
+        Args:
+            leaf: Number of the leaf in the last level.
+
+        Raises:
+            ValueError: If the tree has no leaf of this number.
+        """
+        count = self.branching**self.levels
+        if not 0 <= leaf < count:
+            raise ValueError(f"leaf is {leaf}; expected a number from 0 to {count - 1}.")
+        return tuple(leaf // self.branching ** (self.levels - level) for level in range(1, self.levels + 1))
+
+    def save(self, folder: str | Path) -> None:
+        """Write `tree.safetensors` and `tree.json`.
+
+        Args:
+            folder: Folder of the files, which is created.
+        """
+        write_tree(folder, self.branching, self.centroids, self.origin, self.sizes, self.min_similarity)
+
+    @classmethod
+    def load(cls, folder: str | Path) -> "ClusterTree":
+        """Read a saved tree.
+
+        Args:
+            folder: Folder that `save` wrote, or folder of a model whose bank has the tree's files.
+
+        Raises:
+            ValueError: If a file is missing, of another version, truncated or altered. The message names the file.
+        """
+        return cls(**read_tree(folder))
+
+    def _descend(self, embeddings: torch.Tensor, takeable: list[torch.Tensor]) -> torch.Tensor:
+        nodes = torch.zeros(len(embeddings), dtype=torch.int64)  # the root
+        path = []
+        for centroids, takeable_of_level in zip(self.centroids, takeable, strict=True):
+            children = centroids.unflatten(0, (-1, self.branching))[nodes]  # [N, branching, c]
+            distances = squared_distances(embeddings, children)
+            distances[~takeable_of_level.unflatten(0, (-1, self.branching))[nodes]] = torch.inf
+            nodes = self.branching * nodes + distances.argmin(-1)
+            path.append(nodes)
+        return torch.stack(path, dim=-1)
+
+    def _unblocked(self, blocked: Sequence[tuple[int, int]]) -> list[torch.Tensor]:
+        takeable = [level.clone() for level in self._takeable]
+        for level, node in blocked:
+            if not 1 <= level <= self.levels:
+                raise ValueError(f"blocked names level {level}; expected one from 1 to {self.levels}.")
+            if not 0 <= node < self.branching**level:
+                raise ValueError(
+                    f"blocked names node {node} of level {level}; expected one from 0 to {self.branching**level - 1}."
+                )
+            takeable[level - 1][node] = False
+        takeable = self._with_ways_down(takeable)
+        if not takeable[0].any():
+            raise ValueError("blocked leaves no path to a leaf with data; expected at least one. Block fewer nodes.")
+        return takeable
+
+    def _with_ways_down(self, takeable: list[torch.Tensor]) -> list[torch.Tensor]:
+        """Remove nodes from which no leaf can be reached, and return the rest, `[branching ** (l + 1)]`, bool, per level."""
+        for parents, children in reversed(list(itertools.pairwise(takeable))):
+            parents &= children.unflatten(0, (-1, self.branching)).any(-1)
+        return takeable
+
+
+def squared_distances(embeddings: torch.Tensor, centroids: torch.Tensor) -> torch.Tensor:
+    """Return squared L2 distances `[N, k]`, |x|^2 - 2 <x, m> + |m|^2, float32; NaN where the centroid is NaN.
+
+    The distances are computed in float64 and then rounded, so they do not depend on how many are computed at a time.
+
+    Args:
+        embeddings: x, `[N, c]`.
+        centroids: m, `[k, c]` for all embeddings, or `[N, k, c]`, with separate centroids for each embedding.
+    """
+    rows, wide = embeddings.double(), centroids.double()
+    products = rows @ wide.T if wide.dim() == 2 else (wide @ rows.unsqueeze(-1)).squeeze(-1)
+    lengths = rows.square().sum(-1, keepdim=True)
+    return (lengths - 2 * products + wide.square().sum(-1)).float()
+
+
+def check_tree(tree: ClusterTree, model: Any) -> None:
+    """Check that a tree is the tree by which the texts of a model fetch blocks from the model's banks.
+
+    Paths in another tree would lead to the blocks of other topics, which no other check would notice.
+
+    Raises:
+        ValueError: If the number of levels or of children differs, or the bank was trained with another tree.
+    """
+    for name, layout in model.banks.layouts.items():
+        if (layout.blocks.branching, layout.num_levels) != (tree.branching, tree.levels):
+            raise ValueError(
+                f"memory {name!r} fetches blocks by a tree of {layout.num_levels} levels of {layout.blocks.branching}, and the "
+                f"retriever has {tree.levels} levels of {tree.branching}; expected the tree that the bank was trained with."
+            )
+    model.banks.check_tree(
+        tree.fingerprint,
+        "the retriever",
+        "If the model was saved with its tree, load the retriever from the folder of the model.",
+    )

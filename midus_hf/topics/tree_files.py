@@ -1,0 +1,202 @@
+"""The two files of a tree: `tree.safetensors` has the centroids, and `tree.json` describes the tree and its origin."""
+
+import dataclasses
+import hashlib
+import itertools
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+
+from midus_hf.config.fetched_blocks import BANKS_FOLDER, TREE_FILES
+from midus_hf.files.json_text import parse_json
+from midus_hf.files.whole_files import whole_file
+from midus_hf.topics.text_files import first_line
+
+FORMAT_VERSION = 1
+CENTROIDS_FILE, RECORD_FILE = TREE_FILES
+
+
+@dataclass(frozen=True)
+class TreeOrigin:
+    """Models, settings and seed that a tree was built with; None for what is unknown.
+
+    Args:
+        embedding_model: Folder or hub id of the model that embeds texts. Default: None.
+        embedding_fingerprint: The model's `TextEmbedder.fingerprint`. Default: None.
+        embedding_max_tokens: Most tokens of a text that the model reads. Default: None.
+        tokenizer: Folder or hub id of the tokenizer that cut windows. Default: None.
+        window_tokens: Tokens per window, counted by that tokenizer. Default: None.
+        seed: Seed of all random choices. Default: None.
+    """
+
+    embedding_model: str | None = None
+    embedding_fingerprint: str | None = None
+    embedding_max_tokens: int | None = None
+    tokenizer: str | None = None
+    window_tokens: int | None = None
+    seed: int | None = None
+
+
+def check_similarity(min_similarity: object) -> float | None:
+    """Return a least similarity as a float, or None; anything but a cosine or None is an error."""
+    if min_similarity is None:
+        return None
+    if (
+        isinstance(min_similarity, bool)
+        or not isinstance(min_similarity, int | float)
+        or not -1 <= min_similarity <= 1
+    ):
+        raise ValueError(
+            f"min_similarity is {min_similarity!r}; expected a cosine from -1, which every text reaches, to 1, or null for no limit."
+        )
+    return float(min_similarity)
+
+
+def lasting_name(model: str) -> str:
+    """Return the name of a model that stays valid in other working directories: a folder as an absolute path."""
+    path = Path(model).expanduser()
+    return str(path.resolve()) if path.is_dir() else model
+
+
+def fingerprint_of(branching: int, centroids: Sequence[torch.Tensor]) -> str:
+    """Return the SHA-256 of the branching, as 8 bytes, and of the bytes of all centroids; all numbers are little-endian."""
+    digest = hashlib.sha256(branching.to_bytes(8, "little"))
+    for level in centroids:
+        digest.update(level.contiguous().numpy().astype("<f4", copy=False).tobytes())
+    return digest.hexdigest()
+
+
+def write_tree(
+    folder: str | Path,
+    branching: int,
+    centroids: Sequence[torch.Tensor],
+    origin: TreeOrigin,
+    sizes: Sequence[torch.Tensor] | None,
+    min_similarity: float | None,
+) -> None:
+    """Write both files of a `ClusterTree` with these arguments, the record last. Each file appears complete or not at all."""
+    folder = Path(folder).expanduser()
+    folder.mkdir(parents=True, exist_ok=True)
+    record = {
+        "format_version": FORMAT_VERSION,
+        "branching": branching,
+        "levels": len(centroids),
+        "width": centroids[0].shape[1],
+        "fingerprint": fingerprint_of(branching, centroids),
+        **dataclasses.asdict(origin),
+        "min_similarity": min_similarity,
+        "sizes": None if sizes is None else [level.tolist() for level in sizes],
+    }
+    lines = ",\n".join(f"  {json.dumps(key)}: {json.dumps(value)}" for key, value in record.items())
+    tensors = {_name(number): level.contiguous() for number, level in enumerate(centroids)}
+    with whole_file(folder / CENTROIDS_FILE) as partial:
+        save_file(tensors, partial, metadata={"format": "pt"})
+    with whole_file(folder / RECORD_FILE) as partial:
+        partial.write_text(f"{{\n{lines}\n}}\n", encoding="utf-8")
+
+
+def read_tree(folder: str | Path) -> dict[str, Any]:
+    """Return the arguments of a `ClusterTree` from both files, in their folder or in that of a model whose bank has them.
+
+    Raises:
+        ValueError: If a file is missing, of another version, truncated or altered. The message names the file.
+    """
+    path = folder_of_tree(Path(folder).expanduser()) / RECORD_FILE
+    record = _read_record(path)
+    if record.get("format_version") != FORMAT_VERSION:
+        raise ValueError(
+            f"file {str(path)!r} has format_version {record.get('format_version')!r}; expected {FORMAT_VERSION}. "
+            "Build the tree again, or read it with the version of midus_hf that wrote it."
+        )
+    try:
+        branching, levels, width = (int(record[key]) for key in ("branching", "levels", "width"))
+        fingerprint = str(record["fingerprint"])
+        origin = TreeOrigin(**{field.name: record[field.name] for field in dataclasses.fields(TreeOrigin)})
+        min_similarity = check_similarity(record.get("min_similarity"))
+        sizes = (
+            None if record["sizes"] is None else [torch.tensor(level, dtype=torch.int64) for level in record["sizes"]]
+        )
+    except (KeyError, TypeError, ValueError, OverflowError, RuntimeError) as error:
+        raise _altered(path, f"it lacks {error}" if isinstance(error, KeyError) else first_line(error)) from error
+    if sizes is not None and not _nested(sizes, branching, levels):
+        raise _altered(
+            path, "its sizes of nodes do not fit the tree: expected one per node, the sum of its children's"
+        )
+    file = path.with_name(CENTROIDS_FILE)
+    centroids = _read_centroids(file, branching, levels, width)
+    if fingerprint_of(branching, centroids) != fingerprint:
+        raise _altered(file, f"its fingerprint is not the one in {RECORD_FILE}")
+    return {
+        "branching": branching,
+        "centroids": centroids,
+        "origin": origin,
+        "sizes": sizes,
+        "min_similarity": min_similarity,
+    }
+
+
+def folder_of_tree(folder: Path) -> Path:
+    """Return the folder with a tree's files: the folder itself, or a model's first bank that has them.
+
+    All banks of a model have the same tree.
+    """
+    if (folder / RECORD_FILE).exists():
+        return folder
+    return next((path.parent for path in sorted(folder.glob(f"{BANKS_FOLDER}/*/{RECORD_FILE}"))), folder)
+
+
+def _name(level: int) -> str:
+    return f"centroids.{level + 1}"
+
+
+def _altered(path: Path, reason: str) -> ValueError:
+    return ValueError(
+        f"file {str(path)!r} was altered or is not whole: {reason}. Copy it again, or build the tree again."
+    )
+
+
+def _read_record(path: Path) -> dict[str, Any]:
+    try:
+        record = parse_json(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ValueError(
+            f"tree is {str(path.parent)!r}, whose {RECORD_FILE} cannot be read ({error.strerror}); expected a folder that "
+            "midus cluster build or ClusterTree.save wrote."
+        ) from error
+    except ValueError as error:
+        raise _altered(path, f"it is not JSON: {first_line(error)}") from error
+    if not isinstance(record, dict):
+        raise _altered(path, f"it holds a {type(record).__name__} in place of an object")
+    return record
+
+
+def _nested(sizes: list[torch.Tensor], branching: int, levels: int) -> bool:
+    if len(sizes) != levels:  # an altered record may have a number of levels whose shapes would not fit into memory
+        return False
+    expected = [(branching ** (level + 1),) for level in range(levels)]
+    if [tuple(level.shape) for level in sizes] != expected:
+        return False
+    return all(
+        torch.equal(parents, children.unflatten(0, (-1, branching)).sum(-1))
+        for parents, children in itertools.pairwise(sizes)
+    )
+
+
+def _read_centroids(path: Path, branching: int, levels: int, width: int) -> list[torch.Tensor]:
+    try:
+        tensors = load_file(path)
+    except (OSError, SafetensorError) as error:
+        raise _altered(path, first_line(error)) from error
+    shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+    expected = {
+        _name(level): (branching ** (level + 1), width) for level in range(levels if levels == len(shapes) else 0)
+    }
+    if not expected or shapes != expected or any(tensor.dtype != torch.float32 for tensor in tensors.values()):
+        raise _altered(path, f"its tensors are not the float32 tensors that {RECORD_FILE} describes")
+    return [tensors[name] for name in expected]

@@ -1,0 +1,63 @@
+"""A tiny embedding model, its tokenizer, and a corpus of two topics."""
+
+import contextlib
+import json
+
+import pytest
+from topics.tiny_bert import save_tiny_bert
+
+from midus_hf.topics.corpus import Corpus, load_fast_tokenizer
+from midus_hf.topics.embedding import TextEmbedder
+
+WINDOW_TOKENS = 5
+
+
+@pytest.fixture(scope="session")
+def bert(tmp_path_factory):
+    """Folder of a model, which has a tokenizer that cuts windows too."""
+    return str(save_tiny_bert(tmp_path_factory.mktemp("bert") / "model"))
+
+
+@pytest.fixture(scope="session")
+def embedder(bert):
+    return TextEmbedder(bert, batch_size=4)
+
+
+@pytest.fixture(scope="session")
+def tokenizer(bert):
+    return load_fast_tokenizer(bert)
+
+
+@pytest.fixture
+def corpus(tmp_path):
+    """Forty documents of 1 to 12 words, with labels; topic `b` has words of its own. The third is blank."""
+    path = tmp_path / "corpus.jsonl"
+    rows = []
+    for number in range(40):
+        label = "ab"[number % 2]
+        first = 30 * (number % 2)
+        words = [f"w{first + (7 * number + place) % 30}" for place in range(1 + 5 * number % 12)]
+        rows.append({"text": " ".join(words) if number != 2 else " \n", "label": label})
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return Corpus(str(path), label_column="label")
+
+
+@pytest.fixture
+def interrupted(monkeypatch):
+    """Return a context in which a function may be called so many times, which gives what it was given; the next is interrupted."""
+
+    @contextlib.contextmanager
+    def after(calls, owner, name):
+        function, done = getattr(owner, name), []
+
+        def called(*given):
+            if len(done) == calls:
+                raise KeyboardInterrupt
+            done.append(given)
+            return function(*given)
+
+        with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+            patched.setattr(owner, name, called)
+            yield done
+
+    return after

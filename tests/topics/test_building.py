@@ -1,0 +1,129 @@
+"""Trees of synthetic topics: nested, the same for the same seed, and what greedy descent finds again."""
+
+import re
+
+import numpy as np
+import pytest
+import torch
+
+from midus_hf.topics import building
+from midus_hf.topics.building import TreeOptions, build_tree, unit_rows
+
+
+def nested_topics(each: int = 30, seed: int = 0) -> tuple[np.ndarray, np.ndarray]:
+    """Rows of three topics with three subtopics each, not of length 1, shuffled; and the subtopic of each."""
+    rng = np.random.default_rng(seed)
+    topics = 4 * rng.normal(size=(3, 1, 12))
+    centres = (topics + rng.normal(size=(3, 3, 12))).reshape(9, 12)
+    labels = rng.permutation(np.repeat(np.arange(9), each))
+    return (centres[labels] + 0.1 * rng.normal(size=(len(labels), 12))).astype(np.float32), labels
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float16])
+def test_topics_and_subtopics_are_found_and_sizes_count_them(dtype):
+    rows, labels = nested_topics()
+    built = build_tree(rows.astype(dtype), TreeOptions(branching=3, levels=2, samples=60))
+    assert len({*zip(built.leaves.tolist(), labels.tolist(), strict=True)}) == 9
+    assert len({*zip((built.leaves // 3).tolist(), (labels // 3).tolist(), strict=True)}) == 3
+    assert [level.tolist() for level in built.tree.sizes] == [[90] * 3, [30] * 9]
+
+
+def test_leaves_are_where_greedy_descent_ends():
+    rows = np.random.default_rng(0).normal(size=(700, 6)).astype(np.float32)
+    options = TreeOptions(branching=4, levels=3, steps=3, samples=100)
+    built = build_tree(rows, options)
+    paths = built.tree.paths(unit_rows(rows, slice(None)))
+    assert np.array_equal(paths[:, -1].numpy(), built.leaves)
+    for level, sizes in enumerate(built.tree.sizes):
+        assert torch.equal(paths[:, level].bincount(minlength=4 ** (level + 1)), sizes)
+        assert torch.equal(sizes == 0, built.tree.centroids[level].isnan().all(-1))
+
+
+def test_99_of_100_rows_are_as_near_to_a_topic_as_the_tree_expects_and_unlike_ones_are_not():
+    rows = nested_topics(each=50)[0]
+    tree = build_tree(rows, TreeOptions(branching=3, levels=2, samples=60)).tree
+    far = (tree.similarity(unit_rows(rows, slice(None))) < tree.min_similarity).float().mean().item()
+    assert 0 <= far <= 0.01
+    assert (tree.similarity(-unit_rows(rows, slice(None))) < tree.min_similarity).all()
+    few = build_tree(rows[:20], TreeOptions(branching=3, levels=2, samples=60)).tree
+    assert not (few.similarity(unit_rows(rows[:20], slice(None))) < few.min_similarity).any(), (
+        "the least of a few rows"
+    )
+
+
+@pytest.mark.parametrize("stretch", [1, 64])
+def test_the_same_seed_gives_the_same_tree_whatever_is_assigned_at_a_time(stretch, monkeypatch, tmp_path):
+    rows = np.random.default_rng(0).normal(size=(500, 6)).astype(np.float32)
+    options = TreeOptions(branching=4, levels=3, steps=3, samples=64, seed=5)
+    first = build_tree(rows, options)
+    np.save(tmp_path / "rows.npy", rows)
+    monkeypatch.setattr(building, "_STRETCH", stretch)
+    again = build_tree(np.load(tmp_path / "rows.npy", mmap_mode="r"), options)
+    assert again.tree.fingerprint == first.tree.fingerprint and np.array_equal(again.leaves, first.leaves)
+    assert first.tree.origin.seed == 5
+    other = build_tree(rows, TreeOptions(branching=4, levels=3, steps=3, samples=64, seed=6))
+    assert other.tree.fingerprint != first.tree.fingerprint
+
+
+@pytest.mark.parametrize(("members", "clusters"), [(1, 1), (3, 1), (4, 2), (7, 3), (9, 4), (40, 4)])
+def test_small_nodes_make_fewer_clusters_or_stay_whole(members, clusters):
+    rows = np.random.default_rng(1).normal(size=(members, 5)).astype(np.float32)
+    tree = build_tree(rows, TreeOptions(branching=4, levels=2, samples=50)).tree
+    assert (~tree.centroids[0].isnan().any(-1)).sum() <= clusters
+    assert tree.sizes[0].sum() == tree.sizes[1].sum() == members
+    if clusters == 1:
+        assert tree.sizes[0].tolist() == [members, 0, 0, 0]
+        expected = unit_rows(rows, slice(None)).mean(0)
+        torch.testing.assert_close(tree.centroids[0][0], expected)
+
+
+def test_rows_that_are_all_alike_stay_together():
+    tree = build_tree(np.ones((50, 3), np.float32), TreeOptions(branching=4, levels=2, samples=20)).tree
+    assert sorted(tree.sizes[1].tolist()) == [0] * 15 + [50]
+
+
+def test_progress_is_told_of_every_row_at_every_level():
+    done: list[int] = []
+    build_tree(nested_topics()[0], TreeOptions(branching=3, levels=2, samples=60), progress=done.append)
+    assert sum(done) == 2 * 270
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"branching": 1}, r"branching is 1; expected at least 2\."),
+        ({"levels": 0}, r"levels is 0; expected at least 1\."),
+        ({"steps": 0}, r"steps is 0; expected at least 1\."),
+        ({"seed": -1}, r"seed is -1; expected at least 0\."),
+        ({"samples": 31}, r"samples is 31; expected at least 32, two for each of 16 clusters\."),
+        ({"levels": 7}, r"branching 16 and levels 7 make 268,435,456 leaves; expected at most 16,777,216\. Lower one"),
+    ],
+)
+def test_numbers_out_of_range_are_refused(options, message):
+    with pytest.raises(ValueError, match=message):
+        TreeOptions(**options)
+
+
+def test_rows_that_cannot_be_clustered_are_refused():
+    with pytest.raises(ValueError, match=r"embeddings has no rows; expected at least 1\."):
+        build_tree(np.zeros((0, 4), np.float32), TreeOptions())
+    for value in (0, np.nan, np.inf):
+        with pytest.raises(
+            ValueError, match=r"rows of length 0 or with values that are not finite; .* Embed the corpus"
+        ):
+            build_tree(np.full((9, 4), value, np.float32), TreeOptions())
+
+
+@pytest.mark.parametrize(
+    ("windows", "advice"),
+    [
+        (3, "3 windows cannot fill 65,536 leaves, so that some stay without text; .* --branching 2 --levels 1\\."),
+        (100, "100 windows cannot fill 65,536 leaves, .* --branching 12 --levels 1\\."),
+        (5_000, ".* --branching 16 --levels 2\\."),
+        (100_000, ".* --branching 16 --levels 3\\."),
+        (131_072, None),
+    ],
+)
+def test_a_corpus_that_cannot_fill_a_tree_is_told_one_that_it_can(windows, advice):
+    hint = TreeOptions().hint(windows)
+    assert hint is None if advice is None else re.fullmatch(advice, hint)

@@ -1,0 +1,149 @@
+"""Paths are those of a loop that looks at one text and one child at a time."""
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from topics.trees import random_tree
+
+from midus_hf.topics.tree import ClusterTree, squared_distances
+
+
+def leads_to_a_leaf(tree: ClusterTree, level: int, node: int, blocked: set) -> bool:
+    if (level, node) in blocked or math.isnan(tree.centroids[level - 1][node, 0]):
+        return False
+    children = [tree.branching * node + digit for digit in range(tree.branching)]
+    return level == tree.levels or any(leads_to_a_leaf(tree, level + 1, child, blocked) for child in children)
+
+
+def path_by_hand(tree: ClusterTree, embedding: torch.Tensor, blocked: set) -> list[int]:
+    node, path = 0, []
+    for level in range(1, tree.levels + 1):
+        distances = {
+            child: math.dist(embedding.tolist(), tree.centroids[level - 1][child].tolist())
+            for child in range(tree.branching * node, tree.branching * (node + 1))
+            if leads_to_a_leaf(tree, level, child, blocked)
+        }
+        node = min(distances, key=distances.__getitem__)
+        path.append(node)
+    return path
+
+
+@settings(max_examples=40, deadline=None)
+@given(data=st.data(), branching=st.integers(2, 4), levels=st.integers(1, 3), seed=st.integers(0, 99))
+def test_paths_are_greedy_and_avoid_what_is_blocked_or_empty(data, branching, levels, seed):
+    nodes = [(level, node) for level in range(1, levels + 1) for node in range(branching**level)]
+    some_nodes = st.lists(st.sampled_from(nodes), max_size=4, unique=True)
+    tree = random_tree(branching, levels, seed=seed)
+    kept = tree.leaf_path(data.draw(st.integers(0, branching**levels - 1)))
+    empty, blocked = (
+        [(level, node) for level, node in data.draw(some_nodes) if kept[level - 1] != node] for _ in range(2)
+    )
+    tree = random_tree(branching, levels, seed=seed, empty=tuple(empty))
+    embeddings = torch.randn(20, 5, generator=torch.Generator().manual_seed(seed + 1))
+    expected = [path_by_hand(tree, embedding, set(blocked)) for embedding in embeddings]
+    assert tree.paths(embeddings, blocked).tolist() == expected
+    unblocked = [path_by_hand(tree, embedding, set()) for embedding in embeddings]
+    assert tree.paths(embeddings).tolist() == unblocked, "nothing stays blocked"
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32, torch.float64])
+def test_paths_do_not_depend_on_what_descends_along(dtype):
+    tree = random_tree(4, 3)
+    embeddings = torch.randn(700, 5, generator=torch.Generator().manual_seed(1)).to(dtype)
+    paths = tree.paths(embeddings)
+    assert paths.dtype == torch.int64 and paths.shape == (700, 3)
+    for size in (1, 7, 256):
+        assert torch.equal(torch.cat([tree.paths(rows) for rows in embeddings.split(size)]), paths)
+    assert tree.paths(embeddings[:0]).shape == (0, 3)
+
+
+def test_equally_near_children_give_the_first():
+    tree = ClusterTree(3, [torch.tensor([[1.0, 0.0], [0.0, 1.0], [0.0, 1.0]])])
+    assert tree.paths(torch.tensor([[0.3, 0.3], [0.0, 1.0]])).tolist() == [[0], [1]]
+
+
+def test_the_path_of_a_leaf_ends_in_it_and_is_that_of_its_centroid():
+    tree = random_tree(3, 3)
+    assert tree.leaf_path(0) == (0, 0, 0) and tree.leaf_path(26) == (2, 8, 26) and tree.leaf_path(14) == (1, 4, 14)
+    for path in tree.paths(torch.randn(50, 5)).tolist():
+        assert tree.leaf_path(path[-1]) == tuple(path)
+
+
+def test_distances_are_those_between_points():
+    rows, centroids = torch.randn(6, 5), torch.randn(6, 4, 5)
+    torch.testing.assert_close(squared_distances(rows, centroids[0]), torch.cdist(rows, centroids[0]).square())
+    torch.testing.assert_close(squared_distances(rows, centroids), (rows[:, None] - centroids).square().sum(-1))
+
+
+def test_the_fingerprint_is_that_of_branching_and_centroids():
+    tree, same, other = random_tree(), random_tree(), random_tree(seed=1)
+    assert tree.fingerprint == same.fingerprint != other.fingerprint
+    assert len(tree.fingerprint) == 64 and int(tree.fingerprint, 16)
+    rows = torch.randn(16, 1)
+    wide, narrow = ClusterTree(16, [rows]), ClusterTree(4, [rows[:4], rows])
+    assert wide.fingerprint != narrow.fingerprint
+    halves = [torch.tensor([[0.0, torch.nan], [1.0, 1.0]]), torch.tensor([[torch.nan, 5.0], [1.0, 1.0]])]
+    assert ClusterTree(2, halves[:1]).fingerprint == ClusterTree(2, halves[1:]).fingerprint, (
+        "an empty node has no value"
+    )
+
+
+@pytest.mark.parametrize(
+    ("branching", "centroids", "message"),
+    [
+        (1, [torch.zeros(1, 2)], r"branching is 1; expected at least 2 children of a node\."),
+        (2, [], r"centroids is empty; expected one tensor for each level"),
+        (
+            2,
+            [torch.zeros(2, 3), torch.zeros(5, 3)],
+            r"centroids of level 2 have the shape \(5, 3\); expected \(4, 3\), a row",
+        ),
+        (
+            2,
+            [torch.zeros(2, 3), torch.zeros(4, 2)],
+            r"centroids of level 2 have the shape \(4, 2\); expected \(4, 3\)",
+        ),
+        (2, [torch.tensor([[1.0], [torch.inf]])], r"centroids have infinite values; expected finite ones"),
+        (
+            2,
+            [torch.tensor([[1.0], [torch.nan]]), torch.tensor([[torch.nan]] * 2 + [[1.0]] * 2)],
+            r"NaN on every way to a leaf",
+        ),
+    ],
+)
+def test_centroids_that_make_no_tree_are_refused(branching, centroids, message):
+    with pytest.raises(ValueError, match=message):
+        ClusterTree(branching, centroids)
+
+
+@pytest.mark.parametrize(
+    ("act", "message"),
+    [
+        (
+            lambda tree: ClusterTree(2, [torch.zeros(2, 1)], sizes=[torch.zeros(3)]),
+            r"sizes do not fit centroids; expected a",
+        ),
+        (lambda tree: tree.paths(torch.zeros(1, 5), [(0, 0)]), r"blocked names level 0; expected one from 1 to 3\."),
+        (lambda tree: tree.paths(torch.zeros(1, 5), [(4, 0)]), r"blocked names level 4; expected one from 1 to 3\."),
+        (lambda tree: tree.paths(torch.zeros(1, 5), [(2, 9)]), r"names node 9 of level 2; expected one from 0 to 8\."),
+        (
+            lambda tree: tree.paths(torch.zeros(1, 5), [(1, 0), (1, 1), (1, 2)]),
+            r"no path to a leaf with data; .* Block fewer",
+        ),
+        (
+            lambda tree: tree.paths(torch.zeros(2, 4)),
+            r"embeddings have the shape \(2, 4\); expected \[N, 5\], the width of",
+        ),
+        (
+            lambda tree: tree.paths(torch.full((1, 5), torch.nan)),
+            r"embeddings have values that are not finite; expected numbers",
+        ),
+        (lambda tree: tree.leaf_path(27), r"leaf is 27; expected a number from 0 to 26\."),
+    ],
+)
+def test_arguments_that_do_not_fit_the_tree_are_refused(act, message):
+    with pytest.raises(ValueError, match=message):
+        act(random_tree())

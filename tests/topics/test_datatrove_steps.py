@@ -1,0 +1,58 @@
+"""Documents of a pipeline get the paths that `midus cluster assign` gives them."""
+
+import json
+
+import pytest
+
+from midus_hf.topics import run
+from midus_hf.topics.assigning import document_paths
+from midus_hf.topics.building import TreeOptions
+from midus_hf.topics.corpus import read_corpus
+from midus_hf.topics.memory_retriever import MemoryRetriever
+from midus_hf.topics.tree import ClusterTree
+
+pytest.importorskip("datatrove")
+
+from datatrove.data import Document
+
+from midus_hf.topics import datatrove_steps
+from midus_hf.topics.datatrove_steps import AssignPaths
+
+
+@pytest.fixture
+def tree(bert, corpus, tmp_path):
+    options = TreeOptions(branching=3, levels=2, steps=4, samples=50)
+    run.build(run.BuildRequest(corpus, bert, bert, tmp_path / "tree", options, window_tokens=5))
+    return str(tmp_path / "tree")
+
+
+@pytest.mark.parametrize("at_a_time", [7, 256])
+def test_documents_get_their_paths_in_their_order(tree, corpus, tokenizer, monkeypatch, at_a_time):
+    monkeypatch.setattr(datatrove_steps, "_DOCUMENTS", at_a_time)
+    with open(corpus.path) as file:
+        texts = [json.loads(line)["text"] for line in file]
+    expected = list(document_paths(MemoryRetriever.load(tree), tokenizer, read_corpus(corpus), 5))
+    step = AssignPaths(tree)
+    found = list(step.run((Document(text, str(number), metadata={"kept": 1}) for number, text in enumerate(texts))))
+    assert [document.text for document in found] == texts
+    assert "memory_ids" not in found[2].metadata, "it is blank"
+    with_path = [document.metadata for document in found if "memory_ids" in document.metadata]
+    names = ("memory_ids", "memory_tree", "windows")
+    assert with_path == [{"kept": 1, **{name: row[name] for name in names}} for row in expected]
+    assert {row["memory_tree"] for row in expected} == {ClusterTree.load(tree).fingerprint}
+    assert step.stats["with a path"].total == 39 and step.stats["blank"].total == 1
+
+
+def test_blocked_nodes_are_not_taken_and_no_documents_are_none(tree):
+    taken = next(AssignPaths(tree).run([Document("w1 w2", "0")])).metadata["memory_ids"][0]
+    (document,) = AssignPaths(tree, blocked=[(1, taken)]).run([Document("w1 w2", "0")])
+    assert document.metadata["memory_ids"][0] != taken
+    assert list(AssignPaths(tree).run(None)) == []
+
+
+def test_a_tree_that_names_no_tokenizer_needs_one(tree, bert, tmp_path):
+    bare = ClusterTree(3, ClusterTree.load(tree).centroids)
+    MemoryRetriever(bare, MemoryRetriever.load(tree).embedder).save(tmp_path / "bare")
+    with pytest.raises(ValueError, match=r"does not say which tokenizer cuts windows; expected one\. Set tokenizer\."):
+        list(AssignPaths(str(tmp_path / "bare")).run([]))
+    assert list(AssignPaths(str(tmp_path / "bare"), tokenizer=bert).run([])) == []

@@ -1,0 +1,140 @@
+"""A retriever gives the paths of what its embedder makes of texts, and takes no other embedder than its tree's."""
+
+import pytest
+import torch
+from topics.tiny_bert import WIDTH, save_tiny_bert
+from topics.trees import random_tree
+
+from midus_hf.topics.embedding import TextEmbedder
+from midus_hf.topics.memory_retriever import MemoryRetriever, paths_without_best
+from midus_hf.topics.tree import ClusterTree
+from midus_hf.topics.tree_files import TreeOrigin
+
+TEXTS = [f"w{index} w{index + 1} w{index // 2}" for index in range(30)]
+EMBEDDINGS = torch.randn(40, 5, generator=torch.Generator().manual_seed(1))
+
+
+@pytest.fixture(scope="module")
+def embedder(tmp_path_factory):
+    return TextEmbedder(str(save_tiny_bert(tmp_path_factory.mktemp("bert") / "model")), max_tokens=12)
+
+
+def test_paths_are_those_of_the_embeddings(embedder):
+    rows = embedder.embed(TEXTS)
+    tree = ClusterTree(3, [rows[:3], rows[3:12]])
+    retriever = MemoryRetriever(tree, embedder)
+    paths = retriever.paths(TEXTS)
+    assert torch.equal(paths, tree.paths(embedder.embed(TEXTS))) and len(set(paths[:, -1].tolist())) > 3
+    blocked = [(1, int(paths[0, 0]))]
+    assert retriever.paths(TEXTS[:1], blocked)[0, 0] != paths[0, 0]
+
+
+def test_texts_that_are_near_no_topic_have_the_path_of_the_generic_memory(embedder):
+    rows = embedder.embed(TEXTS)
+    centroids = [rows[:3], rows[3:12]]
+    cosines = torch.nn.functional.normalize(rows, dim=-1) @ torch.nn.functional.normalize(rows[:3], dim=-1).T
+    nearest = cosines.max(dim=-1).values
+    limit = nearest.sort().values[10].item() + 1e-4
+    free, limited = ClusterTree(3, centroids), ClusterTree(3, centroids, min_similarity=limit)
+    torch.testing.assert_close(free.similarity(rows), nearest)
+    paths, is_far = MemoryRetriever(limited, embedder).paths(TEXTS), nearest < limit
+    assert (paths[is_far] == -1).all() and is_far.sum() == 11
+    assert torch.equal(paths[~is_far], free.paths(rows)[~is_far])
+    for retriever in (MemoryRetriever(limited, embedder, -1), MemoryRetriever(free, embedder)):
+        assert torch.equal(retriever.paths(TEXTS), free.paths(rows))
+    assert torch.equal(MemoryRetriever(free, embedder, limit).paths(TEXTS), paths)
+    with pytest.raises(ValueError, match="min_similarity is 2; expected a cosine"):
+        MemoryRetriever(free, embedder, 2)
+
+
+def test_the_limit_of_a_retriever_is_saved_and_may_be_another_when_it_is_loaded(embedder, tmp_path):
+    MemoryRetriever(random_tree(width=WIDTH), embedder, 0.3).save(tmp_path)
+    assert MemoryRetriever.load(tmp_path).min_similarity == 0.3
+    assert MemoryRetriever.load(tmp_path, min_similarity=-1).min_similarity == -1
+
+
+@pytest.mark.parametrize("text", ["", "  \n"], ids=repr)
+def test_a_blank_text_is_about_nothing(text, embedder):
+    paths = MemoryRetriever(random_tree(width=WIDTH), embedder).paths([TEXTS[0], text])
+    assert paths[1].tolist() == [-1, -1, -1] and (paths[0] >= 0).all()
+
+
+def test_a_saved_retriever_finds_its_model_again(embedder, tmp_path):
+    MemoryRetriever(random_tree(width=WIDTH), embedder).save(tmp_path)
+    again = MemoryRetriever.load(tmp_path)
+    expected = TreeOrigin(embedder.name, embedder.fingerprint, embedding_max_tokens=12)
+    assert again.tree.origin == expected and again.embedder.max_tokens == 12
+    assert torch.equal(again.paths(TEXTS), MemoryRetriever(random_tree(width=WIDTH), embedder).paths(TEXTS))
+
+
+def test_a_saved_retriever_finds_its_model_from_another_folder(tmp_path, monkeypatch):
+    folder = save_tiny_bert(tmp_path / "near" / "model")
+    monkeypatch.chdir(folder.parent)
+    MemoryRetriever(random_tree(width=WIDTH), TextEmbedder("model")).save(tmp_path / "tree")
+    monkeypatch.chdir(tmp_path)
+    assert MemoryRetriever.load("tree").embedder.name == str(folder)
+
+
+def test_a_model_that_has_moved_is_named_anew_and_another_is_refused(embedder, tmp_path):
+    origin = TreeOrigin("gone", embedder.fingerprint)
+    random_tree(width=WIDTH, origin=origin).save(tmp_path / "tree")
+    assert MemoryRetriever.load(tmp_path / "tree", embedder.name).embedder.name == embedder.name
+    with pytest.raises(ValueError, match=r"embedding model is 'gone', which cannot be loaded"):
+        MemoryRetriever.load(tmp_path / "tree")
+    other = save_tiny_bert(tmp_path / "other", seed=1)
+    with pytest.raises(ValueError, match=r"has the fingerprint .*\.\.\.; expected .* of 'gone', with which the tree"):
+        MemoryRetriever.load(tmp_path / "tree", str(other))
+
+
+def test_an_embedder_of_another_width_is_refused(embedder):
+    with pytest.raises(ValueError, match=rf"has the width {WIDTH}; expected 5, the width of the tree\. Use the model"):
+        MemoryRetriever(random_tree(width=5), embedder)
+
+
+def test_a_tree_that_names_no_model_needs_one(embedder, tmp_path):
+    random_tree(width=WIDTH).save(tmp_path)
+    with pytest.raises(ValueError, match=r"does not say which model embeds its texts; .*\. Set embedding_model"):
+        MemoryRetriever.load(tmp_path)
+    assert MemoryRetriever.load(tmp_path, embedder.name).tree.levels == 3
+
+
+def test_without_a_best_node_paths_are_those_of_the_tree():
+    tree = random_tree()
+    assert torch.equal(paths_without_best(tree, EMBEDDINGS, 1, 0), tree.paths(EMBEDDINGS))
+    blocked = [(1, 2)]
+    assert torch.equal(paths_without_best(tree, EMBEDDINGS, 3, 0, blocked), tree.paths(EMBEDDINGS, blocked))
+
+
+def test_nodes_of_level_1_are_left_out_from_the_nearest_on():
+    tree = random_tree()
+    order = torch.cdist(EMBEDDINGS, tree.centroids[0]).argsort(-1)
+    for count in range(3):
+        assert torch.equal(paths_without_best(tree, EMBEDDINGS, 1, count)[:, 0], order[:, count])
+
+
+@pytest.mark.parametrize("level", [2, 3])
+def test_deeper_nodes_are_left_out_as_a_text_comes_to_them(level):
+    """Each by itself: what its own paths took before, and nothing else, is blocked."""
+    tree = random_tree()
+    for row in EMBEDDINGS[:8].split(1):
+        taken: list[tuple[int, int]] = [(1, 0)]
+        for count in range(5):
+            expected = tree.paths(row, taken)
+            assert torch.equal(paths_without_best(tree, row, level, count, [(1, 0)]), expected)
+            taken.append((level, int(expected[0, level - 1])))
+    together = paths_without_best(tree, EMBEDDINGS, level, 4)
+    assert torch.equal(together, torch.cat([paths_without_best(tree, row, level, 4) for row in EMBEDDINGS.split(1)]))
+
+
+@pytest.mark.parametrize(
+    ("level", "count", "message"),
+    [
+        (0, 1, r"best nodes are to be blocked at level 0; expected a level from 1 to 3\."),
+        (4, 1, r"best nodes are to be blocked at level 4; expected a level from 1 to 3\."),
+        (1, 3, r"blocked leaves no path to a leaf with data; .* Block fewer nodes\."),
+        (2, 9, r"blocked leaves no path to a leaf with data; .* Block fewer nodes\."),
+    ],
+)
+def test_what_cannot_be_blocked_is_refused(level, count, message):
+    with pytest.raises(ValueError, match=message):
+        paths_without_best(random_tree(), EMBEDDINGS, level, count)

@@ -1,0 +1,145 @@
+"""A saved tree is read as it was, and a file that is not as it was is refused by its name."""
+
+import json
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from topics.trees import counted_tree, random_tree
+
+from midus_hf.topics.tree import ClusterTree
+from midus_hf.topics.tree_files import TreeOrigin
+
+
+@pytest.fixture
+def folder(tmp_path):
+    counted_tree().save(tmp_path / "tree")
+    return tmp_path / "tree"
+
+
+def change_record(folder, **changes):
+    record = json.loads((folder / "tree.json").read_text())
+    (folder / "tree.json").write_text(json.dumps({**record, **changes}))
+
+
+def test_a_tree_is_read_as_it_was(folder):
+    tree, again = counted_tree(), ClusterTree.load(folder)
+    assert (again.branching, again.levels, again.width) == (3, 2, 5)
+    assert again.origin == tree.origin and again.fingerprint == tree.fingerprint
+    assert all(torch.equal(*pair) for pair in zip(tree.centroids, again.centroids, strict=True))
+    assert all(torch.equal(*pair) for pair in zip(tree.sizes, again.sizes, strict=True))
+    assert sorted(path.name for path in folder.iterdir()) == ["tree.json", "tree.safetensors"]
+
+
+def test_a_tree_of_unknown_origin_keeps_its_empty_nodes(tmp_path):
+    tree = random_tree(empty=((1, 0), (3, 20)))
+    tree.save(tmp_path)
+    again = ClusterTree.load(tmp_path)
+    assert again.origin == TreeOrigin() and again.sizes is None and again.fingerprint == tree.fingerprint
+    assert again.centroids[0][0].isnan().all() and again.centroids[2][20].isnan().all()
+
+
+def test_the_least_similarity_is_kept_and_a_tree_without_one_has_none(folder, tmp_path):
+    random_tree(min_similarity=0.25).save(tmp_path / "limited")
+    assert ClusterTree.load(tmp_path / "limited").min_similarity == 0.25
+    assert ClusterTree.load(tmp_path / "limited").fingerprint == random_tree().fingerprint, "paths are the same"
+    record = json.loads((folder / "tree.json").read_text())
+    del record["min_similarity"]  # as versions before wrote it
+    (folder / "tree.json").write_text(json.dumps(record))
+    assert ClusterTree.load(folder).min_similarity is None
+
+
+@pytest.mark.parametrize("value", [1.5, "0.2", True], ids=repr)
+def test_a_least_similarity_that_is_no_cosine_is_refused(value, folder):
+    message = rf"min_similarity is {value!r}; expected a cosine from -1, which every text reaches, to 1, or null"
+    with pytest.raises(ValueError, match=message):
+        random_tree(min_similarity=value)
+    record = json.loads((folder / "tree.json").read_text())
+    (folder / "tree.json").write_text(json.dumps({**record, "min_similarity": value}))
+    with pytest.raises(ValueError, match=message):
+        ClusterTree.load(folder)
+
+
+def test_the_record_says_what_the_tree_is(folder):
+    record = json.loads((folder / "tree.json").read_text())
+    assert record == {
+        "format_version": 1,
+        "branching": 3,
+        "levels": 2,
+        "width": 5,
+        "fingerprint": counted_tree().fingerprint,
+        "embedding_model": "model",
+        "embedding_fingerprint": "ab12",
+        "embedding_max_tokens": 256,
+        "tokenizer": "tokenizer",
+        "window_tokens": 2048,
+        "seed": 7,
+        "min_similarity": None,
+        "sizes": [[3, 12, 21], list(range(9))],
+    }
+
+
+def test_a_folder_without_a_tree_is_refused(tmp_path):
+    with pytest.raises(
+        ValueError, match=r"tree is '.*absent', whose tree.json cannot be read .* midus cluster build or"
+    ):
+        ClusterTree.load(tmp_path / "absent")
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"format_version": 2}, r"tree.json' has format_version 2; expected 1\. Build the tree again"),
+        ({"width": "wide"}, r"tree.json' was altered or is not whole: invalid literal"),
+        (
+            {"sizes": [[3, 12, 22], list(range(9))]},
+            r"tree.json' was altered .* its sizes of nodes do not fit the tree",
+        ),
+        ({"sizes": [[3, 12]]}, r"tree.json' was altered .* its sizes of nodes"),
+        ({"levels": 30_000_000}, r"tree.json' was altered .* its sizes of nodes"),
+        ({"levels": 30_000_000, "sizes": None}, r"tree.safetensors' was altered .* not the float32 tensors"),
+        ({"levels": 1e999}, r"tree.json' was altered or is not whole: cannot convert float infinity"),
+        ({"levels": 0, "sizes": []}, r"tree.safetensors' was altered .* not the float32 tensors"),
+        ({"fingerprint": "0"}, r"tree.safetensors' was altered .* its fingerprint is not the one in tree.json"),
+        ({"width": 6}, r"tree.safetensors' was altered .* not the float32 tensors that tree.json describes"),
+    ],
+)
+def test_an_altered_record_is_refused(folder, changes, message):
+    change_record(folder, **changes)
+    with pytest.raises(ValueError, match=message):
+        ClusterTree.load(folder)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("{", r"tree.json' was altered or is not whole: it is not JSON"),
+        ("[" * 100_000, r"tree.json' was altered or is not whole: it is not JSON: it is nested too deeply"),
+        ("[]", r"it holds a list in place of an object"),
+        ('{"format_version": 1, "branching": 3}', r"it lacks 'levels'"),
+    ],
+)
+def test_a_record_that_is_none_is_refused(folder, content, message):
+    (folder / "tree.json").write_text(content)
+    with pytest.raises(ValueError, match=message):
+        ClusterTree.load(folder)
+
+
+def test_centroids_that_are_not_those_that_were_saved_are_refused(folder):
+    path = folder / "tree.safetensors"
+    whole = path.read_bytes()
+    for content in (whole[:-4], whole[:20], b""):
+        path.write_bytes(content)
+        with pytest.raises(
+            ValueError, match=r"tree.safetensors' was altered or is not whole: .*Copy it again, or build"
+        ):
+            ClusterTree.load(folder)
+    path.write_bytes(whole)
+    tensors = load_file(path)
+    tensors["centroids.2"][0, 0] += 1e-6
+    save_file(tensors, path)
+    with pytest.raises(ValueError, match=r"its fingerprint is not the one in tree.json"):
+        ClusterTree.load(folder)
+    path.unlink()
+    with pytest.raises(ValueError, match=r"tree.safetensors' was altered or is not whole"):
+        ClusterTree.load(folder)
