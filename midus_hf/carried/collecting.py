@@ -22,9 +22,10 @@ from midus_hf.carried.specialise import (
 
 _NOT_CARRIED = "not_carried"
 _NEEDED_FOR = re.compile(r"needed_for\((.*)\)")
-_USED_BY_LIBRARIES = "@used_by_libraries\n"
+# Modules whose classes lose the members that a checkpoint does not use. Classes of other modules are kept whole.
+_PRUNED = ("midus_hf.models.", "midus_hf.banks.", "midus_hf.carried.", "midus_hf.config.")
 _MARKS = re.compile(
-    r"^ *@(not_carried|needed_for\(.*\)|used_by_libraries|register_(larger_)?family|register_head)\n",
+    r"^ *@(not_carried|needed_for\(.*\)|register_(larger_)?family|register_head)\n",
     flags=re.MULTILINE,
 )
 _WITH_BASES = re.compile(r"^class \w+\(", flags=re.MULTILINE)
@@ -97,7 +98,7 @@ class Program:
             source = specialise(self.module(name.module).definitions[name.name], self._facts(name))
             source = without_bare_annotations(with_plain_defaults(with_short_docstrings(source)))
             definition = taken_apart(self._without_bases(name, source))
-            if _USED_BY_LIBRARIES in definition.head:
+            if not name.module.startswith(_PRUNED):
                 self._whole.add(name)
             members = tuple(
                 member._replace(source=_MARKS.sub("", member.source))

@@ -11,7 +11,6 @@ import importlib.util
 import json
 import os
 import pkgutil
-import pprint
 import re
 import sys
 from collections.abc import Iterable, Iterator
@@ -65,7 +64,7 @@ def carried_module(config: Any) -> str:
     """
     facts = CheckpointFacts(config.get_text_config())
     key = json.dumps([[entry.site, entry.options.type] for entry in facts.entries])
-    key += json.dumps([facts.written_for(), facts.of_models], sort_keys=True)
+    key += json.dumps(facts.of_models, sort_keys=True)
     case = (type(config), *map(type, facts.modules), key)
     if case not in _written:
         named = {entry.rpartition(".")[2]: None for entry in config.to_dict()["auto_map"].values()}
@@ -84,8 +83,7 @@ def _module(config_class: type, classes: tuple[str, ...], facts: CheckpointFacts
         roots += [Name(type(each).__module__, type(each).__name__) for each in (entry.options, memory)]
     packages = frozenset((*_PACKAGES, *(root.module.partition(".")[0] for root in roots)))
     program = Program(dict.fromkeys(roots), packages, facts, facts.needs, _stand_ins(), frozenset(_PACKAGES))
-    texts = {"WRITTEN_FOR": f"WRITTEN_FOR = {pprint.pformat(facts.written_for(), width=_WIDTH, sort_dicts=False)}\n"}
-    body = _Layout(program, texts).text()
+    body = _Layout(program).text()
     memories = ", ".join(dict.fromkeys(f"{entry.type} memory ({entry.site})" for entry in facts.entries))
     digest = hashlib.sha256(body.encode()).hexdigest()
     return (
@@ -113,11 +111,10 @@ class _Layout:
 
     Args:
         program: The definitions to write.
-        texts: Texts that replace definitions of `standins`, by the name of the definition.
     """
 
-    def __init__(self, program: Program, texts: dict[str, str]):
-        self._program, self._texts = program, texts
+    def __init__(self, program: Program):
+        self._program = program
         self._names = _unique_names(program.kept)
         self._imports: dict[str, dict[str, str]] = {}
 
@@ -125,13 +122,10 @@ class _Layout:
         """Return the whole source of the module."""
         sections = []
         for module in self._order():
-            definitions = [self._renamed(module, self._text(name, text)) for name, text in self._program.texts(module)]
+            definitions = [self._renamed(module, text) for _, text in self._program.texts(module)]
             if definitions:
                 sections.append(f"# {module}\n" + _listed(definitions))
         return f"{self._import_lines()}\n\n" + "\n\n".join(sections)
-
-    def _text(self, name: Name | None, text: str) -> str:
-        return self._texts.get(name.name, text) if name and name.module == standins.__name__ else text
 
     def _order(self) -> list[str]:
         """Return the modules, each behind the modules that it depends on."""

@@ -17,8 +17,6 @@ ENTRY_MODULE = "modeling_midus"
 MEMORY_TYPES: dict[str, Any] = {}
 #: The module class of each type of memory in this code.
 MEMORY_MODULES: dict[str, Any] = {}
-# The options that this code was written for, by type of memory; the code lacks the branches that other values need.
-WRITTEN_FOR: dict[str, dict[str, Any]] = {}
 
 
 def register_memory_type(name: str) -> Any:
@@ -53,36 +51,28 @@ def option(default: Any, help: str, type: str = "") -> Any:
 
 
 def check_entry(values: Any) -> None:
-    """Refuse a memory whose type or site this code was not written for.
+    """Refuse a memory whose type or site this code does not have.
 
     Raises:
-        ValueError: If this code was written for other types or sites.
+        ValueError: If the type or the site is another.
     """
     memory_type = values["type"]
-    if memory_type not in WRITTEN_FOR:
-        raise _refusal(f"memory type is {memory_type!r}", " or ".join(map(repr, WRITTEN_FOR)))
-    sites = WRITTEN_FOR[memory_type]["site"]
-    site = values.get("site", MEMORY_TYPES[memory_type].sites[0])
+    if memory_type not in MEMORY_TYPES:
+        raise _refusal(f"memory type is {memory_type!r}", MEMORY_TYPES)
+    sites = MEMORY_TYPES[memory_type].sites
+    site = values.get("site", sites[0])
     if site not in sites:
-        raise _refusal(f"memory of type {memory_type!r} has site = {site!r}", " or ".join(map(repr, sites)))
+        raise _refusal(f"memory of type {memory_type!r} has site = {site!r}", sites)
 
 
 def read_options(options_class: Any, values: dict[str, Any], what: str) -> Any:
-    """Return the options of one entry of a config.
-
-    Raises:
-        ValueError: If this code was written for other values of an option.
-    """
-    written_for = {key: value for key, value in WRITTEN_FOR[options_class.type].items() if key != "site"}
-    for key, value in values.items():
-        if written_for.get(key, value) != value:
-            raise _refusal(f"{what} has {key} = {value!r}", repr(written_for[key]))
-    return options_class(**{**written_for, **values})
+    """Return the options of one entry of a config, which is taken as the package wrote it."""
+    return options_class(**values)
 
 
-def _refusal(what: str, expected: str) -> ValueError:
+def _refusal(what: str, expected: Any) -> ValueError:
     return ValueError(
-        f"{what}; expected {expected}, for which {ENTRY_MODULE}.py was written. "
+        f"{what}; expected {' or '.join(map(repr, expected))}, for which {ENTRY_MODULE}.py was written. "
         "Load the model with midus-hf installed, and save it again."
     )
 

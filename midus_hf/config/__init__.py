@@ -5,8 +5,8 @@ The package also holds what all other packages share: options in YAML, plugins, 
 Importing this package registers every type of memory.
 """
 
-from midus_hf.config import memories, memory_checks
+from midus_hf.config import entry_checks, memories, memory_checks
 from midus_hf.config.flops import memories as memory_flops
 from midus_hf.config.memory_types import MEMORY_TYPES
 
-__all__ = ["MEMORY_TYPES", "memories", "memory_checks", "memory_flops"]
+__all__ = ["MEMORY_TYPES", "entry_checks", "memories", "memory_checks", "memory_flops"]

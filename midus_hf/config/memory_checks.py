@@ -12,20 +12,11 @@ from midus_hf.config.memories.linear import LinearOptions
 from midus_hf.config.memories.product_key import ProductKeyOptions
 from midus_hf.config.memories.retrieval import RetrievalOptions, SharedValueOptions, ValueBits
 from midus_hf.config.memories.ultramem import UltraMemOptions
-from midus_hf.config.memory_types import MemoryOptions, check_options
+from midus_hf.config.memory_types import MemoryOptions, check_fit, check_options
 from midus_hf.config.model_sizes import ModelSizes
 
 _MOST_LEAVES = 2**63
 _MOST_SLOTS = 2**31 - 1
-
-
-@ByType
-def check_fit(options: MemoryOptions, sizes: ModelSizes) -> None:
-    """Refuse a model that a memory does not fit. A type of memory registers its check; without one, every model fits.
-
-    Raises:
-        ValueError: If the memory does not fit. The message names the size, the expected size and a remedy.
-    """
 
 
 @ByType

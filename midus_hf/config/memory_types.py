@@ -116,6 +116,15 @@ def check_options(options: MemoryOptions) -> None:
     """
 
 
+@ByType
+def check_fit(options: MemoryOptions, sizes: ModelSizes) -> None:
+    """Refuse a model that a memory does not fit. A type of memory registers its check; without one, every model fits.
+
+    Raises:
+        ValueError: If the memory does not fit. The message names the size, the expected size and a remedy.
+    """
+
+
 @dataclass(frozen=True)
 class SharedTables:
     """Tables that several layers read and the model holds once.

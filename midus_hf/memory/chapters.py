@@ -2,15 +2,12 @@
 
 import math
 from collections.abc import Mapping, Sequence
-from functools import partial
 
 import torch
 from torch import nn
 
-from midus_hf.config.installed import INSTALLED, not_carried
 from midus_hf.config.memories.chapters import ChaptersOptions
 from midus_hf.config.model_sizes import ModelSizes
-from midus_hf.memory.kept_values import KeptValues
 from midus_hf.memory.memory_state import MemoryState
 from midus_hf.memory.registry import MemoryModule, register_memory
 from midus_hf.memory.retrieval import random_directions
@@ -35,8 +32,6 @@ from midus_hf.ops.dispatch.precision import without_autocast
 _EPS = 1e-6
 # If there are this many times more choices than chapters, nearly every chapter is chosen.
 _MANY_TIMES = 4
-# Largest number of elements of projected memory tokens that a layer keeps during a generation: 256 MB in float32.
-_MOST_KEPT = 1 << 26
 
 
 @register_memory("chapters")
@@ -74,10 +69,6 @@ class Chapters(MemoryModule):
         self.reads_ahead = options.reads_ahead
         self.bank_names = tuple(options.bank(sizes))
         self.sparse_gradient = False
-        self.kept: KeptValues | None = None
-        if INSTALLED and 2 * options.memory_tokens * self.num_kv_heads * self.head_dim <= _MOST_KEPT:
-            weights = ("key_projection.weight", "value_projection.weight")
-            self.kept = KeptValues((*self.bank_names, *weights), partial(_derive_all, options, self.bank_names))
 
     def forward(
         self,
@@ -257,13 +248,13 @@ class Chapters(MemoryModule):
         chapters once per stretch, or the whole bank if that is less.
         """
         bank, shape = self._bank(tables), (self.num_kv_heads, self.head_dim)
-        if INSTALLED and self.kept is not None:
+        if self.kept is not None:
             kept = self.kept.serve(self, like, tables)
             if kept is not None:
                 keys, values = kept.unflatten(-1, shape).unbind()
                 return keys, values, chapters
         read, chapters = self._read_chapters(chapters)
-        gives_rows = INSTALLED and self._gives_rows(tables, bank, read)
+        gives_rows = self._gives_rows(tables, bank, read)
         keys, values = self._projected(_memory_rows(self.options, bank, read, like.dtype, gives_rows))
         return keys.unflatten(-1, shape), values.unflatten(-1, shape), chapters
 
@@ -272,7 +263,7 @@ class Chapters(MemoryModule):
         shared, every = self.options.shared_chapters, self.options.chapters
         chosen = chapters[:, shared:]
         at_most = shared + chosen.numel()
-        if torch.compiler.is_compiling() or not INSTALLED:
+        if torch.compiler.is_compiling():
             if at_most >= every:
                 return None, chapters
             read = torch.cat([chapters[0, :shared], chosen.flatten()])
@@ -320,11 +311,6 @@ class Chapters(MemoryModule):
         loss = self.options.router_aux_loss_coef * balance + self.options.router_z_loss_coef * squares
         report.tell(logits, loss)
 
-    @not_carried
-    def extra_repr(self) -> str:
-        names = ("chapters", "chapter_tokens", "shared_chapters", "k", "routing", "weighting")
-        return ", ".join(f"{name}={getattr(self.options, name)}" for name in names)
-
 
 def _memory_rows(
     options: ChaptersOptions,
@@ -339,7 +325,7 @@ def _memory_rows(
         by_chapter = table.unflatten(0, (options.chapters, options.chapter_tokens))  # [C, M, ...]
         return by_chapter if chapters is None else by_chapter.index_select(0, chapters)
 
-    if INSTALLED and gives_rows and chapters is not None:
+    if gives_rows and chapters is not None:
         rows = chapter_rows(bank["bank"], chapters, options.chapter_tokens)
     elif options.bank_bits is None:
         rows = chosen(bank["bank"])
@@ -350,7 +336,7 @@ def _memory_rows(
     return (_rms_normalised(rows) if options.normalise else rows).to(dtype)
 
 
-def _derive_all(options: ChaptersOptions, bank_names: Sequence[str], *sources: torch.Tensor) -> torch.Tensor:
+def derive_all(options: ChaptersOptions, bank_names: Sequence[str], *sources: torch.Tensor) -> torch.Tensor:
     """Return keys and values `[2, C, M, K * d]` of a whole bank, from the bank's tensors and the weights of both projections."""
     *tables, key_weight, value_weight = sources
     rows = _memory_rows(options, dict(zip(bank_names, tables, strict=True)), None, key_weight.dtype)

@@ -7,7 +7,6 @@ from typing import Any
 import torch
 
 from midus_hf.config.fetched_blocks import BankLayout
-from midus_hf.config.installed import INSTALLED
 
 _MOST_JOINED_BYTES = 2**30
 
@@ -47,9 +46,8 @@ class FetchedBatch:
 
     def __init__(self, layout: BankLayout, records: Mapping[int, torch.Tensor], blocks: Mapping[int, torch.Tensor]):
         self.layout, self.records, self.blocks = layout, dict(records), dict(blocks)
-        if INSTALLED:
-            self._joined: FetchedBatch | None = None
-            self._joins = bool(layout.blocks.joined_along)
+        self._joined: FetchedBatch | None = None
+        self._joins = bool(layout.blocks.joined_along)
         # Split once, so that the gradients of all tensors are concatenated once.
         parts = {
             level: self.records[level].split([field.numel for field in fields], dim=1)

@@ -2,19 +2,16 @@
 
 import math
 from collections.abc import Mapping
-from typing import Any
 
 import torch
 from torch import nn
 
-from midus_hf.config.installed import INSTALLED, not_carried
 from midus_hf.config.memories.headwise import HeadwiseOptions
 from midus_hf.config.model_sizes import ModelSizes
-from midus_hf.memory.kept_values import KeptValues
 from midus_hf.memory.registry import register_memory
 from midus_hf.memory.retrieval import RetrievalMemory
 from midus_hf.ops.gather.weighted import weighted_gather
-from midus_hf.ops.headwise.op import MOST_EXPANDED, expand_values, headwise_memory
+from midus_hf.ops.headwise.op import headwise_memory
 from midus_hf.ops.product_key.op import product_key_topk
 from midus_hf.ops.product_key.reference import sub_key_scores
 
@@ -31,16 +28,12 @@ class HeadwiseMemory(RetrievalMemory):
     row_keys: torch.Tensor
     column_keys: torch.Tensor
     value_transform: torch.Tensor
-    kept: KeptValues | None = None
     values_by_head = True
 
     def __init__(self, options: HeadwiseOptions, sizes: ModelSizes):
         super().__init__(options, sizes)
         self.head_dim, self.value_dim = self.query_width, sizes.hidden_size // sizes.num_heads
         self.n, self.values = options.n, options.values
-        expands = options.values == "expanded" and options.value_bits is None
-        if INSTALLED and expands and self.num_heads * self.value_bank.numel() <= MOST_EXPANDED:
-            self.kept = KeptValues(("value_bank", "value_transform"), expand_values)
 
     def queries(self, attention_output: torch.Tensor, track_statistics: bool = True) -> torch.Tensor:
         by_head = attention_output.reshape(*attention_output.shape[:-1], self.num_heads, self.head_dim)
@@ -73,7 +66,7 @@ class HeadwiseMemory(RetrievalMemory):
             output = self._from_integers(query, transform, by_head)
         else:
             bank = self.value_bank
-            if INSTALLED and self.kept is not None:
+            if self.kept is not None:
                 expanded = self.kept.serve(self, attention_output)
                 bank, transform = (bank, transform) if expanded is None else (expanded, None)
             output = headwise_memory(
@@ -127,19 +120,3 @@ class HeadwiseMemory(RetrievalMemory):
     def _slots_of_all(self, slots: torch.Tensor, head: torch.Tensor | int) -> torch.Tensor:
         """Return slots of a head as slots of all heads, if each head has a bank; else unchanged."""
         return slots + head * self.num_slots if self.values == "own" else slots
-
-    @not_carried
-    def extra_repr(self) -> str:
-        sizes: dict[str, Any] = {"num_heads": self.num_heads, "head_dim": self.head_dim, "value_dim": self.value_dim}
-        sizes |= {"n": self.n, "k": self.k}
-        options = {
-            "values": self.values,
-            "query_norm": self.query_norm,
-            "gate": self.gate,
-            "addressing": self.addressing,
-        }
-        usual = ("expanded", "none", "content")
-        chosen: dict[str, Any] = {name: value for name, value in options.items() if value not in usual}
-        if self.temperature != 1:
-            chosen["temperature"] = self.temperature
-        return ", ".join(f"{name}={value}" for name, value in (sizes | chosen).items())

@@ -4,15 +4,13 @@ from collections.abc import Iterator
 from typing import ClassVar, Literal
 
 import torch
-import torch.nn.functional as F
 from transformers.activations import ACT2FN
 
-from midus_hf.config.installed import INSTALLED
 from midus_hf.config.memories.hierarchical import HierarchicalOptions, HierLoraOptions
 from midus_hf.config.model_sizes import ModelSizes
 from midus_hf.memory.fetched import FetchedLayer
 from midus_hf.memory.registry import MemoryModule, register_memory
-from midus_hf.ops.dispatch.choices import resolve
+from midus_hf.ops.block_linear.op import block_linear
 
 
 class FetchingMemory(MemoryModule):
@@ -175,61 +173,3 @@ def _rows_of(fetched: FetchedLayer, name: str) -> Iterator[torch.Tensor]:
             yield tensor
         else:
             yield tensor.expand(len(level.blocks), *tensor.shape[1:]) if len(tensor) == 1 else tensor[level.blocks]
-
-
-def block_linear(
-    inputs: torch.Tensor, weights: torch.Tensor, blocks: torch.Tensor | None, *, backend: str = "auto"
-) -> torch.Tensor:
-    """Multiply each row by the row's block, `out[b, t] = weights[blocks[b]] @ inputs[b, t]`.
-
-    A single block needs one matrix product. With several blocks, a CPU multiplies all rows of one block together, since their
-    number is known without waiting for a device. Elsewhere, one batched product uses a copy of the block for each row.
-
-    Args:
-        inputs: `[B, T, i]`, floating point.
-        weights: `[U, o, i]`, the U blocks; cast to the dtype of `inputs`.
-        blocks: `[B]`, int64, the block of each row, from 0 to U - 1; None if row b has block b, so that U is B.
-        backend: One of the choices of `OpChoices`; every backend uses matrix products. Default: `"auto"`.
-
-    Returns:
-        `[B, T, o]`, in the dtype of `inputs`.
-
-    Raises:
-        ValueError: If shapes disagree.
-    """
-    if INSTALLED:
-        _check_blocks(inputs, weights, blocks)
-    weights = weights.to(inputs.dtype)
-    if INSTALLED and resolve(backend, inputs) == "reference":
-        return torch.einsum("bti,boi->bto", inputs, weights if blocks is None else weights[blocks])
-    if len(weights) == 1:
-        return F.linear(inputs, weights[0])
-    if blocks is None:
-        return torch.bmm(inputs, weights.transpose(1, 2))
-    on_cpu = inputs.device.type == "cpu" and not torch.compiler.is_compiling()
-    if INSTALLED and on_cpu and len(weights) < len(inputs):
-        return block_by_block(inputs, weights, blocks)
-    return torch.bmm(inputs, weights[blocks].transpose(1, 2))
-
-
-def _check_blocks(inputs: torch.Tensor, weights: torch.Tensor, blocks: torch.Tensor | None) -> None:
-    if inputs.dim() != 3 or weights.dim() != 3 or inputs.shape[-1] != weights.shape[-1]:
-        raise ValueError(
-            f"inputs is {tuple(inputs.shape)} and weights {tuple(weights.shape)}; expected [batch, tokens, width] and "
-            "[blocks, outputs, width]."
-        )
-    if blocks is None and len(weights) != len(inputs):
-        raise ValueError(
-            f"weights has {len(weights)} blocks and blocks is None; expected one for each of the {len(inputs)} rows."
-        )
-    if blocks is not None and blocks.shape != inputs.shape[:1]:
-        raise ValueError(f"blocks is {tuple(blocks.shape)}; expected one for each of the {len(inputs)} rows.")
-
-
-def block_by_block(inputs: torch.Tensor, weights: torch.Tensor, blocks: torch.Tensor) -> torch.Tensor:
-    """Compute `block_linear` with one matrix product per block."""
-    order = blocks.argsort(stable=True)
-    counts = blocks.bincount(minlength=len(weights)).tolist()
-    parts = inputs[order].split(counts)
-    mapped = torch.cat([F.linear(part, weight) for part, weight in zip(parts, weights, strict=True) if len(part)])
-    return mapped[order.argsort()]

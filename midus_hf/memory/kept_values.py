@@ -2,14 +2,23 @@
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from operator import attrgetter
 from typing import Any
 
 import torch
 from torch import nn
 
+from midus_hf.memory.chapters import Chapters, derive_all
+from midus_hf.memory.headwise import HeadwiseMemory
 from midus_hf.memory.protocols import HostsTables
+from midus_hf.memory.registry import keeper_of
+from midus_hf.memory.ultramem import UltraMem, keys_and_vectors
 from midus_hf.ops.dispatch.private_torch import keep_address
+from midus_hf.ops.headwise.op import MOST_EXPANDED, expand_values
+
+# Largest number of elements that a layer of chapters or of UltraMemV2 keeps during a generation: 256 MB in float32.
+_MOST_KEPT = 1 << 26
 
 
 @contextlib.contextmanager
@@ -158,3 +167,27 @@ def _as_computed_with(parameter: torch.Tensor) -> torch.Tensor:
     if not (parameter.is_floating_point() and torch.is_autocast_enabled(device)):
         return parameter
     return parameter.to(torch.get_autocast_dtype(device))
+
+
+@keeper_of.register
+def _(memory: HeadwiseMemory) -> KeptValues | None:
+    expands = memory.options.values == "expanded" and memory.options.value_bits is None
+    if not expands or memory.num_heads * memory.value_bank.numel() > MOST_EXPANDED:
+        return None
+    return KeptValues(("value_bank", "value_transform"), expand_values)
+
+
+@keeper_of.register
+def _(memory: Chapters) -> KeptValues | None:
+    if 2 * memory.options.memory_tokens * memory.num_kv_heads * memory.head_dim > _MOST_KEPT:
+        return None
+    weights = ("key_projection.weight", "value_projection.weight")
+    return KeptValues((*memory.bank_names, *weights), partial(derive_all, memory.options, memory.bank_names))
+
+
+@keeper_of.register
+def _(memory: UltraMem) -> KeptValues | None:
+    if memory.options.scoring != "tucker" or 2 * memory.row_keys.numel() > _MOST_KEPT:
+        return None
+    names = ("row_keys", "column_keys", "key_norm_weight", "core", "row_vector")
+    return KeptValues(names, keys_and_vectors, as_stored=True)

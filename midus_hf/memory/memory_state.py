@@ -5,11 +5,9 @@ from typing import Any
 
 import torch
 
-from midus_hf.config.installed import used_by_libraries
 from midus_hf.ops.dispatch.private_torch import keep_address
 
 
-@used_by_libraries
 class MemoryState:
     """Tensors of a batch of sequences, stored as a layer of a transformers cache, which repeats, selects and resets them.
 

@@ -27,9 +27,8 @@ from typing import Any, ClassVar, Literal
 
 from torch import nn
 
-from midus_hf.config.installed import INSTALLED
-from midus_hf.config.memory_checks import check_fit
-from midus_hf.config.memory_types import MEMORY_TYPES, MemoryOptions, sample_tensors
+from midus_hf.config.by_type import ByType
+from midus_hf.config.memory_types import MEMORY_TYPES, MemoryOptions, check_fit, sample_tensors
 from midus_hf.config.model_sizes import ModelSizes
 from midus_hf.config.plugins import is_same_class, load_offered
 from midus_hf.memory.declared_module import DeclaredModule
@@ -75,12 +74,19 @@ class MemoryModule(DeclaredModule):
     index: int = 0
     #: Whether a model in training mode has seen that the frozen tensors through which the memory acts are not all zero.
     values_were_set: bool = False
+    #: What keeps tensors derived from weights during a generation; set by `build_memory`. Default: None, nothing.
+    kept: Any = None
 
     def __init__(self, options: Any, sizes: ModelSizes):
-        if INSTALLED:
-            check_fit(options, sizes)
+        check_fit(options, sizes)
         super().__init__(options.tensors(sizes))
         self.options: Any = options
+
+    def extra_repr(self) -> str:
+        """Return the options that differ from their defaults."""
+        usual = type(self.options)()
+        chosen = {name: value for name, value in vars(self.options).items() if value != getattr(usual, name)}
+        return ", ".join(f"{name}={value}" for name, value in chosen.items())
 
     def names_it_acts_through(self) -> list[str]:
         """Return the names of the tensors through which the memory acts, by default its values and projections.
@@ -163,19 +169,31 @@ def build_memory(options: MemoryOptions, sizes: ModelSizes, index: int = 0, coun
     memory.index = index
     for name in memory.declared.keys() - options.tensors_at(sizes, index, count).keys():
         memory.leave_out(name)
-    if INSTALLED:
-        _check_declared(memory, options)
+    memory.kept = keeper_of(memory)
+    check_built(memory)
     return memory
 
 
-def _check_declared(memory: MemoryModule, options: MemoryOptions) -> None:
+@ByType
+def keeper_of(memory: MemoryModule) -> Any:
+    """Return what keeps tensors that a memory derives from weights (`midus_hf.memory.kept_values`). Default: None, nothing."""
+    return None
+
+
+@ByType
+def check_built(memory: MemoryModule) -> None:
+    """Refuse a module that differs from what its options declare. Default: every module passes."""
+
+
+@check_built.register
+def _check_declared(memory: MemoryModule) -> None:
     """Refuse a module with tensors that its options do not declare."""
     tensors = [name for name, _ in (*memory.named_parameters(), *memory.named_buffers())]
     undeclared = [name for name in tensors if name not in memory.declared]
     if undeclared:
         raise ValueError(
-            f"the module of memory type {options.type!r} has a tensor {undeclared[0]!r}, which {type(options).__name__}.tensors "
-            "leaves out; expected tensors that are declared. Declare it there."
+            f"the module of memory type {memory.memory_type!r} has a tensor {undeclared[0]!r}, which "
+            f"{type(memory.options).__name__}.tensors leaves out; expected tensors that are declared. Declare it there."
         )
 
 

@@ -5,17 +5,15 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.nn.functional as F
-from torch.overrides import TorchFunctionMode
 
-from midus_hf.config.installed import INSTALLED
-from midus_hf.ops.depth.joining import Depth, joined_attention
+from midus_hf.ops.depth.joining import Depth
 from midus_hf.ops.depth.reference import joint_attention
-from midus_hf.ops.depth.sequence_kernels import Call
 from midus_hf.ops.depth.sequence_lse import sequence_lse, sequence_weights
 
 # Implementations whose masks tell for each query and key whether the key is read.
 _MASKS_TELL = ("eager", "sdpa")
+# For an implementation, the context in which the model's own call already joins the depth (`midus_hf.memory.sdpa_heads`).
+JOINED: dict[str, Callable[[Depth], Any]] = {}
 # Implementations whose softmax has a known log-sum-exp: returned, or computed separately.
 _TELL = (*_MASKS_TELL, "flex_attention")
 
@@ -93,8 +91,8 @@ class SequenceHeads:
         Raises:
             ValueError: If the log-sum-exp of the softmax over the sequence is not known.
         """
-        if INSTALLED and self.implementation == "sdpa":
-            with _InPlaceOfSdpa(depth):
+        if self.implementation in JOINED:
+            with JOINED[self.implementation](depth):
                 return self.alone()
         require_log_sum_exp(self.implementation)
         output, extra = self.alone()  # weights, or the log-sum-exp of flex_attention
@@ -162,19 +160,3 @@ class SequenceHeads:
     @property
     def _refusal(self) -> str:
         return _refusal(self.implementation, f" on {self.query.device.type}")
-
-
-class _InPlaceOfSdpa(TorchFunctionMode):
-    """Mode in which torch's `scaled_dot_product_attention` is joined with attention to the depth.
-
-    So the code of transformers before and after that call runs unchanged, in every version.
-    """
-
-    def __init__(self, depth: Depth):
-        super().__init__()
-        self._depth = depth
-
-    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if function is F.scaled_dot_product_attention:
-            return joined_attention(Call(*args, **(kwargs or {})), self._depth)
-        return function(*args, **(kwargs or {}))

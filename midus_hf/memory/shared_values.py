@@ -5,7 +5,6 @@ from collections.abc import Mapping
 import torch
 from torch import nn
 
-from midus_hf.config.installed import not_carried
 from midus_hf.config.memories.linear import LinearOptions
 from midus_hf.config.memories.product_key import ProductKeyOptions
 from midus_hf.config.model_sizes import ModelSizes
@@ -92,10 +91,6 @@ class LinearMemory(SharedValueMemory):
             keys = self.slot_keys.to(query.dtype).to(score_dtype)
             return [torch.einsum("...hd,hnd->...hn", query.to(score_dtype), keys)]
 
-    @not_carried
-    def extra_repr(self) -> str:
-        return f"num_heads={self.num_heads}, slots={self.num_slots}, k={self.k}, query_norm={self.query_norm}"
-
 
 @register_memory("product-key")
 class ProductKeyMemory(SharedValueMemory):
@@ -118,7 +113,3 @@ class ProductKeyMemory(SharedValueMemory):
 
     def sub_key_scores(self, query: torch.Tensor) -> list[torch.Tensor]:
         return list(sub_key_scores(query, self.row_keys, self.column_keys))
-
-    @not_carried
-    def extra_repr(self) -> str:
-        return f"num_heads={self.num_heads}, n={self.n}, k={self.k}, query_norm={self.query_norm}"

@@ -5,10 +5,8 @@ from typing import Any
 
 import torch
 
-from midus_hf.config.installed import INSTALLED
 from midus_hf.memory.declared_module import DeclaredModule
 from midus_hf.ops.chapters.rows import with_one_gradient
-from midus_hf.ops.gather.column_shards import sharded_gathered_products, sharded_parted_gather, sharded_weighted_gather
 from midus_hf.ops.gather.parted import parted_gather
 from midus_hf.ops.gather.products import gathered_products
 from midus_hf.ops.gather.weighted import weighted_gather
@@ -20,17 +18,13 @@ class TableReading:
 
     Args:
         sparse_gradient: Whether gradients of tables are sparse tensors of the rows that were read. Default: false.
-        columns_of: The `ProcessGroup` whose processes each hold some of the columns. Default: none, tables are whole.
     """
 
     sparse_gradient: bool = False
-    columns_of: Any = None
 
     def sums(self, bank: torch.Tensor, slots: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         """Return weighted sums of rows, as `weighted_gather` does."""
         options: dict[str, Any] = {"sparse_gradient": self.sparse_gradient}
-        if INSTALLED and self.columns_of is not None:
-            return sharded_weighted_gather(bank, slots, weights, self.columns_of, **options)
         return weighted_gather(bank, slots, weights, **options)
 
     def sums_by_part(
@@ -43,15 +37,11 @@ class TableReading:
     ) -> torch.Tensor:
         """Return weighted sums of rows per part, as `parted_gather` does."""
         options: dict[str, Any] = {"sparse_gradient": self.sparse_gradient}
-        if INSTALLED and self.columns_of is not None:
-            return sharded_parted_gather(bank, slots, weights, parts, num_parts, self.columns_of, **options)
         return parted_gather(bank, slots, weights, parts, num_parts, **options)
 
     def products(self, vectors: torch.Tensor, bank: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
         """Return products of vectors with rows, as `gathered_products` does."""
         options: dict[str, Any] = {"sparse_gradient": self.sparse_gradient}
-        if INSTALLED and self.columns_of is not None:
-            return sharded_gathered_products(vectors, bank, slots, self.columns_of, **options)
         return gathered_products(vectors, bank, slots, **options)
 
 
@@ -75,4 +65,4 @@ class MemoryTables(DeclaredModule):
     def forward(self) -> dict[str, torch.Tensor]:
         """Return the tables by name; tables are read by this call, so that the hooks of offloading and sharding run first."""
         tables = {name: self.declared_tensor(name) for name in self.declared}
-        return LentTables(tables) if INSTALLED and not torch.compiler.is_compiling() else tables
+        return tables if torch.compiler.is_compiling() else LentTables(tables)

@@ -7,10 +7,8 @@ from typing import Literal
 import torch
 from torch import nn
 
-from midus_hf.config.installed import INSTALLED, not_carried
 from midus_hf.config.memories.ultramem import UltraMemOptions
 from midus_hf.config.model_sizes import ModelSizes
-from midus_hf.memory.kept_values import KeptValues
 from midus_hf.memory.quantised.rows import read_rows
 from midus_hf.memory.registry import MemoryModule, register_memory
 from midus_hf.memory.retrieval import random_directions
@@ -23,8 +21,6 @@ from midus_hf.ops.tucker.op import tucker_topk
 from midus_hf.ops.tucker.reference import leading_vectors
 
 _EPS = 1e-6
-# Largest number of elements of normalised keys that a layer keeps during a generation: 256 MB in float32.
-_MOST_KEPT = 1 << 26
 _ACTIVATIONS = {"none": lambda products: products, "gelu": nn.functional.gelu, "silu": nn.functional.silu}
 
 
@@ -61,11 +57,6 @@ class UltraMem(MemoryModule):
         self.key_width = options.width("key_width", sizes)
         self.has_pre_values = options.width("pre_value_width", sizes) > 0
         self.table_reading = TableReading()
-        self.kept: KeptValues | None = None
-        if INSTALLED and options.scoring == "tucker" and 2 * self.row_keys.numel() <= _MOST_KEPT:
-            self.kept = KeptValues(
-                ("row_keys", "column_keys", "key_norm_weight", "core", "row_vector"), _keys_and_vectors, as_stored=True
-            )
         if not options.has_losses:
             self.context = ()
 
@@ -169,15 +160,15 @@ class UltraMem(MemoryModule):
             )
 
     def _keys_and_vectors(self, query: torch.Tensor, keep: bool) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Return the result of the function `_keys_and_vectors`, in the dtype of `query`.
+        """Return the result of the function `keys_and_vectors`, in the dtype of `query`.
 
         The vectors belong to the current cores. With `keep`, as in training, they are stored, so that their signs do not flip.
         """
         stored = (self.row_keys, self.column_keys, self.key_norm_weight, self.core, self.row_vector)
         derived: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None
-        if INSTALLED and self.kept is not None and not keep:
+        if self.kept is not None and not keep:
             derived = self.kept.serve(self, query)
-        derived = derived or _keys_and_vectors(*stored, wide=query.dtype)
+        derived = derived or keys_and_vectors(*stored, wide=query.dtype)
         keys, row_vector, column_vector = derived
         if keep and not is_in_backward():
             with torch.no_grad():
@@ -243,13 +234,8 @@ class UltraMem(MemoryModule):
         first = self.options.sharing.first(self.index, table_rows // own) * own
         return (rows + first) % table_rows if first else rows
 
-    @not_carried
-    def extra_repr(self) -> str:
-        names = ("n", "key_pairs", "rank", "k", "heads", "share")
-        return ", ".join(f"{name}={getattr(self.options, name)}" for name in names)
 
-
-def _keys_and_vectors(
+def keys_and_vectors(
     row_keys: torch.Tensor,
     column_keys: torch.Tensor,
     key_norm_weight: torch.Tensor,

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from transformers import Cache
 from transformers.modeling_outputs import MoeCausalLMOutputWithPast
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+from transformers.models.auto import modeling_auto
 
 from midus_hf.config.installed import INSTALLED, needed_for
 from midus_hf.memory.kept_values import kept_values
@@ -40,7 +40,9 @@ class MemoryForCausalLM(AddsRouterLosses, HostsMemory):
         setattr(holder, name, None)  # the family's stack is freed, and its name keeps the place before the head
         setattr(holder, name, self.model_class(config.get_text_config()))
         self.register_load_state_dict_pre_hook(refuse_adapter_of_base)
-        list_model(type(self), MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
+        list_model(
+            type(self), modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+        )  # by value, pickles would hold the table
         self.post_init()
 
     @property

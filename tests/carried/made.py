@@ -25,7 +25,7 @@ METHODS: dict[str, dict[str, Any]] = {
 }
 
 # The number of lines that the code of a checkpoint may have, by method.
-MOST_LINES = dict.fromkeys(METHODS, 2500) | {"midus-hml": 1500}
+MOST_LINES = dict.fromkeys(METHODS, 3000) | {"midus-hml": 2000}
 
 _USUAL = [("llama", method) for method in METHODS] + [
     (family, "midus-hml") for family in NATIVE_FAMILIES if family != "llama"

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from midus_hf.memory.hierarchical import block_by_block, block_linear
+from midus_hf.ops.block_linear.op import block_by_block, block_linear
 
 
 def inputs(rows=5, tokens=3, width=4, outputs=6, num_blocks=3, dtype=torch.float64):

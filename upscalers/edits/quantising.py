@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, cast
 
-from midus_hf.config.memory_checks import check_fit
+from midus_hf.config.memory_types import check_fit
 from upscalers.edits.chapter_banks import STORED_INTEGERS, Bank, ChapterMemory, check_all, row_names
 from upscalers.edits.checkpoint_edit import Decided, EditRequest, edit_checkpoint
 from upscalers.request.errors import RequestError, refusing_requests

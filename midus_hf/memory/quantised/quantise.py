@@ -6,10 +6,9 @@ from typing import Any, get_args
 import torch
 from torch import nn
 
-from midus_hf.config.installed import not_carried
 from midus_hf.config.memories.retrieval import ValueBits, in_bits
-from midus_hf.config.memory_checks import check_fit
 from midus_hf.config.memory_entries import MemoryEntry, memories_of
+from midus_hf.config.memory_types import check_fit
 from midus_hf.config.model_sizes import ModelSizes
 from midus_hf.memory.declared_module import DeclaredModule
 from midus_hf.memory.registry import MemoryModule
@@ -19,7 +18,6 @@ from midus_hf.ops.chapters.quantisation import quantise_rows
 _ROWS_AT_ONCE = 1 << 16
 
 
-@not_carried
 def quantise_tables(model: Any, bits: int = 8) -> None:
     """Round the tables of values of a model's memories to integers with one scale per row, in place; the model then no longer trains.
 
@@ -61,7 +59,6 @@ def quantise_tables(model: Any, bits: int = 8) -> None:
     ]
 
 
-@not_carried
 def refuse_quantised(model: Any) -> None:
     """Refuse to train a model whose tables of values are integers.
 

@@ -10,7 +10,6 @@ from typing import NamedTuple
 
 import torch
 
-from midus_hf.config.installed import INSTALLED
 from midus_hf.memory.routing.stretches import EqualStretches, RowChunks, Stretches, grouped
 from midus_hf.memory.routing.token_places import TokenPlaces
 
@@ -199,7 +198,7 @@ def pool_chunks(
     """
     if states.shape[1] == 1:
         return _pool_step(states, places, sizes, kept)
-    if INSTALLED and places.is_plain and not kept:
+    if places.is_plain and not kept:
         return _pool_plain_chunks(states, places.real, sizes, keeps)
     batch, tokens, width = states.shape
     device, compiling = states.device, torch.compiler.is_compiling()

@@ -6,7 +6,6 @@ from typing import Any
 
 import torch
 
-from midus_hf.config.installed import INSTALLED
 from midus_hf.ops.chapters.op import fewest_together
 
 # Numbers of stretches: a slice, or `[S]`, int64.
@@ -99,7 +98,7 @@ class GroupedStretches(Stretches):
 
     def read(self, tokens: torch.Tensor, read: Read) -> torch.Tensor:
         rows = tokens.flatten(0, 1)
-        taken = _Taken.apply(rows, self.tokens, self.places) if INSTALLED else rows.index_select(0, self.tokens)
+        taken = _Taken.apply(rows, self.tokens, self.places)
         outputs, first = [], 0
         for numbers, length in zip(self.numbers, self.lengths, strict=True):
             end = first + len(numbers) * length
@@ -107,7 +106,7 @@ class GroupedStretches(Stretches):
             first = end
         nothing = outputs[0].new_zeros(1, *outputs[0].shape[1:])
         read_rows = torch.cat([*outputs, nothing])
-        of_token = _PutBack.apply(read_rows, self.places) if INSTALLED else read_rows.index_select(0, self.places)
+        of_token = _PutBack.apply(read_rows, self.places)
         return of_token.unflatten(0, tokens.shape[:2])
 
 

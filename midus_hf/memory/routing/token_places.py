@@ -4,8 +4,6 @@ import dataclasses
 
 import torch
 
-from midus_hf.config.installed import INSTALLED
-
 
 @dataclasses.dataclass(frozen=True)
 class TokenPlaces:
@@ -63,8 +61,6 @@ def token_places(
         return TokenPlaces()
     if real is not None and starts is not None:
         starts = starts & real & real.roll(1, dims=1)  # the first token behind padding begins the row
-    if not INSTALLED:
-        return TokenPlaces(real, starts, is_plain=False)
     if (
         torch.compiler.is_compiling() or num_tokens == 1
     ):  # a graph cannot branch on what tensors hold; a decoding step need not wait

@@ -11,6 +11,7 @@ from transformers.training_args import OptimizerNames
 
 from midus_hf.memory.declared_module import DeclaredModule
 from midus_hf.memory.protocols import GivesRowGradients, HostsTables, ReadsFewRows
+from midus_hf.memory.sharded_tables import ShardedReading
 from midus_hf.training.optim.row_adamw import clip_rows
 
 # Numbers that all processes together send in one message when a table is gathered.
@@ -51,7 +52,7 @@ class TableColumns:
             if parameter.requires_grad:
                 parameter.register_hook(lambda gradient: gradient / processes)
         for reader in readers:
-            reader.table_reading.columns_of = group
+            reader.table_reading = ShardedReading(reader.table_reading.sparse_gradient, group)
         ids = set(map(id, self.parameters.values()))
         for module in model.modules():
             if any(id(parameter) in ids for parameter in module.parameters(recurse=False)):

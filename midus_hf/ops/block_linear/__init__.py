@@ -1,0 +1,1 @@
+"""Products of each row of a batch with the row's block of weights."""
