@@ -20,13 +20,13 @@ TEST_ENV = OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false PYTHONDONTWRITEBYTECOD
 RESULTS ?= benchmarks/results
 GPU_RESULTS ?= outputs/gpu
 # Kernels are compiled at a few shapes for a target of each maker with the newest triton, and with the oldest, which is that of a GPU's
-# machine, at more shapes for its own (test-all: at all shapes for all targets). Of the benchmarks, what walks through a run on a GPU.
+# machine, at more shapes for its own (test-all: at all shapes for all targets).
 # What both versions run, the oldest run with each value of a parameter, not in pairs, and without what compilers take long for.
-OLDEST_FILES = tests/ops tests/memory tests/models tests/benchmarks/test_rehearsal.py $(wildcard tests/benchmarks/test_*gpu*.py)
+OLDEST_FILES = tests/ops tests/memory tests/models
 OLDEST_TESTS = $(OLDEST_FILES) -k 'not test_offline_compilation and not inductor and not without_triton and not native_build'
 IN_BOTH = tests/models tests/memory tests/ops/native $(wildcard tests/ops/test_*.py)
 
-.PHONY: demo test test-all test-newest test-newest-release test-oldest test-product test-oldest-pairs test-lot material check format docs pictures bench bench-gpu rehearse-gpu bench-upscale mutants test-deepspeed test-vllm test-gguf test-kernels test-wheel clean
+.PHONY: demo test test-all test-newest test-newest-release test-oldest test-product test-oldest-pairs test-lot material check format docs pictures bench bench-gpu bench-upscale mutants test-deepspeed test-vllm test-gguf test-kernels test-wheel clean
 
 demo: $(VENV)/installed
 	$(VENV)/bin/python -m demo
@@ -46,11 +46,11 @@ test-all:
 # What a file's tests share is made once: all of them run in one process. Hypothesis draws the same examples in each run ("ci"); in
 # test-lot, others.
 PYTEST = -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder --hypothesis-profile=ci $(if $(FAILURES),--failed-to $(FAILURES))
-# Rehearsals of GPU runs, and what kernels compute in the interpreter, are left to test-oldest, whose versions are those of GPU machines;
+# What kernels compute in the interpreter is left to test-oldest, whose versions are those of GPU machines;
 # here kernels are compiled and registered. test-all runs them too.
 HERE = %/test_offline_compilation.py %/test_registration.py
 IN_THE_INTERPRETER = $(filter-out $(HERE),$(wildcard tests/ops/kernels/test_*.py))
-NEWEST_TESTS = $(patsubst %,--ignore=%,tests/benchmarks/test_rehearsal.py $(IN_THE_INTERPRETER))
+NEWEST_TESTS = $(patsubst %,--ignore=%,$(IN_THE_INTERPRETER))
 test-newest: $(VENV)/installed material
 	$(TEST_ENV) $(VENV)/bin/python $(PYTEST) $(NEWEST_TESTS)
 
@@ -177,10 +177,6 @@ bench: $(VENV)/installed
 # By the Python of a machine with a GPU; STEPS=ops, say, runs one step. What was measured is not measured again.
 bench-gpu:
 	$(PYTHON) -m benchmarks gpu --out $(GPU_RESULTS) $(if $(STEPS),--steps $(STEPS))
-
-# The same on a GPU that is pretended, with the versions of such a machine.
-rehearse-gpu: $(OLDEST)/installed
-	$(TEST_ENV) $(OLDEST)/bin/python -m benchmarks gpu --rehearse --out $(GPU_RESULTS)-rehearsed $(if $(STEPS),--steps $(STEPS))
 
 bench-upscale: $(VENV)/installed
 	$(VENV)/bin/python benchmarks/upscale.py

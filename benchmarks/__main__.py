@@ -1,4 +1,4 @@
-"""`python -m benchmarks gpu | ops | model | tiles | kernels | report`, from the root of the repository.
+"""`python -m benchmarks gpu | ops | model | kernels | report`, from the root of the repository.
 
 Needs torch and transformers, on a GPU and for `kernels` triton; `report` draws with matplotlib.
 """
@@ -13,21 +13,15 @@ from benchmarks.gpu.run import FURTHER_STEPS, SECONDS, STEPS
 from benchmarks.kernels.bounds import MOST_SHARED_MEMORY
 from benchmarks.models.points import CONFIGS, METHODS, PHASES
 from benchmarks.ops.shapes import MODES, SHAPES
-from benchmarks.options import add_device, add_results, add_resumption, numbers, prepare_device, words
+from benchmarks.options import add_device, add_results, add_resumption, numbers, words
 from benchmarks.report import DOCUMENT, IMAGES
 from benchmarks.tracked import RESULTS
-
-# The table that kernels read. Its path stands here, since importing it from ops would import Triton before a rehearsal
-# can set `TRITON_INTERPRET`.
-TILES = Path(__file__).resolve().parents[1] / "midus_hf" / "ops" / "dispatch" / "tiles.json"
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Run one of the benchmarks and return its exit status."""
     chosen = command_line().parse_args(arguments)
-    if "rehearse" in chosen and "results" in chosen:
-        prepare_device(chosen)
-    elif chosen.command == "kernels":
+    if chosen.command == "kernels":
         os.environ.pop("TRITON_INTERPRET", None)  # kernels that are interpreted cannot be compiled
     # A command's module is imported only when the command runs, so that `report` runs without torch.
     return importlib.import_module(chosen.module).run(chosen)
@@ -40,7 +34,7 @@ def command_line() -> argparse.ArgumentParser:
     """
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
-    for add in (_add_gpu, _add_ops, _add_model, _add_tiles, _add_kernels, _add_report):
+    for add in (_add_gpu, _add_ops, _add_model, _add_kernels, _add_report):
         add(commands)
     return parser
 
@@ -62,11 +56,6 @@ def _add_gpu(commands: argparse._SubParsersAction) -> None:
         help=f"default: {','.join(STEPS)}; further ones: {','.join(FURTHER_STEPS)}",
     )
     parser.add_argument("--seconds", type=int, default=SECONDS, help=f"time limit of one step (default: {SECONDS})")
-    parser.add_argument(
-        "--rehearse",
-        action="store_true",
-        help="run every case once, tiny, on a pretended GPU, whose kernels triton interprets",
-    )
 
 
 def _add_ops(commands: argparse._SubParsersAction) -> None:
@@ -145,33 +134,6 @@ def _add_model(commands: argparse._SubParsersAction) -> None:
     add_resumption(parser, "measurement")
     parser.add_argument("--profile", action="store_true", help="append what ran, kernel by kernel, to profile.csv")
     parser.add_argument("--quick", action="store_true", help="one round at tiny sizes, to see that everything runs")
-    add_results(parser)
-
-
-def _add_tiles(commands: argparse._SubParsersAction) -> None:
-    parser = commands.add_parser(
-        "tiles",
-        help="which tiles of kernels are the fastest on this GPU, and a table of them that kernels read",
-        description="Try the tiles that a kernel's rule allows at the papers' shapes, and time the tiles with right results; rows "
-        "are appended to tiles.csv. Kernels do not search for tiles themselves: a kernel takes the tile that the table has for the "
-        "device, else the rule's tile. Ends with status 1 if the result of a tile differs from the result of the rule's tile.",
-    )
-    parser.set_defaults(module="benchmarks.tiles.run", table=TILES)
-    add_device(parser)
-    parser.add_argument("--kernels", type=words, help="default: all that have tiles, most important first")
-    parser.add_argument("--cases", type=words, help="default: all")
-    parser.add_argument(
-        "--seconds", type=float, default=2.0, help="seconds of timing per kernel and case (default: 2)"
-    )
-    add_resumption(parser, "kernel")
-    parser.add_argument(
-        "--write",
-        type=Path,
-        nargs="?",
-        const=TILES,
-        metavar="FILE",
-        help="write the tiles that were faster than the rule's into a table (default: the table that kernels read)",
-    )
     add_results(parser)
 
 

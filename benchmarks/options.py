@@ -1,7 +1,6 @@
 """Options that commands share: the device, the folder of results, and the resumption of a run."""
 
 import argparse
-import os
 from pathlib import Path
 
 from benchmarks.tracked import RESULTS
@@ -16,24 +15,15 @@ def device_command(description: str | None) -> argparse.ArgumentParser:
 
 
 def add_device(parser: argparse.ArgumentParser) -> None:
-    """Add `--device` and `--rehearse`: a CPU, a GPU, or a pretended GPU."""
+    """Add `--device`: a CPU, a GPU, or by default a GPU where there is one."""
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
-    parser.add_argument(
-        "--rehearse",
-        action="store_true",
-        help="run every case at tiny sizes on a pretended GPU; the measurements mean nothing, and rows go to the folder that "
-        "--results names",
-    )
 
 
-def prepare_device(arguments: argparse.Namespace) -> None:
-    """Make Triton interpret the kernels of a rehearsal. This must run before kernels are imported."""
-    if arguments.rehearse:
-        if arguments.results == RESULTS:
-            raise SystemExit(
-                "--rehearse needs a folder of its own for rows that mean nothing; name one with --results."
-            )
-        os.environ["TRITON_INTERPRET"] = "1"
+def chosen_device(arguments: argparse.Namespace) -> str:
+    """Return `"cpu"` or `"cuda"`, as `--device` chooses."""
+    import torch  # here, so that reports need no torch
+
+    return arguments.device if arguments.device != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def add_resumption(parser: argparse.ArgumentParser, what: str) -> None:

@@ -8,7 +8,7 @@ import torch
 
 from benchmarks.depth_cost.layer import Layer
 from benchmarks.depth_cost.shapes import DEFAULT_SHAPES, FILE, JOINED, WHATS, Shape
-from benchmarks.pretended_gpu import chosen_device
+from benchmarks.options import chosen_device
 from benchmarks.recorded import Recorded, say
 from benchmarks.timing import Task, kernels
 from benchmarks.tracked import Run
@@ -42,10 +42,10 @@ class Row(Run):
 
 def run(arguments: argparse.Namespace) -> int:
     """Measure what the command line requests; return 1 if a result was wrong or a measurement failed, else 0."""
-    with chosen_device(arguments) as device:
-        chosen = arguments.shapes or DEFAULT_SHAPES["rehearsal" if arguments.rehearse else device]
-        bench = Bench(arguments, device)
-        return bench.record.measure_all(chosen, bench.measure, arguments.budget)
+    device = chosen_device(arguments)
+    chosen = arguments.shapes or DEFAULT_SHAPES[device]
+    bench = Bench(arguments, device)
+    return bench.record.measure_all(chosen, bench.measure, arguments.budget)
 
 
 class Bench:

@@ -47,7 +47,6 @@ PAPER = {
 DEFAULT_SHAPES = {
     "cpu": (Shape(2048, 2, 32),),
     "cuda": tuple(PAPER),
-    "rehearsal": (Shape(3, 8, 3), Shape(2, 32, 2), Shape(3, 2, 5)),
 }
 
 

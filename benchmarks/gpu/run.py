@@ -16,8 +16,8 @@ from benchmarks.report import ROOT, sections
 from benchmarks.report.rows import Record, groups, short, table
 from benchmarks.tracked import read
 
-STEPS = ["ceilings", "tests", "attention", "ops", "depth", "1b", "8b"]
-FURTHER_STEPS = ["compiled", "sizes", "tiles"]
+STEPS = ["ceilings", "tests", "ops", "depth", "1b", "8b"]
+FURTHER_STEPS = ["compiled", "sizes"]
 METHODS = "base,llama-pro,opt-deus,midus-hml"
 # Default time limit of a step.
 SECONDS = 540
@@ -45,14 +45,13 @@ class Done:
     last_lines: tuple[str, ...]
 
 
-def steps(out: Path, seconds: int, rehearse: bool) -> list[Step]:
+def steps(out: Path, seconds: int) -> list[Step]:
     """Return all steps, the most informative first."""
     budget = str(max(seconds - _MARGIN_SECONDS, seconds // 2))
-    device = ["--rehearse"] if rehearse else ["--device", "cuda"]
+    device = ["--device", "cuda"]
     common = [*device, "--resume", "--profile", "--budget", budget, "--results", str(out)]
 
     device_alone = [*device, "--results", str(out)]
-    quick = ["--seconds", "0"] if rehearse else []
     main = f"--methods {METHODS} --rounds 2"
     compiled = (
         "--methods llama-pro,midus-hml --rounds 1 --phases generate --decoding graph,compiled --generate-batches 1"
@@ -61,17 +60,11 @@ def steps(out: Path, seconds: int, rehearse: bool) -> list[Step]:
     listed = [
         ("ceilings", "benchmarks.gpu.ceilings", device_alone, "what a GPU can do at most"),
         ("tests", "pytest tests/ops -q", _NOT_FOR_THE_DEVICE, "whether the kernels are right"),
-        (
-            "attention",
-            "benchmarks.gpu.attention_kernels",
-            device_alone,
-            "which kernel reads the sequence where heads read the depth as well, and whether its bits are torch's",
-        ),
-        ("ops", "benchmarks ops", [*quick, *common], "what ops take, beside the roofline and rivals"),
+        ("ops", "benchmarks ops", common, "what ops take, beside the roofline and rivals"),
         (
             "depth",
             "benchmarks.depth_cost",
-            [*quick, *common],
+            common,
             "what reading the depth adds to reading the sequence",
         ),
         ("1b", f"benchmarks model --base llama-3.2-1b {main}", common, "what a whole model takes"),
@@ -87,12 +80,6 @@ def steps(out: Path, seconds: int, rehearse: bool) -> list[Step]:
             f"benchmarks model --base llama-3.2-1b,llama-3.1-8b {sizes}",
             common,
             "how a step grows with batch and length",
-        ),
-        (
-            "tiles",
-            f"benchmarks tiles --resume --budget {budget}",
-            [*quick, *device_alone, "--write", str(out / "tiles.json")],
-            "which tiles kernels should have on this GPU",
         ),
     ]
     return [
@@ -120,10 +107,10 @@ def run(arguments: argparse.Namespace) -> int:
     out = arguments.out.resolve()
     out.mkdir(parents=True, exist_ok=True)
     done: list[Done] = []
-    for step in steps(out, arguments.seconds, arguments.rehearse):
+    for step in steps(out, arguments.seconds):
         if step.name in arguments.steps:
             done.append(run_step(step, out, arguments.seconds))
-            write_summary(out, done, arguments.rehearse)
+            write_summary(out, done)
     return 0 if all(one.status == 0 for one in done) else 1
 
 
@@ -177,15 +164,14 @@ def _kill(process: subprocess.Popen) -> None:
 _HOTTEST = 8
 
 
-def write_summary(out: Path, done: list[Done], rehearsed: bool = False) -> None:
+def write_summary(out: Path, done: list[Done]) -> None:
     """Write `summary.md`."""
     made = sections(out)
     parts = [
-        "# Rehearsed without a GPU: no figure here means anything" if rehearsed else "# Measured on a GPU",
+        "# Measured on a GPU",
         _steps(done),
         *(_end_of_log(one) for one in done if one.status != 0),
         f"## Ceilings\n\n{_ceilings(read(out / 'ceilings.csv'))}",
-        f"## Kernels of attention\n\n{_attention(read(out / 'attention_kernels.csv'))}",
         f"## Goals\n\n{made['goals']}",
         f"## Attention over the depth\n\n{made['depth']}",
         f"## Ops\n\n{made['ops']}",
@@ -221,14 +207,6 @@ def _ceilings(rows: list[Record]) -> str:
         ["what", "a second", "device"],
         [[row["what"], f"{float(row['per_second']):.3g}", row["device"]] for row in rows if row["date"] == last],
     )
-
-
-def _attention(rows: list[Record]) -> str:
-    if not rows:
-        return "Not tried."
-    last = max(row["date"] for row in rows)
-    columns = ("case", "expected", "taken", "status", "lse_error", "error")
-    return table(list(columns), [[row[name] for name in columns] for row in rows if row["date"] == last])
 
 
 def _profiles(rows: list[Record]) -> str:

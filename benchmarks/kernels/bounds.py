@@ -17,16 +17,10 @@ class Bound:
 
 TARGET = "sm_90"
 
-# Bounds by kernel and case. If a case launches a kernel several times, they hold for the first launch. Programs of
-# `packed_forward_kernel` that walk have four blocks of tokens.
+# Bounds by kernel and case. If a case launches a kernel several times, they hold for the first launch.
 BOUNDS: dict[tuple[str, str], Bound] = {
     ("forward_kernel", "llama-3.2-1b"): Bound(132, 3690, 2510),
     ("forward_kernel", "llama-3.1-8b"): Bound(238, 4440, 2650),
-    ("packed_forward_kernel", "llama-3.2-1b"): Bound(100, 6090, 3210),
-    ("packed_forward_kernel", "llama-3.1-8b"): Bound(174, 8300, 3630),
-    ("packed_forward_kernel", "prompt of llama-3.2-1b"): Bound(100, 1560, 830),
-    ("packed_scores_kernel", "llama-3.2-1b"): Bound(78, 980, 710),
-    ("packed_scores_kernel", "llama-3.1-8b"): Bound(83, 1000, 710),
     ("score_gradient_kernel", "llama-3.2-1b"): Bound(168, 28340, 11510),
     ("score_gradient_kernel", "llama-3.1-8b"): Bound(255, 41900, 14690),
     ("bucket_sums_kernel", "llama-3.2-1b"): Bound(142, 5755, 3750),

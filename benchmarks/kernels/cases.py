@@ -11,9 +11,8 @@ from benchmarks.kernels.compilation import Launch, caught_launches, specialisati
 from midus_hf.ops.chapters.triton.forward import triton_segments
 from midus_hf.ops.chapters.triton.gradients import triton_segment_gradients
 from midus_hf.ops.depth.inputs import DepthInputs, Wanted
-from midus_hf.ops.depth.triton.forward import triton_depth_attention
-from midus_hf.ops.depth.triton.gradients import triton_depth_gradients
-from midus_hf.ops.gather.triton.rows import (
+from midus_hf.ops.depth.triton import triton_depth_attention, triton_depth_gradients
+from midus_hf.ops.gather.triton import (
     triton_bank_gradient,
     triton_row_sums,
     triton_spread_weights,
@@ -21,11 +20,9 @@ from midus_hf.ops.gather.triton.rows import (
     triton_weighted_rows,
 )
 from midus_hf.ops.headwise.inputs import LookupInputs, room_for_gradient
-from midus_hf.ops.headwise.triton.exact import triton_forward
-from midus_hf.ops.headwise.triton.packed import packed_forward
+from midus_hf.ops.headwise.triton import triton_output
+from midus_hf.ops.product_key.triton.forward import triton_scores
 from midus_hf.ops.product_key.triton.gradients import triton_gradients_of_scores, triton_score_gradients
-from midus_hf.ops.product_key.triton.packed import packs
-from midus_hf.ops.product_key.triton.scores import triton_scores
 
 
 def cases() -> Iterator[tuple[str, Callable[[], Any]]]:
@@ -87,21 +84,18 @@ def _lookup(heads: int, dim: int, n: int, k: int, dtype: torch.dtype) -> None:
     bank = _sized(heads, n * n, dim, dtype=dtype) if n <= 64 else _sized(n * n, dim, dtype=dtype)
     inputs = LookupInputs(query, keys, keys, bank, query, k, 1.0)
     kept = room_for_gradient(inputs)
-    output = triton_forward(inputs, kept)
-    if packs(dtype, n, k):
-        packed_forward(inputs, kept)
+    output = triton_output(inputs, kept)
     triton_score_gradients(output, query, keys, keys, bank, kept, 1.0)
     triton_bank_gradient(output, *kept, bank.shape, dtype)
-    for exact in {True, not packs(dtype, n, k)}:
-        scores, chosen = triton_scores(query, keys, keys, k, exact)
+    scores, chosen = triton_scores(query, keys, keys, k)
     triton_gradients_of_scores(scores, query, keys, keys, chosen)
 
 
 def _prompt() -> None:
-    """Look up few tokens, so that each program has one block, without gradient, so that slots and weights are not kept."""
+    """Look up few tokens, without gradient, so that slots and weights are not kept."""
     query, keys = _sized(2048, 32, 64, dtype=torch.bfloat16), _sized(32, 64, 32, dtype=torch.bfloat16)
     bank = _sized(32, 64 * 64, 64, dtype=torch.bfloat16)
-    packed_forward(LookupInputs(query, keys, keys, bank, query, 4, 1.0), None)
+    triton_output(LookupInputs(query, keys, keys, bank, query, 4, 1.0))
 
 
 def _gather(width: int, m: int, dtype: torch.dtype) -> None:

@@ -106,7 +106,7 @@ def points(arguments: argparse.Namespace, base: str, device: str) -> tuple[list[
     decodings = arguments.decoding or (["eager", "graph"] if gpu else ["eager"])
     generated = arguments.generate_batches or ([1, 8, 32] if gpu and not arguments.quick else [1])
     prompts = arguments.prompts or ([512, 2048, 8192] if gpu else [64, 256])
-    if arguments.quick or arguments.rehearse:
+    if arguments.quick:
         accumulation, batch, length, prompt, new_tokens, prompts = 2, 2, 16, 4, 4, [8]
     for size in arguments.batches or []:
         if size % accumulation:

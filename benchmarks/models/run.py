@@ -8,40 +8,34 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
-from benchmarks.models.build import Variant, build, new_parameters, read_base, set_trained, shrunk, variants
+from benchmarks.models.build import Variant, build, new_parameters, read_base, set_trained, variants
 from benchmarks.models.measure import Measured, measure
 from benchmarks.models.points import FILE, SUBJECT, Point, Row, points
-from benchmarks.pretended_gpu import chosen_device
+from benchmarks.options import chosen_device
 from benchmarks.recorded import Recorded, in_words, say, status_of
 from benchmarks.timing import release_memory
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Measure what the command line requests; return 1 if a measurement failed for any reason but too little memory, else 0."""
-    with chosen_device(arguments) as device:
-        bases = [read_base(base) for base in arguments.base]
-        if arguments.rehearse:
-            bases = [(name, shrunk(config)) for name, config in bases]
-        wanted = [points(arguments, name, device) for name, _ in bases]
-        if arguments.no_append:
-            for option in ("resume", "profile"):
-                if getattr(arguments, option):
-                    raise SystemExit(
-                        f"--{option} is about rows that --no-append does not keep; leave one of them out."
-                    )
-        results = None if arguments.no_append else arguments.results
-        record = Recorded(device, results, FILE, SUBJECT, arguments.resume)
-        deadline = None if arguments.budget is None else time.perf_counter() + arguments.budget
-        rounds = 1 if arguments.quick or arguments.rehearse else arguments.rounds
-        failures = 0
-        for (name, config), (main, by_size) in zip(bases, wanted, strict=True):
-            bench = _Bench(
-                record, name, variants(config, arguments.methods, arguments.placements), arguments, deadline
-            )
-            bench.measure(main, rounds)
-            bench.measure(by_size, 1)
-            failures += bench.failures
-        return 1 if failures else 0
+    device = chosen_device(arguments)
+    bases = [read_base(base) for base in arguments.base]
+    wanted = [points(arguments, name, device) for name, _ in bases]
+    if arguments.no_append:
+        for option in ("resume", "profile"):
+            if getattr(arguments, option):
+                raise SystemExit(f"--{option} is about rows that --no-append does not keep; leave one of them out.")
+    results = None if arguments.no_append else arguments.results
+    record = Recorded(device, results, FILE, SUBJECT, arguments.resume)
+    deadline = None if arguments.budget is None else time.perf_counter() + arguments.budget
+    rounds = 1 if arguments.quick else arguments.rounds
+    failures = 0
+    for (name, config), (main, by_size) in zip(bases, wanted, strict=True):
+        bench = _Bench(record, name, variants(config, arguments.methods, arguments.placements), arguments, deadline)
+        bench.measure(main, rounds)
+        bench.measure(by_size, 1)
+        failures += bench.failures
+    return 1 if failures else 0
 
 
 class _Bench:

@@ -21,7 +21,7 @@ from benchmarks.ops.operations import (
     roofline_microseconds,
 )
 from benchmarks.ops.shapes import COMPILED, MODES, OURS, POPULARITIES, SHAPES, Case
-from benchmarks.pretended_gpu import chosen_device
+from benchmarks.options import chosen_device
 from benchmarks.recorded import Recorded, require_known, say
 from benchmarks.timing import KernelTime, Task, Timing, kernels, peak_bytes, release_memory, synchronize
 from benchmarks.tracked import Run
@@ -31,11 +31,10 @@ FILE = "ops.csv"
 DEFAULTS: dict[str, dict[str, Any]] = {
     "cpu": {"shapes": ["smollm2-135m"], "tokens": [4096, 1], "popularity": list(POPULARITIES)},
     "cuda": {"shapes": ["llama-3.2-1b", "llama-3.1-8b"], "tokens": [32768, 1], "popularity": list(POPULARITIES)},
-    "rehearsal": {"shapes": ["tiny"], "tokens": [9, 1], "popularity": ["uniform"]},
 }
 DTYPES = ("float32", "bfloat16", "float16")
 # Providers whose kernels are profiled: the choice of the ops themselves, and the providers that it should beat.
-PROFILED = (OURS, "exact", "one-block", "kept-values", *COMPILED)
+PROFILED = (OURS, "kept-values", *COMPILED)
 IDENTITY = ("op", "shape", "tokens", "popularity", "dtype", "provider", "mode")
 
 
@@ -75,14 +74,14 @@ class Row(Run):
 
 def run(arguments: argparse.Namespace) -> int:
     """Measure the cases of the command line, and return 1 if a provider was wrong or failed."""
-    with chosen_device(arguments) as device:
-        for name, values in DEFAULTS["rehearsal" if arguments.rehearse else device].items():
-            setattr(arguments, name, getattr(arguments, name) or values)
-        arguments.dtype = arguments.dtype or ["bfloat16" if device == "cuda" else "float32"]
-        cases = list(_cases(arguments, device))
-        bench = _bench(arguments, device)
-        with op_choices(**({} if arguments.backend == "auto" else {"backend": arguments.backend})):
-            return bench.record.measure_all(cases, bench.measure, arguments.budget)
+    device = chosen_device(arguments)
+    for name, values in DEFAULTS[device].items():
+        setattr(arguments, name, getattr(arguments, name) or values)
+    arguments.dtype = arguments.dtype or ["bfloat16" if device == "cuda" else "float32"]
+    cases = list(_cases(arguments, device))
+    bench = _bench(arguments, device)
+    with op_choices(**({} if arguments.backend == "auto" else {"backend": arguments.backend})):
+        return bench.record.measure_all(cases, bench.measure, arguments.budget)
 
 
 def _bench(arguments: argparse.Namespace, device: str) -> "Bench":

@@ -5,18 +5,16 @@ import shutil
 from collections.abc import Callable
 from functools import partial
 from typing import Any
-from unittest.mock import patch
 
 import torch
 import torch.nn.functional as F
 
 from benchmarks.ops.operations import Call, Inputs, Unavailable, product_key_memory, provider
 from benchmarks.ops.shapes import Case
-from midus_hf.ops import expand_values, headwise_memory, op_choices, product_key_topk, weighted_gather
+from midus_hf.ops import expand_values, headwise_memory, product_key_topk, weighted_gather
 from midus_hf.ops.dispatch.choices import resolve
 from midus_hf.ops.gather.row_sums import weight_gradients, weighted_rows
 from midus_hf.ops.gather.weighted import weighted_gather_op
-from midus_hf.ops.headwise.triton import packed
 from midus_hf.ops.product_key.reference import sub_key_scores
 
 _MOST_GRID_ELEMENTS = 1 << 24
@@ -201,32 +199,6 @@ def _headwise_algorithm_1(case: Case, inputs: Inputs) -> Call:
         scores, slots = product_key_topk(query, row_keys, column_keys, case.shape.k)
         rows = gather_by_algorithm_1(bank, slots.flatten(0, 1), scores.softmax(-1).flatten(0, 1))
         return torch.einsum("shv,hwv->shw", rows.unflatten(0, query.shape[:2]), transform)
-
-    return run
-
-
-@provider("headwise_memory", "exact")
-def _headwise_exact(case: Case, inputs: Inputs) -> Call:
-    """Run the kernels that compare all bits of scores, which float32 always uses."""
-    if case.device == "cpu" or case.dtype == "float32":
-        raise Unavailable("nothing but kernels of half precision selects otherwise than exactly")
-
-    def run() -> torch.Tensor:
-        with op_choices(exact=True):
-            return headwise_memory(**inputs, k=case.shape.k)
-
-    return run
-
-
-@provider("headwise_memory", "one-block", modes=("forward",))
-def _headwise_one_block(case: Case, inputs: Inputs) -> Call:
-    """Run one program per block of tokens, so that no program walks over several blocks."""
-    if case.device == "cpu" or case.dtype == "float32" or case.tokens == 1:
-        raise Unavailable("nothing but kernels of half precision walks, over the blocks of many tokens")
-
-    def run() -> torch.Tensor:
-        with patch.object(packed, "PROGRAMS_A_MULTIPROCESSOR", case.tokens):
-            return headwise_memory(**inputs, k=case.shape.k)
 
     return run
 

@@ -13,7 +13,6 @@ from benchmarks.models import decoding as decoding_module
 from benchmarks.models.decoding import WARM_UP, generate, static_decoding
 from benchmarks.models.points import FILE
 from benchmarks.models.run import run
-from benchmarks.pretended_gpu import pretended_gpu
 from benchmarks.tracked import read
 from midus_hf.ops import headwise_memory
 
@@ -48,18 +47,6 @@ def test_steps_give_the_tokens_that_generate_gives(compiled, model, quickly_comp
             decoding.take(1)
             tokens.append(decoding.token.clone())
         assert (decoding.compile_s is not None) == compiled
-    assert torch.equal(torch.cat(tokens, dim=1), expected)
-
-
-def test_replayed_steps_give_the_tokens_that_generate_gives(model):
-    read, steps = prompt(6), 3
-    tokens = []
-    with pretended_gpu():
-        expected = generate(model, read, 1 + WARM_UP + steps)[:, -steps:]
-        with static_decoding(model, read, steps, compiled=False, device="cuda") as decoding:
-            for _ in range(steps):
-                decoding.take(1)
-                tokens.append(decoding.token.clone())
     assert torch.equal(torch.cat(tokens, dim=1), expected)
 
 

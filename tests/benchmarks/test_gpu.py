@@ -14,20 +14,19 @@ def python(name: str, code: str) -> Step:
 
 
 def test_steps_go_on_where_they_were_cut_off_and_end_in_time(tmp_path):
-    made = steps(tmp_path, 540, rehearse=False)
+    made = steps(tmp_path, 540)
     assert [step.name for step in made] == STEPS + FURTHER_STEPS
-    for step in made[3:]:
-        assert {"--resume", *(["--profile"] if step.name != "tiles" else [])} <= set(step.command)
+    for step in made[2:]:
+        assert {"--resume", "--profile"} <= set(step.command)
         assert step.command[step.command.index("--results") + 1] == str(tmp_path)
         assert float(step.command[step.command.index("--budget") + 1]) < 540
         assert step.command[step.command.index("--device") + 1] == "cuda"
-    assert all("--rehearse" in step.command for step in steps(tmp_path, 540, rehearse=True) if step.name != "tests")
 
 
 def test_a_test_file_that_needs_an_absent_package_keeps_no_other_from_being_run(tmp_path):
     (tmp_path / "test_absent.py").write_text("import a_package_that_is_not_there\n")
     (tmp_path / "test_kernel.py").write_text("def test_kernel():\n    pass\n")
-    (tests,) = (step for step in steps(tmp_path, 540, rehearse=False) if step.name == "tests")
+    (tests,) = (step for step in steps(tmp_path, 540) if step.name == "tests")
     command = [str(tmp_path) if word == "tests/ops" else word for word in tests.command]
     done = run_step(Step("tests", [*command, "--noconftest", "--rootdir", str(tmp_path)], ""), tmp_path, 60)
     assert done.status == 1
@@ -74,17 +73,10 @@ def test_the_summary_says_how_each_step_ended_and_what_it_printed_last(tmp_path)
     assert "Not measured." in text and "Not profiled." in text
 
 
-def test_the_summary_of_a_rehearsal_says_so(tmp_path):
-    write_summary(tmp_path, [], rehearsed=True)
-    assert (
-        (tmp_path / "summary.md").read_text().startswith("# Rehearsed without a GPU: no figure here means anything\n")
-    )
-
-
 def test_an_unknown_step_is_refused(tmp_path):
-    arguments = argparse.Namespace(steps=["3b"], out=tmp_path, seconds=60, rehearse=True)
+    arguments = argparse.Namespace(steps=["3b"], out=tmp_path, seconds=60)
     with pytest.raises(
         SystemExit,
-        match="step is '3b'; expected some of ceilings, tests, attention, ops, depth, 1b, 8b, compiled, sizes",
+        match="step is '3b'; expected some of ceilings, tests, ops, depth, 1b, 8b, compiled, sizes",
     ):
         run(arguments)

@@ -19,13 +19,10 @@ from midus_hf.ops import headwise_memory, product_key_topk
 # Minutes of C compiler; the benchmark itself judges it before it is timed.
 SLOW = set(COMPILED)
 
-# What differs from others on a GPU alone, where it is rehearsed.
-OF_KERNELS = {"exact", "one-block"}
-
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize(
-    ("op", "name"), [(op, name) for op, table in PROVIDERS.items() for name in table if name not in SLOW | OF_KERNELS]
+    ("op", "name"), [(op, name) for op, table in PROVIDERS.items() for name in table if name not in SLOW]
 )
 def test_every_provider_passes_the_gate(op, name, dtype):
     case = Case(op, SHAPES["tiny"], 33, "zipf", dtype, "cpu")
@@ -68,11 +65,6 @@ def test_a_compiled_provider_is_one_graph_that_passes_the_gate(op, dtype, withou
     ("name", "tokens", "dtype", "device", "reason"),
     [
         ("expand-max-autotune", 1, "float32", "cpu", "max-autotune tries kernels of a GPU; on a CPU it compiles what"),
-        ("one-block", 2, "bfloat16", "cpu", "nothing but kernels of half precision walks, over the blocks of many"),
-        ("one-block", 2, "float32", "cuda", "nothing but kernels of half precision walks, over the blocks of many"),
-        ("one-block", 1, "bfloat16", "cuda", "nothing but kernels of half precision walks, over the blocks of many"),
-        ("exact", 1, "bfloat16", "cpu", "nothing but kernels of half precision selects otherwise than exactly"),
-        ("exact", 1, "float32", "cuda", "nothing but kernels of half precision selects otherwise than exactly"),
     ],
 )
 def test_what_would_compute_as_another_provider_does_is_not_timed(name, tokens, dtype, device, reason):

@@ -9,7 +9,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from benchmarks.interpreter import mended_interpreter
 from midus_hf.ops import headwise_memory
 from midus_hf.ops.dispatch.calling import are_plain, nobody_watches
-from midus_hf.ops.headwise.triton.packed import triton_lookup
+from midus_hf.ops.headwise.triton import triton_lookup
 
 
 @pytest.mark.parametrize("context", [torch.no_grad, torch.inference_mode], ids=["no-grad", "inference"])

@@ -125,7 +125,7 @@ def test_every_backend_has_the_same_files_and_its_own_identifier(folder):
     [
         ("midus_hf.ops.gather", "from midus_hf.ops.gather.rows import a", "from .rows import a"),
         ("midus_hf.ops.gather", "    from midus_hf.ops.dispatch import calling", "    from ..dispatch import calling"),
-        ("midus_hf.ops.gather.triton", "from midus_hf.config.wording import a", "from ....config.wording import a"),
+        ("midus_hf.ops.chapters.triton", "from midus_hf.config.wording import a", "from ....config.wording import a"),
         ("midus_hf", "from midus_hf.ops import a", "from .ops import a"),
         ("midus_hf.ops", "from torch import midus_hf", "from torch import midus_hf"),
     ],

@@ -10,8 +10,7 @@ from midus_hf.ops.depth.batched import batched_depth_attention, batched_gradient
 from midus_hf.ops.depth.inputs import DepthInputs, DepthReading, Wanted, new_by_token
 from midus_hf.ops.depth.native import native_gradients, native_reading
 from midus_hf.ops.depth.reference import depth_scores, parts_of_both
-from midus_hf.ops.depth.triton.forward import depth_refusal, triton_depth_attention
-from midus_hf.ops.depth.triton.gradients import triton_depth_gradients
+from midus_hf.ops.depth.triton import depth_refusal, triton_depth_attention, triton_depth_gradients
 from midus_hf.ops.dispatch.calling import are_plain, custom_op, nobody_watches
 from midus_hf.ops.dispatch.choices import resolve
 from midus_hf.ops.dispatch.native.library import native_library

@@ -1,1 +1,1 @@
-"""Code that all ops share: the choice of a body, calls of registered ops, tiles of kernels, the library of compiled C."""
+"""Code that all ops share: the choice of a body, calls of registered ops, the library of compiled C."""

@@ -28,21 +28,13 @@ class OpChoices:
             `"native"` is compiled C for float32 and bfloat16 on a CPU, and `"torch"` for ops without a body in C;
             `"triton"` runs kernels for CUDA tensors. Default: `"auto"`: kernels on GPUs from compute capability 8.0 on,
             C on a CPU for which a compiler built it, `"torch"` elsewhere.
-        exact: Whether kernels compare all 32 bits of a score when they select product keys of half precision. If false,
-            and n is at most 128 and k at most 8, the last max(4, ceil(log2(n)), ceil(log2(k)) + 2) bits of a sub-key's
-            score are replaced by the sub-key's number, and the last 2 ceil(log2(k)) bits of a slot's score by the ranks
-            of its two sub-keys. Two sub-keys or slots may be swapped if their scores differ in these bits only, which
-            for n = 64 means by less than 2^-17 of their size. Default: false.
     """
 
     backend: str = "auto"
-    exact: bool = False
 
     def __post_init__(self) -> None:
         if self.backend not in BACKENDS:
             raise ValueError(f"backend is {self.backend!r}; expected one of {', '.join(map(repr, BACKENDS))}.")
-        if not isinstance(self.exact, bool):
-            raise ValueError(f"exact is {self.exact!r}; expected True or False.")
 
 
 _standing = OpChoices()
@@ -142,11 +134,6 @@ def _check_native(tensor: torch.Tensor, refusal: str | None) -> None:
         raise ValueError(f"backend is 'native', but {refusal}, or choose 'torch'.")
     if not torch.compiler.is_compiling() and native_library() is None:
         raise ValueError(f"backend is 'native', but {why_missing()}, or choose 'torch'.")
-
-
-def chosen_exact() -> bool:
-    """Return whether kernels compare all 32 bits of a score when they select product keys of half precision."""
-    return _standing.exact
 
 
 def _multiplies(tensor: torch.Tensor) -> bool:

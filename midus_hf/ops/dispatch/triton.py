@@ -4,11 +4,13 @@ Without Triton, stand-ins for its names let kernels be defined, but not run.
 """
 
 import contextlib
-import functools
 import os
 from typing import Any
 
 import torch
+
+# Parameters of a kernel and compiler options, by name. They follow from a shape by a rule that is cached: do not change a tile.
+Tile = dict[str, Any]
 
 try:
     import triton
@@ -48,16 +50,6 @@ def quotient_above(number: int, divisor: int) -> int:
 def on_device_of(tensor: torch.Tensor) -> contextlib.AbstractContextManager:
     """Return a context in which kernels are launched on the tensor's device."""
     return torch.cuda.device(tensor.device) if tensor.is_cuda else contextlib.nullcontext()
-
-
-def multiprocessors(tensor: torch.Tensor) -> int:
-    """Return how many multiprocessors the tensor's device has; for a CPU, the 132 of an H200."""
-    return _multiprocessors(tensor.device) if tensor.is_cuda else 132
-
-
-@functools.lru_cache
-def _multiprocessors(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count
 
 
 def precise_product() -> str:

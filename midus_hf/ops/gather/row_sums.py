@@ -10,7 +10,7 @@ from midus_hf.ops.dispatch.native.library import native_library
 from midus_hf.ops.dispatch.precision import narrowest_integer
 from midus_hf.ops.dispatch.private_torch import products_with_bags
 from midus_hf.ops.gather.native import native_gathered_products, native_row_sums, native_weighted_rows
-from midus_hf.ops.gather.triton.rows import triton_row_sums, triton_weight_gradients, triton_weighted_rows
+from midus_hf.ops.gather.triton import triton_row_sums, triton_weight_gradients, triton_weighted_rows
 
 # Largest width of rows that C sums. PyTorch sums wider rows as fast or faster: it sorts entries by row, and writes
 # each row once.

@@ -10,7 +10,7 @@ Sizes: S tokens with m slots each, R rows of width v.
 import torch
 
 from midus_hf.ops.dispatch.precision import without_autocast
-from midus_hf.ops.gather.triton.rows import triton_spread_weights
+from midus_hf.ops.gather.triton import triton_spread_weights
 
 # Largest number of weights that the matrix holds at a time: 128 MB in half precision, and twice that for its gradient.
 _MOST_ELEMENTS = 1 << 26

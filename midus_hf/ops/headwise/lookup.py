@@ -14,10 +14,10 @@ from midus_hf.ops.dispatch.native.library import native_library
 from midus_hf.ops.dispatch.precision import narrowest_integer, without_autocast
 from midus_hf.ops.gather.native import native_bank_gradient
 from midus_hf.ops.gather.row_sums import row_sums, weight_gradients, weighted_rows
-from midus_hf.ops.gather.triton.rows import triton_bank_gradient
+from midus_hf.ops.gather.triton import triton_bank_gradient
 from midus_hf.ops.headwise.inputs import LookupInputs
 from midus_hf.ops.headwise.native import native_lookup
-from midus_hf.ops.headwise.triton.packed import triton_lookup
+from midus_hf.ops.headwise.triton import triton_lookup
 from midus_hf.ops.product_key.native import native_score_gradients
 from midus_hf.ops.product_key.selection import halves, query_and_key_gradients, select
 from midus_hf.ops.product_key.triton.gradients import triton_score_gradients
@@ -33,13 +33,12 @@ def lookup(
     residual: Optional[torch.Tensor],  # noqa: UP045 - torch.library reads this form alone
     k: int,
     temperature: float,
-    exact: bool,
     backend: str,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return the output `[S, H, v]`, and for the gradient the slots `[S, H, k]` and their weights `[S, H, k]`, best first."""
     inputs = LookupInputs(query, row_keys, column_keys, bank, residual, k, temperature)
     if backend == "triton":
-        return triton_lookup(inputs, exact)
+        return triton_lookup(inputs)
     if backend == "native" and native_library() is not None:
         return native_lookup(inputs)
     return torch_lookup(inputs)
@@ -73,7 +72,7 @@ def torch_lookup(inputs: LookupInputs) -> tuple[torch.Tensor, torch.Tensor, torc
 
 
 @headwise_lookup_op.register_fake
-def _(query, row_keys, column_keys, bank, residual, k, temperature, exact, backend):  # type: ignore[no-untyped-def]
+def _(query, row_keys, column_keys, bank, residual, k, temperature, backend):  # type: ignore[no-untyped-def]
     tokens, heads, _ = query.shape
     wide = torch.promote_types(query.dtype, torch.float32)
     return (
@@ -161,7 +160,7 @@ def _score_gradients(
 
 
 def _save(ctx: Any, inputs: tuple, output: tuple) -> None:
-    query, row_keys, column_keys, bank, residual, _, ctx.temperature, _, ctx.backend = inputs
+    query, row_keys, column_keys, bank, residual, _, ctx.temperature, ctx.backend = inputs
     ctx.adds = residual is not None
     _, slots, weights = output
     ctx.save_for_backward(query, row_keys, column_keys, bank, slots, weights)
@@ -174,7 +173,7 @@ def _differentiate(ctx: Any, gradient: torch.Tensor, *_: Any) -> tuple:
         gradient, *ctx.saved_tensors, ctx.temperature, any(needs[:3]), needs[3], ctx.backend
     )
     wanted = (part if need else None for part, need in zip(gradients, needs, strict=True))
-    return *wanted, gradient if ctx.adds else None, None, None, None, None
+    return *wanted, gradient if ctx.adds else None, None, None, None
 
 
 headwise_lookup_op.register_autograd(_differentiate, setup_context=_save)

@@ -5,14 +5,14 @@ import math
 import torch
 
 from midus_hf.ops.dispatch.calling import are_plain, nobody_watches
-from midus_hf.ops.dispatch.choices import chosen_exact, resolve
+from midus_hf.ops.dispatch.choices import resolve
 from midus_hf.ops.dispatch.precision import without_autocast
 from midus_hf.ops.headwise.inputs import LookupInputs
 from midus_hf.ops.headwise.lookup import headwise_lookup_op
 from midus_hf.ops.headwise.native import native_output
 from midus_hf.ops.headwise.reference import headwise_memory as reference
 from midus_hf.ops.headwise.transformed import transformed, transformed_lookup_op
-from midus_hf.ops.headwise.triton.packed import triton_output
+from midus_hf.ops.headwise.triton import triton_output
 from midus_hf.ops.product_key.native import native_refusal
 from midus_hf.ops.product_key.op import check_product_keys
 
@@ -128,8 +128,8 @@ def _looked_up(inputs: LookupInputs, body: str) -> torch.Tensor:
         if body == "native":
             return native_output(inputs)
         if body == "triton":
-            return triton_output(inputs, chosen_exact())
-    return headwise_lookup_op(*inputs, chosen_exact(), body)[0]
+            return triton_output(inputs)
+    return headwise_lookup_op(*inputs, body)[0]
 
 
 def _transformed_in_c(inputs: LookupInputs, value_transform: torch.Tensor) -> torch.Tensor:

@@ -3,14 +3,14 @@
 import torch
 
 from midus_hf.ops.dispatch.calling import are_plain, nobody_watches
-from midus_hf.ops.dispatch.choices import chosen_exact, resolve
+from midus_hf.ops.dispatch.choices import resolve
 from midus_hf.ops.dispatch.private_torch import is_transformed
 from midus_hf.ops.product_key.native import native_refusal, native_scores
 from midus_hf.ops.product_key.reference import product_key_topk as reference
 from midus_hf.ops.product_key.reference import sub_key_scores
 from midus_hf.ops.product_key.scores import product_key_scores_op
 from midus_hf.ops.product_key.selection import select
-from midus_hf.ops.product_key.triton.scores import scores_refusal, triton_scores
+from midus_hf.ops.product_key.triton.forward import scores_refusal, triton_scores
 
 
 def product_key_topk(
@@ -28,8 +28,7 @@ def product_key_topk(
     selections give exactly the result of one selection over all `n * n` slots (MIDUS, equations 11 to 13).
 
     Scores of half-precision queries are accumulated in float32, also under `torch.autocast`, because rounding them
-    first would change the selection. Unless `OpChoices.exact` is set, kernels for half precision compare and return
-    scores whose last bits hold the number of their column. Among slots of equal scores, any may be chosen.
+    first would change the selection. Among slots of equal scores, any may be chosen.
 
     One token may choose a sub-key up to k times. PyTorch on CUDA adds the gradients of these choices in any order,
     kernels and C in a fixed order. Results of kernels and C can be differentiated once; with `backend="torch"`,
@@ -52,16 +51,15 @@ def product_key_topk(
     """
     check_product_keys(query, row_keys, column_keys, k)
     heads, n, half = row_keys.shape
-    exact = chosen_exact()
-    body = resolve(backend, query, scores_refusal(query.dtype, n, k, half, exact), native_refusal(n, k))
+    body = resolve(backend, query, scores_refusal(query.dtype, n, k, half), native_refusal(n, k))
     if body == "reference":
         return reference(query, row_keys, column_keys, k)
     if body in ("native", "triton") and not is_transformed():
         flat = (query.reshape(-1, heads, 2 * half), row_keys.to(query.dtype), column_keys.to(query.dtype))
         if not (nobody_watches() and are_plain(*flat)):
-            results = product_key_scores_op(*flat, k, exact, body)
+            results = product_key_scores_op(*flat, k, body)
         elif body == "triton":
-            results = triton_scores(*flat, k, exact)
+            results = triton_scores(*flat, k)
         else:
             results = native_scores(*flat, k)
         scores, slots = (tensor.view(*query.shape[:-1], k) for tensor in results)

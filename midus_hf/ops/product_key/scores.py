@@ -9,28 +9,27 @@ from midus_hf.ops.dispatch.native.library import native_library
 from midus_hf.ops.product_key.native import native_gradients_of_scores, native_scores
 from midus_hf.ops.product_key.reference import product_key_topk
 from midus_hf.ops.product_key.selection import query_and_key_gradients
+from midus_hf.ops.product_key.triton.forward import triton_scores
 from midus_hf.ops.product_key.triton.gradients import triton_gradients_of_scores
-from midus_hf.ops.product_key.triton.scores import triton_scores
 
 
 @custom_op("product_key_scores")
 def product_key_scores_op(
-    query: torch.Tensor, row_keys: torch.Tensor, column_keys: torch.Tensor, k: int, exact: bool, backend: str
+    query: torch.Tensor, row_keys: torch.Tensor, column_keys: torch.Tensor, k: int, backend: str
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return scores, float32, descending, and slots, int64, of the k best slots: `[S, H, k]` each.
 
-    The query `[S, H, d]` and the keys `[H, n, d / 2]` share a dtype. The backend is `"triton"` or `"native"`; `exact`
-    is as in `OpChoices`.
+    The query `[S, H, d]` and the keys `[H, n, d / 2]` share a dtype. The backend is `"triton"` or `"native"`.
     """
     if backend == "triton":
-        return triton_scores(query, row_keys, column_keys, k, exact)
+        return triton_scores(query, row_keys, column_keys, k)
     if native_library() is not None:
         return native_scores(query, row_keys, column_keys, k)
     return product_key_topk(query, row_keys, column_keys, k)
 
 
 @product_key_scores_op.register_fake
-def _(query, row_keys, column_keys, k, exact, backend):  # type: ignore[no-untyped-def]
+def _(query, row_keys, column_keys, k, backend):  # type: ignore[no-untyped-def]
     kept = (*query.shape[:2], k)
     return query.new_empty(kept, dtype=torch.float32), query.new_empty(kept, dtype=torch.int64)
 
@@ -60,14 +59,14 @@ def _(gradient, query, row_keys, column_keys, slots, backend):  # type: ignore[n
 
 
 def _save(ctx: Any, inputs: tuple, output: tuple) -> None:
-    query, row_keys, column_keys, _, _, ctx.body = inputs
+    query, row_keys, column_keys, _, ctx.body = inputs
     _, slots = output
     ctx.save_for_backward(query, row_keys, column_keys, slots)
     ctx.mark_non_differentiable(slots)
 
 
 def _differentiate(ctx: Any, gradient: torch.Tensor, *_: Any) -> tuple:
-    return *product_key_scores_backward_op(gradient, *ctx.saved_tensors, ctx.body), None, None, None
+    return *product_key_scores_backward_op(gradient, *ctx.saved_tensors, ctx.body), None, None
 
 
 product_key_scores_op.register_autograd(_differentiate, setup_context=_save)

@@ -5,8 +5,8 @@ import torch
 from ops.kernels.closeness import assert_close
 from ops.kernels.conftest import DEVICE
 
-from midus_hf.ops.gather.triton import bucket_sums
-from midus_hf.ops.gather.triton.rows import triton_bank_gradient
+from midus_hf.ops.gather import triton as bucket_sums
+from midus_hf.ops.gather.triton import triton_bank_gradient
 
 
 def given(tokens, heads, k, n, width, dtype=torch.float32):

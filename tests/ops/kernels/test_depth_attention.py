@@ -8,10 +8,10 @@ from ops.kernels.closeness import assert_close
 from ops.kernels.conftest import DEVICE
 from pairs import by_default
 
+from midus_hf.ops.depth import triton as depth_attention_triton
+from midus_hf.ops.depth import triton as depth_gradients_triton
 from midus_hf.ops.depth.op import depth_attention
-from midus_hf.ops.depth.triton import forward as depth_attention_triton
-from midus_hf.ops.depth.triton import gradients as depth_gradients_triton
-from midus_hf.ops.depth.triton.forward import device_numbers, slot_table
+from midus_hf.ops.depth.triton import device_numbers, slot_table
 
 
 @pytest.fixture(params=["native", "triton"])

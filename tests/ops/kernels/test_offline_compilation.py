@@ -18,13 +18,11 @@ from benchmarks.options import words
 ROOT = Path(__file__).parents[3]
 KERNELS = {
     "forward_kernel",
-    "packed_forward_kernel",
     "score_gradient_kernel",
     "group_starts_kernel",
     "bucket_sums_kernel",
     "piece_sums_kernel",
     "scores_kernel",
-    "packed_scores_kernel",
     "weighted_rows_kernel",
     "weight_gradients_kernel",
     "spread_weights_kernel",

@@ -8,7 +8,7 @@ from ops.kernels.closeness import assert_close
 from ops.kernels.conftest import DEVICE
 from torch.autograd import forward_ad
 
-from midus_hf.ops import op_choices, product_key_topk
+from midus_hf.ops import product_key_topk
 from midus_hf.ops.product_key.triton import gradients
 
 # Tokens, heads, width and number of sub-keys, and k.
@@ -38,10 +38,9 @@ def all_scores(query, row_keys, column_keys):
     return (rows.unsqueeze(-1) + columns.unsqueeze(-2)).flatten(-2)
 
 
-@pytest.mark.parametrize("exact", [False, True], ids=["packed", "exact"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("tokens, heads, half, n, k", SHAPES)
-def test_slots_scores_and_gradients(tokens, heads, half, n, k, dtype, exact):
+def test_slots_scores_and_gradients(tokens, heads, half, n, k, dtype):
     leaves = [x.requires_grad_() for x in inputs(tokens, heads, half, n, dtype)]
     if dtype == torch.float32 and n > 128:
         with pytest.raises(
@@ -49,21 +48,15 @@ def test_slots_scores_and_gradients(tokens, heads, half, n, k, dtype, exact):
         ):
             product_key_topk(*leaves, k, backend="triton")
         return
-    with op_choices(exact=exact):
-        scores, slots = product_key_topk(*leaves, k, backend="triton")
+    scores, slots = product_key_topk(*leaves, k, backend="triton")
     every = all_scores(*(wide := [x.detach().double().requires_grad_() for x in leaves]))
     best, best_slots = every.topk(k, dim=-1)
     found = every.gather(-1, slots)
     assert (scores.dtype, slots.dtype) == (torch.float32, torch.int64)
     assert all(len(set(row)) == k for row in slots.flatten(0, 1).tolist())
     assert (scores.diff(dim=-1) <= 0).all()
-    if exact or dtype == torch.float32 or n > 128 or k > 8:  # of others columns are carried along
-        assert torch.equal(slots, best_slots)
-        torch.testing.assert_close(scores.double(), best, rtol=1e-5, atol=1e-5)
-    else:
-        largest = every.abs().amax(-1, keepdim=True)
-        assert ((best - found).abs() / largest).max() <= 2.0**-14
-        assert ((scores - found).abs() / largest).max() <= 2.0**-14
+    assert torch.equal(slots, best_slots)
+    torch.testing.assert_close(scores.double(), best, rtol=1e-5, atol=1e-5)
     upstream = torch.randn(scores.shape, generator=torch.Generator().manual_seed(1)).to(DEVICE)
     expected = torch.autograd.grad(found, wide, upstream.double())
     for name, gradient, into in zip("query rows columns".split(), leaves, expected, strict=True):
@@ -82,39 +75,29 @@ def test_a_query_of_any_strides_and_leading_dimensions_is_read_as_it_lies():
         assert all(torch.equal(one.flatten(0, -3), other) for one, other in zip(found, expected, strict=True))
 
 
-@pytest.mark.parametrize("exact", [False, True], ids=["packed", "exact"])
-def test_what_is_no_number_stays_none_and_spoils_no_other_token(exact):
+def test_what_is_no_number_stays_none_and_spoils_no_other_token():
     arguments = inputs()
-    with op_choices(exact=exact):
-        before, _ = product_key_topk(*arguments, 4, backend="triton")
-        arguments[0][7, 1, 3] = math.nan
-        scores, slots = product_key_topk(*arguments, 4, backend="triton")
+    before, _ = product_key_topk(*arguments, 4, backend="triton")
+    arguments[0][7, 1, 3] = math.nan
+    scores, slots = product_key_topk(*arguments, 4, backend="triton")
     assert scores[7, 1].isnan().any() and scores.isnan().any(-1).sum() == 1
     assert slots.min() >= 0 and slots.max() < 256
     before[7, 1] = scores[7, 1] = 0
     assert torch.equal(scores, before)
 
 
-@pytest.mark.parametrize(
-    "half, n, k, exact, held",
-    [
-        (512, 128, 8, False, 294_912),
-        (1024, 128, 32, False, 294_912),
-        (512, 128, 8, True, 147_456),
-        (256, 128, 8, True, 0),
-    ],
-)
-def test_keys_that_a_program_has_no_room_for_are_left_to_pytorch(half, n, k, exact, held):
-    """As many bytes as compiled programs share: 294,912 of bfloat16 at compute capability 9.0."""
+@pytest.mark.parametrize("half, n, k, held", [(512, 128, 8, 147_456), (256, 128, 8, 0)])
+def test_keys_that_a_program_has_no_room_for_are_left_to_pytorch(half, n, k, held):
     arguments = inputs(2, 1, half, n)
-    with op_choices(exact=exact):
-        assert product_key_topk(*arguments, k)[1].shape == (2, 1, k)
-        if held:
-            message = f"'triton', but sub-keys are {half} wide, of which a program would hold {held:,} bytes; expected 98,304 or"
-            with pytest.raises(ValueError, match=message):
-                product_key_topk(*arguments, k, backend="triton")
-        else:
-            assert product_key_topk(*arguments, k, backend="triton")[1].shape == (2, 1, k)
+    assert product_key_topk(*arguments, k)[1].shape == (2, 1, k)
+    if held:
+        message = (
+            f"'triton', but sub-keys are {half} wide, of which a program would hold {held:,} bytes; expected 98,304 or"
+        )
+        with pytest.raises(ValueError, match=message):
+            product_key_topk(*arguments, k, backend="triton")
+    else:
+        assert product_key_topk(*arguments, k, backend="triton")[1].shape == (2, 1, k)
 
 
 @pytest.mark.parametrize("backend", ["triton", "native"])

@@ -35,7 +35,7 @@ def test_the_lookup_is_registered_rightly(body, with_residual):
     if with_residual != "none":
         residual = torch.randn(6, 2, 5, device=DEVICE)
         residual = (residual.mT.contiguous().mT if with_residual == "strided" else residual).requires_grad_()
-    arguments = (*tables(), residual, 3, 0.5, False, body)
+    arguments = (*tables(), residual, 3, 0.5, body)
     torch.library.opcheck(headwise_lookup_op, arguments)
 
 

@@ -8,7 +8,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from midus_hf.ops import weighted_gather
 from midus_hf.ops.gather import rows_by_product
 from midus_hf.ops.gather.rows_by_product import product_takes_less
-from midus_hf.ops.gather.triton.rows import triton_spread_weights
+from midus_hf.ops.gather.triton import triton_spread_weights
 from midus_hf.ops.gather.weighted import multiplies_all, weighted_gather_op
 
 

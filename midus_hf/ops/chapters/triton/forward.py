@@ -8,14 +8,15 @@ Sizes: N tokens, n chapters per token, H query heads, K heads of keys and values
 tokens per stretch, `DP` the power of two at or above the width of a head, at least 16.
 """
 
+import functools
 import math
 from typing import NamedTuple
 
 import torch
 
 from midus_hf.ops.dispatch.precision import narrowest_integer
-from midus_hf.ops.dispatch.tiles import Changes, Tile, tiles
 from midus_hf.ops.dispatch.triton import (
+    Tile,
     on_device_of,
     power_of_two,
     product,
@@ -192,7 +193,7 @@ def triton_segments(
         return SegmentReading(output, log_sums, order, offsets)
     pair_outputs = query.new_empty(tokens * chosen, heads, width)
     pair_sums = torch.empty(tokens * chosen, heads, dtype=torch.float32, device=query.device)
-    tile = _tile(query.device, *chapter_shape(query, len(order), num_chapters, memory_tokens))
+    tile = chapter_tile(*chapter_shape(query, len(order), num_chapters, memory_tokens))
     blocks = blocks_of(offsets, len(order), tile["BP"])
     extra = tuple(pair_sums if of_pair is None else of_pair.contiguous() for of_pair in (scales, biases))
     merged_rows = max(1, min(32, 4096 // tile["DP"]))
@@ -261,10 +262,8 @@ def chapter_shape(query: torch.Tensor, pairs: int, num_chapters: int, memory_tok
     return dims, element, pairs_of_chapter, tokens
 
 
-def chapter_tile(changes: Changes, dims: int, element: int, pairs: int, memory_tokens: int) -> Tile:
+@functools.cache
+def chapter_tile(dims: int, element: int, pairs: int, memory_tokens: int) -> Tile:
     """Return the sizes of a program: as many pairs as a chapter is expected to have, with tiles of rows up to 16 KB."""
     most = min(LARGEST_TILE, (16 << 10) // (dims * element))
-    return {"BP": min(most, pairs), "BM": min(most, memory_tokens), "DP": dims, "num_warps": 4, **changes}
-
-
-_tile = tiles("chapter_forward_kernel", BP=(16, LARGEST_TILE), BM=(16, LARGEST_TILE), num_warps=(2, 8))(chapter_tile)
+    return {"BP": min(most, pairs), "BM": min(most, memory_tokens), "DP": dims, "num_warps": 4}

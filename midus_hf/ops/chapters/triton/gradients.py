@@ -13,7 +13,6 @@ import math
 import torch
 
 from midus_hf.ops.chapters.triton.forward import (
-    LARGEST_TILE,
     SegmentReading,
     blocks_of,
     chapter_shape,
@@ -22,8 +21,7 @@ from midus_hf.ops.chapters.triton.forward import (
     memory_rows,
     pairs_of_block,
 )
-from midus_hf.ops.dispatch.tiles import Changes, Tile, tiles
-from midus_hf.ops.dispatch.triton import on_device_of, product, product_precision, quotient_above, tl, triton
+from midus_hf.ops.dispatch.triton import Tile, on_device_of, product, product_precision, quotient_above, tl, triton
 
 # Least number of pairs per split of a chapter, which one program sums.
 _FEWEST_OF_SPLIT = 512
@@ -222,7 +220,7 @@ def triton_segment_gradients(
     chosen = len(order) // max(1, tokens)
     products = torch.empty(tokens, heads, dtype=torch.float32, device=query.device)
     shape = chapter_shape(query, len(order), num_chapters, memory_tokens)
-    pair_tile, table_tile = _pair_tile(query.device, *shape), _table_tile(query.device, *shape)
+    tile = _tile(*shape)
     extra = tuple(products if of_pair is None else of_pair.contiguous() for of_pair in (scales, biases))
     inputs = (gradient, query, keys, values, *extra, log_sums, products, order, offsets)
     numbers = (num_chapters, chosen, heads, 1 / math.sqrt(width))
@@ -234,11 +232,11 @@ def triton_segment_gradients(
         "WIDTH": width,
         "PRECISION": product_precision(query),
     }
-    rows = max(1, min(32, 4096 // pair_tile["DP"]))
+    rows = max(1, min(32, 4096 // tile["DP"]))
     into_query = into_scales = into_biases = into_keys = into_values = None
     with on_device_of(query):
         chapter_products_kernel[(quotient_above(tokens * heads, rows),)](
-            gradient, output, products, tokens * heads, WIDTH=width, BR=rows, DP=pair_tile["DP"]
+            gradient, output, products, tokens * heads, WIDTH=width, BR=rows, DP=tile["DP"]
         )
         if wants_rows:
             by_pair = query.new_empty(tokens, chosen, heads, width)
@@ -246,7 +244,7 @@ def triton_segment_gradients(
                 torch.empty(tokens, chosen, heads, dtype=torch.float32, device=query.device) if there else products
                 for there in (scaled, biased)
             ]
-            blocks = blocks_of(offsets, len(order), pair_tile["BP"])
+            blocks = blocks_of(offsets, len(order), tile["BP"])
             chapter_pair_gradient_kernel[(len(blocks.chapter_of_block) * heads,)](
                 *inputs,
                 blocks.last_blocks,
@@ -255,7 +253,7 @@ def triton_segment_gradients(
                 *sums,
                 *numbers,
                 **constants,
-                **pair_tile,
+                **tile,
             )
             into_query = by_pair.sum(1)
             into_scales, into_biases = (
@@ -263,14 +261,14 @@ def triton_segment_gradients(
             )
         if wants_tables:
             into_keys, into_values = torch.zeros_like(keys), torch.zeros_like(values)
-            stretches, table = quotient_above(memory_tokens, table_tile["BM"]), keys[0].numel()
+            stretches, table = quotient_above(memory_tokens, tile["BM"]), keys[0].numel()
             size = _pairs_of_split(len(order), kv_heads * stretches)
             slots = len(order) // size * 2
             partial = torch.empty(slots, 2, table, dtype=torch.float32, device=query.device)
             splits = blocks_of(offsets, len(order), size)
             chapter_table_gradient_kernel[(len(splits.chapter_of_block) * kv_heads, stretches)](
                 *inputs, splits.last_blocks, splits.chapter_of_block, into_keys, into_values, partial,
-                *numbers, size, **constants, **table_tile,
+                *numbers, size, **constants, **tile,
             )  # fmt: skip
             if slots:
                 chapter_split_sums_kernel[(num_chapters, quotient_above(table, 1024))](
@@ -279,18 +277,9 @@ def triton_segment_gradients(
     return into_query, into_keys, into_values, into_scales, into_biases
 
 
-def _gradient_tile(changes: Changes, dims: int, element: int, pairs: int, memory_tokens: int) -> Tile:
+def _tile(dims: int, element: int, pairs: int, memory_tokens: int) -> Tile:
     """Return the tile of the forward pass, with 8 warps for wide rows: registers hold two sums of rows and their terms."""
-    warps = {"num_warps": 8 if dims * element > 128 else 4}
-    return chapter_tile(warps | dict(changes), dims, element, pairs, memory_tokens)
-
-
-_pair_tile = tiles("chapter_pair_gradient_kernel", BP=(16, LARGEST_TILE), BM=(16, LARGEST_TILE), num_warps=(2, 8))(
-    _gradient_tile
-)
-_table_tile = tiles("chapter_table_gradient_kernel", BP=(16, LARGEST_TILE), BM=(16, LARGEST_TILE), num_warps=(2, 8))(
-    _gradient_tile
-)
+    return chapter_tile(dims, element, pairs, memory_tokens) | {"num_warps": 8 if dims * element > 128 else 4}
 
 
 def _pairs_of_split(pairs: int, programs: int) -> int:

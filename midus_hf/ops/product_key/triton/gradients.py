@@ -8,10 +8,12 @@ Sizes: S tokens, H heads; `BT` tokens at a time; `BN` sub-keys per stretch; `KP`
 above k, d / 2 and v.
 """
 
+import functools
+
 import torch
 
-from midus_hf.ops.dispatch.tiles import Changes, Tile, tiles
 from midus_hf.ops.dispatch.triton import (
+    Tile,
     interprets_kernels,
     on_device_of,
     power_of_two,
@@ -257,7 +259,7 @@ def _gradients(
     bank, weights, temperature = looked_up or (gradient, gradient, 1.0)  # stand-ins that are not read
     width = bank.shape[-1] if looked_up else 1
     into_query = torch.empty(query.shape, dtype=query.dtype, device=query.device)
-    tile = _tile(query.device, n, k, half, width, query.dtype == torch.float32)
+    tile = _tile(n, k, half, width, query.dtype == torch.float32)
     blocks = quotient_above(tokens, tile["BT"])
     splits_at_most = max(1, min(_PROGRAMS // heads, _MOST_SUMS // (2 * heads * n * half)))
     blocks_a_split = quotient_above(blocks, splits_at_most)
@@ -285,8 +287,8 @@ def _precision(query: torch.Tensor) -> str | None:
     return wide_ranged_product() if query.dtype == torch.float16 else None
 
 
-@tiles("score_gradient_kernel", BT=(16, 128), num_warps=(2, 8))
-def _tile(changes: Changes, n: int, k: int, half: int, width: int, is_wide: bool) -> Tile:
+@functools.cache
+def _tile(n: int, k: int, half: int, width: int, is_wide: bool) -> Tile:
     """Return the sizes of a program, whose widest tile has about 8,192 elements at most.
 
     For half precision and heads of width 64 or less, registers are limited to 168 per thread: three programs instead of
@@ -303,7 +305,6 @@ def _tile(changes: Changes, n: int, k: int, half: int, width: int, is_wide: bool
         "VP": lanes,
         "num_warps": 4 if dims <= 64 else 8,
         "num_stages": 1,  # prefetched rows of the next block would take registers and shared memory from other programs
-        **changes,
     }
     fits = not is_wide and max(2 * dims, lanes) <= 64 and (tile["BT"], tile["num_warps"]) == (64, 4)
     return tile | ({"maxnreg": 168} if fits and not torch.version.hip else {})

@@ -4,18 +4,18 @@ Sizes: S tokens, H heads; `BT` tokens per program, `BN` sub-keys per stretch; `K
 or above k, d / 2 and v.
 """
 
+import functools
 from typing import NamedTuple
 
 import torch
 
-from midus_hf.ops.dispatch.tiles import Changes, Tile, tiles
-from midus_hf.ops.dispatch.triton import on_device_of, power_of_two, quotient_above, tl, triton
-from midus_hf.ops.headwise.inputs import LookupInputs
-from midus_hf.ops.product_key.triton.exact import (
+from midus_hf.ops.dispatch.triton import Tile, on_device_of, power_of_two, quotient_above, tl, triton
+from midus_hf.ops.headwise.inputs import LookupInputs, room_for_gradient
+from midus_hf.ops.product_key.triton.forward import (
     FEW_TOKENS,
     HEADS_TOGETHER,
     best_slots_of_keys,
-    exact_tile,
+    selection_tile,
     token_block_and_head,
     wide_products,
 )
@@ -73,7 +73,13 @@ def forward_kernel(
     tl.store(output + there, result.to(output.dtype.element_ty), mask=lane_mask)
 
 
-def triton_forward(inputs: LookupInputs, kept: tuple[torch.Tensor, torch.Tensor] | None) -> torch.Tensor:
+def triton_lookup(inputs: LookupInputs) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return the output `[S, H, v]`, and for the gradient slots `[S, H, k]` and weights `[S, H, k]`, float32."""
+    kept = room_for_gradient(inputs)
+    return triton_output(inputs, kept), *kept
+
+
+def triton_output(inputs: LookupInputs, kept: tuple[torch.Tensor, torch.Tensor] | None = None) -> torch.Tensor:
     """Return the output `[S, H, v]`, and write slots and weights for a gradient into `kept` unless that is None."""
     query, row_keys, _, bank, residual, k, temperature = inputs
     there = lookup_tensors(inputs, kept)
@@ -81,7 +87,7 @@ def triton_forward(inputs: LookupInputs, kept: tuple[torch.Tensor, torch.Tensor]
     if tokens:
         is_wide = wide_products(query, row_keys)
         lanes = power_of_two(width)
-        tile = _tile(query.device, n, k, half, lanes, tokens <= FEW_TOKENS, is_wide)
+        tile = _tile(n, k, half, lanes, tokens <= FEW_TOKENS, is_wide)
         with on_device_of(query):
             forward_kernel[(quotient_above(tokens, tile["BT"]) * heads,)](
                 *there, tokens, heads, n, half, width, there.query.stride(0), there.query.stride(1), _bank_stride(there.bank),
@@ -91,9 +97,9 @@ def triton_forward(inputs: LookupInputs, kept: tuple[torch.Tensor, torch.Tensor]
     return there.output
 
 
-@tiles("forward_kernel", BT=(16, 64), num_warps=(2, 8))
-def _tile(changes: Changes, n: int, k: int, half: int, lanes: int, few: bool, is_wide: bool) -> Tile:
-    return exact_tile(changes, n, k, half, few, is_wide, lanes) | {"VP": lanes}
+@functools.cache
+def _tile(n: int, k: int, half: int, lanes: int, few: bool, is_wide: bool) -> Tile:
+    return selection_tile(n, k, half, few, is_wide, lanes) | {"VP": lanes}
 
 
 def _bank_stride(bank: torch.Tensor) -> int:

@@ -1,17 +1,34 @@
-"""Selection of product keys in kernels, by all bits of their scores.
+"""Selection of product keys in kernels, without holding the scores of all sub-keys in memory.
 
 Sizes: S tokens, H heads; `BT` tokens per program, `BN` sub-keys per stretch; `KP`, `DP` and `VP` the powers of two at
 or above k, d / 2 and v.
 """
 
+import functools
+
 import torch
 
-from midus_hf.ops.dispatch.tiles import Changes, Tile
-from midus_hf.ops.dispatch.triton import interprets_kernels, power_of_two, tl, triton
+from midus_hf.ops.dispatch.triton import (
+    Tile,
+    interprets_kernels,
+    on_device_of,
+    power_of_two,
+    quotient_above,
+    tl,
+    triton,
+)
 
 # Heads whose programs run together: their inputs for a token are adjacent in memory, and gathered rows stay in cache.
 HEADS_TOGETHER = 8
 
+
+# Most bytes of sub-keys and queries that a program multiplies: every GPU that kernels run on has this much shared
+# memory.
+_MOST_SHARED_BYTES = 96 * 1024
+
+# Most float32 sub-keys per side: with more, a program goes through stretches and spills some ten thousand bytes per
+# thread.
+_MOST_WIDE_SUB_KEYS = 128
 
 # Fewest rows of a matrix product, and so the rows that are computed for the few tokens of a decoding step.
 FEW_TOKENS = 16
@@ -168,11 +185,11 @@ def best_slots_of_keys(
     return scores, chosen
 
 
-def exact_tile(changes: Changes, n: int, k: int, half: int, few: bool, is_wide: bool, lanes: int = 1) -> Tile:
+def selection_tile(n: int, k: int, half: int, few: bool, is_wide: bool, lanes: int = 1) -> Tile:
     """Return the sizes of a program that selects: its widest tile, also one of `lanes` columns, has about 8,192 elements at most."""
     tile, dims = select_tile(n, k), max(16, power_of_two(half))
     tile |= {"BT": max(16, min(tile["BT"], 8192 // max(dims, lanes))), "DP": dims, "num_warps": 4}
-    return tile | (_tile_of_few(tile["BN"], is_wide) if few else {}) | dict(changes)
+    return tile | (_tile_of_few(tile["BN"], is_wide) if few else {})
 
 
 def _tile_of_few(stretch: int, is_wide: bool) -> Tile:
@@ -187,3 +204,57 @@ def _tile_of_few(stretch: int, is_wide: bool) -> Tile:
 def wide_products(query: torch.Tensor, keys: torch.Tensor) -> bool:
     """Return whether products are computed in float32: for float32 queries, for two different dtypes, and in the interpreter."""
     return query.dtype == torch.float32 or query.dtype != keys.dtype or interprets_kernels()
+
+
+_tile = functools.cache(selection_tile)
+
+
+def scores_refusal(dtype: torch.dtype, n: int, k: int, half: int) -> str | None:
+    """Return why these kernels refuse these sizes, and which they expect; None if they take them."""
+    if dtype == torch.float32 and n > _MOST_WIDE_SUB_KEYS:
+        return f"{n} sub-keys a side are float32; expected {_MOST_WIDE_SUB_KEYS} or fewer, or half precision"
+    tile = selection_tile(n, k, half, False, dtype == torch.float32)
+    held = (tile["BN"] + tile["BT"]) * tile["DP"] * dtype.itemsize
+    if held > _MOST_SHARED_BYTES:
+        return f"sub-keys are {half} wide, of which a program would hold {held:,} bytes; expected {_MOST_SHARED_BYTES:,} or fewer"
+    return None
+
+
+@triton.jit
+def scores_kernel(
+    query, row_keys, column_keys, scores, slots, tokens, heads, n, half, token_stride, head_stride,
+    WIDE: tl.constexpr, TOGETHER: tl.constexpr, ONE: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, BT: tl.constexpr,
+    BN: tl.constexpr, DP: tl.constexpr,
+):  # fmt: skip
+    """Write the scores and numbers [S, H, K] of the best slots; the query [S, H, 2 * half] has contiguous rows."""
+    block, head = token_block_and_head(tokens, heads, BT, TOGETHER)
+    token = block * BT + tl.arange(0, BT)
+    valid = token < tokens
+    best_scores, chosen = best_slots_of_keys(
+        query, row_keys, column_keys, token, head, valid, n, half, token_stride, head_stride, WIDE, ONE, K, KP, BT, BN, DP,
+    )  # fmt: skip
+    ranks = tl.arange(0, KP)
+    entries = ((token * heads + head) * K)[:, None] + ranks[None, :]
+    rank_mask = valid[:, None] & (ranks < K)[None, :]
+    tl.store(scores + entries, best_scores, mask=rank_mask)
+    tl.store(slots + entries, chosen.to(tl.int64), mask=rank_mask)
+
+
+def triton_scores(
+    query: torch.Tensor, row_keys: torch.Tensor, column_keys: torch.Tensor, k: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return scores, float32, descending, and slots, int64, `[S, H, k]` each, of the best slots for a query `[S, H, d]`."""
+    query = query if query.stride(-1) == 1 else query.contiguous()
+    row_keys, column_keys = row_keys.contiguous(), column_keys.contiguous()
+    (tokens, heads, _), (_, n, half) = query.shape, row_keys.shape
+    scores = query.new_empty(tokens, heads, k, dtype=torch.float32)
+    slots = query.new_empty(tokens, heads, k, dtype=torch.int64)
+    if tokens:
+        is_wide = wide_products(query, row_keys)
+        tile = _tile(n, k, half, tokens <= FEW_TOKENS, is_wide)
+        with on_device_of(query):
+            scores_kernel[(quotient_above(tokens, tile["BT"]) * heads,)](
+                query, row_keys, column_keys, scores, slots, tokens, heads, n, half, query.stride(0), query.stride(1),
+                WIDE=is_wide, TOGETHER=HEADS_TOGETHER, K=k, **tile,
+            )  # fmt: skip
+    return scores, slots

@@ -1,1 +1,0 @@
-"""Search for the fastest tiles of kernels on a device."""

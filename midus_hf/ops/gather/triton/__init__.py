@@ -1,1 +1,0 @@
-"""Kernels of weighted sums of table rows and of their gradients."""

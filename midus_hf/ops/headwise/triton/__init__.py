@@ -1,1 +1,0 @@
-"""Kernels of head-wise lookup."""
