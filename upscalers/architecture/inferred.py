@@ -216,6 +216,7 @@ def _built(native: str) -> _Built:
     names = {name: held_names.get(id(tensor), name) for name, tensor in stored.items()}
     parts = architecture_of(config.model_type).layers
     roles = [read_roles(config.model_type, layer, parts[type(layer)]) for layer in model.model.layers]
+    shares = vars(config).get(SHARED_LAYERS_KEY) or 0
     return _Built(
         sizes=ModelSizes.of(config),
         tensors=tensors,
@@ -223,11 +224,11 @@ def _built(native: str) -> _Built:
         tied=tied,
         buffers=buffers,
         layer_types=vars(config).get("layer_types"),
-        num_shared_layers=vars(config).get(SHARED_LAYERS_KEY) or 0,
+        num_shared_layers=shares,
         lists=per_layer_lists(vars(config), config.num_hidden_layers),
         names=dict(config.attribute_map),
         roles=roles,
-        settings=[settings_of(layer) for layer in model.model.layers],
+        settings=[settings_of(layer, shares) for layer in model.model.layers],
         is_converted=stored.keys() != held.keys() - tied.keys(),
     )
 
@@ -266,13 +267,20 @@ def _layer_tensors(
     return layer
 
 
-def settings_of(layer: "nn.Module") -> Settings:
-    """Return the settings of a layer and of the modules within: numbers, names and truth values, and lists of these."""
+def settings_of(layer: "nn.Module", num_shared_layers: int = 0) -> Settings:
+    """Return the settings of a layer and of the modules within: numbers, names and truth values, and lists of these.
+
+    Args:
+        layer: A layer of the model.
+        num_shared_layers: Number of layers that take keys and values of earlier layers. If there are none, which layers would give
+            theirs is no setting: Transformers 5.24 marks layers as givers all the same. Default: 0.
+    """
+    idle = () if num_shared_layers else ("store_full_length_kv",)
     return {
         f"{path}.{name}" if path else name: value
         for path, module in layer.named_modules()
         for name, value in [("class", type(module).__name__), *vars(module).items()]
-        if not name.startswith("_") and name != "training" and _is_plain(value)
+        if not name.startswith("_") and name not in ("training", *idle) and _is_plain(value)
     }
 
 

@@ -100,6 +100,7 @@ _SMALL_OF_TYPE: dict[str, dict[str, Any]] = {
     "granitemoehybrid": {"layer_types": ["mamba", "mamba", "mamba", "attention"]},
     "jamba": {"attn_layer_period": 4, "attn_layer_offset": 3},
     "kimi_linear": {"layer_types": _HYBRID, "num_key_value_heads": 4, "linear_head_dim": 8, "linear_num_heads": 4},
+    "inkling2_text": {"unpadded_vocab_size": 96},
     "lfm2": {"full_attn_idxs": [3]},
     "lfm2_moe": {"layer_types": ["conv", "conv", "conv", "full_attention"], "num_dense_layers": 1},
     "longcat_flash": {
