@@ -1,10 +1,18 @@
 """What of the base's model card still holds, and what it becomes in the upscaled model's card."""
 
+import os
+import subprocess
+import sys
+
 import pytest
 from huggingface_hub import ModelCard
+from models.fresh_process import _BLOCK_IMPORTS
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
 
 from tests.upscalers.checkpoints import save_base
 from tests.upscalers.hub_server import Repository, files_of
+from upscalers.runs.upscale import upscale
 
 REQUEST = ("--method", "midus-hml", "--output", "out", "--set", "n=8", "--set", "k=2", "--no-verify")
 CARD = """---
@@ -140,3 +148,30 @@ def test_the_card_says_how_to_load_the_model_where_it_lies(metadata_from, tmp_pa
     found: dict = {}
     exec(lines, found)  # with PATH, which a card in a folder defines
     assert found["model"].config.num_hidden_layers == 6
+
+
+@pytest.mark.parametrize("method", ["midus-hml", "llama-pro"])
+def test_the_cards_example_runs_as_pasted_where_the_package_is_not_installed(base, tmp_path, method):
+    words = {
+        "<unk>": 0,
+        "</s>": 1,
+        **{word: 2 + number for number, word in enumerate("Once upon a time there was".split())},
+    }
+    tokenizer = Tokenizer(models.WordLevel(words, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="<unk>", eos_token="</s>").save_pretrained(base)
+    options = {"n": 8, "k": 2} if method == "midus-hml" else None
+    upscale(base=base, method=method, output=tmp_path / "out", options=options, verify=False)
+    example = (tmp_path / "out" / "README.md").read_text().split("```python\n")[1].split("```")[0]
+    assert "AutoTokenizer.from_pretrained(PATH" in example
+    program = f"{_BLOCK_IMPORTS}\n{example}"
+    told = {**os.environ, "HF_MODULES_CACHE": str(tmp_path / "modules"), "HF_HUB_OFFLINE": "1"}
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        cwd=tmp_path / "out",
+        env=told,
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0 and done.stdout.startswith("Once upon a time"), done.stderr

@@ -61,8 +61,6 @@ def model_card(
     """
     base_name = base.label
     needs_code = config["model_type"].startswith("midus_")
-    path = "PATH" if repository is None else f'"{repository}"'
-    load = f"{auto_class}.from_pretrained({path}" + (", trust_remote_code=True)" if needs_code else ")")
     start = (
         "It computes exactly what the base computes until it is trained."
         if method.promises_identity
@@ -83,12 +81,7 @@ def model_card(
             f"{base_name} ({plan.num_base_layers} layers) {_change(plan, memories)}: {method.summary}.",
             start,
             "",
-            "```python",
-            f"from transformers import {auto_class}",
-            "",
-            *(['PATH = "."  # the folder that this file lies in'] if repository is None else []),
-            f"model = {load}",
-            "```",
+            *_usage(base, auto_class, needs_code, repository),
             "",
             *(["## Know before use", "", *(f"- {concern}" for concern in concerns), ""] if concerns else []),
             "## Parameters",
@@ -120,6 +113,34 @@ def model_card(
             *_citation(method),
         ]
     )
+
+
+# Files of which one lies in each folder with a tokenizer.
+_TOKENIZERS = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json")
+
+
+def _usage(base: Source, auto_class: str, needs_code: bool, repository: str | None) -> list[str]:
+    """Return a block of Python that loads the model, and continues a text if the base has a tokenizer and reads text alone.
+
+    Transformers reads the config before the tokenizer, and asks about the code in the folder unless it is told.
+    """
+    path = "PATH" if repository is None else f'"{repository}"'
+    arguments = f"({path}, trust_remote_code=True)" if needs_code else f"({path})"
+    writes = auto_class == "AutoModelForCausalLM" and any((base.folder / name).is_file() for name in _TOKENIZERS)
+    continuing = [
+        f"tokenizer = AutoTokenizer.from_pretrained{arguments}",
+        'tokens = tokenizer("Once upon a time", return_tensors="pt").input_ids',
+        "print(tokenizer.decode(model.generate(tokens, max_new_tokens=20)[0]))",
+    ]
+    return [
+        "```python",
+        f"from transformers import {auto_class}" + (", AutoTokenizer" if writes else ""),
+        "",
+        *(['PATH = "."  # the folder that this file lies in'] if repository is None else []),
+        f"model = {auto_class}.from_pretrained{arguments}",
+        *(continuing if writes else []),
+        "```",
+    ]
 
 
 def _change(plan: Plan, memories: Memories) -> str:
