@@ -104,7 +104,7 @@ def train(model: Any, case: Case, folder: Path) -> None:
     import torch
 
     from midus_hf.training.optim.freezing import set_trainable
-    from midus_hf.training.trainer.memory_trainer import MemoryTrainer
+    from midus_hf.training.trainer import MemoryTrainer
 
     set_trainable(model)
     batch = inputs(case)

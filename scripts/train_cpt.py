@@ -2,7 +2,7 @@
 
     upscale --base HuggingFaceTB/SmolLM2-135M --method midus-hml --output smollm2-135m-hml
     python scripts/train_cpt.py --model_name_or_path smollm2-135m-hml --train_files 'texts/*.txt' --output_dir trained \
-        --learning_rate 1e-4 --per_device_train_batch_size 4 --max_steps 50 --bf16
+        --learning_rate 1e-4 --per_device_train_batch_size 4 --max_steps 50
 
 Two lines differ from a script for any other model: `set_trainable` freezes the base, and `MemoryTrainer` gives memory keys and values
 a separate learning rate without weight decay. All arguments of `TrainingArguments` are arguments of the script.
@@ -11,6 +11,7 @@ a separate learning rate without weight decay. All arguments of `TrainingArgumen
 from dataclasses import dataclass, field
 
 from datasets import load_dataset
+from rich import print
 from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
@@ -20,6 +21,7 @@ from transformers import (
 )
 
 from midus_hf.training import MemoryTrainer, set_trainable
+from midus_hf.training.arguments import computes_bfloat16
 
 
 @dataclass
@@ -32,9 +34,16 @@ class ScriptArguments:
     trainable: str = field(default="new", metadata={"help": "new: train the added layers alone; all: everything."})
 
 
+@dataclass
+class Arguments(TrainingArguments):
+    """Arguments of the Trainer, with bfloat16 where the device computes it."""
+
+    bf16: bool = field(default_factory=computes_bfloat16, metadata={"help": "Compute in bfloat16."})
+
+
 def main() -> None:
     """Train the model that the command line names."""
-    script, arguments = HfArgumentParser((ScriptArguments, TrainingArguments)).parse_args_into_dataclasses()
+    script, arguments = HfArgumentParser((ScriptArguments, Arguments)).parse_args_into_dataclasses()
     tokenizer = AutoTokenizer.from_pretrained(script.model_name_or_path)
     # Masters in float32: bfloat16 weights would round most updates of a small learning rate away.
     model = AutoModelForCausalLM.from_pretrained(script.model_name_or_path, dtype="float32")

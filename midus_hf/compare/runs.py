@@ -12,9 +12,8 @@ from midus_hf.compare.variants import Variant
 from midus_hf.config.options import finite_number
 from midus_hf.config.yaml_options import from_mapping
 from midus_hf.sft.options import SftConfig
+from midus_hf.training.arguments import TrainArguments
 from midus_hf.training.optim.rates import Rates
-from midus_hf.training.options import TrainConfig
-from midus_hf.training.run.held_out import check_held_out
 
 
 @dataclasses.dataclass(frozen=True)
@@ -147,13 +146,13 @@ def check_runs(comparison: Comparison, variants: Sequence[Variant]) -> None:
             )
         for run in runs_of(variant, comparison):
             keys = run.training_keys(comparison, model="model", output=Path("trained"))
-            _check_keys(variant, "midus train", TrainConfig, keys)
+            _check_keys(variant, "midus train", TrainArguments, keys)
             if variant.fine_tune is not None:
                 _check_keys(variant, "midus sft", SftConfig, run.fine_tuning_keys("model", Path("tuned")))
 
 
 def _check_keys(variant: Variant, command: str, options: type[Any], keys: Mapping[str, Any]) -> None:
     try:
-        check_held_out(from_mapping(options, keys))
+        from_mapping(options, keys)
     except ValueError as error:
         raise ValueError(f"variants.{variant.name}, as a run of {command}: {error}") from error

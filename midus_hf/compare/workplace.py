@@ -11,7 +11,6 @@ from midus_hf.compare.runs import Run, runs_of
 from midus_hf.compare.variants import Variant, control_variants
 from midus_hf.files.checkpoint_files import CONFIG_FILE
 from midus_hf.files.ownership import is_replaceable
-from midus_hf.files.run_files import remove_written
 
 BASE = "base"
 
@@ -32,11 +31,9 @@ class Workplace:
         return self.root / "runs" / run.name
 
     def remove_trained(self, output: Path) -> None:
-        """Remove the files that training wrote to a folder, and the folder if it is empty then."""
+        """Remove the folder of a run."""
         if output.is_dir():
-            remove_written(output, output)
-            if not any(output.iterdir()):
-                output.rmdir()
+            shutil.rmtree(output, ignore_errors=True)
 
     def remove_upscaled(self, name: str) -> None:
         """Remove an upscaled model with its report and lock, unless somebody else put files into the model's folder."""

@@ -43,32 +43,16 @@ TRAINER_STATE = "trainer_state.json"
 # File with the sizes and digests of a checkpoint's other files. A run writes it last, when the others are on the disk.
 MANIFEST_FILE = "manifest.json"
 
-# File that marks a checkpoint as incomplete, until its manifest is written and again from the start of its removal.
-BEGUN_CHECKPOINT = f".{MANIFEST_FILE}.begun"
-
 # Folder of a checkpoint with one numbered folder per bank, for the state of the bank's blocks.
 BLOCK_STATES = "block_states"
-
-
-def _unfinished(kind: Kind) -> Kind:
-    """Return the names of files of a kind while `whole_file` writes them, and the names of SQLite's journals beside them."""
-    return tuple(
-        f"{folder}{slash}{unfinished_name(name, '@')}{end}"
-        for folder, slash, name in (pattern.rpartition("/") for pattern in kind)
-        for end in ("", "-journal")
-    )
 
 
 # Weights, as named by `save_pretrained` and `upscale`. Shards with other names are found through an index:
 # `indexed_weights`.
 WEIGHTS: Kind = (SINGLE_FILE, "model-#-of-#.safetensors", INDEX_FILE)
 
-# Weights in a checkpoint of a run that shares its frozen weights with other checkpoints. The checkpoint's index names
-# them.
-PARTS_OF_WEIGHTS: Kind = tuple(
-    f"{part}{number}.safetensors" for part in ("trained", "frozen") for number in ("", "-#-of-#")
-)
-
+# What a run has trained so far, in its checkpoints.
+TRAINED_FILE = "trained.safetensors"
 # Written by `save_pretrained` and `upscale`.
 CONFIG: Kind = (CONFIG_FILE, "generation_config.json")
 
@@ -124,42 +108,26 @@ ARGUMENTS: Kind = ("training_args.bin",)
 # Written by `Trainer.save_state` beside a model, and part of every checkpoint.
 STATE: Kind = (TRAINER_STATE,)
 
-# The file that shows that a run's checkpoint is complete.
-MANIFEST: Kind = (MANIFEST_FILE,)
-
 # Written by PEFT instead of weights. A run merges adapters at its end, so only checkpoints have them.
 ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 ADAPTERS: Kind = (ADAPTER_WEIGHTS, ADAPTER_CONFIG)
 
 _STATES_OF_BLOCKS: Kind = tuple(f"{BLOCK_STATES}/*/{name}" for name in ("touched.json", "level-#.safetensors"))
 
-# Files beside the model that a Trainer needs to resume from a checkpoint: optimizer, schedule, random state, block
-# states.
+# Files from which a run resumes: what trained, optimizer, schedule, random state, block states, and their manifest.
 RESUMED: Kind = (
     *("optimizer.pt", "optimizer.bin", "scheduler.pt", "scaler.pt", "rng_state*.pth"),
     *("pytorch_model_fsdp*", "pytorch_model_fsdp*/*", "optimizer_*/*"),  # sharded by FSDP
     *("pytorch_model_fsdp*/.metadata", "optimizer_*/.metadata"),
     *("global_step*/*", "latest", "zero_to_fp32.py"),  # by DeepSpeed
-    *_STATES_OF_BLOCKS,
+    *(TRAINED_FILE, MANIFEST_FILE, *_STATES_OF_BLOCKS),
 )
 
 # Options and log of a run, written into its output by `midus train` and `midus sft`.
 RUN: Kind = (RUN_CONFIG, RUN_LOG)
 
-# Written for TensorBoard into the output of a run.
-EVENTS: Kind = (f"{EVENTS_FOLDER}/events.out.tfevents.*", f"{EVENTS_FOLDER}/*/events.out.tfevents.*")
-
 # Unfinished options and logs that a killed run leaves behind.
-UNFINISHED_RUN: Kind = _unfinished(RUN)
-
-# Files of a checkpoint that was begun and not finished.
-UNFINISHED_MANIFEST: Kind = (BEGUN_CHECKPOINT, *_unfinished(MANIFEST))
-
-# Unfinished files of banks that a killed run leaves behind.
-UNFINISHED_BANKS: Kind = _unfinished(BANKS)
-
-# Unfinished files of block states that a killed run leaves behind.
-UNFINISHED_STATES: Kind = _unfinished(_STATES_OF_BLOCKS)
+UNFINISHED_RUN: Kind = tuple(unfinished_name(name, "@") for name in RUN)
 
 # Files that the hub adds to a repository, and that its client downloads with the rest.
 HUB: Kind = (".gitattributes",)
@@ -174,17 +142,15 @@ OF_UPSCALED: Kind = (
     *(*ARGUMENTS, *STATE, *RUN, *HUB),
 )
 
-_OF_TRAINED: Kind = (
-    *(*WEIGHTS, *CONFIG, *TOKENIZER, *CODE, *BANKS, *ACCOMPANYING),
-    *(*ARGUMENTS, *UNFINISHED_BANKS),
-)
 
-# All files of a run in its output, and in each of its checkpoints.
-OF_OUTPUT: Kind = (*_OF_TRAINED, *RUN, *EVENTS, *UNFINISHED_RUN)
-OF_CHECKPOINT: Kind = (
-    *(*_OF_TRAINED, *PARTS_OF_WEIGHTS, *ADAPTERS, *STATE, *MANIFEST),
-    *(*RESUMED, *UNFINISHED_MANIFEST, *UNFINISHED_STATES),
-)
+def is_begun_run(name: str) -> bool:
+    """Return whether a run that has trained no model yet leaves an entry of this name in its output."""
+    return (
+        is_of(name, RUN, UNFINISHED_RUN)
+        or name in (EVENTS_FOLDER, PARTIAL_MODEL)
+        or bool(CHECKPOINT_NAME.fullmatch(name))
+    )
+
 
 _WILD = {"*": ".*", "#": "[0-9]+", "@": "[A-Za-z0-9_]+"}
 

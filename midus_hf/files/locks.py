@@ -5,7 +5,6 @@ import errno
 import fcntl
 import os
 import sys
-import time
 import weakref
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,11 +14,6 @@ _NO_LOCKS = {errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS}
 
 # All locks that this process holds.
 _HELD: "weakref.WeakSet[Lock]" = weakref.WeakSet()
-
-# Locks on the outputs of runs of this process.
-_OUTPUTS_HELD: "weakref.WeakSet[Lock]" = weakref.WeakSet()
-
-_TRIES, _SECONDS_BETWEEN = 20, 0.05
 
 
 class Lock:
@@ -106,55 +100,3 @@ def _forget_in_child() -> None:
 
 
 os.register_at_fork(after_in_child=_forget_in_child)
-
-
-def hold_output(output: Path) -> Lock | None:
-    """Lock the output of a run, and return the lock; only one process of a run calls this.
-
-    If this process holds the output already, for a run that was prepared but not finished, the existing lock is returned: a
-    process trains only one model at a time. The result is None, so that nobody is refused, if the file system has no locks.
-
-    Raises:
-        ValueError: If another process holds the output.
-        OSError: If the folder does not exist, or locking fails.
-    """
-    existing = _lock_of_this_process(output)
-    if existing is not None:
-        return existing
-    for _ in range(_TRIES):
-        try:
-            lock = lock_or_warn(output, output)
-        except BlockingIOError:
-            time.sleep(_SECONDS_BETWEEN)  # `check_not_held` in another process holds the lock for a moment
-        else:
-            if lock is not None:
-                _OUTPUTS_HELD.add(lock)
-            return lock
-    raise ValueError(_refusal(output))
-
-
-def check_not_held(output: Path) -> None:
-    """Check that no other process holds an output, which need not exist. All processes of a run may check before one locks it.
-
-    Raises:
-        ValueError: If another process holds the output.
-    """
-    if _lock_of_this_process(output) is not None:
-        return
-    try:
-        Lock(output, shared=True).release()
-    except BlockingIOError:
-        raise ValueError(_refusal(output)) from None
-    except FileNotFoundError:
-        return
-    except OSError as error:
-        if not has_no_locks(error):
-            raise
-
-
-def _lock_of_this_process(output: Path) -> Lock | None:
-    return next((lock for lock in _OUTPUTS_HELD if lock.is_on(output)), None)
-
-
-def _refusal(output: Path) -> str:
-    return f"output {str(output)!r} is being written by another run. Wait for it, or choose another folder."

@@ -6,8 +6,9 @@ import errno
 import os
 import re
 import secrets
+import shutil
 import sys
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 from midus_hf.files.locks import Lock, has_no_locks
@@ -164,41 +165,28 @@ def put_in_place(written: Path, path: Path) -> None:
     sync(path.parent)
 
 
-def move_into_place(source: Path, target: Path, last: Collection[str], clear: Callable[[Path], object]) -> None:
-    """Move everything in a folder into another folder. Files that mark the rest as complete are moved last.
+def move_into_place(source: Path, target: Path, last: str) -> None:
+    """Move everything in a folder into another folder, the file that marks the rest as complete last.
 
-    All other files are on the disk by then.
+    All other files are on the disk by then. Folders of the same names are replaced.
 
     Args:
         source: The complete folder, on the same file system as `target`; removed afterwards.
         target: The other folder. Files of the same names are replaced.
-        last: Names of files that mark the files beside them as complete. In `target` they are removed before anything
-            else changes.
-        clear: Function that removes what may be removed from a folder in `target` that is to be replaced. Files that it
-            leaves are kept.
+        last: Name of the file that marks the others as complete. In `target` it is removed before anything else changes.
     """
     for path in source.rglob("*"):
         if not path.is_symlink():
             sync(path)
-    _move(source, target, last, clear)
-
-
-def _move(source: Path, target: Path, last: Collection[str], clear: Callable[[Path], object]) -> None:
-    paths = sorted(source.iterdir(), key=lambda path: (path.name in last, path.name))
-    for path in paths:
-        if path.name in last:
-            (target / path.name).unlink(missing_ok=True)
+    (target / last).unlink(missing_ok=True)
     sync(target)
-    for path in paths:
-        destination = target / path.name
-        if path.name in last:
+    for path in sorted(source.iterdir(), key=lambda path: (path.name == last, path.name)):
+        if path.name == last:
             sync(target)
-        if _is_folder(path) and _is_folder(destination):
-            clear(destination)
-        if _is_folder(path) and _is_folder(destination):
-            _move(path, destination, last, clear)
-        else:
-            os.replace(path, destination)
+        destination = target / path.name
+        if _is_folder(destination):
+            shutil.rmtree(destination)
+        os.replace(path, destination)
     sync(target)
     source.rmdir()
 

@@ -1,8 +1,11 @@
 """Sequences of a run: rows of data read, turned into tokens on all cores, and cut to a length, perhaps packed."""
 
+import contextlib
 import dataclasses
 import itertools
 import multiprocessing
+import os
+import re
 import signal
 from array import array
 from collections.abc import Iterator
@@ -20,9 +23,9 @@ from midus_hf.sft.formats import Chat, Format, detect_format, format_named, read
 from midus_hf.sft.labels import Tokens, encode, set_template
 from midus_hf.sft.options import SftConfig
 from midus_hf.topics.documents import json_line_rows, parquet_rows
-from midus_hf.topics.text_files import DocumentError, endings, read_text, walk_files
-from midus_hf.training.data.former_corpus import load_hub_dataset, usable_cores
-from midus_hf.training.data.token_cache import without_threads_of_tokenizers
+from midus_hf.topics.text_files import DocumentError, endings, first_line, import_datasets, read_text, walk_files
+
+_DATASET_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
 
 # Endings of files that hold rows. All but `.parquet` may be followed by the ending of a compression.
 ENDINGS = (".jsonl", ".json", ".parquet")
@@ -274,3 +277,49 @@ def _as_dataset(ids: array, labels: array, ends: array) -> Dataset:
         return pyarrow.LargeListArray.from_arrays(np.asarray(ends), np.asarray(values))
 
     return Dataset(pyarrow.table({"input_ids": column(ids), "labels": column(labels)}))
+
+
+def load_hub_dataset(name: str, path: str, config: str | None, split: str, streaming: bool = False) -> Any:
+    """Load a dataset from the Hub.
+
+    Args:
+        config: Configuration of the dataset; None for its default.
+
+    Raises:
+        DocumentError: If the dataset does not exist or cannot be loaded, or the package `datasets` is not installed.
+    """
+    if not _DATASET_ID.fullmatch(path):
+        raise _absent(name, path)
+    datasets = import_datasets(f"{name} {path!r}")
+    try:
+        return datasets.load_dataset(path, config, split=split, streaming=streaming)
+    except (OSError, ValueError, RuntimeError) as error:
+        raise DocumentError(
+            f"{name} is {path!r}, which is no file or folder and cannot be loaded as a dataset: {first_line(error)}"
+        ) from error
+
+
+def _absent(name: str, path: str) -> DocumentError:
+    return DocumentError(f"{name} is {path!r}, which does not exist; expected a file, a folder or a dataset id.")
+
+
+def usable_cores() -> int:
+    """Return the number of cores that this process may run on."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+@contextlib.contextmanager
+def without_threads_of_tokenizers() -> Iterator[None]:
+    """Limit tokenizers to one thread per process inside the context, since there is one process per core."""
+    name = "TOKENIZERS_PARALLELISM"
+    value_before = os.environ.get(name)
+    os.environ[name] = "false"
+    try:
+        yield
+    finally:
+        if value_before is None:
+            del os.environ[name]
+        else:
+            os.environ[name] = value_before

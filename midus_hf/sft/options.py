@@ -1,16 +1,15 @@
-"""Options of a run of supervised fine-tuning."""
+"""Arguments of a run of supervised fine-tuning."""
 
 import dataclasses
-from collections.abc import Callable
-from typing import Self
 
-from midus_hf.training.optim.rates import Rates
-from midus_hf.training.run_options import RunOptions
+from trl import SFTConfig
+
+from midus_hf.training.arguments import MemoryArguments
 
 
-@dataclasses.dataclass(kw_only=True)
-class SftConfig(Rates, RunOptions):
-    """Options of one run of supervised fine-tuning, with the keys of `RunOptions` and of `Rates`.
+@dataclasses.dataclass
+class SftConfig(MemoryArguments, SFTConfig):
+    """Arguments of `midus sft`: every key of TRL's `SFTConfig`, the keys of `MemoryArguments`, and what follows.
 
     Args:
         dataset_name: A `.jsonl`, `.json` or `.parquet` file of rows, a folder (with its subfolders, by path), or the id
@@ -31,29 +30,24 @@ class SftConfig(Rates, RunOptions):
         ValueError: If a value lies outside its range or contradicts another.
     """
 
-    dataset_name: str
+    dataset_name: str | None = None
     dataset_config: str | None = None
     dataset_train_split: str = "train"
     dataset_format: str | None = None
     dataset_encoding: str = "utf-8"
-    max_length: int = 2048
+    max_length: int | None = 2048
     chat_template: str | None = None
     assistant_only_loss: bool = True
     packing: bool = False
 
     def __post_init__(self) -> None:
-        Rates.__post_init__(self)
-        RunOptions.__post_init__(self)
         if not self.dataset_name:
-            raise ValueError("dataset_name is empty; expected a file, a folder or a dataset id.")
-        if self.max_length < 2:
+            raise ValueError("config has no 'dataset_name'; set it in the file, or as dataset_name=... after it.")
+        if self.max_length is None or self.max_length < 2:
             raise ValueError(f"max_length is {self.max_length}; expected at least 2 tokens.")
+        super().__post_init__()
+        self.check_model_is_named()
 
     def sources(self) -> list[tuple[str, str]]:
+        assert self.dataset_name is not None
         return [("dataset_name", self.dataset_name), *super().sources()]
-
-    def to_share(self, label: Callable[[str], str]) -> Self:
-        template = None if self.chat_template is None else label(self.chat_template)
-        return dataclasses.replace(
-            super().to_share(label), dataset_name=label(self.dataset_name), chat_template=template
-        )

@@ -1,21 +1,29 @@
 """One run of supervised fine-tuning, from its options to the trained model."""
 
+import copy
 from typing import Any
 
 import torch
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase, Trainer
-from trl import SFTConfig, SFTTrainer
+from trl import SFTTrainer
 from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 
 from midus_hf.config.fetched_blocks import BankLayout
 from midus_hf.models.host import MemoryConfig
 from midus_hf.sft.chat_dataset import build_chat_dataset, is_special
 from midus_hf.sft.options import SftConfig
-from midus_hf.training.run.held_out import describe_held_out, prepare_held_out
-from midus_hf.training.run.run_setup import Chosen, check_request, choose_what_trains, make_run, training_arguments
-from midus_hf.training.run.run_trainer import InRun
-from midus_hf.training.run.training_run import TrainingRun, TrainResult
+from midus_hf.training.data.corpus import read_corpus
+from midus_hf.training.data.packing import packed_sequences
+from midus_hf.training.run import (
+    Run,
+    TrainResult,
+    check_sequence_length,
+    choose_what_trains,
+    load_config,
+    load_tokenizer,
+)
+from midus_hf.training.trainer import TrainsMemory
 
 
 class _ModelLossTrainer(SFTTrainer):
@@ -34,11 +42,17 @@ class _ModelLossTrainer(SFTTrainer):
         """Write no card, since the run extends the card of its model."""
 
 
-class SftTrainer(InRun, _ModelLossTrainer):
+class SftTrainer(TrainsMemory, _ModelLossTrainer):
     """The Trainer of a run of supervised fine-tuning, on sequences that are already tokens."""
 
-    def __init__(self, *args: Any, tokenizer: PreTrainedTokenizerBase, **kwargs: Any):
-        super().__init__(*args, tokenizer=tokenizer, processing_class=tokenizer, **kwargs)
+    def __init__(self, model: Any, args: SftConfig, **kwargs: Any):
+        prepared = copy.copy(args)
+        prepared.packing = prepared.assistant_only_loss = False
+        prepared.max_length, prepared.dataset_kwargs = None, {"skip_prepare_dataset": True}
+        # A packed sequence has no padding, and no attention mask that would tell tokens from padding.
+        prepared.include_num_input_tokens_seen = "all" if args.packing else "non_padding"
+        prepared.remove_unused_columns = False
+        super().__init__(model, prepared, **kwargs)
         # TRL's constructor needs the tokenizer, but a Trainer that keeps it rewrites the special tokens in the model's config.
         self.processing_class = None
 
@@ -61,50 +75,54 @@ def finetune(config: SftConfig) -> TrainResult:
     return prepare(config).execute()
 
 
-def prepare(config: SftConfig) -> TrainingRun:
-    """Check the options of a run, cheapest checks first, load the model and the data, and open the output.
+def prepare(config: SftConfig) -> Run:
+    """Check the options of a run, open its output, load the model and the data, and return the run, ready to start.
 
     Raises:
         ValueError: If the options are wrong; nothing has been written then.
     """
-    request = check_request(config, "max_length")
-    config, tokenizer = request.config, request.tokenizer
-    data = build_chat_dataset(config, tokenizer, request.model_config.vocab_size)
-    arguments = training_arguments(
-        config,
-        SFTConfig,
-        gradient_accumulation_steps=request.passes,
-        # A packed sequence has no padding, and no attention mask that would tell tokens from padding.
-        include_num_input_tokens_seen="all" if config.packing else "non_padding",
-        dataset_kwargs={"skip_prepare_dataset": True},
-        max_length=None,
-    )
-    held_out = prepare_held_out(config, tokenizer, request.model_config)
-    banks = _banks_of(request.model_config)
+    model_config = load_config(config)
+    check_sequence_length("max_length", config.max_length or 0, model_config)
+    tokenizer = load_tokenizer(config)
+    banks = _banks_of(model_config)
 
-    def choose(model: PreTrainedModel) -> Chosen:
-        if data.last_token is not None and is_special(tokenizer, data.last_token):
-            _stop_at(model, data.last_token)
-        chosen = choose_what_trains(config, model)
-        trains = any(parameter.requires_grad for parameter in chosen[0].parameters())
-        if banks and not trains and not _reads_generic(banks):
-            raise ValueError(
-                f"nothing trains: trainable is {config.trainable!r}, which is the bank's blocks alone, and chats fetch none of them; "
-                "expected trainable: all, adapters, or a model upscaled with without_ids = generic."
-            )
-        return chosen
+    with Run(config) as run:
+        data = build_chat_dataset(config, tokenizer, model_config.vocab_size)
 
-    padding = next((token for token in (tokenizer.pad_token_id, tokenizer.eos_token_id) if token is not None), 0)
-    return make_run(
-        request,
-        arguments,
-        data.dataset,
-        data_lines=[*data.describe(config), *describe_held_out(held_out), *_describe_banks(banks)],
-        held_out=held_out,
-        choose=choose,
-        trainer_class=SftTrainer,
-        data_collator=DataCollatorForLanguageModeling(padding, padding_free=config.packing),
-    )
+        def choose(config: SftConfig, model: PreTrainedModel) -> tuple[Any, Any]:
+            if data.last_token is not None and is_special(tokenizer, data.last_token):
+                _stop_at(model, data.last_token)
+            chosen = choose_what_trains(config, model)
+            trains = any(parameter.requires_grad for parameter in chosen[0].parameters())
+            if banks and not trains and not _reads_generic(banks):
+                raise ValueError(
+                    f"nothing trains: trainable is {config.trainable!r}, which is the bank's blocks alone, and chats fetch none of "
+                    "them; expected trainable: all, adapters, or a model upscaled with without_ids = generic."
+                )
+            return chosen
+
+        run.load_model(model_config, choose=choose)
+        for line in [*data.describe(config), *_describe_banks(banks)] if config.process_index == 0 else []:
+            print(line)
+        padding = next((token for token in (tokenizer.pad_token_id, tokenizer.eos_token_id) if token is not None), 0)
+        run.make_trainer(
+            SftTrainer,
+            tokenizer,
+            train_dataset=data.dataset,
+            eval_dataset=_held_out(config, tokenizer),
+            processing_class=tokenizer,
+            data_collator=DataCollatorForLanguageModeling(padding, padding_free=config.packing),
+        )
+    return run
+
+
+def _held_out(config: SftConfig, tokenizer: PreTrainedTokenizerBase) -> Any:
+    """Return the held-out texts as packed sequences, by name if there are several; None without held-out text."""
+    texts = {
+        name: packed_sequences(read_corpus(path), tokenizer, config.max_length or 0, documents_apart=False)
+        for name, path in config.eval_texts.items()
+    }
+    return texts.get("", texts) or None
 
 
 def _banks_of(model_config: PreTrainedConfig) -> dict[str, BankLayout]:

@@ -8,7 +8,7 @@ from peft.mapping import PEFT_TYPE_TO_CONFIG_MAPPING
 from tiny import prompt, tiny_model
 from training.tiny_run import refused
 
-from midus_hf.training.run.adapters import add_adapters, merge_adapters
+from midus_hf.training.adapters import add_adapters, merge_adapters
 
 # BOFT compiles a kernel of its own where there is a compiler, which takes longer than all else here.
 METHODS = sorted({kind.value.lower() for kind in PEFT_TYPE_TO_CONFIG_MAPPING} - {"boft"})

@@ -18,8 +18,8 @@ from transformers import AutoModelForCausalLM
 from midus_hf.config.wording import install_extra
 from midus_hf.evaluation.evaluate import evaluate
 from midus_hf.evaluation.settings import EvaluationSettings
-from midus_hf.training.run.adapters import add_adapters, read_adapters
-from midus_hf.training.run.train import prepare, train
+from midus_hf.training.adapters import add_adapters, read_adapters
+from midus_hf.training.run import prepare, train
 from upscalers.runs.upscale import upscale
 
 METHODS = {

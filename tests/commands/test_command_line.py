@@ -31,7 +31,7 @@ MISSING_FILE = {
 # What does the work of a command, and a request for it.
 WORK = {
     "upscale": ("upscalers.runs.upscale.upscale", ["--base", "model", "--method", "solar", "--output", "out"]),
-    "midus train": ("midus_hf.training.run.train.prepare", ["run.yaml"]),
+    "midus train": ("midus_hf.training.run.prepare", ["run.yaml"]),
     "midus sft": ("midus_hf.sft.run.prepare", ["sft.yaml"]),
     "midus eval": ("midus_hf.evaluation.evaluate.evaluate", ["model", "--text", "text.txt"]),
     "midus edit": ("upscalers.edits.listing.list_chapters", ["list", "model"]),

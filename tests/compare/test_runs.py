@@ -14,7 +14,7 @@ from midus_hf.compare.results import Measured, Result, read_result, write_result
 from midus_hf.compare.runs import Run, changed_keys, runs_of
 from midus_hf.compare.variants import Variant
 from midus_hf.config.yaml_options import from_mapping
-from midus_hf.training.options import TrainConfig
+from midus_hf.training.arguments import TrainArguments
 
 VARIANT = Variant("hml", {"method": "midus-hml"}, {"corpus": "corpus", "max_steps": 10}, [{}], True)
 
@@ -81,7 +81,7 @@ def test_a_run_is_told_what_the_comparison_sets():
         "seed": 3,
         "eval_text": {"plants": "plants.txt", "stars": "stars.txt"},
     }
-    assert from_mapping(TrainConfig, told).eval_steps == 5
+    assert from_mapping(TrainArguments, told).eval_steps == 5
 
 
 @pytest.mark.parametrize(
@@ -100,7 +100,7 @@ def test_a_run_is_told_what_the_comparison_sets():
 )
 def test_texts_are_measured_as_often_as_is_asked(train, changes, every):
     variant = dataclasses.replace(VARIANT, train={"corpus": "corpus", **train})
-    assert from_mapping(TrainConfig, keys(variant, **changes)).eval_steps == every
+    assert from_mapping(TrainArguments, keys(variant, **changes)).eval_steps == every
     assert keys(variant, **changes).get("max_seconds") == changes.get("seconds")
 
 

@@ -24,7 +24,7 @@ from transformers import AutoModelForCausalLM, TrainingArguments, default_data_c
 
 from midus_hf.config.yaml_options import from_mapping
 from midus_hf.models.inference.tiny import tiny_model
-from midus_hf.training.options import TrainConfig
+from midus_hf.training.arguments import TrainArguments
 from tests.docs.shell import Program, run_shell
 from tests.docs.snippets import ROOT, RUN_LANGUAGES, Block, take
 from tests.upscalers.real_configs import LLAMA_3_2_1B, write_config
@@ -417,7 +417,7 @@ def run_blocks(blocks: list[Block], session: Session, folder: Path, programs: di
         elif "method" in yaml.safe_load(text):
             upscale(**yaml.safe_load(text), output=folder / "upscaled-by-recipe")
         else:
-            from_mapping(TrainConfig, {**EVERY_RUN, **yaml.safe_load(text)})
+            from_mapping(TrainArguments, {**EVERY_RUN, **yaml.safe_load(text)})
     names: dict[str, Any] = {"__name__": "__main__"}
     variables = ""
     for block in blocks:

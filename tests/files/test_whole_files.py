@@ -151,7 +151,7 @@ def folder(path: Path, **files: str) -> Path:
 def test_what_vouches_for_a_folder_appears_when_the_rest_is_on_the_disk(tmp_path, on_the_disk):
     source = folder(tmp_path / "made", config="new", a="new", z="new", inner_b="new")
     target = folder(tmp_path / "out", config="old", a="old")
-    move_into_place(source, target, last=["config"], clear=pytest.fail)
+    move_into_place(source, target, last="config")
     at = on_the_disk.index
     for name in ("a", "z", "b", "inner", "config"):
         assert at(("synced", name)) < at(("named", "a")), "contents come first"
@@ -167,41 +167,12 @@ def test_what_vouches_for_a_folder_appears_when_the_rest_is_on_the_disk(tmp_path
     assert (target / "a").read_text() == (target / "config").read_text() == "new"
 
 
-def test_a_file_that_vouches_for_nothing_new_stays(tmp_path):
-    target = folder(tmp_path / "out", bank="a person's")
-    move_into_place(folder(tmp_path / "made", config="new"), target, last=["config", "bank"], clear=pytest.fail)
-    assert (target / "bank").read_text() == "a person's"
-
-
-def test_what_may_not_be_removed_of_a_folder_stays_beside_what_is_moved_there(tmp_path, monkeypatch):
-    source = folder(tmp_path / "made", banks_b_bank="new", banks_b_level="new", banks_c="new")
-    target = folder(tmp_path / "out", banks_b_bank="old", banks_b_notes="a person's")
-    moved: list[str] = []
-    honest = os.replace
-    monkeypatch.setattr(os, "replace", lambda *paths: (moved.append(Path(paths[0]).name), honest(*paths)))
-
-    def clear(place: Path) -> None:
-        (place / "b" / "bank").unlink() if place.name == "banks" else None
-
-    move_into_place(source, target, last=["bank"], clear=clear)
-    found = {str(path.relative_to(target)): path.read_text() for path in target.rglob("*") if path.is_file()}
-    assert found == {"banks/b/bank": "new", "banks/b/level": "new", "banks/b/notes": "a person's", "banks/c": "new"}
-    assert moved == ["level", "bank", "c"] and not source.exists()
-
-
-def test_a_folder_that_was_cleared_is_replaced_as_a_whole(tmp_path, monkeypatch):
+def test_a_folder_is_replaced_as_a_whole_and_other_files_stay(tmp_path):
     source = folder(tmp_path / "made", banks_b="new")
-    target = folder(tmp_path / "out", banks_a="old")
-    moved: list[str] = []
-    honest = os.replace
-    monkeypatch.setattr(os, "replace", lambda *paths: (moved.append(Path(paths[0]).name), honest(*paths)))
-
-    def clear(place: Path) -> None:
-        (place / "a").unlink()
-        place.rmdir()
-
-    move_into_place(source, target, last=[], clear=clear)
-    assert moved == ["banks"] and [path.name for path in (target / "banks").iterdir()] == ["b"]
+    target = folder(tmp_path / "out", banks_a="old", notes="a person's")
+    move_into_place(source, target, last="config")
+    assert [path.name for path in (target / "banks").iterdir()] == ["b"]
+    assert (target / "notes").read_text() == "a person's" and not source.exists()
 
 
 @pytest.mark.parametrize("absolute", [True, False])

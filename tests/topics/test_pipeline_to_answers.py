@@ -13,7 +13,7 @@ from midus_hf.topics.answering import FetchingPipeline
 from midus_hf.topics.building import TreeOptions
 from midus_hf.topics.memory_retriever import MemoryRetriever
 from midus_hf.topics.tree import ClusterTree
-from midus_hf.training.run.train import train
+from midus_hf.training.run import train
 from upscalers.runs.upscale import upscale
 
 pytest.importorskip("datatrove")

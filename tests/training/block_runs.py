@@ -38,9 +38,8 @@ def write_assigned(path: Path) -> Path:
 
 
 def config_of(model, assigned, output, **changes):
-    options = {"path_column": "memory_ids", "cache_dir": str(assigned.parent / "cache")}
     words = {"generic_share": 0.0, "max_steps": 6, "per_device_train_batch_size": 4, **changes}
-    return tiny_config(model, assigned, output, corpus_options=options, **words)
+    return tiny_config(model, assigned, output, path_column="memory_ids", **words)
 
 
 def bank_of(folder: Path, method: str = "hier-ffn") -> MemoryBank:

@@ -8,7 +8,7 @@ import pytest
 from training.block_runs import config_of, save_fetching, write_assigned
 from training.tiny_run import save_native, save_upscaled, tiny_config, write_corpus
 
-from midus_hf.training.options import TrainConfig
+from midus_hf.training.arguments import TrainArguments
 
 # DeepSpeed is no dependency: `make test-deepspeed` has it.
 collect_ignore = [] if importlib.util.find_spec("deepspeed") else ["test_deepspeed.py"]
@@ -65,8 +65,8 @@ def config_for(upscaled, corpus, tmp_path):
 
     def config(
         output: str | Path = "out", family: str = "llama", *, model: Path | None = None, **changes
-    ) -> TrainConfig:
-        return tiny_config(model or upscaled(family), corpus, tmp_path / output, **changes)
+    ) -> TrainArguments:
+        return tiny_config(model or upscaled(family), changes.pop("corpus", corpus), tmp_path / output, **changes)
 
     return config
 
@@ -77,7 +77,7 @@ def blocks_for(models, assigned, tmp_path):
 
     def config(
         output: str | Path = "out", *, model: Path = models / "hier-ffn", corpus: Path = assigned, **changes
-    ) -> TrainConfig:
+    ) -> TrainArguments:
         return config_of(model, corpus, tmp_path / output, **changes)
 
     return config

@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from processes.server import import_libraries
 
-import midus_hf.training.run.train  # noqa: F401 - so that each run begins at once
+import midus_hf.training.run  # noqa: F401 - so that each run begins at once
 from midus_hf.banks import trained_bank
 from midus_hf.cli.training.train import main
 

@@ -8,13 +8,16 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 
-from midus_hf.training.options import TrainConfig
-from midus_hf.training.output.run_checkpoints import checkpoints
-from midus_hf.training.run.callbacks import read_log
-from midus_hf.training.run.train import train
+from midus_hf.training.arguments import TrainArguments
+from midus_hf.training.callbacks import read_log
+from midus_hf.training.checkpoints import checkpoints_in
+from midus_hf.training.run import train
 
 # What events say that differs from run to run.
-OF_TIME = ("train_runtime", "train_tokens_per_second", "training_seconds", "ended_by_max_seconds")
+OF_TIME = (
+    *("train_runtime", "train_tokens_per_second", "train_samples_per_second", "train_steps_per_second"),
+    *("eval_runtime", "eval_samples_per_second", "eval_steps_per_second"),
+)
 
 # Files without which a folder holds no trained model.
 MODEL = ("config.json", "model.safetensors")
@@ -93,13 +96,15 @@ def as_it_was_at(step: int, whole: Path, output: Path) -> Path:
     """Copy a run as one that was killed behind the checkpoint of a step."""
     shutil.copytree(whole, output)
     forget_the_model(output)
-    for number, folder in checkpoints(output).items():
+    for number, folder in checkpoints_in(output).items():
         if number > step:
             shutil.rmtree(folder)
     return output
 
 
-def assert_resumes(config_for: Callable[..., TrainConfig], step: int, train: Callable = train, **options: Any) -> Path:
+def assert_resumes(
+    config_for: Callable[..., TrainArguments], step: int, train: Callable = train, **options: Any
+) -> Path:
     """Compare a run that nobody disturbed with one that was killed behind a checkpoint and resumed.
 
     Args:

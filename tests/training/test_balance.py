@@ -1,7 +1,5 @@
 """The balance loss is computed once a pass from what the memories read, and added in training alone."""
 
-import dataclasses
-
 import pytest
 import torch
 from look.memory_models import ENTRIES, enable_checkpointing, has_hooks, memories, memory_model
@@ -11,8 +9,8 @@ from training.tiny_run import refused
 from transformers import Trainer
 
 from midus_hf.memory.balance import balance_loss
-from midus_hf.training.run.train import prepare, train
-from midus_hf.training.trainer.aids import Readings, record_readings
+from midus_hf.training.balance import Readings, record_readings
+from midus_hf.training.run import prepare, train
 
 COEFFICIENT = 0.5
 
@@ -85,8 +83,8 @@ def test_a_run_adds_it_to_the_loss_and_logs_it_without_its_coefficient(
 def test_accumulated_gradients_are_those_of_the_mean_over_passes(config_for):
     gradients = []
     for coefficient in (0.0, COEFFICIENT):
-        config = config_for(gradient_accumulation_steps=2, overwrite_output_dir=True)
-        trainer = prepare(dataclasses.replace(config, balance_loss=coefficient)).trainer
+        config = config_for(str(coefficient), gradient_accumulation_steps=2, balance_loss=coefficient)
+        trainer = prepare(config).trainer
         batches = list(trainer.get_train_dataloader())[:2]
         trainer.current_gradient_accumulation_steps = 2
         trainer.accelerator.gradient_accumulation_steps = 1
@@ -99,7 +97,7 @@ def test_accumulated_gradients_are_those_of_the_mean_over_passes(config_for):
                 if parameter.grad is not None
             }
         )
-    model = prepare(config).model.train()
+    model = prepare(config_for("alone")).model.train()
     for batch in batches:
         with record_readings(model) as readings:
             model(input_ids=batch["input_ids"], use_cache=False)
@@ -113,8 +111,7 @@ def test_accumulated_gradients_are_those_of_the_mean_over_passes(config_for):
 def test_the_loss_of_an_evaluation_is_without_it(config_for):
     losses = []
     for coefficient in (0.0, COEFFICIENT):
-        config = config_for(balance_loss=coefficient, overwrite_output_dir=True)
-        trainer = prepare(config).trainer
+        trainer = prepare(config_for(str(coefficient), balance_loss=coefficient)).trainer
         losses.append(trainer.evaluate(trainer.train_dataset)["eval_loss"])
     assert losses[0] == losses[1]
 

@@ -1,15 +1,18 @@
-"""Checkpoints of runs that train blocks: what is resumed, chosen, removed and replaced includes the blocks."""
+"""Checkpoints of runs that train blocks: what is resumed and chosen includes the blocks."""
 
-import re
+import json
 from pathlib import Path
 
 import pytest
+import torch
 from training.block_runs import assert_same_blocks, bank_of, config_of
-from training.outcomes import as_it_was_at, flip
-from training.tiny_run import best_at, document, give_held_out_losses, refused
+from training.outcomes import as_it_was_at
+from training.tiny_run import best_at, document, give_held_out_losses, tiny_tokenizer
+from transformers import AutoModelForCausalLM, TrainingArguments
 
-from midus_hf.training.output.run_checkpoints import damage_of, finish_checkpoint
-from midus_hf.training.run.train import train
+from midus_hf.training.optim.freezing import set_trainable
+from midus_hf.training.run import train
+from midus_hf.training.trainer import MemoryTrainer
 
 OPTIONS = {"save_steps": 2, "save_total_limit": None}
 
@@ -20,32 +23,6 @@ def whole(models, assigned, tmp_path_factory) -> Path:
     output = tmp_path_factory.mktemp("whole") / "out"
     train(config_of(models / "hier-ffn", assigned, output, **OPTIONS))
     return output
-
-
-# The file of which a byte is flipped, which byte, and what is said of it.
-DAMAGES = {
-    "the header of a state": ("block_states/0/level-1.safetensors", 9, r"the state of blocks in .* is damaged"),
-    "the list of states": ("block_states/0/touched.json", 0, r"the state of blocks in .* is damaged"),
-    "the header of weights": ("model.safetensors", 8, r"Error while deserializing header"),
-}
-
-
-@pytest.mark.parametrize("name", DAMAGES)
-def test_what_was_damaged_before_its_manifest_was_written_is_passed_over(name, whole, blocks_for, tmp_path, capsys):
-    """As by memory that forgets: the digests in the manifest are those of the damaged files."""
-    file, byte, reason = DAMAGES[name]
-    output = as_it_was_at(4, whole, tmp_path / "out")
-    flip(output / "checkpoint-4" / file, byte)
-    finish_checkpoint(output / "checkpoint-4", ())
-    assert damage_of(output / "checkpoint-4") is None
-    capsys.readouterr()
-    train(blocks_for(output, **OPTIONS, resume_from_checkpoint="auto"))
-    told = capsys.readouterr()
-    (line,) = (line for line in told.err.splitlines() if "is passed over" in line)
-    assert re.match(f"checkpoint-4 is passed over: {reason}", line)
-    assert f"going on from {output / 'checkpoint-2'}\n" in told.out
-    for folder in ("", "checkpoint-4"):
-        assert_same_blocks(bank_of(output / folder), bank_of(whole / folder))
 
 
 def test_a_run_that_ended_before_its_model_was_saved_is_resumed_with_its_blocks(whole, blocks_for, tmp_path):
@@ -60,14 +37,55 @@ def test_the_model_of_the_best_step_comes_with_the_blocks_of_that_step(blocks_fo
     texts = tmp_path / "held_out.jsonl"
     texts.write_text(f'{{"text": "{document(60, 99)}", "memory_ids": [0, 0]}}\n')
     changes = {"eval_text": str(texts), "eval_steps": 2, "load_best_model_at_end": True, "save_total_limit": 1}
-    assert train(blocks_for(**changes)).best_step == 4
-    assert_same_blocks(bank_of(tmp_path / "out"), bank_of(tmp_path / "out" / "checkpoint-4"))
+    changes |= {"lr_scheduler_type": "constant"}
+    train(blocks_for(**changes, save_steps=2))
+    monkeypatch.undo()
+    train(blocks_for("four", max_steps=4, lr_scheduler_type="constant"))
+    assert_same_blocks(bank_of(tmp_path / "out"), bank_of(tmp_path / "four"))
 
 
-def test_a_run_of_blocks_is_replaced_where_that_is_asked(blocks_for, tmp_path):
-    train(blocks_for(save_steps=3))
-    train(blocks_for(max_steps=2, overwrite_output_dir=True))
-    assert not list((tmp_path / "out").glob("checkpoint-*"))
-    (tmp_path / "out" / "memory_bank" / "hier-ffn" / "notes.txt").write_text("mine")
-    with refused(r"which also holds what no run of ours wrote: memory_bank/hier-ffn/notes\.txt"):
-        train(blocks_for(max_steps=2, overwrite_output_dir=True))
+def test_checkpoints_hold_the_blocks_that_changed_and_no_bank(whole):
+    folder = whole / "checkpoint-4"
+    assert not (folder / "memory_bank").exists() and not list(folder.glob("model*.safetensors"))
+    touched = json.loads((folder / "block_states" / "0" / "touched.json").read_text())
+    assert touched and sorted(path.name for path in folder.glob("block_states/0/level-*"))
+
+
+def test_a_script_of_ones_own_gets_the_blocks_of_the_best_step_as_well(models, tmp_path):
+    model = AutoModelForCausalLM.from_pretrained(models / "hier-ffn")
+    set_trainable(model)
+    learned, held_out = (tiny_tokenizer()(document(40, seed), return_tensors="pt").input_ids[0] for seed in (0, 99))
+    rows = [{"input_ids": ids, "labels": ids, "memory_ids": torch.tensor([1, 4])} for ids in (learned, held_out)]
+    arguments = TrainingArguments(
+        str(tmp_path / "out"),
+        max_steps=6,
+        learning_rate=3e-2,
+        save_strategy="steps",
+        eval_strategy="steps",
+        save_steps=2,
+        eval_steps=2,
+        load_best_model_at_end=True,
+        metric_for_best_model="given",
+        greater_is_better=False,
+        remove_unused_columns=False,
+        report_to="none",
+        use_cpu=True,
+    )
+    scores = iter([3.0, 1.0, 2.0])
+    trainer = MemoryTrainer(
+        model,
+        arguments,
+        train_dataset=rows[:1],
+        eval_dataset=rows[1:],
+        compute_metrics=lambda prediction: {"given": next(scores)},
+    )
+    trainer.train()
+    best = Path(trainer.state.best_model_checkpoint)
+    assert best.name == "checkpoint-4"
+    model.save_pretrained(tmp_path / "saved")
+    last = AutoModelForCausalLM.from_pretrained(models / "hier-ffn")
+    set_trainable(last)
+    again = MemoryTrainer(last, arguments, train_dataset=rows[:1], eval_dataset=rows[1:])
+    again._load_from_checkpoint(str(best))
+    last.save_pretrained(tmp_path / "best")
+    assert_same_blocks(bank_of(tmp_path / "saved"), bank_of(tmp_path / "best"))

@@ -154,7 +154,7 @@ from pathlib import Path
 from datasets import Dataset
 from transformers import AutoModelForCausalLM, TrainingArguments
 import midus_hf
-from midus_hf.training.trainer.memory_trainer import MemoryTrainer
+from midus_hf.training.trainer import MemoryTrainer
 from midus_hf.training.optim.rates import Rates
 from midus_hf.training.optim.freezing import set_trainable
 

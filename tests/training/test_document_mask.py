@@ -4,8 +4,7 @@ import torch
 from tiny import WINDOW, prompt
 from transformers import AutoModelForCausalLM
 
-from midus_hf.training.data.former_packing import PackedSequence, training_example
-from midus_hf.training.run.train import prepare
+from midus_hf.training.run import prepare
 
 LENGTHS = (5, 2 * WINDOW, 3)
 
@@ -17,11 +16,9 @@ def test_masked_logits_are_those_of_each_document_alone(family, upscaled):
         for layer in (1, 4):
             model.model.layers[layer].memory.value_bank.normal_(generator=torch.Generator().manual_seed(layer))
     tokens = prompt(length=sum(LENGTHS), batch=1)[0]  # [T]
-    starts = torch.zeros(len(tokens), dtype=torch.bool)
-    starts[[0, LENGTHS[0], LENGTHS[0] + LENGTHS[1]]] = True
-    example = training_example(PackedSequence(tokens.int(), starts), document_mask=True)
+    positions = torch.cat([torch.arange(length) for length in LENGTHS])
     with torch.no_grad():
-        packed = model(input_ids=example["input_ids"][None], position_ids=example["position_ids"][None]).logits
+        packed = model(input_ids=tokens[None], position_ids=positions[None]).logits
         alone = torch.cat([model(input_ids=part[None]).logits for part in tokens.split(LENGTHS)], dim=1)
         joined = model(input_ids=tokens[None]).logits
     torch.testing.assert_close(packed, alone, rtol=1e-4, atol=1e-5)

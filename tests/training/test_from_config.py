@@ -1,6 +1,5 @@
 """A run may begin from a config: weights follow from the seed, everything trains, and all else is as in any run."""
 
-import dataclasses
 import re
 from pathlib import Path
 
@@ -13,8 +12,8 @@ from training.tiny_run import refused, tiny_tokenizer
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig
 
 from midus_hf import models  # noqa: F401 - registers the families that host memory
-from midus_hf.training.options import TrainConfig
-from midus_hf.training.run.train import prepare, train
+from midus_hf.training.arguments import TrainArguments
+from midus_hf.training.run import prepare, train
 
 MEMORIES = {
     "headwise": {"type": "headwise", "n": 4, "k": 2, "layers": [1]},
@@ -32,13 +31,11 @@ def tokenizer(tmp_path) -> Path:
 def begun(tokenizer, config_for, tmp_path):
     """Gives the options of a run that begins from a config, by default one of a Llama."""
 
-    def options(output: str = "out", model_config: PreTrainedConfig | None = None, **changes) -> TrainConfig:
+    def options(output: str = "out", model_config: PreTrainedConfig | None = None, **changes) -> TrainArguments:
         file = tmp_path / "shape.json"
         (FAMILIES["llama"].config() if model_config is None else model_config).to_json_file(file, use_diff=False)
-        run = config_for(output, model=Path("m"))
-        return dataclasses.replace(
-            run, model_name_or_path=None, config_name=str(file), tokenizer_name=str(tokenizer), **changes
-        )
+        given = {"model_name_or_path": None, "config_name": str(file), "tokenizer_name": str(tokenizer), **changes}
+        return config_for(output, model=Path("m"), **given)
 
     return options
 
@@ -78,7 +75,7 @@ def test_weights_follow_from_the_seed(begun):
 
 def test_a_resumed_run_is_the_uninterrupted_one(begun):
     assert_resumes(begun, 10)
-    with refused(r"seed is 5, but the run to resume has 0"):
+    with refused(r"seed is 5, but the run to resume has 'its default'"):
         train(begun("parts", save_steps=10, save_total_limit=None, resume_from_checkpoint=True, seed=5))
 
 
@@ -90,24 +87,21 @@ def test_the_card_names_no_base_and_no_local_path(begun, tmp_path):
     assert text.startswith("\n# out\n")
     assert "the weights were made at random by seed 3, for the config `shape.json`" in " ".join(text.split())
     told = yaml.safe_load(re.search(r"```yaml\n(.*)```\n$", card, flags=re.DOTALL)[1])
-    assert (told["model_name_or_path"], told["config_name"], told["tokenizer_name"]) == (
-        None,
-        "shape.json",
-        "tokenizer",
-    )
+    assert "model_name_or_path" not in told
+    assert (told["config_name"], told["tokenizer_name"]) == ("shape.json", "tokenizer")
     assert (told["trainable"], str(tmp_path) in card) == ("all", False)
 
 
 def test_the_config_of_a_folder_is_read_without_its_weights_and_its_record_of_a_base(upscaled, begun, tmp_path):
     upscaled_model = upscaled("llama")
-    run = prepare(dataclasses.replace(begun(), config_name=str(upscaled_model)))
+    run = prepare(begun(config_name=str(upscaled_model)))
     saved = AutoModelForCausalLM.from_pretrained(upscaled_model).state_dict()
     made = run.model.state_dict()
     assert made.keys() == saved.keys()
     assert not torch.equal(made["model.layers.0.mlp.up_proj.weight"], saved["model.layers.0.mlp.up_proj.weight"])
     assert not hasattr(run.model.config, "upscale")
     with refused("what trains is 'new', but the config of this midus_llama model records no new"):
-        prepare(dataclasses.replace(begun("other"), config_name=str(upscaled_model), trainable="new"))
+        prepare(begun("other", config_name=str(upscaled_model), trainable="new"))
 
 
 def test_listed_layers_alone_may_train(begun):
@@ -137,7 +131,7 @@ def test_listed_layers_alone_may_train(begun):
 )
 def test_what_cannot_be_loaded_is_refused_in_one_line(changes, message, begun, tmp_path):
     with refused(message) as refusal:
-        prepare(dataclasses.replace(begun(), **changes))
+        prepare(begun(**changes))
     assert "\n" not in str(refusal.value)
     assert not (tmp_path / "out").exists()
 
@@ -152,4 +146,4 @@ def test_a_config_of_another_kind_of_model_is_refused(attention, begun, tmp_path
 
 def test_the_output_may_not_hold_the_tokenizer(begun, tokenizer):
     with refused("which lies in the tokenizer_name "):
-        prepare(dataclasses.replace(begun(), output_dir=str(tokenizer / "out")))
+        prepare(begun(output_dir=str(tokenizer / "out")))

@@ -1,6 +1,5 @@
 """Ctrl-C and SIGTERM end a run in order, and what is resumed goes on as if nothing had happened."""
 
-import errno
 import os
 import signal
 import subprocess
@@ -10,18 +9,15 @@ import time
 from pathlib import Path
 
 import pytest
-import torch
 from pairs import by_default
 from processes.warm import run_ranks
-from training.outcomes import assert_same_run, exact_log
+from training.outcomes import assert_same_run
 from training.steered_runs import AtStep, interrupted, signal_at
-from training.tiny_run import refused
 from training.two_processes import SCRIPT
 
 from midus_hf.cli.training.train import main
-from midus_hf.training.output.disk_room import SaveError
-from midus_hf.training.output.run_checkpoints import last_checkpoint
-from midus_hf.training.run.train import prepare, train
+from midus_hf.training.checkpoints import latest_whole as last_checkpoint
+from midus_hf.training.run import prepare, train
 
 KILLER = Path(__file__).with_name("killed_rank.py")
 HINT = "Stopping after this step, with a checkpoint; once more stops at once."
@@ -44,48 +40,6 @@ def test_a_signal_in_the_last_step_changes_nothing(config_for, tmp_path):
     run.trainer.add_callback(signal_at(3))
     assert run.execute().steps == 3
     assert (tmp_path / "out" / "config.json").exists() and last_checkpoint(tmp_path / "out") is None
-
-
-def test_a_checkpoint_that_does_not_fit_is_saved_elsewhere_and_resumed_from_there(
-    config_for, tmp_path, monkeypatch, capsys
-):
-    spare, output = tmp_path / "spare", tmp_path / "out"
-    options = {"max_steps": 6, "output_on_failure": str(spare)}
-    train(config_for("whole", max_steps=6))
-
-    with monkeypatch.context() as patch:
-        fail_in(output, patch)
-        stopped = interrupted(prepare(config_for(output, **options)), 4)
-    saved = spare / "checkpoint-4"
-    assert str(stopped) == f"interrupted after step 4; resume_from_checkpoint={saved} goes on from {saved}"
-    assert not list(output.glob("checkpoint-*"))
-    with refused(r"learning_rate is 0\.5, but the run to resume has 0\.01"):
-        prepare(config_for(output, max_steps=6, resume_from_checkpoint=str(saved), learning_rate=0.5))
-    train(config_for(output, max_steps=6, resume_from_checkpoint=str(saved)))
-    assert exact_log(output) == exact_log(tmp_path / "whole")
-
-
-def test_an_interrupted_run_that_can_save_nothing_names_what_there_is(config_for, tmp_path, monkeypatch):
-    def nowhere(*args, **kwargs):
-        raise SaveError("everything is full")
-
-    fail_in(tmp_path / "out" / "checkpoint-4", monkeypatch)
-    monkeypatch.setattr("midus_hf.training.run.training_run.save_where_possible", nowhere)
-    stopped = interrupted(prepare(config_for(save_steps=3)), 4)
-    assert str(stopped) == (
-        "interrupted after step 4, without a checkpoint (everything is full); resume_from_checkpoint=true goes on from checkpoint-3"
-    )
-
-
-def fail_in(folder: Path, patch) -> None:
-    honest = torch.save
-
-    def save(value, path, *args, **kwargs):
-        if Path(path).is_relative_to(folder):
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        honest(value, path, *args, **kwargs)
-
-    patch.setattr(torch, "save", save)
 
 
 @pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
@@ -134,7 +88,7 @@ def test_before_training_an_interruption_writes_nothing(words, tmp_path, monkeyp
     def interrupt(*args):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("midus_hf.training.run.run_setup.model_of_run", interrupt)
+    monkeypatch.setattr("midus_hf.training.run._load_model", interrupt)
     assert main(words) == 130
     assert capsys.readouterr().err == "midus train: interrupted\n" and not (tmp_path / "out").exists()
 

@@ -8,14 +8,8 @@ from safetensors.torch import load_file, save_file
 from tiny import FAMILIES
 from training.tiny_run import refused, tiny_config
 from transformers import LlamaConfig, MambaConfig
-from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK
 
-from midus_hf.config.yaml_options import from_mapping
-from midus_hf.training.options import TrainConfig
-from midus_hf.training.run import run_setup
-from midus_hf.training.run.loading import check_sequence_length
-from midus_hf.training.run.run_setup import check_reporting
-from midus_hf.training.run.train import prepare, train
+from midus_hf.training.run import check_sequence_length, train
 
 
 @pytest.mark.parametrize(
@@ -85,7 +79,7 @@ OF_TABLES = (
             {"usage_steps": 5},
             "usage_steps is 5, but this llama model has no memory layers; train one that has",
         ),
-        ("fetching", {}, r"fetches blocks by the path of a text, and corpus\.path_column is not given"),
+        ("fetching", {}, r"fetches blocks by the path of a text, and path_column is not given"),
         ("prompted", {}, "routing is 'prompt', and plain text has no prompts; expected chats.*'chunk'"),
     ],
 )
@@ -106,12 +100,6 @@ def test_what_a_model_cannot_do_is_refused_before_anything_is_written(
 def test_a_base_that_was_not_upscaled_can_train_whole(upscaled, config_for):
     base = upscaled("llama").parent / "base"
     assert train(config_for(model=base, trainable="all", max_steps=1)).steps == 1
-
-
-def test_a_logger_that_is_not_installed_is_named(config_for, monkeypatch):
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with refused(r"report_to is 'trackio', which is not installed; pip install trackio, or set"):
-        train(config_for(report_to="trackio"))
 
 
 def test_a_sequence_longer_than_the_model_has_positions_for_is_refused_before_anything_is_loaded(
@@ -165,42 +153,3 @@ def test_where_kinds_of_layers_have_rope_of_their_own_the_longest_counts():
 
 def test_a_model_without_positions_has_no_longest_sequence():
     check_sequence_length("sequence_length", 1_000_000, MambaConfig())
-
-
-NEEDED = {"model_name_or_path": "m", "output_dir": "o", "corpus": "c"}
-
-
-@pytest.fixture
-def installed(monkeypatch):
-    monkeypatch.setattr(run_setup, "get_available_reporting_integrations", lambda: ["tensorboard", "wandb"])
-
-
-def test_one_or_several_trackers_may_be_named(installed):
-    assert from_mapping(TrainConfig, {**NEEDED, "report_to": "wandb"}).report_to == "wandb"
-    assert from_mapping(TrainConfig, {**NEEDED, "report_to": ["wandb", "trackio"]}).report_to == ["wandb", "trackio"]
-    for names in ("none", "wandb", ["none"], ["tensorboard", "wandb"], []):
-        check_reporting(names)
-
-
-@pytest.mark.parametrize(
-    ("report_to", "message"),
-    [
-        ("trackio", "report_to is 'trackio', which is not installed; pip install trackio, or set report_to: none."),
-        (["wandb", "mlflow"], "report_to is 'mlflow', which is not installed; pip install mlflow, or set"),
-        ("wand", "report_to is 'wand'; expected none, or one or more of "),
-        (["none", "wandb"], "report_to is ['none', 'wandb']; expected none, or one or more of "),
-    ],
-)
-def test_what_is_unknown_or_missing_is_named(report_to, message, installed):
-    with refused(re.escape(message)):
-        check_reporting(report_to)
-
-
-@pytest.mark.parametrize("name", ["tensorboard", "trackio", "wandb"])
-def test_the_trainer_knows_the_trackers_that_are_documented(name):
-    assert name in INTEGRATION_TO_CALLBACK
-
-
-def test_a_run_sees_to_its_trackers_first(config_for, installed):
-    with refused("report_to is 'trackio', which is not installed"):
-        prepare(config_for(report_to=["wandb", "trackio"]))

@@ -11,7 +11,7 @@ from training.tiny_run import tiny_tokenizer
 from transformers import AutoModelForCausalLM, TrainerCallback
 
 from midus_hf.look.usage import record_usage
-from midus_hf.training.run.train import prepare, train
+from midus_hf.training.run import prepare, train
 
 USAGE = ("memory_used_share", "memory_perplexity")
 
@@ -34,14 +34,12 @@ def test_values_follow_their_schedule_and_the_log_says_so(config_for, tmp_path, 
 
 
 @pytest.mark.parametrize("value_transforms", ["weights", "values"])
-def test_a_run_trains_the_transforms_as_it_is_told(config_for, value_transforms, capsys):
+def test_a_run_trains_the_transforms_as_it_is_told(config_for, value_transforms):
     run = prepare(config_for(value_transforms=value_transforms))
     transforms = {id(run.model.model.layers[layer].memory.value_transform) for layer in (1, 4)}
     optimizer = run.trainer.create_optimizer()
     (group,) = (g["name"] for g in optimizer.param_groups if transforms <= {id(p) for p in g["params"]})
     assert group == {"weights": "decay", "values": "keys_and_values"}[value_transforms]
-    shown = next(line for line in capsys.readouterr().out.splitlines() if "keys and values" in line)
-    assert shown.split("│")[2].strip() == {"weights": "6", "values": "8"}[value_transforms]
 
 
 def test_usage_is_told_of_the_tokens_since_the_last_time(config_for, upscaled, tmp_path):

@@ -8,7 +8,7 @@ import torch
 from training.outcomes import logged, moved, weights
 from training.tiny_run import tiny_tokenizer
 
-from midus_hf.training.run.train import train
+from midus_hf.training.run import train
 from tests.upscalers.checkpoints import load
 
 BANK = "model.memory_tables.chapters.0.bank"
@@ -114,7 +114,7 @@ def test_a_run_with_gradients_of_rows_moves_the_bank_as_a_dense_one_does(made, r
     """In the first step rows that are read move alike; without decay the others keep their bytes, as in any run."""
     model = made(memory_tokens=192, chapters=96, routing="sequence")
     for is_sparse in (False, True):
-        run(model, str(is_sparse), max_steps=2, warmup_ratio=0, sparse_values=is_sparse)
+        run(model, str(is_sparse), max_steps=2, warmup_steps=0, sparse_values=is_sparse)
     start, dense, by_rows = (weights(folder)[BANK] for folder in (model, tmp_path / "False", tmp_path / "True"))
     # The output projection starts at zero, so that the bank has a gradient from the second step on.
     torch.testing.assert_close(by_rows, dense, rtol=1e-3, atol=1e-5)

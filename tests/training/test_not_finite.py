@@ -4,16 +4,17 @@ import math
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import nn
 from training.outcomes import weights
 from training.steered_runs import AFTER, AtStep
 from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
 
 from midus_hf.cli.training.train import main
+from midus_hf.training.checkpoints import latest_whole as last_checkpoint
 from midus_hf.training.optim.finite import first_gradient_not_finite, first_not_finite
-from midus_hf.training.output.run_checkpoints import last_checkpoint
-from midus_hf.training.run.train import prepare
-from midus_hf.training.trainer.memory_trainer import MemoryTrainer
+from midus_hf.training.run import prepare
+from midus_hf.training.trainer import MemoryTrainer
 
 
 def of_gradient(value):
@@ -59,7 +60,9 @@ def test_a_gradient_that_is_not_finite_ends_the_run(value, step, changes, config
     whole = [f"checkpoint-{saved}" for saved in range(2, step, 2)]
     assert files_of(tmp_path / "out") == [*whole, "log.jsonl", "train_config.yaml"]
     for name in whole:
-        assert all(tensor.isfinite().all() for tensor in weights(tmp_path / "out" / name).values())
+        assert all(
+            tensor.isfinite().all() for tensor in load_file(tmp_path / "out" / name / "trained.safetensors").values()
+        )
 
 
 def test_the_first_gradient_that_is_not_finite_is_named():
@@ -126,7 +129,7 @@ def test_tensors_that_are_not_finite_are_never_saved(save_steps, value, config_f
 def test_a_number_that_the_dtype_of_the_model_cannot_hold_is_not_saved(config_for, tmp_path):
     run = prepare(config_for(max_steps=1))
     name = "model.layers.4.self_attn.q_proj.weight"
-    run.dtypes[name] = torch.float16
+    run._dtypes[name] = torch.float16
 
     def spoil(model):
         model.get_parameter(name).data[0, 0] = 1e6
@@ -145,12 +148,11 @@ def test_what_is_frozen_may_be_what_it_is(config_for, tmp_path):
         run.model.get_parameter(f"model.{name}.weight") for name in ("embed_tokens", "layers.1.self_attn.q_proj")
     )
     frozen.data[2] = math.inf
-    run.trainer.checkpoints.save_in(tmp_path)
-    assert weights(tmp_path / "checkpoint-1")["model.embed_tokens.weight"][2].isinf().all()
-    assert run.trainer.checkpoints.first_not_finite_in(tmp_path / "checkpoint-1") is None
+    run.trainer.save_model(str(tmp_path / "saved"))
+    assert weights(tmp_path / "saved")["model.embed_tokens.weight"][2].isinf().all()
     trained.data[2] = math.inf
     with pytest.raises(FloatingPointError):
-        run.trainer.checkpoints.save_in(tmp_path)
+        run.trainer.save_model(str(tmp_path / "saved"))
 
 
 def test_blocks_of_banks_are_looked_at_too(blocks_for, tmp_path):
@@ -171,32 +173,20 @@ def test_blocks_of_banks_are_looked_at_too(blocks_for, tmp_path):
     assert files_of(tmp_path / "out") == ["checkpoint-2", "log.jsonl", "train_config.yaml"]
 
 
-def test_blocks_that_are_not_finite_are_neither_saved_nor_gone_on_from(blocks_for, tmp_path, monkeypatch, capsys):
-    output, spoiled = tmp_path / "out", []
+def test_blocks_that_are_not_finite_are_not_saved(blocks_for, tmp_path):
+    run = prepare(blocks_for(save_steps=2))
+    (bank,) = run.trainer.blocks.banks
 
     def spoil(model):
-        (bank,) = spoiled
         level, index = bank.touched()[0]
         bank._states[level, index].master.data[5] = math.nan
 
-    run = prepare(blocks_for(output, save_steps=2))
-    spoiled += run.trainer.blocks.banks
     run.trainer.add_callback(AtStep(4, spoil, AFTER))
     with pytest.raises(
         FloatingPointError, match=r"block \d+ of level \d holds nan at step 4; expected a finite number"
     ):
         run.execute()
-    assert files_of(output) == ["checkpoint-2", "log.jsonl", "train_config.yaml"]
-    run = prepare(blocks_for(output, save_steps=2, resume_from_checkpoint=True))
-    spoiled[:] = run.trainer.blocks.banks
-    monkeypatch.setattr(run.trainer.checkpoints, "check_finite", lambda: None)
-    run.trainer.add_callback(AtStep(4, spoil, AFTER))
-    with pytest.raises(FloatingPointError, match=r"loss is nan at step 5"):
-        run.execute()
-    monkeypatch.undo()
-    run = prepare(blocks_for(output, save_steps=2, resume_from_checkpoint="auto"))
-    assert run.checkpoint == output / "checkpoint-2"
-    assert "checkpoint-4 is passed over: block" in capsys.readouterr().err
+    assert files_of(tmp_path / "out") == ["checkpoint-2", "log.jsonl", "train_config.yaml"]
 
 
 def test_what_a_scaler_of_gradients_leaves_out_is_left_to_it(upscaled, tmp_path):

@@ -6,13 +6,13 @@ import pytest
 import torch
 from datasets import Dataset
 from training.steered_runs import NotedRates
-from training.tiny_run import NEW_LAYERS, document, refused, tiny_tokenizer
+from training.tiny_run import NEW_LAYERS, document, refused, tiny_config, tiny_tokenizer
 from transformers import AutoModelForCausalLM, Trainer, TrainingArguments, default_data_collator
 from trl import SFTConfig, SFTTrainer
 
 from midus_hf.training.optim.freezing import set_trainable
 from midus_hf.training.optim.lora import lora_config
-from midus_hf.training.trainer.memory_trainer import MemoryTrainer, TrainsMemory
+from midus_hf.training.trainer import MemoryTrainer, TrainsMemory
 from tests.docs.snippets import take
 
 # Blocks of Python of the pages: with `MemoryTrainer`, and with a plain `Trainer`.
@@ -142,37 +142,41 @@ def test_trl_takes_the_lora_config_of_an_upscaled_model(upscaled, scene, monkeyp
 
 
 @pytest.mark.parametrize(
-    ("method", "arguments", "options", "message"),
+    ("method", "arguments", "more", "message"),
     [
-        (
-            "hier-ffn",
-            {"fp16": True},
-            {},
-            "blocks of a memory bank train, which FSDP, DeepSpeed and fp16 do not support",
+        ("hier-ffn", {"fp16": True}, {}, "blocks of a memory bank train, which FSDP, DeepSpeed and fp16 do not support"),
+        ("ultramem-v2", {"torch_compile": True, "shard_values": True}, {}, "shard_values is true, for which a model has to run"),
+        *(
+            ("ultramem-v2", {"optim": optim, "sparse_values": True}, {}, f"optim is '{optim}'; expected adamw_torch or")
+            for optim in ("adafactor", "adamw_torch_8bit", "adamw_torch_4bit")
         ),
-        (
-            "ultramem-v2",
-            {"torch_compile": True},
-            {"shard_values": True},
-            "shard_values is true, for which a model has to run",
+        *(
+            ("ultramem-v2", {"sparse_values": True}, more, "the Trainer was given an optimizer, which would be replaced")
+            for more in (
+                {"optimizer_cls_and_kwargs": (torch.optim.SGD, {})},
+                {"optimizers": (torch.optim.SGD([torch.zeros(1)]), None)},
+            )
         ),
-        ("ultramem-v2", {"optim": "adafactor"}, {"sparse_values": True}, "optim is 'adafactor'; expected adamw_torch"),
-        (
-            "midus-hml",
-            {"torch_compile": True},
-            {"usage_steps": 5},
-            "usage_steps is 5, for which a model has to run uncompiled",
-        ),
+        ("midus-hml", {"torch_compile": True, "usage_steps": 5}, {}, "usage_steps is 5, for which a model has to run uncompiled"),
     ],
-    ids=["blocks", "columns", "rows", "usage"],
-)
+)  # fmt: skip
 def test_what_a_trainer_cannot_do_with_its_arguments_is_refused(
-    method, arguments, options, message, upscaled, tmp_path
+    method, arguments, more, message, upscaled, corpus, tmp_path
 ):
     model = AutoModelForCausalLM.from_pretrained(upscaled("llama", method))
     set_trainable(model, "new" if method == "midus-hml" else "auto")
-    given = TrainingArguments(str(tmp_path), report_to="none", use_cpu=True)
+    given = tiny_config(None, corpus, tmp_path, config_name="c", tokenizer_name="t")
     for name, value in arguments.items():
         setattr(given, name, value)
     with refused(message):
-        MemoryTrainer(model, given, **options)
+        MemoryTrainer(model, given, **more)
+
+
+def test_a_caller_chooses_the_optimizer(upscaled, scene):
+    given = scene(upscaled("llama"))
+    set_trainable(given["model"])
+    trainer = MemoryTrainer(
+        given["model"], given["arguments"], optimizer_cls_and_kwargs=(torch.optim.SGD, {"lr": 1.0, "momentum": 0.9})
+    )
+    optimizer = trainer.create_optimizer()
+    assert type(optimizer) is torch.optim.SGD and {group["lr"] for group in optimizer.param_groups} == {1e-2}

@@ -1,5 +1,6 @@
 """Groups of parameters, their rates and schedules, and the dtypes in which tensors are held while they train."""
 
+import dataclasses
 import math
 import re
 
@@ -10,11 +11,12 @@ from training.tiny_run import refused
 from transformers import AutoModelForCausalLM, TrainingArguments, get_cosine_schedule_with_warmup
 
 from midus_hf.memory.registry import MemoryModule
+from midus_hf.training.arguments import MemoryArguments
 from midus_hf.training.optim.freezing import set_trainable
 from midus_hf.training.optim.parameter_groups import group_schedules, parameter_groups
 from midus_hf.training.optim.rates import Rates
 from midus_hf.training.optim.tensors import hold_for_training, restore_dtypes
-from midus_hf.training.trainer.memory_trainer import MemoryTrainer
+from midus_hf.training.trainer import MemoryTrainer
 from tests.memory.building import build
 
 # Kinds of tensors of a memory, beside which there are weights, and norms and biases.
@@ -188,7 +190,7 @@ def test_scheduled_groups_follow_the_schedule_of_transformers_and_the_others_sta
     groups = [{"params": weights[:1], "course": "schedule"}, {"params": weights[1:], "course": "constant"}]
     optimizer = torch.optim.AdamW(groups, lr=0.5)
     reference_optimizer = torch.optim.AdamW([torch.nn.Parameter(torch.zeros(2))], lr=0.5)
-    scheduler = group_schedules(optimizer, Rates(warmup_ratio=0.15), total_steps=20)
+    scheduler = group_schedules(optimizer, 20, warmup_steps=0.15)
     reference = get_cosine_schedule_with_warmup(reference_optimizer, 3, 20)
     rates = []
     for _ in range(21):
@@ -217,8 +219,7 @@ def test_values_can_fall_from_four_times_the_schedule_to_once(schedule, ratio, e
         {"params": weights[1:], "lr": 3.0, "course": "4x-to-1x"},
     ]
     optimizer = torch.optim.AdamW(groups)
-    rates = Rates(lr_scheduler_type=schedule, warmup_ratio=0.2, value_schedule="4x-to-1x", value_decay_ratio=ratio)
-    scheduler = group_schedules(optimizer, rates, total_steps=20)
+    scheduler = group_schedules(optimizer, 20, lr_scheduler_type=schedule, warmup_steps=0.2, value_decay_ratio=ratio)
     multipliers = []
     for _ in range(21):
         main, values = scheduler.get_last_lr()
@@ -233,10 +234,10 @@ def test_values_can_fall_from_four_times_the_schedule_to_once(schedule, ratio, e
     assert multipliers[20] == (pytest.approx(end), pytest.approx(end))
 
 
-def course(rates: Rates, steps: int) -> list[float]:
+def course(steps: int, **schedule) -> list[float]:
     """What the maximum rate is multiplied by at each step, and after the last."""
     optimizer = torch.optim.SGD([{"params": [torch.zeros(1)], "lr": 1.0, "course": "schedule"}])
-    scheduler, factors = group_schedules(optimizer, rates, steps), []
+    scheduler, factors = group_schedules(optimizer, steps, **schedule), []
     for _ in range(steps + 1):
         factors.append(scheduler.get_last_lr()[0])
         optimizer.step()
@@ -262,32 +263,6 @@ def course(rates: Rates, steps: int) -> list[float]:
         ),
         ({"value_transforms": "keys"}, "value_transforms is 'keys'; expected one of 'weights', 'values'."),
         ({"memory_keys": "values"}, "memory_keys is 'values'; expected one of 'constant', 'weights'."),
-        (
-            {"lr_scheduler_type": "polynomial"},
-            "lr_scheduler_type is 'polynomial'; expected one of 'cosine', 'linear', 'constant_with_warmup', 'warmup_stable_decay'.",
-        ),
-        (
-            {"lr_scheduler_type": "warmup_stable_decay"},
-            "lr_scheduler_type is 'warmup_stable_decay', which needs decay_ratio, the share of the steps in which the rate falls",
-        ),
-        (
-            {"lr_scheduler_type": "warmup_stable_decay", "decay_ratio": 0.95},
-            "decay_ratio is 0.95; expected a share of the steps, 0 < ratio <= 1 - warmup_ratio = 0.9.",
-        ),
-        (
-            {"decay_ratio": 0.1},
-            "decay_ratio is 0.1, which lr_scheduler_type 'cosine' does not take; leave it out, or set "
-            "lr_scheduler_type: warmup_stable_decay.",
-        ),
-        (
-            {"min_learning_rate_ratio": 1},
-            "min_learning_rate_ratio is 1; expected a share of the maximum rate, 0 <= ratio < 1.",
-        ),
-        (
-            {"min_learning_rate_ratio": 0.1, "lr_scheduler_type": "linear"},
-            "min_learning_rate_ratio is 0.1, which lr_scheduler_type 'linear' does not take; leave it out, or set "
-            "lr_scheduler_type: cosine or ",
-        ),
     ],
 )
 def test_a_wrong_value_is_refused_with_what_was_expected(values, message):
@@ -297,56 +272,82 @@ def test_a_wrong_value_is_refused_with_what_was_expected(values, message):
 
 def test_the_schedule_of_mixture_of_chapters_warms_up_stays_and_falls_where_the_paper_has_it():
     """Table 6: 9600 steps, warm-up over 250, decay from step 8160 on, to a tenth."""
-    rates = Rates(
-        lr_scheduler_type="warmup_stable_decay", warmup_ratio=0.02604, decay_ratio=0.15, min_learning_rate_ratio=0.1
-    )
-    factors = course(rates, 9600)
+    ends = {"num_decay_steps": 1440, "min_lr_ratio": 0.1}
+    factors = course(9600, lr_scheduler_type="warmup_stable_decay", warmup_steps=250, lr_scheduler_kwargs=ends)
     assert factors[0] == pytest.approx(0.1) and factors[249] < 1
     assert factors[250] == factors[8159] == factors[8160] == 1 and factors[8161] < 1
     assert factors[8880] == pytest.approx(0.55) and factors[9600] == pytest.approx(0.1)
 
 
 def test_a_cosine_can_end_above_zero():
-    factors = course(Rates(warmup_ratio=0.1, min_learning_rate_ratio=0.1), 20)
+    factors = course(20, lr_scheduler_type="cosine_with_min_lr", lr_scheduler_kwargs={"min_lr_rate": 0.1})
     assert factors[:3] == [0, 0.5, 1] and factors[20] == pytest.approx(0.1)
     assert factors[2:] == pytest.approx([0.1 + 0.9 * (1 + math.cos(math.pi * i / 18)) / 2 for i in range(19)])
 
 
-@pytest.mark.parametrize("steps", [3, 7, 10, 11])
-def test_warm_up_and_decay_fill_no_more_than_the_run(steps):
-    rates = Rates(lr_scheduler_type="warmup_stable_decay", warmup_ratio=0.5, decay_ratio=0.5)
-    factors = course(rates, steps)
-    assert factors[math.ceil(steps / 2)] == 1 and factors[steps] == 0
+def plateau(*courses: str):
+    groups = [{"params": [torch.zeros(1)], "lr": 1.0, "course": course} for course in courses]
+    optimizer = torch.optim.SGD(groups)
+    options = {"lr_scheduler_type": "reduce_lr_on_plateau", "lr_scheduler_kwargs": {"patience": 0, "factor": 0.5}}
+    return optimizer, group_schedules(optimizer, 20, **options)
 
 
-def test_a_trainer_takes_rates_and_its_arguments_say_the_same(upscaled, tmp_path):
-    arguments = TrainingArguments(str(tmp_path), learning_rate=1.0, use_cpu=True, report_to="none")
-    rates = Rates(
+def test_a_plateau_lowers_what_follows_the_schedule_alone():
+    optimizer, scheduler = plateau("schedule", "constant")
+    for loss in (3.0, 3.0, 3.0):
+        scheduler.step(loss)
+    assert [group["lr"] for group in optimizer.param_groups] == [0.25, 1.0]
+
+
+def test_a_schedule_that_scales_no_rate_is_refused():
+    with refused(
+        r"lr_scheduler_type is 'reduce_lr_on_plateau', whose rate is no multiple .* or another value_schedule"
+    ):
+        plateau("schedule", "4x-to-1x")
+
+
+def arguments_of(tmp_path, **options):
+    class Arguments(MemoryArguments, TrainingArguments):
+        """Keys of memories beside those of a Trainer."""
+
+    return dataclasses.dataclass(Arguments)(output_dir=str(tmp_path), use_cpu=True, report_to="none", **options)
+
+
+def test_a_trainer_takes_the_rates_of_its_arguments(upscaled, tmp_path):
+    arguments = arguments_of(
+        tmp_path,
         learning_rate=1e-3,
         memory_learning_rate=2e-3,
         weight_decay=0.1,
+        warmup_steps=0.1,
         lr_scheduler_type="warmup_stable_decay",
-        decay_ratio=0.5,
+        lr_scheduler_kwargs={"num_decay_steps": 10},
     )
-    model = AutoModelForCausalLM.from_pretrained(upscaled("llama"))
-    trainer = MemoryTrainer(model, arguments, rates=rates)
+    trainer = MemoryTrainer(AutoModelForCausalLM.from_pretrained(upscaled("llama")), arguments)
     trainer.create_optimizer_and_scheduler(num_training_steps=20)
     found = {group["name"]: group["initial_lr"] for group in trainer.optimizer.param_groups}
     assert found == {"decay": 1e-3, "no_decay": 1e-3, "memory": 2e-3, "keys_and_values": 1e-3}
-    assert trainer.args.learning_rate == 1e-3 and trainer.args.weight_decay == 0.1
-    assert trainer.args.lr_scheduler_type == "warmup_stable_decay" and trainer.args.get_warmup_steps(20) == 2
     assert [factor(12) for factor in trainer.lr_scheduler.lr_lambdas] == pytest.approx(
         [0.9045, 0.9045, 0.9045, 1], rel=1e-4
     )
 
 
-def test_without_rates_a_trainer_takes_any_schedule_of_its_arguments(upscaled, tmp_path):
+def test_plain_arguments_give_one_rate_and_any_schedule(upscaled, tmp_path):
     options = {"lr_scheduler_type": "cosine_with_min_lr", "lr_scheduler_kwargs": {"min_lr_rate": 0.5}}
     arguments = TrainingArguments(str(tmp_path), learning_rate=1e-2, use_cpu=True, report_to="none", **options)
     trainer = MemoryTrainer(AutoModelForCausalLM.from_pretrained(upscaled("llama")), arguments)
     trainer.create_optimizer_and_scheduler(num_training_steps=20)
     assert {group["initial_lr"] for group in trainer.optimizer.param_groups} == {1e-2}
     assert [factor(20) for factor in trainer.lr_scheduler.lr_lambdas] == [0.5, 0.5, 1]
+
+
+def test_blocks_of_a_bank_follow_the_schedule_unless_told_otherwise(models):
+    """Hierarchical memories, appendix A.2; values in the model stay constant (MIDUS)."""
+    model = AutoModelForCausalLM.from_pretrained(models / "hier-ffn")
+    set_trainable(model)
+    for schedule, course in ((None, "schedule"), ("constant", "constant"), ("4x-to-1x", "4x-to-1x")):
+        (group,) = parameter_groups(model, Rates(value_schedule=schedule))
+        assert (group["name"], group["course"]) == ("blocks", course)
 
 
 def batch_norm_model(family: str):

@@ -1,6 +1,5 @@
 """The recipes in `configs/train` are read, say what papers and releases say, and fit what makes their models."""
 
-import dataclasses
 import json
 import re
 from pathlib import Path
@@ -13,15 +12,16 @@ from training.tiny_run import tiny_tokenizer
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig
 
 from midus_hf import models  # noqa: F401 - registers the families that host memory
+from midus_hf.cli.training.printed_config import config_text
 from midus_hf.config.memories.chapters import PAPER, ChaptersOptions
 from midus_hf.config.memories.ultramem import UltraMemOptions
 from midus_hf.config.memory_entries import read_memories
 from midus_hf.config.model_sizes import ModelSizes
 from midus_hf.config.parameters import count_parameters
 from midus_hf.config.yaml_options import read_config, read_mapping
+from midus_hf.training.arguments import TrainArguments
 from midus_hf.training.optim.freezing import set_trainable
-from midus_hf.training.options import TrainConfig
-from midus_hf.training.run.train import train
+from midus_hf.training.run import train
 from tests.upscalers.real_configs import LLAMA_3_1_8B, LLAMA_3_2_1B, write_config
 from upscalers.plan.placements import place
 from upscalers.runs.upscale import upscale
@@ -30,6 +30,8 @@ REPOSITORY = Path(__file__).parents[2]
 RECIPES, UPSCALING = REPOSITORY / "configs" / "train", REPOSITORY / "configs" / "upscale"
 # Recipes that begin from a config.
 PRETRAINING = {path.stem for path in (REPOSITORY / "configs" / "models").glob("*.json")}
+# Models that the recipe of another trains, with `config_name` on the command line.
+OTHER_MODELS = {"vanilla-203m": "vanilla-148m", "olmo2-669m": "moda-706m", "moda-128m": "moda-74m"}
 # Recipes of memories that texts fetch.
 FETCHING = {path.stem for path in RECIPES.glob("hier-*.yaml")}
 NAMES = sorted({path.stem for path in RECIPES.glob("*.yaml")} - PRETRAINING - FETCHING)
@@ -42,25 +44,14 @@ BASES = {
     "llama-3.1-8b": (LLAMA_3_1_8B, "meta-llama/Llama-3.1-8B", 16),
 }
 
-# What the recipes of each method, and of the base itself, say of `trainable`.
+# What the methods of the paper train (section 5.1).
 TRAINABLE = {
     **dict.fromkeys(("midus-hml", "midus-pkm", "midus-linear", "moc", "moda", "ultramem-v2"), "new"),
-    "base": "all",
     **dict.fromkeys(("solar", "llama-pro", "lesa", "opt-deus", "avg-deus"), "auto"),
 }
 
 # Learning rate and tokens of each recipe (appendix B).
-RATES = {
-    f"{method}-{base}{corpus}": (rate, tokens)
-    for method in (*TRAINABLE, "matched")
-    for base, corpus, rate, tokens in (
-        ("llama-3.2-1b", "", 1e-4, 1.5e9),
-        ("llama-3.1-8b", "", 5e-5, 1.5e9),
-        ("llama-3.2-1b", "-mathpile", 1e-4, 1.1e9),
-        ("llama-3.1-8b", "-mathpile", 1e-4, 1.1e9),
-    )
-    if not corpus or method == "midus-hml"
-}
+RATES = {"midus-hml-llama-3.2-1b": (1e-4, 1.5e9), "midus-hml-llama-3.1-8b": (5e-5, 1.5e9)}
 
 
 # What the paper's tables 7, 8, 10 and 11 change in MIDUS-HML at 1B; the last two are placements.
@@ -79,10 +70,17 @@ ABLATIONS = {
 }
 
 
-def recipe(name: str) -> TrainConfig:
+def recipe(name: str, *words: str) -> TrainArguments:
     path = RECIPES / f"{name}.yaml"
     stated = {line.partition(":")[0] for line in path.read_text(encoding="utf-8").splitlines()}
-    return read_config(TrainConfig, path, [word for key, word in GIVEN.items() if key not in stated])
+    stated |= {"model_name_or_path"} if "config_name" in stated else set()
+    return read_config(TrainArguments, path, [*words, *(word for key, word in GIVEN.items() if key not in stated)])
+
+
+def of_model(name: str, *words: str) -> TrainArguments:
+    """Return the arguments of the run that pretrains a model of `configs/models`."""
+    changes = [] if name not in OTHER_MODELS else [f"config_name=configs/models/{name}.json"]
+    return recipe(OTHER_MODELS.get(name, name), *changes, *words)
 
 
 def layers_that_llama_pro_copies(num_layers: int, num_new_layers: int) -> list[int]:
@@ -102,17 +100,25 @@ def test_every_recipe_is_a_config(name):
     recipe(name)
 
 
-@pytest.mark.parametrize("base", BASES)
 @pytest.mark.parametrize("method", TRAINABLE)
-def test_there_is_a_recipe_of_every_method_for_both_bases_and_it_trains_what_the_paper_trains(method, base):
-    assert recipe(f"{method}-{base}").trainable == TRAINABLE[method]
+def test_a_method_of_the_paper_is_printed_as_midus_hml_with_what_it_trains(method, tmp_path):
+    text = config_text("train", method, TrainArguments, ())
+    (tmp_path / "recipe.yaml").write_text(text)
+    printed = read_config(TrainArguments, tmp_path / "recipe.yaml").recorded()
+    expected = recipe("midus-hml-llama-3.2-1b").recorded()
+    if method != "midus-hml":
+        assert f"--method {method} --output llama-3.2-1b-{method}\n" in text and "hml-" not in text
+        own = {"model_name_or_path": f"llama-3.2-1b-{method}", "output_dir": f"outputs/{method}-llama-3.2-1b"}
+        expected |= own | {"trainable": TRAINABLE[method]}
+    printed.setdefault("trainable", "auto")
+    assert printed == expected
 
 
 @pytest.mark.parametrize("name", RATES)
 def test_the_recipes_of_the_paper_have_its_hyperparameters(name):
     config, (rate, tokens) = recipe(name), RATES[name]
     assert (config.learning_rate, config.key_value_learning_rate) == (rate, None)
-    assert (config.lr_scheduler_type, config.warmup_ratio, config.bf16) == ("cosine", 0.1, True)
+    assert (config.lr_scheduler_type, config.warmup_steps) == ("cosine", 0.1)
     assert config.weight_decay in (0, 1e-6, 1e-2)
     assert config.per_device_train_batch_size * config.gradient_accumulation_steps == 64
     assert config.sequence_length == 2048
@@ -131,20 +137,19 @@ def test_no_recipe_goes_unchecked():
 
 @pytest.mark.parametrize("base", BASES)
 def test_the_matched_baseline_trains_the_layers_that_llama_pro_copies_and_as_many_parameters(base):
-    config, base_id, num_new_layers = BASES[base]
+    config, _, num_new_layers = BASES[base]
     num_layers = config["num_hidden_layers"]
-    matched, pro = recipe(f"matched-{base}"), recipe(f"llama-pro-{base}")
-    assert matched.trainable == layers_that_llama_pro_copies(num_layers, num_new_layers)
-    assert matched.model_name_or_path == base_id
-
+    matched = layers_that_llama_pro_copies(num_layers, num_new_layers)
+    named = matched if base == "llama-3.2-1b" else f"[{matched[0]}, {matched[1]}, ..., {matched[-1]}]"
+    assert f"trainable: {named})" in (RECIPES / f"midus-hml-{base}.yaml").read_text()
     expanded = empty_model(
         config,
         num_layers + num_new_layers,
         trainable="new",
         new_layers=place("llama-pro", num_layers, num_new_layers),
     )
-    new = set_trainable(expanded, pro.trainable)
-    existing = set_trainable(empty_model(config, num_layers), matched.trainable)
+    new = set_trainable(expanded, "new")
+    existing = set_trainable(empty_model(config, num_layers), matched)
     assert existing.parameters == new.parameters > 0
     assert existing.total_parameters == new.total_parameters - new.parameters
 
@@ -185,19 +190,10 @@ def test_an_ablation_changes_what_the_paper_changes_and_its_commands_train_it_as
     run = re.findall(r"^#   midus train (\S+) (.+)$", text, flags=re.MULTILINE)
     ((config, folder),), ((training, words),) = made, run
     assert REPOSITORY / config == path
-    trained = dataclasses.asdict(read_config(TrainConfig, REPOSITORY / training, words.split()))
-    of_midus = dataclasses.asdict(recipe("midus-hml-llama-3.2-1b"))
+    trained = read_config(TrainArguments, REPOSITORY / training, words.split()).recorded()
+    of_midus = recipe("midus-hml-llama-3.2-1b").recorded()
     own = {"model_name_or_path": folder, "output_dir": f"outputs/{path.stem}"}
     assert folder != of_midus["model_name_or_path"] and trained == {**of_midus, **own}
-
-
-def test_recipes_of_one_base_and_corpus_differ_only_in_what_is_trained():
-    for base in BASES:
-        configs = [dataclasses.asdict(recipe(f"{method}-{base}")) for method in (*TRAINABLE, "matched")]
-        for config in configs:
-            for key in ("model_name_or_path", "output_dir", "trainable"):
-                del config[key]
-        assert all(config == configs[0] for config in configs)
 
 
 # Parameters of the models, by the names of their recipes (appendix A.4.1).
@@ -231,7 +227,7 @@ def test_every_config_has_a_recipe_that_is_tested():
 @pytest.mark.parametrize("name", MODA)
 def test_recipes_of_attention_over_the_depth_have_the_settings_of_its_paper(name):
     """Section 4: 1,024 sequences of 4,096 tokens a step, 400B in all, 2,000 steps up to 3e-4 and a cosine down to 3e-5."""
-    config = read_config(TrainConfig, recipe_path(name))
+    config = of_model(name)
     assert (config.model_name_or_path, config.config_name, config.trainable) == (
         None,
         f"configs/models/{name}.json",
@@ -240,8 +236,8 @@ def test_recipes_of_attention_over_the_depth_have_the_settings_of_its_paper(name
     assert config.per_device_train_batch_size * config.gradient_accumulation_steps == 1024
     assert config.sequence_length == model_config(name)["max_position_embeddings"]
     assert config.max_steps == int(4e11 / 1024 / 4096)
-    assert (config.learning_rate, config.lr_scheduler_type, config.min_learning_rate_ratio) == (3e-4, "cosine", 0.1)
-    assert config.warmup_steps(config.max_steps) == 2000
+    assert (config.learning_rate, config.lr_scheduler_type) == (3e-4, "cosine_with_min_lr")
+    assert config.lr_scheduler_kwargs == {"min_lr_rate": 0.1} and config.get_warmup_steps(config.max_steps) == 2000
     assert (config.weight_decay, config.adam_beta2, config.max_grad_norm) == (0.1, 0.95, 1.0)
 
 
@@ -257,7 +253,7 @@ def test_configs_of_attention_over_the_depth_write_every_option_out(name):
 @pytest.mark.parametrize("name", PARAMETERS)
 def test_a_recipe_has_the_papers_settings(name):
     """Table 6."""
-    config = read_config(TrainConfig, recipe_path(name))
+    config = of_model(name)
     assert (config.model_name_or_path, config.config_name) == (None, f"configs/models/{name}.json")
     assert (config.tokenizer_name, config.trainable) == ("HuggingFaceTB/SmolLM2-135M", "all")
     assert (config.sequence_length, config.per_device_train_batch_size, config.gradient_accumulation_steps) == (
@@ -271,16 +267,15 @@ def test_a_recipe_has_the_papers_settings(name):
         0.95,
         1.0,
     )
-    assert (config.bf16, config.activation_checkpointing) == (True, True)
+    assert config.activation_checkpointing
     assert config.max_steps == 9600
-    assert (config.lr_scheduler_type, config.min_learning_rate_ratio) == ("warmup_stable_decay", 0.1)
-    assert config.warmup_steps(config.max_steps) == 250
-    assert config.max_steps - config.scheduler_options(config.max_steps)["num_decay_steps"] == 8160
+    assert (config.lr_scheduler_type, config.warmup_steps) == ("warmup_stable_decay", 250)
+    assert config.lr_scheduler_kwargs == {"num_decay_steps": 9600 - 8160, "min_lr_ratio": 0.1}
     rates = (config.memory_learning_rate, config.value_learning_rate, config.value_schedule, config.value_weight_decay)
-    assert rates == ((6e-4, 6e-4, "fixed", 0.1) if name == "moc-371m" else (None, None, "constant", 0))
+    assert rates == ((6e-4, 6e-4, "fixed", 0.1) if name == "moc-371m" else (None, None, None, 0))
 
 
-@pytest.mark.parametrize("name", [*PARAMETERS, *TABLE_7])
+@pytest.mark.parametrize("name", sorted({*PARAMETERS, *TABLE_7, *MODA} - set(OTHER_MODELS)))
 def test_a_recipe_says_how_it_is_run(name):
     words = re.findall(r"^#   (.+)$", recipe_path(name).read_text(), flags=re.MULTILINE)
     assert words == [f"midus train configs/train/{name}.yaml"]
@@ -353,14 +348,15 @@ def test_the_larger_model_has_what_a_token_uses_and_not_the_total():
     ("name", "sequences", "tokens"), [("ultramem-v2-227m-1.2b", 768, 5e11), ("ultramem-v2-1b-7b", 1024, 1e12)]
 )
 def test_a_recipe_has_the_settings_of_the_release(name, sequences, tokens):
-    config = read_config(TrainConfig, recipe_path(name))
+    config = of_model(name)
     assert (config.model_name_or_path, config.config_name) == (None, f"configs/models/{name}.json")
     assert config.per_device_train_batch_size * config.gradient_accumulation_steps == sequences
     assert config.max_steps == tokens // (sequences * config.sequence_length)
     assert (config.learning_rate, config.value_learning_rate, config.value_schedule) == (4e-4, 4e-4, "4x-to-1x")
     assert (config.memory_keys, config.weight_decay, config.value_weight_decay) == ("weights", 0.1, 0.1)
-    assert (config.lr_scheduler_type, config.min_learning_rate_ratio, config.adam_beta2) == ("cosine", 0.1, 0.95)
-    assert abs(config.warmup_ratio * tokens - 1e10) < 6e8
+    assert (config.lr_scheduler_type, config.lr_scheduler_kwargs) == ("cosine_with_min_lr", {"min_lr_rate": 0.1})
+    assert config.adam_beta2 == 0.95
+    assert abs(config.warmup_steps * tokens - 1e10) < 6e8
 
 
 SMALL_MEMORIES = {
@@ -389,9 +385,10 @@ def test_a_small_copy_trains(name, corpus, tmp_path):
         "per_device_train_batch_size": 4,
         "gradient_accumulation_steps": 1,
     }
-    words |= {"max_steps": 3, "logging_steps": 1}
+    words |= {"max_steps": 3, "logging_steps": 1, "warmup_steps": 0.1, "bf16": "false", "corpus_split": "null"}
+    words["lr_scheduler_type"], words["lr_scheduler_kwargs"] = "cosine", "null"
     overrides = [f"{key}={value}" for key, value in words.items()]
-    assert train(read_config(TrainConfig, recipe_path(name), overrides)).steps == 3
+    assert train(of_model(name, *overrides)).steps == 3
     assert len(logged(tmp_path / "out")) == 3
     trained = AutoModelForCausalLM.from_pretrained(tmp_path / "out").state_dict()
     started_at_zero = [tensor for key, tensor in trained.items() if key.endswith("output_projection.weight")]
@@ -431,8 +428,7 @@ FETCHING_BASES = {
 
 def test_every_recipe_of_fetching_models_is_checked():
     expected = {f"hier-ffn-{name}" for name in FETCHING_BASES}
-    for folder in ("train", "upscale"):
-        assert {path.stem for path in (REPOSITORY / "configs" / folder).glob("hier-*.yaml")} == expected
+    assert {path.stem for path in UPSCALING.glob("hier-*.yaml")} == expected and FETCHING == {"hier-ffn-llama-3.2-1b"}
 
 
 @pytest.mark.parametrize("name", FETCHING_BASES)
@@ -446,15 +442,14 @@ def test_a_model_has_the_sizes_of_table_2(name, tmp_path):
     assert (round(counts.fetched / 1e6, 1), round(counts.bank / 1e9, 1)) == (fetched, bank)
 
 
-@pytest.mark.parametrize("name", FETCHING_BASES)
-def test_a_run_of_a_fetching_model_has_the_papers_settings(name):
+def test_the_run_of_fetching_models_has_the_papers_settings():
     """Appendices A.2 and A.6."""
-    config = read_config(TrainConfig, REPOSITORY / "configs" / "train" / f"hier-ffn-{name}.yaml", [])
-    assert config.model_name_or_path == f"{name}-hier" and config.corpora[0].path_column == "memory_ids"
+    config = recipe("hier-ffn-llama-3.2-1b")
+    assert (config.model_name_or_path, config.path_column) == ("llama-3.2-1b-hier", "memory_ids")
     assert (config.trainable, config.generic_share, config.document_mask) == ("new", 0, False)
     assert (config.value_learning_rate, config.value_schedule, config.value_weight_decay) == (1e-4, "fixed", 1e-3)
-    assert (config.adam_beta2, config.max_grad_norm, config.bf16) == (0.95, 1.0, True)
-    assert config.value_learning_rate * config.min_learning_rate_ratio == pytest.approx(1e-5)
+    assert (config.adam_beta2, config.max_grad_norm) == (0.95, 1.0)
+    assert config.value_learning_rate * config.lr_scheduler_kwargs["min_lr_rate"] == pytest.approx(1e-5)
     tokens_per_step = config.sequence_length * config.per_device_train_batch_size * config.gradient_accumulation_steps
     assert (tokens_per_step, tokens_per_step * config.max_steps) == (2**21, 2**40)
-    assert round(config.warmup_ratio * config.max_steps, -2) == 5000
+    assert round(config.warmup_steps * config.max_steps, -2) == 5000

@@ -1,17 +1,31 @@
 """A run trains what it should, leaves the rest as it was, and can be resumed exactly."""
 
 import json
+import math
+import shutil
 
 import pytest
 import torch
 from pairs import by_default
+from safetensors.torch import load_file
 from tiny import FAMILIES
-from training.outcomes import assert_resumes, assert_same_run, exact_log, logged, moved, weights
+from training.outcomes import (
+    assert_resumes,
+    assert_same_run,
+    by_step,
+    exact_log,
+    forget_the_model,
+    logged,
+    moved,
+    weights,
+)
 from training.steered_runs import cut_off
-from training.tiny_run import NEW_LAYERS, save_upscaled
+from training.tiny_run import NEW_LAYERS, best_at, give_held_out_losses, refused, save_upscaled
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from midus_hf.training.run.train import prepare, train
+from midus_hf.training.checkpoints import load_checkpoint
+from midus_hf.training.optim.freezing import set_trainable
+from midus_hf.training.run import prepare, train
 
 
 def is_new(name: str) -> bool:
@@ -53,11 +67,12 @@ def test_base_tensors_keep_their_bytes_new_ones_move_and_what_comes_out_is_a_mod
 USAGE = {"usage_steps": 3, "logging_steps": 4, "activation_checkpointing": True}
 KINDS = {
     "bf16": {"bf16": True},
-    "num_train_epochs": {"max_steps": None, "num_train_epochs": 2, "per_device_train_batch_size": 20},
+    "num_train_epochs": {"max_steps": -1, "num_train_epochs": 2, "per_device_train_batch_size": 20},
     "sparse-log": {"logging_steps": 3},
     "4x-to-1x": {"value_schedule": "4x-to-1x", "value_learning_rate": 3e-2},
     "balance-usage": {"balance_loss": 0.1, "gradient_accumulation_steps": 2, **USAGE},
-    "memory": {"memory_learning_rate": 2e-2, "value_weight_decay": 0.1, "min_learning_rate_ratio": 0.1},
+    "memory": {"memory_learning_rate": 2e-2, "value_weight_decay": 0.1, "neftune_noise_alpha": 1.0},
+    "smoothed": {"label_smoothing_factor": 0.1, "optim": "adafactor"},
     "frozen": {"frozen": ["value"], "adam_beta2": 0.95, "trainable": "all", "document_mask": True},
 }  # fmt: skip
 
@@ -69,18 +84,69 @@ def test_every_kind_of_run_resumes_exactly(kind, config_for):
     assert ("learning_rate_memory" in log[0]) == (kind == "memory")
 
 
-def test_a_stream_resumes_exactly_beyond_its_first_pass(config_for):
-    assert 5 * 20 > 1220 // 16, "the checkpoint must lie in the second pass"
-    assert_resumes(config_for, 5, per_device_train_batch_size=20, max_steps=7, corpus_options={"streaming": True})
-
-
-def test_checkpoints_are_models_with_a_tokenizer_and_only_the_latest_are_kept(config_for, tmp_path):
+def test_checkpoints_hold_what_trains_and_the_optimizer_and_only_the_latest_are_kept(config_for, upscaled, tmp_path):
     train(config_for(save_steps=4, max_steps=12))
-    checkpoints = sorted(path.name for path in (tmp_path / "out").glob("checkpoint-*"))
-    assert checkpoints == ["checkpoint-12", "checkpoint-8"]
-    folder = tmp_path / "out" / "checkpoint-8"
-    assert AutoTokenizer.from_pretrained(folder)("w5")["input_ids"] == [5]
-    assert AutoModelForCausalLM.from_pretrained(folder).config.upscale["new_layers"] == NEW_LAYERS
+    folders = sorted((tmp_path / "out").glob("checkpoint-*"))
+    assert [path.name for path in folders] == ["checkpoint-12", "checkpoint-8"]
+    assert sorted(path.name for path in folders[0].iterdir()) == [
+        *(
+            "manifest.json",
+            "optimizer.pt",
+            "rng_state.pth",
+            "scheduler.pt",
+            "trained.safetensors",
+            "trainer_state.json",
+        )
+    ]
+    tensors = load_file(folders[0] / "trained.safetensors")
+    assert set(tensors) == {name for name in weights(upscaled("llama")) if is_new(name)}
+    model = AutoModelForCausalLM.from_pretrained(upscaled("llama"))
+    with refused("also has model.layers.1.input_layernorm.weight, so other tensors trained in its run"):
+        load_checkpoint(model.requires_grad_(False), folders[0])
+    set_trainable(model)
+    load_checkpoint(model, folders[0])
+    saved = weights(tmp_path / "out")
+    assert all(torch.equal(tensor, saved[name]) for name, tensor in model.state_dict().items())
+    with refused("has no trained.safetensors; expected a checkpoint of a run"):
+        load_checkpoint(model, tmp_path)
+
+
+@pytest.mark.parametrize("more", [{}, {"label_smoothing_factor": 0.1}], ids=["plain", "smoothed"])
+def test_a_run_that_is_over_is_loaded_and_takes_no_further_step(config_for, tmp_path, more):
+    options = {"save_steps": 2, "max_steps": 4, **more}
+    train(config_for("whole", **options))
+    shutil.copytree(tmp_path / "whole", tmp_path / "again")
+    forget_the_model(tmp_path / "again")
+    result = train(config_for("again", resume_from_checkpoint=True, **options))
+    assert (result.steps, result.tokens_per_second) == (4, None)
+    assert_same_run(tmp_path / "again", tmp_path / "whole")
+
+
+def test_held_out_text_is_measured_and_the_best_model_is_saved(config_for, corpus, tmp_path, monkeypatch):
+    options = {"eval_text": str(corpus), "eval_steps": 2, "save_steps": 2, "max_steps": 6}
+    train(config_for("last", **options, save_total_limit=None))
+    losses = by_step(tmp_path / "last", "eval_loss")
+    assert list(losses) == [2, 4, 6] and losses[6] < losses[2]
+    assert by_step(tmp_path / "last", "eval_perplexity") == {step: math.exp(loss) for step, loss in losses.items()}
+    give_held_out_losses(monkeypatch, best_at(4))
+    train(config_for("best", **options, load_best_model_at_end=True, save_total_limit=1))
+    monkeypatch.undo()
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "last")
+    set_trainable(model)
+    load_checkpoint(model, tmp_path / "last" / "checkpoint-4")
+    saved = weights(tmp_path / "best")
+    assert all(torch.equal(tensor, saved[name]) for name, tensor in model.state_dict().items())
+
+
+def test_a_run_stops_when_held_out_text_is_not_predicted_better(config_for, corpus, tmp_path, monkeypatch):
+    give_held_out_losses(monkeypatch, best_at(2))
+    options = {"save_steps": 1, "load_best_model_at_end": True, "early_stopping_patience": 3}
+    assert train(config_for(eval_text=str(corpus), eval_steps=1, **options)).steps == 5
+
+
+def test_several_held_out_texts_have_names(config_for, corpus, tmp_path):
+    train(config_for(eval_text={"a": str(corpus), "b": str(corpus / "001.txt")}, eval_steps=1, max_steps=1))
+    assert all(len(logged(tmp_path / "out", f"eval_{name}_perplexity")) == 1 for name in "ab")
 
 
 @pytest.mark.parametrize("family", by_default(["qwen2", "gemma2"], FAMILIES))

@@ -9,8 +9,8 @@ from training.tiny_run import refused, tiny_tokenizer
 from training.two_processes import in_two_processes, write_recipe
 from transformers import AutoModelForCausalLM
 
-from midus_hf.training.run.train import train
-from midus_hf.training.trainer.tables import TableColumns, tables_of_values
+from midus_hf.training.run import train
+from midus_hf.training.tables import TableColumns, tables_of_values
 from upscalers.runs.upscale import upscale
 
 RUN = {"max_steps": 4, "save_steps": 2, "bf16": False, "sequence_length": 16, "logging_steps": 1}
@@ -34,7 +34,7 @@ def test_two_processes_train_as_one_and_go_on_from_a_checkpoint(ultramem, config
     shared(ultramem, corpus, two, eval_text=corpus, save_total_limit="null")
     assert logged(two, "loss") == pytest.approx(logged(one, "loss"), rel=1e-5) and len(logged(one, "loss")) == 4
     assert logged(two, "grad_norm") == pytest.approx(logged(one, "grad_norm"), rel=1e-4)
-    perplexities = logged(two, "perplexity")
+    perplexities = logged(two, "eval_perplexity")
     assert len(perplexities) == 2 and perplexities[1] < perplexities[0]
     assert_close_weights(one, two)
     kinds = {name.rsplit(".", 1)[-1] for name in moved(ultramem, two)}
@@ -65,7 +65,7 @@ def test_banks_of_chapters_beside_columns_that_are_shared_train_as_in_a_dense_ru
     options["router_aux_loss_coef"] = 0.0  # balance over two rows is not the mean of the balance of each
     upscale(base=ultramem, method="moc", output=tmp_path / "model", options=options, verify=False)
     tiny_tokenizer().save_pretrained(tmp_path / "model")
-    words = {**RUN, "max_steps": 2, "warmup_ratio": 0, "trainable": "all", "learning_rate": 1e-4, "max_grad_norm": 0}
+    words = {**RUN, "max_steps": 2, "warmup_steps": 0, "trainable": "all", "learning_rate": 1e-4, "max_grad_norm": 0}
     model, dense, rows, two = (tmp_path / name for name in ("model", "dense", "rows", "two"))
     train(config_for(dense, model=model, **words))
     train(config_for(rows, model=model, **words, sparse_values=True))

@@ -9,10 +9,9 @@ import yaml
 from training.tiny_run import tiny_config
 
 from midus_hf.files.checkpoint_files import TERMS
-from midus_hf.training.output.output_folder import add_training
-from midus_hf.training.run import loading
-from midus_hf.training.run.loading import load_accompanying_files
-from midus_hf.training.run.train import prepare, train
+from midus_hf.training import run as runs
+from midus_hf.training.output import add_training
+from midus_hf.training.run import prepare, train
 
 CARD = "---\ntags:\n- upscaled\n---\n\n# A model\n\nWhat it is: ü.\n\n"
 
@@ -40,15 +39,11 @@ def test_its_card_says_how_it_was_trained(model, config_for, corpus, tmp_path):
     assert f"| steps | tokens | final loss |\n|---|---|---|\n| 3 | 96 | {result.loss:.4f} |\n" in section
     options = re.search(r"```yaml\n(.*)```\n$", section, flags=re.DOTALL)[1]
     told, given = yaml.safe_load(options), yaml.safe_load((tmp_path / "out" / "train_config.yaml").read_text())
-    assert (told.pop("model_name_or_path"), told.pop("output_dir"), told["corpus"].pop("path")) == (
-        model.name,
-        "out",
-        corpus.name,
-    )
-    assert (given.pop("model_name_or_path"), given.pop("output_dir"), given["corpus"].pop("path")) == (
-        str(model), str(tmp_path / "out"), str(corpus),
-    )  # fmt: skip
-    assert told == given
+    assert given.pop("sequences_per_step") == 2
+    names = ("model_name_or_path", "output_dir", "corpus")
+    assert [told.pop(name) for name in names] == [model.name, "out", corpus.name]
+    assert [given.pop(name) for name in names] == [str(model), str(tmp_path / "out"), str(corpus)]
+    assert told == given and told["learning_rate"] == 1e-3
     assert str(tmp_path) not in section
 
 
@@ -97,13 +92,13 @@ def test_of_a_model_on_the_hub_only_what_accompanies_it_is_fetched(tmp_path, mon
         asked.append((repo, allow_patterns))
         return str(tmp_path)
 
-    monkeypatch.setattr(loading, "snapshot_download", snapshot_download)
+    monkeypatch.setattr(runs, "snapshot_download", snapshot_download)
     for name in ("README.md", "LICENSE", "USE_POLICY.md", "config.json"):
         (tmp_path / name).write_text(name)
     accompanying = {name: name.encode() for name in ("README.md", "LICENSE", "USE_POLICY.md")}
-    assert load_accompanying_files("owner/name") == accompanying
+    assert runs._accompanying_files("owner/name") == accompanying
     assert asked == [("owner/name", ["upscale.json", "README.md", *TERMS])]
 
 
 def test_a_hub_that_cannot_be_reached_accompanies_nothing():
-    assert load_accompanying_files("no-such-owner/no-such-model") == {}
+    assert runs._accompanying_files("no-such-owner/no-such-model") == {}

@@ -5,11 +5,12 @@ import copy
 import pytest
 import torch
 from training.outcomes import assert_resumes, logged, weights
-from transformers import AutoModelForCausalLM, TrainingArguments
+from training.tiny_run import tiny_config
+from transformers import AutoModelForCausalLM, default_data_collator
 
 from midus_hf.training.optim.row_adamw import RowAdamW, clip_rows
-from midus_hf.training.run.train import train
-from midus_hf.training.trainer.memory_trainer import MemoryTrainer
+from midus_hf.training.run import train
+from midus_hf.training.trainer import MemoryTrainer
 
 OPTIONS = {"lr": 1e-2, "betas": (0.9, 0.95), "weight_decay": 0.1}
 
@@ -189,7 +190,7 @@ def test_a_run_whose_tables_start_at_zero_reads_the_rows_that_a_dense_one_reads(
 ):
     """In the first step rows that are read move alike; the others keep their bytes."""
     for is_sparse in (False, True):
-        words = {"max_steps": 1, "warmup_ratio": 0, "sparse_values": is_sparse, **changes}
+        words = {"max_steps": 1, "warmup_steps": 0, "sparse_values": is_sparse, **changes}
         train(config_for(str(is_sparse), model=ultramem, **words))
     start, dense, by_rows = (weights(folder) for folder in (ultramem, tmp_path / "False", tmp_path / "True"))
     tables = [name for name in start if name.endswith("value_table")]
@@ -207,9 +208,9 @@ def test_a_resumed_run_is_the_uninterrupted_one(ultramem, config_for):
 
 def test_gradients_are_dense_again_once_the_run_is_over(ultramem, corpus, tmp_path):
     model = AutoModelForCausalLM.from_pretrained(ultramem)
-    arguments = TrainingArguments(str(tmp_path), max_steps=1, report_to="none", save_strategy="no", use_cpu=True)
+    arguments = tiny_config(ultramem, corpus, tmp_path, max_steps=1, sparse_values=True)
     rows = [{"input_ids": torch.arange(3, 11), "labels": torch.arange(3, 11)} for _ in range(8)]
-    MemoryTrainer(model, arguments, train_dataset=rows, sparse_values=True).train()
+    MemoryTrainer(model, arguments, train_dataset=rows, data_collator=default_data_collator).train()
     model(rows[0]["input_ids"][None], labels=rows[0]["labels"][None]).loss.backward()
     tables = [value for name, value in model.named_parameters() if name.endswith("value_table")]
     assert tables and not any(table.grad.is_sparse for table in tables)

@@ -18,7 +18,7 @@ from trl import DPOConfig, DPOTrainer, GRPOConfig, GRPOTrainer, RewardConfig, Re
 from midus_hf.models.families import HEADS
 from midus_hf.training.optim.freezing import set_trainable
 from midus_hf.training.optim.lora import lora_config
-from midus_hf.training.trainer.memory_trainer import MemoryTrainer, TrainsMemory
+from midus_hf.training.trainer import MemoryTrainer, TrainsMemory
 
 TASKS = {
     "ForSequenceClassification": "SEQ_CLS",

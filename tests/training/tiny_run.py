@@ -1,8 +1,6 @@
 """What a tiny run needs: a corpus, a tokenizer for it, and upscaled checkpoints of every family."""
 
-import dataclasses
 import json
-import math
 import random
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -15,10 +13,8 @@ from tiny import save_tiny_model, tiny_model
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from midus_hf.evaluation.perplexity import PerplexityResult
-from midus_hf.training.options import CorpusOptions, TrainConfig
-from midus_hf.training.run.held_out import HeldOut
-from midus_hf.training.run.run_trainer import InRun
+from midus_hf.training.arguments import TrainArguments
+from midus_hf.training.trainer import MemoryTrainer
 from upscalers.runs.upscale import upscale
 
 # Where the Distributed policy puts two blocks among four layers.
@@ -124,9 +120,11 @@ def save_native(family: str, folder: Path, dtype: torch.dtype = torch.float32, *
     return folder
 
 
-def tiny_config(model: Path, corpus: Path, output: Path, **changes: Any) -> TrainConfig:
+def tiny_config(model: Path | None, corpus: Path, output: Path, **changes: Any) -> TrainArguments:
     """A run of 20 steps of 2 sequences of 16 tokens, with rates that move a tiny model."""
     options: dict[str, Any] = {
+        "model_name_or_path": None if model is None else str(model),
+        "corpus": str(corpus),
         "sequence_length": 16,
         "per_device_train_batch_size": 2,
         "max_steps": 20,
@@ -135,13 +133,7 @@ def tiny_config(model: Path, corpus: Path, output: Path, **changes: Any) -> Trai
         "logging_steps": 1,
         **changes,
     }
-    corpus_options = options.pop("corpus_options", {})
-    return TrainConfig(
-        model_name_or_path=str(model),
-        output_dir=str(output),
-        corpus=CorpusOptions(path=str(corpus), **corpus_options),
-        **options,
-    )
+    return TrainArguments(output_dir=str(output), **options)
 
 
 def refused(message: str, error: type[ValueError] = ValueError) -> AbstractContextManager:
@@ -149,34 +141,22 @@ def refused(message: str, error: type[ValueError] = ValueError) -> AbstractConte
     return pytest.raises(error, match=message)
 
 
-def give_held_out_losses(
-    monkeypatch: pytest.MonkeyPatch, *curves: Callable[[int], float]
-) -> list[dict[int, PerplexityResult]]:
-    """Let the held-out texts of all runs have given losses: which step is best must not depend on how a processor rounds.
+def give_held_out_losses(monkeypatch: pytest.MonkeyPatch, curve: Callable[[int], float]) -> None:
+    """Let the held-out text of all runs have given losses: which step is best must not depend on how a processor rounds.
 
     Args:
         monkeypatch: Of the test.
-        curves: For each held-out text, in their order, its loss after so many steps.
-
-    Returns:
-        For each text what was really measured, by step.
+        curve: The loss after so many steps.
     """
-    measured: list[dict[int, PerplexityResult]] = [{} for _ in curves]
-    evaluate, measure = InRun.evaluate, HeldOut.measure
+    loop = MemoryTrainer.evaluation_loop
 
-    def evaluate_as_given(trainer: InRun, *args: Any, **kwargs: Any) -> dict[str, float]:
-        step, texts = trainer.state.global_step, list(trainer.held_out.texts.values())
+    def evaluation_loop(trainer: MemoryTrainer, *args: Any, **kwargs: Any) -> Any:
+        output = loop(trainer, *args, **kwargs)
+        name = next(name for name in output.metrics if name.endswith("_loss"))
+        output.metrics[name] = curve(trainer.state.global_step)
+        return output
 
-        def measure_as_given(text: HeldOut, model: Any) -> PerplexityResult:
-            (index,) = (index for index, other in enumerate(texts) if other is text)
-            measured[index][step] = measure(text, model)
-            return dataclasses.replace(measured[index][step], perplexity=math.exp(curves[index](step)))
-
-        monkeypatch.setattr(HeldOut, "measure", measure_as_given)
-        return evaluate(trainer, *args, **kwargs)
-
-    monkeypatch.setattr(InRun, "evaluate", evaluate_as_given)
-    return measured
+    monkeypatch.setattr(MemoryTrainer, "evaluation_loop", evaluation_loop)
 
 
 def best_at(step: int) -> Callable[[int], float]:

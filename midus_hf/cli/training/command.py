@@ -1,11 +1,10 @@
 """Parts of the commands that train: each makes one run, prints one line at its end, and sets the exit status."""
 
 import gc
-import importlib
 import os
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Annotated, Any
 
 import typer
@@ -22,8 +21,8 @@ Overrides = Annotated[
 def run_training_command(app: typer.Typer, arguments: Sequence[str] | None = None, *, name: str) -> int:
     """Run a command that trains, and return its exit status.
 
-    1: the trained model is not in the output folder, or numbers were not finite. 2: the request is wrong. 130 or 143: interrupted by
-    Ctrl-C or SIGTERM. One line on standard error says why it is not 0. Any other failure of the work raises its exception.
+    1: the run failed, or numbers were not finite. 2: the request is wrong. 130 or 143: interrupted by Ctrl-C or SIGTERM. One line
+    on standard error says why it is not 0. Any other failure of the work raises its exception.
     """
     return run_command(
         app,
@@ -35,69 +34,57 @@ def run_training_command(app: typer.Typer, arguments: Sequence[str] | None = Non
     )
 
 
-def train_in_group(options_class: type[Any], module: str, path: str, overrides: Sequence[str]) -> None:
-    """Read the options of a run, prepare the run, train, and print one line about the result.
+def train_in_group(
+    arguments_class: type[Any], prepare: Callable[[Any], Any], path: str, overrides: Sequence[str]
+) -> None:
+    """Read the arguments of a run, train, and print one line about the result.
 
     Args:
-        options_class: The dataclass of the options.
-        module: Name of the module whose `prepare` turns the options into a run. It is imported after the options were read.
-        path: The YAML file of options.
-        overrides: Words `key=value` that replace options of the file.
+        arguments_class: The dataclass of the arguments.
+        prepare: Makes a run of such arguments, whose `execute` returns a `TrainResult`.
+        path: The YAML file of arguments.
+        overrides: Words `key=value` that replace keys of the file.
 
     Raises:
         Ending: If the request is wrong, or the run failed or was interrupted.
     """
     group_is_ours = not _is_in_process_group()
     # `_train` returns the ending, since a raised exception would keep the trainer alive.
-    ending = _train(options_class, module, path, overrides)
+    ending = _train(arguments_class, prepare, path, overrides)
     if group_is_ours:
         _leave_process_group()
     if ending is not None:
         raise ending
 
 
-def _train(options_class: type[Any], module: str, path: str, overrides: Sequence[str]) -> Ending | None:
-    try:
-        # Errors in the options are reported without importing torch.
-        config = _read_options(options_class, path, overrides)
-    except ValueError as error:
-        return Ending(WRONG_REQUEST, str(error))
+def _train(
+    arguments_class: type[Any], prepare: Callable[[Any], Any], path: str, overrides: Sequence[str]
+) -> Ending | None:
+    from midus_hf.cli.recipes import read_recipe
     from midus_hf.library_bars import library_bars_on_terminals
-    from midus_hf.topics.text_files import DocumentError
+    from midus_hf.model_names import check_sources
+    from midus_hf.training.callbacks import RunInterrupted
+    from midus_hf.training.checkpoints import SaveError
     from midus_hf.training.optim.finite import NotFiniteError
-    from midus_hf.training.output.disk_room import SaveError
-    from midus_hf.training.run.callbacks import RunInterrupted
 
     try:
-        try:
-            with library_bars_on_terminals():
-                run = importlib.import_module(module).prepare(config)
-        except ValueError as error:
-            return Ending(WRONG_REQUEST, str(error))
+        arguments = read_recipe(arguments_class, path, overrides)
+        check_sources(arguments.sources())
+        with library_bars_on_terminals():
+            run = prepare(arguments)
+    except ValueError as error:
+        return Ending(WRONG_REQUEST, str(error))
+    try:
         result = run.execute()
     except RunInterrupted as interrupted:
         return Ending(128 + interrupted.signal_number, str(interrupted))
-    except DocumentError as error:
-        return Ending(WRONG_REQUEST, str(error))
     except (SaveError, NotFiniteError) as error:
         return Ending(FAILED, str(error))
     if is_main_process():
         speed = "" if result.tokens_per_second is None else f", {result.tokens_per_second:,.0f} tokens/s"
         loss = "" if result.loss is None else f", loss {result.loss:.4f}"
         print(f"{result.output}: {result.steps:,} steps, {result.tokens:,} tokens{loss}{speed}")
-        if result.output != run.config.output_dir:
-            return Ending(FAILED)
     return None
-
-
-def _read_options(options_class: type[Any], path: str, overrides: Sequence[str]) -> Any:
-    """Read the options of a run, and check that the model and the texts that the options name exist."""
-    from midus_hf.cli.recipes import read_recipe
-    from midus_hf.model_names import check_sources
-
-    config = read_recipe(options_class, path, overrides)
-    check_sources(config.sources())
-    return config
 
 
 _SECONDS_TO_SETTLE = 0.5

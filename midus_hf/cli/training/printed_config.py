@@ -1,11 +1,10 @@
-"""`--print-config METHOD` of the commands that train: a recipe of the method, with every other key and its default as a comment."""
+"""`--print-config METHOD` of the commands that train: a recipe of the method, with our other keys and their defaults as comments."""
 
 import ast
 import dataclasses
 import json
 import re
 import textwrap
-import typing
 from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any
@@ -13,13 +12,17 @@ from typing import Any
 import typer
 
 from midus_hf.cli.command_line import WRONG_REQUEST, Ending
-from midus_hf.config.options import alternatives_of
 from midus_hf.config.yaml_options import read_yaml
 
 _PACKAGE = Path(__file__).parents[2]
 # Part of a recipe's name: nearly every method has a recipe for this model.
 _FIRST_CHOICE = "llama-3.2-1b"
 _WIDTH = 118
+# Methods that the MIDUS paper trains as MIDUS-HML (appendix B.1), by what they train.
+_TRAINED_AS_MIDUS_HML = {
+    **dict.fromkeys(("midus-pkm", "midus-linear", "moc", "moda", "ultramem-v2"), "new"),
+    **dict.fromkeys(("solar", "llama-pro", "lesa", "opt-deus", "avg-deus"), "auto"),
+}
 
 
 def print_config_option(command: str, options_class: Callable[[], type], sources: tuple[str, ...]) -> Any:
@@ -49,7 +52,7 @@ def print_config_option(command: str, options_class: Callable[[], type], sources
 
 
 def config_text(command: str, method: str, options_class: type, sources: tuple[str, ...]) -> str:
-    """Return a recipe of a method as YAML: the keys of the shipped recipe, then all other keys as comments with their defaults.
+    """Return a recipe of a method as YAML: the keys of the shipped recipe, then our other keys as comments with their defaults.
 
     Arguments are as in `print_config_option`; `method` may also be the name of a shipped recipe.
 
@@ -57,14 +60,11 @@ def config_text(command: str, method: str, options_class: type, sources: tuple[s
         ValueError: If there is no method and no recipe of this name.
     """
     recipe = _recipe(command, method)
-    text = _unwritten_recipe(command, method) if recipe is None else recipe.read_text(encoding="utf-8")
+    text = _unwritten_recipe(command, method) if recipe is None else recipe
     written = read_yaml(text)
     described = _descriptions(*sources)
-    lines = ["", "# All other keys, with their defaults:", *_described_keys(options_class, described, written, "# ")]
-    for name, hint in typing.get_type_hints(options_class).items():
-        for part in filter(dataclasses.is_dataclass, alternatives_of(hint)):
-            lines += ["", f"# Keys of `{name}: {{KEY: VALUE, ...}}`, with their defaults:"]
-            lines += _described_keys(part, described, (), "#   ")
+    lines = ["", "# Keys of memories and texts, with their defaults; every key of the Trainer's arguments works too:"]
+    lines += _described_keys(options_class, described, written, "# ")
     return f"{text.rstrip()}\n" + "\n".join(lines) + "\n"
 
 
@@ -85,15 +85,23 @@ def recipes(command: str) -> dict[str, Path]:
     return {path.stem: path for path in sorted(folder.glob("*.yaml"))}
 
 
-def _recipe(command: str, method: str) -> Path | None:
-    """Return the recipe that has this name or belongs to this method; None for a method without a recipe."""
+def _recipe(command: str, method: str) -> str | None:
+    """Return the text of the recipe that has this name or belongs to this method; None for a method without a recipe."""
     by_name = recipes(command)
     for name in (method, f"{method}-{_FIRST_CHOICE}"):
         if name in by_name:
-            return by_name[name]
+            return by_name[name].read_text(encoding="utf-8")
     for name, path in by_name.items():
         if name.startswith(f"{method}-{_FIRST_CHOICE}-"):
-            return path
+            return path.read_text(encoding="utf-8")
+    if command == "train" and method in _TRAINED_AS_MIDUS_HML:
+        text = by_name[f"midus-hml-{_FIRST_CHOICE}"].read_text(encoding="utf-8")
+        text = text.replace("midus-hml-", f"{method}-").replace("--method midus-hml", f"--method {method}")
+        text = re.sub(r"^# The paper trains all .*?\n(?=\w)", "", text, flags=re.MULTILINE | re.DOTALL)
+        text = text.replace("MIDUS-HML on", f"{method}, trained as MIDUS-HML, on").replace("1b-hml", f"1b-{method}")
+        return text.replace("trainable: new ", f"trainable: {_TRAINED_AS_MIDUS_HML[method]} ").replace(
+            f"midus train configs/train/{method}-{_FIRST_CHOICE}.yaml", "midus train THIS_FILE"
+        )
     import upscalers.methods  # noqa: F401  # which registers the methods
     from upscalers.methods.contract import METHODS, load_offered_methods
 

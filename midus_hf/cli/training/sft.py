@@ -19,7 +19,7 @@ def _options() -> type:
     return SftConfig
 
 
-_SOURCES = ("sft/options.py", "training/run_options.py", "training/optim/rates.py")
+_SOURCES = ("sft/options.py", "training/arguments.py", "training/optim/rates.py")
 app = command_line()
 
 
@@ -44,7 +44,9 @@ def midus_sft(
             WRONG_REQUEST,
             f"midus sft needs {', '.join(absent)}, not installed; {install_extra('train')}.",
         )
-    train_in_group(_options(), "midus_hf.sft.run", config, overrides or [])
+    from midus_hf.sft.run import prepare
+
+    train_in_group(_options(), prepare, config, overrides or [])
 
 
 main = partial(run_training_command, app, name="midus sft")

@@ -9,13 +9,13 @@ from midus_hf.cli.training.command import Overrides, run_training_command, train
 from midus_hf.cli.training.printed_config import print_config_option
 
 
-def _options() -> type:
-    from midus_hf.training.options import TrainConfig
+def _arguments() -> type:
+    from midus_hf.training.arguments import TrainArguments
 
-    return TrainConfig
+    return TrainArguments
 
 
-_SOURCES = ("training/options.py", "training/run_options.py", "training/optim/rates.py")
+_SOURCES = ("training/arguments.py", "training/optim/rates.py")
 app = command_line()
 
 
@@ -23,18 +23,21 @@ app = command_line()
 def midus_train(
     config: Annotated[str, argument("YAML file of keys; recipes are in configs/train.", "CONFIG")],
     overrides: Overrides = None,
-    print_config: Annotated[str | None, print_config_option("train", _options, _SOURCES)] = None,
+    print_config: Annotated[str | None, print_config_option("train", _arguments, _SOURCES)] = None,
 ) -> None:
     """Train a model on text: an upscaled model, any other model, or a new one from random weights.
 
-    An upscaled model trains the parameters that its method names, unless the recipe says otherwise. A printed recipe has
-    every key with its default and meaning. A key that transformers.TrainingArguments has as well is named as there.
+    An upscaled model trains the parameters that its method names, unless the recipe says otherwise. Every key of
+    transformers.TrainingArguments works. A printed recipe has every key of memories and texts with its default and
+    meaning.
 
     \b
     midus train --print-config midus-hml > recipe.yaml
     midus train recipe.yaml model_name_or_path=UPSCALED corpus=TEXTS
     """
-    train_in_group(_options(), "midus_hf.training.run.train", config, overrides or [])
+    from midus_hf.training.run import prepare
+
+    train_in_group(_arguments(), prepare, config, overrides or [])
 
 
 main = partial(run_training_command, app, name="midus train")

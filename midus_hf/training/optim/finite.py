@@ -2,14 +2,10 @@
 
 import math
 from collections.abc import Iterable, Iterator
-from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
 from torch import nn
-
-from midus_hf.files.checkpoint_files import ADAPTERS, PARTS_OF_WEIGHTS, WEIGHTS, globs
 
 
 class NotFiniteError(FloatingPointError):
@@ -65,26 +61,6 @@ def trained_tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
             yield name, _share(getattr(parameter, "ds_tensor", parameter).detach())
-
-
-def first_not_finite_in(checkpoint: Path, frozen: Iterable[str]) -> str | None:
-    """Return "NAME holds nan" for the first trained tensor in a checkpoint's weights that is not finite, or None.
-
-    Args:
-        frozen: Names of tensors that do not train, which are not checked.
-    """
-    left_out = frozenset(frozen)
-    for path in sorted(
-        path for pattern in globs((*WEIGHTS, *PARTS_OF_WEIGHTS, *ADAPTERS)) for path in checkpoint.glob(pattern)
-    ):
-        if path.suffix != ".safetensors":
-            continue
-        with safe_open(path, "pt") as file:
-            for name in file.keys():
-                finding = None if name in left_out else first_not_finite([(name, file.get_tensor(name))])
-                if finding is not None:
-                    return finding
-    return None
 
 
 def _share(tensor: Any) -> torch.Tensor:

@@ -16,8 +16,8 @@ from midus_hf.memory.declared_module import DeclaredModule
 from midus_hf.memory.quantised.quantise import refuse_quantised
 from midus_hf.models.fetching import Banks
 from midus_hf.models.parts import decoder_of
+from midus_hf.training.arguments import Trainable
 from midus_hf.training.optim.tensors import whole_numel
-from midus_hf.training.run_options import Trainable
 
 _ROLES = get_args(TrainedRole)
 

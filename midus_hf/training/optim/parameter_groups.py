@@ -1,12 +1,13 @@
 """Parameter groups of the optimizer, and the course of each group's learning rate (MIDUS, appendix B.1)."""
 
+import math
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
-from transformers import get_scheduler
+from transformers import SchedulerType, get_scheduler
 
 from midus_hf.config.declared_tensors import Role
 from midus_hf.memory.declared_module import DeclaredModule
@@ -37,8 +38,9 @@ def parameter_groups(model: nn.Module, rates: Rates) -> list[dict[str, Any]]:
         Groups with `params`, `name`, `lr`, `weight_decay` and `course`. The groups are, in this order, `decay`,
         `no_decay`; `memory`, `memory_no_decay` if other memory tensors have a separate rate; `gates`, `gates_no_decay`
         if gates have a separate rate; `keys_and_values`, or `keys` and `values` if these differ. Groups without
-        parameters are left out. Blocks of a bank are no parameters: if they train, a last group `blocks` has the rate,
-        decay and course of values. `course` is `"schedule"`, `"constant"` or `"4x-to-1x"`. Keys and values come late
+        parameters are left out. Blocks of a bank are no parameters: if they train, a last group `blocks` has the rate
+        and decay of values, and follows the schedule unless `rates.value_schedule` says otherwise. `course` is
+        `"schedule"`, `"constant"` or `"4x-to-1x"`. Keys and values come late
         because a Trainer logs the rate of the first group.
 
     Raises:
@@ -57,55 +59,54 @@ def parameter_groups(model: nn.Module, rates: Rates) -> list[dict[str, Any]]:
     return [{"params": members[name], "name": name, **settings[name]} for name in settings if name in members]
 
 
-def group_schedules(optimizer: torch.optim.Optimizer, rates: Rates, total_steps: int) -> LambdaLR:
+def group_schedules(
+    optimizer: torch.optim.Optimizer,
+    total_steps: int,
+    *,
+    lr_scheduler_type: str = "cosine",
+    warmup_steps: float = 0.1,
+    lr_scheduler_kwargs: dict[str, Any] | None = None,
+    value_decay_ratio: float | None = None,
+) -> Any:
     """Return a scheduler under which each group takes its `course`: the schedule, a constant rate, or `"4x-to-1x"`.
 
     `"4x-to-1x"` is the schedule times a factor that falls linearly from 4 to 1 in the first `value_decay_ratio` of the
-    steps.
+    steps. `"reduce_lr_on_plateau"` leaves groups of a constant rate at their rate.
 
     Args:
         optimizer: An optimizer built on `parameter_groups`.
-        rates: Rates, of which the warm-up, the schedule and `value_decay_ratio` are read.
         total_steps: Steps of the run.
+        lr_scheduler_type: Name of a schedule of transformers that scales the maximum rate. Default: `"cosine"`.
+        warmup_steps: Steps in which the rate rises from zero, or a share of all steps, rounded up, if below 1. Default:
+            0.1.
+        lr_scheduler_kwargs: Other arguments of the schedule, as in `TrainingArguments`. Default: None, no others.
+        value_decay_ratio: As in `Rates`. Default: 0.25.
+
+    Raises:
+        ValueError: If the schedule does not scale the maximum rate.
     """
-    warmup_steps, options = rates.warmup_steps(total_steps), rates.scheduler_options(total_steps)
-    factor = schedule_factor(rates.scheduler_type, warmup_steps, total_steps, options)
-    return schedule_groups(optimizer, factor, total_steps, rates.value_decay_ratio or VALUE_DECAY_RATIO)
-
-
-def schedule_groups(
-    optimizer: torch.optim.Optimizer,
-    factor: Callable[[int], float],
-    total_steps: int,
-    value_decay_ratio: float = VALUE_DECAY_RATIO,
-) -> LambdaLR:
-    """Return a scheduler as `group_schedules` does, but for any schedule.
-
-    Args:
-        factor: The schedule: maps a step to the factor of the maximum rate.
-        value_decay_ratio: Share of the steps in which the factor of `"4x-to-1x"` falls, as in `Rates`. Default: 0.25.
-    """
-
-    def falling(step: int) -> float:
-        return factor(step) * (4 - 3 * min(step / (value_decay_ratio * total_steps), 1))
-
-    courses = {"schedule": factor, "constant": lambda step: 1.0, "4x-to-1x": falling}
-    return LambdaLR(optimizer, [courses[group["course"]] for group in optimizer.param_groups])
-
-
-def schedule_factor(
-    scheduler_type: str, warmup_steps: int, total_steps: int, options: dict[str, Any] | None = None
-) -> Callable[[int], float]:
-    """Return transformers' schedule as a function of the step, taken from the scheduler of a throw-away optimizer.
-
-    Args:
-        scheduler_type: Name of a schedule that scales the maximum rate, such as `"cosine"`.
-        options: Other arguments of the schedule. Default: None, no others.
-    """
+    kind = SchedulerType(lr_scheduler_type)
+    courses = [group["course"] for group in optimizer.param_groups]
+    if kind is SchedulerType.REDUCE_ON_PLATEAU and "4x-to-1x" not in courses:
+        floors = [group["lr"] if group["course"] == "constant" else 0.0 for group in optimizer.param_groups]
+        return get_scheduler(
+            kind, optimizer, scheduler_specific_kwargs={"min_lr": floors, **(lr_scheduler_kwargs or {})}
+        )
+    warmup = math.ceil(warmup_steps * total_steps) if warmup_steps < 1 else int(warmup_steps)
     probe = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=1.0)
-    scheduler = get_scheduler(scheduler_type, probe, warmup_steps, total_steps, scheduler_specific_kwargs=options)
-    assert isinstance(scheduler, LambdaLR), f"{scheduler_type} does not scale the maximum rate"
-    return scheduler.lr_lambdas[0]
+    scheduler = get_scheduler(kind, probe, warmup, total_steps, scheduler_specific_kwargs=lr_scheduler_kwargs)
+    if not isinstance(scheduler, LambdaLR):
+        raise ValueError(
+            f"lr_scheduler_type is {kind.value!r}, whose rate is no multiple of each group's maximum rate; expected one that scales "
+            f"it, such as cosine{', or another value_schedule' if kind is SchedulerType.REDUCE_ON_PLATEAU else ''}."
+        )
+    factor, falling_steps = scheduler.lr_lambdas[0], (value_decay_ratio or VALUE_DECAY_RATIO) * total_steps
+    factors: dict[str, Callable[[int], float]] = {
+        "schedule": factor,
+        "constant": lambda step: 1.0,
+        "4x-to-1x": lambda step: factor(step) * (4 - 3 * min(step / falling_steps, 1)),
+    }
+    return LambdaLR(optimizer, [factors[course] for course in courses])
 
 
 def _group_namer(model: nn.Module, rates: Rates) -> Callable[[nn.Parameter], str]:
@@ -120,7 +121,7 @@ def _group_namer(model: nn.Module, rates: Rates) -> Callable[[nn.Parameter], str
     share_a_group = (
         rates.memory_keys == "constant"
         and rates.value_learning_rate is None
-        and rates.value_schedule == "constant"
+        and rates.value_schedule in (None, "constant")
         and not rates.value_weight_decay
     )
 
@@ -143,7 +144,8 @@ def _settings(rates: Rates) -> dict[str, dict[str, Any]]:
     gate_rate = memory_rate if rates.gate_learning_rate is None else rates.gate_learning_rate
     key_rate = rates.learning_rate if rates.key_value_learning_rate is None else rates.key_value_learning_rate
     value_rate = key_rate if rates.value_learning_rate is None else rates.value_learning_rate
-    value_course = _COURSE_OF_VALUES[rates.value_schedule]
+    value_course = _COURSE_OF_VALUES[rates.value_schedule or "constant"]
+    block_course = _COURSE_OF_VALUES[rates.value_schedule or "fixed"]
     return {
         "decay": {"lr": rates.learning_rate, "weight_decay": rates.weight_decay, "course": "schedule"},
         "no_decay": {"lr": rates.learning_rate, "weight_decay": 0.0, "course": "schedule"},
@@ -154,7 +156,7 @@ def _settings(rates: Rates) -> dict[str, dict[str, Any]]:
         "keys_and_values": {"lr": key_rate, "weight_decay": 0.0, "course": "constant"},
         "keys": {"lr": key_rate, "weight_decay": 0.0, "course": "constant"},
         "values": {"lr": value_rate, "weight_decay": rates.value_weight_decay, "course": value_course},
-        BLOCKS_GROUP: {"lr": value_rate, "weight_decay": rates.value_weight_decay, "course": value_course},
+        BLOCKS_GROUP: {"lr": value_rate, "weight_decay": rates.value_weight_decay, "course": block_course},
     }
 
 

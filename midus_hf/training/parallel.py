@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers.integrations.deepspeed import deepspeed_load_checkpoint
 from transformers.utils import CONFIG_NAME
 
 from midus_hf.training.optim.tensors import is_cut, other_names
@@ -110,16 +109,8 @@ class Shards:
             )
 
     def check_checkpoint(self, checkpoint: Path) -> None:
-        """Check that the run can resume from a checkpoint.
-
-        Raises:
-            ValueError: If the processes that saved it shared parameters or moments in another way than these processes;
-                if DeepSpeed shared them among another number of processes.
-        """
-        saved_sharing = _how_saved(checkpoint)
-        own_sharing = _FSDP if self._trainer.is_fsdp_enabled else _WHOLE
-        if self._trainer.is_deepspeed_enabled:
-            own_sharing = _ZERO_3 if self._is_zero_3() else _ZERO
+        """Check that the processes share parameters as those that saved a checkpoint did, or raise `ValueError`."""
+        saved_sharing, own_sharing = _how_saved(checkpoint), self._how()
         if saved_sharing != own_sharing:
             raise ValueError(
                 f"{checkpoint} was saved by processes that {saved_sharing}, and these {own_sharing}; resume it as the run "
@@ -132,12 +123,10 @@ class Shards:
                 f"{self._trainer.args.world_size}. Start {processes}, or start a new run from the trained model."
             )
 
-    def load(self, checkpoint: str) -> bool:
-        """Load a checkpoint if DeepSpeed's ZeRO-3 has the model; return whether it did, else the Trainer must load it."""
-        if not (self._is_zero_3() and self._has_engine()):
-            return False
-        deepspeed_load_checkpoint(self._trainer.model_wrapped, checkpoint)
-        return True
+    def _how(self) -> str:
+        if self._trainer.is_deepspeed_enabled:
+            return _ZERO_3 if self._is_zero_3() else _ZERO
+        return _FSDP if self._trainer.is_fsdp_enabled else _WHOLE
 
     def save_model(self, output_dir: str | None, is_checkpoint: bool) -> bool:
         """Save the model if processes share it or DeepSpeed does not have it yet; return whether this was done.

@@ -99,6 +99,10 @@ class Blocks:
             for number, bank in enumerate(self.banks):
                 bank.save_state(Path(checkpoint, BLOCK_STATES, str(number)))
 
+    def first_not_finite(self) -> str | None:
+        """Return a phrase about the first block that holds a number which is not finite, or None."""
+        return next((finding for bank in self.banks if (finding := bank.first_not_finite()) is not None), None)
+
     def load(self, checkpoint: str) -> None:
         """Load the blocks of a checkpoint, which belong to the model like its weights."""
         for number, bank in enumerate(self.banks):

@@ -20,12 +20,12 @@ from midus_hf.config.wording import near_matches
 from midus_hf.memory.declared_module import DeclaredModule
 from midus_hf.models.fetching import Banks
 from midus_hf.models.parts import decoder_of
+from midus_hf.training.arguments import AdapterLayers
 from midus_hf.training.optim.freezing import new_layers, recorded_new_layers
 from midus_hf.training.optim.lora import names_of_new_modules
 from midus_hf.training.optim.parameter_groups import banks_that_train
-from midus_hf.training.run_options import AdapterLayers
 
-# Keys of `RunOptions.adapters` that are no arguments of the method's config.
+# Keys of the key `adapters` that are no arguments of the method's config.
 _OURS = ("method", "layers")
 
 # Fields of PEFT configs that record what adapters were saved for, which a run may not set.
@@ -68,7 +68,7 @@ class AdapterChoice:
 
 
 def read_adapters(options: Mapping[str, Any]) -> AdapterChoice:
-    """Read the value of `RunOptions.adapters`.
+    """Read the value of the key `adapters`.
 
     Raises:
         ValueError: If PEFT has no method of this name, `layers` or a key of the method's config is unknown, the result
@@ -107,7 +107,7 @@ def read_adapters(options: Mapping[str, Any]) -> AdapterChoice:
 
 
 def check_adapters(options: Mapping[str, Any], model_config: PreTrainedConfig) -> None:
-    """Check from a model's config whether the model can have the adapters of `RunOptions.adapters`, or raise `ValueError`."""
+    """Check from a model's config whether the model can have the adapters of the key `adapters`, or raise `ValueError`."""
     choice = read_adapters(options)
     if choice.layers != "new":
         return
@@ -133,7 +133,7 @@ def _refusal_of_unmerged(method: str, reason: str) -> ValueError:
 
 
 def add_adapters(model: PreTrainedModel, options: Mapping[str, Any]) -> PeftModel:
-    """Put adapters by `RunOptions.adapters` on a model from `from_pretrained`, and return the model wrapped by PEFT.
+    """Put adapters by the key `adapters` on a model from `from_pretrained`, and return the model wrapped by PEFT.
 
     Raises:
         ValueError: If the model cannot have the adapters, or they could not be merged into its weights.
@@ -168,7 +168,7 @@ def add_adapters(model: PreTrainedModel, options: Mapping[str, Any]) -> PeftMode
 
 
 def describe_adapters(model: PeftModel, options: Mapping[str, Any]) -> str:
-    """Return a sentence about what trains in a model with adapters by `RunOptions.adapters`."""
+    """Return a sentence about what trains in a model with adapters by the key `adapters`."""
     choice = read_adapters(options)
     where = {"base": "the base", "new": "the new layers alone", "all": "all layers"}[choice.layers]
     training, total = model.get_nb_trainable_parameters()

@@ -14,6 +14,9 @@ from midus_hf.memory.protocols import GivesRowGradients, HostsTables, ReadsFewRo
 from midus_hf.memory.sharded_tables import ShardedReading
 from midus_hf.training.optim.row_adamw import clip_rows
 
+# Optimizers of Transformers whose updates `RowAdamW` computes row by row.
+_ROW_OPTIMIZERS = ("adamw_torch", "adamw_torch_fused")
+
 # Numbers that all processes together send in one message when a table is gathered.
 _NUMBERS_AT_ONCE = 1 << 24
 
@@ -203,9 +206,18 @@ class Tables:
 
     def _check_sparse_values(self) -> None:
         check_reads_few_rows(self._trainer.model, "sparse_values")
-        optimizer = OptimizerNames(self._trainer.args.optim).value
-        if not optimizer.startswith("adamw_torch"):
-            raise ValueError(f"sparse_values is true, and optim is {optimizer!r}; expected adamw_torch.")
+        trainer = self._trainer
+        optimizer = OptimizerNames(trainer.args.optim).value
+        if optimizer not in _ROW_OPTIMIZERS:
+            raise ValueError(
+                f"sparse_values is true, and optim is {optimizer!r}; expected {' or '.join(_ROW_OPTIMIZERS)}, whose updates a step "
+                "makes in the rows that it read. Leave one of them out."
+            )
+        if trainer.optimizer is not None or trainer.optimizer_cls_and_kwargs is not None:
+            raise ValueError(
+                "sparse_values is true, and the Trainer was given an optimizer, which would be replaced; expected none. Leave out "
+                "optimizers and optimizer_cls_and_kwargs, or sparse_values."
+            )
         several = self._trainer.args.world_size > 1 and self.columns is None
         if several or self._trainer.is_fsdp_enabled or self._trainer.is_deepspeed_enabled:
             raise ValueError(

@@ -1,0 +1,309 @@
+"""Arguments of a run: those of Transformers' `TrainingArguments`, and the keys that memories and texts need."""
+
+import dataclasses
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from transformers import TrainingArguments
+from transformers.utils import logging
+
+from midus_hf.config.declared_tensors import TrainedRole
+from midus_hf.training.optim.rates import Rates
+
+# Type of the key `trainable`.
+Trainable = Literal["auto", "new", "all"] | list[int | TrainedRole]
+
+# Layers that can have adapters: see the key `adapters`.
+AdapterLayers = Literal["base", "new", "all"]
+
+# Value of `resume_from_checkpoint` that resumes a run if there is a whole checkpoint, and otherwise starts it.
+AUTO = "auto"
+
+_logger = logging.get_logger(__name__)
+
+
+@dataclasses.dataclass
+class MemoryArguments(Rates):
+    """Keys of a run that its model and memories need, to be mixed into a kind of `TrainingArguments`.
+
+    Write `class MyArguments(MemoryArguments, SFTConfig)`, as a dataclass, for arguments that a Trainer with `TrainsMemory`
+    reads. Some defaults differ from those of Transformers: `learning_rate` is 1e-4, `lr_scheduler_type` `cosine` after
+    `warmup_steps` 0.1 (a share of the steps), `num_train_epochs` 1, `logging_steps` 10, `save_total_limit` 2,
+    `hub_strategy` `end`, and `report_to` `none`; `save_strategy` is `no` unless `save_steps` is given, and `eval_strategy`
+    unless `eval_steps` is.
+
+    Args:
+        model_name_or_path: Folder or Hub id of the model to train. Give this or `config_name`.
+        config_name: File, folder or Hub id of a config, to train a new model with weights drawn by `seed`.
+        tokenizer_name: Folder or Hub id of the tokenizer, with `config_name` only: a saved model has its own tokenizer.
+        attn_implementation: Installed attention, such as `sdpa`, as in `from_pretrained`. Default: transformers' choice.
+        trainable: `"new"` (the added layers and memories), `"all"`, a list of layer indices such as `[3, 7]`, or a list
+            of roles of tensors in added memories such as `[value]`. `"auto"` is `"new"` or `"all"`, as an upscaled
+            model's config says, and `"all"` with `config_name`. Default: `"auto"`.
+        frozen: Roles of memory tensors (`midus_hf.config.declared_tensors.TrainedRole`) that stay frozen whatever
+            `trainable` says. Default: none.
+        adapters: PEFT adapters, merged into the weights at the end, as a mapping of `method` (default `lora`, with `r`
+            16 and `lora_alpha` 32), `layers`, and keys of the method's config such as `target_modules` (default: all
+            linear layers). With `layers: base` (default) the base has adapters, and new parts of the model train whole.
+            With `new` (new layers without memory) or `all`, only adapters train. Default: none.
+        balance_loss: Coefficient of a loss that is small when tokens spread over all keys of a memory
+            (`midus_hf.memory.balance.balance_loss`). Default: 0, none.
+        usage_steps: Steps between log events on how many memory slots were retrieved, and how evenly. Default: none.
+        sparse_values: Compute gradients of large value tables, and update them by AdamW, only in the rows that a step
+            read. Needs `optim` `adamw_torch` or `adamw_torch_fused`, and one process or `shard_values`. Default: false.
+        shard_values: Let each process hold some columns of these tables instead of whole tables. Default: false.
+        generic_share: Share of the sequences with a path that read the generic memory instead of their path's blocks,
+            drawn anew each epoch (hierarchical memories, section 4). Default: 1 / 17.
+        eval_text: Held-out text as `corpus`, or a mapping from names to several texts, which `eval_strategy` measures as
+            packed sequences: `eval_loss` in nats per token, and `eval_perplexity`. Default: none.
+        early_stopping_patience: Evaluations without a better `metric_for_best_model` that end the run. Default: none.
+        bf16: Compute in bfloat16, with float32 masters of what trains; otherwise in float32. Default: true if the device
+            computes bfloat16; if not, one line says so.
+        resume_from_checkpoint: True resumes from the latest whole checkpoint in `output_dir`, a path resumes from that
+            checkpoint. `"auto"` resumes if there is a whole checkpoint, and otherwise starts. Default: false.
+
+    Raises:
+        ValueError: If a value lies outside its range or contradicts another.
+    """
+
+    model_name_or_path: str | None = None
+    config_name: str | None = None
+    tokenizer_name: str | None = None
+    attn_implementation: str | None = None
+    trainable: Trainable = "auto"
+    frozen: list[TrainedRole] = dataclasses.field(default_factory=list)
+    adapters: dict[str, Any] | None = None
+    balance_loss: float = 0.0
+    usage_steps: int | None = None
+    sparse_values: bool = False
+    shard_values: bool = False
+    generic_share: float = 1 / 17
+    eval_text: str | dict[str, str] | None = None
+    early_stopping_patience: int | None = None
+    bf16: bool | None = None
+    resume_from_checkpoint: bool | str | None = None
+    lr_scheduler_type: str = "cosine"
+    warmup_steps: float = 0.1
+    num_train_epochs: float = 1.0
+    logging_steps: float = 10
+    save_strategy: str | None = None
+    save_steps: float | None = None
+    save_total_limit: int | None = 2
+    eval_strategy: str | None = None
+    eval_steps: float | None = None
+    hub_strategy: str = "end"
+    report_to: str | list[str] | None = "none"
+
+    def __post_init__(self) -> None:
+        self._follow_steps()
+        if self.bf16 is None:
+            self.bf16 = self._default_bf16()
+        Rates.__post_init__(self)
+        self._check_memory_keys()
+        self._check_origin()
+        # A loss that is not finite ends the run, so the log must not leave it out of its means.
+        self.logging_nan_inf_filter = False
+        if getattr(self, "activation_checkpointing", None) and hasattr(self, "gradient_checkpointing_kwargs"):
+            self.gradient_checkpointing_kwargs = self.gradient_checkpointing_kwargs or {"use_reentrant": False}
+        super_init = getattr(super(Rates, self), "__post_init__", None)
+        if super_init is not None:
+            super_init()
+
+    def _follow_steps(self) -> None:
+        """Let strategies that are not given follow from the steps that are."""
+        if self.save_strategy is None:
+            self.save_strategy = "no" if self.save_steps is None else "steps"
+        self.save_steps = 500 if self.save_steps is None else self.save_steps
+        if self.eval_strategy is None:
+            self.eval_strategy = "no" if self.eval_steps is None else "steps"
+        self.use_cpu = getattr(self, "use_cpu", False) or not torch.accelerator.is_available()
+
+    def _default_bf16(self) -> bool:
+        if getattr(self, "fp16", False):
+            return False
+        if computes_bfloat16(getattr(self, "use_cpu", False)):
+            return True
+        if int(os.environ.get("RANK", 0)) == 0:
+            _logger.warning(
+                "This device does not compute bfloat16: the run computes in float32; set bf16 to say which."
+            )
+        return False
+
+    def _check_memory_keys(self) -> None:
+        for name in ("usage_steps", "early_stopping_patience"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ValueError(f"{name} is {value}; expected at least 1.")
+        if self.balance_loss < 0:
+            raise ValueError(f"balance_loss is {self.balance_loss}; expected 0 or more.")
+        if not 0 <= self.generic_share <= 1:
+            raise ValueError(f"generic_share is {self.generic_share}; expected a share from 0 to 1.")
+        if self.adapters is not None:
+            for other, free in (("trainable", "auto"), ("frozen", [])):
+                if getattr(self, other) != free:
+                    raise ValueError(
+                        f"adapters is set and {other} is {getattr(self, other)!r}; with adapters, only adapters and new parts "
+                        f"of the model train. Leave adapters out, or set {other}={free}."
+                    )
+        if self.early_stopping_patience is not None and self.eval_text is None:
+            raise ValueError(
+                f"early_stopping_patience is {self.early_stopping_patience}, which needs eval_text; set both or neither."
+            )
+
+    def _check_origin(self) -> None:
+        """Refuse keys that name two origins of the model; let a new model train whole by default."""
+        if self.model_name_or_path is not None and self.config_name is not None:
+            raise ValueError(
+                f"model_name_or_path is {self.model_name_or_path!r} and config_name is {self.config_name!r}; expected one of "
+                "them: model_name_or_path to train a saved model, config_name to train one from the beginning."
+            )
+        if self.config_name is not None and self.tokenizer_name is None:
+            raise ValueError(
+                "config has 'config_name' and no 'tokenizer_name'; set it to the folder or Hub id of a tokenizer."
+            )
+        if self.config_name is None and self.tokenizer_name is not None:
+            raise ValueError(
+                f"tokenizer_name is {self.tokenizer_name!r}, but a saved model has its own; leave it out, or set config_name."
+            )
+        if self.config_name is not None and self.adapters is not None:
+            raise ValueError(
+                f"adapters is set and config_name is {self.config_name!r}; adapters are for weights that are trained already. "
+                "Give model_name_or_path, or leave them out."
+            )
+        if self.config_name is not None and self.trainable == "auto":
+            self.trainable = "all"
+
+    def check_model_is_named(self) -> None:
+        """Check that the arguments name a model, or raise `ValueError`."""
+        if self.model_name_or_path is None and self.config_name is None:
+            raise ValueError(
+                "config has no 'model_name_or_path'; set it in the file, or as model_name_or_path=... after it. To train a model "
+                "from the beginning, set config_name and tokenizer_name."
+            )
+
+    @property
+    def eval_texts(self) -> dict[str, str]:
+        """Paths of the held-out texts by name; a single text is named `""`, and no text gives `{}`."""
+        if self.eval_text is None:
+            return {}
+        return {"": self.eval_text} if isinstance(self.eval_text, str) else self.eval_text
+
+    def sources(self) -> list[tuple[str, str]]:
+        """Return all that the run reads: the name of each key, with its path or id of a model or dataset."""
+        named = [(name, getattr(self, name)) for name in ("model_name_or_path", "config_name", "tokenizer_name")]
+        texts = [(f"eval_text.{name}" if name else "eval_text", path) for name, path in self.eval_texts.items()]
+        return [*((name, value) for name, value in named if value is not None), *texts]
+
+    def recorded(self) -> dict[str, Any]:
+        """Return the keys that differ from their defaults, as YAML can hold them, without tokens of the hub."""
+        values: dict[str, Any] = {}
+        for field in dataclasses.fields(self):
+            default = field.default_factory() if callable(field.default_factory) else field.default
+            value = getattr(self, field.name)
+            value = getattr(value, "value", value)
+            if field.name not in _DERIVED and not field.name.endswith("_token") and value != default:
+                values[field.name] = value
+        return values
+
+
+# Keys that Transformers sets from others, or from the launcher.
+_DERIVED = frozenset(
+    {
+        "accelerator_config",
+        "parallelism_config",
+        "local_rank",
+        "debug",
+        "do_eval",
+        "disable_tqdm",
+        "dataloader_pin_memory",
+    }
+    | {"use_cpu", "gradient_checkpointing_kwargs", "gradient_checkpointing", "logging_nan_inf_filter", "report_to"}
+)
+
+
+@dataclasses.dataclass
+class TrainArguments(MemoryArguments, TrainingArguments):
+    """Arguments of `midus train`: every key of `TrainingArguments`, the keys of `MemoryArguments`, and what follows.
+
+    Args:
+        corpus: Text to train on: a file, a folder, or the id of a dataset on the Hub, or a list of them.
+        corpus_name: Configuration of a dataset on the Hub. Default: the dataset's own.
+        corpus_split: Split of the corpus. Default: the only one, or `train`.
+        text_column: Column that holds the text. Default: `"text"`.
+        path_column: Column with each document's path in a tree of topics, from `midus cluster assign`. Documents are then
+            packed within leaves, and fetch blocks by this path. Default: none.
+        tree: Folder of the tree of topics that gave the paths; it is saved beside the model, and paths of another tree
+            are refused. Default: the tree that the corpus names, which is not saved.
+        sequence_length: T, tokens per sequence. Default: 2048.
+        document_mask: Attend only within documents. Default: false, a sequence is one context, as in the papers.
+
+    Raises:
+        ValueError: If a value lies outside its range or contradicts another.
+    """
+
+    corpus: str | list[str] | None = None
+    corpus_name: str | None = None
+    corpus_split: str | None = None
+    text_column: str = "text"
+    path_column: str | None = None
+    tree: str | None = None
+    sequence_length: int = 2048
+    document_mask: bool = False
+    remove_unused_columns: bool = False
+    prediction_loss_only: bool = True
+    include_num_input_tokens_seen: str | bool = "all"
+
+    def __post_init__(self) -> None:
+        if self.corpus is None or self.corpus == []:
+            raise ValueError("config has no 'corpus'; set it in the file, or as corpus=... after it.")
+        if self.sequence_length < 2:
+            raise ValueError(f"sequence_length is {self.sequence_length}; expected at least 2 tokens.")
+        if self.tree is not None and self.path_column is None:
+            raise ValueError(
+                f"tree is {self.tree!r}, and path_column is not given; expected the column with the paths of documents. Leave "
+                "tree out, or give the column."
+            )
+        if self.eval_strategy not in (None, "no") and self.eval_text is None:
+            raise ValueError(f"eval_strategy is {self.eval_strategy!r}, which needs eval_text; set both or neither.")
+        if self.eval_steps is not None and self.eval_text is None:
+            raise ValueError(f"eval_steps is {self.eval_steps}, which needs eval_text; set both or neither.")
+        super().__post_init__()
+        self.check_model_is_named()
+
+    def sources(self) -> list[tuple[str, str]]:
+        corpora = [self.corpus] if isinstance(self.corpus, str) else self.corpus or []
+        trees = [] if self.tree is None else [("tree", self.tree)]
+        return [*(("corpus", corpus) for corpus in corpora), *trees, *super().sources()]
+
+
+def computes_bfloat16(use_cpu: bool = False) -> bool:
+    """Return whether the device of a run has instructions for bfloat16.
+
+    A CPU without them emulates bfloat16, about nine times slower than float32.
+
+    Args:
+        use_cpu: Whether the run uses the CPU although there is an accelerator. Default: false.
+    """
+    if torch.cuda.is_available() and not use_cpu:
+        return torch.cuda.is_bf16_supported(including_emulation=False)
+    if torch.accelerator.is_available() and not use_cpu:
+        return True
+    able: Mapping[str, Any] = torch.cpu.get_capabilities()
+    return any(able.get(name) for name in ("avx512_bf16", "amx_bf16", "bf16", "sve_bf16"))
+
+
+def shareable(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return recorded keys as a model card shows them: of a path that exists here, only the last part."""
+
+    def label(value: Any) -> Any:
+        if isinstance(value, dict):
+            return {key: label(inner) for key, inner in value.items()}
+        if isinstance(value, list):
+            return [label(inner) for inner in value]
+        is_path = isinstance(value, str) and (os.sep in value or Path(value).expanduser().exists())
+        return Path(value).expanduser().name if is_path and Path(value).expanduser().exists() else value
+
+    return {name: label(value) for name, value in values.items()}

@@ -1,0 +1,238 @@
+"""Callbacks of a run: an orderly stop by a signal, the log file, the table on the terminal, and the usage of memories."""
+
+import json
+import os
+import signal
+import statistics
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import FrameType, TracebackType
+from typing import Any
+
+import torch
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+
+from midus_hf.files.whole_files import whole_file
+
+_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+# Seconds in which signals count as one, since launchers repeat a signal that the terminal already sent.
+_SECONDS_OF_ONE_REQUEST = 1.0
+
+
+class RunInterrupted(KeyboardInterrupt):
+    """Error of a run that was interrupted and has ended in order; the message says how to resume it."""
+
+    def __init__(self, message: str, signal_number: int):
+        super().__init__(message)
+        self.signal_number = signal_number
+
+
+class StopOnSignal(TrainerCallback):
+    """Callback that notes SIGINT and SIGTERM inside its context, and ends training, with a checkpoint, after the step.
+
+    All processes end training in the same step. A signal during the last step, or after it, changes nothing. A second
+    signal acts at once. Outside the main thread, where Python handles no signals, no signal is noted.
+
+    Args:
+        largest: Returns the largest of the numbers with which the processes call it.
+    """
+
+    def __init__(self, largest: Callable[[int], int]):
+        self.largest = largest
+        # The signal for which all processes have stopped; 0 if there was none.
+        self.signal_number = 0
+        self._noted, self._noted_at = 0, 0.0
+        self._handlers: dict[int, Any] = {}
+
+    def __enter__(self) -> "StopOnSignal":
+        if threading.current_thread() is threading.main_thread():
+            # A signal that the process ignores, as under nohup, stays ignored.
+            handled = [number for number in _SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]
+            self._handlers = {number: signal.signal(number, self._note) for number in handled}
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for number, handler in self._handlers.items():
+            signal.signal(number, handler)
+        self._handlers = {}
+
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+        noted = self.largest(self._noted)
+        if noted and state.global_step < state.max_steps and not control.should_training_stop:
+            self.signal_number = noted
+            control.should_training_stop = control.should_save = True
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        if not self._noted:
+            self._noted, self._noted_at = number, time.monotonic()
+            if int(os.environ.get("RANK", 0)) == 0:
+                # print is unsafe here: the signal may have interrupted another print.
+                os.write(2, b"\nStopping after this step, with a checkpoint; once more stops at once.\n")
+        elif time.monotonic() - self._noted_at > _SECONDS_OF_ONE_REQUEST:
+            self.__exit__(None, None, None)
+            signal.raise_signal(number)
+
+
+class TrainingLog(TrainerCallback):
+    """Callback that appends every log event to a file, one JSON object per line.
+
+    Events also fall on the steps that save a checkpoint, and on the last step. A logged loss is the mean since the
+    previous event, so a resumed run, which continues the file, logs the same losses as an uninterrupted run.
+    """
+
+    def __init__(self, path: str | os.PathLike):
+        self.path = Path(path)
+
+    def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+        if state.is_world_process_zero:
+            kept = [event for event in read_log(self.path) if event["step"] <= state.global_step]
+            with whole_file(self.path) as partial:
+                partial.write_text("".join(json.dumps(event) + "\n" for event in kept), encoding="utf-8")
+
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+        if control.should_save or 0 < state.max_steps <= state.global_step:
+            control.should_log = True
+
+    def on_log(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+        if state.is_world_process_zero:
+            with self.path.open("a", encoding="utf-8") as file:
+                file.write(json.dumps(state.log_history[-1]) + "\n")
+
+
+def read_log(path: str | os.PathLike) -> list[dict]:
+    """Return the events of a `TrainingLog`, without a last line that was cut short; `[]` if the file does not exist."""
+    path = Path(path)
+    if not path.exists():
+        return []
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").split("\n")[:-1]]
+
+
+# Columns of the table, with their widths in characters.
+_COLUMNS = {"tokens": 6, "loss": 7, "rate": 8, "grad norm": 9, "tokens/s": 9, "left": 8, "perplexity": 10}
+
+
+class ProgressTable(TrainerCallback):
+    """Callback that prints a row per log event: step, tokens, loss, rate, speed, time left, perplexity of held-out text.
+
+    Perplexities of texts with names are in the log file alone.
+    """
+
+    def __init__(self) -> None:
+        self._started = self._last_time = 0.0
+        self._first_step = self._last_tokens = 0
+
+    def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+        if state.is_world_process_zero:
+            self._started = self._last_time = time.perf_counter()
+            self._first_step, self._last_tokens = state.global_step, state.num_input_tokens_seen
+            print(_line("step", {name: name for name in _COLUMNS}), flush=True)
+
+    def on_log(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        logs: dict[str, float] | None = None,
+        **_: Any,
+    ) -> None:
+        if not state.is_world_process_zero or not logs or not {"loss", "eval_loss"} & logs.keys():
+            return
+        cells = {}
+        if "eval_perplexity" in logs:
+            cells["perplexity"] = f"{logs['eval_perplexity']:.4f}"
+        if "loss" in logs:
+            now, tokens = time.perf_counter(), int(state.num_input_tokens_seen)
+            seconds_a_step = (now - self._started) / max(state.global_step - self._first_step, 1)
+            cells |= {
+                "tokens": short_count(tokens),
+                "loss": f"{logs['loss']:.4f}",
+                "rate": f"{logs['learning_rate']:.2e}",
+                "grad norm": f"{logs['grad_norm']:.3g}" if "grad_norm" in logs else "",
+                "tokens/s": f"{(tokens - self._last_tokens) / (now - self._last_time):,.0f}",
+                "left": short_time((state.max_steps - state.global_step) * seconds_a_step),
+            }
+            self._last_time, self._last_tokens = now, tokens
+        print(_line(f"{state.global_step:,}", cells), flush=True)
+
+
+def _line(step: str, cells: dict[str, str]) -> str:
+    return "  ".join([step.rjust(7), *(cells.get(name, "").rjust(width) for name, width in _COLUMNS.items())]).rstrip()
+
+
+def short_count(number: int) -> str:
+    """Format a count from 0, below a quadrillion, in at most six characters, such as `1.64B`."""
+    for unit, size in (("T", 1e12), ("B", 1e9), ("M", 1e6), ("K", 1e3)):
+        if number >= 0.9995 * size:
+            value = number / size
+            return f"{value:.{2 if value < 9.995 else 1 if value < 99.95 else 0}f}{unit}"
+    return str(number)
+
+
+def short_time(seconds: float) -> str:
+    """Format a duration of 0 or more seconds in at most eight characters, such as `1:02:03` or `3d 04h`."""
+    whole = round(seconds)
+    if whole >= 100 * 3600:
+        return f"{whole // 86400}d {whole % 86400 // 3600:02}h"
+    return f"{whole // 3600}:{whole % 3600 // 60:02}:{whole % 60:02}"
+
+
+class UsageEvents(TrainerCallback):
+    """Callback that requests log events on memory usage at intervals, and computes what each event says.
+
+    Events also fall on the steps that save a checkpoint, so that a resumed run has the same events as an uninterrupted
+    run.
+    """
+
+    def __init__(self, every: int):
+        self.every = every
+        # Counts of slot usage; None while nothing is counted.
+        self.usage: Any = None
+        self._due = False
+
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+        if self.usage is not None and (state.global_step % self.every == 0 or control.should_save):
+            self._due = control.should_log = True
+
+    def measures(self, add_up: Callable[[torch.Tensor], torch.Tensor]) -> dict[str, float]:
+        """Return `memory_used_share` and `memory_perplexity`, means over memories; `{}` if no event is due.
+
+        Args:
+            add_up: Returns the sum of a tensor over all processes.
+        """
+        if self.usage is None or not self._due:
+            return {}
+        from midus_hf.look.usage import summarise
+
+        self._due = False
+        memories = summarise({memory: add_up(counts) for memory, counts in self.usage.counts.items()}).values()
+        self.usage.reset()
+        return {
+            "memory_used_share": statistics.fmean(memory.used for memory in memories),
+            "memory_perplexity": statistics.fmean(memory.perplexity for memory in memories),
+        }
+
+
+class RatesOfStep(TrainerCallback):
+    """Rates of the groups of memories in the last step, kept because the schedule has moved on when the step is logged."""
+
+    def __init__(self) -> None:
+        self.by_group: dict[str, float] = {}
+
+    def on_pre_optimizer_step(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        optimizer: torch.optim.Optimizer | None = None,
+        **_: Any,
+    ) -> None:
+        assert optimizer is not None
+        self.by_group = {
+            f"learning_rate_{group['name']}": group["lr"]
+            for group in optimizer.param_groups
+            if not group.get("name", "decay").endswith("decay")
+        }

@@ -1,0 +1,177 @@
+"""Checkpoints of a run: what trains and the optimizer, finite numbers only, and a manifest that is written last."""
+
+import json
+import os
+import shutil
+import sys
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import nn
+
+from midus_hf.files.checkpoint_files import CHECKPOINT_NAME, MANIFEST_FILE, TRAINED_FILE, TRAINER_STATE
+from midus_hf.files.manifest import describe_files, first_damage
+from midus_hf.files.whole_files import sync, whole_file
+
+
+class SaveError(RuntimeError):
+    """Error of a run whose checkpoint or model could not be written."""
+
+
+def saved_tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the name and tensor of everything in a model that a run may change: what trains, and saved buffers."""
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            yield name, parameter.detach()
+    for prefix, module in model.named_modules():
+        for name, buffer in module.named_buffers(recurse=False):
+            if name not in module._non_persistent_buffers_set:
+                yield f"{prefix}.{name}" if prefix else name, buffer
+
+
+def save_trained(model: nn.Module, folder: Path, state_dict: Mapping[str, torch.Tensor] | None = None) -> None:
+    """Write what a run may change in a model to a file in a checkpoint's folder.
+
+    Args:
+        state_dict: Whole tensors by name, in place of the model's, which processes share. Default: None, the model's.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    whole = state_dict or {}
+    tensors = {name: whole.get(name, tensor).contiguous() for name, tensor in saved_tensors(model)}
+    save_file(tensors, folder / TRAINED_FILE, metadata={"format": "pt"})
+
+
+def load_checkpoint(model: nn.Module, folder: str | os.PathLike) -> None:
+    """Load what trained from a checkpoint of a run into the model that the run started from.
+
+    Args:
+        model: A model in which the same tensors require gradients as in the run.
+
+    Raises:
+        ValueError: If the folder is no checkpoint of a run, or other tensors trained.
+    """
+    path = Path(folder, TRAINED_FILE)
+    if not path.is_file():
+        raise ValueError(
+            f"{str(folder)!r} has no {TRAINED_FILE}; expected a checkpoint of a run, such as checkpoint-500."
+        )
+    tensors = dict(saved_tensors(model))
+    with safe_open(path, "pt") as file:
+        saved = set(file.keys())
+        for names, what in ((tensors.keys() - saved, "lacks"), (saved - tensors.keys(), "also has")):
+            if names:
+                raise ValueError(
+                    f"{path} {what} {min(names)}, so other tensors trained in its run than in this model; resume with the same "
+                    "model and the same keys."
+                )
+        with torch.no_grad():
+            for name, tensor in tensors.items():
+                value = file.get_tensor(name)
+                if value.shape != tensor.shape:
+                    raise ValueError(
+                        f"{path} holds {name} of shape {tuple(value.shape)}, and the model has {tuple(tensor.shape)}; resume with "
+                        "the same model."
+                    )
+                tensor.copy_(value)
+
+
+def checkpoints_in(output: str | os.PathLike) -> dict[int, Path]:
+    """Return the checkpoints in a folder by their steps, from the latest to the first, whole or not."""
+    folder = Path(output)
+    found = {
+        int(match[1]): path
+        for path in (folder.iterdir() if folder.is_dir() else ())
+        if (match := CHECKPOINT_NAME.fullmatch(path.name)) and path.is_dir()
+    }
+    return dict(sorted(found.items(), reverse=True))
+
+
+def damage_of(checkpoint: Path) -> str | None:
+    """Return one line about what is wrong with a checkpoint, or None if every file has the bytes that were written.
+
+    Files that the manifest does not name are ignored.
+    """
+    try:
+        manifest = json.loads((checkpoint / MANIFEST_FILE).read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return "it was not written to its end"
+    except (OSError, ValueError, RecursionError):
+        return f"its {MANIFEST_FILE} is damaged"
+    if not isinstance(manifest, dict) or TRAINER_STATE not in manifest:
+        return f"its {MANIFEST_FILE} is damaged"
+    return first_damage(checkpoint, manifest)
+
+
+def latest_whole(output: str | os.PathLike) -> Path | None:
+    """Return the latest whole checkpoint in a folder, or None; a line on standard error names those passed over."""
+    passed_over: list[str] = []
+    whole = None
+    for checkpoint in checkpoints_in(output).values():
+        damage = damage_of(checkpoint)
+        if damage is None:
+            whole = checkpoint
+            break
+        passed_over.append(f"{checkpoint.name} is passed over: {damage}")
+    if passed_over and int(os.environ.get("RANK", 0)) == 0:
+        print("; ".join(passed_over), file=sys.stderr, flush=True)
+    return whole
+
+
+def resumed_checkpoint(output: str | os.PathLike, resume: bool | str | None) -> Path | None:
+    """Return the checkpoint that `resume_from_checkpoint` means; None for a run that starts.
+
+    Raises:
+        ValueError: If the checkpoint that is named is not whole, or none is whole.
+    """
+    if not resume:
+        return None
+    if isinstance(resume, str) and resume != "auto":
+        checkpoint = Path(resume)
+        damage = damage_of(checkpoint) if checkpoint.is_dir() else "it does not exist"
+        if damage is not None:
+            raise ValueError(
+                f"resume_from_checkpoint is {resume!r}, which is no whole checkpoint ({damage}); expected a folder checkpoint-N "
+                "with all that a run wrote there. Name another one, or set resume_from_checkpoint: true for the latest that is whole."
+            )
+        return checkpoint
+    whole = latest_whole(output)
+    if whole is None and resume is True:
+        raise ValueError(
+            f"resume_from_checkpoint is true, but {str(output)!r} holds no whole checkpoint; start the run again in another folder, "
+            "with save_steps to have checkpoints."
+        )
+    return whole
+
+
+def remove_checkpoint(checkpoint: Path) -> None:
+    """Remove what is at a checkpoint's path, its manifest first, so that a rest is never taken for a whole checkpoint."""
+    if checkpoint.is_dir():
+        (checkpoint / MANIFEST_FILE).unlink(missing_ok=True)
+        shutil.rmtree(checkpoint)
+
+
+def finish_checkpoint(checkpoint: Path) -> None:
+    """Force all files of a checkpoint to the disk, and then write the manifest that makes the checkpoint whole."""
+    contents = sorted(checkpoint.rglob("*"))
+    manifest = describe_files(checkpoint, [path for path in contents if path.is_file()])
+    for path in (*contents, checkpoint, checkpoint.parent):
+        sync(path)
+    with whole_file(checkpoint / MANIFEST_FILE) as partial:
+        partial.write_text(json.dumps(manifest, indent=1) + "\n", encoding="utf-8")
+
+
+# Parts of the messages of `torch.save` whose file could not be written to its end.
+_CUT_SHORT = ("inline_container", "PytorchStreamWriter", "iostream error")
+
+
+def is_write_failure(error: BaseException) -> bool:
+    """Return whether an error of saving means that a file could not be written, as on a full disk."""
+    text = str(error)
+    return (
+        isinstance(error, OSError)
+        or (isinstance(error, SafetensorError) and "I/O error" in text)
+        or (isinstance(error, RuntimeError) and any(part in text for part in _CUT_SHORT))
+    )

@@ -1,0 +1,241 @@
+"""The output folder of a run: who may write it, the record of the arguments, and how the trained model and its card get there."""
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import yaml
+from accelerate.utils import broadcast_object_list
+
+from midus_hf.config.wording import first_few
+from midus_hf.files.checkpoint_files import CONFIG_FILE, PARTIAL_MODEL, RUN_CONFIG, RUN_LOG, is_begun_run
+from midus_hf.files.locks import Lock, lock_or_warn
+from midus_hf.files.whole_files import move_into_place, whole_file
+from midus_hf.training.arguments import AUTO, MemoryArguments, shareable
+from midus_hf.training.checkpoints import latest_whole, resumed_checkpoint
+
+# Keys that may change when a run is resumed, because they do not change what is computed.
+_FREE = frozenset(
+    {
+        "output_dir",
+        "resume_from_checkpoint",
+        "activation_checkpointing",
+        "activation_checkpointing_kwargs",
+        "gradient_checkpointing",
+    }
+    | {
+        "save_strategy",
+        "save_steps",
+        "save_total_limit",
+        "save_on_each_node",
+        "load_best_model_at_end",
+        "early_stopping_patience",
+    }
+    | {
+        "eval_text",
+        "eval_strategy",
+        "eval_steps",
+        "eval_on_start",
+        "per_device_eval_batch_size",
+        "metric_for_best_model",
+    }
+    | {
+        "greater_is_better",
+        "usage_steps",
+        "run_name",
+        "project",
+        "push_to_hub",
+        "hub_model_id",
+        "hub_strategy",
+        "hub_revision",
+    }
+    | {"hub_private_repo", "hub_always_push", "log_level", "log_level_replica", "dataloader_num_workers", "use_cpu"}
+    | {"dataloader_prefetch_factor", "dataloader_persistent_workers", "skip_memory_metrics", "attn_implementation"}
+    | {
+        "per_device_train_batch_size",
+        "gradient_accumulation_steps",
+        "logging_strategy",
+        "logging_steps",
+        "logging_first_step",
+    }
+)
+
+_SEQUENCES = "sequences_per_step"
+
+
+def open_output(arguments: Any) -> tuple[Path | None, Lock | None]:
+    """Check that a run may write its output, lock and begin it, and return the checkpoint to resume from, and the lock.
+
+    The main process does this for all; the others return no lock.
+
+    Raises:
+        ValueError: If the output cannot be written, is being written, holds files and is not resumed, or holds an input or
+            lies in one; if there is no whole checkpoint to resume from, or a key that changes the run differs from it.
+    """
+    lock: Lock | None = None
+    outcome: list[Any] = [None, None]
+    if arguments.process_index == 0:
+        try:
+            outcome[0], lock = _open_here(Path(arguments.output_dir), arguments)
+        except ValueError as error:
+            outcome[1] = str(error)
+    broadcast_object_list(outcome)
+    checkpoint, refusal = outcome
+    if refusal is not None:
+        raise ValueError(refusal)
+    return checkpoint, lock
+
+
+def _open_here(output: Path, arguments: Any) -> tuple[Path | None, Lock | None]:
+    _check_folder(output, arguments)
+    new_folders = [folder for folder in (output, *output.parents) if not folder.exists()]
+    output.mkdir(parents=True, exist_ok=True)
+    try:
+        lock = lock_or_warn(output, output)
+    except BlockingIOError:
+        raise ValueError(
+            f"output_dir {str(output)!r} is being written by another run. Wait for it, or choose another folder."
+        ) from None
+    try:
+        checkpoint = _checkpoint_to_resume(output, arguments)
+        record = {**arguments.recorded(), _SEQUENCES: _sequences_per_step(arguments)}
+        if checkpoint is not None:
+            _check_same_run(record, checkpoint)
+        with whole_file(output / RUN_CONFIG) as partial:
+            partial.write_text(yaml.safe_dump(record, sort_keys=False), encoding="utf-8")
+    except BaseException:
+        if lock is not None:
+            lock.release()
+        for folder in new_folders:
+            folder.rmdir()
+        raise
+    return checkpoint, lock
+
+
+def close_output(arguments: Any, lock: Lock | None) -> None:
+    """Release the lock on the output of a run; take back the record of a run that ended before it trained anything."""
+    if lock is not None:
+        lock.release()
+    output = Path(arguments.output_dir)
+    if int(os.environ.get("RANK", 0)) == 0 and sorted(os.listdir(output)) == [RUN_CONFIG]:
+        (output / RUN_CONFIG).unlink()
+        output.rmdir()
+
+
+def _checkpoint_to_resume(output: Path, arguments: Any) -> Path | None:
+    resume = arguments.resume_from_checkpoint
+    if resume and resume != AUTO:
+        return resumed_checkpoint(output, resume)
+    whole = latest_whole(output) if resume == AUTO else None
+    files = sorted(os.listdir(output)) if output.is_dir() else []
+    if whole is None and files and not (resume == AUTO and all(is_begun_run(name) for name in files)):
+        raise ValueError(
+            f"output_dir is {str(output)!r}, which holds {first_few(files)}; choose another folder, remove it, or set "
+            "resume_from_checkpoint: true."
+        )
+    return whole
+
+
+def _check_folder(output: Path, arguments: MemoryArguments) -> None:
+    if output.exists() and not output.is_dir():
+        raise ValueError(f"output_dir is {str(output)!r}, a file; expected a folder.")
+    ancestor = next(folder for folder in (output.absolute(), *output.absolute().parents) if folder.exists())
+    if not ancestor.is_dir() or not os.access(ancestor, os.W_OK):
+        raise ValueError(
+            f"output_dir is {str(output)!r}, but {str(ancestor)!r} is no folder to write in; choose another."
+        )
+    for key, source in arguments.sources():
+        if Path(source).exists():  # a name that is no path is the id of a model or dataset
+            for outer, inner, verb in ((output, Path(source), "holds"), (Path(source), output, "lies in")):
+                if inner.resolve().is_relative_to(outer.resolve()):
+                    raise ValueError(
+                        f"output_dir is {str(output)!r}, which {verb} the {key} {source!r}; choose another folder."
+                    )
+
+
+def _sequences_per_step(arguments: Any) -> int:
+    return arguments.train_batch_size * arguments.gradient_accumulation_steps * arguments.world_size
+
+
+def _check_same_run(record: Mapping[str, Any], checkpoint: Path) -> None:
+    """Refuse keys that would change a run which goes on from a checkpoint, since a run keeps its schedule and data."""
+    path = checkpoint.parent / RUN_CONFIG
+    if not path.is_file():
+        return
+    earlier = yaml.safe_load(path.read_text(encoding="utf-8"))
+    if earlier.get(_SEQUENCES) != record[_SEQUENCES]:
+        raise ValueError(
+            f"a step of the run to resume takes {earlier.get(_SEQUENCES)} sequences, and one of this run {record[_SEQUENCES]}; set "
+            "gradient_accumulation_steps or per_device_train_batch_size so that all processes together take as many."
+        )
+    for name in sorted((earlier.keys() | record.keys()) - _FREE):
+        if earlier.get(name) != record.get(name):
+            raise ValueError(
+                f"{name} is {record.get(name, 'its default')!r}, but the run to resume has {earlier.get(name, 'its default')!r}; "
+                "give the same, or start a new run in another folder."
+            )
+
+
+def publish(partial: Path, output: Path, extra_files: Mapping[str, bytes]) -> None:
+    """Move a model that was saved in `partial` to `output`, its config last: a folder without a config is no model.
+
+    Args:
+        partial: A folder inside `output`, which is removed.
+        extra_files: Contents, by name, of further files to put beside the model.
+    """
+    for name, content in extra_files.items():
+        (partial / name).write_bytes(content)
+    move_into_place(partial, output, last=CONFIG_FILE)
+
+
+def partial_model(output: str | os.PathLike) -> Path:
+    """Return the folder in which the model of a run is saved before it is moved into the output."""
+    return Path(output, PARTIAL_MODEL)
+
+
+def log_file(output: str | os.PathLike) -> Path:
+    """Return the path of the log of a run."""
+    return Path(output, RUN_LOG)
+
+
+def add_training(card: bytes, arguments: MemoryArguments, steps: int, tokens: int, loss: float | None) -> bytes:
+    """Append the section "Trained with" to a model card.
+
+    The card shows only the last part of local paths, since cards are made to be shared.
+
+    Args:
+        card: The `README.md` of the model that was trained, in UTF-8.
+        loss: Mean loss of the last log event; None if nothing was logged.
+    """
+    final_loss = "not logged" if loss is None else f"{loss:.4f}"
+    keys = yaml.safe_dump(shareable(arguments.recorded()), sort_keys=False)
+    section = f"""
+
+## Trained with
+
+| steps | tokens | final loss |
+|---|---|---|
+| {steps:,} | {tokens:,} | {final_loss} |
+
+```yaml
+{keys}```
+"""
+    return card.rstrip() + section.encode()
+
+
+def new_card(arguments: Any) -> bytes:
+    """Return the card of a model made from a config, without the section on training; the card names no base."""
+    metadata = yaml.safe_dump(
+        {"library_name": "transformers", "pipeline_tag": "text-generation", "tags": ["midus_hf"]}, sort_keys=False
+    )
+    config = shareable({"config": arguments.config_name})["config"]
+    text = f"""---
+{metadata}---
+
+# {Path(arguments.output_dir).name}
+
+Trained from the beginning: the weights were made at random by seed {arguments.seed}, for the config `{config}`. The
+model is based on no other.
+"""
+    return text.encode()

@@ -1,1 +1,0 @@
-"""A run of continual pretraining, from its options to its summary."""

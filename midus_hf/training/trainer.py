@@ -1,0 +1,333 @@
+"""Transformers' Trainer for memories: groups and rates, checkpoints of what trains, and no number that is not finite."""
+
+import contextlib
+import math
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers.trainer_utils import TrainOutput, rotate_checkpoints
+
+from midus_hf.files.checkpoint_files import TRAINED_FILE, TRAINER_STATE
+from midus_hf.training.arguments import MemoryArguments
+from midus_hf.training.balance import BalanceLoss
+from midus_hf.training.blocks import Blocks
+from midus_hf.training.callbacks import RatesOfStep, UsageEvents
+from midus_hf.training.checkpoints import (
+    SaveError,
+    checkpoints_in,
+    finish_checkpoint,
+    is_write_failure,
+    load_checkpoint,
+    remove_checkpoint,
+    resumed_checkpoint,
+    save_trained,
+)
+from midus_hf.training.optim.finite import error_of, first_gradient_not_finite, first_not_finite, trained_tensors
+from midus_hf.training.optim.freezing import has_adapters
+from midus_hf.training.optim.parameter_groups import group_schedules, parameter_groups
+from midus_hf.training.optim.rates import Rates
+from midus_hf.training.optim.row_adamw import RowAdamW
+from midus_hf.training.parallel import Shards
+from midus_hf.training.tables import Tables
+
+if TYPE_CHECKING:
+    # For type checkers: the mixin calls the methods of the Trainer that it is mixed into.
+    from transformers import Trainer as AnyTrainer
+else:
+    AnyTrainer = object
+
+
+class TrainsMemory(AnyTrainer):
+    """Mixin for any kind of `Trainer`: memory keys and values keep a constant rate, or values follow a separate course.
+
+    Put the mixin before the class that it extends, as in `class MemorySFTTrainer(TrainsMemory, SFTTrainer)`. The keys of
+    `MemoryArguments` are read from `args` where it has them. Groups and scheduler are made where the Trainer makes its
+    own, so they see the model after it was wrapped or sharded. A checkpoint holds what trains, the optimizer and the
+    blocks of banks that changed, and ends with a manifest; `load_checkpoint` loads one into a model. The Trainer leaves
+    all else to parts: `shards` (parameters that FSDP or DeepSpeed shard), `blocks` (which texts fetch), `tables` (of which
+    few rows are read) and `balance`.
+
+    Args:
+        args: Arguments of the Trainer, with or without the keys of `MemoryArguments`.
+        kwargs: Other arguments of the Trainer.
+
+    Raises:
+        ValueError: If a part refuses its keys.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any):
+        super().__init__(*args, **kwargs)
+        options = self.args if isinstance(self.args, MemoryArguments) else None
+        self.shards = Shards(self)
+        self.blocks = Blocks(self, 0.0 if options is None else options.generic_share)
+        self.tables = Tables(self, bool(options and options.sparse_values), bool(options and options.shard_values))
+        self.balance = BalanceLoss(self, 0.0 if options is None else options.balance_loss)
+        self.usage_events = (
+            None if options is None or options.usage_steps is None else UsageEvents(options.usage_steps)
+        )
+        if self.usage_events is not None:
+            if self.args.torch_compile:
+                raise ValueError(
+                    f"usage_steps is {self.usage_events.every}, for which a model has to run uncompiled; leave it out, or "
+                    "torch_compile."
+                )
+            self.add_callback(self.usage_events)
+        self._rates_of_step = RatesOfStep()
+        self.add_callback(self._rates_of_step)
+        self.add_callback(_CutMoments(self.tables))
+        self._is_checkpointing = False
+
+    def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
+        """Train as `Trainer.train` does; true resumes from the latest whole checkpoint, and passes over damaged ones.
+
+        A checkpoint of the last step is loaded, and no step is taken.
+
+        Raises:
+            ValueError: If a checkpoint is named that is not whole, or the processes share parameters in another way.
+            FloatingPointError: If the loss, a gradient or a trained tensor stops being finite.
+            SaveError: If a checkpoint cannot be written.
+        """
+        checkpoint = resumed_checkpoint(str(self.args.output_dir), resume_from_checkpoint)
+        if checkpoint is not None:
+            self.shards.check_checkpoint(checkpoint)
+            state = TrainerState.load_from_json(str(checkpoint / TRAINER_STATE))
+            if state.global_step >= state.max_steps > 0 and self.args.max_steps in (-1, state.max_steps):
+                self._load_from_checkpoint(str(checkpoint))
+                self.state = state
+                return TrainOutput(state.global_step, 0.0, {"train_runtime": 0.0})
+        with self._counting_usage(), self.tables.training():
+            return super().train(None if checkpoint is None else str(checkpoint), *args, **kwargs)
+
+    @contextlib.contextmanager
+    def _counting_usage(self) -> Iterator[None]:
+        if self.usage_events is None:
+            yield
+            return
+        from midus_hf.look.usage import record_usage
+
+        assert isinstance(self.model, nn.Module)
+        with record_usage(self.model, training_only=True) as usage:
+            self.usage_events.usage = usage
+            yield
+        self.usage_events.usage = None
+
+    def training_step(
+        self, model: nn.Module, inputs: dict[str, torch.Tensor | Any], *args: Any, **kwargs: Any
+    ) -> torch.Tensor:
+        """Take a training step as `Trainer.training_step` does, with the blocks that the texts fetch."""
+        self.blocks.begin_pass(inputs)
+        return super().training_step(model, inputs, *args, **kwargs)
+
+    def compute_loss(
+        self,
+        model: nn.Module,
+        inputs: dict[str, torch.Tensor | Any],
+        return_outputs: bool = False,
+        num_items_in_batch: torch.Tensor | int | None = None,
+    ) -> Any:
+        """Compute the loss as `Trainer.compute_loss` does, and in training add the balance loss times its coefficient."""
+        compute = super().compute_loss
+        return self.balance.added_to(
+            model,
+            lambda: compute(model, inputs, return_outputs, num_items_in_batch),
+            num_items_in_batch is not None,
+        )
+
+    def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
+        """Create the optimizer as `Trainer.create_optimizer` does, on the groups of `parameter_groups`."""
+        if self.optimizer is None:
+            target: Any = self.model if model is None else model
+            args: Any = self.args
+            rates = args if isinstance(args, Rates) else Rates(args.learning_rate, weight_decay=args.weight_decay)
+            class_and_options = self.optimizer_cls_and_kwargs
+            optimizer_class, options = class_and_options or self.get_optimizer_cls_and_kwargs(self.args, target)
+            if self.tables.sparse_values:
+                optimizer_class, options = RowAdamW, {key: options[key] for key in options if key != "fused"}
+            self.optimizer = optimizer_class(parameter_groups(target, rates), **options)
+            self.blocks.follow(self.optimizer)
+        return super().create_optimizer(model)
+
+    def create_scheduler(self, num_training_steps: int, optimizer: torch.optim.Optimizer | None = None) -> Any:
+        """Create the scheduler as `Trainer.create_scheduler` does, with one course per group."""
+        if self.lr_scheduler is None:
+            optimizer = self.optimizer if optimizer is None else optimizer
+            assert optimizer is not None
+            args: Any = self.args
+            self.lr_scheduler = group_schedules(
+                optimizer,
+                num_training_steps,
+                lr_scheduler_type=args.lr_scheduler_type,
+                warmup_steps=args.warmup_steps,
+                lr_scheduler_kwargs=args.lr_scheduler_kwargs,
+                value_decay_ratio=getattr(args, "value_decay_ratio", None),
+            )
+            self._created_lr_scheduler = True
+        return self.lr_scheduler
+
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        """Log as `Trainer.log` does, with the rates of memories; `learning_rate` is the rate of the first group.
+
+        If configured, the log also has `balance_loss`, the mean since the last event without its coefficient, and how
+        memory slots were used. Beside each `eval_loss` stands a perplexity.
+
+        Raises:
+            FloatingPointError: If the loss is not finite, since further steps would only waste time and spoil
+                checkpoints.
+        """
+        if not math.isfinite(logs.get("loss", 0.0)):
+            raise error_of(f"loss is {logs['loss']}", self.state.global_step)
+        if "loss" in logs:
+            logs |= self.balance.measures()
+            if self.usage_events is not None:
+                logs |= self.usage_events.measures(lambda counts: self.accelerator.reduce(counts, reduction="sum"))
+        if "learning_rate" in logs:
+            logs |= self._rates_of_step.by_group
+        logs |= {
+            f"{name.removesuffix('loss')}perplexity": math.exp(loss) if loss < 700 else math.inf
+            for name, loss in logs.items()
+            if name.startswith("eval_") and name.endswith("_loss")
+        }
+        super().log(logs, start_time)
+
+    def largest(self, number: int) -> int:
+        """Return the largest of the numbers with which the processes call this method."""
+        if self.args.world_size == 1:
+            return int(number)
+        numbers = self.accelerator.gather(torch.tensor([int(number)], device=self.args.device))
+        return int(numbers.max())
+
+    def check_finite(self) -> None:
+        """End the run if a trained tensor or block is not finite, before it is saved; all processes call this.
+
+        Raises:
+            FloatingPointError: If a tensor or block is not finite in any process.
+        """
+        assert isinstance(self.model, nn.Module)
+        finding = first_not_finite(trained_tensors(self.model)) or self.blocks.first_not_finite()
+        if self.largest(finding is not None):
+            raise error_of(finding or "what another process trains is not finite", self.state.global_step)
+
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """Save the model as `Trainer.save_model` does, gathered from what processes share; all processes call this.
+
+        Raises:
+            FloatingPointError: If what trains is not finite.
+            ValueError: If ZeRO-3 cut the model when it was loaded, and the model has not been trained.
+        """
+        self.check_finite()
+        with self.tables.whole():
+            if not self.shards.save_model(output_dir, is_checkpoint=_internal_call):
+                super().save_model(output_dir, _internal_call)
+
+    def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
+        if not self._is_checkpointing or has_adapters(self.model):
+            super()._save(output_dir, state_dict)
+        elif (
+            self.args.should_save and not self.is_fsdp_enabled
+        ):  # FSDP writes shares of the model beside the optimizer's
+            assert isinstance(self.model, nn.Module) and output_dir is not None
+            save_trained(self.model, Path(output_dir), state_dict)
+
+    def _save_checkpoint(self, model: nn.Module, trial: Any = None) -> None:
+        folder = Path(self._get_output_dir(trial), f"checkpoint-{self.state.global_step}")
+        limit, self.args.save_total_limit = self.args.save_total_limit, None
+        self._is_checkpointing = True
+        try:
+            if self.args.should_save:
+                remove_checkpoint(folder)
+                folder.mkdir(
+                    parents=True
+                )  # the Trainer looks for it before processes that share the model write to it
+            self.accelerator.wait_for_everyone()
+            with self.tables.whole(self.optimizer):
+                super()._save_checkpoint(model, trial)
+            if self.args.should_save:
+                self.blocks.save_states(str(folder))
+            self.accelerator.wait_for_everyone()
+            if self.args.should_save:
+                finish_checkpoint(folder)
+                self._remove_old_checkpoints(folder, limit)
+        except Exception as error:
+            if not is_write_failure(error):
+                raise
+            raise SaveError(f"{folder.name} was not saved in {folder.parent}: {error}") from error
+        finally:
+            self._is_checkpointing, self.args.save_total_limit = False, limit
+
+    def _remove_old_checkpoints(self, newest: Path, limit: int | None) -> None:
+        """Remove checkpoints beyond the limit, and those of later steps than the one that was just written."""
+        for step, path in checkpoints_in(newest.parent).items():
+            if limit is not None and step > self.state.global_step:
+                remove_checkpoint(path)
+        rotate_checkpoints(
+            output_dir=str(newest.parent),
+            save_total_limit=limit,
+            best_model_checkpoint=self.state.best_model_checkpoint,
+        )
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
+        with self.tables.loading():
+            if Path(resume_from_checkpoint, TRAINED_FILE).is_file():
+                target: Any = self.model if model is None else model
+                load_checkpoint(target, resume_from_checkpoint)
+            else:
+                super()._load_from_checkpoint(resume_from_checkpoint, model)
+        self.blocks.load(resume_from_checkpoint)
+
+    def _load_best_model(self) -> None:
+        assert self.state.best_model_checkpoint is not None
+        if self.is_fsdp_enabled or self.is_deepspeed_enabled:
+            super()._load_best_model()  # type: ignore[misc]
+        else:
+            self._load_from_checkpoint(self.state.best_model_checkpoint)
+
+    def _clip_grad_norm(self, model: nn.Module) -> Any:
+        if not self.tables.clips_apart(model):
+            return super()._clip_grad_norm(model)  # type: ignore[misc]
+        return self.tables.clip(model, self.args.max_grad_norm)
+
+    def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> Any:
+        """Return the norm as `Trainer._get_grad_norm` does, including the gradients of rows, columns and blocks.
+
+        Raises:
+            FloatingPointError: If the norm is not finite, since the step would spoil everything that trains.
+        """
+        if grad_norm is None and self.tables.clips_apart(model):
+            grad_norm = self.tables.clip(model, float("inf"))
+        norm: Any = super()._get_grad_norm(model, grad_norm)  # type: ignore[misc]
+        self._check_norm(model, norm)
+        return norm
+
+    def _check_norm(self, model: nn.Module, norm: Any) -> None:
+        # With float16, the gradient scaler itself skips a step whose gradients are not finite.
+        scales = self.accelerator.scaler is not None or self.shards.dtype_of_deepspeed() == "float16"
+        if norm is None or scales or math.isfinite(norm):
+            return
+        # _tr_loss is summed over the steps since the last log event.
+        step, loss = self.state.global_step + 1, self._tr_loss.item()
+        if not math.isfinite(loss):
+            raise error_of(f"loss is {loss}", step)
+        name = first_gradient_not_finite(model)
+        raise error_of(f"gradient norm is {float(norm)}{f' (that of {name} is)' if name else ''}", step)
+
+
+class MemoryTrainer(TrainsMemory, Trainer):
+    """A `Trainer` whose memory keys keep a constant rate, and whose memory values keep it or follow a separate course.
+
+    All else is as in `Trainer`. The arguments are those of `TrainsMemory` and of `Trainer`.
+    """
+
+
+class _CutMoments(TrainerCallback):
+    """Callback that reduces moments loaded from a checkpoint to the columns of tables that this process holds."""
+
+    def __init__(self, tables: Tables):
+        self._tables = tables
+
+    def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+        if state.global_step:
+            self._tables.cut_moments()

@@ -1,1 +1,0 @@
-"""Transformers' Trainer for models with memories."""

@@ -1,0 +1,142 @@
+"""What a training run may be told, and what it refuses."""
+
+import dataclasses
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from training.tiny_run import refused
+from transformers import TrainingArguments
+
+from midus_hf.cli.recipes import read_recipe
+from midus_hf.config.yaml_options import from_mapping
+from midus_hf.training import arguments
+from midus_hf.training.arguments import TrainArguments, computes_bfloat16
+
+NEEDED = {"model_name_or_path": "m", "output_dir": "o", "corpus": "c", "bf16": False}
+
+
+@pytest.fixture
+def recipe(tmp_path) -> Path:
+    """Write a file with what a run cannot do without."""
+    path = tmp_path / "train.yaml"
+    path.write_text(
+        "model_name_or_path: m\noutput_dir: o\ncorpus: c\nlearning_rate: 1e-4\nmax_steps: 7\nbf16: false\n"
+    )
+    return path
+
+
+def test_a_file_and_words_after_it_make_one_set_of_arguments_and_words_win(recipe):
+    words = [
+        "max_steps=9",
+        "warmup_steps=0",
+        "resume_from_checkpoint=true",
+        "trainable=[3, 7]",
+        "save_total_limit=null",
+    ]
+    read = read_recipe(TrainArguments, recipe, words)
+    expected = {"learning_rate": 1e-4, "max_steps": 9, "warmup_steps": 0, "resume_from_checkpoint": True}
+    expected |= {"trainable": [3, 7], "save_total_limit": None, "save_strategy": "no", "eval_strategy": "no"}
+    assert {name: getattr(read, name) for name in expected} == expected
+
+
+def test_every_key_of_training_arguments_is_a_key(recipe):
+    """With the value that it has, so that a new one of another type is noticed."""
+    ours = {field.name for field in dataclasses.fields(TrainArguments)}
+    assert {field.name for field in dataclasses.fields(TrainingArguments)} <= ours
+    chosen = {"label_smoothing_factor": 0.1, "neftune_noise_alpha": 5.0, "dataloader_num_workers": 2, "run_name": "a"}
+    chosen |= {"lr_scheduler_type": "cosine_with_min_lr", "lr_scheduler_kwargs": {"min_lr_rate": 0.1}, "data_seed": 3}
+    chosen |= {"optim": "adafactor", "eval_on_start": True, "torch_empty_cache_steps": 4, "hub_model_id": "me/model"}
+    read = from_mapping(TrainArguments, {**NEEDED, **chosen})
+    assert {name: getattr(read, name) for name in chosen} == chosen
+
+
+def test_saving_and_measuring_follow_their_steps():
+    read = from_mapping(TrainArguments, {**NEEDED, "save_steps": 5, "eval_steps": 5, "eval_text": "t"})
+    assert (read.save_strategy, read.eval_strategy) == ("steps", "steps")
+    read = from_mapping(TrainArguments, {**NEEDED, "save_strategy": "epoch"})
+    assert (read.save_strategy, read.eval_strategy) == ("epoch", "no")
+
+
+def test_a_model_that_is_made_from_a_config_trains_whole_unless_said_otherwise():
+    begun = {"config_name": "c", "tokenizer_name": "t", "output_dir": "o", "corpus": "c", "bf16": False}
+    assert from_mapping(TrainArguments, begun).trainable == "all"
+    assert from_mapping(TrainArguments, {**begun, "trainable": [3]}).trainable == [3]
+
+
+def test_words_name_keys_of_adapters(recipe):
+    recipe.write_text("model_name_or_path: m\noutput_dir: o\ncorpus: c\nbf16: false\nadapters: {method: osf}\n")
+    read = read_recipe(TrainArguments, recipe, ["adapters.effective_rank=0.5", "adapters.layers=new"])
+    assert read.adapters == {"method": "osf", "effective_rank": 0.5, "layers": "new"}
+
+
+@pytest.mark.parametrize("able", [True, False])
+def test_bfloat16_is_the_default_where_the_device_computes_it_and_one_line_says_where_it_does_not(
+    able, monkeypatch, caplog
+):
+    monkeypatch.setattr(arguments, "computes_bfloat16", lambda use_cpu: able)
+    monkeypatch.setattr(arguments._logger, "propagate", True)
+    given = {**NEEDED, "bf16": None}
+    assert from_mapping(TrainArguments, given).bf16 is able
+    lines = [record.getMessage() for record in caplog.records if "bfloat16" in record.getMessage()]
+    expected = "This device does not compute bfloat16: the run computes in float32; set bf16 to say which."
+    assert lines == ([] if able else [expected])
+    assert from_mapping(TrainArguments, {**NEEDED, "bf16": True}).bf16 is True
+    assert from_mapping(TrainArguments, NEEDED).bf16 is False
+
+
+@pytest.mark.parametrize(
+    ("capabilities", "able"), [({"avx512_bf16": True}, True), ({"amx_bf16": True}, True), ({"avx2": True}, False)]
+)
+def test_a_processor_is_asked_for_its_instructions(capabilities, able, monkeypatch):
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: capabilities)
+    assert computes_bfloat16(use_cpu=True) is able
+
+
+BEGUN = {"model_name_or_path": None, "config_name": "c", "tokenizer_name": "t"}
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"learning_rte": 1}, "config has no option 'learning_rte'. Did you mean 'learning_rate'"),
+        ({"warmup_ratio": 0.1}, "config has no option 'warmup_ratio'. Did you mean 'warmup_steps'"),
+        ({"learning_rate": "fast"}, "learning_rate is 'fast'; expected a number."),
+        ({"max_steps": 1.5}, "max_steps is 1.5; expected a whole number."),
+        ({"document_mask": 1}, "document_mask is 1; expected true or false."),
+        ({"bf16": "yes"}, "bf16 is 'yes'; expected true or false or null."),
+        ({"trainable": "nwe"}, "trainable is 'nwe'; expected 'auto' or 'new' or 'all' or a list, each item of it a "),
+        ({"trainable": ["buffer"]}, "trainable[0] is 'buffer'; expected a whole number or 'key' or"),
+        ({"model_name_or_path": 3}, "model_name_or_path is 3; expected a string or null."),
+        ({"resume_from_checkpoint": 3}, "resume_from_checkpoint is 3; expected true or false or a string"),
+        ({"corpus": {"path": "c"}}, "corpus is {'path': 'c'}; expected a string or a list, each item of it a string or"),
+        ({"corpus": ""}, "corpus is ''; expected a value. Fill it in, or leave it out."),
+        ({"corpus": []}, "config has no 'corpus'; set it in the file, or as corpus=... after it."),
+        ({"corpus": None}, "config has no 'corpus'; set it in the file, or as corpus=... after it."),
+        ({"sequence_length": 1}, "sequence_length is 1; expected at least 2 tokens."),
+        ({"usage_steps": 0}, "usage_steps is 0; expected at least 1."),
+        ({"early_stopping_patience": 0}, "early_stopping_patience is 0; expected at least 1."),
+        ({"balance_loss": -0.1}, "balance_loss is -0.1; expected 0 or more."),
+        ({"learning_rate": 0}, "learning_rate is 0.0; expected a number above 0."),
+        ({"value_schedule": "4x"}, "value_schedule is '4x'; expected 'constant' or 'fixed' or '4x-to-1x' or null."),
+        ({"lr_scheduler_type": "cosin"}, "cosin is not a valid SchedulerType"),
+        ({"eval_steps": 5}, "eval_steps is 5.0, which needs eval_text; set both or neither."),
+        ({"eval_strategy": "epoch"}, "eval_strategy is 'epoch', which needs eval_text; set both or neither."),
+        ({"early_stopping_patience": 2}, "early_stopping_patience is 2, which needs eval_text; set both or neither."),
+        ({"config_name": "c"}, "model_name_or_path is 'm' and config_name is 'c'; expected one of them: model_name_or_path to"),
+        ({"model_name_or_path": None}, "config has no 'model_name_or_path'; set it in the file, or as model_name_or_path=..."),
+        ({**BEGUN, "tokenizer_name": None}, "config has 'config_name' and no 'tokenizer_name'; set it to the folder or Hub id"),
+        ({"tokenizer_name": "t"}, "tokenizer_name is 't', but a saved model has its own; leave it out, or set"),
+        ({"adapters": {}, "trainable": "all"}, "only adapters and new parts of the model train. Leave adapters out, or set tr"),
+        ({"adapters": {}, "frozen": ["value"]}, "adapters is set and frozen is ['value']; "),
+        ({"adapters": {}, **BEGUN}, "adapters is set and config_name is 'c'; adapters are for weights that are trained already."),
+        ({"adapters": "osf"}, "adapters is 'osf'; expected a mapping or null."),
+        ({"tree": "x"}, "tree is 'x', and path_column is not given; expected the column with the paths"),
+        ({"generic_share": 1.5}, "generic_share is 1.5; expected a share from 0 to 1"),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_a_wrong_value_is_refused_with_what_was_expected(values, message):
+    with refused(re.escape(message)):
+        from_mapping(TrainArguments, {**NEEDED, **values})
