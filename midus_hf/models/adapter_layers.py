@@ -99,8 +99,8 @@ def adapter_tensors(module: nn.Module) -> dict[str, set[str]]:
     tensors: dict[str, set[str]] = {}
     for module_name, within in module.named_modules():
         for attribute in getattr(within, "adapter_layer_names", ()):
-            of_adapters = getattr(within, attribute, None)
-            for name, _ in of_adapters.named_parameters() if isinstance(of_adapters, nn.Module) else ():
+            adapters = getattr(within, attribute, None)
+            for name, _ in adapters.named_parameters() if isinstance(adapters, nn.Module) else ():
                 # A ModuleDict has "default.weight", a ParameterDict "default".
                 tensors.setdefault(name.split(".")[0], set()).add(f"{module_name}.{attribute}.{name}")
     return tensors

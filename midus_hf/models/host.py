@@ -193,17 +193,17 @@ class MemoryModel(HostsMemory):
         """Create the tables that layers share."""
         shared = {name: memories.tables(name) for name in memories.attached}
         self._table_of_layer = {
-            name: {layer: str(number) for number, tables in enumerate(of_memory) for layer in tables.layers}
-            for name, of_memory in shared.items()
-            if of_memory
+            name: {layer: str(number) for number, tables in enumerate(layer_tables) for layer in tables.layers}
+            for name, layer_tables in shared.items()
+            if layer_tables
         }
         self.memory_tables = nn.ModuleDict(
             {
                 name: nn.ModuleDict(
-                    {str(number): MemoryTables(tables.tensors) for number, tables in enumerate(of_memory)}
+                    {str(number): MemoryTables(tables.tensors) for number, tables in enumerate(layer_tables)}
                 )
-                for name, of_memory in shared.items()
-                if of_memory
+                for name, layer_tables in shared.items()
+                if layer_tables
             }
         )
 
@@ -255,14 +255,14 @@ class MemoryModel(HostsMemory):
             if self.needs.reports:
                 brought["reports"] = memory_reports
             if self.needs.arguments or self.needs.banks:
-                of_pass: dict[str, Any] = {}
+                pass_arguments: dict[str, Any] = {}
                 for name in self.memory_input_names:
                     value = kwargs.pop(name, None) if name not in arguments else arguments[name]
                     if value is not None:
-                        of_pass[name] = value
+                        pass_arguments[name] = value
                 if "input_ids" in self.memory_input_names:
-                    of_pass["input_ids"] = ids_of_pass(input_ids, token_ids)
-                brought["arguments"] = of_pass
+                    pass_arguments["input_ids"] = ids_of_pass(input_ids, token_ids)
+                brought["arguments"] = pass_arguments
             if self.needs.banks:
                 brought["fetched"] = self._blocks_of_pass(
                     tokens, **{name: brought["arguments"].pop(name, None) for name in (IDS, BLOCKS)}

@@ -86,8 +86,8 @@ class MemoryForCausalLM(AddsRouterLosses, HostsMemory):
             memory_ids: `[B, p]`, the paths whose blocks the rows fetch, for memories that fetch.
             kwargs: Other arguments of the family's forward.
         """
-        of_memories = {"prompt_mask": prompt_mask, "token_mask": token_mask, "memory_ids": memory_ids}
-        kwargs |= {name: value for name, value in of_memories.items() if value is not None}
+        memory_arguments = {"prompt_mask": prompt_mask, "token_mask": token_mask, "memory_ids": memory_ids}
+        kwargs |= {name: value for name, value in memory_arguments.items() if value is not None}
         kwargs |= {
             "input_ids": input_ids,
             "attention_mask": attention_mask,

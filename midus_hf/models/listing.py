@@ -26,12 +26,12 @@ def list_model(model_class: type[PreTrainedModel], *tables: MutableMapping[str, 
     own_type = model_class.config_class.model_type
     family_type = own_type.removeprefix(_MODEL_TYPE_PREFIX)
     names = {parent.__name__ for parent in inspect.getmro(model_class)[1:]}
-    of_family = [
+    family_tables = [
         table
         for name, table in vars(modeling_auto).items()
         if name.endswith("_MAPPING_NAMES") and table.get(family_type) in names
     ]
-    for table in (*of_family, *tables):
+    for table in (*family_tables, *tables):
         table.setdefault(own_type, model_class.__name__)
 
 

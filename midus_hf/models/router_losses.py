@@ -59,11 +59,11 @@ class AddsRouterLosses:
             return family_forward(**arguments)
         return_dict = arguments.pop("return_dict", None)
         reports = RouterReports(needs_gradient=trains)
-        of_family = family_forward(**arguments, memory_reports=reports, return_dict=True)
-        added, loss = reports.loss(), of_family.loss
+        family_output = family_forward(**arguments, memory_reports=reports, return_dict=True)
+        added, loss = reports.loss(), family_output.loss
         if loss is not None and added is not None:
             loss = loss + (share.to(loss.device) if isinstance(share, torch.Tensor) else share) * added.to(loss.device)
-        values = {name: of_family[name] for name in _FIELDS if name in of_family}
+        values = {name: family_output[name] for name in _FIELDS if name in family_output}
         values |= {"loss": loss, "aux_loss": added, "router_logits": reports.logits() if wanted else None}
         output = self.output_class(**values)
         return_dict = self.config.return_dict if return_dict is None else return_dict

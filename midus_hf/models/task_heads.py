@@ -65,11 +65,11 @@ class MemoryHead(AddsRouterLosses, HostsMemory):
         family_forward: Any,
         has_labels: bool,
         wanted: bool | None,
-        of_family: dict[str, Any],
-        of_memories: dict[str, torch.Tensor | None],
+        family_arguments: dict[str, Any],
+        memory_arguments: dict[str, torch.Tensor | None],
     ) -> Any:
         """Run the family's forward with the arguments of memories that are not None, and add the losses of routers."""
-        arguments = of_family | {name: value for name, value in of_memories.items() if value is not None}
+        arguments = family_arguments | {name: value for name, value in memory_arguments.items() if value is not None}
         if self.stack.needs.prompts and arguments[CACHE] is None and "prompt_mask" not in arguments:
             tokens = arguments["inputs_embeds"] if arguments["input_ids"] is None else arguments["input_ids"]
             arguments["prompt_mask"] = torch.ones(tokens.shape[:2], dtype=torch.bool, device=tokens.device)
@@ -109,14 +109,21 @@ class MemoryForClassification(MemoryHead):
         Args:
             labels: `[B]`, or `[B, T]` of a classifier of tokens. Default: no loss is computed.
         """
-        of_family = {"input_ids": input_ids, "attention_mask": attention_mask, "position_ids": position_ids, **kwargs}
-        of_family |= {
+        family_arguments = {
+            "input_ids": input_ids,
+            "attention_mask": attention_mask,
+            "position_ids": position_ids,
+            **kwargs,
+        }
+        family_arguments |= {
             CACHE: past_key_values if cache is None else cache,
             "inputs_embeds": inputs_embeds,
             "labels": labels,
         }
-        of_memories = {"prompt_mask": prompt_mask, "token_mask": token_mask, "memory_ids": memory_ids}
-        return self._forward(super().forward, labels is not None, output_router_logits, of_family, of_memories)
+        memory_arguments = {"prompt_mask": prompt_mask, "token_mask": token_mask, "memory_ids": memory_ids}
+        return self._forward(
+            super().forward, labels is not None, output_router_logits, family_arguments, memory_arguments
+        )
 
 
 class MemoryForQuestionAnswering(MemoryHead):
@@ -150,9 +157,14 @@ class MemoryForQuestionAnswering(MemoryHead):
             start_positions: `[B]`, index of the first token of the answer. Default: no loss is computed.
             end_positions: `[B]`, index of the last token of the answer. Default: no loss is computed.
         """
-        of_family = {"input_ids": input_ids, "attention_mask": attention_mask, "position_ids": position_ids, **kwargs}
-        of_family |= {CACHE: past_key_values if cache is None else cache, "inputs_embeds": inputs_embeds}
-        of_family |= {"start_positions": start_positions, "end_positions": end_positions}
-        of_memories = {"prompt_mask": prompt_mask, "token_mask": token_mask, "memory_ids": memory_ids}
+        family_arguments = {
+            "input_ids": input_ids,
+            "attention_mask": attention_mask,
+            "position_ids": position_ids,
+            **kwargs,
+        }
+        family_arguments |= {CACHE: past_key_values if cache is None else cache, "inputs_embeds": inputs_embeds}
+        family_arguments |= {"start_positions": start_positions, "end_positions": end_positions}
+        memory_arguments = {"prompt_mask": prompt_mask, "token_mask": token_mask, "memory_ids": memory_ids}
         has_labels = start_positions is not None and end_positions is not None
-        return self._forward(super().forward, has_labels, output_router_logits, of_family, of_memories)
+        return self._forward(super().forward, has_labels, output_router_logits, family_arguments, memory_arguments)

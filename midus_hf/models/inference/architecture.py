@@ -165,7 +165,7 @@ def architecture_of(model_type: str) -> Architecture:
         config=type(model.config),
         causal_lm=type(model),
         stack=type(stack),
-        layers={kind: _agreed(of_kind) for kind, of_kind in parts.items()},
+        layers={kind: _agreed(kind_parts) for kind, kind_parts in parts.items()},
         attention=attentions.pop() if len(attentions) == 1 else None,
         mlp=gated.pop() if len(gated) == 1 else None,
         some_do_not_rotate=False in rotating,
@@ -303,8 +303,10 @@ def _agreed(parts: list[LayerParts]) -> LayerParts:
     """Return the parts that all layers agree on; a name on which they do not agree is None, a property false."""
     values = {}
     for field in fields(LayerParts):
-        of_layers = {getattr(each, field.name) for each in parts}
-        values[field.name] = of_layers.pop() if len(of_layers) == 1 else (False if True in of_layers else None)
+        layer_values = {getattr(each, field.name) for each in parts}
+        values[field.name] = (
+            layer_values.pop() if len(layer_values) == 1 else (False if True in layer_values else None)
+        )
     return LayerParts(**values)
 
 

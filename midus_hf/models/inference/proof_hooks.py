@@ -180,13 +180,13 @@ def _reading_blocks(blocks: FetchedLayer) -> Change:
 
     def change(call: "_Call", heads: Heads, output: torch.Tensor, weights: Any, arguments: Any) -> torch.Tensor:
         query, added = call.unrotated().query, []
-        for row, of_row in enumerate(query):  # [H, T, d]
+        for row, row_query in enumerate(query):  # [H, T, d]
             keys, values = (
                 torch.cat([level.tensors[name][row] for level in blocks.levels]).transpose(0, 1)  # [K, R, d]
                 for name in ("memory_keys", "memory_values")
             )
-            keys, values = (part.repeat_interleave(len(of_row) // len(part), dim=0) for part in (keys, values))
-            scores = _scores(of_row, keys, arguments)
+            keys, values = (part.repeat_interleave(len(row_query) // len(part), dim=0) for part in (keys, values))
+            scores = _scores(row_query, keys, arguments)
             added.append((scores.softmax(-1) @ values).transpose(0, 1))
         return output + torch.stack(added)
 
@@ -206,12 +206,12 @@ def _reading_depth(
             torch.stack([getattr(slot, part) for slot in slots], dim=3).repeat_interleave(groups, dim=1)
             for part in ("key", "value")
         )  # [B, H, T, n, d]
-        of_depth = _scores(query.unsqueeze(3), keys, arguments).squeeze(3)  # [B, H, T, n]
-        read = (of_depth.softmax(-1).unsqueeze(3) @ values).squeeze(3).transpose(1, 2)  # [B, T, H, d]
+        depth_scores = _scores(query.unsqueeze(3), keys, arguments).squeeze(3)  # [B, H, T, n]
+        read = (depth_scores.softmax(-1).unsqueeze(3) @ values).squeeze(3).transpose(1, 2)  # [B, T, H, d]
         own_key = heads.key.repeat_interleave(query.shape[1] // heads.key.shape[1], dim=1)
-        of_itself = _scores(heads.query, own_key, arguments).diagonal(dim1=-2, dim2=-1)
-        of_sequence = of_itself - weights.diagonal(dim1=-2, dim2=-1).log()  # log-sum-exp of scores, [B, H, T]
-        share = (of_depth.logsumexp(-1) - of_sequence).sigmoid().transpose(1, 2).unsqueeze(-1)  # [B, T, H, 1]
+        own_scores = _scores(heads.query, own_key, arguments).diagonal(dim1=-2, dim2=-1)
+        sequence_sum = own_scores - weights.diagonal(dim1=-2, dim2=-1).log()  # log-sum-exp of scores, [B, H, T]
+        share = (depth_scores.logsumexp(-1) - sequence_sum).sigmoid().transpose(1, 2).unsqueeze(-1)  # [B, T, H, 1]
         opened = gate[:, None] * share
         return (1 - opened) * output + (1 - gate[:, None] + opened) * read
 
