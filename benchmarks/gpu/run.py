@@ -16,7 +16,7 @@ from benchmarks.report import ROOT, sections
 from benchmarks.report.rows import Record, groups, short, table
 from benchmarks.tracked import read
 
-STEPS = ["ceilings", "tests", "ops", "depth", "1b", "8b"]
+STEPS = ["ceilings", "tests", "ops", "1b", "8b"]
 FURTHER_STEPS = ["compiled", "sizes"]
 METHODS = "base,llama-pro,opt-deus,midus-hml"
 # Default time limit of a step.
@@ -61,12 +61,6 @@ def steps(out: Path, seconds: int) -> list[Step]:
         ("ceilings", "benchmarks.gpu.ceilings", device_alone, "what a GPU can do at most"),
         ("tests", "pytest tests/ops -q", _NOT_FOR_THE_DEVICE, "whether the kernels are right"),
         ("ops", "benchmarks ops", common, "what ops take, beside the roofline and rivals"),
-        (
-            "depth",
-            "benchmarks.depth_cost",
-            common,
-            "what reading the depth adds to reading the sequence",
-        ),
         ("1b", f"benchmarks model --base llama-3.2-1b {main}", common, "what a whole model takes"),
         ("8b", f"benchmarks model --base llama-3.1-8b {main}", common, "the same where kernels weigh most"),
         (
@@ -173,7 +167,6 @@ def write_summary(out: Path, done: list[Done]) -> None:
         *(_end_of_log(one) for one in done if one.status != 0),
         f"## Ceilings\n\n{_ceilings(read(out / 'ceilings.csv'))}",
         f"## Goals\n\n{made['goals']}",
-        f"## Attention over the depth\n\n{made['depth']}",
         f"## Ops\n\n{made['ops']}",
         f"## Models\n\n{made['models']}",
         f"## Kernels\n\n{_profiles(read(out / 'profile.csv'))}",

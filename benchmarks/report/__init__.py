@@ -12,8 +12,6 @@ IMAGES = ROOT / "docs" / "images"
 
 def sections(results: Path) -> dict[str, str]:
     """Return the generated sections in Markdown, by the name in their markers."""
-    from benchmarks.depth_cost.shapes import FILE as DEPTH_FILE
-    from benchmarks.report.depth_tables import depth_section
     from benchmarks.report.goals import goals_table
     from benchmarks.report.rows import over_rounds
     from benchmarks.report.tables import model_section, op_section
@@ -23,7 +21,6 @@ def sections(results: Path) -> dict[str, str]:
         "goals": goals_table(ops, models),
         "ops": op_section(ops),
         "models": model_section(models),
-        "depth": depth_section(read(results / DEPTH_FILE)),
     }
 
 

@@ -12,8 +12,6 @@ from midus_hf.ops.depth.sequence_lse import sequence_lse, sequence_weights
 
 # Implementations whose masks tell for each query and key whether the key is read.
 _MASKS_TELL = ("eager", "sdpa")
-# For an implementation, the context in which the model's own call already joins the depth (`midus_hf.memory.sdpa_heads`).
-JOINED: dict[str, Callable[[Depth], Any]] = {}
 # Implementations whose softmax has a known log-sum-exp: returned, or computed separately.
 _TELL = (*_MASKS_TELL, "flex_attention")
 
@@ -91,9 +89,6 @@ class SequenceHeads:
         Raises:
             ValueError: If the log-sum-exp of the softmax over the sequence is not known.
         """
-        if self.implementation in JOINED:
-            with JOINED[self.implementation](depth):
-                return self.alone()
         require_log_sum_exp(self.implementation)
         output, extra = self.alone()  # weights, or the log-sum-exp of flex_attention
         if self.implementation in _MASKS_TELL:

@@ -304,19 +304,17 @@ OPS = {
     "depth": OpCase(
         stacked,
         of_depth,
-        ALL,
+        ("torch", "triton"),
         {
             "small": {},
             "one": {"tokens": 1, "texts": 1, "group": 1, "kv_heads": 1, "slots": 1},
             "odd-sizes": {"group": 3, "width": 20},
         },
-        registered=lambda given, body: (depth_attention_op, (given["query"], *slots_of(given), 0.3, 2.0, body)),
+        registered=lambda given, body: (depth_attention_op, (given["query"], *slots_of(given), 0.3, 2.0)),
         node="depth_attention",
         unregistered=("torch",),
         wide=("output",),
         narrows=True,
-        entry=(depth_attention, "depth_attention_op"),
-        never_direct=("triton",),
     ),
 }
 # Ops that gather rows of a bank, and may give it a sparse gradient.

@@ -10,8 +10,6 @@ from torch.utils.checkpoint import checkpoint
 
 import midus_hf
 from midus_hf.ops import headwise_memory, product_key_topk, weighted_gather
-from midus_hf.ops.depth.joining import Depth, joined_attention
-from midus_hf.ops.depth.sequence_kernels import Call, kernel_of
 from midus_hf.ops.dispatch import private_torch
 from midus_hf.ops.dispatch.calling import nobody_watches
 
@@ -78,24 +76,3 @@ def test_products_with_rows_are_the_same_without_the_operator(backend, monkeypat
         found.append(torch.autograd.grad(output.square().sum(), (bank, weights)))
     for with_operator, without in zip(*found, strict=True):
         torch.testing.assert_close(without, with_operator)
-
-
-@pytest.mark.parametrize("lacking", ["_chosen_attention", "CPU_ATTENTION", "CPU_ATTENTION_BACKWARD"])
-def test_sequence_and_depth_are_joined_without_the_operators(lacking, monkeypatch):
-    generator = torch.Generator().manual_seed(1)
-
-    def heads(count):
-        return torch.randn(2, count, 5, 16, generator=generator, requires_grad=True)
-
-    call = Call(heads(4), heads(2), heads(2), is_causal=True, enable_gqa=True)
-    depth = Depth(call.query, [heads(2)], [heads(2)], 0.25, gate=torch.tensor([0.1, 0.9, 0.0, 0.5]), added=True)
-    leaves = (call.query, call.key, call.value, *depth.keys, *depth.values)
-    found = []
-    for is_there in (True, False):
-        if not is_there:
-            monkeypatch.setattr(private_torch, lacking, None)
-        assert (kernel_of(call) is not None) == is_there
-        output = joined_attention(call, depth)
-        found.append([output.detach(), *torch.autograd.grad(output.square().sum(), leaves)])
-    for with_operator, without in zip(*found, strict=True):
-        torch.testing.assert_close(without, with_operator, rtol=1e-4, atol=1e-5)

@@ -49,5 +49,5 @@ class Wanted(NamedTuple):
 
 
 def new_by_token(heads: torch.Tensor) -> torch.Tensor:
-    """Return an uninitialised tensor `[B, H, T, d]` that is laid out in memory as `[B, T, H, d]`, as C and kernels write."""
+    """Return an uninitialised tensor `[B, H, T, d]` that is laid out in memory as `[B, T, H, d]`, as kernels write."""
     return heads.new_empty(heads.transpose(1, 2).shape).transpose(1, 2)

@@ -6,14 +6,12 @@ from typing import Any, Optional
 import torch
 
 from midus_hf.ops.depth import reference
-from midus_hf.ops.depth.batched import batched_depth_attention, batched_gradients, batched_reading
+from midus_hf.ops.depth.batched import batched_depth_attention
 from midus_hf.ops.depth.inputs import DepthInputs, DepthReading, Wanted, new_by_token
-from midus_hf.ops.depth.native import native_gradients, native_reading
 from midus_hf.ops.depth.reference import depth_scores, parts_of_both
 from midus_hf.ops.depth.triton import depth_refusal, triton_depth_attention, triton_depth_gradients
-from midus_hf.ops.dispatch.calling import are_plain, custom_op, nobody_watches
+from midus_hf.ops.dispatch.calling import custom_op
 from midus_hf.ops.dispatch.choices import resolve
-from midus_hf.ops.dispatch.native.library import native_library
 from midus_hf.ops.dispatch.precision import shared_dtype
 
 
@@ -38,27 +36,23 @@ def depth_attention(
         scaling: Factor of scores.
         softcap: Bound c of scores in `c * tanh(score / c)`. Default: None, no bound.
         backend: Body to run, as in `OpChoices`: `"reference"` is the contract, `"torch"` copies the slots
-            of a few tokens together, `"native"` is compiled C, and `"triton"` runs kernels. Default: `"auto"`.
+            of a few tokens together, and `"triton"` runs kernels. Default: `"auto"`.
 
     Returns:
         What each head reads, `[B, H, T, d]`, in the dtype of `query`, and the logarithm of the sum of the exponentials
         of its scores, `[B, H, T]`, float32 at least. Gradients flow through both.
 
     Raises:
-        ValueError: If there are no slots, shapes disagree, or `backend` names kernels or C for a call that they cannot
-            run.
+        ValueError: If there are no slots, shapes disagree, or `backend` names kernels for a call that they cannot run.
     """
     _check(query, keys, values)
     dtype = shared_dtype(query, *keys, *values)
     refusal = depth_refusal(query, keys)
-    body = resolve(backend, query.to(dtype), refusal, native_refusal=None)
-    if body in ("native", "triton"):
+    body = resolve(backend, query.to(dtype), refusal)
+    if body == "triton":
         keys, values = ([slot.to(dtype) for slot in slots] for slots in (keys, values))
         inputs = DepthInputs(query.to(dtype), keys, values, scaling, softcap)
-        if body == "native" and nobody_watches() and are_plain(query, *keys, *values):
-            read, lse = native_reading(inputs)
-        else:
-            read, lse = depth_attention_op(*inputs, body)
+        read, lse = depth_attention_op(*inputs)
         return read.to(query.dtype), lse
     if body == "torch" and not torch.compiler.is_compiling():  # a compiler fuses the contract
         return batched_depth_attention(DepthInputs(query, keys, values, scaling, softcap))
@@ -115,20 +109,13 @@ def depth_attention_op(
     values: Sequence[torch.Tensor],
     scaling: float,
     softcap: Optional[float],  # noqa: UP045 - torch.library reads this form alone
-    backend: str,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Compute `depth_attention` by kernels or in C; by PyTorch if a graph was traced for C but C cannot be built here."""
-    inputs = DepthInputs(query, keys, values, scaling, softcap)
-    if backend == "triton":
-        return triton_depth_attention(inputs)
-    if native_library() is not None:
-        return native_reading(inputs)
-    read, lse = batched_reading(inputs)
-    return _laid_by_token(read), _laid_by_token(lse)
+    """Compute `depth_attention` by kernels."""
+    return triton_depth_attention(DepthInputs(query, keys, values, scaling, softcap))
 
 
 @depth_attention_op.register_fake
-def _(query, keys, values, scaling, softcap, backend):  # type: ignore[no-untyped-def]
+def _(query, keys, values, scaling, softcap):  # type: ignore[no-untyped-def]
     output = new_by_token(query)
     return output, output.new_empty(output.transpose(1, 2).shape[:3], dtype=torch.float32).transpose(1, 2)
 
@@ -146,34 +133,23 @@ def depth_gradients_op(
     softcap: Optional[float],  # noqa: UP045
     wants_query: bool,
     wants_slots: bool,
-    backend: str,
 ) -> list[torch.Tensor]:
-    """Return gradients of query, keys and values in a list, as `native_gradients` does."""
+    """Return gradients of query, keys and values in a list, as `triton_depth_gradients` does."""
     inputs, wanted = DepthInputs(query, keys, values, scaling, softcap), Wanted(wants_query, wants_slots)
     reading, of_reading = DepthReading(output, lse), DepthReading(gradient, lse_gradient)
-    if backend == "triton":
-        return triton_depth_gradients(inputs, reading, of_reading, wanted)
-    if native_library() is not None:
-        return native_gradients(inputs, reading, of_reading, wanted)
-    into_query, *into_slots = map(_laid_by_token, batched_gradients(inputs, reading, of_reading))
-    return [into_query if wants_query else query.new_empty(0), *(into_slots if wants_slots else ())]
+    return triton_depth_gradients(inputs, reading, of_reading, wanted)
 
 
 @depth_gradients_op.register_fake
 def _(  # type: ignore[no-untyped-def]
-    gradient, lse_gradient, query, keys, values, output, lse, scaling, softcap, wants_query, wants_slots, backend
+    gradient, lse_gradient, query, keys, values, output, lse, scaling, softcap, wants_query, wants_slots
 ):
     into_query = new_by_token(query) if wants_query else query.new_empty(0)
     return [into_query, *(new_by_token(slot) for slot in (*keys, *values) if wants_slots)]
 
 
-def _laid_by_token(heads: torch.Tensor) -> torch.Tensor:
-    """Return `[B, H, T, ...]` in the memory layout `[B, T, H, ...]` in which C writes, since a traced graph relies on this layout."""
-    return heads.transpose(1, 2).contiguous().transpose(1, 2)
-
-
 def _save(ctx: Any, inputs: tuple, output: tuple) -> None:
-    query, keys, values, ctx.scaling, ctx.softcap, ctx.backend = inputs
+    query, keys, values, ctx.scaling, ctx.softcap = inputs
     ctx.count = len(keys)
     ctx.save_for_backward(query, *output, *keys, *values)
 
@@ -184,12 +160,10 @@ def _differentiate(ctx: Any, gradient: torch.Tensor, lse_gradient: torch.Tensor)
     wants_query, wants_keys, wants_values, *_ = ctx.needs_input_grad
     wants_slots = any(wants_keys) or any(wants_values)
     tensors = (gradient, lse_gradient, query, keys, values, output, lse)
-    into_query, *into_slots = depth_gradients_op(
-        *tensors, ctx.scaling, ctx.softcap, wants_query, wants_slots, ctx.backend
-    )
+    into_query, *into_slots = depth_gradients_op(*tensors, ctx.scaling, ctx.softcap, wants_query, wants_slots)
     nothing = [None] * ctx.count
     into_keys, into_values = (into_slots[: ctx.count], into_slots[ctx.count :]) if wants_slots else (nothing, nothing)
-    return into_query if wants_query else None, into_keys, into_values, None, None, None
+    return into_query if wants_query else None, into_keys, into_values, None, None
 
 
 depth_attention_op.register_autograd(_differentiate, setup_context=_save)

@@ -349,7 +349,10 @@ def depth_gradient_kernel(
 def triton_depth_gradients(
     inputs: DepthInputs, reading: DepthReading, gradient: DepthReading, wanted: Wanted
 ) -> list[torch.Tensor]:
-    """Return gradients as `native_gradients` does, laid out in memory token by token."""
+    """Return the gradients of query, keys and values in a list, laid out in memory token by token.
+
+    If the gradient of the query is not wanted, an empty tensor stands for it; unwanted gradients of slots are left out.
+    """
     query, keys, values, scaling, softcap = inputs
     query = last_dense(query)
     (texts, heads, tokens, width), kv_heads = query.shape, keys[0].shape[1]

@@ -85,38 +85,6 @@ def keep_address(tensor: torch.Tensor, guard: bool = True) -> None:
         _static(tensor, guard=guard)
 
 
-_chosen_attention = _of(torch, "_fused_sdp_choice")
-
-
-def chosen_attention(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attn_mask: torch.Tensor | None,
-    is_causal: bool,
-    scale: float | None,
-    enable_gqa: bool,
-) -> int | None:
-    """Return the backend that `scaled_dot_product_attention` chooses for a call without dropout, as a number of `SDPBackend`.
-
-    Fallback: None.
-    """
-    if _chosen_attention is None:
-        return None
-    return _chosen_attention(query, key, value, attn_mask, 0.0, is_causal, scale=scale, enable_gqa=enable_gqa)
-
-
-# The operators that `scaled_dot_product_attention` calls; each returns the divisor of its softmax too. Fallback: None, and
-# the divisor is computed from a separate product of queries and keys.
-CPU_ATTENTION = _aten("_scaled_dot_product_flash_attention_for_cpu")
-CPU_ATTENTION_BACKWARD = _aten("_scaled_dot_product_flash_attention_for_cpu_backward")
-FLASH_ATTENTION = _aten("_scaled_dot_product_flash_attention")
-FLASH_ATTENTION_BACKWARD = _aten("_scaled_dot_product_flash_attention_backward")
-CUDNN_ATTENTION = _aten("_scaled_dot_product_cudnn_attention")
-CUDNN_ATTENTION_BACKWARD = _aten("_scaled_dot_product_cudnn_attention_backward")
-EFFICIENT_ATTENTION = _aten("_scaled_dot_product_efficient_attention")
-EFFICIENT_ATTENTION_BACKWARD = _aten("_scaled_dot_product_efficient_attention_backward")
-
 _bag_weights_backward = _aten("_embedding_bag_per_sample_weights_backward")
 
 # Elements of gathered rows that the fallback holds at a time: 64 MB in float32.

@@ -10,8 +10,6 @@ from pathlib import Path
 
 import torch
 
-from midus_hf.ops.depth.inputs import DepthInputs, DepthReading, Wanted
-from midus_hf.ops.depth.native import native_gradients, native_reading
 from midus_hf.ops.dispatch.native import library
 from midus_hf.ops.gather.native import (
     native_bank_gradient,
@@ -33,12 +31,6 @@ HEADWISE = (
     (300, 2, 9, 17, 64, 4),
 )
 SUMS = ((0, 3, 5, 4), (1, 1, 1, 1), (67, 7, 40, 37), (130, 3, 11, 150), (90, 7, 40000, 16))  # tokens, m, rows, width
-DEPTH = (
-    (1, 1, 1, 1, 1),
-    (9, 6, 2, 20, 3),
-    (11, 6, 1, 33, 17),
-    (150, 4, 4, 64, 5),
-)  # tokens, heads, kv_heads, width, slots
 
 
 class Guarded:
@@ -84,21 +76,9 @@ def call_sums(tokens, m, rows, width, dtype):
         native_gathered_products(vectors, bank, slots)
 
 
-def call_depth(tokens, heads, kv_heads, width, slots, dtype):
-    query = drawn(2, heads, tokens, width, dtype=dtype)
-    keys, values = (
-        [drawn(2, tokens, kv_heads, width, dtype=dtype).transpose(1, 2) for _ in range(slots)] for _ in "kv"
-    )
-    for softcap, wanted in ((None, Wanted()), (2.0, Wanted(slots=False)), (2.0, Wanted(query=False))):
-        inputs = DepthInputs(query, keys, values, 0.3, softcap)
-        reading = native_reading(inputs)
-        gradient = DepthReading(drawn(*reading.output.shape), drawn(*reading.lse.shape))
-        native_gradients(inputs, reading, gradient, wanted)
-
-
 def main():
     torch.set_num_threads(2)
-    cases = ((call_headwise, HEADWISE), (call_sums, SUMS), (call_depth, DEPTH))
+    cases = ((call_headwise, HEADWISE), (call_sums, SUMS))
     library._library = guarded = Guarded(sys.argv[1])
     for (call, sizes), dtype in itertools.product(cases, (torch.float32, torch.bfloat16)):
         for size in sizes:

@@ -79,7 +79,7 @@ def test_its_name_depends_on_all_that_it_is_made_of(cache, compiler, monkeypatch
     with monkeypatch.context() as changed:
         changed.setattr(build, "_SOURCES", sources)
         assert built_library("baseline") == paths[-1]  # wherever they lie
-        for name in ("depth/native.c", "dispatch/native/vectors.h"):
+        for name in ("gather/native.c", "dispatch/native/vectors.h"):
             with (sources / name).open("a") as file:
                 file.write("\n")
             paths.append(built_library("baseline"))

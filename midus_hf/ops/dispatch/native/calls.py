@@ -51,11 +51,6 @@ GATHERS_CALL = _structure(
     "8x",  # passes
 )
 
-# `struct depth` in `depth/native.c`: address of the query, its strides for texts, heads and tokens, then the same of
-# the gradient; addresses of slots, output, lse, lse_gradient and into_query; texts, heads, kv_heads, tokens, width,
-# count, narrow, threads; scaling, softcap.
-DEPTH_CALL = struct.Struct("@P3qP3q5P8qdd24x")
-
 # Least product of tokens and heads for which threads are started: starting them takes as long as computing some
 # hundreds of rows.
 _FEWEST_SHARED = 512

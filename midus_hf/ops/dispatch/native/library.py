@@ -16,8 +16,6 @@ _FUNCTIONS = (
     "midus_weighted_rows",
     "midus_gathered_products",
     "midus_row_sums",
-    "midus_depth",
-    "midus_depth_gradients",
 )
 
 _loading = threading.Lock()

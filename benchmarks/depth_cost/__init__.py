@@ -1,1 +1,0 @@
-"""Cost that attention to the depth adds to attention to the sequence, at the shapes of the paper."""
