@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 from midus_hf.cli.command_line import FAILED, Ending, command_line, run_command
-from midus_hf.cli.options import Json, argument, flag, option, show, show_tables
+from midus_hf.cli.options import Json, argument, flag, needing_harness, option, show, show_tables
 from midus_hf.cli.training.command import Overrides
 
 if TYPE_CHECKING:
@@ -45,9 +45,12 @@ def midus_compare(
 
         gpus = devices_of(devices, jobs)
         comparison, variants = plan(read_recipe(Comparison, config, overrides or []))
-        from midus_hf.compare.runs import check
+        from midus_hf.compare.runs import check, check_measurements
 
         check(comparison, variants)
+        if not report_only:
+            with needing_harness():
+                check_measurements(comparison, variants)
     if dry_run:
         _show_plan(comparison, variants, json_)
         return

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 from midus_hf.cli.command_line import command_line, run_command
 from midus_hf.cli.compare import Devices, DryRun, Jobs, devices_of, fail_for
-from midus_hf.cli.options import Json, argument, option, show, show_tables
+from midus_hf.cli.options import Json, argument, needing_harness, option, show, show_tables
 
 if TYPE_CHECKING:
     from midus_hf.compare.reproduce.repository import Repository
@@ -46,7 +46,7 @@ def midus_reproduce(
     with contextlib.redirect_stdout(sys.stderr):
         from midus_hf.compare.reproduce.repository import Repository
         from midus_hf.compare.reproduce.table import read_table, variant_name
-        from midus_hf.compare.runs import check_runs
+        from midus_hf.compare.runs import check_measurements, check_runs
         from midus_hf.compare.variants import plan
 
         repository = Repository(root)
@@ -69,6 +69,9 @@ def midus_reproduce(
         folder = output or Path("outputs") / "reproduce" / f"{paper}-{table}-{scale}"
         comparison, variants = plan(read.comparison(repository, folder, names))
         check_runs(comparison, variants)
+        if not dry_run:  # material of a table is there once its runs begin
+            with needing_harness():
+                check_measurements(comparison, variants)
     from midus_hf.compare.report.tables import plan_table, planned
     from midus_hf.compare.reproduce.report import as_json, stage_table, write_table
     from midus_hf.compare.running import Running, ShownProgress

@@ -17,7 +17,6 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-_BIN = Path(sys.executable).parent
 _SET_PARENT_DEATH_SIGNAL = 1
 
 
@@ -62,9 +61,11 @@ class Commands:
             signal.signal(number, self._pass_on)
 
     def run(self, step: str, command: str, *arguments: Any) -> Done:
-        """Run a command of this Python environment, and return its output and its peak memory."""
-        program, *names = command.split()
-        line = [str(_BIN / program), *names, *map(str, arguments)]
+        """Run a command of this package in a fresh process, and return its output and its peak memory.
+
+        The command is called through the interpreter, since scripts may lie elsewhere, or nowhere.
+        """
+        line = _words_of(command, *arguments)
         log = self._logs / f"{step}.log"
         with log.open("a", encoding="utf-8") as said:
             print(f"$ {shlex.join(line)}", file=said, flush=True)
@@ -93,6 +94,10 @@ class Commands:
         if self._running is not None:
             self._running.wait()
         sys.exit(128 + number)
+
+
+def _words_of(command: str, *arguments: Any) -> list[str]:
+    return [sys.executable, "-m", "midus_hf", *command.removeprefix("midus").split(), *map(str, arguments)]
 
 
 def _last_line(log: Path) -> str:

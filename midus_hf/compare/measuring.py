@@ -14,7 +14,7 @@ import yaml
 from midus_hf.compare.commands import Commands
 from midus_hf.compare.options import Comparison
 from midus_hf.compare.results import Measured, Point, Result, read_result, write_result
-from midus_hf.compare.runs import Run
+from midus_hf.compare.runs import Run, read_as, window_length
 from midus_hf.compare.variants import SHUFFLED, Controls, available_controls, wanted
 from midus_hf.compare.workplace import BASE, Workplace, remove_upscaled
 from midus_hf.files.locks import alone
@@ -63,22 +63,24 @@ class Evaluations:
         return self.measure(step, model, *arguments)["tasks"]
 
     def losses(self, step: str, model: str | Path, train: Mapping[str, Any]) -> dict[str, float]:
-        """Return the loss of each text in nats per token, read with the column and encoding of the first corpus, as in training."""
+        """Return the loss of each text in nats per token.
+
+        Texts are read with the column and encoding of the first corpus, in windows of as many tokens as a sequence of training has.
+        """
         losses = {}
-        corpus = train.get("corpus")
-        corpus = corpus[0] if isinstance(corpus, list) else corpus
-        read_as = corpus if isinstance(corpus, Mapping) else {}
-        column = read_as.get("path_column")
+        corpus = read_as(train)
+        column = corpus.get("path_column")
         keys = {
+            "sequence_length": window_length(train),
             "max_tokens": train.get("eval_max_tokens"),
-            "column": read_as.get("column"),
-            "encoding": read_as.get("encoding"),
+            "column": corpus.get("column"),
+            "encoding": corpus.get("encoding"),
         }
         shared = [word for key, value in keys.items() if value is not None for word in _setting(key, value)]
         for name, path in self._comparison.texts.items():
             arguments = ["--text", path, *shared]
             # As in training, documents with paths are measured one by one, each with the blocks of its path.
-            if column is not None and has_column(path, column, read_as.get("encoding") or "utf-8"):
+            if column is not None and has_column(path, column, corpus.get("encoding") or "utf-8"):
                 arguments += _setting("path_column", column)
             answer = self.measure(f"{step}-{name}", model, *arguments)
             losses[name] = math.log(answer["perplexity"]["perplexity"])
@@ -108,7 +110,11 @@ def base_request(comparison: Comparison) -> dict[str, Any]:
     """Return everything that the result of the base depends on, for a comparison resolved by `plan`."""
     assert isinstance(comparison.train, Mapping), "files have been read"
     tasks = None if comparison.tasks is None else dataclasses.asdict(comparison.tasks)
-    texts = {"eval_text": comparison.texts, "eval_max_tokens": comparison.train.get("eval_max_tokens")}
+    texts = {
+        "eval_text": comparison.texts,
+        "eval_max_tokens": comparison.train.get("eval_max_tokens"),
+        "sequence_length": window_length(comparison.train),
+    }
     return {"base": comparison.base, **texts, "tasks": tasks}
 
 

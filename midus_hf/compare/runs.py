@@ -128,6 +128,66 @@ def check(comparison: Comparison, variants: Sequence[Variant]) -> None:
     check_runs(comparison, variants)
 
 
+def window_length(train: Mapping[str, Any]) -> int:
+    """Return the tokens per window by which texts are measured: those per sequence of the run with these keys of `midus train`."""
+    length = finite_number(train.get("sequence_length", TrainArguments.sequence_length))
+    return TrainArguments.sequence_length if length is None else int(length)
+
+
+def read_as(train: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the options of the first corpus, with whose column and encoding texts are read."""
+    corpus = train.get("corpus")
+    corpus = corpus[0] if isinstance(corpus, list) else corpus
+    return corpus if isinstance(corpus, Mapping) else {}
+
+
+def check_measurements(comparison: Comparison, variants: Sequence[Variant]) -> None:
+    """Check that tasks and texts can be measured: tasks are known, and each text has a window of tokens of the base's tokenizer.
+
+    Raises:
+        ValueError: If a task is unknown, variants train on sequences of several lengths, the base's tokenizer cannot be loaded, or
+            a text is too short for a window or has windows longer than the base was made for.
+        ModuleNotFoundError: If there are tasks, and lm-eval, which is an extra, is not installed.
+    """
+    from midus_hf.evaluation.quiet import quiet_libraries
+
+    if comparison.tasks is not None:
+        from midus_hf.evaluation.harness import Tasks
+
+        with quiet_libraries():
+            Tasks(comparison.tasks.names, comparison.tasks.data, comparison.tasks.include_path)
+    if not comparison.texts:
+        return
+    lengths = {variant.name: window_length(variant.train) for variant in variants}
+    first = variants[0]
+    for name, length in lengths.items():
+        if length != lengths[first.name]:
+            raise ValueError(
+                f"variants.{name}.train.sequence_length is {length}, and that of {first.name} is {lengths[first.name]}; expected the "
+                "same, since all variants are measured alike. Set train.sequence_length."
+            )
+    from transformers import AutoConfig
+
+    from midus_hf.evaluation.perplexity import prepare_text
+    from midus_hf.saved_models import load_tokenizer, refusing
+    from midus_hf.topics.documents import has_column, read_documents
+
+    trust = comparison.trust_remote_code
+    with refusing(f"base is {comparison.base!r}, whose tokenizer cannot be loaded", OSError, ValueError):
+        config = AutoConfig.from_pretrained(comparison.base, trust_remote_code=trust)
+        tokenizer = load_tokenizer(comparison.base, trust)
+    corpus = read_as(first.train)
+    encoding, path_column = corpus.get("encoding") or "utf-8", corpus.get("path_column")
+    for kind in ("domain", "retention"):
+        for name, path in getattr(comparison, kind).items():
+            documents = read_documents(path, corpus.get("column") or "text", encoding)
+            apart = path_column is not None and has_column(path, path_column, encoding)
+            try:
+                prepare_text(tokenizer, documents, config, sequence_length=lengths[first.name], apart=apart)
+            except ValueError as error:
+                raise ValueError(f"{kind}.{name} is {path!r}, which cannot be measured: {error}") from error
+
+
 def check_runs(comparison: Comparison, variants: Sequence[Variant]) -> None:
     """Check that `midus train`, and `midus sft` after it, accept the keys of every run."""
     assert isinstance(comparison.train, Mapping), "files have been read"

@@ -58,7 +58,12 @@ def plan(comparison: Comparison) -> tuple[Comparison, list[Variant]]:
     if comparison.fine_tune is not None:
         tuning = _keys("fine_tune", comparison.fine_tune, OWN_FINE_TUNING_KEYS)
     comparison = dataclasses.replace(comparison, train=shared, fine_tune=tuning)
-    return comparison, [_planned(name, comparison, shared, tuning) for name in comparison.variants]
+    variants = [_planned(name, comparison, shared, tuning) for name in comparison.variants]
+    if "sequence_length" in variants[0].train:  # the base is measured in the windows of the runs
+        comparison = dataclasses.replace(
+            comparison, train={**shared, "sequence_length": variants[0].train["sequence_length"]}
+        )
+    return comparison, variants
 
 
 def upscaled_sizes(base: str, keys: Mapping[str, Any]) -> tuple[int, int]:

@@ -120,6 +120,26 @@ def test_a_wrong_request_is_told_in_one_line(run, config, tmp_path, how, words, 
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.parametrize("how", [[], ["--dry-run"]], ids=["run", "dry run"])
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["train.sequence_length=65"], "sequence_length is 65; the model was made for at most 64 tokens."),
+        (["retention.stars=SHORT"], "tokens to predict; expected at least sequence_length = 32, a window."),
+        (
+            ["variants.hml.train.sequence_length=16"],
+            "of hml is 16; expected the same, since all variants are measured alike.",
+        ),
+    ],
+    ids=["long windows", "a short text", "several lengths"],
+)
+def test_what_cannot_be_measured_is_refused_before_anything_runs(run, config, tmp_path, how, words, message):
+    (tmp_path / "short.txt").write_text("short")
+    done = run(config, *how, *(word.replace("SHORT", str(tmp_path / "short.txt")) for word in words))
+    assert (done.status, done.out) == (2, "") and message in done.err.splitlines()[-1]
+    assert not (tmp_path / "out").exists()
+
+
 def test_a_report_of_nothing_says_so(run, config, tmp_path):
     done = run(config, "--report")
     assert (done.status, done.out) == (1, "")

@@ -40,7 +40,8 @@ def run_module(words: list[str]) -> Any:
     from midus_hf.compare.commands import ask_for_termination
 
     ask_for_termination(int(arguments[0]))
-    sys.argv = [Path(arguments[1]).name, *arguments[2:]]
+    words = arguments[4:]  # behind the interpreter, -m and midus_hf
+    sys.argv = words if words[0] == "upscale" else ["midus", *words]
     # What replaces a process that hears signals does not hear them.
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, signal.SIG_DFL if number == signal.SIGTERM else signal.default_int_handler)

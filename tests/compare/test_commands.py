@@ -5,6 +5,10 @@ import sys
 import time
 from pathlib import Path
 
+import pytest
+
+from midus_hf.compare.commands import Commands, StepFailed
+
 COMMAND = """
 import pathlib, signal, sys, time
 heard = []
@@ -17,10 +21,11 @@ while len(heard) < 2:
 RUN = """
 import sys
 from pathlib import Path
-from midus_hf.compare.commands import Commands
-commands = Commands(Path(sys.argv[1]))
+from midus_hf.compare import commands as module
+module._words_of = lambda command, *words: [sys.executable, "-c", *words]
+commands = module.Commands(Path(sys.argv[1]))
 commands.hear_signals()
-commands.run("step", "python", "-c", sys.argv[2], sys.argv[3])
+commands.run("step", "midus train", sys.argv[2], sys.argv[3])
 """
 
 
@@ -43,3 +48,11 @@ def test_a_second_signal_reaches_a_command_that_is_still_saving_and_both_end(tmp
         assert run.wait(timeout=60) == 143
     finally:
         run.kill()
+
+
+def test_a_command_is_run_through_the_interpreter_wherever_scripts_lie(tmp_path):
+    commands = Commands(tmp_path / "logs")
+    assert "Usage: midus " in commands.run("help", "midus", "--help").output
+    with pytest.raises(StepFailed, match="upscale ended with status 2"):
+        commands.run("upscale", "upscale", "--base", tmp_path, "--method", "x", "--output", tmp_path / "out")
+    assert f"$ {sys.executable} -m midus_hf upscale --base" in (tmp_path / "logs" / "upscale.log").read_text()

@@ -39,6 +39,7 @@ def tasks_of(room: Path) -> dict[str, Any] | None:
 
 def perplexity_loss(model, text, *words) -> float:
     """Loss of a text as `midus eval` measures it, in nats per token."""
+    words = ("--sequence-length", 32, *words)  # as in training
     report = json.loads(InProcess().run("eval", "midus eval", model, "--text", text, "--json", *words).output)
     return math.log(report["models"][0]["perplexity"]["perplexity"])
 
