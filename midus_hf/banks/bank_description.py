@@ -1,11 +1,12 @@
 """The description of a bank, which ties the bank to its model, and the lock for writing to the bank."""
 
 import json
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
 from midus_hf.banks.level_file import BankError
-from midus_hf.config.fetched_blocks import BANK_DESCRIPTION, BankLayout
+from midus_hf.config.fetched_blocks import BANK_DESCRIPTION, TREE_FILES, BankLayout
 from midus_hf.files.json_text import parse_json
 from midus_hf.files.locks import Lock, has_no_locks
 from midus_hf.files.whole_files import sync, whole_file
@@ -15,7 +16,7 @@ _FORMAT = 3
 
 def describe(layout: BankLayout, seed: int) -> dict[str, Any]:
     """Return the description of a new bank, which no tree has trained yet; `seed` decides how blocks start."""
-    return {"format": _FORMAT, "layout": layout.to_dict(), "seed": seed, "tree": None, "roots": None}
+    return {"format": _FORMAT, "layout": layout.to_dict(), "seed": seed, "tree": None, "roots": None, "grown_from": []}
 
 
 def described_again(description: dict[str, Any], layout: BankLayout, tree: str | None) -> dict[str, Any]:
@@ -27,24 +28,44 @@ def described_again(description: dict[str, Any], layout: BankLayout, tree: str |
     return {**description, "layout": {**layout.to_dict(), "base": base}, "tree": tree, "roots": layout.blocks.roots}
 
 
-def check_same_tree(own: str | None, other: str | None, whose: str, remedy: str) -> str | None:
+def check_same_tree(
+    own: str | None, other: str | None, whose: str, remedy: str, lineage: Collection[str] = ()
+) -> str | None:
     """Check that a bank is used with the tree that trained the bank, and return the tree's fingerprint; None if unknown.
+
+    A tree that was grown from another gives old nodes the same numbers, so both fit.
 
     Args:
         own: Fingerprint of the tree whose paths trained the bank; None if unknown.
         other: Fingerprint of the tree that is to be used with the bank; None if unknown.
         whose: Owner of the other tree, as the error message names it.
         remedy: Last sentence of the error message.
+        lineage: Fingerprints of the trees that either tree was grown from. Default: none.
 
     Raises:
-        ValueError: If both fingerprints are known and differ.
+        ValueError: If both fingerprints are known and differ, and neither tree was grown from the other.
     """
-    if None not in (own, other) and own != other:
+    if None not in (own, other) and own != other and not {own, other} & set(lineage):
         raise ValueError(
             f"{whose} is of the tree with the fingerprint {str(other)[:16]}..., and the model's bank was trained with "
             f"{str(own)[:16]}...; expected one tree, since a node has another topic in another tree. {remedy}"
         )
     return own if other is None else other
+
+
+def growth_of(folder: Path | None) -> dict[str, Any]:
+    """Return `roots`, the nodes of the first level, and `grown_from`, the earlier fingerprints, of the tree in a folder, if any."""
+    path = None if folder is None else folder / TREE_FILES[1]
+    if path is None or not path.is_file():
+        return {"roots": None, "grown_from": ()}
+    record = parse_json(path.read_text(encoding="utf-8"))
+    return {"roots": record.get("roots"), "grown_from": tuple(record.get("grown_from", ()))}
+
+
+def grown_layouts(layouts: Mapping[str, BankLayout], folder: Path | None) -> dict[str, BankLayout]:
+    """Return the layouts of banks, by the name of the memory, for the tree in a folder, which may have grown."""
+    roots = growth_of(folder)["roots"]
+    return {name: layout.with_roots(roots) for name, layout in layouts.items()}
 
 
 def write_description(folder: Path, description: dict[str, Any]) -> None:
@@ -82,6 +103,9 @@ def read_description(folder: Path, layout: BankLayout) -> dict[str, Any]:
         raise BankError(
             f"{path} has the tree {description['tree']!r}; expected the fingerprint of a tree, or null. Copy the bank again."
         )
+    grown_from = description.get("grown_from")
+    if not isinstance(grown_from, list) or not all(isinstance(fingerprint, str) for fingerprint in grown_from):
+        raise BankError(f"{path} has grown_from {grown_from!r}; expected a list of fingerprints. Copy the bank again.")
     roots = description.get("roots")
     if roots is not None and not (type(roots) is int and roots >= layout.blocks.branching):
         raise BankError(

@@ -32,7 +32,7 @@ class MappedLevel:
     written, deleted, or is half written. Row 0 is the block of the generic memory, and row i + 1 the block of node i.
 
     Args:
-        rows: Expected number of rows.
+        rows: Expected number of rows; a file may have more if a tree had grown and the bank's description did not say yet.
         numel: Expected number of elements per row.
 
     Raises:
@@ -50,7 +50,7 @@ class MappedLevel:
             raise BankError(
                 f"bank file {path} cannot be read ({error}); expected a whole file of a bank. Copy the bank again."
             ) from None
-        if tuple(self.blocks.shape) != (rows, numel) or tuple(self.marks.shape) != (rows,):
+        if self.blocks.dim() != 2 or self.blocks.shape[1] != numel or not rows <= len(self.blocks) == len(self.marks):
             raise BankError(
                 f"bank file {path} has blocks of shape {list(self.blocks.shape)}; expected {[rows, numel]}. It belongs to "
                 "another model."

@@ -1,6 +1,7 @@
 """A bank of blocks that is read: one mapped file per level, of which a fetch takes rows."""
 
 import os
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +48,22 @@ class MappedBank(BlockReader):
     def __reduce__(self) -> tuple[Any, ...]:
         """Return how another process opens the same bank, for reading."""
         return MappedBank, (self.folder.absolute(), self.layout)
+
+    def grow(self, roots: int | None, tree: str | None = None, grown_from: Collection[str] = ()) -> None:
+        """Let paths name nodes of a tree that has grown from the bank's: their blocks start as unwritten blocks do.
+
+        The files stay as they are until the bank is saved. A bank whose tree is larger already stays as it is.
+
+        Args:
+            roots: Nodes of the tree's first level; None for a tree that has not grown.
+            tree: Fingerprint of the tree, to be saved with the bank. Default: None, for the tree that the bank has.
+            grown_from: Fingerprints of the trees that `tree` was grown from. Default: none.
+        """
+        if tree is not None and tree not in (self.description["tree"], *self.description["grown_from"]):
+            self.description |= {"tree": tree, "grown_from": list(grown_from)}
+        if roots is not None and roots > self.layout.blocks.nodes(1):
+            self.layout = self.layout.with_roots(roots)
+            self.changed()
 
     def version(self) -> Any:
         """Return when the files were written last, in nanoseconds."""

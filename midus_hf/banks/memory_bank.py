@@ -45,6 +45,7 @@ class MemoryBank(MappedBank):
     def write_all(self, records: Records) -> None:
         """Write the records of blocks, and flush them to the disk."""
         assert self._writable, "the bank was opened to be read"
+        self._enlarge()
         for level in self.layout.levels:
             rows = _rows_of(records, level)
             if rows:
@@ -60,6 +61,14 @@ class MemoryBank(MappedBank):
             if rows:
                 with contextlib.closing(self._opened(level)) as file:
                     file.delete(rows)
+        self.map_files()
+
+    def _enlarge(self) -> None:
+        """Give the files the rows of a tree that has grown; old rows keep their bytes."""
+        for level, source in self._levels.items():
+            if len(source.marks) < self.layout.num_records(level):
+                with whole_file(self.folder / level_file(level)) as partial:
+                    copy_level(source, partial, self.layout.num_records(level), {}, ())
         self.map_files()
 
     def _opened(self, level: int) -> WritableLevel:

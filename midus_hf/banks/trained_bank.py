@@ -146,6 +146,7 @@ class TrainedBank(BlockReader):
             self.bank.save(folder, trained, self.tree, self.tree_folder)
             return
         with contextlib.closing(MemoryBank(folder, self.layout, writable=True)) as itself:
+            itself.grow(self.layout.blocks.roots)
             itself.write_all(trained)
             itself.save_tree(itself.folder, self.tree_folder)
         write_description(self.bank.folder, described_again(self.bank.description, self.layout, self.tree))

@@ -11,7 +11,7 @@ from typing import Annotated, Any
 import typer
 
 from midus_hf.cli.command_line import command_line, run_command
-from midus_hf.cli.options import Column, Device, Encoding, Json, check_file, flag, is_passed, option, show
+from midus_hf.cli.options import Column, Device, Encoding, Json, argument, check_file, flag, is_passed, option, show
 
 app = command_line(
     "Cluster a corpus into a tree of topics, find the paths of documents in the tree, and report what its nodes hold."
@@ -110,6 +110,35 @@ def build(
     )
     if (hint := options.hint(int(tree.sizes[0].sum()))) is not None:
         print(hint, file=sys.stderr)
+
+
+@app.command()
+def grow(
+    tree: Annotated[Path, argument("Tree that build made; it stays as it is.", "TREE")],
+    corpus: CorpusPath,
+    output: Annotated[Path, option("Folder of the grown tree.", "TREE2")],
+    column: Column = "text",
+    encoding: Encoding = "utf-8",
+    batch_size: BatchSize = 64,
+    device: Device = None,
+) -> None:
+    """Give a tree new nodes for texts that are near none of its topics. Old nodes keep their numbers, and banks their blocks."""
+    from midus_hf.config.usable_device import usable_device
+    from midus_hf.library_bars import library_bars_on_terminals
+    from midus_hf.topics.corpus import Corpus
+    from midus_hf.topics.run import grow as grow_tree_of
+    from midus_hf.topics.tree import ClusterTree
+
+    before = ClusterTree.load(tree)
+    with contextlib.redirect_stdout(sys.stderr), library_bars_on_terminals():
+        _describe(corpus)
+        grown = grow_tree_of(tree, Corpus(corpus, column, None, encoding), output, usable_device(device), batch_size)
+    pairs = zip(before.centroids, grown.centroids, strict=True)
+    new = sum(int(after[len(old) :, 0].isfinite().sum()) for old, after in pairs)
+    print(
+        f"{output}: {new:,} new nodes beside {sum(map(len, before.centroids)):,}, fingerprint {grown.fingerprint[:16]}, grown from "
+        f"{before.fingerprint[:16]}"
+    )
 
 
 @app.command()
@@ -215,7 +244,7 @@ def report(
         samples=samples,
         seed=seed,
     )
-    of_levels = level_reports(built.branching, built.levels, leaves, stored.labels)
+    of_levels = level_reports(built.branching, built.levels, leaves, stored.labels, built.roots)
     source = stored.corpus if corpus is None else dataclasses.replace(stored.corpus or Corpus(corpus), path=corpus)
     quoted = [number for node in of_nodes for number in node.samples]
     texts = {} if source is None else sample_texts(source, quoted)
@@ -224,6 +253,8 @@ def report(
         "fingerprint": built.fingerprint,
         "windows": len(leaves),
         "documents": int(stored.documents[-1]) + 1,
+        "min_similarity": built.min_similarity,
+        "calibration": built.calibration,
         "levels": [dataclasses.asdict(row) for row in of_levels],
         "level": level,
         "nodes": [
@@ -237,6 +268,10 @@ def report(
 
         console = Console()
         console.print(level_table(of_levels))
+        for row in built.calibration:
+            console.print(
+                f"of {row['texts']:,} held-out texts of {row['words']} words, {row['found']:,} find their node"
+            )
         console.print(node_table(of_nodes, level, texts))
 
     show(report_, json_, print_report, indent=2)

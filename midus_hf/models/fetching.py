@@ -3,14 +3,14 @@
 import contextlib
 import os
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path, PurePosixPath
 from typing import Any
 
 import torch
 from huggingface_hub import HfApi, snapshot_download
 
-from midus_hf.banks.bank_description import check_same_tree
+from midus_hf.banks.bank_description import check_same_tree, growth_of
 from midus_hf.banks.level_file import BankError
 from midus_hf.banks.memory_bank import MemoryBank
 from midus_hf.banks.trained_bank import TrainedBank
@@ -56,6 +56,7 @@ class Banks:
         self._open = {
             name: MemoryBank(Path(folder, BANKS_FOLDER, name), layout) for name, layout in self.layouts.items()
         }
+        self.layouts = {name: bank.layout for name, bank in self._open.items()}
 
     @not_carried
     def train(self) -> dict[str, TrainedBank]:
@@ -70,9 +71,12 @@ class Banks:
         trained = {}
         for name in self.layouts:
             bank = self.of(name)
+            if isinstance(bank, MemoryBank):
+                bank.grow(tree=self._tree, **growth_of(self._tree_folder))
             trained[name] = bank if isinstance(bank, TrainedBank) else TrainedBank(bank)
-            trained[name].tree = self._tree or trained[name].tree
-            trained[name].tree_folder = self._tree_folder
+            trained[name].tree = trained[name].bank.tree
+            # Paths of a tree that the bank's tree was grown from leave the bank its own tree.
+            trained[name].tree_folder = self._tree_folder if trained[name].tree == self._tree else None
         self._open |= trained
         return trained
 
@@ -100,19 +104,29 @@ class Banks:
         return self._open[name]
 
     @not_carried
-    def check_tree(self, tree: str | None, whose: str, remedy: str) -> None:
-        """Refuse a tree if an open bank was trained by the paths of another tree.
+    def check_tree(
+        self, tree: str | None, whose: str, remedy: str, *, roots: int | None = None, grown_from: Collection[str] = ()
+    ) -> None:
+        """Refuse a tree if an open bank was trained by the paths of another tree, unless one was grown from the other.
+
+        Paths may name the nodes of a tree that was grown from the bank's from then on.
 
         Args:
             tree: The tree's fingerprint; None if unknown.
             whose: Owner of the tree, for the message.
             remedy: Last sentence of the message.
+            roots: Nodes of the tree's first level; None if unknown. Default: None.
+            grown_from: Fingerprints of the trees that the tree was grown from. Default: none.
 
         Raises:
             ValueError: If a bank's tree differs from this tree, and both are known.
         """
         for bank in self._open.values():
-            check_same_tree(bank.tree, tree, whose, remedy)
+            own = bank if isinstance(bank, MemoryBank) else bank.bank
+            check_same_tree(bank.tree, tree, whose, remedy, {*own.description["grown_from"], *grown_from})
+            own.grow(roots)
+            bank.layout = own.layout
+        self.layouts |= {name: bank.layout for name, bank in self._open.items()}
 
     @property
     def are_open(self) -> bool:

@@ -15,6 +15,9 @@ from midus_hf.topics.memory_retriever import MemoryRetriever, paths_near_topics
 from midus_hf.topics.tree import ClusterTree
 from midus_hf.topics.window_store import StoredWindows
 
+# Column with the file of a document, below the corpus.
+FILE_COLUMN = "file"
+
 # Number of windows whose paths are looked up at a time.
 _STRETCH = 1024
 
@@ -36,10 +39,11 @@ def document_paths(
         blocked: Pairs of level and node that no path may take, as in `ClusterTree.paths`. Default: none.
 
     Returns:
-        A mapping for each document that is not blank, with the columns of its row, or `text` if it has no row;
-        `document`, its number; `windows`, the path of each of its windows; `memory_ids`, the path that most of its
-        windows take (the first path among equals), by which a model fetches blocks; and `memory_tree`, the fingerprint
-        of the tree. A path with -1 at every level stands for the generic memory.
+        A mapping for each document that is not blank, with the columns of its row, or `text` if it has no row; `file`,
+        the file that holds it, below the folder of the corpus; `document`, its number; `windows`, the path of each of
+        its windows; `memory_ids`, the path that most of its windows take (the first path among equals), by which a
+        model fetches blocks; and `memory_tree`, the fingerprint of the tree. A path with -1 at every level stands for
+        the generic memory.
 
     Raises:
         ValueError: If `MemoryRetriever.paths` refuses `blocked`.
@@ -81,7 +85,9 @@ def _paths_of_rows(
 
 def _row(document: Document, windows: list[list[int]], tree: ClusterTree) -> dict[str, Any]:
     ((path, _),) = collections.Counter(map(tuple, windows)).most_common(1)
-    columns = {"text": document.text} if document.row is None else document.row
+    columns = {"text": document.text} if document.row is None else dict(document.row)
+    if document.source is not None:
+        columns = {**columns, FILE_COLUMN: document.source}
     path_columns = {
         "document": document.number,
         "memory_ids": list(path),

@@ -2,7 +2,7 @@
 
 import functools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -24,6 +24,11 @@ _STRETCH = 8192
 
 # Most leaves that options may ask for.
 _MOST_LEAVES = 2**24
+
+# Rows of which one is held out, and most rows that are: of these texts, the least similarity of a topic's texts is measured.
+_ROWS_A_HELD_OUT, _MOST_HELD_OUT = 20, 512
+# Words of the texts that are measured, and the percentile of their similarity that may be rejected.
+_LENGTHS, _REJECTED = (6, 15, 60, 240), 5
 
 # Mean number of windows per leaf in the tree that `TreeOptions.hint` proposes for a small corpus.
 _FILLED = 8
@@ -109,6 +114,7 @@ def build_tree(
     origin: TreeOrigin | None = None,
     progress: Callable[[int], None] | None = None,
     finished: FinishedNodes | None = None,
+    held_out: np.ndarray | None = None,
 ) -> BuiltTree:
     """Cluster rows into a tree.
 
@@ -127,6 +133,8 @@ def build_tree(
             None.
         finished: Results of an interrupted run with the same embeddings and options, which are reused. New results are
             added. Default: None.
+        held_out: Whether each row is left out of the centroids, `[N]`, bool; it is assigned like the others.
+            Default: None; no row is left out.
 
     Raises:
         ValueError: If there are no rows, or rows of length 0 or with values that are not finite.
@@ -137,7 +145,7 @@ def build_tree(
     nodes = np.zeros(len(embeddings), np.int64)
     centroids, sizes = [], []
     for level in range(1, options.levels + 1):
-        child_centroids = cluster_level(embeddings, options, level, nodes, finished)
+        child_centroids = cluster_level(embeddings, options, level, nodes, finished, held_out)
         assigned = None if finished is None else finished.nodes(level)
         if assigned is not None:
             nodes = assigned
@@ -162,6 +170,7 @@ def cluster_level(
     level: int,
     nodes: np.ndarray,
     finished: FinishedNodes | None = None,
+    held_out: np.ndarray | None = None,
 ) -> torch.Tensor:
     """Return the centroids of the children of all nodes of a level, `[branching ** level, c]`, float32; NaN for absent children.
 
@@ -169,11 +178,14 @@ def cluster_level(
         level: Level of the children, from 1.
         nodes: The node of each row in the level above, `[N]`, int64.
         finished: Results of an interrupted run, as in `build_tree`. Default: None.
+        held_out: Rows that no centroid is computed from, as in `build_tree`. Default: None.
     """
     branching = options.branching
     child_centroids = torch.full((branching**level, embeddings.shape[1]), torch.nan)
     for parent, members in _members_of(nodes):
         centroids = None if finished is None else finished.centroids(level, parent)
+        if held_out is not None and not held_out[members].all():
+            members = members[~held_out[members]]
         if centroids is None:
             centroids = kmeans(
                 functools.partial(_drawn_rows, embeddings, members),
@@ -265,6 +277,136 @@ def balanced(assigned: np.ndarray, num_clusters: int, rng: np.random.Generator) 
         sizes[largest] -= moving
         sizes[smallest] += moving
     return assigned
+
+
+def held_out_rows(count: int, seed: int) -> np.ndarray | None:
+    """Draw the rows of `count` that a tree is not built from, `[count]`, bool: one of 20, at most 512; None of fewer than 40."""
+    if count < 2 * _ROWS_A_HELD_OUT:
+        return None
+    drawn = np.random.default_rng([seed, 1]).choice(
+        count, min(count // _ROWS_A_HELD_OUT, _MOST_HELD_OUT), replace=False
+    )
+    held_out = np.zeros(count, bool)
+    held_out[drawn] = True
+    return held_out
+
+
+def calibrate(
+    tree: ClusterTree,
+    texts: Sequence[str],
+    embed: Callable[[Sequence[str]], torch.Tensor],
+    seed: int,
+) -> None:
+    """Lower a tree's least similarity so that 95 of 100 texts that the tree was not built from reach it, of every length.
+
+    Of each text, some consecutive words are embedded, of 6, 15, 60 and 240. The tree's `calibration` then has how many of
+    each length find their node: the node of the first level that the whole text takes.
+
+    Args:
+        texts: Texts of topics of the tree. None: the tree stays as it is.
+        embed: Embeds texts, as `TextEmbedder.embed`.
+        seed: Seed of where words are taken.
+    """
+    cuts = {words: _stretches(texts, words, seed) for words in _LENGTHS}
+    cuts = {words: stretches for words, stretches in cuts.items() if stretches}
+    if not cuts:
+        return
+    whole = tree.paths(embed(texts))[:, 0]
+    embedded = {words: embed([text for _, text in stretches]) for words, stretches in cuts.items()}
+    similarities = {words: tree.similarity(rows) for words, rows in embedded.items()}
+    reached = min(float(np.percentile(each.numpy(), _REJECTED, method="lower")) for each in similarities.values())
+    reached = math.floor(reached * 10_000) / 10_000  # more than a row's similarity changes in another batch
+    tree.min_similarity = max(-1.0, min(reached, 1.0 if tree.min_similarity is None else tree.min_similarity))
+    tree.calibration = []
+    for words, stretches in cuts.items():
+        own = whole[[number for number, _ in stretches]]
+        is_found = (tree.paths(embedded[words])[:, 0] == own) & (similarities[words] >= tree.min_similarity)
+        tree.calibration.append({"words": words, "texts": len(stretches), "found": int(is_found.sum())})
+
+
+def _stretches(texts: Sequence[str], words: int, seed: int) -> list[tuple[int, str]]:
+    """Return the number of each text that has so many words, and that many consecutive words of it."""
+    rng = np.random.default_rng([seed, 2, words])
+    stretches = []
+    for number, text in enumerate(texts):
+        split = text.split()
+        if len(split) >= words:
+            begin = int(rng.integers(len(split) - words + 1))
+            stretches.append((number, " ".join(split[begin : begin + words])))
+    return stretches
+
+
+def grow_tree(
+    tree: ClusterTree,
+    embeddings: Embeddings,
+    options: TreeOptions,
+    progress: Callable[[int], None] | None = None,
+    held_out: np.ndarray | None = None,
+) -> BuiltTree:
+    """Return a tree that has new nodes, beside the old ones, for the rows that are near no topic of a tree.
+
+    These rows are clustered as `build_tree` does it, into new nodes of the first level and nodes below. Old nodes keep their
+    numbers and centroids. The new nodes are numbered behind them in each level.
+
+    Args:
+        tree: The tree, which stays as it is.
+        embeddings: Rows `[N, c]`, as in `build_tree`.
+        options: Options of the new part. Branching and levels are the tree's.
+        progress: As in `build_tree`. Default: None.
+        held_out: Rows that no centroid is computed from, as in `build_tree`. Default: None.
+
+    Returns:
+        The grown tree, with the leaf of each row. Its `sizes` count the rows too.
+
+    Raises:
+        ValueError: If options do not fit the tree, or no row is to be clustered.
+    """
+    if (options.branching, options.levels) != (tree.branching, tree.levels):
+        raise ValueError(
+            f"options are of {options.levels} levels of {options.branching}; expected {tree.levels} of {tree.branching}, those of "
+            "the tree that grows."
+        )
+    near = np.concatenate(
+        [
+            (tree.similarity(unit_rows(embeddings, rows)) >= _least(tree)).numpy()
+            for rows in np.array_split(np.arange(len(embeddings)), range(_STRETCH, len(embeddings), _STRETCH))
+        ]
+    )
+    new = np.flatnonzero(~near)
+    if not len(new):
+        raise ValueError(
+            f"all {len(near):,} windows are near a topic of the tree; expected texts of topics that it lacks. Assign them by the "
+            "tree as it is."
+        )
+    part = build_tree(
+        unit_rows(embeddings, new).numpy(), options, None, progress, None, None if held_out is None else held_out[new]
+    )
+    leaves = np.empty(len(near), np.int64)
+    leaves[new] = part.leaves + len(tree.centroids[-1])
+    old = np.flatnonzero(near)
+    for rows in np.array_split(old, range(_STRETCH, len(old), _STRETCH)):
+        if len(rows):
+            leaves[rows] = tree.paths(unit_rows(embeddings, rows))[:, -1].numpy()
+    assert part.tree.sizes is not None
+    centroids = [torch.cat(levels) for levels in zip(tree.centroids, part.tree.centroids, strict=True)]
+    sizes = None
+    if tree.sizes is not None:
+        counts = torch.from_numpy(np.bincount(leaves, minlength=len(centroids[-1])))
+        sizes = []
+        for level, before in enumerate(tree.sizes, 1):
+            added = counts.view(len(centroids[level - 1]), -1).sum(-1)
+            added[: len(before)] += before
+            sizes.append(added)
+    grown = ClusterTree(
+        *(tree.branching, centroids, tree.origin, sizes),
+        min_similarity=min(_least(tree), _least(part.tree)),
+        grown_from=[*tree.grown_from, tree.fingerprint],
+    )
+    return BuiltTree(grown, leaves)
+
+
+def _least(tree: ClusterTree) -> float:
+    return -1.0 if tree.min_similarity is None else tree.min_similarity
 
 
 def _least_similarity(tree: ClusterTree, embeddings: Embeddings, seed: int) -> float:

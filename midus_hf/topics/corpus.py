@@ -43,8 +43,7 @@ class Document:
         number: Index among the documents that are not blank, from 0.
         text: The whole text.
         label: Gold label. Default: None; the corpus has no labels.
-        source: File of rows that contains the document. Default: None; the document is a whole file, or its source is
-            unknown.
+        source: File that contains the document: for windows, of rows alone. Default: None; unknown.
         row: All columns of the document's row. Default: None; the document is a whole file, or rows are not kept.
     """
 
@@ -85,7 +84,7 @@ def read_rows(corpus: Corpus) -> Iterator[Document]:
         DocumentError: If the corpus cannot be read, or a row has no `memory_ids` but a column that `document_paths` writes,
             which then does not come from an earlier assignment.
     """
-    numbers = itertools.count()
+    numbers, folder = itertools.count(), Path(corpus.path).expanduser()
     for file in find_files(corpus.path):
         for location, row, text in _texts(file, corpus):
             reserved = [column for column in _OWN_COLUMNS if column in (row or ())]
@@ -95,7 +94,9 @@ def read_rows(corpus: Corpus) -> Iterator[Document]:
                     "other names, or the columns of an earlier assignment. Rename the column."
                 )
             if text.strip():
-                yield Document(next(numbers), text, row=row)
+                # A row that has a column `file` keeps it.
+                name = file.relative_to(folder).as_posix() if folder.is_dir() and "file" not in (row or ()) else None
+                yield Document(next(numbers), text, source=name, row=row)
 
 
 def _texts(file: Path, corpus: Corpus) -> Iterator[tuple[str | None, Any, str]]:

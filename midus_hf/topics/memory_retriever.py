@@ -96,7 +96,17 @@ class MemoryRetriever:
             embedding_max_tokens=self.embedder.max_tokens,
         )
         tree = self.tree
-        ClusterTree(tree.branching, tree.centroids, origin, tree.sizes, self.min_similarity).save(folder)
+        ClusterTree(
+            *(
+                tree.branching,
+                tree.centroids,
+                origin,
+                tree.sizes,
+                self.min_similarity,
+                tree.grown_from,
+                tree.calibration,
+            )
+        ).save(folder)
 
     @classmethod
     def load(

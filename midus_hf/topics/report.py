@@ -60,7 +60,7 @@ class NodeReport:
 
 
 def level_reports(
-    branching: int, levels: int, leaves: np.ndarray, labels: np.ndarray | None = None
+    branching: int, levels: int, leaves: np.ndarray, labels: np.ndarray | None = None, roots: int | None = None
 ) -> list[LevelReport]:
     """Return a report on each level, starting with the root.
 
@@ -69,9 +69,13 @@ def level_reports(
         levels: Number of levels of the tree.
         leaves: The leaf of each window, `[N]`.
         labels: The label of each window, `[N]`, integers from 0. Default: None.
+        roots: Nodes of the first level. Default: None, for `branching`.
     """
+    roots = roots or branching
     return [
-        _level_report(level, branching**level, _nodes(leaves, branching, levels, level), labels)
+        _level_report(
+            level, roots * branching ** (level - 1) if level else 1, _nodes(leaves, branching, levels, level), labels
+        )
         for level in range(levels + 1)
     ]
 
@@ -112,7 +116,7 @@ def node_reports(
         if value < least:
             raise ValueError(f"{name} is {value}; expected at least {least}.")
     nodes = _nodes(leaves, branching, levels, level)
-    sizes = np.bincount(nodes, minlength=branching**level)
+    sizes = np.bincount(nodes)
     largest = np.argsort(-sizes, kind="stable")[:most]
     reports = []
     for node in sorted(largest[sizes[largest] > 0].tolist()):

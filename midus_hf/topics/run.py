@@ -10,13 +10,24 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from transformers import PreTrainedTokenizerBase
 
 from midus_hf.config.wording import install_extra
 from midus_hf.files.whole_files import whole_file
-from midus_hf.topics.building import TreeOptions, assign_rows, build_tree, cluster_level
-from midus_hf.topics.corpus import Corpus, load_fast_tokenizer
+from midus_hf.topics.building import (
+    BuiltTree,
+    TreeOptions,
+    assign_rows,
+    build_tree,
+    calibrate,
+    cluster_level,
+    grow_tree,
+    held_out_rows,
+)
+from midus_hf.topics.corpus import Corpus, cut_windows, load_fast_tokenizer, read_corpus
 from midus_hf.topics.embedding import TextEmbedder
 from midus_hf.topics.finished_nodes import FinishedNodes
+from midus_hf.topics.memory_retriever import MemoryRetriever
 from midus_hf.topics.text_files import find_files
 from midus_hf.topics.tree import ClusterTree
 from midus_hf.topics.tree_files import CENTROIDS_FILE, RECORD_FILE, TreeOrigin, lasting_name
@@ -31,7 +42,7 @@ _LEAVES = "leaves.npy"
 _FINISHED = "clustering"
 
 # Version of the computation that turns embeddings and options into centroids.
-_VERSION = 1
+_VERSION = 2
 
 
 @dataclass(frozen=True)
@@ -91,7 +102,67 @@ def build(request: BuildRequest) -> ClusterTree:
         window_tokens=request.window_tokens,
         seed=request.options.seed,
     )
-    return _cluster(output, stored, request.options, origin)
+    return _cluster(
+        output, stored, request.options, origin, _Texts(request.corpus, tokenizer, embedder, request.window_tokens)
+    )
+
+
+@dataclass(frozen=True)
+class _Texts:
+    """The texts of stored windows, from which a tree's least similarity is measured."""
+
+    corpus: Corpus
+    tokenizer: PreTrainedTokenizerBase
+    embedder: TextEmbedder
+    window_tokens: int
+
+    def of_rows(self, rows: np.ndarray) -> list[str]:
+        """Return the texts of windows."""
+        wanted = set(np.flatnonzero(rows).tolist())
+        windows = cut_windows(read_corpus(self.corpus), self.tokenizer, self.window_tokens)
+        return [window.text for number, window in enumerate(windows) if number in wanted]
+
+
+def grow(tree: Path, corpus: Corpus, output: Path, device: str = "cpu", batch_size: int = 64) -> ClusterTree:
+    """Embed a corpus, and write the tree that has new nodes for those of its windows that are near no topic of a tree.
+
+    Old nodes keep their numbers, so banks that were trained with the old tree work with the grown one. Windows are cut and
+    embedded as for the old tree. `windows/` of the grown tree has those of the new corpus.
+
+    Args:
+        tree: Folder of the tree, which stays as it is.
+        corpus: Location and format of the documents.
+        output: Folder of the grown tree.
+        device: Device of the embedding model. Default: `"cpu"`.
+        batch_size: Texts per forward pass. Default: 64.
+
+    Raises:
+        ValueError: If the tree does not say how it was built, the output holds a tree or other files, all windows are near a
+            topic of the tree, or in the cases of `build`.
+    """
+    check_scikit_learn()
+    output = output.expanduser()
+    _check_output(output, overwrite=False)
+    old = ClusterTree.load(tree)
+    origin = old.origin
+    if origin.embedding_model is None or origin.tokenizer is None:
+        raise ValueError(
+            f"tree {str(tree)!r} does not say by which model and tokenizer it was built; expected one that build made."
+        )
+    tokenizer = load_fast_tokenizer(origin.tokenizer)
+    embedder = TextEmbedder(origin.embedding_model, device, batch_size, origin.embedding_max_tokens)
+    MemoryRetriever(old, embedder)  # refuses another model under the old name
+    tokens = origin.window_tokens or 2048
+    stored = store_windows(output / WINDOWS, corpus, tokenizer, embedder, tokens)
+    options = TreeOptions(old.branching, old.levels, seed=origin.seed or 0)
+    with only_run(output / WINDOWS):
+        held_out = held_out_rows(len(stored.documents), options.seed)
+        built = grow_tree(old, stored.embeddings, options, held_out=held_out)
+        if held_out is not None:
+            texts = _Texts(corpus, tokenizer, embedder, tokens).of_rows(held_out)
+            calibrate(built.tree, texts, embedder.embed, options.seed)
+        _write(output, built)
+    return built.tree
 
 
 def build_from_embeddings(
@@ -142,7 +213,12 @@ def cluster_level_from_embeddings(embeddings: Path, output: Path, level: int, op
     stored = _joined_windows(embeddings, output, overwrite=False)
     with only_run(output / WINDOWS), contextlib.closing(_finished(output, stored, options)) as finished:
         cluster_level(
-            stored.embeddings, options, level, _nodes_above(finished, level, len(stored.documents)), finished
+            stored.embeddings,
+            options,
+            level,
+            _nodes_above(finished, level, len(stored.documents)),
+            finished,
+            held_out_rows(len(stored.documents), options.seed),
         )
 
 
@@ -231,7 +307,9 @@ def open_build(folder: Path) -> tuple[ClusterTree, StoredWindows, np.ndarray]:
     return tree, stored, leaves
 
 
-def _cluster(output: Path, stored: StoredWindows, options: TreeOptions, origin: TreeOrigin) -> ClusterTree:
+def _cluster(
+    output: Path, stored: StoredWindows, options: TreeOptions, origin: TreeOrigin, texts: _Texts | None = None
+) -> ClusterTree:
     """Cluster windows, and write the tree and the leaf of each window."""
     from tqdm import tqdm
 
@@ -242,14 +320,22 @@ def _cluster(output: Path, stored: StoredWindows, options: TreeOptions, origin: 
             contextlib.closing(finished),
             tqdm(desc="clustering", unit=" rows", total=rows * options.levels, disable=None) as bar,
         ):
-            built = build_tree(stored.embeddings, options, origin, bar.update, finished)
-        # Otherwise a kill further down could leave an old tree with new leaves.
-        (output / RECORD_FILE).unlink(missing_ok=True)
-        with whole_file(output / WINDOWS / _LEAVES) as partial, partial.open("wb") as file:
-            np.save(file, built.leaves.astype(np.int32))
-        built.tree.save(output)
+            held_out = held_out_rows(rows, options.seed)
+            built = build_tree(stored.embeddings, options, origin, bar.update, finished, held_out)
+            if texts is not None and held_out is not None:
+                calibrate(built.tree, texts.of_rows(held_out), texts.embedder.embed, options.seed)
+        _write(output, built)
         finished.delete()
     return built.tree
+
+
+def _write(output: Path, built: BuiltTree) -> None:
+    """Write a tree, and the leaf of each of its windows."""
+    # Otherwise a kill further down could leave an old tree with new leaves.
+    (output / RECORD_FILE).unlink(missing_ok=True)
+    with whole_file(output / WINDOWS / _LEAVES) as partial, partial.open("wb") as file:
+        np.save(file, built.leaves.astype(np.int32))
+    built.tree.save(output)
 
 
 def check_scikit_learn() -> None:

@@ -1,7 +1,7 @@
 """A tree of topics: the centroids of its nodes, and the path of an embedding from the root to a leaf."""
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -17,18 +17,22 @@ _ELEMENTS = 2**23
 class ClusterTree:
     """Nested clusters: every node above the last level has `branching` children.
 
-    Level l, counted from 0, has `branching ** (l + 1)` nodes, numbered from 0 within the level. The children of node i
-    are the nodes `branching * i + digit` of the next level. All tensors are on the CPU.
+    Level l, counted from 0, has `roots * branching ** l` nodes, numbered from 0 within the level. The children of node i
+    are the nodes `branching * i + digit` of the next level. A tree is built with `branching` roots, and gets more when
+    it grows: new nodes are numbered behind the old ones, which keep their numbers. All tensors are on the CPU.
 
     Args:
         branching: Number of children per node, at least 2.
-        centroids: One tensor per level, `[branching ** (l + 1), c]`, kept as float32. A node whose centroid has a NaN
+        centroids: One tensor per level, `[roots * branching ** l, c]`, kept as float32. A node whose centroid has a NaN
             has no data, and nothing is ever assigned to it.
         origin: What the tree was built with. Default: unknown.
-        sizes: Number of windows per node, one tensor per level, `[branching ** (l + 1)]`, int64. Default: None; not
+        sizes: Number of windows per node, one tensor per level, `[roots * branching ** l]`, int64. Default: None; not
             counted.
         min_similarity: Least `similarity` of texts that belong to a topic of the tree, like the texts that the tree was
             built from. Default: None; not measured.
+        grown_from: Fingerprints of the trees that the tree was grown from, the first one first. Default: none.
+        calibration: For texts of several lengths that the tree was not built from, how many find their node:
+            `{"words", "texts", "found"}` each. Default: none.
 
     Raises:
         ValueError: If shapes do not fit, a value is infinite, `min_similarity` is not a cosine, or no path leads to a
@@ -42,16 +46,19 @@ class ClusterTree:
         origin: TreeOrigin | None = None,
         sizes: list[torch.Tensor] | None = None,
         min_similarity: float | None = None,
+        grown_from: Sequence[str] = (),
+        calibration: Sequence[Mapping[str, int]] = (),
     ):
         check_similarity(min_similarity)
+        self.grown_from, self.calibration = tuple(grown_from), [dict(row) for row in calibration]
         self.min_similarity = min_similarity
         if branching < 2:
             raise ValueError(f"branching is {branching}; expected at least 2 children of a node.")
         if not centroids:
             raise ValueError("centroids is empty; expected one tensor for each level of the tree.")
-        width = centroids[0].shape[-1]
+        width, self.roots = centroids[0].shape[-1], max(branching, len(centroids[0]))
         for level, tensor in enumerate(centroids):
-            expected = (branching ** (level + 1), width)
+            expected = (self.roots * branching**level, width)
             if tuple(tensor.shape) != expected:
                 raise ValueError(
                     f"centroids of level {level + 1} have the shape {tuple(tensor.shape)}; expected {expected}, a row for each "
@@ -110,7 +117,7 @@ class ClusterTree:
         if not embeddings.isfinite().all():
             raise ValueError("embeddings have values that are not finite; expected numbers. Embed these texts again.")
         takeable = self._unblocked(blocked) if blocked else self._takeable
-        rows = embeddings.detach().cpu().split(max(1, _ELEMENTS // (self.branching * self.width)))
+        rows = embeddings.detach().cpu().split(max(1, _ELEMENTS // (self.roots * self.width)))
         return torch.cat([self._descend(stretch, takeable) for stretch in rows])
 
     def similarity(self, embeddings: torch.Tensor) -> torch.Tensor:
@@ -138,7 +145,7 @@ class ClusterTree:
         Raises:
             ValueError: If the tree has no leaf of this number.
         """
-        count = self.branching**self.levels
+        count = self.roots * self.branching ** (self.levels - 1)
         if not 0 <= leaf < count:
             raise ValueError(f"leaf is {leaf}; expected a number from 0 to {count - 1}.")
         return tuple(leaf // self.branching ** (self.levels - level) for level in range(1, self.levels + 1))
@@ -149,7 +156,19 @@ class ClusterTree:
         Args:
             folder: Folder of the files, which is created.
         """
-        write_tree(folder, self.branching, self.centroids, self.origin, self.sizes, self.min_similarity)
+        write_tree(
+            folder,
+            self.branching,
+            self.centroids,
+            self.origin,
+            self.sizes,
+            {
+                "roots": self.roots,
+                "grown_from": list(self.grown_from),
+                "min_similarity": self.min_similarity,
+                "calibration": self.calibration,
+            },
+        )
 
     @classmethod
     def load(cls, folder: str | Path) -> "ClusterTree":
@@ -164,9 +183,11 @@ class ClusterTree:
         return cls(**read_tree(folder))
 
     def _descend(self, embeddings: torch.Tensor, takeable: list[torch.Tensor]) -> torch.Tensor:
-        nodes = torch.zeros(len(embeddings), dtype=torch.int64)  # the root
-        path = []
-        for centroids, takeable_of_level in zip(self.centroids, takeable, strict=True):
+        distances = squared_distances(embeddings, self.centroids[0])
+        distances[:, ~takeable[0]] = torch.inf
+        nodes = distances.argmin(-1)
+        path = [nodes]
+        for centroids, takeable_of_level in zip(self.centroids[1:], takeable[1:], strict=True):
             children = centroids.unflatten(0, (-1, self.branching))[nodes]  # [N, branching, c]
             distances = squared_distances(embeddings, children)
             distances[~takeable_of_level.unflatten(0, (-1, self.branching))[nodes]] = torch.inf
@@ -179,10 +200,9 @@ class ClusterTree:
         for level, node in blocked:
             if not 1 <= level <= self.levels:
                 raise ValueError(f"blocked names level {level}; expected one from 1 to {self.levels}.")
-            if not 0 <= node < self.branching**level:
-                raise ValueError(
-                    f"blocked names node {node} of level {level}; expected one from 0 to {self.branching**level - 1}."
-                )
+            count = len(self.centroids[level - 1])
+            if not 0 <= node < count:
+                raise ValueError(f"blocked names node {node} of level {level}; expected one from 0 to {count - 1}.")
             takeable[level - 1][node] = False
         takeable = self._with_ways_down(takeable)
         if not takeable[0].any():
@@ -190,7 +210,7 @@ class ClusterTree:
         return takeable
 
     def _with_ways_down(self, takeable: list[torch.Tensor]) -> list[torch.Tensor]:
-        """Remove nodes from which no leaf can be reached, and return the rest, `[branching ** (l + 1)]`, bool, per level."""
+        """Remove nodes from which no leaf can be reached, and return the rest, `[roots * branching ** l]`, bool, per level."""
         for parents, children in reversed(list(itertools.pairwise(takeable))):
             parents &= children.unflatten(0, (-1, self.branching)).any(-1)
         return takeable
@@ -212,7 +232,9 @@ def squared_distances(embeddings: torch.Tensor, centroids: torch.Tensor) -> torc
 
 
 def check_tree(tree: ClusterTree, model: Any) -> None:
-    """Check that a tree is the tree by which the texts of a model fetch blocks from the model's banks.
+    """Check that a tree is the tree by which the texts of a model fetch blocks, or was grown from it.
+
+    Paths may name nodes that the tree has grown since; their blocks start as unwritten blocks do.
 
     Paths in another tree would lead to the blocks of other topics, which no other check would notice.
 
@@ -229,4 +251,6 @@ def check_tree(tree: ClusterTree, model: Any) -> None:
         tree.fingerprint,
         "the retriever",
         "If the model was saved with its tree, load the retriever from the folder of the model.",
+        roots=tree.roots,
+        grown_from=tree.grown_from,
     )

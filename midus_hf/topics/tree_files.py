@@ -4,7 +4,7 @@ import dataclasses
 import hashlib
 import itertools
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,7 @@ from midus_hf.files.json_text import parse_json
 from midus_hf.files.whole_files import whole_file
 from midus_hf.topics.text_files import first_line
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 CENTROIDS_FILE, RECORD_FILE = TREE_FILES
 
 
@@ -78,9 +78,12 @@ def write_tree(
     centroids: Sequence[torch.Tensor],
     origin: TreeOrigin,
     sizes: Sequence[torch.Tensor] | None,
-    min_similarity: float | None,
+    others: Mapping[str, Any],
 ) -> None:
-    """Write both files of a `ClusterTree` with these arguments, the record last. Each file appears complete or not at all."""
+    """Write both files of a `ClusterTree` with these arguments, the record last. Each file appears complete or not at all.
+
+    `others` are written into the record as they are.
+    """
     folder = Path(folder).expanduser()
     folder.mkdir(parents=True, exist_ok=True)
     record = {
@@ -90,7 +93,7 @@ def write_tree(
         "width": centroids[0].shape[1],
         "fingerprint": fingerprint_of(branching, centroids),
         **dataclasses.asdict(origin),
-        "min_similarity": min_similarity,
+        **others,
         "sizes": None if sizes is None else [level.tolist() for level in sizes],
     }
     lines = ",\n".join(f"  {json.dumps(key)}: {json.dumps(value)}" for key, value in record.items())
@@ -115,7 +118,9 @@ def read_tree(folder: str | Path) -> dict[str, Any]:
             "Build the tree again, or read it with the version of midus_hf that wrote it."
         )
     try:
-        branching, levels, width = (int(record[key]) for key in ("branching", "levels", "width"))
+        branching, levels, width, roots = (int(record[key]) for key in ("branching", "levels", "width", "roots"))
+        grown_from = [str(fingerprint) for fingerprint in record["grown_from"]]
+        calibration = [{key: int(row[key]) for key in ("words", "texts", "found")} for row in record["calibration"]]
         fingerprint = str(record["fingerprint"])
         origin = TreeOrigin(**{field.name: record[field.name] for field in dataclasses.fields(TreeOrigin)})
         min_similarity = check_similarity(record.get("min_similarity"))
@@ -124,12 +129,12 @@ def read_tree(folder: str | Path) -> dict[str, Any]:
         )
     except (KeyError, TypeError, ValueError, OverflowError, RuntimeError) as error:
         raise _altered(path, f"it lacks {error}" if isinstance(error, KeyError) else first_line(error)) from error
-    if sizes is not None and not _nested(sizes, branching, levels):
+    if sizes is not None and not _nested(sizes, branching, levels, roots):
         raise _altered(
             path, "its sizes of nodes do not fit the tree: expected one per node, the sum of its children's"
         )
     file = path.with_name(CENTROIDS_FILE)
-    centroids = _read_centroids(file, branching, levels, width)
+    centroids = _read_centroids(file, branching, levels, width, roots)
     if fingerprint_of(branching, centroids) != fingerprint:
         raise _altered(file, f"its fingerprint is not the one in {RECORD_FILE}")
     return {
@@ -138,6 +143,8 @@ def read_tree(folder: str | Path) -> dict[str, Any]:
         "origin": origin,
         "sizes": sizes,
         "min_similarity": min_similarity,
+        "grown_from": grown_from,
+        "calibration": calibration,
     }
 
 
@@ -176,10 +183,10 @@ def _read_record(path: Path) -> dict[str, Any]:
     return record
 
 
-def _nested(sizes: list[torch.Tensor], branching: int, levels: int) -> bool:
+def _nested(sizes: list[torch.Tensor], branching: int, levels: int, roots: int) -> bool:
     if len(sizes) != levels:  # an altered record may have a number of levels whose shapes would not fit into memory
         return False
-    expected = [(branching ** (level + 1),) for level in range(levels)]
+    expected = [(roots * branching**level,) for level in range(levels)]
     if [tuple(level.shape) for level in sizes] != expected:
         return False
     return all(
@@ -188,14 +195,14 @@ def _nested(sizes: list[torch.Tensor], branching: int, levels: int) -> bool:
     )
 
 
-def _read_centroids(path: Path, branching: int, levels: int, width: int) -> list[torch.Tensor]:
+def _read_centroids(path: Path, branching: int, levels: int, width: int, roots: int) -> list[torch.Tensor]:
     try:
         tensors = load_file(path)
     except (OSError, SafetensorError) as error:
         raise _altered(path, first_line(error)) from error
     shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
     expected = {
-        _name(level): (branching ** (level + 1), width) for level in range(levels if levels == len(shapes) else 0)
+        _name(level): (roots * branching**level, width) for level in range(levels if levels == len(shapes) else 0)
     }
     if not expected or shapes != expected or any(tensor.dtype != torch.float32 for tensor in tensors.values()):
         raise _altered(path, f"its tensors are not the float32 tensors that {RECORD_FILE} describes")

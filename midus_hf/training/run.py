@@ -30,6 +30,7 @@ from transformers.trainer import DEFAULT_PROGRESS_CALLBACK
 from transformers.trainer_callback import PrinterCallback
 
 from midus_hf import saved_models
+from midus_hf.banks.bank_description import grown_layouts, growth_of
 from midus_hf.config.fetched_blocks import BankLayout
 from midus_hf.files.checkpoint_files import ACCOMPANYING
 from midus_hf.library_bars import without_library_bars
@@ -113,7 +114,10 @@ def prepare(arguments: TrainArguments) -> "Run":
             "routing is 'prompt', and plain text has no prompts; expected chats, which midus sft trains on, or a model upscaled with "
             "routing = 'chunk'."
         )
-    banks: dict[str, BankLayout] = {} if memories is None else memories.banks
+    from midus_hf.topics.tree_files import folder_of_tree
+
+    folder = None if arguments.tree is None else folder_of_tree(Path(arguments.tree).expanduser())
+    banks: dict[str, BankLayout] = {} if memories is None else grown_layouts(memories.banks, folder)
     tokenizer = load_tokenizer(arguments)
     with Run(arguments) as run:
         with arguments.main_process_first(desc="reading the corpus"):
@@ -215,7 +219,7 @@ def use_tree(model: Any, tree: RunTree) -> None:
                         f"tree {str(tree.folder)!r} has {tree.shape[0]} levels of {tree.shape[1]}, and memory {name!r} fetches "
                         f"blocks by a tree of {shape[0]} levels of {shape[1]}; expected one tree. Build one of this shape."
                     )
-            banks.check_tree(tree.fingerprint, "the corpus", remedy)
+            banks.check_tree(tree.fingerprint, "the corpus", remedy, **growth_of(tree.folder))
             banks.train_with_tree(tree.fingerprint, tree.folder)
 
 

@@ -45,8 +45,8 @@ def test_rows_of_a_finished_level_are_not_assigned_again(tmp_path, interrupted, 
     whole = build_tree(rows(), OPTIONS)
     with interrupted(7, building, "kmeans"):  # in the third level
         build_tree(rows(), OPTIONS, finished=nodes_in(tmp_path))
-    nearest, assigned = building.nearest, []
-    monkeypatch.setattr(building, "nearest", lambda given, found: assigned.append(len(given)) or nearest(given, found))
+    assign, assigned = building.assign_rows, []
+    monkeypatch.setattr(building, "assign_rows", lambda *given: assigned.append(len(given[2])) or assign(*given))
     assert_equal_trees(build_tree(rows(), OPTIONS, finished=nodes_in(tmp_path)), whole)
     assert sum(assigned) == 900
 

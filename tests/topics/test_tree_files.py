@@ -63,7 +63,7 @@ def test_a_least_similarity_that_is_no_cosine_is_refused(value, folder):
 def test_the_record_says_what_the_tree_is(folder):
     record = json.loads((folder / "tree.json").read_text())
     assert record == {
-        "format_version": 1,
+        "format_version": 2,
         "branching": 3,
         "levels": 2,
         "width": 5,
@@ -75,6 +75,9 @@ def test_the_record_says_what_the_tree_is(folder):
         "window_tokens": 2048,
         "seed": 7,
         "min_similarity": None,
+        "roots": 3,
+        "grown_from": [],
+        "calibration": [],
         "sizes": [[3, 12, 21], list(range(9))],
     }
 
@@ -89,7 +92,7 @@ def test_a_folder_without_a_tree_is_refused(tmp_path):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"format_version": 2}, r"tree.json' has format_version 2; expected 1\. Build the tree again"),
+        ({"format_version": 1}, r"tree.json' has format_version 1; expected 2\. Build the tree again"),
         ({"width": "wide"}, r"tree.json' was altered or is not whole: invalid literal"),
         (
             {"sizes": [[3, 12, 22], list(range(9))]},
@@ -116,7 +119,7 @@ def test_an_altered_record_is_refused(folder, changes, message):
         ("{", r"tree.json' was altered or is not whole: it is not JSON"),
         ("[" * 100_000, r"tree.json' was altered or is not whole: it is not JSON: it is nested too deeply"),
         ("[]", r"it holds a list in place of an object"),
-        ('{"format_version": 1, "branching": 3}', r"it lacks 'levels'"),
+        ('{"format_version": 2, "branching": 3}', r"it lacks 'levels'"),
     ],
 )
 def test_a_record_that_is_none_is_refused(folder, content, message):

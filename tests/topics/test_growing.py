@@ -1,0 +1,164 @@
+"""Trees that grow: new nodes beside old ones, which keep their numbers, and the blocks of banks, which keep their bytes."""
+
+import json
+
+import numpy as np
+import pytest
+import torch
+from banks.small_bank import layout_of, made, record_of
+from models.hierarchical_models import IDS, hierarchical_model
+from tiny import prompt
+
+from midus_hf.banks import MemoryBank
+from midus_hf.banks.trained_bank import TrainedBank
+from midus_hf.cli.clusters import main
+from midus_hf.topics.building import TreeOptions, build_tree, calibrate, grow_tree, held_out_rows
+from midus_hf.topics.tree import ClusterTree
+
+OPTIONS = TreeOptions(branching=4, levels=2, steps=4, samples=64)
+
+
+def rows(direction: int, count: int = 200, width: int = 12) -> np.ndarray:
+    """Rows of one domain, around a direction."""
+    generator = np.random.default_rng(direction)
+    return (np.eye(width)[direction] + 0.1 * generator.standard_normal((count, width))).astype(np.float32)
+
+
+@pytest.fixture(scope="module")
+def built():
+    return build_tree(np.concatenate([rows(0), rows(1)]), OPTIONS)
+
+
+@pytest.fixture(scope="module")
+def grown(built):
+    return grow_tree(built.tree, np.concatenate([rows(0, 60), rows(5)]), OPTIONS)
+
+
+def test_a_tree_grows_beside_its_old_nodes(built, grown, tmp_path):
+    tree, old = grown.tree, built.tree
+    assert tree.roots == 8 and tree.grown_from == (old.fingerprint,) and tree.fingerprint != old.fingerprint
+    for before, after in zip(old.centroids, tree.centroids, strict=True):
+        assert len(after) == 2 * len(before)
+        assert torch.equal(after[: len(before)].nan_to_num(), before.nan_to_num())
+    known, new = torch.from_numpy(rows(1, 50)), torch.from_numpy(rows(5, 50))
+    assert torch.equal(tree.paths(known), old.paths(known))
+    paths = tree.paths(new)
+    assert (paths[:, 0] >= 4).all() and (paths[:, 1] // 4 == paths[:, 0]).all()
+    assert (old.similarity(new) < old.min_similarity).all()
+    assert (grown.leaves[60:] >= 16).all() and (grown.leaves[:60] < 16).sum() >= 50
+    assert int(tree.sizes[0].sum()) == int(old.sizes[0].sum()) + 260
+    tree.save(tmp_path)
+    again = ClusterTree.load(tmp_path)
+    assert (again.fingerprint, again.roots, again.grown_from) == (tree.fingerprint, 8, tree.grown_from)
+    twice = grow_tree(again, rows(8), OPTIONS).tree
+    assert twice.roots == 12 and twice.grown_from == (old.fingerprint, tree.fingerprint)
+    assert (twice.paths(torch.from_numpy(rows(8, 20)))[:, 0] >= 8).all() and torch.equal(twice.paths(new), paths)
+
+
+def test_what_does_not_fit_or_needs_no_growth_is_refused(built):
+    with pytest.raises(
+        ValueError, match="windows are near a topic of the tree; expected texts of topics that it lacks"
+    ):
+        grow_tree(built.tree, built.tree.centroids[0].numpy(), OPTIONS)
+    with pytest.raises(
+        ValueError, match="options are of 3 levels of 4; expected 2 of 4, those of the tree that grows"
+    ):
+        grow_tree(built.tree, rows(5), TreeOptions(branching=4, levels=3))
+
+
+def test_a_bank_keeps_its_blocks_when_its_tree_grows_and_new_blocks_start(tmp_path):
+    folder = made(tmp_path / "bank")
+    with_blocks = MemoryBank(folder, layout_of(), writable=True)
+    for key in ((1, 1), (3, 5), (3, -1)):
+        with_blocks.write(*key, record_of(with_blocks.layout, *key))
+    with_blocks.close()
+    plain, bank = MemoryBank(folder, layout_of()), MemoryBank(folder, layout_of())
+    old_ids, new_ids = torch.tensor([[1, 5, 21], [-1, -1, -1]]), torch.tensor([[5, 23, 92]])
+    with pytest.raises(ValueError, match="has 5 for level 1 in row 0; expected 0 to 3"):
+        plain.fetch(new_ids)
+    bank.grow(6, "new", ["old"])
+    for level in (1, 3):
+        assert torch.equal(bank.fetch(old_ids).records[level], plain.fetch(old_ids).records[level])
+        assert all(torch.equal(bank.block(level, index), plain.block(level, index)) for index in range(-1, 4**level))
+    assert bank.fetch(new_ids).records[1].any()
+    trained = TrainedBank(bank)
+    trained.block(1, 5).sum().backward()
+    trained.step(1e-1, (0.9, 0.95), 1e-8, 0.0)
+    learned = trained.block(1, 5).detach().clone()
+    expected = {key: bank.block(*key).clone() for key in ((1, 1), (3, 5), (3, -1), (1, 0), (1, 4), (3, 63))}
+    for output in (tmp_path / "copy", folder):  # of which the second is its own
+        trained.save(output)
+        saved = MemoryBank(output, layout_of())
+        assert saved.layout.blocks.roots == 6 and saved.tree == "new" and saved.description["grown_from"] == ["old"]
+        assert torch.equal(saved.block(1, 5), learned) and saved.written(1) == [1, 5] and saved.written(3) == [-1, 5]
+        assert all(torch.equal(saved.block(*key), block) for key, block in expected.items())
+
+
+def test_a_model_computes_the_same_by_old_paths_and_takes_new_ones(tmp_path):
+    model = hierarchical_model("llama", "hier-ffn", tmp_path)
+    layout = model.banks.layouts["hier-ffn"]
+    branching, new = layout.blocks.branching, [layout.blocks.branching]
+    while len(new) < layout.num_levels:
+        new.append(new[-1] * branching)
+    with torch.no_grad():
+        tokens = prompt(7)
+        before, bare = model(tokens, memory_ids=IDS).logits, model(tokens).logits
+        model.banks.of("hier-ffn").description["tree"] = "old"
+        with pytest.raises(ValueError, match="expected one tree"):
+            model.banks.check_tree("other", "the corpus", "Remedy.")
+        model.banks.check_tree("new", "the corpus", "Remedy.", roots=branching + 1, grown_from=["old"])
+        assert torch.equal(model(tokens, memory_ids=IDS).logits, before)
+        assert torch.equal(model(tokens, memory_ids=torch.tensor([new] * len(tokens))).logits, bare)
+
+
+def test_the_least_similarity_lets_texts_of_every_length_in(built):
+    texts = [f"t{number} " * words for words in (8, 20, 300) for number in range(40)]
+    generator = torch.Generator().manual_seed(0)
+
+    def embed(given):
+        """The shorter a text, the further from its topic."""
+        noise = torch.stack([torch.randn(12, generator=generator) / len(text.split()) ** 0.5 for text in given])
+        return torch.nn.functional.normalize(torch.eye(12)[0] + 0.5 * noise, dim=-1)
+
+    tree = ClusterTree(4, built.tree.centroids)
+    calibrate(tree, texts, embed, 0)
+    assert [(row["words"], row["texts"]) for row in tree.calibration] == [(6, 120), (15, 80), (60, 40), (240, 40)]
+    assert -1 <= tree.min_similarity < built.tree.min_similarity
+    assert all(0 < row["found"] <= row["texts"] for row in tree.calibration)
+    held_out = held_out_rows(4000, 0)
+    assert held_out.sum() == 200 and held_out_rows(39, 0) is None and held_out_rows(10**6, 0).sum() == 512
+
+
+def test_the_command_grows_a_tree_and_assign_keeps_the_names_of_files(bert, tmp_path, capsys):
+    for name, first in (("old", 0), ("new", 30)):
+        (tmp_path / name / "deep").mkdir(parents=True)
+        for number in range(24):
+            words = " ".join(f"w{first + (5 * number + place) % 30}" for place in range(12))
+            (tmp_path / name / "deep" / f"{number:02d}.txt").write_text(words)
+    models = [
+        "--embedding-model",
+        bert,
+        "--tokenizer",
+        bert,
+        "--window-tokens",
+        "6",
+        "--branching",
+        "3",
+        "--levels",
+        "2",
+    ]
+    assert main(["build", "--corpus", str(tmp_path / "old"), "--output", str(tmp_path / "tree"), *models]) == 0
+    record = json.loads((tmp_path / "tree" / "tree.json").read_text())
+    (tmp_path / "tree" / "tree.json").write_text(json.dumps({**record, "min_similarity": 1.0}))  # nothing is near
+    words = ["grow", tmp_path / "tree", "--corpus", tmp_path / "new", "--output", tmp_path / "grown"]
+    assert main([*map(str, words)]) == 0
+    told = capsys.readouterr().out
+    assert "new nodes beside 12, fingerprint" in told and "grown from" in told
+    old, grown = ClusterTree.load(tmp_path / "tree"), ClusterTree.load(tmp_path / "grown")
+    assert grown.grown_from == (old.fingerprint,)
+    assert torch.equal(grown.centroids[1][:9].nan_to_num(), old.centroids[1].nan_to_num())
+    words = ["assign", "--tree", tmp_path / "grown", "--corpus", tmp_path / "new", "--output", tmp_path / "rows.jsonl"]
+    assert main([*map(str, words)]) == 0
+    assigned = [json.loads(line) for line in (tmp_path / "rows.jsonl").read_text().splitlines()]
+    assert [row["file"] for row in assigned] == [f"deep/{number:02d}.txt" for number in range(24)]
+    assert main(["report", "--tree", str(tmp_path / "grown"), "--json"]) == 0
