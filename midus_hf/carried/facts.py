@@ -1,4 +1,4 @@
-"""Facts about a checkpoint's memories that are known while its code is written: their needs, and the options they agree on."""
+"""Facts about a checkpoint's memories that are known while its code is written: what the host layers need for them."""
 
 from dataclasses import fields
 from typing import Any

@@ -28,8 +28,3 @@ def needed_for(*needs: str) -> Callable[[Definition], Definition]:
         return definition
 
     return decorate
-
-
-def used_by_libraries(definition: Definition) -> Definition:
-    """Return a class unchanged. A checkpoint carries all of its members, since libraries call members that no code here calls."""
-    return definition

@@ -140,10 +140,10 @@ def test_a_block_of_any_family_holds_one_with_the_options_of_its_entry(family, m
     assert {name: getattr(memory, name) for name in options} == options
     assert len(memory.value_bank) == (9 if memory_type == "linear" else 81)
     share = config.hidden_size // config.num_attention_heads
-    asks = (getattr(config, "head_dim", None) or share) if memory_type == "headwise" else share
-    assert memory.query_width == asks
-    assert memory_type != "headwise" or (memory.head_dim, memory.value_dim) == (asks, share)
-    width = config.num_attention_heads * asks
+    width_of_query = (getattr(config, "head_dim", None) or share) if memory_type == "headwise" else share
+    assert memory.query_width == width_of_query
+    assert memory_type != "headwise" or (memory.head_dim, memory.value_dim) == (width_of_query, share)
+    width = config.num_attention_heads * width_of_query
     assert memory.gate_weight.shape[1] == width
     assert memory(torch.randn(2, 3, width)).shape == (2, 3, config.hidden_size)
 
