@@ -38,7 +38,7 @@ class ScriptArguments:
 class Arguments(TrainingArguments):
     """Arguments of the Trainer, with bfloat16 where the device computes it."""
 
-    bf16: bool = field(default_factory=computes_bfloat16, metadata={"help": "Compute in bfloat16."})
+    bf16: bool = field(default=computes_bfloat16(), metadata={"help": "Compute in bfloat16."})
 
 
 def main() -> None:

@@ -76,10 +76,26 @@ class TrainsMemory(AnyTrainer):
                     "torch_compile."
                 )
             self.add_callback(self.usage_events)
+        self._check_own_losses()
         self._rates_of_step = RatesOfStep()
         self.add_callback(self._rates_of_step)
         self.add_callback(_CutMoments(self.tables))
         self._is_checkpointing = False
+
+    def _check_own_losses(self) -> None:
+        """Refuse a loss that the Trainer computes from logits, if the model adds losses of its own, which it would leave out."""
+        key = "label_smoothing_factor" if self.label_smoother is not None else "compute_loss_func"
+        if self.label_smoother is None and self.compute_loss_func is None:
+            return
+        config: Any = getattr(self.model, "config", None)
+        memories = getattr(config, "memory", None) or []
+        if any(entry.get("type") == "chapters" for entry in memories) or getattr(
+            config, "output_router_logits", False
+        ):
+            raise ValueError(
+                f"{key} is set, with which the Trainer computes the loss itself and leaves out the losses of the model's routers; "
+                "expected a model without them. Leave it out."
+            )
 
     def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
         """Train as `Trainer.train` does; true resumes from the latest whole checkpoint, and passes over damaged ones.

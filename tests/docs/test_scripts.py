@@ -29,8 +29,8 @@ def run(script, model, monkeypatch, **changes) -> None:
     docstring = ast.get_docstring(ast.parse((SCRIPTS / script).read_text()))
     (command,) = re.findall(rf"python scripts/{script} ((?:.*\\\n)*.*)\n", docstring)
     words = shlex.split(command.replace("\\\n", " "))
-    pairs = dict(zip(words[:-1:2], words[1::2], strict=True))
-    assert words[-1] == "--bf16"
+    words = words[:-1] if words[-1] == "--bf16" else words
+    pairs = dict(zip(words[::2], words[1::2], strict=True))
     pairs |= {"--model_name_or_path": str(model), "--report_to": "none", "--use_cpu": "true", **changes}
     monkeypatch.setattr(sys, "argv", [script, *(word for pair in pairs.items() for word in map(str, pair))])
     runpy.run_path(str(SCRIPTS / script), run_name="__main__")

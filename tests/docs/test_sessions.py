@@ -147,8 +147,7 @@ SESSIONS = {
     "docs/train.md": Session(
         replace={"configs/train/demo.yaml": SHORT_RUNS["configs/train/demo.yaml"], "FOLDER_OF_TEXTS": "texts"},
         models={"smollm2-135m-hml": "midus-hml"},
-        files=("", ""),
-        languages=("sh", "yaml"),
+        languages=("sh",),
     ),
     "docs/sft.md": Session(
         replace={"configs/sft/demo.yaml": SHORT_RUNS["configs/sft/demo.yaml"], "CHATS.jsonl": "instructions.jsonl"},
@@ -158,7 +157,7 @@ SESSIONS = {
     "docs/trainer.md": Session(
         replace={
             **BASE,
-            "--max_steps 50 --bf16": "--max_steps 2 --sequence_length 32 --use_cpu true --report_to none",
+            "--max_steps 50": "--max_steps 2 --sequence_length 32 --use_cpu true --report_to none",
         },
         languages=("sh",),
     ),

@@ -157,6 +157,8 @@ def test_trl_takes_the_lora_config_of_an_upscaled_model(upscaled, scene, monkeyp
                 {"optimizers": (torch.optim.SGD([torch.zeros(1)]), None)},
             )
         ),
+        ("moc", {"label_smoothing_factor": 0.1}, {}, "label_smoothing_factor is set, with which the Trainer computes the"),
+        ("moc", {}, {"compute_loss_func": print}, "compute_loss_func is set, with which the Trainer computes the loss itself"),
         ("midus-hml", {"torch_compile": True, "usage_steps": 5}, {}, "usage_steps is 5, for which a model has to run uncompiled"),
     ],
 )  # fmt: skip
