@@ -1,205 +1,126 @@
-"""Rows of every format become chats, or prompts and completions; what a format is, columns say."""
+"""Rows of every format become the chat that they hold; what would be dropped or read otherwise is refused by key and row."""
 
-import gzip
-import json
 import re
 
 import pytest
 from datasets import Dataset
-from sft.tiny_chats import write_rows
-from training.tiny_run import refused
 
-from midus_hf.sft.chat_dataset import iterate_rows
-from midus_hf.sft.formats import FORMATS, Chat, Completion, detect_format, format_named, read_example
-from midus_hf.sft.options import SftConfig
-from midus_hf.topics.text_files import DocumentError
+from midus_hf.training.sft.formats import read_row, unread_keys
 
-ASKED = {"role": "user", "content": "q"}
-SAID = {"role": "assistant", "content": "a"}
-TOOL = {"type": "function", "function": {"name": "look", "parameters": {}}}
-CALLED = {"type": "function", "id": "1", "function": {"name": "look", "arguments": {"where": "up"}}}
-FOUND = {"role": "tool", "tool_call_id": "1", "content": "sky"}
+USER, ANSWER = {"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}
+SYSTEM = {"role": "system", "content": "Be brief."}
+CALL = {"type": "function", "function": {"name": "add", "arguments": {"a": 1, "b": {"c": 2}}}}
+CALLING = {"role": "assistant", "content": "", "tool_calls": [CALL]}
 
-
-@pytest.mark.parametrize(
-    ("name", "row", "example"),
-    [
-        ("messages", {"messages": [ASKED, SAID], "id": 3}, Chat([ASKED, SAID])),
-        (
-            "sharegpt",
-            {
-                "conversations": [
-                    {"from": "system", "value": "s"},
-                    {"from": "human", "value": "q"},
-                    {"from": "gpt", "value": "a"},
-                ]
-            },
-            Chat([{"role": "system", "content": "s"}, ASKED, SAID]),
-        ),
-        ("sharegpt", {"conversations": [ASKED, SAID]}, Chat([ASKED, SAID])),
-        ("alpaca", {"instruction": "q", "input": "", "output": "a"}, Chat([ASKED, SAID])),
-        ("alpaca", {"instruction": "q", "output": "a"}, Chat([ASKED, SAID])),
-        (
-            "alpaca",
-            {"instruction": "q", "input": "i", "output": "a"},
-            Chat([{"role": "user", "content": "q\n\ni"}, SAID]),
-        ),
-        (
-            "dolly",
-            {"instruction": "q", "context": "c", "response": "a", "category": "x"},
-            Chat([{"role": "user", "content": "q\n\nc"}, SAID]),
-        ),
-        (
-            "messages",
-            {
-                "messages": [
-                    {**ASKED, "tool_calls": None},
-                    {"role": "assistant", "content": None, "tool_calls": [CALLED]},
-                    {**FOUND, "tool_calls": None},
-                    SAID,
-                ],
-                "tools": json.dumps([TOOL]),
-            },
-            Chat([ASKED, {"role": "assistant", "content": "", "tool_calls": [CALLED]}, FOUND, SAID], [TOOL]),
-        ),
-        (
-            "messages",  # as OpenAI writes arguments
-            {"messages": [{"role": "assistant", "tool_calls": [{"name": "look", "arguments": '{"where": "up"}'}]}]},
-            Chat([{"role": "assistant", "content": "", "tool_calls": [CALLED["function"]]}]),
-        ),
-        ("prompt-completion", {"prompt": "p", "completion": "c"}, Completion("p", "c")),
-        ("prompt-completion", {"prompt": [ASKED], "completion": [SAID]}, Chat([ASKED, SAID])),
-    ],
-)
-def test_a_row_is_detected_by_its_columns_and_read(name, row, example):
-    known = detect_format(row, "row 1")
-    assert known is format_named(name) and read_example(known, row, "row 1") == example
+CHATS = {
+    "messages": ({"messages": [USER, ANSWER]}, [USER, ANSWER]),
+    "ShareGPT": (
+        {"conversations": [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Hello"}]},
+        [USER, ANSWER],
+    ),
+    "Alpaca": ({"instruction": "Hi", "input": "", "output": "Hello"}, [USER, ANSWER]),
+    "Alpaca with input": (
+        {"instruction": "Add", "input": "1 2", "output": "3"},
+        [{"role": "user", "content": "Add\n\n1 2"}, {"role": "assistant", "content": "3"}],
+    ),
+    "Dolly": ({"instruction": "Hi", "context": None, "response": "Hello", "category": "x"}, [USER, ANSWER]),
+    "prompt of messages": ({"prompt": [USER], "completion": [ANSWER]}, [USER, ANSWER]),
+    "system of Alpaca": ({"instruction": "Hi", "output": "Hello", "system": "Be brief."}, [SYSTEM, USER, ANSWER]),
+    "system of ShareGPT": ({"conversations": [USER, ANSWER], "system": "Be brief."}, [SYSTEM, USER, ANSWER]),
+    "history": (
+        {"instruction": "Hi", "output": "Hello", "history": [["a", "b"]], "system": "Be brief."},
+        [SYSTEM, {"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}, USER, ANSWER],
+    ),
+    "reasoning": (
+        {"messages": [USER, {**ANSWER, "reasoning_content": "well"}]},
+        [USER, {**ANSWER, "reasoning_content": "well"}],
+    ),
+    "weights of one": ({"messages": [{**USER, "train": True}, {**ANSWER, "weight": 1}]}, [USER, ANSWER]),
+    "function_call": (
+        {
+            "conversations": [
+                {"from": "human", "value": "Hi"},
+                {"from": "function_call", "value": '{"name": "add", "arguments": {"a": 1, "b": {"c": 2}}}'},
+                {"from": "observation", "value": "3"},
+            ]
+        },
+        [USER, CALLING, {"role": "tool", "content": "3"}],
+    ),
+    "arguments as JSON": (
+        {
+            "messages": [
+                USER,
+                {
+                    "role": "assistant",
+                    "content": None,
+                    "tool_calls": [{"function": {"name": "add", "arguments": '{"a": 1, "b": {"c": 2}}'}}],
+                },
+            ]
+        },
+        [USER, CALLING],
+    ),
+}
 
 
-def test_every_format_is_read_above():
-    assert set(FORMATS) == {"messages", "sharegpt", "alpaca", "dolly", "prompt-completion"}
+@pytest.mark.parametrize("case", CHATS)
+def test_a_row_becomes_its_chat(case):
+    row, messages = CHATS[case]
+    assert read_row(row, "row 1")["messages"] == messages
 
 
-@pytest.mark.parametrize(
-    ("row", "message"),
-    [
-        (
-            {"text": "t"},
-            "row 1 has the columns text; expected those of a format (messages: messages; sharegpt: conversations;",
-        ),
-        ([1], "row 1 has a list; expected those of a format"),
-    ],
-)
-def test_columns_of_no_format_are_refused(row, message):
-    with refused(re.escape(message), DocumentError):
-        detect_format(row, "row 1")
+def test_calls_that_a_table_stored_have_their_own_arguments(tmp_path):
+    other = {"type": "function", "function": {"name": "look", "arguments": {"where": "here"}}}
+    rows = [{"messages": [USER, {**CALLING, "tool_calls": [call]}]} for call in (CALL, other)]
+    Dataset.from_list(rows).to_parquet(tmp_path / "calls.parquet")
+    read = [read_row(row, "row") for row in Dataset.from_parquet(str(tmp_path / "calls.parquet"))]
+    assert [example["messages"][1]["tool_calls"] for example in read] == [[CALL], [other]]
 
 
-@pytest.mark.parametrize(
-    ("name", "row", "message"),
-    [
-        ("messages", "x", "row 1 is a str; expected an object with messages."),
-        (
-            "alpaca",
-            {"messages": []},
-            "row 1 has no 'instruction', only messages; expected the columns of format 'alpaca'. Add it, or set dataset_format.",
-        ),
-        ("messages", {"messages": []}, "row 1, messages is empty; expected messages."),
-        ("messages", {"messages": "hi"}, "row 1, messages is a str; expected messages."),
-        (
-            "messages",
-            {"messages": [ASKED, {"role": "assistant", "content": None}]},
-            "message 2 of row 1, messages is no text with a role; expected role and content, or from and value.",
-        ),
-        ("alpaca", {"instruction": "q", "output": 3}, "row 1 has a int under 'output'; expected text."),
-        (
-            "messages",
-            {"messages": [{"role": "usr", "content": "q"}, SAID]},
-            "message 1 of row 1, messages has the role 'usr', which no template knows. Did you mean 'user'",
-        ),
-        (
-            "sharegpt",
-            {"conversations": [{"from": "humann", "value": "q"}, SAID]},
-            "message 1 of row 1, conversations has the role 'humann', which no template knows. Did you mean 'human'",
-        ),
-        (
-            "messages",
-            {"messages": [ASKED, {"role": "assistant", "content": " \n"}]},
-            "message 2 of row 1, messages is an empty answer; expected text. Fill it in, or take the row out.",
-        ),
-        ("dolly", {"instruction": "q", "response": ""}, "row 1 has an empty answer under 'response'; expected text."),
-        ("prompt-completion", {"prompt": "p", "completion": " "}, "row 1 has an empty answer under 'completion'"),
-        (
-            "messages",
-            {"messages": [{"role": "assistant", "content": None, "tool_calls": [{"function": {}}]}]},
-            "message 1 of row 1, messages calls a tool that has no name; expected a list of objects with function: name and",
-        ),
-        (
-            "messages",
-            {"messages": [{"role": "assistant", "tool_calls": "look"}]},
-            "message 1 of row 1, messages has tool_calls that are no calls; expected",
-        ),
-        (
-            "messages",
-            {"messages": [{"role": "assistant", "tool_calls": [{"name": "f", "arguments": "{"}]}]},
-            "message 1 of row 1, messages calls 'f' with arguments that are not JSON: ",
-        ),
-        ("messages", {"messages": [ASKED, SAID], "tools": "["}, "row 1 has tools that are not JSON: "),
-        (
-            "messages",
-            {"messages": [ASKED, SAID], "tools": {"a": 1}},
-            "row 1 has a dict under 'tools'; expected a list of",
-        ),
-    ],
-)
-def test_a_row_that_is_not_of_its_format_is_refused(name, row, message):
-    with refused(re.escape(message), DocumentError):
-        read_example(format_named(name), row, "row 1")
+def test_texts_tools_and_keys_of_templates_are_kept():
+    assert read_row({"prompt": "a", "completion": "b"}, "row") == {"prompt": "a", "completion": "b"}
+    row = {
+        "messages": [USER, ANSWER],
+        "tools": '[{"name": "add", "x": null}]',
+        "chat_template_kwargs": {"think": False},
+    }
+    example = read_row({**row, "id": 3}, "row")
+    assert example["tools"] == [{"name": "add"}] and example["chat_template_kwargs"] == {"think": False}
 
 
-def test_a_format_that_does_not_exist_is_refused():
-    message = (
-        "dataset_format is 'chat'; expected one of 'messages', 'sharegpt', 'prompt-completion', 'alpaca', 'dolly'."
-    )
-    with refused(re.escape(message)):
-        format_named("chat")
+def test_columns_and_keys_that_are_not_read_are_named():
+    rows = Dataset.from_list([{"messages": [{**USER, "id": 1}, ANSWER], "system": "x", "source": "y"}])
+    assert unread_keys(rows.column_names, rows.features) == ["source", "messages.id"]
+    alpaca = Dataset.from_list([{"instruction": "a", "input": "b", "output": "c", "text": "d"}])
+    assert unread_keys(alpaca.column_names, alpaca.features) == ["text"]
 
 
-def rows_of(path, **options) -> list:
-    return [row for _, row in iterate_rows(SftConfig(model_name_or_path="m", dataset_name=str(path), **options))]
+REFUSED = {
+    "has text with a value; expected the columns of a format (messages; conversations;": {"text": "a", "output": ""},
+    "has a column 'system' and a system message; leave one out": {"messages": [SYSTEM, USER, ANSWER], "system": "x"},
+    "row 7 has a column 'history' beside messages": {"messages": [USER, ANSWER], "history": [["a", "b"]]},
+    "row 7 has 'history'; expected a list of pairs": {"instruction": "a", "output": "b", "history": ["a"]},
+    "message 2 of row 7, messages has weight: 0, which": {"messages": [USER, {**ANSWER, "weight": 0}]},
+    "message 1 of row 7, messages has train: false, which": {"messages": [{**USER, "train": False}, ANSWER]},
+    "has the role 'Assistent', which no template knows": {"messages": [USER, {**ANSWER, "role": "Assistent"}]},
+    "has the role 'function_call' that is not JSON": {"messages": [USER, {"role": "function_call", "content": "add"}]},
+    "calls a tool that has no name": {"messages": [USER, {**ANSWER, "tool_calls": [{"arguments": "{}"}]}]},
+    "calls 'add' with arguments that is not JSON": {
+        "messages": [USER, {**ANSWER, "tool_calls": [{"name": "add", "arguments": "{"}]}]
+    },
+    "has 'tool_calls' and the role 'user'": {"messages": [{**USER, "tool_calls": [CALL]}, ANSWER]},
+    "message 2 of row 7, messages is an empty answer": {"messages": [USER, {**ANSWER, "content": " "}]},
+    "has no answer; expected a message of the assistant": {"messages": [USER]},
+    "is no text with a role": {"messages": [{"role": "user", "content": [{"type": "text"}]}, ANSWER]},
+    "row 7, messages is a str; expected messages": {"messages": "Hi"},
+    "has a int under 'instruction'; expected text": {"instruction": 1, "output": "a"},
+    "has an empty answer under 'output'": {"instruction": "a", "output": " "},
+    "has 'tools' that is not JSON": {"messages": [USER, ANSWER], "tools": "["},
+    "has 'tools' that is a dict": {"messages": [USER, ANSWER], "tools": {"a": 1}},
+    "has a column 'system', which only chats have": {"prompt": "a", "completion": "b", "system": "c"},
+}
 
 
-def test_rows_are_read_from_every_kind_of_file_and_from_folders(tmp_path):
-    rows = [{"n": 1}, {"n": 2}]
-    lines = "".join(json.dumps(row) + "\n" for row in rows)
-    write_rows(tmp_path / "a.jsonl", rows)
-    (tmp_path / "b.json").write_text(json.dumps(rows))
-    (tmp_path / "c.json").write_text(lines)
-    (tmp_path / "d.json.gz").write_bytes(gzip.compress(lines.encode()))
-    Dataset.from_list(rows).to_parquet(tmp_path / "e.parquet")
-    (tmp_path / "notes.txt").write_text("no rows")
-    files = sorted(path for path in tmp_path.iterdir() if path.suffix != ".txt")
-    assert len(files) == 5 and all(rows_of(file) == rows for file in files)
-    assert rows_of(tmp_path) == rows * 5
-
-
-@pytest.mark.parametrize(
-    ("name", "options", "message"),
-    [
-        ("absent/of/all", {}, "which does not exist; expected a file, a folder or a dataset id."),
-        ("absent.jsonl", {}, "which does not exist; expected a file, a folder or a dataset id."),
-        ("text.txt", {}, "expected a file ending in .jsonl, .json, .parquet."),
-        ("folder", {}, "a folder without rows; expected files ending in .jsonl, .json, .parquet."),
-        ("broken.json", {}, "is not JSON: "),
-        ("broken.jsonl", {}, "line 1 of "),
-        ("rows.jsonl", {"dataset_config": "x"}, "which is local; dataset_config is for datasets of the Hub."),
-    ],
-)
-def test_what_holds_no_rows_is_refused(tmp_path, name, options, message):
-    (tmp_path / "folder").mkdir()
-    (tmp_path / "text.txt").write_text("text")
-    (tmp_path / "broken.json").write_text("[1,")
-    (tmp_path / "broken.jsonl").write_text("{")
-    write_rows(tmp_path / "rows.jsonl", [{}])
-    with refused(re.escape(message), DocumentError):
-        rows_of(tmp_path / name, **options)
+@pytest.mark.parametrize("message", REFUSED)
+def test_what_a_template_would_not_get_is_refused(message):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        read_row(REFUSED[message], "row 7")
