@@ -11,9 +11,9 @@ from midus_hf.compare.options import Comparison, Rate, rate_name
 from midus_hf.compare.variants import Variant
 from midus_hf.config.options import finite_number
 from midus_hf.config.yaml_options import from_mapping
-from midus_hf.sft.options import SftConfig
 from midus_hf.training.arguments import TrainArguments
 from midus_hf.training.optim.rates import Rates
+from midus_hf.training.sft.arguments import SftArguments
 
 
 @dataclasses.dataclass(frozen=True)
@@ -208,7 +208,7 @@ def check_runs(comparison: Comparison, variants: Sequence[Variant]) -> None:
             keys = run.training_keys(comparison, model="model", output=Path("trained"))
             _check_keys(variant, "midus train", TrainArguments, keys)
             if variant.fine_tune is not None:
-                _check_keys(variant, "midus sft", SftConfig, run.fine_tuning_keys("model", Path("tuned")))
+                _check_keys(variant, "midus sft", SftArguments, run.fine_tuning_keys("model", Path("tuned")))
 
 
 def _check_keys(variant: Variant, command: str, options: type[Any], keys: Mapping[str, Any]) -> None:

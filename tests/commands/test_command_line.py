@@ -32,7 +32,7 @@ MISSING_FILE = {
 WORK = {
     "upscale": ("upscalers.runs.upscale.upscale", ["--base", "model", "--method", "solar", "--output", "out"]),
     "midus train": ("midus_hf.training.run.prepare", ["run.yaml"]),
-    "midus sft": ("midus_hf.sft.run.prepare", ["sft.yaml"]),
+    "midus sft": ("midus_hf.training.sft.run.prepare", ["sft.yaml"]),
     "midus eval": ("midus_hf.evaluation.evaluate.evaluate", ["model", "--text", "text.txt"]),
     "midus edit": ("upscalers.edits.listing.list_chapters", ["list", "model"]),
     "midus flops": ("upscalers.checkpoint.base_model.read_config_file", ["config.json"]),

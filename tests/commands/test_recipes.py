@@ -8,11 +8,11 @@ from commands.installed import run_alone, run_in_process
 
 from midus_hf.cli.training.printed_config import recipes
 from midus_hf.config.yaml_options import read_config
-from midus_hf.sft.options import SftConfig
 from midus_hf.training.arguments import TrainArguments
+from midus_hf.training.sft.arguments import SftArguments
 from upscalers.methods.contract import METHODS
 
-OPTIONS = {"train": TrainArguments, "sft": SftConfig}
+OPTIONS = {"train": TrainArguments, "sft": SftArguments}
 NEEDED = {
     "train": ["model_name_or_path=m", "output_dir=o", "corpus=c"],
     "sft": ["model_name_or_path=m", "output_dir=o", "dataset_name=d"],

@@ -15,8 +15,8 @@ from midus_hf.cli import upscale
 from midus_hf.cli.entry_points import COMMANDS
 from midus_hf.compare.options import Comparison
 from midus_hf.evaluation.settings import EvaluationSettings
-from midus_hf.sft.options import SftConfig
 from midus_hf.training.arguments import TrainArguments
+from midus_hf.training.sft.arguments import SftArguments
 
 ROOT = Path(__file__).parents[2]
 PAGES = [
@@ -25,7 +25,7 @@ PAGES = [
     *sorted((ROOT / "docs").rglob("*.md")),
     *sorted((ROOT / "configs").rglob("*.yaml")),
 ]
-KEYS = {"train": TrainArguments, "sft": SftConfig, "compare": Comparison}
+KEYS = {"train": TrainArguments, "sft": SftArguments, "compare": Comparison}
 COMMAND = re.compile(r"(?<![\w/.-])(?:midus|upscale) [^`\n]*")
 
 

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 from sft.tiny_chats import chat, save_base, sft_config, write_rows
 
-from midus_hf.sft.options import SftConfig
+from midus_hf.training.sft.arguments import SftArguments
 
 
 @pytest.fixture(scope="session")
@@ -34,7 +34,7 @@ def chats(tmp_path_factory) -> Path:
 def config_for(base, chats, tmp_path):
     """Return what gives the options of a tiny run, by default of a base with memory, by the name of its output."""
 
-    def config(output: str = "out", model: Path | None = None, data: Path = chats, **changes) -> SftConfig:
+    def config(output: str = "out", model: Path | None = None, data: Path = chats, **changes) -> SftArguments:
         return sft_config(model or base("llama", True), data, tmp_path / output, **changes)
 
     return config

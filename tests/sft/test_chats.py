@@ -132,7 +132,7 @@ def test_templates_of_families_are_replaced_by_trls_training_versions():
 
 def test_templates_that_cannot_train_are_refused_with_what_to_give(tmp_path):
     tokenizer = character_tokenizer()
-    with pytest.raises(ValueError, match="tokenizer has no chat template; set chat_template_path to a file"):
+    with pytest.raises(ValueError, match="tokenizer has no chat template; set chat_template_path to chatml"):
         choose_template(tokenizer, None, False, True)
     tokenizer.chat_template = PLAIN
     with pytest.raises(
@@ -149,8 +149,12 @@ def test_templates_that_cannot_train_are_refused_with_what_to_give(tmp_path):
     tokenizer.chat_template = {"rag": CHATML}
     with pytest.raises(ValueError, match="has the chat templates rag, none of them default"):
         choose_template(tokenizer, None, False, True)
-    with pytest.raises(ValueError, match="chat_template_path is 'absent'; expected chatml, or a file"):
+    with pytest.raises(ValueError, match="chat_template_path is 'absent'; expected chatml, alpaca, or a file"):
         choose_template(tokenizer, "absent", False, True)
+    assert (
+        answers(encode({"messages": chat(3)}, choose_template(tokenizer, "alpaca", False, True)))
+        == "it is 3<eos>4<eos>"
+    )
     (tmp_path / "own.jinja").write_text(CHATML)
     assert choose_template(tokenizer, str(tmp_path / "own.jinja"), False, True) == tokenizer.chat_template == CHATML
     with pytest.raises(ValueError, match=r"whose tokens .* this tokenizer lacks"):

@@ -2,7 +2,9 @@
 
 import dataclasses
 import re
+import shlex
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -11,8 +13,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from midus_hf.cli.training.sft import main
 from midus_hf.config.yaml_options import read_config
-from midus_hf.sft.labels import TEMPLATES
-from midus_hf.sft.options import SftConfig
+from midus_hf.training.sft.arguments import SftArguments
+from midus_hf.training.sft.chats import TEMPLATES
 
 REPOSITORY = Path(__file__).parents[2]
 RECIPES = REPOSITORY / "configs" / "sft"
@@ -21,47 +23,51 @@ NAMES = sorted(path.stem for path in RECIPES.glob("*.yaml"))
 RATES = {"llama-3.2-1b": 1e-5, "llama-3.1-8b": 1e-6}
 
 
-def recipe(name: str) -> SftConfig:
+def recipe(name: str, changes: Sequence[str] = ()) -> SftArguments:
     path = RECIPES / f"{name}.yaml"
     stated = {line.partition(":")[0] for line in path.read_text(encoding="utf-8").splitlines()}
     return read_config(
-        SftConfig,
+        SftArguments,
         path,
-        [f"{key}=x" for key in ("model_name_or_path", "output_dir", "dataset_name") if key not in stated],
+        [f"{key}=x" for key in ("model_name_or_path", "output_dir", "dataset_name") if key not in stated]
+        + list(changes),
     )
 
 
 def test_there_is_a_recipe_of_each_run():
-    midus = {f"midus-hml-{base}-{data}" for base in RATES for data in ("alpaca-gpt4", "dolly-15k")}
-    assert set(NAMES) == midus | {f"moc-371m-ultrachat-{bank}" for bank in ("frozen", "tenth", "equal")} | {"demo"}
+    assert set(NAMES) == {
+        *(f"midus-hml-{base}" for base in RATES),
+        "midus-hml-llama-3.2-1b-dolly-15k",  # of table 6
+        "moc-371m-ultrachat",
+        "demo",
+    }
 
 
-@pytest.mark.parametrize("name", [name for name in NAMES if name.startswith("midus")])
-def test_recipes_of_midus_have_its_hyperparameters_and_start_from_what_its_pretraining_makes(name):
-    config = recipe(name)
-    (base,) = (base for base in RATES if base in name)
+@pytest.mark.parametrize("base", RATES)
+def test_recipes_of_midus_have_its_hyperparameters_and_start_from_what_its_pretraining_makes(base):
+    config = recipe(f"midus-hml-{base}")
     assert config.learning_rate == RATES[base] and config.trainable == "all"
-    assert (config.lr_scheduler_type, config.warmup_ratio, config.bf16) == ("cosine", 0.1, True)
+    assert (config.lr_scheduler_type, config.warmup_steps, config.bf16) == ("cosine", 0.1, True)
     assert config.per_device_train_batch_size * config.gradient_accumulation_steps == 64 and config.max_length == 2048
     pretraining = REPOSITORY / "configs" / "train" / f"midus-hml-{base}.yaml"
     assert f"output_dir: {config.model_name_or_path}\n" in pretraining.read_text(encoding="utf-8")
 
 
 @pytest.mark.parametrize(
-    ("bank", "memory", "values", "frozen"),
-    [("frozen", 1.5e-5, None, ["value"]), ("tenth", 1.5e-5, 5e-6, []), ("equal", None, None, [])],
+    ("variant", "memory", "values", "frozen"),
+    [("bank frozen", 1.5e-5, None, ["value"]), (None, 1.5e-5, 5e-6, []), ("bank at the rate", None, None, [])],
 )
-def test_recipes_of_mixture_of_chapters_differ_in_how_the_bank_trains(bank, memory, values, frozen):
-    config = recipe(f"moc-371m-ultrachat-{bank}")
+def test_the_recipe_of_mixture_of_chapters_names_how_the_bank_can_train(variant, memory, values, frozen):
+    text = (RECIPES / "moc-371m-ultrachat.yaml").read_text(encoding="utf-8")
+    line = next((line for line in text.splitlines() if variant and line.startswith(f"#   {variant}")), ":")
+    config = recipe("moc-371m-ultrachat", shlex.split(line.partition(":")[2]))
     assert (config.learning_rate, config.memory_learning_rate, config.value_learning_rate) == (3e-5, memory, values)
     assert config.frozen == frozen and config.trainable == "all"
-    assert config.value_schedule == ("constant" if frozen else "fixed")
-    assert (config.weight_decay, config.adam_beta2, config.min_learning_rate_ratio) == (0.1, 0.95, 0.1)
+    assert config.value_schedule == (None if frozen else "fixed")
+    assert (config.weight_decay, config.adam_beta2, config.lr_scheduler_kwargs) == (0.1, 0.95, {"min_lr_rate": 0.1})
     assert config.value_weight_decay == (0 if frozen else 0.1)
-    assert (
-        config.warmup_steps(config.max_steps) == 250
-        and config.per_device_train_batch_size * config.gradient_accumulation_steps == 128
-    )
+    assert config.warmup_steps == 250
+    assert config.per_device_train_batch_size * config.gradient_accumulation_steps == 128
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -11,7 +11,7 @@ from tokenizers.decoders import ByteLevel
 from training.tiny_run import save_upscaled
 from transformers import PreTrainedTokenizerFast
 
-from midus_hf.sft.options import SftConfig
+from midus_hf.training.sft.arguments import SftArguments
 
 CHATML_TOKENS = ["<|im_start|>", "<|im_end|>"]
 
@@ -53,10 +53,10 @@ def write_rows(path: Path, rows: list[Any]) -> Path:
     return path
 
 
-def sft_config(model: Path, data: Path, output: Path, **changes: Any) -> SftConfig:
+def sft_config(model: Path, data: Path, output: Path, **changes: Any) -> SftArguments:
     """A run of three steps of two chats, with rates that move a tiny model."""
     options: dict[str, Any] = {
-        "chat_template": "chatml",
+        "chat_template_path": "chatml",
         "max_length": 96,
         "per_device_train_batch_size": 2,
         "max_steps": 3,
@@ -66,4 +66,4 @@ def sft_config(model: Path, data: Path, output: Path, **changes: Any) -> SftConf
         "trainable": "all",
         **changes,
     }
-    return SftConfig(model_name_or_path=str(model), output_dir=str(output), dataset_name=str(data), **options)
+    return SftArguments(model_name_or_path=str(model), output_dir=str(output), dataset_name=str(data), **options)

@@ -14,12 +14,12 @@ _NEEDED = ("datasets", "peft", "trl")
 
 
 def _options() -> type:
-    from midus_hf.sft.options import SftConfig
+    from midus_hf.training.sft.arguments import SftArguments
 
-    return SftConfig
+    return SftArguments
 
 
-_SOURCES = ("sft/options.py", "training/arguments.py", "training/optim/rates.py")
+_SOURCES = ("training/sft/arguments.py", "training/arguments.py", "training/optim/rates.py")
 app = command_line()
 
 
@@ -44,7 +44,7 @@ def midus_sft(
             WRONG_REQUEST,
             f"midus sft needs {', '.join(absent)}, not installed; {install_extra('train')}.",
         )
-    from midus_hf.sft.run import prepare
+    from midus_hf.training.sft.run import prepare
 
     train_in_group(_options(), prepare, config, overrides or [])
 

@@ -1,6 +1,7 @@
 """Texts of a corpus as rows of a `datasets.Dataset`: files of any kind, folders, repositories of datasets, the Hub."""
 
 import codecs
+import contextlib
 import glob
 import json
 import os
@@ -107,10 +108,12 @@ def read_rows(
     for source in names:
         path = Path(source).expanduser()
         try:
-            if path.exists():
-                parts += _read_local(key, path, split, name, text_column)
-            else:
-                parts.append(_read_hub(key, source, split, name))
+            with _bars_on_terminals():
+                parts += (
+                    _read_local(key, path, split, name, text_column)
+                    if path.exists()
+                    else [_read_hub(key, source, split, name)]
+                )
         except (OSError, RuntimeError, ValueError, TypeError, KeyError, ImportError, EOFError) as error:
             if isinstance(error, _Refusal):
                 raise
@@ -123,6 +126,21 @@ def read_rows(
         raise ValueError(
             f"{_label(key, sources)} has columns that differ in type from file to file: {_reason(error)}"
         ) from error
+
+
+@contextlib.contextmanager
+def _bars_on_terminals() -> Iterator[None]:
+    """Hide the progress bars of `datasets` inside the context where standard error is no terminal."""
+    import datasets
+
+    if sys.stderr.isatty() or datasets.are_progress_bars_disabled():
+        yield
+        return
+    datasets.disable_progress_bars()
+    try:
+        yield
+    finally:
+        datasets.enable_progress_bars()
 
 
 def say(line: str) -> None:
@@ -176,6 +194,10 @@ def _read_local(key: str, path: Path, split: str | None, name: str | None, text_
             f"{key} is {str(path)!r}, which has no configurations, and {name!r} is named as one; leave the name out."
         )
     files = _files_of_folder(key, path, split, text_column) if path.is_dir() else [path]
+    files = [file for file in files if file.stat().st_size]
+    if not files:
+        what = "row" if text_column is None else "text with a visible character"
+        raise _Refusal(f"{key} is {str(path)!r}, which is empty: it has no {what}. Add text to it.")
     by_reader: dict[tuple[str, str], list[Path]] = defaultdict(list)
     for file in files:
         kind = _kind_of(file) or "text"

@@ -26,7 +26,19 @@ CHATML = (
     "{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
 )
-_REMEDY = "set chat_template_path to a file with a template that has {% generation %} around answers, or to chatml"
+# Instructions and responses for tokenizers without special tokens of chats.
+ALPACA = (
+    "{% for message in messages %}"
+    "{% if message['role'] == 'user' %}{{ '### Instruction:\\n' + message['content'] + '\\n\\n' }}"
+    "{% elif message['role'] == 'assistant' %}{{ '### Response:\\n' }}"
+    "{% generation %}{{ message['content'] + eos_token }}{% endgeneration %}{{ '\\n\\n' }}"
+    "{% else %}{{ message['content'] + '\\n\\n' }}{% endif %}"
+    "{% endfor %}"
+    "{% if add_generation_prompt %}{{ '### Response:\\n' }}{% endif %}"
+)
+# Templates by their name in `SftArguments.chat_template_path`.
+TEMPLATES = {"chatml": CHATML, "alpaca": ALPACA}
+_REMEDY = "set chat_template_path to chatml, alpaca or a file with a template that has {% generation %} around answers"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -136,7 +148,7 @@ def choose_template(
 
     Args:
         tokenizer: Tokenizer of the model; its `chat_template` is changed if a template is named.
-        named: `"chatml"`, or the path of a file with a Jinja template; None takes the tokenizer's own.
+        named: `"chatml"`, `"alpaca"`, or the path of a file with a Jinja template; None takes the tokenizer's own.
         has_tools: Whether rows have schemas of tools.
         answers_only: Whether the template has to mark answers.
 
@@ -145,20 +157,25 @@ def choose_template(
     """
     from trl.chat_template_utils import get_training_chat_template, has_generation_markers
 
-    if named == "chatml":
-        if not all(token in tokenizer.get_vocab() for token in _CHATML_TOKENS):
-            raise ValueError(
-                f"chat_template_path is 'chatml', whose tokens {' and '.join(_CHATML_TOKENS)} this tokenizer lacks; give a file with "
-                "a template of tokens that it has."
-            )
+    if named == "chatml" and not all(token in tokenizer.get_vocab() for token in _CHATML_TOKENS):
+        raise ValueError(
+            f"chat_template_path is 'chatml', whose tokens {' and '.join(_CHATML_TOKENS)} this tokenizer lacks; set alpaca, or give "
+            "a file with a template of tokens that it has."
+        )
+    if named == "alpaca" and tokenizer.eos_token is None:
+        raise ValueError(
+            "chat_template_path is 'alpaca', which ends answers with the end token, but this tokenizer has none; give a file with a "
+            "template that needs no end token."
+        )
+    if named in TEMPLATES:
         begins = tokenizer.bos_token_id is not None and tokenizer("").input_ids[:1] == [tokenizer.bos_token_id]
-        tokenizer.chat_template = "{{ bos_token }}" * begins + CHATML
+        tokenizer.chat_template = "{{ bos_token }}" * begins + TEMPLATES[named]
     elif named is not None:
         try:
             tokenizer.chat_template = Path(named).expanduser().read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
             raise ValueError(
-                f"chat_template_path is {named!r}; expected chatml, or a file with a Jinja template."
+                f"chat_template_path is {named!r}; expected chatml, alpaca, or a file with a Jinja template."
             ) from error
     template: Any = tokenizer.chat_template
     if not template:

@@ -1,4 +1,4 @@
-"""One run of supervised fine-tuning, from its options to the trained model."""
+"""One run of supervised fine-tuning, from its arguments to the trained model."""
 
 import copy
 from typing import Any
@@ -6,15 +6,13 @@ from typing import Any
 import torch
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase, Trainer
-from trl import SFTTrainer
+from trl import SFTTrainer, pack_dataset
 from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 
 from midus_hf.config.fetched_blocks import BankLayout
 from midus_hf.models.host import MemoryConfig
-from midus_hf.sft.chat_dataset import build_chat_dataset, is_special
-from midus_hf.sft.options import SftConfig
 from midus_hf.training.data.corpus import read_corpus
-from midus_hf.training.data.packing import packed_sequences
+from midus_hf.training.data.packing import IGNORED_LABEL, packed_sequences
 from midus_hf.training.run import (
     Run,
     TrainResult,
@@ -23,6 +21,8 @@ from midus_hf.training.run import (
     load_config,
     load_tokenizer,
 )
+from midus_hf.training.sft.arguments import SftArguments
+from midus_hf.training.sft.chats import chat_sequences
 from midus_hf.training.trainer import TrainsMemory
 
 
@@ -45,9 +45,10 @@ class _ModelLossTrainer(SFTTrainer):
 class SftTrainer(TrainsMemory, _ModelLossTrainer):
     """The Trainer of a run of supervised fine-tuning, on sequences that are already tokens."""
 
-    def __init__(self, model: Any, args: SftConfig, **kwargs: Any):
+    def __init__(self, model: Any, args: SftArguments, **kwargs: Any):
         prepared = copy.copy(args)
-        prepared.packing = prepared.assistant_only_loss = False
+        prepared.packing = prepared.padding_free = prepared.assistant_only_loss = False
+        prepared.chat_template_path = None
         prepared.max_length, prepared.dataset_kwargs = None, {"skip_prepare_dataset": True}
         # A packed sequence has no padding, and no attention mask that would tell tokens from padding.
         prepared.include_num_input_tokens_seen = "all" if args.packing else "non_padding"
@@ -57,72 +58,84 @@ class SftTrainer(TrainsMemory, _ModelLossTrainer):
         self.processing_class = None
 
 
-def finetune(config: SftConfig) -> TrainResult:
+def finetune(arguments: SftArguments) -> TrainResult:
     """Fine-tune a model on chats, or on prompts and their completions.
 
-    Prints what trains, and writes the same files and log events to `config.output_dir` as `train`.
+    Prints what trains, and writes the same files and log events to `arguments.output_dir` as `train`.
 
     Args:
-        config: The options of the run.
+        arguments: The arguments of the run.
 
     Returns:
         The folder of the trained model, and the steps, tokens and last loss of the run.
 
     Raises:
-        ValueError: If the options are wrong; nothing has been written then.
+        ValueError: If the arguments are wrong; nothing has been written then.
         FloatingPointError: If the loss, a gradient or a trained tensor stops being finite.
     """
-    return prepare(config).execute()
+    return prepare(arguments).execute()
 
 
-def prepare(config: SftConfig) -> Run:
-    """Check the options of a run, open its output, load the model and the data, and return the run, ready to start.
+def prepare(arguments: SftArguments) -> Run:
+    """Check the arguments of a run, open its output, load the model and the data, and return the run, ready to start.
 
     Raises:
-        ValueError: If the options are wrong; nothing has been written then.
+        ValueError: If the arguments are wrong; nothing has been written then.
     """
-    model_config = load_config(config)
-    check_sequence_length("max_length", config.max_length or 0, model_config)
-    tokenizer = load_tokenizer(config)
+    model_config = load_config(arguments)
+    check_sequence_length("max_length", arguments.max_length or 0, model_config)
+    tokenizer = load_tokenizer(arguments)
     banks = _banks_of(model_config)
 
-    with Run(config) as run:
-        data = build_chat_dataset(config, tokenizer, model_config.vocab_size)
+    with Run(arguments) as run:
+        with arguments.main_process_first(desc="reading the chats"):
+            dataset, last_token = chat_sequences(arguments, tokenizer, model_config.vocab_size)
+            lines = [*_describe(dataset), *_describe_banks(banks)]
+            if arguments.packing:
+                dataset = pack_dataset(dataset, arguments.max_length or 0, arguments.packing_strategy)
+                lines.insert(1, f"packed into {len(dataset):,} sequences")
 
-        def choose(config: SftConfig, model: PreTrainedModel) -> tuple[Any, Any]:
-            if data.last_token is not None and is_special(tokenizer, data.last_token):
-                _stop_at(model, data.last_token)
-            chosen = choose_what_trains(config, model)
+        def choose(arguments: SftArguments, model: PreTrainedModel) -> tuple[Any, Any]:
+            if last_token is not None:
+                _stop_at(model, last_token)
+            chosen = choose_what_trains(arguments, model)
             trains = any(parameter.requires_grad for parameter in chosen[0].parameters())
             if banks and not trains and not _reads_generic(banks):
                 raise ValueError(
-                    f"nothing trains: trainable is {config.trainable!r}, which is the bank's blocks alone, and chats fetch none of "
-                    "them; expected trainable: all, adapters, or a model upscaled with without_ids = generic."
+                    f"nothing trains: trainable is {arguments.trainable!r}, which is the bank's blocks alone, and chats fetch none "
+                    "of them; expected trainable: all, adapters, or a model upscaled with without_ids = generic."
                 )
             return chosen
 
         run.load_model(model_config, choose=choose)
-        for line in [*data.describe(config), *_describe_banks(banks)] if config.process_index == 0 else []:
+        for line in lines if arguments.process_index == 0 else []:
             print(line)
         padding = next((token for token in (tokenizer.pad_token_id, tokenizer.eos_token_id) if token is not None), 0)
         run.make_trainer(
             SftTrainer,
             tokenizer,
-            train_dataset=data.dataset,
-            eval_dataset=_held_out(config, tokenizer),
+            train_dataset=dataset,
+            eval_dataset=_held_out(arguments, tokenizer),
             processing_class=tokenizer,
-            data_collator=DataCollatorForLanguageModeling(padding, padding_free=config.packing),
+            data_collator=DataCollatorForLanguageModeling(padding, padding_free=arguments.packing),
         )
     return run
 
 
-def _held_out(config: SftConfig, tokenizer: PreTrainedTokenizerBase) -> Any:
+def _held_out(arguments: SftArguments, tokenizer: PreTrainedTokenizerBase) -> Any:
     """Return the held-out texts as packed sequences, by name if there are several; None without held-out text."""
     texts = {
-        name: packed_sequences(read_corpus(path), tokenizer, config.max_length or 0, documents_apart=False)
-        for name, path in config.eval_texts.items()
+        name: packed_sequences(read_corpus(path), tokenizer, arguments.max_length or 0, documents_apart=False)
+        for name, path in arguments.eval_texts.items()
     }
     return texts.get("", texts) or None
+
+
+def _describe(dataset: Any) -> list[str]:
+    """Return a sentence on the examples of a run, how many tokens they have, and how many of these have a loss."""
+    tokens = sum(map(len, dataset["input_ids"]))
+    labels = sum(label != IGNORED_LABEL for row in dataset["labels"] for label in row)
+    return [f"{len(dataset):,} examples, {tokens:,} tokens, {labels:,} of them with a loss ({labels / tokens:.1%})"]
 
 
 def _banks_of(model_config: PreTrainedConfig) -> dict[str, BankLayout]:

@@ -8,20 +8,17 @@ from midus_hf.training.arguments import MemoryArguments
 
 
 @dataclasses.dataclass
-class SftConfig(MemoryArguments, SFTConfig):
+class SftArguments(MemoryArguments, SFTConfig):
     """Arguments of `midus sft`: every key of TRL's `SFTConfig`, the keys of `MemoryArguments`, and what follows.
 
     Args:
-        dataset_name: A `.jsonl`, `.json` or `.parquet` file of rows, a folder (with its subfolders, by path), or the id
-            of a dataset on the Hub. All but Parquet may be compressed (`.gz` or `.zst` after the ending).
-        dataset_config: Configuration of a dataset on the Hub. Default: the dataset's own.
-        dataset_train_split: Split of a dataset on the Hub. Default: `"train"`.
-        dataset_format: `"messages"`, `"sharegpt"`, `"alpaca"`, `"dolly"` or `"prompt-completion"`. Default: the format
-            whose columns the first row has.
-        dataset_encoding: Encoding of JSON files. Default: `"utf-8"`.
+        dataset_name: A file of rows (JSON, CSV or Parquet), a folder, or the id of a dataset on the Hub, read as `corpus` of
+            `midus train` is.
+        dataset_config: Configuration of a dataset on the Hub or of a downloaded one. Default: the dataset's own.
+        dataset_train_split: Split of the data. Default: the only one, or `train`.
         max_length: Most tokens of a chat, or of a sequence of packed chats; longer chats are cut. Default: 2048.
-        chat_template: Template of chats, saved with the tokenizer: `"chatml"`, `"alpaca"`, or a file with a Jinja
-            template. Default: the tokenizer's own.
+        chat_template_path: Template of chats, saved with the tokenizer: `"chatml"`, `"alpaca"`, or a file with a Jinja
+            template that has `{% generation %}` around answers. Default: the tokenizer's own, for training in TRL's version.
         assistant_only_loss: Compute the loss only on answers: what the assistant says with the token that ends it, or
             completions. Default: true.
         packing: Let short chats share a sequence, where they do not see one another. Default: false.
@@ -32,11 +29,9 @@ class SftConfig(MemoryArguments, SFTConfig):
 
     dataset_name: str | None = None
     dataset_config: str | None = None
-    dataset_train_split: str = "train"
-    dataset_format: str | None = None
-    dataset_encoding: str = "utf-8"
+    dataset_train_split: str | None = None
     max_length: int | None = 2048
-    chat_template: str | None = None
+    chat_template_path: str | None = None
     assistant_only_loss: bool = True
     packing: bool = False
 
