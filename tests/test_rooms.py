@@ -58,7 +58,6 @@ ROOMS_OF_MODELS = (
     "evaluation",
     "look",
     "training",
-    "sft",
     "compare",
     "cli",
 )
