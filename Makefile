@@ -19,8 +19,7 @@ TEST_ENV = OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false PYTHONDONTWRITEBYTECOD
 	TORCHINDUCTOR_CACHE_DIR="$${TMPDIR:-/tmp}/torchinductor-midus" TMPDIR=$(TEST_TMP)
 RESULTS ?= benchmarks/results
 GPU_RESULTS ?= outputs/gpu
-# Kernels are compiled at a few shapes for a target of each maker with the newest triton, and with the oldest, which is that of a GPU's
-# machine, at more shapes for its own (test-all: at all shapes for all targets).
+# Kernels are compiled at a few shapes for a target of each maker with the newest triton alone.
 # What both versions run, the oldest run with each value of a parameter, not in pairs, and without what compilers take long for.
 OLDEST_FILES = tests/ops tests/memory tests/models
 OLDEST_TESTS = $(OLDEST_FILES) -k 'not test_offline_compilation and not inductor and not without_triton and not native_build'

@@ -10,10 +10,9 @@ import sys
 from pathlib import Path
 
 from benchmarks.gpu.run import FURTHER_STEPS, SECONDS, STEPS
-from benchmarks.kernels.bounds import MOST_SHARED_MEMORY
 from benchmarks.models.points import CONFIGS, METHODS, PHASES
 from benchmarks.ops.shapes import MODES, SHAPES
-from benchmarks.options import add_device, add_results, add_resumption, numbers, words
+from benchmarks.options import MOST_SHARED_MEMORY, add_device, add_results, add_resumption, numbers, words
 from benchmarks.report import DOCUMENT, IMAGES
 from benchmarks.tracked import RESULTS
 
@@ -140,18 +139,14 @@ def _add_model(commands: argparse._SubParsersAction) -> None:
 def _add_kernels(commands: argparse._SubParsersAction) -> None:
     parser = commands.add_parser(
         "kernels",
-        help="compile kernels for GPUs that are not here: registers, shared memory, instructions",
-        description="Compile every kernel as it would be launched, and print its shared memory, registers and spills, the "
-        "instructions of a warp by class, and their least time on an H200. Ends with status 1 if a kernel needs more "
-        "shared memory than its target has.",
+        help="compile kernels for GPUs that are not here: registers and shared memory",
+        description="Compile every kernel as it would be launched, and print its shared memory, registers and spills. "
+        "Ends with status 1 if a kernel needs more shared memory than its target has.",
     )
-    parser.set_defaults(module="benchmarks.kernels.run")
+    parser.set_defaults(module="benchmarks.kernels")
     parser.add_argument("--targets", type=words, default=list(MOST_SHARED_MEMORY), help="default: all")
     parser.add_argument("--kernels", type=words, help="names of kernels; default: all")
     parser.add_argument("--cases", type=words, help="names of cases; default: all")
-    parser.add_argument(
-        "--count", type=words, help="names of cases whose instructions are counted; default: all of these"
-    )
     parser.add_argument("--json", action="store_true", help="print a JSON list")
 
 

@@ -5,6 +5,9 @@ from pathlib import Path
 
 from benchmarks.tracked import RESULTS
 
+# Bytes that one program may use on the GPUs that kernels are compiled for, by target.
+MOST_SHARED_MEMORY = {"sm_80": 163 << 10, "sm_90": 227 << 10, "gfx942": 64 << 10}
+
 
 def device_command(description: str | None) -> argparse.ArgumentParser:
     """Return the command line of a script, with the options of `add_device` and `add_results`."""

@@ -12,7 +12,7 @@ from types import SimpleNamespace
 import pytest
 
 from benchmarks.__main__ import main
-from benchmarks.kernels.cases import cases
+from benchmarks.kernels import cases
 from benchmarks.options import words
 
 ROOT = Path(__file__).parents[3]
@@ -48,30 +48,34 @@ CASES = (
 
 
 def test_every_kernel_compiles():
-    chosen = ["--targets", ",".join(TARGETS), "--cases", ",".join(CASES), "--count", ""]
+    chosen = ["--targets", ",".join(TARGETS), "--cases", ",".join(CASES)]
     command = [sys.executable, "-m", "benchmarks", "kernels", *chosen, "--json"]
     run = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
     assert run.returncode == 0, run.stderr[-2000:]
     rows = json.loads(run.stdout)
     assert {(row["kernel"], row["target"]) for row in rows} == {*itertools.product(KERNELS, TARGETS)}
     assert {row["case"] for row in rows} == {*CASES}
-    assert {row["instructions"] for row in rows} == {None}
+    # A kernel whose inner loop spills is slow; those of the papers' shapes in bfloat16 must not.
+    assert [row for row in rows if row["case"] != CASES[1] and (row["spilled_bytes"] or 0) > 512] == []
+    # What addresses from a table are a multiple of is said to the compiler, which forgets it easily.
+    slots = [row for row in rows if row["kernel"] in ("depth_forward_kernel", "depth_gradient_kernel")]
+    assert all(row["wide_loads"] is None or row["wide_loads"] >= 6 for row in slots)
+    assert not any(row["narrow_loads"] for row in slots)
 
 
 @pytest.mark.parametrize(
     "words, message",
     [
-        (["--targets", "sm_1"], "target is 'sm_1'; expected some of sm_80, sm_90, sm_100, gfx942"),
+        (["--targets", "sm_1"], "target is 'sm_1'; expected some of sm_80, sm_90, gfx942"),
         (["--kernels", "fast_kernel"], "kernel is 'fast_kernel'; expected some of scores_kernel."),
         (["--cases", "gpt-2"], "case is 'gpt-2'; expected some of llama-3.2-1b"),
-        (["--cases", "head 16,head 80", "--count", "n 1024"], "case is 'n 1024'; expected some of head 16, head 80."),
     ],
-    ids=["target", "kernel", "case", "counted"],
+    ids=["target", "kernel", "case"],
 )
 def test_what_is_unknown_is_refused(words, message, monkeypatch):
     monkeypatch.setattr("os.environ", dict(os.environ))  # compiling does away with TRITON_INTERPRET
     launch = SimpleNamespace(kernel=SimpleNamespace(__name__="scores_kernel"))
-    monkeypatch.setattr("benchmarks.kernels.run.launches", lambda of_cases: [launch])
+    monkeypatch.setattr("benchmarks.kernels.launches", lambda of_cases: [launch])
     with pytest.raises(SystemExit, match=re.escape(message)):
         main(["kernels", *words])
 

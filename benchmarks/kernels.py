@@ -1,0 +1,321 @@
+"""Compile every kernel, as it would be launched, for GPUs that this machine lacks, and print what each needs."""
+
+import argparse
+import json
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Container, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from triton.runtime.jit import JITFunction
+
+from benchmarks.options import MOST_SHARED_MEMORY
+from benchmarks.recorded import require_known
+from midus_hf.ops.chapters.triton.forward import triton_segments
+from midus_hf.ops.chapters.triton.gradients import triton_segment_gradients
+from midus_hf.ops.depth.inputs import DepthInputs, Wanted
+from midus_hf.ops.depth.triton import triton_depth_attention, triton_depth_gradients
+from midus_hf.ops.gather.triton import (
+    triton_bank_gradient,
+    triton_row_sums,
+    triton_spread_weights,
+    triton_weight_gradients,
+    triton_weighted_rows,
+)
+from midus_hf.ops.headwise.inputs import LookupInputs, room_for_gradient
+from midus_hf.ops.headwise.triton import triton_output
+from midus_hf.ops.product_key.triton.forward import triton_scores
+from midus_hf.ops.product_key.triton.gradients import triton_gradients_of_scores, triton_score_gradients
+
+
+def cases() -> Iterator[tuple[str, Callable[[], Any]]]:
+    """Yield names and calls: shapes of the papers' models, wide and odd heads, large banks, each dtype.
+
+    Names have no commas, since commas separate names on the command line.
+    """
+    for name, heads, dim, n, k, dtype in (
+        ("llama-3.2-1b", 32, 64, 64, 4, torch.bfloat16),
+        ("llama-3.1-8b", 32, 128, 64, 4, torch.bfloat16),
+        ("llama-3.2-1b float32", 32, 64, 64, 4, torch.float32),
+        ("llama-3.2-1b float16", 32, 64, 64, 4, torch.float16),
+        ("head 16", 4, 16, 16, 1, torch.bfloat16),
+        ("head 80", 4, 80, 48, 8, torch.bfloat16),
+        ("head 96 with k 32", 4, 96, 64, 32, torch.bfloat16),
+        ("head 256", 4, 256, 64, 4, torch.bfloat16),
+        ("n 1024", 2, 64, 1024, 16, torch.bfloat16),
+    ):
+        yield name, partial(_lookup, heads, dim, n, k, dtype)
+    yield "prompt of llama-3.2-1b", _prompt
+    for dtype in (torch.bfloat16, torch.float32):
+        name = f"32 heads of 4 over width 2048 in {str(dtype).removeprefix('torch.')}"
+        yield name, partial(_gather, 2048, 128, dtype)
+    for name, dim, memory_tokens, weighed, dtype in (
+        ("chapters of llama-3.2-1b", 64, 64, "scales", torch.bfloat16),
+        ("chapters of llama-3.1-8b", 128, 64, "scales", torch.bfloat16),
+        ("chapters of llama-3.2-1b with logit bias", 64, 64, "biases", torch.bfloat16),
+        ("chapters of llama-3.2-1b in float32", 64, 64, "", torch.float32),
+        ("chapters of llama-3.2-1b in float16", 64, 64, "", torch.float16),
+        ("chapters of 3 with head 80", 80, 3, "scales", torch.bfloat16),
+        ("chapters of 1000 with head 256", 256, 1000, "scales", torch.bfloat16),
+        ("chapters of 1000 with head 256 in float32", 256, 1000, "scales", torch.float32),
+    ):
+        yield name, partial(_attend, dim, memory_tokens, weighed, dtype)
+    for name, group, dim, slots, softcap, dtype in (
+        ("depth of moda-700m", 2, 64, 72, None, torch.bfloat16),
+        ("depth of llama-3.1-8b", 4, 128, 64, None, torch.bfloat16),
+        ("depth of table 2 with 32 queries per key", 32, 64, 64, None, torch.bfloat16),
+        ("depth of gemma-2 with softcap", 2, 256, 52, 50.0, torch.bfloat16),
+        ("depth of 5 with head 80 in float16", 7, 80, 5, None, torch.float16),
+        ("depth of 300 with head 96 and 64 queries per key", 64, 96, 300, None, torch.bfloat16),
+        ("depth of 512 with head 256 in float32", 3, 256, 512, None, torch.float32),
+        ("depth of heads at odd places", 2, 64, 8, None, torch.bfloat16),
+    ):
+        yield name, partial(_depth, group, dim, slots, softcap, dtype, skipped=1 if "odd" in name else 0)
+
+
+# Tokens of a lookup, as many as in benchmarks on a GPU.
+TOKENS = 32768
+
+
+def _sized(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """Return a tensor with a shape but without data, which suffices since launches are caught."""
+    return torch.empty(*shape, dtype=dtype, device="meta")
+
+
+def _lookup(heads: int, dim: int, n: int, k: int, dtype: torch.dtype) -> None:
+    query, keys = _sized(TOKENS, heads, dim, dtype=dtype), _sized(heads, n, dim // 2, dtype=dtype)
+    bank = _sized(heads, n * n, dim, dtype=dtype) if n <= 64 else _sized(n * n, dim, dtype=dtype)
+    inputs = LookupInputs(query, keys, keys, bank, query, k, 1.0)
+    kept = room_for_gradient(inputs)
+    output = triton_output(inputs, kept)
+    triton_score_gradients(output, query, keys, keys, bank, kept, 1.0)
+    triton_bank_gradient(output, *kept, bank.shape, dtype)
+    scores, chosen = triton_scores(query, keys, keys, k)
+    triton_gradients_of_scores(scores, query, keys, keys, chosen)
+
+
+def _prompt() -> None:
+    """Look up few tokens, without gradient, so that slots and weights are not kept."""
+    query, keys = _sized(2048, 32, 64, dtype=torch.bfloat16), _sized(32, 64, 32, dtype=torch.bfloat16)
+    bank = _sized(32, 64 * 64, 64, dtype=torch.bfloat16)
+    triton_output(LookupInputs(query, keys, keys, bank, query, 4, 1.0))
+
+
+def _gather(width: int, m: int, dtype: torch.dtype) -> None:
+    bank, slots = _sized(4096, width, dtype=dtype), _sized(TOKENS, m, dtype=torch.int64)
+    weights = _sized(TOKENS, m, dtype=dtype)
+    output = triton_weighted_rows(bank, slots, weights)
+    triton_weight_gradients(output, bank, slots)
+    triton_spread_weights(slots, weights, len(bank), dtype)
+    triton_row_sums(output, slots, weights, 4096)
+
+
+def _attend(dim: int, memory_tokens: int, weighed: str, dtype: torch.dtype) -> None:
+    tokens, chosen, heads, kv_heads, chapters = 2048, 8, 32, 8, 64
+    query, table = (
+        torch.zeros(tokens, heads, dim, dtype=dtype),
+        torch.zeros(chapters, memory_tokens, kv_heads, dim, dtype=dtype),
+    )
+    read = torch.zeros(tokens, chosen, dtype=torch.int64)
+    extra = tuple(torch.zeros(tokens, chosen) if weighed == name else None for name in ("scales", "biases"))
+    reading = triton_segments(query, table, table, read, *extra)
+    triton_segment_gradients(reading.output, query, table, table, extra, reading, True, True)
+
+
+def _depth(group: int, dim: int, slots: int, softcap: float | None, dtype: torch.dtype, skipped: int) -> None:
+    query = _heads(group * _KV_HEADS, dim, dtype, skipped)
+    keys = [_heads(_KV_HEADS, dim, dtype, skipped) for _ in range(slots)]
+    inputs = DepthInputs(query, keys, keys, dim**-0.5, softcap)
+    reading = triton_depth_attention(inputs)
+    triton_depth_gradients(inputs, reading, reading, Wanted())
+
+
+# Heads of keys and values of models that read the depth.
+_KV_HEADS = 8
+
+
+def _heads(count: int, dim: int, dtype: torch.dtype, skipped: int) -> torch.Tensor:
+    texts, tokens = 2, 16
+    numbers = torch.zeros(skipped + texts * tokens * count * dim, dtype=dtype)[skipped:]
+    return numbers.view(texts, tokens, count, dim).transpose(1, 2)
+
+
+_POINTERS = {
+    torch.float32: "*fp32",
+    torch.uint8: "*u8",
+    torch.float16: "*fp16",
+    torch.bfloat16: "*bf16",
+    torch.int16: "*i16",
+    torch.int32: "*i32",
+    torch.int64: "*i64",
+}
+
+
+@dataclass(frozen=True)
+class Launch:
+    """A launch that was caught: arguments by name, and compiler options."""
+
+    kernel: JITFunction
+    case: str
+    arguments: dict[str, Any]
+    options: dict[str, Any]
+
+    @classmethod
+    def of(cls, kernel: JITFunction, arguments: Sequence[Any], keywords: dict[str, Any]) -> "Launch":
+        """Return a launch with an empty `case` from the arguments of triton's launcher."""
+        named = dict(zip((parameter.name for parameter in kernel.params), arguments, strict=False)) | keywords
+        by_parameter = {parameter.name: named.pop(parameter.name) for parameter in kernel.params}
+        return cls(kernel, "", by_parameter, named)
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """Resources that a compiled kernel needs. What no tool counts, as on AMD, is None.
+
+    `spilled_bytes` are bytes of a thread's stack. `wide_loads` load 16 bytes per thread, or copy them to shared memory,
+    `narrow_loads` 2 bytes.
+    """
+
+    kernel: str
+    case: str
+    target: str
+    shared_bytes: int
+    registers: int | None
+    spilled_bytes: int | None
+    wide_loads: int | None
+    narrow_loads: int | None
+
+
+@contextmanager
+def caught_launches() -> Iterator[list[Launch]]:
+    """Catch launches in the `with` block instead of running them, and yield a list of them; their `case` is empty."""
+    caught: list[Launch] = []
+
+    def catch(self: JITFunction, *arguments: Any, grid: Any, warmup: bool, **keywords: Any) -> None:
+        caught.append(Launch.of(self, arguments, keywords))
+
+    before, JITFunction.run = JITFunction.run, catch
+    try:
+        yield caught
+    finally:
+        JITFunction.run = before
+
+
+def specialisation(launch: Launch) -> tuple[dict, dict, dict]:
+    """Return signature, constants and attributes as triton's own launcher derives them from arguments."""
+    signature: dict[str, str] = {}
+    constants: dict[str, Any] = {}
+    attributes: dict[tuple[int, ...], list] = {}
+    for index, parameter in enumerate(launch.kernel.params):
+        value = launch.arguments[parameter.name]
+        if parameter.is_constexpr or (type(value) is int and value == 1):
+            signature[parameter.name] = "constexpr"
+            constants[parameter.name] = value
+            continue
+        if isinstance(value, tuple):
+            assert all(type(number) is int and number >> 31 and number % 2 for number in value), (
+                "numbers that compile alike"
+            )
+            signature[parameter.name] = ("i64",) * len(value)  # type: ignore[assignment]
+            continue
+        if isinstance(value, torch.Tensor):
+            signature[parameter.name] = _POINTERS[value.dtype]
+        else:
+            signature[parameter.name] = "fp32" if isinstance(value, float) else "i32"
+        if isinstance(value, torch.Tensor) or (type(value) is int and value % 16 == 0):
+            attributes[(index,)] = [["tt.divisibility", 16]]
+    return signature, constants, attributes
+
+
+def launches(of_cases: Container[str]) -> list[Launch]:
+    """Return every launch of some cases; launches that compile to the same code come once."""
+    by_code: dict[tuple, Launch] = {}
+    for case, ask in cases():
+        if case not in of_cases:
+            continue
+        with caught_launches() as caught:
+            ask()
+        for launch in caught:
+            key = (launch.kernel.__name__, str((specialisation(launch), launch.options)))
+            by_code.setdefault(key, replace(launch, case=case))
+    return list(by_code.values())
+
+
+def _resources(cubin: bytes) -> tuple[int, int]:
+    """Return registers and bytes of stack of a thread, as NVIDIA's `cuobjdump`, which triton includes, prints them."""
+    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        printed = subprocess.run([tool, "-res-usage", file.name], capture_output=True, text=True, check=True)
+    text = printed.stdout + printed.stderr
+    registers, stack = re.search(r"REG:(\d+)", text), re.search(r"STACK:(\d+)", text)
+    assert registers and stack, text
+    return int(registers[1]), int(stack[1])
+
+
+def compile_for(launch: Launch, target: str) -> Compiled:
+    """Compile a launch for a target."""
+    signature, constants, attributes = specialisation(launch)
+    if target.startswith("gfx"):  # the results of `precise_product` and `wide_ranged_product` on AMD
+        constants = {name: "ieee" if value in ("tf32x3", "tf32") else value for name, value in constants.items()}
+    number = re.sub(r"\D", "", target)
+    gpu = GPUTarget("hip", target, 64) if target.startswith("gfx") else GPUTarget("cuda", int(number), 32)
+    source = ASTSource(fn=launch.kernel, signature=signature, constexprs=constants, attrs=attributes)
+    options = {"num_warps": 4, **launch.options}
+    compiled = triton.compile(source, target=gpu, options=options)
+    kernel = launch.kernel.__name__
+    cubin = compiled.asm.get("cubin")
+    registers, spilled = (None, None) if cubin is None else _resources(cubin)
+    wide, narrow = (
+        len(re.findall(load, compiled.asm["ptx"])) if "ptx" in compiled.asm else None
+        for load in (r"ld\.global\S*\.v4\.b32\b|cp\.async\.cg\b", r"ld\.global\S*\.[bu]16\b")
+    )
+    shared = compiled.metadata.shared
+    return Compiled(kernel, launch.case, target, shared, registers, spilled, wide, narrow)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Compile the launches of the command line; return 1 if a kernel needs more shared memory than its target has, else 0."""
+    require_known(arguments.targets, MOST_SHARED_MEMORY, "target", "some")
+    names = [name for name, _ in cases()]
+    require_known(arguments.cases, names, "case", "some")
+    chosen_cases = arguments.cases or names
+    caught = launches(chosen_cases)
+    kernels = dict.fromkeys(launch.kernel.__name__ for launch in caught)
+    require_known(arguments.kernels, kernels, "kernel", "some")
+    rows = []
+    for launch in caught:
+        if launch.kernel.__name__ not in (arguments.kernels or kernels):
+            continue
+        for target in arguments.targets:
+            row = compile_for(launch, target)
+            rows.append(row)
+            if not arguments.json:
+                print(_line(row), flush=True)
+    if arguments.json:
+        print(json.dumps([asdict(row) for row in rows]))
+    too_large = [row for row in rows if row.shared_bytes > MOST_SHARED_MEMORY[row.target]]
+    if too_large:
+        print(
+            f"{len(too_large)} kernels need more shared memory than their target has, {too_large[0]} among them.",
+            file=sys.stderr,
+        )
+    return 1 if too_large else 0
+
+
+def _line(row: Compiled) -> str:
+    line = f"{row.kernel:28s} {row.case:40s} {row.target:7s} {row.shared_bytes:7d} B shared"
+    if row.registers is not None:
+        line += f" {row.registers:4d} registers {row.spilled_bytes:4d} B stack"
+    return line
