@@ -29,7 +29,7 @@ from midus_hf.models.dead_memories import warn_of_dead_memories
 from midus_hf.models.fetching import BLOCKS, IDS, Banks, HostsBanks
 from midus_hf.models.listing import register_targets, show_in_transformers
 from midus_hf.models.memory_inputs import MemoryInputs
-from midus_hf.models.parts import CACHE
+from midus_hf.models.parts import CACHE, named_cache
 
 
 class MemoryConfig:
@@ -240,15 +240,15 @@ class MemoryModel(HostsMemory):
         Raises:
             ValueError: If a memory takes `input_ids`, and embeddings are passed alone.
         """
-        cache = past_key_values if cache is None else cache
         arguments: dict[str, Any] = {
             "input_ids": input_ids,
             "attention_mask": attention_mask,
             "position_ids": position_ids,
-            CACHE: cache,
+            **named_cache(cache, past_key_values),
             "inputs_embeds": inputs_embeds,
             "use_cache": use_cache,
         }
+        cache = arguments[CACHE]
         if self.needs.inputs:
             tokens = inputs_embeds if input_ids is None else input_ids
             brought: dict[str, Any] = {}

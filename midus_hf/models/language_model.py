@@ -16,7 +16,7 @@ from midus_hf.models.adapter_layers import refuse_adapter_of_base
 from midus_hf.models.fetching import BLOCKS, IDS
 from midus_hf.models.host import HostsMemory
 from midus_hf.models.listing import list_model
-from midus_hf.models.parts import CACHE
+from midus_hf.models.parts import CACHE, named_cache
 from midus_hf.models.router_losses import AddsRouterLosses
 
 _IGNORED_LABEL = -100
@@ -92,7 +92,7 @@ class MemoryForCausalLM(AddsRouterLosses, HostsMemory):
             "input_ids": input_ids,
             "attention_mask": attention_mask,
             "position_ids": position_ids,
-            CACHE: past_key_values if cache is None else cache,
+            **named_cache(cache, past_key_values),
             "inputs_embeds": inputs_embeds,
             "labels": labels,
             "use_cache": use_cache,

@@ -4,11 +4,22 @@ from typing import Any, ClassVar
 
 import torch
 from torch import nn
+from transformers import Cache
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 #: Name of the argument of forwards, and of the field of outputs, that holds the cache: `cache` from Transformers 5.24 on,
 #: `past_key_values` before. Forwards of this package take both names.
 CACHE = "cache" if "cache" in CausalLMOutputWithPast.__dataclass_fields__ else "past_key_values"
+
+
+def named_cache(cache: Any, past_key_values: Any) -> dict[str, Any]:
+    """Return the keyword arguments by which a family's forward gets its cache, which came under either name.
+
+    Before Transformers 5.24, continuous batching passes its own kind of cache as `cache`, beside `past_key_values`.
+    """
+    if CACHE == "cache" or cache is None or isinstance(cache, Cache):
+        return {CACHE: past_key_values if cache is None else cache}
+    return {CACHE: past_key_values, "cache": cache}
 
 
 class MissingPart(ValueError):

@@ -11,7 +11,7 @@ from midus_hf.config.installed import INSTALLED, needed_for
 from midus_hf.models.adapter_layers import refuse_adapter_of_base
 from midus_hf.models.host import HostsMemory
 from midus_hf.models.listing import list_model
-from midus_hf.models.parts import CACHE
+from midus_hf.models.parts import CACHE, named_cache
 from midus_hf.models.router_losses import AddsRouterLosses
 
 
@@ -116,7 +116,7 @@ class MemoryForClassification(MemoryHead):
             **kwargs,
         }
         family_arguments |= {
-            CACHE: past_key_values if cache is None else cache,
+            **named_cache(cache, past_key_values),
             "inputs_embeds": inputs_embeds,
             "labels": labels,
         }
@@ -163,7 +163,7 @@ class MemoryForQuestionAnswering(MemoryHead):
             "position_ids": position_ids,
             **kwargs,
         }
-        family_arguments |= {CACHE: past_key_values if cache is None else cache, "inputs_embeds": inputs_embeds}
+        family_arguments |= {**named_cache(cache, past_key_values), "inputs_embeds": inputs_embeds}
         family_arguments |= {"start_positions": start_positions, "end_positions": end_positions}
         memory_arguments = {"prompt_mask": prompt_mask, "token_mask": token_mask, "memory_ids": memory_ids}
         has_labels = start_positions is not None and end_positions is not None
