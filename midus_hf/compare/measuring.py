@@ -227,8 +227,7 @@ def _train(command: str, keys: dict[str, Any], output: Path, commands: Commands)
     if (output / "config.json").is_file():
         return 0
     if (output / "train_config.yaml").is_file():
-        has_checkpoint = any(output.glob("checkpoint-*"))
-        keys = keys | ({"resume_from_checkpoint": "auto"} if has_checkpoint else {"overwrite_output_dir": True})
+        keys = keys | {"resume_from_checkpoint": "auto"}
     step = command.removeprefix("midus ")
     recipe = output.parent / f"{step}.yaml"
     recipe.write_text(yaml.safe_dump(keys, sort_keys=False), encoding="utf-8")

@@ -49,6 +49,7 @@ class Run:
             "output_dir": str(output),
             "seed": self.seed,
         }
+        keys.pop("eval_max_tokens", None)  # of the comparison's own measurements
         if comparison.seconds is not None:
             keys["max_seconds"] = comparison.seconds
         if not comparison.texts:
@@ -64,7 +65,7 @@ class Run:
             keys["eval_steps"] = 1 if steps is None else max(1, int(steps) // comparison.evaluations)
         keys.setdefault("save_steps", keys["eval_steps"])
         keys.setdefault("save_total_limit", 1)
-        return {**keys, "eval_text": comparison.texts}
+        return {**keys, "eval_text": comparison.texts, "eval_on_start": True}
 
     def fine_tuning_keys(self, model: Path | str, output: Path) -> dict[str, Any]:
         """Return the keys of `midus sft` for this run, whose variant must be one that is fine-tuned."""

@@ -411,6 +411,11 @@ class Run:
                         self._stop.signal_number,
                     )
                 result = self._result(self.trainer, output.metrics["train_runtime"])
+                costs = {
+                    "trained_parameters": result.trained_parameters,
+                    "peak_memory_bytes": result.peak_memory_bytes,
+                }
+                self.trainer.log({**costs, "training_seconds": result.seconds})
                 self._save(self.trainer, self.tokenizer, result)
             return result
         finally:

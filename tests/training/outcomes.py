@@ -45,7 +45,7 @@ def exact_log(output: Path, name: str = "epoch") -> list[dict[str, Any]]:
         output: Folder of the run.
         name: What events must have: `loss` leaves those of evaluations out.
     """
-    of_steps = [event for event in events(output, name) if "total_flos" not in event]
+    of_steps = [event for event in events(output, name) if not {"total_flos", "trained_parameters"} & event.keys()]
     return [{key: value for key, value in event.items() if key not in OF_TIME} for event in of_steps]
 
 
