@@ -27,6 +27,7 @@ from midus_hf.evaluation.fetching import (
 )
 from midus_hf.evaluation.local_tasks import PREFIX, load_local_task, local_task_names
 from midus_hf.evaluation.quiet import without_bars
+from midus_hf.model_names import check_hub_dataset
 from midus_hf.saved_models import check_ids
 from midus_hf.topics.memory_retriever import MemoryRetriever
 from midus_hf.topics.tree import ClusterTree, check_tree
@@ -148,12 +149,20 @@ class Tasks:
                 harness_name, spec = PREFIX + short, load_local_task(short, data)
             elif name in self.manager.all_tasks:
                 harness_name = spec = name
+                self._check_questions(name)
             else:
                 raise ValueError(_unknown_task(name, self.manager.all_tasks, local))
             if harness_name in self.names.values():
                 raise ValueError(f"task {name!r} is given twice; expected every task once.")
             self.names[name] = harness_name
             self.specs.append(spec)
+
+    def _check_questions(self, name: str) -> None:
+        """Refuse at once a task whose questions are on the Hub, if they cannot be had from there or from the cache."""
+        entry = getattr(self.manager, "task_index", {}).get(name)
+        source = (getattr(entry, "cfg", None) or {}).get("dataset_path")
+        if isinstance(source, str) and "/" in source and not Path(source).exists():
+            check_hub_dataset(f"task is {name!r}, whose questions are a dataset of the Hub", source)
 
     def run(
         self,

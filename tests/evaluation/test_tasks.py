@@ -1,6 +1,7 @@
 """Tasks: their prompts, their scores, and what is said of those that do not exist."""
 
 import json
+import time
 from pathlib import Path
 
 import pytest
@@ -283,6 +284,19 @@ def test_an_unknown_task_is_refused_with_near_matches(data, of_the_harness, monk
         ValueError, match=r"task is '123'; expected a task of lm-eval\. Give the folder .* include_path"
     ):
         Tasks(["123"])
+
+
+def test_a_task_whose_questions_cannot_be_had_is_refused_at_once(monkeypatch):
+    folder = Path(evaluator.__file__).with_name("tasks") / "hellaswag"
+    own = TaskManager(include_defaults=False, include_path=str(folder))
+    monkeypatch.setattr("midus_hf.evaluation.harness._own_tasks", lambda: own)
+    begin = time.monotonic()
+    with pytest.raises(
+        ValueError,
+        match=r"task is 'hellaswag', whose questions .*'Rowan/hellaswag' is not in the cache of datasets, and the Hub",
+    ):
+        Tasks(["hellaswag"])
+    assert time.monotonic() - begin < 10
 
 
 def test_a_local_task_without_data_says_what_is_missing():

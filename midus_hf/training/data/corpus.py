@@ -12,6 +12,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from midus_hf.model_names import check_hub_dataset
+
 if TYPE_CHECKING:
     from datasets import Dataset
 
@@ -35,7 +37,6 @@ _SPLIT_WORDS = {
     **dict.fromkeys(("test", "testing"), "test"),
 }
 _DATASET_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
-_SECONDS_TO_ANSWER = 5
 _SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 
 
@@ -326,36 +327,11 @@ def _read_hub(key: str, name_of_dataset: str, split: str | None, name: str | Non
         raise _Refusal(
             f"{key} is {name_of_dataset!r}, which does not exist; expected a file, a folder or a dataset id."
         )
-    _check_hub_has(key, name_of_dataset)
-    return _split_of(key, name_of_dataset, datasets.load_dataset(name_of_dataset, name), split)
-
-
-def _check_hub_has(key: str, name: str) -> None:
-    """Refuse a name at once that the Hub does not have, or that cannot be asked for and is not in the cache."""
-    import datasets
-    import huggingface_hub
-    from huggingface_hub.errors import GatedRepoError, HfHubHTTPError, RepositoryNotFoundError
-
-    cached = [
-        Path(datasets.config.HF_DATASETS_CACHE, name.replace("/", "___")),
-        Path(huggingface_hub.constants.HF_HUB_CACHE, f"datasets--{name.replace('/', '--')}"),
-    ]
     try:
-        huggingface_hub.HfApi().dataset_info(name, timeout=_SECONDS_TO_ANSWER)
-    except GatedRepoError as error:
-        raise _Refusal(f"{key} is {name!r}, whose owner has to admit you: {_reason(error)}") from error
-    except RepositoryNotFoundError as error:
-        raise _Refusal(
-            f"{key} is {name!r}, which is no file or folder, and the Hub has no such dataset; correct the name."
-        ) from error
-    except HfHubHTTPError:
-        return
-    except Exception as error:  # of whichever HTTP library the hub's client uses
-        if not any(path.exists() for path in cached):
-            raise _Refusal(
-                f"{key} is {name!r}, which is no file or folder and not in the cache of datasets, and the Hub cannot be "
-                "reached; correct the name, or connect to a network."
-            ) from error
+        check_hub_dataset(f"{key} is {name_of_dataset!r}, which is no file or folder", name_of_dataset)
+    except ValueError as error:
+        raise _Refusal(str(error)) from error
+    return _split_of(key, name_of_dataset, datasets.load_dataset(name_of_dataset, name), split)
 
 
 def _with_metadata(rows: "Dataset") -> "Dataset":
