@@ -14,7 +14,7 @@ import yaml
 from midus_hf.compare.commands import Commands
 from midus_hf.compare.options import Comparison
 from midus_hf.compare.results import Measured, Point, Result, read_result, write_result
-from midus_hf.compare.runs import Run, read_as, window_length
+from midus_hf.compare.runs import Run, window_length
 from midus_hf.compare.variants import SHUFFLED, Controls, available_controls, wanted
 from midus_hf.compare.workplace import BASE, Workplace, remove_upscaled
 from midus_hf.files.locks import alone
@@ -65,22 +65,16 @@ class Evaluations:
     def losses(self, step: str, model: str | Path, train: Mapping[str, Any]) -> dict[str, float]:
         """Return the loss of each text in nats per token.
 
-        Texts are read with the column and encoding of the first corpus, in windows of as many tokens as a sequence of training has.
+        Texts are read with the column of the corpus, in windows of as many tokens as a sequence of training has.
         """
         losses = {}
-        corpus = read_as(train)
-        column = corpus.get("path_column")
-        keys = {
-            "sequence_length": window_length(train),
-            "max_tokens": train.get("eval_max_tokens"),
-            "column": corpus.get("column"),
-            "encoding": corpus.get("encoding"),
-        }
+        column = train.get("path_column")
+        keys = {"sequence_length": window_length(train), "column": train.get("text_column")}
         shared = [word for key, value in keys.items() if value is not None for word in _setting(key, value)]
         for name, path in self._comparison.texts.items():
             arguments = ["--text", path, *shared]
             # As in training, documents with paths are measured one by one, each with the blocks of its path.
-            if column is not None and has_column(path, column, corpus.get("encoding") or "utf-8"):
+            if column is not None and has_column(path, column):
                 arguments += _setting("path_column", column)
             answer = self.measure(f"{step}-{name}", model, *arguments)
             losses[name] = math.log(answer["perplexity"]["perplexity"])
@@ -112,7 +106,6 @@ def base_request(comparison: Comparison) -> dict[str, Any]:
     tasks = None if comparison.tasks is None else dataclasses.asdict(comparison.tasks)
     texts = {
         "eval_text": comparison.texts,
-        "eval_max_tokens": comparison.train.get("eval_max_tokens"),
         "sequence_length": window_length(comparison.train),
     }
     return {"base": comparison.base, **texts, "tasks": tasks}
@@ -195,7 +188,9 @@ def curve(events: Sequence[Mapping[str, Any]], texts: Sequence[str]) -> list[Poi
         losses = {name: event[f"eval_{name}_loss"] for name in texts if f"eval_{name}_loss" in event}
         if losses:
             step = event["step"]
-            points[step] = Point(step, tokens if step else 0, seconds, losses)
+            # The Trainer logs each text by itself.
+            measured = points[step].losses if step in points else {}
+            points[step] = Point(step, tokens if step else 0, seconds, {**measured, **losses})
     return [points[step] for step in sorted(points)]
 
 

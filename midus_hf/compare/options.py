@@ -60,9 +60,8 @@ OWN_TRAINING_KEYS = (
     "seed",
     "eval_text",
     "resume_from_checkpoint",
-    "overwrite_output_dir",
 )
-OWN_FINE_TUNING_KEYS = ("model_name_or_path", "output_dir", "seed", "resume_from_checkpoint", "overwrite_output_dir")
+OWN_FINE_TUNING_KEYS = ("model_name_or_path", "output_dir", "seed", "resume_from_checkpoint")
 OWN_UPSCALING_KEYS = ("base", "output", "seed", "dry_run", "json", "overwrite", "push_to_hub", "private")
 
 
@@ -143,7 +142,6 @@ class Comparison:
         retention: Paths of texts outside the domain, by name; forgetting is measured on them. Default: none.
         tasks: Options of `TaskOptions`. Default: none.
         trained_parameters: Budget of trained parameters, to which variants with `fit` are sized. Default: none.
-        seconds: Budget of training in seconds; a run ends with the step during which the budget is spent. Default: none.
         rates: Learning rates; each variant is trained at each of them. Instead of a number, a rate may be a mapping from several rate
             keys of `midus train` to numbers. Default: the rate in `train`.
         seeds: Seeds of new parameters and of the order of texts. Default: `[0, 1, 2]`.
@@ -166,7 +164,6 @@ class Comparison:
     retention: dict[str, str] = dataclasses.field(default_factory=dict)
     tasks: TaskOptions | None = None
     trained_parameters: int | None = None
-    seconds: float | None = None
     rates: list[float | dict[str, float]] | None = None
     seeds: list[int] = dataclasses.field(default_factory=lambda: [0, 1, 2])
     evaluations: int = 5
@@ -201,7 +198,7 @@ class Comparison:
             )
         if len(set(self.seeds)) < len(self.seeds) or min(self.seeds) < 0:
             raise ValueError(f"seeds is {self.seeds}; expected different numbers from 0.")
-        for name in ("trained_parameters", "seconds", "evaluations"):
+        for name in ("trained_parameters", "evaluations"):
             value = getattr(self, name)
             if value is not None and value <= 0:
                 raise ValueError(f"{name} is {value}; expected a number above 0.")

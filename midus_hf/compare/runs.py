@@ -39,7 +39,8 @@ class Run:
     def training_keys(self, comparison: Comparison, model: Path | str, output: Path) -> dict[str, Any]:
         """Return the keys of `midus train` for this run.
 
-        Without `eval_steps` in the recipe, texts are measured every `max_steps // comparison.evaluations` steps, at least 1.
+        Without `eval_steps` in the recipe, texts are measured `comparison.evaluations` times, or less often if the last step would
+        not be measured otherwise.
         A checkpoint is saved at every measurement, and one is kept, unless the recipe says otherwise.
         """
         keys = {
@@ -49,9 +50,6 @@ class Run:
             "output_dir": str(output),
             "seed": self.seed,
         }
-        keys.pop("eval_max_tokens", None)  # of the comparison's own measurements
-        if comparison.seconds is not None:
-            keys["max_seconds"] = comparison.seconds
         if not comparison.texts:
             return keys
         if keys.get("eval_steps") is None:
@@ -62,7 +60,7 @@ class Run:
                 )
             # YAML reads 1e3 as text. `midus train` itself rejects a value that is no number.
             steps = finite_number(keys["max_steps"])
-            keys["eval_steps"] = 1 if steps is None else max(1, int(steps) // comparison.evaluations)
+            keys["eval_steps"] = 1 if steps is None else _steps_between(int(steps), comparison.evaluations)
         keys.setdefault("save_steps", keys["eval_steps"])
         keys.setdefault("save_total_limit", 1)
         return {**keys, "eval_text": comparison.texts, "eval_on_start": True}
@@ -87,6 +85,13 @@ class Run:
             "train": self.training_keys(comparison, "", Path()),
             "tasks": None if comparison.tasks is None else dataclasses.asdict(comparison.tasks),
         }
+
+
+def _steps_between(steps: int, evaluations: int) -> int:
+    """Return the fewest steps between measurements that divide `steps` and make at most `evaluations` of them."""
+    return next(
+        (every for every in range(max(1, -(-steps // evaluations)), steps) if steps % every == 0), max(1, steps)
+    )
 
 
 def runs_of(variant: Variant, comparison: Comparison) -> list[Run]:
@@ -135,13 +140,6 @@ def window_length(train: Mapping[str, Any]) -> int:
     return TrainArguments.sequence_length if length is None else int(length)
 
 
-def read_as(train: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the options of the first corpus, with whose column and encoding texts are read."""
-    corpus = train.get("corpus")
-    corpus = corpus[0] if isinstance(corpus, list) else corpus
-    return corpus if isinstance(corpus, Mapping) else {}
-
-
 def check_measurements(comparison: Comparison, variants: Sequence[Variant]) -> None:
     """Check that tasks and texts can be measured: tasks are known, and each text has a window of tokens of the base's tokenizer.
 
@@ -177,12 +175,11 @@ def check_measurements(comparison: Comparison, variants: Sequence[Variant]) -> N
     with refusing(f"base is {comparison.base!r}, whose tokenizer cannot be loaded", OSError, ValueError):
         config = AutoConfig.from_pretrained(comparison.base, trust_remote_code=trust)
         tokenizer = load_tokenizer(comparison.base, trust)
-    corpus = read_as(first.train)
-    encoding, path_column = corpus.get("encoding") or "utf-8", corpus.get("path_column")
+    column, path_column = first.train.get("text_column") or "text", first.train.get("path_column")
     for kind in ("domain", "retention"):
         for name, path in getattr(comparison, kind).items():
-            documents = read_documents(path, corpus.get("column") or "text", encoding)
-            apart = path_column is not None and has_column(path, path_column, encoding)
+            documents = read_documents(path, column)
+            apart = path_column is not None and has_column(path, path_column)
             try:
                 prepare_text(tokenizer, documents, config, sequence_length=lengths[first.name], apart=apart)
             except ValueError as error:
@@ -199,12 +196,6 @@ def check_runs(comparison: Comparison, variants: Sequence[Variant]) -> None:
         for key in {key for rate in variant.rates for key in rate}:
             if key not in _RATES:
                 raise ValueError(f"variants.{variant.name} has a rate {key!r}; expected one of: {', '.join(_RATES)}.")
-        own, shared = variant.train.get("eval_max_tokens"), comparison.train.get("eval_max_tokens")
-        if own != shared:
-            raise ValueError(
-                f"variants.{variant.name}.train.eval_max_tokens is {own}, and train.eval_max_tokens is {shared}; expected the same, "
-                "since all variants are measured alike. Set train.eval_max_tokens."
-            )
         for run in runs_of(variant, comparison):
             keys = run.training_keys(comparison, model="model", output=Path("trained"))
             _check_keys(variant, "midus train", TrainArguments, keys)

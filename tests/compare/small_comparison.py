@@ -39,7 +39,6 @@ def write_room(folder: Path) -> Path:
 
 def training(room: Path, **changes: Any) -> dict[str, Any]:
     """Keys of runs of a few steps, with measurements at the start, in the middle and at the end."""
-    corpus = {"path": str(room / "corpus"), "cache_dir": str(room / "cache")}
     run = {
         "max_steps": STEPS,
         "sequence_length": 32,
@@ -47,7 +46,7 @@ def training(room: Path, **changes: Any) -> dict[str, Any]:
         "bf16": False,
         "logging_steps": 1,
     }
-    return {"corpus": corpus, "learning_rate": 1e-2, **run, **changes}
+    return {"corpus": str(room / "corpus"), "learning_rate": 1e-2, **run, **changes}
 
 
 def keys(room: Path, output: Path, variants: dict[str, Any], **changes: Any) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from compare.small_comparison import HEADWISE, STEPS, TOKENS_PER_STEP, InProcess, Measured, training, write_room
+from compare.small_comparison import HEADWISE, STEPS, TOKENS_PER_STEP, InProcess, Measured, write_room
 from evaluation.questions import write_questions
 from pairs import by_default
 from transformers import AutoModelForCausalLM
@@ -54,7 +54,7 @@ def kept(room, tmp_path_factory):
     """A comparison of a memory and of the base trained whole whose models stay, with their results."""
     variants = {"hml": {"upscale": HEADWISE, "rates": [1e-2]}, "full": {"train": {"learning_rate": 1e-3}}}
     output = tmp_path_factory.mktemp("kept")
-    measured = Measured(room, output, variants, keep_models=True, tasks=tasks_of(room), train={"eval_max_tokens": 100})
+    measured = Measured(room, output, variants, keep_models=True, tasks=tasks_of(room))
     base = measured.measure_base()
     return measured, base, {run.variant.name: (run, measured.measure(run)) for run in measured.runs()}
 
@@ -66,25 +66,22 @@ def with_the_base_of(kept, measured: Measured) -> Measured:
 
 
 @pytest.mark.parametrize("variant", ["hml", "full"])
-def test_the_curve_is_what_midus_eval_measures_at_its_ends(room, kept, variant):
+def test_the_curve_is_near_what_midus_eval_measures_at_its_ends(room, kept, variant):
     measured, base, results = kept
     run, result = results[variant]
     paths = measured.paths(run)
     start = paths.model if variant == "hml" else room / "base"
     for name in ("plants", "stars"):
         text = room / f"{name}.txt"
-        assert base.end.losses[name] == perplexity_loss(room / "base", text, "--max-tokens", 100)
-        assert result.start.losses[name] == pytest.approx(perplexity_loss(start, text, "--max-tokens", 100), abs=1e-12)
-        assert result.end.losses[name] == pytest.approx(
-            perplexity_loss(paths.trained, text, "--max-tokens", 100), abs=1e-12
-        )
-        assert result.start.losses[name] == pytest.approx(base.end.losses[name], abs=1e-12)
+        assert base.end.losses[name] == perplexity_loss(room / "base", text)
+        # The Trainer measures packed sequences, whose first tokens and remainder are not predicted.
+        assert result.start.losses[name] == pytest.approx(perplexity_loss(start, text), rel=0.03)
+        assert result.end.losses[name] == pytest.approx(perplexity_loss(paths.trained, text), rel=0.03)
     assert result.end.losses["plants"] < result.start.losses["plants"]
     assert [(point.step, point.tokens) for point in result.curve] == [
         (step, step * TOKENS_PER_STEP) for step in (0, STEPS // 2, STEPS)
     ]
-    times = [point.seconds for point in result.curve]
-    assert times[0] is None and 0 < times[1] < times[2] == result.seconds
+    assert result.seconds > 0
 
 
 def test_a_run_says_which_run_it_was(kept):
@@ -164,10 +161,8 @@ def test_shuffled_addresses_are_those_of_the_trained_model(room, kept, tmp_path)
         "shuffle", "upscale", "shuffle", measured.paths(run).trained, "--output", tmp_path / "out", "--seed", 0
     )
     for name in ("plants", "stars"):
-        assert result.shuffled[name] == perplexity_loss(tmp_path / "out", room / f"{name}.txt", "--max-tokens", 100)
-        assert result.unshuffled[name] == perplexity_loss(
-            measured.paths(run).trained, room / f"{name}.txt", "--max-tokens", 100
-        )
+        assert result.shuffled[name] == perplexity_loss(tmp_path / "out", room / f"{name}.txt")
+        assert result.unshuffled[name] == perplexity_loss(measured.paths(run).trained, room / f"{name}.txt")
     assert result.shuffled["plants"] != result.unshuffled["plants"]
     assert not (measured.paths(run).folder / "shuffled").exists()
 
@@ -241,7 +236,7 @@ def test_a_person_s_files_stay_wherever_they_are(room, kept, tmp_path):
 )
 def test_a_run_goes_on_where_it_failed(room, kept, tmp_path, fails):
     variants = {"hml": {"upscale": HEADWISE, "rates": [1e-2]}}
-    measured = Measured(room, tmp_path, variants, tasks=tasks_of(room), train={"eval_max_tokens": 100})
+    measured = Measured(room, tmp_path, variants, tasks=tasks_of(room))
     with_the_base_of(kept, measured)
     (run,) = measured.runs()
     measured.commands = InProcess(fails)
@@ -302,31 +297,25 @@ def test_texts_are_read_as_the_corpus_is(room, tmp_path):
             if name != "corpus"
             else "\n".join(path.read_text() for path in sorted((room / "corpus").iterdir()))
         )
-        (tmp_path / f"{name}.jsonl").write_text(json.dumps({"body": text, "text": "none"}) + "\n", encoding="utf-16")
+        (tmp_path / f"{name}.jsonl").write_text(json.dumps({"body": text, "text": "none"}) + "\n", encoding="utf-8")
     texts = {
         "domain": {"plants": str(tmp_path / "plants.jsonl")},
         "retention": {"stars": str(tmp_path / "stars.jsonl")},
     }
-    corpus = {
-        **training(room)["corpus"],
-        "path": str(tmp_path / "corpus.jsonl"),
-        "column": "body",
-        "encoding": "utf-16",
-    }
-    measured = Measured(room, tmp_path / "out", {"full": {}}, train={"corpus": corpus}, **texts)
+    corpus = {"corpus": str(tmp_path / "corpus.jsonl"), "text_column": "body"}
+    measured = Measured(room, tmp_path / "out", {"full": {}}, train=corpus, **texts)
     base = measured.measure_base()
     assert base.end.losses["plants"] == perplexity_loss(room / "base", room / "plants.txt")
     (run,) = measured.runs()
-    assert measured.measure(run).start.losses == pytest.approx(base.end.losses)
+    assert measured.measure(run).start.losses == pytest.approx(base.end.losses, rel=0.03)
 
 
 def test_the_base_is_measured_document_by_document_where_runs_fetch_by_paths(room, tmp_path):
     words = (room / "plants.txt").read_text().split()
     rows = [{"text": " ".join(words[start : start + 10]), "memory_ids": [0]} for start in (0, 10, 20)]
     (tmp_path / "plants.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    corpus = {**training(room)["corpus"], "path_column": "memory_ids"}
     texts = {"domain": {"plants": str(tmp_path / "plants.jsonl")}}
-    base = Measured(room, tmp_path / "out", {"full": {}}, train={"corpus": corpus}, **texts).measure_base()
+    base = Measured(room, tmp_path / "out", {"full": {}}, train={"path_column": "memory_ids"}, **texts).measure_base()
     apart = perplexity_loss(room / "base", tmp_path / "plants.jsonl", "--set", "apart=true")
     assert base.end.losses["plants"] == apart != perplexity_loss(room / "base", tmp_path / "plants.jsonl")
     assert base.end.losses["stars"] == perplexity_loss(room / "base", room / "stars.txt")
@@ -334,9 +323,8 @@ def test_the_base_is_measured_document_by_document_where_runs_fetch_by_paths(roo
 
 def test_what_is_measured_behind_training_fetches_by_the_paths_that_training_fetched_by(room, tmp_path):
     (tmp_path / "plants.jsonl").write_text(json.dumps({"text": "w1 w2 w3", "memory_ids": [0]}) + "\n")
-    corpus = {**training(room)["corpus"], "path_column": "memory_ids"}
     texts = {"domain": {"plants": str(tmp_path / "plants.jsonl")}}
-    measured = Measured(room, tmp_path / "out", {"full": {}}, train={"corpus": corpus}, **texts)
+    measured = Measured(room, tmp_path / "out", {"full": {}}, train={"path_column": "memory_ids"}, **texts)
     asked = {}
 
     class Told:
@@ -345,7 +333,7 @@ def test_what_is_measured_behind_training_fetches_by_the_paths_that_training_fet
             return SimpleNamespace(output=json.dumps({"models": [{"perplexity": {"perplexity": 2.0}}]}))
 
     evaluations = Evaluations(tmp_path, measured.comparison, Told())
-    evaluations.losses("tuned", "tuned", {"corpus": corpus})
+    evaluations.losses("tuned", "tuned", {"path_column": "memory_ids"})
     assert asked["tuned-plants"][-2:] == ["--set", 'path_column="memory_ids"'] and not any(
         "path_column" in word for word in asked["tuned-stars"]
     )

@@ -73,6 +73,7 @@ def test_a_run_is_told_what_the_comparison_sets():
     assert told == {
         "corpus": "corpus",
         "max_steps": 10,
+        "eval_on_start": True,
         "eval_steps": 5,
         "save_steps": 5,
         "save_total_limit": 1,
@@ -87,21 +88,20 @@ def test_a_run_is_told_what_the_comparison_sets():
 @pytest.mark.parametrize(
     ("train", "changes", "every"),
     [
-        ({"max_steps": 10}, {"evaluations": 3}, 3),
+        ({"max_steps": 10}, {"evaluations": 3}, 5),
+        ({"max_steps": 7}, {"evaluations": 3}, 7),
         ({"max_steps": 10}, {"evaluations": 20}, 1),
         ({"max_steps": "1e2"}, {"evaluations": 5}, 20),
         ({"max_steps": 100.0}, {"evaluations": 5}, 20),
         ({"max_steps": 10, "eval_steps": 4}, {}, 4),
         ({"max_steps": 10, "eval_steps": None}, {}, 5),
         ({"num_train_epochs": 1, "eval_steps": 4}, {}, 4),
-        ({"max_steps": 10}, {"seconds": 9.0}, 5),
     ],
     ids=str,
 )
 def test_texts_are_measured_as_often_as_is_asked(train, changes, every):
     variant = dataclasses.replace(VARIANT, train={"corpus": "corpus", **train})
     assert from_mapping(TrainArguments, keys(variant, **changes)).eval_steps == every
-    assert keys(variant, **changes).get("max_seconds") == changes.get("seconds")
 
 
 def test_how_often_a_run_saves_and_how_many_checkpoints_stay_may_be_told():
@@ -122,7 +122,6 @@ def test_a_rate_wins_over_what_all_runs_are_told():
         ({"retention": {}}, ["train.eval_text.stars"]),
         ({"domain": {"plants": "other.txt"}}, ["train.eval_text.plants"]),
         ({"evaluations": 1}, ["train.eval_steps", "train.save_steps"]),
-        ({"seconds": 5.0}, ["train.max_seconds"]),
         ({"variant": {"upscale": {"method": "solar"}}}, ["upscale.method"]),
         ({"variant": {"upscale": {"method": "midus-hml", "options": {"n": 2}}}}, ["upscale.options"]),
         ({"variant": {"upscale": None}}, ["upscale"]),

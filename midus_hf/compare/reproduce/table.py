@@ -187,7 +187,9 @@ class Table:
 
     def _variant(self, row: RowOptions, repository: Repository) -> dict[str, Any]:
         train = _without(read_mapping(repository.recipe("train", row.train, self.options.base)), OWN_TRAINING_KEYS)
-        variant: dict[str, Any] = {"train": {**train, **self.scale.train, **row.changes}}
+        # One recipe serves all rows, which differ in their model: a base trains whole, and an upscaled model what its method trains.
+        trainable = "all" if row.upscale is None else "auto"
+        variant: dict[str, Any] = {"train": {**train, "trainable": trainable, **self.scale.train, **row.changes}}
         if row.upscale is not None:
             recipe = read_mapping(repository.recipe("upscale", row.upscale, self.options.base))
             variant["upscale"] = {**_without(recipe, OWN_UPSCALING_KEYS), **self.scale.upscale}
