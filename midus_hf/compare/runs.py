@@ -13,7 +13,6 @@ from midus_hf.config.options import finite_number
 from midus_hf.config.yaml_options import from_mapping
 from midus_hf.training.arguments import TrainArguments
 from midus_hf.training.optim.rates import Rates
-from midus_hf.training.sft.arguments import SftArguments
 
 
 @dataclasses.dataclass(frozen=True)
@@ -200,6 +199,8 @@ def check_runs(comparison: Comparison, variants: Sequence[Variant]) -> None:
             keys = run.training_keys(comparison, model="model", output=Path("trained"))
             _check_keys(variant, "midus train", TrainArguments, keys)
             if variant.fine_tune is not None:
+                from midus_hf.training.sft.arguments import SftArguments  # needs trl, which is an extra
+
                 _check_keys(variant, "midus sft", SftArguments, run.fine_tuning_keys("model", Path("tuned")))
 
 
