@@ -124,6 +124,11 @@ def check(comparison: Comparison, variants: Sequence[Variant]) -> None:
     """Check that a comparison can be run: it has domain texts, all of its texts exist, and `check_runs` accepts its runs."""
     if not comparison.domain:
         raise ValueError("domain is empty; expected held-out text by which learning is measured, by name.")
+    named: dict[Path, str] = {}
+    for name, path in comparison.texts.items():
+        before = named.setdefault(Path(path).resolve(), name)
+        if before != name:
+            raise ValueError(f"{path!r} is given twice, as {before!r} and as {name!r}; expected texts that differ.")
     for kind in ("domain", "retention"):
         for name, path in getattr(comparison, kind).items():
             if not Path(path).exists():

@@ -49,7 +49,6 @@ REFUSED = {
     "a seed below 0": ({"seeds": [-1]}, "seeds is [-1]; expected different numbers from 0."),
     "a seed in words": ({"seeds": ["one"]}, "seeds[0] is 'one'; expected a whole number."),
     "no parameters": ({"trained_parameters": 0}, "trained_parameters is 0; expected a number above 0."),
-    "no seconds": ({"seconds": 0}, "seconds is 0.0; expected a number above 0."),
     "no evaluations": ({"evaluations": 0}, "evaluations is 0; expected a number above 0."),
     "fit without a budget": ({"variants": {"a": FIT}}, "variants.a.fit is given, and trained_parameters is not; expected both"),
     "fit of a base": (
