@@ -279,7 +279,6 @@ SESSIONS = {
             "MODEL --text texts.jsonl --set": "outputs/hier --text assigned.jsonl --set",
             "MODEL": "outputs/hier",
             "TREE": "tree",
-            "CORPUS": "corpus.jsonl",
         },
         files=("recipe.yaml",),
         names=lambda: {
