@@ -67,7 +67,7 @@ def check_hub_dataset(what: str, name: str) -> None:
         name: Id of the dataset.
 
     Raises:
-        ValueError: If the Hub has no such dataset or does not admit the user, or cannot be reached and nothing is cached.
+        ValueError: If the Hub lacks the dataset or does not admit the user, or cannot be reached and nothing is cached.
     """
     import datasets
     import huggingface_hub

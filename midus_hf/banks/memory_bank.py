@@ -157,7 +157,7 @@ class MemoryBank(MappedBank):
         return Path(folder).exists() and Path(folder).resolve() == self.folder.resolve()
 
     def close(self) -> None:
-        """Unmap the files, and let others write. Nothing can be fetched afterwards."""
+        """Close the files, and let others write. Nothing can be fetched afterwards."""
         self._levels = {}
         self.changed()
         if self._lock is not None:

@@ -14,7 +14,7 @@ app = command_line("List the blocks of a checkpoint's banks. `midus edit delete`
 
 @app.callback()
 def bank() -> None:
-    """Keep `list` a word of its own, although it is the only one."""
+    """Keep `list` a separate command, although it is the only one."""
 
 
 @app.command("list")

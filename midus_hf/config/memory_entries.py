@@ -242,7 +242,7 @@ def check_place(options: MemoryOptions, values: Mapping[str, Any], name: Any, si
 
     Args:
         options: Options of the entry.
-        values: The entry.
+        values: Keys of the entry as the config has them, `type`, `site` and `layers` among them.
         name: Name of the memory; empty for an inserted memory.
         sizes: Sizes of the model.
     """

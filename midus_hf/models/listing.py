@@ -17,10 +17,11 @@ _MODEL_TYPE_PREFIX = "midus_"
 def list_model(model_class: type[PreTrainedModel], *tables: MutableMapping[str, Any]) -> None:
     """List a class in each table of Transformers that lists the class of its family.
 
-    The Trainer shifts labels, where it computes the loss itself, for the classes in such a table; pipelines and servers read others.
+    A Trainer that computes the loss itself shifts labels for the classes in one of these tables; pipelines and servers read
+    others.
 
     Args:
-        model_class: Class of models that extends a class of Transformers, and has a `config_class` of its own.
+        model_class: Class of models that extends a class of Transformers, and has its own `config_class`.
         tables: Tables in which the class is listed whether its family is or not.
     """
     own_type = model_class.config_class.model_type

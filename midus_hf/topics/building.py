@@ -307,32 +307,32 @@ def calibrate(
         embed: Embeds texts, as `TextEmbedder.embed`.
         seed: Seed of where words are taken.
     """
-    cuts = {words: _stretches(texts, words, seed) for words in _LENGTHS}
-    cuts = {words: stretches for words, stretches in cuts.items() if stretches}
+    cuts = {length: _stretches(texts, length, seed) for length in _LENGTHS}
+    cuts = {length: stretches for length, stretches in cuts.items() if stretches}
     if not cuts:
         return
     whole = tree.paths(embed(texts))[:, 0]
-    embedded = {words: embed([text for _, text in stretches]) for words, stretches in cuts.items()}
-    similarities = {words: tree.similarity(rows) for words, rows in embedded.items()}
+    embedded = {length: embed([text for _, text in stretches]) for length, stretches in cuts.items()}
+    similarities = {length: tree.similarity(rows) for length, rows in embedded.items()}
     reached = min(float(np.percentile(each.numpy(), _REJECTED, method="lower")) for each in similarities.values())
     reached = math.floor(reached * 10_000) / 10_000  # more than a row's similarity changes in another batch
     tree.min_similarity = max(-1.0, min(reached, 1.0 if tree.min_similarity is None else tree.min_similarity))
     tree.calibration = []
-    for words, stretches in cuts.items():
+    for length, stretches in cuts.items():
         own = whole[[number for number, _ in stretches]]
-        is_found = (tree.paths(embedded[words])[:, 0] == own) & (similarities[words] >= tree.min_similarity)
-        tree.calibration.append({"words": words, "texts": len(stretches), "found": int(is_found.sum())})
+        is_found = (tree.paths(embedded[length])[:, 0] == own) & (similarities[length] >= tree.min_similarity)
+        tree.calibration.append({"words": length, "texts": len(stretches), "found": int(is_found.sum())})
 
 
-def _stretches(texts: Sequence[str], words: int, seed: int) -> list[tuple[int, str]]:
-    """Return the number of each text that has so many words, and that many consecutive words of it."""
-    rng = np.random.default_rng([seed, 2, words])
+def _stretches(texts: Sequence[str], length: int, seed: int) -> list[tuple[int, str]]:
+    """Return the number of each text that has so many words, and that many consecutive words from the text."""
+    rng = np.random.default_rng([seed, 2, length])
     stretches = []
     for number, text in enumerate(texts):
         split = text.split()
-        if len(split) >= words:
-            begin = int(rng.integers(len(split) - words + 1))
-            stretches.append((number, " ".join(split[begin : begin + words])))
+        if len(split) >= length:
+            begin = int(rng.integers(len(split) - length + 1))
+            stretches.append((number, " ".join(split[begin : begin + length])))
     return stretches
 
 
@@ -352,7 +352,7 @@ def grow_tree(
         tree: The tree, which stays as it is.
         embeddings: Rows `[N, c]`, as in `build_tree`.
         options: Options of the new part. Branching and levels are the tree's.
-        progress: As in `build_tree`. Default: None.
+        progress: Called with the number of these rows that were just assigned at a level. Default: None.
         held_out: Rows that no centroid is computed from, as in `build_tree`. Default: None.
 
     Returns:

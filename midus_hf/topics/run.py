@@ -124,10 +124,10 @@ class _Texts:
 
 
 def grow(tree: Path, corpus: Corpus, output: Path, device: str = "cpu", batch_size: int = 64) -> ClusterTree:
-    """Embed a corpus, and write the tree that has new nodes for those of its windows that are near no topic of a tree.
+    """Embed a corpus, and write the tree that has new nodes for its windows that are near no topic of a tree.
 
     Old nodes keep their numbers, so banks that were trained with the old tree work with the grown one. Windows are cut and
-    embedded as for the old tree. `windows/` of the grown tree has those of the new corpus.
+    embedded as for the old tree. `windows/` of the grown tree has the new corpus's windows.
 
     Args:
         tree: Folder of the tree, which stays as it is.

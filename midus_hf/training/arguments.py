@@ -1,4 +1,4 @@
-"""Arguments of a run: those of Transformers' `TrainingArguments`, and the keys that memories and texts need."""
+"""Arguments of a run: the keys of Transformers' `TrainingArguments`, and the keys that memories and texts need."""
 
 import dataclasses
 import os
@@ -30,7 +30,7 @@ class MemoryArguments(Rates):
     """Keys of a run that its model and memories need, to be mixed into a kind of `TrainingArguments`.
 
     Write `class MyArguments(MemoryArguments, SFTConfig)`, as a dataclass, for arguments that a Trainer with `TrainsMemory`
-    reads. Some defaults differ from those of Transformers: `learning_rate` is 1e-4, `lr_scheduler_type` `cosine` after
+    reads. Some defaults differ from Transformers' own: `learning_rate` is 1e-4, `lr_scheduler_type` `cosine` after
     `warmup_steps` 0.1 (a share of the steps), `num_train_epochs` 1, `logging_steps` 10, `save_total_limit` 2,
     `hub_strategy` `end`, and `report_to` `none`; `save_strategy` is `no` unless `save_steps` is given, and `eval_strategy`
     unless `eval_steps` is.

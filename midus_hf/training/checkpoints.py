@@ -81,12 +81,12 @@ def load_checkpoint(model: nn.Module, folder: str | os.PathLike) -> None:
 def checkpoints_in(output: str | os.PathLike) -> dict[int, Path]:
     """Return the checkpoints in a folder by their steps, from the latest to the first, whole or not."""
     folder = Path(output)
-    found = {
+    paths = {
         int(match[1]): path
         for path in (folder.iterdir() if folder.is_dir() else ())
         if (match := CHECKPOINT_NAME.fullmatch(path.name)) and path.is_dir()
     }
-    return dict(sorted(found.items(), reverse=True))
+    return dict(sorted(paths.items(), reverse=True))
 
 
 def damage_of(checkpoint: Path) -> str | None:

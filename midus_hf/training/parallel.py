@@ -109,7 +109,7 @@ class Shards:
             )
 
     def check_checkpoint(self, checkpoint: Path) -> None:
-        """Check that the processes share parameters as those that saved a checkpoint did, or raise `ValueError`."""
+        """Check that the processes share parameters as a checkpoint's processes did, or raise `ValueError`."""
         saved_sharing, own_sharing = _how_saved(checkpoint), self._how()
         if saved_sharing != own_sharing:
             raise ValueError(

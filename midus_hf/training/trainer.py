@@ -83,7 +83,7 @@ class TrainsMemory(AnyTrainer):
         self._is_checkpointing = False
 
     def _check_own_losses(self) -> None:
-        """Refuse a loss that the Trainer computes from logits, if the model adds losses of its own, which it would leave out."""
+        """Refuse a loss that the Trainer computes from logits, if the model adds its own losses, which it would leave out."""
         key = "label_smoothing_factor" if self.label_smoother is not None else "compute_loss_func"
         if self.label_smoother is None and self.compute_loss_func is None:
             return
@@ -275,7 +275,7 @@ class TrainsMemory(AnyTrainer):
             self._is_checkpointing, self.args.save_total_limit = False, limit
 
     def _remove_old_checkpoints(self, newest: Path, limit: int | None) -> None:
-        """Remove checkpoints beyond the limit, and those of later steps than the one that was just written."""
+        """Remove checkpoints beyond the limit, and all of later steps than the one that was just written."""
         for step, path in checkpoints_in(newest.parent).items():
             if limit is not None and step > self.state.global_step:
                 remove_checkpoint(path)
@@ -334,7 +334,7 @@ class TrainsMemory(AnyTrainer):
 class MemoryTrainer(TrainsMemory, Trainer):
     """A `Trainer` whose memory keys keep a constant rate, and whose memory values keep it or follow a separate course.
 
-    All else is as in `Trainer`. The arguments are those of `TrainsMemory` and of `Trainer`.
+    All else is as in `Trainer`. `TrainsMemory` and `Trainer` document the arguments.
     """
 
 

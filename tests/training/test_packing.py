@@ -10,7 +10,7 @@ hypothesis = pytest.importorskip("hypothesis")
 datasets = pytest.importorskip("datasets")
 
 from midus_hf.training.data import packing  # noqa: E402
-from midus_hf.training.data.packing import _Packer, packed_sequences  # noqa: E402
+from midus_hf.training.data.packing import Packer, packed_sequences  # noqa: E402
 
 given, st = hypothesis.given, hypothesis.strategies
 
@@ -23,7 +23,7 @@ given, st = hypothesis.given, hypothesis.strategies
 def test_packing_keeps_tokens_in_order_and_restarts_positions(token_lists, length, texts_a_batch):
     row = list(itertools.chain(*token_lists))
     is_first = [index == 0 for tokens in token_lists for index in range(len(tokens))]
-    packer, packed = _Packer(length, documents_apart=True), {"input_ids": [], "position_ids": [], "labels": []}
+    packer, packed = Packer(length, documents_apart=True), {"input_ids": [], "position_ids": [], "labels": []}
     for begin in range(0, len(token_lists), texts_a_batch):
         for name, rows in packer({"input_ids": token_lists[begin : begin + texts_a_batch]}).items():
             packed[name] += [list(map(int, each)) for each in rows]

@@ -29,7 +29,7 @@ def kept_roles(options: InsertedOptions) -> frozenset[str]:
 
 @dataclass(frozen=True)
 class Described:
-    """What a raw config says of a model, each part read when it is first used, and once.
+    """Description of a model by its raw config, each part read when it is first used, and once.
 
     Args:
         family: The family of the model.
@@ -56,7 +56,7 @@ class Described:
 
     @cached_property
     def layers(self) -> list[dict[str, LayerTensor]]:
-        """Roles and shapes of each layer's tensors, with those of memories, by their name within the layer."""
+        """Roles and shapes of each layer's tensors, memories' included, by their name within the layer."""
         layers, inserted = [], self.memories.inserted
         for layer, tensors in enumerate(self.backbone_layers):
             if layer in inserted:

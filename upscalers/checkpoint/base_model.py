@@ -85,7 +85,7 @@ class BaseModel:
 
     @cached_property
     def described(self) -> Described:
-        """What the config says of the model."""
+        """Description of the model by its config."""
         return Described(self.family, self.config)
 
     @property

@@ -188,7 +188,7 @@ class _Described:
     """The model that the header of a GGUF file describes.
 
     Args:
-        path: The file.
+        path: The file, or the first of the files that it was split into.
         model: The model, on the meta device.
         names: Name of a tensor in the model by its name in the file.
         parsed: The header as transformers parses it.
@@ -304,7 +304,7 @@ def open_gguf(path: Path, folder: Path) -> dict[str, StoredTensor] | None:
         from one tensor of the file, as in mixtures of experts, or transformers converts tensors of the type when it loads them.
 
     Raises:
-        RequestError: If the file lacks a tensor of the model, or a part of it is missing.
+        RequestError: If the file lacks a tensor of the model, or one of its parts is missing.
         Exception: If transformers or the gguf package cannot read the file.
     """
     from transformers import AutoConfig, AutoTokenizer

@@ -105,7 +105,7 @@ def list_banks(model: str | Path, memory: str | None = None) -> dict[str, Any]:
         memory: Name of one memory, whose bank alone is listed. Default: all banks.
 
     Returns:
-        `{"model", "fetched", "bank", "banks"}`, with the parameters that a text fetches and those of all blocks, summed
+        `{"model", "fetched", "bank", "banks"}`, with the parameters that a text fetches and the parameters of all blocks, summed
         over the banks. `banks` has `{"memory", "type", "branching", "tree", "fetched", "bank", "levels"}` for each bank, and
         `levels` has `{"level", "nodes", "parameters", "written", "deleted", "generic", "bytes_on_disk"}` for each level with
         blocks: `parameters` is the number of parameters per block, `written` and `deleted` have nodes whose blocks were

@@ -41,7 +41,7 @@ def train_in_group(
 
     Args:
         arguments_class: The dataclass of the arguments.
-        prepare: Makes a run of such arguments, whose `execute` returns a `TrainResult`.
+        prepare: Makes a run of the arguments, whose `execute` returns a `TrainResult`.
         path: The YAML file of arguments.
         overrides: Words `key=value` that replace keys of the file.
 

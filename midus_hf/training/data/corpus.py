@@ -293,8 +293,8 @@ def _files_of_folder(key: str, folder: Path, split: str | None, text_column: str
 
 def _split_in_name(path: Path) -> str | None:
     """Return the split that the words of a file's path within its folder name; None if they name none."""
-    words = re.split(r"[^a-z]+", "/".join(path.parts).lower())
-    return next((_SPLIT_WORDS[word] for word in reversed(words) if word in _SPLIT_WORDS), None)
+    parts = re.split(r"[^a-z]+", "/".join(path.parts).lower())
+    return next((_SPLIT_WORDS[word] for word in reversed(parts) if word in _SPLIT_WORDS), None)
 
 
 def _split_of(key: str, source: object, dataset: Any, split: str | None) -> "Dataset":
@@ -349,7 +349,7 @@ def _with_metadata(rows: "Dataset") -> "Dataset":
 
 
 def _fault_of(files: list[Path], kind: str) -> str | None:
-    """Return which file, and which line of it, a reader of `datasets` stumbled over; None if it is not known."""
+    """Return which file, and which of its lines, a reader of `datasets` stumbled over; None if it is not known."""
     for file in files:
         if file.suffix.lower() == ".zst" and not _reads_zst():
             return f"file {str(file)!r} needs the package zstandard; install it with pip install zstandard."

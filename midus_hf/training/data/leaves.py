@@ -7,7 +7,7 @@ import numpy as np
 
 from midus_hf.banks.bank_paths import check_nodes
 from midus_hf.config.fetched_blocks import TREE_COLUMN, BankLayout
-from midus_hf.training.data.packing import _packed, _Packer, tokenised
+from midus_hf.training.data.packing import Packer, packed_by, tokenised
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -48,15 +48,15 @@ def leaf_sequences(
     ends = np.append((levels[1:] != levels[:-1]).any(1), True)
     tokens = tokenised(dataset, tokenizer, text_column, vocab_size).select(order)
     tokens = tokens.add_column("memory_ids", list(paths[order])).add_column("ends_leaf", ends)
-    packer = _Packer(sequence_length, documents_apart, fill=tokenizer.eos_token_id)
-    return _packed(tokens, packer, [sequence_length, documents_apart, paths[order].tobytes(), ends.tobytes()])
+    packer = Packer(sequence_length, documents_apart, fill=tokenizer.eos_token_id)
+    return packed_by(tokens, packer, [sequence_length, documents_apart, paths[order].tobytes(), ends.tobytes()])
 
 
 def paths_of(dataset: "Dataset", path_column: str) -> np.ndarray:
     """Return the node at each level of each text, `[texts, p]`, int64; a row of -1 is the path of the generic memory.
 
     Raises:
-        ValueError: If there is no such column, or a row has no path, or one of another length than the first row's.
+        ValueError: If the column is missing, or a row has no path, or one of another length than the first row's.
     """
     if path_column not in dataset.column_names:
         raise ValueError(

@@ -52,7 +52,7 @@ def packed_sequences(
             shorter than one sequence.
     """
     tokens = tokenised(dataset, tokenizer, text_column, vocab_size)
-    packed = _packed(tokens, _Packer(sequence_length, documents_apart), [sequence_length, documents_apart])
+    packed = packed_by(tokens, Packer(sequence_length, documents_apart), [sequence_length, documents_apart])
     if not len(packed):
         count = sum(map(len, tokens["input_ids"]))
         raise ValueError(
@@ -86,7 +86,7 @@ def tokenised(
         input_columns=[text_column],
         remove_columns=dataset.column_names,
         fn_kwargs={"tokenizer": tokenizer, "vocab_size": vocab_size},
-        features=_features("input_ids"),
+        features=features_of("input_ids"),
         num_proc=processes if processes > 1 else None,
         new_fingerprint=Hasher.hash(
             [
@@ -114,11 +114,11 @@ def _tokenise(texts: list[str], tokenizer: "PreTrainedTokenizerBase", vocab_size
     return {"input_ids": rows}
 
 
-class _Packer:
+class Packer:
     """Cuts rows of tokens, batch by batch, into sequences.
 
     Args:
-        documents_apart: As in `packed_sequences`.
+        documents_apart: Whether tokens attend only within their text, so that sequences have positions and labels.
         fill: Id of the token that the last sequence of a leaf is filled up with. Default: None, there are no leaves, and
             the remainder waits for the next batch.
     """
@@ -180,7 +180,13 @@ class _Packer:
         self._pieces = [part for part in np.split(rest, bounds[bounds > 0]) if len(part)]
 
 
-def _packed(tokens: "Dataset", packer: _Packer, settings: list[Any]) -> "Dataset":
+def packed_by(tokens: "Dataset", packer: Packer, settings: list[Any]) -> "Dataset":
+    """Return the sequences that a packer cuts from rows of tokens.
+
+    Args:
+        tokens: Rows as from `tokenised`, with the other columns that the packer reads.
+        settings: Everything beside `tokens` that the sequences depend on; with equal settings they are read from the cache.
+    """
     from datasets.fingerprint import Hasher
 
     return tokens.map(
@@ -188,13 +194,14 @@ def _packed(tokens: "Dataset", packer: _Packer, settings: list[Any]) -> "Dataset
         batched=True,
         batch_size=_TEXTS_A_BATCH,
         remove_columns=tokens.column_names,
-        features=_features(*packer.columns()),
+        features=features_of(*packer.columns()),
         new_fingerprint=Hasher.hash([_PROCEDURE, tokens._fingerprint, *settings]),
         desc="packing",
     )
 
 
-def _features(*names: str) -> Any:
+def features_of(*names: str) -> Any:
+    """Return the `Features` of a dataset whose columns are lists of numbers: int64 for `memory_ids`, int32 for all others."""
     from datasets import Features, LargeList, Value
 
     return Features({name: LargeList(Value("int64" if name == "memory_ids" else "int32")) for name in names})

@@ -80,7 +80,7 @@ def group_schedules(
         warmup_steps: Steps in which the rate rises from zero, or a share of all steps, rounded up, if below 1. Default:
             0.1.
         lr_scheduler_kwargs: Other arguments of the schedule, as in `TrainingArguments`. Default: None, no others.
-        value_decay_ratio: As in `Rates`. Default: 0.25.
+        value_decay_ratio: Share of the steps in which the factor of `"4x-to-1x"` falls to 1. Default: None, as 0.25.
 
     Raises:
         ValueError: If the schedule does not scale the maximum rate.

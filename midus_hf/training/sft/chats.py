@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 from jinja2 import TemplateError
 
 from midus_hf.training.data.corpus import read_rows, say
-from midus_hf.training.data.packing import IGNORED_LABEL, _features
-from midus_hf.training.sft.formats import _REASONING, read_row, unread_keys
+from midus_hf.training.data.packing import IGNORED_LABEL, features_of
+from midus_hf.training.sft.formats import REASONING, read_row, unread_keys
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -109,9 +109,9 @@ class Encoder:
     def _with_reasoning(self, message: dict[str, Any], number: int, location: str) -> dict[str, Any]:
         """Return a message whose reasoning, if it has any, has the key that the template reads."""
         message = dict(message)
-        for key in _REASONING:
+        for key in REASONING:
             if key in message and not _reads(self.template, key):
-                other = next((name for name in _REASONING if _reads(self.template, name)), None)
+                other = next((name for name in REASONING if _reads(self.template, name)), None)
                 if other is None:
                     raise ValueError(
                         f"message {number} of {location} has {key!r}, which the chat template does not write. Set chat_template_path "
@@ -133,11 +133,11 @@ class Encoder:
         shared = next(
             (at for at, pair in enumerate(zip(prompt, whole, strict=False)) if pair[0] != pair[1]), len(prompt)
         )
-        return whole, [place >= shared for place in range(len(whole))]
+        return whole, [at >= shared for at in range(len(whole))]
 
 
 def _reads(template: str | None, key: str) -> bool:
-    """Return whether a template reads a key of messages, which is not a word of its own such as `enable_thinking`."""
+    """Return whether a template reads a key of messages, which differs from a variable such as `enable_thinking`."""
     return re.search(rf"[.'\"]{key}\b", str(template)) is not None
 
 
@@ -237,7 +237,7 @@ def chat_sequences(
         encoder,
         with_indices=True,
         remove_columns=rows.column_names,
-        features=_features("input_ids", "labels", "length"),
+        features=features_of("input_ids", "labels", "length"),
         num_proc=arguments.dataset_num_proc,
         load_from_cache_file=False,
         desc="encoding chats",

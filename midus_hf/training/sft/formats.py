@@ -24,8 +24,9 @@ _COMMON = ("system", "history", "tools", "chat_template_kwargs")
 # Keys of messages by which other trainers leave a message out of the loss; TRL's trainer cannot.
 _EXCLUSIONS = ("weight", "train", "loss", "loss_mask")
 
-_REASONING = ("reasoning_content", "thinking", "reasoning")
-_MESSAGE_KEYS = ("role", "content", "from", "value", "tool_calls", "tool_call_id", "name", *_REASONING, *_EXCLUSIONS)
+# Keys of messages that hold reasoning; templates read one of them.
+REASONING = ("reasoning_content", "thinking", "reasoning")
+_MESSAGE_KEYS = ("role", "content", "from", "value", "tool_calls", "tool_call_id", "name", *REASONING, *_EXCLUSIONS)
 
 Row = Mapping[str, Any]
 
@@ -177,7 +178,7 @@ def _read_message(message: Any, location: str) -> dict[str, Any]:
     if role == "assistant" and not calls and not content.strip():
         raise ValueError(f"{location} is an empty answer; expected text. Fill it in, or take the row out.")
     read = {"role": role, "content": content}
-    read |= {key: fields[key] for key in ("tool_call_id", "name", *_REASONING) if fields.get(key)}
+    read |= {key: fields[key] for key in ("tool_call_id", "name", *REASONING) if fields.get(key)}
     return {**read, "tool_calls": _read_calls(calls, location)} if calls else read
 
 
