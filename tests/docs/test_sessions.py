@@ -43,7 +43,7 @@ SHORT_RUNS = {
 SMALL_COMPARISON = """
 base: base
 output_dir: compared
-train: {corpus: texts, max_steps: 2, sequence_length: 32, per_device_train_batch_size: 2, bf16: false, eval_max_tokens: 128}
+train: {corpus: texts, max_steps: 2, sequence_length: 32, per_device_train_batch_size: 2, bf16: false}
 domain: {plants: held-out.txt}
 seeds: [0]
 variants: {matched: {train: {trainable: [1]}}}
@@ -240,7 +240,7 @@ SESSIONS = {
     "docs/compare.md": Session(
         replace={
             **BASE,
-            "plants/, max_steps: 200": "texts, max_steps: 2, eval_max_tokens: 128",
+            "plants/, max_steps: 200": "texts, max_steps: 2",
             "sequence_length: 256": "sequence_length: 32",
             "plants-held-out.txt": "held-out.txt",
             "wiki.txt": "others.jsonl",

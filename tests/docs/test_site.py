@@ -88,7 +88,7 @@ def test_signatures_and_descriptions_are_those_of_the_source(site):
     assert "frozen: list[Literal['key', 'value', " in training and "= ...," in training  # a default made by a factory
     upscaling = text_of(site / "docs" / "reference" / "upscaling.html")
     assert "exception upscalers.RequestError[source]¶ Bases: ValueError Error for a request" in upscaling
-    assert "Alias for field number" not in text_of(site / "docs" / "reference" / "depth.html")
+    assert "Alias for field number" not in text_of(site / "docs" / "reference" / "look.html")
 
 
 def test_the_navigation_follows_the_list_of_pages(site):
