@@ -172,7 +172,8 @@ SESSIONS = {
     "docs/peft.md": Session(
         replace={
             **BASE,
-            "trainable=auto": f"trainable=auto model_name_or_path=upscaled output_dir=merged corpus=texts bf16=false {SHORT}",
+            "trainable=auto": f"trainable=auto model_name_or_path=upscaled output_dir=merged bf16=false {SHORT} "
+            "corpus=texts corpus_name=null corpus_split=null",
         },
         models={"upscaled": "midus-hml"},
         files=("",),
