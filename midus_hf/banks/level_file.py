@@ -134,7 +134,7 @@ class WritableLevel:
     def _write_at(self, position: int, tensor: torch.Tensor) -> None:
         if tensor.dtype != torch.uint8:
             tensor = tensor.detach().to("cpu", self._dtype).contiguous().view(torch.uint8)
-        data = memoryview(tensor.numpy())
+        data = tensor.numpy().data
         while data:
             count = os.pwrite(self._file, data, position)
             data, position = data[count:], position + count
@@ -185,4 +185,4 @@ def copy_level(
     create_level_file(path, rows, numel, dtype)
     with contextlib.closing(WritableLevel(path, rows, numel, dtype)) as copy:
         copy.delete(sorted(gone))
-        copy.write({**{row: lambda record=record: record for row, record in kept.items()}, **changed})
+        copy.write({**{row: record.detach for row, record in kept.items()}, **changed})

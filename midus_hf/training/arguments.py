@@ -106,8 +106,6 @@ class MemoryArguments(Rates):
         self._check_origin()
         # A loss that is not finite ends the run, so the log must not leave it out of its means.
         self.logging_nan_inf_filter = False
-        if getattr(self, "activation_checkpointing", None) and hasattr(self, "gradient_checkpointing_kwargs"):
-            self.gradient_checkpointing_kwargs = self.gradient_checkpointing_kwargs or {"use_reentrant": False}
         super_init = getattr(super(Rates, self), "__post_init__", None)
         if super_init is not None:
             super_init()
@@ -133,8 +131,8 @@ class MemoryArguments(Rates):
         return False
 
     def _check_memory_keys(self) -> None:
-        for name in ("usage_steps", "early_stopping_patience"):
-            value = getattr(self, name)
+        for name in ("usage_steps", "early_stopping_patience", *_BATCH_KEYS):
+            value = getattr(self, name, None)
             if value is not None and value < 1:
                 raise ValueError(f"{name} is {value}; expected at least 1.")
         if self.balance_loss < 0:
@@ -208,6 +206,9 @@ class MemoryArguments(Rates):
                 values[field.name] = value
         return values
 
+
+# Keys of the size of batches. Transformers takes 0 and fails when it first reads data.
+_BATCH_KEYS = ("per_device_train_batch_size", "per_device_eval_batch_size", "gradient_accumulation_steps")
 
 # Keys that Transformers sets from others, or from the launcher.
 _DERIVED = frozenset(
