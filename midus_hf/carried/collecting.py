@@ -61,7 +61,8 @@ class Program:
         self._stand_ins, self._own = stand_ins, own
         self._modules: dict[str, Module] = {}
         self._definitions: dict[Name, Definition] = {}
-        self._hooks: dict[Name, frozenset[str]] = {}
+        # For each kept class and each class that it extends, the attributes of library classes that kept classes extend with it.
+        self._hooks: dict[Name, set[str]] = {}
         self._attributes: set[str] = set()
         # Attributes that end with a star, which stand for every name that begins so.
         self._patterns: set[str] = set()
@@ -164,13 +165,30 @@ class Program:
         pending = list(roots)
         while pending:
             for name in pending:
-                self.kept.setdefault(name, set())
+                if name not in self.kept:
+                    self.kept[name] = set()
+                    self._add_hooks(name)
             size = self._size()
             open_names = [name for name in self.kept if name not in self._finished]
             reached = dict.fromkeys(name for kept in open_names for name in self._reached_from(kept))
             pending = [name for name in reached if name not in self.kept]
             if not pending and size != self._size():
                 pending = list(self.kept)
+
+    def _add_hooks(self, name: Name) -> None:
+        """Add the attributes of the library classes that a kept class extends to the hooks of each of our classes among its bases.
+
+        Libraries may use the members that override these attributes. Subclasses that are not kept do not count, since one process
+        may have imported them and another not.
+        """
+        cls: Any = getattr(importlib.import_module(name.module), name.name)
+        if not isinstance(cls, type):
+            return
+        ours = [base for base in cls.__mro__ if base.__module__.partition(".")[0] in self._packages]
+        libraries = [base for base in cls.__mro__ if base is not object and base not in ours]
+        hooks = {attribute for base in libraries for attribute in vars(base)}
+        for base in ours:
+            self._hooks.setdefault(Name(base.__module__, base.__name__), set()).update(hooks)
 
     def _size(self) -> int:
         return len(self._attributes) + sum(map(len, self.kept.values()))
@@ -195,9 +213,7 @@ class Program:
                     yield resolved
 
     def _is_wanted(self, name: Name, member: Member) -> bool:
-        if name not in self._hooks:
-            self._hooks[name] = _hooks(name, self._packages)
-        if member.name in self._attributes or member.name in self._hooks[name] or name in self._whole:
+        if member.name in self._attributes or member.name in self._hooks.get(name, ()) or name in self._whole:
             return True
         is_special = not member.name or (member.name.startswith("__") and member.name.endswith("__"))
         return (
@@ -256,25 +272,3 @@ def _used(source: str) -> tuple[frozenset[str], frozenset[str]]:
 def _pattern(text: ast.JoinedStr) -> str:
     """Return the text of an f-string, with a star in place of each inserted value."""
     return "".join(str(part.value) if isinstance(part, ast.Constant) else "*" for part in text.values)
-
-
-def _hooks(name: Name, packages: frozenset[str]) -> frozenset[str]:
-    """Return the attributes of the library classes that our class or its subclasses extend.
-
-    Libraries may use the members that override these attributes. Subclasses from other packages do not count, since one
-    process may have imported them and another not.
-    """
-    cls: Any = getattr(importlib.import_module(name.module), name.name)
-    if not isinstance(cls, type):
-        return frozenset()
-    ours = [each for each in _with_subclasses(cls) if each.__module__.partition(".")[0] in packages]
-    bases = {base for each in ours for base in each.__mro__ if base is not object}
-    libraries = [base for base in bases if base.__module__.partition(".")[0] not in packages]
-    return frozenset(attribute for base in libraries for attribute in vars(base))
-
-
-def _with_subclasses(cls: type) -> Iterator[type]:
-    yield cls
-    subclasses: list[type] = type.__subclasses__(cls)
-    for each in subclasses:
-        yield from _with_subclasses(each)

@@ -11,8 +11,8 @@ from typing import Any, NamedTuple
 Facts = Mapping[str, Any]
 
 _UNKNOWN = object()
-# Attributes whose annotation transformers reads.
-READ_BY_LIBRARIES = ("config",)
+# Attributes that transformers reads, as values or as annotations, without defining them in the classes that ours extend.
+READ_BY_LIBRARIES = ("config", "keys_to_ignore_at_inference")
 _COMPARISONS: dict[type[ast.cmpop], Callable[[Any, Any], Any]] = {
     ast.Eq: operator.eq,
     ast.NotEq: operator.ne,

@@ -10,8 +10,8 @@ from tiny import FAMILIES, tiny_model
 
 from midus_hf.carried.module import carried_module, write_code
 from midus_hf.carried.standins import ENTRY_MODULE
-from midus_hf.memory.headwise import HeadwiseMemory
 from midus_hf.memory.registry import MEMORY_MODULES
+from midus_hf.models.language_model import MemoryForCausalLM
 
 
 @pytest.fixture(scope="module")
@@ -56,17 +56,24 @@ def somebody(tmp_path, monkeypatch) -> Path:
         del sys.modules[name]
 
 
-def test_what_another_package_makes_of_our_classes_changes_no_code(monkeypatch):
+@pytest.mark.parametrize("module", ["somebody.models", "midus_hf.models.families.elsewhere"])
+def test_classes_that_extend_ours_elsewhere_change_no_code(module, monkeypatch):
     config = memory_config(tiny_model("llama"))
     expected = carried_module(config)
     monkeypatch.setattr("midus_hf.carried.module._written", {})
 
-    class OfTheirs:
-        def reads_heads(self): ...
+    class OfLibrary:
+        output_class = None
 
-    mixed = type("Mixed", (HeadwiseMemory, OfTheirs), {"__module__": "somebody.memory"})
-    assert carried_module(config) == expected
-    assert mixed in HeadwiseMemory.__subclasses__()
+    elsewhere = type("Elsewhere", (MemoryForCausalLM, OfLibrary), {"__module__": module})
+    assert carried_module(config) == expected and "output_class" not in expected
+    assert elsewhere in MemoryForCausalLM.__subclasses__()
+
+
+def test_the_code_names_the_outputs_that_trainer_leaves_out_of_predictions(family):
+    assert 'keys_to_ignore_at_inference = [CACHE, "router_logits", "aux_loss"]\n' in carried_module(
+        memory_config(tiny_model(family))
+    )
 
 
 @pytest.mark.parametrize(
