@@ -41,7 +41,7 @@ def command_line() -> argparse.ArgumentParser:
 def _add_gpu(commands: argparse._SubParsersAction) -> None:
     parser = commands.add_parser(
         "gpu",
-        help="all that is measured on a GPU, into one folder: kernel tests, ops, the depth, models, profiles, a summary",
+        help="all that is measured on a GPU, into one folder: kernel tests, ops, models, profiles, a summary",
         description="Run each step as a process of its own, and leave its rows, profiles, log and a summary in a folder. "
         "Rows are written as they are measured; called again with the same folder, a step goes on where it was cut off. "
         "Ends with status 1 if a step failed.",
