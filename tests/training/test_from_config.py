@@ -75,7 +75,7 @@ def test_weights_follow_from_the_seed(begun):
 
 def test_a_resumed_run_is_the_uninterrupted_one(begun):
     assert_resumes(begun, 10)
-    with refused(r"seed is 5, but the run to resume has 0; give the same"):
+    with refused(r"seed is 5, but the run to resume has 'its default'; give the same"):
         train(begun("parts", save_steps=10, save_total_limit=None, resume_from_checkpoint=True, seed=5))
 
 
