@@ -16,13 +16,16 @@ def mean_loss(point: Point, texts: Sequence[str]) -> float:
 
 
 def origin(result: Result, base: Result) -> Point:
-    """Return the losses that learning and forgetting of a run are counted from: its own start, or the base.
+    """Return the losses that learning and forgetting of a run are counted from: its own start, less what upscaling had changed.
 
-    The base counts where the upscaled model was not seen to compute what the base computes: that model has lost something before
-    training, and to regain what it lost is not learning. Otherwise the run's own start counts, because the start was measured in
-    the precision of training, as the end was.
+    The start counts because it was measured by the Trainer, as the end was. Where the upscaled model was not seen to compute what the
+    base computes, it has lost something before training, and to regain what it lost is not learning. What it lost is the
+    difference between this model and the base by `midus eval`, whose losses are not those of the Trainer's packed sequences.
     """
-    return base.end if result.new_parameters and not result.starts_at_base else result.start
+    if result.upscaled is None:
+        return result.start
+    lost = {name: result.upscaled[name] - base.end.losses[name] for name in result.start.losses}
+    return Point(0, 0, None, {name: loss - lost[name] for name, loss in result.start.losses.items()})
 
 
 def path(result: Result, base: Result, domain: Sequence[str], retention: Sequence[str]) -> list[tuple[float, float]]:

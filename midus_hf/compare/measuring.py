@@ -134,7 +134,9 @@ def measure_run(run: Run, comparison: Comparison, workplace: Workplace, commands
     base = read_result(workplace.root / BASE)
     assert base is not None, "the base is measured first"
     tasks_before: Tasks = base.tasks
+    upscaled = None
     if report is not None and not starts_at_base:
+        upscaled = evaluations.losses("upscaled", model, variant.train)
         tasks_before = evaluations.tasks("tasks-before", model)
     shuffled = unshuffled = tuned = None
     if SHUFFLED in wanted(variant, controls):
@@ -159,6 +161,7 @@ def measure_run(run: Run, comparison: Comparison, workplace: Workplace, commands
         tasks_before=tasks_before,
         tasks=tasks,
         tuned=tuned,
+        upscaled=upscaled,
         shuffled=shuffled,
         unshuffled=unshuffled,
         controls=controls,

@@ -34,6 +34,7 @@ class Result:
     """Result of a run, or of the base, whose curve is a single point.
 
     `tasks_before` and `tasks` are metrics of the model before and after training, `tuned` what was measured after fine-tuning.
+    `upscaled` are losses of the upscaled model by `midus eval`, as the base's are; None where it starts at the base.
     `shuffled` are losses after the rows of the trained model's value tables were permuted, and `unshuffled` the losses before, by the
     same command. `controls` are the null controls that the memory has, with what each changes; a run that is itself a null control
     has `control` and `control_of`, its name and its variant. `starts_at_base` says whether the upscaled model was verified to compute
@@ -48,6 +49,7 @@ class Result:
     curve: list[Point]
     tasks_before: Mapping[str, Mapping[str, float]] = dataclasses.field(default_factory=dict)
     tasks: Mapping[str, Mapping[str, float]] = dataclasses.field(default_factory=dict)
+    upscaled: Mapping[str, float] | None = None
     shuffled: Mapping[str, float] | None = None
     unshuffled: Mapping[str, float] | None = None
     tuned: Measured | None = None

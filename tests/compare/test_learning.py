@@ -64,17 +64,9 @@ def test_a_mean_loss_counts_each_text_alike():
     assert mean_loss(run.end, [DOMAIN, RETENTION]) == pytest.approx((2.5 + 1.7) / 2)
 
 
-ELSEWHERE = {"new_parameters": 5, "starts_at_base": False}
-
-
-@pytest.mark.parametrize(
-    ("changes", "is_own"),
-    [({}, True), ({"new_parameters": 5, "starts_at_base": True}, True), (ELSEWHERE, False), ({"new_parameters": 5}, False)],
-    ids=["the base itself", "starts at it", "starts elsewhere", "nobody looked"],
-)  # fmt: skip
-def test_a_run_is_held_against_its_own_start_where_that_is_the_base(changes, is_own):
-    run = result("a", [0.2], **changes)
-    assert origin(run, BASE) is (run.start if is_own else BASE.end)
+def test_a_run_is_held_against_its_own_start_where_that_is_the_base():
+    run = result("a", [0.2], loss=3.5)
+    assert origin(run, BASE) is run.start
 
 
 def test_a_path_is_what_was_learned_and_forgotten_at_each_moment():
@@ -83,7 +75,8 @@ def test_a_path_is_what_was_learned_and_forgotten_at_each_moment():
 
 
 def test_to_make_up_for_a_start_below_the_base_is_neither_to_learn_nor_to_remember():
-    run = result("a", [4.0, 4.5], [-1.0, -0.5], loss=7.0, kept=3.0, **ELSEWHERE)
+    # The Trainer measures 0.5 more on plants than midus eval does, and 0.25 less on stars.
+    run = result("a", [4.0, 4.5], [-1.0, -0.5], loss=7.5, kept=2.75, upscaled={DOMAIN: 7.0, RETENTION: 3.0})
     assert path(run, BASE, [DOMAIN], [RETENTION]) == [(-4.0, 1.0), (0.0, 0.0), (0.5, 0.5)]
 
 

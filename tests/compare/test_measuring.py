@@ -9,10 +9,11 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from compare.small_comparison import HEADWISE, STEPS, TOKENS_PER_STEP, InProcess, Measured, write_room
 from evaluation.questions import write_questions
 from pairs import by_default
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from midus_hf.compare.commands import StepFailed
 from midus_hf.compare.measuring import Evaluations
@@ -44,6 +45,15 @@ def perplexity_loss(model, text, *words) -> float:
     return math.log(report["models"][0]["perplexity"]["perplexity"])
 
 
+def packed_loss(folder, text) -> float:
+    """Loss of a text as the Trainer measures it: sequences of 32 tokens, of each of which the first is not predicted."""
+    tokenizer, model = AutoTokenizer.from_pretrained(folder), AutoModelForCausalLM.from_pretrained(folder)
+    ids = [*tokenizer(text.read_text())["input_ids"], tokenizer.eos_token_id]
+    sequences = torch.tensor(ids[: len(ids) // 32 * 32]).view(-1, 32)
+    with torch.no_grad():
+        return model.eval()(input_ids=sequences, labels=sequences).loss.item()
+
+
 def accuracy(model, room) -> dict[str, float]:
     words = [model, "--tasks", "piqa", "--data", room / "questions", "--limit", 2, "--json"]
     return json.loads(InProcess().run("eval", "midus eval", *words).output)["models"][0]["tasks"]["piqa"]
@@ -66,7 +76,7 @@ def with_the_base_of(kept, measured: Measured) -> Measured:
 
 
 @pytest.mark.parametrize("variant", ["hml", "full"])
-def test_the_curve_is_near_what_midus_eval_measures_at_its_ends(room, kept, variant):
+def test_the_ends_of_the_curve_are_losses_of_packed_sequences(room, kept, variant):
     measured, base, results = kept
     run, result = results[variant]
     paths = measured.paths(run)
@@ -74,9 +84,8 @@ def test_the_curve_is_near_what_midus_eval_measures_at_its_ends(room, kept, vari
     for name in ("plants", "stars"):
         text = room / f"{name}.txt"
         assert base.end.losses[name] == perplexity_loss(room / "base", text)
-        # The Trainer measures packed sequences, whose first tokens and remainder are not predicted.
-        assert result.start.losses[name] == pytest.approx(perplexity_loss(start, text), rel=0.03)
-        assert result.end.losses[name] == pytest.approx(perplexity_loss(paths.trained, text), rel=0.03)
+        assert result.start.losses[name] == pytest.approx(packed_loss(start, text), rel=1e-5)
+        assert result.end.losses[name] == pytest.approx(packed_loss(paths.trained, text), rel=1e-5)
     assert result.end.losses["plants"] < result.start.losses["plants"]
     assert [(point.step, point.tokens) for point in result.curve] == [
         (step, step * TOKENS_PER_STEP) for step in (0, STEPS // 2, STEPS)
@@ -96,6 +105,7 @@ def test_a_run_says_which_run_it_was(kept):
     )
     assert (full.variant, full.rate, full.controls, full.shuffled) == ("full", {}, {}, None)
     assert (hml.starts_at_base, full.starts_at_base) == (True, None)
+    assert hml.upscaled is full.upscaled is None
     assert (base.variant, base.curve[0].step, len(base.curve)) == ("base", 0, 1)
     for run, result in results.values():
         assert result.request == json.loads(json.dumps(run.request(measured.comparison)))
@@ -142,6 +152,9 @@ def test_tasks_are_asked_of_a_model_that_was_not_seen_to_start_as_the_base(room,
     assert measured.commands.steps.count("tasks-before") == 1
     assert result.tasks_before["piqa"] == accuracy(measured.paths(run).model, room)
     assert result.starts_at_base is starts
+    # The upscaled model is measured as the base is, and not only by the Trainer.
+    for name in ("plants", "stars"):
+        assert result.upscaled[name] == perplexity_loss(measured.paths(run).model, room / f"{name}.txt")
 
 
 @pytest.mark.parametrize("routing", ["chunk", "sequence"])

@@ -74,7 +74,7 @@ class VariantFindings:
     @property
     def starts_elsewhere(self) -> bool:
         """True if, for any seed at the best rate, the model was not verified to start from what the base computes."""
-        return any(origin(result, self.base) is self.base.end for result in self.best)
+        return any(result.upscaled is not None for result in self.best)
 
     @property
     def is_causal(self) -> bool:

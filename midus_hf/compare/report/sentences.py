@@ -126,7 +126,7 @@ def cautions(findings: Findings) -> list[str]:
     if elsewhere:
         sentences.append(
             f"{_list(elsewhere)} {'was' if len(elsewhere) == 1 else 'were'} not seen to start at the base: what was learned and "
-            "forgotten is counted from the base's losses, not from the start."
+            "forgotten is counted from the base: what training changed, together with what upscaling had changed."
         )
     ahead = [variant.name for variant in variants if not variant.is_causal]
     if ahead:

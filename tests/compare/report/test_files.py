@@ -115,7 +115,9 @@ CURVES = {
     "a start elsewhere": (
         [
             result("hml", [0.1]),
-            result("full", [4.0, 4.5], [-1, -0.5], loss=7.0, new_parameters=5, starts_at_base=False),
+            result(
+                "full", [4.0, 4.5], [-1, -0.5], loss=7.0, starts_at_base=False, upscaled={DOMAIN: 7.0, RETENTION: 2.0}
+            ),
         ],
         {},
     ),

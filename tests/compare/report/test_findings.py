@@ -153,7 +153,7 @@ def test_each_number_of_a_rate_has_ends_of_its_own():
 
 
 def test_what_does_not_start_at_the_base_is_counted_from_it_and_named():
-    start = {"loss": 7.0, "kept": 3.0, "new_parameters": 5, "starts_at_base": False}
+    start = {"loss": 7.0, "kept": 3.0, "starts_at_base": False, "upscaled": {DOMAIN: 7.0, RETENTION: 3.0}}
     solar = [result("solar", [4.0, 4.25], [-1.0, -0.5], seed=seed, **start) for seed in (0, 1)]
     one = found([*HML, *solar], variants=["hml", "solar"])
     row = rows_of(variants_table(one))["solar"]
