@@ -8,6 +8,7 @@ from material.articles import articles
 from material.benchmarks import benchmarks
 from material.chats import chats
 from material.elements import elements
+from material.excerpts import address_excerpts, article_excerpts
 from material.factbook import factbook
 from material.glosses import glosses
 from material.minilm import minilm
@@ -21,7 +22,9 @@ FETCH: dict[str, Callable[[], Path]] = {
     "addresses": lambda: addresses().train.parent,
     "addresses/train": lambda: addresses().train,
     "addresses/held_out": lambda: addresses().held_out,
+    "addresses/excerpts": address_excerpts,
     "articles": articles,
+    "articles/excerpts": article_excerpts,
     "benchmarks": benchmarks,
     "chats": lambda: chats().train.parent,
     "chats/train": lambda: chats().train,

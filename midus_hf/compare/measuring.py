@@ -138,10 +138,11 @@ def measure_run(run: Run, comparison: Comparison, workplace: Workplace, commands
     if report is not None and not starts_at_base:
         upscaled = evaluations.losses("upscaled", model, variant.train)
         tasks_before = evaluations.tasks("tasks-before", model)
-    shuffled = unshuffled = tuned = None
+    shuffled = saved = tuned = None
+    if SHUFFLED in wanted(variant, controls) or variant.fine_tune is not None:
+        # The curve is the Trainer's, and what follows is measured by `midus eval`.
+        saved = evaluations.losses("saved", trained, variant.train)
     if SHUFFLED in wanted(variant, controls):
-        # The curve was measured in the precision of training, and the shuffled model is measured in the precision of its file.
-        unshuffled = evaluations.losses("unshuffled", trained, variant.train)
         arguments = ["shuffle", trained, "--output", shuffled_model, "--seed", run.seed, "--overwrite"]
         commands.run("shuffle", "upscale", *arguments)
         shuffled = evaluations.losses("shuffled", shuffled_model, variant.train)
@@ -163,7 +164,7 @@ def measure_run(run: Run, comparison: Comparison, workplace: Workplace, commands
         tuned=tuned,
         upscaled=upscaled,
         shuffled=shuffled,
-        unshuffled=unshuffled,
+        saved=saved,
         controls=controls,
         control=variant.control,
         control_of=variant.control_of,
@@ -185,14 +186,15 @@ def measure_run(run: Run, comparison: Comparison, workplace: Workplace, commands
 def curve(events: Sequence[Mapping[str, Any]], texts: Sequence[str]) -> list[Point]:
     """Return the measurements of a training run, ordered by step; of a step that was measured twice, the last."""
     points: dict[int, Point] = {}
-    tokens, seconds = 0, None
+    tokens = 0
     for event in events:
-        tokens, seconds = event.get("num_input_tokens_seen", tokens), event.get("training_seconds", seconds)
+        tokens = event.get("num_input_tokens_seen", tokens)
         losses = {name: event[f"eval_{name}_loss"] for name in texts if f"eval_{name}_loss" in event}
         if losses:
             step = event["step"]
             # The Trainer logs each text by itself.
             measured = points[step].losses if step in points else {}
+            seconds = event["training_seconds"] if step else None
             points[step] = Point(step, tokens if step else 0, seconds, {**measured, **losses})
     return [points[step] for step in sorted(points)]
 

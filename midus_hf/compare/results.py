@@ -34,13 +34,14 @@ class Result:
     """Result of a run, or of the base, whose curve is a single point.
 
     `tasks_before` and `tasks` are metrics of the model before and after training, `tuned` what was measured after fine-tuning.
-    `upscaled` are losses of the upscaled model by `midus eval`, as the base's are; None where it starts at the base.
-    `shuffled` are losses after the rows of the trained model's value tables were permuted, and `unshuffled` the losses before, by the
-    same command. `controls` are the null controls that the memory has, with what each changes; a run that is itself a null control
-    has `control` and `control_of`, its name and its variant. `starts_at_base` says whether the upscaled model was verified to compute
-    bit for bit what the base computes; None where nothing was upscaled or verified. `is_causal` says whether every token is computed
-    without later tokens. `peak_memory_bytes` is what PyTorch allocated on a GPU, else the resident memory of the training process.
-    `request` is everything that the result depends on; empty in results of the base that older versions wrote.
+    `upscaled` are losses of the upscaled model by `midus eval`, as the base's are; None where it starts at the base. `shuffled` are
+    losses after the rows of the trained model's value tables were permuted. `saved` are losses of the trained model by the same
+    command, `midus eval`, where it is shuffled or fine-tuned. `controls` are the null controls that the memory has, with what each
+    changes; a run that is itself a null control has `control` and `control_of`, its name and its variant. `starts_at_base` says
+    whether the upscaled model was verified to compute bit for bit what the base computes; None where nothing was upscaled or
+    verified. `is_causal` says whether every token is computed without later tokens. `peak_memory_bytes` is what PyTorch allocated
+    on a GPU, else the resident memory of the training process. `request` is everything that the result depends on; empty in results
+    of the base that older versions wrote.
     """
 
     variant: str
@@ -51,7 +52,7 @@ class Result:
     tasks: Mapping[str, Mapping[str, float]] = dataclasses.field(default_factory=dict)
     upscaled: Mapping[str, float] | None = None
     shuffled: Mapping[str, float] | None = None
-    unshuffled: Mapping[str, float] | None = None
+    saved: Mapping[str, float] | None = None
     tuned: Measured | None = None
     controls: Mapping[str, Mapping[str, Any]] = dataclasses.field(default_factory=dict)
     control: str | None = None
@@ -75,10 +76,14 @@ class Result:
         return self.curve[-1]
 
     def end_of(self, tuned: bool) -> Measured | None:
-        """Return the losses and metrics of the trained model or, if `tuned`, of the fine-tuned model; None if there is none."""
+        """Return the losses and metrics of the trained model or, if `tuned`, of the fine-tuned model; None if there is none.
+
+        Losses of both are measured alike where the model is fine-tuned.
+        """
         if tuned:
             return self.tuned
-        return Measured(self.curve[-1].losses if self.curve else {}, self.tasks)
+        curve = self.curve[-1].losses if self.curve else {}
+        return Measured(curve if self.saved is None else self.saved, self.tasks)
 
 
 def read_result(folder: Path) -> Result | None:

@@ -9,7 +9,16 @@ from midus_hf.compare.options import Comparison
 from midus_hf.compare.results import Result, read_result
 from midus_hf.compare.runs import Run, runs_of
 from midus_hf.compare.variants import Variant, control_variants
-from midus_hf.files.checkpoint_files import CONFIG_FILE
+from midus_hf.config.fetched_blocks import BANKS_FOLDER
+from midus_hf.files.checkpoint_files import (
+    CONFIG_FILE,
+    OF_UPSCALED,
+    TEMPLATES_FOLDER,
+    UNFINISHED_RUN,
+    indexed_weights,
+    is_begun_run,
+    is_of,
+)
 from midus_hf.files.ownership import is_replaceable
 
 BASE = "base"
@@ -31,9 +40,18 @@ class Workplace:
         return self.root / "runs" / run.name
 
     def remove_trained(self, output: Path) -> None:
-        """Remove the folder of a run."""
-        if output.is_dir():
-            shutil.rmtree(output, ignore_errors=True)
+        """Remove what training wrote to a folder, by its names, and the folder if it is empty then."""
+        if not output.is_dir():
+            return
+        shards = indexed_weights(output)
+        for path in sorted(output.iterdir()):
+            if path.is_dir():
+                if is_begun_run(path.name) or path.name in (BANKS_FOLDER, TEMPLATES_FOLDER):
+                    shutil.rmtree(path)
+            elif path.name in shards or is_of(path.name, OF_UPSCALED, UNFINISHED_RUN):
+                path.unlink()
+        if not any(output.iterdir()):
+            output.rmdir()
 
     def remove_upscaled(self, name: str) -> None:
         """Remove an upscaled model with its report and lock, unless somebody else put files into the model's folder."""

@@ -82,16 +82,20 @@ class TrainingLog(TrainerCallback):
 
     Events also fall on the steps that save a checkpoint, and on the last step. A logged loss is the mean since the
     previous event, so a resumed run, which continues the file, logs the same losses as an uninterrupted run.
+    `training_seconds` of an event is the wall time of training so far, up to the checkpoint for what came before a resumption.
     """
 
     def __init__(self, path: str | os.PathLike):
         self.path = Path(path)
+        self._began = self._seconds_before = 0.0
 
     def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         if state.is_world_process_zero:
             kept = [event for event in read_log(self.path) if event["step"] <= state.global_step]
             with whole_file(self.path) as partial:
                 partial.write_text("".join(json.dumps(event) + "\n" for event in kept), encoding="utf-8")
+            self._began = time.perf_counter()
+            self._seconds_before = max((event["training_seconds"] for event in kept), default=0.0)
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         if control.should_save or 0 < state.max_steps <= state.global_step:
@@ -99,8 +103,9 @@ class TrainingLog(TrainerCallback):
 
     def on_log(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         if state.is_world_process_zero:
+            seconds = round(self._seconds_before + time.perf_counter() - self._began, 3)
             with self.path.open("a", encoding="utf-8") as file:
-                file.write(json.dumps(state.log_history[-1]) + "\n")
+                file.write(json.dumps({**state.log_history[-1], "training_seconds": seconds}) + "\n")
 
 
 def read_log(path: str | os.PathLike) -> list[dict]:

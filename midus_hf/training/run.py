@@ -415,7 +415,7 @@ class Run:
                     "trained_parameters": result.trained_parameters,
                     "peak_memory_bytes": result.peak_memory_bytes,
                 }
-                self.trainer.log({**costs, "training_seconds": result.seconds})
+                self.trainer.log(costs)
                 self._save(self.trainer, self.tokenizer, result)
             return result
         finally:

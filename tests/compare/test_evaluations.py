@@ -86,4 +86,4 @@ def test_a_model_that_was_trained_again_is_measured_again(tmp_path):
     measured.place.remove_trained(measured.paths(run).trained)
     measured.commands.fails = None
     measured.measure(run)
-    assert measured.commands.steps.count("unshuffled-plants") == 2
+    assert measured.commands.steps.count("saved-plants") == 2

@@ -175,8 +175,8 @@ def test_shuffled_addresses_are_those_of_the_trained_model(room, kept, tmp_path)
     )
     for name in ("plants", "stars"):
         assert result.shuffled[name] == perplexity_loss(tmp_path / "out", room / f"{name}.txt")
-        assert result.unshuffled[name] == perplexity_loss(measured.paths(run).trained, room / f"{name}.txt")
-    assert result.shuffled["plants"] != result.unshuffled["plants"]
+        assert result.saved[name] == perplexity_loss(measured.paths(run).trained, room / f"{name}.txt")
+    assert result.shuffled["plants"] != result.saved["plants"]
     assert not (measured.paths(run).folder / "shuffled").exists()
 
 
@@ -186,7 +186,7 @@ def test_addresses_are_shuffled_only_where_that_is_asked_for(room, kept, tmp_pat
     with_the_base_of(kept, measured)
     (run,) = measured.runs()
     result = measured.measure(run)
-    assert result.shuffled is None and result.unshuffled is None and "shuffle" not in measured.commands.steps
+    assert result.shuffled is None and result.saved is None and "shuffle" not in measured.commands.steps
     assert list(result.controls) == ["one-row", "random-slots", "frozen-addresses", "shuffled-addresses"]
 
 
@@ -300,7 +300,8 @@ def test_a_run_that_was_killed_behind_its_last_checkpoint_goes_on(room, kept, tm
     (paths.trained / "log.jsonl").write_text("".join(log[:-1]))
     result = measured.measure(run)
     assert result.curve == before.curve
-    assert (result.trained_parameters, result.seconds) == (before.trained_parameters, before.seconds)
+    assert result.trained_parameters == before.trained_parameters
+    assert result.seconds >= before.end.seconds > 0, "the time before the kill counts"
 
 
 def test_texts_are_read_as_the_corpus_is(room, tmp_path):

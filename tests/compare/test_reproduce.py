@@ -93,7 +93,7 @@ def test_a_table_of_texts_and_choices_can_be_planned_smaller(name, scale, tmp_pa
     check_runs(comparison, variants)
     assert set(table.scale.columns) <= set(table.options.columns)
     assert {variant.train["max_steps"] for variant in variants} == {50 if scale == "small" else 2}
-    assert comparison.texts == {"Wiki-PPL": "articles"}
+    assert comparison.texts == {"Wiki-PPL": "articles/excerpts"}
 
 
 # Whose printed average is not that of the row, as the table's file says.

@@ -161,10 +161,10 @@ def test_a_result_comes_back_as_it_was(tmp_path):
 def test_what_earlier_results_do_not_say_is_not_known(tmp_path):
     write_result(tmp_path, result("a", [0.5]))
     values = json.loads((tmp_path / "result.json").read_text())
-    del values["unshuffled"], values["tuned"], values["new_parameters"]
+    del values["saved"], values["tuned"], values["new_parameters"]
     (tmp_path / "result.json").write_text(json.dumps(values))
     found = read_result(tmp_path)
-    assert (found.unshuffled, found.tuned, found.new_parameters) == (None, None, 0)
+    assert (found.saved, found.tuned, found.new_parameters) == (None, None, 0)
 
 
 def test_without_a_file_there_is_no_result(tmp_path):

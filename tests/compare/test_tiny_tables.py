@@ -31,7 +31,7 @@ ROW = "MIDUS-HML"
 def excerpts(tmp_path_factory):
     """Real texts are shorter here: to read all of them takes longer than everything else."""
     folder = tmp_path_factory.mktemp("excerpts")
-    paths = {name: folder / f"{Path(name).name}.jsonl" for name in ("articles", "chats/held_out")}
+    paths = {name: folder / f"{Path(name).name}.jsonl" for name in ("chats/held_out",)}
     for name, path in paths.items():
         path.write_text("".join(FETCH[name]().read_text(encoding="utf-8").splitlines(keepends=True)[:40]))
     paths["addresses/train"] = sorted(FETCH["addresses/train"]().iterdir())[0]
@@ -59,7 +59,7 @@ def test_each_stage_is_measured_on_its_own_model(done):
     table, comparison, result, folder = done
     (text,) = comparison.texts.values()
     for stage, model in (("continued", "trained"), ("tuned", "tuned")):
-        words = [folder / model, "--text", text, "--max-tokens", 1024, "--json"]
+        words = [folder / model, "--text", text, "--sequence-length", 32, "--json"]
         measured = json.loads(InProcess().run("eval", "midus eval", *words).output)["models"][0]["perplexity"]
         assert table.number("Wiki-PPL", stage, result) == pytest.approx(measured["perplexity"], rel=1e-9)
         assert 0 <= table.number("PIQA", stage, result) <= 100

@@ -15,6 +15,7 @@ from material.articles import articles
 from material.benchmarks import BENCHMARKS, benchmarks
 from material.chats import chats
 from material.elements import ALIASES, FACTS_FILE, QUESTIONS_FILE, elements
+from material.excerpts import address_excerpts, article_excerpts
 from material.factbook import FACTS, factbook
 from material.glosses import TOPICS, glosses
 from material.minilm import minilm
@@ -79,6 +80,14 @@ def test_every_tenth_address_is_held_out_and_none_is_in_both_parts():
     texts = [path.read_text() for folder in (parts.train, parts.held_out) for path in folder.iterdir()]
     assert len(set(texts)) == 233
     assert 10_000_000 < sum(map(len, texts)) < 11_000_000
+
+
+def test_excerpts_are_the_beginnings_of_held_out_texts():
+    wholes = {"addresses": read_documents(addresses().held_out), "articles": read_documents(articles())}
+    for kind, path, count in (("addresses", address_excerpts(), 23), ("articles", article_excerpts(), 80)):
+        excerpts = read_documents(path)
+        assert len(excerpts) == count
+        assert all(any(whole[:1000] == excerpt for whole in wholes[kind]) for excerpt in excerpts)
 
 
 def test_every_tenth_chat_is_held_out_and_each_is_a_question_and_its_answer():

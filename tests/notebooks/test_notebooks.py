@@ -42,7 +42,6 @@ SMALLER = {
     "compare": {
         '"max_steps": 16': '"max_steps": 2',
         '"sequence_length": 256': '"sequence_length": 32',
-        '"eval_max_tokens": 1024': '"eval_max_tokens": 128',
         '"evaluations": 4': '"evaluations": 1',
     },
 }
@@ -172,6 +171,8 @@ def tiny_room(tmp_path, monkeypatch) -> Path:
     articles = write_corpus(tmp_path / "articles")
     monkeypatch.setattr("material.addresses.addresses", lambda: texts)
     monkeypatch.setattr("material.articles.articles", lambda: articles)
+    monkeypatch.setattr("material.excerpts.address_excerpts", lambda: texts.held_out)
+    monkeypatch.setattr("material.excerpts.article_excerpts", lambda: articles)
     monkeypatch.chdir(NOTEBOOKS)
     monkeypatch.setattr(sys, "path", list(sys.path))
     compare_in_this_process(monkeypatch)

@@ -211,9 +211,8 @@ class Findings:
         rises = []
         for result in self.variants[variant].best:
             if result.shuffled is not None:
-                # Results of older versions lack `unshuffled`; theirs is the end of the curve, in the precision of training.
-                before = result.end.losses if result.unshuffled is None else result.unshuffled
-                rises.append(spread([result.shuffled[name] - before[name] for name in self.domain]).mean)
+                assert result.saved is not None, "measured before"
+                rises.append(spread([result.shuffled[name] - result.saved[name] for name in self.domain]).mean)
         if not rises:
             return None
         rise = spread(rises)
