@@ -325,8 +325,9 @@ CHANGED = {
     "steps": (
         {},
         {"train": {"corpus": "corpus", "max_steps": 8}},
-        "a/0.001/seed-0 was done with another train.max_steps; expected the same. Give the variant another name, choose another "
-        "output, or move that folder away.",
+        # Texts are measured and checkpoints saved at other steps too, so that the last one is.
+        "a/0.001/seed-0 was done with another train.max_steps, train.eval_steps, train.save_steps; expected the same. Give the "
+        "variant another name, choose another output, or move that folder away.",
     ),
     "sizes": ({}, {"upscale": {**UPSCALE, "options": {"n": 5}}}, "a/0.001/seed-0 was done with another upscale.options.n; expected"),
 }  # fmt: skip
