@@ -42,7 +42,7 @@ default_role = "code"  # docstrings write code in single backticks
 # tells where their pages are), types of this project that annotations name but people do not import, and errors in lists of "Raises".
 nitpicky = True
 nitpick_ignore_regex = [
-    (r"py:.*", r"(collections|numpy|os|pathlib|peft|torch|transformers|types|typing)\..*"),
+    (r"py:.*", r"(accelerate|collections|datasets|numpy|os|pathlib|peft|torch|transformers|trl|types|typing)\..*"),
     (r"py:.*", r"(midus_hf|upscalers)\..*"),
     (r"py:exc", r"\w+Error"),
 ]

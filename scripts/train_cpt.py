@@ -12,13 +12,7 @@ from dataclasses import dataclass, field
 
 from datasets import load_dataset
 from rich import print
-from transformers import (
-    AutoModelForCausalLM,
-    AutoTokenizer,
-    HfArgumentParser,
-    TrainingArguments,
-    default_data_collator,
-)
+from transformers import AutoModelForCausalLM, AutoTokenizer, HfArgumentParser, TrainingArguments
 
 from midus_hf.training import MemoryTrainer, set_trainable
 from midus_hf.training.arguments import computes_bfloat16
@@ -34,16 +28,11 @@ class ScriptArguments:
     trainable: str = field(default="new", metadata={"help": "new: train the added layers alone; all: everything."})
 
 
-@dataclass
-class Arguments(TrainingArguments):
-    """Arguments of the Trainer, with bfloat16 where the device computes it."""
-
-    bf16: bool = field(default=computes_bfloat16(), metadata={"help": "Compute in bfloat16."})
-
-
 def main() -> None:
     """Train the model that the command line names."""
-    script, arguments = HfArgumentParser((ScriptArguments, Arguments)).parse_args_into_dataclasses()
+    parser = HfArgumentParser((ScriptArguments, TrainingArguments))
+    parser.set_defaults(bf16=computes_bfloat16())
+    script, arguments = parser.parse_args_into_dataclasses()
     tokenizer = AutoTokenizer.from_pretrained(script.model_name_or_path)
     # Masters in float32: bfloat16 weights would round most updates of a small learning rate away.
     model = AutoModelForCausalLM.from_pretrained(script.model_name_or_path, dtype="float32")
@@ -58,7 +47,7 @@ def main() -> None:
 
     texts = load_dataset("text", data_files=script.train_files, sample_by="document", split="train")
     dataset = texts.map(sequences, batched=True, remove_columns=texts.column_names)
-    trainer = MemoryTrainer(model, arguments, train_dataset=dataset, data_collator=default_data_collator)
+    trainer = MemoryTrainer(model, arguments, train_dataset=dataset)
     trainer.train(resume_from_checkpoint=arguments.resume_from_checkpoint)
     trainer.save_model()
     tokenizer.save_pretrained(arguments.output_dir)
