@@ -17,6 +17,7 @@ from huggingface_hub.errors import HfHubHTTPError
 from rich.console import Console, RenderableType
 from safetensors import SafetensorError
 from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
     AutoConfig,
     AutoModelForCausalLM,
     EarlyStoppingCallback,
@@ -261,8 +262,11 @@ def load_config(arguments: MemoryArguments) -> PreTrainedConfig:
 
 
 def _check_attention(attention: str | None, config: PreTrainedConfig) -> None:
-    """Refuse an implementation of attention that is not installed or that the model does not have, before weights are read."""
-    if attention is None:
+    """Refuse an implementation of attention that is not installed or that the model does not have, before weights are read.
+
+    A config of no language model passes this check: making the model gives the reason.
+    """
+    if attention is None or type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
         return
     message = (
         f"attn_implementation is {attention!r}; expected one that is installed and that a {config.model_type} model has, such as "
