@@ -1,5 +1,6 @@
 """Refusal of adapters of the base by models that host memory, since upscaling renumbers the layers."""
 
+import importlib
 import re
 import warnings
 from collections.abc import Iterable, Mapping
@@ -129,6 +130,19 @@ class TakesAdapters:
             try:
                 check_adapter_layers(model.config, adapter, names - missing, missing, model.peft_config[adapter])
             except ValueError:
-                model.delete_adapter(adapter)
+                _delete_adapter(model, adapter)
                 raise
         return loading_info
+
+
+def _delete_adapter(model: Any, adapter: str) -> None:
+    """Remove an adapter from a model, as `delete_adapter` of Transformers does, which refuses releases of PEFT that load adapters."""
+    # An import statement would make Transformers ask for PEFT wherever the code of a checkpoint is loaded.
+    functional = importlib.import_module("peft.functional")
+    functional.delete_adapter(
+        model, adapter_name=adapter, prefix=f"{model.peft_config[adapter].peft_type.value.lower()}_"
+    )
+    del model.peft_config[adapter]
+    if not model.peft_config:
+        del model.peft_config
+        model._hf_peft_config_loaded = False
