@@ -95,7 +95,7 @@ class TrainingLog(TrainerCallback):
             with whole_file(self.path) as partial:
                 partial.write_text("".join(json.dumps(event) + "\n" for event in kept), encoding="utf-8")
             self._began = time.perf_counter()
-            self._seconds_before = max((event["training_seconds"] for event in kept), default=0.0)
+            self._seconds_before = max((event.get("training_seconds", 0.0) for event in kept), default=0.0)
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         if control.should_save or 0 < state.max_steps <= state.global_step:

@@ -16,7 +16,7 @@ from midus_hf.training.run import train
 # What events say that differs from run to run.
 OF_TIME = (
     *("train_runtime", "train_tokens_per_second", "train_samples_per_second", "train_steps_per_second"),
-    *("eval_runtime", "eval_samples_per_second", "eval_steps_per_second"),
+    *("eval_runtime", "eval_samples_per_second", "eval_steps_per_second", "training_seconds"),
 )
 
 # Files without which a folder holds no trained model.

@@ -123,6 +123,7 @@ def save_native(family: str, folder: Path, dtype: torch.dtype = torch.float32, *
 def tiny_config(model: Path | None, corpus: Path, output: Path, **changes: Any) -> TrainArguments:
     """A run of 20 steps of 2 sequences of 16 tokens, with rates that move a tiny model."""
     options: dict[str, Any] = {
+        "output_dir": str(output),
         "model_name_or_path": None if model is None else str(model),
         "corpus": str(corpus),
         "sequence_length": 16,
@@ -133,7 +134,7 @@ def tiny_config(model: Path | None, corpus: Path, output: Path, **changes: Any) 
         "logging_steps": 1,
         **changes,
     }
-    return TrainArguments(output_dir=str(output), **options)
+    return TrainArguments(**options)
 
 
 def refused(message: str, error: type[ValueError] = ValueError) -> AbstractContextManager:
