@@ -27,7 +27,7 @@ def written(tmp_path, monkeypatch):
         program = Program(
             [Name(f"of_others.{module}", name)], frozenset({"of_others"}), lambda name: {}, {}, stand_ins or {}, OURS
         )
-        return _Layout(program, {}).text()
+        return _Layout(program).text()
 
     yield write
     for name in [name for name in sys.modules if name.partition(".")[0] == "of_others"]:
