@@ -129,10 +129,11 @@ def grow(
     from midus_hf.topics.run import grow as grow_tree_of
     from midus_hf.topics.tree import ClusterTree
 
+    device = usable_device(device)
     before = ClusterTree.load(tree)
     with contextlib.redirect_stdout(sys.stderr), library_bars_on_terminals():
         _describe(corpus)
-        grown = grow_tree_of(tree, Corpus(corpus, column, None, encoding), output, usable_device(device), batch_size)
+        grown = grow_tree_of(tree, Corpus(corpus, column, None, encoding), output, device, batch_size)
     pairs = zip(before.centroids, grown.centroids, strict=True)
     new = sum(int(after[len(old) :, 0].isfinite().sum()) for old, after in pairs)
     print(
