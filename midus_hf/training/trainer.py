@@ -249,6 +249,7 @@ class TrainsMemory(AnyTrainer):
             save_trained(self.model, Path(output_dir), state_dict)
 
     def _save_checkpoint(self, model: nn.Module, trial: Any = None) -> None:
+        self.check_finite()  # before anything is written, so that no unfinished folder is left
         folder = Path(self._get_output_dir(trial), f"checkpoint-{self.state.global_step}")
         limit, self.args.save_total_limit = self.args.save_total_limit, None
         self._is_checkpointing = True

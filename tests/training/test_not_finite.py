@@ -178,8 +178,7 @@ def test_blocks_that_are_not_finite_are_not_saved(blocks_for, tmp_path):
     (bank,) = run.trainer.blocks.banks
 
     def spoil(model):
-        level, index = bank.touched()[0]
-        bank._states[level, index].master.data[5] = math.nan
+        bank._values(bank.touched()[0])[5] = math.nan
 
     run.trainer.add_callback(AtStep(4, spoil, AFTER))
     with pytest.raises(

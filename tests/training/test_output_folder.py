@@ -1,5 +1,8 @@
 """Whose folder a run writes, and what it leaves there when it is refused."""
 
+import fcntl
+from types import SimpleNamespace
+
 import pytest
 from training.tiny_run import refused
 
@@ -61,7 +64,8 @@ def test_without_locks_in_the_file_system_a_line_says_so(config_for, monkeypatch
     def no_locks(*args):
         raise OSError(next(iter(locks._NO_LOCKS)), "no locks")
 
-    monkeypatch.setattr(locks.fcntl, "flock", no_locks)
+    # Of this module alone: datasets locks files too.
+    monkeypatch.setattr(locks, "fcntl", SimpleNamespace(**{**vars(fcntl), "flock": no_locks}))
     assert train(config_for(max_steps=1)).steps == 1
     assert capsys.readouterr().err.count("is not guarded: its file system has no locks") >= 1
 
