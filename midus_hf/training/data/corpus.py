@@ -40,6 +40,22 @@ _DATASET_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 _SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 
 
+@contextlib.contextmanager
+def bars_on_terminals() -> Iterator[None]:
+    """Hide the progress bars of `datasets` inside the context where standard error is no terminal."""
+    import datasets
+
+    if sys.stderr.isatty() or datasets.are_progress_bars_disabled():
+        yield
+        return
+    datasets.disable_progress_bars()
+    try:
+        yield
+    finally:
+        datasets.enable_progress_bars()
+
+
+@bars_on_terminals()
 def read_corpus(
     corpus: str | Sequence[str],
     *,
@@ -109,7 +125,7 @@ def read_rows(
     for source in names:
         path = Path(source).expanduser()
         try:
-            with _bars_on_terminals():
+            with bars_on_terminals():
                 parts += (
                     _read_local(key, path, split, name, text_column)
                     if path.exists()
@@ -127,21 +143,6 @@ def read_rows(
         raise ValueError(
             f"{_label(key, sources)} has columns that differ in type from file to file: {_reason(error)}"
         ) from error
-
-
-@contextlib.contextmanager
-def _bars_on_terminals() -> Iterator[None]:
-    """Hide the progress bars of `datasets` inside the context where standard error is no terminal."""
-    import datasets
-
-    if sys.stderr.isatty() or datasets.are_progress_bars_disabled():
-        yield
-        return
-    datasets.disable_progress_bars()
-    try:
-        yield
-    finally:
-        datasets.enable_progress_bars()
 
 
 def say(line: str) -> None:

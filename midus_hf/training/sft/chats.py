@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from jinja2 import TemplateError
 
-from midus_hf.training.data.corpus import read_rows, say
+from midus_hf.training.data.corpus import bars_on_terminals, read_rows, say
 from midus_hf.training.data.packing import IGNORED_LABEL, features_of
 from midus_hf.training.sft.formats import REASONING, read_row, unread_keys
 
@@ -201,6 +201,7 @@ def choose_template(
     return str(training_template or template)
 
 
+@bars_on_terminals()
 def chat_sequences(
     arguments: Any, tokenizer: "PreTrainedTokenizerBase", vocab_size: int
 ) -> tuple["Dataset", int | None]:
