@@ -11,7 +11,8 @@ from transformers.training_args import OptimizerNames
 
 from midus_hf.memory.declared_module import DeclaredModule
 from midus_hf.memory.protocols import GivesRowGradients, HostsTables, ReadsFewRows
-from midus_hf.memory.sharded_tables import ShardedReading
+from midus_hf.memory.tables import TableReading
+from midus_hf.ops.gather.column_shards import sharded_gathered_products, sharded_parted_gather, sharded_weighted_gather
 from midus_hf.training.optim.row_adamw import clip_rows
 
 # Optimizers of Transformers whose updates `RowAdamW` computes row by row.
@@ -19,6 +20,32 @@ _ROW_OPTIMIZERS = ("adamw_torch", "adamw_torch_fused")
 
 # Numbers that all processes together send in one message when a table is gathered.
 _NUMBERS_AT_ONCE = 1 << 24
+
+
+class ShardedReading(TableReading):
+    """Sums of rows of a table, and products with rows, if each process holds some of the columns.
+
+    Args:
+        sparse_gradient: Whether gradients of tables are sparse tensors of the rows that were read.
+        processes: The `ProcessGroup` whose processes share the columns.
+    """
+
+    def __init__(self, sparse_gradient: bool, processes: Any):
+        super().__init__(sparse_gradient)
+        self._processes = processes
+
+    def sums(self, bank: torch.Tensor, slots: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        return sharded_weighted_gather(bank, slots, weights, self._processes, sparse_gradient=self.sparse_gradient)
+
+    def sums_by_part(
+        self, bank: torch.Tensor, slots: torch.Tensor, weights: torch.Tensor, parts: torch.Tensor, num_parts: int
+    ) -> torch.Tensor:
+        return sharded_parted_gather(
+            bank, slots, weights, parts, num_parts, self._processes, sparse_gradient=self.sparse_gradient
+        )
+
+    def products(self, vectors: torch.Tensor, bank: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
+        return sharded_gathered_products(vectors, bank, slots, self._processes, sparse_gradient=self.sparse_gradient)
 
 
 class TableColumns:
