@@ -1,8 +1,29 @@
 """Upscaling of pretrained checkpoints: it adds memory or depth, and most methods do not change what the model computes."""
 
-from upscalers.record.report import PushError, UpscaleReport
-from upscalers.request.errors import MethodError, RequestError, VerificationError
-from upscalers.runs.strip import strip
-from upscalers.runs.upscale import upscale
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from upscalers.record.report import PushError, UpscaleReport
+    from upscalers.request.errors import MethodError, RequestError, VerificationError
+    from upscalers.runs.strip import strip
+    from upscalers.runs.upscale import upscale
 
 __all__ = ["MethodError", "PushError", "RequestError", "UpscaleReport", "VerificationError", "strip", "upscale"]
+
+# Imported at the first use, so that `upscale --help` reads no module of the methods.
+_MODULES = {
+    "MethodError": "upscalers.request.errors",
+    "PushError": "upscalers.record.report",
+    "RequestError": "upscalers.request.errors",
+    "UpscaleReport": "upscalers.record.report",
+    "VerificationError": "upscalers.request.errors",
+    "strip": "upscalers.runs.strip",
+    "upscale": "upscalers.runs.upscale",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _MODULES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(_MODULES[name]), name)

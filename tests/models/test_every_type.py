@@ -35,7 +35,7 @@ REASONS = [
     r"'.*' is an encoder, whose tokens read later tokens; expected a decoder\.",
     r"'.*' has its layers at [\w.]+; expected a type whose decoder layers are at model\.layers\.",
     r"'.*' has \d+ layers at model\.layers where num_hidden_layers is \d+; expected equal numbers\.",
-    r"'.*' has \d+ layers where num_hidden_layers of its saved config is \d+; expected equal numbers\.",
+    r"'.*' has \d+ layers where num_hidden_layers of its saved config is (\d+|None); expected equal numbers\.",
     r"'.*' has no single list of decoder layers; expected one at model\.layers\.",
     r"'.*' does not pass all keyword arguments on to its decoder layers; expected a stack that does\.",
     r"the residual stream of '.*' is not one tensor \[B, T, D\]; expected layers that read and return one\.",

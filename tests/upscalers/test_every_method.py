@@ -250,7 +250,7 @@ def test_either_check_finds_what_should_start_at_zero_and_does_not(kind, verify,
     def not_zero(layout, level, index, seed, dtype):
         return torch.full((layout.record_numel(level),), 0.01 if (level, index) == (3, 26) else 0.0, dtype=dtype)
 
-    monkeypatch.setattr("midus_hf.banks.memory_bank.initial_block", not_zero)
+    monkeypatch.setattr("midus_hf.banks.mapped_bank.initial_block", not_zero)
     monkeypatch.setattr("upscalers.methods.memory_methods.initialised", lambda tensor, *_: Fill(tensor.shape, 0.1))
     with pytest.raises(VerificationError, match="expected"):
         upscale(base=base, output=tmp_path / "out", verify=verify, **KINDS[kind])

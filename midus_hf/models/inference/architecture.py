@@ -146,7 +146,7 @@ def architecture_of(model_type: str) -> Architecture:
         raise UnknownArchitecture(
             f"{model_type!r} has {len(layers)} layers at model.layers where num_hidden_layers is {counted}; expected equal numbers."
         )
-    saved = model.config.to_dict()["num_hidden_layers"]
+    saved = model.config.to_dict().get("num_hidden_layers")
     if saved != counted:
         raise UnknownArchitecture(
             f"{model_type!r} has {counted} layers where num_hidden_layers of its saved config is {saved}; expected equal numbers."
