@@ -28,7 +28,6 @@ from midus_hf.ops.depth.triton import triton_depth_attention, triton_depth_gradi
 from midus_hf.ops.gather.triton import (
     triton_bank_gradient,
     triton_row_sums,
-    triton_spread_weights,
     triton_weight_gradients,
     triton_weighted_rows,
 )
@@ -116,7 +115,6 @@ def _gather(width: int, m: int, dtype: torch.dtype) -> None:
     weights = _sized(TOKENS, m, dtype=dtype)
     output = triton_weighted_rows(bank, slots, weights)
     triton_weight_gradients(output, bank, slots)
-    triton_spread_weights(slots, weights, len(bank), dtype)
     triton_row_sums(output, slots, weights, 4096)
 
 

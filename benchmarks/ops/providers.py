@@ -12,9 +12,7 @@ import torch.nn.functional as F
 from benchmarks.ops.operations import Call, Inputs, Unavailable, product_key_memory, provider
 from benchmarks.ops.shapes import Case
 from midus_hf.ops import expand_values, headwise_memory, product_key_topk, weighted_gather
-from midus_hf.ops.dispatch.choices import resolve
 from midus_hf.ops.gather.row_sums import weight_gradients, weighted_rows
-from midus_hf.ops.gather.weighted import weighted_gather_op
 from midus_hf.ops.product_key.reference import sub_key_scores
 
 _MOST_GRID_ELEMENTS = 1 << 24
@@ -111,11 +109,6 @@ class _Algorithm1(torch.autograd.Function):
         return into_bank.to(bank.dtype), None, weight_gradients(gradient, bank, slots, "torch").to(weights.dtype)
 
 
-def _gathered(gathering: str, bank: torch.Tensor, slots: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-    """Compute `weighted_gather` by reading rows (`"rows"`) or by multiplying the whole bank (`"product"`)."""
-    return weighted_gather_op(bank, slots, weights, resolve("auto", bank, native_refusal=None), gathering)
-
-
 def _calling(
     function: Callable[..., Any], is_compiled: bool = False, **options: Any
 ) -> Callable[[Case, Inputs], Call]:
@@ -130,10 +123,9 @@ def _calling(
     return build
 
 
-def _product_key_memory(backend: str, gathering: str | None = None) -> Callable[[Case, Inputs], Call]:
-    """Return the `build` of a provider that selects and gathers, by reading rows or by a product with all of them."""
-    gather = None if gathering is None else partial(_gathered, gathering)
-    return lambda case, inputs: partial(product_key_memory, case, inputs, backend, gather)
+def _product_key_memory(backend: str) -> Callable[[Case, Inputs], Call]:
+    """Return the `build` of a provider that selects product keys and gathers their rows."""
+    return lambda case, inputs: partial(product_key_memory, case, inputs, backend)
 
 
 for _op, _name, _build in (
@@ -147,14 +139,9 @@ for _op, _name, _build in (
     ("product_key_topk", "two-stage", _calling(product_key_topk)),
     ("weighted_gather", "naive", _calling(weighted_gather, backend="reference")),
     ("weighted_gather", "sorted", _calling(weighted_gather)),
-    ("weighted_gather", "rows", _calling(_gathered, gathering="rows")),
-    # Like `dense`, but with sums in float32, a kernel that spreads weights, and products for the gradients too.
-    ("weighted_gather", "product", _calling(_gathered, gathering="product")),
     ("weighted_gather", "sparse", _calling(weighted_gather, sparse_gradient=True)),
     ("product_key_memory", "naive", _product_key_memory("reference")),
     ("product_key_memory", "sorted", _product_key_memory("auto")),
-    ("product_key_memory", "rows", _product_key_memory("auto", "rows")),
-    ("product_key_memory", "product", _product_key_memory("auto", "product")),
 ):
     provider(_op, _name)(_build)
 provider("weighted_gather", "algorithm-1", tolerances=_ALGORITHM_1_TOLERANCES)(_calling(gather_by_algorithm_1))

@@ -209,19 +209,7 @@ OPS = {
         lambda given, backend, **options: weighted_gather(**given, backend=backend, **options),
         ALL,
         GATHERED,
-        lambda given, body: (weighted_gather_op, (*given.values(), body, "rows")),
-        "weighted_gather",
-    ),
-    "rows by product": OpCase(
-        gathered,
-        lambda given, backend: (
-            weighted_gather(**given, backend="reference")
-            if backend == "reference"
-            else weighted_gather_op(*given.values(), backend, "product")
-        ),
-        ("torch", "triton"),
-        GATHERED,
-        lambda given, body: (weighted_gather_op, (*given.values(), body, "product")),
+        lambda given, body: (weighted_gather_op, (*given.values(), body)),
         "weighted_gather",
     ),
     "gathered products": OpCase(

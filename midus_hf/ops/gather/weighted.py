@@ -8,7 +8,6 @@ from midus_hf.ops.dispatch.calling import are_plain, custom_op, nobody_watches
 from midus_hf.ops.dispatch.choices import resolve
 from midus_hf.ops.gather.reference import weighted_gather as reference
 from midus_hf.ops.gather.row_sums import row_sums, weight_gradients, weighted_rows
-from midus_hf.ops.gather.rows_by_product import gradients_of_product, product_of_rows, product_takes_less
 
 
 def weighted_gather(
@@ -52,35 +51,19 @@ def weighted_gather(
         output = _SparseWeightedGather.apply(bank, flat_slots, flat_weights, body)
     else:
         tensors = (bank, flat_slots, flat_weights)
-        sums = _sums if nobody_watches() and are_plain(*tensors) else weighted_gather_op
+        sums = weighted_rows if nobody_watches() and are_plain(*tensors) else weighted_gather_op
         output = sums(*tensors, body)
     return output.reshape(*leading, bank.shape[-1])
 
 
 @custom_op("weighted_gather")
-def weighted_gather_op(
-    bank: torch.Tensor, slots: torch.Tensor, weights: torch.Tensor, backend: str, gathering: str = "auto"
-) -> torch.Tensor:
-    """Compute `weighted_gather` of a table `[R, v]` with slots `[S, m]` and weights `[S, m]`, to `[S, v]`.
-
-    Args:
-        backend: Resolved name of the body: `"torch"`, `"native"` or `"triton"`.
-        gathering: `"rows"` to read the rows, or `"product"` to multiply the whole bank with a matrix of all weights.
-            Default: `"auto"`, the product if it is expected to take less time.
-    """
-    return _sums(bank, slots, weights, backend, gathering)
-
-
-def _sums(
-    bank: torch.Tensor, slots: torch.Tensor, weights: torch.Tensor, backend: str, gathering: str = "auto"
-) -> torch.Tensor:
-    if multiplies_all(bank, slots, backend, gathering):
-        return product_of_rows(bank, slots, weights, backend)
+def weighted_gather_op(bank: torch.Tensor, slots: torch.Tensor, weights: torch.Tensor, backend: str) -> torch.Tensor:
+    """Compute `weighted_gather` of `[R, v]` with slots and weights `[S, m]`, to `[S, v]`; `backend` is a resolved name."""
     return weighted_rows(bank, slots, weights, backend)
 
 
 @weighted_gather_op.register_fake
-def _(bank, slots, weights, backend, gathering="auto"):  # type: ignore[no-untyped-def]
+def _(bank, slots, weights, backend):  # type: ignore[no-untyped-def]
     return bank.new_empty(slots.shape[0], bank.shape[1])
 
 
@@ -91,45 +74,28 @@ def weighted_gather_backward_op(
     slots: torch.Tensor,
     weights: torch.Tensor,
     backend: str,
-    gathering: str,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return gradients of bank and weights for a gradient `[S, v]`."""
-    if multiplies_all(bank, slots, backend, gathering):
-        into_bank, into_weights = gradients_of_product(gradient, bank, slots, weights, backend)
-        return into_bank.to(bank.dtype), into_weights.to(weights.dtype)
     into_bank = row_sums(gradient, slots, weights, len(bank), backend).to(bank.dtype)
     return into_bank, weight_gradients(gradient, bank, slots, backend).to(weights.dtype)
 
 
 @weighted_gather_backward_op.register_fake
-def _(gradient, bank, slots, weights, backend, gathering):  # type: ignore[no-untyped-def]
+def _(gradient, bank, slots, weights, backend):  # type: ignore[no-untyped-def]
     return torch.empty_like(bank, memory_format=torch.contiguous_format), weights.new_empty(weights.shape)
 
 
 def _save(ctx: Any, inputs: tuple, output: torch.Tensor) -> None:
-    bank, slots, weights, ctx.backend, ctx.gathering = inputs
+    bank, slots, weights, ctx.backend = inputs
     ctx.save_for_backward(bank, slots, weights)
 
 
 def _differentiate(ctx: Any, gradient: torch.Tensor) -> tuple:
-    into_bank, into_weights = weighted_gather_backward_op(gradient, *ctx.saved_tensors, ctx.backend, ctx.gathering)
-    return into_bank, None, into_weights, None, None
+    into_bank, into_weights = weighted_gather_backward_op(gradient, *ctx.saved_tensors, ctx.backend)
+    return into_bank, None, into_weights, None
 
 
 weighted_gather_op.register_autograd(_differentiate, setup_context=_save)
-
-
-def multiplies_all(bank: torch.Tensor, slots: torch.Tensor, backend: str, gathering: str = "auto") -> bool:
-    """Return whether rows are summed by a product with the whole bank.
-
-    The registered ops call this function when they run, since sizes are known only then. Forward and backward pass get the
-    same answer.
-    """
-    if gathering != "auto":
-        return gathering == "product"
-    is_on_nvidia = bank.is_cuda and not torch.version.hip
-    is_fast = is_on_nvidia and bank.dtype == torch.bfloat16 and backend == "triton"
-    return is_fast and product_takes_less(*slots.shape, *bank.shape)
 
 
 class _SparseWeightedGather(torch.autograd.Function):

@@ -25,7 +25,6 @@ KERNELS = {
     "scores_kernel",
     "weighted_rows_kernel",
     "weight_gradients_kernel",
-    "spread_weights_kernel",
     "chapter_forward_kernel",
     "chapter_merge_kernel",
     "chapter_products_kernel",

@@ -50,7 +50,7 @@ OTHERS = {
     },
     "depth without a cap": lambda: (
         depth_attention_op,
-        [(made := stacked())["query"], *slots_of(made), 0.3, None, "triton"],
+        [(made := stacked())["query"], *slots_of(made), 0.3, None],
     ),
 }
 
