@@ -8,7 +8,6 @@ from typing import Any, Literal
 
 import torch
 from transformers import TrainingArguments
-from transformers.utils import logging
 
 from midus_hf.config.declared_tensors import TrainedRole
 from midus_hf.training.optim.rates import Rates
@@ -21,8 +20,6 @@ AdapterLayers = Literal["base", "new", "all"]
 
 # Value of `resume_from_checkpoint` that resumes a run if there is a whole checkpoint, and otherwise starts it.
 AUTO = "auto"
-
-_logger = logging.get_logger(__name__)
 
 
 @dataclasses.dataclass
@@ -84,6 +81,8 @@ class MemoryArguments(Rates):
     eval_text: str | dict[str, str] | None = None
     early_stopping_patience: int | None = None
     bf16: bool | None = None
+    activation_checkpointing: bool | None = None
+    activation_checkpointing_kwargs: dict[str, Any] | str | None = None
     resume_from_checkpoint: bool | str | None = None
     lr_scheduler_type: str = "cosine"
     warmup_steps: float = 0.1
@@ -99,8 +98,15 @@ class MemoryArguments(Rates):
 
     def __post_init__(self) -> None:
         self._follow_steps()
+        # Whether a run in float32 was not asked for, which it says when it starts.
+        self.lacks_bf16 = False
         if self.bf16 is None:
-            self.bf16 = self._default_bf16()
+            self.bf16 = not getattr(self, "fp16", False) and computes_bfloat16(getattr(self, "use_cpu", False))
+            self.lacks_bf16 = not self.bf16 and not getattr(self, "fp16", False)
+        if not hasattr(TrainingArguments, "activation_checkpointing") and self.activation_checkpointing is not None:
+            # The name before Transformers 5.24.
+            self.gradient_checkpointing = self.activation_checkpointing
+            self.gradient_checkpointing_kwargs = self.activation_checkpointing_kwargs
         Rates.__post_init__(self)
         self._check_memory_keys()
         self._check_origin()
@@ -119,22 +125,16 @@ class MemoryArguments(Rates):
             self.eval_strategy = "no" if self.eval_steps is None else "steps"
         self.use_cpu = getattr(self, "use_cpu", False) or not torch.accelerator.is_available()
 
-    def _default_bf16(self) -> bool:
-        if getattr(self, "fp16", False):
-            return False
-        if computes_bfloat16(getattr(self, "use_cpu", False)):
-            return True
-        if int(os.environ.get("RANK", 0)) == 0:
-            _logger.warning(
-                "This device does not compute bfloat16: the run computes in float32; set bf16 to say which."
-            )
-        return False
-
     def _check_memory_keys(self) -> None:
         for name in ("usage_steps", "early_stopping_patience", *_BATCH_KEYS):
             value = getattr(self, name, None)
             if value is not None and value < 1:
                 raise ValueError(f"{name} is {value}; expected at least 1.")
+        if getattr(self, "max_steps", -1) == 0 or self.num_train_epochs <= 0:
+            key = "num_train_epochs" if self.num_train_epochs <= 0 else "max_steps"
+            raise ValueError(
+                f"{key} is {getattr(self, key)}, with which nothing trains; expected more than 0. Leave it out, or give max_steps."
+            )
         if self.balance_loss < 0:
             raise ValueError(f"balance_loss is {self.balance_loss}; expected 0 or more.")
         if not 0 <= self.generic_share <= 1:
@@ -202,7 +202,8 @@ class MemoryArguments(Rates):
             default = field.default_factory() if callable(field.default_factory) else field.default
             value = getattr(self, field.name)
             value = getattr(value, "value", value)
-            if field.name not in _DERIVED and not field.name.endswith("_token") and value != default:
+            is_default = value == default or (value is False and default is None)
+            if field.name not in _DERIVED and not field.name.endswith("_token") and not is_default:
                 values[field.name] = value
         return values
 

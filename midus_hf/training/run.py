@@ -3,6 +3,7 @@
 import contextlib
 import copy
 import dataclasses
+import importlib.util
 import resource
 import shutil
 import sys
@@ -33,6 +34,7 @@ from transformers.trainer_callback import PrinterCallback
 from midus_hf import saved_models
 from midus_hf.banks.bank_description import grown_layouts, growth_of
 from midus_hf.config.fetched_blocks import BankLayout
+from midus_hf.config.wording import install_extra
 from midus_hf.files.checkpoint_files import ACCOMPANYING
 from midus_hf.library_bars import without_library_bars
 from midus_hf.models.host import MemoryConfig, MemoryModel
@@ -242,6 +244,10 @@ def load_config(arguments: MemoryArguments) -> PreTrainedConfig:
         del config.upscale  # it describes a base whose weights this model does not have
     if arguments.adapters is None:
         resolve_trainable(config, arguments.trainable)
+    elif importlib.util.find_spec("peft") is None:
+        raise ValueError(
+            f"adapters need peft, which is not installed; {install_extra('train')}, or leave adapters out."
+        )
     else:
         from midus_hf.training.adapters import check_adapters
 
@@ -373,6 +379,8 @@ class Run:
         if arguments.process_index == 0:
             console = Console()
             console.print(report)
+            if arguments.lacks_bf16:
+                print("this device does not compute bfloat16: the run computes in float32; set bf16 to say which")
             if self.checkpoint is not None:
                 console.print(f"going on from {self.checkpoint}", markup=False, highlight=False, soft_wrap=True)
         return self.model

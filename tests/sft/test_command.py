@@ -11,6 +11,7 @@ from transformers import AutoModelForCausalLM
 from midus_hf.cli.training import sft as command
 from midus_hf.cli.training.sft import main
 from midus_hf.config.wording import install_extra
+from midus_hf.training.sft.arguments import SftArguments
 
 SCRIPT = Path(__file__).with_name("midus_sft.py")
 
@@ -35,6 +36,13 @@ def test_it_trains_and_leaves_a_model(words, tmp_path, monkeypatch, capsys):
     assert "16 examples, 947 tokens, 173 of them with a loss (18.3%)" in printed
     assert printed.splitlines()[-1].startswith(f"{tmp_path / 'out'}: 3 steps, ")
     AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+
+
+@pytest.mark.filterwarnings("error::FutureWarning")
+def test_the_default_of_activation_checkpointing_is_that_of_trl(tmp_path):
+    needed = {"output_dir": str(tmp_path), "model_name_or_path": "m", "dataset_name": "d", "bf16": False}
+    assert SftArguments(**needed).activation_checkpointing
+    assert not SftArguments(**needed, activation_checkpointing=False).gradient_checkpointing
 
 
 @pytest.mark.parametrize(

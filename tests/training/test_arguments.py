@@ -13,6 +13,7 @@ from midus_hf.cli.recipes import read_recipe
 from midus_hf.config.yaml_options import from_mapping
 from midus_hf.training import arguments
 from midus_hf.training.arguments import TrainArguments, computes_bfloat16
+from midus_hf.training.run import prepare
 
 NEEDED = {"model_name_or_path": "m", "output_dir": "o", "corpus": "c", "bf16": False}
 
@@ -72,18 +73,21 @@ def test_words_name_keys_of_adapters(recipe):
 
 
 @pytest.mark.parametrize("able", [True, False])
-def test_bfloat16_is_the_default_where_the_device_computes_it_and_one_line_says_where_it_does_not(
-    able, monkeypatch, caplog
-):
+def test_bfloat16_is_the_default_where_the_device_computes_it(able, monkeypatch, capsys):
     monkeypatch.setattr(arguments, "computes_bfloat16", lambda use_cpu: able)
-    monkeypatch.setattr(arguments._logger, "propagate", True)
-    given = {**NEEDED, "bf16": None}
-    assert from_mapping(TrainArguments, given).bf16 is able
-    lines = [record.getMessage() for record in caplog.records if "bfloat16" in record.getMessage()]
-    expected = "This device does not compute bfloat16: the run computes in float32; set bf16 to say which."
-    assert lines == ([] if able else [expected])
-    assert from_mapping(TrainArguments, {**NEEDED, "bf16": True}).bf16 is True
-    assert from_mapping(TrainArguments, NEEDED).bf16 is False
+    read = from_mapping(TrainArguments, {**NEEDED, "bf16": None})
+    assert (read.bf16, read.lacks_bf16) == (able, not able)
+    for given in ({"bf16": True}, {"bf16": False}, {"bf16": None, "fp16": True}):
+        read = from_mapping(TrainArguments, {**NEEDED, **given})
+        assert (read.bf16, read.lacks_bf16) == (bool(given["bf16"]), False)
+    assert not any(capsys.readouterr()), "arguments are also read where nothing trains"
+
+
+def test_a_run_says_once_that_it_computes_in_float32_for_want_of_bfloat16(config_for, monkeypatch, capsys):
+    monkeypatch.setattr(arguments, "computes_bfloat16", lambda use_cpu: False)
+    prepare(config_for(bf16=None))
+    line = "this device does not compute bfloat16: the run computes in float32; set bf16 to say which"
+    assert capsys.readouterr().out.splitlines().count(line) == 1
 
 
 @pytest.mark.parametrize(
@@ -120,6 +124,8 @@ BEGUN = {"model_name_or_path": None, "config_name": "c", "tokenizer_name": "t"}
         ({"per_device_train_batch_size": 0}, "per_device_train_batch_size is 0; expected at least 1."),
         ({"per_device_eval_batch_size": -1}, "per_device_eval_batch_size is -1; expected at least 1."),
         ({"gradient_accumulation_steps": 0}, "gradient_accumulation_steps is 0; expected at least 1."),
+        ({"max_steps": 0}, "max_steps is 0, with which nothing trains; expected more than 0."),
+        ({"num_train_epochs": 0}, "num_train_epochs is 0.0, with which nothing trains; expected more than 0."),
         ({"balance_loss": -0.1}, "balance_loss is -0.1; expected 0 or more."),
         ({"learning_rate": 0}, "learning_rate is 0.0; expected a number above 0."),
         ({"value_schedule": "4x"}, "value_schedule is '4x'; expected 'constant' or 'fixed' or '4x-to-1x' or null."),

@@ -6,13 +6,25 @@ from pathlib import Path
 import pytest
 import torch
 from pairs import by_default
+from peft import LoraConfig, get_peft_model
+from tiny import save_tiny_model
 from training.block_runs import LEAVES, TYPES, assert_same_blocks, bank_of
 from training.outcomes import assert_resumes, logged, moved, weights
 from training.tiny_run import document, refused
 from training.two_processes import in_two_processes, write_recipe
+from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
 
+from midus_hf.training import MemoryTrainer, set_trainable
 from midus_hf.training.blocks import draw_generic
+from midus_hf.training.optim.parameter_groups import banks_that_train
 from midus_hf.training.run import prepare, train
+from upscalers.runs.upscale import upscale
+
+# Projections of a layer by the name of the pair of factors that adapts them.
+PROJECTIONS = {
+    **{"query": "self_attn.q_proj", "key": "self_attn.k_proj", "value": "self_attn.v_proj"},
+    **{"output_projection": "self_attn.o_proj", "gate": "mlp.gate_proj", "up": "mlp.up_proj", "down": "mlp.down_proj"},
+}
 
 
 @pytest.mark.parametrize("method", by_default(["hier-ffn", "hier-lora-qk"], TYPES))
@@ -155,3 +167,52 @@ def test_activation_checkpointing_changes_nothing(blocks_for, tmp_path):
         changes = {"activation_checkpointing": aids, "max_steps": 3}
         train(blocks_for(name, **changes))
     assert logged(tmp_path / "with", "loss") == pytest.approx(logged(tmp_path / "without", "loss"), rel=1e-6)
+
+
+def test_one_block_of_each_lora_memory_trains_as_the_lora_of_peft(tmp_path):
+    """The same losses and norms in every step: three stacked memories of one block of rank r, and PEFT's LoRA with alpha 2 r."""
+    rank = 5
+    save_tiny_model("llama", tmp_path / "0")
+    for number, method in enumerate(("hier-lora-ffn", "hier-lora-vo", "hier-lora-qk")):
+        options = {"sizes": [rank], "branching": 2, "layers": "all"}
+        upscale(
+            base=tmp_path / f"{number}",
+            method=method,
+            output=tmp_path / f"{number + 1}",
+            options=options,
+            verify=False,
+        )
+    model, base = (AutoModelForCausalLM.from_pretrained(tmp_path / name) for name in ("3", "0"))
+    set_trainable(model, "new")
+    adapted = get_peft_model(base, LoraConfig(r=rank, lora_alpha=2 * rank, target_modules="all-linear"))
+    copied = 0
+    for trained in (bank for banks in banks_that_train(model) for bank in banks.train().values()):
+        for level, fields in trained.layout.records.items():
+            record = trained.bank.block(level, 0)
+            parts = record.split([field.numel for field in fields])
+            for field, part in zip(fields, parts, strict=True):
+                role, _, factor = field.name.rpartition("_")
+                layer = adapted.get_submodule(f"base_model.model.model.layers.{field.layer}.{PROJECTIONS[role]}")
+                weight = (layer.lora_A if factor == "down" else layer.lora_B)["default"].weight
+                weight.data.copy_(part.view(field.tensor.shape))
+                copied += 1
+    assert copied == sum("lora_" in name for name, _ in adapted.named_parameters())
+    torch.manual_seed(0)
+    rows = [{"input_ids": tokens, "labels": tokens} for tokens in torch.randint(3, 128, (24, 16))]
+    options = {"per_device_train_batch_size": 2, "max_steps": 12, "learning_rate": 1e-2, "lr_scheduler_type": "cosine"}
+    options |= {"warmup_steps": 3, "logging_steps": 1, "report_to": "none", "save_strategy": "no", "use_cpu": True}
+    options |= {"remove_unused_columns": False, "disable_tqdm": True}
+    events = []
+    for trainer_class, trained, data in (
+        (MemoryTrainer, model, [{**row, "memory_ids": torch.tensor([0])} for row in rows]),
+        (Trainer, adapted, rows),
+    ):
+        trainer = trainer_class(trained, TrainingArguments(str(tmp_path / "out"), **options), train_dataset=data)
+        trainer.train()
+        steps = [event for event in trainer.state.log_history if "loss" in event]
+        events.append({name: [event[name] for event in steps] for name in ("loss", "grad_norm", "learning_rate")})
+    ours, theirs = events
+    assert len(ours["loss"]) == 12 and theirs["loss"][-1] != pytest.approx(theirs["loss"][0], rel=1e-3)
+    assert ours["learning_rate"] == theirs["learning_rate"]
+    assert ours["loss"] == pytest.approx(theirs["loss"], rel=1e-5)
+    assert ours["grad_norm"] == pytest.approx(theirs["grad_norm"], rel=1e-3)

@@ -31,7 +31,7 @@ def shared(model, corpus, output, **options) -> None:
 def test_two_processes_train_as_one_and_go_on_from_a_checkpoint(ultramem, config_for, corpus, tmp_path):
     one, two = tmp_path / "one", tmp_path / "two"
     train(config_for(one, model=ultramem, **RUN, shard_values=True, save_total_limit=None))
-    shared(ultramem, corpus, two, eval_text=corpus, save_total_limit="null")
+    shared(ultramem, corpus, two, eval_text=corpus, eval_steps=2, save_total_limit="null")
     assert logged(two, "loss") == pytest.approx(logged(one, "loss"), rel=1e-5) and len(logged(one, "loss")) == 4
     assert logged(two, "grad_norm") == pytest.approx(logged(one, "grad_norm"), rel=1e-4)
     perplexities = logged(two, "eval_perplexity")
@@ -46,7 +46,7 @@ def test_two_processes_train_as_one_and_go_on_from_a_checkpoint(ultramem, config
         torch.testing.assert_close(states[1][number]["exp_avg"], state["exp_avg"], rtol=1e-3, atol=1e-4)
 
     (two / "checkpoint-4").rename(tmp_path / "away")
-    shared(ultramem, corpus, two, eval_text=corpus, save_total_limit="null", resume_from_checkpoint=True)
+    shared(ultramem, corpus, two, eval_text=corpus, eval_steps=2, save_total_limit="null", resume_from_checkpoint=True)
     assert len(logged(two, "loss")) == 4
     assert_close_weights(one, two)
 

@@ -21,6 +21,7 @@ class SftArguments(MemoryArguments, SFTConfig):
             template that has `{% generation %}` around answers. Default: the tokenizer's own, for training in TRL's version.
         assistant_only_loss: Compute the loss only on answers: what the assistant says with the token that ends it, or
             completions. Default: true.
+        activation_checkpointing: As in `TrainingArguments`. Default: true, TRL's default.
         packing: Let short chats share a sequence, where they do not see one another. Default: false.
 
     Raises:
@@ -34,12 +35,15 @@ class SftArguments(MemoryArguments, SFTConfig):
     chat_template_path: str | None = None
     assistant_only_loss: bool = True
     packing: bool = False
+    gradient_checkpointing: bool | None = None
 
     def __post_init__(self) -> None:
         if not self.dataset_name:
             raise ValueError("config has no 'dataset_name'; set it in the file, or as dataset_name=... after it.")
         if self.max_length is None or self.max_length < 2:
             raise ValueError(f"max_length is {self.max_length}; expected at least 2 tokens.")
+        if self.activation_checkpointing is None and self.gradient_checkpointing is None:
+            self.activation_checkpointing = True
         super().__post_init__()
         self.check_model_is_named()
 
