@@ -8,10 +8,8 @@ from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
-import typer
-
 from midus_hf.cli.command_line import command_line, run_command
-from midus_hf.cli.options import Column, Device, Encoding, Json, argument, check_file, flag, is_passed, option, show
+from midus_hf.cli.options import Column, Device, Encoding, Json, argument, check_file, flag, option, show
 
 app = command_line(
     "Cluster a corpus into a tree of topics, find the paths of documents in the tree, and report what its nodes hold."
@@ -19,34 +17,15 @@ app = command_line(
 
 CorpusPath = Annotated[str, option("A file or a folder of documents.", "PATH", "--corpus")]
 Tree = Annotated[Path, option("Tree that build made.", "TREE")]
-# Options of `build` that say what to embed, and how.
-_EMBEDDING = (
-    *("corpus", "embedding_model", "tokenizer", "column", "label_column", "encoding", "window_tokens"),
-    *("max_tokens", "dtype", "batch_size", "device"),
-)
-
 BatchSize = Annotated[int, option("Windows per forward pass.", "N")]
 
 
 @app.command()
 def build(
-    context: typer.Context,
     output: Annotated[Path, option("Folder of the tree.", "TREE")],
-    corpus: Annotated[
-        str | None, option("A file or a folder of documents.", "PATH", "--corpus", show_default=False)
-    ] = None,
-    embedding_model: Annotated[
-        str | None, option("Folder or hub id of a sentence-transformers model.", "DIR", show_default=False)
-    ] = None,
-    tokenizer: Annotated[
-        str | None, option("Folder or hub id of the tokenizer that cuts windows.", "DIR", show_default=False)
-    ] = None,
-    embeddings: Annotated[
-        Path | None,
-        option(
-            "Embeddings that a datatrove pipeline made, instead of the three options above.", "DIR", show_default=False
-        ),
-    ] = None,
+    corpus: CorpusPath,
+    embedding_model: Annotated[str, option("Folder or hub id of a sentence-transformers model.", "DIR")],
+    tokenizer: Annotated[str, option("Folder or hub id of the tokenizer that cuts windows.", "DIR")],
     branching: Annotated[int, option("Children per node.", "N")] = 16,
     levels: Annotated[int, option("Levels of the tree.", "N")] = 4,
     steps: Annotated[int, option("Steps of EM for each node.", "N")] = 20,
@@ -66,42 +45,31 @@ def build(
     device: Device = None,
     overwrite: Annotated[bool, flag("--overwrite", "Replace a tree; its embeddings are kept.")] = False,
 ) -> None:
-    """Embed a corpus and cluster it. After an interruption, the same command goes on where it stopped."""
+    """Embed a corpus and cluster it. After an interruption, the same command keeps what is done."""
     from midus_hf.config.usable_device import usable_device
     from midus_hf.library_bars import library_bars_on_terminals
     from midus_hf.topics.building import TreeOptions
     from midus_hf.topics.corpus import Corpus
-    from midus_hf.topics.run import BuildRequest, build_from_embeddings
+    from midus_hf.topics.run import BuildRequest
     from midus_hf.topics.run import build as build_tree_of
 
     options = TreeOptions(branching, levels, steps, samples, seed)
-    if embeddings is not None:
-        _check_no_embedding(context)
-        with contextlib.redirect_stdout(sys.stderr):
-            tree = build_from_embeddings(embeddings, output, options, overwrite)
-    elif corpus is None or embedding_model is None or tokenizer is None:
-        inputs = {"--corpus": corpus, "--embedding-model": embedding_model, "--tokenizer": tokenizer}
-        lacking = ", ".join(name for name, value in inputs.items() if value is None)
-        raise ValueError(
-            f"build lacks {lacking}; expected a corpus with its model and tokenizer, or --embeddings. Set them."
-        )
-    else:
-        request = BuildRequest(
-            Corpus(corpus, column, label_column, encoding),
-            embedding_model,
-            tokenizer,
-            output,
-            options,
-            window_tokens,
-            max_tokens,
-            usable_device(device),
-            batch_size,
-            dtype,
-            overwrite,
-        )
-        with contextlib.redirect_stdout(sys.stderr), library_bars_on_terminals():
-            _describe(corpus)
-            tree = build_tree_of(request)
+    request = BuildRequest(
+        Corpus(corpus, column, label_column, encoding),
+        embedding_model,
+        tokenizer,
+        output,
+        options,
+        window_tokens,
+        max_tokens,
+        usable_device(device),
+        batch_size,
+        dtype,
+        overwrite,
+    )
+    with contextlib.redirect_stdout(sys.stderr), library_bars_on_terminals():
+        _describe(corpus)
+        tree = build_tree_of(request)
     assert tree.sizes is not None
     used = int((tree.sizes[-1] > 0).sum())
     print(
@@ -173,7 +141,7 @@ def assign(
     from midus_hf.topics.run import WINDOWS
     from midus_hf.topics.text_files import find_files
     from midus_hf.topics.tree import ClusterTree
-    from midus_hf.topics.window_store import windows_of_corpus
+    from midus_hf.topics.windows import windows_of_corpus
 
     check_file("output", output, [".jsonl"])
     if output.exists() and not overwrite:
@@ -224,7 +192,6 @@ def report(
     """Report how large the nodes of a tree are, how they agree with gold labels, and which texts they hold."""
     from midus_hf.look.pictures import PICTURE_SUFFIXES
     from midus_hf.look.tree_picture import draw_tree
-    from midus_hf.topics.corpus import Corpus
     from midus_hf.topics.report import level_reports, level_table, node_reports, node_table, sample_texts
     from midus_hf.topics.run import check_scikit_learn, open_build
 
@@ -246,9 +213,9 @@ def report(
         seed=seed,
     )
     of_levels = level_reports(built.branching, built.levels, leaves, stored.labels, built.roots)
-    source = stored.corpus if corpus is None else dataclasses.replace(stored.corpus or Corpus(corpus), path=corpus)
+    source = stored.corpus if corpus is None else dataclasses.replace(stored.corpus, path=corpus)
     quoted = [number for node in of_nodes for number in node.samples]
-    texts = {} if source is None else sample_texts(source, quoted)
+    texts = sample_texts(source, quoted)
     report_ = {
         "tree": str(tree),
         "fingerprint": built.fingerprint,
@@ -280,16 +247,6 @@ def report(
         draw_tree(built.branching, built.levels, leaves, output, stored.labels, stored.label_names)
 
 
-def _check_no_embedding(context: typer.Context) -> None:
-    """Refuse options of embedding beside `--embeddings`, whose windows are embedded already."""
-    for name in _EMBEDDING:
-        if is_passed(context, name):
-            raise ValueError(
-                f"--{name.replace('_', '-')} is given with --embeddings, which were made without it; expected one of the two. "
-                "Leave it out."
-            )
-
-
 def _describe(corpus: str) -> None:
     from midus_hf.topics.text_files import describe_files
 
@@ -314,5 +271,8 @@ def _parse_block(block: str) -> tuple[int, int]:
 
 
 main = partial(
-    run_command, app, name="midus cluster", interruption="interrupted; build goes on where it was if it is run again."
+    run_command,
+    app,
+    name="midus cluster",
+    interruption="interrupted; build keeps what it has finished if it is run again.",
 )

@@ -13,7 +13,7 @@ from midus_hf.topics.building import unit_rows
 from midus_hf.topics.corpus import Document, Window, cut_windows
 from midus_hf.topics.memory_retriever import MemoryRetriever, paths_near_topics
 from midus_hf.topics.tree import ClusterTree
-from midus_hf.topics.window_store import StoredWindows
+from midus_hf.topics.windows import StoredWindows
 
 # Column with the file of a document, below the corpus.
 FILE_COLUMN = "file"

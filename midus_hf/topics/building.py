@@ -2,16 +2,20 @@
 
 import functools
 import math
+import shutil
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
 
-from midus_hf.topics.finished_nodes import FinishedNodes
+from midus_hf.config.fetched_blocks import level_file
+from midus_hf.files.whole_files import whole_file
 from midus_hf.topics.tree import ClusterTree, squared_distances
 from midus_hf.topics.tree_files import TreeOrigin
-from midus_hf.topics.window_store import Embeddings
 
 # Largest size of a cluster in a step, as a multiple of the mean cluster size.
 BALANCE = 1.5
@@ -108,12 +112,45 @@ class BuiltTree:
     leaves: np.ndarray
 
 
+class LevelFiles:
+    """Files of the levels of a tree that is being built, which a later run with the same fingerprint reuses.
+
+    Args:
+        folder: Folder of the files, which is created with the first.
+        fingerprint: Fingerprint of everything that the levels depend on: embeddings and options.
+    """
+
+    def __init__(self, folder: Path, fingerprint: str):
+        self._folder, self._fingerprint = folder, fingerprint
+
+    def read(self, level: int) -> tuple[torch.Tensor, np.ndarray] | None:
+        """Return the centroids of a level, and the node of each row; None if the level is not finished."""
+        path = self._folder / level_file(level)
+        if not path.exists():
+            return None
+        with safe_open(path, "pt") as file:
+            if file.metadata() != {"fingerprint": self._fingerprint}:
+                return None
+            return file.get_tensor("centroids"), file.get_tensor("nodes").numpy()
+
+    def write(self, level: int, centroids: torch.Tensor, nodes: np.ndarray) -> None:
+        """Write the centroids of a level, `[branching ** level, c]`, and the node of each row, `[N]`."""
+        self._folder.mkdir(parents=True, exist_ok=True)
+        with whole_file(self._folder / level_file(level)) as partial:
+            tensors = {"centroids": centroids, "nodes": torch.from_numpy(nodes)}
+            save_file(tensors, partial, metadata={"fingerprint": self._fingerprint})
+
+    def delete(self) -> None:
+        """Delete the files and their folder."""
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+
 def build_tree(
-    embeddings: Embeddings,
+    embeddings: np.ndarray,
     options: TreeOptions,
     origin: TreeOrigin | None = None,
-    progress: Callable[[int], None] | None = None,
-    finished: FinishedNodes | None = None,
+    progress: Callable[[int], object] | None = None,
+    finished: LevelFiles | None = None,
     held_out: np.ndarray | None = None,
 ) -> BuiltTree:
     """Cluster rows into a tree.
@@ -125,14 +162,12 @@ def build_tree(
     and the node.
 
     Args:
-        embeddings: Rows `[N, c]`, float16 or float32: an array, a memory map, or `JoinedRows`. Rows are read in
-            stretches, and divided by their lengths as they are read. Beside the rows being read, 34 bytes per row are
-            held in memory.
+        embeddings: Rows `[N, c]`, float16 or float32, which may be a memory map. Rows are read in stretches, and divided
+            by their lengths as they are read. Beside the rows being read, 34 bytes per row are held in memory.
         origin: Origin to record in the tree. Default: only the seed.
         progress: Called with the number of rows that were just assigned at a level, which sum to N per level. Default:
             None.
-        finished: Results of an interrupted run with the same embeddings and options, which are reused. New results are
-            added. Default: None.
+        finished: Levels that an interrupted run has finished, which are reused. New levels are added. Default: None.
         held_out: Whether each row is left out of the centroids, `[N]`, bool; it is assigned like the others.
             Default: None; no row is left out.
 
@@ -141,90 +176,63 @@ def build_tree(
     """
     if not len(embeddings):
         raise ValueError("embeddings has no rows; expected at least 1. Add text to the corpus.")
-    branching = options.branching
     nodes = np.zeros(len(embeddings), np.int64)
     centroids, sizes = [], []
     for level in range(1, options.levels + 1):
-        child_centroids = cluster_level(embeddings, options, level, nodes, finished, held_out)
-        assigned = None if finished is None else finished.nodes(level)
-        if assigned is not None:
-            nodes = assigned
-            if progress is not None:
-                progress(len(nodes))
-        else:
-            nodes = assign_rows(embeddings, 0, nodes, child_centroids, branching, progress)
+        stored = None if finished is None else finished.read(level)
+        if stored is None:
+            stored = _split(embeddings, nodes, level, options, held_out, progress)
             if finished is not None:
-                finished.finish_level(level, nodes)
-        counts = torch.from_numpy(np.bincount(nodes, minlength=branching**level))
+                finished.write(level, *stored)
+        elif progress is not None:
+            progress(len(nodes))
+        child_centroids, nodes = stored
+        counts = torch.from_numpy(np.bincount(nodes, minlength=len(child_centroids)))
         child_centroids[counts == 0] = torch.nan
         centroids.append(child_centroids)
         sizes.append(counts)
-    tree = ClusterTree(branching, centroids, origin or TreeOrigin(seed=options.seed), sizes)
+    tree = ClusterTree(options.branching, centroids, origin or TreeOrigin(seed=options.seed), sizes)
     tree.min_similarity = _least_similarity(tree, embeddings, options.seed)
     return BuiltTree(tree, nodes)
 
 
-def cluster_level(
-    embeddings: Embeddings,
-    options: TreeOptions,
+def _split(
+    embeddings: np.ndarray,
+    nodes: np.ndarray,
     level: int,
-    nodes: np.ndarray,
-    finished: FinishedNodes | None = None,
-    held_out: np.ndarray | None = None,
-) -> torch.Tensor:
-    """Return the centroids of the children of all nodes of a level, `[branching ** level, c]`, float32; NaN for absent children.
+    options: TreeOptions,
+    held_out: np.ndarray | None,
+    progress: Callable[[int], object] | None,
+) -> tuple[torch.Tensor, np.ndarray]:
+    """Cluster the members of each node, and return the children's centroids and the child of each row.
 
     Args:
-        level: Level of the children, from 1.
         nodes: The node of each row in the level above, `[N]`, int64.
-        finished: Results of an interrupted run, as in `build_tree`. Default: None.
-        held_out: Rows that no centroid is computed from, as in `build_tree`. Default: None.
+        level: Level of the children, from 1.
+
+    Returns:
+        `[branching ** level, c]`, float32, NaN for absent children; and `[N]`, int64.
     """
-    branching = options.branching
-    child_centroids = torch.full((branching**level, embeddings.shape[1]), torch.nan)
-    for parent, members in _members_of(nodes):
-        centroids = None if finished is None else finished.centroids(level, parent)
-        if held_out is not None and not held_out[members].all():
-            members = members[~held_out[members]]
-        if centroids is None:
-            centroids = kmeans(
-                functools.partial(_drawn_rows, embeddings, members),
-                max(1, min(branching, len(members) // 2)),
-                options.steps,
-                options.samples,
-                np.random.default_rng([options.seed, level, parent]),
-            )
-            if finished is not None:
-                finished.add(level, parent, centroids)
-        child_centroids[branching * parent : branching * parent + len(centroids)] = centroids
-    return child_centroids
-
-
-def assign_rows(
-    embeddings: Embeddings,
-    first: int,
-    nodes: np.ndarray,
-    of_level: torch.Tensor,
-    branching: int,
-    progress: Callable[[int], None] | None = None,
-) -> np.ndarray:
-    """Return, for n consecutive rows, the child of each row's node that is nearest to the row, `[n]`, int64.
-
-    Args:
-        first: Index of the first of the consecutive rows.
-        nodes: The node of each of these rows in the level above, `[n]`, int64.
-        of_level: Centroids of the children, from `cluster_level`.
-        progress: Called with the number of rows that were just assigned. Default: None.
-    """
+    child_centroids = torch.full((options.branching**level, embeddings.shape[1]), torch.nan)
     children = np.empty_like(nodes)
     for parent, members in _members_of(nodes):
-        centroids = of_level[branching * parent : branching * (parent + 1)]
-        centroids = centroids[~centroids[:, 0].isnan()]
+        chosen = members
+        if held_out is not None and not held_out[members].all():
+            chosen = members[~held_out[members]]
+        centroids = kmeans(
+            functools.partial(_drawn_rows, embeddings, chosen),
+            max(1, min(options.branching, len(chosen) // 2)),
+            options.steps,
+            options.samples,
+            np.random.default_rng([options.seed, level, parent]),
+        )
+        first = options.branching * parent
+        child_centroids[first : first + len(centroids)] = centroids
         for stretch in np.array_split(members, range(_STRETCH, len(members), _STRETCH)):
-            children[stretch] = branching * parent + nearest(unit_rows(embeddings, first + stretch), centroids).numpy()
+            children[stretch] = first + nearest(unit_rows(embeddings, stretch), centroids).numpy()
             if progress is not None:
                 progress(len(stretch))
-    return children
+    return child_centroids, children
 
 
 def kmeans(sample: Sampler, num_clusters: int, steps: int, samples: int, rng: np.random.Generator) -> torch.Tensor:
@@ -338,9 +346,9 @@ def _stretches(texts: Sequence[str], length: int, seed: int) -> list[tuple[int, 
 
 def grow_tree(
     tree: ClusterTree,
-    embeddings: Embeddings,
+    embeddings: np.ndarray,
     options: TreeOptions,
-    progress: Callable[[int], None] | None = None,
+    progress: Callable[[int], object] | None = None,
     held_out: np.ndarray | None = None,
 ) -> BuiltTree:
     """Return a tree that has new nodes, beside the old ones, for the rows that are near no topic of a tree.
@@ -409,7 +417,7 @@ def _least(tree: ClusterTree) -> float:
     return -1.0 if tree.min_similarity is None else tree.min_similarity
 
 
-def _least_similarity(tree: ClusterTree, embeddings: Embeddings, seed: int) -> float:
+def _least_similarity(tree: ClusterTree, embeddings: np.ndarray, seed: int) -> float:
     """Return the similarity that 99 of 100 rows, or of a sample, reach: the first percentile, rounded down to four places."""
     rows = np.arange(len(embeddings))
     if len(rows) > _MOST_MEASURED:
@@ -421,7 +429,7 @@ def _least_similarity(tree: ClusterTree, embeddings: Embeddings, seed: int) -> f
     return math.floor(np.percentile(similarity, 1, method="lower") * 10_000) / 10_000
 
 
-def unit_rows(embeddings: Embeddings, rows: np.ndarray | slice) -> torch.Tensor:
+def unit_rows(embeddings: np.ndarray, rows: np.ndarray | slice) -> torch.Tensor:
     """Read some of the rows `[N, c]`, float16 or float32, and divide each by its length: `[n, c]`, float32.
 
     Raises:
@@ -436,7 +444,7 @@ def unit_rows(embeddings: Embeddings, rows: np.ndarray | slice) -> torch.Tensor:
     return read / lengths
 
 
-def _drawn_rows(embeddings: Embeddings, members: np.ndarray, number: int, rng: np.random.Generator) -> torch.Tensor:
+def _drawn_rows(embeddings: np.ndarray, members: np.ndarray, number: int, rng: np.random.Generator) -> torch.Tensor:
     """Return a sample of the rows of a node's members, as `kmeans` draws them."""
     if len(members) > number:
         members = np.sort(rng.choice(members, number, replace=False, shuffle=False))

@@ -49,32 +49,6 @@ def test_build_says_what_it_has_made(bert, corpus, tmp_path, capsys):
     assert main([*build_words(bert, corpus, tmp_path / "tree"), "--overwrite", "--seed", "3"]) == 0
 
 
-def test_build_takes_what_tasks_have_embedded(bert, corpus, tree, tmp_path, capsys):
-    pytest.importorskip("datatrove")
-    from datatrove.data import Document
-
-    from midus_hf.topics.datatrove_steps import EmbedWindows
-
-    with open(corpus) as file:
-        rows = [json.loads(line) for line in file]
-    documents = [Document(row["body"], str(number), metadata=row) for number, row in enumerate(rows)]
-    EmbedWindows(str(tmp_path / "embeddings"), bert, bert, label_key="topic").run(documents)
-    words = ["build", "--embeddings", str(tmp_path / "embeddings"), "--output", str(tmp_path / "tree")]
-    assert main([*words, "--branching", "3", "--levels", "2", "--samples", "40"]) == 0
-    assert "60 windows in " in capsys.readouterr().out
-    for name in ("tree.json", "tree.safetensors", "windows/leaves.npy"):
-        assert (tmp_path / "tree" / name).read_bytes() == (Path(tree) / name).read_bytes()
-    assert main(["report", "--tree", str(tmp_path / "tree"), "--json"]) == 0
-    report = json.loads(capsys.readouterr().out)
-    assert report["levels"][0]["purity"] == 0.5, "labels are there"
-    assert report["nodes"][0]["samples"][0]["text"] is None, "nobody says where the texts are"
-    texts = tmp_path / "texts.jsonl"
-    texts.write_text("".join(json.dumps({"text": row["body"]}) + "\n" for row in rows))
-    assert main(["report", "--tree", str(tmp_path / "tree"), "--json", "--corpus", str(texts)]) == 0
-    sample = json.loads(capsys.readouterr().out)["nodes"][0]["samples"][0]
-    assert sample["text"] == rows[sample["document"]]["body"]
-
-
 def test_assign_writes_the_path_of_each_document(tree, corpus, tmp_path, capsys):
     output = tmp_path / "paths.jsonl"
     words = ["assign", "--tree", tree, "--corpus", corpus, "--output", str(output), "--column", "body"]
@@ -171,13 +145,6 @@ REFUSALS = [
     ("build --corpus CORPUS --embedding-model BERT --tokenizer no --output out", "tokenizer is 'no', which cannot be"),
     (f"build --corpus CORPUS {MODELS} --branching 1", "branching is 1;"),
     (f"build --corpus CORPUS {MODELS}", "line 1 of"),
-    ("build --corpus CORPUS --output out", "build lacks --embedding-model, --tokenizer; expected a corpus with its"),
-    ("build --output out", "build lacks --corpus, --embedding-model, --tokenizer; expected a corpus with its model"),
-    ("build --embeddings absent --output out", "embeddings is 'absent', which has nothing of task 0; expected a"),
-    (
-        "build --embeddings absent --output out --window-tokens 5",
-        "--window-tokens is given with --embeddings, which were made without it; expected one of the two. Leave it out.",
-    ),
     ("assign --tree TREE --corpus CORPUS --output p.txt", "output is 'p.txt'; expected a file ending in .jsonl."),
     ("assign --tree TREE --corpus CORPUS --output no/p.jsonl", "output is 'no/p.jsonl', in a folder that does"),
     (

@@ -98,7 +98,10 @@ def datatrove_names() -> dict[str, Any]:
 
     Path("documents").mkdir()
     shutil.copy("corpus.jsonl", "documents")
-    return {"reader": JsonlReader("documents"), "writer": JsonlWriter("assigned", compression=None)}
+    return {
+        "reader": JsonlReader("documents"),
+        "writer": JsonlWriter("assigned", compression=None, expand_metadata=True),
+    }
 
 
 METHODS: dict[str, dict[str, Any]] = {
@@ -259,13 +262,8 @@ SESSIONS = {
         replace={
             "sentence-transformers/all-MiniLM-L6-v2": "bert",
             "--tokenizer smollm2-135m --output tree": f"--tokenizer base {SHORT_TREE}",
-            '"smollm2-135m"': '"base"',
             "--levels 3": "--levels 2 --branching 3 --samples 20",
             "tasks=100": "tasks=1",
-            ", 100)": ", 1)",
-            'BuildTree("embeddings", "tree")': 'BuildTree("embeddings", "tree-of-tasks")',
-            'AssignPaths("tree")': 'AssignPaths("tree-of-tasks")',
-            '"tree", level)': '"tree-of-levels", level)',
         },
         names=datatrove_names,
     ),

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from midus_hf.topics import building
-from midus_hf.topics.building import TreeOptions, build_tree, unit_rows
+from midus_hf.topics.building import LevelFiles, TreeOptions, build_tree, unit_rows
 
 
 def nested_topics(each: int = 30, seed: int = 0) -> tuple[np.ndarray, np.ndarray]:
@@ -86,6 +86,28 @@ def test_progress_is_told_of_every_row_at_every_level():
     done: list[int] = []
     build_tree(nested_topics()[0], TreeOptions(branching=3, levels=2, samples=60), progress=done.append)
     assert sum(done) == 2 * 270
+
+
+@pytest.mark.parametrize(("calls", "finished"), [(0, 0), (3, 1), (7, 2), (20, 2)])
+def test_finished_levels_of_an_interrupted_run_are_reused_and_others_start_again(
+    tmp_path, interrupted, monkeypatch, calls, finished
+):
+    """The levels have 1, 4 and 16 nodes that are clustered."""
+    rows = np.random.default_rng(0).normal(size=(900, 6)).astype(np.float32)
+    options = TreeOptions(branching=4, levels=3, steps=3, samples=64)
+    whole, files = build_tree(rows, options), LevelFiles(tmp_path / "levels", "same")
+    with interrupted(calls, building, "kmeans"):
+        build_tree(rows, options, finished=files)
+    assert len(list(tmp_path.glob("levels/level-*"))) == finished
+    kmeans, done, progress = building.kmeans, [], []
+    monkeypatch.setattr(building, "kmeans", lambda *given: done.append(None) or kmeans(*given))
+    again = build_tree(rows, options, progress=progress.append, finished=files)
+    assert again.tree.fingerprint == whole.tree.fingerprint and np.array_equal(again.leaves, whole.leaves)
+    assert all(map(torch.equal, again.tree.sizes, whole.tree.sizes)) and sum(progress) == 3 * 900
+    assert len(done) == 21 - [0, 1, 5][finished], "nothing of a finished level is clustered again"
+    assert LevelFiles(tmp_path / "levels", "other").read(1) is None, "they are of other embeddings or options"
+    files.delete()
+    assert not (tmp_path / "levels").exists()
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,7 @@
 """The whole way of hierarchical memories through datatrove: documents, a tree, their paths, a trained bank, and answers by it."""
 
 import json
+from pathlib import Path
 
 import pytest
 import torch
@@ -11,7 +12,9 @@ from transformers import AutoModelForCausalLM
 
 from midus_hf.topics.answering import FetchingPipeline
 from midus_hf.topics.building import TreeOptions
+from midus_hf.topics.corpus import Corpus
 from midus_hf.topics.memory_retriever import MemoryRetriever
+from midus_hf.topics.run import BuildRequest, build
 from midus_hf.topics.tree import ClusterTree
 from midus_hf.training.run import train
 from upscalers.runs.upscale import upscale
@@ -22,7 +25,7 @@ from datatrove.executor import LocalPipelineExecutor
 from datatrove.pipeline.readers import JsonlReader
 from datatrove.pipeline.writers import JsonlWriter
 
-from midus_hf.topics.datatrove_steps import AssignPaths, AssignWindows, BuildTree, ClusterLevel, EmbedWindows
+from midus_hf.topics.datatrove_steps import AssignPaths
 
 OPTIONS = TreeOptions(branching=2, levels=2, steps=3, samples=20)
 TOPICS = ([f"w{word}" for word in range(10, 18)], [f"w{word}" for word in range(40, 48)])
@@ -42,20 +45,14 @@ def documents(tmp_path):
 
 def test_documents_become_a_tree_paths_a_trained_bank_and_answers(documents, tmp_path):
     bert = str(save_tiny_bert(tmp_path / "bert"))
-    embeddings, tree, assigned = (str(tmp_path / name) for name in ("embeddings", "tree", "assigned"))
-    read = JsonlReader(documents)
-    pipelines = [([read, EmbedWindows(embeddings, bert, bert, source_key="file_path")], 2)]
-    for level in (1, 2):
-        pipelines.append(([ClusterLevel(embeddings, tree, level, OPTIONS)], 1))
-        pipelines.append(([AssignWindows(tree, level, OPTIONS)], 2))
-    pipelines.append(([BuildTree(embeddings, tree, OPTIONS)], 1))
-    pipelines.append(([read, AssignPaths(tree), JsonlWriter(assigned, compression=None)], 2))
-    before = None
-    for number, (pipeline, tasks) in enumerate(pipelines):
-        before = LocalPipelineExecutor(
-            pipeline, tasks=tasks, workers=1, logging_dir=str(tmp_path / f"logs-{number}"), depends=before
-        )
-    before.run()
+    tree, assigned = str(tmp_path / "tree"), str(tmp_path / "assigned")
+    build(BuildRequest(Corpus(documents), bert, bert, Path(tree), OPTIONS))
+    pipeline = [
+        JsonlReader(documents),
+        AssignPaths(tree),
+        JsonlWriter(assigned, compression=None, expand_metadata=True),
+    ]
+    LocalPipelineExecutor(pipeline, tasks=2, workers=1, logging_dir=str(tmp_path / "logs")).run()
 
     base = save_tiny_model("llama", tmp_path / "base")
     options = {"sizes": [4, 2], "branching": 2}
@@ -65,7 +62,7 @@ def test_documents_become_a_tree_paths_a_trained_bank_and_answers(documents, tmp
         tmp_path / "model",
         assigned,
         tmp_path / "out",
-        corpus_options={"path_column": "memory_ids", "cache_dir": str(tmp_path / "cache")},
+        path_column="memory_ids",
         max_steps=3,
         tree=tree,
     )

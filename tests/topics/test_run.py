@@ -53,7 +53,7 @@ def test_an_interrupted_clustering_goes_on_and_leaves_nothing_behind(request_, i
     assert kept.is_dir()
     monkeypatch.setattr(building, "kmeans", lambda *given: done.append(None) or kmeans(*given))
     build(request_("resumed"))
-    assert len(done) == 2, "of the root and its three children, each once"
+    assert len(done) == 3, "the root's three children: their level was not finished"
     assert not kept.exists()
     assert_equal_files(request_("resumed").output, request_("whole").output)
 
@@ -176,5 +176,5 @@ def test_windows_that_have_lost_something_are_refused(request_):
     (windows / "embeddings.npy").write_bytes((windows / "embeddings.npy").read_bytes()[:-8])
     refused(r"embeddings.npy' is absent or not whole: .* Delete its folder, and build again\.")
     record = json.loads((windows / "windows.json").read_text())
-    (windows / "windows.json").write_text(json.dumps({**record, "complete": False}))
+    (windows / "windows.json").write_text(json.dumps({**record, "windows": None}))
     refused(r"holds no windows, or not all of a corpus")

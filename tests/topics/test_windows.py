@@ -8,17 +8,17 @@ import pytest
 import torch
 from filelock import FileLock
 
-from midus_hf.topics import window_writer
+from midus_hf.topics import windows as module
 from midus_hf.topics.corpus import Corpus, cut_windows, load_fast_tokenizer, read_corpus
 from midus_hf.topics.text_files import DocumentError
-from midus_hf.topics.window_store import open_windows, store_windows
+from midus_hf.topics.windows import open_windows, store_windows
 
 ARRAYS = ("embeddings.npy", "documents.npy", "labels.npy", "windows.json")
 
 
 @pytest.fixture(autouse=True)
 def short_stretches(monkeypatch):
-    monkeypatch.setattr(window_writer, "_STRETCH", 16)
+    monkeypatch.setattr(module, "_STRETCH", 16)
 
 
 def digests(folder):
@@ -42,30 +42,24 @@ def test_the_store_holds_every_window_with_its_document_and_label(tmp_path, corp
     assert stored.corpus == corpus
 
 
-@pytest.mark.parametrize("calls", [0, 3])
-def test_resuming_ends_in_the_same_bytes(tmp_path, corpus, tokenizer, embedder, calls, interrupted, monkeypatch):
+@pytest.mark.parametrize("calls", [0, 1, 3])
+@pytest.mark.parametrize("rest", [b"", b"half a row"])
+def test_resuming_ends_in_the_same_bytes(tmp_path, corpus, tokenizer, embedder, calls, rest, interrupted, monkeypatch):
     store(tmp_path / "whole", corpus, tokenizer, embedder)
-    with interrupted(calls, embedder, "embed") as given:
+    with interrupted(calls, embedder, "embed") as passed:
         store(tmp_path / "resumed", corpus, tokenizer, embedder)
-    embed, done = embedder.embed, [len(texts) for texts, _ in given]
+    with pytest.raises(ValueError, match="holds no windows, or not all of a corpus"):
+        open_windows(tmp_path / "resumed")
+    with (tmp_path / "resumed" / "embeddings.npy").open("ab") as file:
+        file.write(rest)
+    embed, done = embedder.embed, [len(texts) for texts, _ in passed]
     monkeypatch.setattr(embedder, "embed", lambda texts, progress: done.append(len(texts)) or embed(texts, progress))
     stored = store(tmp_path / "resumed", corpus, tokenizer, embedder)
     assert digests(tmp_path / "resumed") == digests(tmp_path / "whole")
-    assert sum(done) == len(stored.documents), "nothing is embedded twice"
+    twice = 16 if calls else 0
+    assert sum(done) == len(stored.documents) + twice, "the last stretch alone is embedded twice"
     store(tmp_path / "resumed", corpus, tokenizer, embedder)
-    assert sum(done) == len(stored.documents), "nor is what is complete"
-
-
-def test_what_a_killed_run_has_half_written_is_cut_off(tmp_path, corpus, tokenizer, embedder, interrupted):
-    store(tmp_path / "whole", corpus, tokenizer, embedder)
-    # The rows of the third stretch are there, and nothing says so.
-    with interrupted(2, window_writer, "write_record"):
-        store(tmp_path / "killed", corpus, tokenizer, embedder)
-    assert len(np.load(tmp_path / "killed" / "embeddings.npy")) == 48
-    with (tmp_path / "killed" / "embeddings.npy").open("ab") as file:
-        file.write(b"half a row")
-    store(tmp_path / "killed", corpus, tokenizer, embedder)
-    assert digests(tmp_path / "killed") == digests(tmp_path / "whole")
+    assert sum(done) == len(stored.documents) + twice, "nothing of what is complete is"
 
 
 def test_another_request_is_refused(tmp_path, corpus, tokenizer, embedder):
@@ -110,16 +104,13 @@ def test_wrong_options_and_folders_are_refused(tmp_path, corpus, tokenizer, embe
 def test_a_store_that_has_lost_something_is_refused(tmp_path, corpus, tokenizer, embedder):
     folder = tmp_path / "windows"
     store(folder, corpus, tokenizer, embedder)
-    record = json.loads((folder / "windows.json").read_text())
-    (folder / "windows.json").write_text(json.dumps({**record, "complete": False}))
     (folder / "embeddings.npy").write_bytes((folder / "embeddings.npy").read_bytes()[:-8])
-    with pytest.raises(
-        ValueError, match=r"embeddings.npy' has lost rows; expected .* Delete its folder, and build again"
-    ):
+    with pytest.raises(ValueError, match=r"embeddings.npy' is absent or not whole: .* Delete its folder, and build"):
         store(folder, corpus, tokenizer, embedder)
-    (folder / "windows.json").write_text("{")
-    with pytest.raises(ValueError, match=r"windows.json' was altered or is not whole\. Delete its folder"):
-        store(folder, corpus, tokenizer, embedder)
+    for text in ("{", "{}", '{"request": 3}'):
+        (folder / "windows.json").write_text(text)
+        with pytest.raises(ValueError, match=r"windows.json' was altered or is not whole\. Delete its folder"):
+            store(folder, corpus, tokenizer, embedder)
 
 
 def test_two_runs_do_not_write_one_store(tmp_path, corpus, tokenizer, embedder):
