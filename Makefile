@@ -17,8 +17,6 @@ TEST_TMP ?= $(shell free=$$(df -Pk /dev/shm 2>/dev/null | awk 'NR == 2 {print $$
 	[ "$${free:-0}" -gt 8000000 ] && echo /dev/shm || echo "$${TMPDIR:-/tmp}")
 TEST_ENV = OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false PYTHONDONTWRITEBYTECODE= \
 	TORCHINDUCTOR_CACHE_DIR="$${TMPDIR:-/tmp}/torchinductor-midus" TMPDIR=$(TEST_TMP)
-RESULTS ?= benchmarks/results
-GPU_RESULTS ?= outputs/gpu
 # Kernels are compiled at a few shapes for a target of each maker with the newest triton alone.
 # What both versions run, the oldest run with each value of a parameter, not in pairs, and without what compilers take long for.
 OLDEST_FILES = tests/ops tests/memory tests/models
@@ -159,26 +157,19 @@ docs: $(VENV)/installed
 pictures: $(VENV)/installed
 	$(VENV)/bin/python -m docs.pictures
 
-# Ends with the first status that is not 0, but only after all of it ran.
 bench: $(VENV)/installed
-	@status=0; \
-	for threads in 1 2; do OMP_NUM_THREADS=$$threads $(VENV)/bin/python -m benchmarks ops --device cpu --ops headwise_memory \
-		--providers naive,torch,sorted --dtype float32,bfloat16 --budget 120 --results $(RESULTS) || status=$$?; done; \
-	$(VENV)/bin/python -m benchmarks ops --device cpu --dtype bfloat16 --tokens 1 --shapes smollm2-135m,llama-3.2-1b \
-		--budget 60 --results $(RESULTS) || status=$$?; \
-	$(VENV)/bin/python -m benchmarks ops --device cpu --budget 180 --results $(RESULTS) || status=$$?; \
-	$(VENV)/bin/python -m benchmarks model --device cpu --dtype bfloat16 --phases generate \
-		--budget 150 --results $(RESULTS) || status=$$?; \
-	$(VENV)/bin/python -m benchmarks model --device cpu --lengths 256 --budget 300 --results $(RESULTS) || status=$$?; \
-	$(VENV)/bin/python -m benchmarks report --results $(RESULTS) || status=$$?; \
-	exit $$status
+	$(VENV)/bin/python -m benchmarks.ops
+	$(VENV)/bin/python -m benchmarks.models
+	$(VENV)/bin/python -m benchmarks.models --dtype bfloat16 --phases generate
 
-# By the Python of a machine with a GPU; STEPS=ops, say, runs one step. What was measured is not measured again.
+# By the Python of a machine with a GPU.
 bench-gpu:
-	$(PYTHON) -m benchmarks gpu --out $(GPU_RESULTS) $(if $(STEPS),--steps $(STEPS))
+	$(PYTHON) -m pytest tests/ops -q --ignore tests/ops/kernels/test_offline_compilation.py
+	$(PYTHON) -m benchmarks.ops
+	$(PYTHON) -m benchmarks.models --base llama-3.2-1b,llama-3.1-8b --methods base,llama-pro,opt-deus,midus-hml
 
 bench-upscale: $(VENV)/installed
-	$(VENV)/bin/python benchmarks/upscale.py
+	$(VENV)/bin/python -m benchmarks.upscale
 
 # The wheel and the sdist, in clean environments of several Pythons, with and without a C compiler, with the newest and the oldest versions.
 # Under pyenv the variable says which Pythons there are.

@@ -1,4 +1,10 @@
-"""Compile every kernel, as it would be launched, for GPUs that this machine lacks, and print what each needs."""
+"""Compile every kernel, as it would be launched, for GPUs that this machine lacks, and print what each needs.
+
+    python -m benchmarks.kernels --targets sm_90
+
+Shared memory, registers and spilled bytes are printed. The command ends with status 1 if a kernel needs more shared
+memory than its target has.
+"""
 
 import argparse
 import json
@@ -19,12 +25,12 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
 
-from benchmarks.options import MOST_SHARED_MEMORY
-from benchmarks.recorded import require_known
+from benchmarks.measuring import add_list
 from midus_hf.ops.chapters.triton.forward import triton_segments
 from midus_hf.ops.chapters.triton.gradients import triton_segment_gradients
 from midus_hf.ops.depth.inputs import DepthInputs, Wanted
 from midus_hf.ops.depth.triton import triton_depth_attention, triton_depth_gradients
+from midus_hf.ops.dispatch.triton import interprets_kernels
 from midus_hf.ops.gather.triton import (
     triton_bank_gradient,
     triton_row_sums,
@@ -81,6 +87,9 @@ def cases() -> Iterator[tuple[str, Callable[[], Any]]]:
     ):
         yield name, partial(_depth, group, dim, slots, softcap, dtype, skipped=1 if "odd" in name else 0)
 
+
+# Bytes that one program may use on the GPUs that kernels are compiled for, by target.
+MOST_SHARED_MEMORY = {"sm_80": 163 << 10, "sm_90": 227 << 10, "gfx942": 64 << 10}
 
 # Tokens of a lookup, as many as in benchmarks on a GPU.
 TOKENS = 32768
@@ -283,24 +292,21 @@ def compile_for(launch: Launch, target: str) -> Compiled:
     return Compiled(kernel, launch.case, target, shared, registers, spilled, wide, narrow)
 
 
-def run(arguments: argparse.Namespace) -> int:
-    """Compile the launches of the command line; return 1 if a kernel needs more shared memory than its target has, else 0."""
-    require_known(arguments.targets, MOST_SHARED_MEMORY, "target", "some")
-    names = [name for name, _ in cases()]
-    require_known(arguments.cases, names, "case", "some")
-    chosen_cases = arguments.cases or names
-    caught = launches(chosen_cases)
-    kernels = dict.fromkeys(launch.kernel.__name__ for launch in caught)
-    require_known(arguments.kernels, kernels, "kernel", "some")
+def main(command_arguments: list[str] | None = None) -> int:
+    """Compile what the command line names; return 1 if a kernel needs more shared memory than its target has, else 0."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add_list(parser, "--targets", MOST_SHARED_MEMORY)
+    add_list(parser, "--cases", [name for name, _ in cases()])
+    parser.add_argument("--json", action="store_true", help="print a JSON list")
+    arguments = parser.parse_args(command_arguments)
+    if interprets_kernels():
+        raise SystemExit("TRITON_INTERPRET is 1, and kernels that are interpreted cannot be compiled; unset it.")
     rows = []
-    for launch in caught:
-        if launch.kernel.__name__ not in (arguments.kernels or kernels):
-            continue
+    for launch in launches(arguments.cases):
         for target in arguments.targets:
-            row = compile_for(launch, target)
-            rows.append(row)
+            rows.append(compile_for(launch, target))
             if not arguments.json:
-                print(_line(row), flush=True)
+                print(_line(rows[-1]), flush=True)
     if arguments.json:
         print(json.dumps([asdict(row) for row in rows]))
     too_large = [row for row in rows if row.shared_bytes > MOST_SHARED_MEMORY[row.target]]
@@ -317,3 +323,7 @@ def _line(row: Compiled) -> str:
     if row.registers is not None:
         line += f" {row.registers:4d} registers {row.spilled_bytes:4d} B stack"
     return line
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,8 +1,8 @@
 """Measure the speed and memory of `upscale`, beside a plain copy of the output and beside mergekit.
 
-    python benchmarks/upscale.py                                  # a synthetic 4 GB checkpoint, midus-hml
-    python benchmarks/upscale.py --methods midus-hml,llama-pro,solar,avg-deus --mergekit OTHER_VENV/bin/mergekit-yaml
-    python benchmarks/upscale.py --methods opt-deus,lesa --gigabytes 2.1 --rounds 1       # as large as Llama-3.2-1B
+    python -m benchmarks.upscale                                  # a synthetic 4 GB checkpoint, midus-hml
+    python -m benchmarks.upscale --methods midus-hml,llama-pro,solar,avg-deus --mergekit OTHER_VENV/bin/mergekit-yaml
+    python -m benchmarks.upscale --methods opt-deus,lesa --gigabytes 2.1 --rounds 1       # as large as Llama-3.2-1B
 
 Every tool runs in its own process. Each round times a dry run (start-up), the run itself and `cp -r` of the output with
 a sync, one after the other, so that the ratio compares runs under the same conditions. mergekit's rows are passthrough
@@ -10,7 +10,6 @@ recipes equal to llama-pro (slices of one layer with zeroed projections) and to 
 tensors also gives one row per kind of matrix, in `solvers.csv`.
 """
 
-import argparse
 import json
 import os
 import shutil
@@ -21,19 +20,11 @@ import tempfile
 import time
 from datetime import date
 from pathlib import Path
-from typing import Any
 
-sys.path[0] = str(
-    Path(__file__).parents[1]
-)  # of a script, its own folder, whose modules have names that packages have too
-
-from benchmarks.tracked import MACHINE, RESULTS, append, commit  # noqa: E402
+from benchmarks.measuring import MACHINE, RESULTS, Row, append, command_line, commit
 
 UPSCALE_RESULTS = RESULTS / "upscale.csv"
 SOLVER_RESULTS = RESULTS / "solvers.csv"
-
-# Row of results: times in seconds, medians over the rounds. Several kinds of matrices are solved at the same time.
-Row = dict[str, Any]
 
 
 def make_checkpoint(folder: Path, gigabytes: float) -> None:
@@ -162,7 +153,7 @@ def solver_rows(method: str, base: Path, output: Path) -> list[Row]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = command_line(__doc__)
     parser.add_argument("--gigabytes", type=float, default=4.0, help="size of the synthetic base (default: 4)")
     parser.add_argument(
         "--methods", default="midus-hml", help="names of methods, joined by commas (default: midus-hml)"
@@ -170,7 +161,6 @@ def main() -> None:
     parser.add_argument("--mergekit", help="path of mergekit-yaml in a separate environment")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--only-make", metavar="DIR", help="make the synthetic base there and stop")
-    parser.add_argument("--no-append", action="store_true", help="print the rows, leave the CSV alone")
     arguments = parser.parse_args()
     if arguments.only_make:
         make_checkpoint(Path(arguments.only_make), arguments.gigabytes)
@@ -180,7 +170,15 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as work:
         base, output = Path(work) / "base", Path(work) / "output"
         # A separate process makes the base, because a child's peak memory starts at what its parent held at the fork.
-        making = [sys.executable, __file__, "--gigabytes", str(arguments.gigabytes), "--only-make", str(base)]
+        making = [
+            sys.executable,
+            "-m",
+            "benchmarks.upscale",
+            "--gigabytes",
+            str(arguments.gigabytes),
+            "--only-make",
+            str(base),
+        ]
         subprocess.run(making, check=True)
         layers = json.loads((base / "config.json").read_text())["num_hidden_layers"]
         solved: list[Row] = []

@@ -17,8 +17,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from benchmarks.study import Row, command_line, listed, run_columns, tell
-from benchmarks.tracked import RESULTS
+from benchmarks.measuring import RESULTS, Row, add_list, command_line, run_columns, tell
 from benchmarks.vllm.comparison import BASES, DENSE_METHODS, MEMORY_METHODS, agreement, generate, load, upscaled
 
 COLUMNS = {name: f"{{{name}}}" for name in ("family", "method", "tokens", "equal", "ties", "different", "changed")}
@@ -31,8 +30,8 @@ def main() -> None:
     parser = command_line(__doc__)
     parser.add_argument("--python", type=Path, required=True, help="Python of an environment with vLLM")
     parser.add_argument("--work", type=Path, required=True, help="folder of the checkpoints, which are kept")
-    listed(parser, "--families", BASES)
-    listed(parser, "--methods", (*MEMORY_METHODS, *DENSE_METHODS))
+    add_list(parser, "--families", BASES)
+    add_list(parser, "--methods", (*MEMORY_METHODS, *DENSE_METHODS))
     parser.add_argument("--prompts", type=int, default=40, help="prompts of a batch (default: 40)")
     parser.add_argument("--tokens", type=int, default=250, help="tokens that follow each prompt (default: 250)")
     parser.add_argument(
@@ -45,14 +44,14 @@ def main() -> None:
 
 def _rows(arguments: Any) -> Iterator[Row]:
     options = {"enforce_eager": not arguments.compiled}
-    for family in arguments.families.split(","):
+    for family in arguments.families:
         folder = arguments.work / family
         folder.mkdir(exist_ok=True)
         base = BASES[family](folder / "base")
         base_model = load(base)
         prompts = mixed_prompts(base_model.config.vocab_size, arguments.prompts)
         rates: dict[str, float] = {}
-        methods = ["base", "llama-pro", *(each for each in arguments.methods.split(",") if each != "llama-pro")]
+        methods = ["base", "llama-pro", *(each for each in arguments.methods if each != "llama-pro")]
         for method in methods:
             model = base if method == "base" else folder / method
             if not model.exists():

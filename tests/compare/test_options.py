@@ -8,7 +8,7 @@ import yaml
 from compare.small_comparison import write_room
 from evaluation.questions import write_questions
 
-from benchmarks.models.points import CONFIGS
+from benchmarks.models import CONFIGS
 from midus_hf.compare.options import Comparison
 from midus_hf.compare.runs import check
 from midus_hf.compare.variants import plan

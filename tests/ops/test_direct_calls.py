@@ -2,11 +2,11 @@
 
 import pytest
 import torch
+from ops.interpreter import mended_interpreter
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from benchmarks.interpreter import mended_interpreter
 from midus_hf.ops import headwise_memory
 from midus_hf.ops.dispatch.calling import are_plain, nobody_watches
 from midus_hf.ops.headwise.triton import triton_lookup

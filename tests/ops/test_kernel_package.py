@@ -9,8 +9,8 @@ from types import ModuleType
 
 import pytest
 import torch
+from ops.interpreter import mended_interpreter
 
-from benchmarks.interpreter import mended_interpreter
 from midus_hf import ops
 from scripts.build_kernels import BACKENDS, build, imported_modules, package_files, with_relative_imports
 from tests.docs.snippets import take

@@ -2,8 +2,7 @@
 
 import pytest
 import torch
-
-from benchmarks.interpreter import mended_interpreter
+from ops.interpreter import mended_interpreter
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 

@@ -3,17 +3,13 @@
 import itertools
 import json
 import os
-import re
 import subprocess
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
-from benchmarks.__main__ import main
-from benchmarks.kernels import cases
-from benchmarks.options import words
+from benchmarks.kernels import cases, main
 
 ROOT = Path(__file__).parents[3]
 KERNELS = {
@@ -48,8 +44,9 @@ CASES = (
 
 def test_every_kernel_compiles():
     chosen = ["--targets", ",".join(TARGETS), "--cases", ",".join(CASES)]
-    command = [sys.executable, "-m", "benchmarks", "kernels", *chosen, "--json"]
-    run = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
+    command = [sys.executable, "-m", "benchmarks.kernels", *chosen, "--json"]
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    run = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=environment)
     assert run.returncode == 0, run.stderr[-2000:]
     rows = json.loads(run.stdout)
     assert {(row["kernel"], row["target"]) for row in rows} == {*itertools.product(KERNELS, TARGETS)}
@@ -65,20 +62,16 @@ def test_every_kernel_compiles():
 @pytest.mark.parametrize(
     "words, message",
     [
-        (["--targets", "sm_1"], "target is 'sm_1'; expected some of sm_80, sm_90, gfx942"),
-        (["--kernels", "fast_kernel"], "kernel is 'fast_kernel'; expected some of scores_kernel."),
-        (["--cases", "gpt-2"], "case is 'gpt-2'; expected some of llama-3.2-1b"),
+        (["--targets", "sm_1"], "'sm_1' is unknown; expected some of sm_80, sm_90, gfx942"),
+        (["--cases", "gpt-2"], "'gpt-2' is unknown; expected some of llama-3.2-1b"),
     ],
-    ids=["target", "kernel", "case"],
+    ids=["target", "case"],
 )
-def test_what_is_unknown_is_refused(words, message, monkeypatch):
-    monkeypatch.setattr("os.environ", dict(os.environ))  # compiling does away with TRITON_INTERPRET
-    launch = SimpleNamespace(kernel=SimpleNamespace(__name__="scores_kernel"))
-    monkeypatch.setattr("benchmarks.kernels.launches", lambda of_cases: [launch])
-    with pytest.raises(SystemExit, match=re.escape(message)):
-        main(["kernels", *words])
+def test_unknown_names_are_refused(words, message, capsys):
+    with pytest.raises(SystemExit):
+        main(words)
+    assert message in capsys.readouterr().err
 
 
 def test_names_of_cases_can_be_joined_by_commas():
-    names = [name for name, _ in cases()]
-    assert words(",".join(names)) == names
+    assert not any("," in name for name, _ in cases())

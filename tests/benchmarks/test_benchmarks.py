@@ -1,0 +1,195 @@
+"""Benchmarks at sizes that take no time: what is measured is right, and each measurement is a row."""
+
+import csv
+import functools
+import json
+
+import pytest
+import torch
+from tiny import FAMILIES
+
+from benchmarks import models, ops
+from benchmarks.measuring import append, is_out_of_memory, peak_bytes, run_columns
+from benchmarks.models import METHODS, Point, build, measure, new_parameters, read_base, set_trained, variant_of
+from benchmarks.ops import OPS, SHAPES, TOLERANCES, body_of, largest_error, make_inputs
+from benchmarks.upscale import mergekit_recipe
+from midus_hf.memory.registry import MemoryModule
+
+
+def read_rows(path):
+    with path.open(newline="") as stream:
+        return list(csv.DictReader(stream))
+
+
+OPS_AT_ONCE = ["--device", "cpu", "--shapes", "tiny", "--seconds", "0"]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("body", ["auto", "reference", "torch", "compiled"])
+@pytest.mark.parametrize("name", OPS)
+def test_every_body_agrees_with_float64(name, body, dtype, monkeypatch):
+    # Graphs are traced, forward and backward, and run as they are: compiling them takes minutes.
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="aot_eager"))
+    torch._dynamo.reset()
+    op, shape = OPS[name], SHAPES["tiny"]
+    inputs = make_inputs(op, shape, 33, getattr(torch, dtype), "cpu")
+    error, error_of = largest_error(op, shape, body_of(op, shape, body), inputs)
+    assert error <= TOLERANCES[dtype], error_of
+
+
+def test_a_run_appends_a_row_a_body_and_mode(tmp_path, capsys):
+    words = ["--ops", "headwise_memory", "--bodies", "reference,auto", "--tokens", "70,1", "--dtype", "float32"]
+    assert ops.main([*OPS_AT_ONCE, *words], tmp_path / "ops.csv") == 0
+    rows = read_rows(tmp_path / "ops.csv")
+    cases = [(row["tokens"], row["body"], row["mode"]) for row in rows]
+    modes = [("70", body, mode) for body in ("reference", "auto") for mode in ("forward", "backward")]
+    assert cases == [*modes, ("1", "reference", "forward"), ("1", "auto", "forward")]
+    assert all(float(row["median_ms"]) > 0 and float(row["error"]) < 2e-5 and row["commit"] for row in rows)
+    assert capsys.readouterr().out.count("headwise_memory") == len(rows)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        lambda output: 1.001 * output,
+        lambda output: output + (output - output.detach()) * 0.001,
+        lambda output: output * float("nan"),
+    ],
+    ids=["output", "gradient", "not a number"],
+)
+def test_a_wrong_body_is_told_and_not_timed(wrong, monkeypatch, tmp_path, capsys):
+    right = body_of(OPS["headwise_memory"], SHAPES["tiny"], "auto")
+    monkeypatch.setattr(ops, "body_of", lambda *_: lambda inputs: wrong(right(inputs)))
+    words = ["--ops", "headwise_memory", "--bodies", "auto", "--tokens", "70", "--dtype", "float32"]
+    assert ops.main([*OPS_AT_ONCE, *words], tmp_path / "ops.csv") == 1
+    assert "differs from float64 by" in capsys.readouterr().err
+    assert not (tmp_path / "ops.csv").exists()
+
+
+def test_a_body_that_cannot_run_here_is_no_failure(tmp_path, capsys):
+    words = ["--ops", "product_key_topk", "--bodies", "native", "--tokens", "2", "--dtype", "float16"]
+    assert ops.main([*OPS_AT_ONCE, *words], tmp_path / "ops.csv") == 0
+    assert "not measured, backend is 'native', but the tensors are float16" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("main", "words", "message"),
+    [
+        (ops.main, ["--ops", "sorting"], "'sorting' is unknown; expected some of headwise_memory"),
+        (ops.main, ["--shapes", "gpt-2"], "'gpt-2' is unknown; expected some of smollm2-135m"),
+        (models.main, ["--phases", "sleep"], "'sleep' is unknown; expected some of train, generate, prefill"),
+    ],
+)
+def test_unknown_names_are_refused(main, words, message, capsys):
+    with pytest.raises(SystemExit):
+        main(words)
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (
+            ["--base", "gpt-2"],
+            "base is 'gpt-2'; expected one of llama-3.1-8b, llama-3.2-1b, smollm2-135m, or the path",
+        ),
+        (["--batches", "3", "--device", "cpu"], "batch is 3; expected a multiple of accumulation = 2"),
+    ],
+)
+def test_what_no_model_can_be_measured_at_is_refused(words, message, tmp_path, tiny_base):
+    base = [] if "--base" in words else ["--base", tiny_base]
+    with pytest.raises(SystemExit, match=message):
+        models.main([*base, *words], tmp_path / "model.csv")
+
+
+@pytest.fixture
+def tiny_base(tmp_path):
+    """Return the path of the config of a tiny Llama."""
+    config = FAMILIES["llama"].config(tie_word_embeddings=True).to_dict()
+    path = tmp_path / "tiny-llama.json"
+    path.write_text(json.dumps({**config, "architectures": ["LlamaForCausalLM"], "dtype": "float32"}))
+    return str(path)
+
+
+def test_all_methods_are_measured_in_all_phases(tiny_base, tmp_path):
+    words = ["--device", "cpu", "--base", tiny_base, "--seconds", "0", "--batches", "2", "--lengths", "16"]
+    assert models.main([*words, "--prompts", "8", "--dtype", "float32"], tmp_path / "model.csv") == 0
+    rows = read_rows(tmp_path / "model.csv")
+    phases = {(row["method"], row["phase"]) for row in rows}
+    assert phases == {(method, phase) for method in METHODS for phase in ("train", "generate", "prefill")}
+    assert all(float(row["seconds"]) > 0 and float(row["tokens_per_s"]) > 0 for row in rows)
+    counts = {row["method"]: row for row in rows}
+    assert counts["midus-hml"]["trained_parameters"] == counts["midus-hml"]["new_parameters"]
+    assert counts["base"]["trained_parameters"] == counts["base"]["total_parameters"]
+    assert counts["solar"]["trained_parameters"] == counts["solar"]["total_parameters"]
+
+
+@pytest.mark.parametrize(
+    ("base", "total", "new"),
+    [
+        ("smollm2-135m", 134_515_008, {"base": 0, "llama-pro": 53_100_000, "midus-hml": 13_341_120}),
+        ("llama-3.2-1b", 1_235_814_400, {"llama-pro": 486_600_000, "midus-hml": 54_542_336, "moc": 76_030_208}),
+        ("llama-3.1-8b", 8_030_261_248, {"opt-deus": 3_490_000_000, "midus-hml": 423_700_000}),
+    ],
+)
+def test_models_have_their_published_sizes(base, total, new):
+    for method, expected in new.items():
+        variant = variant_of(read_base(base)[1], method, "top-heavy")
+        model = build(variant, "bfloat16", "meta")
+        added = sum(parameter.numel() for parameter in new_parameters(model, variant))
+        assert model.num_parameters() - added == total, method
+        assert added == pytest.approx(expected, rel=0.001)
+
+
+@pytest.mark.parametrize("method", ["midus-hml", "midus-pkm", "midus-linear", "moc"])
+def test_memories_hold_values_and_a_step_trains_what_is_new(method, tiny_base):
+    variant = variant_of(read_base(tiny_base)[1], method, None)
+    model = build(variant, "float32", "cpu")
+    memories = [module for module in model.modules() if isinstance(module, MemoryModule)]
+    assert memories
+    assert all(getattr(memory, name).any() for memory in memories for name in memory.names_of("value"))
+    new = {id(parameter) for parameter in new_parameters(model, variant)}
+    assert {id(parameter) for parameter in set_trained(model, variant)} == new
+    before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+    measured = measure(model, variant, Point("train", 2, 2, 8), "cpu", 0)
+    changed = {id(p) for name, p in model.named_parameters() if not torch.equal(p, before[name])}
+    assert changed and changed <= new
+    assert all(parameter.grad is None for parameter in model.parameters())
+    generating = measure(model, variant, Point("generate", 1, 1, 8, 4), "cpu", 0)
+    assert generating["peak_gb"] <= measured["peak_gb"]
+
+
+def test_the_peak_is_what_was_held_at_once():
+    def run():
+        first = torch.ones(1 << 20)
+        del first
+        second, third = torch.ones(1 << 20), torch.ones(1 << 18)
+        return second.shape, third.shape
+
+    assert peak_bytes(run, "cpu") == 4 * ((1 << 20) + (1 << 18))
+
+
+def test_both_kinds_of_full_memory_are_known():
+    assert is_out_of_memory(torch.OutOfMemoryError("CUDA out of memory"))
+    with pytest.raises(RuntimeError) as caught:
+        torch.empty(1 << 55)
+    assert is_out_of_memory(caught.value)
+    assert not is_out_of_memory(RuntimeError("other"))
+
+
+def test_rows_are_appended_only_to_a_file_of_the_same_columns(tmp_path):
+    run = run_columns("cpu")
+    for _ in range(2):
+        append([run], tmp_path / "a.csv")
+    assert [row["device"] for row in read_rows(tmp_path / "a.csv")] == ["cpu", "cpu"]
+    (tmp_path / "b.csv").write_text("other,columns\n")
+    with pytest.raises(ValueError, match=r"has the columns \['other', 'columns'\]; expected \['date'"):
+        append([run], tmp_path / "b.csv")
+
+
+def test_recipes_of_mergekit_have_as_many_layers_as_the_methods(tmp_path):
+    for method in ("solar", "llama-pro"):
+        slices = mergekit_recipe(method, tmp_path, 16)["slices"]
+        ranges = [piece["sources"][0]["layer_range"] for piece in slices]
+        assert sum(end - start for start, end in ranges) == 24
+    assert mergekit_recipe("midus-hml", tmp_path, 16) is None
