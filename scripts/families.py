@@ -26,8 +26,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from midus_hf.models import families
 from midus_hf.models.families import WRITTEN
 from midus_hf.models.inference.architecture import architecture_of
-from midus_hf.models.inference.family_modules import family_source
-from midus_hf.models.inference.larger_modules import is_larger
+from midus_hf.models.inference.modules import family_source, is_larger
 from midus_hf.models.inference.proof import WIRINGS, prove, with_more_heads
 from midus_hf.models.inference.tiny import UnknownArchitecture, larger_class_of, tiny_larger_model, tiny_model
 from upscalers.architecture.families import FAMILIES

@@ -40,19 +40,18 @@ class _OnDemand(dict):
         """Return whether a type, say `midus_cohere`, is one of a family that hosts memory; make the classes of the family first."""
         if not isinstance(model_type, str) or not model_type.startswith(MEMORY_PREFIX):
             return False
-        from midus_hf.models.inference.family_modules import host_family
-        from midus_hf.models.inference.larger_modules import host_larger_family, is_larger
+        from midus_hf.models.inference.modules import host_type
         from midus_hf.models.inference.tiny import UnknownArchitecture
 
         native = model_type.removeprefix(MEMORY_PREFIX)
         if native not in FAMILIES and native not in LARGER_FAMILIES and native in CONFIG_MAPPING:
             with suppress(UnknownArchitecture):
-                (host_larger_family if is_larger(native) else host_family)(native)
+                host_type(native)
         return native in FAMILIES or native in LARGER_FAMILIES
 
 
 # transformers looks a type's config up in this table, which has no public name (seen in 5.17 to 5.23). If the table is gone, a family
-# joins only by `host_family`.
+# joins only by `host_type`.
 if isinstance(getattr(CONFIG_MAPPING, "_extra_content", None), dict):
     CONFIG_MAPPING._extra_content = _OnDemand(CONFIG_MAPPING._extra_content)
 

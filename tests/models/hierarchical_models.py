@@ -1,6 +1,6 @@
-"""Models whose memories fetch blocks, built in memory from a tiny base, and what they compute by hooks on the base itself."""
+"""Models whose memories fetch blocks, built in memory from a tiny base, and bases that state what they compute."""
 
-from functools import partial
+import copy
 from typing import Any
 
 import torch
@@ -10,7 +10,7 @@ from tiny import tiny_model
 from midus_hf.banks.memory_bank import MemoryBank, create_bank
 from midus_hf.config.fetched_blocks import BANKS_FOLDER
 from midus_hf.memory.fetched import FetchedBatch
-from midus_hf.models.inference.proof_hooks import HOOKS, HOOKS_INSIDE, adapted_projections
+from midus_hf.models.inference.statement import state
 
 KINDS = ("hier-ffn", "hier-lora-qk", "hier-lora-vo", "hier-lora-ffn", "hier-kv")
 # Paths of two rows in the tree of these models, three children a node; the second reads the generic memory.
@@ -65,20 +65,10 @@ def _one_by_row(batch):
     return FetchedBatch(batch.layout, records, dict.fromkeys(records, torch.arange(batch.num_rows)))
 
 
-def add_reference(native, model, ids):
-    """Make the base compute what memories make of it for rows with these paths, by the hooks of proofs.
-
-    Returns:
-        Handles of the hooks.
-    """
-    handles = []
+def stated_base(native, model, ids):
+    """Return a copy of the base that computes what memories make of it for rows with these paths, as proofs state it."""
+    stated = copy.deepcopy(native)
     blocks = {name: _one_by_row(batch) for name, batch in model.fetch_memory(ids).items()}
     for name, entry in model.config.memories().attached.items():
-        if entry.type == "hier-ffn":
-            for index in entry.layers:
-                host, native_layer = model.model.layers[index], native.model.layers[index]
-                read = partial(host.memories[name], fetched=blocks[name].of(index))
-                handles += HOOKS["beside-ffn"](native_layer, native_layer, host, read)
-        else:
-            handles += HOOKS_INSIDE.get(entry.type, adapted_projections)(native, model, entry, blocks[name])
-    return handles
+        state(stated, model, entry, blocks[name])
+    return stated

@@ -20,7 +20,7 @@ from midus_hf.models.depth_heads import DepthHeads, DepthPass
 from midus_hf.models.families import FAMILIES, HEADS
 from midus_hf.models.inference import tiny
 from midus_hf.models.inference.architecture import architecture_of
-from midus_hf.models.inference.family_modules import host_family
+from midus_hf.models.inference.modules import host_type
 from midus_hf.models.inference.proof import WIRINGS, UnprovenArchitecture, prove, wirings_of
 from midus_hf.models.inference.tiny import UnknownArchitecture, tiny_config, tiny_model
 from midus_hf.models.layer import HostLayer
@@ -59,7 +59,7 @@ UNPROVEN = {
             ("hunyuan_v1_dense", "hunyuan_v1_moe"),
             ("hier-kv", "depth-attention"),
         ),
-        "and of hooks that state what it computes differ by up to",
+        "and of a base that states what it computes differ by up to",
     ),
     **dict.fromkeys(
         itertools.product(("diffllama", "llama4_text", "stablelm"), ("hier-kv", "depth-attention")),
@@ -71,7 +71,7 @@ UNPROVEN = {
             (name, "depth-attention")
             for name in ("doge", "flint", "gemma4_text", "gemma4_unified_text", "gpt_oss", "recurrent_gemma")
         ),
-        "and of hooks that state what it computes differ by up to",
+        "and of a base that states what it computes differ by up to",
     ),
     # An inserted layer moves what follows from the index of a layer, not from a list in the config.
     **dict.fromkeys(
@@ -157,7 +157,7 @@ def test_every_hosted_type_has_the_heads_that_transformers_has(model_type, kind)
     if refusal_of(model_type) is not None:
         pytest.skip("the type is refused")
     if model_type not in FAMILIES:
-        host_family(model_type)
+        host_type(model_type)
     config_class = FAMILIES[model_type].config_class
     native = config_class.__bases__[-1]
     auto, classes, mixin = HEADS[kind]
@@ -222,21 +222,21 @@ def with_another_tensor(host):
     return widened
 
 
-IN_HOOKS = r"logits of a memory at {} and of the same memory in hooks differ by up to .*; expected equal bits\."
+STATED = r"logits of a memory at {} and of a base that states what it computes differ by up to .*; expected equal bits\."
 
 
 @pytest.mark.parametrize(
     ("wiring", "name", "change", "message"),
     [
         *(
-            (site, "_with_added", added_twice, f"llama: {IN_HOOKS.format(site)}")
+            (site, "_with_added", added_twice, f"llama: {STATED.format(site)}")
             for site in ("beside-ffn", "behind-attention", "behind-layer")
         ),
         *(
-            (site, "_with_added", reading_another_tensor, f"llama: {IN_HOOKS.format(site)}")
+            (site, "_with_added", reading_another_tensor, f"llama: {STATED.format(site)}")
             for site in ("beside-ffn", "behind-attention")
         ),
-        ("skip", "_read", doubled, f"llama: {IN_HOOKS.format('skip')}"),
+        ("skip", "_read", doubled, f"llama: {STATED.format('skip')}"),
         (
             "beside-ffn",
             "_with_added",
@@ -248,11 +248,11 @@ IN_HOOKS = r"logits of a memory at {} and of the same memory in hooks differ by 
                 "beside-ffn",
                 "_with_added",
                 noisy_in(dtype),
-                rf"llama in {str(dtype)[6:]}: logits at birth differ by up to .*; expected equal bits\.",
+                rf"llama: logits at birth in {str(dtype)[6:]} differ by up to .*; expected equal bits\.",
             )
             for dtype in (torch.bfloat16, torch.float32)
         ),
-        ("beside-ffn", "forward", without_mask, r"llama in \w+: logits with padding at birth differ .*"),
+        ("beside-ffn", "forward", without_mask, r"llama: logits with padding at birth in \w+ differ .*"),
         (
             "beside-ffn",
             "_read",
@@ -390,7 +390,7 @@ def test_an_inserted_layer_without_heads_is_refused(model_type):
     if model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
         pytest.skip(f"the installed transformers has no {model_type}")
     if model_type not in FAMILIES:
-        host_family(model_type)
+        host_type(model_type)
     hosting = FAMILIES[model_type]
     fields = {
         key: value

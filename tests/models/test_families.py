@@ -12,7 +12,7 @@ from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING
 
 from midus_hf.models import FAMILIES
 from midus_hf.models.families import WRITTEN
-from midus_hf.models.inference.family_modules import family_source
+from midus_hf.models.inference.modules import family_source
 from midus_hf.version import NEWEST_TRIED_TRANSFORMERS
 
 

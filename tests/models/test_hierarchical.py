@@ -13,9 +13,9 @@ from models.hierarchical_models import (
     IDS,
     KINDS,
     OTHER_IDS,
-    add_reference,
     entry_of,
     hierarchical_model,
+    stated_base,
 )
 from models.hosting import host_of, logits
 from tiny import prompt, tiny_model
@@ -34,10 +34,7 @@ def test_they_compute_what_hooks_on_the_base_do(native_family, kind, tmp_path):
     plain = logits(native, prompt())
     assert torch.equal(logits(model, prompt()), plain)
     for ids in (IDS, OTHER_IDS, IDS):
-        handles = add_reference(native, model, ids)
-        expected = logits(native, prompt())
-        for handle in handles:
-            handle.remove()
+        expected = logits(stated_base(native, model, ids), prompt())
         assert all((expected[row] - plain[row]).abs().max() > 1e-3 for row in range(2))
         torch.testing.assert_close(logits(model, prompt(), memory_ids=ids), expected)
     assert torch.equal(logits(model, prompt()), plain)
@@ -53,8 +50,7 @@ def test_queries_are_unrotated_also_where_the_rotation_makes_them_longer(native_
     model = hierarchical_model(native_family, "hier-kv", tmp_path, base=base)
     plain = logits(native, prompt())
     assert not torch.allclose(plain, logits(tiny_model(native_family, torch.float64), prompt()))
-    add_reference(native, model, IDS)
-    expected = logits(native, prompt())
+    expected = logits(stated_base(native, model, IDS), prompt())
     assert not torch.allclose(expected, plain)
     torch.testing.assert_close(logits(model, prompt(), memory_ids=IDS), expected)
 
@@ -70,8 +66,7 @@ def test_scores_are_capped_where_those_of_the_sequence_are(tmp_path):
     base = {"attn_logit_softcapping": 0.2}
     native = tiny_model("gemma2", torch.float64, **base)
     model = hierarchical_model("gemma2", "hier-kv", tmp_path, base=base)
-    add_reference(native, model, IDS)
-    expected = logits(native, prompt())
+    expected = logits(stated_base(native, model, IDS), prompt())
     torch.testing.assert_close(logits(model, prompt(), memory_ids=IDS), expected)
 
 
@@ -280,7 +275,7 @@ def test_gradients_of_blocks_are_those_of_hooks_on_the_base(native_family, kind,
     )
     model.banks.train()
     _, found = loss_and_gradients(model, tokens, memory_ids=IDS)
-    add_reference(native, model, IDS)
+    native = stated_base(native, model, IDS)
     native(tokens, labels=tokens, use_cache=False).loss.backward()
     expected = {name: value.grad for name, value in native.named_parameters()} | gradients_of_blocks(model)
     names = sorted(model.banks.layouts)

@@ -16,7 +16,7 @@ from transformers import Trainer, TrainingArguments
 from transformers.models.auto import modeling_auto
 
 from midus_hf.models import FAMILIES
-from midus_hf.models.inference.family_modules import host_family
+from midus_hf.models.inference.modules import host_type
 from midus_hf.models.inference.tiny import tiny_model as type_model
 from upscalers.runs.upscale import upscale
 
@@ -95,7 +95,7 @@ def test_a_class_is_listed_where_the_class_of_its_family_is(kind):
 def test_adapters_of_experts_from_before_transformers_5_find_the_experts():
     peft = pytest.importorskip("peft")
     base = type_model("mixtral")
-    host_family("mixtral")
+    host_type("mixtral")
     config = {"target_modules": ["q_proj", "w1", "w2", "w3"], "task_type": "CAUSAL_LM"}
     model = host_of(base)
     adapted = peft.get_peft_model(model, peft.LoraConfig(**config))

@@ -267,7 +267,7 @@ def test_a_larger_model_that_cannot_be_changed_is_refused(model_type, message, t
 def test_a_larger_model_whose_classes_cannot_be_made_takes_methods_of_its_own_layers_alone(tmp_path, monkeypatch):
     larger_model("llava").save_pretrained(tmp_path / "base")
     monkeypatch.delitem(LARGER_FAMILIES, "llava", raising=False)
-    monkeypatch.setattr("midus_hf.models.inference.larger_modules.is_passed_on", lambda *call: False)
+    monkeypatch.setattr("midus_hf.models.inference.modules.passes_on", lambda *call: False)
     with pytest.raises(
         RequestError, match=r"the language model within 'llava' cannot host memory: .* \(upscale extract\)"
     ):

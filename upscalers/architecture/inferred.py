@@ -108,7 +108,7 @@ class InferredFamily(Family):
     def remarks(self) -> list[str]:
         return [
             f"{self.model_type} was read from the model that transformers builds, and proven on a tiny random model: equal bits at "
-            "birth, bits equal to hooks on the base once the memory has values, gradients, cached steps."
+            "birth, bits equal to a base that states what the memory computes, gradients, cached steps."
         ]
 
     def prove(self, site: str, memory_type: str) -> None:

@@ -96,13 +96,13 @@ class LargerModel:
             RequestError: If the larger model cannot host memory. The message says why.
         """
         from midus_hf.models.families import LARGER_FAMILIES
-        from midus_hf.models.inference.larger_modules import host_larger_family
+        from midus_hf.models.inference.modules import host_type
 
         model_type = str(self.config["model_type"]).removeprefix(MEMORY_PREFIX)
         if model_type in LARGER_FAMILIES:
             return
         try:
-            host_larger_family(model_type)
+            host_type(model_type)
         except ValueError as error:
             raise RequestError(
                 f"the language model within {model_type!r} cannot host memory: {one_line(error)} Choose a method that adds layers of "

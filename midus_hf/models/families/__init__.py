@@ -2,7 +2,7 @@
 
 Each of the seven modules here has the classes of one family: thin subclasses of the family's own. They are written by
 `python scripts/families.py --modules`, from a tiny model of the family that Transformers builds. Modules of more types are made at
-run time, by `midus_hf.models.inference.family_modules`.
+run time, by `midus_hf.models.inference.modules`.
 """
 
 import importlib

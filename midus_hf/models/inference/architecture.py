@@ -4,10 +4,10 @@ Nothing is written down per type but the sizes of its tiny model (`midus_hf/mode
 model, and what the parts do with the residual stream is read from a recorded forward pass.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, fields
-from functools import cache
+from functools import cache, partial
 from typing import Any, NamedTuple
 
 import torch
@@ -87,38 +87,24 @@ class Architecture:
     mixers: tuple[str, ...]
 
 
-def mixer_of(layer: nn.Module) -> str | None:
-    """Return the name of the child of a decoder layer that mixes tokens; None if no child is known to."""
-    return next((name for name in MIXERS if isinstance(getattr(layer, name, None), nn.Module)), None)
+def part_name(layer: nn.Module, names: Sequence[str]) -> str | None:
+    """Return the first of some names that a child of a decoder layer has; None if no child has any."""
+    return next((name for name in names if isinstance(getattr(layer, name, None), nn.Module)), None)
 
 
-def feed_forward_of(layer: nn.Module) -> str | None:
-    """Return the name of the feed-forward network of a decoder layer; None if no child is known to be one."""
-    return next((name for name in FEED_FORWARDS if isinstance(getattr(layer, name, None), nn.Module)), None)
+def mixer_of(layer: nn.Module) -> Any:
+    """Return the child of a decoder layer that mixes tokens; None if no child is known to."""
+    return getattr(layer, part_name(layer, MIXERS) or "", None)
+
+
+def feed_forward_of(layer: nn.Module) -> Any:
+    """Return the feed-forward network of a decoder layer; None if no child is known to be one."""
+    return getattr(layer, part_name(layer, FEED_FORWARDS) or "", None)
 
 
 def has_heads(mixer: Any) -> bool:
     """Return whether a mixer is an attention whose projections stand alone, so that memories can read and adapt its heads."""
     return hasattr(mixer, "config") and all(isinstance(getattr(mixer, name, None), nn.Module) for name in _ATTENTION)
-
-
-def has_gate(feed_forward: nn.Module) -> bool:
-    """Return whether a feed-forward network has the three projections of a gated one."""
-    return all(isinstance(getattr(feed_forward, name, None), nn.Linear) for name in _GATED)
-
-
-def has_projections(part: Any, widths: Mapping[str, tuple[int, int]]) -> bool:
-    """Return whether an attention or a feed-forward network has linear projections of some widths.
-
-    Args:
-        part: The attention or the network; None has no projections.
-        widths: Input and output width of each projection, by role.
-    """
-    projections = {role: getattr(part, PROJECTIONS[role], None) for role in widths}
-    return all(
-        isinstance(projection, nn.Linear) and (projection.in_features, projection.out_features) == widths[role]
-        for role, projection in projections.items()
-    )
 
 
 @cache
@@ -151,26 +137,33 @@ def architecture_of(model_type: str) -> Architecture:
         raise UnknownArchitecture(
             f"{model_type!r} has {counted} layers where num_hidden_layers of its saved config is {saved}; expected equal numbers."
         )
-    passes = _record(model, layers)
     parts: dict[type[nn.Module], list[LayerParts]] = {}
-    for layer, calls in zip(layers, passes, strict=True):
+    for layer, calls in zip(layers, _recorded_pass(model, layers), strict=True):
         parts.setdefault(type(layer), []).append(_parts(layer, calls))
-    mixers = [getattr(layer, mixer_of(layer) or "", None) for layer in layers]
-    networks = [getattr(layer, feed_forward_of(layer) or "", None) for layer in layers]
-    attentions = {type(mixer) for mixer in mixers if isinstance(mixer, nn.Module) and has_heads(mixer)}
-    rotating = {_rotates(mixer) for mixer in mixers if isinstance(mixer, nn.Module) and has_heads(mixer)}
-    gated = {type(network) for network in networks if isinstance(network, nn.Module) and has_gate(network)}
+    attentions = [mixer for mixer in map(mixer_of, layers) if has_heads(mixer)]
+    gated = [network for network in map(feed_forward_of, layers) if _has_gate(network)]
     return Architecture(
         model_type=model_type,
         config=type(model.config),
         causal_lm=type(model),
         stack=type(stack),
         layers={kind: _agreed(kind_parts) for kind, kind_parts in parts.items()},
-        attention=attentions.pop() if len(attentions) == 1 else None,
-        mlp=gated.pop() if len(gated) == 1 else None,
-        some_do_not_rotate=False in rotating,
-        mixers=tuple(dict.fromkeys(name for name in map(mixer_of, layers) if name is not None)),
+        attention=_only_class(attentions),
+        mlp=_only_class(gated),
+        some_do_not_rotate=not all(map(_rotates, attentions)),
+        mixers=tuple(dict.fromkeys(name for layer in layers if (name := part_name(layer, MIXERS)))),
     )
+
+
+def _has_gate(network: Any) -> bool:
+    """Return whether a feed-forward network has the three projections of a gated one."""
+    return all(isinstance(getattr(network, name, None), nn.Linear) for name in _GATED)
+
+
+def _only_class(modules: list[Any]) -> Any:
+    """Return the class of modules that are all of one class, else None."""
+    classes = {type(module) for module in modules}
+    return classes.pop() if len(classes) == 1 else None
 
 
 def _rotates(attention: nn.Module) -> bool:
@@ -218,44 +211,20 @@ class _Call(NamedTuple):
     output: torch.Tensor
 
 
-def _record(model: Any, layers: nn.ModuleList) -> list[list[_Call]]:
-    """Return the calls of each layer and of its children, from one pass through a model."""
+def _recorded_pass(model: Any, layers: nn.ModuleList) -> list[list[_Call]]:
+    """Return the calls of each layer and of its children, in the order in which they end, from one pass through a model."""
     passes: list[list[_Call]] = [[] for _ in layers]
-    receives_mark = [False] * len(layers)
-    handles = []
 
-    def recorder(calls: list[_Call], name: str) -> Any:
-        def record(_: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-            read, out = _first_tensor((*args, *kwargs.values())), _first_tensor(output)
-            if read is not None and out is not None:
-                calls.append(_Call(name, read, out))
+    def note(calls: list[_Call], name: str, _: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        read, first = _first_tensor((*args, *kwargs.values())), _first_tensor(output)
+        if read is not None and first is not None:
+            calls.append(_Call(name, read, first))
 
-        return record
-
-    def take_mark(number: int) -> Any:
-        def take(_: nn.Module, args: Any, kwargs: Any) -> Any:
-            receives_mark[number] = kwargs.pop(_MARK, None) is not None
-            return args, kwargs
-
-        return take
-
-    for number, layer in enumerate(layers):
-        handles.append(layer.register_forward_pre_hook(take_mark(number), with_kwargs=True))
+    for calls, layer in zip(passes, layers, strict=True):
         for name, module in (("", layer), *layer.named_children()):
-            handles.append(module.register_forward_hook(recorder(passes[number], name), with_kwargs=True))
-    ids = torch.arange(3, 3 + _LENGTH)[None]
+            module.register_forward_hook(partial(note, calls, name), with_kwargs=True)
     model_type = model.config.model_type
-    try:
-        with torch.no_grad():
-            model(input_ids=ids, use_cache=False, **{_MARK: object()})
-    except Exception as error:  # models raise whatever their parts raise
-        raise UnknownArchitecture(
-            f"a pass through a tiny model of {model_type!r} fails with an argument for its layers ({type(error).__name__}: {error})."
-        ) from None
-    finally:
-        for handle in handles:
-            handle.remove()
-    if not all(receives_mark):
+    if not passes_on(model, layers, "layers"):
         raise UnknownArchitecture(
             f"{model_type!r} does not pass all keyword arguments on to its decoder layers; expected a stack that does."
         )
@@ -268,9 +237,40 @@ def _record(model: Any, layers: nn.ModuleList) -> list[list[_Call]]:
     return passes
 
 
+def passes_on(model: Any, receivers: Iterable[nn.Module], receivers_name: str) -> bool:
+    """Return whether a tiny model passes an argument that it does not know on to some of its modules, which then do not see it.
+
+    Args:
+        model: A model on which nothing else runs.
+        receivers: Modules that should get the argument.
+        receivers_name: What the modules are to the model, for the message.
+
+    Raises:
+        UnknownArchitecture: If a pass with the argument fails.
+    """
+    waiting = set(receivers)
+
+    def take(module: nn.Module, args: Any, kwargs: Any) -> Any:
+        if kwargs.pop("memory_inputs", None) is not None:
+            waiting.discard(module)
+        return args, kwargs
+
+    for module in tuple(waiting):
+        module.register_forward_pre_hook(take, with_kwargs=True)
+    try:
+        with torch.no_grad():
+            model(input_ids=torch.arange(3, 3 + _LENGTH)[None], use_cache=False, memory_inputs=object())
+    except Exception as error:  # models raise whatever their parts raise
+        raise UnknownArchitecture(
+            f"a pass through a tiny model of {model.config.model_type!r} fails with an argument for its {receivers_name} "
+            f"({type(error).__name__}: {error})."
+        ) from None
+    return not waiting
+
+
 def _parts(layer: nn.Module, calls: list[_Call]) -> LayerParts:
     """Return the parts of one layer, from the recorded calls of the layer and its children."""
-    mixer, network = mixer_of(layer), feed_forward_of(layer)
+    mixer, network = part_name(layer, MIXERS), part_name(layer, FEED_FORWARDS)
     of = {call.name: call for call in calls}
     norms = [call for call in calls if "Norm" in type(getattr(layer, call.name, None)).__name__]
 
@@ -318,7 +318,5 @@ def _first_tensor(values: Any) -> torch.Tensor | None:
     return next((value for value in values if isinstance(value, torch.Tensor) and value.is_floating_point()), None)
 
 
-# Argument that a stack of layers does not know, and must pass on.
-_MARK = "memory_inputs"
 _LENGTH = 7
 _ATTENTION, _GATED = tuple(PROJECTIONS.values())[:4], tuple(PROJECTIONS.values())[4:]

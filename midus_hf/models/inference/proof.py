@@ -1,35 +1,28 @@
 """Prove on a tiny random model of a type that a memory at a site is wired right, before any checkpoint of the type is written.
 
 What was read of an architecture is believed only after this proof. A memory that adds nothing must change no bit. A memory with
-values must compute what plain forward hooks compute on the base, take gradients, and follow a cache as the base does.
+values must compute what is stated by changes of the base, take gradients, and follow a cache as the base does.
 """
 
 import re
-from collections.abc import Callable, Mapping
-from functools import cache
+from collections.abc import Mapping
+from copy import deepcopy
+from dataclasses import dataclass
+from functools import cache, partial
 from typing import Any
 
 import torch
 from torch import nn
 
 from midus_hf.banks.initial_blocks import initial_block
-from midus_hf.config.backbone import MEMORY_PREFIX
-from midus_hf.config.fetched_blocks import BankLayout
 from midus_hf.config.memory_checks import layer_projections
-from midus_hf.config.memory_entries import MemoryEntry
-from midus_hf.config.memory_types import MEMORY_TYPES, Site
+from midus_hf.config.memory_types import MEMORY_TYPES
 from midus_hf.config.model_sizes import ModelSizes
 from midus_hf.memory.fetched import FetchedBatch
 from midus_hf.models.families import FAMILIES
-from midus_hf.models.inference.architecture import (
-    architecture_of,
-    feed_forward_of,
-    has_heads,
-    has_projections,
-    mixer_of,
-)
-from midus_hf.models.inference.family_modules import host_family
-from midus_hf.models.inference.proof_hooks import HOOKS, HOOKS_INSIDE, adapted_projections, block_before
+from midus_hf.models.inference.architecture import PROJECTIONS, architecture_of, feed_forward_of, has_heads, mixer_of
+from midus_hf.models.inference.modules import host_type
+from midus_hf.models.inference.statement import SUMS_IN_ANOTHER_ORDER, state
 from midus_hf.models.inference.tiny import tiny_config, tiny_model
 from midus_hf.models.parts import CACHE, MissingPart
 
@@ -82,6 +75,19 @@ _ROUNDING = 1e-3
 _STD = {"hier-kv": 0.5}
 
 
+@dataclass(frozen=True)
+class _Trial:
+    """A base, a model with its weights and a memory, and the keyword arguments by which a pass of the model gets blocks."""
+
+    base: Any
+    hosting: Any
+    arguments: Mapping[str, Any]
+
+    def batches(self) -> Mapping[str, FetchedBatch]:
+        """Return the blocks by the name of their memory; empty for a memory that fetches none."""
+        return self.arguments.get("memory_blocks", {})
+
+
 @cache
 def prove(model_type: str, wiring: str) -> None:
     """Prove that memories of a wiring change nothing at birth in a model type, and what they should with values.
@@ -97,27 +103,24 @@ def prove(model_type: str, wiring: str) -> None:
     """
     architecture_of(model_type)
     if model_type not in FAMILIES:
-        host_family(model_type)
+        host_type(model_type)
+    entry = _ENTRIES[wiring]
+    memory = f"a memory at {wiring}" if wiring == entry["site"] else f"a memory {wiring} at {entry['site']}"
+    deeper = with_more_heads(model_type) if MEMORY_TYPES[entry["type"]].attends else {}
     try:
-        _prove(model_type, wiring)
-    except (MissingPart, UnprovenArchitecture):
+        _prove_birth(_trial(tiny_model(model_type, **deeper), entry, torch.bfloat16))
+        trial = _trial(tiny_model(model_type, **deeper), entry, torch.float32)
+        _prove_birth(trial)
+        trial = _with_values(trial)
+        _prove_values(trial, memory)
+        _prove_steps(trial)
+        _prove_gradients(trial)
+    except MissingPart:
         raise
+    except UnprovenArchitecture as error:
+        raise UnprovenArchitecture(f"{model_type}: {error}") from None
     except Exception as error:  # models raise whatever their parts raise
         raise UnprovenArchitecture(f"{model_type}: the proof ended with {type(error).__name__}: {error}") from error
-
-
-def _prove(model_type: str, wiring: str) -> None:
-    deeper = with_more_heads(model_type) if MEMORY_TYPES[_ENTRIES[wiring]["type"]].attends else {}
-    for dtype in (torch.bfloat16, torch.float32):
-        base = _cast(tiny_model(model_type, **deeper), dtype)
-        hosting = _hosting(base, wiring, dtype)
-        born = {name: _fetched(layout, dtype, born=True) for name, layout in hosting.config.memories().banks.items()}
-        _prove_birth(base, hosting, _arguments(born), f"{model_type} in {str(dtype).removeprefix('torch.')}")
-    _give_values(hosting)
-    fetched = {name: _fetched(layout, dtype, born=False) for name, layout in hosting.config.memories().banks.items()}
-    _prove_values(base, hosting, fetched, wiring, model_type)
-    _prove_steps(base, hosting, fetched, model_type)
-    _prove_gradients(hosting, fetched, model_type)
 
 
 def with_more_heads(model_type: str) -> dict[str, Any]:
@@ -127,94 +130,70 @@ def with_more_heads(model_type: str) -> dict[str, Any]:
     """
     config = tiny_config(model_type)
     count = config.num_hidden_layers
-    mixers = [getattr(layer, mixer_of(layer) or "", None) for layer in tiny_model(model_type).model.layers]
-    if sum(map(has_heads, mixers)) > 1:
+    if sum(has_heads(mixer_of(layer)) for layer in tiny_model(model_type).model.layers) > 1:
         return {}
     lists = {key: value * 2 for key, value in vars(config).items() if isinstance(value, list) and len(value) == count}
     return {"num_hidden_layers": 2 * count, **lists}
 
 
-def _arguments(fetched: Mapping[str, FetchedBatch]) -> dict[str, Any]:
-    """Return the keyword arguments by which a pass of a hosting model gets blocks."""
-    return {"memory_blocks": fetched} if fetched else {}
-
-
-def _fetched(layout: BankLayout, dtype: torch.dtype, born: bool) -> FetchedBatch:
-    """Return blocks for both rows of the batch, as a new bank holds them, or with random values."""
-    generator = torch.Generator().manual_seed(2)
-    rows = torch.arange(2)
-    records = {}
-    for level in layout.levels:
-        if born:
-            records[level] = torch.stack([initial_block(layout, level, row, 0, dtype) for row in rows.tolist()])
-        else:
-            drawn = _STD.get(layout.memory_type, 0.05) * torch.randn(
-                len(rows), layout.record_numel(level), generator=generator
-            )
-            records[level] = drawn.to(dtype).requires_grad_()
-    return FetchedBatch(layout, records, dict.fromkeys(layout.levels, rows))
-
-
-def _cast(model: Any, dtype: torch.dtype) -> Any:
-    """Return a model in a dtype as transformers loads the model: the tensors that its class keeps in float32 stay in float32."""
-    model.to(dtype)
-    kept = [re.compile(rf"(^|\.){part}(\.|$)") for part in model._keep_in_fp32_modules_strict or ()]
-    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
-        if any(part.search(name) for part in kept):
-            tensor.data = tensor.data.float()
-    return model
-
-
-def _hosting(base: Any, wiring: str, dtype: torch.dtype) -> Any:
-    """Return a model with the weights of a base, and a memory of the wiring that adds nothing yet."""
+def _trial(base: Any, small_entry: Mapping[str, Any], dtype: torch.dtype) -> _Trial:
+    """Return a base in a dtype, and a model with its weights and a memory that adds nothing yet."""
+    _cast(base, dtype)
     causal_lm = FAMILIES[base.config.model_type]
     fields = {key: value for key, value in base.config.to_dict().items() if key not in _OF_SAVING}
-    entry = {**_ENTRIES[wiring], "layers": [0, len(base.model.layers) - 2]}
-    site, weights = entry["site"], base.state_dict()
+    site, weights, last = small_entry["site"], base.state_dict(), len(base.model.layers) - 1
+    entry = {**small_entry, "layers": [0, last - 1]}
     if site.startswith("inside-"):
-        entry["layers"] = _layers_with_projections(base, entry["type"], site)
+        entry["layers"] = _layers_with_projections(base, small_entry)
     if site == "skip":
-        entry["into"] = [1, len(base.model.layers) - 1]
+        entry["into"] = [1, last]
     if site == "inserted":
-        donor = _donor(base)
-        entry["layers"] = [donor]
-        fields, weights = _with_copy(fields, donor), _with_copied_weights(weights, donor)
+        donors = [index for index, layer in enumerate(base.model.layers) if has_heads(mixer_of(layer))]
+        if not donors:
+            raise MissingPart(f"every layer of {base.config.model_type!r}", site)
+        entry["layers"] = [donors[-1]]
+        fields, weights = _with_copy(fields, donors[-1]), _with_copied_weights(weights, donors[-1])
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         hosting = causal_lm(causal_lm.config_class(**fields, memory=[entry])).eval()
     _cast(hosting, dtype)
     wanted = hosting.state_dict()
     if site == "inserted":  # a block drops parts of the layer that it copies
-        weights = {name: tensor for name, tensor in weights.items() if name in wanted or not _of_layer(name, donor)}
-    others = [name for name in wanted if name not in weights and not is_of_memory(name)]
+        block = f"model.layers.{donors[-1]}."
+        weights = {name: tensor for name, tensor in weights.items() if name in wanted or not name.startswith(block)}
+    others = [name for name in wanted if name not in weights and not _is_of_memory(name)]
     others += [name for name in weights if name not in wanted]
     if others:
-        raise UnprovenArchitecture(
-            f"{base.config.model_type}: a model with memory has other tensors than its base, such as {others[0]}."
-        )
+        raise UnprovenArchitecture(f"a model with memory has other tensors than its base, such as {others[0]}.")
     hosting.load_state_dict(weights, strict=False)
-    return hosting
+    return _Trial(base, hosting, _blocks(hosting, dtype, born=True))
 
 
-def _layers_with_projections(base: Any, memory_type: str, site: Site) -> list[int]:
+def _cast(model: Any, dtype: torch.dtype) -> None:
+    """Cast a model as transformers loads it in a dtype: the tensors that its class keeps in float32 stay in float32."""
+    model.to(dtype)
+    kept = [re.compile(rf"(^|\.){part}(\.|$)") for part in model._keep_in_fp32_modules_strict or ()]
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if any(part.search(name) for part in kept):
+            tensor.data = tensor.data.float()
+
+
+def _layers_with_projections(base: Any, entry: Mapping[str, Any]) -> list[int]:
     """Return the layers of a base whose projections fit a memory inside a part."""
-    options = MEMORY_TYPES[memory_type]()
-    widths = layer_projections(options, ModelSizes.of(base.config))
-    part_of = mixer_of if site == "inside-attention" else feed_forward_of
-    parts = [getattr(layer, part_of(layer) or "", None) for layer in base.model.layers]
-    layers = [index for index, part in enumerate(parts) if has_projections(part, widths)]
+    options = MEMORY_TYPES[entry["type"]]()
+    part_of = mixer_of if entry["site"] == "inside-attention" else feed_forward_of
+    layers = []
+    for index, part in enumerate(map(part_of, base.model.layers)):
+        widths = layer_projections(options, ModelSizes.of(base.config))
+        projections = {role: getattr(part, PROJECTIONS[role], None) for role in widths}
+        if all(
+            isinstance(projection, nn.Linear) and (projection.in_features, projection.out_features) == widths[role]
+            for role, projection in projections.items()
+        ):
+            layers.append(index)
     if len(layers) < (2 if options.attends else 1):
-        raise MissingPart(f"every layer of {base.config.model_type!r}", site)
+        raise MissingPart(f"every layer of {base.config.model_type!r}", entry["site"])
     return layers
-
-
-def _donor(base: Any) -> int:
-    """Return the last layer with attention whose heads a memory can read."""
-    layers = enumerate(base.model.layers)
-    donors = [index for index, layer in layers if has_heads(getattr(layer, mixer_of(layer) or "", None))]
-    if not donors:
-        raise MissingPart(f"every layer of {base.config.model_type!r}", "inserted")
-    return donors[-1]
 
 
 def _with_copy(fields: dict[str, Any], layer: int) -> dict[str, Any]:
@@ -232,117 +211,104 @@ def _with_copied_weights(weights: dict[str, torch.Tensor], layer: int) -> dict[s
     """Return weights by name, with a copy of a layer in front of the layer."""
     copied: dict[str, torch.Tensor] = {}
     for name, tensor in weights.items():
-        match = _LAYER.match(name)
-        if match is None or int(match[1]) < layer:
+        match = re.match(r"model\.layers\.(\d+)\.(.+)", name)
+        index = -1 if match is None else int(match[1])
+        if index <= layer:
             copied[name] = tensor
-            continue
-        copied[f"model.layers.{int(match[1]) + 1}.{match[2]}"] = tensor
-        if int(match[1]) == layer:
-            copied[name] = tensor
+        if match is not None and index >= layer:
+            copied[f"model.layers.{index + 1}.{match[2]}"] = tensor
     return copied
 
 
-def _of_layer(name: str, layer: int) -> bool:
-    return name.startswith(f"model.layers.{layer}.")
-
-
-def is_of_memory(name: str) -> bool:
+def _is_of_memory(name: str) -> bool:
     """Return whether a tensor belongs to a memory, by its name."""
-    return any(part in ("memory", "memories", "memory_tables") for part in name.split("."))
+    return not {"memory", "memories", "memory_tables"}.isdisjoint(name.split("."))
+
+
+def _blocks(hosting: Any, dtype: torch.dtype, *, born: bool) -> dict[str, Any]:
+    """Return the arguments that give blocks to both rows of the batch, as a new bank holds them, or with random values."""
+    rows, batches = torch.arange(2), {}
+    for name, layout in hosting.config.memories().banks.items():
+        generator = torch.Generator().manual_seed(2)
+        std = _STD.get(layout.memory_type, 0.05)
+        records = {}
+        for level in layout.levels:
+            if born:
+                records[level] = torch.stack([initial_block(layout, level, row, 0, dtype) for row in rows.tolist()])
+            else:
+                drawn = std * torch.randn(len(rows), layout.record_numel(level), generator=generator)
+                records[level] = drawn.to(dtype).requires_grad_()
+        batches[name] = FetchedBatch(layout, records, dict.fromkeys(layout.levels, rows))
+    return {"memory_blocks": batches} if batches else {}
+
+
+def _with_values(trial: _Trial) -> _Trial:
+    """Return a trial with values in blocks, after the parameters of memories are moved off their start values."""
+    with torch.random.fork_rng(devices=[]), torch.no_grad():
+        torch.manual_seed(1)
+        for name, parameter in trial.hosting.named_parameters():
+            if _is_of_memory(name):
+                parameter.add_(0.1 * torch.randn_like(parameter))
+    return _Trial(trial.base, trial.hosting, _blocks(trial.hosting, torch.float32, born=False))
 
 
 @torch.no_grad()
-def _prove_birth(base: Any, hosting: Any, blocks: dict[str, Any], model_type: str) -> None:
+def _prove_birth(trial: _Trial) -> None:
     """Compare bits of a model whose memory adds nothing with its base: padded, cached and generated."""
     ids, mask = _batch()
+    born = f"at birth in {str(trial.base.dtype).removeprefix('torch.')}"
     for name, arguments in {"logits": {}, "logits with padding": {"attention_mask": mask}}.items():
-        computed = hosting(ids, **arguments, **blocks).logits
-        _check_equal(base(ids, **arguments).logits, computed, f"{model_type}: {name} at birth")
+        computed = trial.hosting(ids, **arguments, **trial.arguments).logits
+        _check_equal(trial.base(ids, **arguments).logits, computed, f"{name} {born}")
     generated = [
         model.generate(ids, attention_mask=mask, max_new_tokens=_NEW_TOKENS, do_sample=False, pad_token_id=0, **more)
-        for model, more in ((base, {}), (hosting, blocks))
+        for model, more in ((trial.base, {}), (trial.hosting, trial.arguments))
     ]
-    _check_equal(*generated, f"{model_type}: generated tokens at birth")
+    _check_equal(*generated, f"generated tokens {born}")
 
 
 @torch.no_grad()
-def _prove_values(base: Any, hosting: Any, fetched: Mapping[str, FetchedBatch], wiring: str, model_type: str) -> None:
-    """Compare a memory that has values with the same memory in forward hooks on the base."""
+def _prove_values(trial: _Trial, memory: str) -> None:
+    """Compare a memory that has values with what is stated of the memory by changes of the base."""
     ids, _ = _batch()
-    inputs: dict[int, Any] = {}
-    handles = [
-        layer.register_forward_pre_hook(_noting(inputs, index), with_kwargs=True)
-        for index, layer in enumerate(hosting.model.layers)
-    ]
-    (entry,) = hosting.config.memories().entries
-    site = entry.site
-    memory = f"a memory at {site}" if site == wiring else f"a memory {wiring} at {site}"
-    computed = hosting(ids, use_cache=False, **_arguments(fetched)).logits
-    if torch.equal(computed, base(ids, use_cache=False).logits):
-        raise UnprovenArchitecture(f"{model_type}: {memory} changes no logit; expected a change.")
-    if site.startswith("inside-"):
-        _prove_inside(base, hosting, entry, fetched.get(entry.name), computed, f"{model_type}: logits of {memory}")
-        return
-    for position, index in enumerate(entry.layers):
-        host = hosting.model.layers[index]
-        if site == "inserted":
-            handles.append(base.model.layers[index].register_forward_pre_hook(block_before(host), with_kwargs=True))
-            continue
-
-        def read(hidden_states: torch.Tensor, host: Any = host, index: int = index) -> torch.Tensor:
-            return host.memories[entry.name](hidden_states, **host._inputs_of(entry.name, inputs[index]))
-
-        into = entry.into[position] if entry.into else index
-        handles += HOOKS[site](base.model.layers[index], base.model.layers[into], host, read)
-    expected = base(ids, use_cache=False).logits
-    for handle in handles:
-        handle.remove()
-    _check_equal(expected, computed, f"{model_type}: logits of {memory} and of the same memory in hooks")
-
-
-def _prove_inside(
-    base: Any,
-    hosting: Any,
-    entry: MemoryEntry,
-    fetched: FetchedBatch | None,
-    computed: torch.Tensor,
-    compared: str,
-) -> None:
-    """Compare logits with the logits of a base whose attention or feed-forward networks have hooks that compute a memory."""
-    ids, _ = _batch()
-    hook = HOOKS_INSIDE.get(entry.type, adapted_projections)
-    implementation = base.config._attn_implementation
-    if entry.options.attends:
-        base.set_attn_implementation("eager")
-    handles = hook(base, hosting, entry, fetched)
-    try:
-        expected = base(ids, use_cache=False).logits
-    finally:
-        for handle in handles:
-            handle.remove()
-        base.set_attn_implementation(implementation)
-    compared = f"{compared} and of hooks that state what it computes"
-    if hook is adapted_projections:
+    (entry,) = trial.hosting.config.memories().entries
+    inputs: dict[nn.Module, Any] = {}
+    memories = [layer.memories[entry.name] for layer in trial.hosting.model.layers if hasattr(layer, "memories")]
+    for module in memories:
+        module.register_forward_pre_hook(partial(_note_inputs, inputs), with_kwargs=True)
+    computed = trial.hosting(ids, use_cache=False, **trial.arguments).logits
+    plain = trial.base(ids, use_cache=False).logits
+    if torch.equal(computed, plain):
+        raise UnprovenArchitecture(f"{memory} changes no logit; expected a change.")
+    stated = deepcopy(trial.base)
+    state(stated, trial.hosting, entry, trial.batches().get(entry.name), inputs)
+    expected = stated(ids, use_cache=False).logits
+    compared = f"logits of {memory} and of a base that states what it computes"
+    if entry.type not in SUMS_IN_ANOTHER_ORDER:
         _check_equal(expected, computed, compared)
         return
-    by = (expected - computed).abs().max().item()
-    most = _ROUNDING * (base(ids, use_cache=False).logits - computed).abs().max().item()
+    by, most = (expected - computed).abs().max().item(), _ROUNDING * (plain - computed).abs().max().item()
     if not by <= most:
         raise UnprovenArchitecture(f"{compared} differ by up to {by:.1e}; expected at most {most:.1e}.")
 
 
+def _note_inputs(inputs: dict[nn.Module, Any], memory: nn.Module, args: Any, kwargs: Any) -> None:
+    inputs[memory] = kwargs
+
+
 @torch.no_grad()
-def _prove_steps(base: Any, hosting: Any, fetched: Mapping[str, FetchedBatch], model_type: str) -> None:
+def _prove_steps(trial: _Trial) -> None:
     """Compare passes in steps with a pass in one piece."""
-    own, allowed = _difference_of_steps(hosting, **_arguments(fetched)), _difference_of_steps(base)
-    if own > max(_TOLERANCE, 4 * allowed):
+    own, without = _difference_of_steps(trial.hosting, trial.arguments), _difference_of_steps(trial.base, {})
+    most = max(_TOLERANCE, 4 * without)
+    if own > most:
         raise UnprovenArchitecture(
-            f"{model_type}: with a cache, logits differ by {own:.1e} from those of one pass, and by {allowed:.1e} without memory; "
-            f"expected at most {max(_TOLERANCE, 4 * allowed):.1e}."
+            f"with a cache, logits differ by {own:.1e} from those of one pass, and by {without:.1e} without memory; expected at "
+            f"most {most:.1e}."
         )
 
 
-def _difference_of_steps(model: Any, **arguments: Any) -> float:
+def _difference_of_steps(model: Any, arguments: Mapping[str, Any]) -> float:
     """Return the largest difference between logits of a pass in one piece and of a prefill and two steps."""
     ids, _ = _batch()
     whole = model(ids, use_cache=False, **arguments).logits
@@ -352,48 +318,26 @@ def _difference_of_steps(model: Any, **arguments: Any) -> float:
         cache = output.get(CACHE)
         if cache is None:
             raise UnprovenArchitecture(
-                f"{model.config.model_type.removeprefix(MEMORY_PREFIX)}: the model returns no cache; expected one, with "
-                "which passes in steps are compared."
+                "the model returns no cache; expected one, with which passes in steps are compared."
             )
         logits.append(output.logits)
     return (torch.cat(logits, dim=1) - whole).abs().max().item()
 
 
-def _prove_gradients(hosting: Any, fetched: Mapping[str, FetchedBatch], model_type: str) -> None:
+def _prove_gradients(trial: _Trial) -> None:
     """Check that every parameter of a memory, and every tensor of fetched blocks, takes a gradient."""
     ids, _ = _batch()
-    hosting(ids, labels=ids, **_arguments(fetched)).loss.backward()
-    dead = [
-        name
-        for name, parameter in hosting.named_parameters()
-        if is_of_memory(name) and (parameter.grad is None or not parameter.grad.any())
-    ]
-    dead += [
-        f"{field.name} of the blocks of level {level} for layer {field.layer}"
-        for batch in fetched.values()
-        for level, fields in batch.layout.records.items()
-        for field, part in zip(fields, _gradients_of(batch, level), strict=True)
-        if not part.any()
-    ]
-    if dead:
-        raise UnprovenArchitecture(f"{model_type}: {dead[0]} takes no gradient; expected one for each new tensor.")
-
-
-@torch.no_grad()
-def _give_values(hosting: Any) -> None:
-    """Move the parameters of memories off their start values."""
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(1)
-        for name, parameter in hosting.named_parameters():
-            if is_of_memory(name):
-                parameter.add_(0.1 * torch.randn_like(parameter))
-
-
-def _gradients_of(batch: FetchedBatch, level: int) -> tuple[torch.Tensor, ...]:
-    """Return the gradient of each tensor of the blocks of a level, zero if there is none."""
-    record = batch.records[level]
-    gradient = torch.zeros_like(record) if record.grad is None else record.grad
-    return gradient.split([field.numel for field in batch.layout.records[level]], dim=1)
+    trial.hosting(ids, labels=ids, **trial.arguments).loss.backward()
+    gradients = {name: each.grad for name, each in trial.hosting.named_parameters() if _is_of_memory(name)}
+    for batch in trial.batches().values():
+        for level, fields in batch.layout.records.items():
+            gradient = batch.records[level].grad
+            for field in fields:
+                name = f"{field.name} of the blocks of level {level} for layer {field.layer}"
+                gradients[name] = None if gradient is None else gradient[:, field.start : field.start + field.numel]
+    for name, gradient in gradients.items():
+        if gradient is None or not gradient.any():
+            raise UnprovenArchitecture(f"{name} takes no gradient; expected one for each new tensor.")
 
 
 def _batch() -> tuple[torch.Tensor, torch.Tensor]:
@@ -410,15 +354,6 @@ def _check_equal(expected: torch.Tensor, computed: torch.Tensor, compared: str) 
         by = f" by up to {(expected - computed).abs().max().item():.1e}" if same_shape else ""
         raise UnprovenArchitecture(f"{compared} differ{by}; expected equal bits.")
 
-
-def _noting(inputs: dict[int, Any], index: int) -> Callable[..., None]:
-    def note(layer: nn.Module, args: Any, kwargs: Any) -> None:
-        inputs[index] = kwargs.get("memory_inputs")
-
-    return note
-
-
-_LAYER = re.compile(r"model\.layers\.(\d+)\.(.+)")
 
 # Keys of a saved config that a config class does not take, or that another model type has otherwise.
 _OF_SAVING = ("model_type", "architectures", "dtype", "transformers_version")

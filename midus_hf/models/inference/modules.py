@@ -1,0 +1,338 @@
+"""Modules of the classes that host memory in a type, made from what Transformers builds.
+
+The classes are thin subclasses of the type's own. Their source is a template, filled with names read from a tiny random model: one
+template for language models, one for larger models that hold a language model. A module behaves as if it came from a file: its
+classes are pickled by name, and code that checkpoints carry is written from its source.
+"""
+
+import importlib.abc
+import importlib.util
+import inspect
+import sys
+from collections.abc import Mapping
+from typing import Any
+
+from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING
+from transformers.conversion_mapping import get_checkpoint_conversion_mapping
+
+import midus_hf.models.families as families
+from midus_hf.models.families import FAMILIES, HEADS
+from midus_hf.models.inference.architecture import Architecture, architecture_of, passes_on
+from midus_hf.models.inference.tiny import UnknownArchitecture, tiny_larger_model
+from midus_hf.models.parts import NamesParts
+
+
+def host_type(model_type: str) -> None:
+    """Make the module of the classes that host memory in a type, `midus_hf.models.families.MODEL_TYPE`, which registers them.
+
+    Args:
+        model_type: The `model_type` of a causal language model of transformers, or of a larger model that holds one.
+
+    Raises:
+        UnknownArchitecture: If the type cannot host memory. The message says why.
+    """
+    source = larger_source(model_type) if is_larger(model_type) else family_source(model_type)
+    name = f"{families.__name__}.{model_type}"
+    loader = _SourceLoader(f"{families.__path__[0]}/{model_type}.py", source)
+    spec: Any = importlib.util.spec_from_file_location(name, loader=loader)
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    loader.exec_module(module)
+    setattr(families, model_type, module)
+
+
+class _SourceLoader(importlib.abc.SourceLoader):
+    """Loader of a module from its source, with the path that tracebacks show, where no file exists."""
+
+    def __init__(self, path: str, source: str):
+        self._path, self._source = path, source
+
+    def get_filename(self, fullname: str) -> str:
+        return self._path
+
+    def get_data(self, path: str | bytes) -> bytes:
+        return self._source.encode()
+
+
+def is_larger(model_type: str) -> bool:
+    """Return whether a type of transformers holds a language model within a larger model."""
+    return "text_config" in CONFIG_MAPPING[model_type].sub_configs
+
+
+def family_source(model_type: str) -> str:
+    """Return the source of the classes that host memory in a family.
+
+    Args:
+        model_type: The `model_type` of a causal language model of transformers.
+
+    Raises:
+        ValueError: If the type's layers cannot host memory. The message says why.
+    """
+    architecture = architecture_of(model_type)
+    family = architecture.causal_lm.__name__.removesuffix("ForCausalLM")
+    attention, mlp, config = architecture.attention, architecture.mlp, architecture.config
+    heads = {kind: classes[config] for kind, (_, classes, _) in HEADS.items() if config in classes}
+    own = (*architecture.layers, architecture.stack, architecture.causal_lm, attention, mlp, *heads.values())
+    conversions = _conversions(f"Midus{family}ForCausalLM", model_type, architecture.causal_lm.__name__)
+    kinds = {layer: _kind(family, layer, architecture) for layer in architecture.layers}
+    return _SOURCE.format(
+        family=family,
+        model_type=model_type,
+        config_module=config.__module__,
+        config=config.__name__,
+        modeling=architecture.causal_lm.__module__,
+        names="\n".join(f"    {name}," for name in sorted({each.__name__ for each in own if each is not None})),
+        attention=_ATTENTION.format(family=family, attention=attention.__name__) if attention else "",
+        mlp=_MLP.format(family=family, mlp=mlp.__name__) if mlp else "",
+        layers="\n".join(_layer_source(family, kind, layer, architecture) for layer, kind in kinds.items()),
+        layer_classes=", ".join(f"Midus{family}{kind}Layer" for kind in kinds.values()),
+        block_classes=", ".join(f"Midus{family}{kind}Block" for kind in kinds.values()),
+        model=architecture.stack.__name__,
+        causal_lm=architecture.causal_lm.__name__,
+        shared=_SHARED if conversions else "",
+        registering=", register_head" if heads else "",
+        mixins=_MIXINS.format(names=", ".join(sorted({HEADS[kind][2] for kind in heads}))) if heads else "",
+        head_kinds=repr(tuple(heads)).replace("'", '"'),
+        heads="".join(
+            _HEAD.format(family=family, kind=kind, mixin=HEADS[kind][2], head=head.__name__)
+            for kind, head in heads.items()
+        ),
+        conversions=conversions,
+    )
+
+
+def _conversions(name: str, model_type: str, native: str) -> str:
+    """Return the line by which a class shares the conversions of its native class's checkpoints; empty if there are none."""
+    converted = any(map(get_checkpoint_conversion_mapping, (model_type, native)))
+    return f"\n\nshare_conversions({name})\n" if converted else ""
+
+
+def _kind(family: str, layer: type, architecture: Architecture) -> str:
+    """Return the part of a layer class's name that tells it from the other layer classes of its family."""
+    return "" if len(architecture.layers) == 1 else layer.__name__.removeprefix(family).removesuffix("DecoderLayer")
+
+
+def _layer_source(family: str, kind: str, layer: type, architecture: Architecture) -> str:
+    """Return the source of the classes that take over layers of one class."""
+    parts = architecture.layers[layer]
+    names = {name: repr(getattr(parts, name)) for name in _NORMS}
+    names |= {"feed_forward_name": repr(parts.feed_forward), "mixer_names": repr(architecture.mixers)}
+    differing = {name: value for name, value in names.items() if value != repr(getattr(NamesParts, name))}
+    differing = {"family_class": layer.__name__, **differing}
+    hosts: dict[str, Any] = {}
+    if architecture.attention is not None:
+        hosts["attention_class"] = f"Midus{family}Attention"
+    if architecture.mlp is not None:
+        hosts["mlp_class"] = f"Midus{family}MLP"
+    if architecture.some_do_not_rotate:
+        hosts["some_do_not_rotate"] = True
+    if not parts.adds_mixer:
+        hosts["adds_mixer"] = False
+    reads = architecture.attention is not None and parts.reads_norm
+    return _LAYER.format(
+        family=family,
+        kind=kind,
+        layer=layer.__name__,
+        host=_attributes({**differing, **hosts}),
+        block=_attributes(
+            {**differing, **({"block_attention_class": f"Midus{family}BlockAttention"} if reads else {})}
+        ),
+    )
+
+
+def _attributes(values: Mapping[str, Any]) -> str:
+    """Return lines that assign attributes of a class."""
+    return "".join(f"    {name} = {value}\n" for name, value in values.items()).replace("'", '"')
+
+
+def larger_source(model_type: str) -> str:
+    """Return the source of the classes of a larger model whose language model hosts memory.
+
+    Args:
+        model_type: The `model_type` of a larger model of transformers.
+
+    Raises:
+        UnknownArchitecture: If the larger model cannot host memory. The message says why.
+    """
+    model: Any = tiny_larger_model(model_type)
+    language_config = model.config.get_text_config(decoder=True)
+    language_type = language_config.model_type
+    if type(language_config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        raise UnknownArchitecture(
+            f"{model_type!r} holds a language model, {language_type!r}, that transformers loads only within a larger model; expected "
+            "a language model that transformers loads alone too."
+        )
+    if language_type not in FAMILIES:
+        host_type(language_type)
+    language: Any = FAMILIES[language_type]
+    path = _path_of_stack(model, language)
+    if not passes_on(model, [model.get_submodule(path)], "language model"):
+        raise UnknownArchitecture(
+            f"{model_type!r} does not pass all keyword arguments on to its language model; expected a model that does."
+        )
+    larger, config = type(model), type(model.config)
+    conversions = _conversions(f"Midus{larger.__name__}", model_type, larger.__name__)
+    arguments: dict[str, Any] = {
+        parameter.name: parameter.default
+        for parameter in inspect.signature(larger.forward).parameters.values()
+        if parameter.name != "self" and parameter.kind is not inspect.Parameter.VAR_KEYWORD
+    }
+    arguments |= {name: None for name in _ARGUMENTS_OF_MEMORIES if name not in arguments}
+    return _LARGER_SOURCE.format(
+        model_type=model_type,
+        config_module=config.__module__,
+        config=config.__name__,
+        modeling=larger.__module__,
+        larger=larger.__name__,
+        language_module=language.__module__,
+        language_config=language.config_class.__name__,
+        language_model=language.model_class.__name__,
+        path=path,
+        shared=_SHARED if conversions else "",
+        signature="".join(f"        {name}={default!r},\n" for name, default in arguments.items()),
+        arguments="".join(f"            {name}={name},\n" for name in arguments),
+        conversions=conversions,
+    )
+
+
+def _path_of_stack(model: Any, language: Any) -> str:
+    """Return where a larger model holds the stack of layers of a language model."""
+    stack_class = language.model_class.__bases__[-1]
+    paths = [name for name, module in model.named_modules() if type(module) is stack_class]
+    if len(paths) != 1:
+        raise UnknownArchitecture(
+            f"{model.config.model_type!r} holds {len(paths)} stacks of class {stack_class.__name__}; expected that of its language "
+            "model alone."
+        )
+    return paths[0]
+
+
+_NORMS = ("attention_norm", "attention_output_norm", "mlp_output_norm")
+
+# The import that both templates need where a checkpoint of the type is converted.
+_SHARED = "from midus_hf.models.listing import share_conversions\n"
+
+_SOURCE = '''"""{family} with memory."""
+
+from {config_module} import {config}
+from {modeling} import (
+{names}
+)
+
+from midus_hf.models.adapted import Adapted, HostAttention
+from midus_hf.models.block import BlockAttention, MemoryBlock
+from midus_hf.models.families import register_family{registering}
+from midus_hf.models.host import MemoryConfig, MemoryModel
+from midus_hf.models.language_model import MemoryForCausalLM
+from midus_hf.models.layer import HostLayer
+{shared}{mixins}
+
+class Midus{family}Config(MemoryConfig, {config}):
+    """`{config}` with a list of memory entries."""
+
+    model_type = "midus_{model_type}"
+    memory: list | None = None
+    head_kinds = {head_kinds}
+
+{attention}{mlp}
+{layers}
+
+class Midus{family}Model(MemoryModel, {model}):
+    """`{model}` whose layers host memory."""
+
+    config: Midus{family}Config
+    layer_classes = ({layer_classes},)
+    block_classes = ({block_classes},)
+
+
+@register_family
+class Midus{family}ForCausalLM(MemoryForCausalLM, {causal_lm}):
+    """`{causal_lm}` over a `Midus{family}Model`."""
+
+    config: Midus{family}Config
+    model_class = Midus{family}Model
+{heads}{conversions}'''
+
+_MIXINS = "from midus_hf.models.task_heads import {names}\n"
+
+_HEAD = '''
+
+@register_head
+class Midus{family}{kind}({mixin}, {head}):
+    """`{head}` over a `Midus{family}Model`."""
+
+    config: Midus{family}Config
+    model_class = Midus{family}Model
+'''
+
+_ATTENTION = '''
+class Midus{family}Attention(HostAttention, {attention}):
+    """`{attention}` in a layer that memories are attached to."""
+
+    family_class = {attention}
+
+
+class Midus{family}BlockAttention(BlockAttention, {attention}):
+    """`{attention}` in a memory block."""
+
+    family_class = {attention}
+
+'''
+
+_MLP = '''
+class Midus{family}MLP(Adapted, {mlp}):
+    """`{mlp}` in a layer that memories are attached to."""
+
+    family_class = {mlp}
+
+'''
+
+_LAYER = '''class Midus{family}{kind}Layer(HostLayer, {layer}):
+    """`{layer}` that memories are attached to."""
+
+{host}
+
+class Midus{family}{kind}Block(MemoryBlock, {layer}):
+    """`{layer}` that was inserted for a memory."""
+
+{block}'''
+
+# The older name of the cache, and arguments of memories, which the signature of a forward names.
+_ARGUMENTS_OF_MEMORIES = ("past_key_values", "output_router_logits", "prompt_mask", "token_mask", "memory_ids")
+
+_LARGER_SOURCE = '''"""{larger} with memory in its language model."""
+
+from {config_module} import {config}
+from {modeling} import {larger}
+
+from {language_module} import {language_config} as LanguageConfig
+from {language_module} import {language_model}
+{shared}from midus_hf.models.larger_model import LargerMemoryConfig, MemoryForConditionalGeneration
+from midus_hf.models.families import register_larger_family
+
+
+class Midus{config}(LargerMemoryConfig, {config}):
+    """`{config}` whose language model has a list of memory entries."""
+
+    model_type = "midus_{model_type}"
+    language_config_class = LanguageConfig
+    larger_class_name = "Midus{larger}"
+
+
+@register_larger_family
+class Midus{larger}(MemoryForConditionalGeneration, {larger}):
+    """`{larger}` whose language model is a `{language_model}`."""
+
+    config: Midus{config}
+    model_class = {language_model}
+    stack_path = "{path}"
+
+    def forward(
+        self,
+{signature}        **kwargs,
+    ):
+        """Run the family's forward; arguments are passed on by name."""
+        return super().forward(
+{arguments}            **kwargs,
+        )
+{conversions}'''
