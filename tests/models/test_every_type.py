@@ -222,7 +222,9 @@ def with_another_tensor(host):
     return widened
 
 
-STATED = r"logits of a memory at {} and of a base that states what it computes differ by up to .*; expected equal bits\."
+STATED = (
+    r"logits of a memory at {} and of a base that states what it computes differ by up to .*; expected equal bits\."
+)
 
 
 @pytest.mark.parametrize(

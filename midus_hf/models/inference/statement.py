@@ -30,7 +30,7 @@ from midus_hf.models.inference.architecture import (
 from midus_hf.models.layer import first_of, with_first
 from midus_hf.models.parts import CACHE
 
-#: Types of memory that are stated by eager attention, so that their sums may be rounded otherwise.
+#: Types of memory whose statement adds in another order, so that sums may be rounded otherwise.
 SUMS_IN_ANOTHER_ORDER = ("hier-kv", "depth-attention")
 
 
@@ -92,8 +92,8 @@ def state(
 
     for module in base.modules():
         module.register_forward_pre_hook(note, with_kwargs=True)
-    if entry.type in SUMS_IN_ANOTHER_ORDER:
-        base.set_attn_implementation("eager")
+    if entry.options.attends:
+        base.set_attn_implementation("eager")  # which returns its weights
     names = architecture_of(base.config.model_type).layers
     for position, index in enumerate(entry.layers):
         layer, host = base.model.layers[index], hosting.model.layers[index]
@@ -174,15 +174,18 @@ def _twin(attention: Any, **projections: nn.Module) -> Any:
 
 def _show_heads(attention: Any, use: Callable[[Heads], torch.Tensor]) -> None:
     """Let an attention return what `use` makes of its heads in place of their output."""
-    attention.config = copy.copy(attention.config)
-    attention.config._attn_implementation = _STATED
+    if attention.config._attn_implementation != _STATED:
+        attention.implementation = attention.config._attn_implementation
+        attention.config = copy.copy(attention.config)
+        attention.config._attn_implementation = _STATED
     attention.use_heads = use
 
 
 def _attend(module: Any, query: Any, key: Any, value: Any, attention_mask: Any, **arguments: Any) -> Any:
-    """Run the family's eager attention, and return what the module uses in place of its output."""
+    """Run the attention function of the base, and return what the module uses in place of its output."""
     eager = sys.modules[type(module).__module__].eager_attention_forward
-    output, weights = eager(module, query, key, value, attention_mask, **arguments)
+    attend = ALL_ATTENTION_FUNCTIONS.get_interface(module.implementation, eager)
+    output, weights = attend(module, query, key, value, attention_mask, **arguments)
     return module.use_heads(Heads(query, key, value, output, weights, arguments)).contiguous(), weights
 
 
