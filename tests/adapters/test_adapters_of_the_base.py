@@ -264,18 +264,6 @@ def of_more_layers(adapter):
     save_file(renamed, adapter / "adapter_model.safetensors")
 
 
-def of_wider_layers(adapter):
-    tensors = load_file(adapter / "adapter_model.safetensors")
-    wider = {name: torch.zeros(2, 64) if "q_proj.lora_A" in name else tensor for name, tensor in tensors.items()}
-    save_file(wider, adapter / "adapter_model.safetensors")
-
-
-def of_other_modules(adapter):
-    tensors = load_file(adapter / "adapter_model.safetensors")
-    renamed = {name.replace("q_proj", "c_attn"): tensor for name, tensor in tensors.items()}
-    save_file(renamed, adapter / "adapter_model.safetensors")
-
-
 def without_tensors(adapter):
     save_file({}, adapter / "adapter_model.safetensors")
 
@@ -307,10 +295,7 @@ def without_config(adapter):
         (with_config(peft_type="PREFIX_TUNING"), r"peft_type = 'PREFIX_TUNING', whose tensors belong to no layer by name"),
         (with_config(peft_type=None), r"has peft_type = None"),
         (with_config(layer_replication=[[0, 2], [1, 4]]), r"has layer_replication = \[\[0, 2\], \[1, 4\]\], which repeats layers"),
-        (with_config(task_type="SEQ_2_SEQ_LM"), r"has task_type = 'SEQ_2_SEQ_LM'; expected one of CAUSAL_LM, "),
         (of_more_layers, r"was made for another base, .* is of layer 7, and the base has 4 layers\. Expected"),
-        (of_wider_layers, r"q_proj\.lora_A\.weight has shape \[2, 64\], and the module has in_features = 32\. Expected"),
-        (of_other_modules, r"c_attn\S+ belongs to no module of the upscaled model\. Expected an adapter"),
     ],
 )  # fmt: skip
 def test_an_adapter_that_cannot_be_moved_is_refused_in_one_line(damage, message, adapter, made, tmp_path, refuse):

@@ -4,26 +4,19 @@ import json
 import os
 import re
 import time
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 from midus_hf.files.checkpoint_files import ADAPTER_CONFIG, ADAPTER_WEIGHTS, ADAPTERS, TRAVELLING, globs
+from upscalers.architecture.families import MEMORY_PREFIX
 from upscalers.architecture.family import Config
 from upscalers.checkpoint.base_model import open_base, read_config_file
-from upscalers.checkpoint.safetensors_format import (
-    StoredTensor,
-    copy_bytes,
-    layout,
-    read_header,
-    read_metadata,
-    write_all,
-)
+from upscalers.checkpoint.safetensors_format import read_header, read_metadata
 from upscalers.checkpoint.source import adapter_folder, copy_travelling_files, resolve_source
 from upscalers.plan.plan import Plan
 from upscalers.record.provenance import read_config_entry, read_plan
-from upscalers.request.errors import RequestError, one_line
+from upscalers.request.errors import RequestError
 from upscalers.runs.output_folder import OutputFolder
 
 #: Kinds of adapters whose tensors belong to modules, by whose names PEFT finds them. Adapters of other kinds belong to the model as a
@@ -35,76 +28,8 @@ KINDS = (
 
 _PREFIX = "base_model.model."
 _LAYER = re.compile(r"(?P<before>(?:^|.*?\.)layers\.)(?P<layer>\d+)(?=\.|$)")
-
-_AUTO_CLASSES = {
-    "CAUSAL_LM": "AutoModelForCausalLM",
-    "SEQ_CLS": "AutoModelForSequenceClassification",
-    "TOKEN_CLS": "AutoModelForTokenClassification",
-    "QUESTION_ANS": "AutoModelForQuestionAnswering",
-    "FEATURE_EXTRACTION": "AutoModel",
-}
-
-# What some families call the stack of a question-answering head.
-_QUESTION_STACK = "transformer."
-
-
-@dataclass(frozen=True)
-class _Adapter:
-    """An adapter in a folder."""
-
-    folder: Path
-    config: Config
-    tensors: dict[str, StoredTensor]
-
-
-def _open_adapter(name: str) -> _Adapter:
-    """Open an adapter of PEFT; nothing that is pickled is read."""
-    folder = adapter_folder(name, (*ADAPTERS, *globs(TRAVELLING)))
-    path = folder / ADAPTER_CONFIG
-    if not path.is_file():
-        raise RequestError(
-            f"{name} has no {ADAPTER_CONFIG}; expected the folder of a PEFT adapter. Give the one that save_pretrained wrote."
-        )
-    config = read_config_file(path)
-    kind = config.get("peft_type")
-    if kind not in KINDS:
-        raise RequestError(
-            f"{path} has peft_type = {kind!r}, whose tensors belong to no layer by name, or are not tried; expected one of "
-            f"{', '.join(KINDS)}. Train such an adapter on the upscaled model itself."
-        )
-    if config.get("layer_replication"):
-        raise RequestError(
-            f"{path} has layer_replication = {config['layer_replication']}, which repeats layers of the base; expected null. Merge "
-            "the adapter into the base (merge_and_unload), and upscale what comes out."
-        )
-    weights = folder / ADAPTER_WEIGHTS
-    if not weights.is_file():
-        raise RequestError(
-            f"{name} has no {ADAPTER_WEIGHTS}; expected one. Pickled weights (adapter_model.bin) are never loaded: load the adapter "
-            "with PEFT, whose save_pretrained writes safetensors."
-        )
-    tensors = read_header(weights)
-    if not tensors:
-        raise RequestError(f"{weights} holds no tensors; expected those of an adapter. Save or download it again.")
-    return _Adapter(folder, config, tensors)
-
-
-def _module_path(tensor: str) -> str:
-    """Return the name of a tensor of an adapter without PEFT's prefix: the name of a module of the model, and what follows it."""
-    return tensor.removeprefix(_PREFIX)
-
-
-def _layer_of(name: str) -> int | None:
-    """Return the number of the layer in the name of a module or tensor; None if it is in no layer."""
-    match = _LAYER.match(name)
-    return int(match["layer"]) if match else None
-
-
-def _renumbered(name: str, numbers: dict[int, int]) -> str:
-    """Return the name of a module or tensor with the number of its layer replaced; unchanged outside of layers."""
-    return _LAYER.sub(
-        lambda match: f"{match['before']}{numbers.get(int(match['layer']), match['layer'])}", name, count=1
-    )
+# A tensor of an adapter is named after its module, then after its kind.
+_WORDS = {"LOHA": "hada_"}
 
 
 def write_adapter(adapter: str | Path, onto: str | Path, output: str | Path) -> dict[str, Any]:
@@ -123,212 +48,173 @@ def write_adapter(adapter: str | Path, onto: str | Path, output: str | Path) -> 
         upscaled model that have the adapter, `modules` is the number of modules and of single parameters that have.
 
     Raises:
-        RequestError: If the adapter cannot be read or does not fit the base, the model was not made by `upscale`, or the output
-            cannot be made.
+        RequestError: If the adapter cannot be read or has layers that the base lacks, the model was not made by `upscale`, or the
+            output cannot be made.
     """
     started = time.perf_counter()
     if output != "" and os.path.lexists(Path(output).expanduser()):
         raise RequestError(f"output {output} exists; expected a folder to make. Choose another folder.")
-    opened = _open_adapter(str(adapter))
-    with resolve_source(str(onto), config_only=True) as source:
-        model = open_base(source.folder, needs_weights=False)
-        plan = read_plan(read_config_entry(model.config, source.folder), model)
-        folder = OutputFolder(output, opened.folder)
-        renaming = _renaming(opened, plan, _empty_model(opened, source.folder))
-        config = {**renaming.config(), "base_model_name_or_path": str(onto), "revision": None}
-        folder.check_space(sum(tensor.num_bytes for tensor in opened.tensors.values()))
-        with folder as partial:
-            partial.mkdir(parents=True, exist_ok=True)
-            num_bytes = _write_tensors(opened, renaming, partial / ADAPTER_WEIGHTS)
-            (partial / ADAPTER_CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
-            copy_travelling_files(opened.folder, partial)
-            folder.commit()
-    modules = [renaming.names[name] for name in (*renaming.modules, *renaming.parameters)]
+    source = adapter_folder(str(adapter), (*ADAPTERS, *globs(TRAVELLING)))
+    config = _read_adapter_config(source)
+    with resolve_source(str(onto), config_only=True) as upscaled:
+        model = open_base(upscaled.folder, needs_weights=False)
+        plan = read_plan(read_config_entry(model.config, upscaled.folder), model)
+    names = _read_names(source)
+    renamed = {name: _renumbered(name, plan, source, config) for name in names}
+    if str(model.config["model_type"]).startswith(MEMORY_PREFIX):
+        # Some families call the stack of a question-answering head otherwise than models with memory do.
+        renamed = {name: new.replace(f"{_PREFIX}transformer.", f"{_PREFIX}model.") for name, new in renamed.items()}
+    moved, modules = _moved_config(config, renamed)
+    folder = OutputFolder(output, source)
+    folder.check_space((source / ADAPTER_WEIGHTS).stat().st_size)
+    with folder as partial:
+        from safetensors.torch import load_file, save_file
+
+        partial.mkdir(parents=True, exist_ok=True)
+        tensors = load_file(source / ADAPTER_WEIGHTS)
+        metadata = read_metadata(source / ADAPTER_WEIGHTS)
+        save_file({renamed[name]: tensors[name] for name in names}, partial / ADAPTER_WEIGHTS, metadata)
+        moved |= {"base_model_name_or_path": str(onto), "revision": None}
+        (partial / ADAPTER_CONFIG).write_text(json.dumps(moved, indent=2) + "\n", encoding="utf-8")
+        copy_travelling_files(source, partial)
+        num_bytes = (partial / ADAPTER_WEIGHTS).stat().st_size
+        folder.commit()
+    matches = filter(None, map(_LAYER.match, modules))
     return {
         "adapter": str(adapter),
         "onto": str(onto),
         "output": str(output),
-        "peft_type": opened.config["peft_type"],
-        "layers": sorted({layer for layer in map(_layer_of, modules) if layer is not None}),
+        "peft_type": config["peft_type"],
+        "layers": sorted({int(match["layer"]) for match in matches}),
         "modules": len(modules),
         "bytes_written": num_bytes,
         "seconds": time.perf_counter() - started,
     }
 
 
-@dataclass
-class _Renaming:
-    """Names that the parts of an adapter have in the upscaled model, by their names in the base."""
-
-    adapter: _Adapter
-    modules: list[str] = field(default_factory=list)
-    parameters: list[str] = field(default_factory=list)  # that have an adapter themselves, such as stacked experts
-    whole: list[str] = field(default_factory=list)  # tensors in modules that were trained whole
-    names: dict[str, str] = field(default_factory=dict)
-
-    def config(self) -> Config:
-        """Return the config of the adapter for the upscaled model."""
-        config = dict(self.adapter.config)
-        if config.get("target_modules") is not None:
-            config["target_modules"] = self._renamed(self.modules)
-        if config.get("target_parameters"):
-            config["target_parameters"] = self._renamed(self.parameters)
-        if config.get("feedforward_modules") is not None:
-            feed_forward = [module for module in self.modules if _is_target(module, config["feedforward_modules"])]
-            config["feedforward_modules"] = self._renamed(feed_forward)
-        if config.get("modules_to_save"):
-            config["modules_to_save"] = self._renamed(_saved_modules(config["modules_to_save"], self.whole))
-        for key, value in config.items():
-            if key.endswith("_pattern") and isinstance(value, dict):
-                config[key] = self._by_module(value)
-        for key in ("layers_to_transform", "layers_pattern", "exclude_modules"):
-            if key in config:
-                config[key] = None  # target_modules names every module
-        return config
-
-    def _renamed(self, names: Iterable[str]) -> list[str]:
-        return [self.names[name] for name in names]
-
-    def _by_module(self, patterns: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the values of patterns by the module of the upscaled model that each pattern matches in the base."""
-        values = {}
-        for module in (*self.modules, *self.parameters):
-            pattern = next((each for each in patterns if re.match(rf"(.*\.)?({each})$", module)), None)
-            if pattern is not None:
-                values[self.names[module]] = patterns[pattern]
-        return values
-
-
-def _renaming(adapter: _Adapter, plan: Plan, model: Any) -> _Renaming:
-    """Find the parts of an adapter in the upscaled model."""
-    renaming = _Renaming(adapter)
-    modules, held = dict(model.named_modules()), dict(model.named_parameters())
-    targets = adapter.config.get("target_modules") or []
-    parameters = adapter.config.get("target_parameters") or []
-    for tensor, stored in adapter.tensors.items():
-        path = _module_path(tensor)
-        layer = _layer_of(path)
-        if layer is not None and layer >= plan.num_base_layers:
-            reason = f"{tensor} is of layer {layer}, and the base has {plan.num_base_layers} layers"
-            raise _another_base(adapter, reason)
-        if layer in plan.dropped_layers:
-            raise _dropped(adapter, layer)
-        name = _renumbered(path, plan.kept_indices)
-        if name.startswith(_QUESTION_STACK) and _QUESTION_STACK[:-1] not in modules:
-            name = "model." + name.removeprefix(_QUESTION_STACK)
-        renaming.names[path] = name
-        module = _module_of(name, modules)
-        rest = name.removeprefix(f"{module}.")
-        if f"{module}.{rest.replace('base_layer.', '')}" in held:
-            renaming.whole.append(path)
-            continue
-        if tensor == path or rest.startswith("token_adapter."):
-            continue  # a tensor that modules share, or rows of an embedding beside an adapter
-        in_base = path.removesuffix(f".{rest}")
-        own = modules[module]._parameters
-        adapted = [f"{in_base}.{name}" for name in own if _is_target(f"{in_base}.{name}", parameters)]
-        if not module or not (adapted or _is_target(in_base, targets)):
-            raise _another_base(adapter, f"{tensor} belongs to no module of the upscaled model")
-        _check_shape(adapter, tensor, stored.shape, rest, modules[module])
-        names = adapted or [in_base]
-        (renaming.parameters if adapted else renaming.modules).extend(
-            each for each in names if each not in renaming.names
+def _read_adapter_config(folder: Path) -> Config:
+    """Return the config of an adapter, whose layers can get other numbers."""
+    path = folder / ADAPTER_CONFIG
+    if not path.is_file():
+        raise RequestError(
+            f"{folder} has no {ADAPTER_CONFIG}; expected the folder of a PEFT adapter. Give the one that save_pretrained wrote."
         )
-        renaming.names |= {each: module + each.removeprefix(in_base) for each in names}
-    for end in _saved_modules(adapter.config.get("modules_to_save") or [], renaming.whole):
-        inside = next((path for path in renaming.whole if path.startswith(f"{end}.")), end)
-        new = renaming.names.get(inside) or _renumbered(inside, plan.kept_indices)
-        renaming.names[end] = new.removesuffix(inside.removeprefix(end))
-    return renaming
+    config = read_config_file(path)
+    kind = config.get("peft_type")
+    if kind not in KINDS:
+        raise RequestError(
+            f"{path} has peft_type = {kind!r}, whose tensors belong to no layer by name, or are not tried; expected one of "
+            f"{', '.join(KINDS)}. Train such an adapter on the upscaled model itself."
+        )
+    if config.get("layer_replication"):
+        raise RequestError(
+            f"{path} has layer_replication = {config['layer_replication']}, which repeats layers of the base; expected null. Merge "
+            "the adapter into the base (merge_and_unload), and upscale what comes out."
+        )
+    return config
 
 
-def _module_of(name: str, modules: Mapping[str, Any]) -> str:
-    """Return the longest beginning of a name that is a module; empty if there is none."""
-    parts = name.split(".")
-    beginnings = (".".join(parts[:number]) for number in range(len(parts) - 1, 0, -1))
-    return next((each for each in beginnings if each in modules), "")
+def _read_names(folder: Path) -> list[str]:
+    """Return the names of an adapter's tensors; nothing that is pickled is read."""
+    weights = folder / ADAPTER_WEIGHTS
+    if not weights.is_file():
+        raise RequestError(
+            f"{folder} has no {ADAPTER_WEIGHTS}; expected one. Pickled weights (adapter_model.bin) are never loaded: load the "
+            "adapter with PEFT, whose save_pretrained writes safetensors."
+        )
+    names = list(read_header(weights))
+    if not names:
+        raise RequestError(f"{weights} holds no tensors; expected those of an adapter. Save or download it again.")
+    return names
 
 
-def _is_target(module: str, targets: str | Iterable[str]) -> bool:
+def _renumbered(name: str, plan: Plan, folder: Path, config: Config) -> str:
+    """Return the name of a tensor with the number that its layer has in the upscaled model; unchanged outside of layers."""
+    match = _LAYER.match(name)
+    if match is None:
+        return name
+    layer = int(match["layer"])
+    if layer >= plan.num_base_layers:
+        raise RequestError(
+            f"the adapter in {folder} was made for another base, perhaps {config.get('base_model_name_or_path')!r}: {name} is of "
+            f"layer {layer}, and the base has {plan.num_base_layers} layers. Expected an adapter of the model that was upscaled. "
+            "Give one, or the model that was upscaled from its base."
+        )
+    if layer not in plan.kept_indices:
+        raise RequestError(
+            f"the adapter in {folder} changes layer {layer} of the base, which the upscaled model does not hold as it was; expected "
+            "an adapter of layers that it holds. Merge the adapter into the base (merge_and_unload), and upscale what comes out."
+        )
+    return f"{match['before']}{plan.kept_indices[layer]}{name[match.end() :]}"
+
+
+def _moved_config(config: Config, renamed: dict[str, str]) -> tuple[Config, list[str]]:
+    """Return the config of an adapter for the upscaled model, and the modules and single parameters that have the adapter there.
+
+    Args:
+        config: The config of the adapter for the base.
+        renamed: Names of its tensors in the upscaled model, by their names in the base.
+    """
+    word = _WORDS.get(config["peft_type"], config["peft_type"].lower() + "_")
+    modules: dict[str, str] = {}  # in the base, by name in the upscaled model
+    parameters: dict[str, str] = {}
+    whole: list[tuple[str, str]] = []  # tensors of modules that were trained whole
+    for name, new in renamed.items():
+        if not name.startswith(_PREFIX):
+            continue  # a tensor that modules share
+        name, new = name.removeprefix(_PREFIX), new.removeprefix(_PREFIX)
+        module, is_adapter, _ = name.partition(f".{word}")
+        if not is_adapter:
+            whole.append((name, new))
+            continue
+        new = new.removesuffix(name.removeprefix(module)).replace(".base_layer", "")
+        module = module.replace(".base_layer", "")
+        if _matches(module, config.get("target_modules") or ()) or not config.get("target_parameters"):
+            modules[new] = module
+            continue
+        for target in config["target_parameters"]:
+            leaf = target.rpartition(".")[2]
+            if _matches(f"{module}.{leaf}", [target]):
+                parameters[f"{new}.{leaf}"] = f"{module}.{leaf}"
+    moved = dict(config)
+    if config.get("target_modules") is not None:
+        moved["target_modules"] = list(modules)
+    if config.get("target_parameters"):
+        moved["target_parameters"] = list(parameters)
+    if config.get("feedforward_modules") is not None:
+        moved["feedforward_modules"] = [
+            new for new, old in modules.items() if _matches(old, config["feedforward_modules"])
+        ]
+    if config.get("modules_to_save"):
+        moved["modules_to_save"] = _saved_modules(config["modules_to_save"], whole)
+    for key, value in config.items():
+        if key.endswith("_pattern") and isinstance(value, dict):
+            moved[key] = {
+                new: next(value[pattern] for pattern in value if re.match(rf"(.*\.)?({pattern})$", old))
+                for new, old in (modules | parameters).items()
+                if any(re.match(rf"(.*\.)?({pattern})$", old) for pattern in value)
+            }
+    for key in ("layers_to_transform", "layers_pattern", "exclude_modules"):
+        if key in config:
+            moved[key] = None  # target_modules names every module
+    return moved, [*modules, *parameters]
+
+
+def _matches(module: str, targets: str | Iterable[str]) -> bool:
     """Return whether targets, as a config of PEFT has them, match a module: a regular expression, or ends of names."""
     if isinstance(targets, str):
         return re.fullmatch(targets, module) is not None
     return any(module == target or module.endswith(f".{target}") for target in targets)
 
 
-def _saved_modules(ends: Iterable[str], whole: Iterable[str]) -> list[str]:
-    """Return whole names of modules in place of ends of names; an end that no module has stays."""
-    parts = [name.split(".") for name in whole]
-    modules = dict.fromkeys(".".join(each[:number]) for each in parts for number in range(1, len(each)))
+def _saved_modules(ends: Iterable[str], whole: Iterable[tuple[str, str]]) -> list[str]:
+    """Return whole names in the upscaled model in place of ends of names; an end that no tensor has stays."""
     saved: dict[str, None] = {}
     for end in ends:
-        saved |= dict.fromkeys([module for module in modules if _is_target(module, [end])] or [end])
+        names = [
+            new.removesuffix(old[match.end(1) :])
+            for old, new in whole
+            if (match := re.match(rf"((?:.*\.)?{re.escape(end)})\.", old))
+        ]
+        saved |= dict.fromkeys(names or [end])
     return list(saved)
-
-
-def _check_shape(adapter: _Adapter, tensor: str, shape: tuple[int, ...], rest: str, module: Any) -> None:
-    """Refuse a matrix of LoRA that does not fit the linear layer that it is for."""
-    sizes = {"lora_A.weight": (1, "in_features"), "lora_B.weight": (0, "out_features")}
-    if rest in sizes and hasattr(module, "in_features") and len(shape) == 2:
-        axis, size = sizes[rest]
-        if shape[axis] != getattr(module, size):
-            raise _another_base(
-                adapter, f"{tensor} has shape {list(shape)}, and the module has {size} = {getattr(module, size)}"
-            )
-
-
-def _another_base(adapter: _Adapter, reason: str) -> RequestError:
-    return RequestError(
-        f"the adapter in {adapter.folder} was made for another base, perhaps {adapter.config.get('base_model_name_or_path')!r}: "
-        f"{reason}. Expected an adapter of the model that was upscaled. Give one, or the model that was upscaled from its base."
-    )
-
-
-def _dropped(adapter: _Adapter, layer: int | None) -> RequestError:
-    return RequestError(
-        f"the adapter in {adapter.folder} changes layer {layer} of the base, which the upscaled model does not hold as it was; "
-        "expected an adapter of layers that it holds. Merge the adapter into the base (merge_and_unload), and upscale what comes out."
-    )
-
-
-def _empty_model(adapter: _Adapter, folder: Path) -> Any:
-    """Return the upscaled model that the adapter's task asks for, without memory for its tensors."""
-    import torch
-    import transformers
-
-    import midus_hf  # noqa: F401 - registers the classes
-
-    task = adapter.config.get("task_type")
-    if task not in (*_AUTO_CLASSES, None):
-        raise RequestError(
-            f"{adapter.folder / ADAPTER_CONFIG} has task_type = {task!r}; expected one of {', '.join(_AUTO_CLASSES)}, or null. Give "
-            "an adapter of a decoder."
-        )
-    if task is None:
-        task = (
-            "FEATURE_EXTRACTION"
-            if any(_module_path(name).startswith("layers.") for name in adapter.tensors)
-            else "CAUSAL_LM"
-        )
-    try:
-        config = transformers.AutoConfig.from_pretrained(folder)
-        with torch.device("meta"):
-            return getattr(transformers, _AUTO_CLASSES[task]).from_config(config)
-    except Exception as error:  # configs and models raise whatever their checks raise
-        raise RequestError(
-            f"{folder} cannot be built as {_AUTO_CLASSES[task]}, which the adapter's task_type {task!r} needs "
-            f"({type(error).__name__}: {one_line(error)}). Give an adapter of a task that the model has."
-        ) from None
-
-
-def _write_tensors(adapter: _Adapter, renaming: _Renaming, path: Path) -> int:
-    """Write the tensors of an adapter under their names in the upscaled model; return the size of the file in bytes."""
-    new = {name: name.replace(_module_path(name), renaming.names[_module_path(name)]) for name in adapter.tensors}
-    source = adapter.folder / ADAPTER_WEIGHTS
-    described = [(new[name], tensor.dtype, tensor.shape) for name, tensor in adapter.tensors.items()]
-    header, starts = layout(described, read_metadata(source))
-    with source.open("rb") as read, path.open("wb") as write:
-        write_all(write.fileno(), header, 0)
-        for name, tensor in adapter.tensors.items():
-            copy_bytes(read.fileno(), tensor.start, write.fileno(), starts[new[name]], tensor.num_bytes)
-    return path.stat().st_size
