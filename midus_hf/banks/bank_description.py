@@ -1,4 +1,4 @@
-"""The description of a bank, which ties the bank to its model, and the lock for writing to the bank."""
+"""The description of a bank, which ties the bank to its model and to its tree."""
 
 import json
 from collections.abc import Collection, Mapping
@@ -8,24 +8,14 @@ from typing import Any
 from midus_hf.banks.level_file import BankError
 from midus_hf.config.fetched_blocks import BANK_DESCRIPTION, TREE_FILES, BankLayout
 from midus_hf.files.json_text import parse_json
-from midus_hf.files.locks import Lock, has_no_locks
 from midus_hf.files.whole_files import sync, whole_file
 
-_FORMAT = 3
+_FORMAT = 4
 
 
-def describe(layout: BankLayout, seed: int) -> dict[str, Any]:
+def new_description(layout: BankLayout, seed: int) -> dict[str, Any]:
     """Return the description of a new bank, which no tree has trained yet; `seed` decides how blocks start."""
     return {"format": _FORMAT, "layout": layout.to_dict(), "seed": seed, "tree": None, "roots": None, "grown_from": []}
-
-
-def described_again(description: dict[str, Any], layout: BankLayout, tree: str | None) -> dict[str, Any]:
-    """Return the description of a copy of a bank that a model of this layout and the paths of this tree have trained.
-
-    If `layout.base` (the digest of the base) is unset, the original bank's digest is kept.
-    """
-    base = layout.base or description["layout"].get("base")
-    return {**description, "layout": {**layout.to_dict(), "base": base}, "tree": tree, "roots": layout.blocks.roots}
 
 
 def check_same_tree(
@@ -97,30 +87,16 @@ def read_description(folder: Path, layout: BankLayout) -> dict[str, Any]:
         raise BankError(
             f"the memory bank in {folder} belongs to another model: {difference}. Put the model's own there."
         )
-    if type(description.get("seed")) is not int:
-        raise BankError(f"{path} has the seed {description.get('seed')!r}; expected an integer. Copy the bank again.")
-    if not isinstance(description.get("tree"), str | None):
-        raise BankError(
-            f"{path} has the tree {description['tree']!r}; expected the fingerprint of a tree, or null. Copy the bank again."
-        )
-    grown_from = description.get("grown_from")
-    if not isinstance(grown_from, list) or not all(isinstance(fingerprint, str) for fingerprint in grown_from):
-        raise BankError(f"{path} has grown_from {grown_from!r}; expected a list of fingerprints. Copy the bank again.")
-    roots = description.get("roots")
-    if roots is not None and not (type(roots) is int and roots >= layout.blocks.branching):
-        raise BankError(
-            f"{path} has the roots {roots!r}; expected null, or a number from {layout.blocks.branching} on. Copy the bank again."
-        )
+    roots, grown_from, k = description.get("roots"), description.get("grown_from"), layout.blocks.branching
+    are_fingerprints = isinstance(grown_from, list) and all(isinstance(each, str) for each in grown_from)
+    for key, is_right, expected in (
+        ("seed", type(description.get("seed")) is int, "an integer"),
+        ("tree", isinstance(description.get("tree"), str | None), "the fingerprint of a tree, or null"),
+        ("grown_from", are_fingerprints, "a list of fingerprints"),
+        ("roots", roots is None or (type(roots) is int and roots >= k), f"null, or a number from {k} on"),
+    ):
+        if not is_right:
+            raise BankError(
+                f"{path} has the {key} {description.get(key)!r}; expected {expected}. Copy the bank again."
+            )
     return description
-
-
-def lock(folder: Path) -> Lock | None:
-    """Lock a bank for writing, and return the lock; None if the file system has no locks. Raise a `BankError` if it is locked."""
-    try:
-        return Lock(folder / BANK_DESCRIPTION)
-    except BlockingIOError:
-        raise BankError(f"the memory bank in {folder} is being written by another run. Wait for it.") from None
-    except OSError as error:
-        if has_no_locks(error):
-            return None
-        raise

@@ -1,11 +1,10 @@
-"""The interface through which texts fetch blocks from a bank."""
+"""The interface through which texts fetch blocks from a bank, and the check of their paths."""
 
 from abc import ABC, abstractmethod
 from typing import Any
 
 import torch
 
-from midus_hf.banks.bank_paths import first_stray
 from midus_hf.config.fetched_blocks import BankLayout
 from midus_hf.memory.fetched import FetchedBatch
 
@@ -32,10 +31,6 @@ class BlockReader(ABC):
             index: Node within the level; -1 for the generic memory.
         """
 
-    def version(self) -> Any:
-        """Return a value that differs once somebody else has written to the bank's files; None if nobody else can."""
-        return None
-
     def changed(self) -> None:
         """Forget the latest fetch because a block has changed."""
         self._latest = None
@@ -52,10 +47,11 @@ class BlockReader(ABC):
             dtype: Dtype that the blocks are cast to. Default: the dtype of the bank.
 
         Raises:
-            ValueError: If the shape is wrong, a number is out of range, or a node is not a child of the node before it.
+            ValueError: If `check_paths` refuses the paths.
         """
-        paths = self._checked(memory_ids)
-        request = (tuple(map(tuple, paths)), torch.device(device), dtype, self.version())
+        check_paths(memory_ids, self.layout, "memory_ids")
+        paths = memory_ids.tolist()
+        request = (paths, torch.device(device), dtype)
         wants_gradients = torch.is_grad_enabled()
         serves_again = not (self.trains and wants_gradients)
         if serves_again and self._latest is not None and self._latest[0] == request:
@@ -72,11 +68,8 @@ class BlockReader(ABC):
         records, blocks = {}, {}
         for level in self.layout.levels:
             nodes = [path[level - 1] for path in paths]
-            distinct = list(dict.fromkeys(nodes))
-            rows = [self.block(level, node) for node in distinct]
-            # A copy, since rows of the mapped file change when somebody writes to it.
-            records[level] = torch.stack(rows).to(device, dtype)
-            positions = {node: position for position, node in enumerate(distinct)}
+            positions = {node: position for position, node in enumerate(dict.fromkeys(nodes))}
+            records[level] = torch.stack([self.block(level, node) for node in positions]).to(device, dtype)
             blocks[level] = torch.tensor([positions[node] for node in nodes], device=device)
         return FetchedBatch(self.layout, records, blocks)
 
@@ -84,30 +77,35 @@ class BlockReader(ABC):
         """Return paths of the generic memory for every row, `[batch, p]`."""
         return torch.full((batch, self.layout.num_levels), GENERIC)
 
-    def _checked(self, memory_ids: torch.Tensor) -> list[list[int]]:
-        levels = self.layout.num_levels
-        if memory_ids.dim() != 2 or memory_ids.shape[1] != levels or memory_ids.dtype.is_floating_point:
-            raise ValueError(
-                f"memory_ids is {tuple(memory_ids.shape)}, {memory_ids.dtype}; expected integers [batch, {levels}], for each row a "
-                "node of each level of the tree."
-            )
-        paths: list[list[int]] = memory_ids.tolist()
-        for row, path in enumerate(paths):
-            if all(number == GENERIC for number in path):
-                continue
-            for level, number in enumerate(path, 1):
-                nodes = self.layout.blocks.nodes(level)
-                if not 0 <= number < nodes:
-                    raise ValueError(
-                        f"memory_ids has {number} for level {level} in row {row}; expected 0 to {nodes - 1}, or a row of -1 for the "
-                        "generic memory."
-                    )
-            stray = first_stray(path, self.layout.blocks.branching)
-            if stray is not None:
-                level, number, parent = stray
-                first = self.layout.blocks.branching * parent
-                raise ValueError(
-                    f"memory_ids has {number} for level {level} in row {row}, which is no child of node {parent}; expected {first} "
-                    f"to {first + self.layout.blocks.branching - 1}. Take a path that the tree has."
-                )
-        return paths
+
+def check_paths(paths: torch.Tensor, layout: BankLayout, name: str) -> None:
+    """Check that a bank has a block for every node on paths.
+
+    Args:
+        paths: Nodes per level, `[N, p]`, integers. A row of -1 stands for the generic memory.
+        layout: Layout of the bank.
+        name: Name of the paths in error messages.
+
+    Raises:
+        ValueError: If the shape is wrong, a number is out of range, or a node is not a child of the node before it.
+    """
+    levels, k = layout.num_levels, layout.blocks.branching
+    if paths.dim() != 2 or paths.shape[1] != levels or paths.dtype.is_floating_point:
+        raise ValueError(
+            f"{name} is {tuple(paths.shape)}, {paths.dtype}; expected integers [batch, {levels}], for each row a node of each "
+            "level of the tree."
+        )
+    paths = paths.cpu()
+    in_tree = (paths != GENERIC).any(1, keepdim=True)
+    counts = torch.tensor([layout.blocks.nodes(level) for level in range(1, levels + 1)])
+    for row, column in (in_tree & ((paths < 0) | (paths >= counts))).nonzero().tolist():
+        raise ValueError(
+            f"{name} has {int(paths[row, column])} for level {column + 1} in row {row}; expected 0 to {int(counts[column]) - 1}, "
+            "or a row of -1 for the generic memory."
+        )
+    for row, column in (in_tree & (paths[:, 1:] // k != paths[:, :-1])).nonzero().tolist():
+        parent, node = paths[row, column : column + 2].tolist()
+        raise ValueError(
+            f"{name} has {node} for level {column + 2} in row {row}, which is no child of node {parent}; expected {k * parent} to "
+            f"{k * parent + k - 1}. Take paths of the tree that the model is for."
+        )

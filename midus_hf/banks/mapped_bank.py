@@ -1,5 +1,6 @@
 """A bank of blocks that is read: one mapped file per level, of which a fetch takes rows."""
 
+import hashlib
 import os
 from collections.abc import Collection
 from pathlib import Path
@@ -9,13 +10,14 @@ import torch
 
 from midus_hf.banks.bank_description import read_description
 from midus_hf.banks.block_reader import BlockReader
-from midus_hf.banks.initial_blocks import initial_block
 from midus_hf.banks.level_file import MappedLevel
 from midus_hf.config.fetched_blocks import BankLayout, level_file
 
 
 class MappedBank(BlockReader):
     """Bank of a memory's blocks, for reading. The system caches pages of its files; nothing else is kept but the last fetch.
+
+    Files are never changed in place, so a bank reads what it was when it was opened.
 
     Args:
         folder: Folder with the bank's files.
@@ -34,10 +36,9 @@ class MappedBank(BlockReader):
     def map_files(self) -> None:
         """Map the files of all levels, again if they were mapped before."""
         layout = self.layout
-        self._paths = [self.folder / level_file(level) for level in layout.levels]
         self._levels = {
-            level: MappedLevel(path, layout.num_records(level), layout.record_numel(level))
-            for level, path in zip(layout.levels, self._paths, strict=True)
+            level: MappedLevel(self.folder / level_file(level), layout.num_records(level), layout.record_numel(level))
+            for level in layout.levels
         }
         self.changed()
 
@@ -65,10 +66,6 @@ class MappedBank(BlockReader):
             self.layout = self.layout.with_roots(roots)
             self.changed()
 
-    def version(self) -> Any:
-        """Return when the files were written last, in nanoseconds."""
-        return tuple(path.stat().st_mtime_ns for path in self._paths if path.exists())
-
     @property
     def dtype(self) -> torch.dtype:
         """Dtype in which the blocks are stored."""
@@ -83,10 +80,32 @@ class MappedBank(BlockReader):
         """Return the record of a block; a block that was never written or was deleted is drawn from the bank's seed.
 
         Raises:
-            BankError: If the record is half written, or its mark was lost.
+            BankError: If the block's mark was lost.
         """
-        rows = self._levels[level]
-        record = rows.row(index + 1) if index + 1 < len(rows.marks) else None
-        if record is None:
-            return initial_block(self.layout, level, index, self.description["seed"], self.dtype)
-        return record
+        record = self._levels[level].row(index + 1)
+        return (
+            initial_block(self.layout, level, index, self.description["seed"], self.dtype)
+            if record is None
+            else record
+        )
+
+
+def initial_block(layout: BankLayout, level: int, index: int, seed: int, dtype: torch.dtype) -> torch.Tensor:
+    """Return the initial record of a block, `[numel]`, drawn in float32 and cast to `dtype`.
+
+    The same seed gives the same bytes, in whatever order blocks are read, and however far the tree has grown.
+
+    Args:
+        level: Level of the block, counted from 1.
+        index: Node within the level; -1 for the generic memory.
+    """
+    first_grown = layout.blocks.branching**level
+    number = first_grown if index < 0 else index + (index >= first_grown)
+    digest = hashlib.sha256(f"{seed}/{layout.memory_type}/{level}/{number}".encode()).digest()
+    generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
+    record = torch.zeros(layout.record_numel(level), dtype=torch.float32)
+    for tensor_place in layout.records[level]:
+        tensor_place.tensor.initial.fill(
+            record[tensor_place.start : tensor_place.start + tensor_place.numel], generator
+        )
+    return record.to(dtype)

@@ -1,6 +1,5 @@
-"""A bank of memory blocks in files beside a checkpoint, whose blocks can be written, deleted and copied."""
+"""A bank of memory blocks in files beside a checkpoint, which can be created, copied, and saved with other blocks."""
 
-import contextlib
 import os
 import shutil
 from collections.abc import Callable, Collection, Mapping
@@ -8,11 +7,11 @@ from pathlib import Path
 
 import torch
 
-from midus_hf.banks.bank_description import describe, described_again, lock, write_description
-from midus_hf.banks.level_file import DELETED, UNWRITTEN, WritableLevel, copy_level, create_level_file
+from midus_hf.banks.bank_description import new_description, write_description
+from midus_hf.banks.level_file import DELETED, UNWRITTEN, write_level
 from midus_hf.banks.mapped_bank import MappedBank
 from midus_hf.config.fetched_blocks import BANK_DESCRIPTION, TREE_FILES, BankLayout, level_file
-from midus_hf.files.whole_files import link_or_copy, sync, whole_file
+from midus_hf.files.whole_files import sync, whole_file
 
 # Level of a block, counted from 1, and its node; -1 for the generic memory.
 BlockKey = tuple[int, int]
@@ -21,65 +20,17 @@ Records = Mapping[BlockKey, Callable[[], torch.Tensor]]
 
 
 class MemoryBank(MappedBank):
-    """Bank of a memory's blocks, one mapped file per level.
-
-    Args:
-        folder: Folder with the bank's files.
-        layout: Layout that the model's config implies.
-        writable: Whether blocks will be written. Nobody else can write to the bank then. Default: false.
-
-    Raises:
-        BankError: If there is no bank, the bank belongs to another model, or `writable` is true and another run is
-            writing.
-    """
-
-    def __init__(self, folder: str | os.PathLike, layout: BankLayout, writable: bool = False):
-        super().__init__(folder, layout)
-        self._writable = writable
-        self._lock = lock(self.folder) if writable else None
+    """Bank of a memory's blocks, one mapped file per level. To change blocks is to save the bank, which writes whole files."""
 
     def write(self, level: int, index: int, record: torch.Tensor) -> None:
-        """Write the record of a block, `[numel]`, and flush it to the disk."""
-        self.write_all({(level, index): lambda: record})
-
-    def write_all(self, records: Records) -> None:
-        """Write the records of blocks, and flush them to the disk."""
-        assert self._writable, "the bank was opened to be read"
-        self._enlarge()
-        for level in self.layout.levels:
-            rows = _rows_of(records, level)
-            if rows:
-                with contextlib.closing(self._opened(level)) as file:
-                    file.write({row: records[level, row - 1] for row in rows})
-        self.map_files()
-
-    def forget(self, *blocks: BlockKey) -> None:
-        """Delete blocks: zero their bytes on the disk. They start again as unwritten blocks, which add zero."""
-        assert self._writable, "the bank was opened to be read"
-        for level in self.layout.levels:
-            rows = _rows_of(blocks, level)
-            if rows:
-                with contextlib.closing(self._opened(level)) as file:
-                    file.delete(rows)
-        self.map_files()
-
-    def _enlarge(self) -> None:
-        """Give the files the rows of a tree that has grown; old rows keep their bytes."""
-        for level, source in self._levels.items():
-            if len(source.marks) < self.layout.num_records(level):
-                with whole_file(self.folder / level_file(level)) as partial:
-                    copy_level(source, partial, self.layout.num_records(level), {}, ())
-        self.map_files()
-
-    def _opened(self, level: int) -> WritableLevel:
-        rows, numel = self._levels[level].blocks.shape
-        return WritableLevel(self.folder / level_file(level), rows, numel, self.dtype)
+        """Write the record of a block, `[numel]`, into the bank's own files."""
+        self.save(self.folder, {(level, index): lambda: record})
 
     def written(self, level: int) -> list[int]:
         """Return the nodes of a level whose blocks were written, ascending; -1 for the generic memory.
 
         Raises:
-            BankError: If a block is half written, or has lost its mark.
+            BankError: If a block has lost its mark.
         """
         rows = self._levels[level]
         return [row - 1 for row in (rows.marks != UNWRITTEN).nonzero().flatten().tolist() if rows.row(row) is not None]
@@ -89,7 +40,7 @@ class MemoryBank(MappedBank):
         return [row - 1 for row in self._levels[level].rows(DELETED)]
 
     def is_written(self, level: int, index: int) -> bool:
-        """Return whether the file may hold numbers for a block: it was written, or was damaged while it was."""
+        """Return whether the file may hold numbers for a block: it was written, or has lost its mark."""
         return int(self._levels[level].marks[index + 1]) not in (UNWRITTEN, DELETED)
 
     def save(
@@ -100,73 +51,64 @@ class MemoryBank(MappedBank):
         tree_folder: Path | None = None,
         deleted: Collection[BlockKey] = (),
     ) -> None:
-        """Write the bank into another folder. Blocks that were never written, or were deleted, are holes there.
+        """Write the bank into a folder. Blocks that were never written, or were deleted, are holes there.
+
+        In the bank's own folder, files of levels without a change stay as they are.
 
         Args:
-            folder: Folder of the copy, which is created if missing. If this bank lies in the folder, nothing is done.
+            folder: Folder of the copy, which is created if missing.
             trained: For each changed block, by level and node, a function that returns the new record. Default: no
                 changes.
             tree: Fingerprint of the tree whose paths trained `trained`. Default: the tree of this bank.
             tree_folder: Folder with the files of that tree, which are copied along. Default: this bank's folder, which
                 may have none.
-            deleted: Level and node of further blocks to delete in the copy. These blocks are not read. Default: none;
-                blocks deleted in this bank stay deleted.
+            deleted: Level and node of further blocks to delete, in another folder than this bank's, whose files then never
+                have their bytes. Default: none; blocks deleted in this bank stay deleted.
 
         Raises:
-            BankError: If another run is writing to a bank in `folder`, or a block that is copied is half written.
+            BankError: If a block that is copied has lost its mark.
         """
-        folder = Path(folder)
-        if self.lies_in(folder):
-            return
-        folder.mkdir(parents=True, exist_ok=True)
-        if (folder / BANK_DESCRIPTION).exists():
-            if (held := lock(folder)) is not None:  # a run that is writing there would lose its bank
-                held.release()
-            (folder / BANK_DESCRIPTION).unlink()  # marks a bank as complete, so removed first and written last
+        folder, trained = Path(folder), trained or {}
+        is_own = folder.exists() and folder.resolve() == self.folder.resolve()
+        assert not (is_own and deleted), "files that are replaced leave their bytes on the disk"
+        if not is_own:
+            folder.mkdir(parents=True, exist_ok=True)
+            (folder / BANK_DESCRIPTION).unlink(missing_ok=True)  # marks a bank as complete, so it is written last
             sync(folder)
-        trained = trained or {}
         for level, source in self._levels.items():
-            path = folder / level_file(level)
-            path.unlink(missing_ok=True)  # other folders may link the same file, which must not be overwritten
-            changed = {row: trained[level, row - 1] for row in _rows_of(trained, level)}
-            copy_level(source, path, self.layout.num_records(level), changed, _rows_of(deleted, level))
-        self.save_tree(folder, tree_folder)
-        write_description(folder, described_again(self.description, self.layout, tree or self.tree))
+            changed = {index + 1: record for (its_level, index), record in trained.items() if its_level == level}
+            gone = {index + 1 for its_level, index in deleted if its_level == level}
+            rows = self.layout.num_records(level)
+            if is_own and not changed and not gone and len(source.marks) == rows:
+                continue
+            for row in (source.marks != UNWRITTEN).nonzero().flatten().tolist():
+                if row not in changed and row not in gone and (record := source.row(row)) is not None:
+                    changed[row] = record.detach
+            gone = {*gone, *source.rows(DELETED)} - changed.keys()
+            write_level(folder / level_file(level), rows, source.blocks.shape[1], self.dtype, changed, gone)
+        self._save_tree(folder, tree_folder or self.folder)
+        layout = self.layout.to_dict()
+        layout["base"] = layout["base"] or self.description["layout"].get("base")
+        description = {
+            **self.description,
+            "layout": layout,
+            "tree": tree or self.tree,
+            "roots": self.layout.blocks.roots,
+        }
+        write_description(folder, description)
+        if is_own:
+            self.description = description
+            self.map_files()
 
-    def save_tree(self, folder: Path, tree_folder: Path | None = None) -> None:
-        """Copy the files of the tree that trained the blocks into a folder, and remove another tree's files from the folder.
-
-        Args:
-            tree_folder: Folder with the tree's files. Default: this bank's folder, which may have none.
-        """
-        source = self.folder if tree_folder is None else tree_folder
-        if folder.resolve() == source.resolve():
-            return
-        for name in TREE_FILES:
-            (folder / name).unlink(missing_ok=True)
-        if all((source / name).is_file() for name in TREE_FILES):
+    def _save_tree(self, folder: Path, source: Path) -> None:
+        """Copy the files of a tree into a folder, and remove another tree's files from the folder."""
+        if folder.resolve() != source.resolve():
             for name in TREE_FILES:
-                if tree_folder is None:
-                    link_or_copy(source / name, folder / name)
-                else:  # not linked, since a person may edit the tree's files in their folder
+                (folder / name).unlink(missing_ok=True)
+            if all((source / name).is_file() for name in TREE_FILES):
+                for name in TREE_FILES:
                     with whole_file(folder / name) as partial:
                         shutil.copyfile(source / name, partial)
-
-    def lies_in(self, folder: str | os.PathLike) -> bool:
-        """Return whether a folder is the folder of this bank."""
-        return Path(folder).exists() and Path(folder).resolve() == self.folder.resolve()
-
-    def close(self) -> None:
-        """Close the files, and let others write. Nothing can be fetched afterwards."""
-        self._levels = {}
-        self.changed()
-        if self._lock is not None:
-            self._lock.release()
-
-
-def _rows_of(blocks: Collection[BlockKey] | Records, level: int) -> list[int]:
-    """Return the rows of blocks of one level."""
-    return [index + 1 for its_level, index in blocks if its_level == level]
 
 
 def create_bank(folder: str | os.PathLike, layout: BankLayout, dtype: torch.dtype, seed: int) -> None:
@@ -174,5 +116,5 @@ def create_bank(folder: str | os.PathLike, layout: BankLayout, dtype: torch.dtyp
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     for level in layout.levels:
-        create_level_file(folder / level_file(level), layout.num_records(level), layout.record_numel(level), dtype)
-    write_description(folder, describe(layout, seed))
+        write_level(folder / level_file(level), layout.num_records(level), layout.record_numel(level), dtype, {})
+    write_description(folder, new_description(layout, seed))

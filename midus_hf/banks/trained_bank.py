@@ -1,6 +1,5 @@
 """A bank whose blocks train: each block has its own optimizer state, and is updated only after a pass has fetched it."""
 
-import contextlib
 import json
 import math
 import os
@@ -15,7 +14,6 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import save_file
 
-from midus_hf.banks.bank_description import described_again, write_description
 from midus_hf.banks.block_reader import BlockReader
 from midus_hf.banks.level_file import BankError
 from midus_hf.banks.memory_bank import BlockKey, MemoryBank
@@ -120,36 +118,14 @@ class TrainedBank(BlockReader):
         """
         return _first_not_finite({key: self._values(key) for key in self.touched()})
 
-    def first_not_finite_in(self, folder: Path) -> str | None:
-        """Return the message of `first_not_finite` for the blocks that `save_state` wrote to a folder, or None."""
-        return _first_not_finite(
-            {
-                (level, index): state[_MASTER]
-                for level, (states, nodes, _) in _read_states(folder, self).items()
-                for index, state in zip(nodes.tolist(), states, strict=True)
-            }
-        )
-
     def touched(self) -> list[BlockKey]:
         """Return the level and node of every block that was updated, ascending."""
         return sorted(self._steps)
 
     def save(self, folder: str | os.PathLike) -> None:
-        """Write the bank with its trained blocks into a folder, in the dtype of the bank.
-
-        Args:
-            folder: Folder of the copy, which is created if missing. In the bank's own folder, the trained blocks are
-                written into the bank.
-        """
+        """Write the bank with its trained blocks into a folder, in the dtype of the bank."""
         trained = {key: partial(self._values, key) for key in self.touched()}
-        if not self.bank.lies_in(folder):
-            self.bank.save(folder, trained, self.tree, self.tree_folder)
-            return
-        with contextlib.closing(MemoryBank(folder, self.layout, writable=True)) as itself:
-            itself.grow(self.layout.blocks.roots)
-            itself.write_all(trained)
-            itself.save_tree(itself.folder, self.tree_folder)
-        write_description(self.bank.folder, described_again(self.bank.description, self.layout, self.tree))
+        self.bank.save(folder, trained, self.tree, self.tree_folder)
 
     def save_state(self, folder: Path) -> None:
         """Write the values, moments and numbers of steps of every updated block, for `load_state`: a file per level."""
@@ -183,13 +159,6 @@ class TrainedBank(BlockReader):
             for position, (index, step) in enumerate(zip(nodes.tolist(), steps.tolist(), strict=True)):
                 self._state((level, index)).copy_(states[position])
                 self._steps[level, index] = step
-
-    def close(self) -> None:
-        """Close the bank, and drop what was trained and not saved."""
-        self.bank.close()
-        self._states.clear()
-        self._steps.clear()
-        self._leaves.clear()
 
     def _leaf(self, key: BlockKey) -> torch.Tensor:
         """Return the leaf of a block, which shares the memory of its mapped values."""

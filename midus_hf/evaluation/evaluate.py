@@ -13,7 +13,7 @@ import torch
 from tqdm import tqdm
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from midus_hf.banks.bank_paths import check_nodes
+from midus_hf.banks.block_reader import check_paths
 from midus_hf.config.usable_device import usable_device
 from midus_hf.evaluation.fetching import DocumentFinder, PathFinder, fetches_blocks
 from midus_hf.evaluation.perplexity import perplexity
@@ -178,7 +178,10 @@ def _measure(
         check_tree(finders.tree, model)
     elif finders.written is not None:
         banks: Any = model.banks
-        check_nodes(finders.written.paths, banks.layouts, "the text")
+        for layout in banks.layouts.values():
+            check_paths(
+                torch.from_numpy(finders.written.paths), layout, f"column {settings.path_column!r} of the text"
+            )
         banks.check_tree(finders.written.tree, "the text", "Assign the text by the tree of the model.")
     measured |= {
         "model_type": model.config.model_type,

@@ -1,21 +1,15 @@
 """Files that appear complete or not at all, even if a process is killed or the power fails."""
 
 import contextlib
-import ctypes
-import errno
 import os
 import re
 import secrets
 import shutil
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 from midus_hf.files.locks import Lock, has_no_locks
 
-# Flags of Linux's fallocate: keep the size of the file, and turn a range of bytes into a hole.
-_KEEP_SIZE, _PUNCH_HOLE = 1, 2
-_COPIED_AT_ONCE = 2**24
 _UNIQUE = re.compile("[0-9a-f]{8}")
 # Suffix of the journal that SQLite writes beside a database, to undo an interrupted change.
 _JOURNAL = "-journal"
@@ -102,60 +96,6 @@ def _begin(path: Path) -> tuple[Path, Lock | None]:
         if lock.is_on(partial):
             return partial, lock
         lock.release()
-
-
-def link_or_copy(source: Path, path: Path) -> None:
-    """Link `path` to a file that is never changed in place, or copy the file if the file system cannot link to `path`."""
-    linked = new_unfinished_path(path)
-    try:
-        os.link(os.path.realpath(source), linked)  # symbolic links of the hub's cache would break elsewhere
-    except OSError:
-        with whole_file(path) as partial:
-            copy_with_holes(source, partial)
-        return
-    try:
-        put_in_place(linked, path)
-    finally:
-        linked.unlink(missing_ok=True)  # renaming a hard link to another link of the same file leaves both
-
-
-def have_own_file(path: Path) -> None:
-    """Replace a file that has several hard links by a copy, so that writing to it in place does not change the other links."""
-    if path.is_file() and path.stat().st_nlink > 1:
-        with whole_file(path) as partial:
-            copy_with_holes(path, partial)
-
-
-def copy_with_holes(source: Path, path: Path) -> None:
-    """Copy the contents of a file over another file. Holes stay holes if the system can tell them from zeros."""
-    with source.open("rb", buffering=0) as read, path.open("wb", buffering=0) as written:
-        size = os.fstat(read.fileno()).st_size
-        start = end = 0
-        while start < size:
-            start, end = _next_data(read.fileno(), start, size)
-            while start < end and (data := os.pread(read.fileno(), min(end - start, _COPIED_AT_ONCE), start)):
-                start += os.pwrite(written.fileno(), data, start)
-            if start < end:
-                raise OSError(errno.EIO, f"{source} became shorter while it was copied")
-        written.truncate(size)
-
-
-def _next_data(descriptor: int, start: int, size: int) -> tuple[int, int]:
-    """Return the start and end of the next bytes of a file that are not a hole; `(size, size)` if there are none."""
-    if not hasattr(os, "SEEK_DATA"):
-        return start, size
-    try:
-        begin = os.lseek(descriptor, start, os.SEEK_DATA)
-        return begin, min(os.lseek(descriptor, begin, os.SEEK_HOLE), size)
-    except OSError as error:
-        return (size, size) if error.errno == errno.ENXIO else (start, size)
-
-
-def punch_hole(descriptor: int, start: int, count: int) -> None:
-    """Return the disk space of `count` zero bytes of an open file to the file system, if the system and the file system can."""
-    fallocate = getattr(ctypes.CDLL(None), "fallocate", None) if sys.platform == "linux" else None
-    if fallocate is not None:
-        fallocate(descriptor, _KEEP_SIZE | _PUNCH_HOLE, ctypes.c_int64(start), ctypes.c_int64(count))
 
 
 def put_in_place(written: Path, path: Path) -> None:

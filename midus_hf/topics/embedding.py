@@ -83,7 +83,7 @@ class TextEmbedder:
         return digest.hexdigest()
 
     @torch.no_grad()
-    def embed(self, texts: Sequence[str], progress: Callable[[int], None] | None = None) -> torch.Tensor:
+    def embed(self, texts: Sequence[str], progress: Callable[[int], object] | None = None) -> torch.Tensor:
         """Embed texts, with texts of similar lengths in the same batch.
 
         A row depends on the other texts of its batch only by rounding, about 1e-7.

@@ -27,7 +27,7 @@ class NearestDocuments:
     """
 
     def __init__(
-        self, documents: Sequence[str], embedder: TextEmbedder, progress: Callable[[int], None] | None = None
+        self, documents: Sequence[str], embedder: TextEmbedder, progress: Callable[[int], object] | None = None
     ):
         if not documents:
             raise ValueError("there are no documents; expected one or more.")

@@ -13,23 +13,14 @@ def folder(tmp_path):
 
 @pytest.fixture
 def bank(folder):
-    """Writable; blocks 1 of level 1 and 5, -1 (the generic one) of level 3 were written."""
-    opened = MemoryBank(folder, layout_of(), writable=True)
+    """Blocks 1 of level 1 and 5, -1 (the generic one) of level 3 were written."""
+    opened = MemoryBank(folder, layout_of())
     for level, index in ((1, 1), (3, 5), (3, -1)):
         opened.write(level, index, record_of(opened.layout, level, index))
-    yield opened
-    opened.close()
+    return opened
 
 
 @pytest.fixture
 def opened():
-    """Opens banks, and closes them."""
-    banks = []
-
-    def open_one(folder, layout=None, **options):
-        banks.append(MemoryBank(folder, layout or layout_of(), **options))
-        return banks[-1]
-
-    yield open_one
-    for bank in banks:
-        bank.close()
+    """Opens banks."""
+    return lambda folder, layout=None: MemoryBank(folder, layout or layout_of())

@@ -57,19 +57,18 @@ def test_a_bank_of_another_base_is_refused_and_one_whose_base_nobody_knows_is_no
     for layout in (known[0], layout_of()):
         opened = MemoryBank(tmp_path / "bank", layout)
         opened.save(tmp_path / f"copy-{layout.base}")
-        opened.close()
         assert "expected bbbb" in refused(tmp_path / f"copy-{layout.base}", known[1]), "copies keep the digest"
 
 
-ANOTHER_FORMAT = "bank.json has another format than 3; expected a bank that this version reads."
+ANOTHER_FORMAT = "bank.json has another format than 4; expected a bank that this version reads."
 
 
 @pytest.mark.parametrize(
     ("description", "message"),
     [
         ("{", "bank.json is no JSON; expected the description of a bank. Copy the bank again."),
-        *((text, ANOTHER_FORMAT) for text in ("[]", "null", '"x"', "{}", '{"format": 2}')),
-        ('{"format": 3}', "belongs to another model: its layout is None. Put the model's own there."),
+        *((text, ANOTHER_FORMAT) for text in ("[]", "null", '"x"', "{}", '{"format": 3}')),
+        ('{"format": 4}', "belongs to another model: its layout is None. Put the model's own there."),
         ({"tree": 5}, "has the tree 5; expected the fingerprint of a tree, or null. Copy the bank again."),
         ({"seed": "5"}, "has the seed '5'; expected an integer. Copy the bank again."),
         ({"roots": 3}, "has the roots 3; expected null, or a number from 4 on. Copy the bank again."),
@@ -85,6 +84,7 @@ def test_a_description_that_is_none_is_refused(description, message, folder):
 
 
 NO_IDS = "expected integers [batch, 3], for each row a node of each level of the tree."
+OF_TREE = " Take paths of the tree that the model is for."
 OR_GENERIC = "or a row of -1 for the generic memory."
 
 
@@ -99,11 +99,11 @@ OR_GENERIC = "or a row of -1 for the generic memory."
         (torch.tensor([[0, 16, 0]]), f"has 16 for level 2 in row 0; expected 0 to 15, {OR_GENERIC}"),
         (
             torch.tensor([[0, 1, 5], [0, 15, 5]]),
-            "has 15 for level 2 in row 1, which is no child of node 0; expected 0 to 3. Take a path that the tree has.",
+            f"has 15 for level 2 in row 1, which is no child of node 0; expected 0 to 3.{OF_TREE}",
         ),
         (
             torch.tensor([[0, 1, 8]]),
-            "has 8 for level 3 in row 0, which is no child of node 1; expected 4 to 7. Take a path that the tree has.",
+            f"has 8 for level 3 in row 0, which is no child of node 1; expected 4 to 7.{OF_TREE}",
         ),
         (torch.tensor([[-1, -1, 3]]), f"has -1 for level 1 in row 0; expected 0 to 3, {OR_GENERIC}"),
         (torch.tensor([[-2, -2, -2]]), f"has -2 for level 1 in row 0; expected 0 to 3, {OR_GENERIC}"),

@@ -1,22 +1,10 @@
 """The file of a level: rows come back as they were written, the rest is a hole, and what is wrong with it is said."""
 
-import contextlib
-import os
-
 import pytest
 import torch
 from safetensors import safe_open
 
-from midus_hf.banks.level_file import (
-    DELETED,
-    HALF_WRITTEN,
-    UNWRITTEN,
-    WRITTEN,
-    BankError,
-    MappedLevel,
-    WritableLevel,
-    create_level_file,
-)
+from midus_hf.banks.level_file import DELETED, UNWRITTEN, WRITTEN, BankError, MappedLevel, write_level
 
 ROWS, NUMEL = 7, 5
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
@@ -26,141 +14,47 @@ def record(row, numel=NUMEL, dtype=torch.float32):
     return torch.randn(numel, generator=torch.Generator().manual_seed(row)).to(dtype)
 
 
-def write(path, rows, dtype=torch.float32, numel=NUMEL):
-    with contextlib.closing(WritableLevel(path, ROWS, numel, dtype)) as file:
-        file.write({row: lambda seed=seed: record(seed, numel, dtype) for row, seed in rows.items()})
-
-
-def delete(path, *rows, numel=NUMEL):
-    with contextlib.closing(WritableLevel(path, ROWS, numel, torch.float32)) as file:
-        file.delete(rows)
-
-
 @pytest.fixture
 def path(tmp_path):
-    """A file of which rows 2 and 6 were written."""
-    create_level_file(tmp_path / "level-1.safetensors", ROWS, NUMEL, torch.float32)
-    write(tmp_path / "level-1.safetensors", {2: 2, 6: 6})
-    return tmp_path / "level-1.safetensors"
+    """A file of which rows 2 and 6 were written, and row 3 was deleted."""
+    path = tmp_path / "level-1.safetensors"
+    write_level(path, ROWS, NUMEL, torch.float32, {row: lambda row=row: record(row) for row in (6, 2)}, [3])
+    return path
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_rows_come_back_and_others_were_never_written(dtype, tmp_path):
-    path = tmp_path / "file"
-    create_level_file(path, ROWS, NUMEL, dtype)
-    write(path, {6: 6, 0: 0, 3: 3}, dtype)
-    write(path, {3: 4}, dtype)
-    level = MappedLevel(path, ROWS, NUMEL)
+    write_level(tmp_path / "file", ROWS, NUMEL, dtype, {row: lambda row=row: record(row) for row in (6, 0, 3)})
+    level = MappedLevel(tmp_path / "file", ROWS, NUMEL)
     assert level.rows(WRITTEN) == [0, 3, 6] and level.rows(UNWRITTEN) == [1, 2, 4, 5]
     for row in range(ROWS):
-        expected = record(4 if row == 3 else row, dtype=dtype) if row in (0, 3, 6) else None
         found = level.row(row)
-        assert found is None if expected is None else torch.equal(found, expected)
+        assert torch.equal(found, record(row, dtype=dtype)) if row in (0, 3, 6) else found is None
 
 
 def test_it_is_a_safetensors_file(path):
     """Whoever knows safetensors alone reads the blocks and their marks."""
-    delete(path, 3)
     with safe_open(path, framework="numpy") as opened:
         assert set(opened.keys()) == {"blocks", "marks"}
         blocks, marks = opened.get_tensor("blocks"), opened.get_tensor("marks")
-    assert marks.tolist() == [1, 1, 2, 4, 1, 1, 2]
+    assert marks.tolist() == [1, 1, 2, 3, 1, 1, 2]
     assert all(torch.equal(torch.from_numpy(blocks[row]), record(row)) for row in (2, 6))
     assert not blocks[[0, 1, 3, 4, 5]].any()
 
 
-def test_a_row_is_a_part_of_the_mapped_file(path):
+def test_a_row_is_a_part_of_the_mapped_file_which_stays_what_it_was(path):
     level = MappedLevel(path, ROWS, NUMEL)
     assert level.row(2).untyped_storage().data_ptr() == level.row(6).untyped_storage().data_ptr()
-    write(path, {2: 9})
-    assert torch.equal(level.row(2), record(9)), "what is written later is seen"
+    write_level(path, ROWS, NUMEL, torch.float32, {2: lambda: record(9)})
+    assert torch.equal(level.row(2), record(2)) and torch.equal(MappedLevel(path, ROWS, NUMEL).row(2), record(9))
 
 
-def test_what_was_deleted_is_gone_until_it_is_written_again(path):
-    delete(path, 2)
-    level = MappedLevel(path, ROWS, NUMEL)
-    assert level.row(2) is None and torch.equal(level.row(6), record(6)) and level.rows(DELETED) == [2]
-    write(path, {2: 9})
-    assert torch.equal(level.row(2), record(9)) and level.rows(DELETED) == []
-
-
-class Killed(BaseException):
-    """The end of a process, at the call where it is raised."""
-
-
-@pytest.mark.parametrize("half", [False, True], ids=["between", "within"])
-@pytest.mark.parametrize("calls", range(6))
-@pytest.mark.parametrize("act", ["delete", "write"])
-def test_what_is_killed_at_any_moment_is_done_or_not_begun_or_refused(act, calls, half, path, monkeypatch):
-    """After so many writes and syncs that were done, nothing more is; `half`: but half of the one at which the process ends."""
-    old, new, begun = record(2), record(9), []
-    real_write, real_sync = os.pwrite, os.fsync
-
-    def is_killed() -> bool:
-        begun.append(1)
-        return len(begun) > calls
-
-    def pwrite(descriptor, data, position):
-        if not is_killed():
-            return real_write(descriptor, data, position)
-        if half:
-            real_write(descriptor, data[: len(data) // 2], position)
-        raise Killed
-
-    def fsync(descriptor):
-        if is_killed():
-            raise Killed
-        real_sync(descriptor)
-
-    def run():
-        if act == "delete":
-            delete(path, 2)
-        else:
-            write(path, {2: 9})
-
-    monkeypatch.setattr("midus_hf.banks.level_file.os.pwrite", pwrite)
-    monkeypatch.setattr("midus_hf.banks.level_file.os.fsync", fsync)
-    with contextlib.suppress(Killed):
-        run()
-    monkeypatch.undo()
-    level = MappedLevel(path, ROWS, NUMEL)
-    if level.rows(DELETED):
-        assert act == "delete" and not level.blocks[2].any()
-    elif level.marks[2] == HALF_WRITTEN:
-        with pytest.raises(
-            BankError, match=r"is half written: a process ended while it wrote it. Copy the bank again, or"
-        ):
-            level.row(2)
-    else:
-        assert torch.equal(level.row(2), old if calls == 0 else new)
-    run()
-    level = MappedLevel(path, ROWS, NUMEL)
-    assert level.row(2) is None if act == "delete" else torch.equal(level.row(2), new)
-    assert torch.equal(level.row(6), record(6))
-    remains = any(old[start : start + 2].numpy().tobytes() in path.read_bytes() for start in range(NUMEL - 1))
-    assert not remains
-
-
-def test_zeros_are_on_the_disk_before_the_mark_says_that_a_row_was_deleted(path, monkeypatch):
-    order, real_write, real_sync = [], os.pwrite, os.fsync
-    monkeypatch.setattr(
-        "midus_hf.banks.level_file.os.pwrite", lambda *args: [order.append(bytes(args[1])), real_write(*args)][1]
-    )
-    monkeypatch.setattr(
-        "midus_hf.banks.level_file.os.fsync", lambda *args: [order.append("sync"), real_sync(*args)][1]
-    )
-    delete(path, 2)
-    half, gone = bytes([HALF_WRITTEN]), bytes([DELETED])
-    assert order == [half, "sync", bytes(4 * NUMEL), "sync", gone, "sync"]
-
-
-def test_a_deletion_gives_the_room_back(tmp_path):
+def test_a_row_that_was_deleted_is_a_hole_without_a_block(tmp_path):
     numel, path = 2**18, tmp_path / "large"  # 1 MB
-    create_level_file(path, ROWS, numel, torch.float32)
-    write(path, {3: 3}, numel=numel)
-    before = path.stat().st_blocks
-    delete(path, 3, numel=numel)
-    assert path.stat().st_blocks <= before - 2**20 // 512 + 2 * 4096 // 512
+    write_level(path, ROWS, numel, torch.float32, {3: lambda: record(3, numel)}, [2])
+    assert path.stat().st_blocks * 512 <= 2**20 + 4 * 4096, "seven rows take the room of the one that was written"
+    level = MappedLevel(path, ROWS, numel)
+    assert level.row(2) is None and level.rows(DELETED) == [2] and not level.blocks[2].any()
 
 
 @pytest.mark.parametrize("row", [0, 1, 2])

@@ -5,7 +5,6 @@ import tempfile
 import pytest
 import torch
 import torch.distributed as dist
-from banks.small_bank import open_files
 from banks.trained_blocks import (
     EVERY,
     FETCHED,
@@ -45,7 +44,6 @@ def test_blocks_train_as_adamw_trains_them_in_the_steps_that_fetch_them(changes,
         assert (found[key] - start[key]).abs().max() > 5e-3
         torch.testing.assert_close(found[key].double(), expected[key], rtol=2e-5, atol=2e-6)
     assert bank.touched() == EVERY
-    bank.close()
 
 
 def test_rates_may_change_between_steps(folder):
@@ -185,16 +183,3 @@ def test_what_trains_leaves_nothing_on_the_disk_and_takes_what_was_touched(folde
     assert bank._states and not list((tmp_path / "temporary").iterdir())
     untouched = [row for row in range(28) if (3, row - 1) not in bank.touched()]
     assert not bank._states[3][untouched].any()
-    bank.close()
-
-
-def test_files_are_closed(folder, tmp_path):
-    before = open_files()
-    bank = bank_in(folder)
-    train(bank)
-    bank.save_state(tmp_path / "state")
-    for _ in range(2):
-        bank.load_state(tmp_path / "state")
-        train(bank, steps=[0])
-    bank.close()
-    assert open_files() == before

@@ -32,10 +32,9 @@ def bank_in(folder, dtype=torch.float32):
     """A bank of which two blocks were written, one of which is trained here."""
     if not folder.exists():
         create_bank(folder, layout_of(), dtype, 4)
-        bank = MemoryBank(folder, layout_of(), writable=True)
+        bank = MemoryBank(folder, layout_of())
         for level, index in ((3, 5), (3, 9)):
             bank.write(level, index, torch.linspace(-1, 1, bank.layout.record_numel(level)))
-        bank.close()
     return TrainedBank(MemoryBank(folder, layout_of()))
 
 
@@ -77,6 +76,4 @@ def by_adamw(folder, settings=SETTINGS):
             optimizers[key].step()
             masters[key].grad = None
         assert all(master.grad is None for master in masters.values())
-        reader.close()
-    start.close()
     return {key: master.detach() for key, master in masters.items()}

@@ -36,12 +36,11 @@ def model_folder(tmp_path_factory):
         base=base, method="hier-ffn", output=folder / "model", options={"sizes": [4, 3], "branching": 3}, verify=False
     )
     layout = AutoModelForCausalLM.from_pretrained(folder / "model").banks.of("hier-ffn").layout
-    bank = MemoryBank(folder / "model" / "memory_bank" / "hier-ffn", layout, writable=True)
+    bank = MemoryBank(folder / "model" / "memory_bank" / "hier-ffn", layout)
     generator = torch.Generator().manual_seed(0)
     for level in (1, 2):
         for index in range(-1, layout.blocks.nodes(level)):
             bank.write(level, index, 0.5 * torch.randn(layout.record_numel(level), generator=generator))
-    bank.close()
     byte_tokenizer().save_pretrained(folder / "model")
     return folder / "model"
 
@@ -237,9 +236,12 @@ def test_a_tree_of_another_shape_than_that_of_the_bank_is_refused(branching, lev
     [
         (
             [0, 0, 0],
-            "the text has paths of 3 levels, and the model's banks have 2; expected one tree. Assign the text by the tree that",
+            "column 'memory_ids' of the text is (21, 3), torch.int64; expected integers [batch, 2], for each row a node of each",
         ),
-        ([2, 9], "the text has node 9 of level 2, where the model's banks have 9 blocks; expected one tree."),
+        (
+            [2, 9],
+            "column 'memory_ids' of the text has 9 for level 2 in row 20; expected 0 to 8, or a row of -1 for the generic memory.",
+        ),
     ],
     ids=["levels", "nodes"],
 )

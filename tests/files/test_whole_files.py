@@ -9,9 +9,6 @@ from pathlib import Path
 import pytest
 
 from midus_hf.files.whole_files import (
-    copy_with_holes,
-    have_own_file,
-    link_or_copy,
     move_into_place,
     put_in_place,
     whole_file,
@@ -173,48 +170,3 @@ def test_a_folder_is_replaced_as_a_whole_and_other_files_stay(tmp_path):
     move_into_place(source, target, last="config")
     assert [path.name for path in (target / "banks").iterdir()] == ["b"]
     assert (target / "notes").read_text() == "a person's" and not source.exists()
-
-
-@pytest.mark.parametrize("absolute", [True, False])
-def test_a_link_is_made_of_the_file_that_a_symbolic_link_leads_to(absolute, tmp_path):
-    """As in snapshots of the hub's cache, whose links mean nothing in another folder."""
-    (tmp_path / "blobs").mkdir()
-    (tmp_path / "snapshot").mkdir()
-    (tmp_path / "output").mkdir()
-    blob, source, path = tmp_path / "blobs" / "1", tmp_path / "snapshot" / "tree", tmp_path / "output" / "tree"
-    blob.write_bytes(b"tree")
-    source.symlink_to(blob if absolute else Path("..", "blobs", "1"))
-    for _ in range(2):  # the second time the link is there
-        link_or_copy(source, path)
-        assert path.read_bytes() == b"tree" and not path.is_symlink()
-        assert [one.name for one in path.parent.iterdir()] == ["tree"]
-
-
-@pytest.mark.parametrize("knows_holes", [True, False])
-@pytest.mark.parametrize("pieces", [[], [(0, b"a")], [(2**22, b"a"), (2**23 - 1, b"b")], [(0, b"a" * 5000)]], ids=len)
-def test_a_copy_has_the_same_bytes_and_the_same_holes(pieces, knows_holes, tmp_path, monkeypatch):
-    source, path = tmp_path / "source", tmp_path / "path"
-    with source.open("wb") as file:
-        file.truncate(2**23)
-        for place, data in pieces:
-            file.seek(place)
-            file.write(data)
-    if not knows_holes:
-        monkeypatch.delattr(os, "SEEK_DATA")
-    path.write_bytes(b"before")
-    copy_with_holes(source, path)
-    assert path.read_bytes() == source.read_bytes()
-    assert not knows_holes or path.stat().st_blocks <= source.stat().st_blocks
-
-
-def test_a_file_that_has_other_names_is_replaced_by_a_copy_before_it_is_changed(tmp_path):
-    one, other = tmp_path / "one", tmp_path / "other"
-    have_own_file(one)  # there is none
-    one.write_bytes(b"contents")
-    number = one.stat().st_ino
-    have_own_file(one)
-    assert one.stat().st_ino == number, "nobody else has it"
-    os.link(one, other)
-    have_own_file(one)
-    assert other.stat().st_ino == number != one.stat().st_ino and other.stat().st_nlink == 1
-    assert one.read_bytes() == other.read_bytes() == b"contents"

@@ -43,20 +43,21 @@ def hierarchical_model(family, kind, folder, dtype=torch.float64, *, acting=True
         path = folder / BANKS_FOLDER / name
         create_bank(path, layout, dtype, seed=3)
         if acting:
-            bank = MemoryBank(path, layout, writable=True)
+            bank = MemoryBank(path, layout)
             fill(bank)
-            bank.close()
     model.open_banks(folder)
     return model
 
 
 def fill(bank, but=()):
     """Write every block but some, so that it acts."""
-    generator = torch.Generator().manual_seed(8)
+    generator, records = torch.Generator().manual_seed(8), {}
     for level in bank.layout.levels:
         for index in range(-1, bank.layout.blocks.nodes(level)):
             if (level, index) not in but:
-                bank.write(level, index, 0.3 * torch.randn(bank.layout.record_numel(level), generator=generator))
+                record = 0.3 * torch.randn(bank.layout.record_numel(level), generator=generator)
+                records[level, index] = record.clone
+    bank.save(bank.folder, records)
 
 
 def _one_by_row(batch):

@@ -24,12 +24,11 @@ def model(tmp_path_factory):
     options = {"sizes": [4, 3], "branching": 3}
     upscale(base=base, method="hier-ffn", output=folder / "model", options=options, verify=False)
     layout = AutoModelForCausalLM.from_pretrained(folder / "model").banks.layouts["hier-ffn"]
-    bank = MemoryBank(folder / "model" / "memory_bank" / "hier-ffn", layout, writable=True)
+    bank = MemoryBank(folder / "model" / "memory_bank" / "hier-ffn", layout)
     generator = torch.Generator().manual_seed(0)
     for level in (1, 2):
         for index in range(layout.blocks.nodes(level)):
             bank.write(level, index, 2 * torch.randn(layout.record_numel(level), generator=generator))
-    bank.close()
     return AutoModelForCausalLM.from_pretrained(folder / "model").eval()
 
 

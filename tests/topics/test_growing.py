@@ -68,10 +68,9 @@ def test_what_does_not_fit_or_needs_no_growth_is_refused(built):
 
 def test_a_bank_keeps_its_blocks_when_its_tree_grows_and_new_blocks_start(tmp_path):
     folder = made(tmp_path / "bank")
-    with_blocks = MemoryBank(folder, layout_of(), writable=True)
+    with_blocks = MemoryBank(folder, layout_of())
     for key in ((1, 1), (3, 5), (3, -1)):
         with_blocks.write(*key, record_of(with_blocks.layout, *key))
-    with_blocks.close()
     plain, bank = MemoryBank(folder, layout_of()), MemoryBank(folder, layout_of())
     old_ids, new_ids = torch.tensor([[1, 5, 21], [-1, -1, -1]]), torch.tensor([[5, 23, 92]])
     with pytest.raises(ValueError, match="has 5 for level 1 in row 0; expected 0 to 3"):

@@ -4,10 +4,9 @@ It imports everything once and computes nothing, so that each run is a child tha
 
     python killed_runs.py '[{"words": ["recipe.yaml", ...], "output": "out", "kill": ["os.rename", "a/b", 1], "copy": "seen"}]'
 
-A point is what a run is about to do to a file of its output (an event of Python's audit hooks, or `os.pwrite`, half of which is
-done then), with `*` for what differs between runs, and at the how manieth time; or `["step", "", 3]`, when blocks have had their
-third update. `copy` is where the output as it was left is kept. It prints how each run ended, as JSON: its exit status, or minus
-the signal that ended it.
+A point is what a run is about to do to a file of its output (an event of Python's audit hooks), with `*` for what differs between
+runs, and at the how manieth time; or `["step", "", 3]`, when blocks have had their third update. `copy` is where the output as it
+was left is kept. It prints how each run ended, as JSON: its exit status, or minus the signal that ended it.
 """
 
 import fnmatch
@@ -49,20 +48,14 @@ def die_at(kind: str, path: str, times: int, output: Path) -> None:
         ):
             die()
 
-    pwrite, step = os.pwrite, trained_bank.TrainedBank.step
-
-    def half_written(file: int, data: Any, offset: int) -> int:
-        if kind == "os.pwrite" and is_the_point(kind, os.readlink(f"/proc/self/fd/{file}")):
-            pwrite(file, data[: len(data) // 2], offset)
-            die()
-        return pwrite(file, data, offset)
+    step = trained_bank.TrainedBank.step
 
     def stepped(*args: Any) -> None:
         step(*args)
         if is_the_point("step", place):
             die()
 
-    os.pwrite, trained_bank.TrainedBank.step = half_written, stepped
+    trained_bank.TrainedBank.step = stepped
     sys.addaudithook(watch)
 
 

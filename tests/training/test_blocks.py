@@ -152,7 +152,7 @@ def test_held_out_text_without_paths_is_measured_without_blocks(blocks_for, tmp_
 
 @pytest.mark.parametrize(
     ("leaves", "message"),
-    [([4, None], "memory_ids"), ([4, 9], r"has node 3 of level 1, where the model's banks have 3 blocks")],
+    [([4, None], "memory_ids"), ([4, 9], r"has 3 for level 1 in row 1; expected 0 to 2, or a row of -1")],
     ids=["some", "another-tree"],
 )
 def test_held_out_text_of_other_paths_is_refused(blocks_for, tmp_path, leaves, message):

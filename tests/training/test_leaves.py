@@ -97,10 +97,10 @@ def test_a_corpus_without_the_column_and_a_model_without_banks_are_refused():
 @pytest.mark.parametrize(
     "path, message",
     [
-        ([0, 0, 0], "paths of 3 levels, and the model's banks have 2; expected one tree"),
-        ([1, 4], "node 4 of level 2, where the model's banks have 4 blocks"),
-        ([2, 0], "node 2 of level 1, where the model's banks have 2 blocks"),
-        ([1, 1], "whose node 1 of level 2 is no child of node 1; expected 2 to 3, the children of that node"),
+        ([0, 0, 0], r"column 'path' of the corpus is \(6, 3\), torch.int64; expected integers \[batch, 2\]"),
+        ([1, 4], "has 4 for level 2 in row 0; expected 0 to 3, or a row of -1"),
+        ([2, 0], "has 2 for level 1 in row 0; expected 0 to 1, or a row of -1"),
+        ([1, 1], "has 1 for level 2 in row 0, which is no child of node 1; expected 2 to 3. Take paths of the tree"),
     ],
 )
 def test_paths_of_another_tree_are_refused(path, message):

@@ -159,7 +159,6 @@ def trained(folder: Path, output: Path) -> Path:
                 parameter.copy_(0.3 * torch.randn(parameter.shape, generator=generator))
     model.save_pretrained(output)
     for name, layout in (model.config.memories().banks if memory_ids(model) else {}).items():
-        bank = MemoryBank(output / BANKS_FOLDER / name, layout, writable=True)
+        bank = MemoryBank(output / BANKS_FOLDER / name, layout)
         fill(bank, but=((1, 0), (3, 2)))
-        bank.close()
     return output

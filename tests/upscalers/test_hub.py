@@ -133,9 +133,8 @@ def test_a_model_pushed_from_python_brings_its_bank(base, hub, tmp_path):
     options = {"sizes": [3, 2], "branching": 2}
     upscale(base=base, method="hier-ffn", output=tmp_path / "out", options=options, verify=False)
     model = load(tmp_path / "out")
-    bank = MemoryBank(tmp_path / "out" / "memory_bank" / "hier-ffn", model.banks.layouts["hier-ffn"], writable=True)
+    bank = MemoryBank(tmp_path / "out" / "memory_bank" / "hier-ffn", model.banks.layouts["hier-ffn"])
     bank.write(2, 3, torch.randn(bank.layout.record_numel(2), generator=torch.Generator().manual_seed(0)))
-    bank.close()
     model.open_banks(tmp_path / "out")
     model.push_to_hub("me/fetching", commit_message="A bank")
     repository = hub.repositories["me/fetching"]

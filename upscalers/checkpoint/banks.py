@@ -1,6 +1,5 @@
 """Banks of blocks beside a checkpoint: one folder per memory, holding the blocks that texts fetch."""
 
-import contextlib
 import hashlib
 import json
 from collections.abc import Collection, Mapping
@@ -64,8 +63,8 @@ def carry_banks(
 
     for name, layout in layouts.items():
         try:
-            with contextlib.closing(MemoryBank(source / BANKS_FOLDER / name, layout)) as bank:
-                bank.save(folder / BANKS_FOLDER / name, deleted=(deleted or {}).get(name, ()))
+            bank = MemoryBank(source / BANKS_FOLDER / name, layout)
+            bank.save(folder / BANKS_FOLDER / name, deleted=(deleted or {}).get(name, ()))
         except BankError as error:
             raise RequestError(str(error)) from None
 

@@ -223,8 +223,8 @@ def find_layouts(folder: Path, memory: str | None = None) -> dict[str, BankLayou
 
 
 @contextlib.contextmanager
-def open_bank(folder: Path, name: str, layout: BankLayout, writable: bool = False) -> Iterator["MemoryBank"]:
-    """Open the bank of a memory in the folder of a checkpoint, and close the bank afterwards.
+def open_bank(folder: Path, name: str, layout: BankLayout) -> Iterator["MemoryBank"]:
+    """Open the bank of a memory in the folder of a checkpoint. Errors of reading it inside the context are a `RequestError`.
 
     Raises:
         RequestError: If the bank is absent, damaged, or another model's.
@@ -233,15 +233,9 @@ def open_bank(folder: Path, name: str, layout: BankLayout, writable: bool = Fals
     from midus_hf.banks.memory_bank import MemoryBank
 
     try:
-        bank = MemoryBank(folder / BANKS_FOLDER / name, layout, writable=writable)
+        yield MemoryBank(folder / BANKS_FOLDER / name, layout)
     except BankError as error:
         raise RequestError(str(error)) from None
-    try:
-        yield bank
-    except BankError as error:
-        raise RequestError(str(error)) from None
-    finally:
-        bank.close()
 
 
 def _files_beside_banks(folder: Path) -> list[Path]:

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from midus_hf.banks.initial_blocks import initial_block
+from midus_hf.banks.mapped_bank import initial_block
 from midus_hf.config.memory_checks import layer_projections
 from midus_hf.config.memory_types import MEMORY_TYPES
 from midus_hf.config.model_sizes import ModelSizes

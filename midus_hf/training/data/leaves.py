@@ -4,8 +4,9 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import torch
 
-from midus_hf.banks.bank_paths import check_nodes
+from midus_hf.banks.block_reader import check_paths as check_paths_in_bank
 from midus_hf.config.fetched_blocks import TREE_COLUMN, BankLayout
 from midus_hf.training.data.packing import Packer, packed_by, tokenised
 
@@ -108,7 +109,9 @@ def check_paths(
             f"path_column is {path_column!r}, but the model has no memory that fetches blocks; leave it out, or upscale with one of "
             "the methods hier-ffn, hier-lora-qk, hier-lora-vo, hier-lora-ffn and hier-kv."
         )
-    check_nodes(paths_of(dataset, path_column), banks, text)
+    paths = torch.from_numpy(paths_of(dataset, path_column))
+    for layout in banks.values():
+        check_paths_in_bank(paths, layout, f"column {path_column!r} of {text}")
 
 
 def _is_path(path: Any) -> bool:

@@ -21,17 +21,16 @@ WRITTEN = [(1, 0), (1, 2), (2, 1), (2, 7), (2, -1)]
 NAMES = ["hier-ffn", "hier-lora-vo"]
 
 
-def bank_of(folder: Path, name: str = "hier-ffn", writable: bool = False) -> MemoryBank:
+def bank_of(folder: Path, name: str = "hier-ffn") -> MemoryBank:
     layout = AutoModelForCausalLM.from_pretrained(folder).banks.layouts[name]
-    return MemoryBank(folder / "memory_bank" / name, layout, writable=writable)
+    return MemoryBank(folder / "memory_bank" / name, layout)
 
 
 def write_blocks(folder: Path, name: str = "hier-ffn") -> None:
-    written = bank_of(folder, name, writable=True)
+    written = bank_of(folder, name)
     generator = torch.Generator().manual_seed(len(name))
     for level, index in WRITTEN:
         written.write(level, index, torch.randn(written.layout.record_numel(level), generator=generator))
-    written.close()
 
 
 def run(*words, capsys) -> dict:
@@ -177,11 +176,11 @@ def test_no_file_of_the_result_has_what_the_block_has_learned(trained, tmp_path,
     assert "model.safetensors" in names and names.isdisjoint({BLOCK_STATES, "trainer_state.json"})
 
 
-def test_a_block_that_is_half_written_can_be_deleted(upscaled, tmp_path, capsys):
+def test_a_block_that_lost_its_mark_can_be_deleted(upscaled, tmp_path, capsys):
     shutil.copytree(upscaled / "one", tmp_path / "model")
     path = tmp_path / "model" / "memory_bank" / "hier-ffn" / "level-2.safetensors"
     content = bytearray(path.read_bytes())
-    content[-10 + 8] = 3  # the mark of node 7, of nine nodes and the generic memory
+    content[-10 + 8] = 0  # the mark of node 7, of nine nodes and the generic memory
     path.write_bytes(content)
     line = refusal("delete", tmp_path / "model", "--node", "2:5", "--output", tmp_path / "no", capsys=capsys)
     assert "block 7 of bank file" in line and "or delete the block" in line
