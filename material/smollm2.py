@@ -42,11 +42,21 @@ def smollm2_135m() -> Path:
 
 
 def _convert(folder: Path) -> None:
-    from upscalers.checkpoint.gguf import convert_gguf
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
 
     gguf = smollm2_gguf()
     print(f"material: converting {gguf.name} to float32 safetensors", file=sys.stderr, flush=True)
-    convert_gguf(gguf, folder)
+    source = {"pretrained_model_name_or_path": gguf.parent, "gguf_file": gguf.name}
+    model = AutoModelForCausalLM.from_pretrained(**source, dtype=torch.float32)
+    # The loader leaves its quantiser on the dequantised model, and a model with a quantiser refuses to be saved.
+    for attribute in ("hf_quantizer", "quantization_method", "is_quantized"):
+        if hasattr(model, attribute):
+            delattr(model, attribute)
+    if hasattr(model.config, "quantization_config"):
+        del model.config.quantization_config
+    model.save_pretrained(folder)
+    AutoTokenizer.from_pretrained(**source).save_pretrained(folder)
 
 
 def tiny_llama() -> Path:

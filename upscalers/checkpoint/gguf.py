@@ -1,4 +1,4 @@
-"""GGUF files as bases: read tensor by tensor, or converted to checkpoints."""
+"""GGUF files as bases, read tensor by tensor."""
 
 import contextlib
 import math
@@ -18,95 +18,65 @@ if TYPE_CHECKING:
     import torch
 
 _PART = re.compile(r"(?P<stem>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf")
-# Matrices whose values transformers' loader reorders and never changes, whatever the architecture.
-_MATRIX = re.compile(r"(token_embd|output|blk\.\d+\.(attn|ffn)_\w+)\.weight")
 _SPLIT_COUNT = "split.count"
 
 
-def read_gguf(path: Path, folder: Path) -> dict[str, StoredTensor] | None:
+def open_gguf(path: Path, folder: Path) -> dict[str, StoredTensor]:
     """Return the weights of a GGUF file, which are dequantised to float32 whenever they are read, and write all else to a folder.
-
-    Where a tensor of the model is not made from one tensor of the file, the whole checkpoint is written, as by
-    `convert_gguf`.
 
     Args:
         path: The `.gguf` file, or the first of the files that it was split into.
         folder: An existing folder that config and tokenizer are written to.
 
     Returns:
-        Every tensor by the name that transformers gives it; None if the weights are in the folder.
+        Every tensor by the name that transformers gives it.
 
     Raises:
-        RequestError: If the gguf package, a part or a tensor is missing, or transformers cannot read the file.
+        RequestError: If the gguf package, a part or a tensor is missing, a tensor of the model is not made from one tensor of the
+            file, as in mixtures of experts, or transformers cannot read the file.
     """
-    _check_package(path)
-    with _readable(path):
-        tensors = open_gguf(path, folder)
-    if tensors is None:
-        convert_gguf(path, folder)
-    return tensors
-
-
-def convert_gguf(path: Path, folder: Path, config_only: bool = False) -> None:
-    """Dequantise a GGUF file to a float32 checkpoint with its tokenizer, through transformers' loader.
-
-    The loader draws tensors at random that it does not find, so the result is compared with the file: each tensor of the model
-    has all its elements from the file, and matrices have the same bits, in any order.
-
-    Args:
-        path: The `.gguf` file, or the first of the files that it was split into.
-        folder: An existing folder that the checkpoint is written to.
-        config_only: Whether to write only `config.json`, from the file's header. Default: False.
-
-    Raises:
-        RequestError: If the gguf package, a part or a tensor is missing, or transformers cannot read the file.
-    """
-    _check_package(path)
-    import torch
-    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+    try:
+        import gguf  # noqa: F401
+    except ImportError:
+        raise RequestError(
+            f"base {path.name} is a GGUF file, which needs the gguf package; {install_extra('gguf')}."
+        ) from None
+    from transformers import AutoConfig, AutoTokenizer
 
     source: dict[str, Any] = {"pretrained_model_name_or_path": path.parent, "gguf_file": path.name}
-    with _readable(path), _as_one_file(path) as tensors:
+    with _readable(path), _as_one_file(path) as tensors_of_file:
         config = AutoConfig.from_pretrained(**source)
+        values = config.to_dict()
+        if family_of(values).is_converted(values):
+            raise _put_together(path, f"transformers converts tensors of {values['model_type']!r} when it loads them")
         described = _Described.of(config, path)
-        made_from = described.tensors_of_file(tensors)
-        if config_only:
-            config.save_pretrained(folder)
-            return
-        loading: Any = AutoModelForCausalLM.from_pretrained(**source, dtype=torch.float32, output_loading_info=True)
-        model, loaded = loading
-        missing = sorted({*loaded["missing_keys"]} - described.tied)
-        if missing:
-            raise _lacking(path, missing)
-        _check_bits(model.state_dict(), made_from)
-        tokenizer = AutoTokenizer.from_pretrained(**source)
-    # The loader leaves its quantiser on the dequantised model, and a model with a quantiser refuses to be saved.
-    for attribute in ("hf_quantizer", "quantization_method", "is_quantized"):
-        if hasattr(model, attribute):
-            delattr(model, attribute)
-    if hasattr(model.config, "quantization_config"):
-        del model.config.quantization_config
-    model.save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
+        described.check_tensors(tensors_of_file)
+        held = described.held
+        tensors: dict[str, StoredTensor] = {}
+        for part, stored in tensors_of_file:
+            name = described.names.get(stored.name)
+            if name in held:
+                in_file = StoredTensor("U8", (int(stored.n_bytes),), part, int(stored.data_offset))
+                dequantise = _dequantiser(stored, described)
+                tensors[name] = GgufTensor("F32", tuple(held[name].shape), None, 0, in_file, dequantise)
+        covered = {id(held[name]) for name in tensors}
+        others = [name for name, tensor in held.items() if id(tensor) not in covered]
+        if others:
+            raise _put_together(path, f"no tensor of the file alone is {first_few(others, 3)}")
+        model = described.model
+        model.config.architectures = [type(model).__name__]
+        if hasattr(model.config, "quantization_config"):
+            del model.config.quantization_config
+        model.config.save_pretrained(folder)
+        model.generation_config.save_pretrained(folder)
+        AutoTokenizer.from_pretrained(**source).save_pretrained(folder)
+    return {name: tensors[name] for name in held if name in tensors}
 
 
-def _check_bits(state: "dict[str, torch.Tensor]", made_from: dict[str, list[Any]]) -> None:
-    """Check that matrices of a converted model have the bits of the file's, in any order: the sums of both as integers are equal."""
-    import torch
-    from gguf import dequantize
-
-    for name, stored in made_from.items():
-        if name in state and state[name].dim() > 1 and all(_MATRIX.fullmatch(each.name) for each in stored):
-            values = [torch.from_numpy(dequantize(each.data, each.tensor_type).copy()) for each in stored]
-            expected = sum(_sum_of_bits(each) for each in values)
-            if _sum_of_bits(state[name]) != expected:
-                raise ValueError(f"{name} as it is converted holds other values than {stored[0].name}")
-
-
-def _sum_of_bits(values: "torch.Tensor") -> int:
-    import torch
-
-    return int(values.float().contiguous().view(torch.int32).sum(dtype=torch.int64))
+def _put_together(path: Path, reason: str) -> RequestError:
+    return RequestError(
+        f"{path.name} cannot be read tensor by tensor: {reason}. Give the safetensors checkpoint it was made from."
+    )
 
 
 @contextlib.contextmanager
@@ -121,13 +91,6 @@ def _readable(path: Path) -> Iterator[None]:
             f"transformers cannot read {path.name} ({type(error).__name__}: {one_line(error)}). Download it again, or give the "
             "safetensors checkpoint it was made from."
         ) from None
-
-
-def _lacking(path: Path, names: list[str]) -> RequestError:
-    return RequestError(
-        f"{path.name} lacks {first_few(names, 3)}; expected every tensor of the model that its header describes. Download it again, "
-        "or give the safetensors checkpoint it was made from."
-    )
 
 
 def parts_of(path: Path) -> list[Path]:
@@ -233,44 +196,30 @@ class _Described:
         first = {id(tensor): name for name, tensor in reversed(self.held.items())}
         return {name for name, tensor in self.held.items() if first[id(tensor)] != name}
 
-    def tensors_of_file(self, tensors: list[tuple[Path, Any]]) -> dict[str, list[Any]]:
-        """Return the tensors of the file that each tensor of the model is made from, as far as names tell.
+    def check_tensors(self, tensors: list[tuple[Path, Any]]) -> None:
+        """Check that the file holds every tensor of the model that names of the file stand for, with its size.
 
         Raises:
             RequestError: If the file lacks a tensor.
             ValueError: If tensors of the file have other sizes than the header implies.
         """
         stored = {tensor.name: tensor for _, tensor in tensors}
-        made_from, lacking = {}, []
-        held, tied = self.held, self.tied
-        in_file: dict[str, list[str]] = {}
+        lacking, held, tied = [], self.held, self.tied
         for name_in_file, name in self.names.items():
-            in_file.setdefault(name, []).append(name_in_file)
-        for name, names in in_file.items():
-            if name not in held or (name in tied and not stored.keys() & {*names}):
+            if name not in held:
                 continue
-            sources = [stored[each] for each in names if each in stored]
-            elements, expected = sum(int(each.n_elements) for each in sources), math.prod(held[name].shape)
-            absent = [each for each in names if each not in stored]
-            if absent and elements != expected:
-                lacking += [f"{each} ({name})" for each in absent]
-            elif elements != expected:
+            if name_in_file not in stored:
+                lacking += [] if name in tied else [f"{name_in_file} ({name})"]
+            elif int(stored[name_in_file].n_elements) != math.prod(held[name].shape):
                 raise ValueError(
-                    f"{sources[0].name} has {elements} elements where the header asks for {list(held[name].shape)}"
+                    f"{name_in_file} has {stored[name_in_file].n_elements} elements where the header asks for "
+                    f"{list(held[name].shape)}"
                 )
-            made_from[name] = sources
         if lacking:
-            raise _lacking(self.path, lacking)
-        return made_from
-
-
-def _check_package(path: Path) -> None:
-    try:
-        import gguf  # noqa: F401
-    except ImportError:
-        raise RequestError(
-            f"base {path.name} is a GGUF file, which needs the gguf package; {install_extra('gguf')}."
-        ) from None
+            raise RequestError(
+                f"{self.path.name} lacks {first_few(lacking, 3)}; expected every tensor of the model that its header describes. "
+                "Download it again, or give the safetensors checkpoint it was made from."
+            )
 
 
 @dataclass(frozen=True)
@@ -290,54 +239,6 @@ class GgufTensor(ComputedTensor):
         values = torch.from_numpy(self.dequantise().copy())
         assert tuple(values.shape) == self.shape, (values.shape, self.shape)
         return torch.empty(self.shape).copy_(values)
-
-
-def open_gguf(path: Path, folder: Path) -> dict[str, StoredTensor] | None:
-    """Return the tensors of a GGUF file, and write config and tokenizer of the model to a folder.
-
-    Args:
-        path: The `.gguf` file, or the first of the files that it was split into.
-        folder: An existing folder.
-
-    Returns:
-        Every tensor by the name that transformers gives it; None, and nothing written, if a tensor of the model is not made
-        from one tensor of the file, as in mixtures of experts, or transformers converts tensors of the type when it loads them.
-
-    Raises:
-        RequestError: If the file lacks a tensor of the model, or one of its parts is missing.
-        Exception: If transformers or the gguf package cannot read the file.
-    """
-    from transformers import AutoConfig, AutoTokenizer
-
-    source: dict[str, Any] = {"pretrained_model_name_or_path": path.parent, "gguf_file": path.name}
-    with _as_one_file(path) as tensors_of_file:
-        config = AutoConfig.from_pretrained(**source)
-        try:
-            if family_of(config.to_dict()).is_converted(config.to_dict()):
-                return None
-        except RequestError:
-            return None  # whoever opens the base says why
-        described = _Described.of(config, path)
-        described.tensors_of_file(tensors_of_file)
-        held = described.held
-        tensors: dict[str, StoredTensor] = {}
-        for part, stored in tensors_of_file:
-            name = described.names.get(stored.name)
-            if name in held:
-                in_file = StoredTensor("U8", (int(stored.n_bytes),), part, int(stored.data_offset))
-                dequantise = _dequantiser(stored, described)
-                tensors[name] = GgufTensor("F32", tuple(held[name].shape), None, 0, in_file, dequantise)
-        covered = {id(held[name]) for name in tensors}
-        if any(id(tensor) not in covered for tensor in held.values()):
-            return None
-        model = described.model
-        model.config.architectures = [type(model).__name__]
-        if hasattr(model.config, "quantization_config"):
-            del model.config.quantization_config
-        model.config.save_pretrained(folder)
-        model.generation_config.save_pretrained(folder)
-        AutoTokenizer.from_pretrained(**source).save_pretrained(folder)
-    return {name: tensors[name] for name in held if name in tensors}
 
 
 def _dequantiser(stored: Any, described: _Described) -> Callable[[], Any]:

@@ -23,7 +23,7 @@ from midus_hf.files.checkpoint_files import (
     globs,
     indexed_weights,
 )
-from upscalers.checkpoint.gguf import convert_gguf, read_gguf
+from upscalers.checkpoint.gguf import open_gguf
 from upscalers.checkpoint.safetensors_format import StoredTensor
 from upscalers.checkpoint.stored_weights import FORMATS, missing_weights
 from upscalers.request.errors import RequestError
@@ -108,11 +108,7 @@ def resolve_source(base: str, revision: str | None = None, config_only: bool = F
     path = Path(name).expanduser()
     if path.is_file() and path.suffix == ".gguf":
         with tempfile.TemporaryDirectory(prefix="upscale-gguf-") as temporary:
-            if config_only:
-                convert_gguf(path, Path(temporary), config_only)
-                yield Source(name, Path(temporary))
-            else:
-                yield Source(name, Path(temporary), gguf=read_gguf(path, Path(temporary)))
+            yield Source(name, Path(temporary), gguf=open_gguf(path, Path(temporary)))
     elif path.is_file() and path.name == "config.json":
         yield Source(name, path.parent)
     elif path.is_dir():
